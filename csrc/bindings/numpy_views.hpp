@@ -1,0 +1,48 @@
+// The seam: numpy arrays in (checked, never copied), owned vectors out (moved, never copied).
+// Include this before every other header in bindings/: pybind11 wants Python.h first.
+#pragma once
+
+#include <pybind11/numpy.h>
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <memory>
+#include <utility>
+#include <vector>
+
+#include "core/check.hpp"
+#include "core/span.hpp"
+
+namespace megapack {
+namespace py = pybind11;
+
+// With py::arg().noconvert() a wrong dtype, stride or list is a TypeError; read-only and
+// memory-mapped arrays pass without a copy.
+template <typename T>
+using Array = py::array_t<T, py::array::c_style>;
+
+template <typename T>
+Span<const T> view(const Array<T>& array, const char* name) {
+    check(array.ndim() == 1, name, " has ", array.ndim(), " dimensions; it must have 1");
+    return {array.data(), static_cast<std::size_t>(array.size())};
+}
+
+template <typename T>
+Span<T> mutable_view(Array<T>& array, const char* name) {
+    check(array.ndim() == 1, name, " has ", array.ndim(), " dimensions; it must have 1");
+    check(array.writeable(), name, " is read-only; pass an array that owns its memory");
+    return {array.mutable_data(), static_cast<std::size_t>(array.size())};
+}
+
+template <typename T>
+py::array_t<T> to_numpy(std::vector<T>&& values) {
+    auto owner = std::make_unique<std::vector<T>>(std::move(values));
+    T* data = owner->data();
+    const auto size = static_cast<py::ssize_t>(owner->size());
+    py::capsule free_when_done(owner.get(),
+                               [](void* p) { delete static_cast<std::vector<T>*>(p); });
+    owner.release();
+    return py::array_t<T>(size, data, free_when_done);
+}
+
+}  // namespace megapack

@@ -1,0 +1,41 @@
+// Errors of the core. A message names the subject, the value, the limit and the remedy; the
+// bindings turn the type into Python's exception.
+#pragma once
+
+#include <cerrno>
+#include <sstream>
+#include <stdexcept>
+#include <string>
+#include <system_error>
+
+namespace megapack {
+
+// A file is not what its name promises (megapack.errors.FormatError).
+struct FormatError : std::runtime_error {
+    using std::runtime_error::runtime_error;
+};
+
+// Documents or tokens that may not be stored or packed (megapack.errors.DataError).
+struct DataError : std::runtime_error {
+    using std::runtime_error::runtime_error;
+};
+
+template <typename... Parts>
+std::string concat_message(const Parts&... parts) {
+    std::ostringstream out;
+    (out << ... << parts);
+    return out.str();
+}
+
+// Refuses an argument: check<DataError>(ok, "document ", i, " has ...").
+template <typename Error = std::invalid_argument, typename... Parts>
+void check(bool ok, const Parts&... parts) {
+    if (!ok) throw Error(concat_message(parts...));
+}
+
+// OSError with errno and the file's name.
+[[noreturn]] inline void throw_errno(const std::string& path) {
+    throw std::system_error(errno, std::generic_category(), path);
+}
+
+}  // namespace megapack

@@ -1,0 +1,54 @@
+"""megapack: documents to training batches.
+
+``IndexedDataset`` and ``IndexedDatasetBuilder`` hold documents on disk (Megatron's .bin/.idx),
+``pack`` turns document lengths into a ``SampleIndex``, and ``PackedDataset`` with
+``BucketBatchSampler`` turns both into batches. Every name is imported on first use, so that data
+is built on machines without torch and ``import megapack`` costs nothing.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+__version__ = "0.1.0"
+
+try:
+    from megapack import _core as _core
+except ImportError as error:
+    raise ImportError(
+        f"megapack's C++ extension could not be imported ({error}). Build it with "
+        "`pip install .` (or `pip install -e .` in a checkout; a C++17 compiler is needed)."
+    ) from error
+
+# public name -> the room that holds it
+_HOME = {
+    "BucketBatchSampler": "megapack.data",
+    "IndexedDataset": "megapack.storage",
+    "IndexedDatasetBuilder": "megapack.storage",
+    "PackedDataset": "megapack.data",
+    "SampleIndex": "megapack.packing",
+    "Schedule": "megapack.data",
+    "pack": "megapack.packing",
+}
+
+__all__ = [
+    "BucketBatchSampler",
+    "IndexedDataset",
+    "IndexedDatasetBuilder",
+    "PackedDataset",
+    "SampleIndex",
+    "Schedule",
+    "__version__",
+    "pack",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'megapack' has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOME[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,1 @@
+"""Variable-length attention behind one function; the backend is chosen once, at start."""

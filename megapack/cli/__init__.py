@@ -1,0 +1,1 @@
+"""megapack-build: parse, call, report. Stands on storage, tokenization and packing; no torch."""

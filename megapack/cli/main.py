@@ -1,0 +1,88 @@
+"""megapack-build: one command per file of this room; only the chosen one is imported.
+
+Results go to stdout, progress and logs to stderr. Exit status: 0 done, 1 the input or a file is
+at fault (the message says which), 2 the command line is at fault, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import importlib
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+from megapack import __version__
+from megapack.errors import MegapackError
+
+__all__ = ["main"]
+
+# command -> (module with add_arguments(parser) and run(args) -> int, one line of help)
+COMMANDS = {
+    "tokenize": ("megapack.cli.tokenize", "text -> documents (.bin/.idx)"),
+    "train-tokenizer": ("megapack.cli.train_tokenizer", "corpus -> sentencepiece BPE model"),
+    "pack": ("megapack.cli.pack", "documents -> samples in buckets (.samples)"),
+    "compare": ("megapack.cli.compare", "what each strategy would make of a dataset"),
+    "inspect": ("megapack.cli.inspect", "look inside .idx and .samples files"),
+    "merge": ("megapack.cli.merge", "many .bin/.idx pairs -> one"),
+    "verify": ("megapack.cli.verify", "is this dataset whole and what it claims to be?"),
+    "repair": ("megapack.cli.repair", "mend what can be mended in a damaged .idx"),
+    "import": ("megapack.cli.import_", "index other people's token files"),
+}
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        self.print_usage(sys.stderr)
+        self.exit(2, f"{self.prog}: error: {message}\n")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit status."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(_overview())
+        return 0
+    if arguments[0] == "--version":
+        print(f"megapack {__version__}")
+        return 0
+    name, *rest = arguments
+    if name not in COMMANDS:
+        close = difflib.get_close_matches(name, COMMANDS, n=1)
+        hint = f"; did you mean {close[0]!r}?" if close else ""
+        print(f"megapack-build: no command {name!r}{hint}\n\n{_overview()}", file=sys.stderr)
+        return 2
+    return _run(name, rest)
+
+
+def _run(name: str, arguments: list[str]) -> int:
+    module = importlib.import_module(COMMANDS[name][0])
+    parser = _Parser(
+        prog=f"megapack-build {name}",
+        description=module.__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    module.add_arguments(parser)
+    try:
+        args = parser.parse_args(arguments)
+        status: int = module.run(args)
+        return status
+    except (MegapackError, ValueError, OSError) as error:
+        print(f"megapack-build {name}: error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print(f"megapack-build {name}: interrupted", file=sys.stderr)
+        return 130
+
+
+def _overview() -> str:
+    width = max(map(len, COMMANDS))
+    lines = ["usage: megapack-build COMMAND [options]", ""]
+    lines += [f"  {name:{width}}  {help_line}" for name, (_, help_line) in COMMANDS.items()]
+    lines += ["", "megapack-build COMMAND --help shows the options of one command."]
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

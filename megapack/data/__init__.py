@@ -1,0 +1,1 @@
+"""SampleIndex and documents in, batches out: schedule, gather, loader. Torch begins here."""

@@ -1,0 +1,50 @@
+"""Every exception megapack raises on purpose.
+
+A message names the subject, the value, the limit and the remedy. Wrong arguments of a function are
+plain ``ValueError``/``TypeError``; files that cannot be opened are plain ``OSError``.
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "ConfigError",
+    "DataError",
+    "FormatError",
+    "IndexMismatchError",
+    "MegapackError",
+    "MegapackWarning",
+    "RankMismatchError",
+    "ResumeError",
+]
+
+
+class MegapackError(Exception):
+    """Base of every error below; catching it catches them all."""
+
+
+class ConfigError(MegapackError, ValueError):
+    """A configuration or a command line asks for something that cannot be."""
+
+
+class FormatError(MegapackError, ValueError):
+    """A file is truncated, damaged, or not of the format its name promises."""
+
+
+class DataError(MegapackError, ValueError):
+    """Input documents that may not be stored or packed (bad JSON, token id out of range, ...)."""
+
+
+class IndexMismatchError(MegapackError, ValueError):
+    """A .samples file was built from another dataset than the one it is opened with."""
+
+
+class ResumeError(MegapackError, RuntimeError):
+    """A checkpoint and a configuration disagree about the order of samples."""
+
+
+class RankMismatchError(MegapackError, RuntimeError):
+    """Ranks of one job do not agree on what this step contains."""
+
+
+class MegapackWarning(UserWarning):
+    """Something the user asked for is done differently, or costs more than it needs to."""

@@ -1,0 +1,1 @@
+"""Other people's trainers: one file per host, names translated at the border. Stands on data."""

@@ -1,0 +1,1 @@
+"""Lengths in, SampleIndex out: strategies, the .samples file, metrics. Stands on storage."""

@@ -1,0 +1,1 @@
+"""Text in, documents out: corpus readers, tokenizers, the parallel build. Stands on storage."""

@@ -1,0 +1,1 @@
+"""Models, loss, engine, checkpoints and evaluation. Stands on data and attention."""

@@ -1,0 +1,35 @@
+"""Builds the C++ extension; everything else about the package stands in pyproject.toml."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from pybind11.setup_helpers import ParallelCompile, Pybind11Extension, build_ext
+from setuptools import setup
+
+# Sorted, so that the same tree gives the same binary wherever it is built.
+SOURCES = sorted(str(path) for path in Path("csrc").glob("*/*.cpp"))
+HEADERS = sorted(str(path) for path in Path("csrc").glob("*/*.hpp"))
+
+# No -march=native: a wheel built on one node of a cluster must run on the others.
+COMPILE_ARGS = ["-O3", "-Wall", "-Wextra", "-Wconversion", "-fvisibility=hidden", "-pthread"]
+if os.environ.get("MEGAPACK_WERROR") == "1":
+    COMPILE_ARGS.append("-Werror")
+
+ParallelCompile("MEGAPACK_BUILD_JOBS", default=os.cpu_count() or 1).install()
+
+setup(
+    ext_modules=[
+        Pybind11Extension(
+            "megapack._core",
+            SOURCES,
+            depends=HEADERS,
+            include_dirs=["csrc"],
+            cxx_std=17,
+            extra_compile_args=COMPILE_ARGS,
+            extra_link_args=["-pthread"],
+        )
+    ],
+    cmdclass={"build_ext": build_ext},
+)
