@@ -106,6 +106,23 @@ SampleView<Id, Length> sample_view(const Array<std::int64_t>& bucket_sample_offs
 }
 
 template <typename Length>
+py::dict count_documents_of(const Array<Length>& lengths, std::int64_t capacity) {
+    const Span<const Length> documents = view(lengths, "lengths");
+    DocumentTotals totals;
+    {
+        const py::gil_scoped_release unlocked;
+        totals = count_documents(documents, capacity);
+    }
+    py::dict result;
+    result["num_tokens"] = totals.num_tokens;
+    result["num_empty"] = totals.num_empty;
+    result["num_longer"] = totals.num_longer;
+    result["shortest"] = totals.shortest;
+    result["longest"] = totals.longest;
+    return result;
+}
+
+template <typename Length>
 void register_strategies(py::module_& m) {
     const auto lengths = py::arg("lengths").noconvert();
     m.def("pack_streams", &pack_streams_of<Length>, lengths, py::kw_only(), py::arg("buckets"),
@@ -114,6 +131,7 @@ void register_strategies(py::module_& m) {
     m.def("pack_buckets", &pack_buckets_of<Length>, lengths, py::kw_only(), py::arg("buckets"),
           py::arg("pool_size"), py::arg("promote"), py::arg("seed"), py::arg("threads"),
           py::arg("wide_ids"), py::arg("progress"));
+    m.def("count_documents", &count_documents_of<Length>, lengths, py::arg("capacity"));
 }
 
 template <typename Id, typename Length>

@@ -45,6 +45,20 @@ void measure_samples(const SampleView<Id, Length>& samples, Span<const Length> l
 
 }  // namespace
 
+template <typename Length>
+DocumentTotals count_documents(Span<const Length> lengths, std::int64_t capacity) {
+    DocumentTotals totals;
+    if (!lengths.empty()) totals.shortest = totals.longest = lengths[0];
+    for (const std::int64_t length : lengths) {
+        totals.num_tokens += length;
+        totals.num_empty += length == 0;
+        totals.num_longer += length > capacity;
+        totals.shortest = std::min(totals.shortest, length);
+        totals.longest = std::max(totals.longest, length);
+    }
+    return totals;
+}
+
 template <typename Id, typename Length>
 SegmentTotals measure(const SampleView<Id, Length>& samples, Span<const Length> lengths,
                       int threads) {
@@ -146,5 +160,7 @@ std::string find_fault(const SampleView<Id, Length>& samples, Span<const std::in
     template std::string find_fault(const SampleView<Id, Length>&, Span<const std::int64_t>, \
                                     Span<const Length>);
 MEGAPACK_FOR_EACH_WIDTH(MEGAPACK_INSTANTIATE)
+template DocumentTotals count_documents(Span<const std::int32_t>, std::int64_t);
+template DocumentTotals count_documents(Span<const std::int64_t>, std::int64_t);
 
 }  // namespace megapack

@@ -15,6 +15,15 @@ struct SampleView {
     Span<const std::int32_t> segment_length;
 };
 
+struct DocumentTotals {
+    std::int64_t num_tokens = 0, num_empty = 0;
+    std::int64_t num_longer = 0;  // than the capacity asked about
+    std::int64_t shortest = 0, longest = 0;
+};
+
+template <typename Length>
+DocumentTotals count_documents(Span<const Length> lengths, std::int64_t capacity);
+
 struct SegmentTotals {
     std::vector<std::int64_t> tokens_per_bucket;  // placed, padding not counted
     std::int64_t whole_documents = 0;             // segments that are a document from end to end
