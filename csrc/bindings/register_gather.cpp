@@ -54,20 +54,19 @@ class Gatherer {
                    pad_token} {}
 
     void add_source(const py::array& tokens, const std::optional<py::array>& labels,
-                    const py::array& document_offsets, const py::array& sample_segment_offsets,
-                    const py::array& segment_document, const py::array& segment_begin,
-                    const py::array& segment_length) {
-        GatherSource source;
+                    const Array<std::uint8_t>& index_bytes, const std::string& index_name,
+                    const py::array& sample_segment_offsets, const py::array& segment_document,
+                    const py::array& segment_begin, const py::array& segment_length) {
+        GatherSource source(IndexView(view(index_bytes, "index_bytes"), index_name));
         source.tokens = token_array(tokens, "tokens");
         if (labels) source.labels = token_array(*labels, "labels");
-        source.document_offsets = integers(document_offsets, "document_offsets");
         source.sample_segment_offsets = integers(sample_segment_offsets, "sample_segment_offsets");
         source.segment_document = integers(segment_document, "segment_document");
         source.segment_begin = integers(segment_begin, "segment_begin");
         source.segment_length = integers(segment_length, "segment_length");
         check_source(source);
         sources_.push_back(source);
-        kept_.push_back(py::make_tuple(tokens, labels, document_offsets, sample_segment_offsets,
+        kept_.push_back(py::make_tuple(tokens, labels, index_bytes, sample_segment_offsets,
                                        segment_document, segment_begin, segment_length));
     }
 
@@ -141,8 +140,9 @@ void register_gather(py::module_& m) {
              py::kw_only(), py::arg("positions"), py::arg("attention"), py::arg("labels"),
              py::arg("alignment"), py::arg("pad_token"))
         .def("add_source", &Gatherer::add_source, py::kw_only(), py::arg("tokens"),
-             py::arg("labels"), py::arg("document_offsets"), py::arg("sample_segment_offsets"),
-             py::arg("segment_document"), py::arg("segment_begin"), py::arg("segment_length"))
+             py::arg("labels"), py::arg("index_bytes").noconvert(), py::arg("index_name"),
+             py::arg("sample_segment_offsets"), py::arg("segment_document"),
+             py::arg("segment_begin"), py::arg("segment_length"))
         .def("gather", &Gatherer::gather, py::arg("source_ids").noconvert(),
              py::arg("sample_ids").noconvert(), py::kw_only(), py::arg("num_rows"),
              py::arg("row_tokens"), py::arg("capacity"), py::arg("tokens").noconvert(),

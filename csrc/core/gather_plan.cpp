@@ -135,6 +135,7 @@ GatherPlan plan_gather(Span<const GatherSource> sources, Span<const SampleRef> s
 
 std::vector<std::int32_t> cumulative_lengths(const GatherPlan& plan, bool padded, bool per_row,
                                              std::int64_t entries) {
+    check(entries >= 0, "num_cu_seqlens is ", entries, "; it must not be negative");
     std::vector<std::vector<std::int32_t>> lists(1, {0});
     std::int64_t at = 0;  // by rooms, to see where a row ends
     for (const AttentionSegment& segment : plan.segments) {

@@ -10,6 +10,50 @@ namespace {
 constexpr const char* kRemedy =
     "; the .samples file is damaged or was made for another dataset: pack again";
 
+// Where a document's tokens lie: [begin, end) in the file.
+struct Range {
+    std::int64_t begin;
+    std::int64_t end;
+};
+
+std::int64_t bytes_of(TokenType type) {
+    switch (type) {
+        case TokenType::kUint8:
+        case TokenType::kInt8:
+            return 1;
+        case TokenType::kInt16:
+        case TokenType::kUint16:
+            return 2;
+        case TokenType::kInt32:
+            return 4;
+        case TokenType::kInt64:
+            break;
+    }
+    return 8;
+}
+
+// The sequences of a document follow each other in .bin: every writer does so, verify checks it.
+Range document_range(const GatherSource& source, std::int64_t document) {
+    const IndexView& index = source.documents;
+    const auto d = static_cast<std::size_t>(document);
+    const std::int64_t first = index.document_index(d);
+    const std::int64_t last = index.document_index(d + 1) - 1;
+    const auto num_sequences = static_cast<std::int64_t>(index.num_sequences());
+    check<FormatError>(first >= 0 && first <= last + 1 && last < num_sequences, index.name(),
+                       ": document ", document, " is sequences [", first, ", ", last + 1, ") of ",
+                       num_sequences);
+    if (first > last) return {0, 0};
+    const std::int64_t itemsize = bytes_of(source.tokens.type);
+    const std::int64_t begin = index.pointer(static_cast<std::size_t>(first)) / itemsize;
+    const std::int64_t final = index.pointer(static_cast<std::size_t>(last)) / itemsize;
+    const std::int32_t length = index.length(static_cast<std::size_t>(last));
+    const std::int64_t size = source.tokens.size;
+    check<FormatError>(0 <= begin && begin <= final && length >= 0 && final <= size - length,
+                       index.name(), ": document ", document, " begins at token ", begin,
+                       ", its last sequence at ", final, " with ", length, "; the file has ", size);
+    return {begin, final + length};
+}
+
 Segment read_segment(const GatherSource& source, SampleRef ref, std::int64_t s) {
     const auto refuse = [&](bool ok, auto... what) {
         check<FormatError>(ok, "source ", ref.source, ", sample ", ref.sample, ", segment ", s,
@@ -19,20 +63,17 @@ Segment read_segment(const GatherSource& source, SampleRef ref, std::int64_t s) 
     segment.document = source.segment_document[s];
     segment.begin = source.segment_begin[s];
     segment.length = source.segment_length[s];
-    const std::int64_t num_documents = source.document_offsets.size() - 1;
+    const auto num_documents = static_cast<std::int64_t>(source.documents.num_documents());
     refuse(segment.document >= 0 && segment.document < num_documents, " names document ",
            segment.document, " of ", num_documents);
-    const std::int64_t offset = source.document_offsets[segment.document];
-    const std::int64_t end = source.document_offsets[segment.document + 1];
-    refuse(offset >= 0 && offset <= end && end <= source.tokens.size, " is of a document at [",
-           offset, ", ", end, ") in a file of ", source.tokens.size, " tokens");
-    const std::int64_t document_length = end - offset;
+    const Range range = document_range(source, segment.document);
+    const std::int64_t document_length = range.end - range.begin;
     // No sum of untrusted numbers before both are known to be small: it could overflow.
     refuse(segment.begin >= 0 && segment.begin < document_length && segment.length > 0 &&
                segment.length <= document_length - segment.begin,
            " is tokens [", segment.begin, ", +", segment.length, ") of a document of ",
            document_length);
-    segment.token_begin = offset + segment.begin;
+    segment.token_begin = range.begin + segment.begin;
     segment.ends_document = segment.begin + segment.length == document_length;
     return segment;
 }
@@ -40,8 +81,6 @@ Segment read_segment(const GatherSource& source, SampleRef ref, std::int64_t s) 
 }  // namespace
 
 void check_source(const GatherSource& source) {
-    check(source.document_offsets.size() > 0,
-          "document_offsets is empty; it has num_documents + 1");
     check(source.sample_segment_offsets.size() > 0,
           "sample_segment_offsets is empty; it has num_samples + 1");
     const std::int64_t num_segments = source.segment_length.size();

@@ -5,6 +5,7 @@
 #include <cstring>
 #include <vector>
 
+#include "core/mmididx.hpp"
 #include "core/span.hpp"
 
 namespace megapack {
@@ -47,9 +48,11 @@ class Integers {
 // One dataset with its sample index. Nothing in it is trusted: every number that is used as an
 // address is checked at the moment it is read.
 struct GatherSource {
-    TokenArray tokens;
+    explicit GatherSource(IndexView index) : documents(std::move(index)) {}
+
+    IndexView documents;              // the mapped .idx: no table per process, nothing to build
+    TokenArray tokens;                // the mapped .bin
     TokenArray labels;                // beside the tokens, not shifted, -100 = none; may be absent
-    Integers document_offsets;        // num_documents + 1: token position of each document
     Integers sample_segment_offsets;  // num_samples + 1
     Integers segment_document;
     Integers segment_begin;
