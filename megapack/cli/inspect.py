@@ -68,6 +68,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _show_sample(console: Console, index: SampleIndex, args: argparse.Namespace) -> None:
+    if not 0 <= args.sample < index.num_samples:
+        raise ConfigError(
+            f"--sample {args.sample}: {args.path} has samples 0 to {index.num_samples - 1}"
+        )
     prefix = args.data_prefix or (index.source or {}).get("prefix")
     if prefix is None:
         raise ConfigError(f"{args.path} does not say which dataset it is of; give --data-prefix")

@@ -87,7 +87,7 @@ def test_labels_are_counted_as_training_counts_them(corpus: Path) -> None:
     ("arguments", "message"),
     [
         (["{}", "--sample", "0"], "--sample needs a .samples file"),
-        (["{}.samples", "--sample", "99"], "sample 99 of an index with"),
+        (["{}.samples", "--sample", "99"], "has samples 0 to"),
         (["{}.missing"], "No such file"),
         (["{}.samples", "--sample", "0", "--tokenizer", "nowhere.model"], "no tokenizer at"),
     ],
