@@ -55,26 +55,44 @@ class ModelConfig:
 class DataConfig:
     """Documents, samples, and how many tokens make a step."""
 
-    prefix: str
+    prefix: str | None = None
     """Training documents, a path without .bin/.idx."""
-    index: str
+    index: str | None = None
     """Their samples: the .samples file of ``megapack-build pack``."""
+    blend: str | None = None
+    """A manifest of several datasets (``megapack.data.blend``), instead of prefix and index."""
     valid_prefix: str | None = None
     """Held-out documents; null trains without evaluation."""
     valid_index: str | None = None
-    """Their samples; null packs them on the fly into the training buckets."""
+    """Their samples; null packs them on the fly, see ``evaluation.buckets``."""
     tokens_per_step: int
     """Tokens of one optimizer step over all ranks, padding included."""
     micro_batch_tokens: int
     """Tokens of one forward of one rank: capacity x samples, the same in every bucket."""
     order: str = "proportional"
-    """How buckets follow each other; see ``megapack.data.Schedule``."""
+    """How buckets follow each other; a name of ``megapack.data.order.ORDERS``."""
+    num_cycles: int | None = None
+    """Times per epoch that a curriculum starts over; null takes the order's own number."""
+    mix: Literal["step", "micro_step"] = "step"
+    """One bucket per optimizer step, or one per ``micro_step_tokens``."""
+    micro_step_tokens: int | None = None
+    """Of ``mix: micro_step``: tokens that all ranks take from one bucket at a time."""
+    row_tokens: int | None = None
+    """Rows that hold whole samples, when capacities do not divide ``tokens_per_step``."""
+    cost_window: int = 1
+    """Draws over which samples of like attention cost are brought together; 1 is off."""
     positions: Literal["segment", "document", "sample"] = "segment"
     """Where position ids restart."""
     attention: Literal["document", "sample"] = "document"
     """What attention may see: its own document, or the whole sample (the baseline)."""
-    num_workers: int = 1
-    """Processes that gather batches per rank; 0 gathers in the training process."""
+    labels: Literal["document", "sample"] = "document"
+    """Whether the last token of a document predicts the next document's first (the baseline)."""
+    num_workers: int = 0
+    """Processes that gather batches per rank; 0: a thread, which is enough for most models."""
+    uneven: Literal["error", "pad"] = "error"
+    """When ranks do not divide the micro batches of a step: stop, or give some an empty one."""
+    check_ranks_every: int = 100
+    """Steps between comparisons of what the ranks are about to train on; 0 never compares."""
 
     def __post_init__(self) -> None:
         _positive(
@@ -82,6 +100,10 @@ class DataConfig:
             tokens_per_step=self.tokens_per_step,
             micro_batch_tokens=self.micro_batch_tokens,
         )
+        alone = self.prefix is not None and self.index is not None
+        neither = self.prefix is None and self.index is None
+        if not (neither if self.blend else alone):
+            raise ConfigError("data: give prefix and index, or blend, and not both")
         if self.num_workers < 0:
             raise ConfigError(f"data: num_workers is {self.num_workers}; it must be 0 or more")
         if self.tokens_per_step % self.micro_batch_tokens:
@@ -145,6 +167,8 @@ class CheckpointConfig:
     """Newest checkpoints kept; older ones are removed after a newer one is complete."""
     resume: Literal["auto", "never"] = "auto"
     """auto continues from the newest checkpoint of ``run_dir`` when there is one."""
+    allow_change: tuple[str, ...] = ()
+    """Fields of the data order that may differ from the checkpoint's, as in ``[seed]``."""
     fallback: bool = False
     """When the newest checkpoint is damaged: try the one before it instead of stopping."""
     verify: Literal["size", "checksum"] = "checksum"
@@ -166,6 +190,9 @@ class EvaluationConfig:
     """Steps between evaluations; null evaluates at the end only."""
     max_tokens: int | None = None
     """Evaluate the first samples up to this many tokens per bucket; null takes all."""
+    buckets: tuple[int, ...] = ()
+    """Capacities into which validation documents are packed; empty takes the training buckets.
+    Runs that are compared need the same ones."""
 
     def __post_init__(self) -> None:
         if self.every is not None:
@@ -183,6 +210,8 @@ class LoggingConfig:
     tensorboard: bool = True
     wandb_project: str | None = None
     """Weights & Biases, when a project is named and wandb is installed."""
+    batches: bool = False
+    """Write down what every rank was fed (``run_dir/batches``): samples of every micro batch."""
 
     def __post_init__(self) -> None:
         _positive("logging", every=self.every)

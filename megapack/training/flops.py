@@ -15,7 +15,7 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 from torch import nn
 
-__all__ = ["ModelFlops", "peak_flops"]
+__all__ = ["ModelFlops", "peak_by_name", "peak_flops"]
 
 # Dense bfloat16 tensor operations per second, from the vendors' data sheets.
 _PEAKS = {
@@ -40,10 +40,13 @@ def peak_flops(device: torch.device) -> float | None:
     """bfloat16 operations per second the device can do at best; None when it is not known."""
     if device.type != "cuda":
         return None
-    name = torch.cuda.get_device_name(device)
-    # The longest name that fits: "H100 PCIe" before "H100".
+    return peak_by_name(torch.cuda.get_device_name(device))
+
+
+def peak_by_name(name: str) -> float | None:
+    """The same by a name that contains a model's, as in "NVIDIA H100 80GB HBM3"."""
     known = [key for key in _PEAKS if key.lower() in name.lower()]
-    return _PEAKS[max(known, key=len)] if known else None
+    return _PEAKS[max(known, key=len)] if known else None  # "H100 PCIe" before "H100"
 
 
 @dataclass(frozen=True, kw_only=True)
