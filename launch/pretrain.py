@@ -13,14 +13,16 @@ Exit codes: 0 done, 75 stopped by a signal after saving (start again), 76 anothe
 from __future__ import annotations
 
 import argparse
-import itertools
 import logging
 import os
 import sys
 import traceback
+from collections.abc import Iterable
+from typing import Any
 
 from megapack.attention import choose_backend
-from megapack.data import build_loader, resume_step
+from megapack.data import Batch, build_loader
+from megapack.data.resume import resume_step
 from megapack.errors import MegapackError
 from megapack.training.agreement import PREEMPTED, Agreement, StopSignals
 from megapack.training.checkpoint import CheckpointStore
@@ -32,9 +34,10 @@ from megapack.training.evaluate import evaluate
 from megapack.training.export import export_model
 from megapack.training.flops import ModelFlops
 from megapack.training.heartbeat import LOST_CONTACT, Heartbeat
-from megapack.training.inputs import TimedBatches, check_positions, open_inputs
+from megapack.training.inputs import Inputs, TimedBatches, check_positions, open_inputs
 from megapack.training.lr import learning_rate
 from megapack.training.model import (
+    TrainingModel,
     attention_needs,
     build_model,
     model_configuration,
@@ -60,18 +63,17 @@ def main() -> int:
                 return train(config, here, signals)
             except MegapackError as error:
                 leave(here, f"{type(error).__name__}: {error}", code=1)
-            except Exception:  # a rank that fails must not leave the others waiting
-                lost = heart.explain()
+            except Exception as error:  # a rank that fails must not leave the others waiting
                 traceback.print_exc()
+                # torch's errors of collectives are RuntimeErrors; so are a device's own.
+                lost = heart.explain() if isinstance(error, RuntimeError) else None
                 leave(here, lost or "this rank failed", code=LOST_CONTACT if lost else 1)
 
 
 def train(config: PretrainConfig, here: World, signals: StopSignals) -> int:
-    # --- data: documents, samples, the order of steps ---
     inputs = open_inputs(config)
-    logger.info("%s, %s steps", inputs.data, f"{inputs.num_steps:,}")
+    logger.info("%s; %s steps", inputs.data, f"{inputs.num_steps:,}")
 
-    # --- model and attention ---
     architecture = model_configuration(config.model, inputs.vocab_size)
     check_positions(inputs, config.data, position_limit(architecture))
     needs = attention_needs(architecture, here.device, compute_dtype(config.engine))
@@ -86,133 +88,170 @@ def train(config: PretrainConfig, here: World, signals: StopSignals) -> int:
             chunk_tokens=config.engine.loss_chunk_tokens,
             fused_loss=config.engine.compile,
         )
-    flops = ModelFlops.of(model, architecture)
-    num_parameters = sum(p.numel() for p in model.parameters())
-    logger.info("model: %s, %s parameters", architecture.model_type, f"{num_parameters:,}")
+    logger.info("model: %s, %s parameters", architecture.model_type, f"{model.num_parameters:,}")
 
-    # --- engine, and the newest checkpoint if there is one ---
     run = RunDirectory(config.run_dir)
     store = CheckpointStore(
         run.checkpoints, here, keep=config.checkpoint.keep, zero_stage=config.engine.zero_stage
     )
-    found = None
-    if config.checkpoint.resume == "auto":
-        found = store.find(verify=config.checkpoint.verify, fallback=config.checkpoint.fallback)
-    start = 0
-    if found is not None:
-        for problem in found.rejected:
-            logger.warning("%s; falling back to %s", problem, found.tag)
-        allowed = config.checkpoint.allow_change
-        start = resume_step(inputs.schedule, found.manifest.state["data"], allowed)
-    engine = start_engine(model, config, here, universal=found is not None and found.universal)
-    if found is not None:
-        store.load(engine, found)
-        how = "another number of ranks or ZeRO stage" if found.universal else "as it was saved"
-        logger.info("continuing %s at step %d (%s)", found.tag, start, how)
+    flops = ModelFlops.of(model, architecture)  # before ZeRO-3 divides the parameters
+    engine, start = start_or_continue(config, here, inputs, model, store)
     if here.is_first:
         facts = {
             "step": start,
             "world_size": here.size,
             "attention": attention.__dict__,
-            "parameters": num_parameters,
+            "parameters": model.num_parameters,
             "fingerprints": inputs.fingerprints(),
         }
         run.begin(config, facts)
         run.forget_after(start)
 
-    # --- the loop ---
-    loader = build_loader(
-        inputs.data,
-        inputs.schedule,
-        data_parallel_rank=here.rank,
-        data_parallel_size=here.size,
-        micro_batch_tokens=config.data.micro_batch_tokens,
-        start_step=start,
-        num_steps=max(0, inputs.num_steps - start),
-        uneven=config.data.uneven,
-        cu_seqlens="padded",
-        num_workers=config.data.num_workers,
-        pin_memory=here.device.type == "cuda",
-        device=here.device,
-        check_ranks_every=config.data.check_ranks_every,
+    trainer = Trainer(
+        config, here, inputs, engine=engine, run=run, store=store, flops=flops, start=start
     )
-    monitor = Monitor(
-        run, config.logging, here, flops=flops, num_steps=inputs.num_steps, start=start
-    )
-    trace = BatchTrace(run, here, start) if config.logging.batches else None
-    agreement = Agreement()
-    stopped = False
-    done = start
-
-    def save() -> None:
-        tag = store.save(engine, done, {"data": inputs.schedule.state_dict(done)})
-        logger.info("saved %s", store.directory / tag)
-
-    def validate() -> None:
-        if inputs.valid is None:
-            return
-        result = evaluate(
-            engine,
-            inputs.valid,
-            world=here,
-            config=config.engine,
-            micro_batch_tokens=config.data.micro_batch_tokens,
-            max_tokens=config.evaluation.max_tokens,
-        )
-        logger.info("step %d: validation perplexity %.4f", done, result.perplexity)
-        monitor.evaluation(done, result.report())
-
-    batches = TimedBatches(loader)
-    for step, micro_batches in itertools.groupby(batches, key=lambda batch: batch["step"]):
-        content = inputs.schedule.step(step)
-        lr = learning_rate(
-            step,
-            num_steps=inputs.num_steps,
-            peak=config.optimizer.lr,
-            schedule=config.schedule,
-        )
-        seen = trace.follow(micro_batches) if trace else micro_batches
-        result = train_step(engine, seen, world=here, config=config.engine, lr=lr)
-        done = step + 1
-        monitor.step(
-            {
-                "step": step,
-                "epoch": step / inputs.steps_per_epoch,
-                "epoch_end": done / inputs.steps_per_epoch,
-                "bucket": content.bucket,
-                "capacity": content.capacity,
-                "lr": lr,
-                "data_wait": batches.waited(),
-            },
-            content=content,
-            work=StepWork.of(inputs.schedule, content, flops),
-            result=result,
-        )
-        if agreement.stop(signals.received is not None):
-            stopped = True
-            break
-        finished = done == inputs.num_steps
-        if due(config.evaluation.every, done) or (finished and inputs.valid is not None):
-            monitor.flush()
-            validate()
-            monitor.skip_time()
-        if due(config.checkpoint.every, done) or finished:
-            monitor.flush()
-            save()
-            monitor.skip_time()
-
-    # --- the end ---
-    monitor.close()
-    if stopped:
-        save()
-    elif config.checkpoint.export:
+    stopped = trainer.run(signals)
+    if not stopped and config.checkpoint.export:
         export_model(engine, run.model, here)
         logger.info("model for from_pretrained: %s", run.model)
     if here.is_first:
-        run.end({"step": done, "reason": signals.received or ("stopped" if stopped else "done")})
-    if stopped:
-        logger.warning("stopped by a signal after step %d; the same command continues", done)
+        run.end({"step": trainer.done, "reason": "signal" if stopped else "done"})
     return PREEMPTED if stopped else 0
+
+
+def start_or_continue(
+    config: PretrainConfig,
+    here: World,
+    inputs: Inputs,
+    model: TrainingModel,
+    store: CheckpointStore,
+) -> tuple[Any, int]:
+    """The engine, and the first step to take: 0, or that of the newest good checkpoint."""
+    found = None
+    if config.checkpoint.resume == "auto":
+        found = store.find(verify=config.checkpoint.verify, fallback=config.checkpoint.fallback)
+    if found is None:
+        return start_engine(model, config, here), 0
+    for problem in found.rejected:
+        logger.warning("%s; falling back to %s", problem, found.tag)
+    saved = found.manifest.state["data"]
+    start = resume_step(inputs.schedule, saved, config.checkpoint.allow_change)
+    engine = start_engine(model, config, here, universal=found.universal)
+    store.load(engine, found)
+    logger.info(
+        "continuing at step %d from %s, written by %d ranks with ZeRO-%d",
+        start,
+        found.tag,
+        found.manifest.world_size,
+        found.manifest.zero_stage,
+    )
+    return engine, start
+
+
+class Trainer:
+    """The loop: steps, and now and then a log line, an evaluation, a checkpoint."""
+
+    def __init__(
+        self,
+        config: PretrainConfig,
+        here: World,
+        inputs: Inputs,
+        *,
+        engine: Any,
+        run: RunDirectory,
+        store: CheckpointStore,
+        flops: ModelFlops,
+        start: int,
+    ) -> None:
+        self.config, self.here, self.inputs, self.engine = config, here, inputs, engine
+        self.store, self.flops = store, flops
+        self.done = start  # optimizer steps
+        self.batches = TimedBatches(
+            build_loader(
+                inputs.data,
+                inputs.schedule,
+                data_parallel_rank=here.rank,
+                data_parallel_size=here.size,
+                micro_batch_tokens=config.data.micro_batch_tokens,
+                start_step=start,
+                num_steps=max(0, inputs.num_steps - start),
+                uneven=config.data.uneven,
+                cu_seqlens="padded",
+                num_workers=config.data.num_workers,
+                pin_memory=here.device.type == "cuda",
+                device=here.device,
+                check_ranks_every=config.data.check_ranks_every,
+            )
+        )
+        self.monitor = Monitor(run, config.logging, here, num_steps=inputs.num_steps, start=start)
+        self.trace = BatchTrace(run, here, start) if config.logging.batches else None
+
+    def run(self, signals: StopSignals) -> bool:
+        """Train to the end, or to the step after a signal; whether it was a signal."""
+        agreement = Agreement()
+        for step, micro_batches in self.batches.steps():
+            self.take(step, micro_batches)
+            if agreement.stop(signals.received is not None):
+                logger.warning("a signal came; saving after step %d", step)
+                self.monitor.close()
+                self.save()
+                return True
+            last = self.done == self.inputs.num_steps
+            if due(self.config.evaluation.every, self.done) or last:
+                self.validate()
+            if due(self.config.checkpoint.every, self.done) or last:
+                self.save()
+        self.monitor.close()
+        return False
+
+    def take(self, step: int, micro_batches: Iterable[Batch]) -> None:
+        """One optimizer step."""
+        inputs, config = self.inputs, self.config
+        content = inputs.schedule.step(step)
+        lr = learning_rate(
+            step, num_steps=inputs.num_steps, peak=config.optimizer.lr, schedule=config.schedule
+        )
+        if self.trace is not None:
+            micro_batches = self.trace.follow(micro_batches)
+        result = train_step(
+            self.engine, micro_batches, world=self.here, config=config.engine, lr=lr
+        )
+        self.done = step + 1
+        line = {
+            "step": step,
+            "epoch": step / inputs.steps_per_epoch,
+            "epoch_end": self.done / inputs.steps_per_epoch,
+            "lr": lr,
+            "data_wait": self.batches.waited(),
+            "imbalance": self.batches.imbalance,
+        }
+        work = StepWork.of(inputs.schedule, content, self.flops)
+        self.monitor.step(line, content=content, work=work, result=result)
+
+    def validate(self) -> None:
+        """Perplexity of the held-out documents."""
+        if self.inputs.valid is None:
+            return
+        self.monitor.flush()
+        result = evaluate(
+            self.engine,
+            self.inputs.valid,
+            world=self.here,
+            config=self.config.engine,
+            micro_batch_tokens=self.config.data.micro_batch_tokens,
+            max_tokens=self.config.evaluation.max_tokens,
+        )
+        logger.info("after step %d: validation perplexity %.4f", self.done - 1, result.perplexity)
+        self.monitor.evaluation(self.done, result.report())
+        self.monitor.skip_time()
+
+    def save(self) -> None:
+        """A checkpoint; the data order's state is one step number."""
+        self.monitor.flush()
+        state = {"data": self.inputs.schedule.state_dict(self.done)}
+        tag = self.store.save(self.engine, self.done, state)
+        logger.info("saved %s", self.store.directory / tag)
+        self.monitor.skip_time()
 
 
 def due(every: int | None, done: int) -> bool:
@@ -228,7 +267,7 @@ def leave(here: World, message: str, code: int) -> None:
 
 def show_log(here: World) -> None:
     level = logging.INFO if here.is_first else logging.WARNING
-    form = f"[%(asctime)s] %(message)s" if here.is_first else f"[rank {here.rank}] %(message)s"
+    form = "[%(asctime)s] %(message)s" if here.is_first else f"[rank {here.rank}] %(message)s"
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(logging.Formatter(form, datefmt="%H:%M:%S"))
     logger.addHandler(handler)

@@ -108,7 +108,8 @@ def parameter_groups(model: nn.Module, optimizer: OptimizerConfig) -> list[dict[
         if isinstance(module, nn.Embedding)
         for parameter in module.parameters(recurse=False)
     }
-    decayed, kept = [], []
+    decayed: list[nn.Parameter] = []
+    kept: list[nn.Parameter] = []
     for parameter in model.parameters():
         if not parameter.requires_grad:
             continue

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -126,19 +127,29 @@ def check_positions(inputs: Inputs, config: DataConfig, limit: int | None) -> No
         )
 
 
-class TimedBatches(Iterator[Batch]):
-    """Batches of a loader, and how long the trainer waited for them."""
+class TimedBatches:
+    """Batches of a loader, step by step, and how long the trainer waited for them."""
 
     def __init__(self, loader: PackedLoader) -> None:
-        self._batches = iter(loader)
+        self._loader = loader
         self._waited = 0.0
+        self.imbalance = 1.0
+        """Of the step before: largest over mean attention work of the ranks."""
 
-    def __next__(self) -> Batch:
-        begin = time.perf_counter()
-        try:
-            return next(self._batches)
-        finally:
+    def steps(self) -> Iterator[tuple[int, Iterator[Batch]]]:
+        """Every step with its micro batches of this rank, each gathered when it is asked for."""
+        return itertools.groupby(self._batches(), key=lambda batch: int(batch["step"]))
+
+    def _batches(self) -> Iterator[Batch]:
+        batches = iter(self._loader)
+        while True:
+            begin = time.perf_counter()
+            batch = next(batches, None)
             self._waited += time.perf_counter() - begin
+            if batch is None:
+                return
+            self.imbalance = batch["imbalance"]
+            yield batch
 
     def waited(self) -> float:
         """Seconds waited since this was last asked."""

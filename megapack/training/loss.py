@@ -47,11 +47,11 @@ def linear_cross_entropy_sum(
     Returns:
         A scalar, float32 (float64 for float64 inputs).
     """
-    if torch.is_autocast_enabled(hidden.device.type):
-        compute = torch.get_autocast_dtype(hidden.device.type)
-        hidden, weight = hidden.to(compute), weight.to(compute)
-    elif hidden.dtype != weight.dtype:
-        hidden = hidden.to(weight.dtype)
+    kind = hidden.device.type
+    compute = weight.dtype
+    if kind != "meta" and torch.is_autocast_enabled(kind):
+        compute = torch.get_autocast_dtype(kind)
+    hidden, weight = hidden.to(compute), weight.to(compute)
     wanted = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
     loss, _, _ = torch.ops.megapack.linear_cross_entropy(
         hidden,

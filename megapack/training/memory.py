@@ -51,8 +51,7 @@ def saved_activations(
 
     Uncompiled: a compiled layer keeps less.
     """
-    low = engine.precision == "bf16"
-    if low and engine.zero_stage > 0:
+    if engine.precision == "bf16":  # under autocast activations are bfloat16 as well
         model.bfloat16()
     if engine.activation_checkpointing:
         model.checkpoint_activations()
@@ -66,11 +65,9 @@ def saved_activations(
             kept[storage._cdata] = (tensor, storage.nbytes())
         return tensor
 
-    row = {"dtype": torch.int64, "device": "meta"}
-    tokens, labels, positions = (torch.empty(1, num_tokens, **row) for _ in range(3))  # type: ignore[arg-type]
+    tokens = torch.empty(1, num_tokens, dtype=torch.int64, device="meta")
     cu_seqlens = torch.empty(2, dtype=torch.int32, device="meta")
     hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
-    autocast = torch.autocast("cpu", torch.bfloat16, enabled=low and engine.zero_stage == 0)
-    with hooks, autocast:
-        model.train()(tokens, labels, positions, cu_seqlens, max_seqlen=longest)
+    with hooks:
+        model.train()(tokens, tokens, tokens, cu_seqlens, max_seqlen=longest)
     return sum(size for _, size in kept.values())

@@ -197,6 +197,11 @@ class TrainingModel(nn.Module):
         return self.model.config
 
     @property
+    def num_parameters(self) -> int:
+        """Trained numbers, tied ones once, wherever ZeRO-3 keeps them."""
+        return sum(int(getattr(p, "ds_numel", p.numel())) for p in self.parameters())
+
+    @property
     def layers(self) -> nn.ModuleList:
         """The decoder layers."""
         base: Any = self.model.base_model

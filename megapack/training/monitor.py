@@ -130,14 +130,19 @@ class Monitor:
         """Record a step; writes when a log line is due.
 
         Args:
-            line: ``step``, ``epoch``, ``bucket``, ``capacity``, ``lr``, ``data_wait`` (seconds).
+            line: ``step``, ``epoch``, ``lr``, ``data_wait`` (seconds), ``imbalance``.
             content: what the step held.
             work: tokens and operations of the step.
             result: of this rank, on the device.
         """
         now = time.perf_counter()
         seconds, self._since = now - self._since, now
-        about = {"label_tokens": content.num_label_tokens, "samples": sample_digest(content)}
+        about = {
+            "bucket": content.bucket,
+            "capacity": content.capacity,
+            "label_tokens": content.num_label_tokens,
+            "samples": sample_digest(content),
+        }
         self._lines.append({**line, **about, "seconds": seconds, **work.__dict__})
         self._results.append(result)
         if len(self._lines) == self.config.every:
@@ -189,7 +194,7 @@ class Monitor:
     def _show(self, line: dict[str, Any]) -> None:
         step = line["step"]
         for writer in self._writers:
-            scalars = {f"train/{k}": v for k, v in line.items() if k != "step" and v is not None}
+            scalars = {f"train/{k}": v for k, v in line.items() if isinstance(v, (int, float))}
             scalars[f"bucket_loss/{line['capacity']}"] = line["loss"]
             writer.write(scalars, step)
 

@@ -92,7 +92,8 @@ def _ranks(values: Floats) -> Floats:
     """1 for the smallest; equal values share the mean of their ranks."""
     below = (values[None, :] < values[:, None]).sum(axis=1)
     equal = (values[None, :] == values[:, None]).sum(axis=1)
-    return below + (equal + 1) / 2.0
+    ranks: Floats = below + (equal + 1) / 2.0
+    return ranks
 
 
 def smooth(values: Sequence[float], alpha: float) -> list[float]:
