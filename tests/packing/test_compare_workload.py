@@ -1,0 +1,96 @@
+"""Attention work per sample, and how dealing spreads it over the ranks."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megapack.packing.compare import workload
+from megapack.packing.compare.workload import (
+    deal_longest_first,
+    deal_randomly,
+    measure_work,
+    sample_squares,
+)
+
+
+def arrays(capacities: list[int], samples: list[list[list[int]]]) -> SimpleNamespace:
+    """An index's arrays from segment lengths: samples[bucket][sample] -> lengths."""
+    flat = [sample for bucket in samples for sample in bucket]
+    return SimpleNamespace(
+        bucket_capacity=np.array(capacities, np.int64),
+        bucket_sample_offsets=np.cumsum([0] + [len(bucket) for bucket in samples]),
+        sample_segment_offsets=np.cumsum([0] + [len(sample) for sample in flat]),
+        segment_length=np.array([n for sample in flat for n in sample], np.int32),
+    )
+
+
+segments = st.lists(st.integers(1, 7), min_size=1, max_size=3)  # at most 21 of 24 tokens
+
+
+@given(st.lists(segments, min_size=1, max_size=9), st.integers(1, 4))
+def test_squares_equal_the_definition_whatever_the_chunk(samples, chunk) -> None:
+    index = arrays([24], [samples])
+    original, workload._CHUNK = workload._CHUNK, chunk
+    try:
+        total, work = sample_squares(index, 0, len(samples), 24)
+    finally:
+        workload._CHUNK = original
+    assert total == sum(n * n for sample in samples for n in sample)
+    assert work.tolist() == [sum(n * n for n in s) + (24 - sum(s)) ** 2 for s in samples]
+
+
+@given(st.integers(1, 6), st.integers(1, 5), st.randoms(use_true_random=False))
+def test_dealing_hands_out_every_sample_and_equally_many(num_ranks, per_rank, random) -> None:
+    work = np.array([random.randrange(1, 1000) for _ in range(num_ranks * per_rank)])
+    for deal in (deal_randomly, deal_longest_first):
+        loads = deal(work, num_ranks)
+        assert loads.shape == (num_ranks,)
+        assert loads.sum() == work.sum()
+    if per_rank == 1:
+        assert sorted(deal_longest_first(work, num_ranks)) == sorted(work)
+
+
+def test_longest_first_by_hand() -> None:
+    """9 8 7 5 4 1 on two ranks, three each: 9+5+4 reaches its count, 8+7+1 takes the rest."""
+    assert sorted(deal_longest_first(np.array([1, 9, 4, 8, 5, 7]), 2)) == [16, 18]
+
+
+def test_longest_first_never_gives_a_rank_more_than_its_places() -> None:
+    """One giant: without equal counts the other rank would take all four small samples."""
+    assert sorted(deal_longest_first(np.array([100, 1, 1, 1, 1, 1]), 2)) == [3, 102]
+
+
+def test_buckets_are_measured_apart_and_empty_ones_left_out() -> None:
+    index = arrays([10, 20, 40], [[[6, 4], [7]], [], [[20, 10]]])
+    small, large = measure_work(index, num_ranks=2, tokens_per_rank=20, num_steps=4)
+    assert (small.capacity, small.num_samples, small.samples_per_rank) == (10, 2, 2)
+    assert (small.segment_squares, small.work) == (36 + 16 + 49, 36 + 16 + 49 + 9)
+    assert (small.num_positions, small.sample_squares) == (20, 200)
+    assert (large.capacity, large.samples_per_rank) == (40, 1)  # one sample is the least
+    assert (large.segment_squares, large.work) == (500, 600)
+    assert large.imbalance_random == large.imbalance_balanced == 1.0  # one kind of sample
+
+
+def test_balanced_dealing_is_fairer_on_unequal_samples() -> None:
+    generator = np.random.default_rng(1)
+    samples = [[int(n)] for n in generator.integers(1, 1000, 500)]
+    (bucket,) = measure_work(arrays([1000], [samples]), num_ranks=8, tokens_per_rank=4000)
+    assert 1.0 <= bucket.imbalance_balanced < bucket.imbalance_random
+    assert bucket.imbalance("balanced") == bucket.imbalance_balanced
+    assert bucket.imbalance("random") == bucket.imbalance_random
+
+
+def test_the_estimate_is_a_function_of_the_index() -> None:
+    index = arrays([100], [[[n] for n in range(1, 90)]])
+    assert measure_work(index, num_ranks=4) == measure_work(index, num_ranks=4)
+
+
+@pytest.mark.parametrize("wrong", ["num_ranks", "tokens_per_rank", "num_steps"])
+def test_counts_below_one_are_refused(wrong: str) -> None:
+    with pytest.raises(ValueError, match=f"{wrong}.* 0"):
+        measure_work(arrays([10], [[[5]]]), **{wrong: 0})
