@@ -1,12 +1,14 @@
 # make demo   documents -> trained model, in a few minutes on a laptop
 # make test   every check this repository has: format, lint, types, tests
-# Both create .venv by themselves; PYTHON chooses the interpreter (>= 3.10).
+# Both create .venv by themselves; PYTHON chooses the interpreter (>= 3.10), JOBS the test processes.
 
 PYTHON ?= python3
 VENV ?= .venv
-BIN := $(VENV)/bin
-STAMP := $(VENV)/.installed
 JOBS ?= 2
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+# Commands of the virtual environment first, whatever the shell has on its PATH.
+export PATH := $(CURDIR)/$(BIN):$(PATH)
 
 .DEFAULT_GOAL := help
 .PHONY: help venv build demo test lint format pytest clean
@@ -14,41 +16,43 @@ JOBS ?= 2
 help:
 	@sed -n 's/^# make/make/p' Makefile
 
-# torch first and alone (constraints.txt: the CPU build), then deepspeed, whose setup.py imports torch.
-$(STAMP): pyproject.toml constraints.txt
+# torch first and alone (constraints.txt: the CPU build), then deepspeed, whose setup.py imports it.
+$(VENV)/.train: pyproject.toml setup.py constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade "pip>=24" wheel \
-	    "setuptools>=77" "pybind11>=2.12"
-	$(BIN)/python -m pip install --quiet -c constraints.txt torch numpy
-	DS_BUILD_OPS=0 $(BIN)/python -m pip install --quiet -c constraints.txt \
-	    --no-build-isolation deepspeed
-	$(BIN)/python -m pip install --quiet -c constraints.txt --no-build-isolation -e '.[dev]'
+	$(PIP) --upgrade "pip>=24" wheel ninja "setuptools>=77" "pybind11>=2.12"
+	$(PIP) -c constraints.txt torch numpy
+	DS_BUILD_OPS=0 $(PIP) -c constraints.txt --no-build-isolation deepspeed
+	$(PIP) -c constraints.txt --no-build-isolation -e '.[train,plot]'
 	touch $@
 
-venv: $(STAMP)
+$(VENV)/.dev: $(VENV)/.train
+	$(PIP) -c constraints.txt --no-build-isolation -e '.[dev]'
+	touch $@
 
-# The extension is rebuilt only when a source changed; MEGAPACK_WERROR makes a warning an error.
-build: $(STAMP)
+venv: $(VENV)/.dev
+
+# Only what changed is compiled again; MEGAPACK_WERROR makes a warning an error.
+build: $(VENV)/.train
 	MEGAPACK_WERROR=1 $(BIN)/python setup.py --quiet build_ext --inplace
 
 demo: build
-	PATH="$(CURDIR)/$(BIN):$$PATH" bash launch/demo.sh
+	bash launch/demo.sh
 
 test: lint pytest
 
-lint: build
+lint: build $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/clang-format --dry-run --Werror csrc/*/*.[ch]pp tests/cpp/*.cpp
 	$(BIN)/mypy
 
-format: $(STAMP)
+format: $(VENV)/.dev
 	$(BIN)/ruff check --fix --quiet . || true
 	$(BIN)/ruff format .
 	$(BIN)/clang-format -i csrc/*/*.[ch]pp tests/cpp/*.cpp
 
-pytest: build
-	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal
+pytest: build $(VENV)/.dev
+	$(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal
 
 clean:
 	rm -rf build megapack/_core*.so *.egg-info .mypy_cache .ruff_cache .pytest_cache
