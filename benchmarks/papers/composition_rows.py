@@ -14,7 +14,8 @@ import sys
 import sysconfig
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +24,10 @@ from numpy.typing import NDArray
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from lengths import LAWS  # noqa: E402  (a script's sibling, found through the line above)
+from lengths import LAWS
 
-from megapack.packing import SampleIndex, pack  # noqa: E402
-from megapack.packing.compare.cost import GPUS, MODELS  # noqa: E402
+from megapack.packing import SampleIndex, pack
+from megapack.packing.compare.cost import GPUS, MODELS
 
 __all__ = [
     "Row",
@@ -227,7 +228,7 @@ def _three(
 
 
 def _with_reason(row: Row, why: str) -> Row:
-    return Row(**{**row.__dict__, "why": why or row.why})
+    return replace(row, why=why or row.why)
 
 
 def _grouped_padding(lengths: Lengths, capacity: int) -> float:
@@ -286,8 +287,8 @@ def bucketllm_table_3(lengths: Lengths, corpus: str, *, calibrated: bool = True)
             why = ""
             if row.agrees is False and capacity == 8192:
                 why = (
-                    "a sample of 8192 needs a document of 4097 to 8192 tokens; all of them together "
-                    f"allow {largest_8192:.1f} % at most"
+                    "a sample of 8192 needs a document of 4097 to 8192 tokens; all of them "
+                    f"together allow {largest_8192:.1f} % at most"
                 )
             elif row.agrees is False:
                 why = "the paper's shares imply r_cat 3.75 (v0's), not the 2.81 of its Table 1"
@@ -322,7 +323,11 @@ def bucketllm_speeds() -> list[Row]:
 # ---------------------------------------------------------------------------- Seamless Packing
 
 _PUBMED_TABLE_13 = [3906, 4095, 1789, 763, 355, 150, 73, 47, 90]  # texts in (2k, 4k], (4k, 6k], ...
-_CORPORA = {"pubmed": (11_268, 2048, 50), "bbc_news": (11_966, 512, 10), "finance": (15_527, 512, 10)}
+_CORPORA = {
+    "pubmed": (11_268, 2048, 50),
+    "bbc_news": (11_966, 512, 10),
+    "finance": (15_527, 512, 10),
+}
 
 
 def sliding_texts(index: SampleIndex, lengths: Lengths) -> int:
@@ -340,7 +345,7 @@ def short_tokens(index: SampleIndex, capacity: int) -> int:
 
 
 def expected_sliding_texts(counts: list[int], ratio: float) -> float:
-    """Seamless Packing eq. 6; ``counts[k - 1]`` texts have k to k + 1 sequences' worth of tokens."""
+    """Seamless Packing eq. 6; ``counts[k - 1]`` texts fill k to k + 1 sequences."""
     return sum(count * min(1.0, k * ratio) for k, count in enumerate(counts, 1))
 
 
@@ -448,7 +453,7 @@ def seamless_table_9(repeats: int = 5) -> list[Row]:
     for name, (count, capacity, _) in _CORPORA.items():
         lengths = LAWS[name](count)
         seconds = [
-            _best_seconds(lambda s=strategy: pack(lengths, s, buckets=[capacity]), repeats)
+            _best_seconds(partial(pack, lengths, strategy, buckets=[capacity]), repeats)
             for strategy in ("first_fit_decreasing", "best_fit_decreasing")
         ]
         where = ("Seamless Table 9", f"{name} law ({count:,} documents)")
@@ -493,12 +498,24 @@ def atom_size_steps() -> list[Row]:
         joined = pack(words + 1, "concat", buckets=[capacity]).metrics()["num_samples"]
         padded = pack(words + pieces, "pad", buckets=[capacity]).metrics()["num_samples"]
         rows += [
-            _row((*where[:2], f"{where[2]} concat"), "steps, 2 epochs", concat_steps,
-                 2 * joined / batch),
-            _row((*where[:2], f"{where[2]} padding"), "steps, 2 epochs", padding_steps,
-                 2 * padded / batch),
-            _row((*where[:2], where[2]), "padding / concat", padding_steps / concat_steps,
-                 padded / joined),
+            _row(
+                (*where[:2], f"{where[2]} concat"),
+                "steps, 2 epochs",
+                concat_steps,
+                2 * joined / batch,
+            ),
+            _row(
+                (*where[:2], f"{where[2]} padding"),
+                "steps, 2 epochs",
+                padding_steps,
+                2 * padded / batch,
+            ),
+            _row(
+                (*where[:2], where[2]),
+                "padding / concat",
+                padding_steps / concat_steps,
+                padded / joined,
+            ),
         ]
     return rows
 
@@ -541,7 +558,9 @@ def blog_padding_waste(num_documents: int = 200_000) -> list[Row]:
     for capacity, printed in zip(_WASTE_CAPACITIES, _WASTE["books, mean 50,000"], strict=True):
         # Every document pads less than one capacity, so waste < L / (L + mean).
         most = 100 * capacity / (capacity + 50_000)
-        rows.append(_bound(("books, mean 50,000", capacity), printed, most, printed <= most, "most"))
+        rows.append(
+            _bound(("books, mean 50,000", capacity), printed, most, printed <= most, "most")
+        )
     return rows
 
 
@@ -554,7 +573,9 @@ def _bound(where: tuple[str, int], printed: float, bound: float, possible: bool,
         paper=printed,
         measured=bound,
         agrees=possible,
-        why="" if possible else f"impossible: {bound:.1f} % is the {end} any lengths of this mean give",
+        why=""
+        if possible
+        else f"impossible: {bound:.1f} % is the {end} any lengths of this mean give",
     )
 
 
@@ -566,18 +587,27 @@ def blog_strategies(num_documents: int = 100_000) -> list[Row]:
         cut = np.minimum(lengths, 4096)
         cases: tuple[tuple[str, float, float, str], ...] = (
             ("no packing (truncating)", 38.2, _fill(cut, "pad"), _MEAN),
-            ("random packing, documents split", 96.8, _fill(lengths, "concat"),
-             "the blog's code splits documents, which fills all but the last sample"),
+            (
+                "random packing, documents split",
+                96.8,
+                _fill(lengths, "concat"),
+                "the blog's code splits documents, which fills all but the last sample",
+            ),
             ("random packing, documents whole", 96.8, _fill(lengths, "next_fit"), _SPLIT),
             ("length-sorted packing", 98.1, _fill(lengths, "length_sorted"), _SPLIT),
             ("FFD", 99.4, _fill(lengths, "first_fit_decreasing"), "better than the blog's figure"),
-            ("sorted-batch padding, 8 per batch", 58.0, _batch_fill(cut, 8),
-             "the blog does not say how batches are sorted; here 8 random documents are padded "
-             "to the longest of them"),
+            (
+                "sorted-batch padding, 8 per batch",
+                58.0,
+                _batch_fill(cut, 8),
+                "the blog does not say how batches are sorted; here 8 random documents are padded "
+                "to the longest of them",
+            ),
         )
         for item, printed, measured, why in cases:
-            row = _row(("Blog strategies", corpus, item), "utilization %", printed, measured,
-                       within=0.01)
+            row = _row(
+                ("Blog strategies", corpus, item), "utilization %", printed, measured, within=0.01
+            )
             rows.append(_with_reason(row, "" if row.agrees else why))
     return rows
 

@@ -30,7 +30,9 @@ def bucket(**changes: float) -> BucketWork:
 
 
 def bill(run: TrainingRun, distinct: int = 34, repeated: int = 0, **changes: float):
-    return estimate([bucket(**changes)], distinct_tokens=distinct, repeated_tokens=repeated, run=run)
+    return estimate(
+        [bucket(**changes)], distinct_tokens=distinct, repeated_tokens=repeated, run=run
+    )
 
 
 def test_every_part_of_the_bill_equals_the_hand_computed_one() -> None:

@@ -2,46 +2,40 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megapack.packing.compare import workload
-from megapack.packing.compare.workload import (
-    deal_longest_first,
-    deal_randomly,
-    measure_work,
-    sample_squares,
-)
+from megapack.packing import SampleIndex
+from megapack.packing.compare.workload import deal_longest_first, deal_randomly, measure_work
 
 
-def arrays(capacities: list[int], samples: list[list[list[int]]]) -> SimpleNamespace:
-    """An index's arrays from segment lengths: samples[bucket][sample] -> lengths."""
+def index_of(capacities: list[int], samples: list[list[list[int]]]) -> SampleIndex:
+    """An index with these segment lengths: samples[bucket][sample] -> lengths."""
     flat = [sample for bucket in samples for sample in bucket]
-    return SimpleNamespace(
-        bucket_capacity=np.array(capacities, np.int64),
-        bucket_sample_offsets=np.cumsum([0] + [len(bucket) for bucket in samples]),
-        sample_segment_offsets=np.cumsum([0] + [len(sample) for sample in flat]),
-        segment_length=np.array([n for sample in flat for n in sample], np.int32),
-    )
+    lengths = np.array([n for sample in flat for n in sample], np.int32)
+    arrays = {
+        "bucket_capacity": np.array(capacities, np.int64),
+        "bucket_sample_offsets": np.cumsum([0] + [len(bucket) for bucket in samples]),
+        "sample_segment_offsets": np.cumsum([0] + [len(sample) for sample in flat]),
+        "segment_document": np.arange(len(lengths), dtype=np.int32),
+        "segment_begin": np.zeros(len(lengths), np.int32),
+        "segment_length": lengths,
+    }
+    return SampleIndex(arrays, {})
 
 
 segments = st.lists(st.integers(1, 7), min_size=1, max_size=3)  # at most 21 of 24 tokens
 
 
-@given(st.lists(segments, min_size=1, max_size=9), st.integers(1, 4))
-def test_squares_equal_the_definition_whatever_the_chunk(samples, chunk) -> None:
-    index = arrays([24], [samples])
-    original, workload._CHUNK = workload._CHUNK, chunk
-    try:
-        total, work = sample_squares(index, 0, len(samples), 24)
-    finally:
-        workload._CHUNK = original
-    assert total == sum(n * n for sample in samples for n in sample)
-    assert work.tolist() == [sum(n * n for n in s) + (24 - sum(s)) ** 2 for s in samples]
+@given(st.lists(segments, min_size=1, max_size=9))
+def test_work_is_squared_segments_and_squared_padding(samples: list[list[int]]) -> None:
+    (bucket,) = measure_work(index_of([24], [samples]), num_ranks=1, num_steps=1)
+    assert bucket.segment_squares == sum(n * n for sample in samples for n in sample)
+    paddings = sum((24 - sum(sample)) ** 2 for sample in samples)
+    assert bucket.work == bucket.segment_squares + paddings
+    assert bucket.imbalance_random == bucket.imbalance_balanced == 1.0  # one rank waits for none
 
 
 @given(st.integers(1, 6), st.integers(1, 5), st.randoms(use_true_random=False))
@@ -66,7 +60,7 @@ def test_longest_first_never_gives_a_rank_more_than_its_places() -> None:
 
 
 def test_buckets_are_measured_apart_and_empty_ones_left_out() -> None:
-    index = arrays([10, 20, 40], [[[6, 4], [7]], [], [[20, 10]]])
+    index = index_of([10, 20, 40], [[[6, 4], [7]], [], [[20, 10]]])
     small, large = measure_work(index, num_ranks=2, tokens_per_rank=20, num_steps=4)
     assert (small.capacity, small.num_samples, small.samples_per_rank) == (10, 2, 2)
     assert (small.segment_squares, small.work) == (36 + 16 + 49, 36 + 16 + 49 + 9)
@@ -79,18 +73,18 @@ def test_buckets_are_measured_apart_and_empty_ones_left_out() -> None:
 def test_balanced_dealing_is_fairer_on_unequal_samples() -> None:
     generator = np.random.default_rng(1)
     samples = [[int(n)] for n in generator.integers(1, 1000, 500)]
-    (bucket,) = measure_work(arrays([1000], [samples]), num_ranks=8, tokens_per_rank=4000)
+    (bucket,) = measure_work(index_of([1000], [samples]), num_ranks=8, tokens_per_rank=4000)
     assert 1.0 <= bucket.imbalance_balanced < bucket.imbalance_random
     assert bucket.imbalance("balanced") == bucket.imbalance_balanced
     assert bucket.imbalance("random") == bucket.imbalance_random
 
 
 def test_the_estimate_is_a_function_of_the_index() -> None:
-    index = arrays([100], [[[n] for n in range(1, 90)]])
+    index = index_of([100], [[[n] for n in range(1, 90)]])
     assert measure_work(index, num_ranks=4) == measure_work(index, num_ranks=4)
 
 
 @pytest.mark.parametrize("wrong", ["num_ranks", "tokens_per_rank", "num_steps"])
 def test_counts_below_one_are_refused(wrong: str) -> None:
     with pytest.raises(ValueError, match=f"{wrong}.* 0"):
-        measure_work(arrays([10], [[[5]]]), **{wrong: 0})
+        measure_work(index_of([10], [[[5]]]), **{wrong: 0})

@@ -5,6 +5,7 @@ Every plot has the strategies in the same order, axes with units, and exact valu
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 from megapack.packing.compare.evaluate import Comparison, Evaluation
@@ -51,7 +52,7 @@ def length_histogram(comparison: Comparison) -> Drawing:
         span = f"{corpus.edges[k]:,.0f} to {corpus.edges[k + 1]:,.0f} tokens"
         top = y(100 * documents[k])
         tip = f"{span}: {percent(documents[k])} of documents, {percent(tokens[k])} of tokens"
-        drawing.rect(left + 0.6, top, right - left - 1.2, 270 - top, "c1", tip)
+        drawing.rect(left + 0.6, top, right - left - 1.2, 270 - top, css="c1", tip=tip)
     steps: list[tuple[float, float]] = []
     for k in range(used[0], used[-1] + 1):
         steps += [(x(corpus.edges[k]), y(100 * tokens[k]))]
@@ -68,10 +69,17 @@ def length_histogram(comparison: Comparison) -> Drawing:
             drawing.text(x(power), 289, short_number(power), "tick", "middle")
         power *= 4 if high / low > 64 else 2
     drawing.line(62, 270, WIDTH - 20, 270, "axis")
-    drawing.text((62 + WIDTH - 20) / 2, 308, "document length (tokens, log scale)", "name", "middle")
+    drawing.text(
+        (62 + WIDTH - 20) / 2, 308, "document length (tokens, log scale)", "name", "middle"
+    )
     drawing.legend(
-        62, 325, [("c1", "share of documents"), ("c3", "share of tokens"),
-                  ("c0", "dashed: capacities compared")]
+        62,
+        325,
+        [
+            ("c1", "share of documents"),
+            ("c3", "share of tokens"),
+            ("c0", "dashed: capacities compared"),
+        ],
     )
     return drawing
 
@@ -84,7 +92,7 @@ def tokens_per_bucket(comparison: Comparison) -> Drawing:
     x = Scale(0, 100, LABEL, WIDTH - 20)
     _vertical_grid(drawing, x, len(rows), "%")
     for row, evaluation in enumerate(rows):
-        total = sum(b.num_positions for b in evaluation.work)
+        total = evaluation.num_positions
         left = 0.0
         for bucket in evaluation.work:
             share = 100 * bucket.num_positions / total
@@ -93,7 +101,9 @@ def tokens_per_bucket(comparison: Comparison) -> Drawing:
                 f"{evaluation.label}: {share:.2f} % of positions in {bucket.num_samples:,} "
                 f"samples of {bucket.capacity:,}"
             )
-            drawing.rect(x(left), _y(row) - 9, x(left + share) - x(left) - 0.7, 18, css, tip)
+            drawing.rect(
+                x(left), _y(row) - 9, x(left + share) - x(left) - 0.7, 18, css=css, tip=tip
+            )
             if share > 7:
                 middle = (x(left) + x(left + share)) / 2
                 drawing.text(middle, _y(row) + 4, f"{share:.1f}", f"on{css}", "middle")
@@ -145,8 +155,8 @@ def attention_cost(comparison: Comparison) -> Drawing:
     """Squared segment (and sample) length per token position."""
     rows = comparison.evaluations
     drawing = _rows(rows, "Attention work per token", comparison)
-    inside = [_per_position(e, sample=False) for e in rows]
-    whole = [_per_position(e, sample=True) for e in rows]
+    inside = [e.mean_context for e in rows]
+    whole = [e.mean_sample_context for e in rows]
     x = Scale(0, 1.1 * max(whole), LABEL, WIDTH - 20)
     _vertical_grid(drawing, x, len(rows), "")
     for row, evaluation in enumerate(rows):
@@ -155,7 +165,7 @@ def attention_cost(comparison: Comparison) -> Drawing:
             (whole[row], "c3", 1, "over whole samples"),
         ):
             tip = f"{evaluation.label}, {words}: {value:,.1f} tokens"
-            drawing.rect(LABEL, _y(row) + top, x(value) - LABEL, 8, css, tip)
+            drawing.rect(LABEL, _y(row) + top, x(value) - LABEL, 8, css=css, tip=tip)
             drawing.text(x(value) + 5, _y(row) + top + 8, f"{value:,.0f}", "small")
     _axis_name(drawing, len(rows), LABEL, "mean of squared length per position (tokens)")
     drawing.legend(
@@ -170,19 +180,21 @@ def rank_imbalance(comparison: Comparison) -> Drawing:
     """Attention work of the busiest rank over the mean: random dealing against longest first."""
     rows = comparison.evaluations
     drawing = _rows(rows, "Imbalance of attention work over the ranks", comparison)
-    pairs = [(_weighted(e, "random"), _weighted(e, "balanced")) for e in rows]
+    pairs = [(e.imbalance("random"), e.imbalance("balanced")) for e in rows]
     highest = max(b.imbalance_random for e in rows for b in e.work)
     x = Scale(1.0, max(1.5, 1.04 * highest), LABEL + 8, WIDTH - 20, log=highest > 4)
     bottom = _bottom(len(rows))
-    for tick in [t for t in (1, 1.5, 2, 3, 5, 8, 13, 20, 40) if t <= x.high] if x.log else x.ticks(6):
+    for tick in (
+        [t for t in (1, 1.5, 2, 3, 5, 8, 13, 20, 40) if t <= x.high] if x.log else x.ticks(6)
+    ):
         drawing.line(x(tick), 28, x(tick), bottom, "grid")
         drawing.text(x(tick), bottom + 15, f"{tick:.3g}", "tick", "middle")
     for row, evaluation in enumerate(rows):
         random, balanced = pairs[row]
         for bucket in evaluation.work:
             tip = (
-                f"{evaluation.label}, bucket {bucket.capacity:,}, {bucket.samples_per_rank} samples "
-                f"per rank: random {bucket.imbalance_random:.3f}, longest first "
+                f"{evaluation.label}, bucket {bucket.capacity:,}, {bucket.samples_per_rank} "
+                f"samples per rank: random {bucket.imbalance_random:.3f}, longest first "
                 f"{bucket.imbalance_balanced:.3f}"
             )
             drawing.circle(x(bucket.imbalance_random), _y(row), 2.6, "faint3", tip)
@@ -191,9 +203,7 @@ def rank_imbalance(comparison: Comparison) -> Drawing:
         drawing.circle(x(random), _y(row), 5.5, "c3", f"{evaluation.label}: random {random:.3f}")
         tip = f"{evaluation.label}: longest first {balanced:.3f}"
         drawing.circle(x(balanced), _y(row), 5.5, "c2", tip)
-    _axis_name(
-        drawing, len(rows), LABEL, "attention work of the busiest rank / mean of the ranks"
-    )
+    _axis_name(drawing, len(rows), LABEL, "attention work of the busiest rank / mean of the ranks")
     drawing.legend(
         LABEL,
         bottom + 54,
@@ -219,13 +229,14 @@ def training_time(comparison: Comparison) -> Drawing:
         bill = evaluation.breakdown
         left = 0.0
         for attribute, words, css in PARTS:
-            hours = getattr(bill, attribute)
+            hours: float = getattr(bill, attribute)
             if hours <= 0:
                 continue
-            tip = f"{evaluation.label}, {words}: {hours:,.1f} GPU hours ({hours / bill.gpu_hours:.2%})"
+            share = hours / bill.gpu_hours
+            tip = f"{evaluation.label}, {words}: {hours:,.1f} GPU hours ({share:.2%})"
             start, stop = x(left), x(left + hours)
             if stop > start:
-                drawing.rect(start, _y(row) - 9, stop - start, 18, css, tip)
+                drawing.rect(start, _y(row) - 9, stop - start, 18, css=css, tip=tip)
             left += hours
         if bill.gpu_hours > longest:
             drawing.text(x(left) - 8, _y(row) + 5, "//", "cut", "end")
@@ -284,7 +295,7 @@ def _axis_name(drawing: Drawing, num_rows: int, left: float, words: str) -> None
 
 def _decade(value: float) -> int:
     """Power of ten below a positive value."""
-    return int(f"{value:e}".partition("e")[2])
+    return math.floor(math.log10(value))
 
 
 def _brief(value: float) -> str:
@@ -295,17 +306,4 @@ def _brief(value: float) -> str:
 
 def _lost_or_repeated(evaluation: Evaluation) -> float:
     metrics = evaluation.metrics
-    return 100 * (metrics["dropped_tokens"] + metrics["repeated_tokens"]) / metrics["num_tokens"]
-
-
-def _per_position(evaluation: Evaluation, *, sample: bool) -> float:
-    squares = sum(b.sample_squares if sample else b.work for b in evaluation.work)
-    return squares / sum(b.num_positions for b in evaluation.work)
-
-
-def _weighted(evaluation: Evaluation, dealing: str) -> float:
-    """Imbalance of the whole run: buckets weighted by their attention work."""
-    total = sum(b.work for b in evaluation.work)
-    if dealing == "random":
-        return sum(b.work * b.imbalance_random for b in evaluation.work) / total
-    return sum(b.work * b.imbalance_balanced for b in evaluation.work) / total
+    return 100 * float(metrics["dropped_ratio"] + metrics["repeated_ratio"])

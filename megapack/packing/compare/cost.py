@@ -3,9 +3,9 @@
 Only arithmetic that can be done by hand, so that a person can check it:
 
 * a token costs ``6 N`` operations (2 forward, 4 backward per parameter that multiplies it);
-* causal attention over a segment of s tokens costs ``7 layers width s^2``: forward 2 matrix products
-  and backward 5 (FlashAttention recomputes the scores), each ``2 width s^2`` operations, halved by
-  causality;
+* causal attention over a segment of s tokens costs ``7 layers width s^2``: 2 matrix products
+  forward and 5 backward (FlashAttention recomputes the scores), each ``2 width s^2`` operations,
+  halved by causality;
 * a step lasts as long as its busiest rank;
 * ``seconds = operations / (GPUs x peak x utilization)``; communication, input and optimizer are
   inside `utilization`.
@@ -22,7 +22,7 @@ from typing import Literal
 
 from megapack.packing.compare.workload import BucketWork
 
-__all__ = ["GPUS", "MODELS", "Breakdown", "Gpu", "Model", "TrainingRun", "estimate"]
+__all__ = ["GPUS", "MODELS", "Breakdown", "Dealing", "Gpu", "Model", "TrainingRun", "estimate"]
 
 AttentionScope = Literal["document", "sample"]
 Dealing = Literal["balanced", "random"]
@@ -113,7 +113,8 @@ class TrainingRun:
         price_per_gpu_hour: in any currency; the report prints dollars.
         attention: `document` (no token sees another document) or `sample` (causal over the whole
             sample, padding too).
-        dealing: how a step's samples are dealt to the ranks: `balanced` (longest first) or `random`.
+        dealing: how samples are dealt to the ranks of a step: `balanced` (longest first) or
+            `random`.
         train_tokens: document tokens to train on; None is one pass over the data.
     """
 

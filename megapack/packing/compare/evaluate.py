@@ -15,71 +15,95 @@ import yaml
 from numpy.typing import NDArray
 
 from megapack.errors import ConfigError
-from megapack.packing import STRATEGIES, pack
-from megapack.packing.compare.cost import Breakdown, TrainingRun, estimate
+from megapack.packing.compare.cost import Breakdown, Dealing, TrainingRun, estimate
 from megapack.packing.compare.recommend import Recommendation, recommend
 from megapack.packing.compare.workload import BucketWork, measure_work
+from megapack.packing.engine import pack
+from megapack.packing.strategies import STRATEGIES, find_strategy
 
 __all__ = ["Case", "Comparison", "Corpus", "Evaluation", "compare", "default_cases", "parse_case"]
-
-DEFAULT_BUCKETS = (1024, 2048, 4096, 8192, 16384)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One strategy with its capacities and the parameters that differ from the defaults."""
+    """One strategy with its capacities and the parameters that differ from the defaults.
 
+    Attributes:
+        label: name in tables: ``concat@4096``, ``bucket``, ``seamless@2048 r_max=0.3``.
+        strategy: name in ``STRATEGIES``.
+        buckets: capacities, ascending.
+        parameters: keywords of ``pack``; ``preset`` is one of them.
+    """
+
+    label: str
     strategy: str
     buckets: tuple[int, ...]
     parameters: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Refuse what ``pack`` would refuse, before anything else of a comparison has run."""
+        strategy = find_strategy(self.strategy)
+        values = dict(self.parameters)
+        preset = values.pop("preset", None)
+        strategy.resolve(values, preset=preset, capacity=max(self.buckets))
+        if len(self.buckets) > 1 and not strategy.many_buckets:
+            raise ConfigError(
+                f"{self.label}: strategy {self.strategy!r} has samples of one length; "
+                f"give one capacity instead of {list(self.buckets)}"
+            )
 
     @property
     def is_fixed_length(self) -> bool:
         """One shape for all samples."""
         return len(self.buckets) == 1
 
-    @property
-    def label(self) -> str:
-        """Name in tables: ``concat@4096``, ``bucket``, ``seamless@2048 r_max=0.3``."""
-        place = f"@{self.buckets[0]}" if self.is_fixed_length else ""
-        return " ".join([self.strategy + place, *(f"{k}={v}" for k, v in self.parameters.items())])
-
 
 def parse_case(text: str, *, buckets: Sequence[int], capacities: Sequence[int]) -> list[Case]:
     """Read ``NAME[@CAPACITY[+CAPACITY...]][:KEY=VALUE[,KEY=VALUE...]]``.
 
     Args:
-        text: for instance ``bucket``, ``concat@4096``, ``seamless@2048:r_max=0.3,last=drop``.
+        text: for instance ``bucket``, ``concat@4096``, ``seamless@2048:preset=paper,last=drop``.
         buckets: capacities of a bucket strategy that names none.
         capacities: a fixed-length strategy that names none becomes one case for each of these.
 
     Raises:
-        ConfigError: the text is not of this form or names no strategy.
+        ValueError: the text is not of this form, or names no strategy or no parameter of it.
     """
     head, _, tail = text.partition(":")
     name, at, places = head.partition("@")
-    if name not in STRATEGIES:
-        raise ConfigError(f"no strategy {name!r}; choose from {', '.join(STRATEGIES)}")
-    parameters: dict[str, Any] = {}
-    for item in filter(None, tail.split(",")):
-        key, equals, value = item.partition("=")
-        if not equals:
-            raise ConfigError(f"strategy {text!r}: {item!r} is not of the form key=value")
-        parameters[key.strip()] = yaml.safe_load(value)
+    many = find_strategy(name).many_buckets
+    parameters = _parse_parameters(tail, text)
+    suffix = "".join(f" {key}={value}" for key, value in parameters.items())
     if at:
-        try:
-            given = tuple(int(place) for place in places.split("+"))
-        except ValueError:
-            raise ConfigError(
-                f"strategy {text!r}: {places!r} is no capacity; write {name}@4096 or "
-                f"{name}@1024+2048"
-            ) from None
-        return [Case(strategy=name, buckets=given, parameters=parameters)]
-    if not STRATEGIES[name].fixed_length:
-        return [Case(strategy=name, buckets=tuple(buckets), parameters=parameters)]
+        chosen = [(head, _parse_capacities(places, text))]
+    elif many:
+        chosen = [(name, tuple(sorted(buckets)))]
+    else:
+        chosen = [(f"{name}@{capacity}", (capacity,)) for capacity in capacities]
     return [
-        Case(strategy=name, buckets=(capacity,), parameters=parameters) for capacity in capacities
+        Case(label=label + suffix, strategy=name, buckets=given, parameters=parameters)
+        for label, given in chosen
     ]
+
+
+def _parse_parameters(text: str, whole: str) -> dict[str, Any]:
+    parameters: dict[str, Any] = {}
+    for item in filter(None, text.split(",")):
+        key, equals, value = item.partition("=")
+        if not equals or not key.strip():
+            raise ConfigError(f"strategy {whole!r}: {item!r} is not of the form key=value")
+        # YAML reads on and off as booleans; a parameter that has them as words means the words.
+        parameters[key.strip()] = value if value in ("on", "off") else yaml.safe_load(value)
+    return parameters
+
+
+def _parse_capacities(text: str, whole: str) -> tuple[int, ...]:
+    try:
+        return tuple(sorted(int(place) for place in text.split("+")))
+    except ValueError:
+        raise ConfigError(
+            f"strategy {whole!r}: {text!r} is no capacity; write @4096, or @1024+2048 for buckets"
+        ) from None
 
 
 def default_cases(*, buckets: Sequence[int], capacities: Sequence[int]) -> list[Case]:
@@ -153,23 +177,43 @@ class Evaluation:
 
     Attributes:
         metrics: ``SampleIndex.metrics()``, unchanged.
+        decisions: what the strategy decided by itself, and why.
         work: per non-empty bucket, ascending capacity.
         breakdown: GPU-hours and money.
         seconds: time to pack (not to measure), one thread unless asked otherwise.
-        truncation_floor: share of documents that cannot be whole in the largest bucket.
     """
 
     case: Case
     metrics: dict[str, Any]
+    decisions: dict[str, str]
     work: list[BucketWork]
     breakdown: Breakdown
     seconds: float
-    truncation_floor: float
 
     @property
     def label(self) -> str:
         """Name in tables."""
         return self.case.label
+
+    @property
+    def num_positions(self) -> int:
+        """Token positions that are computed, padding included."""
+        return sum(bucket.num_positions for bucket in self.work)
+
+    @property
+    def mean_context(self) -> float:
+        """Attention inside documents: mean squared segment length per position, in tokens."""
+        return sum(bucket.work for bucket in self.work) / self.num_positions
+
+    @property
+    def mean_sample_context(self) -> float:
+        """Attention over whole samples: mean squared capacity per position, in tokens."""
+        return sum(bucket.sample_squares for bucket in self.work) / self.num_positions
+
+    def imbalance(self, dealing: Dealing) -> float:
+        """Busiest rank over mean rank, buckets weighted by their attention work."""
+        total = sum(bucket.work for bucket in self.work)
+        return sum(bucket.work * bucket.imbalance(dealing) for bucket in self.work) / total
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -238,6 +282,7 @@ def compare(
             Evaluation(
                 case=case,
                 metrics=metrics,
+                decisions=index.decisions,
                 work=work,
                 breakdown=estimate(
                     work,
@@ -246,7 +291,6 @@ def compare(
                     run=run,
                 ),
                 seconds=seconds,
-                truncation_floor=float(np.mean(lengths > max(case.buckets))),
             )
         )
         del index

@@ -14,20 +14,16 @@ from megapack.packing.compare.svg import Drawing, short_number
 __all__ = ["render"]
 
 
-def render(comparison: Comparison, *, command: str | None = None) -> str:
-    """The report.
-
-    Args:
-        comparison: what ``compare`` returned.
-        command: the command line that made it, printed at the end.
-    """
+def render(comparison: Comparison) -> str:
+    """The report on what ``compare`` returned."""
     corpus = comparison.corpus
     sections = [
         _answer(comparison),
         _figure(
             "How long the documents are",
-            "A document longer than the largest capacity must be cut; one that is much shorter must "
-            "be joined with others or padded. Few documents are long, but they hold many tokens.",
+            "A document longer than the largest capacity must be cut; one that is much shorter "
+            "must be joined with others or padded. Few documents are long, but they hold many "
+            "tokens.",
             charts.length_histogram(comparison),
         ),
         _figure(
@@ -47,16 +43,16 @@ def render(comparison: Comparison, *, command: str | None = None) -> str:
         _figure(
             "Attention",
             "Causal attention over a segment of <i>s</i> tokens costs <i>s</i><sup>2</sup>. Inside "
-            "documents that is decided by the documents alone; over whole samples, by the capacity, "
-            "and the difference is spent on looking at unrelated text.",
+            "documents that is decided by the documents alone; over whole samples, by the "
+            "capacity, and the difference is spent on looking at unrelated text.",
             charts.attention_cost(comparison),
         ),
         _figure(
             f"Equal work on {comparison.num_ranks} ranks",
             f"In a step every rank takes {comparison.tokens_per_rank:,} tokens of one bucket, but "
-            "not equally much attention, and all wait for the busiest. Dealing the heaviest samples "
-            "first to the least loaded rank costs nothing and changes no gradient. Estimated from "
-            "32 drawn steps per bucket, with attention inside documents.",
+            "not equally much attention, and all wait for the busiest. Dealing the heaviest "
+            "samples first to the least loaded rank costs nothing and changes no gradient. "
+            "Estimated from 32 drawn steps per bucket, with attention inside documents.",
             charts.rank_imbalance(comparison),
         ),
         _figure(
@@ -66,7 +62,6 @@ def render(comparison: Comparison, *, command: str | None = None) -> str:
         ),
         _formulas(comparison),
     ]
-    origin = f"<p><code>{escape(command)}</code></p>" if command else ""
     return (
         '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8"/>\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1"/>\n'
@@ -75,7 +70,7 @@ def render(comparison: Comparison, *, command: str | None = None) -> str:
         f"<header><p class='kicker'>megapack packing report</p><h1>{escape(corpus.name)}</h1>"
         f"{_corpus_line(comparison)}</header>\n"
         + "\n".join(sections)
-        + f"\n<footer>{origin}<p>megapack {__version__}, seed {comparison.seed}. Percentages are "
+        + f"\n<footer><p>megapack {__version__}, seed {comparison.seed}. Percentages are "
         "exact counts of the packed index; time and cost are estimates.</p></footer>\n"
         "</main>\n</body>\n</html>\n"
     )
@@ -105,11 +100,16 @@ def _answer(comparison: Comparison) -> str:
         ("padding", percent(best.metrics["padding_ratio"]), "of positions"),
         ("truncated", percent(best.metrics["truncation_ratio"]), "of documents"),
         ("joined", f"{best.metrics['concatenation_ratio']:.2f}", "documents per sample"),
-        ("estimate", charts.money(best.breakdown.cost), f"{_duration(best.breakdown.hours)} on "
-         f"{comparison.run.num_gpus} x {comparison.run.gpu.name.upper()}"),
+        (
+            "estimate",
+            charts.money(best.breakdown.cost),
+            f"{_duration(best.breakdown.hours)} on "
+            f"{comparison.run.num_gpus} x {comparison.run.gpu.name.upper()}",
+        ),
     )
     boxes = "".join(
-        f"<div class='tile'><span>{name}</span><b>{escape(value)}</b><span>{escape(unit)}</span></div>"
+        f"<div class='tile'><span>{name}</span><b>{escape(value)}</b>"
+        f"<span>{escape(unit)}</span></div>"
         for name, value, unit in tiles
     )
     fixed = ""
@@ -148,15 +148,19 @@ def _table(comparison: Comparison) -> str:
     )
     head = "".join(f"<th>{name}<small>{unit}</small></th>" for name, unit in heads)
     rows = "".join(
-        _table_row(evaluation, chosen=i == comparison.recommendation.best,
-                   out=comparison.recommendation.out[i])
+        _table_row(
+            evaluation,
+            chosen=i == comparison.recommendation.best,
+            out=comparison.recommendation.out[i],
+        )
         for i, evaluation in enumerate(comparison.evaluations)
     )
     return (
-        "<section><h2>All figures</h2><p>Padding in percent of the positions, truncated of the documents, "
-        "lost and repeated of the tokens; attention is the mean squared segment length per position; "
-        "imbalance is after longest-first dealing. A name in grey is out of the recommendation "
-        "because it loses tokens or splits documents that would fit (hover for the reason).</p>"
+        "<section><h2>All figures</h2><p>Padding in percent of the positions, truncated of the "
+        "documents, lost and repeated of the tokens. Attention is the mean squared segment length "
+        "per position; imbalance is after longest-first dealing. A name in grey is out of the "
+        "recommendation because it loses tokens or splits documents that would fit (hover for "
+        "the reason).</p>"
         f"<div class='scroll'><table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>"
         "</div></section>"
     )
@@ -164,19 +168,15 @@ def _table(comparison: Comparison) -> str:
 
 def _table_row(evaluation: Evaluation, *, chosen: bool, out: str) -> str:
     metrics, bill = evaluation.metrics, evaluation.breakdown
-    tokens = metrics["num_tokens"]
-    positions = sum(b.num_positions for b in evaluation.work)
-    work = sum(b.work for b in evaluation.work)
-    balanced = sum(b.work * b.imbalance_balanced for b in evaluation.work) / work
     cells = (
         f"{100 * metrics['padding_ratio']:.4f}",
         f"{100 * metrics['truncation_ratio']:.3f}",
         f"{metrics['concatenation_ratio']:.3f}",
-        f"{100 * metrics['dropped_tokens'] / tokens:.3f}",
-        f"{100 * metrics['repeated_tokens'] / tokens:.3f}",
+        f"{100 * metrics['dropped_ratio']:.3f}",
+        f"{100 * metrics['repeated_ratio']:.3f}",
         f"{metrics['num_samples']:,}",
-        f"{work / positions:,.0f}",
-        f"{balanced:.3f}",
+        f"{evaluation.mean_context:,.0f}",
+        f"{evaluation.imbalance('balanced'):.3f}",
         f"{bill.gpu_hours:,.1f}",
         f"{bill.cost:,.0f}",
         f"{evaluation.seconds:.3f}",
@@ -200,8 +200,8 @@ def _assumptions(comparison: Comparison) -> str:
     )
     scope = "inside documents" if run.attention == "document" else "over whole samples"
     return (
-        f"A model of {short_number(run.model.parameters)} parameters, {run.model.num_layers} layers, "
-        f"attention width {run.model.attention_width:,}; {amount}; attention {scope}; "
+        f"A model of {short_number(run.model.parameters)} parameters, {run.model.num_layers} "
+        f"layers, attention width {run.model.attention_width:,}; {amount}; attention {scope}; "
         f"{run.num_gpus} x {run.gpu.name.upper()} at {run.utilization:.0%} of "
         f"{run.gpu.peak_flops / 1e12:,.0f} TFLOP/s and ${run.price_per_gpu_hour:.2f} per GPU hour. "
         "The bars say what the hours are spent on; a bar marked // is cut."
@@ -213,10 +213,11 @@ def _formulas(comparison: Comparison) -> str:
     model = run.model
     best = comparison.evaluations[comparison.recommendation.best]
     bill = best.breakdown
-    positions = sum(b.num_positions for b in best.work) * bill.num_passes
-    squares = sum(
-        b.sample_squares if run.attention == "sample" else b.work for b in best.work
-    ) * bill.num_passes
+    positions = best.num_positions * bill.num_passes
+    squares = (
+        sum(b.sample_squares if run.attention == "sample" else b.work for b in best.work)
+        * bill.num_passes
+    )
     lines = (
         ("padding ratio", "padding tokens / (samples &times; capacity), summed over buckets"),
         ("truncation ratio", "documents split or shortened / documents"),
@@ -225,10 +226,10 @@ def _formulas(comparison: Comparison) -> str:
             "operations",
             "6 <i>N</i> &times; positions + 7 <i>layers</i> &times; <i>width</i> &times; "
             "&Sigma; <i>s</i><sup>2</sup> "
-            "<small><i>s</i>: segment lengths, each sample's padding as a segment (attention inside "
-            "documents), or sample capacities (attention over whole samples). 6: two operations "
-            "forward and four backward per parameter. 7: attention's 2 + 5 matrix products, "
-            "halved by causality.</small>",
+            "<small><i>s</i>: segment lengths, each sample's padding as a segment (attention "
+            "inside documents), or sample capacities (attention over whole samples). 6: two "
+            "operations forward and four backward per parameter. 7: attention's 2 + 5 matrix "
+            "products, halved by causality.</small>",
         ),
         (
             "waiting",

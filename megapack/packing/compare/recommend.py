@@ -2,9 +2,9 @@
 
 The rule is short enough to disagree with:
 
-1. a strategy that loses tokens, or that splits more than one document in a hundred beyond those that
-   are longer than the longest capacity of the comparison, is out (if that leaves none, only losing
-   counts, then nothing does);
+1. a strategy that loses tokens, or that splits more than one document in a hundred beyond those
+   longer than the largest capacity of the comparison, is out (if that leaves none, losing counts
+   alone, and those that split the fewest stay);
 2. of the rest, the least estimated training time wins;
 3. within half a percent of that time, fewer documents per sample wins, then less padding.
 """
@@ -44,28 +44,25 @@ class Recommendation:
 
 def recommend(evaluations: Sequence[Evaluation]) -> Recommendation:
     """Apply the rule of this module's text to at least one evaluation."""
-    floor = min(e.truncation_floor for e in evaluations)
+    floor = min(e.metrics["truncation_floor"] for e in evaluations)
     out = tuple(_why_out(e, floor) for e in evaluations)
-    best = _cheapest(evaluations, range(len(evaluations)), out, floor)
+    best = _cheapest(evaluations, range(len(evaluations)), out)
     fixed = [i for i, e in enumerate(evaluations) if e.case.is_fixed_length]
-    best_fixed = _cheapest(evaluations, fixed, out, floor) if fixed else None
+    best_fixed = _cheapest(evaluations, fixed, out) if fixed else None
     reasons = _reasons(evaluations, best, out)
     return Recommendation(best=best, best_fixed=best_fixed, reasons=reasons, out=out)
 
 
 def _why_out(evaluation: Evaluation, floor: float) -> str:
     metrics = evaluation.metrics
-    dropped = metrics["dropped_tokens"] / metrics["num_tokens"]
-    if dropped > MAX_DROPPED:
-        return f"loses {percent(dropped)} of the tokens"
+    if metrics["dropped_ratio"] > MAX_DROPPED:
+        return f"loses {percent(metrics['dropped_ratio'])} of the tokens"
     if metrics["truncation_ratio"] > floor + MAX_EXTRA_TRUNCATION:
         return f"splits {percent(metrics['truncation_ratio'])} of the documents"
     return ""
 
 
-def _cheapest(
-    evaluations: Sequence[Evaluation], among: Sequence[int], out: Sequence[str], floor: float
-) -> int:
+def _cheapest(evaluations: Sequence[Evaluation], among: Sequence[int], out: Sequence[str]) -> int:
     """Rules 1 to 3 on the evaluations with the given positions."""
     kept = [i for i in among if not out[i]]
     if not kept:
@@ -90,7 +87,7 @@ def _reasons(evaluations: Sequence[Evaluation], best: int, out: Sequence[str]) -
     longest = max(chosen.case.buckets)
     reasons = [
         f"It splits {percent(metrics['truncation_ratio'])} of the documents; "
-        f"{percent(chosen.truncation_floor)} are longer than {longest:,} tokens and must be split.",
+        f"{percent(metrics['truncation_floor'])} are longer than {longest:,} tokens and must be.",
         f"{percent(metrics['padding_ratio'])} of its positions are padding, and a sample holds "
         f"{metrics['concatenation_ratio']:.2f} documents on average.",
     ]
@@ -103,7 +100,8 @@ def _reasons(evaluations: Sequence[Evaluation], best: int, out: Sequence[str]) -
         reasons.append(_against(chosen, evaluations[runner_up]))
     excluded = [i for i in rivals if out[i]]
     cheaper = [
-        i for i in excluded
+        i
+        for i in excluded
         if evaluations[i].breakdown.gpu_hours < chosen.breakdown.gpu_hours * (1 - SAME_TIME)
     ]
     if cheaper:

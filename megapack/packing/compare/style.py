@@ -79,7 +79,8 @@ tr.out th { color: var(--soft); }
 dl { display: grid; grid-template-columns: max-content 1fr; gap: 8px 22px; margin: 0 0 16px; }
 dt { font-weight: 600; } dd { margin: 0; }
 dd small { display: block; color: var(--soft); max-width: 80ch; }
-footer { border-top: 1px solid var(--rule); padding-top: 14px; color: var(--soft); font-size: 14px; }
+footer { border-top: 1px solid var(--rule); padding-top: 14px; color: var(--soft);
+  font-size: 14px; }
 footer p { margin: 4px 0; } code { overflow-wrap: anywhere; font-size: 13px; }
 @media print { section { break-inside: avoid; } }
 """

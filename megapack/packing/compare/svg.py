@@ -32,8 +32,8 @@ class Scale:
         """At most about ``target`` values in the domain: 1, 2, 5 x 10^k, or whole decades."""
         if self.log:
             first, last = math.ceil(math.log10(self.low)), math.floor(math.log10(self.high))
-            step = 1 + (last - first) // target
-            return [10.0**k for k in range(first, last + 1, step)]
+            decades = 1 + (last - first) // target
+            return [10.0**k for k in range(first, last + 1, decades)]
         rough = (self.high - self.low) / max(1, target)
         power = 10.0 ** math.floor(math.log10(rough))
         step = next(m * power for m in (1, 2, 5, 10) if m * power >= rough)
@@ -48,9 +48,9 @@ def short_number(value: float, digits: int = 3) -> str:
     if value == 0:
         return "0"
     size = abs(value)
-    for limit, suffix in ((1e12, "T"), (1e9, "B"), (1e6, "M")):
-        if size >= limit:
-            return f"{value / limit:.{digits}g}{suffix}"
+    for scale, suffix in ((1e12, "T"), (1e9, "B"), (1e6, "M")):
+        if size >= scale:
+            return f"{value / scale:.{digits}g}{suffix}"
     if size >= 1000:
         return f"{value:,.0f}"
     return f"{value:.{digits}g}"
@@ -76,7 +76,7 @@ class Drawing:
             f'<line x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}" class="{css}"/>'
         )
 
-    def rect(self, x: float, y: float, width: float, height: float, css: str, tip: str) -> None:
+    def rect(self, x: float, y: float, width: float, height: float, *, css: str, tip: str) -> None:
         """A filled rectangle that shows ``tip`` under the mouse."""
         self.parts.append(
             f'<rect x="{x:.1f}" y="{y:.1f}" width="{max(width, 0):.2f}" '
@@ -105,7 +105,7 @@ class Drawing:
     def legend(self, x: float, y: float, entries: Sequence[tuple[str, str]]) -> None:
         """Coloured squares with words, side by side: (css class, words)."""
         for css, words in entries:
-            self.rect(x, y - 9, 10, 10, css, words)
+            self.rect(x, y - 9, 10, 10, css=css, tip=words)
             self.text(x + 15, y, words, "tick")
             x += 15 + 5.9 * len(words) + 22
 

@@ -10,28 +10,16 @@ from __future__ import annotations
 
 import heapq
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["BucketWork", "deal_longest_first", "deal_randomly", "measure_work", "sample_squares"]
+from megapack.packing.index import SampleIndex
 
-_CHUNK = 1 << 20  # samples at a time, so that temporary arrays stay small
+__all__ = ["BucketWork", "deal_longest_first", "deal_randomly", "measure_work"]
+
 _SEED = 20_240
-
-
-class Samples(Protocol):
-    """The arrays of a SampleIndex that work is computed from."""
-
-    @property
-    def bucket_capacity(self) -> NDArray[np.int64]: ...
-    @property
-    def bucket_sample_offsets(self) -> NDArray[np.int64]: ...
-    @property
-    def sample_segment_offsets(self) -> NDArray[np.int64]: ...
-    @property
-    def segment_length(self) -> NDArray[np.int32]: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,12 +60,12 @@ class BucketWork:
 
 
 def measure_work(
-    index: Samples, *, num_ranks: int = 64, tokens_per_rank: int = 49_152, num_steps: int = 32
+    index: SampleIndex, *, num_ranks: int = 64, tokens_per_rank: int = 49_152, num_steps: int = 32
 ) -> list[BucketWork]:
     """Work of every non-empty bucket.
 
     Args:
-        index: a SampleIndex.
+        index: any packing; no sample of it is empty.
         num_ranks: data-parallel ranks that share a step.
         tokens_per_rank: tokens of one rank in one step; a bucket of capacity L gives each rank
             ``max(1, tokens_per_rank // L)`` samples (BucketLLM, Table 3: 49,152 tokens).
@@ -88,12 +76,17 @@ def measure_work(
             f"num_ranks is {num_ranks}, tokens_per_rank {tokens_per_rank}, num_steps {num_steps}; "
             "all must be at least 1"
         )
+    squares = index.attention_cost()
+    starts = index.sample_segment_offsets[:-1]
+    placed = (
+        np.add.reduceat(index.segment_length, starts, dtype=np.int64) if len(starts) else starts
+    )
     result = []
     for bucket, capacity in enumerate(index.bucket_capacity.tolist()):
         begin, end = map(int, index.bucket_sample_offsets[bucket : bucket + 2])
         if begin == end:
             continue
-        segment_squares, work = sample_squares(index, begin, end, capacity)
+        work = squares[begin:end] + (capacity - placed[begin:end]) ** 2
         per_rank = max(1, tokens_per_rank // capacity)
         generator = np.random.default_rng((_SEED, capacity, num_ranks))
         picks = generator.integers(0, end - begin, (num_steps, num_ranks * per_rank))
@@ -102,7 +95,7 @@ def measure_work(
             BucketWork(
                 capacity=capacity,
                 num_samples=end - begin,
-                segment_squares=segment_squares,
+                segment_squares=int(squares[begin:end].sum()),
                 work=int(work.sum()),
                 samples_per_rank=per_rank,
                 imbalance_random=_imbalance([deal_randomly(row, num_ranks) for row in drawn]),
@@ -112,28 +105,6 @@ def measure_work(
             )
         )
     return result
-
-
-def sample_squares(
-    index: Samples, begin: int, end: int, capacity: int
-) -> tuple[int, NDArray[np.int64]]:
-    """Squared segment lengths of the samples [begin, end) of one bucket.
-
-    Returns:
-        Their sum without padding; and int64 ``(end - begin,)`` per sample, padding as a segment.
-    """
-    total = 0
-    work = np.empty(end - begin, np.int64)
-    for chunk in range(begin, end, _CHUNK):
-        stop = min(chunk + _CHUNK, end)
-        offsets = index.sample_segment_offsets[chunk : stop + 1]
-        lengths = index.segment_length[offsets[0] : offsets[-1]].astype(np.int64)
-        starts = offsets[:-1] - offsets[0]
-        squares = np.add.reduceat(lengths * lengths, starts)
-        padding = capacity - np.add.reduceat(lengths, starts)
-        total += int(squares.sum())
-        work[chunk - begin : stop - begin] = squares + padding * padding
-    return total, work
 
 
 def deal_randomly(work: NDArray[np.int64], num_ranks: int) -> NDArray[np.int64]:
