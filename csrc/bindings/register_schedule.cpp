@@ -43,17 +43,17 @@ py::tuple blend_pattern_numpy(const Array<std::int64_t>& shares) {
     return py::make_tuple(to_numpy(std::move(pattern.dataset)), to_numpy(std::move(pattern.rank)));
 }
 
-py::array_t<std::int64_t> attention_cost_numpy(const py::array& sample_segment_offsets,
-                                               const py::array& segment_length,
-                                               const Array<std::int64_t>& samples,
-                                               std::int64_t capacity, bool whole) {
+py::array_t<std::int64_t> attention_cost_of_numpy(const py::array& sample_segment_offsets,
+                                                  const py::array& segment_length,
+                                                  const Array<std::int64_t>& samples,
+                                                  std::int64_t capacity, bool whole) {
     const Integers offsets = integers(sample_segment_offsets, "sample_segment_offsets");
     const Integers lengths = integers(segment_length, "segment_length");
     const auto samples_view = view(samples, "samples");
     std::vector<std::int64_t> costs;
     {
         const py::gil_scoped_release release;
-        costs = attention_cost(offsets, lengths, samples_view, capacity, whole);
+        costs = attention_cost_of(offsets, lengths, samples_view, capacity, whole);
     }
     return to_numpy(std::move(costs));
 }
@@ -79,7 +79,7 @@ void register_schedule(py::module_& m) {
     m.def("order_cycle", &order_cycle_numpy, py::arg("counts").noconvert(),
           py::arg("odds").noconvert(), py::arg("key"), py::arg("spread"));
     m.def("blend_pattern", &blend_pattern_numpy, py::arg("shares").noconvert());
-    m.def("attention_cost", &attention_cost_numpy, py::arg("sample_segment_offsets"),
+    m.def("attention_cost_of", &attention_cost_of_numpy, py::arg("sample_segment_offsets"),
           py::arg("segment_length"), py::arg("samples").noconvert(), py::arg("capacity"),
           py::arg("whole"));
     m.def("deal_evenly", &deal_evenly_numpy, py::arg("costs").noconvert(),

@@ -98,10 +98,10 @@ class Dealer {
 
 }  // namespace
 
-std::vector<std::int64_t> attention_cost(const Integers& sample_segment_offsets,
-                                         const Integers& segment_length,
-                                         Span<const std::int64_t> samples, std::int64_t capacity,
-                                         bool whole) {
+std::vector<std::int64_t> attention_cost_of(const Integers& sample_segment_offsets,
+                                            const Integers& segment_length,
+                                            Span<const std::int64_t> samples, std::int64_t capacity,
+                                            bool whole) {
     std::vector<std::int64_t> costs;
     costs.reserve(samples.size());
     for (const std::int64_t sample : samples) {

@@ -17,11 +17,12 @@ __all__ = ["Batch", "BatchLayout", "MicroBatch", "allocate"]
 # tokens, labels, loss_mask, position_ids, cu_seqlens, ... and plain ints
 Batch: TypeAlias = dict[str, Any]
 
+# In this order in memory: the wide ones first, so that all are aligned.
 _DTYPES = {
     "tokens": torch.int64,
     "labels": torch.int64,
-    "loss_mask": torch.float32,
     "position_ids": torch.int64,
+    "loss_mask": torch.float32,
 }
 
 
@@ -133,15 +134,29 @@ class BatchLayout:
 
 def allocate(num_tokens: int, *, pin_memory: bool = False) -> dict[str, torch.Tensor]:
     """Flat buffers of one micro batch, to be filled (and filled again) by ``micro_batch``."""
-    return {
-        name: torch.empty(num_tokens, dtype=dtype, pin_memory=pin_memory)
-        for name, dtype in _DTYPES.items()
-    }
+    return carve(torch.empty(num_bytes(num_tokens), dtype=torch.uint8, pin_memory=pin_memory))
 
 
-def flat_views(
-    buffers: Mapping[str, torch.Tensor], num_tokens: int
-) -> dict[str, NDArray[Any]]:
+def num_bytes(num_tokens: int) -> int:
+    """Size of the buffers of one micro batch."""
+    return num_tokens * sum(dtype.itemsize for dtype in _DTYPES.values())
+
+
+def carve(memory: torch.Tensor) -> dict[str, torch.Tensor]:
+    """One piece of uint8 memory of ``num_bytes(num_tokens)`` as the buffers of a micro batch.
+
+    One piece, so that it is pinned, shared between processes, or copied to a device at once.
+    """
+    num_tokens = memory.numel() // num_bytes(1)
+    buffers, at = {}, 0
+    for name, dtype in _DTYPES.items():
+        size = num_tokens * dtype.itemsize
+        buffers[name] = memory[at : at + size].view(dtype)
+        at += size
+    return buffers
+
+
+def flat_views(buffers: Mapping[str, torch.Tensor], num_tokens: int) -> dict[str, NDArray[Any]]:
     """numpy views of the buffers, for C++. Raises ValueError for buffers of another shape."""
     views = {}
     for name, dtype in _DTYPES.items():

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import torch
@@ -12,7 +12,7 @@ from numpy.typing import ArrayLike, NDArray
 from torch.utils.data import Dataset
 
 from megapack import _core
-from megapack.data.batch import Batch, BatchLayout, MicroBatch, allocate, flat_views
+from megapack.data.batch import Batch, BatchLayout, allocate, flat_views
 from megapack.data.source import SampleSource
 from megapack.errors import ConfigError, IndexMismatchError
 from megapack.packing import SampleIndex
@@ -20,7 +20,9 @@ from megapack.storage import IndexedDataset
 
 __all__ = ["PackedDataset"]
 
-Prefix = str | os.PathLike[str]
+Prefix: TypeAlias = str | os.PathLike[str]
+Documents: TypeAlias = IndexedDataset | Prefix
+Index: TypeAlias = SampleIndex | Prefix
 
 
 class PackedDataset(Dataset[Batch]):
@@ -30,8 +32,11 @@ class PackedDataset(Dataset[Batch]):
     batch, assembled by one C++ call without the GIL, straight from the mapped files.
 
     Args:
-        dataset: the documents, or their prefix.
-        index: the samples, or the path of a .samples file.
+        dataset: the documents, or their prefix; several for a blend.
+        index: the samples, or the path of a .samples file; one per dataset.
+        weights: of a blend, shares of tokens; None: in proportion to the tokens.
+        names: of the datasets, for reports; None: their prefixes.
+        max_epochs: a run that would repeat a dataset more often is refused; None: no limit.
         positions: where position_ids restart: at every ``segment``, never inside a ``document``
             (a segment continues its document's count), or at every ``sample``.
         attention: whether cu_seqlens list ``document`` segments or whole ``sample`` runs (the
@@ -52,65 +57,58 @@ class PackedDataset(Dataset[Batch]):
 
     def __init__(
         self,
-        dataset: IndexedDataset | Prefix,
-        index: SampleIndex | Prefix,
+        dataset: Documents | Sequence[Documents],
+        index: Index | Sequence[Index],
         *,
+        weights: Sequence[float] | None = None,
+        names: Sequence[str] | None = None,
+        max_epochs: float | None = None,
         positions: Literal["segment", "document", "sample"] = "segment",
         attention: Literal["document", "sample"] = "document",
         labels: Literal["document", "sample"] = "document",
-        label_dataset: IndexedDataset | Prefix | Literal["auto"] | None = "auto",
+        label_dataset: Documents | Literal["auto"] | None = "auto",
         pad_token: int = 0,
         alignment: int = 1,
     ) -> None:
-        self._options = {
+        self._options: dict[str, Any] = {
             "positions": positions,
             "attention": attention,
             "labels": labels,
             "alignment": alignment,
             "pad_token": pad_token,
         }
-        self._open([(dataset, index)], None, label_dataset)
-
-    @classmethod
-    def blend(
-        cls,
-        sources: Sequence[tuple[IndexedDataset | Prefix, SampleIndex | Prefix]],
-        weights: Sequence[float],
-        *,
-        label_dataset: Literal["auto"] | None = "auto",
-        **options: Any,
-    ) -> PackedDataset:
-        """Several datasets, each with its index; ``weights`` are shares of tokens.
-
-        The other options are those of the constructor. Batches also hold ``dataset_ids``.
-        """
-        dataset, index = sources[0]
-        result = cls(dataset, index, label_dataset=label_dataset, **options)
-        result._open(sources, weights, label_dataset)
-        return result
-
-    def _open(
-        self,
-        sources: Sequence[tuple[IndexedDataset | Prefix, SampleIndex | Prefix]],
-        weights: Sequence[float] | None,
-        label_dataset: IndexedDataset | Prefix | None,
-    ) -> None:
         self.datasets = [
-            dataset if isinstance(dataset, IndexedDataset) else IndexedDataset(dataset)
-            for dataset, _ in sources
+            item if isinstance(item, IndexedDataset) else IndexedDataset(item)
+            for item in _as_list(dataset)
         ]
         indices = [
-            index if isinstance(index, SampleIndex) else SampleIndex.load(index)
-            for _, index in sources
+            item if isinstance(item, SampleIndex) else SampleIndex.load(item)
+            for item in _as_list(index)
         ]
-        self.label_datasets = [_labels_of(dataset, label_dataset) for dataset in self.datasets]
-        for dataset, index in zip(self.datasets, indices, strict=True):
-            index.check_source(dataset)
-        self._connect(indices, weights)
+        if len(indices) != len(self.datasets):
+            raise ConfigError(
+                f"{len(self.datasets)} datasets and {len(indices)} indices; give one for each"
+            )
+        if len(indices) > 1 and label_dataset not in ("auto", None):
+            raise ConfigError(
+                "label_dataset of a blend is 'auto' or None: each dataset has its own"
+            )
+        for documents, samples in zip(self.datasets, indices, strict=True):
+            samples.check_source(documents)
+        self._label_datasets = [_labels_of(item, label_dataset) for item in self.datasets]
+        self._connect(
+            indices,
+            {
+                "weights": weights,
+                "names": names or [item.prefix for item in self.datasets],
+                "max_epochs": max_epochs,
+            },
+        )
 
-    def _connect(self, indices: list[SampleIndex], weights: Sequence[float] | None) -> None:
+    def _connect(self, indices: list[SampleIndex], about: dict[str, Any]) -> None:
         self._gatherer = _core.Gatherer(**self._options)
-        triples = zip(self.datasets, self.label_datasets, indices, strict=True)
+        self._max_cu_seqlens: dict[BatchLayout, int] = {}
+        triples = zip(self.datasets, self._label_datasets, indices, strict=True)
         for dataset, labels, index in triples:
             self._gatherer.add_source(
                 tokens=dataset.tokens,
@@ -124,19 +122,21 @@ class PackedDataset(Dataset[Batch]):
             )
         self.samples = SampleSource(
             indices,
-            weights,
+            **about,
             attention=self._options["attention"],
             counter=self._gatherer.count_labels,
         )
 
     def __getstate__(self) -> dict[str, Any]:
         state = {k: v for k, v in self.__dict__.items() if k not in ("_gatherer", "samples")}
-        return {**state, "indices": self.samples.indices, "weights": self.samples.weights}
+        samples = self.samples
+        about = {name: getattr(samples, name) for name in ("weights", "names", "max_epochs")}
+        return {**state, "indices": samples.indices, "about": about}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        indices, weights = state.pop("indices"), state.pop("weights")
+        indices, about = state.pop("indices"), state.pop("about")
         self.__dict__.update(state)
-        self._connect(indices, weights)
+        self._connect(indices, about)
 
     def __len__(self) -> int:
         """Samples of all buckets (and datasets)."""
@@ -221,3 +221,66 @@ class PackedDataset(Dataset[Batch]):
         if len(self.datasets) > 1:
             batch["dataset_ids"] = torch.from_numpy(dataset_ids)
         return batch
+
+    def _num_cu_seqlens(self, layout: BatchLayout) -> int:
+        """Entries to fill up to; 0: as many as there are."""
+        if layout.cu_seqlens == "exact":
+            return 0
+        return layout.num_cu_seqlens or self.max_cu_seqlens(layout)
+
+    def max_cu_seqlens(self, layout: BatchLayout) -> int:
+        """Entries of cu_seqlens that are enough for every micro batch of this layout."""
+        if layout not in self._max_cu_seqlens:
+            most = max(
+                (slots * (segments + 1) for slots, segments in self._fullest(layout)), default=1
+            )
+            self._max_cu_seqlens[layout] = most + 1
+        return self._max_cu_seqlens[layout]
+
+    def _fullest(self, layout: BatchLayout) -> Iterator[tuple[int, int]]:
+        """(samples in one list of cu_seqlens, most segments of a sample) of every bucket."""
+        for index in self.samples.indices:
+            for b, capacity in enumerate(index.bucket_capacity.tolist()):
+                begin, end = index.bucket_sample_offsets[b : b + 2].tolist()
+                if begin == end:
+                    continue
+                rows, _ = layout.rows(capacity)
+                slots = layout.num_samples(capacity)
+                segments = 1
+                if self._options["attention"] == "document":
+                    offsets = index.sample_segment_offsets[begin : end + 1]
+                    segments = int(np.diff(offsets).max())
+                yield slots // rows if layout.cu_seqlens_per_row else slots, segments
+
+    def count_labels(self, sample_ids: ArrayLike) -> NDArray[np.int64]:
+        """Tokens of every sample that have a label (the sum of its loss_mask), int64."""
+        return self.samples.count_labels(np.ascontiguousarray(sample_ids, np.int64))
+
+
+def _as_list(items: Any) -> list[Any]:
+    return list(items) if isinstance(items, (list, tuple)) else [items]
+
+
+def _labels_of(dataset: IndexedDataset, labels: Documents | None) -> IndexedDataset | None:
+    if labels is None:
+        return None
+    if labels == "auto":
+        prefix = f"{dataset.prefix}.labels"
+        if not IndexedDataset.exists(prefix):
+            return None
+        labels = prefix
+    if not isinstance(labels, IndexedDataset):
+        labels = IndexedDataset(labels)
+    for name in ("num_documents", "num_tokens"):
+        theirs, ours = getattr(labels, name), getattr(dataset, name)
+        if theirs != ours:
+            raise IndexMismatchError(
+                f"labels {labels.prefix} and documents {dataset.prefix} do not belong together: "
+                f"{name} is {theirs} and {ours}; write both in one run"
+            )
+    return labels
+
+
+def _listed(values: NDArray[np.int32], rows: int, layout: BatchLayout) -> torch.Tensor:
+    tensor = torch.from_numpy(values)
+    return tensor.view(rows, -1) if layout.cu_seqlens_per_row else tensor

@@ -1,9 +1,9 @@
 """In which order the buckets come: proportional, Dataset Decomposition's curricula, sequential.
 
 All of them visit the same samples; they differ in when. An epoch is ``num_cycles`` equal cycles
-(the curriculum starts over in each), and inside a cycle bucket ``b`` has odds: with odds ``o`` it is
-used up after a share ``1 / o`` of the time of a bucket with odds 1 (Dataset Decomposition, arXiv
-2405.13226, "sampling odds"; buckets counted from the shortest).
+(the curriculum starts over in each), and inside a cycle every bucket has odds: with odds ``o`` it
+is used up after a share ``1 / o`` of the time of a bucket with odds 1 (Dataset Decomposition, arXiv
+2405.13226, "sampling odds").
 """
 
 from __future__ import annotations

@@ -12,16 +12,17 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from megapack import _core
 from megapack.config import to_dict
+from megapack.data import resume
 from megapack.data.order import order_named
 from megapack.data.source import HasSamples, SampleSource
 from megapack.data.streams import BucketStream, bucket_streams, fold_key
@@ -41,8 +42,8 @@ class ScheduleConfig:
         order: a name of ``megapack.data.order.ORDERS``.
         num_cycles: times per epoch that a curriculum starts over; None: what the order has.
         mix: ``step``: one bucket per optimizer step; ``micro_step``: one per micro step.
-        micro_step_tokens: for ``mix="micro_step"``, tokens of one micro step over all ranks. A fixed
-            number and not "whatever the ranks make of it", so that steps stay independent of them.
+        micro_step_tokens: for ``mix="micro_step"``, tokens of one micro step over all ranks. It is
+            fixed here, and not by the ranks there are, so that steps stay independent of them.
         row_tokens: rows of this many tokens hold ``row_tokens // capacity`` samples each. Needed
             only when a capacity does not divide tokens_per_step; the rest of a row is padding.
         cost_window: order the samples of this many consecutive draws of a bucket by attention cost,
@@ -275,7 +276,10 @@ class Schedule:
             self._cycles.move_to_end(cycle)
             return self._cycles[cycle]
         counts = np.array(
-            [self._draws_of(b, cycle + 1) - self._draws_of(b, cycle) for b in range(len(self.buckets))],
+            [
+                self._draws_of(b, cycle + 1) - self._draws_of(b, cycle)
+                for b in range(len(self.buckets))
+            ],
             np.int64,
         )
         bucket = self._order.cycle(counts, fold_key(self.config.seed, 2, cycle))
@@ -316,7 +320,8 @@ class Schedule:
         last = self._draws_of(bucket, (epoch + 1) * self.num_cycles)
         begin = turn - (turn - first) % self.config.cost_window
         end = min(begin + self.config.cost_window, last)
-        return self._window(bucket, begin, end)[turn - begin]
+        rows: Ids = self._window(bucket, begin, end)[turn - begin]
+        return rows
 
     def _window(self, bucket: int, begin: int, end: int) -> NDArray[np.int64]:
         """(end - begin, samples) ids of some draws, sorted by cost, draws in random order."""
@@ -329,6 +334,22 @@ class Schedule:
         order = _core.permute_range(key, end - begin, 0, end - begin)
         rows = ids[by_cost].reshape(end - begin, count)[order]
         return _remember(self._windows, (bucket, begin), rows)
+
+    # --- resume ---------------------------------------------------------------------------------
+
+    def state_dict(self, step: int) -> dict[str, Any]:
+        """What a checkpoint keeps: the next step and what decides the order; JSON."""
+        return resume.state_dict(self, step)
+
+    def check_state(
+        self, state: Mapping[str, Any], allow_change: Collection[str] = ()
+    ) -> list[str]:
+        """Refuse a state of another order of samples; see ``megapack.data.resume.check_state``."""
+        return resume.check_state(self, state, allow_change)
+
+    def resume_step(self, state: Mapping[str, Any], allow_change: Collection[str] = ()) -> int:
+        """The step to continue with. Raises ResumeError as ``check_state`` does."""
+        return resume.resume_step(self, state, allow_change)
 
 
 def _remember(cache: OrderedDict[K, V], key: K, value: V) -> V:

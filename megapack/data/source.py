@@ -32,6 +32,8 @@ class SampleSource:
         indices: at least one.
         weights: shares of tokens for a blend; None: in proportion to the tokens.
         attention: ``document`` or ``sample``: what a token attends to, which decides the cost.
+        names: of the indices, for people; None: their files.
+        max_epochs: a run that would repeat an index more often is refused; None: no limit.
         counter: counts the labels of global ids; None: derived from the indices, which works as
             long as no strategy dropped tokens.
     """
@@ -41,6 +43,8 @@ class SampleSource:
         indices: Sequence[SampleIndex],
         weights: Sequence[float] | None = None,
         *,
+        names: Sequence[str] | None = None,
+        max_epochs: float | None = None,
         attention: Literal["document", "sample"] = "document",
         counter: Callable[[Ids, Ids], Ids] | None = None,
     ) -> None:
@@ -48,6 +52,8 @@ class SampleSource:
             raise ConfigError("no sample index was given; give at least one")
         self.indices = list(indices)
         self.weights = None if weights is None else [float(weight) for weight in weights]
+        self.names = list(names) if names else [str(i.path or i.strategy) for i in self.indices]
+        self.max_epochs = max_epochs
         self.attention = attention
         self._counter = counter
         self.bases = np.cumsum([0] + [index.num_samples for index in indices], dtype=np.int64)
@@ -99,7 +105,7 @@ class SampleSource:
         """Token pairs per sample: sum of squared segment lengths, its padding included."""
         costs = np.empty(len(ids), np.int64)
         for index, mine, local in self._by_index(ids):
-            costs[mine] = _core.attention_cost(
+            costs[mine] = _core.attention_cost_of(
                 index.sample_segment_offsets,
                 index.segment_length,
                 local,
