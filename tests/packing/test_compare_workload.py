@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megapack.packing import SampleIndex
-from megapack.packing.compare.workload import deal_longest_first, deal_randomly, measure_work
+from megapack.packing.compare.workload import measure_work
 
 
 def index_of(capacities: list[int], samples: list[list[list[int]]]) -> SampleIndex:
@@ -38,25 +38,14 @@ def test_work_is_squared_segments_and_squared_padding(samples: list[list[int]]) 
     assert bucket.imbalance_random == bucket.imbalance_balanced == 1.0  # one rank waits for none
 
 
-@given(st.integers(1, 6), st.integers(1, 5), st.randoms(use_true_random=False))
-def test_dealing_hands_out_every_sample_and_equally_many(num_ranks, per_rank, random) -> None:
-    work = np.array([random.randrange(1, 1000) for _ in range(num_ranks * per_rank)])
-    for deal in (deal_randomly, deal_longest_first):
-        loads = deal(work, num_ranks)
-        assert loads.shape == (num_ranks,)
-        assert loads.sum() == work.sum()
-    if per_rank == 1:
-        assert sorted(deal_longest_first(work, num_ranks)) == sorted(work)
-
-
-def test_longest_first_by_hand() -> None:
-    """9 8 7 5 4 1 on two ranks, three each: 9+5+4 reaches its count, 8+7+1 takes the rest."""
-    assert sorted(deal_longest_first(np.array([1, 9, 4, 8, 5, 7]), 2)) == [16, 18]
-
-
-def test_longest_first_never_gives_a_rank_more_than_its_places() -> None:
-    """One giant: without equal counts the other rank would take all four small samples."""
-    assert sorted(deal_longest_first(np.array([100, 1, 1, 1, 1, 1]), 2)) == [3, 102]
+def test_imbalance_by_hand() -> None:
+    """Samples of 9 and 1 of 9 tokens on two ranks, one each: every step is 81+1, or two alike."""
+    index = index_of([9], [[[9], [1]]])  # work 81 and 1 + 64
+    (bucket,) = measure_work(index, num_ranks=2, tokens_per_rank=9, num_steps=2000)
+    unequal, half = 2 * 81 / (81 + 65), 0.5  # of the draws, half take one of each
+    expected = half * unequal + half * 1.0
+    assert bucket.imbalance_random == pytest.approx(expected, abs=0.01)
+    assert bucket.imbalance_balanced == bucket.imbalance_random  # one sample each: nothing to deal
 
 
 def test_buckets_are_measured_apart_and_empty_ones_left_out() -> None:
