@@ -33,6 +33,31 @@ def shift_document_ends(
     ends: NDArray[np.int64], num_sequences: int, previous: int, begin: int
 ) -> tuple[NDArray[np.int64], int]: ...
 
+# --- register_tokenization.cpp ------------------------------------------------------------------
+
+# (text, offsets (lines + 1), status (lines), line_begin (lines)); see csrc/core/jsonl.hpp.
+def extract_jsonl(
+    buffer: NDArray[np.uint8], key: str, scalars: bool = False
+) -> tuple[NDArray[np.uint8], NDArray[np.int64], NDArray[np.uint8], NDArray[np.int64]]: ...
+def valid_utf8(text: NDArray[np.uint8], offsets: NDArray[np.int64]) -> NDArray[np.uint8]: ...
+def count_words(text: NDArray[np.uint8], offsets: NDArray[np.int64]) -> NDArray[np.int64]: ...
+
+# (tokens, offsets, largest id or -1); see csrc/core/frame.hpp.
+def frame_documents_uint16(
+    ids: NDArray[np.uint32] | NDArray[np.int32],
+    offsets: NDArray[np.int64],
+    prefix: list[int],
+    suffix: list[int],
+    vocab_size: int,
+) -> tuple[NDArray[np.uint16], NDArray[np.int64], int]: ...
+def frame_documents_int32(
+    ids: NDArray[np.uint32] | NDArray[np.int32],
+    offsets: NDArray[np.int64],
+    prefix: list[int],
+    suffix: list[int],
+    vocab_size: int,
+) -> tuple[NDArray[np.int32], NDArray[np.int64], int]: ...
+
 # --- register_packing.cpp -----------------------------------------------------------------------
 # `lengths`: int32 or int64 (num_documents,), not negative. A strategy gives a dict of the arrays of
 # SampleIndex, "dropped_tokens" and "repeated_tokens".
@@ -121,4 +146,61 @@ def attention_cost(
     sample_segment_offsets: NDArray[np.int64], segment_length: NDArray[np.int32]
 ) -> NDArray[np.int64]: ...
 
-# --- register_data.cpp --------------------------------------------------------------------------
+# --- register_gather.cpp ------------------------------------------------------------------------
+
+_Index = NDArray[np.int32] | NDArray[np.int64]
+
+class Gatherer:
+    def __init__(
+        self, *, positions: str, attention: str, labels: str, alignment: int, pad_token: int
+    ) -> None: ...
+    def add_source(
+        self,
+        *,
+        tokens: NDArray[Any],
+        labels: NDArray[Any] | None,
+        index_bytes: NDArray[np.uint8],
+        index_name: str,
+        sample_segment_offsets: NDArray[np.int64],
+        segment_document: _Index,
+        segment_begin: _Index,
+        segment_length: NDArray[np.int32],
+    ) -> None: ...
+    # -> cu_seqlens, cu_seqlens_padded (with alignment), source of each segment, max_seqlen
+    def gather(
+        self,
+        source_ids: NDArray[np.int64],
+        sample_ids: NDArray[np.int64],
+        *,
+        num_rows: int,
+        row_tokens: int,
+        capacity: int,
+        tokens: NDArray[np.int64],
+        labels: NDArray[np.int64],
+        loss_mask: NDArray[np.float32],
+        position_ids: NDArray[np.int64],
+        per_row: bool,
+        num_cu_seqlens: int,
+    ) -> tuple[NDArray[np.int32], NDArray[np.int32] | None, NDArray[np.int32], int]: ...
+    def count_labels(
+        self, source_ids: NDArray[np.int64], sample_ids: NDArray[np.int64]
+    ) -> NDArray[np.int64]: ...
+
+# --- register_schedule.cpp ----------------------------------------------------------------------
+
+def random_bits(key: int, counter: int) -> int: ...
+def permute_range(key: int, size: int, first: int, count: int) -> NDArray[np.int64]: ...
+def order_cycle(
+    counts: NDArray[np.int64], odds: NDArray[np.float64], key: int, spread: bool
+) -> NDArray[np.int32]: ...
+def blend_pattern(
+    shares: NDArray[np.int64],
+) -> tuple[NDArray[np.int32], NDArray[np.int32]]: ...
+def attention_cost_of(
+    sample_segment_offsets: NDArray[np.int64],
+    segment_length: NDArray[np.int32],
+    samples: NDArray[np.int64],
+    capacity: int,
+    whole: bool,
+) -> NDArray[np.int64]: ...
+def deal_evenly(costs: NDArray[np.int64], bin_sizes: NDArray[np.int64]) -> NDArray[np.int64]: ...
