@@ -1,5 +1,6 @@
 """Typed seam of the C++ extension. Sections follow csrc/bindings/register_*.cpp."""
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -61,5 +62,145 @@ def frame_documents_int32(
 ) -> tuple[NDArray[np.int32], NDArray[np.int64], int]: ...
 
 # --- register_packing.cpp -----------------------------------------------------------------------
+# `lengths`: int32 or int64 (num_documents,), not negative. A strategy gives a dict of the arrays of
+# SampleIndex, "dropped_tokens" and "repeated_tokens".
 
-# --- register_data.cpp --------------------------------------------------------------------------
+_Lengths = NDArray[np.int32] | NDArray[np.int64]
+_Packing = dict[str, Any]
+
+# `wide_ids` asks for int64 document numbers where int32 would do (tests).
+class PackingCommon:
+    def __init__(
+        self,
+        *,
+        seed: int,
+        threads: int,
+        wide_ids: bool,
+        progress: Callable[[int, int], None] | None,
+    ) -> None: ...
+
+class BucketRules:
+    def __init__(
+        self,
+        *,
+        capacities: list[int],
+        promote: bool = False,
+        pairs: bool = False,
+        padding_threshold: float = 1.0,
+        shuffle_segments: bool = False,
+    ) -> None: ...
+
+def pack_concat(
+    lengths: _Lengths,
+    capacity: int,
+    atom_size: int,
+    drop_last: bool,
+    shuffle: bool,
+    common: PackingCommon,
+) -> _Packing: ...
+def pack_bucket_naive(
+    lengths: _Lengths, buckets: list[int], shuffle: bool, common: PackingCommon
+) -> _Packing: ...
+def pack_pad(
+    lengths: _Lengths, capacity: int, atom_size: int, common: PackingCommon
+) -> _Packing: ...
+def pack_next_fit(
+    lengths: _Lengths, capacity: int, shuffle: bool, common: PackingCommon
+) -> _Packing: ...
+def pack_length_sorted(lengths: _Lengths, capacity: int, common: PackingCommon) -> _Packing: ...
+def pack_fit_decreasing(
+    lengths: _Lengths, capacity: int, extra_capacity: int, best: bool, common: PackingCommon
+) -> _Packing: ...
+def pack_seamless(
+    lengths: _Lengths,
+    capacity: int,
+    r_max: float,
+    placement: str,
+    extra_capacity: int,
+    drop_last: bool,
+    common: PackingCommon,
+) -> _Packing: ...
+def pack_decompose(lengths: _Lengths, buckets: list[int], common: PackingCommon) -> _Packing: ...
+def drain_buckets(
+    lengths: _Lengths, rules: BucketRules, pool_size: int, common: PackingCommon
+) -> _Packing: ...
+def stream_buckets(
+    lengths: _Lengths, rules: BucketRules, pool_size: int, common: PackingCommon
+) -> _Packing: ...
+
+# Documents cut at `capacity`: counts of the rests by length (capacity,), number of full chunks.
+def length_histogram(
+    lengths: _Lengths, capacity: int, threads: int
+) -> tuple[NDArray[np.int64], int]: ...
+
+# Samples per bucket if a pool of counts[l] documents of length l is drained.
+def count_bucket_samples(counts: NDArray[np.int64], rules: BucketRules) -> list[int]: ...
+
+# num_tokens, num_empty, num_longer (than `capacity`), shortest, longest.
+def count_documents(lengths: _Lengths, capacity: int) -> dict[str, int]: ...
+
+# SampleIndex.segment_arrays, then the lengths in the dtype of segment_begin.
+def measure_samples(*arrays: NDArray[Any]) -> dict[str, Any]: ...
+def label_tokens(*arrays: NDArray[Any]) -> NDArray[np.int64]: ...
+def attention_cost(
+    sample_segment_offsets: NDArray[np.int64], segment_length: NDArray[np.int32]
+) -> NDArray[np.int64]: ...
+
+# --- register_gather.cpp ------------------------------------------------------------------------
+
+_Index = NDArray[np.int32] | NDArray[np.int64]
+
+class Gatherer:
+    def __init__(
+        self, *, positions: str, attention: str, labels: str, alignment: int, pad_token: int
+    ) -> None: ...
+    def add_source(
+        self,
+        *,
+        tokens: NDArray[Any],
+        labels: NDArray[Any] | None,
+        index_bytes: NDArray[np.uint8],
+        index_name: str,
+        sample_segment_offsets: NDArray[np.int64],
+        segment_document: _Index,
+        segment_begin: _Index,
+        segment_length: NDArray[np.int32],
+    ) -> None: ...
+    # -> cu_seqlens, cu_seqlens_padded (with alignment), source of each segment, max_seqlen
+    def gather(
+        self,
+        source_ids: NDArray[np.int64],
+        sample_ids: NDArray[np.int64],
+        *,
+        num_rows: int,
+        row_tokens: int,
+        capacity: int,
+        tokens: NDArray[np.int64],
+        labels: NDArray[np.int64],
+        loss_mask: NDArray[np.float32],
+        position_ids: NDArray[np.int64],
+        per_row: bool,
+        num_cu_seqlens: int,
+    ) -> tuple[NDArray[np.int32], NDArray[np.int32] | None, NDArray[np.int32], int]: ...
+    def count_labels(
+        self, source_ids: NDArray[np.int64], sample_ids: NDArray[np.int64]
+    ) -> NDArray[np.int64]: ...
+
+# --- register_schedule.cpp ----------------------------------------------------------------------
+
+def random_bits(key: int, counter: int) -> int: ...
+def permute_range(key: int, size: int, first: int, count: int) -> NDArray[np.int64]: ...
+def order_cycle(
+    counts: NDArray[np.int64], odds: NDArray[np.float64], key: int, spread: bool
+) -> NDArray[np.int32]: ...
+def blend_pattern(
+    shares: NDArray[np.int64],
+) -> tuple[NDArray[np.int32], NDArray[np.int32]]: ...
+def attention_cost_of(
+    sample_segment_offsets: NDArray[np.int64],
+    segment_length: NDArray[np.int32],
+    samples: NDArray[np.int64],
+    capacity: int,
+    whole: bool,
+) -> NDArray[np.int64]: ...
+def deal_evenly(costs: NDArray[np.int64], bin_sizes: NDArray[np.int64]) -> NDArray[np.int64]: ...

@@ -1,0 +1,171 @@
+#include "core/packing_bucket.hpp"
+
+#include <algorithm>
+#include <utility>
+
+#include "core/packing_order.hpp"
+#include "core/packing_sort.hpp"
+
+namespace megapack {
+namespace {
+
+struct Cursor {
+    std::int64_t sample, segment;
+};
+
+// Writes the samples of one pool.
+template <typename Id, typename Length>
+class PoolWriter {
+  public:
+    PoolWriter(const Samples<Id, Length>& out, const BucketPlan& plan, Span<const Length> lengths,
+               std::vector<Cursor> cursors)
+        : out_(out), plan_(plan), lengths_(lengths), cursors_(std::move(cursors)) {}
+
+    void write_chunk(std::int64_t chunk, Id document, Length begin) {
+        const Cursor& at = cursors_.back();
+        out_.open_sample(at.sample + chunk, at.segment + chunk);
+        out_.put(at.segment + chunk, document, begin,
+                 static_cast<std::int32_t>(out_.bucket_capacity.back()));
+    }
+
+    // `shuffled`: sample i of the plan has its segments in the order of chance.child(i).
+    void write_plan(const SortedRests<Id>& sorted, std::int64_t num_chunks, bool shuffled,
+                    Random chance) {
+        cursors_.back().sample += num_chunks;
+        cursors_.back().segment += num_chunks;
+        resolve_heads(sorted);
+        std::size_t entry = 0;
+        std::uint64_t ordinal = 0;
+        for (const Pattern& pattern : plan_.patterns) {
+            Cursor& at = cursors_[static_cast<std::size_t>(pattern.bucket)];
+            for (std::int64_t i = 0; i < pattern.count; ++i, ++ordinal) {
+                const std::int64_t first = at.segment;
+                out_.open_sample(at.sample++, first);
+                for (std::size_t e = entry; e < pattern.end_entry; ++e)
+                    write_entry(sorted, plan_.entries[e], i, at.segment);
+                if (shuffled) shuffle_segments(out_, first, at.segment, chance.child(ordinal));
+                if (pattern.head >= 0) write_head(static_cast<std::size_t>(pattern.head), at);
+            }
+            entry = pattern.end_entry;
+        }
+    }
+
+  private:
+    using Place = Rest<Id, Length>;
+
+    void write_entry(const SortedRests<Id>& sorted, const PatternEntry& entry, std::int64_t i,
+                     std::int64_t& segment) const {
+        for (std::int64_t j = 0; j < entry.copies; ++j) {
+            const Place place = find(sorted, entry.length, entry.rank + i * entry.copies + j);
+            out_.put(segment++, place.document, place.begin, entry.length);
+        }
+    }
+
+    void write_head(std::size_t head, Cursor& at) const {
+        const Place& place = heads_[head];
+        out_.put(at.segment++, place.document, place.begin, plan_.heads[head].tokens);
+    }
+
+    // Number `rank` of a class: one of the sorted rests, or what a head left of its document.
+    Place find(const SortedRests<Id>& sorted, std::int64_t length, std::int64_t rank) const {
+        const std::int64_t begin = sorted.class_begin[static_cast<std::size_t>(length)];
+        if (rank < sorted.class_begin[static_cast<std::size_t>(length) + 1] - begin)
+            return Place(sorted.ids[static_cast<std::size_t>(begin + rank)], length, lengths_);
+        const auto h = static_cast<std::size_t>(
+            std::lower_bound(added_.begin(), added_.end(), Added{length, rank, 0})->head);
+        Place place = heads_[h];
+        place.begin = static_cast<Length>(place.begin + plan_.heads[h].tokens);
+        return place;
+    }
+
+    // Which documents the heads are of; what one leaves may be what a later one takes from.
+    void resolve_heads(const SortedRests<Id>& sorted) {
+        for (std::size_t h = 0; h < plan_.heads.size(); ++h) {
+            const Head& head = plan_.heads[h];
+            added_.push_back({head.length - head.tokens, head.rest_rank, h});
+        }
+        std::sort(added_.begin(), added_.end());
+        for (const Head& head : plan_.heads) heads_.push_back(find(sorted, head.length, head.rank));
+    }
+
+    // What head `head` left of its document is number `rank` of its class.
+    struct Added {
+        std::int64_t length, rank;
+        std::size_t head;
+
+        bool operator<(const Added& other) const {
+            return length != other.length ? length < other.length : rank < other.rank;
+        }
+    };
+
+    const Samples<Id, Length>& out_;
+    const BucketPlan& plan_;
+    Span<const Length> lengths_;
+    std::vector<Cursor> cursors_;
+    std::vector<Place> heads_;
+    std::vector<Added> added_;
+};
+
+}  // namespace
+
+template <typename Id, typename Length>
+Samples<Id, Length> pack_buckets(Span<const Length> lengths, const BucketRules& rules,
+                                 std::int64_t pool_size, std::uint64_t seed, int threads,
+                                 Progress& progress) {
+    const auto n = static_cast<std::int64_t>(lengths.size());
+    const auto num_pools =
+        static_cast<std::size_t>(std::max<std::int64_t>((n + pool_size - 1) / pool_size, 1));
+    progress.add_total(2 * n);
+    Dealt<Id, Length> dealt;
+    if (num_pools > 1)
+        dealt = deal<Id, Length>(lengths, num_pools, random_for(seed, Purpose::kPools), threads);
+    const auto pool = [&](std::size_t p) -> Documents<Id, Length> {
+        if (num_pools == 1) return in_file_order<Id>(lengths);
+        return {lengths, dealt.items.data() + dealt.offsets[p],
+                dealt.offsets[p + 1] - dealt.offsets[p]};
+    };
+
+    const std::size_t buckets = rules.capacities.size();
+    std::vector<BucketPlan> plans(num_pools);
+    std::vector<std::int64_t> chunks(num_pools);
+    parallel_for(threads, num_pools, [&](std::size_t p) {
+        const LengthSort<Id, Length> sort(pool(p), PlainCut{rules.capacities.back()}, 1);
+        plans[p] = plan_buckets(sort.counts(), rules);
+        chunks[p] = sort.num_chunks();
+        progress.advance(static_cast<std::int64_t>(pool(p).size()));
+    });
+
+    // Bucket after bucket, and in a bucket pool after pool.
+    std::vector<std::vector<Cursor>> cursors(num_pools, std::vector<Cursor>(buckets));
+    std::vector<std::int64_t> samples_in_bucket(buckets, 0);
+    Cursor next{0, 0};
+    for (std::size_t b = 0; b < buckets; ++b) {
+        const std::int64_t first = next.sample;
+        for (std::size_t p = 0; p < num_pools; ++p) {
+            const std::int64_t own = b + 1 == buckets ? chunks[p] : 0;
+            cursors[p][b] = next;
+            next.sample += plans[p].samples_in_bucket[b] + own;
+            next.segment += plans[p].segments_in_bucket[b] + own;
+        }
+        samples_in_bucket[b] = next.sample - first;
+    }
+    Samples<Id, Length> out(rules.capacities, samples_in_bucket, next.segment);
+    parallel_for(threads, num_pools, [&](std::size_t p) {
+        LengthSort<Id, Length> sort(pool(p), PlainCut{rules.capacities.back()}, 1);
+        PoolWriter<Id, Length> writer(out, plans[p], lengths, cursors[p]);
+        const auto sorted = sort.sort([&](std::int64_t chunk, Id document, Length begin) {
+            writer.write_chunk(chunk, document, begin);
+        });
+        writer.write_plan(sorted, sort.num_chunks(), rules.shuffle_segments,
+                          random_for(seed, Purpose::kSegments).child(p));
+        progress.advance(static_cast<std::int64_t>(pool(p).size()));
+    });
+    return out;
+}
+
+#define MEGAPACK_INSTANTIATE(Id, Length)                                              \
+    template Samples<Id, Length> pack_buckets(Span<const Length>, const BucketRules&, \
+                                              std::int64_t, std::uint64_t, int, Progress&);
+MEGAPACK_FOR_EACH_WIDTH(MEGAPACK_INSTANTIATE)
+
+}  // namespace megapack
