@@ -60,6 +60,7 @@ class TextCoder(Coder):
     Args:
         reference: when given, ``verify_fraction`` of the documents is encoded by it as well, and a
             difference is a DataError.
+        source: the tokenizer, for the message of that error.
     """
 
     def __init__(
@@ -69,11 +70,13 @@ class TextCoder(Coder):
         *,
         reference: Encoder | None = None,
         verify_fraction: float = 0.0,
+        source: str = "",
     ) -> None:
         self._encoder = encoder
         self._storage = storage
         self._reference = reference
         self._verify_fraction = verify_fraction
+        self._source = source
 
     def code(self, block: TextBlock, faults: Faults) -> Coded:
         ids, offsets = self._encoder.encode(block)
@@ -93,7 +96,9 @@ class TextCoder(Coder):
             (self._verify_fraction, 1 - self._verify_fraction), block.text_hashes()
         )
         sample = block.select(chosen == 0)
-        difference = first_difference(sample, reference, self._encoder) if len(sample) else None
+        if not len(sample):
+            return
+        difference = first_difference(sample, reference, self._encoder, self._source)
         if difference is not None:
             raise DataError(
                 f"{self._encoder.backend} is not what it was on the first sample: {difference}; "

@@ -79,9 +79,6 @@ class GuardedEncoder(Encoder):
             self._loaded_reference = open_encoder(self._files, name, threads=self._threads)
         return self._loaded_reference
 
-    def decode(self, ids: list[int]) -> str:
-        return self._reference.decode(ids)
-
     def encode(self, block: TextBlock) -> tuple[Ids, NDArray[np.int64]]:
         guarded = self._guarded(block)
         if not guarded.any():

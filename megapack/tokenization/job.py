@@ -150,7 +150,11 @@ def open_coder(job: Job) -> Coder:
         if job.verify_fraction > 0:
             reference = open_encoder(job.tokenizer, BACKENDS[job.tokenizer.kind][0])
         return TextCoder(
-            encoder, job.storage, reference=reference, verify_fraction=job.verify_fraction
+            encoder,
+            job.storage,
+            reference=reference,
+            verify_fraction=job.verify_fraction,
+            source=job.tokenizer.source,
         )
     form, loss = job.chat
     chats: Chats

@@ -9,6 +9,7 @@ import numpy as np
 
 from megapack.errors import ConfigError, MegapackError
 from megapack.tokenization.blocks import TextBlock
+from megapack.tokenization.decode import load_decoder
 from megapack.tokenization.encoders import BACKENDS, Encoder, open_encoder
 from megapack.tokenization.faults import Faults, Place
 from megapack.tokenization.guard import GuardedEncoder, open_any
@@ -86,7 +87,7 @@ def _compare(
     read: ReadOptions,
 ) -> Difference | None:
     for block in (TextBlock.of_strings(hard_texts(files)), *_sample(shards, read)):
-        difference = first_difference(block, reference, other)
+        difference = first_difference(block, reference, other, files.source)
         if difference is not None:
             return difference
     return None
@@ -106,8 +107,13 @@ def _sample(shards: Sequence[Shard], read: ReadOptions) -> list[TextBlock]:
     return blocks
 
 
-def first_difference(block: TextBlock, reference: Encoder, other: Encoder) -> Difference | None:
-    """The first token of the first document that ``other`` encodes unlike ``reference``."""
+def first_difference(
+    block: TextBlock, reference: Encoder, other: Encoder, source: str
+) -> Difference | None:
+    """The first token of the first document that ``other`` encodes unlike ``reference``.
+
+    ``source`` is the tokenizer of both, by which the text around it is found.
+    """
     expected, expected_at = reference.encode(block)
     found, found_at = other.encode(block)
     for i in range(len(block)):
@@ -119,7 +125,7 @@ def first_difference(block: TextBlock, reference: Encoder, other: Encoder) -> Di
         unequal = np.flatnonzero(a[:common] != b[:common])
         at = int(unequal[0]) if len(unequal) else common
         text = block.strings([i])[0]
-        begin = max(0, len(reference.decode(a[:at].tolist())) - 16)
+        begin = max(0, len(load_decoder(source)(a[:at].tolist())) - 16)
         return Difference(
             place=block.place(i),
             position=at,

@@ -10,7 +10,7 @@ from typing import Any, BinaryIO
 
 import xxhash
 
-from megapack.storage.atomic import atomic_write
+from megapack.storage.atomic import AtomicFile, publish
 from megapack.storage.meta import bin_pieces, read_meta
 from megapack.storage.mmididx import path_of
 from megapack.tokenization.faults import Faults, Place, fault_lines
@@ -73,8 +73,13 @@ def write_record(prefix: str, record: ShardRecord) -> None:
         kind: [[place.path, place.unit, place.position] for place in places]
         for kind, places in record.fault_places.items()
     }
-    with atomic_write(_path(prefix), "w") as file:
-        json.dump(tree, file)
+    # Not durable, like the datasets it speaks of: a damaged record is one that is not there.
+    target = AtomicFile(_path(prefix))
+    try:
+        target.write(json.dumps(tree).encode())
+        publish(target, durable=False)
+    finally:
+        target.discard()
 
 
 def read_record(prefix: str, datasets: Sequence[str]) -> ShardRecord | None:

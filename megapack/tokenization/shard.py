@@ -97,12 +97,17 @@ def build_shard(
 
 
 def _builder(job: Job, dataset: str) -> IndexedDatasetBuilder:
+    # Nothing waits for the disk: a shard's checksums are compared before it is used.
     if dataset.endswith(LABELS):
         return IndexedDatasetBuilder(
-            dataset, np.int32, allow_negative=True, metadata=job.label_metadata
+            dataset, np.int32, allow_negative=True, metadata=job.label_metadata, durable=False
         )
     return IndexedDatasetBuilder(
-        dataset, job.storage.dtype, vocab_size=job.storage.vocab_size, metadata=job.metadata
+        dataset,
+        job.storage.dtype,
+        vocab_size=job.storage.vocab_size,
+        metadata=job.metadata,
+        durable=False,
     )
 
 
