@@ -124,7 +124,9 @@ def _make_plan(config: BuildConfig, progress: Progress) -> _Plan:
         eod=tokenizer.special_token("eod", config.eod_token) if config.appends else None,
     )
     read = read_options(config)
-    shard_bytes = config.shard_bytes or default_shard_bytes(files)
+    shard_bytes = config.shard_bytes
+    if shard_bytes is None:
+        shard_bytes = default_shard_bytes(files)
     shards = plan_shards(files, shard_bytes=shard_bytes, json_key=read.json_key)
     backend = choose_backend(tokenizer, config.backend, shards, read, progress.note)
     job = make_job(config, tokenizer, special, backend=backend, num_shards=len(shards))

@@ -137,9 +137,7 @@ def bucket_llm(
     padding_threshold: float = 0.045,
     pairs: bool = True,
 ) -> Packing:
-    rules = Rules(
-        buckets, pairs=pairs, padding_threshold=padding_threshold, shuffle_segments=True
-    )
+    rules = Rules(buckets, pairs=pairs, padding_threshold=padding_threshold, shuffle_segments=True)
     run = drained if pool == "drain" else streamed
     return run(lengths, rules, pool_size, seed)
 
