@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from megapack.tokenization.tokenizer import TokenizerFiles, require
+from megapack.tokenization.optional import require
+from megapack.tokenization.tokenizer import TokenizerFiles
 
 __all__ = ["load_decoder"]
 
