@@ -184,7 +184,7 @@ class Trainer:
             )
         )
         self.monitor = Monitor(run, config.logging, here, num_steps=inputs.num_steps, start=start)
-        self.trace = BatchTrace(run, here, start) if config.logging.batches else None
+        self.trace = BatchTrace(run, here) if config.logging.batches else None
 
     def run(self, signals: StopSignals) -> bool:
         """Train to the end, or to the step after a signal; whether it was a signal."""
