@@ -11,18 +11,30 @@
 #include <cstdint>
 #include <vector>
 
-#include "core/span.hpp"
+#include "core/length_set.hpp"
 
 namespace megapack {
 
+// What becomes of a sample in which nothing fits any more and whose space exceeds the threshold.
+enum class Overflow {
+    kPad,      // it is padded, as below the threshold
+    kHead,     // it takes the head of the shortest document (BucketLLM)
+    kPromote,  // it moves to a larger bucket
+};
+
 struct BucketRules {
     std::vector<std::int64_t> capacities;  // ascending
-    // The longest document goes to a larger bucket if nothing fits beside it in its own.
-    bool promote = false;
+    Overflow overflow = Overflow::kPad;
+    double padding_threshold = 0;  // as a share of the capacity
     // BucketLLM's pair search (Algorithm 2, lines 6 to 12).
     bool pairs = false;
-    // Space above this share of the capacity takes the head of the shortest document; 1: never.
-    double padding_threshold = 1;
+    // The segments of a sample stand in seeded order (a head last), not longest first.
+    bool shuffle_segments = false;
+
+    bool exceeds_threshold(std::int64_t space, std::size_t bucket) const {
+        return static_cast<double>(space) >
+               padding_threshold * static_cast<double>(capacities[bucket]);
+    }
 };
 
 // `copies` documents of `length`, from number `rank` of that class on.
@@ -58,7 +70,45 @@ struct BucketPlan {
     }
 };
 
-// Drains a pool. counts[l] documents of length l, for l in [0, largest capacity).
+// Decides one pattern after the other. Documents of a class are taken in the order in which they
+// came: first those the planner was made with, then those added.
+class BucketPlanner {
+  public:
+    // counts[l] documents of length l; counts.size() - 1 <= the largest capacity.
+    BucketPlanner(std::vector<std::int64_t> counts, const BucketRules& rules);
+
+    void add(std::int64_t length);
+    bool empty() const { return present_.empty(); }
+    std::int64_t longest() const { return present_.at_most(rules_.capacities.back()); }
+
+    // Appends the next pattern to the plan, at most `max_repeats` samples of it.
+    void next(std::int64_t max_repeats);
+
+    BucketPlan plan;
+
+  private:
+    void choose_lengths();
+    void choose(std::int64_t length, std::int64_t copies);
+    bool replace_last_by_pair();
+    bool promote();
+    std::int64_t left(std::int64_t length) const;
+    std::int64_t longest_left(std::int64_t limit) const;
+    std::int64_t shortest_left() const;
+    std::int64_t take(std::int64_t length, std::int64_t amount);
+    std::int32_t take_head(std::int64_t tokens);
+
+    const BucketRules& rules_;
+    std::vector<std::int64_t> counts_;  // documents there are, by length
+    std::vector<std::int64_t> taken_;   // documents taken so far, by length
+    LengthSet present_;                 // lengths of which there are documents
+
+    // The sample being chosen. Its documents are taken when it is complete.
+    std::vector<PatternEntry> chosen_;
+    std::size_t bucket_ = 0;
+    std::int64_t space_ = 0;
+};
+
+// Drains a pool.
 BucketPlan plan_buckets(std::vector<std::int64_t> counts, const BucketRules& rules);
 
 }  // namespace megapack
