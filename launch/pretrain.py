@@ -61,7 +61,7 @@ def main() -> int:
         with StopSignals() as signals, Heartbeat(here) as heart:
             try:
                 return train(config, here, signals)
-            except MegapackError as error:
+            except (MegapackError, OSError) as error:
                 leave(here, f"{type(error).__name__}: {error}", code=1)
             except Exception as error:  # a rank that fails must not leave the others waiting
                 traceback.print_exc()
@@ -297,6 +297,6 @@ def parse_arguments() -> argparse.Namespace:
 if __name__ == "__main__":
     try:
         sys.exit(main())
-    except MegapackError as error:
+    except (MegapackError, OSError) as error:
         print(f"megapack: {type(error).__name__}: {error}", file=sys.stderr)
         sys.exit(1)
