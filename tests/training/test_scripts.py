@@ -161,6 +161,7 @@ output_type: multiple_choice
 doc_to_text: "{{{{text}}}}"
 doc_to_choice: ["A", "B"]
 doc_to_target: 0
+target_delimiter: ""
 metric_list:
   - metric: acc
 """
