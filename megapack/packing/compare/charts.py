@@ -127,6 +127,7 @@ def trade_off(comparison: Comparison) -> Drawing:
         ("lost or repeated", "% of tokens", _lost_or_repeated),
     )
     drawing = _rows(rows, "Padding, truncation and concatenation", comparison)
+    drawing.top = 0  # room for the heads of the columns
     width = (WIDTH - LABEL) / len(panels)
     bottom = _bottom(len(rows))
     for number, (title, unit, value_of) in enumerate(panels):
@@ -261,7 +262,7 @@ def money(amount: float) -> str:
 
 def _rows(rows: Sequence[Evaluation], label: str, comparison: Comparison) -> Drawing:
     """A drawing with one named row per strategy; the recommended one stands out."""
-    drawing = Drawing(WIDTH, _bottom(len(rows)) + 62, label)
+    drawing = Drawing(WIDTH, _bottom(len(rows)) + 62, label, top=22)
     for row, evaluation in enumerate(rows):
         css = "chosen" if row == comparison.recommendation.best else "row"
         drawing.text(LABEL - 14, _y(row) + 4, evaluation.label, css, "end")

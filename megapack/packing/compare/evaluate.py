@@ -286,7 +286,8 @@ def compare(
                 work=work,
                 breakdown=estimate(
                     work,
-                    distinct_tokens=metrics["num_tokens"] - metrics["dropped_tokens"],
+                    num_tokens=metrics["num_tokens"],
+                    dropped_tokens=metrics["dropped_tokens"],
                     repeated_tokens=metrics["repeated_tokens"],
                     run=run,
                 ),

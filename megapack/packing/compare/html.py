@@ -143,7 +143,7 @@ def _table(comparison: Comparison) -> str:
         ("attention", "tokens"),
         ("imbalance", "busiest / mean"),
         ("GPU hours", ""),
-        ("cost", "$"),
+        ("cost", ""),
         ("packed in", "s"),
     )
     head = "".join(f"<th>{name}<small>{unit}</small></th>" for name, unit in heads)
@@ -178,7 +178,7 @@ def _table_row(evaluation: Evaluation, *, chosen: bool, out: str) -> str:
         f"{evaluation.mean_context:,.0f}",
         f"{evaluation.imbalance('balanced'):.3f}",
         f"{bill.gpu_hours:,.1f}",
-        f"{bill.cost:,.0f}",
+        charts.money(bill.cost),
         f"{evaluation.seconds:.3f}",
     )
     css = "chosen" if chosen else "out" if out else ""
@@ -193,7 +193,7 @@ def _assumptions(comparison: Comparison) -> str:
     run = comparison.run
     best = comparison.evaluations[comparison.recommendation.best]
     amount = (
-        f"one pass over the data ({short_number(comparison.corpus.num_tokens)} tokens)"
+        f"as many document tokens as the data has ({short_number(comparison.corpus.num_tokens)})"
         if run.train_tokens is None
         else f"{short_number(run.train_tokens)} document tokens "
         f"({best.breakdown.num_passes:.3g} passes over these lengths)"
@@ -258,7 +258,8 @@ def _formulas(comparison: Comparison) -> str:
         "<p>The recommendation leaves out what loses more than "
         f"{percent(MAX_DROPPED)} of the tokens or splits more than {percent(MAX_EXTRA_TRUNCATION)} "
         "of the documents beyond those longer than the largest capacity compared. Of the rest it "
-        f"takes the least time; within {percent(SAME_TIME)}, fewer documents per sample.</p>"
+        f"takes the least time; within {percent(SAME_TIME)} of it, fewer documents per sample, "
+        "then fewer split documents, then less padding.</p>"
         "<p>Not in the estimate: communication, input, optimizer and evaluation (they are inside "
         "the utilization you give), restarts, and kernels that are slower on short segments.</p>"
         "</section>"

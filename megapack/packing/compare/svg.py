@@ -49,7 +49,7 @@ def short_number(value: float, digits: int = 3) -> str:
         return "0"
     size = abs(value)
     for scale, suffix in ((1e12, "T"), (1e9, "B"), (1e6, "M")):
-        if size >= scale:
+        if size >= 0.9995 * scale:
             return f"{value / scale:.{digits}g}{suffix}"
     if size >= 1000:
         return f"{value:,.0f}"
@@ -62,12 +62,14 @@ class Drawing:
 
     Attributes:
         width, height: user units of the view box (about pixels).
+        top: where the view box begins; what is above is left out.
         label: what a screen reader says the picture shows.
     """
 
     width: float
     height: float
     label: str
+    top: float = 0
     parts: list[str] = field(default_factory=list)
 
     def line(self, x1: float, y1: float, x2: float, y2: float, css: str) -> None:
@@ -112,6 +114,6 @@ class Drawing:
     def __str__(self) -> str:
         body = "\n".join(self.parts)
         return (
-            f'<svg viewBox="0 0 {self.width:g} {self.height:g}" role="img" '
+            f'<svg viewBox="0 {self.top:g} {self.width:g} {self.height - self.top:g}" role="img" '
             f'aria-label="{escape(self.label, quote=True)}">\n{body}\n</svg>'
         )
