@@ -33,6 +33,31 @@ def shift_document_ends(
     ends: NDArray[np.int64], num_sequences: int, previous: int, begin: int
 ) -> tuple[NDArray[np.int64], int]: ...
 
+# --- register_tokenization.cpp ------------------------------------------------------------------
+
+# (text, offsets (lines + 1), status (lines), line_begin (lines)); see csrc/core/jsonl.hpp.
+def extract_jsonl(
+    buffer: NDArray[np.uint8], key: str, scalars: bool = False
+) -> tuple[NDArray[np.uint8], NDArray[np.int64], NDArray[np.uint8], NDArray[np.int64]]: ...
+def valid_utf8(text: NDArray[np.uint8], offsets: NDArray[np.int64]) -> NDArray[np.uint8]: ...
+def count_words(text: NDArray[np.uint8], offsets: NDArray[np.int64]) -> NDArray[np.int64]: ...
+
+# (tokens, offsets, largest id or -1); see csrc/core/frame.hpp.
+def frame_documents_uint16(
+    ids: NDArray[np.uint32] | NDArray[np.int32],
+    offsets: NDArray[np.int64],
+    prefix: list[int],
+    suffix: list[int],
+    vocab_size: int,
+) -> tuple[NDArray[np.uint16], NDArray[np.int64], int]: ...
+def frame_documents_int32(
+    ids: NDArray[np.uint32] | NDArray[np.int32],
+    offsets: NDArray[np.int64],
+    prefix: list[int],
+    suffix: list[int],
+    vocab_size: int,
+) -> tuple[NDArray[np.int32], NDArray[np.int64], int]: ...
+
 # --- register_packing.cpp -----------------------------------------------------------------------
 # `lengths`: int32 or int64 (num_documents,), not negative. A strategy gives a dict of the arrays of
 # SampleIndex, "dropped_tokens" and "repeated_tokens".

@@ -20,6 +20,7 @@ from megapack.errors import FormatError
 
 __all__ = [
     "CODE_OF_DTYPE",
+    "DTYPE_OF_CODE",
     "HEADER_BYTES",
     "MAGIC",
     "IndexFile",
@@ -40,7 +41,7 @@ HEADER_BYTES = 34
 # What megapack writes: the codes that mean the same in Megatron, GPT-NeoX and Megatron-DeepSpeed.
 # (In DeepSpeed's own data_pipeline 8 is uint64; codes 6 and 7 have three meanings in four tools.)
 CODE_OF_DTYPE = {"uint8": 1, "int8": 2, "int16": 3, "int32": 4, "int64": 5, "uint16": 8}
-_DTYPE_OF_CODE = {code: np.dtype(name) for name, code in CODE_OF_DTYPE.items()}
+DTYPE_OF_CODE = {code: np.dtype(name) for name, code in CODE_OF_DTYPE.items()}
 
 _LENGTH = struct.Struct("<i")
 _POINTER = struct.Struct("<q")
@@ -62,13 +63,13 @@ def prefix_of(path: str | os.PathLike[str]) -> str:
 
 def dtype_of_code(code: int, name: str | os.PathLike[str]) -> np.dtype[Any]:
     """The token type of a dtype code in Megatron's table. FormatError for all others."""
-    if code not in _DTYPE_OF_CODE:
+    if code not in DTYPE_OF_CODE:
         raise FormatError(
             f"{os.fspath(name)} has dtype code {code}; token files have one of "
-            f"{sorted(_DTYPE_OF_CODE)}. Codes 6 and 7 are floats in Megatron and integers in "
+            f"{sorted(DTYPE_OF_CODE)}. Codes 6 and 7 are floats in Megatron and integers in "
             "DeepSpeed's table: `megapack-build repair` decides by the size of .bin"
         )
-    return _DTYPE_OF_CODE[code]
+    return DTYPE_OF_CODE[code]
 
 
 def pick_dtype(dtype: DTypeLike) -> np.dtype[Any]:
@@ -94,6 +95,12 @@ class IndexHeader:
     pointers_at: int
     document_indices_at: int
     modes_at: int
+    file_bytes: int
+
+    @property
+    def has_modes(self) -> bool:
+        """Whether the file is as long as a multimodal one."""
+        return self.file_bytes >= self.modes_at + self.num_sequences
 
 
 def read_header(path: str | os.PathLike[str]) -> IndexHeader:
@@ -106,7 +113,11 @@ def read_header(path: str | os.PathLike[str]) -> IndexHeader:
     with Path(path).open("rb") as file:
         head = np.frombuffer(file.read(HEADER_BYTES), np.uint8)
         size = os.fstat(file.fileno()).st_size
-    return IndexHeader(**_core.index_header(head, size, os.fspath(path)))
+    return _parse_header(head, size, os.fspath(path))
+
+
+def _parse_header(head: NDArray[np.uint8], file_bytes: int, name: str) -> IndexHeader:
+    return IndexHeader(**_core.index_header(head, file_bytes, name), file_bytes=file_bytes)
 
 
 class IndexFile:
@@ -120,7 +131,7 @@ class IndexFile:
                 mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if size else b""
             )
         self.bytes: NDArray[np.uint8] = np.frombuffer(self._buffer, np.uint8)
-        self.header = IndexHeader(**_core.index_header(self.bytes, size, self.name))
+        self.header = _parse_header(self.bytes, size, self.name)
         self.num_sequences = self.header.num_sequences
         self.num_documents = self.header.num_documents
 
@@ -156,11 +167,10 @@ class IndexFile:
 
     def modes(self) -> NDArray[np.int8]:
         """int8 (num_sequences,) of a multimodal dataset (the file does not say that it is one)."""
-        at = self.header.modes_at
-        modes = self.bytes[at : at + self.num_sequences].view(np.int8)
-        if modes.size != self.num_sequences:
+        if not self.header.has_modes:
             raise FormatError(f"{self.name} has no modes; it was not built with multimodal=True")
-        return modes
+        at = self.header.modes_at
+        return self.bytes[at : at + self.num_sequences].view(np.int8)
 
 
 def read_document_lengths(
