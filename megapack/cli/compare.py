@@ -43,7 +43,7 @@ from megapack.packing.compare import (
 )
 from megapack.packing.compare.export import to_json
 from megapack.packing.compare.html import render
-from megapack.packing.compare.svg import short_number
+from megapack.packing.compare.words import short_number
 from megapack.storage import read_document_lengths
 from megapack.storage.atomic import atomic_write
 
@@ -250,6 +250,8 @@ def _print(comparison: Comparison) -> None:
         cells = [cell(evaluation) for _, cell in _COLUMNS]
         table.add_row(*cells, style="bold green" if best else "dim" if out else None)
     console.print(table)
+    if comparison.left_out:
+        console.print(f"left out, they drop every token: {', '.join(comparison.left_out)}")
     training = comparison.run
     console.print(
         "pad: of the positions; cut: of the documents; docs: per sample; lost, repeated: of the "

@@ -137,6 +137,16 @@ def test_nothing_to_compare_is_an_error(nothing: list[int]) -> None:
         compare(lengths(), [], run=RUN)
 
 
+def test_a_strategy_that_drops_everything_is_left_out_and_said_to_be() -> None:
+    seven = np.array([7])
+    cases = default_cases(buckets=[1024], capacities=[1024])
+    comparison = compare(seven, cases, run=RUN)
+    assert comparison.left_out == ["decompose"]  # no piece of 1024 in a document of 7
+    assert len(comparison.evaluations) == len(cases) - 1
+    with pytest.raises(ConfigError, match="no strategy places a token"):
+        compare(seven, parse_case("decompose", buckets=[1024], capacities=[]), run=RUN)
+
+
 # --- recommendation
 
 
@@ -171,8 +181,7 @@ def made_up(
         cross_attention=0.0,
         waiting=0.0,
     )
-    named = replace(case, label=label)
-    object.__setattr__(named, "buckets", buckets)
+    named = Case(label=label, strategy="bucket", buckets=buckets)
     return replace(base, case=named, metrics=metrics, breakdown=bill)
 
 
@@ -188,7 +197,7 @@ def test_the_least_time_wins_among_those_that_keep_documents_whole() -> None:
     assert result.best == 1
     assert result.out == ("splits 40 % of the documents", "", "loses 1 % of the tokens")
     assert (
-        "Cheaper, but out: splits splits 40 % of the documents; loses loses 1 % of the tokens."
+        "Cheaper, but out: loses loses 1 % of the tokens; splits splits 40 % of the documents."
         in (result.reasons)
     )
 

@@ -9,8 +9,8 @@ import math
 from collections.abc import Callable, Sequence
 
 from megapack.packing.compare.evaluate import Comparison, Evaluation
-from megapack.packing.compare.recommend import percent
-from megapack.packing.compare.svg import Drawing, Scale, short_number
+from megapack.packing.compare.svg import Drawing, Scale
+from megapack.packing.compare.words import money, percent, short_number
 
 __all__ = [
     "attention_cost",
@@ -253,11 +253,6 @@ def training_time(comparison: Comparison) -> Drawing:
     drawing.legend(LABEL, _bottom(len(rows)) + 72, used[3:])
     drawing.height += 18
     return drawing
-
-
-def money(amount: float) -> str:
-    """Dollars, short: 1234567 -> $1.23M."""
-    return f"${amount:,.2f}" if amount < 1000 else f"${short_number(amount)}"
 
 
 def _rows(rows: Sequence[Evaluation], label: str, comparison: Comparison) -> Drawing:

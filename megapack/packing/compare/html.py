@@ -7,9 +7,10 @@ from html import escape
 from megapack import __version__
 from megapack.packing.compare import charts
 from megapack.packing.compare.evaluate import Comparison, Evaluation
-from megapack.packing.compare.recommend import MAX_DROPPED, MAX_EXTRA_TRUNCATION, SAME_TIME, percent
+from megapack.packing.compare.recommend import MAX_DROPPED, MAX_EXTRA_TRUNCATION, SAME_TIME
 from megapack.packing.compare.style import STYLE
-from megapack.packing.compare.svg import Drawing, short_number
+from megapack.packing.compare.svg import Drawing
+from megapack.packing.compare.words import duration, money, percent, short_number
 
 __all__ = ["render"]
 
@@ -102,8 +103,8 @@ def _answer(comparison: Comparison) -> str:
         ("joined", f"{best.metrics['concatenation_ratio']:.2f}", "documents per sample"),
         (
             "estimate",
-            charts.money(best.breakdown.cost),
-            f"{_duration(best.breakdown.hours)} on "
+            money(best.breakdown.cost),
+            f"{duration(best.breakdown.hours)} on "
             f"{comparison.run.num_gpus} x {comparison.run.gpu.name.upper()}",
         ),
     )
@@ -161,8 +162,16 @@ def _table(comparison: Comparison) -> str:
         "per position; imbalance is after longest-first dealing. A name in grey is out of the "
         "recommendation because it loses tokens or splits documents that would fit (hover for "
         "the reason).</p>"
-        f"<div class='scroll'><table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>"
-        "</div></section>"
+        f"{_left_out(comparison)}<div class='scroll'><table><thead><tr>{head}</tr></thead>"
+        f"<tbody>{rows}</tbody></table></div></section>"
+    )
+
+
+def _left_out(comparison: Comparison) -> str:
+    if not comparison.left_out:
+        return ""
+    return (
+        f"<p>Left out because they drop every token: {escape(', '.join(comparison.left_out))}.</p>"
     )
 
 
@@ -178,7 +187,7 @@ def _table_row(evaluation: Evaluation, *, chosen: bool, out: str) -> str:
         f"{evaluation.mean_context:,.0f}",
         f"{evaluation.imbalance('balanced'):.3f}",
         f"{bill.gpu_hours:,.1f}",
-        charts.money(bill.cost),
+        money(bill.cost),
         f"{evaluation.seconds:.3f}",
     )
     css = "chosen" if chosen else "out" if out else ""
@@ -250,8 +259,8 @@ def _formulas(comparison: Comparison) -> str:
         f"{model.attention_width:,} &times; {squares:.3g} = "
         f"{model.flops_per_token * positions + model.flops_per_square * squares:.4g} operations; "
         f"with {bill.waiting / bill.gpu_hours:.2%} of waiting, "
-        f"{short_number(bill.gpu_hours, 4)} GPU hours = {_duration(bill.hours)} on {run.num_gpus} "
-        f"GPUs = {charts.money(bill.cost)}.</p>"
+        f"{short_number(bill.gpu_hours, 4)} GPU hours = {duration(bill.hours)} on {run.num_gpus} "
+        f"GPUs = {money(bill.cost)}.</p>"
     )
     return (
         f"<section><h2>The formulas</h2><dl>{body}</dl>{example}"
@@ -264,9 +273,3 @@ def _formulas(comparison: Comparison) -> str:
         "the utilization you give), restarts, and kernels that are slower on short segments.</p>"
         "</section>"
     )
-
-
-def _duration(hours: float) -> str:
-    if hours >= 48:
-        return f"{hours / 24:,.1f} days"
-    return f"{hours:.1f} hours" if hours >= 1 else f"{60 * hours:.1f} minutes"

@@ -7,7 +7,7 @@ The rule is short enough to disagree with:
    alone, and those that split the fewest stay);
 2. of the rest, the least estimated training time wins;
 3. within half a percent of that time, fewer documents per sample win (2 % is no difference), then
-   fewer split documents, then less padding.
+   fewer split documents, then less padding, then the default strategy.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+
+from megapack.packing.compare.words import percent
 
 if TYPE_CHECKING:
     from megapack.packing.compare.evaluate import Evaluation
@@ -25,6 +27,7 @@ MAX_EXTRA_TRUNCATION = 0.01
 MAX_DROPPED = 0.001
 SAME_TIME = 0.005
 SAME_CONCATENATION = 0.02
+MOST_NAMED = 3  # strategies in one sentence
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,6 +85,7 @@ def _cheapest(evaluations: Sequence[Evaluation], among: Sequence[int], out: Sequ
         key=lambda i: (
             evaluations[i].metrics["num_truncated_documents"],
             evaluations[i].metrics["padding_ratio"],
+            evaluations[i].case.strategy != "bucket",
         ),
     )
 
@@ -100,20 +104,21 @@ def _reasons(
     ]
     rivals = [i for i in range(len(evaluations)) if i != best and not out[i]]
     if rivals:
-        runner_up = min(rivals, key=lambda i: evaluations[i].breakdown.gpu_hours)
+        runner_up = _cheapest(evaluations, rivals, out)
         reasons.append(_against(chosen, evaluations[runner_up], "the next best"))
         if best_fixed in rivals and best_fixed not in (None, runner_up):
             fixed = evaluations[best_fixed or 0]
             reasons.append(_against(chosen, fixed, "the best with one sample shape"))
-    cheaper = [
-        f"{evaluations[i].label} {out[i]}"
-        for i in range(len(evaluations))
-        if i != best
-        and out[i]
-        and evaluations[i].breakdown.gpu_hours < chosen.breakdown.gpu_hours * (1 - SAME_TIME)
-    ]
+    limit = chosen.breakdown.gpu_hours * (1 - SAME_TIME)
+    cheaper = sorted(
+        (e.breakdown.gpu_hours, f"{e.label} {why}")
+        for e, why in zip(evaluations, out, strict=True)
+        if why and e.breakdown.gpu_hours < limit
+    )
     if cheaper:
-        reasons.append(f"Cheaper, but out: {'; '.join(cheaper)}.")
+        named = "; ".join(words for _, words in cheaper[:MOST_NAMED])
+        more = len(cheaper) - MOST_NAMED
+        reasons.append(f"Cheaper, but out: {named}{f'; and {more} more' if more > 0 else ''}.")
     return tuple(reasons)
 
 
@@ -135,11 +140,3 @@ def _but(chosen: Mapping[str, Any], rival: Mapping[str, Any]) -> str:
     if rival["padding_ratio"] > chosen["padding_ratio"]:
         return f" but pads {percent(rival['padding_ratio'])}"
     return " and is as good"
-
-
-def percent(share: float) -> str:
-    """A share in percent with three significant digits: 0.00034 -> 0.034 %."""
-    if share == 0:
-        return "0 %"
-    value = 100 * share
-    return f"{value:.0f} %" if value >= 99.95 else f"{value:.3g} %"

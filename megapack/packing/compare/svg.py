@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from html import escape
 
-__all__ = ["Drawing", "Scale", "short_number"]
+__all__ = ["Drawing", "Scale"]
 
 
 @dataclass(frozen=True)
@@ -41,19 +41,6 @@ class Scale:
         first_tick = math.ceil(self.low / step - 1e-9) * step
         values = [first_tick + i * step for i in range(count + 1)]
         return [value for value in values if value <= self.high * (1 + 1e-12)]
-
-
-def short_number(value: float, digits: int = 3) -> str:
-    """A number for a label: 1024 -> 1,024; 12345678 -> 12.3M; 0.00034 -> 0.00034."""
-    if value == 0:
-        return "0"
-    size = abs(value)
-    for scale, suffix in ((1e12, "T"), (1e9, "B"), (1e6, "M")):
-        if size >= 0.9995 * scale:
-            return f"{value / scale:.{digits}g}{suffix}"
-    if size >= 1000:
-        return f"{value:,.0f}"
-    return f"{value:.{digits}g}"
 
 
 @dataclass
