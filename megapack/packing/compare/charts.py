@@ -295,8 +295,8 @@ def _decade(value: float) -> int:
 
 
 def _brief(value: float) -> str:
-    if value == 0:
-        return "0"
+    if value < 0.001:
+        return "<0.001" if value > 0 else "0"
     return f"{value:.0f}" if value >= 99.95 else f"{value:.2g}" if value < 1 else f"{value:.3g}"
 
 

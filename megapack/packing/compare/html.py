@@ -96,7 +96,11 @@ def _corpus_line(comparison: Comparison) -> str:
 def _answer(comparison: Comparison) -> str:
     recommendation = comparison.recommendation
     best = comparison.evaluations[recommendation.best]
-    reasons = "".join(f"<li>{escape(reason)}</li>" for reason in recommendation.reasons)
+    decisions = [f"{name}: {words}" for name, words in best.decisions.items()]
+    reasons = "".join(
+        f"<li>{escape(words)}</li>" for words in (*recommendation.reasons, *decisions)
+    )
+    capacities = ", ".join(f"{capacity:,}" for capacity in best.case.buckets)
     tiles = (
         ("padding", percent(best.metrics["padding_ratio"]), "of positions"),
         ("truncated", percent(best.metrics["truncation_ratio"]), "of documents"),
@@ -123,7 +127,8 @@ def _answer(comparison: Comparison) -> str:
             f"{other.metrics['concatenation_ratio']:.2f} documents per sample).</p>"
         )
     return (
-        f"<section class='answer'><p class='kicker'>recommended</p><h2>{escape(best.label)}</h2>"
+        f"<section class='answer'><p class='kicker'>recommended</p><h2>{escape(best.label)} "
+        f"<small>samples of {capacities} tokens</small></h2>"
         f"<div class='tiles'>{boxes}</div><ul>{reasons}</ul>{fixed}</section>"
     )
 
