@@ -1,9 +1,36 @@
 """Typed seam of the C++ extension. Sections follow csrc/bindings/register_*.cpp."""
 
+from typing import Any
+
 import numpy as np
 from numpy.typing import NDArray
 
 # --- register_storage.cpp -----------------------------------------------------------------------
+# `bytes` is a whole .idx (index_header: its first 34 bytes will do), `name` the file's, for errors.
+
+def index_header(bytes: NDArray[np.uint8], file_bytes: int, name: str) -> dict[str, Any]: ...
+def document_lengths(
+    bytes: NDArray[np.uint8], name: str
+) -> NDArray[np.int32] | NDArray[np.int64]: ...
+def document_offsets(bytes: NDArray[np.uint8], name: str, itemsize: int) -> NDArray[np.int64]: ...
+def sequence_lengths(bytes: NDArray[np.uint8], name: str) -> NDArray[np.int32]: ...
+def sequence_pointers(bytes: NDArray[np.uint8], name: str) -> NDArray[np.int64]: ...
+def document_indices(bytes: NDArray[np.uint8], name: str) -> NDArray[np.int64]: ...
+
+# Smallest and largest id of any integer array. store_tokens also copies it into out[begin:], which
+# has the dtype of the file, unless an id is outside of [low, high].
+def token_range(tokens: NDArray[Any]) -> tuple[int, int]: ...
+def store_tokens(
+    tokens: NDArray[Any], out: NDArray[Any], begin: int, low: int, high: int
+) -> tuple[int, int]: ...
+
+# Block of sequence pointers and the byte behind it; block of document indices and the last end.
+def scan_lengths(
+    lengths: NDArray[np.int32], itemsize: int, begin: int
+) -> tuple[NDArray[np.int64], int]: ...
+def shift_document_ends(
+    ends: NDArray[np.int64], num_sequences: int, previous: int, begin: int
+) -> tuple[NDArray[np.int64], int]: ...
 
 # --- register_packing.cpp -----------------------------------------------------------------------
 

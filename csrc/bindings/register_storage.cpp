@@ -1,10 +1,210 @@
 // storage: numpy views in, checked; GIL released; arrays out.
 #include "bindings/numpy_views.hpp"
+#include "core/mmididx.hpp"
+#include "core/mmididx_tokens.hpp"
 
 namespace megapack {
+namespace {
+
+using Bytes = Array<std::uint8_t>;
+
+// Calls f(T{}) with the C++ type of an integer dtype.
+template <typename F>
+py::tuple with_integer_type(const py::dtype& dtype, const char* name, const F& f) {
+    const char kind = dtype.kind();
+    const py::ssize_t size = dtype.itemsize();
+    if (kind == 'i' && size == 1) return f(std::int8_t{});
+    if (kind == 'i' && size == 2) return f(std::int16_t{});
+    if (kind == 'i' && size == 4) return f(std::int32_t{});
+    if (kind == 'i' && size == 8) return f(std::int64_t{});
+    if (kind == 'u' && size == 1) return f(std::uint8_t{});
+    if (kind == 'u' && size == 2) return f(std::uint16_t{});
+    if (kind == 'u' && size == 4) return f(std::uint32_t{});
+    if (kind == 'u' && size == 8) return f(std::uint64_t{});
+    throw py::type_error(concat_message(name, " has dtype ", std::string(py::str(dtype)),
+                                        "; it must be an integer type"));
+}
+
+// The elements of an array whose dtype was just asked for; refuses strides and misalignment.
+template <typename T>
+Span<T> typed_view(const py::array& array, const char* name) {
+    using py::detail::npy_api;
+    constexpr int plain = npy_api::NPY_ARRAY_C_CONTIGUOUS_ | npy_api::NPY_ARRAY_ALIGNED_;
+    if (array.ndim() != 1 || (array.flags() & plain) != plain) {
+        throw py::type_error(concat_message(name, " must be a contiguous, aligned 1-D array"));
+    }
+    auto* data = static_cast<T*>(const_cast<void*>(array.data()));
+    return {data, static_cast<std::size_t>(array.size())};
+}
+
+py::tuple token_range_of(const py::array& tokens) {
+    return with_integer_type(tokens.dtype(), "tokens", [&](auto zero) -> py::tuple {
+        using T = decltype(zero);
+        const auto span = typed_view<const T>(tokens, "tokens");
+        std::pair<T, T> range;
+        {
+            const py::gil_scoped_release unlock;
+            range = token_range(span);
+        }
+        return py::make_tuple(range.first, range.second);
+    });
+}
+
+// Narrows tokens into out[begin:] when all lie in [low, high]; returns their range either way.
+template <typename From, typename To>
+std::pair<From, From> store(Span<const From> tokens, Span<To> out, std::int64_t low,
+                            std::int64_t high) {
+    const auto range = token_range(tokens);
+    // Signed and unsigned sources meet in 64 bits; an unsigned id beyond them is above any high.
+    const bool above = range.second > From{0} &&
+                       static_cast<std::uint64_t>(range.second) > static_cast<std::uint64_t>(high);
+    const bool below = std::is_signed_v<From> && static_cast<std::int64_t>(range.first) < low;
+    if (!above && !below) narrow_tokens(tokens, out);
+    return range;
+}
+
+py::tuple store_tokens(const py::array& tokens, py::array& out, std::size_t begin, std::int64_t low,
+                       std::int64_t high) {
+    if (!out.writeable()) throw py::type_error("out is read-only");
+    return with_integer_type(out.dtype(), "out", [&](auto out_zero) -> py::tuple {
+        using To = decltype(out_zero);
+        const auto all = typed_view<To>(out, "out");
+        check(low >= static_cast<std::int64_t>(std::numeric_limits<To>::min()) && high >= 0 &&
+                  static_cast<std::uint64_t>(high) <=
+                      static_cast<std::uint64_t>(std::numeric_limits<To>::max()),
+              "limits [", low, ", ", high, "] exceed the type of out");
+        return with_integer_type(tokens.dtype(), "tokens", [&](auto zero) -> py::tuple {
+            using From = decltype(zero);
+            const auto span = typed_view<const From>(tokens, "tokens");
+            check(begin <= all.size() && span.size() <= all.size() - begin, span.size(),
+                  " tokens do not fit behind position ", begin, " of ", all.size());
+            std::pair<From, From> range;
+            {
+                const py::gil_scoped_release unlock;
+                range = store(span, all.subspan(begin, span.size()), low, high);
+            }
+            return py::make_tuple(range.first, range.second);
+        });
+    });
+}
+
+IndexView open_view(const Bytes& bytes, const std::string& name) {
+    return {view(bytes, "bytes"), name};
+}
+
+// An uninitialised array filled by f(Span) without the GIL.
+template <typename T, typename F>
+py::array_t<T> filled(std::size_t size, const F& f) {
+    py::array_t<T> out(static_cast<py::ssize_t>(size));
+    const Span<T> span{out.mutable_data(), size};
+    const py::gil_scoped_release unlock;
+    f(span);
+    return out;
+}
+
+py::dict index_header(const Bytes& bytes, std::uint64_t file_bytes, const std::string& name) {
+    const IndexHeader header = parse_index_header(view(bytes, "bytes"), file_bytes, name);
+    py::dict result;
+    result["dtype_code"] = header.dtype_code;
+    result["num_sequences"] = header.num_sequences;
+    result["num_document_indices"] = header.num_document_indices;
+    result["num_documents"] = header.num_documents();
+    result["lacks_document_indices"] = header.lacks_document_indices();
+    result["lengths_at"] = header.lengths_at();
+    result["pointers_at"] = header.pointers_at();
+    result["document_indices_at"] = header.document_indices_at();
+    result["modes_at"] = header.modes_at();
+    return result;
+}
+
+py::array document_lengths_of(const Bytes& bytes, const std::string& name) {
+    const IndexView index = open_view(bytes, name);
+    bool fits = false;
+    auto narrow = filled<std::int32_t>(index.num_documents(), [&](Span<std::int32_t> out) {
+        fits = document_lengths(index, out);
+    });
+    if (fits) return std::move(narrow);
+    return filled<std::int64_t>(index.num_documents(),
+                                [&](Span<std::int64_t> out) { document_lengths(index, out); });
+}
+
+void register_reading(py::module_& m) {
+    m.def("index_header", &index_header, py::arg("bytes").noconvert(), py::arg("file_bytes"),
+          py::arg("name"));
+    m.def("document_lengths", &document_lengths_of, py::arg("bytes").noconvert(), py::arg("name"));
+    m.def(
+        "document_offsets",
+        [](const Bytes& bytes, const std::string& name, std::size_t itemsize) {
+            const IndexView index = open_view(bytes, name);
+            return filled<std::int64_t>(index.num_documents() + 1, [&](Span<std::int64_t> out) {
+                document_offsets(index, itemsize, out);
+            });
+        },
+        py::arg("bytes").noconvert(), py::arg("name"), py::arg("itemsize"));
+    m.def(
+        "sequence_lengths",
+        [](const Bytes& bytes, const std::string& name) {
+            const IndexView index = open_view(bytes, name);
+            return filled<std::int32_t>(index.num_sequences(), [&](Span<std::int32_t> out) {
+                copy_sequence_lengths(index, out);
+            });
+        },
+        py::arg("bytes").noconvert(), py::arg("name"));
+    m.def(
+        "sequence_pointers",
+        [](const Bytes& bytes, const std::string& name) {
+            const IndexView index = open_view(bytes, name);
+            return filled<std::int64_t>(index.num_sequences(), [&](Span<std::int64_t> out) {
+                copy_sequence_pointers(index, out);
+            });
+        },
+        py::arg("bytes").noconvert(), py::arg("name"));
+    m.def(
+        "document_indices",
+        [](const Bytes& bytes, const std::string& name) {
+            const IndexView index = open_view(bytes, name);
+            return filled<std::int64_t>(index.num_documents() + 1, [&](Span<std::int64_t> out) {
+                copy_document_indices(index, out);
+            });
+        },
+        py::arg("bytes").noconvert(), py::arg("name"));
+}
+
+void register_writing(py::module_& m) {
+    m.def("token_range", &token_range_of, py::arg("tokens"));
+    m.def("store_tokens", &store_tokens, py::arg("tokens"), py::arg("out"), py::arg("begin"),
+          py::arg("low"), py::arg("high"));
+    m.def(
+        "scan_lengths",
+        [](const Array<std::int32_t>& lengths, std::size_t itemsize, std::int64_t begin) {
+            const auto span = view(lengths, "lengths");
+            std::int64_t end = 0;
+            auto out = filled<std::int64_t>(span.size(), [&](Span<std::int64_t> pointers) {
+                end = scan_lengths(span, itemsize, begin, pointers);
+            });
+            return py::make_tuple(std::move(out), end);
+        },
+        py::arg("lengths").noconvert(), py::arg("itemsize"), py::arg("begin"));
+    m.def(
+        "shift_document_ends",
+        [](const Array<std::int64_t>& ends, std::int64_t num_sequences, std::int64_t previous,
+           std::int64_t begin) {
+            const auto span = view(ends, "ends");
+            std::int64_t last = 0;
+            auto out = filled<std::int64_t>(span.size(), [&](Span<std::int64_t> shifted) {
+                last = shift_document_ends(span, num_sequences, previous, begin, shifted);
+            });
+            return py::make_tuple(std::move(out), last);
+        },
+        py::arg("ends").noconvert(), py::arg("num_sequences"), py::arg("previous"),
+        py::arg("begin"));
+}
+
+}  // namespace
 
 void register_storage(py::module_& m) {
-    static_cast<void>(m);
+    register_reading(m);
+    register_writing(m);
 }
 
 }  // namespace megapack

@@ -1,0 +1,278 @@
+"""IndexedDatasetBuilder: documents to disk, byte for byte as megatron-core writes them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import xxhash
+from numpy.typing import DTypeLike, NDArray
+
+from megapack.errors import DataError
+from megapack.storage.atomic import AtomicFile, Buffer, publish
+from megapack.storage.document_log import MAX_SEQUENCE_LENGTH, DocumentLog
+from megapack.storage.index_writer import write_index
+from megapack.storage.meta import Piece, encode_meta, meta_path
+from megapack.storage.mmididx import path_of, pick_dtype, prefix_of
+from megapack.storage.token_writer import TokenWriter
+from megapack.storage.tokens import TokenLimits, as_tokens
+
+__all__ = ["IndexedDatasetBuilder"]
+
+
+class IndexedDatasetBuilder:
+    """Writes ``<prefix>.bin``, ``<prefix>.idx`` and ``<prefix>.meta.json``.
+
+    None of them has its name before ``finalize()``: an exception in a ``with`` block, ``abort()``,
+    dropping the builder or a killed process leave nothing that looks like a dataset. A call that
+    raises has added nothing. Memory grows by 4 bytes per sequence, and by 8 more per document
+    when documents have several sequences.
+
+    Megatron's calling convention works as well: a first argument ending in ``.bin`` and
+    ``finalize(idx_path)``.
+
+    Args:
+        prefix: the files' common name.
+        dtype: of the tokens on disk: int32 or uint16 (every host reads them), or int8, uint8,
+            int16, int64.
+        multimodal: store a mode (int8) per sequence.
+        vocab_size: number of token ids; larger ids are refused, and the number is written down.
+        allow_negative: accept negative values, such as -100 in label datasets.
+        metadata: JSON-able facts for the meta file (tokenizer, command, ...).
+
+    Raises:
+        ValueError: a dtype that token files cannot have, or one too small for vocab_size.
+        OSError: the directory does not exist or is not writable.
+    """
+
+    def __init__(
+        self,
+        prefix: str | os.PathLike[str],
+        dtype: DTypeLike = np.int32,
+        multimodal: bool = False,
+        *,
+        vocab_size: int | None = None,
+        allow_negative: bool = False,
+        metadata: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.prefix = prefix_of(prefix)
+        self.dtype = pick_dtype(dtype)
+        self.multimodal = multimodal
+        self.vocab_size = vocab_size
+        self.metadata = dict(metadata or {})
+        encode_meta({}, self.metadata)  # refuses now what could not be written at the end
+        limits = TokenLimits(self.dtype, vocab_size, allow_negative)
+        self._log = DocumentLog(multimodal)
+        self._tokens = TokenWriter(path_of(self.prefix, ".bin"), limits)
+        self._open = True
+
+    @property
+    def num_documents(self) -> int:
+        """Documents ended so far."""
+        return self._log.num_documents
+
+    @property
+    def num_sequences(self) -> int:
+        return self._log.num_sequences
+
+    @property
+    def num_tokens(self) -> int:
+        return self._tokens.num_tokens
+
+    def add_item(self, tokens: Any, mode: int = 0) -> None:
+        """Add one sequence to the current document; ``end_document()`` ends it.
+
+        Args:
+            tokens: integers: an array, a tensor, a list, or a list of numeric strings.
+            mode: of the sequence, when multimodal.
+
+        Raises:
+            DataError: an id outside of the dtype or the vocabulary.
+        """
+        self._require_open()
+        ids = as_tokens(tokens)
+        _check_length(ids.size)
+        self._tokens.append(ids, first_document=self._log.num_documents)
+        self._log.add_sequence(ids.size, mode)
+
+    def add_document(
+        self, tokens: Any, lengths: Sequence[int] | None = None, modes: Sequence[int] | None = None
+    ) -> None:
+        """Add one document.
+
+        Args:
+            tokens: all tokens of the document (see ``add_item``).
+            lengths: tokens per sequence; one sequence when not given.
+            modes: mode per sequence, when multimodal; zeros when not given.
+
+        Raises:
+            DataError: an id outside of the dtype or the vocabulary, or lengths that do not sum to
+                the number of tokens.
+        """
+        if lengths is None and modes is None:
+            self.add_item(tokens)
+        else:
+            self._require_open()
+            ids = as_tokens(tokens)
+            lengths = _checked_lengths(lengths, ids.size, self.num_documents)
+            if modes is not None and len(modes) != len(lengths):
+                raise DataError(
+                    f"document {self.num_documents} has {len(lengths)} sequences, "
+                    f"but {len(modes)} modes"
+                )
+            self._tokens.append(ids, first_document=self.num_documents)
+            self._log.add_sequences(lengths, modes)
+        self._log.end_document()
+
+    def add_documents(self, flat_tokens: Any, offsets: Any) -> None:
+        """Add many documents of one sequence each, at the speed of a copy.
+
+        Args:
+            flat_tokens: 1-D integers, all documents one behind the other.
+            offsets: (num_documents + 1,) integers: document d is
+                ``flat_tokens[offsets[d]:offsets[d + 1]]``; first 0, last ``len(flat_tokens)``.
+
+        Raises:
+            DataError: an id outside of the dtype or the vocabulary, or offsets that do not fit the
+                tokens.
+        """
+        self._require_open()
+        self._log.require_closed()
+        ids, bounds = as_tokens(flat_tokens), np.asarray(offsets)
+        lengths = _lengths_between(bounds, ids.size)
+        self._tokens.append(ids, bounds, first_document=self.num_documents)
+        self._log.add_documents(lengths)
+
+    def end_document(self) -> None:
+        """The sequences added since the last end are one document (possibly an empty one)."""
+        self._require_open()
+        self._log.end_document()
+
+    def finalize(self, idx_path: str | os.PathLike[str] | None = None) -> None:
+        """Write the index and give all files their names: .bin, .idx, then .meta.json.
+
+        Args:
+            idx_path: where Megatron's callers want the .idx; ``<prefix>.idx`` by default.
+
+        Raises:
+            DataError: sequences were added after the last ``end_document()``.
+            OSError: the files cannot be written (disk full, ...); nothing is left behind.
+        """
+        self._require_open()
+        self._log.require_closed()
+        try:
+            self._publish(path_of(self.prefix, ".idx") if idx_path is None else Path(idx_path))
+        finally:
+            self.abort()
+
+    def abort(self) -> None:
+        """Give up and remove what was written; harmless after ``finalize()``."""
+        self._open = False
+        self._tokens.target.discard()
+
+    def __enter__(self) -> IndexedDatasetBuilder:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if kind is None and self._open:
+            self.finalize()
+        self.abort()
+
+    def _publish(self, idx_path: Path) -> None:
+        pieces = self._tokens.finish()
+        idx, meta = AtomicFile(idx_path), AtomicFile(meta_path(self.prefix))
+        try:
+            idx_piece = self._write_index(idx)
+            meta.write(encode_meta(self._own_meta(pieces, idx_piece), self.metadata))
+            publish_dataset(self._tokens.target, idx, meta)
+        finally:
+            idx.discard()
+            meta.discard()
+
+    def _write_index(self, file: AtomicFile) -> Piece:
+        hasher, num_bytes = xxhash.xxh3_128(), 0
+
+        def write(data: Buffer) -> None:
+            nonlocal num_bytes
+            file.write(data)
+            hasher.update(data)
+            num_bytes += memoryview(data).nbytes
+
+        write_index(write, self.dtype, [self._log.part()], multimodal=self.multimodal)
+        return num_bytes, hasher.hexdigest()
+
+    def _own_meta(self, pieces: list[Piece], idx: Piece) -> dict[str, Any]:
+        return {
+            "dtype": self.dtype.name,
+            "num_sequences": self.num_sequences,
+            "num_documents": self.num_documents,
+            "num_tokens": self.num_tokens,
+            "max_token_id": self._tokens.max_token_id,
+            "vocab_size": self.vocab_size,
+            "bin": {"bytes": self.num_tokens * self.dtype.itemsize, "xxh3_128": pieces},
+            "idx": {"bytes": idx[0], "xxh3_128": idx[1]},
+        }
+
+    def _require_open(self) -> None:
+        if not self._open:
+            raise ValueError(
+                f"the builder of {self.prefix} was finalized or aborted; make a new one"
+            )
+
+
+def publish_dataset(bin_file: AtomicFile, idx: AtomicFile, meta: AtomicFile) -> None:
+    """Give a dataset its name; whoever looks in between finds the old one, none, or the new."""
+    publish_order = (bin_file, idx, meta)
+    for file in publish_order:
+        file.sync()
+    # The old .idx beside the new .bin would look like a dataset and be none.
+    idx.path.unlink(missing_ok=True)
+    meta.path.unlink(missing_ok=True)
+    publish(*publish_order)
+
+
+def _check_length(length: int) -> None:
+    if length > MAX_SEQUENCE_LENGTH:
+        raise DataError(
+            f"a sequence has {length} tokens; the format ends at {MAX_SEQUENCE_LENGTH}: "
+            "give add_document() the lengths of several sequences"
+        )
+
+
+def _checked_lengths(lengths: Sequence[int] | None, num_tokens: int, document: int) -> list[int]:
+    result = [num_tokens] if lengths is None else [int(length) for length in lengths]
+    if any(length < 0 for length in result) or sum(result) != num_tokens:
+        raise DataError(
+            f"document {document} has {num_tokens} tokens, but its lengths sum to {sum(result)}"
+        )
+    _check_length(max(result, default=0))
+    return result
+
+
+def _lengths_between(offsets: NDArray[Any], num_tokens: int) -> NDArray[np.int32]:
+    fits = offsets.ndim == 1 and offsets.size > 0 and offsets.dtype.kind in "iu"
+    if not fits or offsets[0] != 0 or offsets[-1] != num_tokens:
+        raise DataError(
+            f"offsets are {_ends_of(offsets)}; they are integers from 0 to the number of tokens, "
+            f"{num_tokens}, one more than documents"
+        )
+    lengths = np.diff(offsets.astype(np.int64, copy=False))
+    if lengths.size and lengths.min() < 0:
+        raise DataError(f"offsets go back behind document {int(lengths.argmin())}")
+    _check_length(int(lengths.max(initial=0)))
+    return lengths.astype(np.int32)
+
+
+def _ends_of(offsets: NDArray[Any]) -> str:
+    if offsets.ndim != 1 or offsets.size == 0:
+        return f"an array of shape {offsets.shape}"
+    return f"{offsets.dtype.name} from {offsets[0]} to {offsets[-1]}"

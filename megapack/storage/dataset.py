@@ -1,0 +1,201 @@
+"""IndexedDataset: documents on disk, read without copying a token."""
+
+from __future__ import annotations
+
+import mmap
+import os
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from megapack.errors import FormatError
+from megapack.storage.hosts import HostNames
+from megapack.storage.meta import read_meta
+from megapack.storage.mmididx import IndexFile, dtype_of_code, path_of, prefix_of
+
+__all__ = ["IndexedDataset"]
+
+
+class IndexedDataset(HostNames):
+    """Megatron's .bin/.idx pair, memory-mapped and read-only.
+
+    ``len(ds)`` counts sequences; ``ds[i]`` is sequence i as a 1-D view of the mapping (copy it
+    before you change it), ``ds[a:b]`` a list of views. Documents are ranges of sequences, mostly
+    one each. Pickling carries the prefix only, so data loader workers map the files themselves.
+
+    Args:
+        prefix: the files' common name, without (or with) ``.idx``.
+        multimodal: the .idx has a mode per sequence (it does not say so itself); ``ds[i]`` is
+            then ``(tokens, mode)``.
+        mmap: accepted for Megatron's sake; files are always mapped.
+
+    Raises:
+        FormatError: the .idx is damaged, or .bin is shorter than it says.
+        OSError: a file is missing or cannot be read.
+    """
+
+    def __init__(
+        self,
+        prefix: str | os.PathLike[str],
+        multimodal: bool = False,
+        mmap: bool = True,  # noqa: ARG002
+    ) -> None:
+        self.prefix = prefix_of(prefix)
+        self.multimodal = multimodal
+        self._index = IndexFile(path_of(self.prefix, ".idx"))
+        self._bin_path = path_of(self.prefix, ".bin")
+        self.dtype: np.dtype[Any] = dtype_of_code(self._index.header.dtype_code, self._index.name)
+        self._modes = self._index.modes() if multimodal else None
+        self.tokens: NDArray[Any] = self._map_tokens()
+
+    def _map_tokens(self) -> NDArray[Any]:
+        """The tokens the index speaks of; bytes behind them, if any, are left out."""
+        last = self._index.num_sequences - 1
+        itemsize = self.dtype.itemsize
+        needed = self._index.pointer(last) + self._index.length(last) * itemsize if last >= 0 else 0
+        with self._bin_path.open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            if not 0 <= needed <= size:
+                raise FormatError(
+                    f"{self._bin_path} has {size} bytes, but its .idx ({self.dtype.name} tokens) "
+                    f"ends at byte {needed}: .bin is truncated, or the .idx belongs to another "
+                    "file or another dtype table; `megapack-build verify` tells which"
+                )
+            if needed < itemsize:
+                return np.zeros(0, self.dtype)
+            mapping = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        return np.frombuffer(mapping, self.dtype, needed // itemsize)
+
+    def __len__(self) -> int:
+        return self._index.num_sequences
+
+    def __getitem__(self, i: Any) -> Any:
+        if isinstance(i, slice):
+            return self._slice(i)
+        begin, length = self._extent(i)
+        tokens = self.tokens[begin : begin + length]
+        return tokens if self._modes is None else (tokens, self._modes[i])
+
+    def _slice(self, rows: slice) -> Any:
+        start, stop, step = rows.indices(len(self))
+        if step != 1:
+            raise ValueError(f"slice step is {step}; slices of an IndexedDataset are contiguous")
+        extents = (self._extent(i) for i in range(start, stop))
+        views = [self.tokens[begin : begin + length] for begin, length in extents]
+        return views if self._modes is None else (views, self._modes[rows])
+
+    def get(self, idx: int, offset: int = 0, length: int | None = None) -> Any:
+        """Part of one sequence: tokens ``[offset, offset + length)``, to its end by default.
+
+        Raises:
+            IndexError: the sequence, or that range of it, does not exist.
+        """
+        begin, available = self._extent(idx)
+        length = available - offset if length is None else length
+        if offset < 0 or length < 0 or offset + length > available:
+            raise IndexError(
+                f"tokens [{offset}, {offset + length}) of sequence {idx}, which has {available}"
+            )
+        tokens = self.tokens[begin + offset : begin + offset + length]
+        return tokens if self._modes is None else (tokens, self._modes[idx])
+
+    def _extent(self, i: Any) -> tuple[int, int]:
+        """First token and number of tokens of one sequence."""
+        i = i.__index__()
+        count = self._index.num_sequences
+        if not -count <= i < count:
+            raise IndexError(f"sequence {i} of {count} in {self.prefix}")
+        i %= count
+        length = self._index.length(i)
+        begin, rest = divmod(self._index.pointer(i), self.dtype.itemsize)
+        if rest or begin < 0 or length < 0 or begin + length > self.tokens.size:
+            raise FormatError(
+                f"{self._index.name}: sequence {i} is outside of .bin; see `megapack-build verify`"
+            )
+        return begin, length
+
+    @property
+    def sequence_modes(self) -> NDArray[np.int8] | None:
+        """int8 (num_sequences,) when multimodal."""
+        return self._modes
+
+    @cached_property
+    def sequence_lengths(self) -> NDArray[np.int32]:
+        """int32 (num_sequences,), tokens."""
+        return _frozen(self._index.sequence_lengths())
+
+    @cached_property
+    def sequence_pointers(self) -> NDArray[np.int64]:
+        """int64 (num_sequences,), bytes."""
+        return _frozen(self._index.sequence_pointers())
+
+    @cached_property
+    def document_indices(self) -> NDArray[np.int64]:
+        """int64 (num_documents + 1,), the sequence at which each document begins."""
+        return _frozen(self._index.document_indices())
+
+    @cached_property
+    def document_lengths(self) -> NDArray[np.int32] | NDArray[np.int64]:
+        """(num_documents,), tokens; int64 only when a document has more than 2^31 - 1."""
+        return _frozen(self._index.document_lengths())
+
+    @cached_property
+    def document_offsets(self) -> NDArray[np.int64]:
+        """int64 (num_documents + 1,): document d is ``tokens[offsets[d]:offsets[d + 1]]``."""
+        return _frozen(self._index.document_offsets(self.dtype.itemsize))
+
+    @property
+    def num_documents(self) -> int:
+        return self._index.num_documents
+
+    @property
+    def num_tokens(self) -> int:
+        return self.tokens.size
+
+    @cached_property
+    def meta(self) -> dict[str, Any] | None:
+        """What ``<prefix>.meta.json`` says, None without it (somebody else's dataset)."""
+        return read_meta(self.prefix)
+
+    @property
+    def vocab_size(self) -> int | None:
+        """Number of token ids of the tokenizer, None when nobody wrote it down."""
+        return None if self.meta is None else self.meta.get("vocab_size")
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Identity of the documents' layout: xxh3_128 of the whole .idx, in hexadecimal.
+
+        The .idx holds the dtype, the numbers of sequences and documents and every length, so any
+        change of those changes it; a change of token values alone does not (see ``verify``).
+        """
+        return xxhash.xxh3_128(self._index.bytes.data).hexdigest()
+
+    @staticmethod
+    def exists(prefix: str | os.PathLike[str]) -> bool:
+        """Whether both files stand at the prefix."""
+        base = prefix_of(prefix)
+        return path_of(base, ".idx").exists() and path_of(base, ".bin").exists()
+
+    def __getstate__(self) -> tuple[str, bool]:
+        # Absolute: a worker may have another working directory.
+        return str(Path(self.prefix).absolute()), self.multimodal
+
+    def __setstate__(self, state: tuple[str, bool]) -> None:
+        prefix, multimodal = state
+        IndexedDataset.__init__(self, prefix, multimodal)
+
+    def __repr__(self) -> str:
+        return (
+            f"IndexedDataset({self.prefix!r}: {self.num_documents} documents, {len(self)} "
+            f"sequences, {self.num_tokens} {self.dtype.name} tokens)"
+        )
+
+
+def _frozen(array: NDArray[Any]) -> NDArray[Any]:
+    array.flags.writeable = False
+    return array

@@ -1,0 +1,112 @@
+"""The index of a dataset under construction, in as few bytes as it can have."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megapack.errors import DataError
+from megapack.storage.index_writer import ArrayPart, Part
+
+__all__ = ["MAX_SEQUENCE_LENGTH", "DocumentLog"]
+
+MAX_SEQUENCE_LENGTH = 2**31 - 1
+
+
+class DocumentLog:
+    """Lengths of sequences (4 bytes each) and, only where documents are not one sequence each,
+    the ends of documents (8 bytes each). ``array`` grows by reallocation, without a second copy.
+    """
+
+    def __init__(self, multimodal: bool) -> None:
+        self.multimodal = multimodal
+        self.num_documents = 0
+        self._lengths = array("i")
+        self._ends: array[int] | None = None  # None: every sequence is one document
+        self._modes = array("b")
+
+    @property
+    def num_sequences(self) -> int:
+        return len(self._lengths)
+
+    @property
+    def num_open_sequences(self) -> int:
+        """Sequences behind the last document's end."""
+        last = self.num_documents if self._ends is None else self._ends[-1]
+        return len(self._lengths) - last
+
+    def add_sequence(self, length: int, mode: int = 0) -> None:
+        if self.multimodal:
+            self._modes.append(mode)
+        self._lengths.append(length)
+
+    def add_sequences(self, lengths: Sequence[int], modes: Sequence[int] | None) -> None:
+        """Lengths were checked by ``checked_lengths``."""
+        if self.multimodal:
+            self._modes.extend(modes if modes is not None else [0] * len(lengths))
+        self._lengths.extend(lengths)
+
+    def end_document(self) -> None:
+        """What came after the last end is one document."""
+        self.num_documents += 1
+        if self._ends is None:
+            if self.num_documents == len(self._lengths):
+                return
+            self._ends = _counted(self.num_documents - 1)
+        self._ends.append(len(self._lengths))
+
+    def add_documents(self, lengths: NDArray[np.int32]) -> None:
+        """Documents of one sequence each."""
+        before = len(self._lengths)
+        self._lengths.frombytes(lengths.tobytes())
+        self.num_documents += lengths.size
+        if self._ends is not None:
+            self._ends.frombytes(np.arange(before + 1, before + lengths.size + 1).tobytes())
+        if self.multimodal:
+            self._modes.frombytes(bytes(lengths.size))
+
+    def add_part(self, part: Part) -> None:
+        """All sequences and documents of another index."""
+        self.require_closed()
+        before, num_documents = len(self._lengths), self.num_documents
+        for lengths in part.lengths():
+            self._lengths.frombytes(lengths.tobytes())
+        ends = array("q")
+        for block in part.document_ends():
+            ends.frombytes((before + block).tobytes())
+        one_each = part.num_documents == part.num_sequences and np.array_equal(
+            np.frombuffer(ends, np.int64) if ends else np.zeros(0, np.int64),
+            np.arange(before + 1, before + part.num_sequences + 1),
+        )
+        if self._ends is None and not one_each:
+            self._ends = _counted(num_documents)
+        if self._ends is not None:
+            self._ends.extend(ends)
+        self.num_documents += part.num_documents
+        if self.multimodal:
+            for modes in part.modes():
+                self._modes.frombytes(modes.tobytes())
+
+    def require_closed(self) -> None:
+        """DataError when sequences wait for ``end_document()``."""
+        if self.num_open_sequences:
+            raise DataError(
+                f"{self.num_open_sequences} sequences were added after document "
+                f"{self.num_documents - 1} ended; call end_document() first"
+            )
+
+    def part(self) -> ArrayPart:
+        """Views of everything logged; log nothing while they live."""
+        ends = None if self._ends is None else np.frombuffer(self._ends, np.int64)
+        lengths = np.frombuffer(self._lengths, np.int32) if self._lengths else np.zeros(0, np.int32)
+        modes = np.frombuffer(self._modes, np.int8) if self._modes else np.zeros(0, np.int8)
+        return ArrayPart(lengths, ends, modes if self.multimodal else None)
+
+
+def _counted(num_documents: int) -> array[int]:
+    ends = array("q")
+    ends.frombytes(np.arange(1, num_documents + 1, dtype=np.int64).tobytes())
+    return ends

@@ -1,0 +1,174 @@
+"""Writing an .idx from parts, block by block, so that memory does not grow with the corpus.
+
+A builder has one part in memory; a merge has one per shard, read from its .idx again for every
+array; repair and import bring arrays of their own. All of them come out of ``write_index``.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megapack import _core
+from megapack.errors import FormatError
+from megapack.storage.atomic import Buffer
+from megapack.storage.mmididx import CODE_OF_DTYPE, MAGIC, read_header
+
+__all__ = ["ArrayPart", "FilePart", "Part", "write_index"]
+
+BLOCK = 1 << 17  # elements
+
+
+class Part(Protocol):
+    """Consecutive sequences and documents of one source, in blocks of any size."""
+
+    num_sequences: int
+    num_documents: int
+
+    def lengths(self) -> Iterator[NDArray[np.int32]]:
+        """Tokens per sequence."""
+        ...
+
+    def document_ends(self) -> Iterator[NDArray[np.int64]]:
+        """For every document the sequence behind its last one, counted within the part."""
+        ...
+
+    def modes(self) -> Iterator[NDArray[np.int8]]:
+        """Mode per sequence; asked only of multimodal parts."""
+        ...
+
+
+class ArrayPart:
+    """A part in memory. Without ``document_ends`` every sequence is one document."""
+
+    def __init__(
+        self,
+        lengths: NDArray[np.int32],
+        document_ends: NDArray[np.int64] | None = None,
+        modes: NDArray[np.int8] | None = None,
+    ) -> None:
+        self._lengths, self._ends, self._modes = lengths, document_ends, modes
+        self.num_sequences = lengths.size
+        self.num_documents = lengths.size if document_ends is None else document_ends.size
+
+    def lengths(self) -> Iterator[NDArray[np.int32]]:
+        return _blocks(self._lengths)
+
+    def document_ends(self) -> Iterator[NDArray[np.int64]]:
+        return _identity_ends(self.num_sequences) if self._ends is None else _blocks(self._ends)
+
+    def modes(self) -> Iterator[NDArray[np.int8]]:
+        if self._modes is None:
+            raise ValueError("this part has no modes; it cannot be part of a multimodal dataset")
+        return _blocks(self._modes)
+
+
+class FilePart:
+    """An .idx on disk, opened only while it is read, so that thousands can be merged."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+        self.header = read_header(path)
+        self.num_sequences = self.header.num_sequences
+        self.num_documents = self.header.num_documents
+
+    def lengths(self) -> Iterator[NDArray[np.int32]]:
+        return self._read(np.int32, self.header.lengths_at, self.num_sequences)
+
+    def pointers(self) -> Iterator[NDArray[np.int64]]:
+        """Byte of .bin at which each sequence begins, as the file has it."""
+        return self._read(np.int64, self.header.pointers_at, self.num_sequences)
+
+    def document_ends(self) -> Iterator[NDArray[np.int64]]:
+        if self.header.lacks_document_indices:
+            return _identity_ends(self.num_sequences)
+        at = self.header.document_indices_at + 8
+        return self._read(np.int64, at, self.num_documents)
+
+    def modes(self) -> Iterator[NDArray[np.int8]]:
+        return self._read(np.int8, self.header.modes_at, self.num_sequences)
+
+    def _read(self, dtype: type[Any], offset: int, count: int) -> Iterator[NDArray[Any]]:
+        with self.path.open("rb") as file:
+            file.seek(offset)
+            for begin in range(0, count, BLOCK):
+                size = min(BLOCK, count - begin)
+                block = np.fromfile(file, dtype, size)
+                if block.size != size:
+                    raise FormatError(f"{self.path} is truncated: an array ends {size} early")
+                yield block
+
+
+def write_index(
+    write: Callable[[Buffer], object],
+    dtype: np.dtype[Any],
+    parts: Sequence[Part],
+    *,
+    multimodal: bool = False,
+) -> int:
+    """Write a whole .idx, byte for byte as megatron-core does.
+
+    Args:
+        write: takes the bytes in order.
+        dtype: of the tokens; one of ``CODE_OF_DTYPE``.
+        parts: sources, in the order of their tokens in .bin. Pointers are recomputed.
+        multimodal: append a mode per sequence.
+
+    Returns:
+        Number of tokens of all parts.
+
+    Raises:
+        FormatError: a part has a negative length, or documents that do not end at its last
+            sequence.
+    """
+    num_sequences = sum(part.num_sequences for part in parts)
+    num_documents = sum(part.num_documents for part in parts)
+    code = CODE_OF_DTYPE[dtype.name]
+    write(MAGIC + struct.pack("<QBQQ", 1, code, num_sequences, num_documents + 1))
+    for part in parts:
+        for lengths in part.lengths():
+            write(lengths)
+    num_bytes = 0
+    for part in parts:
+        for lengths in part.lengths():
+            pointers, num_bytes = _core.scan_lengths(lengths, dtype.itemsize, num_bytes)
+            write(pointers)
+    _write_document_indices(write, parts)
+    if multimodal:
+        for part in parts:
+            for modes in part.modes():
+                write(modes)
+    return num_bytes // dtype.itemsize
+
+
+def _write_document_indices(write: Callable[[Buffer], object], parts: Sequence[Part]) -> None:
+    write(np.zeros(1, np.int64))
+    begin = 0
+    for part in parts:
+        end = 0
+        for ends in part.document_ends():
+            shifted, end = _core.shift_document_ends(ends, part.num_sequences, end, begin)
+            write(shifted)
+        if end != part.num_sequences:
+            where = f"{part.path}: " if isinstance(part, FilePart) else ""
+            raise FormatError(
+                f"{where}documents end at sequence {end} of {part.num_sequences}; "
+                "`megapack-build repair` mends files that lost them in a merge"
+            )
+        begin += part.num_sequences
+
+
+def _blocks(array: NDArray[Any]) -> Iterator[NDArray[Any]]:
+    for begin in range(0, array.size, BLOCK):
+        yield array[begin : begin + BLOCK]
+
+
+def _identity_ends(num_sequences: int) -> Iterator[NDArray[np.int64]]:
+    for begin in range(0, num_sequences, BLOCK):
+        yield np.arange(begin + 1, min(begin + BLOCK, num_sequences) + 1, dtype=np.int64)

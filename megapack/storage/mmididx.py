@@ -1,0 +1,181 @@
+"""Names and numbers of Megatron's .bin/.idx pair, and one .idx opened for reading.
+
+The byte layout stands in csrc/core/mmididx.hpp; everything that interprets bytes happens there.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import numpy as np
+from numpy.typing import DTypeLike, NDArray
+
+from megapack import _core
+from megapack.errors import FormatError
+
+__all__ = [
+    "CODE_OF_DTYPE",
+    "HEADER_BYTES",
+    "MAGIC",
+    "IndexFile",
+    "IndexHeader",
+    "dtype_of_code",
+    "path_of",
+    "pick_dtype",
+    "prefix_of",
+    "read_document_lengths",
+    "read_header",
+]
+
+Tokens: TypeAlias = NDArray[Any]
+
+MAGIC = b"MMIDIDX\x00\x00"
+HEADER_BYTES = 34
+
+# What megapack writes: the codes that mean the same in Megatron, GPT-NeoX and Megatron-DeepSpeed.
+# (In DeepSpeed's own data_pipeline 8 is uint64; codes 6 and 7 have three meanings in four tools.)
+CODE_OF_DTYPE = {"uint8": 1, "int8": 2, "int16": 3, "int32": 4, "int64": 5, "uint16": 8}
+_DTYPE_OF_CODE = {code: np.dtype(name) for name, code in CODE_OF_DTYPE.items()}
+
+_LENGTH = struct.Struct("<i")
+_POINTER = struct.Struct("<q")
+
+
+def path_of(prefix: str | os.PathLike[str], suffix: str) -> Path:
+    """``prefix + suffix``, where the prefix may itself contain dots."""
+    return Path(os.fspath(prefix) + suffix)
+
+
+def prefix_of(path: str | os.PathLike[str]) -> str:
+    """The prefix of a dataset, also when its .idx or .bin was named."""
+    text = os.fspath(path)
+    for suffix in (".idx", ".bin"):
+        if text.endswith(suffix):
+            return text[: -len(suffix)]
+    return text
+
+
+def dtype_of_code(code: int, name: str | os.PathLike[str]) -> np.dtype[Any]:
+    """The token type of a dtype code in Megatron's table. FormatError for all others."""
+    if code not in _DTYPE_OF_CODE:
+        raise FormatError(
+            f"{os.fspath(name)} has dtype code {code}; token files have one of "
+            f"{sorted(_DTYPE_OF_CODE)}. Codes 6 and 7 are floats in Megatron and integers in "
+            "DeepSpeed's table: `megapack-build repair` decides by the size of .bin"
+        )
+    return _DTYPE_OF_CODE[code]
+
+
+def pick_dtype(dtype: DTypeLike) -> np.dtype[Any]:
+    """A dtype that token files can have; ValueError for all others."""
+    result = np.dtype(dtype)
+    if result.name not in CODE_OF_DTYPE:
+        raise ValueError(
+            f"dtype is {result.name}; tokens are stored as one of {', '.join(CODE_OF_DTYPE)}"
+        )
+    return result
+
+
+@dataclass(frozen=True)
+class IndexHeader:
+    """The first 34 bytes of an .idx and where its arrays begin, in bytes."""
+
+    dtype_code: int
+    num_sequences: int
+    num_document_indices: int
+    num_documents: int
+    lacks_document_indices: bool  # lost in a GPT-NeoX merge: every sequence is one document
+    lengths_at: int
+    pointers_at: int
+    document_indices_at: int
+    modes_at: int
+
+
+def read_header(path: str | os.PathLike[str]) -> IndexHeader:
+    """The header of an .idx, checked against the size of the file.
+
+    Raises:
+        FormatError: not an .idx, another version, or too short for what it promises.
+        OSError: the file cannot be read.
+    """
+    with Path(path).open("rb") as file:
+        head = np.frombuffer(file.read(HEADER_BYTES), np.uint8)
+        size = os.fstat(file.fileno()).st_size
+    return IndexHeader(**_core.index_header(head, size, os.fspath(path)))
+
+
+class IndexFile:
+    """One .idx, memory-mapped; arrays are copied out when asked for (the file is unaligned)."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.name = os.fspath(path)
+        with Path(path).open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            self._buffer: mmap.mmap | bytes = (
+                mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if size else b""
+            )
+        self.bytes: NDArray[np.uint8] = np.frombuffer(self._buffer, np.uint8)
+        self.header = IndexHeader(**_core.index_header(self.bytes, size, self.name))
+        self.num_sequences = self.header.num_sequences
+        self.num_documents = self.header.num_documents
+
+    def length(self, sequence: int) -> int:
+        """Tokens of one sequence."""
+        at = self.header.lengths_at + 4 * sequence
+        return int(_LENGTH.unpack_from(self._buffer, at)[0])
+
+    def pointer(self, sequence: int) -> int:
+        """Byte of .bin at which one sequence begins."""
+        at = self.header.pointers_at + 8 * sequence
+        return int(_POINTER.unpack_from(self._buffer, at)[0])
+
+    def sequence_lengths(self) -> NDArray[np.int32]:
+        """int32 (num_sequences,), tokens."""
+        return _core.sequence_lengths(self.bytes, self.name)
+
+    def sequence_pointers(self) -> NDArray[np.int64]:
+        """int64 (num_sequences,), bytes."""
+        return _core.sequence_pointers(self.bytes, self.name)
+
+    def document_indices(self) -> NDArray[np.int64]:
+        """int64 (num_documents + 1,), the sequence at which each document begins."""
+        return _core.document_indices(self.bytes, self.name)
+
+    def document_lengths(self) -> NDArray[np.int32] | NDArray[np.int64]:
+        """(num_documents,), tokens; int64 only when a document has more than 2^31 - 1."""
+        return _core.document_lengths(self.bytes, self.name)
+
+    def document_offsets(self, itemsize: int) -> NDArray[np.int64]:
+        """int64 (num_documents + 1,), token position of every document in .bin."""
+        return _core.document_offsets(self.bytes, self.name, itemsize)
+
+    def modes(self) -> NDArray[np.int8]:
+        """int8 (num_sequences,) of a multimodal dataset (the file does not say that it is one)."""
+        at = self.header.modes_at
+        modes = self.bytes[at : at + self.num_sequences].view(np.int8)
+        if modes.size != self.num_sequences:
+            raise FormatError(f"{self.name} has no modes; it was not built with multimodal=True")
+        return modes
+
+
+def read_document_lengths(
+    prefix: str | os.PathLike[str],
+) -> NDArray[np.int32] | NDArray[np.int64]:
+    """Tokens per document, straight from the .idx; .bin is not opened.
+
+    Args:
+        prefix: of the dataset, with or without ``.idx``.
+
+    Returns:
+        int32 ``(num_documents,)``; int64 only when a document has more than 2^31 - 1 tokens.
+
+    Raises:
+        FormatError: the .idx is damaged.
+        OSError: it cannot be read.
+    """
+    return IndexFile(path_of(prefix_of(prefix), ".idx")).document_lengths()

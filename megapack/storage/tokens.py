@@ -1,0 +1,104 @@
+"""Token ids from whatever holds them, and the limits a dataset sets to them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megapack.errors import DataError
+from megapack.storage.mmididx import Tokens
+
+__all__ = ["TokenLimits", "as_tokens"]
+
+
+def as_tokens(tokens: Any) -> Tokens:
+    """Tokens as a plain 1-D integer array, without a copy where they are one.
+
+    Takes arrays, tensors of torch and its like, lists, and lists of numeric strings (Megatron's
+    tools pass them).
+
+    Raises:
+        TypeError: floats, booleans, or objects that are no numbers.
+    """
+    ids: Tokens = tokens if type(tokens) is np.ndarray else _to_array(tokens)
+    dtype, flags = ids.dtype, ids.flags
+    if dtype.kind not in "iu":
+        raise TypeError(f"tokens have dtype {dtype}; token ids are integers")
+    if ids.ndim == 1 and flags.c_contiguous and flags.aligned and dtype.isnative:
+        return ids
+    return np.require(ids.reshape(-1), dtype.newbyteorder("="), ["C", "A"])
+
+
+def _to_array(tokens: Any) -> NDArray[Any]:
+    if hasattr(tokens, "detach"):  # torch.Tensor, without importing torch
+        tokens = tokens.detach().cpu().numpy()
+    values = np.asarray(tokens)
+    if values.size == 0:
+        return np.zeros(0, np.int64)
+    if values.dtype.kind in "US":
+        try:
+            return values.astype(np.int64)
+        except ValueError as error:
+            raise TypeError(f"tokens are strings that are no numbers: {error}") from error
+    return values
+
+
+class TokenLimits:
+    """The ids a dataset accepts: ``[low, high]``.
+
+    Args:
+        dtype: of the tokens on disk.
+        vocab_size: number of token ids, None when unknown.
+        allow_negative: accept what the dtype has below zero.
+
+    Raises:
+        ValueError: vocab_size is not positive or exceeds the dtype, or negative values in an
+            unsigned dtype.
+    """
+
+    def __init__(
+        self, dtype: np.dtype[Any], vocab_size: int | None = None, allow_negative: bool = False
+    ) -> None:
+        info = np.iinfo(dtype)
+        self.dtype, self.vocab_size = dtype, vocab_size
+        if vocab_size is not None and not 0 < vocab_size <= int(info.max) + 1:
+            raise ValueError(
+                f"vocab_size is {vocab_size}; {dtype.name} holds ids from 0 to {info.max}: "
+                "choose int32"
+            )
+        if allow_negative and dtype.kind == "u":
+            raise ValueError(f"{dtype.name} has no negative values; choose int32")
+        self.low = int(info.min) if allow_negative else 0
+        self.high = int(info.max) if vocab_size is None else vocab_size - 1
+
+    def hold(self, low: int, high: int) -> bool:
+        """Whether ids from ``low`` to ``high`` are accepted (any, when low > high: none)."""
+        return low >= self.low and high <= self.high
+
+    def refuse(
+        self, tokens: Tokens, offsets: NDArray[Any] | None, first_document: int
+    ) -> DataError:
+        """The error that names the first id outside of the limits.
+
+        Args:
+            tokens: in which one is outside.
+            offsets: of the documents in ``tokens``; None when they are (part of) one document.
+            first_document: number of the first document, for the message.
+        """
+        outside = (tokens < self.low) | (tokens > self.high)
+        position = int(outside.argmax())
+        document, token = first_document, int(tokens[position])
+        if offsets is not None:
+            inside = int(np.searchsorted(offsets, position, side="right")) - 1
+            document, position = document + inside, position - int(offsets[inside])
+        return DataError(
+            f"document {document}, position {position}: token id {token} is outside of "
+            f"{self.describe()}"
+        )
+
+    def describe(self) -> str:
+        """``[0, 65535] (uint16)``, for messages."""
+        vocabulary = "" if self.vocab_size is None else f", vocab_size {self.vocab_size}"
+        return f"[{self.low}, {self.high}] ({self.dtype.name}{vocabulary})"
