@@ -116,7 +116,7 @@ class PackedCoreAttention(MegatronModule):  # type: ignore[misc]  # megatron-cor
             key,
             value,
             boundaries,
-            longest,
+            max_seqlen=longest,
             scale=self.softmax_scale,
             window=self.window,
             backend=self._backend,
