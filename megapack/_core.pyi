@@ -1,5 +1,6 @@
 """Typed seam of the C++ extension. Sections follow csrc/bindings/register_*.cpp."""
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -33,5 +34,43 @@ def shift_document_ends(
 ) -> tuple[NDArray[np.int64], int]: ...
 
 # --- register_packing.cpp -----------------------------------------------------------------------
+# `lengths`: int32 or int64 (num_documents,), not negative. A strategy gives a dict of the arrays of
+# SampleIndex, "dropped_tokens" and "repeated_tokens"; `wide_ids` asks for int64 document numbers.
+
+_Lengths = NDArray[np.int32] | NDArray[np.int64]
+_Progress = Callable[[int, int], None] | None
+
+def pack_streams(
+    lengths: _Lengths,
+    *,
+    buckets: list[int],
+    shuffle: bool,
+    drop_last: bool,
+    seed: int,
+    threads: int,
+    wide_ids: bool,
+    progress: _Progress,
+) -> dict[str, Any]: ...
+def pack_buckets(
+    lengths: _Lengths,
+    *,
+    buckets: list[int],
+    pool_size: int,
+    promote: bool,
+    seed: int,
+    threads: int,
+    wide_ids: bool,
+    progress: _Progress,
+) -> dict[str, Any]: ...
+
+# num_tokens, num_empty, num_longer (than `capacity`), shortest, longest.
+def count_documents(lengths: _Lengths, capacity: int) -> dict[str, int]: ...
+
+# SampleIndex.segment_arrays, then the lengths in the dtype of segment_begin.
+def measure_samples(*arrays: NDArray[Any]) -> dict[str, Any]: ...
+def label_tokens(*arrays: NDArray[Any]) -> NDArray[np.int64]: ...
+def attention_cost(
+    sample_segment_offsets: NDArray[np.int64], segment_length: NDArray[np.int32]
+) -> NDArray[np.int64]: ...
 
 # --- register_data.cpp --------------------------------------------------------------------------

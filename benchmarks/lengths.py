@@ -1,0 +1,166 @@
+"""Document-length laws: corpora one can have at any size, without their text.
+
+Every law is ``law(n, seed=0) -> int32 (n,)``, tokens per document, end-of-document token included.
+A law is drawn in blocks of 2**18 documents, each from its own generator seeded by
+``(seed, block)``: the same numbers on every machine, and the first million of ten million documents
+are the million one would have asked for.
+
+The parameters reproduce published tables:
+
+* ``fineweb_edu_like``: log-normal body, Pareto tail, fitted to the truncation ratios of
+  concatenate-and-cut at 1024 ... 16384 (BucketLLM, Table 1) and to the mean that its concatenation
+  ratios imply. Mean 999, median 603, 0.184 % longer than 16384. ``python benchmarks/lengths.py``
+  prints the fit beside the table.
+* ``pubmed``, ``bbc_news``, ``finance``: the histograms of Seamless Packing, Tables 13 and 14
+  (uniform inside an interval); the open last interval is a shifted exponential whose mean gives the
+  token totals of its Table 16. None of the three has a document below its first interval.
+* ``web_800``: log-normal with mean 800, the "typical web corpus" of the bin-packing blog.
+* ``web_blog_table``: two log-normals that reproduce the blog's row of padding waste. That row needs
+  a mean of about 4,800 tokens; a mean of 800 cannot give it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = ["LAWS", "draw", "expected_truncation_ratio"]
+
+Lengths = NDArray[np.int32]
+_BLOCK = 1 << 18
+_LONGEST = 1 << 27
+
+
+def draw(
+    n: int, seed: int, block_law: Callable[[np.random.Generator, int], NDArray[np.float64]]
+) -> Lengths:
+    """``n`` lengths in blocks; ``block_law(generator, count)`` gives real-valued lengths."""
+    out = np.empty(n, np.int32)
+    for block, begin in enumerate(range(0, n, _BLOCK)):
+        generator = np.random.Generator(np.random.PCG64(np.random.SeedSequence((seed, block))))
+        values = block_law(generator, _BLOCK)[: n - begin]
+        out[begin : begin + _BLOCK] = np.clip(values, 2, _LONGEST)
+    return out
+
+
+def fineweb_edu_like(
+    n: int, seed: int = 0, *, shortest: int = 56, longest: int = 131_072
+) -> Lengths:
+    """Educational web pages; 50 to 100,000 words as FineWeb keeps them (56 to 131,072 tokens)."""
+    tail_share, tail_start, tail_exponent = 0.013752164, 6029.594594, 2.025752463
+    mu, sigma = 6.386387422, 0.852338181
+    # Inverse of the Pareto law cut at `longest`.
+    tail_mass = 1.0 - (tail_start / longest) ** tail_exponent
+
+    def block(generator: np.random.Generator, count: int) -> NDArray[np.float64]:
+        body = np.exp(mu + sigma * generator.standard_normal(count))
+        in_tail = generator.random(count) < tail_share
+        tail = tail_start * (1.0 - tail_mass * generator.random(count)) ** (-1.0 / tail_exponent)
+        values = np.rint(np.where(in_tail, tail, body))
+        # A page below the limit is reflected, so that the mass near it stays smooth.
+        return np.minimum(np.where(values < shortest, 2 * shortest - values, values), longest)
+
+    return draw(n, seed, block)
+
+
+def _from_histogram(first: int, width: int, counts: list[int], last_mean: float) -> Callable:
+    """Law of a published histogram: intervals (edge, edge + width], the last one open."""
+    cumulative = np.cumsum(counts) / np.sum(counts)
+    edges = first + width * np.arange(len(counts))
+
+    def block(generator: np.random.Generator, count: int) -> NDArray[np.float64]:
+        interval = np.searchsorted(cumulative[:-1], generator.random(count), side="right")
+        inside = width * generator.random(count)
+        beyond = generator.exponential(last_mean - edges[-1], count)
+        is_last = interval == len(counts) - 1
+        return np.floor(edges[interval] + 1 + np.where(is_last, beyond, inside))
+
+    return block
+
+
+_PUBMED = _from_histogram(2048, 2048, [3906, 4095, 1789, 763, 355, 150, 73, 47, 90], 27_638)
+_BBC_NEWS = _from_histogram(512, 512, [3533, 6556, 1323, 330, 97, 49, 27, 22, 29], 12_483)
+_FINANCE = _from_histogram(512, 512, [7790, 4161, 1012, 397, 274, 234, 212, 195, 1252], 8_100)
+
+
+def pubmed(n: int, seed: int = 0) -> Lengths:
+    """Scientific articles, none below 2049 tokens (Seamless Packing, Table 13)."""
+    return draw(n, seed, _PUBMED)
+
+
+def bbc_news(n: int, seed: int = 0) -> Lengths:
+    """News, none below 513 tokens (Seamless Packing, Table 14)."""
+    return draw(n, seed, _BBC_NEWS)
+
+
+def finance(n: int, seed: int = 0) -> Lengths:
+    """Financial texts, none below 513 tokens, a long tail (Seamless Packing, Table 14)."""
+    return draw(n, seed, _FINANCE)
+
+
+def web_800(n: int, seed: int = 0) -> Lengths:
+    """Log-normal, mean 800, sigma 1."""
+
+    def block(generator: np.random.Generator, count: int) -> NDArray[np.float64]:
+        return np.rint(np.exp(np.log(800.0) - 0.5 + generator.standard_normal(count)))
+
+    return draw(n, seed, block)
+
+
+def web_blog_table(n: int, seed: int = 0) -> Lengths:
+    """Waste of one document per sample at 512 ... 16384: 18/32/48/62/74/83 % fill, as the blog."""
+
+    def block(generator: np.random.Generator, count: int) -> NDArray[np.float64]:
+        wide = generator.random(count) < 0.84445
+        z = generator.standard_normal(count)
+        return np.rint(np.exp(np.where(wide, 6.95398 + 1.82259 * z, 6.48004 + 0.39254 * z)))
+
+    return draw(n, seed, block)
+
+
+LAWS: dict[str, Callable[..., Lengths]] = {
+    law.__name__: law
+    for law in (fineweb_edu_like, pubmed, bbc_news, finance, web_800, web_blog_table)
+}
+
+
+def expected_truncation_ratio(lengths: Lengths, capacity: int) -> float:
+    """Share of documents that concatenate-and-cut splits, expected over the place of the cut.
+
+    A document of n tokens is split when a boundary falls on one of its n - 1 inner gaps.
+    """
+    return float(np.minimum(1.0, (lengths.astype(np.float64) - 1.0) / capacity).mean())
+
+
+def _main() -> None:
+    lengths = fineweb_edu_like(4_000_000, 1)
+    print(
+        f"fineweb_edu_like: mean {lengths.mean():.1f}, median {np.median(lengths):.0f}, "
+        f"longer than 16384: {100 * (lengths > 16384).mean():.4f} %"
+    )
+    published = {1024: 61.26, 2048: 38.39, 4096: 21.45, 8192: 11.51, 16384: 5.96}
+    for capacity, percent in published.items():
+        ours = 100 * expected_truncation_ratio(lengths, capacity)
+        print(f"  truncation at {capacity:6}: {ours:6.3f} % (BucketLLM Table 1: {percent} %)")
+    totals = {
+        "pubmed": (63_260_896, 11_268),
+        "bbc_news": (15_239_955, 11_966),
+        "finance": (27_401_686, 15_527),
+    }
+    for name, (num_tokens, num_documents) in totals.items():
+        mean = LAWS[name](2_000_000, 1).mean()
+        print(f"{name}: mean {mean:.1f} (Seamless Table 16: {num_tokens / num_documents:.1f})")
+    print(f"web_800: mean {web_800(2_000_000, 1).mean():.1f}")
+    blog = web_blog_table(2_000_000, 1)
+    waste = [100 * (1 - np.minimum(blog, 512 << k).mean() / (512 << k)) for k in range(6)]
+    print(
+        f"web_blog_table: mean {blog.mean():.0f}, padding at 512 ... 16384:",
+        "/".join(f"{w:.1f}" for w in waste),
+        "% (blog: 18/32/48/62/74/83)",
+    )
+
+
+if __name__ == "__main__":
+    _main()

@@ -1,0 +1,53 @@
+// What a packing is worth, counted from its arrays alone (not from what a strategy says of itself).
+#pragma once
+
+#include "core/packing_types.hpp"
+
+namespace megapack {
+
+// A view of the arrays of Samples, wherever they lie (a memory-mapped file, for example).
+template <typename Id, typename Length>
+struct SampleView {
+    Span<const std::int64_t> bucket_sample_offsets;
+    Span<const std::int64_t> sample_segment_offsets;
+    Span<const Id> segment_document;
+    Span<const Length> segment_begin;
+    Span<const std::int32_t> segment_length;
+};
+
+struct DocumentTotals {
+    std::int64_t num_tokens = 0, num_empty = 0;
+    std::int64_t num_longer = 0;  // than the capacity asked about
+    std::int64_t shortest = 0, longest = 0;
+};
+
+template <typename Length>
+DocumentTotals count_documents(Span<const Length> lengths, std::int64_t capacity);
+
+struct SegmentTotals {
+    std::vector<std::int64_t> tokens_per_bucket;  // placed, padding not counted
+    std::int64_t whole_documents = 0;             // segments that are a document from end to end
+    std::int64_t segment_squares = 0;             // sum of segment length squared
+    std::int64_t sample_squares = 0;              // sum of (tokens in a sample) squared
+};
+
+template <typename Id, typename Length>
+SegmentTotals measure(const SampleView<Id, Length>& samples, Span<const Length> lengths,
+                      int threads);
+
+// Per sample: tokens whose next token is known, which is every token but the last of a document.
+template <typename Id, typename Length>
+std::vector<std::int64_t> label_tokens(const SampleView<Id, Length>& samples,
+                                       Span<const Length> lengths);
+
+// Per sample: the sum of segment length squared, the work of attention inside documents.
+std::vector<std::int64_t> attention_cost(Span<const std::int64_t> sample_segment_offsets,
+                                         Span<const std::int32_t> segment_length);
+
+// The first sample that breaks a law, in words; empty if there is none. Laws: offsets ascend, no
+// sample exceeds its capacity, no segment is empty or leaves its document.
+template <typename Id, typename Length>
+std::string find_fault(const SampleView<Id, Length>& samples, Span<const std::int64_t> capacities,
+                       Span<const Length> lengths);
+
+}  // namespace megapack

@@ -1,0 +1,120 @@
+// Documents cut at a capacity, and what is left of them in order of length: a stable counting sort.
+//
+// A document of length len gives floor(len / capacity) full chunks, which are samples of their own,
+// and a rest of len mod capacity tokens: the whole document if it is shorter than the capacity, its
+// tail otherwise. The rests are what the packers pack; class l holds the rests of length l.
+#pragma once
+
+#include <utility>
+
+#include "core/packing_types.hpp"
+
+namespace megapack {
+
+template <typename Id, typename Length>
+class LengthSort {
+  public:
+    // Counts the classes; documents are read in `threads` parts, the result is the same for any.
+    LengthSort(const Documents<Id, Length>& documents, std::int64_t capacity, int threads)
+        : documents_(documents),
+          capacity_(capacity),
+          threads_(threads),
+          next_(static_cast<std::size_t>(std::max(threads, 1))),
+          next_chunk_(next_.size(), 0),
+          counts_(static_cast<std::size_t>(capacity), 0) {
+        parallel_for(threads, next_.size(), [&](std::size_t p) { count(p); });
+        for (std::size_t p = 0; p < next_.size(); ++p) {
+            for (std::size_t l = 1; l < counts_.size(); ++l) counts_[l] += next_[p][l];
+            num_chunks_ += std::exchange(next_chunk_[p], num_chunks_);
+        }
+    }
+
+    // counts()[l] rests of length l, for l in [1, capacity); counts()[0] is 0.
+    const std::vector<std::int64_t>& counts() const { return counts_; }
+    std::int64_t num_chunks() const { return num_chunks_; }
+    std::int64_t num_rests() const {
+        std::int64_t sum = 0;
+        for (const std::int64_t count : counts_) sum += count;
+        return sum;
+    }
+
+    // Rests in order of length, equal lengths in order of documents; of a tail, ~document.
+    struct Sorted {
+        Buffer<Id> ids;
+        std::vector<std::int64_t> class_begin;  // of class l in `ids`
+    };
+
+    // Sorts; on_chunk(chunk, document, begin) for every full chunk, numbered in document order.
+    // May be called once.
+    template <typename OnChunk>
+    Sorted sort(OnChunk on_chunk) {
+        Sorted sorted{Buffer<Id>(static_cast<std::size_t>(num_rests())), {}};
+        std::int64_t position = 0;
+        for (std::size_t l = 0; l < counts_.size(); ++l) {
+            sorted.class_begin.push_back(position);
+            for (auto& part : next_) position += std::exchange(part[l], position);
+        }
+        parallel_for(threads_, next_.size(),
+                     [&](std::size_t p) { scatter(p, sorted.ids.data(), on_chunk); });
+        return sorted;
+    }
+
+  private:
+    void count(std::size_t p) {
+        std::vector<std::int64_t>& counts = next_[p];
+        counts.assign(counts_.size(), 0);
+        const Part range = part_of(documents_.size(), next_.size(), p);
+        for (std::size_t i = range.begin; i < range.end; ++i) {
+            const std::int64_t length = documents_[i].length;
+            if (length < capacity_) {
+                ++counts[static_cast<std::size_t>(length)];
+            } else {
+                next_chunk_[p] += length / capacity_;
+                ++counts[static_cast<std::size_t>(length % capacity_)];
+            }
+        }
+        counts[0] = 0;
+    }
+
+    template <typename OnChunk>
+    void scatter(std::size_t p, Id* ids, OnChunk on_chunk) {
+        std::int64_t* next = next_[p].data();
+        std::int64_t chunk = next_chunk_[p];
+        const Part range = part_of(documents_.size(), next_.size(), p);
+        for (std::size_t i = range.begin; i < range.end; ++i) {
+            const Item<Id, Length> item = documents_[i];
+            const std::int64_t length = item.length;
+            if (length < capacity_) {
+                if (length > 0) ids[next[length]++] = item.document;
+                continue;
+            }
+            const std::int64_t tail = length % capacity_;
+            for (std::int64_t begin = 0; begin < length - tail; begin += capacity_)
+                on_chunk(chunk++, item.document, static_cast<Length>(begin));
+            if (tail > 0) ids[next[tail]++] = static_cast<Id>(~item.document);
+        }
+    }
+
+    Documents<Id, Length> documents_;
+    std::int64_t capacity_;
+    int threads_;
+    std::vector<std::vector<std::int64_t>> next_;  // per part: counts, then positions
+    std::vector<std::int64_t> next_chunk_;
+    std::vector<std::int64_t> counts_;
+    std::int64_t num_chunks_ = 0;
+};
+
+// Where in its document the rest `id` (see Sorted) of `length` tokens begins, and which it is.
+template <typename Id, typename Length>
+struct Rest {
+    Id document;
+    Length begin;
+
+    Rest(Id id, std::int64_t length, Span<const Length> lengths) : document(id), begin(0) {
+        if (id >= 0) return;
+        document = static_cast<Id>(~id);
+        begin = static_cast<Length>(lengths[static_cast<std::size_t>(document)] - length);
+    }
+};
+
+}  // namespace megapack

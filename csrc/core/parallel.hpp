@@ -1,0 +1,80 @@
+// Independent tasks on a few threads, and how far they have come. Results never depend on the
+// number of threads: a task writes only what is its own.
+#pragma once
+
+#include <algorithm>
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <exception>
+#include <functional>
+#include <mutex>
+#include <system_error>
+#include <thread>
+#include <utility>
+#include <vector>
+
+namespace megapack {
+
+// Counts work done by all threads; only the thread that made it calls `report`, so that a report
+// may take a lock (Python's) which the others never need. A report may throw to stop the work.
+class Progress {
+  public:
+    using Report = std::function<void(std::int64_t done, std::int64_t total)>;
+
+    explicit Progress(Report report = nullptr) : report_(std::move(report)) {}
+
+    void add_total(std::int64_t amount) { total_ += amount; }
+    void advance(std::int64_t amount) {
+        const std::int64_t done = done_.fetch_add(amount) + amount;
+        if (report_ && std::this_thread::get_id() == owner_) report_(done, total_);
+    }
+
+  private:
+    Report report_;
+    std::thread::id owner_ = std::this_thread::get_id();
+    std::int64_t total_ = 0;
+    std::atomic<std::int64_t> done_{0};
+};
+
+// task(i) for every i in [0, count), each once, on the calling thread and up to `threads - 1`
+// others. The first exception stops the tasks not yet begun and is thrown here.
+template <typename Task>
+void parallel_for(int threads, std::size_t count, Task task) {
+    std::atomic<std::size_t> next{0};
+    std::exception_ptr failure;
+    std::mutex failure_mutex;
+    const auto work = [&] {
+        for (std::size_t i = next++; i < count; i = next++) {
+            try {
+                task(i);
+            } catch (...) {
+                const std::lock_guard<std::mutex> lock(failure_mutex);
+                if (!failure) failure = std::current_exception();
+                next = count;
+            }
+        }
+    };
+    const std::size_t helpers = std::min(count, static_cast<std::size_t>(std::max(threads, 1)));
+    std::vector<std::thread> others;
+    try {
+        for (std::size_t t = 1; t < helpers; ++t) others.emplace_back(work);
+    } catch (const std::system_error&) {
+        // The system gives no more threads: those there are do all the work.
+    }
+    work();
+    for (std::thread& thread : others) thread.join();
+    if (failure) std::rethrow_exception(failure);
+}
+
+// [begin, end) of part i when `size` things are cut in `count` parts that differ by at most one.
+struct Part {
+    std::size_t begin, end;
+};
+inline Part part_of(std::size_t size, std::size_t count, std::size_t i) {
+    const std::size_t small = size / count, larger = size % count;
+    const std::size_t begin = i * small + std::min(i, larger);
+    return {begin, begin + small + (i < larger ? 1 : 0)};
+}
+
+}  // namespace megapack

@@ -1,0 +1,161 @@
+"""The ``.samples`` file: one format for every strategy.
+
+All numbers little-endian::
+
+    0   8 bytes   magic "MEGASAMP"
+    8   uint32    version (1)
+    12  uint32    0
+    16  uint64    size of the header in bytes
+    24  uint64    xxh3_64 of the header
+    32  header    JSON, UTF-8: what made the index, counts, metrics, and "arrays": name ->
+                  {dtype, shape, offset, xxh3}; offsets count from the start of the file
+    ..  arrays    each at a multiple of 64 bytes, gaps zero
+
+A reader maps the file and touches only the header; ``SampleIndex.verify`` reads it all.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from megapack import __version__
+from megapack.errors import FormatError
+from megapack.storage.atomic import atomic_write
+
+__all__ = ["ARRAYS", "checksum", "lengths_fingerprint", "read", "verify_array", "write"]
+
+MAGIC = b"MEGASAMP"
+VERSION = 1
+ALIGNMENT = 64
+_PREAMBLE = struct.Struct("<8sIIQQ")
+_BLOCK = 1 << 26  # bytes hashed or written at a time
+
+# name -> dtypes it may have
+ARRAYS: dict[str, tuple[str, ...]] = {
+    "bucket_capacity": ("<i8",),
+    "bucket_sample_offsets": ("<i8",),
+    "sample_segment_offsets": ("<i8",),
+    "segment_document": ("<i4", "<i8"),
+    "segment_begin": ("<i4", "<i8"),
+    "segment_length": ("<i4",),
+}
+
+
+def checksum(array: NDArray[Any]) -> str:
+    """xxh3_64 of an array's bytes, as 16 hex digits."""
+    digest = xxhash.xxh3_64()
+    for block in _blocks(array):
+        digest.update(block)
+    return digest.hexdigest()
+
+
+def lengths_fingerprint(lengths: NDArray[Any]) -> str:
+    """Identity of document lengths, whatever integer type they are held in."""
+    wide = lengths.dtype.itemsize > 4 and len(lengths) and int(lengths.max()) > (1 << 31) - 1
+    return checksum(np.ascontiguousarray(lengths, dtype="<i8" if wide else "<i4"))
+
+
+def _blocks(array: NDArray[Any]) -> list[memoryview]:
+    data = np.ascontiguousarray(array).data.cast("B") if array.size else memoryview(b"")
+    return [data[i : i + _BLOCK] for i in range(0, len(data), _BLOCK)]
+
+
+def write(
+    path: Path,
+    header: Mapping[str, Any],
+    arrays: Mapping[str, NDArray[Any]],
+    checksums: Mapping[str, str],
+) -> None:
+    """Write a file; the arrays go from their memory to the disk without a copy."""
+    table = {
+        name: {
+            "dtype": array.dtype.newbyteorder("<").str,
+            "shape": list(array.shape),
+            "offset": 0,
+            "xxh3": checksums[name],
+        }
+        for name, array in arrays.items()
+    }
+    content = {"created_by": f"megapack {__version__}", **header, "arrays": table}
+    # The offsets stand in the header, whose size they decide; twenty digits are room for any.
+    room = len(json.dumps(content).encode()) + 20 * (len(table) + 1)
+    end = _PREAMBLE.size + room
+    for name, array in arrays.items():
+        table[name]["offset"] = end = -(-end // ALIGNMENT) * ALIGNMENT
+        end += array.nbytes
+    content["file_size"] = end
+    encoded = json.dumps(content).encode().ljust(room)
+    with atomic_write(path) as file:
+        digest = xxhash.xxh3_64_intdigest(encoded)
+        file.write(_PREAMBLE.pack(MAGIC, VERSION, 0, len(encoded), digest))
+        file.write(encoded)
+        for name, array in arrays.items():
+            file.write(bytes(int(table[name]["offset"]) - file.tell()))
+            for block in _blocks(array):
+                file.write(block)
+
+
+def read(path: Path) -> tuple[dict[str, Any], dict[str, NDArray[Any]]]:
+    """Header and memory-mapped arrays. Raises FormatError, OSError."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        preamble = file.read(_PREAMBLE.size)
+        if preamble[: len(MAGIC)] != MAGIC:
+            raise FormatError(
+                f"{path} does not begin with {MAGIC.decode()}: it is not a .samples file"
+            )
+        if len(preamble) < _PREAMBLE.size:
+            raise FormatError(f"{path} is truncated: it has {size} bytes, less than a header")
+        _, version, _, header_size, digest = _PREAMBLE.unpack(preamble)
+        if version != VERSION:
+            raise FormatError(
+                f"{path} has format version {version}; megapack {__version__} reads version "
+                f"{VERSION}: install a newer megapack, or pack the dataset again"
+            )
+        if _PREAMBLE.size + header_size > size:
+            raise FormatError(
+                f"{path} is truncated: its header of {header_size} bytes does not fit in {size}"
+            )
+        encoded = file.read(header_size)
+    if xxhash.xxh3_64_intdigest(encoded) != digest:
+        raise FormatError(f"{path} is damaged: its header does not match the header's checksum")
+    header: dict[str, Any] = json.loads(encoded)
+    if header["file_size"] != size:
+        kind = "truncated" if size < header["file_size"] else "damaged"
+        raise FormatError(f"{path} is {kind}: it has {size} bytes instead of {header['file_size']}")
+    table = header.pop("arrays")
+    header["checksums"] = {name: entry["xxh3"] for name, entry in table.items()}
+    return header, _map(path, table)
+
+
+def _map(path: Path, table: Mapping[str, Any]) -> dict[str, NDArray[Any]]:
+    mapped = np.memmap(path, dtype=np.uint8, mode="r")
+    arrays = {}
+    for name, dtypes in ARRAYS.items():
+        entry = table.get(name)
+        if entry is None or entry["dtype"] not in dtypes:
+            raise FormatError(f"{path} has no array {name} of dtype {' or '.join(dtypes)}")
+        dtype = np.dtype(entry["dtype"])
+        count, begin = int(entry["shape"][0]), int(entry["offset"])
+        raw = mapped[begin : begin + count * dtype.itemsize]
+        # A plain ndarray: memmap's own __getitem__ is slow, and the map stays alive as its base.
+        arrays[name] = np.asarray(raw).view(dtype)
+    return arrays
+
+
+def verify_array(path: Path | None, name: str, array: NDArray[Any], expected: str) -> None:
+    """Raise FormatError if the array's bytes are not those the header promises."""
+    found = checksum(array)
+    if found != expected:
+        raise FormatError(
+            f"{path or 'index'}: array {name} is damaged (checksum {found}, the header says "
+            f"{expected}); pack the dataset again"
+        )
