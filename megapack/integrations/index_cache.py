@@ -21,7 +21,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from megapack.errors import ConfigError
-from megapack.packing import STRATEGIES, SampleIndex, pack
+from megapack.packing import SampleIndex, find_strategy, pack
 from megapack.storage import IndexedDataset
 
 __all__ = ["Recipe", "build_index", "cached_index", "is_builder"]
@@ -51,10 +51,10 @@ class Recipe:
 
     def digest(self, fingerprint: str) -> str:
         """Identity of the index of a dataset with this fingerprint: 32 hexadecimal digits."""
-        strategy = STRATEGIES[self.strategy]
+        strategy = find_strategy(self.strategy)
         content = asdict(self) | {"parameters": strategy.resolve(self.parameters)}
         content |= {"version": VERSION, "documents": fingerprint}
-        return xxhash.xxh3_128_hexdigest(json.dumps(content, sort_keys=True))
+        return xxhash.xxh3_128_hexdigest(json.dumps(content, sort_keys=True).encode())
 
 
 def cached_index(

@@ -20,7 +20,7 @@ from typing import Any, Literal
 from megapack.config import from_dict, load_config, to_dict
 from megapack.errors import ConfigError
 
-__all__ = ["Manifest", "Source", "default_buckets"]
+__all__ = ["MANIFEST_SUFFIXES", "Manifest", "Source", "default_buckets", "is_manifest"]
 
 MANIFEST_SUFFIXES = (".json", ".yaml", ".yml")
 SMALLEST_DEFAULT_BUCKET = 256
@@ -109,7 +109,7 @@ class Manifest:
             ConfigError: one of the prefixes is itself a manifest.
         """
         for prefix in prefixes:
-            if prefix.endswith(MANIFEST_SUFFIXES) or prefix.lstrip().startswith("{"):
+            if is_manifest(prefix):
                 raise ConfigError(
                     f"{prefix!r} is a manifest inside a blend; put all sources and their weights "
                     "into one manifest and give that as the only data path"
@@ -136,6 +136,11 @@ class Manifest:
         return dataclasses.replace(
             self, sources=sources, cache_directory=place(self.cache_directory)
         )
+
+
+def is_manifest(data_path: str) -> bool:
+    """Whether a data path is a manifest (file or JSON text) and not a prefix."""
+    return data_path.endswith(MANIFEST_SUFFIXES) or data_path.lstrip().startswith("{")
 
 
 def default_buckets(sequence_length: int, align: int = 1) -> tuple[int, ...]:

@@ -20,6 +20,7 @@ from megapack.errors import ConfigError
 from megapack.integrations.megatron import batch
 from megapack.integrations.megatron.builder import PackedDatasetBuilder
 from megapack.integrations.megatron.dataset import PackedGPTDataset
+from megapack.integrations.rebinding import Rebinding
 
 __all__ = ["install", "needs_own_get_batch", "uninstall"]
 
@@ -33,7 +34,7 @@ DATASET_NAMES = (
 # Subclasses of the stock dataset must be defined before its name is rebound.
 SUBCLASSING_MODULES = ("megatron.training.datasets.fim_dataset",)
 
-_replaced: list[tuple[ModuleType, str, Any]] = []
+_rebinding = Rebinding()
 
 
 def needs_own_get_batch(version: str = release) -> bool:
@@ -54,32 +55,25 @@ def install(*, own_get_batch: OwnGetBatch = "auto") -> None:
     """
     if own_get_batch not in ("auto", "yes", "no"):
         raise ConfigError(f"own_get_batch is {own_get_batch!r}; it must be auto, yes or no")
-    if _replaced:
+    if _rebinding:
         return
     for name in SUBCLASSING_MODULES:
         _import_if_present(name)
     for module_name, class_name in DATASET_NAMES:
         module = _import_if_present(module_name)
         if module is not None:
-            _replace(module, class_name, PackedGPTDataset)
+            _rebinding.replace(module, class_name, PackedGPTDataset)
     builder = importlib.import_module("megatron.core.datasets.blended_megatron_dataset_builder")
-    _replace(builder, "BlendedMegatronDatasetBuilder", PackedDatasetBuilder)
+    _rebinding.replace(builder, "BlendedMegatronDatasetBuilder", PackedDatasetBuilder)
     if own_get_batch == "yes" or (own_get_batch == "auto" and needs_own_get_batch()):
         training = _import_if_present("megatron.training")
         if training is not None:
-            _replace(training, "pretrain", _with_own_get_batch(training.pretrain))
+            _rebinding.replace(training, "pretrain", _with_own_get_batch(training.pretrain))
 
 
 def uninstall() -> None:
     """Give Megatron its own names back."""
-    while _replaced:
-        module, name, original = _replaced.pop()
-        setattr(module, name, original)
-
-
-def _replace(module: ModuleType, name: str, value: Any) -> None:
-    _replaced.append((module, name, getattr(module, name)))
-    setattr(module, name, value)
+    _rebinding.undo()
 
 
 def _import_if_present(name: str) -> ModuleType | None:

@@ -19,6 +19,7 @@ from numpy.typing import DTypeLike, NDArray
 
 from megapack import storage
 from megapack.errors import FormatError
+from megapack.integrations.rebinding import Rebinding
 
 __all__ = ["IndexedDataset", "IndexedDatasetBuilder", "rebind_storage"]
 
@@ -163,20 +164,14 @@ class IndexedDatasetBuilder(storage.IndexedDatasetBuilder, stock.IndexedDatasetB
         )
 
 
-def rebind_storage() -> dict[Any, dict[str, Any]]:
-    """Make megatron-core's own modules use the two classes above.
-
-    Returns:
-        What stood there before: ``{module: {name: object}}``.
-    """
+def rebind_storage() -> Rebinding:
+    """Make megatron-core's own modules use the two classes above; ``.undo()`` ends it."""
+    rebinding = Rebinding()
     ours = {"IndexedDataset": IndexedDataset, "IndexedDatasetBuilder": IndexedDatasetBuilder}
-    before: dict[Any, dict[str, Any]] = {}
+    theirs = {name: getattr(stock, name) for name in ours}
     for holder in HOLDERS:
         module = importlib.import_module(holder)
         for name, value in ours.items():
-            if getattr(module, name, None) is getattr(stock, name):
-                before.setdefault(module, {})[name] = getattr(module, name)
-    for module, names in before.items():
-        for name in names:
-            setattr(module, name, ours[name])
-    return before
+            if getattr(module, name, None) is theirs[name]:
+                rebinding.replace(module, name, value)
+    return rebinding
