@@ -20,6 +20,12 @@ __all__ = ["AtomicFile", "Buffer", "atomic_write", "naming", "publish"]
 Buffer: TypeAlias = Any  # bytes, a memoryview, a contiguous array (typing.Buffer from 3.12 on)
 
 
+COPY_BLOCK = 1 << 22  # bytes
+# Other file systems, old kernels, special files.
+_CANNOT_COPY_IN_KERNEL = {errno.EXDEV, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL}
+_CANNOT_COPY_IN_KERNEL |= {errno.ENOTSUP, errno.EBADF, errno.EPERM}
+
+
 class AtomicFile:
     """A binary file under a temporary name beside ``path`` until ``publish`` renames it.
 
@@ -38,12 +44,57 @@ class AtomicFile:
         self.file = open(os.open(self.temporary, flags, 0o666), "r+b", buffering=0)  # noqa: PTH123,SIM115
         self._discard = weakref.finalize(self, _discard, self.file, self.temporary, os.getpid())
 
+    @property
+    def position(self) -> int:
+        """Bytes written so far."""
+        return self.file.tell()
+
     def write(self, data: Buffer) -> None:
-        """Write all bytes of ``data``; an OSError names the file that could not be written."""
-        remaining = memoryview(data).cast("B")
-        with naming(self.path):
+        """Append all bytes of ``data``, or none of them.
+
+        Raises:
+            OSError: the file, which it names, cannot be written (disk full, ...).
+        """
+        with self.all_or_nothing():
+            remaining = memoryview(data).cast("B")
             while remaining:
                 remaining = remaining[self.file.write(remaining) :]
+
+    def copy_from(self, source: IO[bytes], num_bytes: int) -> None:
+        """Append bytes of a file from its current position, inside the kernel where it can.
+
+        Raises:
+            OSError: either file fails; nothing is appended.
+        """
+        with self.all_or_nothing():
+            remaining = num_bytes
+            while remaining:
+                copied = self._copy_some(source, remaining)
+                if copied == 0:
+                    raise OSError(errno.EIO, f"{source.name} ended {remaining} bytes early")
+                remaining -= copied
+
+    def _copy_some(self, source: IO[bytes], count: int) -> int:
+        try:
+            return os.copy_file_range(source.fileno(), self.file.fileno(), count)
+        except OSError as error:
+            if error.errno not in _CANNOT_COPY_IN_KERNEL:
+                raise
+        data = os.read(source.fileno(), min(count, COPY_BLOCK))
+        self.write(data)
+        return len(data)
+
+    @contextlib.contextmanager
+    def all_or_nothing(self) -> Iterator[None]:
+        """An error inside takes back what was written inside, and an OSError names this file."""
+        position = self.position
+        try:
+            with naming(self.path):
+                yield
+        except BaseException:
+            self.file.truncate(position)
+            self.file.seek(position)
+            raise
 
     def sync(self) -> None:
         """Bring everything written to disk."""

@@ -9,15 +9,14 @@ from types import TracebackType
 from typing import Any
 
 import numpy as np
-import xxhash
 from numpy.typing import DTypeLike, NDArray
 
 from megapack.errors import DataError
-from megapack.storage.atomic import AtomicFile, Buffer, publish
 from megapack.storage.document_log import MAX_SEQUENCE_LENGTH, DocumentLog
-from megapack.storage.index_writer import write_index
-from megapack.storage.meta import Piece, encode_meta, meta_path
+from megapack.storage.meta import encode_meta
 from megapack.storage.mmididx import path_of, pick_dtype, prefix_of
+from megapack.storage.publishing import publish_dataset
+from megapack.storage.shard import Shard
 from megapack.storage.token_writer import TokenWriter
 from megapack.storage.tokens import TokenLimits, as_tokens
 
@@ -62,7 +61,6 @@ class IndexedDatasetBuilder:
         self.prefix = prefix_of(prefix)
         self.dtype = pick_dtype(dtype)
         self.multimodal = multimodal
-        self.vocab_size = vocab_size
         self.metadata = dict(metadata or {})
         encode_meta({}, self.metadata)  # refuses now what could not be written at the end
         limits = TokenLimits(self.dtype, vocab_size, allow_negative)
@@ -96,6 +94,7 @@ class IndexedDatasetBuilder:
         self._require_open()
         ids = as_tokens(tokens)
         _check_length(ids.size)
+        _check_modes([mode])
         self._tokens.append(ids, first_document=self._log.num_documents)
         self._log.add_sequence(ids.size, mode)
 
@@ -119,11 +118,13 @@ class IndexedDatasetBuilder:
             self._require_open()
             ids = as_tokens(tokens)
             lengths = _checked_lengths(lengths, ids.size, self.num_documents)
-            if modes is not None and len(modes) != len(lengths):
-                raise DataError(
-                    f"document {self.num_documents} has {len(lengths)} sequences, "
-                    f"but {len(modes)} modes"
-                )
+            if modes is not None:
+                _check_modes(modes)
+                if len(modes) != len(lengths):
+                    raise DataError(
+                        f"document {self.num_documents} has {len(lengths)} sequences, "
+                        f"but {len(modes)} modes"
+                    )
             self._tokens.append(ids, first_document=self.num_documents)
             self._log.add_sequences(lengths, modes)
         self._log.end_document()
@@ -147,6 +148,28 @@ class IndexedDatasetBuilder:
         self._tokens.append(ids, bounds, first_document=self.num_documents)
         self._log.add_documents(lengths)
 
+    def add_index(self, prefix: str | os.PathLike[str]) -> None:
+        """Add all documents of another dataset of the same dtype.
+
+        The bytes are copied inside the kernel where its meta file vouches for them. (``merge``
+        does this for many datasets in constant memory, and converts dtypes.)
+
+        Raises:
+            DataError: another dtype, or an id outside of the limits.
+            FormatError: the other dataset is damaged.
+            OSError: it cannot be read.
+        """
+        self._require_open()
+        self._log.require_closed()
+        shard = Shard(prefix, self.multimodal)
+        if shard.dtype != self.dtype:
+            raise DataError(
+                f"{shard.prefix} has {shard.dtype.name} tokens, this dataset {self.dtype.name}; "
+                "merge(..., dtype=...) converts"
+            )
+        self._tokens.append_shard(shard)
+        self._log.add_part(shard.part)
+
     def end_document(self) -> None:
         """The sequences added since the last end are one document (possibly an empty one)."""
         self._require_open()
@@ -165,7 +188,14 @@ class IndexedDatasetBuilder:
         self._require_open()
         self._log.require_closed()
         try:
-            self._publish(path_of(self.prefix, ".idx") if idx_path is None else Path(idx_path))
+            publish_dataset(
+                self._tokens,
+                [self._log.part()],
+                prefix=self.prefix,
+                idx_path=path_of(self.prefix, ".idx") if idx_path is None else Path(idx_path),
+                multimodal=self.multimodal,
+                metadata=self.metadata,
+            )
         finally:
             self.abort()
 
@@ -187,57 +217,11 @@ class IndexedDatasetBuilder:
             self.finalize()
         self.abort()
 
-    def _publish(self, idx_path: Path) -> None:
-        pieces = self._tokens.finish()
-        idx, meta = AtomicFile(idx_path), AtomicFile(meta_path(self.prefix))
-        try:
-            idx_piece = self._write_index(idx)
-            meta.write(encode_meta(self._own_meta(pieces, idx_piece), self.metadata))
-            publish_dataset(self._tokens.target, idx, meta)
-        finally:
-            idx.discard()
-            meta.discard()
-
-    def _write_index(self, file: AtomicFile) -> Piece:
-        hasher, num_bytes = xxhash.xxh3_128(), 0
-
-        def write(data: Buffer) -> None:
-            nonlocal num_bytes
-            file.write(data)
-            hasher.update(data)
-            num_bytes += memoryview(data).nbytes
-
-        write_index(write, self.dtype, [self._log.part()], multimodal=self.multimodal)
-        return num_bytes, hasher.hexdigest()
-
-    def _own_meta(self, pieces: list[Piece], idx: Piece) -> dict[str, Any]:
-        return {
-            "dtype": self.dtype.name,
-            "num_sequences": self.num_sequences,
-            "num_documents": self.num_documents,
-            "num_tokens": self.num_tokens,
-            "max_token_id": self._tokens.max_token_id,
-            "vocab_size": self.vocab_size,
-            "bin": {"bytes": self.num_tokens * self.dtype.itemsize, "xxh3_128": pieces},
-            "idx": {"bytes": idx[0], "xxh3_128": idx[1]},
-        }
-
     def _require_open(self) -> None:
         if not self._open:
             raise ValueError(
                 f"the builder of {self.prefix} was finalized or aborted; make a new one"
             )
-
-
-def publish_dataset(bin_file: AtomicFile, idx: AtomicFile, meta: AtomicFile) -> None:
-    """Give a dataset its name; whoever looks in between finds the old one, none, or the new."""
-    publish_order = (bin_file, idx, meta)
-    for file in publish_order:
-        file.sync()
-    # The old .idx beside the new .bin would look like a dataset and be none.
-    idx.path.unlink(missing_ok=True)
-    meta.path.unlink(missing_ok=True)
-    publish(*publish_order)
 
 
 def _check_length(length: int) -> None:
@@ -246,6 +230,12 @@ def _check_length(length: int) -> None:
             f"a sequence has {length} tokens; the format ends at {MAX_SEQUENCE_LENGTH}: "
             "give add_document() the lengths of several sequences"
         )
+
+
+def _check_modes(modes: Sequence[int]) -> None:
+    for mode in modes:
+        if not -128 <= mode <= 127:
+            raise DataError(f"a sequence has mode {mode}; modes are stored as int8")
 
 
 def _checked_lengths(lengths: Sequence[int] | None, num_tokens: int, document: int) -> list[int]:

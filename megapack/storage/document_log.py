@@ -39,15 +39,14 @@ class DocumentLog:
         return len(self._lengths) - last
 
     def add_sequence(self, length: int, mode: int = 0) -> None:
+        self._lengths.append(length)
         if self.multimodal:
             self._modes.append(mode)
-        self._lengths.append(length)
 
     def add_sequences(self, lengths: Sequence[int], modes: Sequence[int] | None) -> None:
-        """Lengths were checked by ``checked_lengths``."""
-        if self.multimodal:
-            self._modes.extend(modes if modes is not None else [0] * len(lengths))
         self._lengths.extend(lengths)
+        if self.multimodal:
+            self._modes.extend(modes if modes is not None else bytes(len(lengths)))
 
     def end_document(self) -> None:
         """What came after the last end is one document."""
@@ -62,30 +61,26 @@ class DocumentLog:
         """Documents of one sequence each."""
         before = len(self._lengths)
         self._lengths.frombytes(lengths.tobytes())
-        self.num_documents += lengths.size
-        if self._ends is not None:
-            self._ends.frombytes(np.arange(before + 1, before + lengths.size + 1).tobytes())
+        self._add_ends(np.arange(before + 1, before + lengths.size + 1))
         if self.multimodal:
             self._modes.frombytes(bytes(lengths.size))
 
+    def _add_ends(self, ends: NDArray[np.int64]) -> None:
+        first = self.num_documents + 1
+        self.num_documents += ends.size
+        if self._ends is None:
+            if np.array_equal(ends, np.arange(first, first + ends.size)):
+                return
+            self._ends = _counted(first - 1)
+        self._ends.frombytes(ends.tobytes())
+
     def add_part(self, part: Part) -> None:
-        """All sequences and documents of another index."""
-        self.require_closed()
-        before, num_documents = len(self._lengths), self.num_documents
+        """All sequences and documents of another index, found sound before."""
+        before = len(self._lengths)
         for lengths in part.lengths():
             self._lengths.frombytes(lengths.tobytes())
-        ends = array("q")
-        for block in part.document_ends():
-            ends.frombytes((before + block).tobytes())
-        one_each = part.num_documents == part.num_sequences and np.array_equal(
-            np.frombuffer(ends, np.int64) if ends else np.zeros(0, np.int64),
-            np.arange(before + 1, before + part.num_sequences + 1),
-        )
-        if self._ends is None and not one_each:
-            self._ends = _counted(num_documents)
-        if self._ends is not None:
-            self._ends.extend(ends)
-        self.num_documents += part.num_documents
+        for ends in part.document_ends():
+            self._add_ends(before + ends)
         if self.multimodal:
             for modes in part.modes():
                 self._modes.frombytes(modes.tobytes())

@@ -72,9 +72,11 @@ class ArrayPart:
 class FilePart:
     """An .idx on disk, opened only while it is read, so that thousands can be merged."""
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
+    def __init__(self, path: str | os.PathLike[str], multimodal: bool = False) -> None:
         self.path = Path(path)
         self.header = read_header(path)
+        if multimodal and not self.header.has_modes:
+            raise FormatError(f"{path} has no modes; it was not built with multimodal=True")
         self.num_sequences = self.header.num_sequences
         self.num_documents = self.header.num_documents
 
@@ -151,17 +153,26 @@ def _write_document_indices(write: Callable[[Buffer], object], parts: Sequence[P
     write(np.zeros(1, np.int64))
     begin = 0
     for part in parts:
-        end = 0
-        for ends in part.document_ends():
-            shifted, end = _core.shift_document_ends(ends, part.num_sequences, end, begin)
-            write(shifted)
-        if end != part.num_sequences:
-            where = f"{part.path}: " if isinstance(part, FilePart) else ""
-            raise FormatError(
-                f"{where}documents end at sequence {end} of {part.num_sequences}; "
-                "`megapack-build repair` mends files that lost them in a merge"
-            )
+        for ends in shifted_ends(part, begin):
+            write(ends)
         begin += part.num_sequences
+
+
+def shifted_ends(part: Part, begin: int) -> Iterator[NDArray[np.int64]]:
+    """Document ends of a part whose first sequence has number ``begin``.
+
+    Raises:
+        FormatError: they go back, go beyond the part's sequences or stop before their end.
+    """
+    end = 0
+    for ends in part.document_ends():
+        shifted, end = _core.shift_document_ends(ends, part.num_sequences, end, begin)
+        yield shifted
+    if end != part.num_sequences:
+        raise FormatError(
+            f"documents end at sequence {end} of {part.num_sequences}; "
+            "`megapack-build repair` mends files that lost them in a merge"
+        )
 
 
 def _blocks(array: NDArray[Any]) -> Iterator[NDArray[Any]]:

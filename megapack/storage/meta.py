@@ -1,13 +1,21 @@
 """``<prefix>.meta.json``: what a dataset says of itself. Reading works without it.
 
-Keys: ``format``, ``version``, ``dtype``, ``num_sequences``, ``num_documents``, ``num_tokens``,
-``max_token_id`` (null when unknown), ``vocab_size`` (null when unknown), ``bin`` and ``idx`` with
-their ``bytes`` and checksums, and whatever the builder was told in ``metadata``, such as
-``tokenizer``, ``command`` and ``document_end_token`` (the id that ends every non-empty document).
+===================  ===========================================================================
+format, version      ``"megapack dataset"``, 1
+dtype                of the tokens
+num_sequences,       counts
+num_documents,
+num_tokens
+min_token_id,        null without tokens
+max_token_id
+vocab_size           number of token ids of the tokenizer; null when unknown
+bin, idx             ``bytes`` and ``xxh3_128``; of .bin a list of pieces, ``"bytes checksum"``
+metadata's keys      what the builder was told: ``tokenizer``, ``command``, ...; verify knows
+                     ``document_end_token``, the id with which every non-empty document ends
+===================  ===========================================================================
 
-The checksum of .bin is a list of ``[bytes, xxh3_128]`` pieces in order: a merge takes the pieces
-of its shards over, reads no token twice, and a shard that was damaged before the merge is still
-found after it.
+A merge takes the pieces of its shards over: it reads no token twice, and a shard that was damaged
+before the merge is still found after it.
 """
 
 from __future__ import annotations
@@ -21,26 +29,15 @@ from typing import Any, TypeAlias
 from megapack.errors import FormatError
 from megapack.storage.mmididx import path_of
 
-__all__ = ["Piece", "encode_meta", "meta_path", "read_meta"]
+__all__ = ["Piece", "bin_pieces", "encode_meta", "meta_path", "read_meta"]
 
 Piece: TypeAlias = tuple[int, str]  # bytes, xxh3_128 in hexadecimal
 
 FORMAT = "megapack dataset"
 VERSION = 1
-OWN_KEYS = frozenset(
-    [
-        "format",
-        "version",
-        "dtype",
-        "num_sequences",
-        "num_documents",
-        "num_tokens",
-        "max_token_id",
-        "vocab_size",
-        "bin",
-        "idx",
-    ]
-)
+COUNTS = ("num_sequences", "num_documents", "num_tokens")
+LIMITS = ("min_token_id", "max_token_id", "vocab_size")
+OWN_KEYS = {"format", "version", "dtype", *COUNTS, *LIMITS, "bin", "idx"}
 
 
 def meta_path(prefix: str | os.PathLike[str]) -> Path:
@@ -61,7 +58,7 @@ def read_meta(prefix: str | os.PathLike[str]) -> dict[str, Any] | None:
     """The meta file of a dataset, None when there is none.
 
     Raises:
-        FormatError: it is not JSON, not ours, or of a newer version.
+        FormatError: it is not JSON, not ours, of a newer version, or lacks what it must have.
     """
     path = meta_path(prefix)
     try:
@@ -70,7 +67,7 @@ def read_meta(prefix: str | os.PathLike[str]) -> dict[str, Any] | None:
         return None
     except ValueError as error:
         raise FormatError(
-            f"{path} is not valid JSON: {error}; delete it, it is optional"
+            f"{path} is not valid JSON ({error}); it is optional, delete it"
         ) from error
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise FormatError(f"{path} is not a megapack meta file; move it out of the way")
@@ -78,4 +75,27 @@ def read_meta(prefix: str | os.PathLike[str]) -> dict[str, Any] | None:
         raise FormatError(
             f"{path} has version {content.get('version')!r}; this megapack reads {VERSION}"
         )
+    if not _is_complete(content):
+        raise FormatError(f"{path} was edited: its own keys are damaged; it is optional, delete it")
     return content
+
+
+def bin_pieces(meta: Mapping[str, Any]) -> list[Piece]:
+    """The checksums of consecutive pieces of .bin."""
+    pieces = [line.split() for line in meta["bin"]["xxh3_128"]]
+    return [(int(size), digest) for size, digest in pieces]
+
+
+def _is_complete(content: dict[str, Any]) -> bool:
+    try:
+        idx = content["idx"]
+        return (
+            content.keys() >= OWN_KEYS
+            and all(isinstance(content[key], int) for key in COUNTS)
+            and all(isinstance(content[key], int | None) for key in LIMITS)
+            and sum(size for size, _ in bin_pieces(content)) == content["bin"]["bytes"]
+            and isinstance(idx["bytes"], int)
+            and isinstance(idx["xxh3_128"], str)
+        )
+    except (AttributeError, KeyError, TypeError, ValueError):
+        return False

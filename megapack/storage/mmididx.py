@@ -94,6 +94,12 @@ class IndexHeader:
     pointers_at: int
     document_indices_at: int
     modes_at: int
+    file_bytes: int
+
+    @property
+    def has_modes(self) -> bool:
+        """Whether the file is as long as a multimodal one."""
+        return self.file_bytes >= self.modes_at + self.num_sequences
 
 
 def read_header(path: str | os.PathLike[str]) -> IndexHeader:
@@ -106,7 +112,11 @@ def read_header(path: str | os.PathLike[str]) -> IndexHeader:
     with Path(path).open("rb") as file:
         head = np.frombuffer(file.read(HEADER_BYTES), np.uint8)
         size = os.fstat(file.fileno()).st_size
-    return IndexHeader(**_core.index_header(head, size, os.fspath(path)))
+    return _parse_header(head, size, os.fspath(path))
+
+
+def _parse_header(head: NDArray[np.uint8], file_bytes: int, name: str) -> IndexHeader:
+    return IndexHeader(**_core.index_header(head, file_bytes, name), file_bytes=file_bytes)
 
 
 class IndexFile:
@@ -120,7 +130,7 @@ class IndexFile:
                 mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if size else b""
             )
         self.bytes: NDArray[np.uint8] = np.frombuffer(self._buffer, np.uint8)
-        self.header = IndexHeader(**_core.index_header(self.bytes, size, self.name))
+        self.header = _parse_header(self.bytes, size, self.name)
         self.num_sequences = self.header.num_sequences
         self.num_documents = self.header.num_documents
 
@@ -156,11 +166,10 @@ class IndexFile:
 
     def modes(self) -> NDArray[np.int8]:
         """int8 (num_sequences,) of a multimodal dataset (the file does not say that it is one)."""
-        at = self.header.modes_at
-        modes = self.bytes[at : at + self.num_sequences].view(np.int8)
-        if modes.size != self.num_sequences:
+        if not self.header.has_modes:
             raise FormatError(f"{self.name} has no modes; it was not built with multimodal=True")
-        return modes
+        at = self.header.modes_at
+        return self.bytes[at : at + self.num_sequences].view(np.int8)
 
 
 def read_document_lengths(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -10,14 +12,16 @@ import xxhash
 from numpy.typing import NDArray
 
 from megapack import _core
-from megapack.storage.atomic import AtomicFile, Buffer
+from megapack.errors import DataError
+from megapack.storage.atomic import AtomicFile
 from megapack.storage.meta import Piece
 from megapack.storage.mmididx import Tokens
+from megapack.storage.shard import Shard
 from megapack.storage.tokens import TokenLimits
 
 __all__ = ["TokenWriter"]
 
-BUFFER_BYTES = 1 << 21
+BUFFER_BYTES = 1 << 19  # what is checked is still in the cache when it is narrowed and written
 
 
 class TokenWriter:
@@ -31,7 +35,8 @@ class TokenWriter:
     def __init__(self, path: str | os.PathLike[str], limits: TokenLimits) -> None:
         self.limits = limits
         self.num_tokens = 0
-        self.max_token_id = -1
+        self.min_token_id: int | None = None
+        self.max_token_id: int | None = None
         self.target = AtomicFile(path)
         self._pieces: list[Piece] = []
         self._hasher = xxhash.xxh3_128()
@@ -42,63 +47,122 @@ class TokenWriter:
     def append(
         self, tokens: Tokens, offsets: NDArray[Any] | None = None, *, first_document: int
     ) -> None:
-        """Write tokens (from ``as_tokens``); the other arguments serve the error message.
+        """Write tokens (from ``as_tokens``).
+
+        Args:
+            tokens: of one document, or of many.
+            offsets: of the documents, when they are many.
+            first_document: its number; both for the error message.
 
         Raises:
             DataError: an id outside of the limits.
             OSError: the file cannot be written.
         """
-        if tokens.size > self._buffer.size - self._fill:
-            self._append_many(tokens, offsets, first_document)
+
+        def error_at(position: int, token: int) -> DataError:
+            document = first_document
+            if offsets is not None:
+                inside = int(np.searchsorted(offsets, position, side="right")) - 1
+                document, position = document + inside, position - int(offsets[inside])
+            return self.limits.error(document, position, token)
+
+        room = self._buffer.size
+        if tokens.size > room - self._fill:
+            blocks = (tokens[begin : begin + room] for begin in range(0, tokens.size, room))
+            self._append_blocks(blocks, error_at)
             return
-        low, high = self._store(tokens)
+        low, high = self._store(tokens, self._fill)
         if not self.limits.hold(low, high):
-            raise self.limits.refuse(tokens, offsets, first_document)
-        self._count(tokens.size, high)
+            outside = self.limits.first_outside(tokens)
+            raise error_at(outside, tokens[outside])
+        self._fill += tokens.size
+        self._count(tokens.size, low, high)
+
+    def append_shard(self, shard: Shard) -> None:
+        """Write the tokens of another dataset: inside the kernel when its meta file vouches for
+        their range and checksums and the dtype is the same, else read, checked and converted.
+
+        Raises:
+            DataError: an id outside of the limits.
+            OSError: either file fails.
+        """
+        with shard.bin_path.open("rb", buffering=0) as source:
+            if shard.dtype == self.limits.dtype and shard.pieces and shard.token_range:
+                low, high = shard.token_range
+                if not self.limits.hold(low, high):
+                    raise DataError(
+                        f"{shard.prefix} has token ids from {low} to {high}, outside of "
+                        f"{self.limits.describe()}"
+                    )
+                self.flush()
+                self.target.copy_from(source, shard.num_bytes)
+                self._end_piece()
+                self._pieces += shard.pieces
+                self._count(shard.num_tokens, low, high)
+                return
+
+            def error_at(position: int, token: int) -> DataError:
+                document, inside = shard.document_at(position)
+                return self.limits.error(f"{document} of {shard.prefix}", inside, token)
+
+            self._append_blocks(shard.token_blocks(source), error_at)
+
+    def flush(self) -> None:
+        """Write what is buffered."""
+        self._write(self._buffer[: self._fill])
+        self._fill = 0
 
     def finish(self) -> list[Piece]:
         """Write what is buffered; the checksums of everything written, in order."""
         self.flush()
+        self._end_piece()
+        return self._pieces
+
+    def _append_blocks(
+        self, blocks: Iterable[Tokens], error_at: Callable[[int, int], DataError]
+    ) -> None:
+        """Write all blocks, or none when one has an id outside of the limits."""
+        self.flush()
+        done, lowest, highest = 0, 2**63, -(2**63)
+        with self._all_or_nothing():
+            for block in blocks:
+                same_dtype = block.dtype == self.limits.dtype
+                low, high = _core.token_range(block) if same_dtype else self._store(block, 0)
+                if not self.limits.hold(low, high):
+                    outside = self.limits.first_outside(block)
+                    raise error_at(done + outside, block[outside])
+                self._write(block if same_dtype else self._buffer[: block.size])
+                done, lowest, highest = done + block.size, min(lowest, low), max(highest, high)
+        self._count(done, lowest, highest)
+
+    @contextlib.contextmanager
+    def _all_or_nothing(self) -> Iterator[None]:
+        hasher, hashed_bytes = self._hasher.copy(), self._hashed_bytes
+        try:
+            with self.target.all_or_nothing():
+                yield
+        except BaseException:
+            self._hasher, self._hashed_bytes = hasher, hashed_bytes
+            raise
+
+    def _store(self, tokens: Tokens, begin: int) -> tuple[int, int]:
+        return _core.store_tokens(tokens, self._buffer, begin, self.limits.low, self.limits.high)
+
+    def _count(self, num_tokens: int, low: int, high: int) -> None:
+        if num_tokens == 0:
+            return
+        self.num_tokens += num_tokens
+        if self.max_token_id is None or high > self.max_token_id:
+            self.max_token_id = high
+        if self.min_token_id is None or low < self.min_token_id:
+            self.min_token_id = low
+
+    def _write(self, data: Tokens) -> None:
+        self.target.write(data)
+        self._hasher.update(data.data)
+        self._hashed_bytes += data.nbytes
+
+    def _end_piece(self) -> None:
         if self._hashed_bytes:
             self._pieces.append((self._hashed_bytes, self._hasher.hexdigest()))
             self._hasher, self._hashed_bytes = xxhash.xxh3_128(), 0
-        return self._pieces
-
-    def flush(self) -> None:
-        self._write(self._buffer[: self._fill])
-        self._fill = 0
-
-    def _append_many(
-        self, tokens: Tokens, offsets: NDArray[Any] | None, first_document: int
-    ) -> None:
-        low, high = _core.token_range(tokens)
-        if not self.limits.hold(low, high):
-            raise self.limits.refuse(tokens, offsets, first_document)
-        self.flush()
-        if tokens.dtype == self.limits.dtype:
-            self._write(tokens)
-        else:
-            for begin in range(0, tokens.size, self._buffer.size):
-                chunk = tokens[begin : begin + self._buffer.size]
-                self._store(chunk)
-                self._fill = chunk.size
-                self.flush()
-            self._fill = 0
-        self.num_tokens += tokens.size
-        self.max_token_id = max(self.max_token_id, high)
-
-    def _store(self, tokens: Tokens) -> tuple[int, int]:
-        return _core.store_tokens(
-            tokens, self._buffer, self._fill, self.limits.low, self.limits.high
-        )
-
-    def _count(self, num_tokens: int, high: int) -> None:
-        self._fill += num_tokens
-        self.num_tokens += num_tokens
-        if num_tokens and high > self.max_token_id:
-            self.max_token_id = high
-
-    def _write(self, data: Buffer) -> None:
-        self.target.write(data)
-        self._hasher.update(data)
-        self._hashed_bytes += memoryview(data).nbytes

@@ -77,22 +77,12 @@ class TokenLimits:
         """Whether ids from ``low`` to ``high`` are accepted (any, when low > high: none)."""
         return low >= self.low and high <= self.high
 
-    def refuse(
-        self, tokens: Tokens, offsets: NDArray[Any] | None, first_document: int
-    ) -> DataError:
-        """The error that names the first id outside of the limits.
+    def first_outside(self, tokens: Tokens) -> int:
+        """Position of the first id that is not accepted; there is one."""
+        return int(((tokens < self.low) | (tokens > self.high)).argmax())
 
-        Args:
-            tokens: in which one is outside.
-            offsets: of the documents in ``tokens``; None when they are (part of) one document.
-            first_document: number of the first document, for the message.
-        """
-        outside = (tokens < self.low) | (tokens > self.high)
-        position = int(outside.argmax())
-        document, token = first_document, int(tokens[position])
-        if offsets is not None:
-            inside = int(np.searchsorted(offsets, position, side="right")) - 1
-            document, position = document + inside, position - int(offsets[inside])
+    def error(self, document: int | str, position: int, token: int) -> DataError:
+        """What to raise for an id that is not accepted."""
         return DataError(
             f"document {document}, position {position}: token id {token} is outside of "
             f"{self.describe()}"

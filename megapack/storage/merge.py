@@ -1,0 +1,144 @@
+"""Many datasets -> one, in memory that does not depend on their size.
+
+Tokens are concatenated (inside the kernel where nothing has to be converted) and the index is
+computed block by block from the shards' own, so the result is what one builder would have written.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import DTypeLike
+
+from megapack.errors import DataError
+from megapack.storage.meta import OWN_KEYS, meta_path
+from megapack.storage.mmididx import path_of, pick_dtype, prefix_of
+from megapack.storage.publishing import publish_dataset
+from megapack.storage.shard import Shard
+from megapack.storage.token_writer import TokenWriter
+from megapack.storage.tokens import TokenLimits
+
+__all__ = ["merge"]
+
+Progress = Callable[[int, int], None]
+
+
+def merge(
+    prefixes: Sequence[str | os.PathLike[str]],
+    output: str | os.PathLike[str],
+    *,
+    dtype: DTypeLike | None = None,
+    multimodal: bool = False,
+    allow_mixed_tokenizers: bool = False,
+    metadata: Mapping[str, Any] | None = None,
+    remove_inputs: bool = False,
+    progress: Progress | None = None,
+) -> None:
+    """Concatenate datasets, documents in the order of ``prefixes``.
+
+    Takes datasets of megapack, megatron-core, Megatron-DeepSpeed and GPT-NeoX (also those whose
+    document indices were lost in a merge: there every sequence is a document).
+
+    Args:
+        prefixes: of the datasets, at least one; the output must not be among them.
+        output: prefix of the result.
+        dtype: of the result; needed when the inputs differ. Ids that do not fit are refused.
+        multimodal: the inputs have modes.
+        allow_mixed_tokenizers: accept inputs whose meta files name different tokenizers.
+        metadata: for the result's meta file, over what the inputs' meta files agree upon.
+        remove_inputs: delete the inputs when the result has its name.
+        progress: called with (tokens done, tokens in all) after every input.
+
+    Raises:
+        DataError: dtypes or tokenizers differ, or an id does not fit.
+        FormatError: an input is damaged.
+        OSError: a file cannot be read or written; nothing has the output's name then.
+    """
+    if not prefixes:
+        raise ValueError("merge needs at least one dataset")
+    output = prefix_of(output)
+    shards = [Shard(prefix, multimodal) for prefix in prefixes]
+    _check_output(shards, output)
+    result_dtype = _common_dtype(shards) if dtype is None else pick_dtype(dtype)
+    if not allow_mixed_tokenizers:
+        _check_tokenizers(shards)
+    limits = TokenLimits(result_dtype, _common_vocab_size(shards), result_dtype.kind == "i")
+    tokens = TokenWriter(path_of(output, ".bin"), limits)
+    num_tokens = sum(shard.num_tokens for shard in shards)
+    try:
+        for shard in shards:
+            tokens.append_shard(shard)
+            if progress is not None:
+                progress(tokens.num_tokens, num_tokens)
+        publish_dataset(
+            tokens,
+            [shard.part for shard in shards],
+            prefix=output,
+            idx_path=path_of(output, ".idx"),
+            multimodal=multimodal,
+            metadata={**_common_metadata(shards), **(metadata or {})},
+        )
+    finally:
+        tokens.target.discard()
+    if remove_inputs:
+        for shard in shards:
+            _remove(shard)
+
+
+def _check_output(shards: list[Shard], output: str) -> None:
+    target = path_of(output, ".bin")
+    for shard in shards:
+        if target.exists() and target.samefile(shard.bin_path):
+            raise ValueError(f"the output {output} is also an input; merge writes a new dataset")
+
+
+def _common_dtype(shards: list[Shard]) -> np.dtype[Any]:
+    dtypes = {shard.dtype.name: shard for shard in shards}
+    if len(dtypes) > 1:
+        examples = ", ".join(f"{name} ({shard.prefix})" for name, shard in dtypes.items())
+        raise DataError(
+            f"the inputs have different dtypes: {examples}; pass dtype= (--dtype int32)"
+        )
+    return shards[0].dtype
+
+
+def _check_tokenizers(shards: list[Shard]) -> None:
+    """Inputs without a meta file say nothing about their tokenizer and pass."""
+    known = [shard for shard in shards if shard.meta and shard.meta.get("tokenizer") is not None]
+    for shard in known[1:]:
+        if _tokenizer(shard) != _tokenizer(known[0]):
+            raise DataError(
+                f"{known[0].prefix} and {shard.prefix} were built with different tokenizers "
+                f"({_tokenizer(known[0])} and {_tokenizer(shard)}); pass "
+                "allow_mixed_tokenizers=True (--allow-mixed-tokenizers) if their ids mean the same"
+            )
+
+
+def _tokenizer(shard: Shard) -> Any:
+    return None if shard.meta is None else shard.meta["tokenizer"]
+
+
+def _common_vocab_size(shards: list[Shard]) -> int | None:
+    """The largest, when all inputs know theirs."""
+    sizes = [None if shard.meta is None else shard.meta["vocab_size"] for shard in shards]
+    return None if None in sizes else max(size for size in sizes if size is not None)
+
+
+def _common_metadata(shards: list[Shard]) -> dict[str, Any]:
+    """What all inputs say alike."""
+    first, *others = [shard.meta or {} for shard in shards]
+    return {
+        key: value
+        for key, value in first.items()
+        if key not in OWN_KEYS and all(key in meta and meta[key] == value for meta in others)
+    }
+
+
+def _remove(shard: Shard) -> None:
+    """.idx first: without it the rest is no dataset."""
+    shard.idx_path.unlink()
+    shard.bin_path.unlink()
+    meta_path(shard.prefix).unlink(missing_ok=True)

@@ -1,0 +1,113 @@
+"""One dataset as the source of another: checked, never mapped, so that thousands can take part."""
+
+from __future__ import annotations
+
+import io
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from megapack import _core
+from megapack.errors import FormatError
+from megapack.storage.index_writer import FilePart, shifted_ends
+from megapack.storage.meta import Piece, bin_pieces, read_meta
+from megapack.storage.mmididx import IndexFile, Tokens, dtype_of_code, path_of, prefix_of
+
+__all__ = ["Shard"]
+
+BLOCK_BYTES = 1 << 19
+
+
+class Shard:
+    """A dataset whose index was read once from end to end and found sound.
+
+    Args:
+        prefix: with or without ``.idx``.
+        multimodal: the modes of its sequences are wanted.
+
+    Raises:
+        FormatError: negative lengths, pointers that do not follow from them, documents that do
+            not end with the sequences, a .bin that is too short, an unknown dtype code.
+        OSError: a file is missing or cannot be read.
+    """
+
+    def __init__(self, prefix: str | os.PathLike[str], multimodal: bool = False) -> None:
+        self.prefix = prefix_of(prefix)
+        self.idx_path, self.bin_path = path_of(self.prefix, ".idx"), path_of(self.prefix, ".bin")
+        self.part = FilePart(self.idx_path, multimodal)
+        self.dtype: np.dtype[Any] = dtype_of_code(self.part.header.dtype_code, self.idx_path)
+        self.num_bytes = self._check_sequences()
+        self.num_tokens = self.num_bytes // self.dtype.itemsize
+        for _ in shifted_ends(self.part, 0):  # documents end with the sequences
+            pass
+        self._check_bin()
+        self.meta = self._trusted_meta()
+
+    @property
+    def pieces(self) -> list[Piece] | None:
+        """Checksums of .bin, None when nobody vouches for them."""
+        if self.meta is None:
+            return None
+        return bin_pieces(self.meta)
+
+    @property
+    def token_range(self) -> tuple[int, int] | None:
+        """Smallest and largest id, None when nobody vouches for them."""
+        if self.meta is None:
+            return None
+        return self.meta["min_token_id"], self.meta["max_token_id"]
+
+    def token_blocks(self, file: io.RawIOBase) -> Iterator[Tokens]:
+        """All tokens of the opened .bin; every block is overwritten by the next."""
+        buffer: NDArray[Any] = np.empty(BLOCK_BYTES // self.dtype.itemsize, self.dtype)
+        remaining = self.num_tokens
+        while remaining:
+            block = buffer[: min(remaining, buffer.size)]
+            if file.readinto(block.data.cast("B")) != block.nbytes:
+                raise FormatError(f"{self.bin_path} became shorter while it was read")
+            yield block
+            remaining -= block.size
+
+    def document_at(self, position: int) -> tuple[int, int]:
+        """The document that holds the token at a position of .bin, and the position inside."""
+        offsets = IndexFile(self.idx_path).document_offsets(self.dtype.itemsize)
+        document = int(np.searchsorted(offsets, position, side="right")) - 1
+        return document, position - int(offsets[document])
+
+    def _check_sequences(self) -> int:
+        """Bytes of .bin that the index speaks of."""
+        begin, sequence = 0, 0
+        for lengths, pointers in zip(self.part.lengths(), self.part.pointers(), strict=True):
+            expected, begin = _core.scan_lengths(lengths, self.dtype.itemsize, begin)
+            if not np.array_equal(expected, pointers):
+                wrong = int((expected != pointers).argmax())
+                raise FormatError(
+                    f"{self.idx_path}: sequence {sequence + wrong} points at byte "
+                    f"{pointers[wrong]}, but the sequences before it end at {expected[wrong]}; "
+                    "`megapack-build repair` recomputes pointers"
+                )
+            sequence += lengths.size
+        return begin
+
+    def _check_bin(self) -> None:
+        size = self.bin_path.stat().st_size
+        if size < self.num_bytes:
+            raise FormatError(
+                f"{self.bin_path} has {size} bytes, but its .idx ends at byte {self.num_bytes}: "
+                "it is truncated, or the .idx belongs to another file"
+            )
+
+    def _trusted_meta(self) -> dict[str, Any] | None:
+        """The meta file, unless the .idx it describes is not the one that stands beside it."""
+        meta = read_meta(self.prefix)
+        if meta is None or meta["bin"]["bytes"] != self.num_bytes:
+            return None
+        with self.idx_path.open("rb") as file:
+            digest = xxhash.xxh3_128()
+            while block := file.read(1 << 20):
+                digest.update(block)
+        return meta if digest.hexdigest() == meta["idx"]["xxh3_128"] else None
