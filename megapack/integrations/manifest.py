@@ -55,6 +55,8 @@ class Manifest:
     """None: the host's seed."""
     rows_per_block: int | None = None
     """Rows that share a bucket; None: the host's global batch size."""
+    max_epochs: float | None = None
+    """A run that would repeat a source more often is refused; None: no limit."""
     cu_seqlens: Literal["auto", "exact", "padded"] = "auto"
     """Exact length (one row per micro batch) or padded to sequence length + 1 (several rows)."""
     align: int | None = None

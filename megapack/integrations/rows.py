@@ -24,9 +24,11 @@ from torch.utils.data import Dataset
 
 from megapack import _core
 from megapack.data import BatchLayout, PackedDataset, Schedule
+from megapack.data.report import check_epochs
 from megapack.errors import ConfigError
 from megapack.integrations.index_cache import Recipe, cached_index
-from megapack.integrations.manifest import Manifest, default_buckets
+from megapack.integrations.manifest import Manifest, Source, default_buckets
+from megapack.packing import SampleIndex
 from megapack.storage import IndexedDataset
 
 __all__ = ["RowDataset", "RowOptions", "open_rows", "open_sources"]
@@ -76,18 +78,29 @@ class RowDataset(Dataset[Row]):
         order: str = "proportional",
         num_rows: int | None = None,
     ) -> None:
-        row = options.sequence_length
-        self.packed, self.options = packed, options
+        self.packed, self.options, self.order = packed, options, order
+        self._connect()
+        self.num_rows = self.rows_per_epoch if num_rows is None else num_rows
+
+    def _connect(self) -> None:
+        """What follows from the rest and is not pickled."""
+        row = self.options.sequence_length
         self.schedule = Schedule(
-            packed,
-            tokens_per_step=options.rows_per_block * row,
-            seed=options.seed,
-            order=order,
+            self.packed,
+            tokens_per_step=self.options.rows_per_block * row,
+            seed=self.options.seed,
+            order=self.order,
             row_tokens=row,
         )
-        self.rows_per_epoch = self.schedule.num_steps(1) * options.rows_per_block
-        self.num_rows = self.rows_per_epoch if num_rows is None else num_rows
+        self.rows_per_epoch = self.schedule.num_steps(1) * self.options.rows_per_block
         self._blocks: OrderedDict[int, tuple[int, int, NDArray[np.int64]]] = OrderedDict()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in ("packed", "options", "order", "num_rows")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._connect()
 
     def __len__(self) -> int:
         return self.num_rows
@@ -233,10 +246,10 @@ def open_rows(
             f"bucket {max(too_long)} is longer than the host's sequence length "
             f"{options.sequence_length}; raise --seq-length or drop the bucket"
         )
-    sources, weights = [], []
+    used: list[tuple[Source, IndexedDataset, SampleIndex]] = []
     for source, dataset in zip(manifest.sources, datasets, strict=True):
         begin, end = (round(part * dataset.num_documents) for part in split)
-        if not bool(np.any(dataset.document_lengths[begin:end])):
+        if not np.any(dataset.document_lengths[begin:end]):
             continue
         recipe = Recipe(
             begin=begin,
@@ -248,18 +261,36 @@ def open_rows(
             align=options.align,
         )
         index = cached_index(dataset, recipe, directory, node_local=manifest.node_local)
-        sources.append((dataset, index))
-        weights.append(source.weight)
-    if not sources:
+        used.append((source, dataset, index))
+    if not used:
         raise ConfigError(
             f"documents {split[0]:.4g} to {split[1]:.4g} of "
-            f"{', '.join(s.prefix for s in manifest.sources)} hold no tokens; change --split"
+            f"{', '.join(source.prefix for source in manifest.sources)} hold no tokens; change "
+            "--split"
         )
-    given = [weight for weight in weights if weight is not None]
-    packed = PackedDataset.blend(
-        sources, given or None, alignment=options.align, label_dataset="auto"
+    weights = [source.weight for source, _, _ in used if source.weight is not None]
+    packed = PackedDataset(
+        [dataset for _, dataset, _ in used],
+        [index for _, _, index in used],
+        weights=weights or None,
+        max_epochs=manifest.max_epochs,
+        label_dataset=_labels(manifest),
+        alignment=options.align,
     )
-    return RowDataset(packed, options, order=manifest.order, num_rows=num_rows)
+    rows = RowDataset(packed, options, order=manifest.order, num_rows=num_rows)
+    check_epochs(rows.schedule, -(-len(rows) // options.rows_per_block))
+    return rows
+
+
+def _labels(manifest: Manifest) -> str:
+    """The label dataset somebody named, or "auto": ``<prefix>.labels`` where it exists."""
+    named = [source.labels for source in manifest.sources if source.labels is not None]
+    if len(named) > 0 and len(manifest.sources) > 1:
+        raise ConfigError(
+            f"labels {named[0]} are named in a blend of {len(manifest.sources)} sources; there, "
+            "label datasets are found by name: link them as <prefix>.labels.bin and .idx"
+        )
+    return named[0] if named else "auto"
 
 
 def _overruled(options: RowOptions, manifest: Manifest) -> RowOptions:

@@ -15,15 +15,9 @@ from megapack.errors import ConfigError
 from megapack.integrations import index_cache
 from megapack.integrations.index_cache import Recipe, build_index, cached_index
 from megapack.packing import SampleIndex
-from megapack.storage import IndexedDataset, IndexedDatasetBuilder
+from megapack.storage import IndexedDataset
 from tests.integrations.harness import run_ranks
-
-
-def make_dataset(folder: Path, lengths: list[int], name: str = "text") -> IndexedDataset:
-    offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
-    with IndexedDatasetBuilder(folder / name, np.uint16) as builder:
-        builder.add_documents(np.arange(offsets[-1]) % 1000, offsets)
-    return IndexedDataset(folder / name)
+from tests.integrations.samples import make_dataset
 
 
 def recipe(**changes: Any) -> Recipe:

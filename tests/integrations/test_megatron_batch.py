@@ -10,7 +10,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from megatron.core import parallel_state
-from torch import Tensor
 from torch.utils.data import default_collate
 
 from megapack.integrations.megatron.batch import forward_step, get_batch
@@ -20,28 +19,7 @@ from megapack.integrations.megatron.packed import (
     to_packed_seq_params,
 )
 from tests.integrations.harness import run_ranks
-
-
-def make_row(lengths: list[int], first_token: int = 1, entries: int = 0) -> dict[str, Tensor]:
-    """One dataset row whose segments have these lengths; cu_seqlens padded to ``entries``."""
-    total = sum(lengths)
-    tokens = torch.arange(first_token, first_token + total)
-    mask = torch.ones(total)
-    ends = torch.tensor(lengths).cumsum(0)
-    mask[ends - 1] = 0.0
-    cu_seqlens = torch.cat([torch.zeros(1, dtype=torch.int64), ends])
-    if entries:
-        cu_seqlens = torch.nn.functional.pad(
-            cu_seqlens, (0, entries - cu_seqlens.numel()), value=total
-        )
-    return {
-        "tokens": tokens,
-        "labels": tokens + 1,
-        "loss_mask": mask,
-        "position_ids": torch.cat([torch.arange(n) for n in lengths]),
-        "cu_seqlens": cu_seqlens.to(torch.int32),
-        "max_seqlen": torch.tensor(max(lengths), dtype=torch.int32),
-    }
+from tests.integrations.samples import make_row
 
 
 ROWS = [make_row([3, 5, 8], 1, 17), make_row([16], 100, 17)]

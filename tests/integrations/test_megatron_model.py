@@ -24,7 +24,7 @@ from megapack.integrations.megatron.attention import PackedCoreAttention, with_p
 from megapack.integrations.megatron.batch import forward_step
 from megapack.integrations.megatron.packed import flatten_rows, to_packed_seq_params
 from tests.integrations.harness import run_ranks
-from tests.integrations.test_megatron_batch import make_row
+from tests.integrations.samples import make_row
 
 VOCABULARY = 128
 LENGTHS = [20, 3, 41]

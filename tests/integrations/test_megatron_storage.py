@@ -24,7 +24,7 @@ from megapack.integrations.megatron.storage import (
     IndexedDatasetBuilder,
     rebind_storage,
 )
-from tests.integrations.tokenizer import Tokenizer
+from tests.integrations.samples import Tokenizer
 
 Documents = list[list[list[int]]]  # documents of sequences of tokens
 

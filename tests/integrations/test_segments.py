@@ -13,7 +13,7 @@ from torch.utils.data import default_collate
 
 from megapack.errors import ConfigError
 from megapack.integrations import segments
-from tests.integrations.test_megatron_batch import make_row
+from tests.integrations.samples import make_row
 
 # flash-attn's two functions by their documented meaning, in plain torch (flash-attn needs a GPU).
 
