@@ -73,4 +73,61 @@ def attention_cost(
     sample_segment_offsets: NDArray[np.int64], segment_length: NDArray[np.int32]
 ) -> NDArray[np.int64]: ...
 
-# --- register_data.cpp --------------------------------------------------------------------------
+# --- register_gather.cpp ------------------------------------------------------------------------
+
+_Index = NDArray[np.int32] | NDArray[np.int64]
+
+class Gatherer:
+    def __init__(
+        self, *, positions: str, attention: str, labels: str, alignment: int, pad_token: int
+    ) -> None: ...
+    def add_source(
+        self,
+        *,
+        tokens: NDArray[Any],
+        labels: NDArray[Any] | None,
+        index_bytes: NDArray[np.uint8],
+        index_name: str,
+        sample_segment_offsets: NDArray[np.int64],
+        segment_document: _Index,
+        segment_begin: _Index,
+        segment_length: NDArray[np.int32],
+    ) -> None: ...
+    # -> cu_seqlens, cu_seqlens_padded (with alignment), source of each segment, max_seqlen
+    def gather(
+        self,
+        source_ids: NDArray[np.int64],
+        sample_ids: NDArray[np.int64],
+        *,
+        num_rows: int,
+        row_tokens: int,
+        capacity: int,
+        tokens: NDArray[np.int64],
+        labels: NDArray[np.int64],
+        loss_mask: NDArray[np.float32],
+        position_ids: NDArray[np.int64],
+        per_row: bool,
+        num_cu_seqlens: int,
+    ) -> tuple[NDArray[np.int32], NDArray[np.int32] | None, NDArray[np.int32], int]: ...
+    def count_labels(
+        self, source_ids: NDArray[np.int64], sample_ids: NDArray[np.int64]
+    ) -> NDArray[np.int64]: ...
+
+# --- register_schedule.cpp ----------------------------------------------------------------------
+
+def random_bits(key: int, counter: int) -> int: ...
+def permute_range(key: int, size: int, first: int, count: int) -> NDArray[np.int64]: ...
+def order_cycle(
+    counts: NDArray[np.int64], odds: NDArray[np.float64], key: int, spread: bool
+) -> NDArray[np.int32]: ...
+def blend_pattern(
+    shares: NDArray[np.int64],
+) -> tuple[NDArray[np.int32], NDArray[np.int32]]: ...
+def attention_cost_of(
+    sample_segment_offsets: NDArray[np.int64],
+    segment_length: NDArray[np.int32],
+    samples: NDArray[np.int64],
+    capacity: int,
+    whole: bool,
+) -> NDArray[np.int64]: ...
+def deal_evenly(costs: NDArray[np.int64], bin_sizes: NDArray[np.int64]) -> NDArray[np.int64]: ...

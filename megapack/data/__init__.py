@@ -1,1 +1,36 @@
-"""SampleIndex and documents in, batches out: schedule, gather, loader. Torch begins here."""
+"""SampleIndex and documents in, batches out: schedule, sampler, gather, loader. Needs torch."""
+
+from megapack.data.batch import Batch, BatchLayout, MicroBatch, allocate
+from megapack.data.blend import BlendConfig, BlendEntry, load_blend
+from megapack.data.dataset import PackedDataset
+from megapack.data.loader import PackedLoader, build_loader
+from megapack.data.masks import block_diagonal_mask, flex_block_mask, segment_ids
+from megapack.data.order import ORDERS
+from megapack.data.rank_check import RankChecker
+from megapack.data.report import plan_run
+from megapack.data.sampler import BucketBatchSampler
+from megapack.data.schedule import Draw, Schedule, ScheduleConfig, Step
+
+__all__ = [
+    "ORDERS",
+    "Batch",
+    "BatchLayout",
+    "BlendConfig",
+    "BlendEntry",
+    "BucketBatchSampler",
+    "Draw",
+    "MicroBatch",
+    "PackedDataset",
+    "PackedLoader",
+    "RankChecker",
+    "Schedule",
+    "ScheduleConfig",
+    "Step",
+    "allocate",
+    "block_diagonal_mask",
+    "build_loader",
+    "flex_block_mask",
+    "load_blend",
+    "plan_run",
+    "segment_ids",
+]

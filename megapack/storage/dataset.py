@@ -149,6 +149,11 @@ class IndexedDataset(HostNames):
         return _frozen(self._index.document_offsets(self.dtype.itemsize))
 
     @property
+    def index_bytes(self) -> NDArray[np.uint8]:
+        """The mapped .idx as it lies on disk, for C++ that reads it without a copy."""
+        return self._index.bytes
+
+    @property
     def num_documents(self) -> int:
         return self._index.num_documents
 

@@ -1,0 +1,155 @@
+// gather: a Gatherer holds the mapped arrays of its datasets; every call validates, releases the
+// GIL and writes a whole micro batch into the caller's buffers.
+#include <optional>
+#include <string>
+
+#include "bindings/integers.hpp"
+#include "core/gather_fill.hpp"
+
+namespace megapack {
+namespace {
+
+TokenType token_type(const py::dtype& dtype) {
+    const std::string kind(1, dtype.kind());
+    const std::string name = kind + std::to_string(dtype.itemsize());
+    check(dtype.byteorder() != '>', "tokens are big-endian; .bin files are little-endian");
+    if (name == "u1") return TokenType::kUint8;
+    if (name == "i1") return TokenType::kInt8;
+    if (name == "i2") return TokenType::kInt16;
+    if (name == "u2") return TokenType::kUint16;
+    if (name == "i4") return TokenType::kInt32;
+    check(name == "i8", "tokens have dtype ", std::string(py::str(dtype)),
+          "; a gather reads 8 to 64 bit integers");
+    return TokenType::kInt64;
+}
+
+TokenArray token_array(const py::array& array, const char* name) {
+    const py::dtype dtype = array.dtype();
+    check(array.ndim() == 1 && (array.size() < 2 || array.strides(0) == dtype.itemsize()), name,
+          " must be one contiguous dimension");
+    const auto address = reinterpret_cast<std::uintptr_t>(array.data());
+    check(address % static_cast<std::uintptr_t>(dtype.itemsize()) == 0, name, " is not aligned");
+    return {array.data(), array.size(), token_type(dtype)};
+}
+
+Extent extent(const std::string& name) {
+    check(name == "document" || name == "sample", "'", name, "' is neither document nor sample");
+    return name == "document" ? Extent::kDocument : Extent::kSample;
+}
+
+Positions positions(const std::string& name) {
+    if (name == "segment") return Positions::kSegment;
+    return extent(name) == Extent::kDocument ? Positions::kDocument : Positions::kSample;
+}
+
+py::object optional_array(std::vector<std::int32_t>&& values, bool wanted) {
+    return wanted ? py::object(to_numpy(std::move(values))) : py::none();
+}
+
+class Gatherer {
+  public:
+    Gatherer(const std::string& positions_name, const std::string& attention,
+             const std::string& labels, std::int64_t alignment, std::int64_t pad_token)
+        : options_{positions(positions_name), extent(attention), extent(labels), alignment,
+                   pad_token} {}
+
+    void add_source(const py::array& tokens, const std::optional<py::array>& labels,
+                    const Array<std::uint8_t>& index_bytes, const std::string& index_name,
+                    const py::array& sample_segment_offsets, const py::array& segment_document,
+                    const py::array& segment_begin, const py::array& segment_length) {
+        GatherSource source(IndexView(view(index_bytes, "index_bytes"), index_name));
+        source.tokens = token_array(tokens, "tokens");
+        if (labels) source.labels = token_array(*labels, "labels");
+        source.sample_segment_offsets = integers(sample_segment_offsets, "sample_segment_offsets");
+        source.segment_document = integers(segment_document, "segment_document");
+        source.segment_begin = integers(segment_begin, "segment_begin");
+        source.segment_length = integers(segment_length, "segment_length");
+        check_source(source);
+        sources_.push_back(source);
+        kept_.push_back(py::make_tuple(tokens, labels, index_bytes, sample_segment_offsets,
+                                       segment_document, segment_begin, segment_length));
+    }
+
+    py::tuple gather(const Array<std::int64_t>& source_ids, const Array<std::int64_t>& sample_ids,
+                     std::int64_t num_rows, std::int64_t row_tokens, std::int64_t capacity,
+                     Array<std::int64_t>& tokens, Array<std::int64_t>& labels,
+                     Array<float>& loss_mask, Array<std::int64_t>& position_ids, bool per_row,
+                     std::int64_t num_cu_seqlens) const {
+        const std::vector<SampleRef> samples = sample_refs(source_ids, sample_ids);
+        const GatherOutput out{mutable_view(tokens, "tokens"), mutable_view(labels, "labels"),
+                               mutable_view(loss_mask, "loss_mask"),
+                               mutable_view(position_ids, "position_ids")};
+        const bool aligned = options_.alignment > 1;
+        std::vector<std::int32_t> cu_seqlens;
+        std::vector<std::int32_t> cu_seqlens_padded;
+        std::vector<std::int32_t> segment_sources;
+        std::int64_t max_seqlen = 0;
+        {
+            const py::gil_scoped_release release;
+            const GatherPlan plan =
+                plan_gather(sources_, samples, {num_rows, row_tokens, capacity}, options_);
+            cu_seqlens = cumulative_lengths(plan, false, per_row, num_cu_seqlens);
+            if (aligned)
+                cu_seqlens_padded = cumulative_lengths(plan, true, per_row, num_cu_seqlens);
+            for (const AttentionSegment& segment : plan.segments) {
+                segment_sources.push_back(static_cast<std::int32_t>(segment.source));
+            }
+            max_seqlen = plan.max_seqlen();
+            fill_gather(plan, options_, out);
+        }
+        return py::make_tuple(to_numpy(std::move(cu_seqlens)),
+                              optional_array(std::move(cu_seqlens_padded), aligned),
+                              to_numpy(std::move(segment_sources)), max_seqlen);
+    }
+
+    py::array_t<std::int64_t> count(const Array<std::int64_t>& source_ids,
+                                    const Array<std::int64_t>& sample_ids) const {
+        const std::vector<SampleRef> samples = sample_refs(source_ids, sample_ids);
+        std::vector<std::int64_t> counts;
+        {
+            const py::gil_scoped_release release;
+            counts = count_labels(sources_, samples, options_.labels);
+        }
+        return to_numpy(std::move(counts));
+    }
+
+  private:
+    static std::vector<SampleRef> sample_refs(const Array<std::int64_t>& source_ids,
+                                              const Array<std::int64_t>& sample_ids) {
+        const auto sources = view(source_ids, "source_ids");
+        const auto samples = view(sample_ids, "sample_ids");
+        check(sources.size() == samples.size(), sources.size(), " source_ids and ", samples.size(),
+              " sample_ids");
+        std::vector<SampleRef> refs;
+        refs.reserve(samples.size());
+        for (std::size_t i = 0; i < samples.size(); ++i) refs.push_back({sources[i], samples[i]});
+        return refs;
+    }
+
+    GatherOptions options_;
+    std::vector<GatherSource> sources_;
+    std::vector<py::tuple> kept_;  // owners of what sources_ points to
+};
+
+}  // namespace
+
+void register_gather(py::module_& m) {
+    py::class_<Gatherer>(m, "Gatherer")
+        .def(py::init<const std::string&, const std::string&, const std::string&, std::int64_t,
+                      std::int64_t>(),
+             py::kw_only(), py::arg("positions"), py::arg("attention"), py::arg("labels"),
+             py::arg("alignment"), py::arg("pad_token"))
+        .def("add_source", &Gatherer::add_source, py::kw_only(), py::arg("tokens"),
+             py::arg("labels"), py::arg("index_bytes").noconvert(), py::arg("index_name"),
+             py::arg("sample_segment_offsets"), py::arg("segment_document"),
+             py::arg("segment_begin"), py::arg("segment_length"))
+        .def("gather", &Gatherer::gather, py::arg("source_ids").noconvert(),
+             py::arg("sample_ids").noconvert(), py::kw_only(), py::arg("num_rows"),
+             py::arg("row_tokens"), py::arg("capacity"), py::arg("tokens").noconvert(),
+             py::arg("labels").noconvert(), py::arg("loss_mask").noconvert(),
+             py::arg("position_ids").noconvert(), py::arg("per_row"), py::arg("num_cu_seqlens"))
+        .def("count_labels", &Gatherer::count, py::arg("source_ids").noconvert(),
+             py::arg("sample_ids").noconvert());
+}
+
+}  // namespace megapack

@@ -1,0 +1,170 @@
+"""The shape of a micro batch: rows or one stream, and how its segments are listed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from megapack.errors import ConfigError
+
+__all__ = ["Batch", "BatchLayout", "MicroBatch", "allocate"]
+
+# tokens, labels, loss_mask, position_ids, cu_seqlens, ... and plain ints
+Batch: TypeAlias = dict[str, Any]
+
+# In this order in memory: the wide ones first, so that all are aligned.
+_DTYPES = {
+    "tokens": torch.int64,
+    "labels": torch.int64,
+    "position_ids": torch.int64,
+    "loss_mask": torch.float32,
+}
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """One forward of one rank: which samples, and where in the run it stands.
+
+    It is also a sequence of sample ids, which is what torch's DataLoader asks of a batch sampler.
+
+    Attributes:
+        sample_ids: (samples,) int64, global ids; fewer than fit where ranks are uneven.
+        capacity: tokens per sample.
+        bucket: number of the bucket.
+        step, micro_step, num_micro_steps: position in the run; micro steps count from 0.
+        num_step_label_tokens: tokens with a label in the whole step, over all ranks.
+        imbalance: max / mean attention work over the ranks, of this draw, as dealt.
+        imbalance_undealt: the same had the samples been dealt in the order of the schedule.
+    """
+
+    sample_ids: NDArray[np.int64]
+    capacity: int
+    bucket: int
+    step: int
+    micro_step: int
+    num_micro_steps: int
+    num_step_label_tokens: int
+    imbalance: float
+    imbalance_undealt: float
+
+    def __len__(self) -> int:
+        return len(self.sample_ids)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.sample_ids.tolist())
+
+    def __getitem__(self, i: int) -> int:
+        return int(self.sample_ids[i])
+
+    def about(self) -> Batch:
+        """What goes along with the tensors of the batch."""
+        return {
+            "step": self.step,
+            "micro_step": self.micro_step,
+            "num_micro_steps": self.num_micro_steps,
+            "bucket": self.bucket,
+            "capacity": self.capacity,
+            "num_step_label_tokens": self.num_step_label_tokens,
+            "imbalance": self.imbalance,
+            "imbalance_undealt": self.imbalance_undealt,
+            "sample_ids": torch.from_numpy(self.sample_ids),
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchLayout:
+    """How samples are laid out in a micro batch.
+
+    Attributes:
+        micro_batch_tokens: tokens of a micro batch, padding included; the same for every bucket.
+        kind: ``stream``: one row (1, micro_batch_tokens); ``rows``: (rows, row_tokens).
+        row_tokens: tokens per row, ``row_tokens // capacity`` samples in each; None: the capacity,
+            one sample per row. A fixed number gives rows of one shape whatever the bucket.
+        cu_seqlens: ``exact``, or ``padded`` with their last value to a fixed number of entries.
+        num_cu_seqlens: that number; None: what the fullest micro batch of the dataset needs.
+        cu_seqlens_per_row: (rows, entries) that count from the row's begin, as Megatron has them,
+            instead of one list over all rows.
+    """
+
+    micro_batch_tokens: int
+    kind: Literal["stream", "rows"] = "stream"
+    row_tokens: int | None = None
+    cu_seqlens: Literal["exact", "padded"] = "exact"
+    num_cu_seqlens: int | None = None
+    cu_seqlens_per_row: bool = False
+
+    def __post_init__(self) -> None:
+        if self.micro_batch_tokens < 1:
+            raise ConfigError(f"micro_batch_tokens is {self.micro_batch_tokens}; it is positive")
+        if self.kind not in ("stream", "rows"):
+            raise ConfigError(f"layout is {self.kind!r}; it must be 'stream' or 'rows'")
+        if self.cu_seqlens not in ("exact", "padded"):
+            raise ConfigError(f"cu_seqlens is {self.cu_seqlens!r}; it is 'exact' or 'padded'")
+        if self.row_tokens is not None and self.micro_batch_tokens % self.row_tokens:
+            raise ConfigError(
+                f"row_tokens {self.row_tokens} does not divide micro_batch_tokens "
+                f"{self.micro_batch_tokens}"
+            )
+
+    def rows(self, capacity: int) -> tuple[int, int]:
+        """(number of rows, tokens per row) for samples of ``capacity`` tokens."""
+        row = self.row_tokens or capacity
+        if capacity > row or self.micro_batch_tokens % row:
+            raise ConfigError(
+                f"a micro batch of {self.micro_batch_tokens} tokens in rows of {row} cannot hold "
+                f"samples of {capacity}: make row_tokens a divisor of micro_batch_tokens and at "
+                f"least {capacity}, or micro_batch_tokens a multiple of {capacity}"
+            )
+        return self.micro_batch_tokens // row, row
+
+    def num_samples(self, capacity: int) -> int:
+        """Samples of ``capacity`` tokens in a full micro batch."""
+        rows, row = self.rows(capacity)
+        return rows * (row // capacity)
+
+    def shape(self, capacity: int) -> tuple[int, int]:
+        """Of tokens, labels, loss_mask and position_ids."""
+        return (1, self.micro_batch_tokens) if self.kind == "stream" else self.rows(capacity)
+
+
+def allocate(num_tokens: int, *, pin_memory: bool = False) -> dict[str, torch.Tensor]:
+    """Flat buffers of one micro batch, to be filled (and filled again) by ``micro_batch``."""
+    return carve(torch.empty(num_bytes(num_tokens), dtype=torch.uint8, pin_memory=pin_memory))
+
+
+def num_bytes(num_tokens: int) -> int:
+    """Size of the buffers of one micro batch."""
+    return num_tokens * sum(dtype.itemsize for dtype in _DTYPES.values())
+
+
+def carve(memory: torch.Tensor) -> dict[str, torch.Tensor]:
+    """One piece of uint8 memory of ``num_bytes(num_tokens)`` as the buffers of a micro batch.
+
+    One piece, so that it is pinned, shared between processes, or copied to a device at once.
+    """
+    num_tokens = memory.numel() // num_bytes(1)
+    buffers, at = {}, 0
+    for name, dtype in _DTYPES.items():
+        size = num_tokens * dtype.itemsize
+        buffers[name] = memory[at : at + size].view(dtype)
+        at += size
+    return buffers
+
+
+def flat_views(buffers: Mapping[str, torch.Tensor], num_tokens: int) -> dict[str, NDArray[Any]]:
+    """numpy views of the buffers, for C++. Raises ValueError for buffers of another shape."""
+    views = {}
+    for name, dtype in _DTYPES.items():
+        buffer = buffers[name]
+        if buffer.dtype != dtype or buffer.numel() != num_tokens or not buffer.is_contiguous():
+            raise ValueError(
+                f"buffer {name!r} is {buffer.dtype} with {buffer.numel()} elements; it must be "
+                f"{dtype} with {num_tokens}, contiguous"
+            )
+        views[name] = buffer.detach().view(-1).numpy()
+    return views

@@ -1,0 +1,286 @@
+"""PackedDataset: samples of an index, gathered from documents by one C++ call per micro batch."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Literal, TypeAlias
+
+import numpy as np
+import torch
+from numpy.typing import ArrayLike, NDArray
+from torch.utils.data import Dataset
+
+from megapack import _core
+from megapack.data.batch import Batch, BatchLayout, allocate, flat_views
+from megapack.data.source import SampleSource
+from megapack.errors import ConfigError, IndexMismatchError
+from megapack.packing import SampleIndex
+from megapack.storage import IndexedDataset
+
+__all__ = ["PackedDataset"]
+
+Prefix: TypeAlias = str | os.PathLike[str]
+Documents: TypeAlias = IndexedDataset | Prefix
+Index: TypeAlias = SampleIndex | Prefix
+
+
+class PackedDataset(Dataset[Batch]):
+    """Documents on disk and an index over them, as samples and micro batches.
+
+    ``dataset[i]`` is one sample of its bucket's capacity; ``dataset.micro_batch(ids)`` a micro
+    batch, assembled by one C++ call without the GIL, straight from the mapped files.
+
+    Args:
+        dataset: the documents, or their prefix; several for a blend.
+        index: the samples, or the path of a .samples file; one per dataset.
+        weights: of a blend, shares of tokens; None: in proportion to the tokens.
+        names: of the datasets, for reports; None: their prefixes.
+        max_epochs: a run that would repeat a dataset more often is refused; None: no limit.
+        positions: where position_ids restart: at every ``segment``, never inside a ``document``
+            (a segment continues its document's count), or at every ``sample``.
+        attention: whether cu_seqlens list ``document`` segments or whole ``sample`` runs (the
+            classic concatenation).
+        labels: ``document``: the last token of a document has no label; ``sample``: its label is
+            the first token of the next segment, as in the classic concatenation.
+        label_dataset: labels that somebody chose (chat: only the assistant's tokens), token by
+            token beside the documents, not shifted, negative where there is none. ``auto`` takes
+            ``<prefix>.labels`` when it is there; None ignores it.
+        pad_token: written where there is no token.
+        alignment: segments start at multiples of this (2 x context parallel size), and the batch
+            has ``cu_seqlens_padded``. A sample needs room for it: rows longer than the capacity.
+
+    Raises:
+        IndexMismatchError: the index was made for other documents.
+        FormatError, OSError: a file is damaged or missing.
+    """
+
+    def __init__(
+        self,
+        dataset: Documents | Sequence[Documents],
+        index: Index | Sequence[Index],
+        *,
+        weights: Sequence[float] | None = None,
+        names: Sequence[str] | None = None,
+        max_epochs: float | None = None,
+        positions: Literal["segment", "document", "sample"] = "segment",
+        attention: Literal["document", "sample"] = "document",
+        labels: Literal["document", "sample"] = "document",
+        label_dataset: Documents | Literal["auto"] | None = "auto",
+        pad_token: int = 0,
+        alignment: int = 1,
+    ) -> None:
+        self._options: dict[str, Any] = {
+            "positions": positions,
+            "attention": attention,
+            "labels": labels,
+            "alignment": alignment,
+            "pad_token": pad_token,
+        }
+        self.datasets = [
+            item if isinstance(item, IndexedDataset) else IndexedDataset(item)
+            for item in _as_list(dataset)
+        ]
+        indices = [
+            item if isinstance(item, SampleIndex) else SampleIndex.load(item)
+            for item in _as_list(index)
+        ]
+        if len(indices) != len(self.datasets):
+            raise ConfigError(
+                f"{len(self.datasets)} datasets and {len(indices)} indices; give one for each"
+            )
+        if len(indices) > 1 and label_dataset not in ("auto", None):
+            raise ConfigError(
+                "label_dataset of a blend is 'auto' or None: each dataset has its own"
+            )
+        for documents, samples in zip(self.datasets, indices, strict=True):
+            samples.check_source(documents)
+        self._label_datasets = [_labels_of(item, label_dataset) for item in self.datasets]
+        self._connect(
+            indices,
+            {
+                "weights": weights,
+                "names": names or [item.prefix for item in self.datasets],
+                "max_epochs": max_epochs,
+            },
+        )
+
+    def _connect(self, indices: list[SampleIndex], about: dict[str, Any]) -> None:
+        self._gatherer = _core.Gatherer(**self._options)
+        self._max_cu_seqlens: dict[BatchLayout, int] = {}
+        triples = zip(self.datasets, self._label_datasets, indices, strict=True)
+        for dataset, labels, index in triples:
+            self._gatherer.add_source(
+                tokens=dataset.tokens,
+                labels=None if labels is None else labels.tokens,
+                index_bytes=dataset.index_bytes,
+                index_name=f"{dataset.prefix}.idx",
+                sample_segment_offsets=index.sample_segment_offsets,
+                segment_document=index.segment_document,
+                segment_begin=index.segment_begin,
+                segment_length=index.segment_length,
+            )
+        self.samples = SampleSource(
+            indices,
+            **about,
+            attention=self._options["attention"],
+            counter=self._gatherer.count_labels,
+        )
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = {k: v for k, v in self.__dict__.items() if k not in ("_gatherer", "samples")}
+        samples = self.samples
+        about = {name: getattr(samples, name) for name in ("weights", "names", "max_epochs")}
+        return {**state, "indices": samples.indices, "about": about}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        indices, about = state.pop("indices"), state.pop("about")
+        self.__dict__.update(state)
+        self._connect(indices, about)
+
+    def __len__(self) -> int:
+        """Samples of all buckets (and datasets)."""
+        return self.samples.num_samples
+
+    def __repr__(self) -> str:
+        names = ", ".join(dataset.prefix for dataset in self.datasets)
+        return f"PackedDataset({len(self)} samples of {names})"
+
+    def __getitem__(self, i: int) -> Batch:
+        """One sample: what ``micro_batch`` gives, without the dimension of rows.
+
+        Returns:
+            tokens, labels, position_ids int64 (capacity,); loss_mask float32 (capacity,);
+            cu_seqlens int32 (segments + 1,); max_seqlen int; sample_id int.
+        """
+        sample = i.__index__()
+        if not -len(self) <= sample < len(self):
+            raise IndexError(f"sample {sample} of {len(self)}")
+        sample %= len(self)
+        batch = self.micro_batch([sample])
+        for name in ("tokens", "labels", "loss_mask", "position_ids"):
+            batch[name] = batch[name][0]
+        return batch
+
+    def micro_batch(
+        self,
+        sample_ids: ArrayLike,
+        *,
+        layout: BatchLayout | None = None,
+        capacity: int | None = None,
+        out: Mapping[str, torch.Tensor] | None = None,
+        pin_memory: bool = False,
+    ) -> Batch:
+        """Gather samples of one bucket.
+
+        Args:
+            sample_ids: ids of samples of one capacity, placed in this order.
+            layout: shape of the batch; None: one stream of exactly these samples.
+            capacity: of the samples, tokens; None: looked up.
+            out: buffers of ``allocate(num_tokens)`` to write into, overwritten by the next call
+                that is given them; None: new tensors.
+            pin_memory: new tensors in page-locked memory.
+
+        Returns:
+            ``tokens, labels, position_ids`` int64 and ``loss_mask`` float32 in the layout's shape;
+            ``cu_seqlens`` int32, the padding of a sample its own last segment (with alignment also
+            ``cu_seqlens_padded``); ``max_seqlen`` int, longest segment with its padding. For a
+            blend also ``dataset_ids`` int32, dataset of every segment, -1 for padding.
+
+        Raises:
+            IndexError: a sample that does not exist.
+            FormatError: the index points outside the documents.
+            ValueError: the samples do not fit the layout.
+        """
+        ids = np.ascontiguousarray(sample_ids, np.int64).reshape(-1)
+        if capacity is None:
+            if len(ids) == 0:
+                raise ValueError("an empty micro batch needs the capacity of its bucket")
+            capacity = self.samples.capacity_of(int(ids[0]))
+        if layout is None:
+            layout = BatchLayout(micro_batch_tokens=capacity * len(ids))
+        rows, row_tokens = layout.rows(capacity)
+        buffers = out or allocate(layout.micro_batch_tokens, pin_memory=pin_memory)
+        sources, local = self.samples.locate(ids)
+        cu_seqlens, cu_seqlens_padded, dataset_ids, max_seqlen = self._gatherer.gather(
+            sources,
+            local,
+            num_rows=rows,
+            row_tokens=row_tokens,
+            capacity=capacity,
+            per_row=layout.cu_seqlens_per_row,
+            num_cu_seqlens=self._num_cu_seqlens(layout),
+            **flat_views(buffers, layout.micro_batch_tokens),
+        )
+        shape = layout.shape(capacity)
+        batch: Batch = {name: buffer.view(shape) for name, buffer in buffers.items()}
+        batch["cu_seqlens"] = _listed(cu_seqlens, rows, layout)
+        if cu_seqlens_padded is not None:
+            batch["cu_seqlens_padded"] = _listed(cu_seqlens_padded, rows, layout)
+        batch["max_seqlen"] = max_seqlen
+        if len(self.datasets) > 1:
+            batch["dataset_ids"] = torch.from_numpy(dataset_ids)
+        return batch
+
+    def _num_cu_seqlens(self, layout: BatchLayout) -> int:
+        """Entries to fill up to; 0: as many as there are."""
+        if layout.cu_seqlens == "exact":
+            return 0
+        return layout.num_cu_seqlens or self.max_cu_seqlens(layout)
+
+    def max_cu_seqlens(self, layout: BatchLayout) -> int:
+        """Entries of cu_seqlens that are enough for every micro batch of this layout."""
+        if layout not in self._max_cu_seqlens:
+            most = max(
+                (slots * (segments + 1) for slots, segments in self._fullest(layout)), default=1
+            )
+            self._max_cu_seqlens[layout] = most + 1
+        return self._max_cu_seqlens[layout]
+
+    def _fullest(self, layout: BatchLayout) -> Iterator[tuple[int, int]]:
+        """(samples in one list of cu_seqlens, most segments of a sample) of every bucket."""
+        for index in self.samples.indices:
+            for b, capacity in enumerate(index.bucket_capacity.tolist()):
+                begin, end = index.bucket_sample_offsets[b : b + 2].tolist()
+                if begin == end:
+                    continue
+                rows, _ = layout.rows(capacity)
+                slots = layout.num_samples(capacity)
+                segments = 1
+                if self._options["attention"] == "document":
+                    offsets = index.sample_segment_offsets[begin : end + 1]
+                    segments = int(np.diff(offsets).max())
+                yield slots // rows if layout.cu_seqlens_per_row else slots, segments
+
+    def count_labels(self, sample_ids: ArrayLike) -> NDArray[np.int64]:
+        """Tokens of every sample that have a label (the sum of its loss_mask), int64."""
+        return self.samples.count_labels(np.ascontiguousarray(sample_ids, np.int64))
+
+
+def _as_list(items: Any) -> list[Any]:
+    return list(items) if isinstance(items, (list, tuple)) else [items]
+
+
+def _labels_of(dataset: IndexedDataset, labels: Documents | None) -> IndexedDataset | None:
+    if labels is None:
+        return None
+    if labels == "auto":
+        prefix = f"{dataset.prefix}.labels"
+        if not IndexedDataset.exists(prefix):
+            return None
+        labels = prefix
+    if not isinstance(labels, IndexedDataset):
+        labels = IndexedDataset(labels)
+    for name in ("num_documents", "num_tokens"):
+        theirs, ours = getattr(labels, name), getattr(dataset, name)
+        if theirs != ours:
+            raise IndexMismatchError(
+                f"labels {labels.prefix} and documents {dataset.prefix} do not belong together: "
+                f"{name} is {theirs} and {ours}; write both in one run"
+            )
+    return labels
+
+
+def _listed(values: NDArray[np.int32], rows: int, layout: BatchLayout) -> torch.Tensor:
+    tensor = torch.from_numpy(values)
+    return tensor.view(rows, -1) if layout.cu_seqlens_per_row else tensor

@@ -1,0 +1,116 @@
+"""Batches ahead of time: a thread that prepares them, a CUDA stream that carries them over.
+
+The gather holds no GIL, so a thread of the training process prepares batches while the trainer runs
+Python; nothing is pickled and nothing is copied between processes.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Iterable, Iterator
+from typing import Generic, TypeVar
+
+import torch
+
+from megapack.data.batch import Batch
+
+__all__ = ["ThreadPrefetcher", "to_device"]
+
+T = TypeVar("T")
+
+
+class ThreadPrefetcher(Iterator[T], Generic[T]):
+    """Runs an iterable in a thread, at most ``depth`` items ahead.
+
+    An exception of the iterable is raised where its item would have been. ``close`` (also called
+    at the end, on an exception and when the iterator is collected) stops the thread and joins it.
+    """
+
+    def __init__(self, items: Iterable[T], depth: int) -> None:
+        self._queue: queue.Queue[tuple[bool, T | BaseException | None]] = queue.Queue(depth)
+        self._stop = threading.Event()
+        self._thread = threading.Thread(
+            target=_produce, args=(items, self._queue, self._stop), name="megapack-prefetch"
+        )
+        self._thread.daemon = True  # an interpreter that exits does not wait for batches
+        self._thread.start()
+
+    def __next__(self) -> T:
+        if self._stop.is_set():
+            raise StopIteration
+        is_item, value = self._queue.get()
+        if is_item:
+            return value  # type: ignore[return-value]
+        self.close()
+        if value is None:
+            raise StopIteration
+        assert isinstance(value, BaseException)
+        raise value
+
+    def close(self) -> None:
+        """Stop and join the thread; harmless when it has ended."""
+        self._stop.set()
+        while self._thread.is_alive():  # it may wait for room in the queue
+            try:
+                self._queue.get_nowait()
+            except queue.Empty:
+                self._thread.join(0.01)
+
+    def __del__(self) -> None:
+        self.close()
+
+
+def _produce(
+    items: Iterable[T],
+    out: queue.Queue[tuple[bool, T | BaseException | None]],
+    stop: threading.Event,
+) -> None:
+    """Of the thread. It knows the queue but not the iterator, which can be collected therefore."""
+    try:
+        for item in items:
+            out.put((True, item))
+            if stop.is_set():
+                return
+        out.put((False, None))
+    except BaseException as error:  # raised again by the consumer
+        out.put((False, error))
+
+
+def to_device(batches: Iterable[Batch], device: torch.device) -> Iterator[Batch]:
+    """Batches with their tensors on ``device``, one batch ahead on a stream of its own.
+
+    On the CPU batches pass as they are. Tensors should be pinned, or the copies wait.
+    """
+    if device.type != "cuda":
+        yield from batches
+        return
+    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    ahead: Batch | None = None
+    for batch in batches:
+        with torch.cuda.stream(stream):
+            copied = _copy(batch, device)
+        if ahead is not None:
+            yield _hand_over(ahead, stream, device)
+        ahead = copied
+    if ahead is not None:
+        yield _hand_over(ahead, stream, device)
+
+
+def _copy(batch: Batch, device: torch.device) -> Batch:
+    return {
+        name: value.to(device, non_blocking=True)
+        if isinstance(value, torch.Tensor) and name != "sample_ids"
+        else value
+        for name, value in batch.items()
+    }
+
+
+def _hand_over(batch: Batch, stream: torch.cuda.Stream, device: torch.device) -> Batch:
+    """The trainer's stream waits for the copies, and they live as long as it uses them."""
+    current = torch.cuda.current_stream(device)
+    current.wait_stream(stream)
+    for value in batch.values():
+        if isinstance(value, torch.Tensor) and value.is_cuda:
+            value.record_stream(current)
+    return batch

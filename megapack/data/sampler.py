@@ -1,0 +1,220 @@
+"""BucketBatchSampler: the micro batches of one rank, step after step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+from torch.utils.data import Sampler
+
+from megapack.data.batch import MicroBatch
+from megapack.data.dealing import Deal, Imbalance, deal
+from megapack.data.report import check_epochs
+from megapack.data.schedule import Draw, Schedule
+from megapack.errors import ConfigError, ResumeError
+
+__all__ = ["BucketBatchSampler"]
+
+
+Ids = NDArray[np.int64]
+
+
+class BucketBatchSampler(Sampler[MicroBatch]):
+    """Deals the steps of a schedule to ranks and yields one rank's micro batches in order.
+
+    Every rank takes the same number of micro steps, and at each of them all ranks have the same
+    bucket. An item is a ``MicroBatch``, a sequence of sample ids: the sampler serves as the
+    ``batch_sampler`` of torch's (or torchdata's stateful) DataLoader, and as its ``sampler`` with
+    ``batch_size=None``.
+
+    Args:
+        schedule: the same on all ranks.
+        data_parallel_rank, data_parallel_size: this rank, of how many.
+        micro_batch_tokens: tokens of one forward of one rank, padding included.
+        start_step: first step, counted from the beginning of the run.
+        num_steps: how many; None: to the end of the first epoch.
+        dealing: ``balanced``: equal attention work per rank; ``in_order``: as scheduled.
+        uneven: what happens when ranks do not divide the micro batches of a step: ``error``, or
+            ``pad``: some ranks have an empty micro batch at the end (all padding, no labels),
+            which keeps a run going on fewer nodes.
+        hidden_size: of the model, for the imbalance of whole layers in ``imbalance``.
+        count_labels: sample ids -> labels of each; None: the schedule's.
+
+    Raises:
+        ConfigError: the sizes do not fit; the message names those that do.
+    """
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        *,
+        data_parallel_rank: int,
+        data_parallel_size: int,
+        micro_batch_tokens: int,
+        start_step: int = 0,
+        num_steps: int | None = None,
+        dealing: Literal["balanced", "in_order"] = "balanced",
+        uneven: Literal["error", "pad"] = "error",
+        hidden_size: int | None = None,
+        count_labels: Callable[[Ids], Ids] | None = None,
+    ) -> None:
+        if not 0 <= data_parallel_rank < data_parallel_size:
+            raise ConfigError(
+                f"data_parallel_rank is {data_parallel_rank} of {data_parallel_size} ranks"
+            )
+        if start_step < 0:
+            raise ConfigError(f"start_step is {start_step}; steps are counted from 0")
+        self.schedule = schedule
+        self.data_parallel_rank = data_parallel_rank
+        self.data_parallel_size = data_parallel_size
+        self.micro_batch_tokens = micro_batch_tokens
+        self.start_step = start_step
+        self.num_steps = (
+            max(0, schedule.num_steps() - start_step) if num_steps is None else num_steps
+        )
+        self.dealing = dealing
+        self.hidden_size = hidden_size
+        self._count_labels = count_labels or schedule.samples.count_labels
+        self.micro_batches_per_draw = self._check_sizes(uneven)
+        check_epochs(schedule, self.start_step + self.num_steps)
+
+    def _check_sizes(self, uneven: str) -> int:
+        draw_tokens = self.schedule.config.draw_tokens
+        size, tokens = self.data_parallel_size, self.micro_batch_tokens
+        if tokens < 1 or draw_tokens % tokens:
+            raise ConfigError(
+                f"micro_batch_tokens {tokens} does not divide the {draw_tokens} tokens of a draw; "
+                f"with {size} ranks {_divisors(draw_tokens // size)} would"
+            )
+        count = draw_tokens // tokens
+        if count % size and uneven != "pad":
+            raise ConfigError(
+                f"{size} ranks do not divide the {count} micro batches of {tokens} tokens in a "
+                f"draw of {draw_tokens}; use {_divisors(count)} ranks, another micro_batch_tokens, "
+                "or uneven='pad', which gives some ranks an empty micro batch"
+            )
+        row = self.schedule.config.row_tokens
+        for stream, samples in zip(
+            self.schedule.buckets, self.schedule.samples_per_draw, strict=True
+        ):
+            if samples % count or (row is not None and tokens % row):
+                unit = row or stream.capacity
+                raise ConfigError(
+                    f"a micro batch of {tokens} tokens cannot hold whole samples of "
+                    f"{stream.capacity}: make micro_batch_tokens a multiple of {unit}"
+                )
+        return count
+
+    @property
+    def num_micro_steps(self) -> int:
+        """Micro steps per optimizer step, the same on all ranks."""
+        per_draw = -(-self.micro_batches_per_draw // self.data_parallel_size)
+        return per_draw * self.schedule.config.draws_per_step
+
+    def __len__(self) -> int:
+        """Micro batches of this rank from start_step on."""
+        return self.num_steps * self.num_micro_steps
+
+    def __iter__(self) -> MicroBatchIterator:
+        return MicroBatchIterator(self)
+
+    def micro_batches(self, step: int) -> list[MicroBatch]:
+        """This rank's micro batches of one step; ``num_micro_steps`` of them."""
+        content = self.schedule.step(step)
+        num_labels = int(self._count_labels(content.sample_ids).sum())
+        result: list[MicroBatch] = []
+        for draw in content.draws:
+            result += self._micro_batches(step, num_labels, draw, len(result))
+        return result
+
+    def _micro_batches(
+        self, step: int, num_labels: int, draw: Draw, first: int
+    ) -> list[MicroBatch]:
+        dealt = self._deal(draw)
+        imbalance = dealt.imbalance()
+        positions = dealt.micro_batches(self.data_parallel_rank)
+        per_draw = self.num_micro_steps // self.schedule.config.draws_per_step
+        positions += [np.zeros(0, np.int64)] * (per_draw - len(positions))
+        return [
+            MicroBatch(
+                sample_ids=draw.sample_ids[mine],
+                capacity=draw.capacity,
+                bucket=draw.bucket,
+                step=step,
+                micro_step=first + m,
+                num_micro_steps=self.num_micro_steps,
+                num_step_label_tokens=num_labels,
+                imbalance=imbalance.attention,
+                imbalance_undealt=imbalance.attention_undealt,
+            )
+            for m, mine in enumerate(positions)
+        ]
+
+    def _deal(self, draw: Draw) -> Deal:
+        return deal(
+            self.schedule.samples.attention_cost(draw.sample_ids, draw.capacity),
+            num_ranks=self.data_parallel_size,
+            num_micro_batches=self.micro_batches_per_draw,
+            capacity=draw.capacity,
+            how=self.dealing,
+        )
+
+    def imbalance(self, step: int) -> list[Imbalance]:
+        """Work of the ranks at a step, one entry per draw."""
+        draws = self.schedule.step(step).draws
+        return [self._deal(draw).imbalance(self.hidden_size) for draw in draws]
+
+
+class MicroBatchIterator(Iterator[MicroBatch]):
+    """Micro batches from one on; torchdata's StatefulDataLoader keeps its state."""
+
+    def __init__(self, sampler: BucketBatchSampler) -> None:
+        self._sampler = sampler
+        self._step = sampler.start_step
+        self._micro_step = 0
+        self._content: list[MicroBatch] = []
+
+    def __next__(self) -> MicroBatch:
+        sampler = self._sampler
+        if self._step >= sampler.start_step + sampler.num_steps:
+            raise StopIteration
+        if not self._content:
+            self._content = sampler.micro_batches(self._step)
+        micro_batch = self._content[self._micro_step]
+        self._micro_step += 1
+        if self._micro_step == len(self._content):
+            self._step, self._micro_step, self._content = self._step + 1, 0, []
+        return micro_batch
+
+    def state_dict(self) -> dict[str, Any]:
+        """The schedule's state and how far the step has come."""
+        return {
+            **self._sampler.schedule.state_dict(self._step),
+            "micro_step": self._micro_step,
+            "num_micro_steps": self._sampler.num_micro_steps,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue there.
+
+        Raises:
+            ResumeError: another order of samples, or another number of micro steps in the midst of
+                a step (between steps the number of ranks may change).
+        """
+        self._sampler.schedule.check_state(state)
+        if state["micro_step"] and state["num_micro_steps"] != self._sampler.num_micro_steps:
+            raise ResumeError(
+                f"the state stands at micro step {state['micro_step']} of "
+                f"{state['num_micro_steps']}, and steps now have {self._sampler.num_micro_steps}: "
+                "save between steps to change the number of ranks or the micro batch size"
+            )
+        self._step, self._micro_step = int(state["step"]), int(state["micro_step"])
+        self._content = []
+
+
+def _divisors(number: int) -> str:
+    """A few divisors, largest last, for a message."""
+    found = [d for d in range(1, min(number, 4096) + 1) if number % d == 0]
+    return ", ".join(map(str, found[-6:])) or "none"

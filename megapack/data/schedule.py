@@ -1,0 +1,359 @@
+"""What every optimizer step contains: a pure function of (index, configuration, step).
+
+All ranks compute the same without talking to each other, and any step is computed without those
+before it. Steps hold a constant number of tokens; what a step holds does not depend on the number
+of ranks, the micro batch size or the number of workers, so a run may stop at any step and continue
+with others. Nothing is dropped: a bucket is an endless stream (``megapack.data.streams``) of which
+every draw takes the next ``k`` samples, and a draw that reaches the end of an epoch continues with
+the next one.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, Literal, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megapack import _core
+from megapack.config import to_dict
+from megapack.data import resume
+from megapack.data.order import order_named
+from megapack.data.source import HasSamples, SampleSource
+from megapack.data.streams import BucketStream, bucket_streams, fold_key
+from megapack.errors import ConfigError
+from megapack.packing import SampleIndex
+
+__all__ = ["Draw", "Schedule", "ScheduleConfig", "Step"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScheduleConfig:
+    """Everything, beside the index, that decides what a step contains.
+
+    Attributes:
+        tokens_per_step: tokens of one optimizer step over all ranks, padding included.
+        seed: of shuffles and of the order of buckets.
+        order: a name of ``megapack.data.order.ORDERS``.
+        num_cycles: times per epoch that a curriculum starts over; None: what the order has.
+        mix: ``step``: one bucket per optimizer step; ``micro_step``: one per micro step.
+        micro_step_tokens: for ``mix="micro_step"``, tokens of one micro step over all ranks. It is
+            fixed here, and not by the ranks there are, so that steps stay independent of them.
+        row_tokens: rows of this many tokens hold ``row_tokens // capacity`` samples each. Needed
+            only when a capacity does not divide tokens_per_step; the rest of a row is padding.
+        cost_window: order the samples of this many consecutive draws of a bucket by attention cost,
+            so that a draw holds samples of like cost; for draws with one sample per rank, which no
+            dealing can balance. 1: off.
+    """
+
+    tokens_per_step: int
+    seed: int = 0
+    order: str = "proportional"
+    num_cycles: int | None = None
+    mix: Literal["step", "micro_step"] = "step"
+    micro_step_tokens: int | None = None
+    row_tokens: int | None = None
+    cost_window: int = 1
+
+    def __post_init__(self) -> None:
+        order_named(self.order)
+        for name in ("tokens_per_step", "num_cycles", "micro_step_tokens", "row_tokens"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"{name} is {value}; it must be positive")
+        if self.cost_window < 1:
+            raise ConfigError(f"cost_window is {self.cost_window}; it must be 1 (off) or more")
+        if (self.mix == "micro_step") != (self.micro_step_tokens is not None):
+            raise ConfigError("mix='micro_step' and micro_step_tokens go together: give both")
+        if self.tokens_per_step % self.draw_tokens:
+            raise ConfigError(
+                f"micro_step_tokens {self.draw_tokens} does not divide tokens_per_step "
+                f"{self.tokens_per_step}"
+            )
+
+    @property
+    def draw_tokens(self) -> int:
+        """Tokens that come from one bucket at a time."""
+        return self.micro_step_tokens or self.tokens_per_step
+
+    @property
+    def draws_per_step(self) -> int:
+        return self.tokens_per_step // self.draw_tokens
+
+
+Ids = NDArray[np.int64]
+Cycle = tuple[NDArray[np.int32], NDArray[np.int64]]  # bucket of every draw, earlier draws of it
+K = TypeVar("K")
+V = TypeVar("V")
+
+_REMEMBERED = 4  # cycles and windows: a run needs one of each, a look back two
+
+
+@dataclass(frozen=True)
+class Draw:
+    """Samples of one bucket that go through the model together.
+
+    Attributes:
+        bucket: number of the bucket, by rising capacity.
+        capacity: tokens per sample.
+        sample_ids: (samples,) int64, global ids.
+    """
+
+    bucket: int
+    capacity: int
+    sample_ids: NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Step:
+    """One optimizer step of all ranks; ``mix="step"`` has one draw, ``micro_step`` several."""
+
+    index: int
+    draws: tuple[Draw, ...]
+    count_labels: Callable[[NDArray[np.int64]], NDArray[np.int64]] = field(repr=False)
+
+    @property
+    def bucket(self) -> int:
+        """Of the first draw."""
+        return self.draws[0].bucket
+
+    @property
+    def capacity(self) -> int:
+        """Of the first draw, tokens per sample."""
+        return self.draws[0].capacity
+
+    @cached_property
+    def sample_ids(self) -> NDArray[np.int64]:
+        """Of all draws, int64."""
+        return np.concatenate([draw.sample_ids for draw in self.draws])
+
+    @cached_property
+    def num_label_tokens(self) -> int:
+        """Tokens of the step that have a label: the divisor of its loss."""
+        return int(self.count_labels(self.sample_ids).sum())
+
+
+class Schedule:
+    """The steps of a run.
+
+    Args:
+        index: what to draw from: a ``SampleIndex``, a ``PackedDataset``, or several indices. A
+            PackedDataset brings its blend weights and counts label tokens exactly; bare indices
+            know where documents end as long as their strategy dropped no tokens.
+        weights: shares of tokens of several indices; None: in proportion to their tokens.
+
+    The other arguments are those of ``ScheduleConfig``.
+
+    Raises:
+        ConfigError: capacities and tokens_per_step do not fit; the message names the remedy.
+    """
+
+    def __init__(
+        self,
+        index: SampleIndex | Sequence[SampleIndex] | HasSamples,
+        *,
+        tokens_per_step: int,
+        seed: int = 0,
+        order: str = "proportional",
+        num_cycles: int | None = None,
+        mix: Literal["step", "micro_step"] = "step",
+        micro_step_tokens: int | None = None,
+        row_tokens: int | None = None,
+        cost_window: int = 1,
+        weights: Sequence[float] | None = None,
+    ) -> None:
+        self.config = ScheduleConfig(
+            tokens_per_step=tokens_per_step,
+            seed=seed,
+            order=order,
+            num_cycles=num_cycles,
+            mix=mix,
+            micro_step_tokens=micro_step_tokens,
+            row_tokens=row_tokens,
+            cost_window=cost_window,
+        )
+        self._order = order_named(order)
+        self.num_cycles = num_cycles or self._order.num_cycles
+        self.samples = SampleSource.of(index, weights)
+        self.buckets: list[BucketStream] = bucket_streams(
+            self.samples.indices, self.samples.weights, seed, shuffled=self._order.shuffled
+        )
+        self.samples_per_draw = [self._samples_per_draw(b.capacity) for b in self.buckets]
+        self._cycles: OrderedDict[int, Cycle] = OrderedDict()
+        self._windows: OrderedDict[tuple[int, int], NDArray[np.int64]] = OrderedDict()
+
+    @classmethod
+    def from_config(
+        cls,
+        index: SampleIndex | Sequence[SampleIndex] | HasSamples,
+        config: ScheduleConfig,
+        *,
+        weights: Sequence[float] | None = None,
+    ) -> Schedule:
+        """The same from a configuration read from YAML."""
+        return cls(index, weights=weights, **to_dict(config))
+
+    def _samples_per_draw(self, capacity: int) -> int:
+        tokens, row = self.config.draw_tokens, self.config.row_tokens
+        if row is None:
+            if tokens % capacity:
+                raise ConfigError(
+                    f"a draw of {tokens} tokens cannot consist of samples of {capacity}. Choose a "
+                    f"multiple of {capacity} ({tokens // capacity * capacity} or "
+                    f"{(tokens // capacity + 1) * capacity}), or set row_tokens: a row holds as "
+                    "many whole samples as fit, the rest of it is padding"
+                )
+            return tokens // capacity
+        if tokens % row:
+            raise ConfigError(f"row_tokens {row} does not divide the {tokens} tokens of a draw")
+        if capacity > row:
+            raise ConfigError(f"a row of {row} tokens cannot hold a sample of {capacity}")
+        return tokens // row * (row // capacity)
+
+    # --- counting -------------------------------------------------------------------------------
+
+    def _draws_of(self, bucket: int, cycles: int) -> int:
+        """Draws of a bucket in the first ``cycles`` cycles: enough to cover them, rounded up."""
+        samples = cycles * self.buckets[bucket].samples_per_epoch
+        return -(-samples // (self.num_cycles * self.samples_per_draw[bucket]))
+
+    def _draws_before(self, cycle: int) -> int:
+        return sum(self._draws_of(b, cycle) for b in range(len(self.buckets)))
+
+    def num_steps(self, num_epochs: int = 1) -> int:
+        """Steps after which every sample was seen at least ``num_epochs`` times.
+
+        At most ``samples_per_draw - 1`` samples per bucket are seen once more: the first of the
+        next epoch, which fill the last draw.
+        """
+        draws = self._draws_before(num_epochs * self.num_cycles)
+        return -(-draws // self.config.draws_per_step)
+
+    def num_draws(self, step: int) -> NDArray[np.int64]:
+        """(num_buckets,) how often every bucket is drawn in the first ``step`` steps."""
+        draws = step * self.config.draws_per_step
+        if draws == 0:
+            return np.zeros(len(self.buckets), np.int64)
+        cycle = self._cycle_of(draws - 1)
+        bucket, _ = self._draw_table(cycle)
+        within = bucket[: draws - self._draws_before(cycle)]
+        before = [self._draws_of(b, cycle) for b in range(len(self.buckets))]
+        return np.asarray(before) + np.bincount(within, minlength=len(self.buckets))
+
+    # --- the order of buckets -------------------------------------------------------------------
+
+    def bucket_of_draws(self, begin: int, end: int) -> NDArray[np.int32]:
+        """Bucket of draws ``[begin, end)``; with ``mix="step"`` draws are steps."""
+        parts = []
+        while begin < end:
+            cycle = self._cycle_of(begin)
+            first = self._draws_before(cycle)
+            bucket, _ = self._draw_table(cycle)
+            parts.append(bucket[begin - first : end - first])
+            begin = first + len(bucket)
+        return np.concatenate(parts) if parts else np.zeros(0, np.int32)
+
+    def _cycle_of(self, draw: int) -> int:
+        """The cycle that contains a draw: the largest c with draws_before(c) <= draw."""
+        num_buckets = len(self.buckets)
+        rate = sum(
+            stream.samples_per_epoch / (self.num_cycles * samples)
+            for stream, samples in zip(self.buckets, self.samples_per_draw, strict=True)
+        )
+        # draws_before(c) lies in [rate * c, rate * c + num_buckets).
+        low = max(0, int((draw - num_buckets) / rate) - 1)
+        high = int((draw + 1) / rate) + 2
+        return low + bisect_right(range(low, high), draw, key=self._draws_before) - 1
+
+    def _draw_table(self, cycle: int) -> Cycle:
+        """Bucket of every draw of a cycle, and how often it was drawn before in the cycle."""
+        if cycle in self._cycles:
+            self._cycles.move_to_end(cycle)
+            return self._cycles[cycle]
+        counts = np.array(
+            [
+                self._draws_of(b, cycle + 1) - self._draws_of(b, cycle)
+                for b in range(len(self.buckets))
+            ],
+            np.int64,
+        )
+        bucket = self._order.cycle(counts, fold_key(self.config.seed, 2, cycle))
+        if cycle == 0 and self._order.shuffled:  # running out of memory shall happen at once
+            at = int(np.argmax(bucket == bucket.max()))
+            bucket[[0, at]] = bucket[[at, 0]]
+        rank = np.empty(len(bucket), np.int64)
+        for b, count in enumerate(counts):
+            rank[bucket == b] = np.arange(count)
+        return _remember(self._cycles, cycle, (bucket, rank))
+
+    # --- the content of steps -------------------------------------------------------------------
+
+    def step(self, i: int) -> Step:
+        """Step ``i``, counted from 0; any step at any time."""
+        if i < 0:
+            raise IndexError(f"step {i}; steps are counted from 0")
+        n = self.config.draws_per_step
+        draws = tuple(self._draw(j) for j in range(i * n, (i + 1) * n))
+        return Step(i, draws, self.samples.count_labels)
+
+    def _draw(self, draw: int) -> Draw:
+        cycle = self._cycle_of(draw)
+        bucket, rank = self._draw_table(cycle)
+        at = draw - self._draws_before(cycle)
+        b = int(bucket[at])
+        ids = self._samples(b, self._draws_of(b, cycle) + int(rank[at]))
+        return Draw(b, self.buckets[b].capacity, ids)
+
+    def _samples(self, bucket: int, turn: int) -> NDArray[np.int64]:
+        """Samples of the ``turn``-th draw of a bucket."""
+        stream, count = self.buckets[bucket], self.samples_per_draw[bucket]
+        if self.config.cost_window == 1:
+            return stream.ids(turn * count, (turn + 1) * count)
+        # Windows start over with every epoch, so that an epoch still has every sample once.
+        epoch = turn * count // stream.samples_per_epoch
+        first = self._draws_of(bucket, epoch * self.num_cycles)
+        last = self._draws_of(bucket, (epoch + 1) * self.num_cycles)
+        begin = turn - (turn - first) % self.config.cost_window
+        end = min(begin + self.config.cost_window, last)
+        rows: Ids = self._window(bucket, begin, end)[turn - begin]
+        return rows
+
+    def _window(self, bucket: int, begin: int, end: int) -> NDArray[np.int64]:
+        """(end - begin, samples) ids of some draws, sorted by cost, draws in random order."""
+        if (bucket, begin) in self._windows:
+            return self._windows[bucket, begin]
+        stream, count = self.buckets[bucket], self.samples_per_draw[bucket]
+        ids = stream.ids(begin * count, end * count)
+        by_cost = np.argsort(self.samples.attention_cost(ids, stream.capacity), kind="stable")
+        key = fold_key(self.config.seed, 3, bucket, begin)
+        order = _core.permute_range(key, end - begin, 0, end - begin)
+        rows = ids[by_cost].reshape(end - begin, count)[order]
+        return _remember(self._windows, (bucket, begin), rows)
+
+    # --- resume ---------------------------------------------------------------------------------
+
+    def state_dict(self, step: int) -> dict[str, Any]:
+        """What a checkpoint keeps: the next step and what decides the order; JSON."""
+        return resume.state_dict(self, step)
+
+    def check_state(
+        self, state: Mapping[str, Any], allow_change: Collection[str] = ()
+    ) -> list[str]:
+        """Refuse a state of another order of samples; see ``megapack.data.resume.check_state``."""
+        return resume.check_state(self, state, allow_change)
+
+    def resume_step(self, state: Mapping[str, Any], allow_change: Collection[str] = ()) -> int:
+        """The step to continue with. Raises ResumeError as ``check_state`` does."""
+        return resume.resume_step(self, state, allow_change)
+
+
+def _remember(cache: OrderedDict[K, V], key: K, value: V) -> V:
+    cache[key] = value
+    while len(cache) > _REMEMBERED:
+        cache.popitem(last=False)
+    return value

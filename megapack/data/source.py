@@ -1,0 +1,168 @@
+"""The samples of one or several indices under one numbering, and what is known of them unread."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from typing import Literal, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megapack import _core
+from megapack.errors import ConfigError
+from megapack.packing import SampleIndex
+
+__all__ = ["HasSamples", "SampleSource"]
+
+Ids = NDArray[np.int64]
+
+
+class HasSamples(Protocol):
+    """What a schedule needs of a PackedDataset (which imports torch; schedules do not)."""
+
+    @property
+    def samples(self) -> SampleSource: ...
+
+
+class SampleSource:
+    """Samples of several indices; the global id of sample s of index d is ``bases[d] + s``.
+
+    Args:
+        indices: at least one.
+        weights: shares of tokens for a blend; None: in proportion to the tokens.
+        attention: ``document`` or ``sample``: what a token attends to, which decides the cost.
+        names: of the indices, for people; None: their files.
+        max_epochs: a run that would repeat an index more often is refused; None: no limit.
+        counter: counts the labels of global ids; None: derived from the indices, which works as
+            long as no strategy dropped tokens.
+    """
+
+    def __init__(
+        self,
+        indices: Sequence[SampleIndex],
+        weights: Sequence[float] | None = None,
+        *,
+        names: Sequence[str] | None = None,
+        max_epochs: float | None = None,
+        attention: Literal["document", "sample"] = "document",
+        counter: Callable[[Ids, Ids], Ids] | None = None,
+    ) -> None:
+        if not indices:
+            raise ConfigError("no sample index was given; give at least one")
+        self.indices = list(indices)
+        self.weights = None if weights is None else [float(weight) for weight in weights]
+        self.names = list(names) if names else [str(i.path or i.strategy) for i in self.indices]
+        self.max_epochs = max_epochs
+        self.attention = attention
+        self._counter = counter
+        self.bases = np.cumsum([0] + [index.num_samples for index in indices], dtype=np.int64)
+
+    @staticmethod
+    def of(
+        index: SampleIndex | Sequence[SampleIndex] | HasSamples,
+        weights: Sequence[float] | None = None,
+    ) -> SampleSource:
+        """What a schedule accepts, as a SampleSource."""
+        if isinstance(index, SampleIndex):
+            return SampleSource([index], weights)
+        if isinstance(index, Sequence):
+            return SampleSource(index, weights)
+        if weights is not None:
+            raise ConfigError("a PackedDataset brings its weights; give them when it is made")
+        return index.samples
+
+    @property
+    def num_samples(self) -> int:
+        return int(self.bases[-1])
+
+    @cached_property
+    def fingerprints(self) -> list[str]:
+        """Content identity of every index."""
+        return [index.fingerprint for index in self.indices]
+
+    def locate(self, ids: Ids) -> tuple[Ids, Ids]:
+        """Global ids -> (number of the index, sample id there), int64 both.
+
+        Raises:
+            IndexError: an id that does not exist.
+        """
+        if len(ids) and (ids.min() < 0 or ids.max() >= self.num_samples):
+            raise IndexError(f"sample ids [{ids.min()}, {ids.max()}] of {self.num_samples} samples")
+        if len(self.indices) == 1:
+            return np.zeros(len(ids), np.int64), ids
+        source = np.searchsorted(self.bases, ids, side="right") - 1
+        return source, ids - self.bases[source]
+
+    def capacity_of(self, sample: int) -> int:
+        """Capacity of one global id, tokens."""
+        source, local = self.locate(np.array([sample], np.int64))
+        index = self.indices[int(source[0])]
+        bucket = int(np.searchsorted(index.bucket_sample_offsets, local[0], side="right")) - 1
+        return int(index.bucket_capacity[bucket])
+
+    def attention_cost(self, ids: Ids, capacity: int) -> Ids:
+        """Token pairs per sample: sum of squared segment lengths, its padding included."""
+        costs = np.empty(len(ids), np.int64)
+        for index, mine, local in self._by_index(ids):
+            costs[mine] = _core.attention_cost_of(
+                index.sample_segment_offsets,
+                index.segment_length,
+                local,
+                capacity,
+                self.attention == "sample",
+            )
+        return costs
+
+    def count_labels(self, ids: Ids) -> Ids:
+        """Tokens of every sample that have a label, int64 (len(ids),)."""
+        if self._counter is not None:
+            return self._counter(*self.locate(ids))
+        counts = np.empty(len(ids), np.int64)
+        for index, mine, local in self._by_index(ids):
+            counts[mine] = self._derived_counts(index, local)
+        return counts
+
+    def _by_index(self, ids: Ids) -> list[tuple[SampleIndex, NDArray[np.bool_], Ids]]:
+        source, local = self.locate(ids)
+        parts = []
+        for d, index in enumerate(self.indices):
+            mine = source == d
+            if mine.any():
+                parts.append((index, mine, local[mine]))
+        return parts
+
+    def _derived_counts(self, index: SampleIndex, ids: Ids) -> Ids:
+        """All tokens of a sample but the last one of every document that ends in it."""
+        first = np.asarray(index.sample_segment_offsets[ids])
+        counts = np.asarray(index.sample_segment_offsets[ids + 1]) - first
+        before = np.cumsum(counts) - counts
+        segments = np.repeat(first - before, counts) + np.arange(counts.sum())
+        lengths = np.asarray(index.segment_length[segments], np.int64)
+        ends = np.asarray(index.segment_begin[segments], np.int64) + lengths
+        labels = lengths - (ends == self._document_ends(index)[index.segment_document[segments]])
+        return np.bincount(np.repeat(np.arange(len(ids)), counts), labels, len(ids)).astype(
+            np.int64
+        )
+
+    def _document_ends(self, index: SampleIndex) -> Ids:
+        """Length of every document, if all its tokens are in the index."""
+        if id(index) not in self._ends:
+            dropped = index.metrics()["dropped_tokens"]
+            if dropped:
+                raise ConfigError(
+                    f"the index dropped {dropped} tokens, so it does not tell where documents end: "
+                    "make the schedule from the PackedDataset, which counts labels exactly"
+                )
+            ends = np.zeros(int(np.max(index.segment_document)) + 1, np.int64)
+            np.maximum.at(
+                ends,
+                index.segment_document,
+                np.asarray(index.segment_begin, np.int64) + index.segment_length,
+            )
+            self._ends[id(index)] = ends
+        return self._ends[id(index)]
+
+    @cached_property
+    def _ends(self) -> dict[int, Ids]:
+        return {}
