@@ -107,7 +107,7 @@ class NeoXProvider:
         del host
         self.neox_args = neox_args
         wanted = (train_num_samples, valid_num_samples, test_num_samples)
-        built = []
+        built: list[list[TextRowDataset]] = []
         for number, (name, counts) in enumerate(zip(SPLITS, wanted, strict=True)):
             manifest = _manifest_of(neox_args, name)
             if manifest is None:

@@ -159,7 +159,7 @@ def build_index(dataset: IndexedDataset, recipe: Recipe) -> SampleIndex:
             "are (2 x context_parallel_size x tensor_parallel_size always works)"
         )
     index = pack(
-        lengths if recipe.align == 1 else -(-lengths // recipe.align),
+        (lengths + (recipe.align - 1)) // recipe.align,
         recipe.strategy,
         buckets=[capacity // recipe.align for capacity in recipe.buckets],
         seed=recipe.seed,

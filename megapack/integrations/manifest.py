@@ -119,9 +119,7 @@ class Manifest:
         given = [None] * len(prefixes) if weights is None else list(weights)
         pairs = zip(prefixes, given, strict=True)
         # Megatron accepts a weight of 0 for "not now".
-        return cls(
-            sources=tuple(Source(prefix=prefix, weight=w) for prefix, w in pairs if w != 0)
-        )
+        return cls(sources=tuple(Source(prefix=prefix, weight=w) for prefix, w in pairs if w != 0))
 
     def to_json(self) -> str:
         """One line that ``read`` turns into an equal manifest."""

@@ -137,9 +137,7 @@ def _install_varlen() -> None:
     _rebinding.replace(utils, name, segments.wrap_masks_and_positions(getattr(utils, name)))
     flash = importlib.import_module("flash_attn.flash_attn_interface")
     stock = flash.flash_attn_varlen_func
-    _rebinding.replace(
-        flash, "flash_attn_varlen_func", segments.wrap_flash_attn_varlen_func(stock)
-    )
+    _rebinding.replace(flash, "flash_attn_varlen_func", segments.wrap_flash_attn_varlen_func(stock))
 
 
 def uninstall() -> None:

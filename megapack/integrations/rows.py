@@ -112,7 +112,8 @@ class RowDataset(Dataset[Row]):
     def samples_of(self, i: int) -> NDArray[np.int64]:
         """Sample ids of row ``i``, int64 (row // capacity,), in their order in the row."""
         block, within = divmod(self._check(i), self.options.rows_per_block)
-        return self._block(block)[2][within]
+        samples: NDArray[np.int64] = self._block(block)[2][within]
+        return samples
 
     def __getitem__(self, i: int) -> Row:
         """One row.

@@ -140,7 +140,7 @@ def wrap_masks_and_positions(stock: Callable[..., Any]) -> Callable[..., Any]:
 def wrap_flash_attn_func(
     stock: Callable[..., Tensor], varlen: Callable[..., Tensor]
 ) -> Callable[..., Tensor]:
-    """``flash_attn_func`` of a whole row, answered by ``flash_attn_varlen_func`` of its segments."""
+    """``flash_attn_func`` of a row, answered by ``flash_attn_varlen_func`` of its segments."""
 
     @functools.wraps(stock)
     def flash_attn_func(

@@ -62,7 +62,9 @@ class TextRowDataset(Dataset[dict[str, Tensor]]):
             mask = row["loss_mask"]
             if not self.with_labels:
                 mask = mask * (labels == text[1:])
-            sample |= side_channel({**row, "loss_mask": mask}, self.rows.options.sequence_length + 1)
+            sample |= side_channel(
+                {**row, "loss_mask": mask}, self.rows.options.sequence_length + 1
+            )
         return sample
 
 

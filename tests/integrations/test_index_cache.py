@@ -160,9 +160,7 @@ def test_a_rank_that_waits_in_vain_says_for_what(
     assert not (tmp_path / "cache").exists()
 
 
-def test_a_build_that_fails_leaves_no_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_build_that_fails_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*args: Any, **kwargs: Any) -> None:
         raise OSError(28, "No space left on device")
 

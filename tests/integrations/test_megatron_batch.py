@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from megatron.core import parallel_state
 from torch.utils.data import default_collate
 
-from megapack.integrations.megatron.batch import forward_step, get_batch
+from megapack.integrations.megatron.batch import get_batch
 from megapack.integrations.megatron.packed import (
     context_parallel_indices,
     flatten_rows,
@@ -20,7 +20,6 @@ from megapack.integrations.megatron.packed import (
 )
 from tests.integrations.harness import run_ranks
 from tests.integrations.samples import make_row
-
 
 ROWS = [make_row([3, 5, 8], 1, 17), make_row([16], 100, 17)]
 

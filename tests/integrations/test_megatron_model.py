@@ -79,7 +79,9 @@ def _packed_against_single(
         total, begin = torch.zeros(()), 0
         for length in LENGTHS:
             part = slice(begin, begin + length)
-            alone = {k: batch[k][:, part] for k in ("tokens", "labels", "loss_mask", "position_ids")}
+            alone = {
+                k: batch[k][:, part] for k in ("tokens", "labels", "loss_mask", "position_ids")
+            }
             alone["cu_seqlens"] = torch.tensor([[0, length]], dtype=torch.int32)
             alone["max_seqlen"] = torch.tensor([length], dtype=torch.int32)
             part_loss, _, _ = _step(gpt, alone)

@@ -32,7 +32,7 @@ documents = st.lists(
     st.lists(st.lists(st.integers(0, 60000), min_size=1, max_size=7), max_size=3),
     min_size=1,
     max_size=8,
-).filter(lambda found: any(found))
+).filter(any)
 
 
 def write(builder_class: Any, prefix: Path, content: Documents, dtype: Any, modes: bool) -> None:
@@ -49,7 +49,9 @@ def write(builder_class: Any, prefix: Path, content: Documents, dtype: Any, mode
     builder.finalize(f"{prefix}.idx")
 
 
-@given(content=documents, dtype=st.sampled_from([np.uint16, np.int32, np.int64]), modes=st.booleans())
+@given(
+    content=documents, dtype=st.sampled_from([np.uint16, np.int32, np.int64]), modes=st.booleans()
+)
 def test_both_builders_write_the_same_bytes_and_both_readers_read_them(
     tmp_path_factory: pytest.TempPathFactory, content: Documents, dtype: Any, modes: bool
 ) -> None:
@@ -113,7 +115,10 @@ def assert_same_item(ours: Any, theirs: Any) -> None:
 def test_numbers_as_strings_and_negative_labels_are_stored_as_megatron_stores_them(
     tmp_path: Path,
 ) -> None:
-    for name, builder_class in (("theirs", stock.IndexedDatasetBuilder), ("ours", IndexedDatasetBuilder)):
+    for name, builder_class in (
+        ("theirs", stock.IndexedDatasetBuilder),
+        ("ours", IndexedDatasetBuilder),
+    ):
         builder = builder_class(f"{tmp_path / name}.bin", dtype=np.int32)
         builder.add_document(["12", "7", "300"], [3])
         builder.add_document([-100, 5], [2])
@@ -126,7 +131,10 @@ def test_numbers_as_strings_and_negative_labels_are_stored_as_megatron_stores_th
 def test_merging_reads_what_megatron_wrote(tmp_path: Path) -> None:
     content = [[[1, 2], [3]], [[4]], [[5, 6, 7]]]
     write(stock.IndexedDatasetBuilder, tmp_path / "part", content, np.uint16, False)
-    for name, builder_class in (("theirs", stock.IndexedDatasetBuilder), ("ours", IndexedDatasetBuilder)):
+    for name, builder_class in (
+        ("theirs", stock.IndexedDatasetBuilder),
+        ("ours", IndexedDatasetBuilder),
+    ):
         builder = builder_class(f"{tmp_path / name}.bin", dtype=np.uint16)
         builder.add_index(str(tmp_path / "part"))
         builder.add_index(str(tmp_path / "part"))

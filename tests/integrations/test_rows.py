@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import pickle
 from dataclasses import replace
 from pathlib import Path
@@ -41,7 +42,7 @@ def rows_of(
 
 def segments_of(row: dict[str, torch.Tensor]) -> list[tuple[int, int]]:
     bounds = row["cu_seqlens"].unique_consecutive().tolist()
-    return list(zip(bounds, bounds[1:], strict=False))
+    return list(itertools.pairwise(bounds))
 
 
 def test_a_row_holds_whole_samples_with_labels_and_positions_inside_documents(
@@ -196,12 +197,9 @@ def test_a_blend_gives_sources_their_share_inside_every_bucket(
 
 def test_split_parts_share_no_document(corpus: IndexedDataset, tmp_path: Path) -> None:
     parts = [
-        rows_of(corpus, split=split, cache_directory=tmp_path)
-        for split in ((0.0, 0.8), (0.8, 1.0))
+        rows_of(corpus, split=split, cache_directory=tmp_path) for split in ((0.0, 0.8), (0.8, 1.0))
     ]
-    documents = [
-        set(part.packed.samples.indices[0].segment_document.tolist()) for part in parts
-    ]
+    documents = [set(part.packed.samples.indices[0].segment_document.tolist()) for part in parts]
     assert documents[0] and documents[1] and not documents[0] & documents[1]
     filled = {d for d, length in enumerate(corpus.document_lengths) if length}
     assert documents[0] | documents[1] == filled

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -49,10 +50,10 @@ def flash_attn_varlen_func(
     """q ``(tokens, heads, dim)``."""
     assert cu_seqlens_q.dtype == cu_seqlens_k.dtype == torch.int32
     bounds = cu_seqlens_q.tolist()
-    assert max_seqlen_q == max(b - a for a, b in zip(bounds, bounds[1:], strict=False))
+    assert max_seqlen_q == max(b - a for a, b in itertools.pairwise(bounds))
     parts = [
         flash_attn_func(q[a:b][None], k[a:b][None], v[a:b][None], dropout_p, softmax_scale, causal)
-        for a, b in zip(bounds, bounds[1:], strict=False)
+        for a, b in itertools.pairwise(bounds)
     ]
     return torch.cat([part[0] for part in parts])
 
@@ -130,7 +131,9 @@ def test_flash_attention_of_a_row_is_that_of_its_documents(
         attend = segments.wrap_flash_attn_varlen_func(flash_attn_varlen_func)
         rows = torch.tensor([0, 16, 32], dtype=torch.int32)
         flat = [x.flatten(0, 1) for x in inputs]
-        out = attend(*flat, rows, rows, 16, 16, 0.0, softmax_scale=None, causal=True).view(2, 16, 4, 8)
+        out = attend(*flat, rows, rows, 16, 16, 0.0, softmax_scale=None, causal=True).view(
+            2, 16, 4, 8
+        )
     else:
         attend = segments.wrap_flash_attn_func(flash_attn_func, flash_attn_varlen_func)
         out = attend(*inputs, 0.0, softmax_scale=None, causal=True)

@@ -91,11 +91,11 @@ class PackedCoreAttention(MegatronModule):  # type: ignore[misc]  # megatron-cor
             )
             return out.flatten(1)
         row, mbs = query.shape[:2]
-        boundaries = torch.arange(
-            0, row * mbs + 1, row, dtype=torch.int32, device=query.device
+        boundaries = torch.arange(0, row * mbs + 1, row, dtype=torch.int32, device=query.device)
+        flat_query, flat_key, flat_value = (
+            tensor.transpose(0, 1).flatten(0, 1) for tensor in (query, key, value)
         )
-        flat = [tensor.transpose(0, 1).flatten(0, 1) for tensor in (query, key, value)]
-        out = self._attend(*flat, boundaries, row)
+        out = self._attend(flat_query, flat_key, flat_value, boundaries, row)
         return out.view(mbs, row, -1).transpose(0, 1).contiguous()
 
     def _attend(
@@ -136,7 +136,7 @@ def with_packed_attention(layer_spec: Any) -> Any:
     for layer in getattr(result, "layer_specs", None) or [result]:
         attention = getattr(layer.submodules, "self_attention", None)
         submodules = getattr(attention, "submodules", None)
-        if not hasattr(submodules, "core_attention"):
+        if submodules is None or not hasattr(submodules, "core_attention"):
             raise ConfigError(f"layer spec {layer.module} has no self attention to replace")
         submodules.core_attention = PackedCoreAttention
     return result

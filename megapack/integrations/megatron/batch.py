@@ -144,7 +144,7 @@ def _pack(batch: Mapping[str, Tensor]) -> Tensor:
 
 
 def _unpack(payload: Tensor, sizes: list[int], max_seqlen: int) -> dict[str, Tensor]:
-    *rows, boundaries, padded = payload.split(sizes)
+    *rows, boundaries, padded = torch.split(payload, sizes)
     batch = {key: value.unsqueeze(0) for key, value in zip(ROW_KEYS, rows, strict=True)}
     batch["loss_mask"] = batch["loss_mask"].view(torch.float64).float()
     batch["cu_seqlens"] = boundaries.to(torch.int32)
@@ -183,12 +183,13 @@ def _device() -> torch.device:
     return torch.device("cpu")
 
 
-def loss_func(loss_mask: Tensor, output: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+def loss_func(loss_mask: Tensor | None, output: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     """Summed loss, number of label tokens and the report, as megatron-core 0.16 averages them.
 
     Run with ``--calculate-per-token-loss``: otherwise every micro batch is divided by its own
     label tokens, which weighs tokens of micro batches with few labels more.
     """
+    assert loss_mask is not None, "only the last pipeline stage computes a loss"
     mask = loss_mask.flatten().float()
     loss = (output.flatten().float() * mask).sum()
     num_tokens = mask.sum().detach().to(torch.int)

@@ -208,7 +208,7 @@ def _cu_seqlens_format(manifest: Manifest) -> Any:
     if rows == 1:
         return "exact"
     major, minor = (int(part) for part in release.split(".")[:2])
-    if rows is not None and (0, 18) == (major, minor):
+    if rows is not None and (major, minor) == (0, 18):
         raise ConfigError(
             f"micro_batch_size is {rows}; packed sequences of megatron-core {release} take one row "
             "per micro batch: set --micro-batch-size 1 (and --seq-length to the tokens you want)"
