@@ -58,6 +58,27 @@ def run_ranks(
     return results
 
 
+def run_forked(function: Callable[..., Any], *args: Any, timeout: float = 120) -> Any:
+    """``function(*args)`` in a process of its own, without a process group."""
+    receiver, sender = _CONTEXT.Pipe(duplex=False)
+    process = _CONTEXT.Process(target=_forked_main, args=(function, sender, pickle.dumps(args)))
+    process.start()
+    sender.close()
+    assert receiver.poll(timeout), "no answer in time"
+    problem, result = pickle.loads(receiver.recv_bytes())
+    process.join(timeout)
+    assert problem is None, problem
+    return result
+
+
+def _forked_main(function: Callable[..., Any], sender: Any, payload: bytes) -> None:
+    try:
+        answer = (None, function(*pickle.loads(payload)))
+    except BaseException:
+        answer = (traceback.format_exc(), None)
+    sender.send_bytes(pickle.dumps(answer))
+
+
 def _rank_main(
     function: Callable[..., Any],
     rank: int,
