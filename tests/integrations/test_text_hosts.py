@@ -163,7 +163,8 @@ def loss_of(model, attention, tokens, position_ids, labels, mask):
     x = model["embed"](tokens) + model["position"](position_ids)
     q, k, v = (layer(x).unflatten(-1, (2, 8)) for layer in (model["q"], model["k"], model["v"]))
     logits = model["head"](attention(q, k, v).flatten(2) + x)
-    losses = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none")
+    losses = torch.nn.functional.cross_entropy(
+        logits.flatten(0, 1), labels.flatten(), reduction="none")
     return (losses * mask.flatten()).sum()
 
 def make_model():

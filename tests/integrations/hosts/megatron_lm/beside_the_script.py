@@ -3,4 +3,4 @@
 
 class Tokenizer:
     vocab_size, eod, pad = 1000, 0, -1
-    unique_identifiers = {"class": "Tokenizer"}
+    unique_identifiers = ("Tokenizer",)

@@ -22,6 +22,6 @@ def get_batch(neox_args, data_iterator):
 
 def flash_attention(q, k, v):
     """ParallelSelfAttention.flash_attention in training; the name is looked up at build time."""
-    from flash_attn.flash_attn_interface import flash_attn_func
+    from flash_attn.flash_attn_interface import flash_attn_func  # noqa: PLC0415
 
     return flash_attn_func(q, k, v, 0.0, softmax_scale=None, causal=True)
