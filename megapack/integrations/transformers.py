@@ -225,7 +225,7 @@ def sft_trainer(*, train_dataset: MicroBatches, args: Any, **options: Any) -> An
     Raises:
         ConfigError: args would pack a second time.
     """
-    from datasets import Dataset as HubDataset  # noqa: PLC0415
+    import datasets  # type: ignore[import-untyped] # noqa: PLC0415
     from trl import SFTTrainer  # noqa: PLC0415
 
     if args.packing:
@@ -235,7 +235,7 @@ def sft_trainer(*, train_dataset: MicroBatches, args: Any, **options: Any) -> An
     class PackedSFTTrainer(PackedTrainerMixin, SFTTrainer):  # type: ignore[misc]  # no stubs
         """SFTTrainer on packed micro batches."""
 
-    stand_in = HubDataset.from_dict({"input_ids": [[0]], "labels": [[0]]})
+    stand_in = datasets.Dataset.from_dict({"input_ids": [[0]], "labels": [[0]]})
     trainer = PackedSFTTrainer(args=args, train_dataset=stand_in, **options)
     trainer.train_dataset = train_dataset
     return trainer

@@ -13,7 +13,10 @@ from hypothesis import strategies as st
 
 from megapack.errors import ConfigError
 from megapack.integrations import index_cache
+from megapack.integrations.index import main as build_indices
 from megapack.integrations.index_cache import Recipe, build_index, cached_index
+from megapack.integrations.manifest import Manifest
+from megapack.integrations.rows import RowOptions, open_rows, open_sources
 from megapack.packing import SampleIndex
 from megapack.storage import IndexedDataset
 from tests.integrations.harness import run_ranks
@@ -168,3 +171,28 @@ def test_a_build_that_fails_leaves_no_file(tmp_path: Path, monkeypatch: pytest.M
     with pytest.raises(OSError, match="No space"):
         cached_index(make_dataset(tmp_path, LENGTHS), recipe(), tmp_path / "cache")
     assert list((tmp_path / "cache").iterdir()) == []
+
+
+def test_the_offline_command_builds_what_a_run_then_finds(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    dataset = make_dataset(tmp_path, LENGTHS * 20)
+    options = ["--sequence-length", "64", "--seed", "5", "--split", "90,10,0"]
+    directory = ["--cache-directory", str(tmp_path / "cache")]
+    assert build_indices([dataset.prefix, *options, *directory]) == 0
+    listed = [line.split("\t") for line in capsys.readouterr().out.splitlines()]
+    assert [line[0] for line in listed] == ["train", "valid"]
+    stamps = {Path(line[2]): Path(line[2]).stat().st_mtime_ns for line in listed}
+    assert set(stamps) == set((tmp_path / "cache").iterdir())
+    manifest = Manifest.read(dataset.prefix)
+    rows = open_rows(
+        manifest,
+        open_sources(manifest),
+        RowOptions(sequence_length=64, rows_per_block=4, seed=5),
+        split=(0.0, 0.9),
+        cache_directory=tmp_path / "cache",
+    )
+    assert rows.packed.samples.indices[0].path in stamps
+    assert stamps == {path: path.stat().st_mtime_ns for path in (tmp_path / "cache").iterdir()}
+    assert build_indices([str(tmp_path / "missing"), *options]) == 1
+    assert "missing" in capsys.readouterr().err

@@ -1,7 +1,8 @@
-"""transformers' Trainer, TRL and Accelerate on packed micro batches, with tiny models on the CPU."""
+"""transformers' Trainer, TRL and Accelerate on packed micro batches: tiny models, CPU."""
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -107,7 +108,7 @@ def documents_of_step(batches: MicroBatches, step: int) -> list[tuple[Tensor, Te
     for number in range(step * batches.num_micro_steps, (step + 1) * batches.num_micro_steps):
         inputs = batches[number]
         bounds = inputs["cu_seq_lens_q"].tolist()
-        for begin, end in zip(bounds, bounds[1:], strict=False):
+        for begin, end in itertools.pairwise(bounds):
             tokens = inputs["input_ids"][:, begin:end]
             labels = inputs["shift_labels"][:, begin:end]
             if bool((labels >= 0).any()):
@@ -128,7 +129,7 @@ def reference_step(model: LlamaForCausalLM, batches: MicroBatches, learning_rate
         total += float(loss)
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter -= learning_rate * parameter.grad
+            parameter.sub_(learning_rate * parameter.grad)
     return total / count
 
 
