@@ -33,35 +33,105 @@ def shift_document_ends(
     ends: NDArray[np.int64], num_sequences: int, previous: int, begin: int
 ) -> tuple[NDArray[np.int64], int]: ...
 
+# --- register_tokenization.cpp ------------------------------------------------------------------
+
+# (text, offsets (lines + 1), status (lines), line_begin (lines)); see csrc/core/jsonl.hpp.
+def extract_jsonl(
+    buffer: NDArray[np.uint8], key: str, scalars: bool = False
+) -> tuple[NDArray[np.uint8], NDArray[np.int64], NDArray[np.uint8], NDArray[np.int64]]: ...
+def valid_utf8(text: NDArray[np.uint8], offsets: NDArray[np.int64]) -> NDArray[np.uint8]: ...
+def count_words(text: NDArray[np.uint8], offsets: NDArray[np.int64]) -> NDArray[np.int64]: ...
+
+# (tokens, offsets, largest id or -1); see csrc/core/frame.hpp.
+def frame_documents_uint16(
+    ids: NDArray[np.uint32] | NDArray[np.int32],
+    offsets: NDArray[np.int64],
+    prefix: list[int],
+    suffix: list[int],
+    vocab_size: int,
+) -> tuple[NDArray[np.uint16], NDArray[np.int64], int]: ...
+def frame_documents_int32(
+    ids: NDArray[np.uint32] | NDArray[np.int32],
+    offsets: NDArray[np.int64],
+    prefix: list[int],
+    suffix: list[int],
+    vocab_size: int,
+) -> tuple[NDArray[np.int32], NDArray[np.int64], int]: ...
+
 # --- register_packing.cpp -----------------------------------------------------------------------
 # `lengths`: int32 or int64 (num_documents,), not negative. A strategy gives a dict of the arrays of
-# SampleIndex, "dropped_tokens" and "repeated_tokens"; `wide_ids` asks for int64 document numbers.
+# SampleIndex, "dropped_tokens" and "repeated_tokens".
 
 _Lengths = NDArray[np.int32] | NDArray[np.int64]
-_Progress = Callable[[int, int], None] | None
+_Packing = dict[str, Any]
 
-def pack_streams(
+# `wide_ids` asks for int64 document numbers where int32 would do (tests).
+class PackingCommon:
+    def __init__(
+        self,
+        *,
+        seed: int,
+        threads: int,
+        wide_ids: bool,
+        progress: Callable[[int, int], None] | None,
+    ) -> None: ...
+
+class BucketRules:
+    def __init__(
+        self,
+        *,
+        capacities: list[int],
+        promote: bool = False,
+        pairs: bool = False,
+        padding_threshold: float = 1.0,
+        shuffle_segments: bool = False,
+    ) -> None: ...
+
+def pack_concat(
     lengths: _Lengths,
-    *,
-    buckets: list[int],
-    shuffle: bool,
+    capacity: int,
+    atom_size: int,
     drop_last: bool,
-    seed: int,
-    threads: int,
-    wide_ids: bool,
-    progress: _Progress,
-) -> dict[str, Any]: ...
-def pack_buckets(
+    shuffle: bool,
+    common: PackingCommon,
+) -> _Packing: ...
+def pack_bucket_naive(
+    lengths: _Lengths, buckets: list[int], shuffle: bool, common: PackingCommon
+) -> _Packing: ...
+def pack_pad(
+    lengths: _Lengths, capacity: int, atom_size: int, common: PackingCommon
+) -> _Packing: ...
+def pack_next_fit(
+    lengths: _Lengths, capacity: int, shuffle: bool, common: PackingCommon
+) -> _Packing: ...
+def pack_length_sorted(lengths: _Lengths, capacity: int, common: PackingCommon) -> _Packing: ...
+def pack_fit_decreasing(
+    lengths: _Lengths, capacity: int, extra_capacity: int, best: bool, common: PackingCommon
+) -> _Packing: ...
+def pack_seamless(
     lengths: _Lengths,
-    *,
-    buckets: list[int],
-    pool_size: int,
-    promote: bool,
-    seed: int,
-    threads: int,
-    wide_ids: bool,
-    progress: _Progress,
-) -> dict[str, Any]: ...
+    capacity: int,
+    r_max: float,
+    placement: str,
+    extra_capacity: int,
+    drop_last: bool,
+    common: PackingCommon,
+) -> _Packing: ...
+def pack_decompose(lengths: _Lengths, buckets: list[int], common: PackingCommon) -> _Packing: ...
+def drain_buckets(
+    lengths: _Lengths, rules: BucketRules, pool_size: int, common: PackingCommon
+) -> _Packing: ...
+def stream_buckets(
+    lengths: _Lengths, rules: BucketRules, pool_size: int, common: PackingCommon
+) -> _Packing: ...
+
+# Documents cut at `capacity`: counts of the rests by length (capacity,), number of full chunks.
+def length_histogram(
+    lengths: _Lengths, capacity: int, threads: int
+) -> tuple[NDArray[np.int64], int]: ...
+
+# Samples per bucket if a pool of counts[l] documents of length l is drained.
+def count_bucket_samples(counts: NDArray[np.int64], rules: BucketRules) -> list[int]: ...
 
 # num_tokens, num_empty, num_longer (than `capacity`), shortest, longest.
 def count_documents(lengths: _Lengths, capacity: int) -> dict[str, int]: ...

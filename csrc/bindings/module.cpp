@@ -5,15 +5,17 @@ namespace megapack {
 
 void register_errors(py::module_& m);
 void register_storage(py::module_& m);
+void register_tokenization(py::module_& m);
 void register_packing(py::module_& m);
 void register_data(py::module_& m);
 
 }  // namespace megapack
 
 PYBIND11_MODULE(_core, m) {
-    m.doc() = "megapack's C++ core: storage, packing, schedule and gather.";
+    m.doc() = "megapack's C++ core: storage, tokenization, packing, schedule and gather.";
     megapack::register_errors(m);
     megapack::register_storage(m);
+    megapack::register_tokenization(m);
     megapack::register_packing(m);
     megapack::register_data(m);
 }

@@ -3,9 +3,14 @@
 #include <limits>
 
 #include "bindings/numpy_views.hpp"
+#include "core/packing_atoms.hpp"
 #include "core/packing_bucket.hpp"
+#include "core/packing_decompose.hpp"
+#include "core/packing_fit.hpp"
 #include "core/packing_metrics.hpp"
+#include "core/packing_next_fit.hpp"
 #include "core/packing_order.hpp"
+#include "core/packing_seamless.hpp"
 #include "core/packing_stream.hpp"
 
 namespace megapack {
@@ -45,12 +50,19 @@ Progress::Report report_to(const py::object& callback) {
     };
 }
 
+// What every strategy is told besides its own parameters.
+struct Common {
+    std::uint64_t seed;
+    int threads;
+    bool wide_ids;
+    py::object progress;
+};
+
 // run(lengths, Id{}, progress) without the GIL; Id is int32 unless document numbers need more.
 template <typename Length, typename Run>
-py::dict run_strategy(const Array<Length>& lengths, bool wide_ids, const py::object& callback,
-                      Run run) {
+py::dict run_strategy(const Array<Length>& lengths, const Common& common, Run run) {
     const Span<const Length> documents = view(lengths, "lengths");
-    Progress progress(report_to(callback));
+    Progress progress(report_to(common.progress));
     const auto run_as = [&](auto id) {
         Samples<decltype(id), Length> samples;
         {
@@ -60,37 +72,113 @@ py::dict run_strategy(const Array<Length>& lengths, bool wide_ids, const py::obj
         return samples_to_dict(std::move(samples));
     };
     constexpr auto kMaxNarrow = std::size_t{std::numeric_limits<std::int32_t>::max()};
-    if (wide_ids || documents.size() > kMaxNarrow) return run_as(std::int64_t{});
+    if (common.wide_ids || documents.size() > kMaxNarrow) return run_as(std::int64_t{});
     return run_as(std::int32_t{});
 }
 
-template <typename Length>
-py::dict pack_streams_of(const Array<Length>& lengths, const std::vector<std::int64_t>& buckets,
-                         bool shuffled, bool drop_last, std::uint64_t seed, int threads,
-                         bool wide_ids, const py::object& callback) {
-    return run_strategy(lengths, wide_ids, callback, [&](auto documents, auto id, auto& progress) {
+// pack(documents, progress) on the documents in file order or, if asked, in seeded order.
+template <typename Length, typename Pack>
+py::dict run_in_order(const Array<Length>& lengths, bool shuffled, const Common& common,
+                      Pack pack) {
+    return run_strategy(lengths, common, [&](auto documents, auto id, Progress& progress) {
         using Id = decltype(id);
-        Buffer<Item<Id, Length>> order;
-        if (shuffled)
-            order = shuffle<Id>(documents, random_for(seed, Purpose::kDocuments), threads);
-        const Item<Id, Length>* items = shuffled ? order.data() : nullptr;
-        const Documents<Id, Length> stream{documents, items, documents.size(), 0};
-        auto samples = pack_streams(stream, buckets, threads, progress);
+        if (!shuffled) return pack(in_file_order<Id>(documents), progress);
+        const auto order =
+            shuffle<Id>(documents, random_for(common.seed, Purpose::kDocuments), common.threads);
+        return pack(Documents<Id, Length>{documents, order.data(), order.size()}, progress);
+    });
+}
+
+template <typename Length>
+py::dict concat(const Array<Length>& lengths, std::int64_t capacity, std::int64_t atom_size,
+                bool drop_last, bool shuffled, const Common& common) {
+    const AtomRules rules{capacity, atom_size, common.seed};
+    return run_in_order(lengths, shuffled, common, [&](const auto& documents, Progress& progress) {
+        auto samples = pack_streams(documents, {rules.unit()}, common.threads, progress);
+        if (atom_size != capacity) samples = shuffle_atoms(samples, rules, common.threads);
         if (drop_last) drop_partial_sample(samples);
         return samples;
     });
 }
 
 template <typename Length>
-py::dict pack_buckets_of(const Array<Length>& lengths, const std::vector<std::int64_t>& buckets,
-                         std::int64_t pool_size, bool promote, std::uint64_t seed, int threads,
-                         bool wide_ids, const py::object& callback) {
-    BucketRules rules;
-    rules.capacities = buckets;
-    rules.promote = promote;
-    return run_strategy(lengths, wide_ids, callback, [&](auto documents, auto id, auto& progress) {
-        return pack_buckets<decltype(id), Length>(documents, rules, pool_size, seed, threads,
-                                                  progress);
+py::dict bucket_naive(const Array<Length>& lengths, const std::vector<std::int64_t>& buckets,
+                      bool shuffled, const Common& common) {
+    return run_in_order(lengths, shuffled, common, [&](const auto& documents, Progress& progress) {
+        return pack_streams(documents, buckets, common.threads, progress);
+    });
+}
+
+template <typename Length>
+py::dict pad(const Array<Length>& lengths, std::int64_t capacity, std::int64_t atom_size,
+             const Common& common) {
+    const AtomRules rules{capacity, atom_size, common.seed};
+    return run_in_order(lengths, false, common, [&](const auto& documents, Progress& progress) {
+        return pack_padded(documents, rules, common.threads, progress);
+    });
+}
+
+template <typename Length>
+py::dict next_fit(const Array<Length>& lengths, std::int64_t capacity, bool shuffled,
+                  const Common& common) {
+    return run_in_order(lengths, shuffled, common, [&](const auto& documents, Progress& progress) {
+        return pack_next_fit(documents, capacity, progress);
+    });
+}
+
+template <typename Length>
+py::dict length_sorted(const Array<Length>& lengths, std::int64_t capacity, const Common& common) {
+    return run_in_order(lengths, false, common, [&](const auto& documents, Progress& progress) {
+        return pack_length_sorted(documents, capacity, common.threads, progress);
+    });
+}
+
+template <typename Length>
+py::dict fit_decreasing(const Array<Length>& lengths, std::int64_t capacity,
+                        std::int64_t extra_capacity, bool best, const Common& common) {
+    const Fit fit = best ? Fit::kBest : Fit::kFirst;
+    return run_in_order(lengths, false, common, [&](const auto& documents, Progress& progress) {
+        return pack_fit(documents, capacity, extra_capacity, fit, common.threads, progress);
+    });
+}
+
+template <typename Length>
+py::dict seamless(const Array<Length>& lengths, std::int64_t capacity, double r_max,
+                  const std::string& placement, std::int64_t extra_capacity, bool drop_last,
+                  const Common& common) {
+    SeamlessRules rules{capacity, r_max, Placement::kExact, extra_capacity};
+    if (placement == "paper") rules.placement = Placement::kPaper;
+    if (placement == "published") rules.placement = Placement::kPublished;
+    return run_in_order(lengths, false, common, [&](const auto& documents, Progress& progress) {
+        auto samples = pack_seamless(documents, rules, common.threads, progress);
+        if (drop_last) drop_partial_sample(samples);
+        return samples;
+    });
+}
+
+template <typename Length>
+py::dict decompose(const Array<Length>& lengths, const std::vector<std::int64_t>& buckets,
+                   const Common& common) {
+    return run_in_order(lengths, false, common, [&](const auto& documents, Progress& progress) {
+        return pack_decompose(documents, buckets, common.threads, progress);
+    });
+}
+
+template <typename Length>
+py::dict drain_buckets(const Array<Length>& lengths, const BucketRules& rules,
+                       std::int64_t pool_size, const Common& common) {
+    return run_strategy(lengths, common, [&](auto documents, auto id, Progress& progress) {
+        return pack_buckets<decltype(id), Length>(documents, rules, pool_size, common.seed,
+                                                  common.threads, progress);
+    });
+}
+
+template <typename Length>
+py::dict stream_buckets(const Array<Length>& lengths, const BucketRules& rules,
+                        std::int64_t pool_size, const Common& common) {
+    return run_strategy(lengths, common, [&](auto documents, auto id, Progress& progress) {
+        return pack_bucket_stream<decltype(id), Length>(documents, rules, pool_size, common.seed,
+                                                        common.threads, progress);
     });
 }
 
@@ -122,15 +210,44 @@ py::dict count_documents_of(const Array<Length>& lengths, std::int64_t capacity)
     return result;
 }
 
+// (counts of rests by length, number of full chunks) of documents cut at `capacity`.
+template <typename Length>
+py::tuple length_histogram(const Array<Length>& lengths, std::int64_t capacity, int threads) {
+    const auto documents = in_file_order<std::int64_t>(view(lengths, "lengths"));
+    std::vector<std::int64_t> counts;
+    std::int64_t chunks = 0;
+    {
+        const py::gil_scoped_release unlocked;
+        const LengthSort<std::int64_t, Length> sort(documents, PlainCut{capacity}, threads);
+        counts = sort.counts();
+        chunks = sort.num_chunks();
+    }
+    return py::make_tuple(to_numpy(std::move(counts)), chunks);
+}
+
 template <typename Length>
 void register_strategies(py::module_& m) {
     const auto lengths = py::arg("lengths").noconvert();
-    m.def("pack_streams", &pack_streams_of<Length>, lengths, py::kw_only(), py::arg("buckets"),
-          py::arg("shuffle"), py::arg("drop_last"), py::arg("seed"), py::arg("threads"),
-          py::arg("wide_ids"), py::arg("progress"));
-    m.def("pack_buckets", &pack_buckets_of<Length>, lengths, py::kw_only(), py::arg("buckets"),
-          py::arg("pool_size"), py::arg("promote"), py::arg("seed"), py::arg("threads"),
-          py::arg("wide_ids"), py::arg("progress"));
+    const auto common = py::arg("common");
+    m.def("pack_concat", &concat<Length>, lengths, py::arg("capacity"), py::arg("atom_size"),
+          py::arg("drop_last"), py::arg("shuffle"), common);
+    m.def("pack_bucket_naive", &bucket_naive<Length>, lengths, py::arg("buckets"),
+          py::arg("shuffle"), common);
+    m.def("pack_pad", &pad<Length>, lengths, py::arg("capacity"), py::arg("atom_size"), common);
+    m.def("pack_next_fit", &next_fit<Length>, lengths, py::arg("capacity"), py::arg("shuffle"),
+          common);
+    m.def("pack_length_sorted", &length_sorted<Length>, lengths, py::arg("capacity"), common);
+    m.def("pack_fit_decreasing", &fit_decreasing<Length>, lengths, py::arg("capacity"),
+          py::arg("extra_capacity"), py::arg("best"), common);
+    m.def("pack_seamless", &seamless<Length>, lengths, py::arg("capacity"), py::arg("r_max"),
+          py::arg("placement"), py::arg("extra_capacity"), py::arg("drop_last"), common);
+    m.def("pack_decompose", &decompose<Length>, lengths, py::arg("buckets"), common);
+    m.def("drain_buckets", &drain_buckets<Length>, lengths, py::arg("rules"), py::arg("pool_size"),
+          common);
+    m.def("stream_buckets", &stream_buckets<Length>, lengths, py::arg("rules"),
+          py::arg("pool_size"), common);
+    m.def("length_histogram", &length_histogram<Length>, lengths, py::arg("capacity"),
+          py::arg("threads"));
     m.def("count_documents", &count_documents_of<Length>, lengths, py::arg("capacity"));
 }
 
@@ -178,6 +295,32 @@ void register_measures(py::module_& m) {
 }  // namespace
 
 void register_packing(py::module_& m) {
+    py::class_<Common>(m, "PackingCommon")
+        .def(py::init([](std::uint64_t seed, int threads, bool wide_ids, py::object progress) {
+                 return Common{seed, threads, wide_ids, std::move(progress)};
+             }),
+             py::kw_only(), py::arg("seed"), py::arg("threads"), py::arg("wide_ids"),
+             py::arg("progress"));
+    py::class_<BucketRules>(m, "BucketRules")
+        .def(py::init([](std::vector<std::int64_t> capacities, bool promote, bool pairs,
+                         double padding_threshold, bool shuffle_segments) {
+                 return BucketRules{std::move(capacities), promote, pairs, padding_threshold,
+                                    shuffle_segments};
+             }),
+             py::kw_only(), py::arg("capacities"), py::arg("promote") = false,
+             py::arg("pairs") = false, py::arg("padding_threshold") = 1.0,
+             py::arg("shuffle_segments") = false);
+    m.def(
+        "count_bucket_samples",
+        [](const Array<std::int64_t>& counts, const BucketRules& rules) {
+            const auto values = view(counts, "counts");
+            check(static_cast<std::int64_t>(values.size()) <= rules.capacities.back(),
+                  "counts has ", values.size(), " classes; the largest bucket holds ",
+                  rules.capacities.back());
+            const py::gil_scoped_release unlocked;
+            return plan_buckets({values.begin(), values.end()}, rules).samples_in_bucket;
+        },
+        py::arg("counts").noconvert(), py::arg("rules"));
     register_strategies<std::int32_t>(m);
     register_strategies<std::int64_t>(m);
     register_measures<std::int32_t, std::int32_t>(m);

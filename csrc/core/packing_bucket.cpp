@@ -1,6 +1,6 @@
 #include "core/packing_bucket.hpp"
 
-#include <numeric>
+#include <algorithm>
 #include <utility>
 
 #include "core/packing_order.hpp"
@@ -28,39 +28,82 @@ class PoolWriter {
                  static_cast<std::int32_t>(out_.bucket_capacity.back()));
     }
 
-    void write_plan(const typename LengthSort<Id, Length>::Sorted& sorted,
-                    std::int64_t num_chunks) {
+    // `shuffled`: sample i of the plan has its segments in the order of chance.child(i).
+    void write_plan(const SortedRests<Id>& sorted, std::int64_t num_chunks, bool shuffled,
+                    Random chance) {
         cursors_.back().sample += num_chunks;
         cursors_.back().segment += num_chunks;
+        resolve_heads(sorted);
         std::size_t entry = 0;
+        std::uint64_t ordinal = 0;
         for (const Pattern& pattern : plan_.patterns) {
             Cursor& at = cursors_[static_cast<std::size_t>(pattern.bucket)];
-            for (std::int64_t i = 0; i < pattern.count; ++i) {
-                out_.open_sample(at.sample++, at.segment);
+            for (std::int64_t i = 0; i < pattern.count; ++i, ++ordinal) {
+                const std::int64_t first = at.segment;
+                out_.open_sample(at.sample++, first);
                 for (std::size_t e = entry; e < pattern.end_entry; ++e)
-                    at.segment = write_entry(sorted, plan_.entries[e], i, at.segment);
+                    write_entry(sorted, plan_.entries[e], i, at.segment);
+                if (shuffled) shuffle_segments(out_, first, at.segment, chance.child(ordinal));
+                if (pattern.head >= 0) write_head(static_cast<std::size_t>(pattern.head), at);
             }
             entry = pattern.end_entry;
         }
     }
 
   private:
-    std::int64_t write_entry(const typename LengthSort<Id, Length>::Sorted& sorted,
-                             const PatternEntry& entry, std::int64_t i, std::int64_t segment) {
-        const std::int64_t first = sorted.class_begin[static_cast<std::size_t>(entry.length)] +
-                                   entry.rank + i * entry.copies;
+    using Place = Rest<Id, Length>;
+
+    void write_entry(const SortedRests<Id>& sorted, const PatternEntry& entry, std::int64_t i,
+                     std::int64_t& segment) const {
         for (std::int64_t j = 0; j < entry.copies; ++j) {
-            const Id id = sorted.ids[static_cast<std::size_t>(first + j)];
-            const Rest<Id, Length> rest(id, entry.length, lengths_);
-            out_.put(segment++, rest.document, rest.begin, entry.length);
+            const Place place = find(sorted, entry.length, entry.rank + i * entry.copies + j);
+            out_.put(segment++, place.document, place.begin, entry.length);
         }
-        return segment;
     }
+
+    void write_head(std::size_t head, Cursor& at) const {
+        const Place& place = heads_[head];
+        out_.put(at.segment++, place.document, place.begin, plan_.heads[head].tokens);
+    }
+
+    // Number `rank` of a class: one of the sorted rests, or what a head left of its document.
+    Place find(const SortedRests<Id>& sorted, std::int64_t length, std::int64_t rank) const {
+        const std::int64_t begin = sorted.class_begin[static_cast<std::size_t>(length)];
+        if (rank < sorted.class_begin[static_cast<std::size_t>(length) + 1] - begin)
+            return Place(sorted.ids[static_cast<std::size_t>(begin + rank)], length, lengths_);
+        const auto h = static_cast<std::size_t>(
+            std::lower_bound(added_.begin(), added_.end(), Added{length, rank, 0})->head);
+        Place place = heads_[h];
+        place.begin = static_cast<Length>(place.begin + plan_.heads[h].tokens);
+        return place;
+    }
+
+    // Which documents the heads are of; what one leaves may be what a later one takes from.
+    void resolve_heads(const SortedRests<Id>& sorted) {
+        for (std::size_t h = 0; h < plan_.heads.size(); ++h) {
+            const Head& head = plan_.heads[h];
+            added_.push_back({head.length - head.tokens, head.rest_rank, h});
+        }
+        std::sort(added_.begin(), added_.end());
+        for (const Head& head : plan_.heads) heads_.push_back(find(sorted, head.length, head.rank));
+    }
+
+    // What head `head` left of its document is number `rank` of its class.
+    struct Added {
+        std::int64_t length, rank;
+        std::size_t head;
+
+        bool operator<(const Added& other) const {
+            return length != other.length ? length < other.length : rank < other.rank;
+        }
+    };
 
     const Samples<Id, Length>& out_;
     const BucketPlan& plan_;
     Span<const Length> lengths_;
     std::vector<Cursor> cursors_;
+    std::vector<Place> heads_;
+    std::vector<Added> added_;
 };
 
 }  // namespace
@@ -79,14 +122,14 @@ Samples<Id, Length> pack_buckets(Span<const Length> lengths, const BucketRules& 
     const auto pool = [&](std::size_t p) -> Documents<Id, Length> {
         if (num_pools == 1) return in_file_order<Id>(lengths);
         return {lengths, dealt.items.data() + dealt.offsets[p],
-                dealt.offsets[p + 1] - dealt.offsets[p], 0};
+                dealt.offsets[p + 1] - dealt.offsets[p]};
     };
 
     const std::size_t buckets = rules.capacities.size();
     std::vector<BucketPlan> plans(num_pools);
     std::vector<std::int64_t> chunks(num_pools);
     parallel_for(threads, num_pools, [&](std::size_t p) {
-        const LengthSort<Id, Length> sort(pool(p), rules.capacities.back(), 1);
+        const LengthSort<Id, Length> sort(pool(p), PlainCut{rules.capacities.back()}, 1);
         plans[p] = plan_buckets(sort.counts(), rules);
         chunks[p] = sort.num_chunks();
         progress.advance(static_cast<std::int64_t>(pool(p).size()));
@@ -108,12 +151,13 @@ Samples<Id, Length> pack_buckets(Span<const Length> lengths, const BucketRules& 
     }
     Samples<Id, Length> out(rules.capacities, samples_in_bucket, next.segment);
     parallel_for(threads, num_pools, [&](std::size_t p) {
-        LengthSort<Id, Length> sort(pool(p), rules.capacities.back(), 1);
+        LengthSort<Id, Length> sort(pool(p), PlainCut{rules.capacities.back()}, 1);
         PoolWriter<Id, Length> writer(out, plans[p], lengths, cursors[p]);
         const auto sorted = sort.sort([&](std::int64_t chunk, Id document, Length begin) {
             writer.write_chunk(chunk, document, begin);
         });
-        writer.write_plan(sorted, sort.num_chunks());
+        writer.write_plan(sorted, sort.num_chunks(), rules.shuffle_segments,
+                          random_for(seed, Purpose::kSegments).child(p));
         progress.advance(static_cast<std::int64_t>(pool(p).size()));
     });
     return out;

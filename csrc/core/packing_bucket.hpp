@@ -1,16 +1,44 @@
 // The drained bucket strategies: `bucket`, `bucket_v0`, `bucket_llm`.
 #pragma once
 
+#include <utility>
+
 #include "core/packing_bucket_plan.hpp"
 #include "core/packing_types.hpp"
+#include "core/random.hpp"
 
 namespace megapack {
 
-// Every document draws one of ceil(n / pool_size) pools (Purpose::kPools); the pools are drained
-// one after the other, each in file order among documents of equal length.
+// `pool="drain"`. Every document draws one of ceil(n / pool_size) pools (Purpose::kPools); the
+// pools are drained one after the other, each in file order among documents of equal length.
 template <typename Id, typename Length>
 Samples<Id, Length> pack_buckets(Span<const Length> lengths, const BucketRules& rules,
                                  std::int64_t pool_size, std::uint64_t seed, int threads,
                                  Progress& progress);
+
+// `pool="stream"`, Algorithm 1 to the letter: documents in shuffled order (Purpose::kDocuments)
+// enter one pool; from the pool_size-th on each is followed by one sample, and what is left in the
+// end is drained. A document longer than the largest bucket gives its first tokens when it is the
+// longest.
+template <typename Id, typename Length>
+Samples<Id, Length> pack_bucket_stream(Span<const Length> lengths, const BucketRules& rules,
+                                       std::int64_t pool_size, std::uint64_t seed, int threads,
+                                       Progress& progress);
+
+// Puts the segments [begin, end) in seeded order: for k = size - 1 ... 1, segment k is swapped with
+// segment chance.below(k, k + 1).
+template <typename Id, typename Length>
+void shuffle_segments(const Samples<Id, Length>& samples, std::int64_t begin, std::int64_t end,
+                      Random chance) {
+    for (std::int64_t k = end - begin; k-- > 1;) {
+        const auto j =
+            static_cast<std::size_t>(begin) +
+            chance.below(static_cast<std::uint64_t>(k), static_cast<std::uint64_t>(k) + 1);
+        const auto i = static_cast<std::size_t>(begin + k);
+        std::swap(samples.segment_document[i], samples.segment_document[j]);
+        std::swap(samples.segment_begin[i], samples.segment_begin[j]);
+        std::swap(samples.segment_length[i], samples.segment_length[j]);
+    }
+}
 
 }  // namespace megapack

@@ -1,117 +1,155 @@
 #include "core/packing_bucket_plan.hpp"
 
 #include <algorithm>
-
-#include "core/length_set.hpp"
+#include <limits>
+#include <utility>
 
 namespace megapack {
-namespace {
 
-class Planner {
-  public:
-    Planner(std::vector<std::int64_t> counts, const BucketRules& rules)
-        : rules_(rules),
-          counts_(std::move(counts)),
-          added_(counts_.size(), 0),
-          taken_(counts_.size(), 0),
-          present_(rules.capacities.back()) {
-        for (std::size_t l = 1; l < counts_.size(); ++l)
-            if (counts_[l] > 0) present_.insert(static_cast<std::int64_t>(l));
-        plan_.samples_in_bucket.assign(rules.capacities.size(), 0);
-        plan_.segments_in_bucket.assign(rules.capacities.size(), 0);
+BucketPlanner::BucketPlanner(std::vector<std::int64_t> counts, const BucketRules& rules)
+    : rules_(rules), counts_(std::move(counts)), present_(rules.capacities.back()) {
+    counts_.resize(static_cast<std::size_t>(rules.capacities.back()) + 1, 0);
+    taken_.assign(counts_.size(), 0);
+    for (std::size_t l = 1; l < counts_.size(); ++l)
+        if (counts_[l] > 0) present_.insert(static_cast<std::int64_t>(l));
+    plan.samples_in_bucket.assign(rules.capacities.size(), 0);
+    plan.segments_in_bucket.assign(rules.capacities.size(), 0);
+}
+
+void BucketPlanner::add(std::int64_t length) {
+    if (counts_[static_cast<std::size_t>(length)]++ == 0) present_.insert(length);
+}
+
+// What is true of the first sample of a pattern stays true of its repeats: a document that was the
+// choice then is there until the last of them, and one that was not there does not come back. Only
+// a head changes what there is, so its sample is not repeated.
+void BucketPlanner::next(std::int64_t max_repeats) {
+    choose_lengths();
+    std::int64_t repeats = max_repeats;
+    for (const PatternEntry& entry : chosen_)
+        repeats = std::min(repeats, counts_[static_cast<std::size_t>(entry.length)] / entry.copies);
+    const bool with_head = rules_.exceeds_threshold(space_, bucket_) && shortest_left() > 0;
+    if (with_head) repeats = 1;
+    std::int64_t segments = with_head ? 1 : 0;
+    for (PatternEntry entry : chosen_) {
+        entry.rank = take(entry.length, repeats * entry.copies);
+        plan.entries.push_back(entry);
+        segments += repeats * entry.copies;
     }
+    chosen_.clear();
+    plan.patterns.push_back({repeats, static_cast<std::uint32_t>(plan.entries.size()),
+                             static_cast<std::int32_t>(bucket_),
+                             with_head ? take_head(space_) : -1});
+    plan.samples_in_bucket[bucket_] += repeats;
+    plan.segments_in_bucket[bucket_] += segments;
+}
 
-    BucketPlan run() {
-        while (!present_.empty()) {
-            choose_pattern();
-            take_pattern();
+// The smallest bucket that holds the longest document, then again and again the longest document
+// that fits in what is left.
+void BucketPlanner::choose_lengths() {
+    std::int64_t length = longest();
+    bucket_ = bucket_for(length);
+    space_ = rules_.capacities[bucket_];
+    while (length > 0) {
+        choose(length, std::min(left(length), space_ / length));
+        if (rules_.pairs && replace_last_by_pair()) return;
+        length = longest_left(std::min(space_, length - 1));
+    }
+}
+
+void BucketPlanner::choose(std::int64_t length, std::int64_t copies) {
+    chosen_.push_back({static_cast<std::int32_t>(length), static_cast<std::int32_t>(copies), 0});
+    space_ -= copies * length;
+}
+
+// BucketLLM, Algorithm 2, lines 6 to 12: if the document chosen last leaves more space than the
+// threshold but less than any other document needs, the two documents that together leave the
+// least space take its place; of several such pairs, the one with the longest document.
+bool BucketPlanner::replace_last_by_pair() {
+    if (!rules_.exceeds_threshold(space_, bucket_)) return false;
+    const std::int64_t shortest = shortest_left();
+    const std::int64_t single = chosen_.back().length, space = space_ + single;
+    if (shortest <= space_ || 2 * shortest > space) return false;
+    std::int64_t best = single, longer = 0;
+    for (std::int64_t a = longest_left(space - shortest); 2 * a > best && best < space;
+         a = longest_left(a - 1)) {
+        std::int64_t b = longest_left(std::min(a, space - a));
+        if (b == a && left(a) < 2) b = longest_left(a - 1);
+        if (b > 0 && a + b > best) {
+            best = a + b;
+            longer = a;
         }
-        return std::move(plan_);
     }
-
-  private:
-    std::int64_t& count(std::int64_t length) { return counts_[static_cast<std::size_t>(length)]; }
-    std::int64_t capacity(std::size_t bucket) const { return rules_.capacities[bucket]; }
-
-    // The next sample: lengths_, bucket_ and the space it leaves. Classes are marked as taken from
-    // while choosing, so that "what else is there" needs no special case.
-    void choose_pattern() {
-        chosen_.clear();
-        const std::int64_t longest = present_.at_most(rules_.capacities.back());
-        bucket_ = bucket_for(longest);
-        space_ = capacity(bucket_);
-        for (std::int64_t l = longest; l > 0;) {
-            const std::int64_t copies = std::min(count(l), space_ / l);
-            choose(l, copies);
-            space_ -= copies * l;
-            l = space_ > 0 ? present_.at_most(std::min(space_, l - 1)) : 0;
-        }
+    if (best == single) return false;
+    space_ = space;
+    if (--chosen_.back().copies == 0) chosen_.pop_back();
+    if (2 * longer == best) {
+        choose(longer, 2);
+    } else {
+        choose(longer, 1);
+        choose(best - longer, 1);
     }
+    return true;
+}
 
-    void choose(std::int64_t length, std::int64_t copies) {
-        chosen_.push_back(
-            {static_cast<std::int32_t>(length), static_cast<std::int32_t>(copies), 0});
+std::size_t BucketPlanner::bucket_for(std::int64_t longest) const {
+    std::size_t b = 0;
+    while (rules_.capacities[b] < longest) ++b;
+    if (!rules_.promote) return b;
+    std::int64_t other = present_.at_least(1);
+    if (other == longest && counts_[static_cast<std::size_t>(longest)] == 1) return b;
+    for (std::size_t larger = b; larger < rules_.capacities.size(); ++larger) {
+        const std::int64_t space = rules_.capacities[larger] - longest;
+        if (space == 0 || space >= other) return larger;
     }
+    return b;
+}
 
-    std::size_t bucket_for(std::int64_t longest) {
-        std::size_t b = 0;
-        while (capacity(b) < longest) ++b;
-        if (!rules_.promote) return b;
-        const std::int64_t other = shortest_beside(longest);
-        if (other < 0) return b;
-        for (std::size_t larger = b; larger < rules_.capacities.size(); ++larger) {
-            const std::int64_t space = capacity(larger) - longest;
-            if (space == 0 || space >= other) return larger;
-        }
-        return b;
-    }
+// Documents of a length that the present sample has not chosen.
+std::int64_t BucketPlanner::left(std::int64_t length) const {
+    std::int64_t count = counts_[static_cast<std::size_t>(length)];
+    for (const PatternEntry& entry : chosen_)
+        if (entry.length == length) count -= entry.copies;
+    return count;
+}
 
-    // The shortest document besides one of class `length`; -1 if there is none.
-    std::int64_t shortest_beside(std::int64_t length) {
-        const std::int64_t shortest = present_.at_least(1);
-        if (shortest != length || count(length) > 1) return shortest;
-        return length < rules_.capacities.back() ? present_.at_least(length + 1) : -1;
-    }
+std::int64_t BucketPlanner::longest_left(std::int64_t limit) const {
+    std::int64_t length = present_.at_most(limit);
+    while (length > 0 && left(length) == 0) length = present_.at_most(length - 1);
+    return length;
+}
 
-    void take_pattern() {
-        std::int64_t repeats = count(chosen_[0].length) / chosen_[0].copies;
-        for (const PatternEntry& entry : chosen_)
-            repeats = std::min(repeats, count(entry.length) / entry.copies);
-        std::int64_t segments = 0;
-        for (PatternEntry entry : chosen_) {
-            entry.rank = take(entry.length, repeats * entry.copies);
-            plan_.entries.push_back(entry);
-            segments += repeats * entry.copies;
-        }
-        plan_.patterns.push_back({repeats, static_cast<std::uint32_t>(plan_.entries.size()),
-                                  static_cast<std::int32_t>(bucket_), -1});
-        plan_.samples_in_bucket[bucket_] += repeats;
-        plan_.segments_in_bucket[bucket_] += segments;
-    }
+std::int64_t BucketPlanner::shortest_left() const {
+    const std::int64_t end = static_cast<std::int64_t>(counts_.size());
+    std::int64_t length = present_.at_least(1);
+    while (length > 0 && left(length) == 0)
+        length = length + 1 < end ? present_.at_least(length + 1) : -1;
+    return length;
+}
 
-    // Takes `amount` documents of a class; the rank of the first.
-    std::int64_t take(std::int64_t length, std::int64_t amount) {
-        const std::int64_t rank = taken_[static_cast<std::size_t>(length)];
-        taken_[static_cast<std::size_t>(length)] += amount;
-        if ((count(length) -= amount) == 0) present_.erase(length);
-        return rank;
-    }
+// Takes `amount` documents of a class; the number of the first.
+std::int64_t BucketPlanner::take(std::int64_t length, std::int64_t amount) {
+    const auto l = static_cast<std::size_t>(length);
+    if ((counts_[l] -= amount) == 0) present_.erase(length);
+    return std::exchange(taken_[l], taken_[l] + amount);
+}
 
-    const BucketRules& rules_;
-    std::vector<std::int64_t> counts_;  // documents left, by length
-    std::vector<std::int64_t> added_, taken_;
-    LengthSet present_;  // lengths with documents left
-    BucketPlan plan_;
-
-    std::vector<PatternEntry> chosen_;
-    std::size_t bucket_ = 0;
-    std::int64_t space_ = 0;
-};
-
-}  // namespace
+// The first `tokens` tokens of the shortest document; its rest stays in the pool.
+std::int32_t BucketPlanner::take_head(std::int64_t tokens) {
+    const std::int64_t length = present_.at_least(1), rest = length - tokens;
+    Head head{static_cast<std::int32_t>(length), static_cast<std::int32_t>(tokens), take(length, 1),
+              0};
+    add(rest);
+    const auto r = static_cast<std::size_t>(rest);
+    head.rest_rank = taken_[r] + counts_[r] - 1;
+    plan.heads.push_back(head);
+    return static_cast<std::int32_t>(plan.heads.size()) - 1;
+}
 
 BucketPlan plan_buckets(std::vector<std::int64_t> counts, const BucketRules& rules) {
-    return Planner(std::move(counts), rules).run();
+    BucketPlanner planner(std::move(counts), rules);
+    while (!planner.empty()) planner.next(std::numeric_limits<std::int64_t>::max());
+    return std::move(planner.plan);
 }
 
 }  // namespace megapack

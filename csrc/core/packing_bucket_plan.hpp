@@ -11,7 +11,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "core/span.hpp"
+#include "core/length_set.hpp"
 
 namespace megapack {
 
@@ -21,8 +21,15 @@ struct BucketRules {
     bool promote = false;
     // BucketLLM's pair search (Algorithm 2, lines 6 to 12).
     bool pairs = false;
-    // Space above this share of the capacity takes the head of the shortest document; 1: never.
+    // More space than this share of the capacity takes the head of the shortest document; 1: never.
     double padding_threshold = 1;
+    // The segments of a sample stand in seeded order (the head last), not longest first.
+    bool shuffle_segments = false;
+
+    bool exceeds_threshold(std::int64_t space, std::size_t bucket) const {
+        return static_cast<double>(space) >
+               padding_threshold * static_cast<double>(capacities[bucket]);
+    }
 };
 
 // `copies` documents of `length`, from number `rank` of that class on.
@@ -58,7 +65,45 @@ struct BucketPlan {
     }
 };
 
-// Drains a pool. counts[l] documents of length l, for l in [0, largest capacity).
+// Decides one pattern after the other. Documents of a class are taken in the order in which they
+// came: first those the planner was made with, then those added.
+class BucketPlanner {
+  public:
+    // counts[l] documents of length l; counts.size() - 1 <= the largest capacity.
+    BucketPlanner(std::vector<std::int64_t> counts, const BucketRules& rules);
+
+    void add(std::int64_t length);
+    bool empty() const { return present_.empty(); }
+    std::int64_t longest() const { return present_.at_most(rules_.capacities.back()); }
+
+    // Appends the next pattern to the plan, at most `max_repeats` samples of it.
+    void next(std::int64_t max_repeats);
+
+    BucketPlan plan;
+
+  private:
+    void choose_lengths();
+    void choose(std::int64_t length, std::int64_t copies);
+    bool replace_last_by_pair();
+    std::size_t bucket_for(std::int64_t longest) const;
+    std::int64_t left(std::int64_t length) const;
+    std::int64_t longest_left(std::int64_t limit) const;
+    std::int64_t shortest_left() const;
+    std::int64_t take(std::int64_t length, std::int64_t amount);
+    std::int32_t take_head(std::int64_t tokens);
+
+    const BucketRules& rules_;
+    std::vector<std::int64_t> counts_;  // documents there are, by length
+    std::vector<std::int64_t> taken_;   // documents taken so far, by length
+    LengthSet present_;                 // lengths of which there are documents
+
+    // The sample being chosen. Its documents are taken when it is complete.
+    std::vector<PatternEntry> chosen_;
+    std::size_t bucket_ = 0;
+    std::int64_t space_ = 0;
+};
+
+// Drains a pool.
 BucketPlan plan_buckets(std::vector<std::int64_t> counts, const BucketRules& rules);
 
 }  // namespace megapack

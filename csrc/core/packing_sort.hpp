@@ -5,23 +5,42 @@
 // tail otherwise. The rests are what the packers pack; class l holds the rests of length l.
 #pragma once
 
+#include <algorithm>
 #include <utility>
 
 #include "core/packing_types.hpp"
 
 namespace megapack {
 
-template <typename Id, typename Length>
+// How a document of at least `capacity` tokens is cut.
+struct PlainCut {
+    std::int64_t capacity;
+
+    std::int64_t num_chunks(std::int64_t length) const { return length / capacity; }
+    std::int64_t tail(std::int64_t length) const { return length % capacity; }
+    // Where chunk k of a document begins.
+    std::int64_t begin(std::int64_t /*length*/, std::int64_t k) const { return k * capacity; }
+};
+
+// Rests in order of length, equal lengths in order of documents; a tail stands as ~document.
+template <typename Id>
+struct SortedRests {
+    Buffer<Id> ids;
+    std::vector<std::int64_t> class_begin;  // of class l in `ids`; one more than classes
+};
+
+template <typename Id, typename Length, typename Cut = PlainCut>
 class LengthSort {
   public:
     // Counts the classes; documents are read in `threads` parts, the result is the same for any.
-    LengthSort(const Documents<Id, Length>& documents, std::int64_t capacity, int threads)
+    LengthSort(const Documents<Id, Length>& documents, Cut cut, int threads)
         : documents_(documents),
-          capacity_(capacity),
+          cut_(cut),
+          capacity_(cut.capacity),
           threads_(threads),
           next_(static_cast<std::size_t>(std::max(threads, 1))),
           next_chunk_(next_.size(), 0),
-          counts_(static_cast<std::size_t>(capacity), 0) {
+          counts_(static_cast<std::size_t>(capacity_), 0) {
         parallel_for(threads, next_.size(), [&](std::size_t p) { count(p); });
         for (std::size_t p = 0; p < next_.size(); ++p) {
             for (std::size_t l = 1; l < counts_.size(); ++l) counts_[l] += next_[p][l];
@@ -38,22 +57,17 @@ class LengthSort {
         return sum;
     }
 
-    // Rests in order of length, equal lengths in order of documents; of a tail, ~document.
-    struct Sorted {
-        Buffer<Id> ids;
-        std::vector<std::int64_t> class_begin;  // of class l in `ids`
-    };
-
     // Sorts; on_chunk(chunk, document, begin) for every full chunk, numbered in document order.
     // May be called once.
     template <typename OnChunk>
-    Sorted sort(OnChunk on_chunk) {
-        Sorted sorted{Buffer<Id>(static_cast<std::size_t>(num_rests())), {}};
+    SortedRests<Id> sort(OnChunk on_chunk) {
+        SortedRests<Id> sorted{Buffer<Id>(static_cast<std::size_t>(num_rests())), {}};
         std::int64_t position = 0;
         for (std::size_t l = 0; l < counts_.size(); ++l) {
             sorted.class_begin.push_back(position);
             for (auto& part : next_) position += std::exchange(part[l], position);
         }
+        sorted.class_begin.push_back(position);
         parallel_for(threads_, next_.size(),
                      [&](std::size_t p) { scatter(p, sorted.ids.data(), on_chunk); });
         return sorted;
@@ -69,8 +83,8 @@ class LengthSort {
             if (length < capacity_) {
                 ++counts[static_cast<std::size_t>(length)];
             } else {
-                next_chunk_[p] += length / capacity_;
-                ++counts[static_cast<std::size_t>(length % capacity_)];
+                next_chunk_[p] += cut_.num_chunks(length);
+                ++counts[static_cast<std::size_t>(cut_.tail(length))];
             }
         }
         counts[0] = 0;
@@ -88,14 +102,15 @@ class LengthSort {
                 if (length > 0) ids[next[length]++] = item.document;
                 continue;
             }
-            const std::int64_t tail = length % capacity_;
-            for (std::int64_t begin = 0; begin < length - tail; begin += capacity_)
-                on_chunk(chunk++, item.document, static_cast<Length>(begin));
+            const std::int64_t chunks = cut_.num_chunks(length), tail = cut_.tail(length);
+            for (std::int64_t k = 0; k < chunks; ++k)
+                on_chunk(chunk++, item.document, static_cast<Length>(cut_.begin(length, k)));
             if (tail > 0) ids[next[tail]++] = static_cast<Id>(~item.document);
         }
     }
 
     Documents<Id, Length> documents_;
+    Cut cut_;
     std::int64_t capacity_;
     int threads_;
     std::vector<std::vector<std::int64_t>> next_;  // per part: counts, then positions
@@ -104,7 +119,7 @@ class LengthSort {
     std::int64_t num_chunks_ = 0;
 };
 
-// Where in its document the rest `id` (see Sorted) of `length` tokens begins, and which it is.
+// Where in its document the rest `id` (see SortedRests) of `length` tokens begins, and which it is.
 template <typename Id, typename Length>
 struct Rest {
     Id document;

@@ -100,9 +100,7 @@ void drop_partial_sample(Samples<Id, Length>& samples) {
         tokens += samples.segment_length[s];
     if (tokens == samples.bucket_capacity.back()) return;
     samples.dropped_tokens += tokens;
-    --samples.bucket_sample_offsets.back();
-    samples.sample_segment_offsets.truncate(static_cast<std::size_t>(last) + 1);
-    samples.set_num_segments(first);
+    samples.truncate(last, first);
 }
 
 #define MEGAPACK_INSTANTIATE(Id, Length)                                                         \

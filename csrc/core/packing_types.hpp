@@ -31,25 +31,17 @@ struct Documents {
     Span<const Length> lengths;               // of all documents, in file order
     const Item<Id, Length>* items = nullptr;  // null: file order
     std::size_t count = 0;                    // how many are taken
-    std::size_t first = 0;                    // in file order: where they begin
 
     std::size_t size() const { return count; }
     Item<Id, Length> operator[](std::size_t i) const {
         if (items != nullptr) return items[i];
-        return {static_cast<Id>(first + i), lengths[first + i]};
-    }
-    Documents part(Part range) const {
-        Documents result = *this;
-        result.first = first + range.begin;
-        if (items != nullptr) result.items = items + range.begin;
-        result.count = range.end - range.begin;
-        return result;
+        return {static_cast<Id>(i), lengths[i]};
     }
 };
 
 template <typename Id, typename Length>
 Documents<Id, Length> in_file_order(Span<const Length> lengths) {
-    return {lengths, nullptr, lengths.size(), 0};
+    return {lengths, nullptr, lengths.size()};
 }
 
 // Samples grouped by bucket; `design.md` names the arrays. segment_* have one entry per segment.
@@ -91,13 +83,16 @@ struct Samples {
     void open_sample(std::int64_t sample, std::int64_t segment) const {
         sample_segment_offsets[static_cast<std::size_t>(sample)] = segment;
     }
-    // The upper bound of the constructor becomes the number there really are.
-    void set_num_segments(std::int64_t segments) {
+    // The upper bounds of the constructor become the numbers there really are; samples leave the
+    // last bucket.
+    void truncate(std::int64_t samples, std::int64_t segments) {
+        bucket_sample_offsets.back() = samples;
+        sample_segment_offsets.truncate(static_cast<std::size_t>(samples) + 1);
         const auto size = static_cast<std::size_t>(segments);
         segment_document.truncate(size);
         segment_begin.truncate(size);
         segment_length.truncate(size);
-        sample_segment_offsets[sample_segment_offsets.size() - 1] = segments;
+        sample_segment_offsets[static_cast<std::size_t>(samples)] = segments;
     }
 };
 

@@ -9,7 +9,7 @@ __all__ = ["alibi_slopes"]
 
 
 def alibi_slopes(num_heads: int) -> Tensor:
-    """One slope per head, ``[num_heads]`` float32.
+    """One slope per head, ``[num_heads]`` float32 on the CPU.
 
     For a power of two n the slopes are ``2 ** (-8 i / n)``, i = 1..n. Otherwise those of the power
     of two below, then every other slope of the power of two above, as Press et al. ("Train Short,
@@ -20,4 +20,4 @@ def alibi_slopes(num_heads: int) -> Tensor:
     below = 1 << (num_heads.bit_length() - 1)
     slopes = [2.0 ** (-8.0 * i / below) for i in range(1, below + 1)]
     slopes += [2.0 ** (-4.0 * i / below) for i in range(1, 2 * (num_heads - below), 2)]
-    return torch.tensor(slopes, dtype=torch.float32)
+    return torch.tensor(slopes, dtype=torch.float32, device="cpu")

@@ -13,7 +13,7 @@ from numpy.typing import DTypeLike, NDArray
 
 from megapack.errors import DataError
 from megapack.storage.document_log import MAX_SEQUENCE_LENGTH, DocumentLog
-from megapack.storage.meta import encode_meta
+from megapack.storage.meta import check_metadata
 from megapack.storage.mmididx import path_of, pick_dtype, prefix_of
 from megapack.storage.publishing import publish_dataset
 from megapack.storage.shard import Shard
@@ -62,7 +62,7 @@ class IndexedDatasetBuilder:
         self.dtype = pick_dtype(dtype)
         self.multimodal = multimodal
         self.metadata = dict(metadata or {})
-        encode_meta({}, self.metadata)  # refuses now what could not be written at the end
+        check_metadata(self.metadata)
         limits = TokenLimits(self.dtype, vocab_size, allow_negative)
         self._log = DocumentLog(multimodal)
         self._tokens = TokenWriter(path_of(self.prefix, ".bin"), limits)

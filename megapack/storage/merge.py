@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from megapack.errors import DataError
-from megapack.storage.meta import OWN_KEYS, meta_path
+from megapack.storage.meta import meta_path, own_metadata
 from megapack.storage.mmididx import path_of, pick_dtype, prefix_of
 from megapack.storage.publishing import publish_dataset
 from megapack.storage.shard import Shard
@@ -118,7 +118,9 @@ def _check_tokenizers(shards: list[Shard]) -> None:
 
 
 def _tokenizer(shard: Shard) -> Any:
-    return None if shard.meta is None else shard.meta["tokenizer"]
+    """What tells tokenizers apart: the digest of the model where there is one."""
+    described = None if shard.meta is None else shard.meta["tokenizer"]
+    return described.get("digest", described) if isinstance(described, dict) else described
 
 
 def _common_vocab_size(shards: list[Shard]) -> int | None:
@@ -129,11 +131,11 @@ def _common_vocab_size(shards: list[Shard]) -> int | None:
 
 def _common_metadata(shards: list[Shard]) -> dict[str, Any]:
     """What all inputs say alike."""
-    first, *others = [shard.meta or {} for shard in shards]
+    first, *others = [own_metadata(shard.meta or {}) for shard in shards]
     return {
         key: value
         for key, value in first.items()
-        if key not in OWN_KEYS and all(key in meta and meta[key] == value for meta in others)
+        if all(key in meta and meta[key] == value for meta in others)
     }
 
 

@@ -23,15 +23,39 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
+
+import xxhash
 
 from megapack.errors import FormatError
 from megapack.storage.mmididx import path_of
 
-__all__ = ["Piece", "bin_pieces", "encode_meta", "meta_path", "read_meta"]
+__all__ = [
+    "Piece",
+    "TokenFacts",
+    "bin_pieces",
+    "check_metadata",
+    "checksum",
+    "encode_meta",
+    "meta_path",
+    "own_metadata",
+    "read_meta",
+]
 
 Piece: TypeAlias = tuple[int, str]  # bytes, xxh3_128 in hexadecimal
+
+
+@dataclass(frozen=True)
+class TokenFacts:
+    """What a .bin holds."""
+
+    num_tokens: int
+    pieces: list[Piece]
+    min_token_id: int | None  # None without tokens
+    max_token_id: int | None
+
 
 FORMAT = "megapack dataset"
 VERSION = 1
@@ -45,13 +69,49 @@ def meta_path(prefix: str | os.PathLike[str]) -> Path:
     return path_of(prefix, ".meta.json")
 
 
-def encode_meta(own: Mapping[str, Any], metadata: Mapping[str, Any]) -> bytes:
-    """The file's content; ``metadata`` comes from the caller and may not take our keys."""
+def encode_meta(
+    *,
+    dtype: str,
+    num_sequences: int,
+    num_documents: int,
+    tokens: TokenFacts,
+    vocab_size: int | None,
+    idx: Piece,
+    metadata: Mapping[str, Any],
+) -> bytes:
+    """The file's content."""
+    check_metadata(metadata)
+    content = {
+        "format": FORMAT,
+        "version": VERSION,
+        "dtype": dtype,
+        "num_sequences": num_sequences,
+        "num_documents": num_documents,
+        "num_tokens": tokens.num_tokens,
+        "min_token_id": tokens.min_token_id,
+        "max_token_id": tokens.max_token_id,
+        "vocab_size": vocab_size,
+        "bin": {
+            "bytes": sum(size for size, _ in tokens.pieces),
+            "xxh3_128": [f"{size} {digest}" for size, digest in tokens.pieces],
+        },
+        "idx": {"bytes": idx[0], "xxh3_128": idx[1]},
+        **metadata,
+    }
+    return (json.dumps(content, indent=1, ensure_ascii=False) + "\n").encode()
+
+
+def check_metadata(metadata: Mapping[str, Any]) -> None:
+    """Refuse what the meta file cannot hold, before hours of work instead of after."""
     taken = sorted(OWN_KEYS & metadata.keys())
     if taken:
         raise ValueError(f"metadata has the keys {taken}, which the builder fills in itself")
-    content = {"format": FORMAT, "version": VERSION, **own, **metadata}
-    return (json.dumps(content, indent=1, ensure_ascii=False) + "\n").encode()
+    json.dumps(metadata)
+
+
+def own_metadata(meta: Mapping[str, Any]) -> dict[str, Any]:
+    """The part of a meta file that its builder was told."""
+    return {key: value for key, value in meta.items() if key not in OWN_KEYS}
 
 
 def read_meta(prefix: str | os.PathLike[str]) -> dict[str, Any] | None:
@@ -78,6 +138,15 @@ def read_meta(prefix: str | os.PathLike[str]) -> dict[str, Any] | None:
     if not _is_complete(content):
         raise FormatError(f"{path} was edited: its own keys are damaged; it is optional, delete it")
     return content
+
+
+def checksum(path: Path) -> str:
+    """xxh3_128 of a whole file, in hexadecimal."""
+    digest = xxhash.xxh3_128()
+    with path.open("rb") as file:
+        while block := file.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()
 
 
 def bin_pieces(meta: Mapping[str, Any]) -> list[Piece]:

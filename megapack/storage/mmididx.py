@@ -20,6 +20,7 @@ from megapack.errors import FormatError
 
 __all__ = [
     "CODE_OF_DTYPE",
+    "DTYPE_OF_CODE",
     "HEADER_BYTES",
     "MAGIC",
     "IndexFile",
@@ -40,7 +41,7 @@ HEADER_BYTES = 34
 # What megapack writes: the codes that mean the same in Megatron, GPT-NeoX and Megatron-DeepSpeed.
 # (In DeepSpeed's own data_pipeline 8 is uint64; codes 6 and 7 have three meanings in four tools.)
 CODE_OF_DTYPE = {"uint8": 1, "int8": 2, "int16": 3, "int32": 4, "int64": 5, "uint16": 8}
-_DTYPE_OF_CODE = {code: np.dtype(name) for name, code in CODE_OF_DTYPE.items()}
+DTYPE_OF_CODE = {code: np.dtype(name) for name, code in CODE_OF_DTYPE.items()}
 
 _LENGTH = struct.Struct("<i")
 _POINTER = struct.Struct("<q")
@@ -62,13 +63,13 @@ def prefix_of(path: str | os.PathLike[str]) -> str:
 
 def dtype_of_code(code: int, name: str | os.PathLike[str]) -> np.dtype[Any]:
     """The token type of a dtype code in Megatron's table. FormatError for all others."""
-    if code not in _DTYPE_OF_CODE:
+    if code not in DTYPE_OF_CODE:
         raise FormatError(
             f"{os.fspath(name)} has dtype code {code}; token files have one of "
-            f"{sorted(_DTYPE_OF_CODE)}. Codes 6 and 7 are floats in Megatron and integers in "
+            f"{sorted(DTYPE_OF_CODE)}. Codes 6 and 7 are floats in Megatron and integers in "
             "DeepSpeed's table: `megapack-build repair` decides by the size of .bin"
         )
-    return _DTYPE_OF_CODE[code]
+    return DTYPE_OF_CODE[code]
 
 
 def pick_dtype(dtype: DTypeLike) -> np.dtype[Any]:

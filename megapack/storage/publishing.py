@@ -42,25 +42,21 @@ def publish_dataset(
     Raises:
         OSError: a file cannot be written; nothing has its name.
     """
-    pieces = tokens.finish()
+    facts, dtype = tokens.finish(), tokens.limits.dtype
     idx, meta = AtomicFile(idx_path), AtomicFile(meta_path(prefix))
     try:
-        size, digest = write_index_file(idx, tokens.limits.dtype, parts, multimodal=multimodal)
-        own = {
-            "dtype": tokens.limits.dtype.name,
-            "num_sequences": sum(part.num_sequences for part in parts),
-            "num_documents": sum(part.num_documents for part in parts),
-            "num_tokens": tokens.num_tokens,
-            "min_token_id": tokens.min_token_id,
-            "max_token_id": tokens.max_token_id,
-            "vocab_size": tokens.limits.vocab_size,
-            "bin": {
-                "bytes": sum(size for size, _ in pieces),
-                "xxh3_128": [f"{size} {digest}" for size, digest in pieces],
-            },
-            "idx": {"bytes": size, "xxh3_128": digest},
-        }
-        meta.write(encode_meta(own, metadata))
+        piece = write_index_file(idx, dtype, parts, multimodal=multimodal)
+        meta.write(
+            encode_meta(
+                dtype=dtype.name,
+                num_sequences=sum(part.num_sequences for part in parts),
+                num_documents=sum(part.num_documents for part in parts),
+                tokens=facts,
+                vocab_size=tokens.limits.vocab_size,
+                idx=piece,
+                metadata=metadata,
+            )
+        )
         files = (tokens.target, idx, meta)
         for file in files:  # the longest part, while the old dataset still stands
             file.sync()

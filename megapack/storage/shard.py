@@ -8,13 +8,12 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
-import xxhash
 from numpy.typing import NDArray
 
 from megapack import _core
 from megapack.errors import FormatError
 from megapack.storage.index_writer import FilePart, shifted_ends
-from megapack.storage.meta import Piece, bin_pieces, read_meta
+from megapack.storage.meta import Piece, bin_pieces, checksum, read_meta
 from megapack.storage.mmididx import IndexFile, Tokens, dtype_of_code, path_of, prefix_of
 
 __all__ = ["Shard"]
@@ -106,8 +105,4 @@ class Shard:
         meta = read_meta(self.prefix)
         if meta is None or meta["bin"]["bytes"] != self.num_bytes:
             return None
-        with self.idx_path.open("rb") as file:
-            digest = xxhash.xxh3_128()
-            while block := file.read(1 << 20):
-                digest.update(block)
-        return meta if digest.hexdigest() == meta["idx"]["xxh3_128"] else None
+        return meta if checksum(self.idx_path) == meta["idx"]["xxh3_128"] else None

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from megapack import _core
 from megapack.errors import DataError
 from megapack.storage.atomic import AtomicFile
-from megapack.storage.meta import Piece
+from megapack.storage.meta import Piece, TokenFacts
 from megapack.storage.mmididx import Tokens
 from megapack.storage.shard import Shard
 from megapack.storage.tokens import TokenLimits
@@ -35,8 +35,8 @@ class TokenWriter:
     def __init__(self, path: str | os.PathLike[str], limits: TokenLimits) -> None:
         self.limits = limits
         self.num_tokens = 0
-        self.min_token_id: int | None = None
-        self.max_token_id: int | None = None
+        self._min_token_id: int | None = None
+        self._max_token_id: int | None = None
         self.target = AtomicFile(path)
         self._pieces: list[Piece] = []
         self._hasher = xxhash.xxh3_128()
@@ -112,11 +112,11 @@ class TokenWriter:
         self._write(self._buffer[: self._fill])
         self._fill = 0
 
-    def finish(self) -> list[Piece]:
-        """Write what is buffered; the checksums of everything written, in order."""
+    def finish(self) -> TokenFacts:
+        """Write what is buffered; what the file then holds."""
         self.flush()
         self._end_piece()
-        return self._pieces
+        return TokenFacts(self.num_tokens, self._pieces, self._min_token_id, self._max_token_id)
 
     def _append_blocks(
         self, blocks: Iterable[Tokens], error_at: Callable[[int, int], DataError]
@@ -152,10 +152,10 @@ class TokenWriter:
         if num_tokens == 0:
             return
         self.num_tokens += num_tokens
-        if self.max_token_id is None or high > self.max_token_id:
-            self.max_token_id = high
-        if self.min_token_id is None or low < self.min_token_id:
-            self.min_token_id = low
+        if self._max_token_id is None or high > self._max_token_id:
+            self._max_token_id = high
+        if self._min_token_id is None or low < self._min_token_id:
+            self._min_token_id = low
 
     def _write(self, data: Tokens) -> None:
         self.target.write(data)

@@ -1,0 +1,86 @@
+// tokenization: numpy views in, checked; GIL released; arrays out.
+#include "bindings/numpy_views.hpp"
+#include "core/document_text.hpp"
+#include "core/frame.hpp"
+#include "core/jsonl.hpp"
+
+namespace megapack {
+namespace {
+
+py::tuple py_extract_jsonl(const Array<std::uint8_t>& buffer, const std::string& key,
+                           bool scalars) {
+    const auto bytes = view(buffer, "buffer");
+    JsonlTexts texts;
+    {
+        const py::gil_scoped_release release;
+        texts = extract_jsonl(bytes, key, scalars);
+    }
+    return py::make_tuple(to_numpy(std::move(texts.text)), to_numpy(std::move(texts.offsets)),
+                          to_numpy(std::move(texts.status)), to_numpy(std::move(texts.line_begin)));
+}
+
+py::array_t<std::uint8_t> py_valid_utf8(const Array<std::uint8_t>& text,
+                                        const Array<std::int64_t>& offsets) {
+    const auto bytes = view(text, "text");
+    const auto bounds = view(offsets, "offsets");
+    std::vector<std::uint8_t> result;
+    {
+        const py::gil_scoped_release release;
+        result = valid_utf8(bytes, bounds);
+    }
+    return to_numpy(std::move(result));
+}
+
+py::array_t<std::int64_t> py_count_words(const Array<std::uint8_t>& text,
+                                         const Array<std::int64_t>& offsets) {
+    const auto bytes = view(text, "text");
+    const auto bounds = view(offsets, "offsets");
+    std::vector<std::int64_t> result;
+    {
+        const py::gil_scoped_release release;
+        result = count_words(bytes, bounds);
+    }
+    return to_numpy(std::move(result));
+}
+
+template <typename Stored, typename Id>
+py::tuple py_frame_documents(const Array<Id>& ids, const Array<std::int64_t>& offsets,
+                             const std::vector<std::int64_t>& prefix,
+                             const std::vector<std::int64_t>& suffix, std::int64_t vocab_size) {
+    const auto id_view = view(ids, "ids");
+    const auto bounds = view(offsets, "offsets");
+    const Span<const std::int64_t> before(prefix);
+    const Span<const std::int64_t> behind(suffix);
+    FramedDocuments<Stored> framed;
+    {
+        const py::gil_scoped_release release;
+        framed = frame_documents<Stored>(id_view, bounds, before, behind, vocab_size);
+    }
+    return py::make_tuple(to_numpy(std::move(framed.tokens)), to_numpy(std::move(framed.offsets)),
+                          framed.max_token);
+}
+
+template <typename Stored, typename Id>
+void def_frame(py::module_& m, const char* name) {
+    m.def(name, &py_frame_documents<Stored, Id>, py::arg("ids").noconvert(),
+          py::arg("offsets").noconvert(), py::arg("prefix"), py::arg("suffix"),
+          py::arg("vocab_size"));
+}
+
+}  // namespace
+
+void register_tokenization(py::module_& m) {
+    m.def("extract_jsonl", &py_extract_jsonl, py::arg("buffer").noconvert(), py::arg("key"),
+          py::arg("scalars") = false);
+    m.def("valid_utf8", &py_valid_utf8, py::arg("text").noconvert(),
+          py::arg("offsets").noconvert());
+    m.def("count_words", &py_count_words, py::arg("text").noconvert(),
+          py::arg("offsets").noconvert());
+    // One name; pybind11 picks the overload by the dtype of ids.
+    def_frame<std::uint16_t, std::uint32_t>(m, "frame_documents_uint16");
+    def_frame<std::uint16_t, std::int32_t>(m, "frame_documents_uint16");
+    def_frame<std::int32_t, std::uint32_t>(m, "frame_documents_int32");
+    def_frame<std::int32_t, std::int32_t>(m, "frame_documents_int32");
+}
+
+}  // namespace megapack

@@ -1,0 +1,357 @@
+#include "core/jsonl.hpp"
+
+#include <array>
+#include <cstring>
+#include <string>
+
+#include "core/utf8.hpp"
+
+namespace megapack {
+namespace {
+
+constexpr std::size_t kSlack = 8;  // plain runs are copied eight bytes at a time
+
+// Bytes equal to `byte` become non-zero in their high bit (exact for the lowest such byte).
+constexpr std::uint64_t bytes_equal(std::uint64_t word, std::uint8_t byte) {
+    const std::uint64_t difference = word ^ (0x0101010101010101U * byte);
+    return (difference - 0x0101010101010101U) & ~difference & kHighBits;
+}
+
+// The high bit of every byte that ends a plain run: quote, backslash, control, not ASCII.
+constexpr std::uint64_t special_bytes(std::uint64_t word) {
+    const std::uint64_t controls = (word - 0x2020202020202020U) & ~word & kHighBits;
+    return bytes_equal(word, '"') | bytes_equal(word, '\\') | controls | (word & kHighBits);
+}
+
+int hex_digit(std::uint8_t c) {
+    if (c >= '0' && c <= '9') return c - '0';
+    if (c >= 'a' && c <= 'f') return c - 'a' + 10;
+    if (c >= 'A' && c <= 'F') return c - 'A' + 10;
+    return -1;
+}
+
+bool is_digit(std::uint8_t c) {
+    return c >= '0' && c <= '9';
+}
+
+std::uint8_t* write_utf8(std::uint32_t c, std::uint8_t* out) {
+    const auto tail = [&](int shift) {
+        return static_cast<std::uint8_t>(0x80U | ((c >> shift) & 0x3FU));
+    };
+    if (c < 0x80) {
+        *out++ = static_cast<std::uint8_t>(c);
+    } else if (c < 0x800) {
+        *out++ = static_cast<std::uint8_t>(0xC0U | (c >> 6));
+        *out++ = tail(0);
+    } else if (c < 0x10000) {
+        *out++ = static_cast<std::uint8_t>(0xE0U | (c >> 12));
+        *out++ = tail(6);
+        *out++ = tail(0);
+    } else {
+        *out++ = static_cast<std::uint8_t>(0xF0U | (c >> 18));
+        *out++ = tail(12);
+        *out++ = tail(6);
+        *out++ = tail(0);
+    }
+    return out;
+}
+
+// One line. Every reader leaves `p_` behind what it read and returns false where the text is no
+// JSON. Unescaped strings are never longer than their source: `out` needs the line's size + kSlack.
+class LineParser {
+  public:
+    LineParser(Span<const std::uint8_t> line, std::string_view key, bool scalars)
+        : p_(line.begin()), end_(line.end()), key_(key), scalars_(scalars) {}
+
+    // Leaves the text at `out` and its length in *written (0 unless the status is ok).
+    LineStatus parse(std::uint8_t* out, std::size_t* written) {
+        skip_space();
+        if (p_ == end_) return LineStatus::blank;
+        LineStatus status = LineStatus::not_object;
+        bool is_json = *p_ == '{' ? object(out, written, &status) : skip_value();
+        skip_space();
+        is_json = is_json && p_ == end_;
+        if (!is_json) status = LineStatus::malformed;
+        if (status != LineStatus::ok) *written = 0;
+        return status;
+    }
+
+  private:
+    bool at(std::uint8_t c) const { return p_ != end_ && *p_ == c; }
+
+    bool take(std::uint8_t c) {
+        if (!at(c)) return false;
+        ++p_;
+        return true;
+    }
+
+    void skip_space() {
+        while (p_ != end_ && (*p_ == ' ' || *p_ == '\t' || *p_ == '\n' || *p_ == '\r')) ++p_;
+    }
+
+    bool colon() {
+        skip_space();
+        if (!take(':')) return false;
+        skip_space();
+        return true;
+    }
+
+    bool object(std::uint8_t* out, std::size_t* written, LineStatus* status) {
+        *status = LineStatus::missing_key;
+        ++p_;
+        skip_space();
+        if (take('}')) return true;
+        while (true) {
+            bool wanted = false;
+            if (!member_name(&wanted) || !colon()) return false;
+            if (!(wanted ? wanted_value(out, written, status) : skip_value())) return false;
+            skip_space();
+            if (take('}')) return true;
+            if (!take(',')) return false;
+            skip_space();
+        }
+    }
+
+    bool member_name(bool* wanted) {
+        if (!take('"')) return false;
+        const std::uint8_t* begin = p_;
+        if (!string<false>(nullptr, nullptr)) return false;
+        const std::string_view raw(reinterpret_cast<const char*>(begin),
+                                   static_cast<std::size_t>(p_ - begin - 1));
+        *wanted = raw == key_;
+        if (raw.find('\\') == std::string_view::npos) return true;
+        std::vector<std::uint8_t> name(raw.size() + kSlack);
+        std::size_t size = 0;
+        p_ = begin;
+        string<true>(name.data(), &size);
+        *wanted = !lone_surrogate_ && size == key_.size() &&
+                  std::memcmp(name.data(), key_.data(), size) == 0;
+        return true;
+    }
+
+    bool wanted_value(std::uint8_t* out, std::size_t* written, LineStatus* status) {
+        if (take('"')) {
+            if (!string<true>(out, written)) return false;
+            *status = lone_surrogate_ ? LineStatus::invalid_utf8 : LineStatus::ok;
+            return true;
+        }
+        const bool scalar = scalars_ && p_ != end_ && *p_ != '{' && *p_ != '[';
+        const std::uint8_t* begin = p_;
+        if (!skip_value()) return false;
+        *status = scalar ? LineStatus::ok : LineStatus::wrong_type;
+        *written = static_cast<std::size_t>(p_ - begin);
+        if (scalar) std::memcpy(out, begin, *written);
+        return true;
+    }
+
+    // Any value, without recursion: a bit per open container.
+    bool skip_value() {
+        std::array<bool, kMaxJsonDepth> is_object{};
+        std::size_t depth = 0;
+        while (true) {
+            if (p_ == end_) return false;
+            const std::uint8_t c = *p_;
+            bool opened = false;
+            if (c == '{' || c == '[') {
+                ++p_;
+                skip_space();
+                if (!take(c == '{' ? '}' : ']')) {
+                    if (depth == is_object.size()) return false;
+                    is_object[depth++] = c == '{';
+                    opened = true;
+                }
+            } else if (!scalar()) {
+                return false;
+            }
+            if (!opened && !next_value(is_object, &depth)) return false;
+            if (depth == 0) return true;
+            if (opened && is_object[depth - 1] && !skip_name()) return false;
+        }
+    }
+
+    // Behind a value: closes containers until one goes on with a comma; depth 0 ends the value.
+    bool next_value(const std::array<bool, kMaxJsonDepth>& is_object, std::size_t* depth) {
+        while (*depth > 0) {
+            const bool object = is_object[*depth - 1];
+            skip_space();
+            if (take(',')) {
+                skip_space();
+                return !object || skip_name();
+            }
+            if (!take(object ? '}' : ']')) return false;
+            --*depth;
+        }
+        return true;
+    }
+
+    bool skip_name() { return take('"') && string<false>(nullptr, nullptr) && colon(); }
+
+    bool scalar() {
+        if (take('"')) return string<false>(nullptr, nullptr);
+        for (const std::string_view word :
+             {"true", "false", "null", "NaN", "Infinity", "-Infinity"}) {
+            if (literal(word)) return true;
+        }
+        return number();
+    }
+
+    bool literal(std::string_view word) {
+        const auto room = static_cast<std::size_t>(end_ - p_);
+        if (room < word.size() || std::memcmp(p_, word.data(), word.size()) != 0) return false;
+        p_ += word.size();
+        return true;
+    }
+
+    bool number() {
+        take('-');
+        if (!take('0') && !digits()) return false;
+        if (take('.') && !digits()) return false;
+        if (take('e') || take('E')) {
+            if (!take('+')) take('-');
+            return digits();
+        }
+        return true;
+    }
+
+    bool digits() {
+        const std::uint8_t* begin = p_;
+        while (p_ != end_ && is_digit(*p_)) ++p_;
+        return p_ != begin;
+    }
+
+    // The rest of a string whose opening quote is taken. With kCopy it is unescaped to `out`.
+    template <bool kCopy>
+    bool string(std::uint8_t* out, std::size_t* written) {
+        std::uint8_t* const begin = out;
+        lone_surrogate_ = false;
+        while (p_ != end_) {
+            if (end_ - p_ >= static_cast<std::ptrdiff_t>(kSlack)) {
+                const std::uint64_t word = load_8_bytes(p_);
+                if (kCopy) std::memcpy(out, &word, sizeof(word));
+                if (special_bytes(word) == 0) {
+                    p_ += kSlack;
+                    if (kCopy) out += kSlack;
+                    continue;
+                }
+            }
+            while (p_ != end_ && *p_ >= 0x20 && *p_ < 0x80 && *p_ != '"' && *p_ != '\\') {
+                if (kCopy) *out++ = *p_;
+                ++p_;
+            }
+            if (p_ == end_ || *p_ < 0x20) return false;
+            if (take('"')) {
+                if (kCopy) *written = static_cast<std::size_t>(out - begin);
+                return true;
+            }
+            if (take('\\')) {
+                std::uint32_t c = 0;
+                if (!escape(&c)) return false;
+                if (kCopy) out = write_utf8(c, out);
+                continue;
+            }
+            const std::size_t length = utf8_character(p_, end_);
+            if (length == 0) return false;
+            if (kCopy) {
+                std::memcpy(out, p_, length);
+                out += length;
+            }
+            p_ += length;
+        }
+        return false;
+    }
+
+    bool escape(std::uint32_t* c) {
+        if (p_ == end_) return false;
+        switch (*p_++) {
+            case '"':
+                *c = '"';
+                return true;
+            case '\\':
+                *c = '\\';
+                return true;
+            case '/':
+                *c = '/';
+                return true;
+            case 'b':
+                *c = '\b';
+                return true;
+            case 'f':
+                *c = '\f';
+                return true;
+            case 'n':
+                *c = '\n';
+                return true;
+            case 'r':
+                *c = '\r';
+                return true;
+            case 't':
+                *c = '\t';
+                return true;
+            case 'u':
+                return unicode_escape(c);
+            default:
+                return false;
+        }
+    }
+
+    bool unicode_escape(std::uint32_t* c) {
+        if (!four_hex_digits(c)) return false;
+        if (*c < 0xD800 || *c > 0xDFFF) return true;
+        const std::uint8_t* behind_first = p_;
+        std::uint32_t low = 0;
+        if (*c < 0xDC00 && take('\\') && take('u') && four_hex_digits(&low) && low >= 0xDC00 &&
+            low <= 0xDFFF) {
+            *c = 0x10000 + ((*c - 0xD800) << 10) + (low - 0xDC00);
+            return true;
+        }
+        p_ = behind_first;
+        lone_surrogate_ = true;
+        return true;
+    }
+
+    bool four_hex_digits(std::uint32_t* value) {
+        if (end_ - p_ < 4) return false;
+        *value = 0;
+        for (int i = 0; i < 4; ++i) {
+            const int digit = hex_digit(*p_++);
+            if (digit < 0) return false;
+            *value = *value * 16 + static_cast<std::uint32_t>(digit);
+        }
+        return true;
+    }
+
+    const std::uint8_t* p_;
+    const std::uint8_t* end_;
+    std::string_view key_;
+    bool scalars_;
+    bool lone_surrogate_ = false;
+};
+
+}  // namespace
+
+JsonlTexts extract_jsonl(Span<const std::uint8_t> buffer, std::string_view key, bool scalars) {
+    JsonlTexts result;
+    result.text.resize(buffer.size() + kSlack);
+    result.offsets.push_back(0);
+    std::size_t written = 0;
+    const std::uint8_t* p = buffer.begin();
+    while (p != buffer.end()) {
+        const auto room = static_cast<std::size_t>(buffer.end() - p);
+        const auto* newline = static_cast<const std::uint8_t*>(std::memchr(p, '\n', room));
+        const std::uint8_t* end = newline == nullptr ? buffer.end() : newline;
+        const Span<const std::uint8_t> line(p, static_cast<std::size_t>(end - p));
+        std::size_t size = 0;
+        LineStatus status =
+            LineParser(line, key, scalars).parse(result.text.data() + written, &size);
+        if (status == LineStatus::malformed && !is_utf8(line)) status = LineStatus::invalid_utf8;
+        written += size;
+        result.offsets.push_back(static_cast<std::int64_t>(written));
+        result.status.push_back(static_cast<std::uint8_t>(status));
+        result.line_begin.push_back(static_cast<std::int64_t>(p - buffer.begin()));
+        p = newline == nullptr ? end : newline + 1;
+    }
+    result.text.resize(written);
+    return result;
+}
+
+}  // namespace megapack

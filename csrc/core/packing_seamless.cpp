@@ -1,0 +1,127 @@
+#include "core/packing_seamless.hpp"
+
+#include <cmath>
+
+#include "core/packing_fit.hpp"
+#include "core/packing_stream.hpp"
+
+namespace megapack {
+
+// n = floor(length / L) samples are full; n + 1 windows must overlap by D tokens in all.
+bool SlidingCut::slides(std::int64_t length) const {
+    const std::int64_t n = length / capacity, overlap = (n + 1) * capacity - length;
+    if (overlap == capacity) return false;  // exactly n samples
+    const auto L = static_cast<double>(capacity);
+    if (rules_.placement == Placement::kPublished)
+        return overlap <= n * static_cast<std::int64_t>(rules_.r_max * L);
+    return static_cast<double>(overlap) <= std::ceil(static_cast<double>(n) * rules_.r_max * L);
+}
+
+std::int64_t SlidingCut::begin(std::int64_t length, std::int64_t k) const {
+    if (!slides(length)) return k * capacity;
+    const std::int64_t n = length / capacity, overlap = (n + 1) * capacity - length;
+    switch (rules_.placement) {
+        case Placement::kPaper:
+            return k * (capacity - (overlap + n - 1) / n);
+        case Placement::kPublished:
+            return k < n ? k * (capacity - overlap / (n + 1) - 1) : length - capacity;
+        default:
+            return k * (length - capacity) / n;
+    }
+}
+
+namespace {
+
+// Tokens that the windows of slid documents leave out, and that they hold twice.
+template <typename Id, typename Length>
+void count_windows(const Documents<Id, Length>& documents, const SlidingCut& cut,
+                   Samples<Id, Length>& out) {
+    for (std::size_t i = 0; i < documents.size(); ++i) {
+        const std::int64_t length = documents[i].length;
+        if (length < cut.capacity || !cut.slides(length)) continue;
+        const std::int64_t windows = cut.num_chunks(length);
+        std::int64_t covered = cut.capacity;
+        for (std::int64_t k = 1; k < windows; ++k)
+            covered += std::min(cut.capacity, cut.begin(length, k) - cut.begin(length, k - 1));
+        out.repeated_tokens += windows * cut.capacity - covered;
+        out.dropped_tokens += length - covered;
+    }
+}
+
+// The bins of `runs` joined in their order and cut every `capacity` tokens.
+template <typename Id, typename Length>
+class LeftoverWriter {
+  public:
+    LeftoverWriter(const BinReader<Id, Length>& reader, std::vector<FitRun> runs,
+                   std::int64_t capacity)
+        : reader_(reader), runs_(std::move(runs)), capacity_(capacity) {}
+
+    // The segment after the last.
+    std::int64_t write(const Samples<Id, Length>& out, std::int64_t sample, std::int64_t segment) {
+        out.open_sample(sample, segment);
+        StreamCutter<Id, Length> cutter(out, capacity_, sample, segment, 0);
+        for (const FitRun& run : runs_) {
+            reader_.set_run(run);
+            for (std::int64_t bin = run.first_bin; bin < run.first_bin + run.count; ++bin)
+                reader_.read_bin(bin, [&](Id document, Length begin, std::int32_t length) {
+                    cutter.push(document, begin, static_cast<Length>(length));
+                });
+        }
+        return cutter.num_segments();
+    }
+
+  private:
+    BinReader<Id, Length> reader_;
+    std::vector<FitRun> runs_;
+    std::int64_t capacity_;
+};
+
+}  // namespace
+
+template <typename Id, typename Length>
+Samples<Id, Length> pack_seamless(const Documents<Id, Length>& documents,
+                                  const SeamlessRules& rules, int threads, Progress& progress) {
+    const auto n = static_cast<std::int64_t>(documents.size());
+    const std::int64_t capacity = rules.capacity, bin_capacity = capacity + rules.extra_capacity;
+    const SlidingCut cut(rules);
+    progress.add_total(3 * n);
+    LengthSort<Id, Length, SlidingCut> sort(documents, cut, threads);
+    const FitPlan plan = plan_fit(sort.counts(), bin_capacity, Fit::kFirst);
+    progress.advance(n);
+
+    std::vector<FitRun> full, leftover;
+    std::int64_t bins = 0, left = 0;
+    for (const FitRun& run : plan.runs) {
+        const std::int64_t tokens = bin_capacity - run.space;
+        const bool joined =
+            rules.placement == Placement::kPublished ? tokens <= capacity : tokens < capacity;
+        (joined ? leftover : full).push_back(run);
+        (joined ? left : bins) += run.count * (joined ? tokens : 1);
+    }
+    const std::int64_t chunks = sort.num_chunks(), more = (left + capacity - 1) / capacity;
+    // Every rest is one segment at most, and every cut of the joined bins splits one in two.
+    Samples<Id, Length> out({capacity}, {chunks + bins + more}, chunks + sort.num_rests() + more);
+    const SortedRests<Id> sorted = sort.sort([&](std::int64_t chunk, Id document, Length begin) {
+        out.open_sample(chunk, chunk);
+        out.put(chunk, document, begin, static_cast<std::int32_t>(capacity));
+    });
+    count_windows(documents, cut, out);
+    progress.advance(n);
+
+    const BinWriter<Id, Length> writer(plan, full, sorted, documents.lengths, capacity);
+    writer.write(out, chunks, chunks, threads);
+    out.dropped_tokens += writer.lost_tokens();
+    const BinReader<Id, Length> reader(plan, sorted, documents.lengths, capacity);
+    LeftoverWriter<Id, Length> rest(reader, leftover, capacity);
+    const std::int64_t end = rest.write(out, chunks + bins, chunks + writer.num_segments());
+    out.truncate(out.num_samples(), end);
+    progress.advance(n);
+    return out;
+}
+
+#define MEGAPACK_INSTANTIATE(Id, Length)                                                           \
+    template Samples<Id, Length> pack_seamless(const Documents<Id, Length>&, const SeamlessRules&, \
+                                               int, Progress&);
+MEGAPACK_FOR_EACH_WIDTH(MEGAPACK_INSTANTIATE)
+
+}  // namespace megapack

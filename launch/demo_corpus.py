@@ -1,0 +1,84 @@
+"""The demo's corpus: Python source that is already on this disk, as train.jsonl and valid.jsonl.
+
+One document per file, from the standard library and this environment's site-packages: real
+documents with heavy-tailed lengths, and no network. Very large files (generated tables, mostly) are
+left out. Which files are taken, and which of them are held out, depends on their relative paths
+alone, so the same installation gives the same corpus.
+
+    python launch/demo_corpus.py --output-dir demo --max-megabytes 32
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+
+VALID_SHARE = 0.02
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--output-dir", type=Path, required=True)
+    parser.add_argument("--max-megabytes", type=float, default=32, help="size of both files")
+    parser.add_argument("--max-file-kilobytes", type=float, default=64, help="of one document")
+    args = parser.parse_args()
+
+    args.output_dir.mkdir(parents=True, exist_ok=True)
+    counts = {"train": 0, "valid": 0, "duplicate": 0, "large": 0, "unreadable": 0}
+    budget = int(args.max_megabytes * 1e6)
+    seen: set[bytes] = set()
+    with (
+        (args.output_dir / "train.jsonl").open("w", encoding="utf-8") as train,
+        (args.output_dir / "valid.jsonl").open("w", encoding="utf-8") as valid,
+    ):
+        for rank, name, path in sorted(python_files()):
+            try:
+                text = path.read_text(encoding="utf-8")
+            except (UnicodeDecodeError, OSError):
+                counts["unreadable"] += 1
+                continue
+            if len(text) > args.max_file_kilobytes * 1000:
+                counts["large"] += 1
+                continue
+            digest = hashlib.sha256(text.encode()).digest()
+            if not text.strip() or digest in seen:
+                counts["duplicate"] += 1
+                continue
+            seen.add(digest)
+            budget -= len(text)
+            if budget < 0:
+                break
+            held_out = rank[-1] < VALID_SHARE * 256
+            (valid if held_out else train).write(json.dumps({"text": text, "path": name}) + "\n")
+            counts["valid" if held_out else "train"] += 1
+    if not counts["train"] or not counts["valid"]:
+        raise SystemExit(f"too little Python source under {source_roots()}: found {counts}")
+    print(
+        f"{counts['train']:,} training and {counts['valid']:,} held-out documents "
+        f"({counts['duplicate']:,} duplicate or empty, {counts['large']:,} large and "
+        f"{counts['unreadable']:,} unreadable files skipped)"
+    )
+
+
+def source_roots() -> list[Path]:
+    paths = sysconfig.get_paths()
+    return [Path(paths["stdlib"]), Path(paths["purelib"])]
+
+
+def python_files() -> Iterator[tuple[bytes, str, Path]]:
+    """(hash of the relative path, relative path, path): sorting them shuffles, reproducibly."""
+    stdlib, site_packages = source_roots()
+    for root in (stdlib, site_packages):
+        for path in root.rglob("*.py"):
+            if root == stdlib and site_packages in path.parents:
+                continue
+            name = path.relative_to(root).as_posix()
+            yield hashlib.sha256(name.encode()).digest(), name, path
+
+
+if __name__ == "__main__":
+    main()

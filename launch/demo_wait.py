@@ -1,0 +1,51 @@
+"""Wait until a training log has reached a step, or say why it never will."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import time
+from pathlib import Path
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--log", type=Path, required=True)
+    parser.add_argument("--step", type=int, required=True)
+    parser.add_argument("--pid", type=int, required=True, help="of the launch")
+    args = parser.parse_args()
+    while last_step(args.log) < args.step:
+        if not is_running(args.pid):
+            raise SystemExit(
+                f"the launch ended at step {last_step(args.log)}; see its output above"
+            )
+        time.sleep(0.2)
+    print(f"\nstep {last_step(args.log)}: kill -9 to every process of the launch")
+
+
+def last_step(path: Path) -> int:
+    """The newest step of the log, -1 when there is none yet; a half-written line is not one."""
+    if not path.exists():
+        return -1
+    for line in reversed(path.read_text(encoding="utf-8").splitlines()):
+        try:
+            record = json.loads(line)
+        except ValueError:
+            continue
+        if "loss" in record:
+            return int(record["step"])
+    return -1
+
+
+def is_running(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    state = Path(f"/proc/{pid}/stat")
+    return not state.exists() or state.read_text().rsplit(")", 1)[1].split()[0] != "Z"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,171 @@
+"""Text to documents: <output-prefix>.bin/.idx, readable by Megatron, and what belongs to them.
+
+  megapack-build tokenize --input 'corpus/*.jsonl.zst' --tokenizer tokenizer.json \\
+      --append-eod --output-prefix data/corpus --workers 16
+  megapack-build tokenize --input src/ --suffix .py --tokenizer bytes --output-prefix data/code
+
+The result is the same, byte for byte, for any number of workers and machines. Work is kept in
+<output-prefix>.build/ until it is done: after a crash, run the same command again and it goes on
+behind the last finished shard.
+
+Several machines: every machine runs the same command with its own --shard i/n; when all are done,
+one runs it with --finish. Or one command with --executor ray.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+
+from megapack.cli.build_progress import BuildProgress
+from megapack.cli.corpus_arguments import add_corpus_arguments, byte_count
+from megapack.tokenization.build import build
+from megapack.tokenization.config import BuildConfig
+
+__all__ = ["add_arguments", "run"]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_corpus_arguments(parser)
+    parser.add_argument("--output-prefix", required=True, metavar="PREFIX", help="PREFIX.bin/.idx")
+    _add_filter_arguments(parser)
+    _add_tokenizer_arguments(parser)
+    _add_execution_arguments(parser)
+
+
+def _add_filter_arguments(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("documents to keep")
+    group.add_argument(
+        "--min-words", type=int, metavar="N", help="drop documents of fewer words, and count them"
+    )
+    group.add_argument("--max-words", type=int, metavar="N", help="the same for more words")
+
+
+def _add_tokenizer_arguments(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("tokens")
+    group.add_argument(
+        "--tokenizer",
+        required=True,
+        metavar="T",
+        help="a sentencepiece .model, a tokenizer.json or its directory, or bytes",
+    )
+    group.add_argument(
+        "--backend",
+        choices=("auto", "gigatoken", "tokenizers", "sentencepiece", "bytes"),
+        default="auto",
+        help="who runs the tokenizer; auto takes gigatoken if it gives the reference's ids on a "
+        "sample of this corpus (auto)",
+    )
+    group.add_argument(
+        "--verify-fraction",
+        type=float,
+        default=0.0,
+        metavar="F",
+        help="encode this fraction of the documents again with the reference and compare (0)",
+    )
+    group.add_argument("--append-eod", action="store_true", help="end every document with EOD")
+    group.add_argument("--prepend-bos", action="store_true", help="begin every document with BOS")
+    group.add_argument(
+        "--boundary",
+        choices=("eos_bos", "separator", "none"),
+        default="none",
+        help="shorthand: eos_bos is both of the above, separator is EOD alone (none)",
+    )
+    group.add_argument("--eod-token", metavar="T", help="its name, if the tokenizer does not say")
+    group.add_argument("--bos-token", metavar="T", help="its name, if the tokenizer does not say")
+    group.add_argument(
+        "--dtype",
+        choices=("auto", "uint16", "int32"),
+        default="auto",
+        help="of tokens on disk; auto is Megatron's rule: uint16 below 65,500 ids (auto)",
+    )
+
+
+def _add_execution_arguments(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("execution (never changes the result)")
+    group.add_argument("--workers", type=int, default=1, metavar="N", help="processes (1)")
+    group.add_argument(
+        "--shard-size",
+        type=byte_count,
+        metavar="SIZE",
+        help="text per shard (default: 1M to 256M, about 64 shards)",
+    )
+    group.add_argument(
+        "--block-bytes",
+        type=byte_count,
+        default="4M",
+        metavar="SIZE",
+        help="text per batch; a worker holds about ten (4M)",
+    )
+    group.add_argument("--shard", type=_part, metavar="I/N", help="build the I-th of N parts only")
+    group.add_argument(
+        "--finish", action="store_true", help="join the parts that other machines built"
+    )
+    group.add_argument(
+        "--keep-shards", action="store_true", help="leave PREFIX.build/ when all is done"
+    )
+    group.add_argument(
+        "--overwrite", action="store_true", help="start over, whatever is there already"
+    )
+
+
+def _part(text: str) -> tuple[int, int]:
+    i, slash, n = text.partition("/")
+    if not slash or not i.isdecimal() or not n.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is not of the form I/N, as in 0/8")
+    return int(i), int(n)
+
+
+def run(args: argparse.Namespace) -> int:
+    config = BuildConfig(
+        inputs=tuple(args.input),
+        suffixes=tuple(args.suffix),
+        format=args.format,
+        json_key=args.json_key,
+        max_input_bytes=args.max_input_bytes,
+        max_document_bytes=args.max_document_bytes,
+        on_error=args.on_error,
+        min_words=args.min_words,
+        max_words=args.max_words,
+        tokenizer=args.tokenizer,
+        backend=args.backend,
+        verify_fraction=args.verify_fraction,
+        boundary=args.boundary,
+        append_eod=args.append_eod,
+        prepend_bos=args.prepend_bos,
+        eod_token=args.eod_token,
+        bos_token=args.bos_token,
+        dtype=args.dtype,
+        output_prefix=args.output_prefix,
+        shard_bytes=args.shard_size,
+        workers=args.workers,
+        shard=args.shard,
+        finish=args.finish,
+        block_bytes=args.block_bytes,
+        keep_shards=args.keep_shards,
+        overwrite=args.overwrite,
+    )
+    begin = time.perf_counter()
+    result = build(config, BuildProgress())
+    seconds = time.perf_counter() - begin
+    for line in result.faults.lines():
+        print(f"skipped {line}", file=sys.stderr)
+    files = result.tokenizer
+    print(f"tokenizer  {files.source} ({files.vocab_size:,} ids, {result.backend})")
+    for name, token in (("BOS", result.bos), ("EOD", result.eod)):
+        if token is not None:
+            print(f"{name}        {token.text} = {token.id}")
+    kept = f", {result.num_shards_kept} kept from before" if result.num_shards_kept else ""
+    print(f"shards     {result.num_shards:,}{kept}")
+    print(
+        f"documents  {result.num_documents:,} ({result.num_text_bytes / 1e6:,.1f} MB of text, "
+        f"{result.faults.total:,} skipped)"
+    )
+    print(f"tokens     {result.num_tokens:,} ({result.dtype})")
+    print(f"time       {seconds:.1f} s, {result.num_text_bytes / 1e6 / seconds:,.1f} MB/s")
+    if result.finished:
+        print(f"wrote      {result.prefix}.bin, {result.prefix}.idx")
+    else:
+        print(f"part {args.shard[0]}/{args.shard[1]} is done; join all parts with --finish")
+    return 0

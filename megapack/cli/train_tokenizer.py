@@ -1,0 +1,72 @@
+"""Train a tokenizer on the corpus it will encode.
+
+  megapack-build train-tokenizer --input corpus/*.jsonl --output tokenizer.model --vocab-size 32000
+  megapack-build train-tokenizer --input src/ --suffix .py --output tokenizer.json --type bpe-json
+
+The default is a sentencepiece BPE model with byte fallback: it loses nothing (no normalization,
+white space kept), splits digits, and encodes any text. The sample is spread evenly over the corpus
+and depends on nothing but the inputs and options; the same command gives the same file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+
+from megapack.cli.corpus_arguments import add_corpus_arguments, byte_count
+from megapack.tokenization.faults import Faults
+from megapack.tokenization.readers import ReadOptions
+from megapack.tokenization.sources import find_inputs
+from megapack.tokenization.train import TrainOptions, train_tokenizer
+
+__all__ = ["add_arguments", "run"]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_corpus_arguments(parser)
+    group = parser.add_argument_group("tokenizer")
+    group.add_argument("--output", required=True, metavar="FILE", help="the file to write")
+    group.add_argument(
+        "--type",
+        choices=("sentencepiece", "bpe-json"),
+        default="sentencepiece",
+        help="a sentencepiece .model, or a byte-level BPE tokenizer.json (sentencepiece)",
+    )
+    group.add_argument("--vocab-size", type=int, default=32000, metavar="N", help="(32000)")
+    group.add_argument(
+        "--sample-bytes",
+        type=byte_count,
+        default="64M",
+        metavar="SIZE",
+        help="text to learn from, spread over the corpus (64M)",
+    )
+    group.add_argument(
+        "--special-token",
+        nargs="+",
+        default=[],
+        metavar="T",
+        help="further tokens that are never split, as for chat roles",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    begin = time.perf_counter()
+    options = TrainOptions(
+        type=args.type,
+        vocab_size=args.vocab_size,
+        sample_bytes=args.sample_bytes,
+        special_tokens=tuple(args.special_token),
+    )
+    files = find_inputs(
+        args.input, suffixes=args.suffix, format=args.format, max_bytes=args.max_input_bytes
+    )
+    read = ReadOptions(json_key=args.json_key, max_document_bytes=args.max_document_bytes)
+    result = train_tokenizer(files, args.output, options, read=read, faults=Faults(args.on_error))
+    for line in result.faults.lines():
+        print(f"skipped {line}", file=sys.stderr)
+    print(
+        f"{result.path}: {result.vocab_size:,} tokens, learned from {result.num_documents:,} "
+        f"documents ({result.num_text_bytes / 1e6:.1f} MB) in {time.perf_counter() - begin:.1f} s"
+    )
+    return 0

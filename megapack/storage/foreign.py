@@ -1,0 +1,205 @@
+"""Token files of other tools: where their tokens lie and where documents begin.
+
+===========  ==================================================================================
+mmididx      .bin/.idx of Megatron, Megatron-DeepSpeed, GPT-NeoX or DeepSpeed, damaged or not
+tntidx       .bin/.idx of the format before it (``--data-impl lazy`` and ``cached``)
+datatrove    ``<name>.ds`` with ``<name>.ds.index`` (uint64 document ends, in tokens)
+llm.c        .bin with a header of 256 int32; documents begin with the end-of-text token
+npy          a 1-D .npy; documents end with a token
+flat         nothing but tokens (nanoGPT's .bin, OLMo's headerless .npy); documents end with one
+===========  ==================================================================================
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import DTypeLike, NDArray
+
+from megapack.errors import FormatError
+from megapack.storage.mmididx import MAGIC, path_of, prefix_of
+from megapack.storage.plain_tokens import (
+    LLM_C_DTYPES,
+    PLAIN_KINDS,
+    as_lengths,
+    open_plain,
+    split_documents,
+)
+from megapack.storage.survey import LEGACY_MAGIC, meaning_of, survey
+
+__all__ = ["KINDS", "Foreign", "detect", "open_foreign"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Foreign:
+    """Somebody else's documents."""
+
+    kind: str
+    tokens_path: Path
+    begin_byte: int  # of the first token
+    dtype: np.dtype[Any]
+    lengths: NDArray[np.int32]  # tokens per sequence
+    ends: NDArray[np.int64] | None = None  # of documents, in sequences; None: one each
+    # Byte of every sequence in tokens_path, when they are not stored in order.
+    pointers: NDArray[np.int64] | None = None
+    metadata: dict[str, Any] = field(default_factory=dict)
+    # Negative values are labels; False where a negative id would be an unsigned one too large.
+    allow_negative: bool = False
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.lengths.sum(dtype=np.int64))
+
+
+def detect(source: str | os.PathLike[str]) -> str:
+    """The kind of a file or prefix, by what stands in it and beside it.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+    """
+    path = Path(source)
+    idx_path = path_of(prefix_of(source), ".idx")
+    if idx_path.is_file():
+        with idx_path.open("rb") as file:
+            magic = file.read(len(MAGIC))
+        if magic == MAGIC:
+            return "mmididx"
+        if magic.startswith(LEGACY_MAGIC):
+            return "tntidx"
+    if path_of(path, ".index").is_file():
+        return "datatrove"
+    with path.open("rb") as file:
+        head = file.read(8)
+    if head.startswith(b"\x93NUMPY"):
+        return "npy"
+    if len(head) == 8 and struct.unpack("<ii", head)[0] in LLM_C_DTYPES:
+        return "llm.c"
+    return "flat"
+
+
+def open_foreign(
+    source: str | os.PathLike[str],
+    kind: str,
+    *,
+    dtype: DTypeLike | None = None,
+    eod_token: int | None = None,
+    eod_at: str = "end",
+) -> Foreign:
+    """Find the documents of a file.
+
+    Args:
+        source: file or prefix.
+        kind: one of ``KINDS``.
+        dtype: of the tokens, where the file does not say it.
+        eod_token: the id that ends documents, for kinds without an index.
+        eod_at: ``"end"`` of a document, or ``"start"`` where the token comes before it.
+
+    Raises:
+        FormatError: the file is damaged or not of that kind.
+        DataError: the token that ends documents never occurs.
+        ValueError: an argument that this kind needs is missing.
+        OSError: a file cannot be read.
+    """
+    if kind not in KINDS:
+        raise ValueError(f"kind is {kind!r}; it is one of {', '.join(KINDS)}")
+    path = Path(source)
+    if kind in _INDEXED:
+        return _INDEXED[kind](path)
+    plain = open_plain(path, kind, dtype)
+    lengths, metadata = split_documents(plain, eod_token, eod_at)
+    return Foreign(
+        kind=kind,
+        tokens_path=path,
+        begin_byte=plain.begin_byte,
+        dtype=plain.dtype,
+        lengths=lengths,
+        metadata=metadata,
+    )
+
+
+def _mmididx(path: Path) -> Foreign:
+    prefix = prefix_of(path)
+    facts = survey(path_of(prefix, ".idx"), path_of(prefix, ".bin"))
+    dtype, text = facts.meaning()
+    if dtype is None:
+        raise FormatError(f"{prefix}: dtype code {facts.part.header.dtype_code} means {text}")
+    ends = None
+    if not facts.part.header.lacks_document_indices:
+        ends = np.concatenate([np.zeros(0, np.int64), *facts.part.document_ends()])
+    pointers = np.concatenate([np.zeros(0, np.int64), *facts.part.pointers()])
+    return Foreign(
+        kind="mmididx",
+        tokens_path=path_of(prefix, ".bin"),
+        begin_byte=0,
+        dtype=dtype,
+        lengths=np.concatenate([np.zeros(0, np.int32), *facts.part.lengths()]),
+        ends=ends,
+        pointers=None if facts.widths else pointers,
+        allow_negative=dtype.kind == "i",
+    )
+
+
+def _tntidx(path: Path) -> Foreign:
+    prefix = prefix_of(path)
+    idx_path, bin_path = path_of(prefix, ".idx"), path_of(prefix, ".bin")
+    with idx_path.open("rb") as file:
+        head = file.read(56)
+        if len(head) < 56:
+            raise FormatError(f"{idx_path} is truncated: its header has 56 bytes")
+        _, code, width, num_items, num_sizes, num_indices = struct.unpack_from("<QQQQQQ", head, 8)
+        counts = [num_items + 1, num_items + 1, num_sizes, num_indices]
+        if idx_path.stat().st_size < 56 + 8 * sum(counts):
+            raise FormatError(f"{idx_path} is truncated")
+        dims, offsets, sizes, indices = (np.fromfile(file, np.int64, n) for n in counts)
+    if num_sizes != num_items or not np.array_equal(dims, np.arange(num_items + 1)):
+        raise FormatError(f"{idx_path} holds arrays of several dimensions, not token sequences")
+    if not np.array_equal(np.diff(offsets), sizes) or (sizes < 0).any():
+        raise FormatError(f"{idx_path}: offsets do not follow from the sizes")
+    dtype, text = meaning_of(code, width, bin_path)
+    if dtype is None:
+        raise FormatError(f"{idx_path}: dtype code {code} means {text}; these are no token ids")
+    return Foreign(
+        kind="tntidx",
+        tokens_path=bin_path,
+        begin_byte=0,
+        dtype=dtype,
+        lengths=as_lengths(sizes, "a sequence"),
+        ends=indices[1:] if indices.size > 1 else None,
+        allow_negative=dtype.kind == "i",
+    )
+
+
+def _datatrove(path: Path) -> Foreign:
+    index_path = path_of(path, ".index")
+    ends = np.fromfile(index_path, np.uint64).astype(np.int64)
+    num_tokens, num_bytes = int(ends[-1]) if ends.size else 0, path.stat().st_size
+    width = num_bytes // num_tokens if num_tokens else 2
+    if width not in (2, 4) or width * num_tokens != num_bytes:
+        raise FormatError(
+            f"{path} has {num_bytes} bytes, but {index_path.name} speaks of {num_tokens} tokens; "
+            "they are 2 or 4 bytes wide"
+        )
+    lengths = np.diff(ends, prepend=0)
+    if (lengths < 0).any():
+        raise FormatError(f"{index_path}: document {int((lengths < 0).argmax())} ends too early")
+    return Foreign(
+        kind="datatrove",
+        tokens_path=path,
+        begin_byte=0,
+        dtype=np.dtype(np.uint16 if width == 2 else np.int32),
+        lengths=as_lengths(lengths, "a document"),
+    )
+
+
+_INDEXED: dict[str, Callable[[Path], Foreign]] = {
+    "mmididx": _mmididx,
+    "tntidx": _tntidx,
+    "datatrove": _datatrove,
+}
+KINDS = (*_INDEXED, *PLAIN_KINDS)

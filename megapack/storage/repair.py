@@ -1,0 +1,273 @@
+"""Mend what can be mended in a damaged .idx, by what the rest of the files proves.
+
+The new .idx is written beside the old one and takes its name when it is complete; the old one
+stays as ``<prefix>.idx.orig``. Tokens are never changed; .bin is only ever cut, and only on demand.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megapack.errors import FormatError
+from megapack.storage.atomic import AtomicFile, atomic_write, publish
+from megapack.storage.index_writer import ArrayPart
+from megapack.storage.meta import (
+    TokenFacts,
+    bin_pieces,
+    checksum,
+    encode_meta,
+    meta_path,
+    own_metadata,
+    read_meta,
+)
+from megapack.storage.mmididx import DTYPE_OF_CODE, HEADER_BYTES, MAGIC, path_of, prefix_of
+from megapack.storage.publishing import write_index_file
+from megapack.storage.survey import Survey, survey
+from megapack.storage.token_scan import scan_tokens
+
+__all__ = ["repair"]
+
+
+@dataclass
+class _Index:
+    """What will be written."""
+
+    dtype: np.dtype[Any]
+    lengths: NDArray[np.int32]
+    ends: NDArray[np.int64] | None  # None: every sequence is one document
+    modes: NDArray[np.int8] | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        return int(self.lengths.sum(dtype=np.int64)) * self.dtype.itemsize
+
+
+def repair(
+    prefix: str | os.PathLike[str],
+    *,
+    drop_truncated: bool = False,
+    drop_trailing: bool = False,
+    one_document_per_sequence: bool = False,
+    dry_run: bool = False,
+) -> list[str]:
+    """Mend a dataset's .idx in place.
+
+    Mended without being asked: a dtype code of another tool's table (proven by the pointers and
+    the size of .bin), pointers that overflowed or do not follow from the lengths, documents lost
+    in a GPT-NeoX merge (every sequence becomes one) or missing at the end, an .idx that was cut
+    behind its lengths, bytes behind its end.
+
+    Args:
+        prefix: with or without ``.idx``.
+        drop_truncated: when .bin is too short, keep the documents that are whole.
+        drop_trailing: cut bytes of .bin that belong to no sequence.
+        one_document_per_sequence: give up document indices that make no sense.
+        dry_run: change nothing.
+
+    Returns:
+        What was (or would be) done, one sentence each; nothing when nothing was wrong.
+
+    Raises:
+        FormatError: it cannot be mended, or only with one of the arguments above.
+        OSError: a file cannot be read or written; the old .idx stands as it was.
+    """
+    prefix = prefix_of(prefix)
+    idx_path, bin_path = path_of(prefix, ".idx"), path_of(prefix, ".bin")
+    done: list[str] = []
+    try:
+        index = _mend(survey(idx_path, bin_path), one_document_per_sequence, done)
+    except FormatError:
+        salvaged = _salvage(idx_path, bin_path, done)
+        if salvaged is None:
+            raise
+        index = salvaged
+    cut = _fit(index, bin_path, drop_truncated, drop_trailing, done)
+    if done and not dry_run:
+        _replace(prefix, index, cut, done)
+    return done
+
+
+def _mend(facts: Survey, one_document_per_sequence: bool, done: list[str]) -> _Index:
+    header, name = facts.part.header, facts.part.path
+    dtype, text = facts.meaning()
+    if dtype is None:
+        raise FormatError(f"{name} cannot be mended: dtype code {header.dtype_code} means {text}")
+    if dtype != facts.declared_dtype:
+        done.append(f"dtype code {header.dtype_code} means {text}: now {dtype.name}")
+    if not facts.widths:
+        _refuse_other_order(facts, dtype.itemsize)
+        done.append(f"recomputed the pointers of {header.num_sequences} sequences")
+    behind = header.file_bytes - header.modes_at
+    modes = None
+    if behind and behind == header.num_sequences:
+        modes = np.concatenate([*facts.part.modes()])
+    elif behind:
+        done.append(f"dropped {behind} bytes behind the end of the index")
+    lengths = np.concatenate([np.zeros(0, np.int32), *facts.part.lengths()])
+    ends = _mend_documents(facts, one_document_per_sequence, done)
+    return _Index(dtype, lengths, ends, modes)
+
+
+def _mend_documents(
+    facts: Survey, one_document_per_sequence: bool, done: list[str]
+) -> NDArray[np.int64] | None:
+    header, name = facts.part.header, facts.part.path
+    if header.lacks_document_indices:
+        done.append(f"made each of the {header.num_sequences} sequences a document")
+        return None
+    if facts.first_bad_document is not None:
+        if not one_document_per_sequence:
+            raise FormatError(
+                f"{name}: document {facts.first_bad_document} makes no sense; pass "
+                "one_document_per_sequence (--one-document-per-sequence) to give documents up"
+            )
+        done.append(f"gave up the documents: each of {header.num_sequences} sequences is one now")
+        return None
+    ends = np.concatenate([np.zeros(0, np.int64), *facts.part.document_ends()])
+    return _complete(ends, header.num_sequences, done)
+
+
+def _complete(ends: NDArray[np.int64], num_sequences: int, done: list[str]) -> NDArray[np.int64]:
+    """Document ends that reach the last sequence: what has no document becomes one each."""
+    last = int(ends[-1]) if ends.size else 0
+    if last == num_sequences:
+        return ends
+    done.append(f"made sequences {last} to {num_sequences} a document each; they had none")
+    return np.concatenate([ends, np.arange(last + 1, num_sequences + 1)])
+
+
+def _refuse_other_order(facts: Survey, width: int) -> None:
+    """Pointers that only name another order are not damaged; recomputing them would scramble."""
+    lengths = np.concatenate([np.zeros(0, np.int64), *facts.part.lengths()])
+    pointers = np.concatenate([np.zeros(0, np.int64), *facts.part.pointers()])
+    order = np.lexsort((lengths, pointers))  # an empty sequence comes before its neighbour
+    expected = np.cumsum(lengths[order]) - lengths[order]
+    if np.array_equal(pointers[order], expected * width):
+        raise FormatError(
+            f"{facts.part.path} is not damaged: its sequences stand in .bin in another order; "
+            "`megapack-build import` rewrites them in order"
+        )
+
+
+def _salvage(idx_path: Path, bin_path: Path, done: list[str]) -> _Index | None:
+    """An .idx that was cut behind its lengths, as a full disk leaves it; None for others."""
+    size = idx_path.stat().st_size
+    with idx_path.open("rb") as file:
+        head = file.read(HEADER_BYTES)
+        if len(head) < HEADER_BYTES or head[: len(MAGIC)] != MAGIC:
+            return None
+        _, code, num_sequences, num_indices = struct.unpack_from("<QBQQ", head, len(MAGIC))
+        documents_at = HEADER_BYTES + 12 * num_sequences
+        if size < HEADER_BYTES + 4 * num_sequences or size >= documents_at + 8 * num_indices:
+            return None
+        lengths = np.fromfile(file, np.int32, num_sequences)
+        file.seek(documents_at)
+        indices = np.fromfile(file, np.int64, num_indices)
+    dtype = DTYPE_OF_CODE.get(code)
+    num_tokens = int(lengths.sum(dtype=np.int64))
+    sensible = lengths.min(initial=0) >= 0 and (np.diff(indices, prepend=0) >= 0).all()
+    # The size of .bin proves that the lengths are all there and right.
+    if dtype is None or not sensible or num_tokens * dtype.itemsize != bin_path.stat().st_size:
+        return None
+    done.append(f"completed an .idx that ended after {size} bytes")
+    return _Index(dtype, lengths, _complete(indices[1:], num_sequences, done))
+
+
+def _fit(
+    index: _Index, bin_path: Path, drop_truncated: bool, drop_trailing: bool, done: list[str]
+) -> int | None:
+    """Make the index speak of what .bin has; the size to which .bin is to be cut, if any."""
+    size, needed = bin_path.stat().st_size, index.num_bytes
+    if size < needed:
+        documents, sequences = _whole(index, size)
+        if not drop_truncated:
+            raise FormatError(
+                f"{bin_path} has {size} of {needed} bytes; pass drop_truncated "
+                f"(--drop-truncated) to keep the {documents} documents that are whole"
+            )
+        dropped = (index.lengths.size if index.ends is None else index.ends.size) - documents
+        done.append(f"dropped {dropped} documents that .bin no longer has, kept {documents}")
+        index.lengths = index.lengths[:sequences]
+        index.ends = None if index.ends is None else index.ends[:documents]
+        index.modes = None if index.modes is None else index.modes[:sequences]
+        needed = index.num_bytes
+    elif size > needed and drop_trailing:
+        done.append(f"cut {size - needed} bytes of .bin that belonged to no sequence")
+    elif size > needed:
+        return None
+    return needed if needed < size else None
+
+
+def _whole(index: _Index, num_bytes: int) -> tuple[int, int]:
+    """Documents that end within ``num_bytes`` of .bin, and their sequences."""
+    ends = np.cumsum(index.lengths, dtype=np.int64) * index.dtype.itemsize
+    sequences = int(np.searchsorted(ends, num_bytes, side="right"))
+    if index.ends is None:
+        return sequences, sequences
+    documents = int(np.searchsorted(index.ends, sequences, side="right"))
+    return documents, int(index.ends[documents - 1]) if documents else 0
+
+
+def _replace(prefix: str, index: _Index, cut: int | None, done: list[str]) -> None:
+    idx_path, bin_path = path_of(prefix, ".idx"), path_of(prefix, ".bin")
+    meta = _meta_of(prefix, done)
+    _keep_original(idx_path)
+    file = AtomicFile(idx_path)
+    try:
+        part = ArrayPart(index.lengths, index.ends, index.modes)
+        piece = write_index_file(file, index.dtype, [part], multimodal=index.modes is not None)
+        publish(file)
+    finally:
+        file.discard()
+    if cut is not None:
+        os.truncate(bin_path, cut)
+    if meta is None:
+        return
+    tokens = _token_facts(meta, bin_path, index)
+    with atomic_write(meta_path(prefix)) as out:
+        out.write(
+            encode_meta(
+                dtype=index.dtype.name,
+                num_sequences=part.num_sequences,
+                num_documents=part.num_documents,
+                tokens=tokens,
+                vocab_size=meta["vocab_size"],
+                idx=piece,
+                metadata=own_metadata(meta),
+            )
+        )
+
+
+def _token_facts(meta: dict[str, Any], bin_path: Path, index: _Index) -> TokenFacts:
+    """What the meta file knew, when the same bytes still mean the same tokens."""
+    if meta["bin"]["bytes"] == index.num_bytes and meta["dtype"] == index.dtype.name:
+        low, high = meta["min_token_id"], meta["max_token_id"]
+        return TokenFacts(meta["num_tokens"], bin_pieces(meta), low, high)
+    return scan_tokens(bin_path, index.dtype, index.num_bytes // index.dtype.itemsize)
+
+
+def _meta_of(prefix: str, done: list[str]) -> dict[str, Any] | None:
+    """The meta file when it describes the .idx as it is before the repair."""
+    try:
+        meta = read_meta(prefix)
+    except FormatError:
+        done.append("left the damaged meta file alone; delete it")
+        return None
+    if meta is None or checksum(path_of(prefix, ".idx")) == meta["idx"]["xxh3_128"]:
+        return meta
+    done.append("left the meta file alone: it describes another .idx; delete it")
+    return None
+
+
+def _keep_original(idx_path: Path) -> None:
+    original = idx_path.with_name(idx_path.name + ".orig")
+    if not original.exists():
+        shutil.copy2(idx_path, original)

@@ -1,0 +1,206 @@
+"""Is a dataset whole, and is it what it claims to be?"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from megapack.errors import FormatError
+from megapack.storage.findings import Finding
+from megapack.storage.meta import checksum, read_meta
+from megapack.storage.mmididx import MAGIC, path_of, prefix_of
+from megapack.storage.survey import LEGACY_MAGIC, Survey, survey
+from megapack.storage.verify_tokens import TokenChecks, check_tokens
+
+__all__ = ["find_duplicates", "verify"]
+
+REPAIR = "megapack-build repair"
+
+
+def verify(
+    prefix: str | os.PathLike[str],
+    *,
+    tokens: bool = True,
+    vocab_size: int | None = None,
+    document_end_token: int | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> list[Finding]:
+    """Check everything that can be checked about one dataset.
+
+    Args:
+        prefix: with or without ``.idx``.
+        tokens: also read .bin: checksums, range of ids, first and last token of every document.
+        vocab_size: ids must be smaller; the meta file's by default.
+        document_end_token: must end every non-empty document; the meta file's by default.
+        progress: called with (bytes read, bytes in all) of .bin.
+
+    Returns:
+        What was found; a dataset without errors is sound.
+
+    Raises:
+        OSError: a file exists but cannot be read.
+    """
+    prefix = prefix_of(prefix)
+    idx_path, bin_path = path_of(prefix, ".idx"), path_of(prefix, ".bin")
+    findings = [*_leftovers(prefix), *_missing(idx_path, bin_path)]
+    if _has_errors(findings):
+        return findings
+    try:
+        facts = survey(idx_path, bin_path)
+    except FormatError as error:
+        return [*findings, _unreadable(idx_path, error)]
+    findings += [*_documents(facts), *_trailing(facts), *_sizes(facts, bin_path)]
+    meta, stale = _meta(prefix, facts)
+    findings += stale
+    dtype = facts.declared_dtype
+    if tokens and dtype is not None and not _has_errors(findings):
+        known = meta or {}
+        checks = TokenChecks(
+            vocab_size=known.get("vocab_size") if vocab_size is None else vocab_size,
+            allow_negative=(known.get("min_token_id") or 0) < 0,
+            document_begin_token=known.get("document_begin_token"),
+            document_end_token=(
+                known.get("document_end_token")
+                if document_end_token is None
+                else document_end_token
+            ),
+        )
+        findings += check_tokens(prefix, dtype, checks, meta, progress)
+    return findings
+
+
+def find_duplicates(prefixes: Sequence[str | os.PathLike[str]]) -> dict[str, Finding]:
+    """Datasets of a list that hold the same documents as an earlier one: the same file under two
+    names, or equal .idx files and equal beginnings and ends of .bin.
+    """
+    first_with: dict[Any, str] = {}
+    findings = {}
+    for prefix in map(prefix_of, prefixes):
+        for identity in _identities(prefix):
+            other = first_with.setdefault(identity, prefix)
+            if other != prefix:
+                text = f"{prefix} holds the same documents as {other}"
+                findings[prefix] = Finding("warning", "duplicate", text)
+                break
+    return findings
+
+
+def _has_errors(findings: Sequence[Finding]) -> bool:
+    return any(finding.severity == "error" for finding in findings)
+
+
+def _missing(idx_path: Path, bin_path: Path) -> Iterator[Finding]:
+    for path in (idx_path, bin_path):
+        if not path.exists():
+            yield Finding("error", "missing", f"{path} does not exist")
+
+
+def _leftovers(prefix: str) -> Iterator[Finding]:
+    base = Path(prefix)
+    pattern = re.compile(re.escape(base.name) + r"\.(bin|idx|meta\.json)\.tmp-[0-9a-f]{8}")
+    if base.parent.is_dir():
+        for path in sorted(base.parent.iterdir()):
+            if pattern.fullmatch(path.name):
+                text = f"{path} was left by a build that was killed, or one is running"
+                yield Finding("note", "leftover", text, "delete it if nothing is running")
+
+
+def _unreadable(idx_path: Path, error: FormatError) -> Finding:
+    with idx_path.open("rb") as file:
+        magic = file.read(len(MAGIC))
+    if magic.startswith(LEGACY_MAGIC):
+        text = f"{idx_path} is of the format before MMIDIDX (TNTIDX)"
+        return Finding("error", "legacy", text, "megapack-build import")
+    remedy = REPAIR if magic == MAGIC else ""
+    return Finding("error", "index", str(error), remedy)
+
+
+def _documents(facts: Survey) -> Iterator[Finding]:
+    name, header = facts.part.path, facts.part.header
+    if header.lacks_document_indices:
+        text = f"{name} has no documents (GPT-NeoX's merge loses them)"
+        yield Finding("error", "documents-lost", text, f"{REPAIR} makes every sequence one")
+    elif facts.first_bad_document is not None:
+        text = f"{name}: document {facts.first_bad_document} ends before it begins or too late"
+        yield Finding("error", "documents", text, REPAIR)
+    elif facts.last_document_end != header.num_sequences:
+        text = (
+            f"{name}: documents end at sequence {facts.last_document_end} of {header.num_sequences}"
+        )
+        yield Finding("error", "documents", text, REPAIR)
+    if facts.num_empty_sequences:
+        text = f"{facts.num_empty_sequences} of {header.num_sequences} sequences are empty"
+        yield Finding("note", "empty-sequences", text)
+
+
+def _trailing(facts: Survey) -> Iterator[Finding]:
+    header = facts.part.header
+    behind = header.file_bytes - header.modes_at
+    if behind and behind == header.num_sequences:
+        yield Finding("note", "multimodal", f"{facts.part.path} has a mode for every sequence")
+    elif behind:
+        text = f"{facts.part.path} has {behind} bytes behind its end"
+        yield Finding("warning", "trailing-idx", text, REPAIR)
+
+
+def _sizes(facts: Survey, bin_path: Path) -> Iterator[Finding]:
+    name, width = facts.part.path, facts.width
+    if not facts.widths:
+        overflowed = " (they overflowed 32 bits)" if facts.wrapped_widths else ""
+        text = f"{name}: pointers do not follow from the lengths{overflowed}"
+        yield Finding("error", "pointers", text, f"{REPAIR} recomputes them")
+    dtype, text = facts.meaning()
+    if dtype is None or dtype != facts.declared_dtype:
+        remedy = REPAIR if dtype is not None else "these are no token ids"
+        code = facts.part.header.dtype_code
+        yield Finding("error", "dtype", f"{name}: dtype code {code} means {text}", remedy)
+    if width is None:
+        return
+    needed = facts.num_tokens * width
+    if facts.bin_bytes < needed:
+        text = (
+            f"{bin_path} has {facts.bin_bytes} bytes; {name} speaks of {facts.num_tokens} tokens "
+            f"in {needed}"
+        )
+        yield Finding("error", "bin-truncated", text, f"{REPAIR} --drop-truncated")
+    elif facts.bin_bytes > needed:
+        text = f"{bin_path} has {facts.bin_bytes - needed} bytes behind the last sequence"
+        yield Finding("warning", "trailing-bin", text, f"{REPAIR} --drop-trailing")
+
+
+def _meta(prefix: str, facts: Survey) -> tuple[dict[str, Any] | None, list[Finding]]:
+    """The meta file when it is about these files."""
+    try:
+        meta = read_meta(prefix)
+    except FormatError as error:
+        return None, [Finding("error", "meta", str(error), "delete it")]
+    if meta is None:
+        text = "no meta file: checksums, tokenizer and vocabulary are unknown"
+        return None, [Finding("note", "no-meta", text)]
+    if checksum(facts.part.path) != meta["idx"]["xxh3_128"]:
+        text = f"{facts.part.path} does not have the checksum of the meta file"
+        remedy = "restore it from a copy, or delete the meta file if the dataset was rewritten"
+        return None, [Finding("error", "checksum", text, remedy)]
+    return meta, []
+
+
+def _identities(prefix: str) -> Iterator[Any]:
+    """Keys that only equal datasets share."""
+    idx_path, bin_path = path_of(prefix, ".idx"), path_of(prefix, ".bin")
+    if not (idx_path.exists() and bin_path.exists()):
+        return
+    stat = bin_path.stat()
+    if stat.st_size == 0:
+        return
+    yield "inode", stat.st_dev, stat.st_ino
+    digest = xxhash.xxh3_128(idx_path.read_bytes())
+    with bin_path.open("rb") as file:
+        digest.update(file.read(1 << 16))
+        file.seek(max(0, stat.st_size - (1 << 16)))
+        digest.update(file.read())
+    yield "content", digest.hexdigest()

@@ -1,0 +1,126 @@
+"""What a build is asked to do. Every field is checked as soon as it is said."""
+
+from __future__ import annotations
+
+import dataclasses
+import shlex
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from megapack.errors import ConfigError
+from megapack.tokenization.faults import OnError
+from megapack.tokenization.sources import Format
+
+__all__ = ["Boundary", "BuildConfig"]
+
+Boundary = Literal["eos_bos", "separator", "none"]
+
+# Fields that decide who does the work, not what comes out.
+_EXECUTION = frozenset(
+    {
+        "output_prefix",
+        "workers",
+        "executor",
+        "shard",
+        "finish",
+        "ray_address",
+        "block_bytes",
+        "keep_shards",
+        "overwrite",
+    }
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BuildConfig:
+    """Text to documents: what goes in, what is done with it, who does it.
+
+    The bytes of the result depend on the first three groups and the input files only.
+    """
+
+    # What goes in.
+    inputs: tuple[str, ...]
+    suffixes: tuple[str, ...] = ()  # taken from directories; () is every known data suffix
+    format: Format | None = None  # None: by suffix
+    json_key: str = "text"  # also the parquet column
+    max_input_bytes: int | None = None  # whole files only
+    max_document_bytes: int = 1 << 30
+    on_error: OnError = "fail"
+    min_words: int | None = None
+    max_words: int | None = None
+
+    # What tokens they become.
+    tokenizer: str
+    backend: str = "auto"
+    verify_fraction: float = 0.0  # of documents encoded again by the reference
+    boundary: Boundary = "none"
+    append_eod: bool = False
+    prepend_bos: bool = False
+    eod_token: str | None = None
+    bos_token: str | None = None
+    dtype: Literal["auto", "uint16", "int32"] = "auto"
+
+    # What comes out.
+    output_prefix: str
+    shard_bytes: int | None = None
+
+    # Who does it.
+    workers: int = 1
+    executor: Literal["local", "ray"] = "local"
+    ray_address: str | None = None
+    shard: tuple[int, int] | None = None  # (i, n): this machine's part of the shards
+    block_bytes: int = 4 << 20
+    finish: bool = False  # join shards that other machines built
+    keep_shards: bool = False
+    overwrite: bool = False
+
+    def __post_init__(self) -> None:
+        if self.workers < 1:
+            raise ConfigError(f"workers is {self.workers}; it must be at least 1")
+        if not 0 <= self.verify_fraction <= 1:
+            raise ConfigError(f"verify fraction is {self.verify_fraction}; it must be in [0, 1]")
+        if self.shard is not None and not 0 <= self.shard[0] < self.shard[1]:
+            i, n = self.shard
+            raise ConfigError(f"shard is {i}/{n}; it must be i/n with 0 <= i < n")
+        if self.shard is not None and self.finish:
+            raise ConfigError("--shard builds a part, --finish joins all parts; give one of them")
+        if self.boundary != "none" and (self.append_eod or self.prepend_bos):
+            raise ConfigError(
+                f"--boundary {self.boundary} already says what stands around a document; leave out "
+                "--append-eod and --prepend-bos"
+            )
+
+    @property
+    def appends(self) -> bool:
+        """Whether a token ends every document."""
+        return self.append_eod or self.boundary in ("eos_bos", "separator")
+
+    @property
+    def prepends(self) -> bool:
+        """Whether a token begins every document."""
+        return self.prepend_bos or self.boundary == "eos_bos"
+
+    def identity(self) -> dict[str, Any]:
+        """The options that decide the bytes of the result, JSON-able."""
+        fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        kept = {name: value for name, value in fields.items() if name not in _EXECUTION}
+        return {n: list(v) if isinstance(v, tuple) else v for n, v in kept.items()}
+
+    def command(self) -> str:
+        """A command line that builds the same dataset."""
+        words = ["megapack-build", "tokenize", "--input", *self.inputs]
+        words += ["--output-prefix", self.output_prefix]
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            skipped = field.name in _EXECUTION or field.name == "inputs"
+            if skipped or value is None or value == field.default:
+                continue
+            words.append("--" + _FLAG.get(field.name, field.name.replace("_", "-")))
+            if isinstance(value, tuple):
+                words += map(str, value)
+            elif value is not True:
+                words.append(str(value))
+        return shlex.join(words)
+
+
+_FLAG = {"suffixes": "suffix"}

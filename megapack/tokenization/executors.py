@@ -1,0 +1,108 @@
+"""Who builds the shards: this process, worker processes, or a Ray cluster.
+
+Every executor gives the records in the order of the shards and calls ``report`` as work goes on.
+Shards go to whoever is free, so that one with long documents holds nobody up.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import multiprocessing
+import multiprocessing.connection
+import os
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from typing import Any
+
+from megapack.errors import MegapackError
+from megapack.tokenization.encoders import Encoder, open_encoder
+from megapack.tokenization.plan import Shard
+from megapack.tokenization.shard import Counted, Job, ShardRecord, build_shard
+
+__all__ = ["Report", "run_here", "run_processes"]
+
+Report = Callable[[Counted], None]
+
+_POLL_SECONDS = 0.2
+
+
+def run_here(job: Job, shards: Sequence[Shard], report: Report) -> list[ShardRecord]:
+    """One after the other, in this process."""
+    encoder = open_encoder(job.tokenizer, job.backend, threads=job.threads)
+    return [build_shard(job, shard, encoder, report) for shard in shards]
+
+
+def run_processes(
+    job: Job, shards: Sequence[Shard], report: Report, *, workers: int
+) -> list[ShardRecord]:
+    """In ``workers`` processes of this machine.
+
+    Raises:
+        MegapackError: a worker was killed (out of memory, as a rule).
+        DataError, OSError: what a worker raised; the others stop at their next shard.
+    """
+    context = multiprocessing.get_context("spawn")
+    counters = context.Array("q", len(Counted._fields))
+    with ProcessPoolExecutor(
+        workers, mp_context=context, initializer=_start_worker, initargs=(job, counters)
+    ) as pool:
+        futures = [pool.submit(_work, shard) for shard in shards]
+        try:
+            _watch(futures, counters, report)
+            return [future.result() for future in futures]
+        except BrokenProcessPool as error:
+            raise MegapackError(
+                "a worker process was killed; the usual reason is memory: use fewer --workers or "
+                "smaller --block-bytes. Finished shards are kept; run the same command to go on"
+            ) from error
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+def _watch(futures: Sequence[Future[ShardRecord]], counters: Any, report: Report) -> None:
+    pending: set[Future[ShardRecord]] = set(futures)
+    reported = Counted(0, 0, 0)
+    while pending:
+        done, pending = concurrent.futures.wait(pending, _POLL_SECONDS, FIRST_EXCEPTION)
+        with counters.get_lock():
+            now = Counted(*counters)
+        report(Counted(*(a - b for a, b in zip(now, reported, strict=True))))
+        reported = now
+        for future in done:
+            future.result()  # raises what the worker raised
+
+
+# The worker process. One encoder per process, loaded once.
+_worker: _Worker
+
+
+class _Worker:
+    def __init__(self, job: Job, counters: Any) -> None:
+        self.job = job
+        self.counters = counters
+        self.encoder: Encoder = open_encoder(job.tokenizer, job.backend, threads=job.threads)
+
+    def count(self, counted: Counted) -> None:
+        with self.counters.get_lock():
+            for i, value in enumerate(counted):
+                self.counters[i] += value
+
+
+def _start_worker(job: Job, counters: Any) -> None:
+    global _worker  # noqa: PLW0603 (a pool offers no other place)
+    threading.Thread(target=_die_with_parent, daemon=True).start()
+    _worker = _Worker(job, counters)
+
+
+def _work(shard: Shard) -> ShardRecord:
+    return build_shard(_worker.job, shard, _worker.encoder, _worker.count)
+
+
+def _die_with_parent() -> None:
+    """A parent that was killed cannot stop its workers; they notice and leave."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        multiprocessing.connection.wait([parent.sentinel])
+        os._exit(1)

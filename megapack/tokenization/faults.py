@@ -1,0 +1,99 @@
+"""Documents that may not pass: named, counted, shown by place, and stopped at or skipped."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from megapack.errors import DataError
+
+__all__ = ["BENIGN", "Faults", "OnError", "Place"]
+
+OnError = Literal["fail", "skip"]
+
+# What never stops a build: ordinary text has it, and nobody can do anything about it. Everything
+# else stops it unless `--on-error skip` was given.
+BENIGN = frozenset({"empty document", "blank line", "too few words", "too many words"})
+
+_COUNT_BLOCK = 1 << 24
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a document comes from; prints as ``path:line`` (files), ``path row N`` (parquet)."""
+
+    path: str
+    unit: Literal["byte", "line", "row", "file"]
+    position: int = 0
+
+    def __str__(self) -> str:
+        if self.unit == "file":
+            return self.path
+        if self.unit == "row":
+            return f"{self.path} row {self.position}"
+        line = self.position if self.unit == "line" else self._count_lines()
+        return f"{self.path}:{line}"
+
+    def _count_lines(self) -> int:
+        # Readers enter large files in the middle and do not know the line number; it is needed
+        # only for the few places that are shown.
+        newlines = 0
+        with Path(self.path).open("rb") as file:
+            left = self.position
+            while left > 0:
+                block = file.read(min(left, _COUNT_BLOCK))
+                if not block:
+                    break
+                newlines += block.count(b"\n")
+                left -= len(block)
+        return newlines + 1
+
+
+@dataclass
+class Faults:
+    """Counts by kind, and the first few places of each kind in the order of the corpus."""
+
+    on_error: OnError = "fail"
+    max_places: int = 3
+    counts: dict[str, int] = field(default_factory=dict)
+    places: dict[str, list[Place]] = field(default_factory=dict)
+
+    def record(self, kind: str, place: Place, detail: str = "") -> None:
+        """Count one document. Raises DataError unless the kind is benign or skipping is asked for.
+
+        Args:
+            kind: what is wrong, in a few words ("malformed JSON"); counts are kept per kind.
+            place: the document.
+            detail: what exactly is wrong; shown only when the build stops here.
+        """
+        if kind not in BENIGN and self.on_error == "fail":
+            reason = f" ({detail})" if detail else ""
+            raise DataError(
+                f"{place}: {kind}{reason}; mend the input, or drop such documents with "
+                "--on-error skip (they are counted and reported)"
+            )
+        self.counts[kind] = self.counts.get(kind, 0) + 1
+        places = self.places.setdefault(kind, [])
+        if len(places) < self.max_places:
+            places.append(place)
+
+    def add(self, counts: Mapping[str, int], places: Mapping[str, list[Place]]) -> None:
+        """Take over what a later part of the corpus recorded."""
+        for kind, count in counts.items():
+            self.counts[kind] = self.counts.get(kind, 0) + count
+            mine = self.places.setdefault(kind, [])
+            mine += places.get(kind, [])[: self.max_places - len(mine)]
+
+    @property
+    def total(self) -> int:
+        return sum(self.counts.values())
+
+    def lines(self) -> list[str]:
+        """One printable line per kind, largest count first."""
+        ordered = sorted(self.counts.items(), key=lambda item: (-item[1], item[0]))
+        return [
+            f"{count:,} x {kind} (first: {', '.join(map(str, self.places.get(kind, [])))})"
+            for kind, count in ordered
+        ]

@@ -1,0 +1,70 @@
+"""Small datasets on disk, and indices with exactly the segments a test wants."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from megapack.packing import SampleIndex, pack
+from megapack.storage import IndexedDataset, IndexedDatasetBuilder
+
+Segment = tuple[int, int, int]  # document, begin, length
+
+
+def write_documents(
+    prefix: Path, documents: Sequence[Sequence[int]], dtype: str = "uint16"
+) -> IndexedDataset:
+    negative = any(token < 0 for document in documents for token in document)
+    with IndexedDatasetBuilder(prefix, dtype=np.dtype(dtype), allow_negative=negative) as builder:
+        for document in documents:
+            builder.add_document(np.asarray(document, dtype))
+        builder.finalize()
+    return IndexedDataset(prefix)
+
+
+def random_documents(lengths: Sequence[int], seed: int = 0, high: int = 120) -> list[list[int]]:
+    rng = np.random.default_rng(seed)
+    return [rng.integers(1, high, int(length)).tolist() for length in lengths]
+
+
+def index_of(
+    buckets: dict[int, list[list[Segment]]], lengths: Sequence[int], *, begin_dtype: str = "int32"
+) -> SampleIndex:
+    """capacity -> samples -> segments, as they are, for documents of these lengths."""
+    samples = [sample for capacity in sorted(buckets) for sample in buckets[capacity]]
+    segments = [segment for sample in samples for segment in sample]
+    columns = np.array(segments, np.int64).reshape(-1, 3).T
+    arrays = {
+        "bucket_capacity": np.array(sorted(buckets), np.int64),
+        "bucket_sample_offsets": _offsets([len(buckets[c]) for c in sorted(buckets)]),
+        "sample_segment_offsets": _offsets([len(sample) for sample in samples]),
+        "segment_document": columns[0].astype(begin_dtype),
+        "segment_begin": columns[1].astype(begin_dtype),
+        "segment_length": columns[2].astype(np.int32),
+    }
+    return SampleIndex.from_packing(
+        {**arrays, "dropped_tokens": 0, "repeated_tokens": 0},
+        np.asarray(lengths, np.int32),
+        strategy="by hand",
+        parameters={},
+        seed=0,
+    )
+
+
+def packed_lengths(num_documents: int, longest: int, seed: int = 0) -> np.ndarray:
+    """Log-normal lengths between 1 and ``longest``: many short documents, some long ones."""
+    rng = np.random.default_rng(seed)
+    lengths = np.exp(rng.normal(np.log(longest / 6), 0.9, num_documents))
+    return np.clip(np.rint(lengths), 1, 2 * longest).astype(np.int32)
+
+
+def packed_index(
+    num_documents: int = 400, buckets: Sequence[int] = (16, 32, 64), seed: int = 0
+) -> SampleIndex:
+    return pack(packed_lengths(num_documents, max(buckets), seed), "bucket", buckets=list(buckets))
+
+
+def _offsets(counts: Sequence[int]) -> np.ndarray:
+    return np.concatenate([[0], np.cumsum(counts, dtype=np.int64)]).astype(np.int64)

@@ -1,0 +1,315 @@
+"""The gather equals its plain-Python definition, and a damaged index is an error, not a crash."""
+
+from __future__ import annotations
+
+import pickle
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megapack.data import BatchLayout, PackedDataset, allocate
+from megapack.errors import ConfigError, FormatError, IndexMismatchError
+from megapack.packing import SampleIndex, pack
+from tests.data.corpora import index_of, random_documents, write_documents
+from tests.reference import gather as reference
+
+DTYPES = ["uint8", "int8", "int16", "uint16", "int32", "int64"]
+TENSORS = ("tokens", "labels", "loss_mask", "position_ids")
+
+
+@st.composite
+def corpora(draw: st.DrawFn) -> dict[str, Any]:
+    """Documents, one bucket of samples made of arbitrary pieces of them, options, a layout."""
+    lengths = draw(st.lists(st.integers(0, 40), min_size=1, max_size=8))
+    if not any(lengths):
+        lengths.append(5)
+    capacity = draw(st.integers(1, 48))
+    pieces = [(d, n) for d, n in enumerate(lengths) if n]
+    samples = []
+    for _ in range(draw(st.integers(1, 6))):
+        sample, left = [], capacity
+        while left > 0 and len(sample) < 5 and (not sample or draw(st.booleans())):
+            document, n = draw(st.sampled_from(pieces))
+            begin = draw(st.integers(0, n - 1))
+            length = draw(st.integers(1, min(left, n - begin)))
+            sample.append((document, begin, length))
+            left -= length
+        samples.append(sample)
+    alignment = draw(st.sampled_from([1, 1, 2, 8]))
+    if alignment > 1:  # room for every segment to be aligned
+        capacity = -(-(capacity + 5 * alignment) // alignment) * alignment
+    slots = draw(st.integers(1, 3))
+    spare = draw(st.integers(0, capacity - 1)) // alignment * alignment
+    row_tokens = capacity * slots + spare
+    rows = -(-len(samples) // slots) + draw(st.integers(0, 1))
+    return {
+        "documents": random_documents(lengths, draw(st.integers(0, 99))),
+        "samples": samples,
+        "capacity": capacity,
+        "rows": rows,
+        "row_tokens": row_tokens,
+        "dtype": draw(st.sampled_from(DTYPES)),
+        "index_dtype": draw(st.sampled_from(["int32", "int64"])),
+        "chosen": draw(st.booleans()),
+        "options": {
+            "positions": draw(st.sampled_from(["segment", "document", "sample"])),
+            "attention": draw(st.sampled_from(["document", "sample"])),
+            "labels": draw(st.sampled_from(["document", "sample"])),
+            "alignment": alignment,
+            "pad_token": draw(st.sampled_from([0, 3])),
+        },
+    }
+
+
+def _choose(documents: list[list[int]]) -> list[list[int]]:
+    return [[t if t % 3 else -100 for t in document] for document in documents]
+
+
+def _open(folder: Path, case: dict[str, Any]) -> PackedDataset:
+    documents = case["documents"]
+    dataset = write_documents(folder / "docs", documents, case["dtype"])
+    if case["chosen"]:
+        write_documents(folder / "docs.labels", _choose(documents), "int32")
+    index = index_of(
+        {case["capacity"]: case["samples"]},
+        [len(document) for document in documents],
+        begin_dtype=case["index_dtype"],
+    )
+    return PackedDataset(dataset, index, **case["options"])
+
+
+@given(case=corpora(), stream=st.booleans(), extra=st.sampled_from([None, 0, 7]))
+def test_a_micro_batch_is_what_the_reference_says(
+    case: dict[str, Any], stream: bool, extra: int | None
+) -> None:
+    rows, row_tokens = case["rows"], case["row_tokens"]
+    expected = reference.gather(
+        case["documents"],
+        case["samples"],
+        num_rows=rows,
+        row_tokens=row_tokens,
+        capacity=case["capacity"],
+        chosen=_choose(case["documents"]) if case["chosen"] else None,
+        **case["options"],
+    )
+    cu_seqlens = expected.cu_seqlens()
+    num_cu_seqlens = None if extra is None else len(cu_seqlens) + extra
+    layout = BatchLayout(
+        micro_batch_tokens=rows * row_tokens,
+        kind="stream" if stream else "rows",
+        row_tokens=row_tokens,
+        cu_seqlens="exact" if extra is None else "padded",
+        num_cu_seqlens=num_cu_seqlens,
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        dataset = _open(Path(folder), case)
+        ids = np.arange(len(case["samples"]))
+        batch = dataset.micro_batch(ids, layout=layout, capacity=case["capacity"])
+        assert dataset.count_labels(ids).sum() == sum(expected.loss_mask)
+    shape = (1, rows * row_tokens) if stream else (rows, row_tokens)
+    for name in TENSORS:
+        assert batch[name].shape == shape
+        assert batch[name].flatten().tolist() == getattr(expected, name), name
+    fill = [cu_seqlens[-1]] * (extra or 0)
+    assert batch["cu_seqlens"].tolist() == cu_seqlens + fill
+    assert batch["cu_seqlens"].dtype == torch.int32
+    assert batch["max_seqlen"] == max(expected.rooms)
+    if case["options"]["alignment"] > 1:
+        assert batch["cu_seqlens_padded"][: len(cu_seqlens)].tolist() == expected.cu_seqlens(
+            "rooms"
+        )
+    else:
+        assert "cu_seqlens_padded" not in batch
+
+
+@given(case=corpora())
+def test_cu_seqlens_per_row_count_from_the_beginning_of_each_row(case: dict[str, Any]) -> None:
+    rows, row_tokens = case["rows"], case["row_tokens"]
+    expected = reference.gather(
+        case["documents"],
+        case["samples"],
+        num_rows=rows,
+        row_tokens=row_tokens,
+        capacity=case["capacity"],
+        **case["options"],
+    ).cu_seqlens_of_rows(row_tokens)
+    layout = BatchLayout(
+        micro_batch_tokens=rows * row_tokens,
+        kind="rows",
+        row_tokens=row_tokens,
+        cu_seqlens_per_row=True,
+        cu_seqlens="padded",
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        dataset = _open(Path(folder), {**case, "chosen": False})
+        ids = np.arange(len(case["samples"]))
+        result = dataset.micro_batch(ids, layout=layout, capacity=case["capacity"])["cu_seqlens"]
+        assert result.shape == (rows, dataset.max_cu_seqlens(layout))
+    for found, wanted in zip(result.tolist(), expected, strict=True):
+        assert found == wanted + [wanted[-1]] * (len(found) - len(wanted))
+
+
+def test_a_label_is_the_next_token_of_the_document_also_across_a_cut(tmp_path: Path) -> None:
+    dataset = write_documents(tmp_path / "d", [[1, 2, 3, 4, 5]])
+    packed = PackedDataset(dataset, pack([5], "concat", buckets=[3]))
+    assert packed[0]["labels"].tolist() == [2, 3, 4]
+    assert packed[1]["labels"].tolist() == [5, -100, -100]
+    assert packed[1]["loss_mask"].tolist() == [1.0, 0.0, 0.0]
+    assert packed[1]["cu_seqlens"].tolist() == [0, 2, 3]  # padding is a segment of its own
+
+
+def test_a_bare_micro_batch_is_one_stream_and_a_sample_one_row(tmp_path: Path) -> None:
+    documents = random_documents([4, 8, 3])
+    packed = PackedDataset(
+        write_documents(tmp_path / "d", documents),
+        index_of({8: [[(0, 0, 4), (2, 0, 3)], [(1, 0, 8)]]}, [4, 8, 3]),
+    )
+    batch = packed.micro_batch([1, 0])
+    assert batch["tokens"].tolist() == [documents[1] + documents[0] + documents[2] + [0]]
+    sample = packed[-1]
+    assert sample["tokens"].tolist() == documents[1]
+    with pytest.raises(IndexError):
+        packed[2]
+
+
+def test_an_empty_micro_batch_is_padding_without_a_label(tmp_path: Path) -> None:
+    packed = PackedDataset(
+        write_documents(tmp_path / "d", [[1] * 8]), index_of({8: [[(0, 0, 8)]]}, [8])
+    )
+    layout = BatchLayout(micro_batch_tokens=24)
+    batch = packed.micro_batch([], layout=layout, capacity=8)
+    assert batch["cu_seqlens"].tolist() == [0, 8, 16, 24]  # never one segment of all tokens
+    assert batch["loss_mask"].sum() == 0 and (batch["labels"] == -100).all()
+    with pytest.raises(ValueError, match="capacity"):
+        packed.micro_batch([])
+
+
+def test_given_buffers_are_filled_in_place_and_must_fit(tmp_path: Path) -> None:
+    packed = PackedDataset(
+        write_documents(tmp_path / "d", [list(range(1, 9))]), index_of({8: [[(0, 0, 8)]]}, [8])
+    )
+    out = allocate(8)
+    batch = packed.micro_batch([0], out=out)
+    for name in TENSORS:
+        assert batch[name].data_ptr() == out[name].data_ptr()
+    assert out["tokens"].tolist() == list(range(1, 9))
+    with pytest.raises(ValueError, match="elements"):
+        packed.micro_batch([0], out=allocate(9))
+    with pytest.raises(ValueError, match="int64"):
+        packed.micro_batch([0], out={**allocate(8), "tokens": torch.zeros(8)})
+
+
+DAMAGES = [
+    ("segment_document", 3, "names document 3 of 3"),
+    ("segment_document", -1, "names document -1"),
+    ("segment_document", 2**31 - 1, "names document"),
+    ("segment_begin", -1, "tokens \\[-1"),
+    ("segment_begin", 4, "of a document of 4"),
+    ("segment_begin", 2**31 - 1, "of a document of 4"),
+    ("segment_length", 5, "of a document of 4"),
+    ("segment_length", 0, "of a document of 4"),
+    ("segment_length", -4, "of a document of 4"),
+    ("segment_length", 2**31 - 1, "of a document of 4"),
+    ("sample_segment_offsets", 2**40, "has segments"),
+    ("sample_segment_offsets", -5, "has segments"),
+]
+
+
+@pytest.mark.parametrize(("array", "value", "message"), DAMAGES)
+def test_an_index_that_points_outside_the_documents_raises(
+    tmp_path: Path, array: str, value: int, message: str
+) -> None:
+    dataset = write_documents(tmp_path / "d", random_documents([4, 8, 3]))
+    index = index_of({8: [[(0, 0, 4), (2, 0, 3)], [(1, 0, 8)]]}, [4, 8, 3])
+    packed = PackedDataset(dataset, _damaged(index, array, 0, value))
+    with pytest.raises(FormatError, match=message):
+        packed.micro_batch([0])
+    with pytest.raises(FormatError):
+        packed.count_labels([0])
+    with pytest.raises(FormatError):
+        packed.samples.attention_cost(np.array([0]), 8) if "offset" in array else packed[0]
+
+
+def _damaged(index: SampleIndex, array: str, at: int, value: int) -> SampleIndex:
+    values = getattr(index, array).copy()
+    values[at] = value
+    setattr(index, array, values)
+    return index
+
+
+def test_samples_that_do_not_exist_or_do_not_fit_are_refused(tmp_path: Path) -> None:
+    dataset = write_documents(tmp_path / "d", random_documents([4, 8]))
+    packed = PackedDataset(dataset, index_of({4: [[(0, 0, 4)]], 8: [[(1, 0, 8)]]}, [4, 8]))
+    for bad in (2, -1, 2**40):
+        with pytest.raises(IndexError, match="2 samples"):
+            packed.micro_batch([bad], capacity=8)
+    with pytest.raises(FormatError, match="more than 4 tokens"):
+        packed.micro_batch([1], capacity=4)
+    with pytest.raises(ValueError, match="for 1 slots"):
+        packed.micro_batch([0, 0], layout=BatchLayout(micro_batch_tokens=4))
+    with pytest.raises(ValueError, match="raise num_cu_seqlens"):
+        layout = BatchLayout(micro_batch_tokens=8, cu_seqlens="padded", num_cu_seqlens=1)
+        packed.micro_batch([1], layout=layout)
+    with pytest.raises(ConfigError, match="row_tokens"):
+        packed.micro_batch([1], layout=BatchLayout(micro_batch_tokens=12))
+
+
+def test_segments_that_do_not_fit_when_aligned_are_refused_with_the_remedy(tmp_path: Path) -> None:
+    dataset = write_documents(tmp_path / "d", random_documents([3, 3, 2]))
+    index = index_of({8: [[(0, 0, 3), (1, 0, 3), (2, 0, 2)]]}, [3, 3, 2])
+    packed = PackedDataset(dataset, index, alignment=4)
+    with pytest.raises(ValueError, match="pack with a smaller capacity, or make the row longer"):
+        packed[0]
+    layout = BatchLayout(micro_batch_tokens=12, row_tokens=12)
+    batch = packed.micro_batch([0], layout=layout)
+    assert batch["cu_seqlens"].tolist() == [0, 3, 6, 8]
+    assert batch["cu_seqlens_padded"].tolist() == [0, 4, 8, 12]
+
+
+def test_labels_of_other_documents_are_refused(tmp_path: Path) -> None:
+    dataset = write_documents(tmp_path / "d", random_documents([4, 4]))
+    index = pack(dataset.document_lengths, "concat", buckets=[4])
+    write_documents(tmp_path / "d.labels", random_documents([4, 3]), "int32")
+    with pytest.raises(IndexMismatchError, match="num_tokens is 7 and 8"):
+        PackedDataset(dataset, index)
+    assert PackedDataset(dataset, index, label_dataset=None)[0]["loss_mask"].sum() == 3
+
+
+def test_an_index_of_other_documents_is_refused(tmp_path: Path) -> None:
+    dataset = write_documents(tmp_path / "d", random_documents([4, 4]))
+    with pytest.raises(IndexMismatchError):
+        PackedDataset(dataset, pack([4, 5], "concat", buckets=[4]))
+
+
+def test_a_truncated_token_file_is_refused_before_anything_is_mapped(tmp_path: Path) -> None:
+    dataset = write_documents(tmp_path / "d", random_documents([400, 400]))
+    index = pack(dataset.document_lengths, "concat", buckets=[16])
+    with (tmp_path / "d.bin").open("r+b") as file:
+        file.truncate(1000)
+    with pytest.raises(FormatError, match="truncated"):
+        PackedDataset(tmp_path / "d", index)
+
+
+def test_a_pickled_dataset_gathers_the_same(tmp_path: Path) -> None:
+    dataset = write_documents(tmp_path / "d", random_documents([5, 9, 30, 2, 2]))
+    index = pack(dataset.document_lengths, "bucket", buckets=[8, 32])
+    index.save(tmp_path / "d.samples", source=dataset)
+    packed = PackedDataset(tmp_path / "d", tmp_path / "d.samples", positions="document")
+    twin = pickle.loads(pickle.dumps(packed))
+    for i in range(len(packed)):
+        for name in TENSORS:
+            assert torch.equal(packed[i][name], twin[i][name])
+
+
+def test_options_that_do_not_exist_are_refused(tmp_path: Path) -> None:
+    dataset = write_documents(tmp_path / "d", random_documents([4]))
+    index = pack([4], "concat", buckets=[4])
+    for option in ("positions", "attention", "labels"):
+        with pytest.raises(ValueError, match="nowhere"):
+            PackedDataset(dataset, index, **{option: "nowhere"})

@@ -1,0 +1,189 @@
+"""The bucket strategies that keep documents whole: bucket, bucket_v0, bucket_llm; decompose."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from reference.common import Packing, Sample, Segment, cut, head_and_rest, tokens, whole
+from reference.random import (
+    DOCUMENTS,
+    POOLS,
+    SEGMENTS,
+    Random,
+    dealt,
+    random_for,
+    shuffled,
+    swap_down,
+)
+
+
+@dataclass
+class Rules:
+    buckets: list[int]
+    promote: bool = False
+    pairs: bool = False
+    padding_threshold: float = 1.0
+    shuffle_segments: bool = False
+
+
+@dataclass
+class Pool:
+    """Documents in order of arrival. Of equally long ones the first to come is taken first."""
+
+    rules: Rules
+    chance: Random
+    documents: list[Segment] = field(default_factory=list)
+    num_samples: int = 0
+
+    def generate(self) -> tuple[int, Sample]:
+        """BucketLLM, Algorithm 2: one sample, and the capacity of its bucket."""
+        chance = self.chance.child(self.num_samples)
+        self.num_samples += 1
+        longest = max(self.documents, key=lambda d: d.length)
+        largest = self.rules.buckets[-1]
+        if longest.length > largest:
+            return largest, [self.take_head(longest, largest)]
+        capacity = self.bucket_for(longest)
+        sample: Sample = []
+        threshold = self.rules.padding_threshold * capacity
+        while True:
+            space = capacity - tokens(sample)
+            fitting = [d for d in self.documents if d.length <= space]
+            if not fitting:
+                break
+            next_longest = max(fitting, key=lambda d: d.length)
+            pair = self.better_pair(next_longest, space, threshold) if self.rules.pairs else None
+            for document in pair or (next_longest,):
+                self.documents.remove(document)
+                sample.append(document)
+        if self.rules.shuffle_segments:
+            swap_down(sample, chance)
+        if space > threshold and self.documents:
+            shortest = min(self.documents, key=lambda d: d.length)
+            sample.append(self.take_head(shortest, space))
+        return capacity, sample
+
+    def bucket_for(self, longest: Segment) -> int:
+        holding = [b for b in self.rules.buckets if b >= longest.length]
+        others = [d.length for d in self.documents if d is not longest]
+        if self.rules.promote and others:
+            for capacity in holding:
+                space = capacity - longest.length
+                if space == 0 or space >= min(others):
+                    return capacity
+        return holding[0]
+
+    def better_pair(self, single: Segment, space: int, threshold: float) -> Sample | None:
+        """Lines 6 to 12, with the space before ``single`` as the limit of the pair."""
+        others = [d for d in self.documents if d is not single]
+        rest = space - single.length
+        if not others or not min(d.length for d in others) > rest > threshold:
+            return None
+        found = None
+        best = (single.length, 0)
+        others.sort(key=lambda d: -d.length)  # stable: equally long ones in order of arrival
+        for i, a in enumerate(others):
+            for b in others[i + 1 :]:
+                both = a.length + b.length
+                if both <= space and both > single.length and (both, a.length) > best:
+                    best, found = (both, a.length), [a, b]
+        return found
+
+    def take_head(self, document: Segment, count: int) -> Segment:
+        """The first tokens of a document; the rest of it comes back to the pool, as the last."""
+        self.documents.remove(document)
+        head, rest = head_and_rest(document, count)
+        self.documents.append(rest)
+        return head
+
+
+def drained(lengths: list[int], rules: Rules, pool_size: int, seed: int) -> Packing:
+    num_pools = max(1, -(-len(lengths) // pool_size))
+    largest = rules.buckets[-1]
+    buckets: dict[int, list[Sample]] = {capacity: [] for capacity in rules.buckets}
+    for p, members in enumerate(dealt(len(lengths), num_pools, random_for(seed, POOLS))):
+        # Cutting the long documents first is what draining does anyway: they are the longest.
+        chunks, rests = cut(whole(lengths, members), largest)
+        buckets[largest] += [[chunk] for chunk in chunks]
+        pool = Pool(rules, random_for(seed, SEGMENTS).child(p), rests)
+        while pool.documents:
+            capacity, sample = pool.generate()
+            buckets[capacity].append(sample)
+    return Packing(buckets)
+
+
+def streamed(lengths: list[int], rules: Rules, pool_size: int, seed: int) -> Packing:
+    """BucketLLM, Algorithm 1, and a drain of what it leaves in the pool."""
+    buckets: dict[int, list[Sample]] = {capacity: [] for capacity in rules.buckets}
+    pool = Pool(rules, random_for(seed, SEGMENTS))
+    arriving = whole(lengths, shuffled(len(lengths), random_for(seed, DOCUMENTS)))
+    while arriving or pool.documents:
+        if arriving:
+            pool.documents.append(arriving.pop(0))
+            if len(pool.documents) < pool_size:
+                continue
+        capacity, sample = pool.generate()
+        buckets[capacity].append(sample)
+    return Packing(buckets)
+
+
+def bucket_llm(
+    lengths: list[int],
+    buckets: list[int],
+    seed: int,
+    *,
+    pool: str = "drain",
+    pool_size: int = 1 << 20,
+    padding_threshold: float = 0.045,
+    pairs: bool = True,
+) -> Packing:
+    rules = Rules(
+        buckets, pairs=pairs, padding_threshold=padding_threshold, shuffle_segments=True
+    )
+    run = drained if pool == "drain" else streamed
+    return run(lengths, rules, pool_size, seed)
+
+
+def bucket_v0(lengths: list[int], buckets: list[int], seed: int, **parameters) -> Packing:
+    return bucket_llm(lengths, buckets, seed, pairs=False, **parameters)
+
+
+def bucket(
+    lengths: list[int],
+    buckets: list[int],
+    seed: int,
+    *,
+    pool_size: int = 1 << 20,
+    promote: str = "auto",
+) -> Packing:
+    promoting = promote == "on"
+    if promote == "auto":  # one pool of everything, full chunks aside: is the padding worth saving?
+        _, rests = cut(whole(lengths), buckets[-1])
+        shorter = [rest.length for rest in rests]
+        off, slots = padding_of(drained(shorter, Rules(buckets), len(shorter) or 1, seed))
+        on, _ = padding_of(drained(shorter, Rules(buckets, promote=True), len(shorter) or 1, seed))
+        promoting = on < off and 1000 * off > slots
+    return drained(lengths, Rules(buckets, promote=promoting), pool_size, seed)
+
+
+def padding_of(packing: Packing) -> tuple[int, int]:
+    """(padding tokens, all tokens) of a packing."""
+    slots = sum(capacity * len(samples) for capacity, samples in packing.buckets.items())
+    used = sum(tokens(sample) for samples in packing.buckets.values() for sample in samples)
+    return slots - used, slots
+
+
+def decompose(
+    lengths: list[int], buckets: list[int], seed: int, *, min_bucket: int | None = None
+) -> Packing:
+    smallest = min_bucket or min(256, buckets[0])
+    sizes = [1 << k for k in range(64) if smallest <= 1 << k <= buckets[-1]]
+    packed: dict[int, list[Sample]] = {size: [] for size in sizes}
+    dropped = 0
+    for rest in whole(lengths):
+        for size in reversed(sizes):
+            while rest.length >= size:
+                piece, rest = head_and_rest(rest, size)  # noqa: PLW2901
+                packed[size].append([piece])
+        dropped += rest.length
+    return Packing(packed, dropped)

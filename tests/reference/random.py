@@ -1,0 +1,59 @@
+"""The seeded generator of csrc/core/random.hpp, and the two orders made from it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+MASK = (1 << 64) - 1
+
+# Which child of the seed's generator decides what.
+DOCUMENTS, ATOMS, SEGMENTS, POOLS = range(4)
+
+
+@dataclass(frozen=True)
+class Random:
+    """SplitMix64 with a counter: word ``i`` is a pure function of (key, i)."""
+
+    key: int
+
+    def word(self, i: int) -> int:
+        z = (self.key + (i + 1) * 0x9E3779B97F4A7C15) & MASK
+        z = ((z ^ z >> 30) * 0xBF58476D1CE4E5B9) & MASK
+        z = ((z ^ z >> 27) * 0x94D049BB133111EB) & MASK
+        return z ^ z >> 31
+
+    def below(self, i: int, n: int) -> int:
+        return self.word(i) * n >> 64
+
+    def child(self, i: int) -> Random:
+        return Random(self.word(i))
+
+
+def random_for(seed: int, purpose: int) -> Random:
+    return Random(seed).child(purpose)
+
+
+def swap_down(items: list, chance: Random) -> None:
+    """Fisher and Yates: position k, from the last to the second, with one at or before it."""
+    for k in range(len(items) - 1, 0, -1):
+        j = chance.below(k, k + 1)
+        items[k], items[j] = items[j], items[k]
+
+
+def shuffled(count: int, chance: Random) -> list[int]:
+    """0 ... count - 1 dealt to groups, which are shuffled and laid end to end."""
+    num_groups = min(4096, max(1, -(-count // 32768)))
+    groups: list[list[int]] = [[] for _ in range(num_groups)]
+    for i in range(count):
+        groups[chance.child(0).below(i, num_groups)].append(i)
+    for g, group in enumerate(groups):
+        swap_down(group, chance.child(1).child(g))
+    return [i for group in groups for i in group]
+
+
+def dealt(count: int, num_pools: int, chance: Random) -> list[list[int]]:
+    """0 ... count - 1, each in the pool it draws, in ascending order there."""
+    pools: list[list[int]] = [[] for _ in range(num_pools)]
+    for i in range(count):
+        pools[chance.below(i, num_pools)].append(i)
+    return pools
