@@ -81,9 +81,9 @@ class BucketRules:
         self,
         *,
         capacities: list[int],
-        promote: bool = False,
+        overflow: str = "pad",  # "pad", "head" or "promote"
+        padding_threshold: float = 0.0,
         pairs: bool = False,
-        padding_threshold: float = 1.0,
         shuffle_segments: bool = False,
     ) -> None: ...
 

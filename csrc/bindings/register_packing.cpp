@@ -302,13 +302,16 @@ void register_packing(py::module_& m) {
              py::kw_only(), py::arg("seed"), py::arg("threads"), py::arg("wide_ids"),
              py::arg("progress"));
     py::class_<BucketRules>(m, "BucketRules")
-        .def(py::init([](std::vector<std::int64_t> capacities, bool promote, bool pairs,
-                         double padding_threshold, bool shuffle_segments) {
-                 return BucketRules{std::move(capacities), promote, pairs, padding_threshold,
+        .def(py::init([](std::vector<std::int64_t> capacities, const std::string& overflow,
+                         double padding_threshold, bool pairs, bool shuffle_segments) {
+                 Overflow kind = Overflow::kPad;
+                 if (overflow == "head") kind = Overflow::kHead;
+                 if (overflow == "promote") kind = Overflow::kPromote;
+                 return BucketRules{std::move(capacities), kind, padding_threshold, pairs,
                                     shuffle_segments};
              }),
-             py::kw_only(), py::arg("capacities"), py::arg("promote") = false,
-             py::arg("pairs") = false, py::arg("padding_threshold") = 1.0,
+             py::kw_only(), py::arg("capacities"), py::arg("overflow") = "pad",
+             py::arg("padding_threshold") = 0.0, py::arg("pairs") = false,
              py::arg("shuffle_segments") = false);
     m.def(
         "count_bucket_samples",
