@@ -61,7 +61,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--sequence-length", type=int, required=True, help="the host's --seq-length, tokens"
     )
-    parser.add_argument("--split", default="100,0,0", help="the host's --split (default %(default)s)")
+    parser.add_argument(
+        "--split", default="100,0,0", help="the host's --split (default %(default)s)"
+    )
     parser.add_argument("--seed", type=int, default=1234, help="the host's (default %(default)s)")
     parser.add_argument(
         "--context-parallel-size", type=int, default=1, help="the host's (default %(default)s)"
