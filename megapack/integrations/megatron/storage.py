@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from megatron.core.datasets import indexed_dataset as stock
 from megatron.core.datasets.object_storage_utils import is_object_storage_path
-from numpy.typing import DTypeLike, NDArray
+from numpy.typing import DTypeLike
 
 from megapack import storage
 from megapack.errors import FormatError
@@ -86,10 +86,6 @@ class IndexedDataset(storage.IndexedDataset, stock.IndexedDataset):  # type: ign
     def index(self) -> _Index:
         return _Index(self)
 
-    @property
-    def bin_reader(self) -> _BinReader:
-        return _BinReader(self.tokens)
-
     def __getstate__(self) -> tuple[Any, ...]:
         # Absolute: a data loader worker may have another working directory.
         return (
@@ -135,15 +131,6 @@ class _Index:
         if name.startswith("_"):
             raise AttributeError(name)
         return getattr(self._dataset, name)
-
-
-class _BinReader:
-    def __init__(self, tokens: NDArray[Any]) -> None:
-        self._tokens = tokens
-
-    def read(self, dtype: Any, count: int, offset: int) -> NDArray[Any]:
-        """``count`` numbers at byte ``offset`` of .bin, as a view."""
-        return np.frombuffer(self._tokens, dtype=dtype, count=count, offset=offset)
 
 
 class IndexedDatasetBuilder(storage.IndexedDatasetBuilder, stock.IndexedDatasetBuilder):  # type: ignore[misc]  # no stubs
