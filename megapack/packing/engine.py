@@ -75,7 +75,12 @@ def pack(
         )
     )
     return SampleIndex.from_packing(
-        arrays, documents, strategy=strategy, parameters=resolved, seed=int(seed)
+        arrays,
+        documents,
+        strategy=strategy,
+        parameters=resolved,
+        buckets=capacities,
+        seed=int(seed),
     )
 
 
