@@ -10,7 +10,7 @@ MEGABYTES=${MEGABYTES:-32}   # of Python source
 STEPS=${STEPS:-160}          # optimizer steps
 RANKS=${RANKS:-2}
 OUT=${OUT:-demo}
-BUCKETS=${BUCKETS:-512,1024,2048,4096,8192}
+BUCKETS=${BUCKETS:-256,512,1024,2048,4096}
 PYTHON=${PYTHON:-python}
 
 # All cores divided among the ranks; the CPU is the accelerator.
@@ -24,7 +24,7 @@ rm -rf "$OUT" && mkdir -p "$OUT"
 "$PYTHON" launch/demo_corpus.py --output-dir "$OUT" --max-megabytes "$MEGABYTES"
 
 say "2/7 tokenizer and documents"
-megapack train-tokenizer --input "$OUT/train.jsonl" --vocab-size 4096 --sample-bytes 8M \
+megapack train-tokenizer --input "$OUT/train.jsonl" --vocab-size 8192 --sample-bytes 8M \
     --output "$OUT/tokenizer.model"
 for split in train valid; do
     megapack tokenize --input "$OUT/$split.jsonl" --json-key text --append-eod --workers 2 \
@@ -32,7 +32,7 @@ for split in train valid; do
 done
 
 say "3/7 samples: concatenate and cut, the usual way"
-megapack pack --data-prefix "$OUT/train" --strategy concat --buckets 8192 \
+megapack pack --data-prefix "$OUT/train" --strategy concat --buckets 4096 \
     --output "$OUT/train.concat.samples"
 
 say "4/7 samples: buckets, no document cut unless it is longer than all of them"
@@ -56,15 +56,14 @@ launch=$!
 kill -9 -- "-$launch"
 wait "$launch" 2>/dev/null || true
 set +m
+cp "$OUT/run/log.jsonl" "$OUT/killed.jsonl"
 
 say "6/7 the same command again: it goes on from the last checkpoint"
 train
 
 say "7/7 the picture"
 "$PYTHON" launch/demo_plot.py --run-dir "$OUT/run" --data-prefix "$OUT/train" \
-    --samples "$OUT/train.samples" --output "$OUT/demo.png"
-
-"$PYTHON" launch/demo_summary.py --run-dir "$OUT/run"
+    --killed-log "$OUT/killed.jsonl" --samples "$OUT/train.samples" --output "$OUT/demo.png"
 cat <<EOF
 
 made     $OUT/demo.png        loss, bucket of every step, document lengths

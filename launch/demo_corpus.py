@@ -1,10 +1,11 @@
 """The demo's corpus: Python source that is already on this disk, as train.jsonl and valid.jsonl.
 
 One document per file, from the standard library and this environment's site-packages: real
-documents with heavy-tailed lengths, and no network. Which files are taken, and which of them are
-held out, depends on their relative paths alone, so the same installation gives the same corpus.
+documents with heavy-tailed lengths, and no network. Very large files (generated tables, mostly) are
+left out. Which files are taken, and which of them are held out, depends on their relative paths
+alone, so the same installation gives the same corpus.
 
-    python launch/demo_corpus.py --output-dir demo --max-megabytes 16
+    python launch/demo_corpus.py --output-dir demo --max-megabytes 32
 """
 
 from __future__ import annotations
@@ -22,11 +23,12 @@ VALID_SHARE = 0.02
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--output-dir", type=Path, required=True)
-    parser.add_argument("--max-megabytes", type=float, default=16, help="size of both files")
+    parser.add_argument("--max-megabytes", type=float, default=32, help="size of both files")
+    parser.add_argument("--max-file-kilobytes", type=float, default=64, help="of one document")
     args = parser.parse_args()
 
     args.output_dir.mkdir(parents=True, exist_ok=True)
-    counts = {"train": 0, "valid": 0, "duplicate": 0, "not UTF-8": 0}
+    counts = {"train": 0, "valid": 0, "duplicate": 0, "large": 0, "unreadable": 0}
     budget = int(args.max_megabytes * 1e6)
     seen: set[bytes] = set()
     with (
@@ -37,7 +39,10 @@ def main() -> None:
             try:
                 text = path.read_text(encoding="utf-8")
             except (UnicodeDecodeError, OSError):
-                counts["not UTF-8"] += 1
+                counts["unreadable"] += 1
+                continue
+            if len(text) > args.max_file_kilobytes * 1000:
+                counts["large"] += 1
                 continue
             digest = hashlib.sha256(text.encode()).digest()
             if not text.strip() or digest in seen:
@@ -54,8 +59,8 @@ def main() -> None:
         raise SystemExit(f"too little Python source under {source_roots()}: found {counts}")
     print(
         f"{counts['train']:,} training and {counts['valid']:,} held-out documents "
-        f"({counts['duplicate']:,} duplicate or empty and {counts['not UTF-8']:,} "
-        "unreadable files skipped)"
+        f"({counts['duplicate']:,} duplicate or empty, {counts['large']:,} large and "
+        f"{counts['unreadable']:,} unreadable files skipped)"
     )
 
 

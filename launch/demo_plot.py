@@ -1,7 +1,7 @@
 """One picture of a run: loss, bucket of every step, and the lengths the buckets were made for.
 
-    python launch/demo_plot.py --run-dir demo/run --data-prefix demo/train \
-        --samples demo/train.bucket.samples --output demo/demo.png
+    python launch/demo_plot.py --run-dir demo/run --killed-log demo/killed.jsonl \
+        --data-prefix demo/train --samples demo/train.samples --output demo/demo.png
 """
 
 from __future__ import annotations
@@ -26,65 +26,65 @@ FIRST, RESUMED, ACCENT = "#9aa5b1", "#1f6feb", "#d1495b"
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--run-dir", type=Path, required=True)
+    parser.add_argument("--killed-log", type=Path, required=True, help="of the first launch")
     parser.add_argument("--data-prefix", required=True)
     parser.add_argument("--samples", required=True)
     parser.add_argument("--output", type=Path, required=True)
     args = parser.parse_args()
 
-    attempts = read_attempts(args.run_dir / "log.jsonl")
+    killed, run = read_steps(args.killed_log), read_steps(args.run_dir / "log.jsonl")
     index = SampleIndex.load(args.samples)
     lengths = IndexedDataset(args.data_prefix).document_lengths
 
     figure, axes = plt.subplots(3, 1, figsize=(9, 10), constrained_layout=True)
-    draw_loss(axes[0], attempts)
-    draw_buckets(axes[1], attempts, index.bucket_capacity)
+    draw_loss(axes[0], killed, run)
+    draw_buckets(axes[1], killed, run, index.bucket_capacity)
     draw_lengths(axes[2], lengths, index.bucket_capacity)
     figure.savefig(args.output, dpi=130)
     print(f"wrote {args.output}")
 
 
-def read_attempts(path: Path) -> list[list[dict[str, Any]]]:
-    """The steps of the log, cut wherever the step number falls back: one list per launch."""
-    attempts: list[list[dict[str, Any]]] = []
-    last = None
+def read_steps(path: Path) -> list[dict[str, Any]]:
+    """The training steps of a log; a line that a killed process left unfinished is not one."""
+    steps = []
     for line in path.read_text(encoding="utf-8").splitlines():
-        record = json.loads(line)
-        if "loss" not in record or "bucket" not in record:
+        try:
+            record = json.loads(line)
+        except ValueError:
             continue
-        if last is None or record["step"] <= last:
-            attempts.append([])
-        attempts[-1].append(record)
-        last = record["step"]
-    if not attempts:
+        if "loss" in record and "bucket" in record:
+            steps.append(record)
+    if not steps:
         raise SystemExit(f"{path} holds no training steps")
-    return attempts
+    return steps
 
 
-def draw_loss(axis: Axes, attempts: list[list[dict[str, Any]]]) -> None:
-    for number, attempt in enumerate(attempts):
-        is_last = number == len(attempts) - 1
+def draw_loss(axis: Axes, killed: list[dict[str, Any]], run: list[dict[str, Any]]) -> None:
+    for steps, color, width, label in (
+        (killed, FIRST, 5, f"first launch, killed with SIGKILL after step {killed[-1]['step']}"),
+        (run, RESUMED, 1.2, "the whole run, continued from the last checkpoint"),
+    ):
         axis.plot(
-            [r["step"] for r in attempt],
-            [r["loss"] for r in attempt],
-            color=RESUMED if is_last else FIRST,
-            linewidth=1.2 if is_last else 5,
-            label="resumed" if number else "first launch, killed with SIGKILL",
+            [record["step"] for record in steps],
+            [record["loss"] for record in steps],
+            color=color,
+            linewidth=width,
+            label=label,
         )
-    for attempt in attempts[1:]:
-        axis.axvline(attempt[0]["step"], color=ACCENT, linestyle=":", label="resumed here")
     axis.set(title="training loss", xlabel="step", ylabel="nats per label token")
     axis.legend(frameon=False)
 
 
-def draw_buckets(axis: Axes, attempts: list[list[dict[str, Any]]], capacity: np.ndarray) -> None:
-    """Where launches overlap they are drawn on one another: the same steps, the same buckets."""
-    for number, attempt in enumerate(attempts):
-        is_last = number == len(attempts) - 1
+def draw_buckets(
+    axis: Axes, killed: list[dict[str, Any]], run: list[dict[str, Any]], capacity: np.ndarray
+) -> None:
+    """Where the launches overlap, one is drawn on the other: the same steps, the same buckets."""
+    for steps, color, size in ((killed, FIRST, 45), (run, RESUMED, 10)):
         axis.scatter(
-            [r["step"] for r in attempt],
-            [r["capacity"] for r in attempt],
-            s=10 if is_last else 45,
-            color=RESUMED if is_last else FIRST,
+            [record["step"] for record in steps],
+            [record["capacity"] for record in steps],
+            s=size,
+            color=color,
         )
     axis.set_yscale("log", base=2)
     axis.set_yticks(capacity, [f"{c:,}" for c in capacity])

@@ -1,1 +1,23 @@
 """Variable-length attention behind one function; the backend is chosen once, at start."""
+
+from __future__ import annotations
+
+from megapack.attention.alibi import alibi_slopes
+from megapack.attention.backends import BACKENDS, Choice, choose_backend, survey
+from megapack.attention.problem import AttentionNeeds, ScoreRule
+from megapack.attention.transformers_interface import ATTENTION_NAME, register, varlen_arguments
+from megapack.attention.varlen import varlen_attention
+
+__all__ = [
+    "ATTENTION_NAME",
+    "BACKENDS",
+    "AttentionNeeds",
+    "Choice",
+    "ScoreRule",
+    "alibi_slopes",
+    "choose_backend",
+    "register",
+    "survey",
+    "varlen_arguments",
+    "varlen_attention",
+]

@@ -1,0 +1,118 @@
+"""Attention written as its formula, segment by segment: any device, any dtype, every rule.
+
+Rows of queries are taken in blocks, so memory grows with the segment, not with its square, and the
+keys that the causal mask or the window exclude for the whole block are never touched. Reading
+``cu_seqlens`` waits for a device other than the CPU; that is why faster backends come first there.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from megapack.attention.problem import AttentionNeeds, Forward, ScoreRule, Segments
+
+__all__ = ["backward", "bounds", "forward", "refusal", "sum_groups"]
+
+_BLOCK_ROWS = 512
+
+
+def refusal(needs: AttentionNeeds) -> str | None:
+    """Why this backend cannot serve ``needs``: it always can."""
+    del needs
+    return None
+
+
+def bounds(segments: Segments) -> Iterator[tuple[int, int]]:
+    """The ``(begin, end)`` of every non-empty segment; entries repeated as padding are skipped."""
+    return ((a, b) for a, b in itertools.pairwise(segments.cu_seqlens.tolist()) if b > a)
+
+
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, segments: Segments, rule: ScoreRule
+) -> tuple[Tensor, Tensor]:
+    """Output ``[T, H, D]`` and log-sum-exp ``[H, T]``; shapes as in ``varlen_attention``."""
+    out = q.new_empty(q.shape)
+    lse = q.new_empty((q.shape[1], q.shape[0]), dtype=_accumulator(q))
+    for rows, keys in _blocks(segments, rule):
+        scores, _ = _scores(q[rows], k[keys], rows.start - keys.start, rule)
+        log_sum = scores.logsumexp(-1)
+        weights = (scores - log_sum.unsqueeze(-1)).exp()
+        out[rows] = (weights @ _heads(v[keys], q.shape[1])).transpose(0, 1).to(out.dtype)
+        lse[:, rows] = log_sum
+    return out, lse
+
+
+def backward(
+    grad_out: Tensor, done: Forward, segments: Segments, rule: ScoreRule
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of ``forward`` for q, k and v."""
+    q, k, v, out, lse = done
+    groups, accumulator = k.shape[1], _accumulator(q)
+    grad_q = q.new_empty(q.shape)
+    grad_k = k.new_zeros(k.shape, dtype=accumulator)
+    grad_v = v.new_zeros(v.shape, dtype=accumulator)
+    for rows, keys in _blocks(segments, rule):
+        scores, slope = _scores(q[rows], k[keys], rows.start - keys.start, rule)
+        weights = (scores - lse[:, rows].unsqueeze(-1)).exp()
+        d_out = grad_out[rows].transpose(0, 1).to(accumulator)
+        grad_v[keys] += sum_groups(weights.transpose(1, 2) @ d_out, groups)
+        delta = (d_out * out[rows].transpose(0, 1).to(accumulator)).sum(-1, keepdim=True)
+        d_weights = d_out @ _heads(v[keys], q.shape[1]).transpose(1, 2)
+        d_scores = weights * (d_weights - delta) * rule.scale
+        if slope is not None:
+            d_scores = d_scores * slope
+        grad_q[rows] = (d_scores @ _heads(k[keys], q.shape[1])).transpose(0, 1).to(q.dtype)
+        queries = q[rows].transpose(0, 1).to(accumulator)
+        grad_k[keys] += sum_groups(d_scores.transpose(1, 2) @ queries, groups)
+    return grad_q, grad_k.to(k.dtype), grad_v.to(v.dtype)
+
+
+def _accumulator(q: Tensor) -> torch.dtype:
+    return torch.float64 if q.dtype == torch.float64 else torch.float32
+
+
+def _blocks(segments: Segments, rule: ScoreRule) -> Iterator[tuple[slice, slice]]:
+    """Row blocks of every segment, each with the keys its rows can see."""
+    for begin, end in bounds(segments):
+        for first in range(begin, end, _BLOCK_ROWS):
+            last = min(first + _BLOCK_ROWS, end)
+            low = max(begin, first - rule.window + 1) if rule.window else begin
+            yield slice(first, last), slice(low, last if rule.causal else end)
+
+
+def _heads(x: Tensor, num_heads: int) -> Tensor:
+    """``[L, Hkv, D]`` to ``[H, L, D]`` in the accumulator's dtype, each key head repeated."""
+    wide = x.transpose(0, 1).to(_accumulator(x))
+    return wide.repeat_interleave(num_heads // x.shape[1], dim=0)
+
+
+def sum_groups(x: Tensor, groups: int) -> Tensor:
+    """``[H, L, D]`` to ``[L, Hkv, D]``: gradients of the query heads that share a key head."""
+    return x.reshape(groups, -1, *x.shape[1:]).sum(1).transpose(0, 1)
+
+
+def _scores(q: Tensor, k: Tensor, offset: int, rule: ScoreRule) -> tuple[Tensor, Tensor | None]:
+    """Scores ``[H, rows, keys]`` ready for softmax, and the slope of the cap where there is one.
+
+    ``offset`` is the position of the first row minus that of the first key.
+    """
+    queries = q.transpose(0, 1).to(_accumulator(q))
+    scores = queries @ _heads(k, q.shape[1]).transpose(1, 2) * rule.scale
+    slope = None
+    if rule.softcap:
+        squashed = torch.tanh(scores / rule.softcap)
+        scores, slope = squashed * rule.softcap, 1 - squashed.square()
+    rows = torch.arange(q.shape[0], device=q.device) + offset
+    distance = rows.unsqueeze(1) - torch.arange(k.shape[0], device=q.device)
+    if rule.alibi_slopes is not None:
+        scores = scores - rule.alibi_slopes.to(scores.dtype).view(-1, 1, 1) * distance.abs()
+    if rule.causal:
+        hidden = distance < 0
+        if rule.window:
+            hidden = hidden | (distance >= rule.window)
+        scores = scores.masked_fill(hidden, float("-inf"))
+    return scores, slope

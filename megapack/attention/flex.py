@@ -1,0 +1,106 @@
+"""FlexAttention: soft cap and ALiBi on CUDA without a flash-attn wheel.
+
+It differentiates itself, so it stands beside the opaque op, not inside it. The block mask of a
+batch is made once and serves every layer that has the same window.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megapack.attention.problem import AttentionNeeds, ScoreRule, Segments
+
+__all__ = ["attend", "refusal"]
+
+
+def refusal(needs: AttentionNeeds) -> str | None:
+    """Why this backend cannot serve ``needs``; None when it can."""
+    if needs.device.type != "cuda":
+        return f"FlexAttention has no backward on {needs.device.type}"
+    if needs.head_dim < 16:
+        return f"head_dim {needs.head_dim} is below 16, the least its kernels take"
+    try:
+        import torch.nn.attention.flex_attention  # noqa: F401, PLC0415
+    except ImportError as error:
+        return f"this torch has no FlexAttention ({error})"
+    return None
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, segments: Segments, rule: ScoreRule) -> Tensor:
+    """Attention inside each segment; shapes as in ``varlen_attention``."""
+    mask = _block_mask(segments.cu_seqlens, q.shape[0], rule)
+    out: Tensor = _kernel(q.device.type)(
+        q.transpose(0, 1).unsqueeze(0),
+        k.transpose(0, 1).unsqueeze(0),
+        v.transpose(0, 1).unsqueeze(0),
+        score_mod=_score_mod(rule),
+        block_mask=mask,
+        scale=rule.scale,
+        enable_gqa=q.shape[1] != k.shape[1],
+    )
+    return out[0].transpose(0, 1)
+
+
+@functools.cache
+def _kernel(device_type: str) -> Callable[..., Any]:
+    from torch.nn.attention.flex_attention import flex_attention  # noqa: PLC0415
+
+    # On the CPU (tests of the forward) the uncompiled definition is what we compare.
+    kernel: Callable[..., Any] = flex_attention
+    return torch.compile(kernel) if device_type == "cuda" else kernel
+
+
+def _score_mod(rule: ScoreRule) -> Callable[..., Tensor] | None:
+    alibi_slopes, softcap = rule.alibi_slopes, rule.softcap
+    if alibi_slopes is None and not softcap:
+        return None
+
+    def score_mod(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        del b
+        if softcap:
+            score = torch.tanh(score / softcap) * softcap
+        if alibi_slopes is not None:
+            score = score - alibi_slopes[h] * (i - j).abs()
+        return score
+
+    return score_mod
+
+
+_last_masks: dict[tuple[int, bool, int], tuple[weakref.ref[Tensor], Any]] = {}
+
+
+def _block_mask(cu_seqlens: Tensor, num_tokens: int, rule: ScoreRule) -> Any:
+    """The mask of this batch and window; remembered while the batch's ``cu_seqlens`` lives."""
+    if torch.compiler.is_compiling():
+        return _make_block_mask(cu_seqlens, num_tokens, rule)
+    key = (num_tokens, rule.causal, rule.window)
+    known = _last_masks.get(key)
+    if known is not None and known[0]() is cu_seqlens:
+        return known[1]
+    mask = _make_block_mask(cu_seqlens, num_tokens, rule)
+    _last_masks[key] = (weakref.ref(cu_seqlens), mask)
+    return mask
+
+
+def _make_block_mask(cu_seqlens: Tensor, num_tokens: int, rule: ScoreRule) -> Any:
+    from torch.nn.attention.flex_attention import create_block_mask  # noqa: PLC0415
+
+    position = torch.arange(num_tokens, device=cu_seqlens.device, dtype=cu_seqlens.dtype)
+    segment = torch.searchsorted(cu_seqlens, position, right=True)
+
+    def mask_mod(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        del b, h
+        visible = segment[i] == segment[j]
+        if rule.causal:
+            visible = visible & (i >= j)
+        if rule.window:
+            visible = visible & (i - j < rule.window)
+        return visible
+
+    return create_block_mask(mask_mod, None, None, num_tokens, num_tokens, str(cu_seqlens.device))

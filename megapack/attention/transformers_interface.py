@@ -1,0 +1,110 @@
+"""The one attention function of transformers models: registered by name, no mask, no device wait.
+
+A model whose ``attn_implementation`` is ``"megapack"`` hands q, k and v here, with every keyword
+its forward was called with. The name is not in transformers' mask interface, so no mask is built.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megapack.attention.varlen import varlen_attention
+
+__all__ = ["ATTENTION_NAME", "register", "varlen_arguments"]
+
+ATTENTION_NAME = "megapack"
+
+
+def varlen_arguments(cu_seqlens: Tensor, max_seqlen: int) -> dict[str, Any]:
+    """What to pass to a model's forward beside ``input_ids`` and ``position_ids``."""
+    return {
+        "cu_seq_lens_q": cu_seqlens,
+        "cu_seq_lens_k": cu_seqlens,
+        "max_length_q": max_seqlen,
+        "max_length_k": max_seqlen,
+        "use_cache": False,
+    }
+
+
+def register(backend: str) -> None:
+    """Make ``attn_implementation="megapack"`` mean varlen attention on ``backend``."""
+    from transformers import AttentionInterface  # noqa: PLC0415
+
+    AttentionInterface.register(ATTENTION_NAME, _attention_function(backend))
+
+
+def _attention_function(backend: str) -> Callable[..., tuple[Tensor, None]]:
+    def megapack_attention(
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        *,
+        dropout: float = 0.0,
+        scaling: float | None = None,
+        sliding_window: int | None = None,
+        softcap: float | None = None,
+        cu_seq_lens_q: Tensor | None = None,
+        max_length_q: int | None = None,
+        **unused: Any,
+    ) -> tuple[Tensor, None]:
+        """q ``[B, H, L, D]``, k and v ``[B, Hkv, L, D]`` -> out ``[B, L, H, D]``."""
+        batch, heads, length, width = query.shape
+        _refuse_what_we_ignore(attention_mask, dropout, key, length, unused)
+        if cu_seq_lens_q is None or max_length_q is None:
+            # Plain rows, as a generation harness sends them: every row is one segment.
+            cu_seq_lens_q = torch.arange(
+                0, batch * length + 1, length, dtype=torch.int32, device=query.device
+            )
+            max_length_q = length
+        kind = query.device.type
+        if kind != "meta" and torch.is_autocast_enabled(kind):  # rotated q and k are float32
+            compute = torch.get_autocast_dtype(kind)
+            query, key, value = query.to(compute), key.to(compute), value.to(compute)
+        out = varlen_attention(
+            query.transpose(1, 2).reshape(batch * length, heads, width),
+            key.transpose(1, 2).reshape(batch * length, -1, width),
+            value.transpose(1, 2).reshape(batch * length, -1, width),
+            cu_seq_lens_q,
+            max_seqlen=max_length_q,
+            scale=scaling,
+            window=sliding_window or 0,
+            softcap=softcap or 0.0,
+            alibi_slopes=getattr(module, "alibi_slopes", None),
+            backend=backend,
+        )
+        return out.view(batch, length, heads, width), None
+
+    return megapack_attention
+
+
+def _refuse_what_we_ignore(
+    attention_mask: Tensor | None,
+    dropout: float,
+    key: Tensor,
+    length: int,
+    unused: dict[str, Any],
+) -> None:
+    if attention_mask is not None:
+        raise ValueError(
+            "megapack attention got an attention_mask; segments come from cu_seq_lens_q. Call the "
+            "model without attention_mask (labels of padding are -100), or load it with "
+            "attn_implementation='sdpa'"
+        )
+    if dropout:
+        raise ValueError(
+            f"attention dropout is {dropout}; varlen attention has none: set the model's "
+            "attention_dropout (GPT-2: attn_pdrop) to 0"
+        )
+    if key.shape[2] != length:
+        raise ValueError(
+            f"{length} queries meet {key.shape[2]} keys: megapack attention serves training and "
+            "scoring, not decoding with a cache; load the model with attn_implementation='sdpa'"
+        )
+    if unused.get("s_aux") is not None:
+        raise ValueError("attention sinks (s_aux) are not supported by megapack attention")

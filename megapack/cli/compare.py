@@ -1,0 +1,306 @@
+"""What each packing strategy would make of a dataset, before a GPU is asked.
+
+Packs the same documents with every strategy (or those you name), counts padding, truncation,
+concatenation, lost and repeated tokens and attention work, estimates the imbalance over the ranks,
+training time and cost, and recommends one with its reasons. Only lengths are read.
+
+examples:
+  megapack-build compare --data-prefix corpus_text_document --html report.html
+  megapack-build compare --lengths lengths.npy --model 8b --gpu h100 --num-gpus 512 \\
+      --train-tokens 1e12 --json report.json
+  megapack-build compare --lengths lengths.npy --buckets 2048,4096,8192 --strategies bucket \\
+      bucket_llm:preset=paper concat@4096 seamless@2048:r_max=0.3,extra_capacity=50
+
+A strategy is written NAME[@CAPACITY[+CAPACITY...]][:KEY=VALUE[,KEY=VALUE...]].
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from rich.console import Console
+from rich.table import Table
+
+from megapack.errors import ConfigError, DataError
+from megapack.packing.compare import (
+    GPUS,
+    MODELS,
+    Comparison,
+    Evaluation,
+    Gpu,
+    Model,
+    TrainingRun,
+    compare,
+    default_cases,
+    parse_case,
+)
+from megapack.packing.compare.export import to_json
+from megapack.packing.compare.html import render
+from megapack.packing.compare.words import short_number
+from megapack.storage import read_document_lengths
+from megapack.storage.atomic import atomic_write
+
+__all__ = ["add_arguments", "run"]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options, grouped by what they are about."""
+    data = parser.add_argument_group("data")
+    source = data.add_mutually_exclusive_group(required=True)
+    source.add_argument("--data-prefix", metavar="PREFIX", help="dataset PREFIX.bin/.idx")
+    source.add_argument(
+        "--lengths", metavar="FILE.npy", type=Path, help="tokens per document, a 1-D integer array"
+    )
+    data.add_argument(
+        "--sample",
+        metavar="N",
+        type=int,
+        help="use a random sample of N documents (said in every output)",
+    )
+    packing = parser.add_argument_group("packing")
+    packing.add_argument(
+        "--strategies", metavar="STRATEGY", nargs="+", help="default: all, see above for the form"
+    )
+    packing.add_argument(
+        "--buckets",
+        metavar="L,L,...",
+        type=_capacities,
+        default="1024,2048,4096,8192,16384",
+        help="capacities of the bucket strategies (default: %(default)s)",
+    )
+    packing.add_argument(
+        "--capacity",
+        metavar="L,L,...",
+        type=_capacities,
+        help="capacities of the fixed-length strategies (default: the largest bucket)",
+    )
+    packing.add_argument("--seed", type=int, default=0)
+    packing.add_argument("--threads", type=int, default=1)
+    _add_training(parser.add_argument_group("training, for the estimate of time and cost"))
+    output = parser.add_argument_group("output")
+    output.add_argument("--json", metavar="FILE", type=Path, help="write every figure as JSON")
+    output.add_argument("--html", metavar="FILE", type=Path, help="write a page with plots")
+
+
+def _add_training(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--model", choices=MODELS, default="1b", help="size (default: %(default)s)")
+    group.add_argument(
+        "--model-shape",
+        metavar="PARAMETERS,LAYERS,WIDTH",
+        help="a model of your own, as in 2.6e9,26,2304",
+    )
+    group.add_argument("--gpu", choices=GPUS, default="h100", help="type (default: %(default)s)")
+    group.add_argument(
+        "--gpu-tflops", metavar="X", type=float, help="dense 16-bit peak of a type not listed"
+    )
+    group.add_argument("--num-gpus", metavar="N", type=int, default=64, help="(%(default)s)")
+    group.add_argument(
+        "--gpu-price", metavar="X", type=float, default=2.0, help="per GPU hour (%(default)s)"
+    )
+    group.add_argument(
+        "--utilization",
+        metavar="X",
+        type=float,
+        default=0.4,
+        help="share of the peak that training reaches (%(default)s)",
+    )
+    group.add_argument(
+        "--train-tokens", metavar="N", type=float, help="document tokens (default: all, once)"
+    )
+    group.add_argument(
+        "--attention", choices=("document", "sample"), default="document", help="(%(default)s)"
+    )
+    group.add_argument(
+        "--dealing",
+        choices=("balanced", "random"),
+        default="balanced",
+        help="of a step's samples to the ranks (%(default)s)",
+    )
+    group.add_argument(
+        "--num-ranks", metavar="N", type=int, help="data-parallel ranks (default: --num-gpus)"
+    )
+    group.add_argument(
+        "--tokens-per-rank", metavar="N", type=int, default=49_152, help="per step (%(default)s)"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Compare, print, and write what was asked for."""
+    training = _training_run(args)
+    capacities = args.capacity or [max(args.buckets)]
+    named = {"buckets": args.buckets, "capacities": capacities}
+    if args.strategies:
+        cases = [case for text in args.strategies for case in parse_case(text, **named)]
+    else:
+        cases = default_cases(**named)
+    lengths, name = _read_lengths(args)
+    sampled_from = None
+    if args.sample is not None and args.sample < len(lengths):
+        sampled_from = len(lengths)
+        lengths = _sample(lengths, args.sample, args.seed)
+    comparison = compare(
+        lengths,
+        cases,
+        run=training,
+        name=name,
+        sampled_from=sampled_from,
+        num_ranks=args.num_ranks,
+        tokens_per_rank=args.tokens_per_rank,
+        seed=args.seed,
+        threads=args.threads,
+        progress=lambda line: print(line, file=sys.stderr, flush=True),
+    )
+    _print(comparison)
+    if args.json is not None:
+        _write(args.json, json.dumps(to_json(comparison), indent=1) + "\n")
+    if args.html is not None:
+        _write(args.html, render(comparison))
+    return 0
+
+
+def _capacities(text: str) -> list[int]:
+    try:
+        return sorted(int(part) for part in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a list of capacities (as in 1024,2048,4096)"
+        ) from None
+
+
+def _training_run(args: argparse.Namespace) -> TrainingRun:
+    model, gpu = MODELS[args.model], GPUS[args.gpu]
+    if args.model_shape is not None:
+        try:
+            parameters, layers, width = args.model_shape.split(",")
+            model = Model(
+                name=args.model_shape,
+                parameters=float(parameters),
+                num_layers=int(layers),
+                attention_width=int(width),
+            )
+        except ValueError as error:
+            raise ConfigError(
+                f"--model-shape {args.model_shape} is not PARAMETERS,LAYERS,WIDTH "
+                f"(as in 2.6e9,26,2304): {error}"
+            ) from None
+    if args.gpu_tflops is not None:
+        gpu = Gpu(name=f"{args.gpu_tflops:g} TFLOP/s GPU", peak_flops=args.gpu_tflops * 1e12)
+    return TrainingRun(
+        model=model,
+        gpu=gpu,
+        num_gpus=args.num_gpus,
+        price_per_gpu_hour=args.gpu_price,
+        utilization=args.utilization,
+        attention=args.attention,
+        dealing=args.dealing,
+        train_tokens=args.train_tokens,
+    )
+
+
+def _read_lengths(args: argparse.Namespace) -> tuple[NDArray[Any], str]:
+    """Document lengths and a name for the report."""
+    if args.data_prefix is not None:
+        return read_document_lengths(args.data_prefix), Path(args.data_prefix).name
+    try:
+        lengths = np.load(args.lengths, mmap_mode="r", allow_pickle=False)
+    except (ValueError, EOFError) as error:
+        raise DataError(f"{args.lengths} is not a .npy file of numbers: {error}") from error
+    if not isinstance(lengths, np.ndarray) or lengths.ndim != 1 or lengths.dtype.kind not in "iu":
+        raise DataError(
+            f"{args.lengths} does not hold a one-dimensional array of integers, tokens per document"
+        )
+    return lengths, args.lengths.name
+
+
+def _sample(lengths: NDArray[Any], count: int, seed: int) -> NDArray[Any]:
+    """``count`` documents without replacement, in file order."""
+    if count < 1:
+        raise ConfigError(f"--sample is {count}; at least 1 document is needed")
+    chosen = np.random.default_rng(seed).choice(len(lengths), count, replace=False, shuffle=False)
+    return np.asarray(lengths[np.sort(chosen)])
+
+
+def _print(comparison: Comparison) -> None:
+    console = Console(highlight=False, soft_wrap=True)
+    if not console.is_terminal:
+        console.width = 120
+    corpus = comparison.corpus
+    console.print(
+        f"[bold]{corpus.name}[/]: {corpus.num_documents:,} documents, {corpus.num_tokens:,} tokens "
+        f"(mean {corpus.mean:,.0f}, median {corpus.median:,.0f}, longest {corpus.longest:,})"
+    )
+    if corpus.sampled_from is not None:
+        console.print(
+            f"[yellow]a random sample of {corpus.num_documents:,} of {corpus.sampled_from:,} "
+            "documents; every figure is of the sample[/]"
+        )
+    table = Table(box=None, pad_edge=False, padding=(0, 1), header_style="bold")
+    for position, (head, _) in enumerate(_COLUMNS):
+        table.add_column(head, justify="right" if position else "left", no_wrap=True)
+    for position, evaluation in enumerate(comparison.evaluations):
+        best = position == comparison.recommendation.best
+        out = bool(comparison.recommendation.out[position])
+        cells = [cell(evaluation) for _, cell in _COLUMNS]
+        table.add_row(*cells, style="bold green" if best else "dim" if out else None)
+    console.print(table)
+    if comparison.left_out:
+        console.print(f"left out, they drop every token: {', '.join(comparison.left_out)}")
+    training = comparison.run
+    console.print(
+        "pad: of the positions; cut: of the documents; docs: per sample; lost, repeated: of the "
+        f"tokens; imbal: attention work of the busiest of {comparison.num_ranks} ranks over the "
+        f"mean; GPU hours and cost: {short_number(training.model.parameters)} parameters, "
+        f"{training.gpu.name.upper()} at {training.utilization:.0%} of its peak",
+        style="dim",
+    )
+    _print_recommendation(console, comparison)
+
+
+def _share(name: str) -> Callable[[Evaluation], str]:
+    """A metric that is a fraction, in percent with at most three decimals."""
+
+    def cell(evaluation: Evaluation) -> str:
+        value = 100.0 * float(evaluation.metrics[name])
+        return "0" if value == 0 else f"{value:.3f}" if value < 10 else f"{value:.1f}"
+
+    return cell
+
+
+_COLUMNS: tuple[tuple[str, Callable[[Evaluation], str]], ...] = (
+    ("strategy", lambda e: e.label),
+    ("pad %", _share("padding_ratio")),
+    ("cut %", _share("truncation_ratio")),
+    ("docs", lambda e: f"{e.metrics['concatenation_ratio']:.2f}"),
+    ("lost %", _share("dropped_ratio")),
+    ("rep %", _share("repeated_ratio")),
+    ("imbal", lambda e: f"{e.imbalance('balanced'):.3f}"),
+    ("GPU h", lambda e: short_number(e.breakdown.gpu_hours, 3)),
+    ("$", lambda e: short_number(e.breakdown.cost, 3)),
+)
+
+
+def _print_recommendation(console: Console, comparison: Comparison) -> None:
+    recommendation = comparison.recommendation
+    best = comparison.evaluations[recommendation.best]
+    console.print(f"\nrecommended: [bold green]{best.label}[/]")
+    for reason in recommendation.reasons:
+        console.print(f"  {reason}")
+    for name, decision in best.decisions.items():
+        console.print(f"  {name}: {decision}")
+    fixed = recommendation.best_fixed
+    if fixed is not None and fixed != recommendation.best:
+        label = comparison.evaluations[fixed].label
+        console.print(f"  With one sample shape only: [bold]{label}[/].")
+
+
+def _write(path: Path, text: str) -> None:
+    with atomic_write(path) as file:
+        file.write(text.encode())
+    print(f"wrote {path}", file=sys.stderr)

@@ -1,0 +1,240 @@
+"""What an index costs to train on: floating-point operations, then hours and money.
+
+Only arithmetic that can be done by hand, so that a person can check it:
+
+* a token costs ``6 N`` operations (2 forward, 4 backward per parameter that multiplies it);
+* causal attention over a segment of s tokens costs ``7 layers width s^2``: 2 matrix products
+  forward and 5 backward (FlashAttention recomputes the scores), each ``2 width s^2`` operations,
+  halved by causality;
+* a step lasts as long as its busiest rank;
+* ``seconds = operations / (GPUs x peak x utilization)``; communication, input and optimizer are
+  inside `utilization`.
+
+The ratio of attention to the rest reproduces the speeds by sequence length that BucketLLM measured
+on 64 A800 (Table 3) within 3 %; `make bench-composition` prints both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from megapack.packing.compare.workload import BucketWork
+
+__all__ = ["GPUS", "MODELS", "Breakdown", "Dealing", "Gpu", "Model", "TrainingRun", "estimate"]
+
+AttentionScope = Literal["document", "sample"]
+Dealing = Literal["balanced", "random"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Model:
+    """A decoder as far as its cost goes.
+
+    Attributes:
+        parameters: parameters that multiply every token (embedding tables excluded, output head
+            included).
+        num_layers: attention layers.
+        attention_width: heads x head size (the hidden size in most models).
+    """
+
+    name: str
+    parameters: float
+    num_layers: int
+    attention_width: int
+
+    def __post_init__(self) -> None:
+        if min(self.parameters, self.num_layers, self.attention_width) <= 0:
+            raise ValueError(
+                f"model {self.name!r} has {self.parameters:g} parameters, {self.num_layers} layers "
+                f"and attention width {self.attention_width}; all three must be positive"
+            )
+
+    @property
+    def flops_per_token(self) -> float:
+        """Training operations of one token without its attention: 6 N."""
+        return 6.0 * self.parameters
+
+    @property
+    def flops_per_square(self) -> float:
+        """Training operations of causal attention per squared token of segment length."""
+        return 7.0 * self.num_layers * self.attention_width
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gpu:
+    """An accelerator: name and dense 16-bit peak in operations per second (makers' figures)."""
+
+    name: str
+    peak_flops: float
+
+    def __post_init__(self) -> None:
+        if self.peak_flops <= 0:
+            raise ValueError(f"GPU {self.name!r} has a peak of {self.peak_flops:g}; must be > 0")
+
+
+MODELS: dict[str, Model] = {
+    name: Model(name=name, parameters=parameters, num_layers=layers, attention_width=width)
+    for name, parameters, layers, width in (
+        ("125m", 0.124e9, 12, 768),  # GPT-2 small: tied head
+        ("350m", 0.354e9, 24, 1024),
+        ("1b", 1.24e9, 16, 2048),  # Llama 3.2 1B: tied head of 128k x 2048
+        ("3b", 3.21e9, 28, 3072),  # Llama 3.2 3B
+        ("7b", 6.61e9, 32, 4096),  # Llama 2 7B
+        ("8b", 7.50e9, 32, 4096),  # Llama 3.1 8B
+        ("13b", 12.85e9, 40, 5120),
+        ("70b", 69.5e9, 80, 8192),
+    )
+}
+
+GPUS: dict[str, Gpu] = {
+    name: Gpu(name=name, peak_flops=teraflops * 1e12)
+    for name, teraflops in (
+        ("v100", 125.0),
+        ("a100", 312.0),
+        ("a800", 312.0),
+        ("l40s", 362.0),
+        ("h100", 989.0),
+        ("h800", 989.0),
+        ("h200", 989.0),
+        ("mi300x", 1307.0),
+        ("b200", 2250.0),
+    )
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingRun:
+    """What the estimate assumes about the training.
+
+    Attributes:
+        utilization: share of the peak that training reaches, 0 ... 1 (MFU, attention included).
+        price_per_gpu_hour: in any currency; the report prints dollars.
+        attention: `document` (no token sees another document) or `sample` (causal over the whole
+            sample, padding too).
+        dealing: how samples are dealt to the ranks of a step: `balanced` (longest first) or
+            `random`.
+        train_tokens: document tokens to train on; None: as many as the documents have. A strategy
+            that drops tokens needs more than one pass for them.
+    """
+
+    model: Model
+    gpu: Gpu
+    num_gpus: int = 64
+    price_per_gpu_hour: float = 2.0
+    utilization: float = 0.4
+    attention: AttentionScope = "document"
+    dealing: Dealing = "balanced"
+    train_tokens: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.num_gpus < 1:
+            raise ValueError(f"num_gpus is {self.num_gpus}; at least 1 is needed")
+        if not 0 < self.utilization <= 1:
+            raise ValueError(f"utilization is {self.utilization}; it is a share, 0 < share <= 1")
+        if self.price_per_gpu_hour < 0:
+            raise ValueError(f"price_per_gpu_hour is {self.price_per_gpu_hour}; it must be >= 0")
+        if self.train_tokens is not None and self.train_tokens <= 0:
+            raise ValueError(f"train_tokens is {self.train_tokens:g}; it must be positive")
+
+    @property
+    def flops_per_gpu_hour(self) -> float:
+        """Operations that one GPU really does in an hour."""
+        return 3600.0 * self.gpu.peak_flops * self.utilization
+
+
+@dataclass(frozen=True, kw_only=True)
+class Breakdown:
+    """GPU-hours by what they were spent on; their sum is the bill.
+
+    Attributes:
+        tokens: document tokens, each counted once.
+        repeated: tokens that the strategy places a second time.
+        padding: padding tokens.
+        attention: attention among tokens of one segment.
+        cross_attention: attention across segments and padding (attention over whole samples), or
+            inside the padding (attention inside documents).
+        waiting: ranks that wait for the busiest one.
+        num_passes: passes over the data that `train_tokens` needs.
+        num_gpus, price_per_gpu_hour: as in the run.
+    """
+
+    tokens: float
+    repeated: float
+    padding: float
+    attention: float
+    cross_attention: float
+    waiting: float
+    num_passes: float
+    num_gpus: int
+    price_per_gpu_hour: float
+
+    @property
+    def gpu_hours(self) -> float:
+        """The sum of the parts."""
+        return (
+            self.tokens
+            + self.repeated
+            + self.padding
+            + self.attention
+            + self.cross_attention
+            + self.waiting
+        )
+
+    @property
+    def hours(self) -> float:
+        """Wall time."""
+        return self.gpu_hours / self.num_gpus
+
+    @property
+    def cost(self) -> float:
+        """GPU-hours x price."""
+        return self.gpu_hours * self.price_per_gpu_hour
+
+
+def estimate(
+    buckets: Sequence[BucketWork],
+    *,
+    num_tokens: int,
+    dropped_tokens: int,
+    repeated_tokens: int,
+    run: TrainingRun,
+) -> Breakdown:
+    """GPU-hours to train on an index.
+
+    Args:
+        buckets: work of every bucket (``measure_work``).
+        num_tokens: tokens of all documents.
+        dropped_tokens, repeated_tokens: those that the index leaves out, and places again.
+        run: model, hardware and habits.
+
+    Raises:
+        ValueError: the index holds no token, so no number of passes reaches `train_tokens`.
+    """
+    distinct_tokens = num_tokens - dropped_tokens
+    if distinct_tokens <= 0:
+        raise ValueError("the index holds no document token; there is nothing to train on")
+    target = num_tokens if run.train_tokens is None else run.train_tokens
+    num_passes = target / distinct_tokens
+    hours = num_passes / run.flops_per_gpu_hour
+    per_token = run.model.flops_per_token * hours
+    per_square = run.model.flops_per_square * hours
+
+    positions = sum(b.num_positions for b in buckets)
+    inside = sum(b.segment_squares for b in buckets)
+    whole = sum(b.sample_squares if run.attention == "sample" else b.work for b in buckets)
+    waiting = 0.0
+    if run.attention == "document":
+        waiting = sum(b.work * (b.imbalance(run.dealing) - 1.0) for b in buckets)
+    return Breakdown(
+        tokens=distinct_tokens * per_token,
+        repeated=repeated_tokens * per_token,
+        padding=(positions - distinct_tokens - repeated_tokens) * per_token,
+        attention=inside * per_square,
+        cross_attention=(whole - inside) * per_square,
+        waiting=waiting * per_square,
+        num_passes=num_passes,
+        num_gpus=run.num_gpus,
+        price_per_gpu_hour=run.price_per_gpu_hour,
+    )

@@ -1,0 +1,224 @@
+"""Pack the same lengths with many strategies and keep what can be said about each.
+
+An index lives only while its numbers are taken, so memory is that of one strategy at a time.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megapack.errors import ConfigError
+from megapack.packing.compare.cases import Case
+from megapack.packing.compare.cost import Breakdown, Dealing, TrainingRun, estimate
+from megapack.packing.compare.recommend import Recommendation, recommend
+from megapack.packing.compare.workload import BucketWork, measure_work
+from megapack.packing.engine import pack
+from megapack.packing.index import SampleIndex
+
+__all__ = ["Comparison", "Corpus", "Evaluation", "compare"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Corpus:
+    """The lengths that were compared on, summarised.
+
+    Attributes:
+        name: where they come from.
+        num_documents, num_tokens, longest: of the lengths used.
+        mean, median: tokens per document.
+        sampled_from: documents of the whole dataset when only a sample was used, else None.
+        edges: float64 (K + 1,), tokens; histogram interval k is [edges[k], edges[k + 1]).
+        documents_per_interval, tokens_per_interval: int64 (K,).
+    """
+
+    name: str
+    num_documents: int
+    num_tokens: int
+    longest: int
+    mean: float
+    median: float
+    sampled_from: int | None
+    edges: NDArray[np.float64]
+    documents_per_interval: NDArray[np.int64]
+    tokens_per_interval: NDArray[np.int64]
+
+    @classmethod
+    def of(
+        cls, lengths: NDArray[np.integer[Any]], *, name: str, sampled_from: int | None = None
+    ) -> Corpus:
+        """Summary with four histogram intervals per doubling of the length."""
+        if len(lengths) == 0 or int(lengths.max()) == 0:
+            raise ConfigError(f"{name} holds no document with a token in it; nothing to compare")
+        longest = int(lengths.max())
+        edges = 2.0 ** (np.arange(0, 4 * np.ceil(np.log2(longest + 1)) + 1) / 4)
+        documents = np.zeros(len(edges) - 1, np.int64)
+        tokens = np.zeros(len(edges) - 1, np.int64)
+        for begin in range(0, len(lengths), 1 << 22):
+            part = lengths[begin : begin + (1 << 22)].astype(np.int64)
+            interval = np.searchsorted(edges, part[part > 0], side="right") - 1
+            documents += np.bincount(interval, minlength=len(documents))
+            weights = part[part > 0].astype(np.float64)  # exact: sums stay below 2**53
+            tokens += np.bincount(interval, weights, minlength=len(tokens)).astype(np.int64)
+        num_tokens = int(lengths.sum(dtype=np.int64))
+        return cls(
+            name=name,
+            num_documents=len(lengths),
+            num_tokens=num_tokens,
+            longest=longest,
+            mean=num_tokens / len(lengths),
+            median=float(np.median(lengths)),
+            sampled_from=sampled_from,
+            edges=edges,
+            documents_per_interval=documents,
+            tokens_per_interval=tokens,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluation:
+    """Everything known about one case.
+
+    Attributes:
+        metrics: ``SampleIndex.metrics()``, unchanged.
+        decisions: what the strategy decided by itself, and why.
+        work: per non-empty bucket, ascending capacity.
+        breakdown: GPU-hours and money.
+        seconds: time to pack (not to measure), one thread unless asked otherwise.
+    """
+
+    case: Case
+    metrics: dict[str, Any]
+    decisions: dict[str, str]
+    work: list[BucketWork]
+    breakdown: Breakdown
+    seconds: float
+
+    @property
+    def label(self) -> str:
+        """Name in tables."""
+        return self.case.label
+
+    @property
+    def num_positions(self) -> int:
+        """Token positions that are computed, padding included."""
+        return sum(bucket.num_positions for bucket in self.work)
+
+    @property
+    def mean_context(self) -> float:
+        """Attention inside documents: mean squared segment length per position, in tokens."""
+        return sum(bucket.work for bucket in self.work) / self.num_positions
+
+    @property
+    def mean_sample_context(self) -> float:
+        """Attention over whole samples: mean squared capacity per position, in tokens."""
+        return sum(bucket.sample_squares for bucket in self.work) / self.num_positions
+
+    def imbalance(self, dealing: Dealing) -> float:
+        """Busiest rank over mean rank, buckets weighted by their attention work."""
+        total = sum(bucket.work for bucket in self.work)
+        return sum(bucket.work * bucket.imbalance(dealing) for bucket in self.work) / total
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """The whole answer: what was compared, under which assumptions, and what is recommended.
+
+    Attributes:
+        left_out: labels of the cases that drop every token of these documents.
+    """
+
+    corpus: Corpus
+    run: TrainingRun
+    num_ranks: int
+    tokens_per_rank: int
+    seed: int
+    evaluations: list[Evaluation]
+    left_out: list[str]
+    recommendation: Recommendation
+
+
+def compare(
+    lengths: NDArray[np.integer[Any]],
+    cases: Sequence[Case],
+    *,
+    run: TrainingRun,
+    name: str = "lengths",
+    sampled_from: int | None = None,
+    num_ranks: int | None = None,
+    tokens_per_rank: int = 49_152,
+    seed: int = 0,
+    threads: int = 1,
+    progress: Callable[[str], None] | None = None,
+) -> Comparison:
+    """Run every case on the same lengths.
+
+    Args:
+        lengths: int32 or int64 (num_documents,), tokens per document.
+        cases: what to run, in the order of the tables.
+        run: model, hardware and habits of the cost estimate.
+        name: where the lengths come from, for the report.
+        sampled_from: documents of the whole dataset if ``lengths`` is a sample of it.
+        num_ranks: data-parallel ranks of the imbalance estimate; None is ``run.num_gpus``.
+        tokens_per_rank: tokens of one rank in one step.
+        seed, threads: passed to ``pack``.
+        progress: called with a line of text before each case.
+
+    Raises:
+        ConfigError: no case, no token, or parameters that a strategy refuses.
+    """
+    if not cases:
+        raise ConfigError("no strategy to compare; name at least one")
+    corpus = Corpus.of(lengths, name=name, sampled_from=sampled_from)
+    num_ranks = run.num_gpus if num_ranks is None else num_ranks
+    evaluations, left_out = [], []
+    for position, case in enumerate(cases, 1):
+        if progress is not None:
+            progress(f"{position}/{len(cases)} {case.label}")
+        begin = time.perf_counter()
+        options = {"seed": seed, "threads": threads, **case.parameters}
+        index = pack(lengths, case.strategy, buckets=list(case.buckets), **options)
+        seconds = time.perf_counter() - begin
+        if index.num_samples == 0:
+            left_out.append(case.label)
+            continue
+        work = measure_work(index, num_ranks=num_ranks, tokens_per_rank=tokens_per_rank)
+        evaluations.append(_evaluation(case, index, work, run, seconds))
+        del index  # before the next one is made
+    if not evaluations:
+        raise ConfigError(f"no strategy places a token of {name} in buckets of this size")
+    return Comparison(
+        corpus=corpus,
+        run=run,
+        num_ranks=num_ranks,
+        tokens_per_rank=tokens_per_rank,
+        seed=seed,
+        evaluations=evaluations,
+        left_out=left_out,
+        recommendation=recommend(evaluations),
+    )
+
+
+def _evaluation(
+    case: Case, index: SampleIndex, work: list[BucketWork], run: TrainingRun, seconds: float
+) -> Evaluation:
+    metrics = index.metrics()
+    return Evaluation(
+        case=case,
+        metrics=metrics,
+        decisions=index.decisions,
+        work=work,
+        breakdown=estimate(
+            work,
+            num_tokens=metrics["num_tokens"],
+            dropped_tokens=metrics["dropped_tokens"],
+            repeated_tokens=metrics["repeated_tokens"],
+            run=run,
+        ),
+        seconds=seconds,
+    )

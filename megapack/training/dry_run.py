@@ -1,0 +1,154 @@
+"""What a run would be: its resolved configuration, steps, buckets, memory and time."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+import yaml
+
+from megapack.attention import choose_backend
+from megapack.config import to_dict
+from megapack.errors import ConfigError
+from megapack.training.config import PretrainConfig
+from megapack.training.engine import compute_dtype
+from megapack.training.flops import ModelFlops, peak_by_name, peak_flops
+from megapack.training.inputs import Inputs, check_positions, open_inputs
+from megapack.training.lr import num_warmup_steps
+from megapack.training.memory import estimate_memory
+from megapack.training.model import (
+    attention_needs,
+    build_model,
+    model_configuration,
+    position_limit,
+)
+from megapack.training.monitor import segment_lengths
+from megapack.training.run_dir import plain
+
+__all__ = ["dry_run"]
+
+_ASSUMED_MFU = 0.4
+_STEPS_LOOKED_AT = 64
+
+
+def dry_run(config: PretrainConfig, *, world_size: int | None, device: str | None) -> str:
+    """The plan of a run as text; opens the data, computes nothing on a device.
+
+    Args:
+        config: the run.
+        world_size: ranks; None takes the launcher's, or 1.
+        device: name of the accelerator the time is estimated for; None takes this machine's.
+
+    Raises:
+        ConfigError: whatever would stop the run at its start.
+    """
+    ranks = world_size or int(os.environ.get("WORLD_SIZE", "1"))
+    inputs = open_inputs(config)
+    architecture = model_configuration(config.model, inputs.vocab_size)
+    check_positions(inputs, config.data, position_limit(architecture))
+    _check_ranks(config, ranks)
+    with torch.device("meta"):
+        model = build_model(config.model, architecture, backend="eager", seed=0)
+    flops = ModelFlops.of(model, architecture)
+    sections = [
+        yaml.safe_dump(plain(to_dict(config)), sort_keys=False).rstrip(),
+        _model(config, architecture, model),
+        _length(config, inputs),
+        _buckets(config, inputs, ranks),
+        _memory(config, model, inputs, ranks),
+        _time(config, inputs, flops, ranks, device),
+    ]
+    return "\n\n".join(sections)
+
+
+def _check_ranks(config: PretrainConfig, ranks: int) -> None:
+    batches = config.data.tokens_per_step // config.data.micro_batch_tokens
+    if batches % ranks and config.data.uneven == "error":
+        raise ConfigError(
+            f"{ranks} ranks do not divide the {batches} micro batches of a step; change "
+            "data.tokens_per_step or data.micro_batch_tokens, or set data.uneven=pad"
+        )
+
+
+def _model(config: PretrainConfig, architecture: Any, model: torch.nn.Module) -> str:
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    needs = attention_needs(architecture, device, compute_dtype(config.engine))
+    choice = choose_backend(needs, config.model.attention if device.type == "cuda" else "auto")
+    count = sum(p.numel() for p in model.parameters())
+    return "\n".join(
+        [
+            f"model: {architecture.model_type}, {count:,} parameters, "
+            f"vocabulary {architecture.vocab_size:,}",
+            f"attention on this machine: {choice.name}, {choice.reason}",
+        ]
+    )
+
+
+def _length(config: PretrainConfig, inputs: Inputs) -> str:
+    tokens = inputs.num_steps * config.data.tokens_per_step
+    epochs = inputs.num_steps / inputs.steps_per_epoch
+    warmup = num_warmup_steps(inputs.num_steps, config.schedule)
+    return "\n".join(
+        [
+            f"steps: {inputs.num_steps:,} ({warmup:,} of warmup), "
+            f"{inputs.steps_per_epoch:,} per epoch",
+            f"tokens: {tokens:,} ({config.data.tokens_per_step:,} per step)",
+            f"epochs: {epochs:.3f}",
+        ]
+    )
+
+
+def _buckets(config: PretrainConfig, inputs: Inputs, ranks: int) -> str:
+    micro_steps = -(-config.data.tokens_per_step // (config.data.micro_batch_tokens * ranks))
+    draws = inputs.schedule.num_draws(inputs.num_steps)
+    rows = [
+        f"{'bucket':>8} {'steps':>10} {'share':>7} {'samples/step':>13} {'per micro batch':>16}"
+    ]
+    for stream, samples, count in zip(
+        inputs.schedule.buckets, inputs.schedule.samples_per_draw, draws.tolist(), strict=True
+    ):
+        share = count / max(1, int(draws.sum()))
+        per_batch = config.data.micro_batch_tokens // stream.capacity
+        rows.append(
+            f"{stream.capacity:>8,} {count:>10,} {share:>7.2%} {samples:>13,} {per_batch:>16,}"
+        )
+    first = inputs.schedule.bucket_of_draws(0, min(12, int(draws.sum()))).tolist()
+    order = " ".join(str(inputs.capacities[b]) for b in first)
+    return "\n".join(
+        [
+            f"ranks: {ranks}, {micro_steps} micro steps of "
+            f"{config.data.micro_batch_tokens:,} tokens each",
+            *rows,
+            f"order: {config.data.order}; the first draws: {order}",
+        ]
+    )
+
+
+def _memory(config: PretrainConfig, model: Any, inputs: Inputs, ranks: int) -> str:
+    parts = estimate_memory(model, config, ranks, longest=max(inputs.capacities))
+    lines = [f"{name:>22}: {size / 2**30:8.2f} GiB" for name, size in parts.items()]
+    total = sum(parts.values()) / 2**30
+    return "\n".join(["memory per rank, estimated:", *lines, f"{'together':>22}: {total:8.2f} GiB"])
+
+
+def _time(
+    config: PretrainConfig, inputs: Inputs, flops: ModelFlops, ranks: int, device: str | None
+) -> str:
+    steps = min(_STEPS_LOOKED_AT, inputs.num_steps)
+    total = 0.0
+    for i in range(steps):
+        content = inputs.schedule.step(i)
+        lengths = segment_lengths(inputs.schedule, content.sample_ids)
+        total += flops.step(config.data.tokens_per_step, lengths)
+    run = total / steps * inputs.num_steps
+    peak = peak_by_name(device) if device is not None else _own_peak()
+    text = f"arithmetic: {run:.3e} FLOP ({run / inputs.num_steps:.3e} per step)"
+    if peak is None:
+        return f"{text}\ntime: unknown for this device; name one with --device (H100, A800, ...)"
+    hours = run / (peak * ranks * _ASSUMED_MFU) / 3600
+    return f"{text}\ntime: {hours:,.1f} hours on {ranks} ranks at {_ASSUMED_MFU:.0%} MFU, assumed"
+
+
+def _own_peak() -> float | None:
+    return peak_flops(torch.device("cuda")) if torch.cuda.is_available() else None

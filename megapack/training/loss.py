@@ -1,0 +1,176 @@
+"""Cross entropy of a linear head, summed, without ever holding all logits.
+
+A vocabulary of 128k and 48k positions are 25 GB of float32 logits. Here the positions are taken in
+chunks: logits, their loss, and at once their gradient, which replaces them. What stays is the
+gradient of the hidden states and of the weight (accumulated in float32), scaled in the backward.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["IGNORED_LABEL", "linear_cross_entropy_sum"]
+
+IGNORED_LABEL = -100
+
+
+def linear_cross_entropy_sum(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    *,
+    scale: float = 1.0,
+    softcap: float = 0.0,
+    chunk_tokens: int = 2048,
+    fused: bool = False,
+) -> Tensor:
+    """``scale`` times the sum over positions of ``-log softmax(cap(hidden @ weight.T))[label]``.
+
+    A sum, not a mean: a micro batch knows nothing of the label tokens of the others, so the mean is
+    taken over the whole step (see ``engine``). A micro batch without labels gives 0 and zero
+    gradients.
+
+    Args:
+        hidden: ``[T, width]``, the states before the head.
+        weight: ``[vocabulary, width]``.
+        labels: ``[T]`` int64; -100 where there is none.
+        scale: factor on the loss; here, so that it meets the gradient in float32, before bfloat16.
+        softcap: with c > 0, logits become ``c * tanh(logits / c)`` (Gemma-2).
+        chunk_tokens: positions whose logits exist at once.
+        fused: compile the elementwise part of a chunk.
+
+    Returns:
+        A scalar, float32 (float64 for float64 inputs).
+    """
+    kind = hidden.device.type
+    compute = weight.dtype
+    if kind != "meta" and torch.is_autocast_enabled(kind):
+        compute = torch.get_autocast_dtype(kind)
+    hidden, weight = hidden.to(compute), weight.to(compute)
+    wanted = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
+    loss, _, _ = torch.ops.megapack.linear_cross_entropy(
+        hidden,
+        weight,
+        labels,
+        scale=scale,
+        softcap=softcap,
+        chunk_tokens=chunk_tokens,
+        gradients=wanted,
+        fused=fused,
+    )
+    result: Tensor = loss
+    return result
+
+
+def _loss_and_slope(logits: Tensor, labels: Tensor, softcap: float) -> tuple[Tensor, Tensor]:
+    """Losses summed, and d loss / d logits written over ``logits`` ``[chunk, vocabulary]``."""
+    squashed = torch.tanh(logits / softcap) if softcap else None
+    scores = logits if squashed is None else squashed * softcap
+    real = labels != IGNORED_LABEL
+    target = labels.where(real, 0).unsqueeze(1)
+    log_sum = scores.logsumexp(1, keepdim=True)
+    losses = (log_sum - scores.gather(1, target)).squeeze(1)
+    slope = scores.sub_(log_sum).exp_()
+    slope.scatter_add_(1, target, torch.full_like(log_sum, -1.0))
+    if squashed is not None:
+        slope *= 1 - squashed.square()
+    slope *= real.unsqueeze(1)
+    return losses.where(real, 0).sum(), slope
+
+
+@functools.cache
+def _loss_and_slope_function(fused: bool) -> Callable[..., tuple[Tensor, Tensor]]:
+    return torch.compile(_loss_and_slope) if fused else _loss_and_slope
+
+
+@torch.library.custom_op("megapack::linear_cross_entropy", mutates_args=())
+def _linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    *,
+    scale: float,
+    softcap: float,
+    chunk_tokens: int,
+    gradients: bool,
+    fused: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    accumulator = _accumulator(hidden)
+    loss = hidden.new_zeros((), dtype=accumulator)
+    grad_hidden = hidden.new_empty(hidden.shape if gradients else (0,))
+    grad_weight = hidden.new_zeros(weight.shape if gradients else (0,), dtype=accumulator)
+    for begin in range(0, hidden.shape[0], chunk_tokens):
+        rows = slice(begin, min(begin + chunk_tokens, hidden.shape[0]))
+        logits = (hidden[rows] @ weight.T).to(accumulator)
+        if not gradients:
+            loss += _loss_only(logits, labels[rows], softcap)
+            continue
+        part, slope = _loss_and_slope_function(fused)(logits, labels[rows], softcap)
+        del logits
+        slope = slope.mul_(scale).to(hidden.dtype)
+        loss += part
+        grad_hidden[rows] = slope @ weight
+        grad_weight += slope.T @ hidden[rows]
+    return loss * scale, grad_hidden, grad_weight.to(weight.dtype)
+
+
+def _loss_only(logits: Tensor, labels: Tensor, softcap: float) -> Tensor:
+    if softcap:
+        logits = torch.tanh(logits / softcap) * softcap
+    return torch.nn.functional.cross_entropy(
+        logits, labels, ignore_index=IGNORED_LABEL, reduction="sum"
+    )
+
+
+def _accumulator(hidden: Tensor) -> torch.dtype:
+    return torch.float64 if hidden.dtype == torch.float64 else torch.float32
+
+
+@_linear_cross_entropy.register_fake
+def _linear_cross_entropy_fake(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    *,
+    scale: float,
+    softcap: float,
+    chunk_tokens: int,
+    gradients: bool,
+    fused: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    del labels, scale, softcap, chunk_tokens, fused
+    loss = hidden.new_empty((), dtype=_accumulator(hidden))
+    if not gradients:
+        return loss, hidden.new_empty((0,)), weight.new_empty((0,))
+    return loss, hidden.new_empty(hidden.shape), weight.new_empty(weight.shape)
+
+
+def _setup_context(
+    ctx: Any,
+    inputs: tuple[Any, ...],
+    keyword_only_inputs: dict[str, Any],
+    output: tuple[Tensor, Tensor, Tensor],
+) -> None:
+    del inputs, keyword_only_inputs
+    ctx.save_for_backward(output[1], output[2])
+    ctx.set_materialize_grads(False)
+
+
+def _backward(ctx: Any, grad_loss: Tensor | None, *unused: Any) -> tuple[Tensor | None, ...]:
+    del unused
+    if grad_loss is None:
+        return None, None, None
+    grad_hidden, grad_weight = ctx.saved_tensors
+    return (
+        grad_hidden * grad_loss.to(grad_hidden.dtype),
+        (grad_weight * grad_loss.to(grad_weight.dtype)),
+        None,
+    )
+
+
+_linear_cross_entropy.register_autograd(_backward, setup_context=_setup_context)

@@ -1,0 +1,263 @@
+"""Comparing strategies: figures are the index's own, and the recommendation follows its rule."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from megapack.errors import ConfigError
+from megapack.packing import STRATEGIES, pack
+from megapack.packing.compare import (
+    GPUS,
+    MODELS,
+    Case,
+    Comparison,
+    Corpus,
+    Evaluation,
+    TrainingRun,
+    compare,
+    default_cases,
+    parse_case,
+    recommend,
+)
+
+RUN = TrainingRun(model=MODELS["125m"], gpu=GPUS["a100"], num_gpus=8)
+BUCKETS = [64, 128, 256]
+
+
+def lengths(count: int = 400, seed: int = 3) -> np.ndarray:
+    generator = np.random.default_rng(seed)
+    return np.rint(np.exp(generator.normal(4, 0.9, count))).clip(1).astype(np.int32)
+
+
+@pytest.fixture(scope="module")
+def comparison() -> Comparison:
+    cases = default_cases(buckets=BUCKETS, capacities=[64, 256])
+    return compare(lengths(), cases, run=RUN, seed=5, tokens_per_rank=512)
+
+
+# --- what is compared
+
+
+def test_by_default_every_strategy_runs_and_fixed_ones_at_every_capacity() -> None:
+    labels = [case.label for case in default_cases(buckets=BUCKETS, capacities=[64, 256])]
+    expected = []
+    for name, strategy in STRATEGIES.items():
+        expected += [name] if strategy.many_buckets else [f"{name}@64", f"{name}@256"]
+    assert labels == expected
+
+
+def test_a_case_can_name_capacities_and_parameters() -> None:
+    (one,) = parse_case("concat@96:last=drop", buckets=BUCKETS, capacities=[64])
+    assert one == Case(
+        label="concat@96 last=drop", strategy="concat", buckets=(96,), parameters={"last": "drop"}
+    )
+    (many,) = parse_case("bucket@32+512+64:promote=on", buckets=BUCKETS, capacities=[64])
+    assert many.buckets == (32, 64, 512)
+    assert many.parameters == {"promote": "on"}  # not YAML's boolean
+    assert not many.is_fixed_length
+    (inherited,) = parse_case("bucket", buckets=[256, 64], capacities=[1])
+    assert (inherited.label, inherited.buckets) == ("bucket", (64, 256))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("bukket", "no packing strategy 'bukket'; did you mean 'bucket'"),
+        ("concat@12x", "'12x' is no capacity"),
+        ("concat:last", "'last' is not of the form key=value"),
+        ("concat:lst=drop", "has no parameter 'lst'; did you mean 'last'"),
+        ("concat:last=keep", "last is 'keep'; it must be one of"),
+        ("concat@64+128", "has samples of one length; give one capacity"),
+        ("bucket:preset=nobody", "has no preset 'nobody'"),
+    ],
+)
+def test_a_case_that_cannot_be_is_refused_before_anything_runs(text: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        parse_case(text, buckets=BUCKETS, capacities=[64])
+
+
+# --- figures
+
+
+def test_metrics_are_those_of_the_index_itself(comparison: Comparison) -> None:
+    assert len(comparison.evaluations) > len(STRATEGIES)
+    for evaluation in comparison.evaluations:
+        case = evaluation.case
+        index = pack(
+            lengths(), case.strategy, buckets=list(case.buckets), seed=5, **case.parameters
+        )
+        assert evaluation.metrics == index.metrics(), evaluation.label
+
+
+def test_work_adds_up_to_the_metrics(comparison: Comparison) -> None:
+    for evaluation in comparison.evaluations:
+        metrics = evaluation.metrics
+        assert sum(b.num_samples for b in evaluation.work) == metrics["num_samples"]
+        assert sum(b.segment_squares for b in evaluation.work) == metrics["attention_cost"]
+        assert sum(b.sample_squares for b in evaluation.work) == metrics["attention_cost_sample"]
+        assert evaluation.num_positions == metrics["placed_tokens"] + metrics["padding_tokens"]
+        assert evaluation.mean_context <= evaluation.mean_sample_context
+        assert evaluation.breakdown.padding >= 0
+        assert 1 <= evaluation.imbalance("balanced") <= evaluation.imbalance("random")
+
+
+def test_cost_is_the_formula_on_the_metrics(comparison: Comparison) -> None:
+    """6 N positions + 7 layers width (squares of segments and of paddings), and the waiting."""
+    for evaluation in comparison.evaluations:
+        work = sum(b.work for b in evaluation.work)
+        operations = RUN.model.flops_per_token * evaluation.num_positions
+        operations += RUN.model.flops_per_square * work * evaluation.imbalance("balanced")
+        passes = evaluation.metrics["num_tokens"] / (
+            evaluation.metrics["num_tokens"] - evaluation.metrics["dropped_tokens"]
+        )
+        hours = passes * operations / (3600 * 312e12 * 0.4)
+        assert evaluation.breakdown.gpu_hours == pytest.approx(hours)
+        assert evaluation.breakdown.cost == pytest.approx(2 * hours)
+
+
+def test_the_corpus_summary_counts_every_document_and_token_once() -> None:
+    values = np.array([0, 1, 1, 2, 3, 70, 4096], np.int64)
+    corpus = Corpus.of(values, name="few")
+    assert (corpus.num_documents, corpus.num_tokens, corpus.longest) == (7, 4173, 4096)
+    assert corpus.documents_per_interval.sum() == 6  # the empty document is in no interval
+    assert corpus.tokens_per_interval.sum() == 4173
+    top = np.flatnonzero(corpus.documents_per_interval)[-1]
+    assert corpus.edges[top] <= 4096 < corpus.edges[top + 1]
+
+
+@pytest.mark.parametrize("nothing", [[], [0, 0]])
+def test_nothing_to_compare_is_an_error(nothing: list[int]) -> None:
+    cases = default_cases(buckets=BUCKETS, capacities=[64])
+    with pytest.raises(ConfigError, match="holds no document with a token"):
+        compare(np.array(nothing, np.int32), cases, run=RUN)
+    with pytest.raises(ConfigError, match="no strategy to compare"):
+        compare(lengths(), [], run=RUN)
+
+
+def test_a_strategy_that_drops_everything_is_left_out_and_said_to_be() -> None:
+    seven = np.array([7])
+    cases = default_cases(buckets=[1024], capacities=[1024])
+    comparison = compare(seven, cases, run=RUN)
+    assert comparison.left_out == ["decompose"]  # no piece of 1024 in a document of 7
+    assert len(comparison.evaluations) == len(cases) - 1
+    with pytest.raises(ConfigError, match="no strategy places a token"):
+        compare(seven, parse_case("decompose", buckets=[1024], capacities=[]), run=RUN)
+
+
+# --- recommendation
+
+
+def made_up(
+    label: str,
+    *,
+    truncated: float = 0.0,
+    dropped: float = 0.0,
+    hours: float = 10.0,
+    joined: float = 2.0,
+    padded: float = 0.0,
+    buckets: tuple[int, ...] = (64,),
+) -> Evaluation:
+    """An evaluation with only what the rule looks at."""
+    case = parse_case("concat", buckets=BUCKETS, capacities=[64])[0]
+    base = compare(lengths(20), [case], run=RUN).evaluations[0]
+    metrics = {
+        **base.metrics,
+        "truncation_ratio": truncated,
+        "num_truncated_documents": round(1e6 * truncated),
+        "truncation_floor": 0.002,
+        "dropped_ratio": dropped,
+        "concatenation_ratio": joined,
+        "padding_ratio": padded,
+    }
+    bill = replace(
+        base.breakdown,
+        tokens=hours,
+        repeated=0.0,
+        padding=0.0,
+        attention=0.0,
+        cross_attention=0.0,
+        waiting=0.0,
+    )
+    named = Case(label=label, strategy="bucket", buckets=buckets)
+    return replace(base, case=named, metrics=metrics, breakdown=bill)
+
+
+def choice(*evaluations: Evaluation) -> str:
+    return evaluations[recommend(evaluations).best].label
+
+
+def test_the_least_time_wins_among_those_that_keep_documents_whole() -> None:
+    assert choice(made_up("slow", hours=12), made_up("fast", hours=11)) == "fast"
+    cheap_but_splits = made_up("splits", hours=5, truncated=0.4)
+    cheap_but_loses = made_up("loses", hours=5, dropped=0.01)
+    result = recommend([cheap_but_splits, made_up("whole"), cheap_but_loses])
+    assert result.best == 1
+    assert result.out == ("splits 40 % of the documents", "", "loses 1 % of the tokens")
+    assert (
+        "Cheaper, but out: loses loses 1 % of the tokens; splits splits 40 % of the documents."
+        in (result.reasons)
+    )
+
+
+def test_within_half_a_percent_of_time_fewer_joined_then_fewer_cut_then_less_padding_wins() -> None:
+    many, few = made_up("many", hours=10.0, joined=16.0), made_up("few", hours=10.04, joined=2.2)
+    assert choice(many, few) == "few"
+    assert choice(many, made_up("too slow", hours=10.06, joined=2.2)) == "many"
+    assert choice(made_up("cuts", truncated=0.003), made_up("pads", padded=0.001)) == "pads"
+    assert choice(made_up("pads", padded=0.01), made_up("full", padded=0.001)) == "full"
+
+
+def test_documents_longer_than_the_largest_capacity_are_no_ones_fault() -> None:
+    assert (
+        choice(made_up("floor", truncated=0.002, hours=11), made_up("x", truncated=0.1)) == "floor"
+    )
+
+
+def test_if_all_are_out_those_that_split_fewest_remain() -> None:
+    result = recommend(
+        [
+            made_up("most", truncated=0.9, hours=1),
+            made_up("fewest", truncated=0.3, hours=9),
+            made_up("loses", truncated=0.1, dropped=0.5, hours=1),
+        ]
+    )
+    assert result.best == 1
+    assert choice(made_up("a", dropped=0.5, hours=2), made_up("b", dropped=0.4, hours=1)) == "b"
+
+
+def test_the_best_single_shape_is_named_beside_the_best() -> None:
+    bucket = made_up("bucket", hours=9, buckets=(64, 128))
+    assert (
+        recommend([made_up("fixed", hours=11), bucket, made_up("slower", hours=12)]).best_fixed == 0
+    )
+    assert recommend([bucket]).best_fixed is None
+
+
+def test_the_reason_names_the_rivals_and_by_how_much() -> None:
+    reasons = recommend([made_up("first", hours=10), made_up("second", hours=11)]).reasons
+    assert "second, the next best, would take 10 % more time." in reasons
+    best = made_up("best", joined=1.5, buckets=(64, 128))
+    near = made_up("near", joined=3.25, buckets=(64, 128))
+    reasons = recommend([best, near, made_up("fixed", hours=12)]).reasons
+    assert "near, the next best, would take the same time but joins 3.25 documents per sample." in (
+        reasons
+    )
+    assert "fixed, the best with one sample shape, would take 20 % more time." in reasons
+
+
+@pytest.mark.parametrize(
+    ("worse", "words"),
+    [
+        ({"truncated": 0.004}, "but splits 0.4 % of the documents"),
+        ({"padded": 0.02}, "but pads 2 %"),
+        ({}, "and is as good"),
+    ],
+)
+def test_a_rival_of_the_same_time_is_told_what_it_lacks(
+    worse: dict[str, float], words: str
+) -> None:
+    reasons = recommend([made_up("best"), made_up("rival", **worse)]).reasons
+    assert reasons[2] == f"rival, the next best, would take the same time {words}."

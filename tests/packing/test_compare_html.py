@@ -1,0 +1,199 @@
+"""The report is one well-formed file that needs nothing else and shows every strategy."""
+
+from __future__ import annotations
+
+import json
+import re
+from html.parser import HTMLParser
+
+import numpy as np
+import pytest
+
+from megapack.packing.compare import (
+    GPUS,
+    MODELS,
+    Comparison,
+    TrainingRun,
+    compare,
+    default_cases,
+)
+from megapack.packing.compare.export import to_json
+from megapack.packing.compare.html import render
+from megapack.packing.compare.svg import Scale
+from megapack.packing.compare.words import duration, money, percent, short_number
+
+RUN = TrainingRun(model=MODELS["125m"], gpu=GPUS["a100"], num_gpus=8, train_tokens=1e9)
+
+
+def compared(name: str = "corpus", **options: object) -> Comparison:
+    lengths = np.rint(np.exp(np.random.default_rng(0).normal(4, 1, 300))).clip(1).astype(np.int32)
+    cases = default_cases(buckets=[64, 128, 256], capacities=[64, 256])
+    return compare(lengths, cases, run=RUN, name=name, tokens_per_rank=512, **options)
+
+
+@pytest.fixture(scope="module")
+def page() -> str:
+    return render(compared())
+
+
+class Nesting(HTMLParser):
+    """Fails on a tag that is closed out of order; collects text and attributes."""
+
+    VOID = frozenset({"meta"})
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.text: list[str] = []
+        self.attributes: list[tuple[str, str, str | None]] = []
+        self.feed(page)
+        self.close()
+
+    def handle_starttag(self, tag, attrs):
+        self.attributes += [(tag, key, value) for key, value in attrs]
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attrs):
+        self.attributes += [(tag, key, value) for key, value in attrs]
+
+    def handle_endtag(self, tag):
+        assert self.open and self.open[-1] == tag, (self.open, tag)
+        self.open.pop()
+
+    def handle_data(self, data):
+        self.text.append(data)
+
+
+def test_tags_nest_and_all_are_closed(page: str) -> None:
+    assert page.startswith("<!DOCTYPE html>")
+    assert Nesting(page).open == []
+
+
+def test_nothing_is_loaded_from_anywhere(page: str) -> None:
+    parsed = Nesting(page)
+    tags = {tag for tag, _, _ in parsed.attributes}
+    assert not tags & {"script", "link", "img", "iframe", "object", "embed", "base"}
+    assert not [a for a in parsed.attributes if a[1] in ("src", "href", "xlink:href", "srcset")]
+    assert not re.search(r"https?:|url\(|@import", page)
+    assert "<script" not in page
+
+
+def test_every_strategy_is_in_the_table_and_in_every_plot(page: str) -> None:
+    num_plots = page.count("<svg ")
+    assert num_plots == 6
+    for evaluation in compared().evaluations:
+        label = evaluation.label
+        assert len(re.findall(f">{re.escape(label)}</text>", page)) == num_plots - 1, label
+        assert f">{label}</th>" in page
+
+
+def test_axes_have_names_with_units(page: str) -> None:
+    text = " ".join(Nesting(page).text)
+    for words in (
+        "document length (tokens, log scale)",
+        "share of token positions (%)",
+        "mean of squared length per position (tokens)",
+        "attention work of the busiest rank / mean of the ranks",
+        "GPU hours",
+        "% of documents",
+        "documents per sample",
+    ):
+        assert words in text, words
+
+
+def test_the_figures_of_the_answer_are_those_of_the_metrics(page: str) -> None:
+    comparison = compared()
+    best = comparison.evaluations[comparison.recommendation.best]
+    text = " ".join(Nesting(page).text)
+    assert percent(best.metrics["padding_ratio"]) in text
+    assert f"{best.metrics['concatenation_ratio']:.2f}" in text
+    for reason in comparison.recommendation.reasons:
+        assert reason in text
+
+
+def test_coordinates_are_finite_and_inside_the_picture(page: str) -> None:
+    assert "nan" not in page.lower().replace("finance", "")
+    assert "inf" not in re.sub(r"[a-z]*inf[a-z]+", "", page.lower())
+    for value in re.findall(r' (?:x|y|x1|x2|y1|y2|cx|cy)="([^"]+)"', page):
+        assert -1 <= float(value) <= 1100
+
+
+def test_a_sample_is_said_to_be_one_and_a_whole_is_not(page: str) -> None:
+    assert "random sample" not in page
+    assert "random sample of 300 of 12,345 documents" in render(compared(sampled_from=12_345))
+
+
+def test_a_name_cannot_smuggle_markup() -> None:
+    page = render(compared("<script>alert(1)</script> & co"))
+    assert "<script" not in page
+    assert "&lt;script&gt;alert(1)&lt;/script&gt; &amp; co" in page
+
+
+def test_one_document_and_one_strategy_make_a_page_too() -> None:
+    cases = default_cases(buckets=[64], capacities=[64])[:1]
+    page = render(compare(np.array([5]), cases, run=RUN))
+    assert Nesting(page).open == []
+    assert "1</b> documents" in page
+
+
+def test_json_holds_what_the_page_shows() -> None:
+    comparison = compared(sampled_from=1000)
+    tree = json.loads(json.dumps(to_json(comparison)))
+    assert tree["corpus"]["sampled_from"] == 1000
+    assert sum(tree["corpus"]["documents_per_interval"]) == 300
+    for row, evaluation in zip(tree["strategies"], comparison.evaluations, strict=True):
+        assert row["metrics"] == evaluation.metrics
+        assert row["cost"]["gpu_hours"] == evaluation.breakdown.gpu_hours
+        assert row["label"] == evaluation.label
+    assert tree["recommendation"]["label"] in [row["label"] for row in tree["strategies"]]
+
+
+@pytest.mark.parametrize(
+    ("scale", "expected"),
+    [
+        (Scale(0, 10, 0, 1), [0, 2, 4, 6, 8, 10]),
+        (Scale(0.4, 1.13, 0, 1), [0.4, 0.6, 0.8, 1.0]),
+        (Scale(0.001, 1000, 0, 1, log=True), [0.001, 0.1, 10, 1000]),
+        (Scale(1, 99, 0, 1, log=True), [1, 10]),
+    ],
+)
+def test_ticks_are_round_and_inside_the_domain(scale: Scale, expected: list[float]) -> None:
+    assert scale.ticks() == pytest.approx(expected)
+
+
+def test_scales_clip_and_are_monotone() -> None:
+    scale = Scale(1, 100, 0, 200, log=True)
+    assert (scale(0.5), scale(1), scale(10), scale(100), scale(1e9)) == (0, 0, 100, 200, 200)
+
+
+def test_numbers_are_short() -> None:
+    values = (0, 0.00034, 2.5, 1024, 12_345_678, 3.2e9, 1e12)
+    assert [short_number(v) for v in values] == [
+        "0",
+        "0.00034",
+        "2.5",
+        "1,024",
+        "12.3M",
+        "3.2B",
+        "1T",
+    ]
+    assert [percent(v) for v in (0, 0.00034, 0.184, 0.99999, 1)] == [
+        "0 %",
+        "0.034 %",
+        "18.4 %",
+        "100 %",
+        "100 %",
+    ]
+    assert [money(v) for v in (0.5, 999.994, 1234, 1_234_567)] == [
+        "$0.50",
+        "$999.99",
+        "$1,234",
+        "$1.23M",
+    ]
+    assert [duration(v) for v in (0.09, 5, 47.96, 240)] == [
+        "5.4 minutes",
+        "5.0 hours",
+        "48.0 hours",
+        "10.0 days",
+    ]

@@ -1,0 +1,286 @@
+"""Packed training is right: a stream gives what its documents give one by one."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import AutoModelForCausalLM, OPTConfig
+
+from megapack.errors import ConfigError
+from megapack.training.config import ModelConfig
+from megapack.training.model import (
+    TrainingModel,
+    attention_needs,
+    build_model,
+    model_configuration,
+    position_limit,
+)
+
+from .packing_helpers import VOCAB, documents, pack_documents, tiny_model
+
+LENGTHS = [37, 120, 1, 66]
+# preset -> backend: Gemma-2's soft cap needs the formula on a CPU
+PRESETS = {
+    "llama_tiny": "sdpa",
+    "qwen2_tiny": "sdpa",
+    "gpt2_tiny": "sdpa",
+    "gemma2_tiny": "eager",
+    "gpt2_tiny_alibi": "sdpa",
+}
+
+
+def _model(preset: str) -> TrainingModel:
+    overrides = {}
+    if preset == "gemma2_tiny":  # a cap that bites, a window shorter than the documents
+        overrides = {
+            "attn_logit_softcapping": 2.0,
+            "final_logit_softcapping": 1.0,
+            "sliding_window": 16,
+        }
+    if preset == "qwen2_tiny":
+        overrides = {
+            "use_sliding_window": True,
+            "sliding_window": 16,
+            "max_window_layers": 1,
+            "layer_types": ["full_attention", "sliding_attention"],
+        }
+    model = tiny_model(preset, backend=PRESETS[preset], overrides=overrides)
+    with torch.no_grad():  # small initial weights would hide what attention does
+        for parameter in model.parameters():
+            parameter.add_(torch.randn(parameter.shape), alpha=0.2)
+    return model
+
+
+def _one_by_one(model: nn.Module, docs: list[Tensor]) -> tuple[list[Tensor], Tensor]:
+    """Logits of every document alone, through transformers' own eager attention, and the loss."""
+    logits, losses = [], []
+    for doc in docs:
+        out = model(input_ids=doc.unsqueeze(0), use_cache=False).logits[0]
+        logits.append(out)
+        losses.append(F.cross_entropy(out[:-1], doc[1:], reduction="sum"))
+    return logits, torch.stack(losses).sum()
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("preset", PRESETS)
+def test_packed_logits_and_gradients_equal_documents_one_by_one(
+    preset: str, checkpointing: bool
+) -> None:
+    torch.manual_seed(0)
+    model = _model(preset).train()
+    if checkpointing:
+        model.checkpoint_activations()
+    docs = documents(LENGTHS)
+    batch = pack_documents(docs, padding=32)
+    loss = model(**batch.arguments())
+    loss.backward()
+    packed_grads = {name: p.grad.clone() for name, p in model.named_parameters()}
+    with torch.no_grad():
+        hidden = model.hidden_states(
+            batch.tokens, batch.position_ids, batch.cu_seqlens, batch.max_seqlen
+        )
+
+    model.zero_grad()
+    model.model.set_attn_implementation("eager")
+    logits, expected = _one_by_one(model.model, docs)
+    expected.backward()
+    head = model.model.get_output_embeddings().weight
+    ours = hidden @ head.T
+    cap = getattr(model.configuration, "final_logit_softcapping", None)
+    if cap:
+        ours = torch.tanh(ours / cap) * cap
+    theirs = torch.cat(logits)
+    assert theirs.std() > 0.1, "the logits are all alike: the comparison would prove nothing"
+    assert torch.allclose(ours[: len(theirs)], theirs, atol=2e-4, rtol=1e-4)
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
+    for name, parameter in model.named_parameters():
+        scale = parameter.grad.abs().max().clamp(min=1e-3)
+        error = (packed_grads[name] - parameter.grad).abs().max() / scale
+        assert error < 2e-3, f"{name}: {error:.1e}"
+
+
+def test_without_segments_the_same_stream_would_give_other_logits() -> None:
+    """The control: the test above can fail."""
+    torch.manual_seed(0)
+    model = _model("llama_tiny")
+    batch = pack_documents(documents(LENGTHS))
+    total = batch.tokens.shape[1]
+    one_segment = torch.tensor([0, total], dtype=torch.int32)
+    with torch.no_grad():
+        right = model.hidden_states(
+            batch.tokens, batch.position_ids, batch.cu_seqlens, batch.max_seqlen
+        )
+        wrong = model.hidden_states(batch.tokens, batch.position_ids, one_segment, total)
+    assert (right - wrong).abs().max() > 0.1
+
+
+def test_weights_from_scratch_are_a_function_of_the_seed() -> None:
+    first, same, other = (tiny_model("llama_tiny", seed=s) for s in (1, 1, 2))
+    torch.manual_seed(123)
+    assert all(
+        torch.equal(a, b) for a, b in zip(first.parameters(), same.parameters(), strict=True)
+    )
+    assert any(
+        not torch.equal(a, b) for a, b in zip(first.parameters(), other.parameters(), strict=True)
+    )
+
+
+@pytest.mark.parametrize("preset", ["llama_tiny", "qwen2_tiny", "gpt2_tiny", "gemma2_tiny"])
+def test_a_saved_model_loads_with_from_pretrained_and_trains_on(
+    preset: str, tmp_path: Path
+) -> None:
+    model = tiny_model(preset, backend=PRESETS[preset])
+    model.save(tmp_path / "out")
+    tokens = documents([50])[0]
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out", attn_implementation="eager")
+    expected = loaded(input_ids=tokens.unsqueeze(0)).loss, loaded(tokens.unsqueeze(0)).logits
+    config = ModelConfig(pretrained=str(tmp_path / "out"))
+    configuration = model_configuration(config, VOCAB)
+    again = build_model(config, configuration, backend=PRESETS[preset], seed=9)
+    batch = pack_documents([tokens])
+    with torch.no_grad():
+        loss = again(**batch.arguments())
+    reference = F.cross_entropy(expected[1][0, :-1], tokens[1:], reduction="sum")
+    assert loss.item() == pytest.approx(reference.item(), rel=1e-5)
+
+
+def test_alibi_gpt2_is_loaded_elsewhere_by_its_own_file_and_generates(tmp_path: Path) -> None:
+    model = tiny_model("gpt2_tiny_alibi")
+    directory = tmp_path / "out"
+    model.save(directory)
+    assert (directory / "modeling_gpt2_alibi.py").exists()
+    tokens = documents([40])[0]
+    torch.save(tokens, tmp_path / "tokens.pt")
+    batch = pack_documents([tokens])
+    with torch.no_grad():
+        expected = model(**batch.arguments()).item()
+    # Another process, in another directory, without megapack on its path.
+    program = f"""
+import sys, torch
+sys.path = [p for p in sys.path if p]
+from transformers import AutoModelForCausalLM
+try:
+    AutoModelForCausalLM.from_pretrained({str(directory)!r})
+except ValueError as error:
+    print("refused", "trust_remote_code" in str(error))
+for name in ("sdpa", "eager"):
+    model = AutoModelForCausalLM.from_pretrained(
+        {str(directory)!r}, trust_remote_code=True, attn_implementation=name)
+    tokens = torch.load({str(tmp_path / "tokens.pt")!r})
+    logits = model(tokens.unsqueeze(0)).logits[0]
+    loss = torch.nn.functional.cross_entropy(logits[:-1], tokens[1:], reduction="sum")
+    print("loss", loss.item())
+greedy = {{}}
+for cache in (True, False):
+    greedy[cache] = model.generate(tokens[:8].unsqueeze(0), max_new_tokens=6, do_sample=False,
+        use_cache=cache, pad_token_id=0).tolist()
+print("same", greedy[True] == greedy[False])
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=tmp_path,
+        env={"PATH": "/usr/bin", "HF_HOME": str(tmp_path / "hf"), "HF_HUB_OFFLINE": "1"},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "refused True" in done.stdout, "it must not load as a stock GPT-2 by mistake"
+    losses = [float(line.split()[1]) for line in done.stdout.splitlines() if line[:4] == "loss"]
+    assert losses == [pytest.approx(expected, rel=1e-5)] * 2
+    assert "same True" in done.stdout, "decoding with and without a cache must agree"
+
+
+def test_alibi_reaches_documents_longer_than_the_position_table_would_be() -> None:
+    model = tiny_model("gpt2_tiny_alibi", overrides={"n_positions": 16})
+    batch = pack_documents(documents([90]))
+    with torch.no_grad():
+        loss = model(**batch.arguments())
+    assert torch.isfinite(loss)
+    assert position_limit(model.configuration) is None
+    assert position_limit(tiny_model("gpt2_tiny").configuration) == 512
+
+
+@pytest.mark.parametrize(
+    ("preset", "millions"),
+    [
+        ("llama_350m", 357),
+        ("llama_1b", 1236),
+        ("llama_3b", 3213),
+        ("gpt2_124m", 124),
+        ("gpt2_124m_alibi", 124),
+        ("gpt2_xl_1.5b_alibi", 1556),
+    ],
+)
+def test_presets_have_the_size_of_their_name(preset: str, millions: int) -> None:
+    vocab = 128256 if preset.startswith("llama") else 50257
+    config = ModelConfig(preset=preset)
+    with torch.device("meta"):
+        model = build_model(config, model_configuration(config, vocab), backend="sdpa", seed=0)
+    count = sum(p.numel() for p in model.parameters())
+    assert round(count / 1e6) == pytest.approx(millions, abs=1.5)
+
+
+def test_what_a_model_asks_of_attention_is_read_from_its_configuration() -> None:
+    device = torch.device("cpu")
+
+    def needs(preset: str) -> object:
+        config = ModelConfig(preset=preset)
+        return attention_needs(model_configuration(config, VOCAB), device, torch.float32)
+
+    gemma, llama, alibi = (needs(p) for p in ("gemma2_tiny", "llama_1b", "gpt2_tiny_alibi"))
+    assert (gemma.window, gemma.softcap, gemma.alibi) == (True, True, False)
+    assert (llama.window, llama.softcap, llama.alibi) == (False, False, False)
+    assert (llama.num_heads, llama.num_key_value_heads, llama.head_dim) == (32, 8, 64)
+    assert alibi.alibi
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"preset": "llama_9b"}, "'llama_9b' is unknown; choose one of llama_350m"),
+        ({"preset": "gpt2_tiny", "overrides": {"attn_pdrop": 0.1}}, "no dropout"),
+        ({}, "exactly one of preset"),
+        ({"pretrained": "/nowhere/at/all"}, "cannot be loaded"),
+        ({"preset": "llama_tiny", "overrides": {"vocab_size": 10}}, "has 10 tokens"),
+    ],
+)
+def test_a_model_that_cannot_be_is_refused(arguments: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        model_configuration(ModelConfig(**arguments), VOCAB)  # type: ignore[arg-type]
+
+
+def test_an_untested_architecture_is_refused(tmp_path: Path) -> None:
+    OPTConfig().save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match="'opt' is not tested with packed attention"):
+        model_configuration(ModelConfig(pretrained=str(tmp_path)), 10)
+
+
+def test_a_mask_dropout_or_cache_is_refused_by_the_attention_function() -> None:
+    model = tiny_model("llama_tiny").model
+    tokens = documents([6])[0].unsqueeze(0)
+    with pytest.raises(ValueError, match="got an attention_mask"):
+        model(tokens, attention_mask=torch.zeros(1, 1, 6, 6), use_cache=False)
+    past = model(tokens, use_cache=True).past_key_values
+    with pytest.raises(ValueError, match="not decoding with a cache"):
+        model(tokens[:, :1], past_key_values=past)
+    model.config.attention_dropout = 0.1
+    for layer in model.model.layers:
+        layer.self_attn.attention_dropout = 0.1
+    with pytest.raises(ValueError, match=r"attention dropout is 0\.1"):
+        model.train()(tokens, use_cache=False)
+
+
+def test_plain_rows_without_segments_are_one_segment_each() -> None:
+    model = tiny_model("llama_tiny").model.eval()
+    rows = torch.stack(documents([12, 12]))
+    ours = model(rows, use_cache=False).logits
+    model.set_attn_implementation("eager")
+    assert torch.allclose(ours, model(rows, use_cache=False).logits, atol=1e-5)
