@@ -7,6 +7,7 @@ Shards go to whoever is free, so that one with long documents holds nobody up.
 from __future__ import annotations
 
 import concurrent.futures
+import functools
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -84,7 +85,11 @@ class _Worker:
     def __init__(self, job: Job, counters: Any) -> None:
         self.job = job
         self.counters = counters
-        self.coder: Coder = open_coder(job)
+
+    @functools.cached_property
+    def coder(self) -> Coder:
+        """Loaded by the first task: an error there reaches the parent, unlike one at the start."""
+        return open_coder(self.job)
 
     def count(self, counted: Counted) -> None:
         with self.counters.get_lock():
