@@ -84,9 +84,9 @@ class BucketRules:
         self,
         *,
         capacities: list[int],
-        promote: bool = False,
+        overflow: str = "pad",  # "pad", "head" or "promote"
+        padding_threshold: float = 0.0,
         pairs: bool = False,
-        padding_threshold: float = 1.0,
         shuffle_segments: bool = False,
     ) -> None: ...
 
@@ -136,7 +136,10 @@ def length_histogram(
 # Samples per bucket if a pool of counts[l] documents of length l is drained.
 def count_bucket_samples(counts: NDArray[np.int64], rules: BucketRules) -> list[int]: ...
 
-# num_tokens, num_empty, num_longer (than `capacity`), shortest, longest.
+# All lengths joined bit by bit: negative if one of them is, above 2**31 - 1 if one of them is.
+def or_of_lengths(lengths: _Lengths) -> int: ...
+
+# num_tokens, num_empty, num_longer (than `capacity`).
 def count_documents(lengths: _Lengths, capacity: int) -> dict[str, int]: ...
 
 # SampleIndex.segment_arrays, then the lengths in the dtype of segment_begin.

@@ -68,6 +68,7 @@ py::dict run_strategy(const Array<Length>& lengths, const Common& common, Run ru
         {
             const py::gil_scoped_release unlocked;
             samples = run(documents, id, progress);
+            progress.finish();
         }
         return samples_to_dict(std::move(samples));
     };
@@ -205,8 +206,6 @@ py::dict count_documents_of(const Array<Length>& lengths, std::int64_t capacity)
     result["num_tokens"] = totals.num_tokens;
     result["num_empty"] = totals.num_empty;
     result["num_longer"] = totals.num_longer;
-    result["shortest"] = totals.shortest;
-    result["longest"] = totals.longest;
     return result;
 }
 
@@ -248,6 +247,14 @@ void register_strategies(py::module_& m) {
           py::arg("pool_size"), common);
     m.def("length_histogram", &length_histogram<Length>, lengths, py::arg("capacity"),
           py::arg("threads"));
+    m.def(
+        "or_of_lengths",
+        [](const Array<Length>& values) {
+            const Span<const Length> documents = view(values, "lengths");
+            const py::gil_scoped_release unlocked;
+            return or_of(documents);
+        },
+        lengths);
     m.def("count_documents", &count_documents_of<Length>, lengths, py::arg("capacity"));
 }
 
@@ -302,13 +309,16 @@ void register_packing(py::module_& m) {
              py::kw_only(), py::arg("seed"), py::arg("threads"), py::arg("wide_ids"),
              py::arg("progress"));
     py::class_<BucketRules>(m, "BucketRules")
-        .def(py::init([](std::vector<std::int64_t> capacities, bool promote, bool pairs,
-                         double padding_threshold, bool shuffle_segments) {
-                 return BucketRules{std::move(capacities), promote, pairs, padding_threshold,
+        .def(py::init([](std::vector<std::int64_t> capacities, const std::string& overflow,
+                         double padding_threshold, bool pairs, bool shuffle_segments) {
+                 Overflow kind = Overflow::kPad;
+                 if (overflow == "head") kind = Overflow::kHead;
+                 if (overflow == "promote") kind = Overflow::kPromote;
+                 return BucketRules{std::move(capacities), kind, padding_threshold, pairs,
                                     shuffle_segments};
              }),
-             py::kw_only(), py::arg("capacities"), py::arg("promote") = false,
-             py::arg("pairs") = false, py::arg("padding_threshold") = 1.0,
+             py::kw_only(), py::arg("capacities"), py::arg("overflow") = "pad",
+             py::arg("padding_threshold") = 0.0, py::arg("pairs") = false,
              py::arg("shuffle_segments") = false);
     m.def(
         "count_bucket_samples",

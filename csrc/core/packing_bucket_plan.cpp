@@ -28,7 +28,8 @@ void BucketPlanner::next(std::int64_t max_repeats) {
     std::int64_t repeats = max_repeats;
     for (const PatternEntry& entry : chosen_)
         repeats = std::min(repeats, counts_[static_cast<std::size_t>(entry.length)] / entry.copies);
-    const bool with_head = rules_.exceeds_threshold(space_, bucket_) && shortest_left() > 0;
+    const bool with_head = rules_.overflow == Overflow::kHead &&
+                           rules_.exceeds_threshold(space_, bucket_) && shortest_left() > 0;
     if (with_head) repeats = 1;
     std::int64_t segments = with_head ? 1 : 0;
     for (PatternEntry entry : chosen_) {
@@ -47,19 +48,29 @@ void BucketPlanner::next(std::int64_t max_repeats) {
 // The smallest bucket that holds the longest document, then again and again the longest document
 // that fits in what is left.
 void BucketPlanner::choose_lengths() {
-    std::int64_t length = longest();
-    bucket_ = bucket_for(length);
+    bucket_ = 0;
+    while (rules_.capacities[bucket_] < longest()) ++bucket_;
     space_ = rules_.capacities[bucket_];
-    while (length > 0) {
-        choose(length, std::min(left(length), space_ / length));
-        if (rules_.pairs && replace_last_by_pair()) return;
-        length = longest_left(std::min(space_, length - 1));
-    }
+    do {
+        for (std::int64_t length = longest_left(space_); length > 0;
+             length = longest_left(std::min(space_, length - 1))) {
+            choose(length, std::min(left(length), space_ / length));
+            if (rules_.pairs && replace_last_by_pair()) return;
+        }
+    } while (rules_.overflow == Overflow::kPromote && promote());
 }
 
+// Keeps the sample's documents longest first.
 void BucketPlanner::choose(std::int64_t length, std::int64_t copies) {
-    chosen_.push_back({static_cast<std::int32_t>(length), static_cast<std::int32_t>(copies), 0});
     space_ -= copies * length;
+    auto at = chosen_.end();
+    while (at != chosen_.begin() && (at - 1)->length < length) --at;
+    const auto amount = static_cast<std::int32_t>(copies);
+    if (at != chosen_.begin() && (at - 1)->length == length) {
+        (at - 1)->copies += amount;
+    } else {
+        chosen_.insert(at, {static_cast<std::int32_t>(length), amount, 0});
+    }
 }
 
 // BucketLLM, Algorithm 2, lines 6 to 12: if the document chosen last leaves more space than the
@@ -92,17 +103,20 @@ bool BucketPlanner::replace_last_by_pair() {
     return true;
 }
 
-std::size_t BucketPlanner::bucket_for(std::int64_t longest) const {
-    std::size_t b = 0;
-    while (rules_.capacities[b] < longest) ++b;
-    if (!rules_.promote) return b;
-    std::int64_t other = present_.at_least(1);
-    if (other == longest && counts_[static_cast<std::size_t>(longest)] == 1) return b;
-    for (std::size_t larger = b; larger < rules_.capacities.size(); ++larger) {
-        const std::int64_t space = rules_.capacities[larger] - longest;
-        if (space == 0 || space >= other) return larger;
+// A sample that would be padded by more than the threshold moves to the smallest larger bucket in
+// which it has room for another document.
+bool BucketPlanner::promote() {
+    if (!rules_.exceeds_threshold(space_, bucket_)) return false;
+    const std::int64_t shortest = shortest_left();
+    if (shortest < 0) return false;
+    const std::int64_t used = rules_.capacities[bucket_] - space_;
+    for (std::size_t b = bucket_ + 1; b < rules_.capacities.size(); ++b) {
+        if (used + shortest > rules_.capacities[b]) continue;
+        bucket_ = b;
+        space_ = rules_.capacities[b] - used;
+        return true;
     }
-    return b;
+    return false;
 }
 
 // Documents of a length that the present sample has not chosen.

@@ -15,15 +15,20 @@
 
 namespace megapack {
 
+// What becomes of a sample in which nothing fits any more and whose space exceeds the threshold.
+enum class Overflow {
+    kPad,      // it is padded, as below the threshold
+    kHead,     // it takes the head of the shortest document (BucketLLM)
+    kPromote,  // it moves to a larger bucket
+};
+
 struct BucketRules {
     std::vector<std::int64_t> capacities;  // ascending
-    // The longest document goes to a larger bucket if nothing fits beside it in its own.
-    bool promote = false;
+    Overflow overflow = Overflow::kPad;
+    double padding_threshold = 0;  // as a share of the capacity
     // BucketLLM's pair search (Algorithm 2, lines 6 to 12).
     bool pairs = false;
-    // More space than this share of the capacity takes the head of the shortest document; 1: never.
-    double padding_threshold = 1;
-    // The segments of a sample stand in seeded order (the head last), not longest first.
+    // The segments of a sample stand in seeded order (a head last), not longest first.
     bool shuffle_segments = false;
 
     bool exceeds_threshold(std::int64_t space, std::size_t bucket) const {
@@ -85,7 +90,7 @@ class BucketPlanner {
     void choose_lengths();
     void choose(std::int64_t length, std::int64_t copies);
     bool replace_last_by_pair();
-    std::size_t bucket_for(std::int64_t longest) const;
+    bool promote();
     std::int64_t left(std::int64_t length) const;
     std::int64_t longest_left(std::int64_t limit) const;
     std::int64_t shortest_left() const;

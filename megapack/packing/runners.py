@@ -124,8 +124,9 @@ def run_bucket_llm(request: Request) -> dict[str, Any]:
 def _bucket_llm(request: Request, *, pairs: bool) -> dict[str, Any]:
     rules = _core.BucketRules(
         capacities=request.buckets,
-        pairs=pairs,
+        overflow="head",
         padding_threshold=request.parameters["padding_threshold"],
+        pairs=pairs,
         shuffle_segments=True,
     )
     drain = request.parameters["pool"] == "drain"
@@ -137,11 +138,21 @@ def run_bucket(request: Request) -> dict[str, Any]:
     promote, decisions = request.parameters["promote"] == "on", {}
     if request.parameters["promote"] == "auto":
         promote, decisions["promote"] = _decide_promote(request)
-    rules = _core.BucketRules(capacities=request.buckets, promote=promote)
     packed = _core.drain_buckets(
-        request.lengths, rules, request.parameters["pool_size"], request.common
+        request.lengths,
+        _bucket_rules(request, promote),
+        request.parameters["pool_size"],
+        request.common,
     )
     return packed | {"decisions": decisions}
+
+
+def _bucket_rules(request: Request, promote: bool) -> _core.BucketRules:
+    return _core.BucketRules(
+        capacities=request.buckets,
+        overflow="promote" if promote else "pad",
+        padding_threshold=request.parameters["padding_threshold"],
+    )
 
 
 def _decide_promote(request: Request) -> tuple[bool, str]:
@@ -150,8 +161,7 @@ def _decide_promote(request: Request) -> tuple[bool, str]:
     tokens = int((counts * np.arange(len(counts))).sum())
     slots = {}
     for promote in (False, True):
-        rules = _core.BucketRules(capacities=request.buckets, promote=promote)
-        samples = _core.count_bucket_samples(counts, rules)
+        samples = _core.count_bucket_samples(counts, _bucket_rules(request, promote))
         slots[promote] = sum(c * n for c, n in zip(request.buckets, samples, strict=True))
     off, on = slots[False] - tokens, slots[True] - tokens
     promote = on < off and off * _PADDING_WORTH_SAVING > slots[False]

@@ -297,8 +297,16 @@ _TABLE = (
                 kind=str,
                 default="auto",
                 choices=("auto", "on", "off"),
-                help="a document that nothing fits beside takes a larger bucket; auto: if that "
-                "saves padding worth having",
+                help="a sample that would be padded by more than padding_threshold moves to a "
+                "larger bucket and is filled on; auto: if that saves padding worth having",
+            ),
+            Parameter(
+                name="padding_threshold",
+                kind=float,
+                default=0.05,
+                minimum=0.0,
+                maximum=1.0,
+                help="share of a bucket's capacity above which its space counts for promote",
             ),
         ),
     ),

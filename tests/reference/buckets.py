@@ -20,9 +20,9 @@ from reference.random import (
 @dataclass
 class Rules:
     buckets: list[int]
-    promote: bool = False
+    overflow: str = "pad"  # or "head", "promote"
+    padding_threshold: float = 0.0  # as a share of the capacity
     pairs: bool = False
-    padding_threshold: float = 1.0
     shuffle_segments: bool = False
 
 
@@ -43,35 +43,37 @@ class Pool:
         largest = self.rules.buckets[-1]
         if longest.length > largest:
             return largest, [self.take_head(longest, largest)]
-        capacity = self.bucket_for(longest)
+        capacity = min(b for b in self.rules.buckets if b >= longest.length)
         sample: Sample = []
-        threshold = self.rules.padding_threshold * capacity
         while True:
             space = capacity - tokens(sample)
+            threshold = self.rules.padding_threshold * capacity
             fitting = [d for d in self.documents if d.length <= space]
-            if not fitting:
+            if fitting:
+                chosen = max(fitting, key=lambda d: d.length)
+                pair = self.better_pair(chosen, space, threshold) if self.rules.pairs else None
+                for document in pair or (chosen,):
+                    self.documents.remove(document)
+                    sample.append(document)
+                continue
+            larger = self.larger_bucket(sample) if self.rules.overflow == "promote" else None
+            if larger is None or space <= threshold:
                 break
-            next_longest = max(fitting, key=lambda d: d.length)
-            pair = self.better_pair(next_longest, space, threshold) if self.rules.pairs else None
-            for document in pair or (next_longest,):
-                self.documents.remove(document)
-                sample.append(document)
+            capacity = larger
+        sample.sort(key=lambda d: -d.length)
         if self.rules.shuffle_segments:
             swap_down(sample, chance)
-        if space > threshold and self.documents:
+        if self.rules.overflow == "head" and space > threshold and self.documents:
             shortest = min(self.documents, key=lambda d: d.length)
             sample.append(self.take_head(shortest, space))
         return capacity, sample
 
-    def bucket_for(self, longest: Segment) -> int:
-        holding = [b for b in self.rules.buckets if b >= longest.length]
-        others = [d.length for d in self.documents if d is not longest]
-        if self.rules.promote and others:
-            for capacity in holding:
-                space = capacity - longest.length
-                if space == 0 or space >= min(others):
-                    return capacity
-        return holding[0]
+    def larger_bucket(self, sample: Sample) -> int | None:
+        """The smallest bucket with room for this sample and one more document."""
+        if not self.documents:
+            return None
+        needed = tokens(sample) + min(d.length for d in self.documents)
+        return min((b for b in self.rules.buckets if b >= needed), default=None)
 
     def better_pair(self, single: Segment, space: int, threshold: float) -> Sample | None:
         """Lines 6 to 12, with the space before ``single`` as the limit of the pair."""
@@ -137,7 +139,7 @@ def bucket_llm(
     padding_threshold: float = 0.045,
     pairs: bool = True,
 ) -> Packing:
-    rules = Rules(buckets, pairs=pairs, padding_threshold=padding_threshold, shuffle_segments=True)
+    rules = Rules(buckets, "head", padding_threshold, pairs, shuffle_segments=True)
     run = drained if pool == "drain" else streamed
     return run(lengths, rules, pool_size, seed)
 
@@ -153,15 +155,16 @@ def bucket(
     *,
     pool_size: int = 1 << 20,
     promote: str = "auto",
+    padding_threshold: float = 0.05,
 ) -> Packing:
-    promoting = promote == "on"
+    padding, promoting = Rules(buckets, "pad"), Rules(buckets, "promote", padding_threshold)
     if promote == "auto":  # one pool of everything, full chunks aside: is the padding worth saving?
         _, rests = cut(whole(lengths), buckets[-1])
         shorter = [rest.length for rest in rests]
-        off, slots = padding_of(drained(shorter, Rules(buckets), len(shorter) or 1, seed))
-        on, _ = padding_of(drained(shorter, Rules(buckets, promote=True), len(shorter) or 1, seed))
-        promoting = on < off and 1000 * off > slots
-    return drained(lengths, Rules(buckets, promote=promoting), pool_size, seed)
+        off, slots = padding_of(drained(shorter, padding, len(shorter) or 1, seed))
+        on, _ = padding_of(drained(shorter, promoting, len(shorter) or 1, seed))
+        promote = "on" if on < off and 1000 * off > slots else "off"
+    return drained(lengths, promoting if promote == "on" else padding, pool_size, seed)
 
 
 def padding_of(packing: Packing) -> tuple[int, int]:
