@@ -153,6 +153,7 @@ def attention_cost(
 
 _Index = NDArray[np.int32] | NDArray[np.int64]
 
+# Sample ids count through the sources in the order in which they were added.
 class Gatherer:
     def __init__(
         self, *, positions: str, attention: str, labels: str, alignment: int, pad_token: int
@@ -172,7 +173,6 @@ class Gatherer:
     # -> cu_seqlens, cu_seqlens_padded (with alignment), source of each segment, max_seqlen
     def gather(
         self,
-        source_ids: NDArray[np.int64],
         sample_ids: NDArray[np.int64],
         *,
         num_rows: int,
@@ -185,9 +185,7 @@ class Gatherer:
         per_row: bool,
         num_cu_seqlens: int,
     ) -> tuple[NDArray[np.int32], NDArray[np.int32] | None, NDArray[np.int32], int]: ...
-    def count_labels(
-        self, source_ids: NDArray[np.int64], sample_ids: NDArray[np.int64]
-    ) -> NDArray[np.int64]: ...
+    def count_labels(self, sample_ids: NDArray[np.int64]) -> NDArray[np.int64]: ...
 
 # --- register_schedule.cpp ----------------------------------------------------------------------
 
