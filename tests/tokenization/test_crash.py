@@ -99,8 +99,8 @@ def test_the_workers_of_a_killed_build_leave_as_well(tmp_path: Path, corpus: Pat
     while not finished(tmp_path / "out"):
         assert process.poll() is None
         time.sleep(0.01)
-    children = children_of(process.pid)
-    assert len(children) >= 2
+    children = below(process.pid)
+    assert len(workers_of(process.pid)) == 2
     process.kill()
     process.wait()
     deadline = time.monotonic() + 30
@@ -109,16 +109,24 @@ def test_the_workers_of_a_killed_build_leave_as_well(tmp_path: Path, corpus: Pat
     assert not [pid for pid in children if is_alive(pid)]
 
 
-def children_of(pid: int) -> list[int]:
-    found = []
+def below(pid: int) -> list[int]:
+    """All processes below one: the server of workers, and the workers."""
+    children: dict[int, list[int]] = {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
-            fields = stat.read_text().rpartition(")")[2].split()
+            parent = int(stat.read_text().rpartition(")")[2].split()[1])
         except OSError:
             continue
-        if int(fields[1]) == pid:
-            found.append(int(stat.parent.name))
+        children.setdefault(parent, []).append(int(stat.parent.name))
+    found = list(children.get(pid, ()))
+    for child in found:
+        found += children.get(child, ())
     return found
+
+
+def workers_of(pid: int) -> list[int]:
+    """Those of ``below`` that have a process of Python above them, which forked them."""
+    return [child for direct in below(pid) for child in below(direct)]
 
 
 def is_alive(pid: int) -> bool:
@@ -134,8 +142,7 @@ def test_a_killed_worker_is_an_error_that_says_what_to_do(tmp_path: Path, corpus
     while not finished(tmp_path / "out"):
         assert process.poll() is None
         time.sleep(0.01)
-    victim = next(pid for pid in children_of(process.pid) if b"spawn_main" in cmdline(pid))
-    os.kill(victim, signal.SIGKILL)
+    os.kill(workers_of(process.pid)[0], signal.SIGKILL)
     _, stderr = process.communicate(timeout=60)
     assert process.returncode == 1
     assert "a worker process was killed" in stderr
@@ -143,13 +150,6 @@ def test_a_killed_worker_is_an_error_that_says_what_to_do(tmp_path: Path, corpus
     done = run(command(corpus, tmp_path / "out"))
     assert done.returncode == 0, done.stderr
     assert "kept from before" in done.stdout
-
-
-def cmdline(pid: int) -> bytes:
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes()
-    except OSError:
-        return b""
 
 
 def test_a_disk_that_is_full_is_a_clear_error_and_finished_shards_are_kept(
