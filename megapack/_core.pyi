@@ -37,10 +37,13 @@ def shift_document_ends(
 
 # (text, offsets (lines + 1), status (lines), line_begin (lines)); see csrc/core/jsonl.hpp.
 def extract_jsonl(
-    buffer: NDArray[np.uint8], key: str, scalars: bool = False
+    buffer: NDArray[np.uint8], key: str, values: str = "strings"
 ) -> tuple[NDArray[np.uint8], NDArray[np.int64], NDArray[np.uint8], NDArray[np.int64]]: ...
 def valid_utf8(text: NDArray[np.uint8], offsets: NDArray[np.int64]) -> NDArray[np.uint8]: ...
 def count_words(text: NDArray[np.uint8], offsets: NDArray[np.int64]) -> NDArray[np.int64]: ...
+def has_characters(
+    text: NDArray[np.uint8], offsets: NDArray[np.int64], ranges: NDArray[np.int64]
+) -> NDArray[np.uint8]: ...
 
 # (tokens, offsets, largest id or -1); see csrc/core/frame.hpp.
 def frame_documents_uint16(
