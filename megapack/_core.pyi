@@ -133,7 +133,10 @@ def length_histogram(
 # Samples per bucket if a pool of counts[l] documents of length l is drained.
 def count_bucket_samples(counts: NDArray[np.int64], rules: BucketRules) -> list[int]: ...
 
-# num_tokens, num_empty, num_longer (than `capacity`), shortest, longest.
+# All lengths joined bit by bit: negative if one of them is, above 2**31 - 1 if one of them is.
+def or_of_lengths(lengths: _Lengths) -> int: ...
+
+# num_tokens, num_empty, num_longer (than `capacity`).
 def count_documents(lengths: _Lengths, capacity: int) -> dict[str, int]: ...
 
 # SampleIndex.segment_arrays, then the lengths in the dtype of segment_begin.

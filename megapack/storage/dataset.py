@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+import operator
 import os
 from functools import cached_property
 from pathlib import Path
@@ -31,7 +32,9 @@ class IndexedDataset(HostNames):
         prefix: the files' common name, without (or with) ``.idx``.
         multimodal: the .idx has a mode per sequence (it does not say so itself); ``ds[i]`` is
             then ``(tokens, mode)``.
-        mmap: accepted for Megatron's sake; files are always mapped.
+        mmap, fast_cache_load, sequences_per_dataset, dtype_code: accepted for Megatron's sake;
+            files are always mapped and their header is always read.
+        object_storage_config, s3_config: not supported; mount or copy the dataset.
 
     Raises:
         FormatError: the .idx is damaged, or .bin is shorter than it says.
@@ -43,14 +46,35 @@ class IndexedDataset(HostNames):
         prefix: str | os.PathLike[str],
         multimodal: bool = False,
         mmap: bool = True,  # noqa: ARG002
+        *,
+        object_storage_config: Any = None,
+        s3_config: Any = None,
+        fast_cache_load: bool = False,  # noqa: ARG002
+        sequences_per_dataset: Any = None,  # noqa: ARG002
+        dtype_code: int | None = None,  # noqa: ARG002
     ) -> None:
+        if object_storage_config is not None or s3_config is not None:
+            raise ValueError(f"{prefix}: object storage is not read; mount or copy the dataset")
         self.prefix = prefix_of(prefix)
         self.multimodal = multimodal
         self._index = IndexFile(path_of(self.prefix, ".idx"))
         self._bin_path = path_of(self.prefix, ".bin")
         self.dtype: np.dtype[Any] = dtype_of_code(self._index.header.dtype_code, self._index.name)
+        self._check_first_pointers()
         self._modes = self._index.modes() if multimodal else None
         self.tokens: NDArray[Any] = self._map_tokens()
+
+    def _check_first_pointers(self) -> None:
+        """Another tool's dtype table shows in the first pointers: they grow by another width."""
+        expected = 0
+        for i in range(min(len(self), 64)):
+            if self._index.pointer(i) != expected:
+                raise FormatError(
+                    f"{self._index.name}: sequence {i} points at byte {self._index.pointer(i)}, "
+                    f"but {self.dtype.name} sequences before it end at {expected}; "
+                    "`megapack-build verify` tells why"
+                )
+            expected += self._index.length(i) * self.dtype.itemsize
 
     def _map_tokens(self) -> NDArray[Any]:
         """The tokens the index speaks of; bytes behind them, if any, are left out."""
@@ -105,7 +129,10 @@ class IndexedDataset(HostNames):
 
     def _extent(self, i: Any) -> tuple[int, int]:
         """First token and number of tokens of one sequence."""
-        i = i.__index__()
+        try:
+            i = operator.index(i)
+        except TypeError:
+            raise TypeError(f"sequence {i!r}: give an integer or a slice") from None
         count = self._index.num_sequences
         if not -count <= i < count:
             raise IndexError(f"sequence {i} of {count} in {self.prefix}")

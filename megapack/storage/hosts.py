@@ -5,15 +5,27 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import DTypeLike, NDArray
 
 __all__ = ["HostNames"]
+
+
+class BinReader:
+    """``read(dtype, count, offset)`` of the mapped tokens."""
+
+    def __init__(self, tokens: NDArray[Any]) -> None:
+        self._bytes = tokens.view(np.uint8).data
+
+    def read(self, dtype: DTypeLike, count: int, offset: int) -> NDArray[Any]:
+        """``count`` elements from byte ``offset`` on."""
+        return np.frombuffer(self._bytes, dtype, count, offset)
 
 
 class HostNames:
     """Aliases only; the facts are IndexedDataset's."""
 
     prefix: str
+    tokens: NDArray[Any]
 
     @property
     def sequence_lengths(self) -> NDArray[np.int32]:
@@ -31,6 +43,11 @@ class HostNames:
     def index(self) -> Any:
         """Megatron's reader of the .idx: dtype, sequence_lengths, ... are ours as well."""
         return self
+
+    @property
+    def bin_reader(self) -> BinReader:
+        """Megatron's reader of .bin."""
+        return BinReader(self.tokens)
 
     @property
     def sequence_count(self) -> int:

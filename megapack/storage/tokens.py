@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from typing import Any
 
 import numpy as np
@@ -32,6 +33,11 @@ def as_tokens(tokens: Any) -> Tokens:
 
 
 def _to_array(tokens: Any) -> NDArray[Any]:
+    if isinstance(tokens, list):
+        try:
+            return np.frombuffer(array("q", tokens), np.int64)  # twice as fast as np.array
+        except (TypeError, OverflowError):
+            pass  # strings, rows, large unsigned ids, or nothing that is an integer
     if hasattr(tokens, "detach"):  # torch.Tensor, without importing torch
         tokens = tokens.detach().cpu().numpy()
     values = np.asarray(tokens)

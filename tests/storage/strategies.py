@@ -1,0 +1,33 @@
+"""Corpora for property tests: documents of sequences of ids, and what follows from them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+from hypothesis import strategies as st
+
+from megapack.storage import IndexedDatasetBuilder
+
+# A corpus is documents, each a list of sequences, each a list of ids that every dtype holds.
+Corpus = list[list[list[int]]]
+sequences = st.lists(st.integers(0, 127), max_size=20)
+corpora = st.lists(st.lists(sequences, max_size=4), max_size=12)
+
+
+def flatten(document: list[list[int]]) -> list[int]:
+    return [token for sequence in document for token in sequence]
+
+
+def write(prefix: Path, corpus: Corpus, dtype: type = np.uint16, **options: object) -> None:
+    with IndexedDatasetBuilder(prefix, dtype, **options) as builder:
+        for document in corpus:
+            builder.add_document(flatten(document), [len(sequence) for sequence in document])
+
+
+def files(prefix: Path) -> dict[str, bytes]:
+    """The bytes of a dataset's .bin and .idx."""
+    return {suffix: Path(f"{prefix}{suffix}").read_bytes() for suffix in (".bin", ".idx")}
+
+
+SMALL: Corpus = [[[1, 2, 3]], [[4], [5, 6]], [], [[]], [[7, 8, 9, 10]]]

@@ -1,0 +1,168 @@
+"""A file has its name when it is complete, whatever happens before."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megapack.storage import IndexedDataset, IndexedDatasetBuilder
+from megapack.storage.atomic import AtomicFile, atomic_write
+from megapack.storage.verify import verify
+
+
+def names(directory: Path) -> list[str]:
+    return sorted(path.name for path in directory.iterdir())
+
+
+def test_the_old_content_stands_until_the_new_one_is_complete(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_text("old")
+    with atomic_write(path, "w") as file:
+        file.write("new \u00e4")
+        file.flush()
+        assert path.read_text() == "old"
+    assert path.read_bytes() == "new \u00e4".encode()
+    with pytest.raises(RuntimeError), atomic_write(path) as file:
+        file.write(b"half")
+        raise RuntimeError
+    assert path.read_bytes() == "new \u00e4".encode()
+    assert names(tmp_path) == ["file"]
+
+
+def test_appending_is_all_or_nothing(tmp_path: Path) -> None:
+    file = AtomicFile(tmp_path / "file")
+    file.write(b"abc")
+    with pytest.raises(RuntimeError), file.all_or_nothing():
+        file.write(b"def")
+        raise RuntimeError
+    file.write(np.array([0x6867], np.uint16))
+    assert file.temporary.read_bytes() == b"abcgh"
+    with (tmp_path / "short").open("wb+") as source:
+        source.write(b"1234")
+        source.seek(0)
+        with pytest.raises(OSError, match="4 bytes early"):
+            file.copy_from(source, 8)
+        source.seek(1)
+        file.copy_from(source, 2)
+    assert file.temporary.read_bytes() == b"abcgh23"
+    file.discard()
+
+
+def test_a_forked_child_does_not_remove_its_parents_file(tmp_path: Path) -> None:
+    file = AtomicFile(tmp_path / "file")
+    child = os.fork()
+    if child == 0:
+        file.discard()
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    assert file.temporary.exists()
+    file.discard()
+    assert names(tmp_path) == []
+
+
+FILL = """
+import resource, signal, sys
+import numpy as np
+from megapack.storage import IndexedDatasetBuilder
+if sys.argv[2] == "limit":
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
+builder = IndexedDatasetBuilder(sys.argv[1] + "/data", np.uint16)
+try:
+    for _ in range(int(sys.argv[3])):
+        builder.add_document(np.zeros(1000, np.uint16))
+    if sys.argv[4] == "index":  # many empty documents: .bin fits, .idx does not
+        builder.add_documents([], np.zeros(100_001, np.int64))
+    builder.finalize()
+except OSError as error:
+    print(type(error).__name__, error.errno, error)
+"""
+
+
+def fill(directory: Path, mode: str, documents: int, what: str = "tokens") -> str:
+    command = [sys.executable, "-c", FILL, str(directory), mode, str(documents), what]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+
+@pytest.mark.parametrize(("documents", "what"), [(2000, "tokens"), (100, "index")])
+def test_a_file_that_cannot_grow_is_a_clear_error_and_leaves_nothing(
+    tmp_path: Path, documents: int, what: str
+) -> None:
+    suffix = "bin" if what == "tokens" else "idx"
+    said = fill(tmp_path, "limit", documents, what)
+    assert "File too large while writing" in said and f"data.{suffix}'" in said
+    assert names(tmp_path) == []
+
+
+def test_a_full_disk_is_a_clear_error_and_leaves_nothing(tmp_path: Path) -> None:
+    """On a real file system of one megabyte, in a mount namespace of its own."""
+    if shutil.which("unshare") is None:
+        pytest.skip("no unshare")
+    script = 'mount -t tmpfs -o size=1m none "$1" && "$0" -c "$2" "$1" disk 2000 x; ls "$1"'
+    command = ["unshare", "-rm", "sh", "-c", script, sys.executable, str(tmp_path), FILL]
+    done = subprocess.run(command, check=False, capture_output=True, text=True)
+    if "unshare failed" in done.stderr or "mount:" in done.stderr:
+        pytest.skip("mounting needs user namespaces")
+    assert done.returncode == 0, done.stderr
+    assert "No space left on device while writing" in done.stdout
+    assert done.stdout.count("\n") == 1, "something was left: " + done.stdout
+
+
+def test_sigkill_in_the_middle_leaves_no_final_name(tmp_path: Path) -> None:
+    program = (
+        "import numpy as np, sys, time\n"
+        "from megapack.storage import IndexedDatasetBuilder\n"
+        "builder = IndexedDatasetBuilder(sys.argv[1] + '/data', np.uint16)\n"
+        "builder.add_documents(np.zeros(2_000_000, np.uint16), [0, 2_000_000])\n"
+        "print('written', flush=True)\n"
+        "time.sleep(600)\n"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", program, str(tmp_path)], stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "written\n"
+    process.kill()
+    assert process.wait() == -signal.SIGKILL
+    left = names(tmp_path)
+    assert len(left) == 1 and left[0].startswith("data.bin.tmp-")
+    assert {finding.code for finding in verify(tmp_path / "data")} >= {"leftover", "missing"}
+    with IndexedDatasetBuilder(tmp_path / "data") as builder:
+        builder.add_document([1])
+    assert IndexedDataset(tmp_path / "data").num_documents == 1
+
+
+def test_sigkill_at_any_moment_leaves_a_whole_dataset_or_none(tmp_path: Path) -> None:
+    program = (
+        "import numpy as np, sys\n"
+        "from megapack.storage import IndexedDatasetBuilder\n"
+        "print('started', flush=True)\n"
+        "for i in range(1, 100_000):\n"
+        "    with IndexedDatasetBuilder(sys.argv[1] + '/data', np.uint16) as builder:\n"
+        "        builder.add_documents(np.full(3 * i, i % 999), [0, i, 2 * i, 3 * i])\n"
+    )
+    waits = random.Random(0)
+    seen = 0
+    for _ in range(8):
+        process = subprocess.Popen(
+            [sys.executable, "-c", program, str(tmp_path)], stdout=subprocess.PIPE, text=True
+        )
+        assert process.stdout is not None
+        process.stdout.readline()
+        time.sleep(waits.uniform(0.01, 0.2))
+        process.kill()
+        process.wait()
+        if IndexedDataset.exists(tmp_path / "data"):
+            seen += 1
+            findings = verify(tmp_path / "data")
+            assert not [finding for finding in findings if finding.severity == "error"]
+    assert seen, "no dataset was ever finished: the test would pass vacuously"

@@ -1,0 +1,279 @@
+"""The builder stores what it is given, or refuses it and stays as it was."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megapack.errors import DataError
+from megapack.storage import IndexedDataset, IndexedDatasetBuilder
+from storage.strategies import SMALL, corpora, files, flatten, write
+
+
+def contents(directory: Path) -> list[str]:
+    return sorted(path.name for path in directory.iterdir())
+
+
+@given(corpus=corpora, dtype=st.sampled_from([np.uint16, np.int32, np.int64, np.uint8]))
+def test_any_corpus_comes_back(
+    tmp_path_factory: pytest.TempPathFactory, corpus: list, dtype: type
+) -> None:
+    prefix = tmp_path_factory.mktemp("build") / "data"
+    write(prefix, corpus, dtype)
+    dataset = IndexedDataset(prefix)
+    assert dataset.dtype == dtype
+    assert dataset.num_documents == len(corpus)
+    for d, document in enumerate(corpus):
+        begin, end = dataset.document_offsets[d : d + 2]
+        np.testing.assert_array_equal(dataset.tokens[begin:end], flatten(document))
+        first, last = dataset.document_indices[d : d + 2]
+        assert [list(sequence) for sequence in dataset[first:last]] == document
+    assert list(dataset.document_lengths) == [len(flatten(document)) for document in corpus]
+
+
+@given(
+    lengths=st.lists(st.integers(0, 9), max_size=30),
+    chunks=st.integers(1, 5),
+    source=st.sampled_from([np.uint16, np.int32, np.int64, np.uint64, np.int8]),
+)
+def test_many_documents_at_once_equal_one_by_one(
+    tmp_path_factory: pytest.TempPathFactory, lengths: list, chunks: int, source: type
+) -> None:
+    tmp = tmp_path_factory.mktemp("build")
+    documents = [np.arange(n, dtype=source) for n in lengths]
+    with IndexedDatasetBuilder(tmp / "one", np.uint16) as one:
+        for document in documents:
+            one.add_document(document)
+    with IndexedDatasetBuilder(tmp / "many", np.uint16) as many:
+        for part in np.array_split(np.arange(len(documents)), chunks):
+            chosen = [documents[i] for i in part]
+            flat = np.concatenate([np.zeros(0, source), *chosen])
+            many.add_documents(flat, np.cumsum([0, *map(len, chosen)]))
+    assert files(tmp / "one") == files(tmp / "many")
+
+
+def test_large_arrays_go_around_the_buffer(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    tokens = rng.integers(0, 60_000, 3_000_000)
+    bounds = np.sort(rng.integers(0, tokens.size, 999))
+    offsets = np.concatenate([[0], bounds, [tokens.size]])
+    with IndexedDatasetBuilder(tmp_path / "narrowed", np.uint16) as narrowed:
+        narrowed.add_document([1, 2, 3])
+        narrowed.add_documents(tokens.astype(np.int32), offsets)
+        narrowed.add_document([4])
+    with IndexedDatasetBuilder(tmp_path / "same", np.uint16) as same:
+        same.add_document([1, 2, 3])
+        same.add_documents(tokens.astype(np.uint16), offsets)
+        same.add_document([4])
+    dataset = IndexedDataset(tmp_path / "narrowed")
+    np.testing.assert_array_equal(dataset.tokens[3:-1], tokens)
+    assert files(tmp_path / "narrowed") == files(tmp_path / "same")
+    assert dataset.meta == IndexedDataset(tmp_path / "same").meta
+
+
+FORMS = {
+    "list": [3, 1, 2],
+    "tuple": (3, 1, 2),
+    "strings": ["3", "1", "2"],
+    "torch": torch.tensor([3, 1, 2]),
+    "strided torch": torch.tensor([[3.0, 9], [1, 9], [2, 9]], requires_grad=True)[:, 0].long(),
+    "int16": np.array([3, 1, 2], np.int16),
+    "big endian": np.array([3, 1, 2], ">i4"),
+    "strided": np.array([3, 0, 1, 0, 2, 0])[::2],
+    "matrix": np.array([[3], [1], [2]]),
+    "read only": np.frombuffer(b"\3\1\2", np.uint8),
+    "unaligned": np.frombuffer(b"\0\3\0\1\0\2\0", np.uint16, offset=1),
+}
+
+
+@pytest.mark.parametrize("tokens", FORMS.values(), ids=FORMS.keys())
+def test_tokens_may_come_in_any_form_that_holds_integers(tmp_path: Path, tokens: object) -> None:
+    with IndexedDatasetBuilder(tmp_path / "data", np.uint16) as builder:
+        builder.add_document(tokens)
+    np.testing.assert_array_equal(IndexedDataset(tmp_path / "data")[0], [3, 1, 2])
+
+
+@pytest.mark.parametrize("tokens", [[0.5], ["x"], [None], [2**70], np.zeros(3), np.zeros(3, bool)])
+def test_what_is_no_integer_is_refused(tmp_path: Path, tokens: object) -> None:
+    builder = IndexedDatasetBuilder(tmp_path / "data")
+    with pytest.raises(TypeError, match="tokens"):
+        builder.add_document(tokens)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "options", "token", "limit"),
+    [
+        (np.uint16, {}, 65_536, r"\[0, 65535\] \(uint16\)"),
+        (np.uint16, {}, -1, r"\[0, 65535\]"),
+        (np.uint16, {"vocab_size": 100}, 100, r"\[0, 99\] \(uint16, vocab_size 100\)"),
+        (np.int32, {}, 2**31, r"\[0, 2147483647\]"),
+        (np.int32, {}, -100, r"\[0, 2147483647\]"),
+        (np.int32, {"allow_negative": True}, -(2**31) - 1, r"\[-2147483648, 2147483647\]"),
+        (np.int64, {}, 2**63, r"\[0, 9223372036854775807\]"),
+        (np.uint8, {}, 256, r"\[0, 255\]"),
+    ],
+)
+@pytest.mark.parametrize("size", [10, 700_000], ids=["buffered", "unbuffered"])
+def test_ids_outside_are_refused_and_named_never_wrapped(  # noqa: PLR0917
+    tmp_path: Path, dtype: type, options: dict, token: int, limit: str, size: int
+) -> None:
+    array = np.zeros(size, np.uint64 if token >= 2**63 else np.int64)
+    array[size - 3] = token
+    builder = IndexedDatasetBuilder(tmp_path / "data", dtype, **options)
+    builder.add_document([1, 2])
+    message = rf"document 2, position {size - 8}: token id {token} is outside of {limit}"
+    with pytest.raises(DataError, match=message):
+        builder.add_documents(array, [0, 5, size])
+    with pytest.raises(DataError, match=f"document 1, position {size - 3}: token id {token} "):
+        builder.add_document(array)
+    builder.add_document([3])
+    builder.finalize()
+    dataset = IndexedDataset(tmp_path / "data")
+    assert [list(document) for document in dataset[:]] == [[1, 2], [3]]
+    with IndexedDatasetBuilder(tmp_path / "clean", dtype, **options) as clean:
+        clean.add_document([1, 2])
+        clean.add_document([3])
+    assert IndexedDataset(tmp_path / "clean").meta == dataset.meta
+
+
+def test_label_datasets_hold_minus_100(tmp_path: Path) -> None:
+    with IndexedDatasetBuilder(tmp_path / "labels", allow_negative=True) as builder:
+        builder.add_document([-100, -100, 7])
+    assert list(IndexedDataset(tmp_path / "labels")[0]) == [-100, -100, 7]
+    with pytest.raises(ValueError, match="uint16 has no negative values"):
+        IndexedDatasetBuilder(tmp_path / "no", np.uint16, allow_negative=True)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda b: b.add_document([1, 2, 3], [1, 1]), "lengths sum to 2"),
+        (lambda b: b.add_document([1, 2, 3], [4, -1]), "lengths"),
+        (lambda b: b.add_documents([1, 2, 3], [0, 2]), "offsets are int64 from 0 to 2"),
+        (lambda b: b.add_documents([1, 2, 3], [1, 3]), "offsets"),
+        (lambda b: b.add_documents([1, 2, 3], [0, 2, 1, 3]), "offsets go back"),
+        (lambda b: b.add_documents([1, 2, 3], []), "offsets"),
+        (lambda b: b.add_documents([1, 2, 3], [0.0, 3.0]), "offsets"),
+    ],
+)
+def test_lengths_that_do_not_fit_the_tokens_are_refused(
+    tmp_path: Path, call: object, message: str
+) -> None:
+    builder = IndexedDatasetBuilder(tmp_path / "data")
+    with pytest.raises(DataError, match=message):
+        call(builder)
+    builder.finalize()
+    assert len(IndexedDataset(tmp_path / "data")) == 0
+
+
+def test_modes_are_checked_before_anything_is_added(tmp_path: Path) -> None:
+    builder = IndexedDatasetBuilder(tmp_path / "data", multimodal=True)
+    with pytest.raises(DataError, match="mode 200"):
+        builder.add_item([1], mode=200)
+    with pytest.raises(DataError, match="2 sequences, but 1 modes"):
+        builder.add_document([1, 2], [1, 1], [0])
+    builder.add_document([1, 2], [1, 1], [-1, 3])
+    builder.add_documents([5], [0, 1])
+    builder.finalize()
+    dataset = IndexedDataset(tmp_path / "data", multimodal=True)
+    assert [(list(tokens), int(mode)) for tokens, mode in map(dataset.__getitem__, range(3))] == [
+        ([1], -1),
+        ([2], 3),
+        ([5], 0),
+    ]
+
+
+def test_an_open_document_is_not_forgotten_silently(tmp_path: Path) -> None:
+    builder = IndexedDatasetBuilder(tmp_path / "data")
+    builder.add_item([1])
+    builder.add_item([2])
+    with pytest.raises(DataError, match=r"2 sequences .* end_document"):
+        builder.finalize()
+    with pytest.raises(DataError, match="end_document"):
+        builder.add_documents([1], [0, 1])
+    builder.end_document()
+    builder.finalize()
+    assert IndexedDataset(tmp_path / "data").num_documents == 1
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.uint32, np.uint64, bool, "float64"])
+def test_types_that_hosts_read_differently_are_refused(tmp_path: Path, dtype: type) -> None:
+    with pytest.raises(ValueError, match="tokens are stored as one of"):
+        IndexedDatasetBuilder(tmp_path / "data", dtype)
+    assert contents(tmp_path) == []
+
+
+def test_a_vocabulary_that_does_not_fit_the_type_is_refused_at_once(tmp_path: Path) -> None:
+    IndexedDatasetBuilder(tmp_path / "data", np.uint16, vocab_size=65_536).abort()
+    with pytest.raises(ValueError, match="choose int32"):
+        IndexedDatasetBuilder(tmp_path / "data", np.uint16, vocab_size=65_537)
+
+
+def test_nothing_has_its_name_before_finalize(tmp_path: Path) -> None:
+    builder = IndexedDatasetBuilder(tmp_path / "data")
+    builder.add_documents(np.arange(500_000), [0, 500_000])
+    assert [name for name in contents(tmp_path) if ".tmp-" not in name] == []
+    builder.finalize()
+    assert contents(tmp_path) == ["data.bin", "data.idx", "data.meta.json"]
+
+
+def test_errors_aborts_and_forgotten_builders_leave_nothing(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError), IndexedDatasetBuilder(tmp_path / "a") as builder:
+        builder.add_document([1])
+        raise RuntimeError
+    IndexedDatasetBuilder(tmp_path / "b").abort()
+    forgotten = IndexedDatasetBuilder(tmp_path / "c")
+    forgotten.add_document([1])
+    del forgotten
+    gc.collect()
+    assert contents(tmp_path) == []
+
+
+def test_a_finished_builder_takes_nothing_more(tmp_path: Path) -> None:
+    builder = IndexedDatasetBuilder(tmp_path / "data")
+    builder.finalize()
+    for call in (builder.finalize, builder.end_document, lambda: builder.add_document([1])):
+        with pytest.raises(ValueError, match="finalized or aborted"):
+            call()
+
+
+def test_a_new_dataset_replaces_an_old_one_as_a_whole(tmp_path: Path) -> None:
+    write(tmp_path / "data", SMALL, np.int32)
+    builder = IndexedDatasetBuilder(tmp_path / "data", np.uint16)
+    builder.add_document([1, 2])
+    assert IndexedDataset(tmp_path / "data").num_documents == len(SMALL)
+    builder.finalize()
+    dataset = IndexedDataset(tmp_path / "data")
+    assert (dataset.num_documents, dataset.dtype) == (1, np.uint16)
+    assert dataset.meta is not None and dataset.meta["num_documents"] == 1
+
+
+def test_files_have_the_permissions_of_the_umask(tmp_path: Path) -> None:
+    old = os.umask(0o027)
+    try:
+        write(tmp_path / "data", SMALL)
+    finally:
+        os.umask(old)
+    for suffix in (".bin", ".idx", ".meta.json"):
+        assert (tmp_path / f"data{suffix}").stat().st_mode & 0o777 == 0o640
+
+
+def test_the_meta_file_says_what_the_builder_was_told_and_what_it_saw(tmp_path: Path) -> None:
+    write(tmp_path / "data", SMALL, vocab_size=50, metadata={"tokenizer": {"digest": "d"}})
+    meta = json.loads((tmp_path / "data.meta.json").read_text())
+    assert meta["tokenizer"] == {"digest": "d"}
+    assert (meta["min_token_id"], meta["max_token_id"], meta["vocab_size"]) == (1, 10, 50)
+    assert (meta["num_documents"], meta["num_sequences"], meta["num_tokens"]) == (5, 5, 10)
+    with pytest.raises(ValueError, match="num_tokens"):
+        IndexedDatasetBuilder(tmp_path / "other", metadata={"num_tokens": 3})
+    with pytest.raises(TypeError):
+        IndexedDatasetBuilder(tmp_path / "other", metadata={"tokenizer": object()})
+    assert not list(tmp_path.glob("other*"))

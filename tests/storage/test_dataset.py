@@ -1,0 +1,275 @@
+"""Reading: views of the mapped file, documents, and refusal of what is damaged."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import struct
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megapack.errors import FormatError
+from megapack.storage import IndexedDataset, read_document_lengths
+from storage.strategies import SMALL, corpora, flatten, write
+
+
+def patch(path: Path, at: int, data: bytes) -> None:
+    content = bytearray(path.read_bytes())
+    content[at : at + len(data)] = data
+    path.write_bytes(content)
+
+
+def index_bytes(lengths: list, pointers: list, documents: list, *, code: int = 8) -> bytes:
+    """An .idx by hand: the layout of Megatron's reader, written from its description."""
+    head = struct.pack("<9sQBQQ", b"MMIDIDX\0\0", 1, code, len(lengths), len(documents))
+    arrays = [
+        np.array(lengths, "<i4").tobytes(),
+        np.array(pointers, "<i8").tobytes(),
+        np.array(documents, "<i8").tobytes(),
+    ]
+    return head + b"".join(arrays)
+
+
+def by_hand(prefix: Path, *arrays: list, code: int = 8, bin_bytes: int = 0) -> Path:
+    Path(f"{prefix}.idx").write_bytes(index_bytes(*arrays, code=code))
+    Path(f"{prefix}.bin").write_bytes(bytes(bin_bytes))
+    return prefix
+
+
+@given(corpus=corpora, data=st.data())
+def test_items_slices_and_parts_are_those_of_a_list(
+    tmp_path_factory: pytest.TempPathFactory, corpus: list, data: st.DataObject
+) -> None:
+    prefix = tmp_path_factory.mktemp("read") / "data"
+    write(prefix, corpus)
+    expected = [sequence for document in corpus for sequence in document]
+    dataset = IndexedDataset(prefix)
+    assert [list(dataset[i]) for i in range(len(dataset))] == expected
+    a, b = data.draw(st.integers(-50, 50)), data.draw(st.integers(-50, 50))
+    assert [list(view) for view in dataset[a:b]] == expected[a:b]
+    if expected:
+        i = data.draw(st.integers(-len(expected), len(expected) - 1))
+        begin = data.draw(st.integers(0, len(expected[i])))
+        length = data.draw(st.integers(0, len(expected[i]) - begin))
+        assert list(dataset[i]) == expected[i]
+        assert list(dataset.get(i, begin)) == expected[i][begin:]
+        assert list(dataset.get(np.int64(i), begin, length)) == expected[i][begin : begin + length]
+
+
+def test_tokens_are_read_only_views_of_one_mapping(tmp_path: Path) -> None:
+    write(tmp_path / "data", SMALL)
+    dataset = IndexedDataset(tmp_path / "data")
+    assert np.shares_memory(dataset[0], dataset.tokens)
+    for array in (dataset.tokens, dataset[0], dataset.document_offsets, dataset.sequence_lengths):
+        with pytest.raises(ValueError, match="read-only"):
+            array[:1] = 0
+    for array in (dataset.sequence_lengths, dataset.sequence_pointers, dataset.document_indices):
+        assert array.flags.aligned
+
+
+def test_what_does_not_exist_is_an_index_error(tmp_path: Path) -> None:
+    write(tmp_path / "data", SMALL)
+    dataset = IndexedDataset(tmp_path / "data")
+    for call in (
+        lambda: dataset[5],
+        lambda: dataset[-6],
+        lambda: dataset.get(0, 2, 2),
+        lambda: dataset.get(0, -1),
+        lambda: dataset.get(0, 0, -1),
+        lambda: dataset.get(0, 4),
+    ):
+        with pytest.raises(IndexError):
+            call()
+    with pytest.raises(ValueError, match="slice step is 2"):
+        dataset[::2]
+    with pytest.raises(TypeError, match="integer or a slice"):
+        dataset["0"]
+
+
+def test_a_pickle_is_small_and_finds_the_files_from_elsewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write(Path("data"), SMALL * 1000)
+    dataset = IndexedDataset("data")
+    assert dataset.document_offsets.size == 5001
+    state = pickle.dumps(dataset)
+    monkeypatch.chdir("/")
+    copy = pickle.loads(state)
+    assert len(state) < 500
+    np.testing.assert_array_equal(copy.tokens, dataset.tokens)
+    assert copy.fingerprint == dataset.fingerprint
+
+
+def test_the_empty_dataset_can_be_read(tmp_path: Path) -> None:
+    write(tmp_path / "data", [])
+    dataset = IndexedDataset(tmp_path / "data")
+    assert (len(dataset), dataset.num_documents, dataset.num_tokens) == (0, 0, 0)
+    assert list(dataset.document_offsets) == [0]
+    assert dataset[:] == [] and dataset.document_lengths.size == 0
+
+
+def test_only_empty_documents_can_be_read(tmp_path: Path) -> None:
+    write(tmp_path / "data", [[[]], [], [[], []]])
+    dataset = IndexedDataset(tmp_path / "data")
+    assert (len(dataset), dataset.num_documents, dataset.num_tokens) == (3, 3, 0)
+    assert list(dataset.document_offsets) == [0, 0, 0, 0]
+
+
+def test_lengths_come_from_the_index_alone(tmp_path: Path) -> None:
+    write(tmp_path / "data", SMALL)
+    (tmp_path / "data.bin").unlink()
+    lengths = read_document_lengths(tmp_path / "data")
+    assert lengths.dtype == np.int32
+    assert list(lengths) == [len(flatten(document)) for document in SMALL]
+
+
+def test_documents_beyond_2_31_tokens_have_64_bit_lengths(tmp_path: Path) -> None:
+    n = 2**31 - 1
+    prefix = by_hand(tmp_path / "data", [n, n, 5], [0, n, 2 * n], [0, 2, 3], code=1)
+    os.truncate(f"{prefix}.bin", 2 * n + 5)  # a sparse file
+    lengths = read_document_lengths(prefix)
+    assert lengths.dtype == np.int64
+    assert list(lengths) == [2 * n, 5]
+    dataset = IndexedDataset(prefix)
+    assert list(dataset.document_offsets) == [0, 2 * n, 2 * n + 5]
+    assert dataset.num_tokens == 2 * n + 5
+
+
+def test_a_neox_merge_without_documents_has_one_per_sequence(tmp_path: Path) -> None:
+    prefix = by_hand(tmp_path / "data", [3, 0, 2], [0, 6, 6], [0], bin_bytes=10)
+    dataset = IndexedDataset(prefix)
+    assert dataset.num_documents == 3
+    assert list(dataset.document_indices) == [0, 1, 2, 3]
+    assert list(dataset.document_lengths) == [3, 0, 2]
+    assert list(dataset.document_offsets) == [0, 3, 3, 5]
+
+
+def test_bytes_behind_the_last_sequence_are_not_tokens(tmp_path: Path) -> None:
+    write(tmp_path / "data", SMALL)
+    with (tmp_path / "data.bin").open("ab") as file:
+        file.write(b"xyz")
+    assert IndexedDataset(tmp_path / "data").num_tokens == 10
+
+
+BAD_HEADERS = [
+    (b"", "truncated"),
+    (b"MMIDIDX", "truncated"),
+    (b"TNTIDX\0\0" + bytes(60), "begins with 'TNTIDX"),
+    (b"PK\3\4" + bytes(60), r"begins with 'PK"),
+    (index_bytes([1], [0], [0, 1])[:-1], "truncated"),
+    (struct.pack("<9sQBQQ", b"MMIDIDX\0\0", 2, 8, 0, 1) + bytes(8), "version 2"),
+    (struct.pack("<9sQBQQ", b"MMIDIDX\0\0", 1, 8, 2**63, 2**63), "cannot hold"),
+    (struct.pack("<9sQBQQ", b"MMIDIDX\0\0", 1, 8, 2**64 - 1, 1), "cannot hold"),
+    (struct.pack("<9sQBQQ", b"MMIDIDX\0\0", 1, 8, 0, 2**61), "cannot hold"),
+]
+
+
+@pytest.mark.parametrize(("content", "message"), BAD_HEADERS)
+def test_what_is_no_index_is_refused_by_name(tmp_path: Path, content: bytes, message: str) -> None:
+    (tmp_path / "data.idx").write_bytes(content)
+    (tmp_path / "data.bin").write_bytes(bytes(100))
+    with pytest.raises(FormatError, match=rf"data\.idx.*{message}"):
+        IndexedDataset(tmp_path / "data")
+
+
+@pytest.mark.parametrize("code", [0, 6, 7, 9, 255])
+def test_type_codes_without_a_common_meaning_are_refused(tmp_path: Path, code: int) -> None:
+    prefix = by_hand(tmp_path / "data", [3], [0], [0, 1], code=code, bin_bytes=24)
+    with pytest.raises(FormatError, match=f"dtype code {code}"):
+        IndexedDataset(prefix)
+
+
+def test_a_truncated_bin_is_refused(tmp_path: Path) -> None:
+    write(tmp_path / "data", SMALL)
+    os.truncate(tmp_path / "data.bin", 19)
+    with pytest.raises(FormatError, match=r"data\.bin has 19 bytes.*ends at byte 20"):
+        IndexedDataset(tmp_path / "data")
+
+
+def test_a_uint64_file_of_deepspeed_is_refused(tmp_path: Path) -> None:
+    """Code 8 is uint64 there: read as uint16 it would be garbage without a word."""
+    prefix = by_hand(tmp_path / "data", [3, 4], [0, 24], [0, 1, 2], code=8, bin_bytes=56)
+    with pytest.raises(FormatError, match="sequence 1 points at byte 24, but uint16"):
+        IndexedDataset(prefix)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "pointers", "documents", "message"),
+    [
+        ([2, -1, 2], [0, 4, 2], [0, 1, 2, 3], "sequence 1 has length -1"),
+        ([2, 2, 2], [0, 6, 8], [0, 1, 2, 3], "sequence 1 points at byte 6"),
+        ([2, 2, 2], [0, 4, -8], [0, 1, 2, 3], "points at byte -8"),
+        ([2, 2, 2], [0, 4, 8], [0, 2, 1, 3], r"document_indices\[2\] is 1"),
+        ([2, 2, 2], [0, 4, 8], [0, 1, 2], "end at 2 instead of the number of sequences, 3"),
+        ([2, 2, 2], [0, 4, 8], [1, 2, 3], r"document_indices\[0\] is 1"),
+        ([2, 2, 2], [0, 4, 8], [0, 2**40, 3], r"document_indices\[2\] is 3"),
+        ([2, 2, 2], [0, 4, 8], [0, -1, 3], r"document_indices\[1\] is -1"),
+    ],
+)
+def test_an_index_that_contradicts_itself_is_refused(
+    tmp_path: Path, lengths: list, pointers: list, documents: list, message: str
+) -> None:
+    prefix = by_hand(tmp_path / "data", lengths, pointers, documents, bin_bytes=12)
+    with pytest.raises(FormatError, match=message):
+        _ = IndexedDataset(prefix).document_offsets
+
+
+def test_a_sequence_outside_of_bin_is_never_read(tmp_path: Path) -> None:
+    write(tmp_path / "data", [[[1, 2]]] * 100)
+    for pointer in (3, 397, 400, -2, 2**62):
+        patch(tmp_path / "data.idx", 34 + 4 * 100 + 8 * 70, struct.pack("<q", pointer))
+        dataset = IndexedDataset(tmp_path / "data")
+        assert list(dataset[69]) == [1, 2]
+        with pytest.raises(FormatError, match="sequence 70 is outside of"):
+            _ = dataset[70]
+
+
+def test_the_fingerprint_follows_the_layout(tmp_path: Path) -> None:
+    write(tmp_path / "a", SMALL)
+    write(tmp_path / "b", SMALL)
+    write(tmp_path / "c", SMALL, np.int32)
+    write(tmp_path / "d", SMALL[:-1])
+    a, b, c, d = (IndexedDataset(tmp_path / name).fingerprint for name in "abcd")
+    assert a == b
+    assert len({a, c, d}) == 3
+
+
+def test_the_meta_file_is_optional_but_not_arbitrary(tmp_path: Path) -> None:
+    write(tmp_path / "data", SMALL, vocab_size=12)
+    assert IndexedDataset(tmp_path / "data").vocab_size == 12
+    meta = tmp_path / "data.meta.json"
+    for text, message in [
+        ("{", "not valid JSON"),
+        ("[]", "not a megapack meta file"),
+        ('{"format": "megapack dataset", "version": 2}', "version 2"),
+        ('{"format": "megapack dataset", "version": 1}', "edited"),
+    ]:
+        meta.write_text(text)
+        with pytest.raises(FormatError, match=message):
+            _ = IndexedDataset(tmp_path / "data").meta
+    meta.unlink()
+    dataset = IndexedDataset(tmp_path / "data")
+    assert dataset.meta is None and dataset.vocab_size is None
+
+
+def test_missing_files_are_os_errors_with_their_name(tmp_path: Path) -> None:
+    assert not IndexedDataset.exists(tmp_path / "data")
+    with pytest.raises(FileNotFoundError, match=r"data\.idx"):
+        IndexedDataset(tmp_path / "data")
+    write(tmp_path / "data", SMALL)
+    assert IndexedDataset.exists(tmp_path / "data")
+    (tmp_path / "data.bin").unlink()
+    assert not IndexedDataset.exists(tmp_path / "data")
+    with pytest.raises(FileNotFoundError, match=r"data\.bin"):
+        IndexedDataset(tmp_path / "data")
+
+
+def test_prefixes_may_contain_dots(tmp_path: Path) -> None:
+    write(tmp_path / "v1.5", SMALL)
+    assert (tmp_path / "v1.5.idx").exists()
+    assert len(IndexedDataset(tmp_path / "v1.5.idx")) == len(IndexedDataset(tmp_path / "v1.5"))
