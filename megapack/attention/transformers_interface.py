@@ -62,6 +62,10 @@ def _attention_function(backend: str) -> Callable[..., tuple[Tensor, None]]:
                 0, batch * length + 1, length, dtype=torch.int32, device=query.device
             )
             max_length_q = length
+        kind = query.device.type
+        if kind != "meta" and torch.is_autocast_enabled(kind):  # rotated q and k are float32
+            compute = torch.get_autocast_dtype(kind)
+            query, key, value = query.to(compute), key.to(compute), value.to(compute)
         out = varlen_attention(
             query.transpose(1, 2).reshape(batch * length, heads, width),
             key.transpose(1, 2).reshape(batch * length, -1, width),

@@ -202,7 +202,9 @@ def train_step(
         last = batch["micro_step"] == batch["num_micro_steps"] - 1
         engine.set_gradient_accumulation_boundary(last)
         loss = engine(**on_device(batch, world.device, config), scale=scale)
-        engine.backward(loss, scale_wrt_gas=False)
+        # A new tensor: without ZeRO, DeepSpeed 0.19 divides by the accumulation steps all the same
+        # when backward starts at the very tensor that its forward returned.
+        engine.backward(loss.clone(), scale_wrt_gas=False)
         losses.append(loss.detach() / scale)
     engine.step()
     return StepResult(loss_sum=torch.stack(losses).sum(), grad_norm=engine.get_global_grad_norm())
