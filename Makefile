@@ -11,7 +11,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
 .DEFAULT_GOAL := help
-.PHONY: help venv build demo test lint format pytest clean
+.PHONY: help venv build demo test lint format pytest bench-composition clean
 
 help:
 	@sed -n 's/^# make/make/p' Makefile
@@ -53,6 +53,9 @@ format: $(VENV)/.dev
 
 pytest: build $(VENV)/.dev
 	$(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal
+
+bench-composition: build $(VENV)/.dev
+	$(BIN)/python benchmarks/papers/composition.py
 
 clean:
 	rm -rf build megapack/_core*.so *.egg-info .mypy_cache .ruff_cache .pytest_cache
