@@ -89,7 +89,7 @@ class Evaluation:
         decisions: what the strategy decided by itself, and why.
         work: per non-empty bucket, ascending capacity.
         breakdown: GPU-hours and money.
-        seconds: time to pack (not to measure), one thread unless asked otherwise.
+        seconds: time to pack (not to measure), with as many threads as were asked for.
     """
 
     case: Case
