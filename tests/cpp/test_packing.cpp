@@ -275,7 +275,7 @@ int main() {
         const std::vector<std::int32_t> narrow(lengths.begin(), lengths.end());
         run_all<std::int32_t, std::int32_t>(narrow, 16);
         run_all<std::int64_t, std::int32_t>(narrow, 7);
-        run_all<std::int32_t, std::int64_t>(lengths, 1);
+        run_all<std::int64_t, std::int64_t>(lengths, 1);
         run_all<std::int64_t, std::int64_t>(lengths, 16);
     }
     std::puts("ok");
