@@ -23,7 +23,7 @@ from typing import Any
 from megapack.attention import choose_backend
 from megapack.data import Batch, build_loader
 from megapack.data.resume import resume_step
-from megapack.errors import MegapackError
+from megapack.errors import ConfigError, MegapackError
 from megapack.training.agreement import PREEMPTED, Agreement, StopSignals
 from megapack.training.checkpoint import CheckpointStore
 from megapack.training.config import PretrainConfig, load_config
@@ -131,6 +131,11 @@ def start_or_continue(
 ) -> tuple[Any, int]:
     """The engine, and the first step to take: 0, or that of the newest good checkpoint."""
     found = None
+    if config.checkpoint.resume == "never" and store.tags():
+        raise ConfigError(
+            f"{store.directory} has checkpoints and checkpoint.resume is never; choose another "
+            "run_dir, or remove them"
+        )
     if config.checkpoint.resume == "auto":
         found = store.find(verify=config.checkpoint.verify, fallback=config.checkpoint.fallback)
     if found is None:
