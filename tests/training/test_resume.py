@@ -225,6 +225,19 @@ def test_another_order_of_samples_is_refused_unless_allowed(
     assert ours[6]["samples"] != theirs[6]["samples"]
 
 
+def test_a_loss_that_is_no_number_ends_the_run_and_is_named(
+    zygote: Zygote, corpus: Corpus, tmp_path: Path
+) -> None:
+    run_dir = tmp_path / "run"
+    clip = {"lr": 1e9, "clip": 0.0}
+    config = corpus.config(run_dir, optimizer=clip, num_steps=40, schedule={"warmup_steps": 0})
+    ranks = _start(zygote, config, "nan")
+    assert ranks.wait() == [1, 1], ranks.output()[-3000:]
+    assert "is not a number; everything from here on would be lost time" in ranks.output()
+    log = _log(run_dir)
+    assert log[0]["loss"] > 0 and log[-1]["loss"] is None
+
+
 def test_a_model_that_does_not_fit_the_checkpoint_is_refused(
     zygote: Zygote, corpus: Corpus, whole: Path, tmp_path: Path
 ) -> None:
