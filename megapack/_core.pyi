@@ -37,10 +37,13 @@ def shift_document_ends(
 
 # (text, offsets (lines + 1), status (lines), line_begin (lines)); see csrc/core/jsonl.hpp.
 def extract_jsonl(
-    buffer: NDArray[np.uint8], key: str, scalars: bool = False
+    buffer: NDArray[np.uint8], key: str, values: str = "strings"
 ) -> tuple[NDArray[np.uint8], NDArray[np.int64], NDArray[np.uint8], NDArray[np.int64]]: ...
 def valid_utf8(text: NDArray[np.uint8], offsets: NDArray[np.int64]) -> NDArray[np.uint8]: ...
 def count_words(text: NDArray[np.uint8], offsets: NDArray[np.int64]) -> NDArray[np.int64]: ...
+def has_characters(
+    text: NDArray[np.uint8], offsets: NDArray[np.int64], ranges: NDArray[np.int64]
+) -> NDArray[np.uint8]: ...
 
 # (tokens, offsets, largest id or -1); see csrc/core/frame.hpp.
 def frame_documents_uint16(
@@ -117,6 +120,9 @@ def pack_seamless(
     drop_last: bool,
     common: PackingCommon,
 ) -> _Packing: ...
+def seamless_stage_one(
+    lengths: _Lengths, capacity: int, r_max: float, placement: str
+) -> dict[str, int]: ...
 def pack_decompose(lengths: _Lengths, buckets: list[int], common: PackingCommon) -> _Packing: ...
 def drain_buckets(
     lengths: _Lengths, rules: BucketRules, pool_size: int, common: PackingCommon
@@ -149,6 +155,8 @@ def attention_cost(
 # --- register_gather.cpp ------------------------------------------------------------------------
 
 _Index = NDArray[np.int32] | NDArray[np.int64]
+
+def will_need(array: NDArray[Any], begin: int, num_bytes: int) -> None: ...
 
 # Sample ids count through the sources in the order in which they were added.
 class Gatherer:

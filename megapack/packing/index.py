@@ -37,7 +37,7 @@ class SampleIndex:
         segment_begin: int32 (num_segments,), first token in the document; int64 where a document
             is longer than 2**31 - 1 tokens.
         segment_length: int32 (num_segments,), tokens, at least 1.
-        strategy, parameters, seed: what made it.
+        strategy, parameters, buckets, seed: what made it (``buckets`` as it was asked for).
         decisions: what the strategy decided by itself, and why; name -> sentence.
         num_documents, num_tokens: of the documents it was packed from.
         source: dict of fingerprint and prefix of the dataset it was packed from, or None.
@@ -75,12 +75,14 @@ class SampleIndex:
         *,
         strategy: str,
         parameters: dict[str, Any],
+        buckets: list[int],
         seed: int,
     ) -> SampleIndex:
         """The index of a packing just made (``pack`` calls this)."""
         header = {
             "strategy": strategy,
             "parameters": parameters,
+            "buckets": buckets,
             "seed": seed,
             "decisions": dict(result.get("decisions", {})),
             "num_documents": len(lengths),
@@ -97,6 +99,10 @@ class SampleIndex:
     @property
     def parameters(self) -> dict[str, Any]:
         return dict(self._header["parameters"])
+
+    @property
+    def buckets(self) -> list[int]:
+        return list(self._header["buckets"])
 
     @property
     def seed(self) -> int:
@@ -225,17 +231,16 @@ class SampleIndex:
         """Refuse a dataset other than the one this index was packed from.
 
         Args:
-            dataset: an IndexedDataset (``fingerprint``, ``document_lengths``).
+            dataset: an IndexedDataset (``num_documents``, ``fingerprint``, ``document_lengths``).
 
         Raises:
             IndexMismatchError: says what differs.
         """
         where = f"{self.path or 'this index'} and {dataset.prefix}"
-        lengths = dataset.document_lengths
-        if len(lengths) != self.num_documents:
+        if dataset.num_documents != self.num_documents:
             raise IndexMismatchError(
-                f"{where} do not belong together: the index was packed from "
-                f"{self.num_documents:,} documents, the dataset has {len(lengths):,}; pack it again"
+                f"{where} do not belong together: the index was packed from {self.num_documents:,} "
+                f"documents, the dataset has {dataset.num_documents:,}; pack it again"
             )
         recorded = (self._header["source"] or {}).get("fingerprint")
         if recorded is not None:
@@ -245,7 +250,9 @@ class SampleIndex:
                     f"fingerprint {recorded} ({self._header['source'].get('prefix')}), this one "
                     f"has {dataset.fingerprint}; pack it again"
                 )
-        elif self.lengths_fingerprint != samples_format.lengths_fingerprint(lengths):
+        elif self.lengths_fingerprint != samples_format.lengths_fingerprint(
+            dataset.document_lengths
+        ):
             raise IndexMismatchError(
                 f"{where} do not belong together: as many documents, but of other lengths; "
                 "pack the dataset again"

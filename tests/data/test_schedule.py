@@ -221,7 +221,7 @@ def test_label_tokens_of_a_step_are_known_from_the_index() -> None:
 
 def test_capacities_that_do_not_divide_the_step_are_refused_with_a_remedy() -> None:
     index = samples_of_buckets({7: 10, 16: 10})
-    with pytest.raises(ConfigError, match="multiple of 7 .63 or 70., or set row_tokens"):
+    with pytest.raises(ConfigError, match=r"multiple of 7 \(63 or 70\), or set row_tokens"):
         Schedule(index, tokens_per_step=64)
     schedule = Schedule(index, tokens_per_step=64, row_tokens=32)
     assert schedule.samples_per_draw == [2 * 4, 2 * 2]
