@@ -61,7 +61,7 @@ def main() -> int:
         with StopSignals() as signals, Heartbeat(here) as heart:
             try:
                 return train(config, here, signals)
-            except MegapackError as error:
+            except (MegapackError, OSError) as error:
                 leave(here, f"{type(error).__name__}: {error}", code=1)
             except Exception as error:  # a rank that fails must not leave the others waiting
                 traceback.print_exc()
@@ -184,7 +184,7 @@ class Trainer:
             )
         )
         self.monitor = Monitor(run, config.logging, here, num_steps=inputs.num_steps, start=start)
-        self.trace = BatchTrace(run, here, start) if config.logging.batches else None
+        self.trace = BatchTrace(run, here) if config.logging.batches else None
 
     def run(self, signals: StopSignals) -> bool:
         """Train to the end, or to the step after a signal; whether it was a signal."""
@@ -297,6 +297,6 @@ def parse_arguments() -> argparse.Namespace:
 if __name__ == "__main__":
     try:
         sys.exit(main())
-    except MegapackError as error:
+    except (MegapackError, OSError) as error:
         print(f"megapack: {type(error).__name__}: {error}", file=sys.stderr)
         sys.exit(1)

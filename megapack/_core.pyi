@@ -37,10 +37,13 @@ def shift_document_ends(
 
 # (text, offsets (lines + 1), status (lines), line_begin (lines)); see csrc/core/jsonl.hpp.
 def extract_jsonl(
-    buffer: NDArray[np.uint8], key: str, scalars: bool = False
+    buffer: NDArray[np.uint8], key: str, values: str = "strings"
 ) -> tuple[NDArray[np.uint8], NDArray[np.int64], NDArray[np.uint8], NDArray[np.int64]]: ...
 def valid_utf8(text: NDArray[np.uint8], offsets: NDArray[np.int64]) -> NDArray[np.uint8]: ...
 def count_words(text: NDArray[np.uint8], offsets: NDArray[np.int64]) -> NDArray[np.int64]: ...
+def has_characters(
+    text: NDArray[np.uint8], offsets: NDArray[np.int64], ranges: NDArray[np.int64]
+) -> NDArray[np.uint8]: ...
 
 # (tokens, offsets, largest id or -1); see csrc/core/frame.hpp.
 def frame_documents_uint16(
@@ -133,7 +136,10 @@ def length_histogram(
 # Samples per bucket if a pool of counts[l] documents of length l is drained.
 def count_bucket_samples(counts: NDArray[np.int64], rules: BucketRules) -> list[int]: ...
 
-# num_tokens, num_empty, num_longer (than `capacity`), shortest, longest.
+# All lengths joined bit by bit: negative if one of them is, above 2**31 - 1 if one of them is.
+def or_of_lengths(lengths: _Lengths) -> int: ...
+
+# num_tokens, num_empty, num_longer (than `capacity`).
 def count_documents(lengths: _Lengths, capacity: int) -> dict[str, int]: ...
 
 # SampleIndex.segment_arrays, then the lengths in the dtype of segment_begin.
@@ -147,6 +153,7 @@ def attention_cost(
 
 _Index = NDArray[np.int32] | NDArray[np.int64]
 
+# Sample ids count through the sources in the order in which they were added.
 class Gatherer:
     def __init__(
         self, *, positions: str, attention: str, labels: str, alignment: int, pad_token: int
@@ -166,7 +173,6 @@ class Gatherer:
     # -> cu_seqlens, cu_seqlens_padded (with alignment), source of each segment, max_seqlen
     def gather(
         self,
-        source_ids: NDArray[np.int64],
         sample_ids: NDArray[np.int64],
         *,
         num_rows: int,
@@ -179,9 +185,7 @@ class Gatherer:
         per_row: bool,
         num_cu_seqlens: int,
     ) -> tuple[NDArray[np.int32], NDArray[np.int32] | None, NDArray[np.int32], int]: ...
-    def count_labels(
-        self, source_ids: NDArray[np.int64], sample_ids: NDArray[np.int64]
-    ) -> NDArray[np.int64]: ...
+    def count_labels(self, sample_ids: NDArray[np.int64]) -> NDArray[np.int64]: ...
 
 # --- register_schedule.cpp ----------------------------------------------------------------------
 

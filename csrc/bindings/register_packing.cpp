@@ -68,6 +68,7 @@ py::dict run_strategy(const Array<Length>& lengths, const Common& common, Run ru
         {
             const py::gil_scoped_release unlocked;
             samples = run(documents, id, progress);
+            progress.finish();
         }
         return samples_to_dict(std::move(samples));
     };
@@ -205,8 +206,6 @@ py::dict count_documents_of(const Array<Length>& lengths, std::int64_t capacity)
     result["num_tokens"] = totals.num_tokens;
     result["num_empty"] = totals.num_empty;
     result["num_longer"] = totals.num_longer;
-    result["shortest"] = totals.shortest;
-    result["longest"] = totals.longest;
     return result;
 }
 
@@ -248,6 +247,14 @@ void register_strategies(py::module_& m) {
           py::arg("pool_size"), common);
     m.def("length_histogram", &length_histogram<Length>, lengths, py::arg("capacity"),
           py::arg("threads"));
+    m.def(
+        "or_of_lengths",
+        [](const Array<Length>& values) {
+            const Span<const Length> documents = view(values, "lengths");
+            const py::gil_scoped_release unlocked;
+            return or_of(documents);
+        },
+        lengths);
     m.def("count_documents", &count_documents_of<Length>, lengths, py::arg("capacity"));
 }
 

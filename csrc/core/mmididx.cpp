@@ -71,7 +71,7 @@ bool fill_document_lengths(const IndexView& index, Span<T> out) {
 IndexHeader parse_index_header(Span<const std::uint8_t> bytes, std::uint64_t file_bytes,
                                const std::string& name) {
     const std::size_t magic_bytes = std::min(bytes.size(), sizeof(kMagic));
-    check<FormatError>(std::memcmp(bytes.data(), kMagic, magic_bytes) == 0, name,
+    check<FormatError>(std::equal(bytes.begin(), bytes.begin() + magic_bytes, kMagic), name,
                        " is not a Megatron index: it begins with '",
                        printable(bytes.subspan(0, magic_bytes)), "' instead of 'MMIDIDX'");
     check<FormatError>(bytes.size() >= kIndexHeaderBytes && file_bytes >= kIndexHeaderBytes, name,

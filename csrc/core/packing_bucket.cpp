@@ -3,8 +3,8 @@
 #include <algorithm>
 #include <utility>
 
+#include "core/packing_columns.hpp"
 #include "core/packing_order.hpp"
-#include "core/packing_sort.hpp"
 
 namespace megapack {
 namespace {
@@ -38,14 +38,15 @@ class PoolWriter {
         std::uint64_t ordinal = 0;
         for (const Pattern& pattern : plan_.patterns) {
             Cursor& at = cursors_[static_cast<std::size_t>(pattern.bucket)];
-            for (std::int64_t i = 0; i < pattern.count; ++i, ++ordinal) {
-                const std::int64_t first = at.segment;
-                out_.open_sample(at.sample++, first);
-                for (std::size_t e = entry; e < pattern.end_entry; ++e)
-                    write_entry(sorted, plan_.entries[e], i, at.segment);
-                if (shuffled) shuffle_segments(out_, first, at.segment, chance.child(ordinal));
-                if (pattern.head >= 0) write_head(static_cast<std::size_t>(pattern.head), at);
-            }
+            const std::int64_t width = write_pattern(pattern, entry, sorted, at);
+            if (shuffled && width > 1)
+                for (std::int64_t i = 0; i < pattern.count; ++i)
+                    shuffle_segments(out_, at.segment + i * width, at.segment + (i + 1) * width,
+                                     chance.child(ordinal + static_cast<std::uint64_t>(i)));
+            ordinal += static_cast<std::uint64_t>(pattern.count);
+            at.sample += pattern.count;
+            at.segment += pattern.count * width;
+            if (pattern.head >= 0) write_head(static_cast<std::size_t>(pattern.head), at);
             entry = pattern.end_entry;
         }
     }
@@ -53,11 +54,38 @@ class PoolWriter {
   private:
     using Place = Rest<Id, Length>;
 
-    void write_entry(const SortedRests<Id>& sorted, const PatternEntry& entry, std::int64_t i,
-                     std::int64_t& segment) const {
-        for (std::int64_t j = 0; j < entry.copies; ++j) {
-            const Place place = find(sorted, entry.length, entry.rank + i * entry.copies + j);
-            out_.put(segment++, place.document, place.begin, entry.length);
+    // Everything but the head; segments per sample.
+    std::int64_t write_pattern(const Pattern& pattern, std::size_t entry,
+                               const SortedRests<Id>& sorted, const Cursor& at) {
+        columns_.clear();
+        bool all_sorted = true;
+        for (; entry < pattern.end_entry; ++entry) {
+            const PatternEntry& e = plan_.entries[entry];
+            const std::int64_t begin = sorted.class_begin[static_cast<std::size_t>(e.length)];
+            all_sorted &= is_sorted(sorted, e.length, e.rank + pattern.count * e.copies - 1);
+            for (std::int64_t j = 0; j < e.copies; ++j)
+                columns_.push_back({begin + e.rank + j, e.copies, e.length, e.length});
+        }
+        if (all_sorted) {
+            write_columns(out_, columns_, sorted, lengths_, 0, pattern.count, at.sample,
+                          at.segment);
+        } else {
+            write_one_by_one(pattern.count, sorted, at);
+        }
+        return static_cast<std::int64_t>(columns_.size());
+    }
+
+    // The same where some documents are what a head has left.
+    void write_one_by_one(std::int64_t count, const SortedRests<Id>& sorted, Cursor at) const {
+        for (std::int64_t i = 0; i < count; ++i) {
+            out_.open_sample(at.sample++, at.segment);
+            for (const Column& column : columns_) {
+                const std::int64_t begin =
+                    sorted.class_begin[static_cast<std::size_t>(column.length)];
+                const std::int64_t rank = column.first - begin + i * column.stride;
+                const Place place = find(sorted, column.length, rank);
+                out_.put(at.segment++, place.document, place.begin, column.length);
+            }
         }
     }
 
@@ -66,10 +94,15 @@ class PoolWriter {
         out_.put(at.segment++, place.document, place.begin, plan_.heads[head].tokens);
     }
 
+    bool is_sorted(const SortedRests<Id>& sorted, std::int64_t length, std::int64_t rank) const {
+        const auto l = static_cast<std::size_t>(length);
+        return rank < sorted.class_begin[l + 1] - sorted.class_begin[l];
+    }
+
     // Number `rank` of a class: one of the sorted rests, or what a head left of its document.
     Place find(const SortedRests<Id>& sorted, std::int64_t length, std::int64_t rank) const {
         const std::int64_t begin = sorted.class_begin[static_cast<std::size_t>(length)];
-        if (rank < sorted.class_begin[static_cast<std::size_t>(length) + 1] - begin)
+        if (is_sorted(sorted, length, rank))
             return Place(sorted.ids[static_cast<std::size_t>(begin + rank)], length, lengths_);
         const auto h = static_cast<std::size_t>(
             std::lower_bound(added_.begin(), added_.end(), Added{length, rank, 0})->head);
@@ -102,6 +135,7 @@ class PoolWriter {
     const BucketPlan& plan_;
     Span<const Length> lengths_;
     std::vector<Cursor> cursors_;
+    std::vector<Column> columns_;
     std::vector<Place> heads_;
     std::vector<Added> added_;
 };

@@ -2,6 +2,10 @@
 // fitted to bins of capacity + extra_capacity, and what lies past the capacity in a bin is dropped.
 #pragma once
 
+#include <algorithm>
+#include <vector>
+
+#include "core/packing_columns.hpp"
 #include "core/packing_fit_plan.hpp"
 #include "core/packing_sort.hpp"
 #include "core/packing_types.hpp"
@@ -12,103 +16,60 @@ template <typename Id, typename Length>
 Samples<Id, Length> pack_fit(const Documents<Id, Length>& documents, std::int64_t capacity,
                              std::int64_t extra_capacity, Fit fit, int threads, Progress& progress);
 
-// Writes the bins of a plan (also for stage two of Seamless Packing). The segments of a bin stand
-// longest first; those past `limit` tokens are cut or left out.
-template <typename Id, typename Length>
-class BinReader {
+// The segments of a run's bins, longest first; those past `limit` tokens are cut or left out.
+class BinContents {
   public:
-    BinReader(const FitPlan& plan, const SortedRests<Id>& sorted, Span<const Length> lengths,
-              std::int64_t limit)
-        : plan_(plan), sorted_(sorted), lengths_(lengths), limit_(limit) {}
-
-    // The contents of a run; read_bin is about its bins from here on.
-    void set_run(const FitRun& run) {
-        contents_.clear();
-        for (std::int32_t e = run.last_entry; e >= 0;) {
-            const FitEntry& entry = plan_.entries[static_cast<std::size_t>(e)];
-            const auto length = static_cast<std::size_t>(entry.length);
-            contents_.push_back({sorted_.class_begin[length] + entry.base, entry.copies, 0,
-                                 entry.copies, entry.length, entry.length});
-            e = entry.before;
+    template <typename Id>
+    BinContents(const FitPlan& plan, const FitRun& run, const SortedRests<Id>& sorted,
+                std::int64_t limit) {
+        std::vector<const FitEntry*> entries;
+        for (std::int32_t e = run.last_entry; e >= 0; e = entries.back()->before)
+            entries.push_back(&plan.entries[static_cast<std::size_t>(e)]);
+        for (std::size_t e = entries.size(); e-- > 0;) {
+            const FitEntry& entry = *entries[e];
+            const std::int64_t first =
+                sorted.class_begin[static_cast<std::size_t>(entry.length)] + entry.base;
+            for (std::int64_t j = 0; j < entry.copies; ++j)
+                add({first + run.first_bin * entry.copies + j, entry.copies, entry.length, 0},
+                    limit);
         }
-        std::reverse(contents_.begin(), contents_.end());
-        cut_at_limit();
     }
 
-    // Segments and tokens that a bin of the run keeps, and tokens it loses past the limit.
-    std::int64_t num_segments() const { return num_segments_; }
-    std::int64_t kept_tokens() const { return kept_; }
+    // Columns of bins run.first_bin and following.
+    const std::vector<Column>& columns() const { return columns_; }
+    std::int64_t num_segments() const { return static_cast<std::int64_t>(columns_.size()); }
     std::int64_t lost_tokens() const { return lost_; }
 
-    // put(document, begin, length) for every segment of bin `bin`.
-    template <typename Put>
-    void read_bin(std::int64_t bin, Put put) const {
-        for (const Content& content : contents_) {
-            const std::int64_t first = content.first + bin * content.copies;
-            for (std::int64_t j = first + content.from; j < first + content.to; ++j) {
-                const Id id = sorted_.ids[static_cast<std::size_t>(j)];
-                const Rest<Id, Length> rest(id, content.length, lengths_);
-                put(rest.document, rest.begin, content.kept);
-            }
-        }
-    }
-
   private:
-    // Of the `copies` documents of `length` that each bin has, [from, to), `kept` tokens of each;
-    // those of bin 0 would begin at sorted.ids[first].
-    struct Content {
-        std::int64_t first;
-        std::int32_t copies, from, to, length, kept;
-    };
-
-    void cut_at_limit() {
-        num_segments_ = kept_ = lost_ = 0;
-        std::vector<Content> cut;
-        for (Content content : contents_) {
-            const std::int64_t room = limit_ - kept_, copies = content.to - content.from;
-            const std::int64_t whole = std::min(copies, room / content.length);
-            content.to = content.from + static_cast<std::int32_t>(whole);
-            if (whole > 0) cut.push_back(content);
-            kept_ += whole * content.length;
-            num_segments_ += whole;
-            if (whole == copies) continue;
-            const std::int64_t head = std::min(limit_ - kept_, std::int64_t{content.length});
-            if (head > 0) {
-                content.from = content.to++;
-                content.kept = static_cast<std::int32_t>(head);
-                cut.push_back(content);
-                ++num_segments_;
-            }
-            kept_ += head;
-            lost_ += (copies - whole) * content.length - head;
-        }
-        contents_ = std::move(cut);
+    void add(Column column, std::int64_t limit) {
+        column.kept =
+            static_cast<std::int32_t>(std::min<std::int64_t>(column.length, limit - kept_));
+        kept_ += column.kept;
+        lost_ += column.length - column.kept;
+        if (column.kept > 0) columns_.push_back(column);
     }
 
-    const FitPlan& plan_;
-    const SortedRests<Id>& sorted_;
-    Span<const Length> lengths_;
-    std::int64_t limit_;
-    std::vector<Content> contents_;
-    std::int64_t num_segments_ = 0, kept_ = 0, lost_ = 0;
+    std::vector<Column> columns_;
+    std::int64_t kept_ = 0, lost_ = 0;
 };
 
-// Bins, given as runs of a plan, one sample each; sample and segment numbers are known beforehand,
+// Bins, given as runs of a plan, one sample each. Sample and segment numbers are known beforehand,
 // so that threads can write different bins.
 template <typename Id, typename Length>
 class BinWriter {
   public:
-    BinWriter(const FitPlan& plan, std::vector<FitRun> runs, const SortedRests<Id>& sorted,
+    BinWriter(const FitPlan& plan, const std::vector<FitRun>& runs, const SortedRests<Id>& sorted,
               Span<const Length> lengths, std::int64_t capacity)
-        : reader_(plan, sorted, lengths, capacity), runs_(std::move(runs)) {
-        for (const FitRun& run : runs_) {
+        : sorted_(sorted), lengths_(lengths) {
+        for (const FitRun& run : runs) {
+            contents_.emplace_back(plan, run, sorted, capacity);
             first_bin_.push_back(num_bins_);
             first_segment_.push_back(num_segments_);
-            reader_.set_run(run);
             num_bins_ += run.count;
-            num_segments_ += run.count * reader_.num_segments();
-            lost_tokens_ += run.count * reader_.lost_tokens();
+            num_segments_ += run.count * contents_.back().num_segments();
+            lost_tokens_ += run.count * contents_.back().lost_tokens();
         }
+        first_bin_.push_back(num_bins_);
     }
 
     std::int64_t num_bins() const { return num_bins_; }
@@ -120,34 +81,24 @@ class BinWriter {
         const auto parts = static_cast<std::size_t>(std::max(threads, 1));
         parallel_for(threads, parts, [&](std::size_t p) {
             const Part range = part_of(static_cast<std::size_t>(num_bins_), parts, p);
-            write_part(out, sample, segment, static_cast<std::int64_t>(range.begin),
-                       static_cast<std::int64_t>(range.end));
+            const auto begin = static_cast<std::int64_t>(range.begin);
+            const auto end = static_cast<std::int64_t>(range.end);
+            const auto after = std::upper_bound(first_bin_.begin(), first_bin_.end(), begin);
+            auto r = static_cast<std::size_t>(after - first_bin_.begin()) - 1;
+            for (std::int64_t bin = begin; bin < end; bin = first_bin_[++r]) {
+                const std::int64_t from = bin - first_bin_[r];
+                const std::int64_t to = std::min(end, first_bin_[r + 1]) - first_bin_[r];
+                write_columns(out, contents_[r].columns(), sorted_, lengths_, from, to,
+                              sample + bin,
+                              segment + first_segment_[r] + from * contents_[r].num_segments());
+            }
         });
     }
 
   private:
-    void write_part(const Samples<Id, Length>& out, std::int64_t sample, std::int64_t segment,
-                    std::int64_t begin, std::int64_t end) const {
-        BinReader<Id, Length> reader = reader_;
-        const auto after = std::upper_bound(first_bin_.begin(), first_bin_.end(), begin);
-        auto r = static_cast<std::size_t>(after - first_bin_.begin());
-        for (std::int64_t bin = begin; bin < end; ++r) {
-            const FitRun& run = runs_[r - 1];
-            reader.set_run(run);
-            const std::int64_t skipped = bin - first_bin_[r - 1];
-            std::int64_t at = segment + first_segment_[r - 1] + skipped * reader.num_segments();
-            const std::int64_t stop = std::min(end, first_bin_[r - 1] + run.count);
-            for (std::int64_t b = run.first_bin + skipped; bin < stop; ++bin, ++b) {
-                out.open_sample(sample + bin, at);
-                reader.read_bin(b, [&](Id document, Length first, std::int32_t length) {
-                    out.put(at++, document, first, length);
-                });
-            }
-        }
-    }
-
-    BinReader<Id, Length> reader_;
-    std::vector<FitRun> runs_;
+    const SortedRests<Id>& sorted_;
+    Span<const Length> lengths_;
+    std::vector<BinContents> contents_;                    // per run
     std::vector<std::int64_t> first_bin_, first_segment_;  // per run, among the bins written
     std::int64_t num_bins_ = 0, num_segments_ = 0, lost_tokens_ = 0;
 };

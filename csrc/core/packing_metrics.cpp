@@ -48,13 +48,10 @@ void measure_samples(const SampleView<Id, Length>& samples, Span<const Length> l
 template <typename Length>
 DocumentTotals count_documents(Span<const Length> lengths, std::int64_t capacity) {
     DocumentTotals totals;
-    if (!lengths.empty()) totals.shortest = totals.longest = lengths[0];
     for (const std::int64_t length : lengths) {
         totals.num_tokens += length;
         totals.num_empty += length == 0;
         totals.num_longer += length > capacity;
-        totals.shortest = std::min(totals.shortest, length);
-        totals.longest = std::max(totals.longest, length);
     }
     return totals;
 }

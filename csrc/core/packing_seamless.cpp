@@ -48,33 +48,26 @@ void count_windows(const Documents<Id, Length>& documents, const SlidingCut& cut
     }
 }
 
-// The bins of `runs` joined in their order and cut every `capacity` tokens.
+// The bins of `runs` joined in their order and cut every `capacity` tokens; the segment after.
 template <typename Id, typename Length>
-class LeftoverWriter {
-  public:
-    LeftoverWriter(const BinReader<Id, Length>& reader, std::vector<FitRun> runs,
-                   std::int64_t capacity)
-        : reader_(reader), runs_(std::move(runs)), capacity_(capacity) {}
-
-    // The segment after the last.
-    std::int64_t write(const Samples<Id, Length>& out, std::int64_t sample, std::int64_t segment) {
-        out.open_sample(sample, segment);
-        StreamCutter<Id, Length> cutter(out, capacity_, sample, segment, 0);
-        for (const FitRun& run : runs_) {
-            reader_.set_run(run);
-            for (std::int64_t bin = run.first_bin; bin < run.first_bin + run.count; ++bin)
-                reader_.read_bin(bin, [&](Id document, Length begin, std::int32_t length) {
-                    cutter.push(document, begin, static_cast<Length>(length));
-                });
-        }
-        return cutter.num_segments();
+std::int64_t write_joined(const FitPlan& plan, const std::vector<FitRun>& runs,
+                          const SortedRests<Id>& sorted, Span<const Length> lengths,
+                          const Samples<Id, Length>& out, std::int64_t capacity,
+                          std::int64_t sample, std::int64_t segment) {
+    out.open_sample(sample, segment);
+    StreamCutter<Id, Length> cutter(out, capacity, sample, segment, 0);
+    for (const FitRun& run : runs) {
+        const BinContents contents(plan, run, sorted, capacity);
+        for (std::int64_t bin = 0; bin < run.count; ++bin)
+            for (const Column& column : contents.columns()) {
+                const Id id =
+                    sorted.ids[static_cast<std::size_t>(column.first + bin * column.stride)];
+                const Rest<Id, Length> rest(id, column.length, lengths);
+                cutter.push(rest.document, rest.begin, static_cast<Length>(column.length));
+            }
     }
-
-  private:
-    BinReader<Id, Length> reader_;
-    std::vector<FitRun> runs_;
-    std::int64_t capacity_;
-};
+    return cutter.num_segments();
+}
 
 }  // namespace
 
@@ -111,9 +104,8 @@ Samples<Id, Length> pack_seamless(const Documents<Id, Length>& documents,
     const BinWriter<Id, Length> writer(plan, full, sorted, documents.lengths, capacity);
     writer.write(out, chunks, chunks, threads);
     out.dropped_tokens += writer.lost_tokens();
-    const BinReader<Id, Length> reader(plan, sorted, documents.lengths, capacity);
-    LeftoverWriter<Id, Length> rest(reader, leftover, capacity);
-    const std::int64_t end = rest.write(out, chunks + bins, chunks + writer.num_segments());
+    const std::int64_t end = write_joined(plan, leftover, sorted, documents.lengths, out, capacity,
+                                          chunks + bins, chunks + writer.num_segments());
     out.truncate(out.num_samples(), end);
     progress.advance(n);
     return out;

@@ -36,12 +36,40 @@ void for_each_document(const Documents<Id, Length>& documents,
     }
 }
 
+// One bucket on one thread needs no counting: every cut splits at most one document.
+template <typename Id, typename Length>
+Samples<Id, Length> pack_one_stream(const Documents<Id, Length>& documents, std::int64_t capacity,
+                                    Progress& progress) {
+    const std::size_t n = documents.size(), parts = (n + kPartSize - 1) / kPartSize;
+    progress.add_total(static_cast<std::int64_t>(n));
+    std::int64_t tokens = 0;
+    for (const Length length : documents.lengths) tokens += length;
+    const std::int64_t samples = (tokens + capacity - 1) / capacity;
+    Samples<Id, Length> out({capacity}, {samples}, static_cast<std::int64_t>(n) + samples);
+    out.open_sample(0, 0);
+    StreamCutter<Id, Length> cutter(out, capacity, 0, 0, 0);
+    for (std::size_t p = 0; p < parts; ++p) {
+        const Part range = part_of(n, parts, p);
+        StreamCutter<Id, Length> own = cutter;  // in registers
+        for (std::size_t i = range.begin; i < range.end; ++i) {
+            const Item<Id, Length> item = documents[i];
+            own.push(item.document, 0, item.length);
+        }
+        cutter = own;
+        progress.advance(static_cast<std::int64_t>(range.end - range.begin));
+    }
+    out.truncate(samples, cutter.num_segments());
+    return out;
+}
+
 }  // namespace
 
 template <typename Id, typename Length>
 Samples<Id, Length> pack_streams(const Documents<Id, Length>& documents,
                                  const std::vector<std::int64_t>& capacities, int threads,
                                  Progress& progress) {
+    if (capacities.size() == 1 && threads == 1)
+        return pack_one_stream(documents, capacities[0], progress);
     const std::size_t n = documents.size(), buckets = capacities.size();
     const std::size_t parts = (n + kPartSize - 1) / kPartSize;
     progress.add_total(3 * static_cast<std::int64_t>(n));

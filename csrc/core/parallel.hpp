@@ -27,7 +27,11 @@ class Progress {
     void add_total(std::int64_t amount) { total_ += amount; }
     void advance(std::int64_t amount) {
         const std::int64_t done = done_.fetch_add(amount) + amount;
-        if (report_ && std::this_thread::get_id() == owner_) report_(done, total_);
+        if (report_ && done < total_ && std::this_thread::get_id() == owner_) report_(done, total_);
+    }
+    // All is done; this is always reported.
+    void finish() {
+        if (report_) report_(total_, total_);
     }
 
   private:

@@ -43,8 +43,7 @@ from megapack.packing.compare import (
 )
 from megapack.packing.compare.export import to_json
 from megapack.packing.compare.html import render
-from megapack.packing.compare.recommend import percent
-from megapack.packing.compare.svg import short_number
+from megapack.packing.compare.words import short_number
 from megapack.storage import read_document_lengths
 from megapack.storage.atomic import atomic_write
 
@@ -113,7 +112,7 @@ def _add_training(group: argparse._ArgumentGroup) -> None:
         help="share of the peak that training reaches (%(default)s)",
     )
     group.add_argument(
-        "--train-tokens", metavar="N", type=float, help="document tokens (default: one pass)"
+        "--train-tokens", metavar="N", type=float, help="document tokens (default: all, once)"
     )
     group.add_argument(
         "--attention", choices=("document", "sample"), default="document", help="(%(default)s)"
@@ -230,6 +229,8 @@ def _sample(lengths: NDArray[Any], count: int, seed: int) -> NDArray[Any]:
 
 def _print(comparison: Comparison) -> None:
     console = Console(highlight=False, soft_wrap=True)
+    if not console.is_terminal:
+        console.width = 120
     corpus = comparison.corpus
     console.print(
         f"[bold]{corpus.name}[/]: {corpus.num_documents:,} documents, {corpus.num_tokens:,} tokens "
@@ -240,7 +241,7 @@ def _print(comparison: Comparison) -> None:
             f"[yellow]a random sample of {corpus.num_documents:,} of {corpus.sampled_from:,} "
             "documents; every figure is of the sample[/]"
         )
-    table = Table(box=None, pad_edge=False, header_style="bold")
+    table = Table(box=None, pad_edge=False, padding=(0, 1), header_style="bold")
     for position, (head, _) in enumerate(_COLUMNS):
         table.add_column(head, justify="right" if position else "left", no_wrap=True)
     for position, evaluation in enumerate(comparison.evaluations):
@@ -249,32 +250,39 @@ def _print(comparison: Comparison) -> None:
         cells = [cell(evaluation) for _, cell in _COLUMNS]
         table.add_row(*cells, style="bold green" if best else "dim" if out else None)
     console.print(table)
+    if comparison.left_out:
+        console.print(f"left out, they drop every token: {', '.join(comparison.left_out)}")
     training = comparison.run
     console.print(
-        f"lost, repeated: of the tokens; imbal: attention work of the busiest of "
-        f"{comparison.num_ranks} ranks / mean; GPU h: {short_number(training.model.parameters)} "
-        f"parameters, {training.gpu.name.upper()} at {training.utilization:.0%} of its peak; "
-        "dim: out of the recommendation",
+        "pad: of the positions; cut: of the documents; docs: per sample; lost, repeated: of the "
+        f"tokens; imbal: attention work of the busiest of {comparison.num_ranks} ranks over the "
+        f"mean; GPU hours and cost: {short_number(training.model.parameters)} parameters, "
+        f"{training.gpu.name.upper()} at {training.utilization:.0%} of its peak",
         style="dim",
     )
     _print_recommendation(console, comparison)
 
 
 def _share(name: str) -> Callable[[Evaluation], str]:
-    """A metric that is a fraction, as percent with three significant digits."""
-    return lambda evaluation: percent(evaluation.metrics[name]).removesuffix(" %")
+    """A metric that is a fraction, in percent with at most three decimals."""
+
+    def cell(evaluation: Evaluation) -> str:
+        value = 100.0 * float(evaluation.metrics[name])
+        return "0" if value == 0 else f"{value:.3f}" if value < 10 else f"{value:.1f}"
+
+    return cell
 
 
 _COLUMNS: tuple[tuple[str, Callable[[Evaluation], str]], ...] = (
     ("strategy", lambda e: e.label),
     ("pad %", _share("padding_ratio")),
-    ("trunc %", _share("truncation_ratio")),
-    ("docs/sample", lambda e: f"{e.metrics['concatenation_ratio']:.2f}"),
+    ("cut %", _share("truncation_ratio")),
+    ("docs", lambda e: f"{e.metrics['concatenation_ratio']:.2f}"),
     ("lost %", _share("dropped_ratio")),
     ("rep %", _share("repeated_ratio")),
     ("imbal", lambda e: f"{e.imbalance('balanced'):.3f}"),
-    ("GPU h", lambda e: short_number(e.breakdown.gpu_hours, 4)),
-    ("$", lambda e: short_number(e.breakdown.cost, 4)),
+    ("GPU h", lambda e: short_number(e.breakdown.gpu_hours, 3)),
+    ("$", lambda e: short_number(e.breakdown.cost, 3)),
 )
 
 
@@ -284,8 +292,8 @@ def _print_recommendation(console: Console, comparison: Comparison) -> None:
     console.print(f"\nrecommended: [bold green]{best.label}[/]")
     for reason in recommendation.reasons:
         console.print(f"  {reason}")
-    for decision in best.decisions.values():
-        console.print(f"  {decision}")
+    for name, decision in best.decisions.items():
+        console.print(f"  {name}: {decision}")
     fixed = recommendation.best_fixed
     if fixed is not None and fixed != recommendation.best:
         label = comparison.evaluations[fixed].label

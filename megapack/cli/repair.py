@@ -47,7 +47,10 @@ def run(args: argparse.Namespace) -> int:
             one_document_per_sequence=args.one_document_per_sequence,
             dry_run=args.dry_run,
         )
-        print(f"{prefix}: {'nothing to mend' if not done else ''}".rstrip())
+        if not done:
+            print(f"{prefix}: nothing to mend")
+            continue
+        print(f"{prefix}: {'what would be done:' if args.dry_run else 'done:'}")
         for step in done:
-            print(f"  {'would have ' if args.dry_run else ''}{step}")
+            print(f"  {step}")
     return 0

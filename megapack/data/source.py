@@ -46,7 +46,7 @@ class SampleSource:
         names: Sequence[str] | None = None,
         max_epochs: float | None = None,
         attention: Literal["document", "sample"] = "document",
-        counter: Callable[[Ids, Ids], Ids] | None = None,
+        counter: Callable[[Ids], Ids] | None = None,
     ) -> None:
         if not indices:
             raise ConfigError("no sample index was given; give at least one")
@@ -117,7 +117,7 @@ class SampleSource:
     def count_labels(self, ids: Ids) -> Ids:
         """Tokens of every sample that have a label, int64 (len(ids),)."""
         if self._counter is not None:
-            return self._counter(*self.locate(ids))
+            return self._counter(ids)
         counts = np.empty(len(ids), np.int64)
         for index, mine, local in self._by_index(ids):
             counts[mine] = self._derived_counts(index, local)

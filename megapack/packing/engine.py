@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -74,16 +75,22 @@ def pack(
         )
     )
     return SampleIndex.from_packing(
-        arrays, documents, strategy=strategy, parameters=resolved, seed=int(seed)
+        arrays,
+        documents,
+        strategy=strategy,
+        parameters=resolved,
+        buckets=capacities,
+        seed=int(seed),
     )
 
 
 def _check_buckets(buckets: int | Iterable[int], many: bool, strategy: str) -> list[int]:
-    given = [buckets] if isinstance(buckets, int) else list(buckets)
+    given = list(buckets) if isinstance(buckets, Iterable) else [buckets]
     if not given:
         raise ValueError("buckets is empty; give at least one capacity in tokens")
     for capacity in given:
-        if int(capacity) != capacity or not 1 <= capacity <= MAX_CAPACITY:
+        integral = isinstance(capacity, numbers.Integral)
+        if not integral or not 1 <= int(capacity) <= MAX_CAPACITY:
             raise ValueError(f"bucket {capacity} is not a capacity from 1 to {MAX_CAPACITY} tokens")
     capacities = sorted({int(capacity) for capacity in given})
     if len(capacities) != len(given):
@@ -105,10 +112,10 @@ def _check_lengths(lengths: ArrayLike) -> NDArray[np.int32] | NDArray[np.int64]:
     if array.dtype not in (np.dtype(np.int32), np.dtype(np.int64)):
         array = array.astype(np.int64)
     array = np.ascontiguousarray(array)
-    extremes = _core.count_documents(array, 0)
-    if extremes["shortest"] < 0:
+    bits = _core.or_of_lengths(array)
+    if bits < 0:
         document = int(np.argmax(array < 0))
         raise DataError(f"document {document} has length {array[document]}; it must not be below 0")
-    if array.dtype == np.dtype(np.int64) and extremes["longest"] <= _INT32_MAX:
+    if array.dtype == np.dtype(np.int64) and bits <= _INT32_MAX:
         array = array.astype(np.int32)
     return array

@@ -37,7 +37,7 @@ class SampleIndex:
         segment_begin: int32 (num_segments,), first token in the document; int64 where a document
             is longer than 2**31 - 1 tokens.
         segment_length: int32 (num_segments,), tokens, at least 1.
-        strategy, parameters, seed: what made it.
+        strategy, parameters, buckets, seed: what made it (``buckets`` as it was asked for).
         decisions: what the strategy decided by itself, and why; name -> sentence.
         num_documents, num_tokens: of the documents it was packed from.
         source: dict of fingerprint and prefix of the dataset it was packed from, or None.
@@ -75,12 +75,14 @@ class SampleIndex:
         *,
         strategy: str,
         parameters: dict[str, Any],
+        buckets: list[int],
         seed: int,
     ) -> SampleIndex:
         """The index of a packing just made (``pack`` calls this)."""
         header = {
             "strategy": strategy,
             "parameters": parameters,
+            "buckets": buckets,
             "seed": seed,
             "decisions": dict(result.get("decisions", {})),
             "num_documents": len(lengths),
@@ -97,6 +99,10 @@ class SampleIndex:
     @property
     def parameters(self) -> dict[str, Any]:
         return dict(self._header["parameters"])
+
+    @property
+    def buckets(self) -> list[int]:
+        return list(self._header["buckets"])
 
     @property
     def seed(self) -> int:

@@ -106,18 +106,25 @@ class AtomicFile:
         self._discard()
 
 
-def publish(*files: AtomicFile) -> None:
+def publish(*files: AtomicFile, durable: bool = True) -> None:
     """Bring all files to disk, then give them their names in the order given.
+
+    Args:
+        durable: False leaves the first part to the system: after a crash of the machine (not of
+            the process) a file may then have its name and not its content.
 
     Raises:
         OSError: a file could not be synced or renamed; those after it keep no name.
     """
-    for file in files:
-        file.sync()
+    if durable:
+        for file in files:
+            file.sync()
     for file in files:
         file.file.close()
         file.temporary.replace(file.path)
         file._discard.detach()
+    if not durable:
+        return
     for directory in {file.path.parent for file in files}:
         _sync_directory(directory)
 

@@ -203,7 +203,14 @@ def _fit(
         done.append(f"cut {size - needed} bytes of .bin that belonged to no sequence")
     elif size > needed:
         return None
-    return needed if needed < size else None
+    if needed == size:
+        return None
+    if bin_path.is_symlink() or bin_path.stat().st_nlink > 1:
+        raise FormatError(
+            f"{bin_path} has another name (a link); cutting it would change that file as well: "
+            "replace it by a copy first"
+        )
+    return needed
 
 
 def _whole(index: _Index, num_bytes: int) -> tuple[int, int]:

@@ -17,9 +17,11 @@ from concurrent.futures.process import BrokenProcessPool
 from typing import Any
 
 from megapack.errors import MegapackError
-from megapack.tokenization.encoders import Encoder, open_encoder
+from megapack.tokenization.coding import Coder
+from megapack.tokenization.job import Job, open_coder
 from megapack.tokenization.plan import Shard
-from megapack.tokenization.shard import Counted, Job, ShardRecord, build_shard
+from megapack.tokenization.record import ShardRecord
+from megapack.tokenization.shard import Counted, build_shard
 
 __all__ = ["Report", "run_here", "run_processes"]
 
@@ -30,8 +32,8 @@ _POLL_SECONDS = 0.2
 
 def run_here(job: Job, shards: Sequence[Shard], report: Report) -> list[ShardRecord]:
     """One after the other, in this process."""
-    encoder = open_encoder(job.tokenizer, job.backend, threads=job.threads)
-    return [build_shard(job, shard, encoder, report) for shard in shards]
+    coder = open_coder(job)
+    return [build_shard(job, shard, coder, report) for shard in shards]
 
 
 def run_processes(
@@ -74,7 +76,7 @@ def _watch(futures: Sequence[Future[ShardRecord]], counters: Any, report: Report
             future.result()  # raises what the worker raised
 
 
-# The worker process. One encoder per process, loaded once.
+# The worker process. One coder per process, loaded once.
 _worker: _Worker
 
 
@@ -82,7 +84,7 @@ class _Worker:
     def __init__(self, job: Job, counters: Any) -> None:
         self.job = job
         self.counters = counters
-        self.encoder: Encoder = open_encoder(job.tokenizer, job.backend, threads=job.threads)
+        self.coder: Coder = open_coder(job)
 
     def count(self, counted: Counted) -> None:
         with self.counters.get_lock():
@@ -97,7 +99,7 @@ def _start_worker(job: Job, counters: Any) -> None:
 
 
 def _work(shard: Shard) -> ShardRecord:
-    return build_shard(_worker.job, shard, _worker.encoder, _worker.count)
+    return build_shard(_worker.job, shard, _worker.coder, _worker.count)
 
 
 def _die_with_parent() -> None:

@@ -159,7 +159,8 @@ class CheckpointStore:
             fallback: skip damaged checkpoints instead of refusing to start.
 
         Raises:
-            ResumeError: the newest is damaged and ``fallback`` is off, or all are.
+            ResumeError: the newest is damaged and ``fallback`` is off, or all are; or it is of a
+                ZeRO stage that cannot be carried over.
         """
         rejected: list[str] = []
         tags: list[list[str]] = [self.tags()]
@@ -168,12 +169,7 @@ class CheckpointStore:
             problems = self._problems(tag, verify)
             if not problems:
                 manifest = self.read(tag)
-                changed = (manifest.world_size, manifest.zero_stage) != (
-                    self.world.size,
-                    self.zero_stage,
-                )
-                # Without ZeRO every rank holds everything: any number of ranks can load it.
-                universal = changed and not manifest.zero_stage == self.zero_stage == 0
+                universal = self._needs_universal(manifest)
                 return Resume(tag=tag, manifest=manifest, universal=universal, rejected=rejected)
             rejected.append(f"{self.directory / tag} is damaged: {'; '.join(problems)}")
             if not fallback:
@@ -184,6 +180,19 @@ class CheckpointStore:
         if rejected:
             raise ResumeError(f"no checkpoint can be loaded: {'. '.join(rejected)}")
         return None
+
+    def _needs_universal(self, manifest: Manifest) -> bool:
+        """Whether a checkpoint must be rewritten for this number of ranks and ZeRO stage."""
+        before, now = manifest.zero_stage, self.zero_stage
+        if before != now and not {before, now} <= {1, 2}:
+            raise ResumeError(
+                f"the checkpoint was written with ZeRO-{before} and this run has ZeRO-{now}: "
+                f"DeepSpeed cannot carry optimizer state from one to the other. Set "
+                f"engine.zero_stage={before}, or begin anew from the exported model"
+            )
+        if now == 0:  # every rank holds everything: any number of ranks can load it
+            return False
+        return (manifest.world_size, before) != (self.world.size, now)
 
     def load(self, engine: Any, resume: Resume) -> None:
         """Bring the engine to the state of a checkpoint that ``find`` returned.

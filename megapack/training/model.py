@@ -31,6 +31,7 @@ __all__ = [
     "build_model",
     "model_configuration",
     "position_limit",
+    "register_architectures",
 ]
 
 # Architectures whose packed logits and gradients are tested against their documents one by one.
@@ -94,7 +95,7 @@ def _pretrained_configuration(config: ModelConfig) -> Any:
     """The checkpoint's own, with every dropout at 0 unless an override asks for it."""
     from transformers import AutoConfig  # noqa: PLC0415
 
-    _register_alibi()
+    register_architectures()
     try:
         result = AutoConfig.from_pretrained(config.pretrained)
     except (OSError, ValueError) as error:
@@ -116,7 +117,8 @@ def _no_special_tokens() -> dict[str, None]:
     return {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
 
 
-def _register_alibi() -> None:
+def register_architectures() -> None:
+    """Make transformers' Auto classes know the architectures that are ours."""
     from transformers import AutoConfig, AutoModelForCausalLM  # noqa: PLC0415
 
     from megapack.training import modeling_gpt2_alibi as ours  # noqa: PLC0415
@@ -164,7 +166,7 @@ def build_model(
     """
     from transformers import AutoModelForCausalLM  # noqa: PLC0415
 
-    _register_alibi()
+    register_architectures()
     register(backend)
     if config.pretrained is not None:
         model = AutoModelForCausalLM.from_pretrained(

@@ -26,7 +26,7 @@ from megapack.training.config import LoggingConfig
 from megapack.training.distributed import World
 from megapack.training.engine import StepResult
 from megapack.training.flops import ModelFlops, peak_flops
-from megapack.training.run_dir import RunDirectory, read_jsonl
+from megapack.training.run_dir import RunDirectory
 
 __all__ = ["BatchTrace", "Monitor", "StepWork", "segment_lengths"]
 
@@ -240,14 +240,9 @@ class Monitor:
 class BatchTrace:
     """What every rank was fed, one line per micro batch: ``batches/rank_00000.jsonl``."""
 
-    def __init__(self, directory: RunDirectory, world: World, start: int) -> None:
-        folder = directory.path / "batches"
-        folder.mkdir(parents=True, exist_ok=True)
-        self._path = folder / f"rank_{world.rank:05d}.jsonl"
-        kept = []
-        if start and self._path.exists():
-            kept = [line for line in read_jsonl(self._path) if line["step"] < start]
-        self._path.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
+    def __init__(self, directory: RunDirectory, world: World) -> None:
+        directory.batches.mkdir(parents=True, exist_ok=True)
+        self._path = directory.batches / f"rank_{world.rank:05d}.jsonl"
 
     def follow(self, batches: Iterable[Batch]) -> Iterator[Batch]:
         """Pass batches on, and write down what they are."""

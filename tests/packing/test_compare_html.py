@@ -19,8 +19,8 @@ from megapack.packing.compare import (
 )
 from megapack.packing.compare.export import to_json
 from megapack.packing.compare.html import render
-from megapack.packing.compare.recommend import percent
-from megapack.packing.compare.svg import Scale, short_number
+from megapack.packing.compare.svg import Scale
+from megapack.packing.compare.words import duration, money, percent, short_number
 
 RUN = TrainingRun(model=MODELS["125m"], gpu=GPUS["a100"], num_gpus=8, train_tokens=1e9)
 
@@ -184,4 +184,16 @@ def test_numbers_are_short() -> None:
         "18.4 %",
         "100 %",
         "100 %",
+    ]
+    assert [money(v) for v in (0.5, 999.994, 1234, 1_234_567)] == [
+        "$0.50",
+        "$999.99",
+        "$1,234",
+        "$1.23M",
+    ]
+    assert [duration(v) for v in (0.09, 5, 47.96, 240)] == [
+        "5.4 minutes",
+        "5.0 hours",
+        "48.0 hours",
+        "10.0 days",
     ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,7 +16,11 @@ from megapack.storage import IndexedDataset, IndexedDatasetBuilder
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
+    from megatron.core.datasets import gpt_dataset
     from megatron.core.datasets import indexed_dataset as megatron
+    from megatron.core.datasets.blended_megatron_dataset_builder import (
+        BlendedMegatronDatasetBuilder,
+    )
 
 DTYPES = [np.uint16, np.int32, np.int64, np.uint8, np.int8, np.int16]
 
@@ -104,3 +109,64 @@ def test_items_and_documents_may_be_mixed(tmp_path: Path) -> None:
     dataset = IndexedDataset(tmp_path / "ours")
     assert dataset.num_documents == 5
     np.testing.assert_array_equal(dataset.document_lengths, [5, 3, 0, 4, 2])
+
+
+def gpt_samples(prefix: Path, cache: Path, dataset_class: type, monkeypatch: object) -> list:
+    """All samples of megatron-core's GPTDataset over a low-level dataset class."""
+    monkeypatch.setattr(gpt_dataset, "IndexedDataset", dataset_class)
+    config = gpt_dataset.GPTDatasetConfig(
+        random_seed=7,
+        sequence_length=32,
+        blend=([str(prefix)], None),
+        split="90,10,0",
+        path_to_cache=str(cache),
+        tokenizer=SimpleNamespace(vocab_size=128, eod=0, pad=127, unique_identifiers={}),
+        reset_position_ids=False,
+        reset_attention_mask=False,
+        eod_mask_loss=False,
+        create_attention_mask=False,
+    )
+    build = BlendedMegatronDatasetBuilder(
+        gpt_dataset.GPTDataset, [100, 10, 0], lambda: True, config
+    ).build
+    samples = []
+    for split in build()[:2]:
+        assert type(split.dataset) is dataset_class
+        samples += [{k: v.numpy() for k, v in split[i].items()} for i in range(len(split))]
+    return samples
+
+
+def test_megatrons_gpt_dataset_runs_on_our_reader(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rng = np.random.default_rng(0)
+    with IndexedDatasetBuilder(tmp_path / "data", np.uint16) as builder:
+        for _ in range(300):
+            builder.add_document(rng.integers(0, 127, rng.integers(1, 90)))
+    theirs = gpt_samples(
+        tmp_path / "data", tmp_path / "cache1", megatron.IndexedDataset, monkeypatch
+    )
+    ours = gpt_samples(tmp_path / "data", tmp_path / "cache2", IndexedDataset, monkeypatch)
+    assert len(ours) >= 110
+    np.testing.assert_equal(ours, theirs)
+
+
+def test_the_names_other_hosts_call_are_there(tmp_path: Path) -> None:
+    write_with_megapack(tmp_path / "data", [[[1, 2], [3]], [[4]]], np.uint16, None)
+    ours = IndexedDataset(str(tmp_path / "data"), multimodal=False, mmap=True)
+    theirs = megatron.IndexedDataset(str(tmp_path / "data"), multimodal=False, mmap=True)
+    assert ours.path_prefix == theirs.path_prefix
+    assert ours.index.dtype == theirs.index.dtype
+    assert ours.index.sequence_count == theirs.index.sequence_count
+    assert ours.index.document_count == theirs.index.document_count
+    np.testing.assert_array_equal(ours.get_document_indices(), theirs.get_document_indices())
+    np.testing.assert_array_equal(
+        ours.bin_reader.read(np.uint16, 2, 2), theirs.bin_reader.read(np.uint16, 2, 2)
+    )
+    np.testing.assert_array_equal(ours.sizes, theirs.sequence_lengths)
+    np.testing.assert_array_equal(ours.doc_idx, ours.get_doc_idx())
+    assert not ours.supports_prefetch
+    ours.set_document_indices(np.array([0, 3]))
+    assert list(ours.document_indices) == [0, 3]
+    with pytest.raises(ValueError, match="object storage"):
+        IndexedDataset(str(tmp_path / "data"), object_storage_config=object())

@@ -56,8 +56,17 @@ class Zygote:
         self._process.stdin.flush()
         return int(self._process.stdout.readline())
 
-    def start(self, argv: list[str], world_size: int, log: Path) -> Ranks:
-        """All ranks of a run; their output goes to ``log.<rank>``."""
+    def start(
+        self,
+        argv: list[str],
+        world_size: int,
+        log: Path,
+        of_rank: dict[int, dict[str, Any]] | None = None,
+    ) -> Ranks:
+        """All ranks of a run; their output goes to ``log.<rank>``.
+
+        ``of_rank`` changes the request of single ranks (``argv``, ``kill_before_step``).
+        """
         port = str(free_port())
         ranks = Ranks(self, [log.with_suffix(f".{rank}") for rank in range(world_size)])
         for rank in range(world_size):
@@ -69,7 +78,7 @@ class Zygote:
                 "MASTER_PORT": port,
             }
             request = {"argv": argv, "env": env, "log": str(ranks.logs[rank])}
-            ranks.pids.append(self.ask(request))
+            ranks.pids.append(self.ask({**request, **(of_rank or {}).get(rank, {})}))
         return ranks
 
     def close(self) -> None:

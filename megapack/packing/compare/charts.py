@@ -9,8 +9,8 @@ import math
 from collections.abc import Callable, Sequence
 
 from megapack.packing.compare.evaluate import Comparison, Evaluation
-from megapack.packing.compare.recommend import percent
-from megapack.packing.compare.svg import Drawing, Scale, short_number
+from megapack.packing.compare.svg import Drawing, Scale
+from megapack.packing.compare.words import money, percent, short_number
 
 __all__ = [
     "attention_cost",
@@ -127,6 +127,7 @@ def trade_off(comparison: Comparison) -> Drawing:
         ("lost or repeated", "% of tokens", _lost_or_repeated),
     )
     drawing = _rows(rows, "Padding, truncation and concatenation", comparison)
+    drawing.top = 0  # room for the heads of the columns
     width = (WIDTH - LABEL) / len(panels)
     bottom = _bottom(len(rows))
     for number, (title, unit, value_of) in enumerate(panels):
@@ -254,14 +255,9 @@ def training_time(comparison: Comparison) -> Drawing:
     return drawing
 
 
-def money(amount: float) -> str:
-    """Dollars, short: 1234567 -> $1.23M."""
-    return f"${amount:,.2f}" if amount < 1000 else f"${short_number(amount)}"
-
-
 def _rows(rows: Sequence[Evaluation], label: str, comparison: Comparison) -> Drawing:
     """A drawing with one named row per strategy; the recommended one stands out."""
-    drawing = Drawing(WIDTH, _bottom(len(rows)) + 62, label)
+    drawing = Drawing(WIDTH, _bottom(len(rows)) + 62, label, top=22)
     for row, evaluation in enumerate(rows):
         css = "chosen" if row == comparison.recommendation.best else "row"
         drawing.text(LABEL - 14, _y(row) + 4, evaluation.label, css, "end")
@@ -299,8 +295,8 @@ def _decade(value: float) -> int:
 
 
 def _brief(value: float) -> str:
-    if value == 0:
-        return "0"
+    if value < 0.001:
+        return "<0.001" if value > 0 else "0"
     return f"{value:.0f}" if value >= 99.95 else f"{value:.2g}" if value < 1 else f"{value:.3g}"
 
 

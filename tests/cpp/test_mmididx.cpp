@@ -1,0 +1,167 @@
+// The .idx reader and writer arithmetic, from arbitrary bytes to the last overflow.
+#include "core/mmididx.hpp"
+
+#include <cstdio>
+#include <cstring>
+#include <limits>
+#include <string>
+#include <vector>
+
+#include "core/mmididx_tokens.hpp"
+
+using namespace megapack;
+
+namespace {
+
+int failures = 0;
+
+void expect(bool ok, const char* what) {
+    if (ok) return;
+    std::printf("FAILED: %s\n", what);
+    ++failures;
+}
+
+template <typename T>
+void append(std::vector<std::uint8_t>& bytes, T value) {
+    const std::size_t at = bytes.size();
+    bytes.resize(at + sizeof(T));
+    std::memcpy(bytes.data() + at, &value, sizeof(T));
+}
+
+std::vector<std::uint8_t> make_index(const std::vector<std::int32_t>& lengths,
+                                     const std::vector<std::int64_t>& pointers,
+                                     const std::vector<std::int64_t>& documents) {
+    const char magic[] = "MMIDIDX\0";
+    std::vector<std::uint8_t> bytes(magic, magic + sizeof(magic));
+    append<std::uint64_t>(bytes, 1);
+    append<std::uint8_t>(bytes, 8);
+    append<std::uint64_t>(bytes, lengths.size());
+    append<std::uint64_t>(bytes, documents.size());
+    for (const auto x : lengths) append(bytes, x);
+    for (const auto x : pointers) append(bytes, x);
+    for (const auto x : documents) append(bytes, x);
+    return bytes;
+}
+
+template <typename F>
+std::string refusal(const F& f) {
+    try {
+        f();
+    } catch (const FormatError& error) {
+        return error.what();
+    }
+    return "";
+}
+
+bool contains(const std::string& text, const char* part) {
+    return text.find(part) != std::string::npos;
+}
+
+void reads_what_is_sound() {
+    const auto bytes = make_index({3, 0, 2, 4}, {0, 6, 6, 10}, {0, 1, 1, 3, 4});
+    const IndexView index(bytes, "a.idx");
+    expect(index.num_sequences() == 4 && index.num_documents() == 4, "counts");
+    expect(!is_one_sequence_per_document(index), "documents are not sequences");
+    std::vector<std::int32_t> lengths(4);
+    expect(document_lengths(index, lengths), "lengths fit 32 bits");
+    expect(lengths == std::vector<std::int32_t>{3, 0, 2, 4}, "document lengths");
+    std::vector<std::int64_t> offsets(5);
+    document_offsets(index, 2, offsets);
+    expect(offsets == std::vector<std::int64_t>{0, 3, 3, 5, 9}, "document offsets");
+}
+
+void reads_one_sequence_per_document() {
+    std::vector<std::int32_t> lengths(10000, 2);
+    std::vector<std::int64_t> pointers(10000), documents(10001);
+    for (std::size_t i = 0; i < 10000; ++i) pointers[i] = static_cast<std::int64_t>(4 * i);
+    for (std::size_t i = 0; i <= 10000; ++i) documents[i] = static_cast<std::int64_t>(i);
+    const auto bytes = make_index(lengths, pointers, documents);
+    expect(is_one_sequence_per_document(IndexView(bytes, "a")), "one each");
+    documents[9999] = 9998;
+    const auto other = make_index(lengths, pointers, documents);
+    expect(!is_one_sequence_per_document(IndexView(other, "a")), "not one each");
+    std::vector<std::int32_t> out(10000);
+    expect(document_lengths(IndexView(other, "a"), out) && out[9998] == 0 && out[9999] == 4,
+           "an empty document and one of two sequences");
+}
+
+void widens_long_documents() {
+    constexpr std::int32_t big = std::numeric_limits<std::int32_t>::max();
+    const auto bytes = make_index({big, big}, {0, big}, {0, 2});
+    const IndexView index(bytes, "a");
+    std::vector<std::int32_t> narrow(1);
+    expect(!document_lengths(index, narrow), "a sum beyond 32 bits is noticed");
+    std::vector<std::int64_t> wide(1);
+    document_lengths(index, wide);
+    expect(wide[0] == 2 * std::int64_t{big}, "and given in 64");
+}
+
+void reads_lost_documents() {
+    for (const std::size_t count : {std::size_t{0}, std::size_t{1}}) {
+        const auto bytes = make_index({3, 1}, {0, 6}, std::vector<std::int64_t>(count, 0));
+        const IndexView index(bytes, "a");
+        std::vector<std::int64_t> offsets(3);
+        document_offsets(index, 2, offsets);
+        expect(offsets == std::vector<std::int64_t>{0, 3, 4}, "every sequence is a document");
+    }
+    const auto nothing = make_index({}, {}, {});
+    expect(IndexView(nothing, "a").num_documents() == 0, "no document index at all");
+}
+
+void refuses_what_contradicts_itself() {
+    std::vector<std::int64_t> offsets(3);
+    const auto offsets_of = [&](const std::vector<std::uint8_t>& bytes) {
+        return refusal([&] { document_offsets(IndexView(bytes, "a.idx"), 2, offsets); });
+    };
+    expect(contains(offsets_of(make_index({1, 1}, {0, 3}, {0, 1, 2})), "points at byte 3"),
+           "pointer");
+    expect(contains(offsets_of(make_index({1, -1}, {0, 2}, {0, 1, 2})), "length -1"), "negative");
+    expect(contains(offsets_of(make_index({1, 1}, {0, 2}, {0, 3, 2})), "is 2"), "backwards");
+    expect(contains(offsets_of(make_index({1, 1}, {0, 2}, {0, 1, 1})), "end at 1"), "short");
+    const auto good = make_index({1, 1}, {0, 2}, {0, 1, 2});
+    for (std::size_t size = 0; size < good.size(); ++size) {
+        const std::vector<std::uint8_t> cut(good.begin(),
+                                            good.begin() + static_cast<std::ptrdiff_t>(size));
+        expect(!refusal([&] { IndexView(cut, "a.idx"); }).empty(), "every truncation is refused");
+    }
+}
+
+void scans_and_shifts() {
+    const std::vector<std::int32_t> lengths{3, 0, 2};
+    std::vector<std::int64_t> out(3);
+    expect(scan_lengths(lengths, 4, 100, out) == 120, "the byte behind the block");
+    expect(out == std::vector<std::int64_t>{100, 112, 112}, "pointers");
+    const std::vector<std::int64_t> ends{1, 1, 3};
+    expect(shift_document_ends(ends, 3, 0, 1000, out) == 3, "the last end");
+    expect(out == std::vector<std::int64_t>{1001, 1001, 1003}, "shifted");
+    expect(!refusal([&] { shift_document_ends(ends, 2, 0, 0, out); }).empty(), "beyond");
+    expect(!refusal([&] { shift_document_ends(ends, 3, 2, 0, out); }).empty(), "backwards");
+    const std::vector<std::int32_t> negative{1, -5, 2};
+    expect(!refusal([&] { scan_lengths(negative, 2, 0, out); }).empty(), "negative");
+}
+
+void ranges_and_narrows() {
+    const std::vector<std::int64_t> tokens{5, -3, 70000};
+    const auto range = token_range(Span<const std::int64_t>(tokens));
+    expect(range.first == -3 && range.second == 70000, "range");
+    const auto none = token_range(Span<const std::int64_t>());
+    expect(none.first > none.second, "no tokens have no range");
+    const std::vector<std::int32_t> ids{0, 65535, 7};
+    std::vector<std::uint16_t> out(3);
+    narrow_tokens(Span<const std::int32_t>(ids), Span<std::uint16_t>(out));
+    expect(out == std::vector<std::uint16_t>{0, 65535, 7}, "narrowed");
+}
+
+}  // namespace
+
+int main() {
+    reads_what_is_sound();
+    reads_one_sequence_per_document();
+    widens_long_documents();
+    reads_lost_documents();
+    refuses_what_contradicts_itself();
+    scans_and_shifts();
+    ranges_and_narrows();
+    if (failures == 0) std::puts("ok");
+    return failures == 0 ? 0 : 1;
+}

@@ -1,0 +1,88 @@
+"""Inputs for the packing tests: lengths, buckets and parameters for any strategy."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from hypothesis import strategies as st
+from reference import Packing
+
+from megapack.packing import STRATEGIES, Parameter, SampleIndex
+
+# What a packer may stumble over, for a capacity of 16.
+ADVERSARIAL: dict[str, list[int]] = {
+    "no document": [],
+    "one empty document": [0],
+    "one token": [1],
+    "one document of the capacity": [16],
+    "one document of twice the capacity": [32],
+    "one token more than the capacity": [17],
+    "all lengths 1": [1] * 100,
+    "all equal": [7] * 50,
+    "all just over half": [9] * 33,
+    "multiples of the capacity": [16 * k for k in range(6)],
+    "one off the multiples": [16 * k + d for k in range(1, 5) for d in (-1, 1)],
+    "huge among tiny": [1, 5000, 1, 0, 2, 1, 3001],
+    "ascending": list(range(40)),
+    "descending": list(range(40))[::-1],
+    "alternating": [1, 15] * 20,
+    "powers of two": [1 << k for k in range(10)],
+    "empty documents between": [0, 5, 0, 0, 11, 16, 0, 3, 0],
+}
+
+lengths = st.one_of(
+    st.lists(st.integers(0, 40), max_size=40),
+    st.lists(st.sampled_from([0, 1, 2, 15, 16, 17, 33]), max_size=60),
+    st.lists(st.integers(0, 1000), max_size=8),
+)
+
+
+@st.composite
+def packings(draw: st.DrawFn, name: str) -> dict[str, Any]:
+    """Keyword arguments of ``pack`` (and of the definition) for one strategy."""
+    if name == "decompose":
+        capacities = st.sampled_from([1, 2, 4, 8, 16, 32])
+    else:
+        capacities = st.integers(1, 35)
+    most = 4 if STRATEGIES[name].many_buckets else 1
+    buckets = sorted(draw(st.sets(capacities, min_size=1, max_size=most)))
+    chosen = {"buckets": buckets, "seed": draw(st.integers(0, 9))}
+    for parameter in STRATEGIES[name].parameters:
+        if draw(st.booleans()):
+            chosen[parameter.name] = draw(values(parameter, buckets[-1]))
+    return chosen
+
+
+def values(parameter: Parameter, capacity: int) -> st.SearchStrategy[Any]:
+    if parameter.choices:
+        return st.sampled_from(parameter.choices)
+    if parameter.kind is bool:
+        return st.booleans()
+    divisors = [size for size in range(1, capacity + 1) if capacity % size == 0]
+    return {
+        "atom_size": st.sampled_from([*divisors, 2 * capacity, 3 * capacity]),
+        "pool_size": st.sampled_from([1, 2, 5, 17, 1000]),
+        "padding_threshold": st.sampled_from([0.0, 0.045, 0.1, 0.3, 1.0]),
+        "r_max": st.sampled_from([0.0, 0.1, 0.3, 0.5, 1.0]),
+        "extra_capacity": st.sampled_from([0, 1, 3, 20]),
+        "min_bucket": st.sampled_from([1 << k for k in range(6) if 1 << k <= capacity]),
+    }[parameter.name]
+
+
+def as_packing(index: SampleIndex) -> Packing:
+    """The index in the words of the reference."""
+    buckets: dict[int, list[Any]] = {int(capacity): [] for capacity in index.bucket_capacity}
+    for i in range(index.num_samples):
+        bucket, segments = index.sample(i)
+        buckets[int(index.bucket_capacity[bucket])].append(segments)
+    metrics = index.metrics()
+    return Packing(buckets, metrics["dropped_tokens"], metrics["repeated_tokens"])
+
+
+def same_arrays(a: SampleIndex, b: SampleIndex) -> bool:
+    """Byte for byte, types included."""
+    return a.bucket_capacity.tobytes() == b.bucket_capacity.tobytes() and all(
+        x.dtype == y.dtype and np.array_equal(x, y)
+        for x, y in zip(a.segment_arrays(), b.segment_arrays(), strict=True)
+    )

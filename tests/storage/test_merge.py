@@ -1,0 +1,213 @@
+"""A merge is what one builder would have written, whoever wrote the parts."""
+
+from __future__ import annotations
+
+import os
+import struct
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megapack.errors import DataError, FormatError
+from megapack.storage import IndexedDataset, IndexedDatasetBuilder
+from megapack.storage.merge import merge
+from megapack.storage.verify import verify
+from storage.strategies import SMALL, corpora, files, flatten, write
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    from megatron.core.datasets import indexed_dataset as megatron
+
+
+def write_with_megatron(prefix: Path, corpus: list, dtype: type) -> None:
+    builder = megatron.IndexedDatasetBuilder(f"{prefix}.bin", dtype)
+    for document in corpus:
+        builder.add_document(flatten(document), [len(sequence) for sequence in document])
+    builder.finalize(f"{prefix}.idx")
+
+
+@settings(max_examples=25)
+@given(shards=st.lists(corpora, min_size=1, max_size=5), data=st.data())
+def test_a_merge_equals_one_build_of_all_documents(
+    tmp_path_factory: pytest.TempPathFactory, shards: list, data: st.DataObject
+) -> None:
+    tmp = tmp_path_factory.mktemp("merge")
+    for i, corpus in enumerate(shards):
+        writer = data.draw(st.sampled_from([write, write_with_megatron]))
+        writer(tmp / f"shard{i}", corpus, np.uint16)
+    prefixes = [tmp / f"shard{i}" for i in range(len(shards))]
+    write(tmp / "whole", [document for corpus in shards for document in corpus])
+    merge(prefixes, tmp / "merged")
+    with IndexedDatasetBuilder(tmp / "added", np.uint16) as builder:
+        for prefix in prefixes:
+            builder.add_index(prefix)
+    assert files(tmp / "merged") == files(tmp / "whole") == files(tmp / "added")
+    errors = [f for f in verify(tmp / "merged") if f.severity == "error"]
+    assert errors == []
+    whole, merged = IndexedDataset(tmp / "whole").meta, IndexedDataset(tmp / "merged").meta
+    for key in ("idx", "num_documents", "num_tokens", "min_token_id", "max_token_id", "dtype"):
+        assert merged[key] == whole[key] == IndexedDataset(tmp / "added").meta[key]
+
+
+def test_megatron_merges_our_shards_to_the_same_bytes(tmp_path: Path) -> None:
+    for name, corpus in (("a", SMALL), ("b", SMALL[2:]), ("c", [])):
+        write(tmp_path / name, corpus)
+    builder = megatron.IndexedDatasetBuilder(f"{tmp_path}/theirs.bin", np.uint16)
+    for name in "ab":  # megatron-core cannot map an empty .bin, so c stays out of its merge
+        builder.add_index(f"{tmp_path}/{name}")
+    builder.finalize(f"{tmp_path}/theirs.idx")
+    merge([tmp_path / "a", tmp_path / "b", tmp_path / "c"], tmp_path / "ours")
+    assert files(tmp_path / "ours") == files(tmp_path / "theirs")
+
+
+def test_builders_go_on_after_an_added_index(tmp_path: Path) -> None:
+    write(tmp_path / "part", SMALL)
+    with IndexedDatasetBuilder(tmp_path / "all", np.uint16) as builder:
+        builder.add_document([100])
+        builder.add_index(tmp_path / "part")
+        builder.add_documents([101, 102], [0, 1, 2])
+    write(tmp_path / "whole", [[[100]], *SMALL, [[101]], [[102]]])
+    assert files(tmp_path / "all") == files(tmp_path / "whole")
+    assert not [f for f in verify(tmp_path / "all") if f.severity == "error"]
+
+
+def test_modes_are_merged(tmp_path: Path) -> None:
+    for name in ("a", "b", "whole"):
+        with IndexedDatasetBuilder(tmp_path / name, multimodal=True) as builder:
+            for _ in range(2 if name == "whole" else 1):
+                builder.add_document([1, 2, 3], [1, 2], [0, 1])
+    merge([tmp_path / "a", tmp_path / "b"], tmp_path / "merged", multimodal=True)
+    assert files(tmp_path / "merged") == files(tmp_path / "whole")
+    write(tmp_path / "plain", [[[1, 2, 3, 4, 5]]], np.int32)
+    with pytest.raises(FormatError, match="has no modes"):
+        merge([tmp_path / "a", tmp_path / "plain"], tmp_path / "no", multimodal=True)
+
+
+def test_a_neox_merge_without_documents_gets_one_per_sequence(tmp_path: Path) -> None:
+    write(tmp_path / "a", [[[1, 2]], [[3]]])
+    index = bytearray((tmp_path / "a.idx").read_bytes())
+    struct.pack_into("<Q", index, 26, 1)
+    (tmp_path / "a.idx").write_bytes(index[: 34 + 12 * 2 + 8])
+    merge([tmp_path / "a", tmp_path / "a"], tmp_path / "merged")
+    write(tmp_path / "whole", [[[1, 2]], [[3]]] * 2)
+    assert files(tmp_path / "merged") == files(tmp_path / "whole")
+
+
+def test_dtypes_are_converted_on_request_only(tmp_path: Path) -> None:
+    write(tmp_path / "narrow", SMALL, np.uint16)
+    write(tmp_path / "wide", [[[70_000]]], np.int32)
+    inputs = [tmp_path / "narrow", tmp_path / "wide"]
+    with pytest.raises(DataError, match=r"different dtypes: uint16 .* int32 .*--dtype int32"):
+        merge(inputs, tmp_path / "merged")
+    merge(inputs, tmp_path / "merged", dtype=np.int32)
+    write(tmp_path / "whole", [*SMALL, [[70_000]]], np.int32)
+    assert files(tmp_path / "merged") == files(tmp_path / "whole")
+    message = r"document 0 of .*wide, position 0: token id 70000 is outside of \[0, 65535\]"
+    with pytest.raises(DataError, match=message):
+        merge(inputs, tmp_path / "no", dtype=np.uint16)
+    with pytest.raises(DataError, match="uint16 tokens, this dataset int32"):
+        IndexedDatasetBuilder(tmp_path / "no").add_index(tmp_path / "narrow")
+    assert not list(tmp_path.glob("no*"))
+
+
+def test_ids_beyond_the_vocabulary_are_found_in_added_datasets(tmp_path: Path) -> None:
+    write(tmp_path / "known", SMALL)
+    write_with_megatron(tmp_path / "unknown", SMALL, np.uint16)
+    builder = IndexedDatasetBuilder(tmp_path / "all", np.uint16, vocab_size=10)
+    builder.add_document([1])
+    with pytest.raises(DataError, match=r"known has token ids from 1 to 10, outside of \[0, 9\]"):
+        builder.add_index(tmp_path / "known")
+    with pytest.raises(DataError, match=r"document 4 of .*unknown, position 3: token id 10 "):
+        builder.add_index(tmp_path / "unknown")
+    builder.finalize()
+    assert IndexedDataset(tmp_path / "all").num_tokens == 1
+
+
+def test_mixed_tokenizers_are_refused_unless_told(tmp_path: Path) -> None:
+    for name, digest, source in (("a", "x", "/one"), ("b", "x", "/two"), ("c", "y", "/one")):
+        tokenizer = {"digest": digest, "source": source}
+        write(tmp_path / name, SMALL, metadata={"tokenizer": tokenizer, "document_end_token": 0})
+    write_with_megatron(tmp_path / "d", SMALL, np.uint16)
+    merge([tmp_path / "a", tmp_path / "b", tmp_path / "d"], tmp_path / "same")
+    with pytest.raises(DataError, match=r"a and .*c were built with different tokenizers"):
+        merge([tmp_path / "a", tmp_path / "c"], tmp_path / "mixed")
+    merge([tmp_path / "a", tmp_path / "c"], tmp_path / "mixed", allow_mixed_tokenizers=True)
+    meta = IndexedDataset(tmp_path / "mixed").meta
+    assert "tokenizer" not in meta and meta["document_end_token"] == 0
+
+
+def test_damage_done_before_a_merge_is_found_after_it(tmp_path: Path) -> None:
+    write(tmp_path / "a", SMALL)
+    write(tmp_path / "b", SMALL)
+    content = bytearray((tmp_path / "b.bin").read_bytes())
+    content[0] ^= 2
+    (tmp_path / "b.bin").write_bytes(content)
+    merge([tmp_path / "a", tmp_path / "b"], tmp_path / "merged")
+    (found,) = [f for f in verify(tmp_path / "merged") if f.severity == "error"]
+    assert found.code == "checksum" and "bytes 20 to 40" in found.message
+
+
+def test_a_meta_file_of_other_data_is_not_trusted(tmp_path: Path) -> None:
+    """Somebody tokenized again with Megatron under the same prefix."""
+    write(tmp_path / "a", SMALL, vocab_size=11)
+    write_with_megatron(tmp_path / "a", [[[20, 21, 22]], [[1] * 7]], np.uint16)
+    merge([tmp_path / "a"], tmp_path / "merged")
+    assert IndexedDataset(tmp_path / "merged").meta["max_token_id"] == 22
+    assert IndexedDataset(tmp_path / "merged").vocab_size is None
+
+
+def test_damaged_inputs_are_refused_and_nothing_is_written(tmp_path: Path) -> None:
+    write(tmp_path / "good", SMALL)
+    write(tmp_path / "short", SMALL)
+    os.truncate(tmp_path / "short.bin", 8)
+    with pytest.raises(FormatError, match=r"short\.bin has 8 bytes"):
+        merge([tmp_path / "good", tmp_path / "short"], tmp_path / "merged")
+    with pytest.raises(ValueError, match="also an input"):
+        merge([tmp_path / "good"], tmp_path / "good")
+    with pytest.raises(ValueError, match="at least one"):
+        merge([], tmp_path / "merged")
+    assert not list(tmp_path.glob("merged*"))
+
+
+def test_inputs_are_removed_on_request_only(tmp_path: Path) -> None:
+    write(tmp_path / "a", SMALL)
+    write(tmp_path / "b", SMALL)
+    seen = []
+    merge(
+        [tmp_path / "a", tmp_path / "b"],
+        tmp_path / "merged",
+        remove_inputs=True,
+        progress=lambda done, total: seen.append((done, total)),
+    )
+    assert seen == [(10, 20), (20, 20)]
+    assert sorted(p.name for p in tmp_path.iterdir()) == [
+        "merged.bin",
+        "merged.idx",
+        "merged.meta.json",
+    ]
+
+
+def test_memory_does_not_grow_with_the_documents(tmp_path: Path) -> None:
+    """30 bytes per document are allowed; a merge needs none."""
+    count = 1_000_000
+    with IndexedDatasetBuilder(tmp_path / "a", np.uint16) as builder:
+        builder.add_documents(np.zeros(count, np.uint16), np.arange(count + 1))
+    program = (
+        "import resource, sys\n"
+        "from megapack.storage.merge import merge\n"
+        "before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
+        "merge(sys.argv[1:3], sys.argv[3])\n"
+        "print(1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before))\n"
+    )
+    names = [str(tmp_path / name) for name in ("a", "a", "merged")]
+    done = subprocess.run(
+        [sys.executable, "-c", program, *names], check=True, capture_output=True, text=True
+    )
+    assert int(done.stdout) / (2 * count) < 8
+    assert IndexedDataset(tmp_path / "merged").num_documents == 2 * count

@@ -1,0 +1,90 @@
+"""merge, verify, repair and import as a person types them."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megapack.cli.datasets import dataset_prefixes
+from storage.strategies import SMALL, files, write
+
+
+def build(*arguments: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "megapack.cli.main", *map(str, arguments)]
+    return subprocess.run(command, check=False, capture_output=True, text=True)
+
+
+def test_merge_then_verify(tmp_path: Path) -> None:
+    (tmp_path / "shards").mkdir()
+    for name in ("b", "a"):
+        write(tmp_path / "shards" / name, SMALL)
+    done = build("merge", tmp_path / "shards", "--output-prefix", tmp_path / "all")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == f"{tmp_path}/all: 2 datasets, 10 documents, 20 uint16 tokens\n"
+    done = build("verify", tmp_path / "all.idx", tmp_path / "shards" / "a")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[0] == f"{tmp_path}/all: sound"
+
+
+def test_verify_says_what_is_wrong_and_repair_mends_it(tmp_path: Path) -> None:
+    write(tmp_path / "data", SMALL)
+    whole = files(tmp_path / "data")
+    (tmp_path / "data.meta.json").unlink()
+    with (tmp_path / "data.idx").open("r+b") as file:
+        file.seek(17)
+        file.write(b"\6")
+    done = build("verify", tmp_path / "data")
+    assert done.returncode == 1
+    assert "data: DAMAGED" in done.stdout and "-> megapack-build repair" in done.stdout
+    done = build("verify", "--json", tmp_path / "data")
+    found = json.loads(done.stdout)[str(tmp_path / "data")]
+    assert "dtype" in [finding["code"] for finding in found]
+    dry = build("repair", "--dry-run", tmp_path / "data")
+    assert "would be done:" in dry.stdout and files(tmp_path / "data") != whole
+    assert build("repair", tmp_path / "data").returncode == 0
+    assert files(tmp_path / "data") == whole
+    assert "nothing to mend" in build("repair", tmp_path / "data").stdout
+
+
+def test_import_then_verify(tmp_path: Path) -> None:
+    np.array([1, 2, 0, 3, 0], np.uint16).tofile(tmp_path / "train.bin")
+    arguments = [tmp_path / "train.bin", "--output-prefix", tmp_path / "data"]
+    done = build("import", *arguments)
+    assert done.returncode == 1 and "--dtype uint16" in done.stderr
+    done = build("import", *arguments, "--dtype", "uint16", "--eod-token", 0)
+    assert done.returncode == 0 and "2 documents, 5 uint16 tokens" in done.stdout
+    assert build("verify", tmp_path / "data").returncode == 0
+
+
+@pytest.mark.parametrize("command", ["merge", "verify", "repair", "import"])
+def test_help_shows_examples(command: str) -> None:
+    done = build(command, "--help")
+    assert done.returncode == 0
+    assert f"  megapack-build {command} " in done.stdout
+
+
+def test_errors_are_sentences_and_leave_nothing(tmp_path: Path) -> None:
+    write(tmp_path / "data", SMALL)
+    os.truncate(tmp_path / "data.bin", 3)
+    done = build("merge", tmp_path / "data", "--output-prefix", tmp_path / "out")
+    assert done.returncode == 1
+    assert done.stderr.startswith("megapack-build merge: error: ") and done.stderr.count("\n") == 1
+    assert not list(tmp_path.glob("out*"))
+
+
+def test_globs_and_directories_name_each_dataset_once(tmp_path: Path) -> None:
+    for name in ("b", "a"):
+        write(tmp_path / name, SMALL)
+    (tmp_path / "alone.bin").touch()
+    everything = sorted(str(path) for path in tmp_path.iterdir())
+    assert dataset_prefixes(everything) == [str(tmp_path / name) for name in ("a", "alone", "b")]
+    assert dataset_prefixes([str(tmp_path)]) == [str(tmp_path / name) for name in ("a", "b")]
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ValueError, match="without any"):
+        dataset_prefixes([str(tmp_path / "empty")])

@@ -1,0 +1,323 @@
+"""Every known kind of damage is named by verify, and mended by repair where it can be."""
+
+from __future__ import annotations
+
+import os
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+
+from megapack.errors import FormatError
+from megapack.storage import IndexedDataset
+from megapack.storage.repair import repair
+from megapack.storage.verify import find_duplicates, verify
+from storage.strategies import Corpus, corpora, files, write
+
+CORPUS: Corpus = [[[i, i + 1, i + 2]] for i in range(10)] + [[[1], [2, 3]]]
+S, D = 12, 12  # sequences, document indices
+LENGTHS, POINTERS, DOCUMENTS = 34, 34 + 4 * S, 34 + 12 * S
+
+
+def edit_index(prefix: Path, change: Callable[[bytearray], object]) -> None:
+    path = Path(f"{prefix}.idx")
+    content = bytearray(path.read_bytes())
+    change(content)
+    path.write_bytes(content)
+
+
+def errors(prefix: Path, **options: object) -> list[str]:
+    return [f.code for f in verify(prefix, **options) if f.severity == "error"]
+
+
+def warnings(prefix: Path) -> list[str]:
+    return [f.code for f in verify(prefix) if f.severity == "warning"]
+
+
+def foreign(prefix: Path, dtype: type = np.uint16, corpus: Corpus = CORPUS) -> Path:
+    """A dataset without a meta file, as other tools leave it."""
+    write(prefix, corpus, dtype)
+    Path(f"{prefix}.meta.json").unlink()
+    return prefix
+
+
+@given(corpus=corpora)
+def test_what_the_builder_wrote_is_sound_and_repair_leaves_it_alone(
+    tmp_path_factory: pytest.TempPathFactory, corpus: list
+) -> None:
+    prefix = tmp_path_factory.mktemp("verify") / "data"
+    write(prefix, corpus, vocab_size=128)
+    before = files(prefix)
+    assert {f.severity for f in verify(prefix)} <= {"note"}
+    assert repair(prefix) == []
+    assert files(prefix) == before
+    Path(f"{prefix}.meta.json").unlink()
+    assert {f.severity for f in verify(prefix)} <= {"note"}
+    assert repair(prefix) == []
+
+
+def lose_documents(content: bytearray) -> None:
+    """What GPT-NeoX's merge writes: document_indices = [0]."""
+    struct.pack_into("<Q", content, 26, 1)
+    del content[DOCUMENTS + 8 :]
+
+
+def stop_documents_early(content: bytearray) -> None:
+    struct.pack_into("<Q", content, 26, 6)
+    del content[DOCUMENTS + 8 * 6 :]
+
+
+def deepspeed_uint16(content: bytearray) -> None:
+    content[17] = 6
+
+
+def unknown_code(content: bytearray) -> None:
+    content[17] = 77
+
+
+def wrong_pointer(content: bytearray) -> None:
+    struct.pack_into("<q", content, POINTERS + 8 * 5, 1000)
+
+
+def bytes_behind(content: bytearray) -> None:
+    content += b"abc"
+
+
+def cut_in_pointers(content: bytearray) -> None:
+    del content[POINTERS + 17 :]
+
+
+def cut_in_documents(content: bytearray) -> None:
+    del content[DOCUMENTS + 8 * 4 + 3 :]
+
+
+@dataclass
+class Case:
+    damage: Callable[[bytearray], object]
+    code: str  # what verify calls it
+    said: str  # what repair says it did
+    documents: str = "kept"  # or "sequences": every sequence became a document
+
+
+CASES = [
+    Case(lose_documents, "documents-lost", "made each of the 12 sequences a document", "sequences"),
+    Case(stop_documents_early, "documents", "made sequences 5 to 12 a document each", "sequences"),
+    Case(deepspeed_uint16, "dtype", "dtype code 6 means uint16 in DeepSpeed's table: now uint16"),
+    Case(unknown_code, "dtype", "dtype code 77"),
+    Case(wrong_pointer, "pointers", "recomputed the pointers of 12 sequences"),
+    Case(bytes_behind, "trailing-idx", "dropped 3 bytes behind the end of the index"),
+    Case(cut_in_pointers, "index", "completed an .idx that ended after", "sequences"),
+    Case(cut_in_documents, "index", "completed an .idx that ended after", "sequences"),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.damage.__name__)
+def test_damage_is_named_and_mended_to_the_byte(tmp_path: Path, case: Case) -> None:
+    prefix = foreign(tmp_path / "data")
+    whole = files(prefix)
+    edit_index(prefix, case.damage)
+    damaged = files(prefix)
+    assert case.code in errors(prefix) + warnings(prefix)
+    assert any(case.said in step for step in repair(prefix, dry_run=True))
+    assert files(prefix) == damaged, "a dry run changes nothing"
+    assert any(case.said in step for step in repair(prefix))
+    if case.documents == "sequences":
+        flat = [[sequence] for document in CORPUS for sequence in document]
+        whole = files(foreign(tmp_path / "expected", corpus=flat))
+    assert files(prefix) == whole
+    assert errors(prefix) == [] and warnings(prefix) == []
+    assert (tmp_path / "data.idx.orig").read_bytes() == damaged[".idx"]
+    assert repair(prefix) == []
+
+
+@pytest.mark.parametrize(
+    ("code", "raw", "becomes"),
+    [(7, np.uint32, np.int32), (8, np.uint64, np.int64), (6, np.uint16, np.uint16)],
+)
+def test_types_of_deepspeed_are_recognised_by_the_width_of_their_tokens(
+    tmp_path: Path, code: int, raw: type, becomes: type
+) -> None:
+    prefix = foreign(tmp_path / "data", becomes)
+    edit_index(prefix, lambda content: content.__setitem__(17, code))
+    assert "dtype" in errors(prefix)
+    repair(prefix)
+    dataset = IndexedDataset(prefix)
+    assert dataset.dtype == becomes
+    np.testing.assert_array_equal(dataset.tokens.astype(raw)[:6], [0, 1, 2, 1, 2, 3])
+
+
+@pytest.mark.parametrize(("code", "dtype"), [(6, np.float64), (7, np.float32), (6, np.float32)])
+def test_floats_are_no_tokens(tmp_path: Path, code: int, dtype: type) -> None:
+    width = np.dtype(dtype).itemsize
+    prefix = foreign(tmp_path / "data", {4: np.int32, 8: np.int64}[width])
+    values = np.fromfile(f"{prefix}.bin", f"i{width}").astype(dtype) + 1
+    values.tofile(f"{prefix}.bin")
+    edit_index(prefix, lambda content: content.__setitem__(17, code))
+    (finding,) = [f for f in verify(prefix) if f.severity == "error"]
+    assert finding.code == "dtype" and "no token ids" in finding.remedy
+    with pytest.raises(FormatError, match="cannot be mended"):
+        repair(prefix)
+
+
+def test_overflowed_pointers_are_recomputed(tmp_path: Path) -> None:
+    """Old releases summed them in 32 bits (40 billion tokens; here a sparse .bin)."""
+    n = 2**30 - 1
+    lengths, documents = np.full(5, n, "<i4"), np.arange(6, dtype="<i8")
+    pointers = (np.arange(5, dtype=np.int64) * n * 2).astype(np.int32).astype("<i8")
+    head = struct.pack("<9sQBQQ", b"MMIDIDX\0\0", 1, 8, 5, 6)
+    arrays = [lengths.tobytes(), pointers.tobytes(), documents.tobytes()]
+    (tmp_path / "data.idx").write_bytes(head + b"".join(arrays))
+    with (tmp_path / "data.bin").open("wb") as file:
+        file.truncate(5 * n * 2)
+    (finding,) = [f for f in verify(tmp_path / "data") if f.severity == "error"]
+    assert "overflowed 32 bits" in finding.message
+    assert repair(tmp_path / "data") == ["recomputed the pointers of 5 sequences"]
+    assert errors(tmp_path / "data", tokens=False) == []
+    assert list(IndexedDataset(tmp_path / "data").sequence_pointers) == [
+        2 * n * i for i in range(5)
+    ]
+
+
+def test_another_order_of_sequences_is_not_scrambled(tmp_path: Path) -> None:
+    prefix = foreign(tmp_path / "data", corpus=[[[1, 2]], [[]], [[3]], [[4, 5, 6]]])
+    order = [3, 1, 0, 2]
+    dataset = IndexedDataset(prefix)
+    lengths = dataset.sequence_lengths[order].tobytes()
+    pointers = dataset.sequence_pointers[order].tobytes()
+    edit_index(prefix, lambda content: content.__setitem__(slice(34, 34 + 48), lengths + pointers))
+    assert errors(prefix) == ["pointers"]
+    before = files(prefix)
+    with pytest.raises(FormatError, match="in another order"):
+        repair(prefix)
+    assert files(prefix) == before
+
+
+@pytest.mark.parametrize("cut", [1, 2, 3, 6, 7, 13, 60])
+def test_a_truncated_bin_keeps_its_whole_documents_on_demand(tmp_path: Path, cut: int) -> None:
+    prefix = tmp_path / "data"
+    write(prefix, CORPUS, vocab_size=100, metadata={"tokenizer": "t"})
+    os.truncate(f"{prefix}.bin", 66 - cut)
+    assert errors(prefix) == ["bin-truncated"]
+    with pytest.raises(FormatError, match="--drop-truncated"):
+        repair(prefix)
+    repair(prefix, drop_truncated=True)
+    left = (66 - cut) // 6
+    write(tmp_path / "expected", CORPUS[: min(left, 10)])
+    assert files(prefix) == files(tmp_path / "expected")
+    assert errors(prefix) == []
+    meta = IndexedDataset(prefix).meta
+    assert (meta["tokenizer"], meta["vocab_size"], meta["num_documents"]) == ("t", 100, left)
+
+
+def test_bytes_behind_the_tokens_are_cut_on_demand(tmp_path: Path) -> None:
+    prefix = foreign(tmp_path / "data")
+    whole = files(prefix)
+    with Path(f"{prefix}.bin").open("ab") as file:
+        file.write(b"12345")
+    assert warnings(prefix) == ["trailing-bin"]
+    assert repair(prefix) == []
+    (tmp_path / "other").hardlink_to(tmp_path / "data.bin")
+    with pytest.raises(FormatError, match="another name"):
+        repair(prefix, drop_trailing=True)
+    (tmp_path / "other").unlink()
+    said = repair(prefix, drop_trailing=True)
+    assert said == ["cut 5 bytes of .bin that belonged to no sequence"]
+    assert files(prefix) == whole
+
+
+def test_documents_that_make_no_sense_are_given_up_on_demand(tmp_path: Path) -> None:
+    prefix = foreign(tmp_path / "data")
+    edit_index(prefix, lambda content: struct.pack_into("<q", content, DOCUMENTS + 8 * 3, -5))
+    assert errors(prefix) == ["documents"]
+    with pytest.raises(FormatError, match=r"document 2 .*--one-document-per-sequence"):
+        repair(prefix)
+    repair(prefix, one_document_per_sequence=True)
+    assert IndexedDataset(prefix).num_documents == 12
+
+
+def test_modes_survive_a_repair(tmp_path: Path) -> None:
+    prefix = foreign(tmp_path / "data")
+    with Path(f"{prefix}.idx").open("ab") as file:
+        file.write(bytes(range(12)))
+    assert "multimodal" in {f.code for f in verify(prefix)}
+    edit_index(prefix, wrong_pointer)
+    repair(prefix)
+    assert list(IndexedDataset(prefix, multimodal=True).sequence_modes) == list(range(12))
+
+
+@pytest.mark.parametrize("content", [b"", b"TNTIDX\0\0" + bytes(64), b"garbage" * 20])
+def test_what_is_no_index_cannot_be_mended(tmp_path: Path, content: bytes) -> None:
+    prefix = foreign(tmp_path / "data")
+    Path(f"{prefix}.idx").write_bytes(content)
+    assert errors(prefix) == ["legacy" if content.startswith(b"TNT") else "index"]
+    with pytest.raises(FormatError):
+        repair(prefix)
+    assert Path(f"{prefix}.idx").read_bytes() == content
+
+
+def test_negative_lengths_are_named_and_cannot_be_mended(tmp_path: Path) -> None:
+    prefix = foreign(tmp_path / "data")
+    edit_index(prefix, lambda content: struct.pack_into("<i", content, LENGTHS + 4 * 7, -3))
+    (finding,) = [f for f in verify(prefix) if f.severity == "error"]
+    assert "sequence 7: a sequence has length -3" in finding.message
+    with pytest.raises(FormatError, match="sequence 7"):
+        repair(prefix)
+
+
+def test_changed_tokens_are_found_by_their_checksum(tmp_path: Path) -> None:
+    prefix = tmp_path / "data"
+    write(prefix, CORPUS)
+    content = bytearray(Path(f"{prefix}.bin").read_bytes())
+    content[30] ^= 1
+    Path(f"{prefix}.bin").write_bytes(content)
+    assert errors(prefix) == ["checksum"]
+    assert errors(prefix, tokens=False) == []
+
+
+def test_a_changed_index_is_found_by_its_checksum(tmp_path: Path) -> None:
+    prefix = tmp_path / "data"
+    write(prefix, [[[1, 2]], [[3]]])
+    other = files(foreign(tmp_path / "other", corpus=[[[1]], [[2, 3]]]))
+    Path(f"{prefix}.idx").write_bytes(other[".idx"])
+    assert errors(prefix) == ["checksum"]
+
+
+def test_ids_and_ends_of_documents_are_checked_as_promised(tmp_path: Path) -> None:
+    write(tmp_path / "a", [[[5, 1, 0]], [], [[2, 0]]], metadata={"document_end_token": 0})
+    assert errors(tmp_path / "a") == []
+    assert errors(tmp_path / "a", vocab_size=5) == ["id-beyond-vocabulary"]
+    assert errors(tmp_path / "a", document_end_token=1) == ["document-end"]
+    write(tmp_path / "b", [[[5, 0]], [[7, 7], [0, 7]]], metadata={"document_end_token": 0})
+    (finding,) = [f for f in verify(tmp_path / "b") if f.severity == "error"]
+    assert finding.message.startswith("document 1, position 3: token id 7 should be the last, 0")
+    write(tmp_path / "c", [[[1, 2]], [[2, 1]]], metadata={"document_begin_token": 1})
+    assert errors(tmp_path / "c") == ["document-begin"]
+
+
+def test_negative_ids_are_labels_only_where_the_builder_said_so(tmp_path: Path) -> None:
+    write(tmp_path / "labels", [[[-100, 5]]], np.int32, allow_negative=True)
+    assert errors(tmp_path / "labels") == []
+    (tmp_path / "labels.meta.json").unlink()
+    assert errors(tmp_path / "labels") == ["negative-id"]
+
+
+def test_the_same_data_under_two_names_is_found(tmp_path: Path) -> None:
+    for name, corpus in (("a", CORPUS), ("b", CORPUS), ("c", CORPUS[1:])):
+        write(tmp_path / name, corpus)
+    (tmp_path / "d.bin").hardlink_to(tmp_path / "c.bin")
+    (tmp_path / "d.idx").symlink_to(tmp_path / "c.idx")
+    prefixes = [str(tmp_path / name) for name in "abcd"]
+    found = find_duplicates(prefixes)
+    assert set(found) == {prefixes[1], prefixes[3]}
+    assert found[prefixes[3]].message.endswith(f"as {prefixes[2]}")
+
+
+def test_missing_files_are_findings(tmp_path: Path) -> None:
+    assert errors(tmp_path / "data") == ["missing", "missing"]
+    foreign(tmp_path / "data")
+    (tmp_path / "data.bin").unlink()
+    assert errors(tmp_path / "data") == ["missing"]
