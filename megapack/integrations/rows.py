@@ -10,6 +10,7 @@ count of consumed samples, with any number of ranks.
 
 from __future__ import annotations
 
+import logging
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -24,14 +25,16 @@ from torch.utils.data import Dataset
 
 from megapack import _core
 from megapack.data import BatchLayout, PackedDataset, Schedule
-from megapack.data.report import check_epochs
+from megapack.data.report import check_epochs, plan_run
 from megapack.errors import ConfigError
-from megapack.integrations.index_cache import Recipe, cached_index
+from megapack.integrations.index_cache import Recipe, cached_index, is_first_rank
 from megapack.integrations.manifest import Manifest, Source, default_buckets
 from megapack.packing import SampleIndex
 from megapack.storage import IndexedDataset
 
 __all__ = ["RowDataset", "RowOptions", "open_rows", "open_sources"]
+
+logger = logging.getLogger(__name__)
 
 Row = dict[str, Tensor]
 
@@ -46,8 +49,8 @@ class RowOptions:
     sequence_length: int
     """Tokens of a row."""
     rows_per_block: int
-    """Consecutive rows of one bucket: the global batch size, or a divisor of it that every micro
-    batch size x data-parallel size in use divides."""
+    """Consecutive rows of one bucket: a multiple of every micro batch size x data-parallel size in
+    use; mostly the global batch size."""
     seed: int
     align: int = 1
     """Segments start at multiples of this (see ``Manifest.align``)."""
@@ -250,7 +253,7 @@ def open_rows(
     used: list[tuple[Source, IndexedDataset, SampleIndex]] = []
     for source, dataset in zip(manifest.sources, datasets, strict=True):
         begin, end = (round(part * dataset.num_documents) for part in split)
-        if not np.any(dataset.document_lengths[begin:end]):
+        if begin == end:
             continue
         recipe = Recipe(
             begin=begin,
@@ -262,7 +265,8 @@ def open_rows(
             align=options.align,
         )
         index = cached_index(dataset, recipe, directory, node_local=manifest.node_local)
-        used.append((source, dataset, index))
+        if index.num_samples:
+            used.append((source, dataset, index))
     if not used:
         raise ConfigError(
             f"documents {split[0]:.4g} to {split[1]:.4g} of "
@@ -279,7 +283,12 @@ def open_rows(
         alignment=options.align,
     )
     rows = RowDataset(packed, options, order=manifest.order, num_rows=num_rows)
-    check_epochs(rows.schedule, -(-len(rows) // options.rows_per_block))
+    num_blocks = -(-len(rows) // options.rows_per_block)
+    check_epochs(rows.schedule, num_blocks)
+    if is_first_rank():
+        logger.info(
+            "blocks of %d rows:\n%s", options.rows_per_block, plan_run(rows.schedule, num_blocks)
+        )
     return rows
 
 

@@ -88,6 +88,7 @@ class MicroBatches(Dataset[dict[str, Any]]):
             data_parallel_size=data_parallel_size,
             micro_batch_tokens=micro_batch_tokens,
             num_steps=num_steps,
+            count_labels=dataset.count_labels,
             **options,
         )
         self._options = options
