@@ -28,7 +28,7 @@ from megapack.data import BatchLayout, PackedDataset, Schedule
 from megapack.data.report import check_epochs, plan_run
 from megapack.errors import ConfigError
 from megapack.integrations.index_cache import Recipe, cached_index, is_first_rank
-from megapack.integrations.manifest import Manifest, Source, default_buckets
+from megapack.integrations.manifest import Manifest, default_buckets
 from megapack.packing import SampleIndex
 from megapack.storage import IndexedDataset
 
@@ -243,30 +243,11 @@ def open_rows(
     options = _overruled(options, manifest)
     where = manifest.cache_directory or cache_directory
     directory = Path(where or Path(datasets[0].prefix).parent / "megapack-cache")
-    buckets = manifest.buckets or default_buckets(options.sequence_length, options.align)
-    too_long = [capacity for capacity in buckets if capacity > options.sequence_length]
-    if too_long:
-        raise ConfigError(
-            f"bucket {max(too_long)} is longer than the host's sequence length "
-            f"{options.sequence_length}; raise --seq-length or drop the bucket"
-        )
-    used: list[tuple[Source, IndexedDataset, SampleIndex]] = []
-    for source, dataset in zip(manifest.sources, datasets, strict=True):
-        begin, end = (round(part * dataset.num_documents) for part in split)
-        if begin == end:
-            continue
-        recipe = Recipe(
-            begin=begin,
-            end=end,
-            strategy=manifest.strategy,
-            parameters=manifest.parameters,
-            buckets=tuple(buckets),
-            seed=options.seed,
-            align=options.align,
-        )
-        index = cached_index(dataset, recipe, directory, node_local=manifest.node_local)
-        if index.num_samples:
-            used.append((source, dataset, index))
+    used = [
+        (source, dataset, index)
+        for source, dataset in zip(manifest.sources, datasets, strict=True)
+        if (index := _index_of(dataset, manifest, options, split, directory)) is not None
+    ]
     if not used:
         raise ConfigError(
             f"documents {split[0]:.4g} to {split[1]:.4g} of "
@@ -290,6 +271,36 @@ def open_rows(
             "blocks of %d rows:\n%s", options.rows_per_block, plan_run(rows.schedule, num_blocks)
         )
     return rows
+
+
+def _index_of(
+    dataset: IndexedDataset,
+    manifest: Manifest,
+    options: RowOptions,
+    split: tuple[float, float],
+    directory: Path,
+) -> SampleIndex | None:
+    """The samples of one source's split, None where it has no tokens."""
+    buckets = manifest.buckets or default_buckets(options.sequence_length, options.align)
+    if max(buckets) > options.sequence_length:
+        raise ConfigError(
+            f"bucket {max(buckets)} is longer than the host's sequence length "
+            f"{options.sequence_length}; raise --seq-length or drop the bucket"
+        )
+    begin, end = (round(part * dataset.num_documents) for part in split)
+    if begin == end:
+        return None
+    recipe = Recipe(
+        begin=begin,
+        end=end,
+        strategy=manifest.strategy,
+        parameters=manifest.parameters,
+        buckets=tuple(buckets),
+        seed=options.seed,
+        align=options.align,
+    )
+    index = cached_index(dataset, recipe, directory, node_local=manifest.node_local)
+    return index if index.num_samples else None
 
 
 def _labels(manifest: Manifest) -> str:

@@ -37,7 +37,6 @@ class PackedSources:
     def __init__(self, data_path: str) -> None:
         self.manifest = Manifest.read(data_path)
         self.datasets: list[IndexedDataset] = open_sources(self.manifest)
-        self.path_prefix = self.manifest.sources[0].prefix
 
 
 class PackedGPTDataset(MegatronDataset):  # type: ignore[misc]  # megatron-core has no stubs
