@@ -186,6 +186,12 @@ class PackedTrainerMixin:
                 f"one process drives {self.args.n_gpu} GPUs (DataParallel), which would cut rows; "
                 "start one process per GPU with torchrun or accelerate launch"
             )
+        sizes = [getattr(self, f"get_{kind}_size", lambda: 1)() for kind in ("tp", "cp", "sp")]
+        if sizes != [1, 1, 1]:
+            raise ConfigError(
+                f"tensor, context and sequence parallel sizes are {sizes}; the micro batches are "
+                "dealt to data-parallel ranks only"
+            )
         return batches.of_rank(self.args.process_index, self.args.world_size, num_steps)
 
     def _loader(self, batches: MicroBatches) -> DataLoader[dict[str, Any]]:
