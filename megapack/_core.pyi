@@ -37,10 +37,13 @@ def shift_document_ends(
 
 # (text, offsets (lines + 1), status (lines), line_begin (lines)); see csrc/core/jsonl.hpp.
 def extract_jsonl(
-    buffer: NDArray[np.uint8], key: str, scalars: bool = False
+    buffer: NDArray[np.uint8], key: str, values: str = "strings"
 ) -> tuple[NDArray[np.uint8], NDArray[np.int64], NDArray[np.uint8], NDArray[np.int64]]: ...
 def valid_utf8(text: NDArray[np.uint8], offsets: NDArray[np.int64]) -> NDArray[np.uint8]: ...
 def count_words(text: NDArray[np.uint8], offsets: NDArray[np.int64]) -> NDArray[np.int64]: ...
+def has_characters(
+    text: NDArray[np.uint8], offsets: NDArray[np.int64], ranges: NDArray[np.int64]
+) -> NDArray[np.uint8]: ...
 
 # (tokens, offsets, largest id or -1); see csrc/core/frame.hpp.
 def frame_documents_uint16(
@@ -159,6 +162,9 @@ def attention_cost(
 
 _Index = NDArray[np.int32] | NDArray[np.int64]
 
+def will_need(array: NDArray[Any], begin: int, num_bytes: int) -> None: ...
+
+# Sample ids count through the sources in the order in which they were added.
 class Gatherer:
     def __init__(
         self, *, positions: str, attention: str, labels: str, alignment: int, pad_token: int
@@ -178,7 +184,6 @@ class Gatherer:
     # -> cu_seqlens, cu_seqlens_padded (with alignment), source of each segment, max_seqlen
     def gather(
         self,
-        source_ids: NDArray[np.int64],
         sample_ids: NDArray[np.int64],
         *,
         num_rows: int,
@@ -191,9 +196,7 @@ class Gatherer:
         per_row: bool,
         num_cu_seqlens: int,
     ) -> tuple[NDArray[np.int32], NDArray[np.int32] | None, NDArray[np.int32], int]: ...
-    def count_labels(
-        self, source_ids: NDArray[np.int64], sample_ids: NDArray[np.int64]
-    ) -> NDArray[np.int64]: ...
+    def count_labels(self, sample_ids: NDArray[np.int64]) -> NDArray[np.int64]: ...
 
 # --- register_schedule.cpp ----------------------------------------------------------------------
 

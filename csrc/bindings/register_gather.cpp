@@ -1,5 +1,9 @@
 // gather: a Gatherer holds the mapped arrays of its datasets; every call validates, releases the
 // GIL and writes a whole micro batch into the caller's buffers.
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <algorithm>
 #include <optional>
 #include <string>
 
@@ -42,6 +46,22 @@ Positions positions(const std::string& name) {
     return extent(name) == Extent::kDocument ? Positions::kDocument : Positions::kSample;
 }
 
+// Asks the kernel to read a part of a mapped array ahead; what is no mapping is left alone.
+void will_need(const py::array& array, std::int64_t begin, std::int64_t num_bytes) {
+    const auto size = static_cast<std::int64_t>(array.nbytes());
+    check(0 <= begin && 0 <= num_bytes && begin <= size, "bytes [", begin, ", +", num_bytes,
+          ") of an array of ", size);
+    const auto page = static_cast<std::uintptr_t>(sysconf(_SC_PAGESIZE));
+    const auto address =
+        reinterpret_cast<std::uintptr_t>(array.data()) + static_cast<std::uintptr_t>(begin);
+    const std::uintptr_t first = address / page * page;
+    const auto length = static_cast<std::uintptr_t>(std::min(num_bytes, size - begin));
+    const py::gil_scoped_release release;
+    // Advice: whether it was taken does not matter.
+    static_cast<void>(
+        madvise(reinterpret_cast<void*>(first), length + (address - first), MADV_WILLNEED));
+}
+
 py::object optional_array(std::vector<std::int32_t>&& values, bool wanted) {
     return wanted ? py::object(to_numpy(std::move(values))) : py::none();
 }
@@ -70,12 +90,12 @@ class Gatherer {
                                        segment_document, segment_begin, segment_length));
     }
 
-    py::tuple gather(const Array<std::int64_t>& source_ids, const Array<std::int64_t>& sample_ids,
-                     std::int64_t num_rows, std::int64_t row_tokens, std::int64_t capacity,
-                     Array<std::int64_t>& tokens, Array<std::int64_t>& labels,
-                     Array<float>& loss_mask, Array<std::int64_t>& position_ids, bool per_row,
+    py::tuple gather(const Array<std::int64_t>& sample_ids, std::int64_t num_rows,
+                     std::int64_t row_tokens, std::int64_t capacity, Array<std::int64_t>& tokens,
+                     Array<std::int64_t>& labels, Array<float>& loss_mask,
+                     Array<std::int64_t>& position_ids, bool per_row,
                      std::int64_t num_cu_seqlens) const {
-        const std::vector<SampleRef> samples = sample_refs(source_ids, sample_ids);
+        const auto samples = view(sample_ids, "sample_ids");
         const GatherOutput out{mutable_view(tokens, "tokens"), mutable_view(labels, "labels"),
                                mutable_view(loss_mask, "loss_mask"),
                                mutable_view(position_ids, "position_ids")};
@@ -86,13 +106,13 @@ class Gatherer {
         std::int64_t max_seqlen = 0;
         {
             const py::gil_scoped_release release;
-            const GatherPlan plan =
-                plan_gather(sources_, samples, {num_rows, row_tokens, capacity}, options_);
+            const GatherPlan plan = plan_gather(sources_, locate_samples(sources_, samples),
+                                                {num_rows, row_tokens, capacity}, options_);
             cu_seqlens = cumulative_lengths(plan, false, per_row, num_cu_seqlens);
             if (aligned)
                 cu_seqlens_padded = cumulative_lengths(plan, true, per_row, num_cu_seqlens);
             for (const AttentionSegment& segment : plan.segments) {
-                segment_sources.push_back(static_cast<std::int32_t>(segment.source));
+                segment_sources.push_back(segment.source);
             }
             max_seqlen = plan.max_seqlen();
             fill_gather(plan, options_, out);
@@ -102,30 +122,17 @@ class Gatherer {
                               to_numpy(std::move(segment_sources)), max_seqlen);
     }
 
-    py::array_t<std::int64_t> count(const Array<std::int64_t>& source_ids,
-                                    const Array<std::int64_t>& sample_ids) const {
-        const std::vector<SampleRef> samples = sample_refs(source_ids, sample_ids);
+    py::array_t<std::int64_t> count(const Array<std::int64_t>& sample_ids) const {
+        const auto samples = view(sample_ids, "sample_ids");
         std::vector<std::int64_t> counts;
         {
             const py::gil_scoped_release release;
-            counts = count_labels(sources_, samples, options_.labels);
+            counts = count_labels(sources_, locate_samples(sources_, samples), options_.labels);
         }
         return to_numpy(std::move(counts));
     }
 
   private:
-    static std::vector<SampleRef> sample_refs(const Array<std::int64_t>& source_ids,
-                                              const Array<std::int64_t>& sample_ids) {
-        const auto sources = view(source_ids, "source_ids");
-        const auto samples = view(sample_ids, "sample_ids");
-        check(sources.size() == samples.size(), sources.size(), " source_ids and ", samples.size(),
-              " sample_ids");
-        std::vector<SampleRef> refs;
-        refs.reserve(samples.size());
-        for (std::size_t i = 0; i < samples.size(); ++i) refs.push_back({sources[i], samples[i]});
-        return refs;
-    }
-
     GatherOptions options_;
     std::vector<GatherSource> sources_;
     std::vector<py::tuple> kept_;  // owners of what sources_ points to
@@ -134,6 +141,7 @@ class Gatherer {
 }  // namespace
 
 void register_gather(py::module_& m) {
+    m.def("will_need", &will_need, py::arg("array"), py::arg("begin"), py::arg("num_bytes"));
     py::class_<Gatherer>(m, "Gatherer")
         .def(py::init<const std::string&, const std::string&, const std::string&, std::int64_t,
                       std::int64_t>(),
@@ -143,13 +151,12 @@ void register_gather(py::module_& m) {
              py::arg("labels"), py::arg("index_bytes").noconvert(), py::arg("index_name"),
              py::arg("sample_segment_offsets"), py::arg("segment_document"),
              py::arg("segment_begin"), py::arg("segment_length"))
-        .def("gather", &Gatherer::gather, py::arg("source_ids").noconvert(),
-             py::arg("sample_ids").noconvert(), py::kw_only(), py::arg("num_rows"),
-             py::arg("row_tokens"), py::arg("capacity"), py::arg("tokens").noconvert(),
-             py::arg("labels").noconvert(), py::arg("loss_mask").noconvert(),
-             py::arg("position_ids").noconvert(), py::arg("per_row"), py::arg("num_cu_seqlens"))
-        .def("count_labels", &Gatherer::count, py::arg("source_ids").noconvert(),
-             py::arg("sample_ids").noconvert());
+        .def("gather", &Gatherer::gather, py::arg("sample_ids").noconvert(), py::kw_only(),
+             py::arg("num_rows"), py::arg("row_tokens"), py::arg("capacity"),
+             py::arg("tokens").noconvert(), py::arg("labels").noconvert(),
+             py::arg("loss_mask").noconvert(), py::arg("position_ids").noconvert(),
+             py::arg("per_row"), py::arg("num_cu_seqlens"))
+        .def("count_labels", &Gatherer::count, py::arg("sample_ids").noconvert());
 }
 
 }  // namespace megapack

@@ -7,13 +7,21 @@
 namespace megapack {
 namespace {
 
+JsonValues json_values(const std::string& name) {
+    if (name == "strings") return JsonValues::strings;
+    if (name == "scalars") return JsonValues::scalars;
+    check(name == "lists", "values is '", name, "'; it must be strings, scalars or lists");
+    return JsonValues::lists;
+}
+
 py::tuple py_extract_jsonl(const Array<std::uint8_t>& buffer, const std::string& key,
-                           bool scalars) {
+                           const std::string& values) {
     const auto bytes = view(buffer, "buffer");
+    const JsonValues wanted = json_values(values);
     JsonlTexts texts;
     {
         const py::gil_scoped_release release;
-        texts = extract_jsonl(bytes, key, scalars);
+        texts = extract_jsonl(bytes, key, wanted);
     }
     return py::make_tuple(to_numpy(std::move(texts.text)), to_numpy(std::move(texts.offsets)),
                           to_numpy(std::move(texts.status)), to_numpy(std::move(texts.line_begin)));
@@ -39,6 +47,20 @@ py::array_t<std::int64_t> py_count_words(const Array<std::uint8_t>& text,
     {
         const py::gil_scoped_release release;
         result = count_words(bytes, bounds);
+    }
+    return to_numpy(std::move(result));
+}
+
+py::array_t<std::uint8_t> py_has_characters(const Array<std::uint8_t>& text,
+                                            const Array<std::int64_t>& offsets,
+                                            const Array<std::int64_t>& ranges) {
+    const auto bytes = view(text, "text");
+    const auto bounds = view(offsets, "offsets");
+    const auto pairs = view(ranges, "ranges");
+    std::vector<std::uint8_t> result;
+    {
+        const py::gil_scoped_release release;
+        result = has_characters(bytes, bounds, pairs);
     }
     return to_numpy(std::move(result));
 }
@@ -71,11 +93,13 @@ void def_frame(py::module_& m, const char* name) {
 
 void register_tokenization(py::module_& m) {
     m.def("extract_jsonl", &py_extract_jsonl, py::arg("buffer").noconvert(), py::arg("key"),
-          py::arg("scalars") = false);
+          py::arg("values") = "strings");
     m.def("valid_utf8", &py_valid_utf8, py::arg("text").noconvert(),
           py::arg("offsets").noconvert());
     m.def("count_words", &py_count_words, py::arg("text").noconvert(),
           py::arg("offsets").noconvert());
+    m.def("has_characters", &py_has_characters, py::arg("text").noconvert(),
+          py::arg("offsets").noconvert(), py::arg("ranges").noconvert());
     // One name; pybind11 picks the overload by the dtype of ids.
     def_frame<std::uint16_t, std::uint32_t>(m, "frame_documents_uint16");
     def_frame<std::uint16_t, std::int32_t>(m, "frame_documents_uint16");

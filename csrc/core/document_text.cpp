@@ -1,5 +1,7 @@
 #include "core/document_text.hpp"
 
+#include <algorithm>
+
 #include "core/check.hpp"
 #include "core/utf8.hpp"
 
@@ -51,6 +53,33 @@ std::int64_t words(Span<const std::uint8_t> document) {
     return count;
 }
 
+// Whether c lies in one of the ranges (first, last), which are ascending.
+bool in_ranges(std::int64_t c, Span<const std::int64_t> ranges) {
+    const std::int64_t* above = std::upper_bound(ranges.begin(), ranges.end(), c);
+    const auto bounds_passed = above - ranges.begin();  // odd: between a first and its last
+    return bounds_passed % 2 == 1 || (bounds_passed > 0 && *(above - 1) == c);
+}
+
+bool has_any(Span<const std::uint8_t> document, Span<const std::int64_t> ranges) {
+    const std::uint8_t* p = document.begin();
+    const std::uint8_t* const end = document.end();
+    while (p != end) {
+        if (end - p >= 8 && (load_8_bytes(p) & kHighBits) == 0) {
+            p += 8;
+        } else if (*p < 0xE0) {  // below U+0800, or a byte inside a character
+            ++p;
+        } else {
+            const std::size_t length = *p < 0xF0 ? 3 : 4;
+            if (static_cast<std::size_t>(end - p) < length) return false;
+            std::int64_t c = *p & (length == 3 ? 0x0F : 0x07);
+            for (std::size_t i = 1; i < length; ++i) c = (c << 6) | (p[i] & 0x3F);
+            if (in_ranges(c, ranges)) return true;
+            p += length;
+        }
+    }
+    return false;
+}
+
 }  // namespace
 
 std::vector<std::uint8_t> valid_utf8(Span<const std::uint8_t> text,
@@ -63,6 +92,16 @@ std::vector<std::uint8_t> valid_utf8(Span<const std::uint8_t> text,
 std::vector<std::int64_t> count_words(Span<const std::uint8_t> text,
                                       Span<const std::int64_t> offsets) {
     return for_each_document<std::int64_t>(text, offsets, words);
+}
+
+std::vector<std::uint8_t> has_characters(Span<const std::uint8_t> text,
+                                         Span<const std::int64_t> offsets,
+                                         Span<const std::int64_t> ranges) {
+    check(ranges.size() % 2 == 0 && std::is_sorted(ranges.begin(), ranges.end()),
+          "ranges must be ascending pairs (first, last)");
+    return for_each_document<std::uint8_t>(text, offsets, [&](Span<const std::uint8_t> document) {
+        return static_cast<std::uint8_t>(has_any(document, ranges));
+    });
 }
 
 }  // namespace megapack

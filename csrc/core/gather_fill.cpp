@@ -1,49 +1,10 @@
 #include "core/gather_fill.hpp"
 
-#include <algorithm>
-
 #include "core/check.hpp"
+#include "core/gather_kernels.hpp"
 
 namespace megapack {
 namespace {
-
-// Calls f with a typed pointer to element `at`.
-template <typename F>
-auto with_type(const TokenArray& array, std::int64_t at, F f) {
-    switch (array.type) {
-        case TokenType::kUint8:
-            return f(static_cast<const std::uint8_t*>(array.data) + at);
-        case TokenType::kInt8:
-            return f(static_cast<const std::int8_t*>(array.data) + at);
-        case TokenType::kInt16:
-            return f(static_cast<const std::int16_t*>(array.data) + at);
-        case TokenType::kUint16:
-            return f(static_cast<const std::uint16_t*>(array.data) + at);
-        case TokenType::kInt32:
-            return f(static_cast<const std::int32_t*>(array.data) + at);
-        case TokenType::kInt64:
-            break;
-    }
-    return f(static_cast<const std::int64_t*>(array.data) + at);
-}
-
-void widen(const TokenArray& from, std::int64_t at, std::int64_t count, std::int64_t* to) {
-    with_type(from, at, [=](const auto* tokens) {
-        for (std::int64_t i = 0; i < count; ++i) to[i] = static_cast<std::int64_t>(tokens[i]);
-    });
-}
-
-// Labels that somebody chose (chat: only the assistant's tokens); any negative one means none.
-void widen_chosen(const TokenArray& from, std::int64_t at, std::int64_t count, std::int64_t* to,
-                  float* mask) {
-    with_type(from, at, [=](const auto* chosen) {
-        for (std::int64_t i = 0; i < count; ++i) {
-            const auto label = static_cast<std::int64_t>(chosen[i]);
-            to[i] = label < 0 ? kNoLabel : label;
-            mask[i] = label < 0 ? 0.0F : 1.0F;
-        }
-    });
-}
 
 void fill_labels(const Piece& piece, std::int64_t* labels, float* mask) {
     const std::int64_t body = piece.length - 1;
@@ -58,19 +19,11 @@ void fill_labels(const Piece& piece, std::int64_t* labels, float* mask) {
         return;
     }
     widen(piece.source->tokens, piece.token_begin + 1, body, labels);
-    std::fill(mask, mask + body, 1.0F);
+    fill(1.0F, body, mask);
     if (has_last) {
         widen(piece.source->tokens, piece.last_label_at, 1, labels + body);
         mask[body] = 1.0F;
     }
-}
-
-std::int64_t count_chosen(const TokenArray& labels, std::int64_t at, std::int64_t count) {
-    return with_type(labels, at, [=](const auto* chosen) {
-        std::int64_t total = 0;
-        for (std::int64_t i = 0; i < count; ++i) total += static_cast<std::int64_t>(chosen[i]) >= 0;
-        return total;
-    });
 }
 
 std::int64_t count_segment(const GatherSource& source, const Segment& segment, const Segment* next,
@@ -99,10 +52,11 @@ void fill_gather(const GatherPlan& plan, const GatherOptions& options, const Gat
             widen(piece.source->tokens, piece.token_begin, piece.length, tokens);
             fill_labels(piece, labels, mask);
         }
-        std::fill(tokens + piece.length, tokens + piece.room, options.pad_token);
-        std::fill(labels + piece.length, labels + piece.room, kNoLabel);
-        std::fill(mask + piece.length, mask + piece.room, 0.0F);
-        for (std::int64_t i = 0; i < piece.room; ++i) positions[i] = piece.first_position + i;
+        const std::int64_t padding = piece.room - piece.length;
+        fill(options.pad_token, padding, tokens + piece.length);
+        fill(kNoLabel, padding, labels + piece.length);
+        fill(0.0F, padding, mask + piece.length);
+        count_up(piece.first_position, piece.room, positions);
         at += piece.room;
     }
 }
@@ -112,7 +66,7 @@ std::vector<std::int64_t> count_labels(Span<const GatherSource> sources,
     std::vector<std::int64_t> counts(samples.size(), 0);
     std::vector<Segment> segments;
     for (std::size_t i = 0; i < samples.size(); ++i) {
-        const GatherSource& source = source_of(sources, samples[i]);
+        const GatherSource& source = sources[samples[i].source];
         segments.clear();
         read_segments(source, samples[i], segments);
         for (std::size_t s = 0; s < segments.size(); ++s) {

@@ -35,7 +35,7 @@ class Planner {
 
     // One slot of `slot` tokens holding `ref`.
     void add_sample(SampleRef ref, std::int64_t slot) {
-        const GatherSource& source = source_of(sources_, ref);
+        const GatherSource& source = sources_[ref.source];
         segments_.clear();
         read_segments(source, ref, segments_);
         const std::int64_t used = add_segments(source, ref, slot);
@@ -45,7 +45,7 @@ class Planner {
     void add_padding(std::int64_t room, std::int64_t first_position) {
         if (room == 0) return;
         plan_.pieces.push_back({nullptr, 0, 0, room, first_position, -1});
-        plan_.segments.push_back({room, room, -1, -1});
+        plan_.segments.push_back({room, room, -1});
     }
 
     GatherPlan take() { return std::move(plan_); }
@@ -69,15 +69,18 @@ class Planner {
                   options_.alignment, "; pack with a smaller capacity, or make the row longer");
             add_piece(source, i, next - placed, whole ? used - segment.length : placed);
             if (!whole) {
-                plan_.segments.push_back(
-                    {segment.length, next - placed, ref.source, segment.document});
+                add_segment(segment.length, next - placed, ref);
             }
             placed = next;
         }
         if (whole && used > 0) {
-            plan_.segments.push_back({used, placed, ref.source, segments_.front().document});
+            add_segment(used, placed, ref);
         }
         return placed;
+    }
+
+    void add_segment(std::int64_t length, std::int64_t room, SampleRef ref) {
+        plan_.segments.push_back({length, room, static_cast<std::int32_t>(ref.source)});
     }
 
     void add_piece(const GatherSource& source, std::size_t i, std::int64_t room,

@@ -9,8 +9,6 @@
 
 namespace megapack {
 
-constexpr std::int64_t kNoLabel = -100;
-
 enum class Positions { kSegment, kDocument, kSample };  // where position_ids restart
 enum class Extent { kDocument, kSample };  // attention, labels: stay in the document or cross it
 
@@ -51,8 +49,7 @@ std::int64_t last_label_position(const Segment& segment, const Segment* next, Ex
 struct AttentionSegment {
     std::int64_t length;
     std::int64_t room;
-    std::int64_t source;
-    std::int64_t document;  // of its first token
+    std::int32_t source;
 };
 
 struct GatherPlan {

@@ -1,5 +1,6 @@
 #include "core/gather_source.hpp"
 
+#include <algorithm>
 #include <stdexcept>
 
 #include "core/check.hpp"
@@ -94,15 +95,26 @@ void check_source(const GatherSource& source) {
                        source.tokens.size, "; labels stand beside the tokens, one for each");
 }
 
-const GatherSource& source_of(Span<const GatherSource> sources, SampleRef ref) {
-    check<std::out_of_range>(
-        ref.source >= 0 && static_cast<std::size_t>(ref.source) < sources.size(), "source ",
-        ref.source, " of ", sources.size());
-    return sources[static_cast<std::size_t>(ref.source)];
+std::vector<SampleRef> locate_samples(Span<const GatherSource> sources,
+                                      Span<const std::int64_t> sample_ids) {
+    std::vector<std::int64_t> ends;  // first id behind each source
+    for (const GatherSource& source : sources) {
+        ends.push_back((ends.empty() ? 0 : ends.back()) + source.num_samples());
+    }
+    std::vector<SampleRef> refs;
+    refs.reserve(sample_ids.size());
+    for (const std::int64_t id : sample_ids) {
+        const auto end = std::upper_bound(ends.begin(), ends.end(), id);
+        check<std::out_of_range>(id >= 0 && end != ends.end(), "sample ", id, " of ",
+                                 ends.empty() ? 0 : ends.back(), " samples");
+        const auto source = static_cast<std::size_t>(end - ends.begin());
+        refs.push_back({source, id - (*end - sources[source].num_samples())});
+    }
+    return refs;
 }
 
 void read_segments(const GatherSource& source, SampleRef ref, std::vector<Segment>& out) {
-    const std::int64_t num_samples = source.sample_segment_offsets.size() - 1;
+    const std::int64_t num_samples = source.num_samples();
     check<std::out_of_range>(ref.sample >= 0 && ref.sample < num_samples, "sample ", ref.sample,
                              " of source ", ref.source, ", which has ", num_samples);
     const std::int64_t first = source.sample_segment_offsets[ref.sample];

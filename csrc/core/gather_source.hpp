@@ -58,6 +58,7 @@ struct GatherSource {
     Integers segment_begin;
     Integers segment_length;
 
+    std::int64_t num_samples() const { return sample_segment_offsets.size() - 1; }
     bool has_labels() const { return labels.data != nullptr; }
 };
 
@@ -70,17 +71,19 @@ struct Segment {
     bool ends_document;
 };
 
-// A sample id of one of several sources.
+// A sample of one of several sources; the source exists.
 struct SampleRef {
-    std::int64_t source;
+    std::size_t source;
     std::int64_t sample;
 };
 
 // Refuses arrays whose sizes contradict each other. Costs nothing: no element is read.
 void check_source(const GatherSource& source);
 
-// The source, refused when there is none.
-const GatherSource& source_of(Span<const GatherSource> sources, SampleRef ref);
+// Sample ids count through the sources: those of source 0, then those of source 1, and so on.
+// Throws std::out_of_range for a sample that does not exist.
+std::vector<SampleRef> locate_samples(Span<const GatherSource> sources,
+                                      Span<const std::int64_t> sample_ids);
 
 // The segments of a sample in order, appended to `out`. Throws std::out_of_range for a sample that
 // does not exist and FormatError for an index that points outside its dataset.

@@ -60,8 +60,8 @@ std::uint8_t* write_utf8(std::uint32_t c, std::uint8_t* out) {
 // JSON. Unescaped strings are never longer than their source: `out` needs the line's size + kSlack.
 class LineParser {
   public:
-    LineParser(Span<const std::uint8_t> line, std::string_view key, bool scalars)
-        : p_(line.begin()), end_(line.end()), key_(key), scalars_(scalars) {}
+    LineParser(Span<const std::uint8_t> line, std::string_view key, JsonValues values)
+        : p_(line.begin()), end_(line.end()), key_(key), values_(values) {}
 
     // Leaves the text at `out` and its length in *written (0 unless the status is ok).
     LineStatus parse(std::uint8_t* out, std::size_t* written) {
@@ -130,17 +130,20 @@ class LineParser {
     }
 
     bool wanted_value(std::uint8_t* out, std::size_t* written, LineStatus* status) {
-        if (take('"')) {
+        if (at('"') && values_ != JsonValues::lists) {
+            ++p_;
             if (!string<true>(out, written)) return false;
             *status = lone_surrogate_ ? LineStatus::invalid_utf8 : LineStatus::ok;
             return true;
         }
-        const bool scalar = scalars_ && p_ != end_ && *p_ != '{' && *p_ != '[';
+        const bool container = at('{') || at('[');
+        const bool taken =
+            values_ == JsonValues::lists ? at('[') : values_ == JsonValues::scalars && !container;
         const std::uint8_t* begin = p_;
         if (!skip_value()) return false;
-        *status = scalar ? LineStatus::ok : LineStatus::wrong_type;
+        *status = taken ? LineStatus::ok : LineStatus::wrong_type;
         *written = static_cast<std::size_t>(p_ - begin);
-        if (scalar) std::memcpy(out, begin, *written);
+        if (taken) std::memcpy(out, begin, *written);
         return true;
     }
 
@@ -323,13 +326,13 @@ class LineParser {
     const std::uint8_t* p_;
     const std::uint8_t* end_;
     std::string_view key_;
-    bool scalars_;
+    JsonValues values_;
     bool lone_surrogate_ = false;
 };
 
 }  // namespace
 
-JsonlTexts extract_jsonl(Span<const std::uint8_t> buffer, std::string_view key, bool scalars) {
+JsonlTexts extract_jsonl(Span<const std::uint8_t> buffer, std::string_view key, JsonValues values) {
     JsonlTexts result;
     result.text.resize(buffer.size() + kSlack);
     result.offsets.push_back(0);
@@ -342,7 +345,7 @@ JsonlTexts extract_jsonl(Span<const std::uint8_t> buffer, std::string_view key, 
         const Span<const std::uint8_t> line(p, static_cast<std::size_t>(end - p));
         std::size_t size = 0;
         LineStatus status =
-            LineParser(line, key, scalars).parse(result.text.data() + written, &size);
+            LineParser(line, key, values).parse(result.text.data() + written, &size);
         if (status == LineStatus::malformed && !is_utf8(line)) status = LineStatus::invalid_utf8;
         written += size;
         result.offsets.push_back(static_cast<std::int64_t>(written));

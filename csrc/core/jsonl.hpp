@@ -20,8 +20,15 @@ enum class LineStatus : std::uint8_t {
     malformed = 2,     // not JSON
     not_object = 3,    // JSON, but no {...}
     missing_key = 4,   // an object without the key
-    wrong_type = 5,    // the key's value is not a string
+    wrong_type = 5,    // the key's value is not of the kind asked for
     invalid_utf8 = 6,  // bytes that are no UTF-8, or a text with half a surrogate pair
+};
+
+// Which values of the key are taken. Strings are unescaped; the others keep their own spelling.
+enum class JsonValues : std::uint8_t {
+    strings = 0,
+    scalars = 1,  // strings, numbers, true, false, null
+    lists = 2,    // [...] alone
 };
 
 inline constexpr int kMaxJsonDepth = 900;
@@ -33,7 +40,6 @@ struct JsonlTexts {
     std::vector<std::int64_t> line_begin;  // (lines): where line i starts in the buffer
 };
 
-// `scalars` lets a number, true, false or null stand for its own spelling instead of wrong_type.
-JsonlTexts extract_jsonl(Span<const std::uint8_t> buffer, std::string_view key, bool scalars);
+JsonlTexts extract_jsonl(Span<const std::uint8_t> buffer, std::string_view key, JsonValues values);
 
 }  // namespace megapack

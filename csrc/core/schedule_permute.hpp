@@ -7,28 +7,12 @@
 
 namespace megapack {
 
-// A bijection of [0, size) chosen by the key: an alternating Feistel network on the bits of
-// size - 1, applied again while the result lies outside [0, size) (cycle walking, Black and
-// Rogaway: Ciphers with Arbitrary Finite Domains, CT-RSA 2002). Fewer than two applications on
-// average.
-class Permutation {
-  public:
-    Permutation(std::uint64_t key, std::int64_t size);
-
-    std::int64_t operator()(std::int64_t position) const;
-
-  private:
-    std::uint64_t encrypt(std::uint64_t x) const;
-
-    std::uint64_t size_;
-    int right_bits_ = 0;
-    std::uint64_t left_mask_ = 0;
-    std::uint64_t right_mask_ = 0;
-    static constexpr int kRounds = 4;
-    std::uint64_t round_keys_[2 * kRounds];
-};
-
-// out[i] = permutation(first + i).
+// out[i] = permutation(first + i), for a bijection of [0, size) that the key chooses.
+//
+// Small sizes are shuffled (Fisher and Yates), which gives every order the same chance. Larger ones
+// use an alternating Feistel network on the bits of size - 1, applied again while the result lies
+// outside [0, size) (cycle walking, Black and Rogaway: Ciphers with Arbitrary Finite Domains,
+// CT-RSA 2002), fewer than two applications on average.
 void permute_range(std::uint64_t key, std::int64_t size, std::int64_t first,
                    Span<std::int64_t> out);
 

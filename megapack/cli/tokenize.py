@@ -20,7 +20,7 @@ import time
 
 from megapack.cli.build_progress import BuildProgress
 from megapack.cli.corpus_arguments import add_corpus_arguments, byte_count
-from megapack.tokenization.build import build
+from megapack.tokenization.build import BuildResult, build
 from megapack.tokenization.config import BuildConfig
 
 __all__ = ["add_arguments", "run"]
@@ -31,6 +31,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--output-prefix", required=True, metavar="PREFIX", help="PREFIX.bin/.idx")
     _add_filter_arguments(parser)
     _add_tokenizer_arguments(parser)
+    _add_chat_arguments(parser)
+    _add_split_arguments(parser)
     _add_execution_arguments(parser)
 
 
@@ -82,6 +84,56 @@ def _add_tokenizer_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _add_chat_arguments(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("conversations")
+    group.add_argument(
+        "--messages-key",
+        metavar="KEY",
+        help="documents are conversations: KEY holds a list of {role, content}; writes a second "
+        "dataset, PREFIX.labels, with -100 where a token carries no loss",
+    )
+    group.add_argument(
+        "--chat-format",
+        choices=("template", "headers"),
+        default="template",
+        help="the tokenizer's own chat template, or <|start_header_id|>role<|end_header_id|> "
+        "(template)",
+    )
+    group.add_argument(
+        "--chat-loss",
+        choices=("content", "turn"),
+        help="learn what the assistant writes, or its role header as well (content with a "
+        "template, turn with headers)",
+    )
+    group.add_argument(
+        "--label-names",
+        choices=("megapack", "neox"),
+        default="megapack",
+        help="PREFIX and PREFIX.labels, or GPT-NeoX's PREFIX_KEY_document and "
+        "PREFIX_KEY_label_document (megapack)",
+    )
+
+
+def _add_split_arguments(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("training, validation and test documents")
+    group.add_argument(
+        "--split",
+        metavar="W,W,W",
+        help="as 98,1,1: write PREFIX_train, PREFIX_valid and PREFIX_test",
+    )
+    group.add_argument(
+        "--split-by",
+        choices=("order", "hash"),
+        default="order",
+        help="consecutive documents, as Megatron splits, or a hash of each document (order)",
+    )
+    group.add_argument(
+        "--split-key",
+        metavar="KEY",
+        help="hash this JSON key or column (an id, a URL) instead of the text",
+    )
+
+
 def _add_execution_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("execution (never changes the result)")
     group.add_argument("--workers", type=int, default=1, metavar="N", help="processes (1)")
@@ -98,6 +150,13 @@ def _add_execution_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="SIZE",
         help="text per batch; a worker holds about ten (4M)",
     )
+    group.add_argument(
+        "--executor",
+        choices=("local", "ray"),
+        default="local",
+        help="processes of this machine, or one Ray task per shard (local)",
+    )
+    group.add_argument("--ray-address", metavar="A", help="of a running cluster (Ray's own rule)")
     group.add_argument("--shard", type=_part, metavar="I/N", help="build the I-th of N parts only")
     group.add_argument(
         "--finish", action="store_true", help="join the parts that other machines built"
@@ -123,6 +182,7 @@ def run(args: argparse.Namespace) -> int:
         suffixes=tuple(args.suffix),
         format=args.format,
         json_key=args.json_key,
+        messages_key=args.messages_key,
         max_input_bytes=args.max_input_bytes,
         max_document_bytes=args.max_document_bytes,
         on_error=args.on_error,
@@ -137,9 +197,17 @@ def run(args: argparse.Namespace) -> int:
         eod_token=args.eod_token,
         bos_token=args.bos_token,
         dtype=args.dtype,
+        chat_format=args.chat_format,
+        chat_loss=args.chat_loss,
+        split=args.split,
+        split_by=args.split_by,
+        split_key=args.split_key,
+        label_names=args.label_names,
         output_prefix=args.output_prefix,
         shard_bytes=args.shard_size,
         workers=args.workers,
+        executor=args.executor,
+        ray_address=args.ray_address,
         shard=args.shard,
         finish=args.finish,
         block_bytes=args.block_bytes,
@@ -148,24 +216,32 @@ def run(args: argparse.Namespace) -> int:
     )
     begin = time.perf_counter()
     result = build(config, BuildProgress())
-    seconds = time.perf_counter() - begin
-    for line in result.faults.lines():
+    _print_result(result, time.perf_counter() - begin)
+    return 0
+
+
+def _print_result(result: BuildResult, seconds: float) -> None:
+    totals, tokenizer = result.totals, result.tokenizer
+    for line in totals.fault_lines():
         print(f"skipped {line}", file=sys.stderr)
-    files = result.tokenizer
-    print(f"tokenizer  {files.source} ({files.vocab_size:,} ids, {result.backend})")
-    for name, token in (("BOS", result.bos), ("EOD", result.eod)):
+    print(f"tokenizer  {tokenizer.source} ({tokenizer.vocab_size:,} ids, {result.backend})")
+    for name, token in (("BOS", result.special.bos), ("EOD", result.special.eod)):
         if token is not None:
             print(f"{name}        {token.text} = {token.id}")
-    kept = f", {result.num_shards_kept} kept from before" if result.num_shards_kept else ""
-    print(f"shards     {result.num_shards:,}{kept}")
+    megabytes = totals.num_text_bytes / 1e6
     print(
-        f"documents  {result.num_documents:,} ({result.num_text_bytes / 1e6:,.1f} MB of text, "
-        f"{result.faults.total:,} skipped)"
+        f"documents  {totals.num_documents:,} ({megabytes:,.1f} MB of text, "
+        f"{totals.num_skipped:,} skipped)"
     )
-    print(f"tokens     {result.num_tokens:,} ({result.dtype})")
-    print(f"time       {seconds:.1f} s, {result.num_text_bytes / 1e6 / seconds:,.1f} MB/s")
-    if result.finished:
-        print(f"wrote      {result.prefix}.bin, {result.prefix}.idx")
+    print(f"tokens     {totals.num_tokens:,} ({result.dtype})")
+    if result.state == "found":
+        print("nothing to do: this very build is finished")
     else:
-        print(f"part {args.shard[0]}/{args.shard[1]} is done; join all parts with --finish")
-    return 0
+        kept = f" ({result.num_shards_kept} kept from before)" if result.num_shards_kept else ""
+        rate = f"{megabytes / seconds:,.1f} MB/s"
+        print(f"shards     {result.num_shards:,}{kept} in {seconds:.1f} s, {rate}")
+    if result.state == "part":
+        print("this part is done; when all are, join them with --finish")
+        return
+    for prefix in result.prefixes.values():
+        print(f"dataset    {prefix}.bin, {prefix}.idx")

@@ -15,8 +15,8 @@ import sys
 import time
 
 from megapack.cli.corpus_arguments import add_corpus_arguments, byte_count
-from megapack.tokenization.faults import Faults
-from megapack.tokenization.readers import ReadOptions
+from megapack.tokenization.faults import Faults, fault_lines
+from megapack.tokenization.pieces import ReadOptions
 from megapack.tokenization.sources import find_inputs
 from megapack.tokenization.train import TrainOptions, train_tokenizer
 
@@ -63,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
     )
     read = ReadOptions(json_key=args.json_key, max_document_bytes=args.max_document_bytes)
     result = train_tokenizer(files, args.output, options, read=read, faults=Faults(args.on_error))
-    for line in result.faults.lines():
+    for line in fault_lines(result.faults.counts, result.faults.places):
         print(f"skipped {line}", file=sys.stderr)
     print(
         f"{result.path}: {result.vocab_size:,} tokens, learned from {result.num_documents:,} "

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from megapack.errors import ConfigError
 
-__all__ = ["Batch", "BatchLayout", "MicroBatch", "allocate"]
+__all__ = ["Batch", "BatchLayout", "Buffers", "MicroBatch", "allocate"]
 
 # tokens, labels, loss_mask, position_ids, cu_seqlens, ... and plain ints
 Batch: TypeAlias = dict[str, Any]
@@ -132,9 +132,29 @@ class BatchLayout:
         return (1, self.micro_batch_tokens) if self.kind == "stream" else self.rows(capacity)
 
 
-def allocate(num_tokens: int, *, pin_memory: bool = False) -> dict[str, torch.Tensor]:
-    """Flat buffers of one micro batch, to be filled (and filled again) by ``micro_batch``."""
-    return carve(torch.empty(num_bytes(num_tokens), dtype=torch.uint8, pin_memory=pin_memory))
+class Buffers(dict[str, torch.Tensor]):
+    """Memory of one micro batch: flat tensors by name, to be filled again and again."""
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        super().__init__(tensors)
+        self.arrays = {name: tensor.numpy() for name, tensor in tensors.items()}
+        self._shaped: dict[tuple[int, int], dict[str, torch.Tensor]] = {}
+
+    def shaped(self, shape: tuple[int, int]) -> dict[str, torch.Tensor]:
+        """Views of that shape."""
+        if shape not in self._shaped:
+            self._shaped[shape] = {name: tensor.view(shape) for name, tensor in self.items()}
+        return self._shaped[shape]
+
+
+def allocate(num_tokens: int, *, pin_memory: bool = False) -> Buffers:
+    """New buffers for micro batches of ``num_tokens`` tokens."""
+    return Buffers(
+        {
+            name: torch.empty(num_tokens, dtype=dtype, pin_memory=pin_memory)
+            for name, dtype in _DTYPES.items()
+        }
+    )
 
 
 def num_bytes(num_tokens: int) -> int:
@@ -142,29 +162,16 @@ def num_bytes(num_tokens: int) -> int:
     return num_tokens * sum(dtype.itemsize for dtype in _DTYPES.values())
 
 
-def carve(memory: torch.Tensor) -> dict[str, torch.Tensor]:
-    """One piece of uint8 memory of ``num_bytes(num_tokens)`` as the buffers of a micro batch.
+def carve(memory: torch.Tensor) -> Buffers:
+    """Buffers inside one piece of memory, which is shared between processes or pinned at once.
 
-    One piece, so that it is pinned, shared between processes, or copied to a device at once.
+    Args:
+        memory: uint8 (num_bytes(num_tokens),).
     """
     num_tokens = memory.numel() // num_bytes(1)
-    buffers, at = {}, 0
+    tensors, at = {}, 0
     for name, dtype in _DTYPES.items():
         size = num_tokens * dtype.itemsize
-        buffers[name] = memory[at : at + size].view(dtype)
+        tensors[name] = memory[at : at + size].view(dtype)
         at += size
-    return buffers
-
-
-def flat_views(buffers: Mapping[str, torch.Tensor], num_tokens: int) -> dict[str, NDArray[Any]]:
-    """numpy views of the buffers, for C++. Raises ValueError for buffers of another shape."""
-    views = {}
-    for name, dtype in _DTYPES.items():
-        buffer = buffers[name]
-        if buffer.dtype != dtype or buffer.numel() != num_tokens or not buffer.is_contiguous():
-            raise ValueError(
-                f"buffer {name!r} is {buffer.dtype} with {buffer.numel()} elements; it must be "
-                f"{dtype} with {num_tokens}, contiguous"
-            )
-        views[name] = buffer.detach().view(-1).numpy()
-    return views
+    return Buffers(tensors)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
@@ -12,7 +12,7 @@ from numpy.typing import ArrayLike, NDArray
 from torch.utils.data import Dataset
 
 from megapack import _core
-from megapack.data.batch import Batch, BatchLayout, allocate, flat_views
+from megapack.data.batch import Batch, BatchLayout, Buffers, allocate
 from megapack.data.source import SampleSource
 from megapack.errors import ConfigError, IndexMismatchError
 from megapack.packing import SampleIndex
@@ -154,9 +154,8 @@ class PackedDataset(Dataset[Batch]):
             cu_seqlens int32 (segments + 1,); max_seqlen int; sample_id int.
         """
         sample = i.__index__()
-        if not -len(self) <= sample < len(self):
-            raise IndexError(f"sample {sample} of {len(self)}")
-        sample %= len(self)
+        if sample < 0:
+            sample += len(self)
         batch = self.micro_batch([sample])
         for name in ("tokens", "labels", "loss_mask", "position_ids"):
             batch[name] = batch[name][0]
@@ -168,7 +167,7 @@ class PackedDataset(Dataset[Batch]):
         *,
         layout: BatchLayout | None = None,
         capacity: int | None = None,
-        out: Mapping[str, torch.Tensor] | None = None,
+        out: Buffers | None = None,
         pin_memory: bool = False,
     ) -> Batch:
         """Gather samples of one bucket.
@@ -177,8 +176,8 @@ class PackedDataset(Dataset[Batch]):
             sample_ids: ids of samples of one capacity, placed in this order.
             layout: shape of the batch; None: one stream of exactly these samples.
             capacity: of the samples, tokens; None: looked up.
-            out: buffers of ``allocate(num_tokens)`` to write into, overwritten by the next call
-                that is given them; None: new tensors.
+            out: buffers of ``allocate(num_tokens)`` to write into; the tensors of the batch are
+                views of them, overwritten by the next call that is given them. None: new ones.
             pin_memory: new tensors in page-locked memory.
 
         Returns:
@@ -192,7 +191,7 @@ class PackedDataset(Dataset[Batch]):
             FormatError: the index points outside the documents.
             ValueError: the samples do not fit the layout.
         """
-        ids = np.ascontiguousarray(sample_ids, np.int64).reshape(-1)
+        ids = np.ascontiguousarray(sample_ids, np.int64)
         if capacity is None:
             if len(ids) == 0:
                 raise ValueError("an empty micro batch needs the capacity of its bucket")
@@ -201,19 +200,17 @@ class PackedDataset(Dataset[Batch]):
             layout = BatchLayout(micro_batch_tokens=capacity * len(ids))
         rows, row_tokens = layout.rows(capacity)
         buffers = out or allocate(layout.micro_batch_tokens, pin_memory=pin_memory)
-        sources, local = self.samples.locate(ids)
         cu_seqlens, cu_seqlens_padded, dataset_ids, max_seqlen = self._gatherer.gather(
-            sources,
-            local,
+            ids,
             num_rows=rows,
             row_tokens=row_tokens,
             capacity=capacity,
             per_row=layout.cu_seqlens_per_row,
             num_cu_seqlens=self._num_cu_seqlens(layout),
-            **flat_views(buffers, layout.micro_batch_tokens),
+            **buffers.arrays,
         )
-        shape = layout.shape(capacity)
-        batch: Batch = {name: buffer.view(shape) for name, buffer in buffers.items()}
+        shape = (1, rows * row_tokens) if layout.kind == "stream" else (rows, row_tokens)
+        batch: Batch = {**buffers.shaped(shape)}
         batch["cu_seqlens"] = _listed(cu_seqlens, rows, layout)
         if cu_seqlens_padded is not None:
             batch["cu_seqlens_padded"] = _listed(cu_seqlens_padded, rows, layout)
@@ -251,6 +248,24 @@ class PackedDataset(Dataset[Batch]):
                     offsets = index.sample_segment_offsets[begin : end + 1]
                     segments = int(np.diff(offsets).max())
                 yield slots // rows if layout.cu_seqlens_per_row else slots, segments
+
+    def warm(self, chunk_bytes: int = 64 << 20) -> Iterator[None]:
+        """Have the indices (not the tokens) read into the page cache, a chunk per ``next``.
+
+        A step looks up thousands of segments at random; from a cold disk that is one read each,
+        and the whole index read in order costs less than a few steps of it.
+        """
+        for dataset, index in zip(self.datasets, self.samples.indices, strict=True):
+            for array in (
+                index.sample_segment_offsets,
+                index.segment_length,
+                index.segment_document,
+                index.segment_begin,
+                dataset.index_bytes,
+            ):
+                for begin in range(0, array.nbytes, chunk_bytes):
+                    _core.will_need(array, begin, chunk_bytes)
+                    yield
 
     def count_labels(self, sample_ids: ArrayLike) -> NDArray[np.int64]:
         """Tokens of every sample that have a label (the sum of its loss_mask), int64."""

@@ -117,20 +117,19 @@ def _plan_datasets(schedule: Schedule, samples: Sequence[int]) -> tuple[DatasetP
 def check_epochs(schedule: Schedule, num_steps: int) -> None:
     """Refuse a run that repeats a dataset more often than allowed.
 
-    Up to a step more than that is granted: the last draw of an epoch reaches into the next one.
+    A draw per bucket more is granted: the last one of an epoch reaches into the next.
 
     Raises:
         ConfigError: names the dataset, how often it would be repeated, and the remedies.
     """
     limit = schedule.samples.max_epochs
-    if limit is None:
+    if limit is None or num_steps == 0:
         return
-    for dataset in plan_run(schedule, num_steps).datasets:
-        slack = schedule.config.tokens_per_step * len(schedule.buckets)
-        tokens = num_steps * schedule.config.tokens_per_step
-        if dataset.epochs > limit * (1 + slack / max(1, tokens)):
-            raise ConfigError(
-                f"{num_steps} steps would repeat dataset {dataset.name} {dataset.epochs:.2f} times;"
-                f" max_epochs is {limit:g}. Lower its weight ({dataset.weight:.4g}), run fewer "
-                "steps, add data, or raise max_epochs"
-            )
+    worst = max(plan_run(schedule, num_steps).datasets, key=lambda dataset: dataset.epochs)
+    slack = len(schedule.buckets) / num_steps
+    if worst.epochs > limit * (1 + slack):
+        raise ConfigError(
+            f"{num_steps} steps would repeat dataset {worst.name} {worst.epochs:.2f} times; "
+            f"max_epochs is {limit:g}. Lower its weight ({worst.weight:.4g}), run fewer steps, add "
+            "data, or raise max_epochs"
+        )

@@ -42,6 +42,9 @@ class IndexedDatasetBuilder:
         vocab_size: number of token ids; larger ids are refused, and the number is written down.
         allow_negative: accept negative values, such as -100 in label datasets.
         metadata: JSON-able facts for the meta file (tokenizer, command, ...).
+        durable: False for files whose checksums are compared before they are used: nothing waits
+            for the disk, and a crash of the machine (not of the process) may leave damaged files
+            under their names.
 
     Raises:
         ValueError: a dtype that token files cannot have, or one too small for vocab_size.
@@ -57,10 +60,12 @@ class IndexedDatasetBuilder:
         vocab_size: int | None = None,
         allow_negative: bool = False,
         metadata: Mapping[str, Any] | None = None,
+        durable: bool = True,
     ) -> None:
         self.prefix = prefix_of(prefix)
         self.dtype = pick_dtype(dtype)
         self.multimodal = multimodal
+        self._durable = durable
         self.metadata = dict(metadata or {})
         check_metadata(self.metadata)
         limits = TokenLimits(self.dtype, vocab_size, allow_negative)
@@ -94,7 +99,8 @@ class IndexedDatasetBuilder:
         self._require_open()
         ids = as_tokens(tokens)
         _check_length(ids.size)
-        _check_modes([mode])
+        if self.multimodal:
+            _check_modes([mode])
         self._tokens.append(ids, first_document=self._log.num_documents)
         self._log.add_sequence(ids.size, mode)
 
@@ -195,6 +201,7 @@ class IndexedDatasetBuilder:
                 idx_path=path_of(self.prefix, ".idx") if idx_path is None else Path(idx_path),
                 multimodal=self.multimodal,
                 metadata=self.metadata,
+                durable=self._durable,
             )
         finally:
             self.abort()

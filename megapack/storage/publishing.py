@@ -26,6 +26,7 @@ def publish_dataset(
     idx_path: Path,
     multimodal: bool,
     metadata: Mapping[str, Any],
+    durable: bool = True,
 ) -> None:
     """Write what stands beside the tokens and give all files their names.
 
@@ -38,6 +39,7 @@ def publish_dataset(
         idx_path: final name of the .idx.
         multimodal: the parts have modes.
         metadata: for the meta file.
+        durable: wait until everything is on disk.
 
     Raises:
         OSError: a file cannot be written; nothing has its name.
@@ -58,12 +60,13 @@ def publish_dataset(
             )
         )
         files = (tokens.target, idx, meta)
-        for file in files:  # the longest part, while the old dataset still stands
-            file.sync()
+        if durable:
+            for file in files:  # the longest part, while the old dataset still stands
+                file.sync()
         # The old .idx beside the new .bin would look like a dataset and be none.
         idx.path.unlink(missing_ok=True)
         meta.path.unlink(missing_ok=True)
-        publish(*files)
+        publish(*files, durable=durable)
     finally:
         idx.discard()
         meta.discard()

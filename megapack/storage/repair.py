@@ -83,12 +83,14 @@ def repair(
     idx_path, bin_path = path_of(prefix, ".idx"), path_of(prefix, ".bin")
     done: list[str] = []
     try:
-        index = _mend(survey(idx_path, bin_path), one_document_per_sequence, done)
+        facts = survey(idx_path, bin_path)
     except FormatError:
         salvaged = _salvage(idx_path, bin_path, done)
         if salvaged is None:
             raise
         index = salvaged
+    else:
+        index = _mend(facts, one_document_per_sequence, done)
     cut = _fit(index, bin_path, drop_truncated, drop_trailing, done)
     if done and not dry_run:
         _replace(prefix, index, cut, done)
@@ -170,7 +172,7 @@ def _salvage(idx_path: Path, bin_path: Path, done: list[str]) -> _Index | None:
             return None
         lengths = np.fromfile(file, np.int32, num_sequences)
         file.seek(documents_at)
-        indices = np.fromfile(file, np.int64, num_indices)
+        indices = np.fromfile(file, np.int64, min(num_indices, max(0, size - documents_at) // 8))
     dtype = DTYPE_OF_CODE.get(code)
     num_tokens = int(lengths.sum(dtype=np.int64))
     sensible = lengths.min(initial=0) >= 0 and (np.diff(indices, prepend=0) >= 0).all()

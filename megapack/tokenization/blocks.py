@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import xxhash
 from numpy.typing import NDArray
 
 from megapack import _core
@@ -20,13 +22,15 @@ class TextBlock:
 
     ``text`` is uint8; document ``i`` is ``text[offsets[i]:offsets[i + 1]]``; ``offsets`` is int64
     of ``len(block) + 1``. ``positions`` (int64, one per document) is what ``locate`` turns into a
-    place to show.
+    place to show. ``hashes`` (uint64, one per document) are of the key that splits the corpus,
+    where one was asked for.
     """
 
     text: NDArray[np.uint8]
     offsets: NDArray[np.int64]
     positions: NDArray[np.int64]
     locate: Callable[[int], Place]
+    hashes: NDArray[np.uint64] | None = None
 
     @staticmethod
     def of_strings(texts: Sequence[str]) -> TextBlock:
@@ -60,7 +64,14 @@ class TextBlock:
             text = text[np.repeat(keep, lengths)]
         offsets = np.zeros(int(keep.sum()) + 1, np.int64)
         np.cumsum(lengths[keep], out=offsets[1:])
-        return TextBlock(text, offsets, self.positions[keep], self.locate)
+        hashes = None if self.hashes is None else self.hashes[keep]
+        return TextBlock(text, offsets, self.positions[keep], self.locate, hashes)
+
+    def text_hashes(self) -> NDArray[np.uint64]:
+        """xxh3-64 of every document's text."""
+        data, bounds = self.text.data, self.offsets.tolist()
+        pairs = itertools.pairwise(bounds)
+        return np.array([xxhash.xxh3_64_intdigest(data[a:b]) for a, b in pairs], np.uint64)
 
     def drop(self, bad: NDArray[np.bool_], kind: str, faults: Faults) -> TextBlock:
         """Without the documents where ``bad`` is true; each is recorded as ``kind``."""

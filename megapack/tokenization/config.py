@@ -8,27 +8,32 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from megapack.errors import ConfigError
+from megapack.tokenization.chat import ChatLoss
 from megapack.tokenization.faults import OnError
 from megapack.tokenization.sources import Format
+from megapack.tokenization.split import parse_split
 
-__all__ = ["Boundary", "BuildConfig"]
+__all__ = ["Boundary", "BuildConfig", "ChatFormat", "LabelNames"]
 
 Boundary = Literal["eos_bos", "separator", "none"]
+ChatFormat = Literal["template", "headers"]
+LabelNames = Literal["megapack", "neox"]
 
-# Fields that decide who does the work, not what comes out.
+# Fields that decide who does the work and where it lies, not what comes out.
 _EXECUTION = frozenset(
     {
         "output_prefix",
         "workers",
         "executor",
+        "ray_address",
         "shard",
         "finish",
-        "ray_address",
         "block_bytes",
         "keep_shards",
         "overwrite",
     }
 )
+_FLAG = {"suffixes": "suffix", "shard_bytes": "shard-size"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +48,7 @@ class BuildConfig:
     suffixes: tuple[str, ...] = ()  # taken from directories; () is every known data suffix
     format: Format | None = None  # None: by suffix
     json_key: str = "text"  # also the parquet column
+    messages_key: str | None = None  # instead of json_key: the documents are conversations
     max_input_bytes: int | None = None  # whole files only
     max_document_bytes: int = 1 << 30
     on_error: OnError = "fail"
@@ -59,9 +65,15 @@ class BuildConfig:
     eod_token: str | None = None
     bos_token: str | None = None
     dtype: Literal["auto", "uint16", "int32"] = "auto"
+    chat_format: ChatFormat = "template"
+    chat_loss: ChatLoss | None = None  # None: content with a template, turn with headers
 
     # What comes out.
     output_prefix: str
+    split: str | None = None  # "98,1,1"
+    split_by: Literal["order", "hash"] = "order"
+    split_key: str | None = None  # hash this key instead of the text
+    label_names: LabelNames = "megapack"
     shard_bytes: int | None = None
 
     # Who does it.
@@ -69,8 +81,8 @@ class BuildConfig:
     executor: Literal["local", "ray"] = "local"
     ray_address: str | None = None
     shard: tuple[int, int] | None = None  # (i, n): this machine's part of the shards
-    block_bytes: int = 4 << 20
     finish: bool = False  # join shards that other machines built
+    block_bytes: int = 4 << 20
     keep_shards: bool = False
     overwrite: bool = False
 
@@ -82,13 +94,41 @@ class BuildConfig:
         if self.shard is not None and not 0 <= self.shard[0] < self.shard[1]:
             i, n = self.shard
             raise ConfigError(f"shard is {i}/{n}; it must be i/n with 0 <= i < n")
-        if self.shard is not None and self.finish:
-            raise ConfigError("--shard builds a part, --finish joins all parts; give one of them")
-        if self.boundary != "none" and (self.append_eod or self.prepend_bos):
-            raise ConfigError(
+        if self.split is not None:
+            parse_split(self.split)
+        for wrong, remedy in self._contradictions():
+            if wrong:
+                raise ConfigError(remedy)
+
+    def _contradictions(self) -> list[tuple[bool, str]]:
+        framed = self.append_eod or self.prepend_bos
+        words = self.min_words is not None or self.max_words is not None
+        hashed = self.split is not None and self.split_by == "hash"
+        chat = self.messages_key is not None
+        return [
+            (
+                self.shard is not None and self.finish,
+                "--shard builds a part, --finish joins all parts; give one of them",
+            ),
+            (
+                self.boundary != "none" and framed,
                 f"--boundary {self.boundary} already says what stands around a document; leave out "
-                "--append-eod and --prepend-bos"
-            )
+                "--append-eod and --prepend-bos",
+            ),
+            (chat and words, "conversations have no --min-words and --max-words"),
+            (
+                chat and self.verify_fraction > 0,
+                "--verify-fraction is for text; chat templates are always run by the reference",
+            ),
+            (
+                self.split_key is not None and not hashed,
+                "--split-key needs --split and --split-by hash",
+            ),
+            (
+                self.label_names == "neox" and not chat,
+                "--label-names neox is for conversations; give --messages-key",
+            ),
+        ]
 
     @property
     def appends(self) -> bool:
@@ -99,6 +139,11 @@ class BuildConfig:
     def prepends(self) -> bool:
         """Whether a token begins every document."""
         return self.prepend_bos or self.boundary == "eos_bos"
+
+    @property
+    def split_weights(self) -> tuple[float, ...] | None:
+        """Weights of train, valid and test."""
+        return None if self.split is None else parse_split(self.split)
 
     def identity(self) -> dict[str, Any]:
         """The options that decide the bytes of the result, JSON-able."""
@@ -121,6 +166,3 @@ class BuildConfig:
             elif value is not True:
                 words.append(str(value))
         return shlex.join(words)
-
-
-_FLAG = {"suffixes": "suffix"}

@@ -25,7 +25,7 @@ def load_decoder(source: str) -> Callable[[Sequence[int]], str]:
     if files.kind == "bytes":
         return _bytes_decoder({token_id: text for text, token_id in files.special.items()})
     if files.kind == "sentencepiece":
-        module = require("sentencepiece", "sentencepiece", f"tokenizer {source}")
+        module = require("sentencepiece", None, f"tokenizer {source}")
         processor = module.SentencePieceProcessor(model_file=str(files.path))
         names = {token_id: text for text, token_id in files.special.items()}
         return lambda ids: _with_names(ids, names, processor.decode)

@@ -39,10 +39,6 @@ class Encoder(abc.ABC):
     def encode(self, block: TextBlock) -> tuple[Ids, NDArray[np.int64]]:
         """Token ids of all documents, and where each begins (int64, ``len(block) + 1``)."""
 
-    @abc.abstractmethod
-    def decode(self, ids: list[int]) -> str:
-        """The text of token ids, special tokens included."""
-
 
 def open_encoder(files: TokenizerFiles, backend: str, *, threads: int = 1) -> Encoder:
     """Load ``files`` with a backend of its kind.
@@ -88,9 +84,6 @@ class _Bytes(_Loaded):
     def encode(self, block: TextBlock) -> tuple[Ids, NDArray[np.int64]]:
         return block.text.astype(np.int32), block.offsets
 
-    def decode(self, ids: list[int]) -> str:
-        return bytes(i for i in ids if i < 256).decode("utf-8", "replace")
-
 
 class _SentencePiece(_Loaded):
     backend = "sentencepiece"
@@ -107,9 +100,6 @@ class _SentencePiece(_Loaded):
         kind: Any = "numpy" if self._returns_arrays else int
         rows = self._processor.Encode(texts, out_type=kind, num_threads=self._threads)
         return _joined(rows)
-
-    def decode(self, ids: list[int]) -> str:
-        return str(self._processor.Decode(ids))
 
 
 class _HuggingFace(_Loaded):
@@ -129,9 +119,6 @@ class _HuggingFace(_Loaded):
         rows = self._tokenizer.encode_batch_fast(block.strings(), add_special_tokens=False)
         return _joined([np.array(row.ids, np.int32) for row in rows])
 
-    def decode(self, ids: list[int]) -> str:
-        return str(self._tokenizer.decode(ids, skip_special_tokens=False))
-
 
 class _Gigatoken(_Loaded):
     backend = "gigatoken"
@@ -150,9 +137,6 @@ class _Gigatoken(_Loaded):
         rows = self._tokenizer.encode_batch(self._array(block), parallel=self._threads > 1)
         layout = self._awkward.to_packed(rows).layout
         return np.asarray(layout.content.data), np.asarray(layout.offsets.data, np.int64)
-
-    def decode(self, ids: list[int]) -> str:
-        return bytes(self._tokenizer.decode(ids)).decode("utf-8", "replace")
 
     def _array(self, block: TextBlock) -> Any:
         """The block as an awkward array of strings; no byte is copied."""

@@ -7,6 +7,7 @@ Shards go to whoever is free, so that one with long documents holds nobody up.
 from __future__ import annotations
 
 import concurrent.futures
+import functools
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -17,9 +18,11 @@ from concurrent.futures.process import BrokenProcessPool
 from typing import Any
 
 from megapack.errors import MegapackError
-from megapack.tokenization.encoders import Encoder, open_encoder
+from megapack.tokenization.coding import Coder
+from megapack.tokenization.job import Job, open_coder
 from megapack.tokenization.plan import Shard
-from megapack.tokenization.shard import Counted, Job, ShardRecord, build_shard
+from megapack.tokenization.record import ShardRecord
+from megapack.tokenization.shard import Counted, build_shard
 
 __all__ = ["Report", "run_here", "run_processes"]
 
@@ -30,8 +33,8 @@ _POLL_SECONDS = 0.2
 
 def run_here(job: Job, shards: Sequence[Shard], report: Report) -> list[ShardRecord]:
     """One after the other, in this process."""
-    encoder = open_encoder(job.tokenizer, job.backend, threads=job.threads)
-    return [build_shard(job, shard, encoder, report) for shard in shards]
+    coder = open_coder(job)
+    return [build_shard(job, shard, coder, report) for shard in shards]
 
 
 def run_processes(
@@ -43,7 +46,9 @@ def run_processes(
         MegapackError: a worker was killed (out of memory, as a rule).
         DataError, OSError: what a worker raised; the others stop at their next shard.
     """
-    context = multiprocessing.get_context("spawn")
+    # Workers are forked by a server that has imported what they need and has no threads.
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__, *_packages(job.backend)])
     counters = context.Array("q", len(Counted._fields))
     with ProcessPoolExecutor(
         workers, mp_context=context, initializer=_start_worker, initargs=(job, counters)
@@ -61,6 +66,11 @@ def run_processes(
             pool.shutdown(cancel_futures=True)
 
 
+def _packages(backend: str) -> list[str]:
+    """What a backend imports."""
+    return ["gigatoken", "awkward"] if "gigatoken" in backend else []
+
+
 def _watch(futures: Sequence[Future[ShardRecord]], counters: Any, report: Report) -> None:
     pending: set[Future[ShardRecord]] = set(futures)
     reported = Counted(0, 0, 0)
@@ -74,7 +84,7 @@ def _watch(futures: Sequence[Future[ShardRecord]], counters: Any, report: Report
             future.result()  # raises what the worker raised
 
 
-# The worker process. One encoder per process, loaded once.
+# The worker process. One coder per process, loaded once.
 _worker: _Worker
 
 
@@ -82,7 +92,11 @@ class _Worker:
     def __init__(self, job: Job, counters: Any) -> None:
         self.job = job
         self.counters = counters
-        self.encoder: Encoder = open_encoder(job.tokenizer, job.backend, threads=job.threads)
+
+    @functools.cached_property
+    def coder(self) -> Coder:
+        """Loaded by the first task: an error there reaches the parent, unlike one at the start."""
+        return open_coder(self.job)
 
     def count(self, counted: Counted) -> None:
         with self.counters.get_lock():
@@ -97,7 +111,7 @@ def _start_worker(job: Job, counters: Any) -> None:
 
 
 def _work(shard: Shard) -> ShardRecord:
-    return build_shard(_worker.job, shard, _worker.encoder, _worker.count)
+    return build_shard(_worker.job, shard, _worker.coder, _worker.count)
 
 
 def _die_with_parent() -> None:

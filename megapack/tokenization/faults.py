@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
 from megapack.errors import DataError
 
-__all__ = ["BENIGN", "Faults", "OnError", "Place"]
+__all__ = ["BENIGN", "Faults", "OnError", "Place", "fault_lines"]
 
 OnError = Literal["fail", "skip"]
 
 # What never stops a build: ordinary text has it, and nobody can do anything about it. Everything
 # else stops it unless `--on-error skip` was given.
-BENIGN = frozenset({"empty document", "blank line", "too few words", "too many words"})
+BENIGN = frozenset(
+    {"blank line", "chat without assistant", "empty document", "too few words", "too many words"}
+)
 
 _COUNT_BLOCK = 1 << 24
 
@@ -86,14 +88,11 @@ class Faults:
             mine = self.places.setdefault(kind, [])
             mine += places.get(kind, [])[: self.max_places - len(mine)]
 
-    @property
-    def total(self) -> int:
-        return sum(self.counts.values())
 
-    def lines(self) -> list[str]:
-        """One printable line per kind, largest count first."""
-        ordered = sorted(self.counts.items(), key=lambda item: (-item[1], item[0]))
-        return [
-            f"{count:,} x {kind} (first: {', '.join(map(str, self.places.get(kind, [])))})"
-            for kind, count in ordered
-        ]
+def fault_lines(counts: Mapping[str, int], places: Mapping[str, Sequence[object]]) -> list[str]:
+    """One printable line per kind of fault, most frequent first."""
+    ordered = sorted(counts.items(), key=lambda item: (-item[1], item[0]))
+    return [
+        f"{count:,} x {kind} (first: {', '.join(map(str, places.get(kind, ())))})"
+        for kind, count in ordered
+    ]

@@ -16,6 +16,7 @@ __all__ = ["line_blocks", "open_stream"]
 
 _BOM = b"\xef\xbb\xbf"
 _SEARCH_BYTES = 1 << 16
+_ZST_INPUT_BYTES = 1 << 14
 
 
 @contextlib.contextmanager
@@ -46,22 +47,25 @@ class _ZstReader:
         self._frame = self._new()
         self._inside_frame = False
         self._input = b""
+        self._output = b""
 
     def read(self, size: int) -> bytes:
-        """At least one byte, and about ``size``, unless the file has ended."""
-        parts: list[bytes] = []
-        total = 0
-        while total < size:
-            if not self._input:
-                self._input = self._raw.read(1 << 20)
-            if not self._input:
-                break
-            part = self._decompress()
-            parts.append(part)
-            total += len(part)
-        if not parts and self._inside_frame:
+        """``size`` bytes, fewer only at the end of the file."""
+        parts = [self._output]
+        total = len(self._output)
+        while total < size and self._more_input():
+            parts.append(self._decompress())
+            total += len(parts[-1])
+        data = b"".join(parts)
+        self._output = data[size:]
+        return data[:size]
+
+    def _more_input(self) -> bool:
+        # Little at a time: what comes out may be thousands of times as much.
+        self._input = self._input or self._raw.read(_ZST_INPUT_BYTES)
+        if not self._input and self._inside_frame:
             raise DataError(f"{self._path} is truncated (it ends inside a frame); fetch it again")
-        return b"".join(parts)
+        return bool(self._input)
 
     def _decompress(self) -> bytes:
         try:

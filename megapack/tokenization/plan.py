@@ -9,7 +9,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from megapack.errors import ConfigError
-from megapack.tokenization.readers import Piece, open_parquet
+from megapack.tokenization.parquet import open_parquet, text_bytes
+from megapack.tokenization.pieces import Piece
 from megapack.tokenization.sources import InputFile
 
 __all__ = ["Shard", "default_shard_bytes", "plan_shards"]
@@ -88,12 +89,7 @@ def _indivisible(file: InputFile, json_key: str) -> Iterator[tuple[Piece, int]]:
     with open_parquet(file.path) as parquet:
         for i in range(parquet.metadata.num_row_groups):
             group = parquet.metadata.row_group(i)
-            columns = [group.column(c) for c in range(group.num_columns)]
-            weight = sum(
-                column.total_uncompressed_size
-                for column in columns
-                if column.path_in_schema.partition(".")[0] == json_key
-            )
+            weight = text_bytes(group, json_key)
             yield Piece(file.path, file.format, i, i + 1), weight
 
 

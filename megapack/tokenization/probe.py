@@ -9,10 +9,13 @@ import numpy as np
 
 from megapack.errors import ConfigError, MegapackError
 from megapack.tokenization.blocks import TextBlock
+from megapack.tokenization.decode import load_decoder
 from megapack.tokenization.encoders import BACKENDS, Encoder, open_encoder
 from megapack.tokenization.faults import Faults, Place
+from megapack.tokenization.guard import GuardedEncoder, open_any
+from megapack.tokenization.pieces import ReadOptions
 from megapack.tokenization.plan import Shard
-from megapack.tokenization.readers import ReadOptions, read_blocks
+from megapack.tokenization.readers import read_blocks
 from megapack.tokenization.tokenizer import TokenizerFiles
 
 __all__ = ["Difference", "choose_backend", "first_difference", "hard_texts"]
@@ -45,32 +48,34 @@ def choose_backend(
     read: ReadOptions,
     note: Callable[[str], None],
 ) -> str:
-    """The backend to use. ``auto`` takes the fast one if it is there and agrees with the reference.
+    """The backend to use. ``auto`` takes gigatoken if it is there and agrees with the reference.
 
-    It is compared on texts known to be hard (``hard_texts``) and on half a megabyte of this corpus.
-    Whatever is decided against the fast one is said through ``note``.
+    It is compared on texts known to be hard (``hard_texts``) and on half a megabyte of this corpus;
+    documents on which it is known to differ go to the reference in any case (guard.py). Whatever is
+    decided against it is said through ``note``.
 
     Raises:
         ConfigError: a backend that does not run this tokenizer.
         MegapackError: a backend that is not installed.
     """
-    reference, *others = BACKENDS[files.kind]
     if backend != "auto":
-        open_encoder(files, backend)
+        open_any(files, backend)
         return backend
-    for other in others:
-        try:
-            encoder = open_encoder(files, other)
-        except ConfigError as error:
-            note(f"{error}; {reference} is used instead")
-            continue
-        except MegapackError as error:
-            note(f"{reference} is used; {other} is many times faster ({error})")
-            continue
-        difference = _compare(open_encoder(files, reference), encoder, files, shards, read)
-        if difference is None:
-            return other
-        note(f"{other} differs from {reference}, which is used instead: {difference}")
+    reference, *others = BACKENDS[files.kind]
+    if "gigatoken" not in others:
+        return reference
+    try:
+        guarded = GuardedEncoder(files, threads=1)
+    except ConfigError as error:
+        note(f"{error}; {reference} is used instead")
+        return reference
+    except MegapackError as error:
+        note(f"{reference} is used; gigatoken is many times faster ({error})")
+        return reference
+    difference = _compare(open_encoder(files, reference), guarded, files, shards, read)
+    if difference is None:
+        return guarded.backend
+    note(f"gigatoken differs from {reference}, which is used instead: {difference}")
     return reference
 
 
@@ -82,7 +87,7 @@ def _compare(
     read: ReadOptions,
 ) -> Difference | None:
     for block in (TextBlock.of_strings(hard_texts(files)), *_sample(shards, read)):
-        difference = first_difference(block, reference, other)
+        difference = first_difference(block, reference, other, files.source)
         if difference is not None:
             return difference
     return None
@@ -102,8 +107,13 @@ def _sample(shards: Sequence[Shard], read: ReadOptions) -> list[TextBlock]:
     return blocks
 
 
-def first_difference(block: TextBlock, reference: Encoder, other: Encoder) -> Difference | None:
-    """The first token of the first document that ``other`` encodes unlike ``reference``."""
+def first_difference(
+    block: TextBlock, reference: Encoder, other: Encoder, source: str
+) -> Difference | None:
+    """The first token of the first document that ``other`` encodes unlike ``reference``.
+
+    ``source`` is the tokenizer of both, by which the text around it is found.
+    """
     expected, expected_at = reference.encode(block)
     found, found_at = other.encode(block)
     for i in range(len(block)):
@@ -115,7 +125,7 @@ def first_difference(block: TextBlock, reference: Encoder, other: Encoder) -> Di
         unequal = np.flatnonzero(a[:common] != b[:common])
         at = int(unequal[0]) if len(unequal) else common
         text = block.strings([i])[0]
-        begin = max(0, len(reference.decode(a[:at].tolist())) - 16)
+        begin = max(0, len(load_decoder(source)(a[:at].tolist())) - 16)
         return Difference(
             place=block.place(i),
             position=at,
@@ -127,11 +137,7 @@ def first_difference(block: TextBlock, reference: Encoder, other: Encoder) -> Di
 
 
 def hard_texts(files: TokenizerFiles) -> list[str]:
-    """Texts on which implementations of one tokenizer part most easily.
-
-    Only characters that both know: how a character is split depends on the Unicode version of the
-    library's tables, and no corpus has the newest ones (docs/tokenization.md).
-    """
+    """Texts on which implementations of one tokenizer part most easily."""
     special = list(files.special)
     spaces = " \t\n\r\x0b\x0c\x1c\x85\xa0\u2003\u2028\u3000"
     return [
@@ -147,6 +153,7 @@ def hard_texts(files: TokenizerFiles) -> list[str]:
         "\U0001f600\U0001f468\u200d\U0001f469\u200d\U0001f467\U0001f1e9\U0001f1ea\U0001f3fd",
         "1 12 123 1234 12345678901234567890 3.14e-10 \u0663\u0664 \u00b2\u00bd \u2167 0x1F",
         "".join(map(chr, range(1, 160))),
+        "a\u088f 1\U00011de1 \U00010940b\n\U000323b0\n",  # letters and a digit of Unicode 17
         "a" * 3000,
         "=" * 3000,
         " " * 3000 + "x",

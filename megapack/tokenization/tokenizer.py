@@ -142,7 +142,10 @@ def _read_config(directory: Path) -> dict[str, Any]:
     path = directory / "tokenizer_config.json"
     config: dict[str, Any] = {}
     if path.is_file():
-        config = json.loads(path.read_text(encoding="utf-8"))
+        try:
+            config = dict(json.loads(path.read_bytes()))
+        except (ValueError, TypeError) as error:
+            raise FormatError(f"{path} is not valid JSON of a mapping ({error})") from error
     template = directory / "chat_template.jinja"
     if template.is_file():
         config["chat_template"] = template.read_text(encoding="utf-8")

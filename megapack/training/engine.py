@@ -152,7 +152,8 @@ def start_engine(
         head = model.model.get_output_embeddings()  # type: ignore[operator]
         deepspeed.zero.register_external_parameter(model, head.weight)
     if config.engine.compile:
-        _compile_layers(model)
+        # ZeRO-3 fetches parameters between the parts of a layer, which no single graph can hold.
+        _compile_layers(model, fullgraph=config.engine.zero_stage < 3)
     return engine
 
 
@@ -166,11 +167,11 @@ def _restore_buffers(model: nn.Module, buffers: dict[str, Tensor], device: torch
             buffer.data = buffers[name].to(device)
 
 
-def _compile_layers(model: TrainingModel) -> None:
+def _compile_layers(model: TrainingModel, *, fullgraph: bool) -> None:
     """Layer by layer: all layers share one graph per longest segment (see ``longest_segment``)."""
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)
     for layer in model.layers:
-        layer.compile(fullgraph=True, dynamic=False)
+        layer.compile(fullgraph=fullgraph, dynamic=False)
 
 
 def longest_segment(batch: Batch, config: EngineConfig) -> int:
@@ -202,7 +203,9 @@ def train_step(
         last = batch["micro_step"] == batch["num_micro_steps"] - 1
         engine.set_gradient_accumulation_boundary(last)
         loss = engine(**on_device(batch, world.device, config), scale=scale)
-        engine.backward(loss, scale_wrt_gas=False)
+        # A new tensor: without ZeRO, DeepSpeed 0.19 divides by the accumulation steps all the same
+        # when backward starts at the very tensor that its forward returned.
+        engine.backward(loss.clone(), scale_wrt_gas=False)
         losses.append(loss.detach() / scale)
     engine.step()
     return StepResult(loss_sum=torch.stack(losses).sum(), grad_norm=engine.get_global_grad_norm())

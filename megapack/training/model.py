@@ -31,6 +31,7 @@ __all__ = [
     "build_model",
     "model_configuration",
     "position_limit",
+    "register_architectures",
 ]
 
 # Architectures whose packed logits and gradients are tested against their documents one by one.
@@ -94,7 +95,7 @@ def _pretrained_configuration(config: ModelConfig) -> Any:
     """The checkpoint's own, with every dropout at 0 unless an override asks for it."""
     from transformers import AutoConfig  # noqa: PLC0415
 
-    _register_alibi()
+    register_architectures()
     try:
         result = AutoConfig.from_pretrained(config.pretrained)
     except (OSError, ValueError) as error:
@@ -116,7 +117,8 @@ def _no_special_tokens() -> dict[str, None]:
     return {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
 
 
-def _register_alibi() -> None:
+def register_architectures() -> None:
+    """Make transformers' Auto classes know the architectures that are ours."""
     from transformers import AutoConfig, AutoModelForCausalLM  # noqa: PLC0415
 
     from megapack.training import modeling_gpt2_alibi as ours  # noqa: PLC0415
@@ -160,11 +162,11 @@ def build_model(
 ) -> TrainingModel:
     """The model in float32 on the current default device.
 
-    From scratch, the weights are a function of ``seed`` and the architecture alone.
+    From scratch, the weights are a function of ``seed``, the architecture and the kind of device.
     """
     from transformers import AutoModelForCausalLM  # noqa: PLC0415
 
-    _register_alibi()
+    register_architectures()
     register(backend)
     if config.pretrained is not None:
         model = AutoModelForCausalLM.from_pretrained(
@@ -174,12 +176,23 @@ def build_model(
             attn_implementation=ATTENTION_NAME,
         )
     else:
-        with torch.random.fork_rng():
+        # The generators of this process's device only: the others' would be initialised for it.
+        mine = [torch.cuda.current_device()] if torch.cuda.is_available() else []
+        with torch.random.fork_rng(devices=mine):
             torch.manual_seed(seed)
             model = AutoModelForCausalLM.from_config(
                 configuration, attn_implementation=ATTENTION_NAME, dtype=torch.float32
             )
+    if configuration.model_type == "gpt2_alibi":
+        _give_slopes(model, configuration.alibi_slopes)
     return TrainingModel(model, chunk_tokens=chunk_tokens, fused_loss=fused_loss)
+
+
+def _give_slopes(model: Any, slopes: list[float]) -> None:
+    """After loading, which leaves buffers that no file holds without values."""
+    for block in model.transformer.h:
+        values = torch.tensor(slopes, dtype=torch.float32, device=block.attn.c_attn.weight.device)
+        block.attn.register_buffer("alibi_slopes", values, persistent=False)
 
 
 class TrainingModel(nn.Module):

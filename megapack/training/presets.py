@@ -60,7 +60,7 @@ PRESETS: dict[str, Preset] = {
     "gpt2_xl_1.5b_alibi": _gpt2(width=1600, layers=48, heads=25, alibi=True),
     # For tests and demonstrations on a CPU.
     "llama_tiny": _llama(width=64, layers=2, heads=4, key_heads=2, mlp=128),
-    "llama_demo": _llama(width=192, layers=4, heads=6, key_heads=2, mlp=512),
+    "llama_demo": _llama(width=128, layers=3, heads=4, key_heads=2, mlp=384),
     "gpt2_tiny": _gpt2(width=64, layers=2, heads=4, alibi=False, positions=512),
     "gpt2_tiny_alibi": _gpt2(width=64, layers=2, heads=4, alibi=True),
     "qwen2_tiny": Preset(

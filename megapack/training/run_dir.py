@@ -2,7 +2,8 @@
 
 ``config.yaml`` the resolved configuration, ``starts.jsonl`` one line per start (versions, git,
 hosts, fingerprints, command), ``log.jsonl`` one line per step, ``evaluation.jsonl``,
-``checkpoints/``, ``tensorboard/``, ``model/`` (what ``from_pretrained`` loads), ``end.json``.
+``checkpoints/``, ``tensorboard/``, ``model/`` (what ``from_pretrained`` loads), ``end.json``, and
+when asked for ``batches/``, what every rank was fed.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ class RunDirectory:
         self.model = self.path / "model"
         self.log = self.path / "log.jsonl"
         self.evaluation = self.path / "evaluation.jsonl"
+        self.batches = self.path / "batches"
         self.tensorboard = self.path / "tensorboard"
 
     def begin(self, config: Any, facts: dict[str, Any]) -> None:
@@ -58,7 +60,7 @@ class RunDirectory:
 
     def forget_after(self, step: int) -> None:
         """Drop logged steps that a resumed run does again (those from ``step`` on)."""
-        for path in (self.log, self.evaluation):
+        for path in (self.log, self.evaluation, *self.batches.glob("*.jsonl")):
             if path.exists():
                 kept = [line for line in read_jsonl(path) if line["step"] < step]
                 with atomic_write(path, "w") as file:

@@ -110,7 +110,10 @@ def test_cost_is_the_formula_on_the_metrics(comparison: Comparison) -> None:
         work = sum(b.work for b in evaluation.work)
         operations = RUN.model.flops_per_token * evaluation.num_positions
         operations += RUN.model.flops_per_square * work * evaluation.imbalance("balanced")
-        hours = operations / (3600 * 312e12 * 0.4)
+        passes = evaluation.metrics["num_tokens"] / (
+            evaluation.metrics["num_tokens"] - evaluation.metrics["dropped_tokens"]
+        )
+        hours = passes * operations / (3600 * 312e12 * 0.4)
         assert evaluation.breakdown.gpu_hours == pytest.approx(hours)
         assert evaluation.breakdown.cost == pytest.approx(2 * hours)
 
@@ -134,6 +137,16 @@ def test_nothing_to_compare_is_an_error(nothing: list[int]) -> None:
         compare(lengths(), [], run=RUN)
 
 
+def test_a_strategy_that_drops_everything_is_left_out_and_said_to_be() -> None:
+    seven = np.array([7])
+    cases = default_cases(buckets=[1024], capacities=[1024])
+    comparison = compare(seven, cases, run=RUN)
+    assert comparison.left_out == ["decompose"]  # no piece of 1024 in a document of 7
+    assert len(comparison.evaluations) == len(cases) - 1
+    with pytest.raises(ConfigError, match="no strategy places a token"):
+        compare(seven, parse_case("decompose", buckets=[1024], capacities=[]), run=RUN)
+
+
 # --- recommendation
 
 
@@ -153,6 +166,7 @@ def made_up(
     metrics = {
         **base.metrics,
         "truncation_ratio": truncated,
+        "num_truncated_documents": round(1e6 * truncated),
         "truncation_floor": 0.002,
         "dropped_ratio": dropped,
         "concatenation_ratio": joined,
@@ -167,8 +181,7 @@ def made_up(
         cross_attention=0.0,
         waiting=0.0,
     )
-    named = replace(case, label=label)
-    object.__setattr__(named, "buckets", buckets)
+    named = Case(label=label, strategy="bucket", buckets=buckets)
     return replace(base, case=named, metrics=metrics, breakdown=bill)
 
 
@@ -184,15 +197,16 @@ def test_the_least_time_wins_among_those_that_keep_documents_whole() -> None:
     assert result.best == 1
     assert result.out == ("splits 40 % of the documents", "", "loses 1 % of the tokens")
     assert (
-        "Cheaper, but out: splits splits 40 % of the documents; loses loses 1 % of the tokens."
+        "Cheaper, but out: loses loses 1 % of the tokens; splits splits 40 % of the documents."
         in (result.reasons)
     )
 
 
-def test_within_half_a_percent_of_time_fewer_documents_per_sample_win_then_less_padding() -> None:
+def test_within_half_a_percent_of_time_fewer_joined_then_fewer_cut_then_less_padding_wins() -> None:
     many, few = made_up("many", hours=10.0, joined=16.0), made_up("few", hours=10.04, joined=2.2)
     assert choice(many, few) == "few"
     assert choice(many, made_up("too slow", hours=10.06, joined=2.2)) == "many"
+    assert choice(made_up("cuts", truncated=0.003), made_up("pads", padded=0.001)) == "pads"
     assert choice(made_up("pads", padded=0.01), made_up("full", padded=0.001)) == "full"
 
 
@@ -211,6 +225,9 @@ def test_if_all_are_out_those_that_split_fewest_remain() -> None:
         ]
     )
     assert result.best == 1
+    assert (
+        result.reasons[0] == "Every strategy would be out; this one splits 30 % of the documents."
+    )
     assert choice(made_up("a", dropped=0.5, hours=2), made_up("b", dropped=0.4, hours=1)) == "b"
 
 
@@ -222,8 +239,28 @@ def test_the_best_single_shape_is_named_beside_the_best() -> None:
     assert recommend([bucket]).best_fixed is None
 
 
-def test_the_reason_names_the_runner_up_and_by_how_much() -> None:
+def test_the_reason_names_the_rivals_and_by_how_much() -> None:
     reasons = recommend([made_up("first", hours=10), made_up("second", hours=11)]).reasons
-    assert "The next best, second, would take 10 % more time." in reasons
-    reasons = recommend([made_up("first", joined=1.5), made_up("second", joined=3.25)]).reasons
-    assert any("second would take the same time" in r and "3.25 documents" in r for r in reasons)
+    assert "second, the next best, would take 10 % more time." in reasons
+    best = made_up("best", joined=1.5, buckets=(64, 128))
+    near = made_up("near", joined=3.25, buckets=(64, 128))
+    reasons = recommend([best, near, made_up("fixed", hours=12)]).reasons
+    assert "near, the next best, would take the same time but joins 3.25 documents per sample." in (
+        reasons
+    )
+    assert "fixed, the best with one sample shape, would take 20 % more time." in reasons
+
+
+@pytest.mark.parametrize(
+    ("worse", "words"),
+    [
+        ({"truncated": 0.004}, "but splits 0.4 % of the documents"),
+        ({"padded": 0.02}, "but pads 2 %"),
+        ({}, "and is as good"),
+    ],
+)
+def test_a_rival_of_the_same_time_is_told_what_it_lacks(
+    worse: dict[str, float], words: str
+) -> None:
+    reasons = recommend([made_up("best"), made_up("rival", **worse)]).reasons
+    assert reasons[2] == f"rival, the next best, would take the same time {words}."

@@ -6,7 +6,15 @@ import math
 
 import pytest
 
-from megapack.packing.compare.cost import GPUS, MODELS, Gpu, Model, TrainingRun, estimate
+from megapack.packing.compare.cost import (
+    GPUS,
+    MODELS,
+    Breakdown,
+    Gpu,
+    Model,
+    TrainingRun,
+    estimate,
+)
 from megapack.packing.compare.workload import BucketWork
 
 # One parameter, one layer of width one: operations are 6 per token and 7 per squared token.
@@ -29,9 +37,15 @@ def bucket(**changes: float) -> BucketWork:
     return BucketWork(**{**values, **changes})  # type: ignore[arg-type]
 
 
-def bill(run: TrainingRun, distinct: int = 34, repeated: int = 0, **changes: float):
+def bill(
+    run: TrainingRun, tokens: int = 34, dropped: int = 0, repeated: int = 0, **changes: float
+) -> Breakdown:
     return estimate(
-        [bucket(**changes)], distinct_tokens=distinct, repeated_tokens=repeated, run=run
+        [bucket(**changes)],
+        num_tokens=tokens,
+        dropped_tokens=dropped,
+        repeated_tokens=repeated,
+        run=run,
     )
 
 
@@ -65,18 +79,26 @@ def test_random_dealing_waits_longer() -> None:
 
 def test_repeated_tokens_are_paid_for_and_are_not_training_data() -> None:
     run = TrainingRun(model=UNIT, gpu=SLOW, utilization=0.5, train_tokens=300)
-    got = bill(run, distinct=30, repeated=4)
+    got = bill(run, tokens=30, repeated=4)
     assert got.num_passes == 10
     assert got.tokens == pytest.approx(10 * 6 * 30 / 3600)
     assert got.repeated == pytest.approx(10 * 6 * 4 / 3600)
     assert got.padding == pytest.approx(10 * 6 * 6 / 3600)
 
 
+def test_a_strategy_that_drops_tokens_needs_more_passes_for_as_many() -> None:
+    run = TrainingRun(model=UNIT, gpu=SLOW, utilization=0.5)
+    got = bill(run, tokens=51, dropped=17)
+    assert got.num_passes == 1.5
+    assert got.tokens == pytest.approx(6 * 51 / 3600)
+    assert got.padding == pytest.approx(1.5 * 6 * 6 / 3600)
+
+
 def test_a_dense_model_of_the_usual_kind_costs_what_everybody_computes() -> None:
     """7B parameters, 1T tokens, no attention: 6 N D = 4e22; H100 at 40 % does 3.956e14 per s."""
     model = Model(name="7B", parameters=7e9, num_layers=32, attention_width=4096)
     run = TrainingRun(model=model, gpu=GPUS["h100"], num_gpus=1024, train_tokens=1e12)
-    got = bill(run, distinct=40, segment_squares=0, work=0)
+    got = bill(run, tokens=40, segment_squares=0, work=0)
     assert got.gpu_hours == pytest.approx(4.2e22 / 3.956e14 / 3600, rel=1e-3)
     assert got.cost == pytest.approx(2 * got.gpu_hours)
 
@@ -120,4 +142,4 @@ def test_impossible_models_and_gpus_are_refused() -> None:
 
 def test_an_index_without_tokens_has_no_cost() -> None:
     with pytest.raises(ValueError, match="nothing to train on"):
-        bill(TrainingRun(model=UNIT, gpu=SLOW), distinct=0)
+        bill(TrainingRun(model=UNIT, gpu=SLOW), tokens=5, dropped=5)

@@ -16,11 +16,12 @@ from megapack.packing.compare import (
     TrainingRun,
     compare,
     default_cases,
+    parse_case,
 )
 from megapack.packing.compare.export import to_json
 from megapack.packing.compare.html import render
-from megapack.packing.compare.recommend import percent
-from megapack.packing.compare.svg import Scale, short_number
+from megapack.packing.compare.svg import Scale
+from megapack.packing.compare.words import duration, money, percent, short_number
 
 RUN = TrainingRun(model=MODELS["125m"], gpu=GPUS["a100"], num_gpus=8, train_tokens=1e9)
 
@@ -185,3 +186,24 @@ def test_numbers_are_short() -> None:
         "100 %",
         "100 %",
     ]
+    assert [money(v) for v in (0.5, 999.994, 1234, 1_234_567)] == [
+        "$0.50",
+        "$999.99",
+        "$1,234",
+        "$1.23M",
+    ]
+    assert [duration(v) for v in (0.09, 5, 47.96, 240)] == [
+        "5.4 minutes",
+        "5.0 hours",
+        "48.0 hours",
+        "10.0 days",
+    ]
+
+
+def test_a_long_label_is_cut_in_plots_and_whole_in_the_table() -> None:
+    text = "seamless@64:r_max=0.25,extra_capacity=5,placement=published"
+    cases = parse_case(text, buckets=[], capacities=[])
+    page = render(compare(np.array([50, 70, 99]), cases, run=RUN))
+    whole = "seamless@64 r_max=0.25 extra_capacity=5 placement=published"
+    assert f">{whole}</th>" in page
+    assert f">{whole[:41]}...</text>" in page

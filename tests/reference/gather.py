@@ -73,9 +73,16 @@ def gather(
         used = 0
         if i < len(samples):
             used = _write_sample(
-                batch, documents, samples[i], positions, attention, labels, alignment, pad_token,
-                chosen or documents,
-            )  # fmt: skip
+                batch,
+                documents,
+                samples[i],
+                positions=positions,
+                attention=attention,
+                labels=labels,
+                alignment=alignment,
+                pad_token=pad_token,
+                chosen=chosen or documents,
+            )
         if used < room:
             first = used if positions == "sample" else 0
             padding = room - used
@@ -91,6 +98,7 @@ def _write_sample(
     batch: Batch,
     documents: list[list[int]],
     sample: list[Segment],
+    *,
     positions: str,
     attention: str,
     labels: str,

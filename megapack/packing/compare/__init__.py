@@ -3,16 +3,9 @@
 Lengths and cases in, a Comparison out; ``html.render`` turns it into a page. Stands on packing.
 """
 
+from megapack.packing.compare.cases import Case, default_cases, parse_case
 from megapack.packing.compare.cost import GPUS, MODELS, Breakdown, Gpu, Model, TrainingRun, estimate
-from megapack.packing.compare.evaluate import (
-    Case,
-    Comparison,
-    Corpus,
-    Evaluation,
-    compare,
-    default_cases,
-    parse_case,
-)
+from megapack.packing.compare.evaluate import Comparison, Corpus, Evaluation, compare
 from megapack.packing.compare.recommend import Recommendation, recommend
 from megapack.packing.compare.workload import BucketWork, measure_work
 

@@ -115,7 +115,8 @@ class TrainingRun:
             sample, padding too).
         dealing: how samples are dealt to the ranks of a step: `balanced` (longest first) or
             `random`.
-        train_tokens: document tokens to train on; None is one pass over the data.
+        train_tokens: document tokens to train on; None: as many as the documents have. A strategy
+            that drops tokens needs more than one pass for them.
     """
 
     model: Model
@@ -195,7 +196,8 @@ class Breakdown:
 def estimate(
     buckets: Sequence[BucketWork],
     *,
-    distinct_tokens: int,
+    num_tokens: int,
+    dropped_tokens: int,
     repeated_tokens: int,
     run: TrainingRun,
 ) -> Breakdown:
@@ -203,16 +205,18 @@ def estimate(
 
     Args:
         buckets: work of every bucket (``measure_work``).
-        distinct_tokens: document tokens that are in the index at least once.
-        repeated_tokens: tokens placed again.
+        num_tokens: tokens of all documents.
+        dropped_tokens, repeated_tokens: those that the index leaves out, and places again.
         run: model, hardware and habits.
 
     Raises:
         ValueError: the index holds no token, so no number of passes reaches `train_tokens`.
     """
+    distinct_tokens = num_tokens - dropped_tokens
     if distinct_tokens <= 0:
         raise ValueError("the index holds no document token; there is nothing to train on")
-    num_passes = 1.0 if run.train_tokens is None else run.train_tokens / distinct_tokens
+    target = num_tokens if run.train_tokens is None else run.train_tokens
+    num_passes = target / distinct_tokens
     hours = num_passes / run.flops_per_gpu_hour
     per_token = run.model.flops_per_token * hours
     per_square = run.model.flops_per_square * hours

@@ -6,113 +6,22 @@ An index lives only while its numbers are taken, so memory is that of one strate
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import yaml
 from numpy.typing import NDArray
 
 from megapack.errors import ConfigError
+from megapack.packing.compare.cases import Case
 from megapack.packing.compare.cost import Breakdown, Dealing, TrainingRun, estimate
 from megapack.packing.compare.recommend import Recommendation, recommend
 from megapack.packing.compare.workload import BucketWork, measure_work
 from megapack.packing.engine import pack
-from megapack.packing.strategies import STRATEGIES, find_strategy
+from megapack.packing.index import SampleIndex
 
-__all__ = ["Case", "Comparison", "Corpus", "Evaluation", "compare", "default_cases", "parse_case"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Case:
-    """One strategy with its capacities and the parameters that differ from the defaults.
-
-    Attributes:
-        label: name in tables: ``concat@4096``, ``bucket``, ``seamless@2048 r_max=0.3``.
-        strategy: name in ``STRATEGIES``.
-        buckets: capacities, ascending.
-        parameters: keywords of ``pack``; ``preset`` is one of them.
-    """
-
-    label: str
-    strategy: str
-    buckets: tuple[int, ...]
-    parameters: Mapping[str, Any] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        """Refuse what ``pack`` would refuse, before anything else of a comparison has run."""
-        strategy = find_strategy(self.strategy)
-        values = dict(self.parameters)
-        preset = values.pop("preset", None)
-        strategy.resolve(values, preset=preset, capacity=max(self.buckets))
-        if len(self.buckets) > 1 and not strategy.many_buckets:
-            raise ConfigError(
-                f"{self.label}: strategy {self.strategy!r} has samples of one length; "
-                f"give one capacity instead of {list(self.buckets)}"
-            )
-
-    @property
-    def is_fixed_length(self) -> bool:
-        """One shape for all samples."""
-        return len(self.buckets) == 1
-
-
-def parse_case(text: str, *, buckets: Sequence[int], capacities: Sequence[int]) -> list[Case]:
-    """Read ``NAME[@CAPACITY[+CAPACITY...]][:KEY=VALUE[,KEY=VALUE...]]``.
-
-    Args:
-        text: for instance ``bucket``, ``concat@4096``, ``seamless@2048:preset=paper,last=drop``.
-        buckets: capacities of a bucket strategy that names none.
-        capacities: a fixed-length strategy that names none becomes one case for each of these.
-
-    Raises:
-        ValueError: the text is not of this form, or names no strategy or no parameter of it.
-    """
-    head, _, tail = text.partition(":")
-    name, at, places = head.partition("@")
-    many = find_strategy(name).many_buckets
-    parameters = _parse_parameters(tail, text)
-    suffix = "".join(f" {key}={value}" for key, value in parameters.items())
-    if at:
-        chosen = [(head, _parse_capacities(places, text))]
-    elif many:
-        chosen = [(name, tuple(sorted(buckets)))]
-    else:
-        chosen = [(f"{name}@{capacity}", (capacity,)) for capacity in capacities]
-    return [
-        Case(label=label + suffix, strategy=name, buckets=given, parameters=parameters)
-        for label, given in chosen
-    ]
-
-
-def _parse_parameters(text: str, whole: str) -> dict[str, Any]:
-    parameters: dict[str, Any] = {}
-    for item in filter(None, text.split(",")):
-        key, equals, value = item.partition("=")
-        if not equals or not key.strip():
-            raise ConfigError(f"strategy {whole!r}: {item!r} is not of the form key=value")
-        # YAML reads on and off as booleans; a parameter that has them as words means the words.
-        parameters[key.strip()] = value if value in ("on", "off") else yaml.safe_load(value)
-    return parameters
-
-
-def _parse_capacities(text: str, whole: str) -> tuple[int, ...]:
-    try:
-        return tuple(sorted(int(place) for place in text.split("+")))
-    except ValueError:
-        raise ConfigError(
-            f"strategy {whole!r}: {text!r} is no capacity; write @4096, or @1024+2048 for buckets"
-        ) from None
-
-
-def default_cases(*, buckets: Sequence[int], capacities: Sequence[int]) -> list[Case]:
-    """Every strategy of the registry with its default parameters."""
-    return [
-        case
-        for name in STRATEGIES
-        for case in parse_case(name, buckets=buckets, capacities=capacities)
-    ]
+__all__ = ["Comparison", "Corpus", "Evaluation", "compare"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -180,7 +89,7 @@ class Evaluation:
         decisions: what the strategy decided by itself, and why.
         work: per non-empty bucket, ascending capacity.
         breakdown: GPU-hours and money.
-        seconds: time to pack (not to measure), one thread unless asked otherwise.
+        seconds: time to pack (not to measure), with as many threads as were asked for.
     """
 
     case: Case
@@ -218,7 +127,11 @@ class Evaluation:
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """The whole answer: what was compared, under which assumptions, and what is recommended."""
+    """The whole answer: what was compared, under which assumptions, and what is recommended.
+
+    Attributes:
+        left_out: labels of the cases that drop every token of these documents.
+    """
 
     corpus: Corpus
     run: TrainingRun
@@ -226,6 +139,7 @@ class Comparison:
     tokens_per_rank: int
     seed: int
     evaluations: list[Evaluation]
+    left_out: list[str]
     recommendation: Recommendation
 
 
@@ -240,7 +154,7 @@ def compare(
     tokens_per_rank: int = 49_152,
     seed: int = 0,
     threads: int = 1,
-    progress: Callable[[str], None] | None = None,
+    progress: Callable[[int, int], None] | None = None,
 ) -> Comparison:
     """Run every case on the same lengths.
 
@@ -253,7 +167,7 @@ def compare(
         num_ranks: data-parallel ranks of the imbalance estimate; None is ``run.num_gpus``.
         tokens_per_rank: tokens of one rank in one step.
         seed, threads: passed to ``pack``.
-        progress: called with a line of text before each case.
+        progress: called with (work done, all work) a few times a second while packing.
 
     Raises:
         ConfigError: no case, no token, or parameters that a strategy refuses.
@@ -262,10 +176,8 @@ def compare(
         raise ConfigError("no strategy to compare; name at least one")
     corpus = Corpus.of(lengths, name=name, sampled_from=sampled_from)
     num_ranks = run.num_gpus if num_ranks is None else num_ranks
-    evaluations = []
-    for position, case in enumerate(cases, 1):
-        if progress is not None:
-            progress(f"{position}/{len(cases)} {case.label}")
+    evaluations, left_out = [], []
+    for position, case in enumerate(cases):
         begin = time.perf_counter()
         index = pack(
             lengths,
@@ -273,27 +185,18 @@ def compare(
             buckets=list(case.buckets),
             seed=seed,
             threads=threads,
+            progress=_share_of(progress, position, len(cases)),
             **case.parameters,
         )
         seconds = time.perf_counter() - begin
-        metrics = index.metrics()
+        if index.num_samples == 0:
+            left_out.append(case.label)
+            continue
         work = measure_work(index, num_ranks=num_ranks, tokens_per_rank=tokens_per_rank)
-        evaluations.append(
-            Evaluation(
-                case=case,
-                metrics=metrics,
-                decisions=index.decisions,
-                work=work,
-                breakdown=estimate(
-                    work,
-                    distinct_tokens=metrics["num_tokens"] - metrics["dropped_tokens"],
-                    repeated_tokens=metrics["repeated_tokens"],
-                    run=run,
-                ),
-                seconds=seconds,
-            )
-        )
-        del index
+        evaluations.append(_evaluation(case, index, work, run, seconds))
+        del index  # before the next one is made
+    if not evaluations:
+        raise ConfigError(f"no strategy places a token of {name} in buckets of this size")
     return Comparison(
         corpus=corpus,
         run=run,
@@ -301,5 +204,37 @@ def compare(
         tokens_per_rank=tokens_per_rank,
         seed=seed,
         evaluations=evaluations,
+        left_out=left_out,
         recommendation=recommend(evaluations),
+    )
+
+
+def _share_of(
+    progress: Callable[[int, int], None] | None, position: int, num_cases: int
+) -> Callable[[int, int], None] | None:
+    """Progress of one case as progress of all, in thousandths of a case."""
+    if progress is None:
+        return None
+    return lambda done, total: progress(
+        1000 * position + 1000 * done // max(1, total), 1000 * num_cases
+    )
+
+
+def _evaluation(
+    case: Case, index: SampleIndex, work: list[BucketWork], run: TrainingRun, seconds: float
+) -> Evaluation:
+    metrics = index.metrics()
+    return Evaluation(
+        case=case,
+        metrics=metrics,
+        decisions=index.decisions,
+        work=work,
+        breakdown=estimate(
+            work,
+            num_tokens=metrics["num_tokens"],
+            dropped_tokens=metrics["dropped_tokens"],
+            repeated_tokens=metrics["repeated_tokens"],
+            run=run,
+        ),
+        seconds=seconds,
     )

@@ -30,6 +30,7 @@ def to_json(comparison: Comparison) -> dict[str, Any]:
             {**_evaluation(evaluation), "excluded": why}
             for evaluation, why in zip(comparison.evaluations, recommendation.out, strict=True)
         ],
+        "left_out": comparison.left_out,
         "recommendation": {
             "label": labels[recommendation.best],
             "fixed_length": None if fixed is None else labels[fixed],

@@ -7,9 +7,11 @@ from html import escape
 from megapack import __version__
 from megapack.packing.compare import charts
 from megapack.packing.compare.evaluate import Comparison, Evaluation
-from megapack.packing.compare.recommend import MAX_DROPPED, MAX_EXTRA_TRUNCATION, SAME_TIME, percent
+from megapack.packing.compare.recommend import MAX_DROPPED, MAX_EXTRA_TRUNCATION, SAME_TIME
 from megapack.packing.compare.style import STYLE
-from megapack.packing.compare.svg import Drawing, short_number
+from megapack.packing.compare.svg import Drawing
+from megapack.packing.compare.words import duration, money, percent, short_number
+from megapack.packing.compare.workload import NUM_STEPS
 
 __all__ = ["render"]
 
@@ -52,7 +54,7 @@ def render(comparison: Comparison) -> str:
             f"In a step every rank takes {comparison.tokens_per_rank:,} tokens of one bucket, but "
             "not equally much attention, and all wait for the busiest. Dealing the heaviest "
             "samples first to the least loaded rank costs nothing and changes no gradient. "
-            "Estimated from 32 drawn steps per bucket, with attention inside documents.",
+            f"Estimated from {NUM_STEPS} drawn steps per bucket, with attention inside documents.",
             charts.rank_imbalance(comparison),
         ),
         _figure(
@@ -95,15 +97,19 @@ def _corpus_line(comparison: Comparison) -> str:
 def _answer(comparison: Comparison) -> str:
     recommendation = comparison.recommendation
     best = comparison.evaluations[recommendation.best]
-    reasons = "".join(f"<li>{escape(reason)}</li>" for reason in recommendation.reasons)
+    decisions = [f"{name}: {words}" for name, words in best.decisions.items()]
+    reasons = "".join(
+        f"<li>{escape(words)}</li>" for words in (*recommendation.reasons, *decisions)
+    )
+    capacities = ", ".join(f"{capacity:,}" for capacity in best.case.buckets)
     tiles = (
         ("padding", percent(best.metrics["padding_ratio"]), "of positions"),
         ("truncated", percent(best.metrics["truncation_ratio"]), "of documents"),
         ("joined", f"{best.metrics['concatenation_ratio']:.2f}", "documents per sample"),
         (
             "estimate",
-            charts.money(best.breakdown.cost),
-            f"{_duration(best.breakdown.hours)} on "
+            money(best.breakdown.cost),
+            f"{duration(best.breakdown.hours)} on "
             f"{comparison.run.num_gpus} x {comparison.run.gpu.name.upper()}",
         ),
     )
@@ -113,8 +119,8 @@ def _answer(comparison: Comparison) -> str:
         for name, value, unit in tiles
     )
     fixed = ""
-    if recommendation.best_fixed not in (None, recommendation.best):
-        other = comparison.evaluations[recommendation.best_fixed or 0]
+    if recommendation.best_fixed is not None and recommendation.best_fixed != recommendation.best:
+        other = comparison.evaluations[recommendation.best_fixed]
         fixed = (
             "<p class='note'>If the trainer accepts only one sample shape: "
             f"<b>{escape(other.label)}</b> ({percent(other.metrics['padding_ratio'])} padding, "
@@ -122,7 +128,8 @@ def _answer(comparison: Comparison) -> str:
             f"{other.metrics['concatenation_ratio']:.2f} documents per sample).</p>"
         )
     return (
-        f"<section class='answer'><p class='kicker'>recommended</p><h2>{escape(best.label)}</h2>"
+        f"<section class='answer'><p class='kicker'>recommended</p><h2>{escape(best.label)} "
+        f"<small>samples of {capacities} tokens</small></h2>"
         f"<div class='tiles'>{boxes}</div><ul>{reasons}</ul>{fixed}</section>"
     )
 
@@ -143,7 +150,7 @@ def _table(comparison: Comparison) -> str:
         ("attention", "tokens"),
         ("imbalance", "busiest / mean"),
         ("GPU hours", ""),
-        ("cost", "$"),
+        ("cost", ""),
         ("packed in", "s"),
     )
     head = "".join(f"<th>{name}<small>{unit}</small></th>" for name, unit in heads)
@@ -161,8 +168,16 @@ def _table(comparison: Comparison) -> str:
         "per position; imbalance is after longest-first dealing. A name in grey is out of the "
         "recommendation because it loses tokens or splits documents that would fit (hover for "
         "the reason).</p>"
-        f"<div class='scroll'><table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>"
-        "</div></section>"
+        f"{_left_out(comparison)}<div class='scroll'><table><thead><tr>{head}</tr></thead>"
+        f"<tbody>{rows}</tbody></table></div></section>"
+    )
+
+
+def _left_out(comparison: Comparison) -> str:
+    if not comparison.left_out:
+        return ""
+    return (
+        f"<p>Left out because they drop every token: {escape(', '.join(comparison.left_out))}.</p>"
     )
 
 
@@ -178,7 +193,7 @@ def _table_row(evaluation: Evaluation, *, chosen: bool, out: str) -> str:
         f"{evaluation.mean_context:,.0f}",
         f"{evaluation.imbalance('balanced'):.3f}",
         f"{bill.gpu_hours:,.1f}",
-        f"{bill.cost:,.0f}",
+        money(bill.cost),
         f"{evaluation.seconds:.3f}",
     )
     css = "chosen" if chosen else "out" if out else ""
@@ -193,12 +208,14 @@ def _assumptions(comparison: Comparison) -> str:
     run = comparison.run
     best = comparison.evaluations[comparison.recommendation.best]
     amount = (
-        f"one pass over the data ({short_number(comparison.corpus.num_tokens)} tokens)"
+        f"as many document tokens as the data has ({short_number(comparison.corpus.num_tokens)})"
         if run.train_tokens is None
         else f"{short_number(run.train_tokens)} document tokens "
         f"({best.breakdown.num_passes:.3g} passes over these lengths)"
     )
     scope = "inside documents" if run.attention == "document" else "over whole samples"
+    if run.dealing == "random":
+        scope += ", samples dealt to the ranks at random"
     return (
         f"A model of {short_number(run.model.parameters)} parameters, {run.model.num_layers} "
         f"layers, attention width {run.model.attention_width:,}; {amount}; attention {scope}; "
@@ -250,22 +267,17 @@ def _formulas(comparison: Comparison) -> str:
         f"{model.attention_width:,} &times; {squares:.3g} = "
         f"{model.flops_per_token * positions + model.flops_per_square * squares:.4g} operations; "
         f"with {bill.waiting / bill.gpu_hours:.2%} of waiting, "
-        f"{short_number(bill.gpu_hours, 4)} GPU hours = {_duration(bill.hours)} on {run.num_gpus} "
-        f"GPUs = {charts.money(bill.cost)}.</p>"
+        f"{short_number(bill.gpu_hours, 4)} GPU hours = {duration(bill.hours)} on {run.num_gpus} "
+        f"GPUs = {money(bill.cost)}.</p>"
     )
     return (
         f"<section><h2>The formulas</h2><dl>{body}</dl>{example}"
         "<p>The recommendation leaves out what loses more than "
         f"{percent(MAX_DROPPED)} of the tokens or splits more than {percent(MAX_EXTRA_TRUNCATION)} "
         "of the documents beyond those longer than the largest capacity compared. Of the rest it "
-        f"takes the least time; within {percent(SAME_TIME)}, fewer documents per sample.</p>"
+        f"takes the least time; within {percent(SAME_TIME)} of it, fewer documents per sample, "
+        "then fewer split documents, then less padding.</p>"
         "<p>Not in the estimate: communication, input, optimizer and evaluation (they are inside "
         "the utilization you give), restarts, and kernels that are slower on short segments.</p>"
         "</section>"
     )
-
-
-def _duration(hours: float) -> str:
-    if hours >= 48:
-        return f"{hours / 24:,.1f} days"
-    return f"{hours:.1f} hours" if hours >= 1 else f"{60 * hours:.1f} minutes"

@@ -6,14 +6,17 @@ The rule is short enough to disagree with:
    longer than the largest capacity of the comparison, is out (if that leaves none, losing counts
    alone, and those that split the fewest stay);
 2. of the rest, the least estimated training time wins;
-3. within half a percent of that time, fewer documents per sample wins, then less padding.
+3. within half a percent of that time, fewer documents per sample win (2 % is no difference), then
+   fewer split documents, then less padding, then the default strategy.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+from megapack.packing.compare.words import percent
 
 if TYPE_CHECKING:
     from megapack.packing.compare.evaluate import Evaluation
@@ -23,6 +26,8 @@ __all__ = ["Recommendation", "recommend"]
 MAX_EXTRA_TRUNCATION = 0.01
 MAX_DROPPED = 0.001
 SAME_TIME = 0.005
+SAME_CONCATENATION = 0.02
+MOST_NAMED = 3  # strategies in one sentence
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +54,7 @@ def recommend(evaluations: Sequence[Evaluation]) -> Recommendation:
     best = _cheapest(evaluations, range(len(evaluations)), out)
     fixed = [i for i, e in enumerate(evaluations) if e.case.is_fixed_length]
     best_fixed = _cheapest(evaluations, fixed, out) if fixed else None
-    reasons = _reasons(evaluations, best, out)
+    reasons = _reasons(evaluations, best, best_fixed, out)
     return Recommendation(best=best, best_fixed=best_fixed, reasons=reasons, out=out)
 
 
@@ -71,61 +76,69 @@ def _cheapest(evaluations: Sequence[Evaluation], among: Sequence[int], out: Sequ
         limit = fewest + MAX_EXTRA_TRUNCATION
         kept = [i for i in kept if evaluations[i].metrics["truncation_ratio"] <= limit]
     least = min(evaluations[i].breakdown.gpu_hours for i in kept)
-    tied = [i for i in kept if evaluations[i].breakdown.gpu_hours <= least * (1 + SAME_TIME)]
+    kept = [i for i in kept if evaluations[i].breakdown.gpu_hours <= least * (1 + SAME_TIME)]
+    fewest = min(evaluations[i].metrics["concatenation_ratio"] for i in kept)
+    limit = fewest * (1 + SAME_CONCATENATION)
+    kept = [i for i in kept if evaluations[i].metrics["concatenation_ratio"] <= limit]
     return min(
-        tied,
+        kept,
         key=lambda i: (
-            round(evaluations[i].metrics["concatenation_ratio"], 2),
+            evaluations[i].metrics["num_truncated_documents"],
             evaluations[i].metrics["padding_ratio"],
+            evaluations[i].case.strategy != "bucket",
         ),
     )
 
 
-def _reasons(evaluations: Sequence[Evaluation], best: int, out: Sequence[str]) -> tuple[str, ...]:
+def _reasons(
+    evaluations: Sequence[Evaluation], best: int, best_fixed: int | None, out: Sequence[str]
+) -> tuple[str, ...]:
     chosen = evaluations[best]
     metrics = chosen.metrics
-    longest = max(chosen.case.buckets)
     reasons = [
         f"It splits {percent(metrics['truncation_ratio'])} of the documents; "
-        f"{percent(metrics['truncation_floor'])} are longer than {longest:,} tokens and must be.",
+        f"{percent(metrics['truncation_floor'])} are longer than {max(chosen.case.buckets):,} "
+        "tokens and must be.",
         f"{percent(metrics['padding_ratio'])} of its positions are padding, and a sample holds "
         f"{metrics['concatenation_ratio']:.2f} documents on average.",
     ]
-    rivals = [i for i in range(len(evaluations)) if i != best]
-    if not rivals:
-        return tuple(reasons)
-    in_race = [i for i in rivals if not out[i]]
-    if in_race:
-        runner_up = min(in_race, key=lambda i: evaluations[i].breakdown.gpu_hours)
-        reasons.append(_against(chosen, evaluations[runner_up]))
-    excluded = [i for i in rivals if out[i]]
-    cheaper = [
-        i
-        for i in excluded
-        if evaluations[i].breakdown.gpu_hours < chosen.breakdown.gpu_hours * (1 - SAME_TIME)
-    ]
+    if out[best]:
+        reasons.insert(0, f"Every strategy would be out; this one {out[best]}.")
+    rivals = [i for i in range(len(evaluations)) if i != best and not out[i]]
+    if rivals:
+        runner_up = _cheapest(evaluations, rivals, out)
+        reasons.append(_against(chosen, evaluations[runner_up], "the next best"))
+        if best_fixed is not None and best_fixed in rivals and best_fixed != runner_up:
+            role = "the best with one sample shape"
+            reasons.append(_against(chosen, evaluations[best_fixed], role))
+    limit = chosen.breakdown.gpu_hours * (1 - SAME_TIME)
+    cheaper = sorted(
+        (e.breakdown.gpu_hours, f"{e.label} {why}")
+        for e, why in zip(evaluations, out, strict=True)
+        if why and e.breakdown.gpu_hours < limit
+    )
     if cheaper:
-        names = "; ".join(f"{evaluations[i].label} {out[i]}" for i in cheaper)
-        reasons.append(f"Cheaper, but out: {names}.")
+        named = "; ".join(words for _, words in cheaper[:MOST_NAMED])
+        more = len(cheaper) - MOST_NAMED
+        reasons.append(f"Cheaper, but out: {named}{f'; and {more} more' if more > 0 else ''}.")
     return tuple(reasons)
 
 
-def _against(chosen: Evaluation, rival: Evaluation) -> str:
-    ratio = rival.breakdown.gpu_hours / chosen.breakdown.gpu_hours - 1
-    documents = rival.metrics["concatenation_ratio"]
-    if abs(ratio) <= SAME_TIME:
-        return (
-            f"{rival.label} would take the same time ({ratio:+.1%}) but joins "
-            f"{documents:.2f} documents per sample."
-        )
-    if ratio < 0:
-        return f"{rival.label} would take {percent(-ratio)} less time."
-    return f"The next best, {rival.label}, would take {percent(ratio)} more time."
+def _against(chosen: Evaluation, rival: Evaluation, role: str) -> str:
+    more = rival.breakdown.gpu_hours / chosen.breakdown.gpu_hours - 1
+    if abs(more) > SAME_TIME:
+        amount = f"{percent(abs(more))} {'more' if more > 0 else 'less'} time"
+        return f"{rival.label}, {role}, would take {amount}."
+    return f"{rival.label}, {role}, would take the same time{_but(chosen.metrics, rival.metrics)}."
 
 
-def percent(share: float) -> str:
-    """A share in percent with three significant digits: 0.00034 -> 0.034 %."""
-    if share == 0:
-        return "0 %"
-    value = 100 * share
-    return f"{value:.0f} %" if value >= 99.95 else f"{value:.3g} %"
+def _but(chosen: Mapping[str, Any], rival: Mapping[str, Any]) -> str:
+    """The first criterion of rule 3 on which the rival is worse."""
+    joined = rival["concatenation_ratio"]
+    if joined > chosen["concatenation_ratio"] * (1 + SAME_CONCATENATION):
+        return f" but joins {joined:.2f} documents per sample"
+    if rival["num_truncated_documents"] > chosen["num_truncated_documents"]:
+        return f" but splits {percent(rival['truncation_ratio'])} of the documents"
+    if rival["padding_ratio"] > chosen["padding_ratio"]:
+        return f" but pads {percent(rival['padding_ratio'])}"
+    return " and is as good"

@@ -33,6 +33,7 @@ section > p { color: var(--soft); max-width: 78ch; margin: 0 0 14px; }
 .answer { background: var(--card); border-left: 4px solid var(--c1); border-radius: 6px;
   padding: 20px 26px 18px; }
 .answer h2 { font-size: 27px; color: var(--c1); margin: 0 0 14px; }
+.answer h2 small { font-size: 15px; font-weight: 400; color: var(--soft); margin-left: 8px; }
 .answer ul { margin: 16px 0 0; padding-left: 20px; }
 .answer li { margin: 3px 0; }
 .tiles { display: grid; grid-template-columns: repeat(auto-fit, minmax(170px, 1fr)); gap: 14px; }
@@ -70,7 +71,7 @@ table { border-collapse: collapse; width: 100%; font-size: 12.5px;
   font-variant-numeric: tabular-nums; }
 th, td { text-align: right; padding: 5px 6px; border-bottom: 1px solid var(--rule);
   white-space: nowrap; }
-tbody th { font-weight: 500; }
+tbody th { font-weight: 500; white-space: normal; min-width: 150px; }
 th:first-child { text-align: left; }
 thead th { vertical-align: bottom; font-weight: 600; border-bottom: 1.5px solid var(--soft); }
 thead small { display: block; color: var(--soft); font-weight: 400; font-size: 11px; }

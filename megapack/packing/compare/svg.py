@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from html import escape
 
-__all__ = ["Drawing", "Scale", "short_number"]
+__all__ = ["Drawing", "Scale"]
 
 
 @dataclass(frozen=True)
@@ -43,31 +43,20 @@ class Scale:
         return [value for value in values if value <= self.high * (1 + 1e-12)]
 
 
-def short_number(value: float, digits: int = 3) -> str:
-    """A number for a label: 1024 -> 1,024; 12345678 -> 12.3M; 0.00034 -> 0.00034."""
-    if value == 0:
-        return "0"
-    size = abs(value)
-    for scale, suffix in ((1e12, "T"), (1e9, "B"), (1e6, "M")):
-        if size >= scale:
-            return f"{value / scale:.{digits}g}{suffix}"
-    if size >= 1000:
-        return f"{value:,.0f}"
-    return f"{value:.{digits}g}"
-
-
 @dataclass
 class Drawing:
     """An SVG of fixed proportions that scales with the page.
 
     Attributes:
         width, height: user units of the view box (about pixels).
+        top: where the view box begins; what is above is left out.
         label: what a screen reader says the picture shows.
     """
 
     width: float
     height: float
     label: str
+    top: float = 0
     parts: list[str] = field(default_factory=list)
 
     def line(self, x1: float, y1: float, x2: float, y2: float, css: str) -> None:
@@ -112,6 +101,6 @@ class Drawing:
     def __str__(self) -> str:
         body = "\n".join(self.parts)
         return (
-            f'<svg viewBox="0 0 {self.width:g} {self.height:g}" role="img" '
+            f'<svg viewBox="0 {self.top:g} {self.width:g} {self.height - self.top:g}" role="img" '
             f'aria-label="{escape(self.label, quote=True)}">\n{body}\n</svg>'
         )

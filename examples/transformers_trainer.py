@@ -1,0 +1,66 @@
+"""transformers' Trainer on packed micro batches.
+
+python examples/transformers_trainer.py text text.samples
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Sequence
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
+
+from megapack.data import PackedDataset, Schedule
+from megapack.integrations.transformers import MicroBatches, PackedTrainer
+
+
+def main(argv: Sequence[str] | None = None) -> list[float]:
+    """Train; returns the logged losses."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("prefix")
+    parser.add_argument("samples")
+    parser.add_argument("--vocab-size", type=int, default=1000)
+    parser.add_argument("--tokens-per-step", type=int, default=8192)
+    parser.add_argument("--micro-batch-tokens", type=int, default=4096)
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--output", default="runs/transformers")
+    args = parser.parse_args(argv)
+
+    dataset = PackedDataset(args.prefix, args.samples)
+    schedule = Schedule(dataset, tokens_per_step=args.tokens_per_step)
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    model = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=args.vocab_size,
+            hidden_size=64,
+            intermediate_size=128,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            max_position_embeddings=max(stream.capacity for stream in schedule.buckets),
+            # With a GPU and flash-attn installed: "flash_attention_2".
+            attn_implementation="sdpa",
+        )
+    )
+    trainer = PackedTrainer(
+        model=model,
+        args=TrainingArguments(
+            output_dir=args.output,
+            max_steps=args.steps,
+            gradient_accumulation_steps=args.tokens_per_step
+            // (args.micro_batch_tokens * world_size),
+            learning_rate=1e-3,
+            logging_steps=1,
+            save_steps=10,
+            report_to=[],
+            use_cpu=not torch.cuda.is_available(),
+        ),
+        train_dataset=MicroBatches(dataset, schedule, micro_batch_tokens=args.micro_batch_tokens),
+    )
+    trainer.train()
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+if __name__ == "__main__":
+    main()

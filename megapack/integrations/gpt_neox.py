@@ -1,0 +1,239 @@
+"""GPT-NeoX: packed rows behind data_path and train_data_paths, attention inside documents.
+
+    # train_packed.py, beside train.py; launch with: python deepy.py train_packed.py <configs>
+    import runpy
+    from megapack.integrations import gpt_neox
+    gpt_neox.install()
+    runpy.run_path("train.py", run_name="__main__")
+
+NeoX reads rows sequentially and resumes by counting micro batches; so blocks of
+``train_batch_size`` rows keep one bucket on all ranks, and a run continues with another number of
+ranks as long as ``train_batch_size`` stays. docs/guides/gpt_neox.md has the limits.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from megapack.errors import ConfigError
+from megapack.integrations import segments
+from megapack.integrations.manifest import Manifest, Source, is_manifest
+from megapack.integrations.rebinding import Rebinding
+from megapack.integrations.rows import RowOptions
+from megapack.integrations.text_rows import TextRowDataset, build_text_rows, split_bounds
+
+__all__ = ["NeoXProvider", "install", "uninstall"]
+
+_rebinding = Rebinding()
+
+SPLITS = ("train", "valid", "test")
+
+
+class NeoXProvider:
+    """The functions of ``megatron.data.data_utils`` that make datasets.
+
+    Args:
+        varlen: attention, positions and loss mask by segment (needs flash attention and one
+            pipeline stage); without it documents of a row see each other, as in stock NeoX.
+    """
+
+    def __init__(self, *, varlen: bool = True) -> None:
+        self.varlen = varlen
+        self.neox_args: Any = None
+
+    def remember(self, stock: Callable[..., Any]) -> Callable[..., Any]:
+        """``build_train_valid_test_data_loaders(neox_args)`` that keeps the arguments for us."""
+
+        @functools.wraps(stock)
+        def build(neox_args: Any, *args: Any, **kwargs: Any) -> Any:
+            if self.varlen:
+                segments.require_one_stage(neox_args.pipe_parallel_size)
+                _require_flash(neox_args.attention_config)
+            if getattr(neox_args, "weight_by_num_documents", False):
+                raise ConfigError(
+                    "weight_by_num_documents is set; write the weights into train_data_weights or "
+                    "into a manifest"
+                )
+            self.neox_args = neox_args
+            return stock(neox_args, *args, **kwargs)
+
+        return build
+
+    def build_train_valid_test_datasets(
+        self,
+        data_prefix: str,
+        *,
+        splits_string: str,
+        train_valid_test_num_samples: Sequence[int | None],
+        seq_length: int,
+        seed: int,
+        train_valid_test_epochs: Sequence[int | None] = (None, None, None),
+        **host: Any,
+    ) -> tuple[TextRowDataset | None, ...]:
+        """Train, valid and test rows of one ``data_path``. NeoX's other arguments do not apply."""
+        del host
+        parts = zip(
+            split_bounds(splits_string),
+            train_valid_test_num_samples,
+            train_valid_test_epochs,
+            strict=True,
+        )
+        return tuple(
+            build_text_rows(
+                data_prefix,
+                self._options(Manifest.read(data_prefix), seq_length, seed),
+                split=split,
+                num_rows=num_rows,
+                num_epochs=num_epochs,
+                with_labels=False,
+                varlen=self.varlen,
+            )
+            for split, num_rows, num_epochs in parts
+        )
+
+    def build_weighted_datasets(
+        self,
+        neox_args: Any,
+        train_num_samples: Sequence[int | None],
+        valid_num_samples: Sequence[int | None],
+        test_num_samples: Sequence[int | None],
+        *epochs_or_weights: Any,
+        **host: Any,
+    ) -> tuple[list[TextRowDataset], ...]:
+        """One dataset for each of train, valid and test, their paths and weights blended inside."""
+        del host
+        self.neox_args = neox_args
+        wanted = (train_num_samples, valid_num_samples, test_num_samples)
+        built: list[list[TextRowDataset]] = []
+        for number, (name, counts) in enumerate(zip(SPLITS, wanted, strict=True)):
+            manifest = _manifest_of(neox_args, name)
+            if manifest is None:
+                built.append([])
+                continue
+            with_labels = any(source.labels for source in manifest.sources)
+            rows = build_text_rows(
+                manifest,
+                self._options(manifest, neox_args.seq_length, neox_args.seed),
+                split=(0.0, 1.0),
+                num_rows=None if None in counts else sum(int(count or 0) for count in counts),
+                num_epochs=_epochs(epochs_or_weights, number),
+                with_labels=with_labels,
+                varlen=self.varlen,
+            )
+            built.append([] if rows is None else [rows])
+        return tuple(built)
+
+    def _options(self, manifest: Manifest, seq_length: int, seed: int) -> RowOptions:
+        block = manifest.rows_per_block
+        if block is None:
+            if self.neox_args is None:
+                raise ConfigError(
+                    'train_batch_size is not known here; give "rows_per_block" in the manifest'
+                )
+            block = int(self.neox_args.train_batch_size)
+        return RowOptions(
+            sequence_length=seq_length, rows_per_block=block, seed=seed, cu_seqlens="padded"
+        )
+
+
+def blendable(stock: Callable[..., Any]) -> Callable[..., Any]:
+    """``BlendableDataset(datasets, weights)``: ours are blended already."""
+
+    @functools.wraps(stock, updated=())
+    def build(datasets: Sequence[Any], weights: Sequence[float]) -> Any:
+        if len(datasets) == 1 and isinstance(datasets[0], TextRowDataset):
+            return datasets[0]
+        return stock(datasets, weights)
+
+    return build
+
+
+def install(*, varlen: bool = True) -> None:
+    """Rebind NeoX's names; call it before ``megatron.training`` is imported.
+
+    Args:
+        varlen: see ``NeoXProvider``.
+
+    Raises:
+        ConfigError: this is not GPT-NeoX, or its training module is already imported.
+    """
+    if _rebinding:
+        return
+    data_utils = importlib.import_module("megatron.data.data_utils")
+    provider = NeoXProvider(varlen=varlen)
+    loaders = next(
+        (
+            name
+            for name in (
+                "build_train_valid_test_data_loaders",
+                "build_train_valid_test_data_iterators",
+            )
+            if hasattr(data_utils, name)
+        ),
+        None,
+    )
+    if loaders is None:
+        raise ConfigError("megatron.data.data_utils builds no loaders; is this GPT-NeoX?")
+    _rebinding.replace(data_utils, loaders, provider.remember(getattr(data_utils, loaders)))
+    for name in ("build_train_valid_test_datasets", "build_weighted_datasets"):
+        _rebinding.replace(data_utils, name, getattr(provider, name))
+    _rebinding.replace(data_utils, "BlendableDataset", blendable(data_utils.BlendableDataset))
+    if varlen:
+        _install_varlen()
+
+
+def _install_varlen() -> None:
+    mpu = importlib.import_module("megatron.mpu")
+    _rebinding.replace(mpu, "broadcast_data", segments.wrap_broadcast_data(mpu.broadcast_data))
+    utils = importlib.import_module("megatron.utils")
+    name = "get_ltor_masks_and_position_ids"
+    _rebinding.replace(utils, name, segments.wrap_masks_and_positions(getattr(utils, name)))
+    flash = importlib.import_module("flash_attn.flash_attn_interface")
+    varlen_func = flash.flash_attn_varlen_func
+    _rebinding.replace(
+        flash, "flash_attn_func", segments.wrap_flash_attn_func(flash.flash_attn_func, varlen_func)
+    )
+    _rebinding.replace(
+        flash, "flash_attn_varlen_func", segments.wrap_flash_attn_varlen_func(varlen_func)
+    )
+
+
+def uninstall() -> None:
+    """Give NeoX its own names back."""
+    _rebinding.undo()
+    segments.clear()
+
+
+def _manifest_of(neox_args: Any, split: str) -> Manifest | None:
+    """``train_data_paths``, their weights and their label paths as a manifest."""
+    paths = getattr(neox_args, f"{split}_data_paths", None)
+    if not paths:
+        return None
+    if len(paths) == 1 and is_manifest(paths[0]):
+        return Manifest.read(paths[0])
+    weights = getattr(neox_args, f"{split}_data_weights", None) or [None] * len(paths)
+    labels = getattr(neox_args, f"{split}_label_data_paths", None) or [None] * len(paths)
+    return Manifest(
+        sources=tuple(
+            Source(prefix=path, weight=weight, labels=label)
+            for path, weight, label in zip(paths, weights, labels, strict=True)
+        )
+    )
+
+
+def _epochs(epochs_or_weights: Sequence[Any], number: int) -> int | None:
+    """NeoX passes train, valid and test epochs here (older releases: lists of weights)."""
+    value = epochs_or_weights[number] if number < len(epochs_or_weights) else None
+    return value if isinstance(value, int) else None
+
+
+def _require_flash(attention_config: Sequence[str] | None) -> None:
+    kinds = set(attention_config or ["global"])
+    if kinds != {"flash"}:
+        raise ConfigError(
+            f"attention_config holds {sorted(kinds)}; attention inside documents needs flash in "
+            'every layer: "attention_config": [[["flash"], "all"]], or install(varlen=False)'
+        )

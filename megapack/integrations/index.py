@@ -1,0 +1,79 @@
+"""Build the sample index of a data path before the job that reads it starts.
+
+    python -m megapack.integrations.index DATA_PATH --sequence-length 8192 --split 99,1,0 \\
+        --seed 1234 --cache-directory /scratch/megapack
+
+A run whose options say the same finds the files by content and starts at once; nothing waits for
+rank 0. DATA_PATH is what the host gets: a prefix, a manifest, or weight prefix weight prefix ...
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+from collections.abc import Sequence
+
+from megapack.errors import MegapackError
+from megapack.integrations.rows import RowOptions, open_rows, open_sources
+from megapack.integrations.text_rows import manifest_of_list, split_bounds
+
+__all__ = ["main"]
+
+SPLITS = ("train", "valid", "test")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Build what is missing and say where it lies; returns the exit status."""
+    args = _parser().parse_args(argv)
+    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
+    try:
+        manifest = manifest_of_list(args.data_path)
+        options = RowOptions(
+            sequence_length=args.sequence_length,
+            rows_per_block=manifest.rows_per_block or 1,
+            seed=args.seed,
+            align=2 * args.context_parallel_size if args.context_parallel_size > 1 else 1,
+        )
+        sources = open_sources(manifest)
+        for name, split in zip(SPLITS, split_bounds(args.split), strict=True):
+            if split[0] == split[1]:
+                continue
+            rows = open_rows(
+                manifest, sources, options, split=split, cache_directory=args.cache_directory
+            )
+            for index in rows.packed.samples.indices:
+                # The one product of this command, for scripts that copy the files elsewhere.
+                print(f"{name}\t{index.num_samples}\t{index.path}")  # noqa: T201
+    except (MegapackError, ValueError, OSError) as error:
+        print(f"megapack.integrations.index: error: {error}", file=sys.stderr)  # noqa: T201
+        return 1
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m megapack.integrations.index",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("data_path", nargs="+", help="prefix, manifest, or weighted prefixes")
+    parser.add_argument(
+        "--sequence-length", type=int, required=True, help="the host's --seq-length, tokens"
+    )
+    parser.add_argument(
+        "--split", default="100,0,0", help="the host's --split (default %(default)s)"
+    )
+    parser.add_argument("--seed", type=int, default=1234, help="the host's (default %(default)s)")
+    parser.add_argument(
+        "--context-parallel-size", type=int, default=1, help="the host's (default %(default)s)"
+    )
+    parser.add_argument(
+        "--cache-directory",
+        help="the host's --data-cache-path; default: megapack-cache beside the first source",
+    )
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,160 @@
+"""What stands behind a host's data path: sources with weights, and how they are packed.
+
+A host's --data-path may be a plain prefix (everything default), the name of a manifest file, or a
+manifest itself (JSON text, what a folded blend becomes):
+
+    {"sources": [{"prefix": "web_text_document", "weight": 0.7},
+                 {"prefix": "code_text_document", "weight": 0.3}],
+     "strategy": "bucket", "buckets": [1024, 2048, 4096, 8192], "cache_directory": "/scratch/idx"}
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from megapack.config import from_dict, load_config, to_dict
+from megapack.errors import ConfigError
+
+__all__ = ["MANIFEST_SUFFIXES", "Manifest", "Source", "default_buckets", "is_manifest"]
+
+MANIFEST_SUFFIXES = (".json", ".yaml", ".yml")
+SMALLEST_DEFAULT_BUCKET = 256
+MOST_DEFAULT_BUCKETS = 5
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """One dataset of a blend."""
+
+    prefix: str
+    """Of the .bin/.idx pair; relative to the manifest's folder."""
+    weight: float | None = None
+    """Share of the tokens seen in training; None for all sources: by their sizes."""
+    labels: str | None = None
+    """Prefix of a label dataset, token by token beside the tokens, -100 where there is no loss."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """Sources and packing options; every field but ``sources`` has a default."""
+
+    sources: tuple[Source, ...]
+    strategy: str = "bucket"
+    parameters: dict[str, Any] = field(default_factory=dict)
+    """Of the strategy (``megapack-build pack --help`` lists them)."""
+    buckets: tuple[int, ...] | None = None
+    """Capacities in tokens, each a divisor of the sequence length; None: ``default_buckets``."""
+    order: str = "proportional"
+    """How buckets follow each other: proportional, or a length curriculum."""
+    seed: int | None = None
+    """None: the host's seed."""
+    rows_per_block: int | None = None
+    """Rows that share a bucket, a multiple of micro batch size x data-parallel size; None: the
+    host's global batch size."""
+    max_epochs: float | None = None
+    """A run that would repeat a source more often is refused; None: no limit."""
+    cu_seqlens: Literal["auto", "exact", "padded"] = "auto"
+    """Exact length (one row per micro batch) or padded to sequence length + 1 (several rows)."""
+    align: int | None = None
+    """Segments start at multiples of this; None: 2 x context_parallel_size where that exceeds 1."""
+    cache_directory: str | None = None
+    """Where the sample index lies; None: the host's cache path, else beside the first source."""
+    node_local: bool = False
+    """The cache directory is a disk of each node, not shared: one process of each node builds."""
+
+    def __post_init__(self) -> None:
+        if not self.sources:
+            raise ConfigError("a manifest needs at least one source")
+        given = [source.weight is not None for source in self.sources]
+        if any(given) and not all(given):
+            bare = next(s.prefix for s in self.sources if s.weight is None)
+            raise ConfigError(f"source {bare!r} has no weight, others have: give all or none")
+        for source in self.sources:
+            if source.weight is not None and not source.weight > 0:
+                raise ConfigError(
+                    f"source {source.prefix!r} has weight {source.weight}; weights are above 0 "
+                    "(leave a source out to switch it off)"
+                )
+        for name in ("rows_per_block", "align"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"{name} is {value}; it must be 1 or more")
+
+    @classmethod
+    def read(cls, data_path: str) -> Manifest:
+        """What a host's data path means: JSON text, a manifest file, or a plain prefix.
+
+        Raises:
+            ConfigError: the manifest is not valid; the message names the key.
+            OSError: the manifest file cannot be read.
+        """
+        if data_path.lstrip().startswith("{"):
+            try:
+                tree = json.loads(data_path)
+            except json.JSONDecodeError as error:
+                raise ConfigError(f"data path is not valid JSON: {error}") from error
+            return from_dict(cls, tree, where="data path")
+        if data_path.endswith(MANIFEST_SUFFIXES):
+            path = Path(data_path)
+            return load_config(cls, path)._relative_to(path.parent)
+        return cls(sources=(Source(prefix=data_path),))
+
+    @classmethod
+    def of_blend(cls, prefixes: Sequence[str], weights: Sequence[float] | None) -> Manifest:
+        """A weighted list of prefixes, all other options at their defaults.
+
+        Raises:
+            ConfigError: one of the prefixes is itself a manifest.
+        """
+        for prefix in prefixes:
+            if is_manifest(prefix):
+                raise ConfigError(
+                    f"{prefix!r} is a manifest inside a blend; put all sources and their weights "
+                    "into one manifest and give that as the only data path"
+                )
+        given = [None] * len(prefixes) if weights is None else list(weights)
+        pairs = zip(prefixes, given, strict=True)
+        # Megatron accepts a weight of 0 for "not now".
+        return cls(sources=tuple(Source(prefix=prefix, weight=w) for prefix, w in pairs if w != 0))
+
+    def to_json(self) -> str:
+        """One line that ``read`` turns into an equal manifest."""
+        return json.dumps(to_dict(self))
+
+    def _relative_to(self, folder: Path) -> Manifest:
+        def place(text: str | None) -> str | None:
+            return None if text is None else str(folder / text)
+
+        sources = tuple(
+            dataclasses.replace(s, prefix=str(folder / s.prefix), labels=place(s.labels))
+            for s in self.sources
+        )
+        return dataclasses.replace(
+            self, sources=sources, cache_directory=place(self.cache_directory)
+        )
+
+
+def is_manifest(data_path: str) -> bool:
+    """Whether a data path is a manifest (file or JSON text) and not a prefix."""
+    return data_path.endswith(MANIFEST_SUFFIXES) or data_path.lstrip().startswith("{")
+
+
+def default_buckets(sequence_length: int, align: int = 1) -> tuple[int, ...]:
+    """The sequence length and its halves, down to a sixteenth or 256 tokens, ascending.
+
+    Args:
+        sequence_length: tokens of a row.
+        align: every capacity must be a multiple of this.
+    """
+    buckets = [sequence_length]
+    while len(buckets) < MOST_DEFAULT_BUCKETS:
+        half, rest = divmod(buckets[-1], 2)
+        if rest or half < SMALLEST_DEFAULT_BUCKET or half % align:
+            break
+        buckets.append(half)
+    return tuple(reversed(buckets))

@@ -1,0 +1,42 @@
+"""python -m megapack.integrations.megatron [options] pretrain_gpt.py [the script's arguments]
+
+Runs Megatron-LM's own script with megapack's dataset behind --data-path. Under torchrun:
+
+    torchrun --nproc-per-node 8 -m megapack.integrations.megatron pretrain_gpt.py --data-path ...
+"""
+
+from __future__ import annotations
+
+import argparse
+import runpy
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from megapack.integrations.megatron.install import install
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Install, then run the script under ``__main__`` as ``python script.py`` would."""
+    parser = argparse.ArgumentParser(
+        prog="python -m megapack.integrations.megatron",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--own-get-batch",
+        choices=("auto", "yes", "no"),
+        default="auto",
+        help="replace the script's get_batch: auto (default) on megatron-core 0.16 and 0.17",
+    )
+    parser.add_argument("script", help="Megatron-LM's pretrain_gpt.py, or one of your own")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="passed on unchanged")
+    args = parser.parse_args(argv)
+    install(own_get_batch=args.own_get_batch)
+    sys.argv = [args.script, *args.arguments]
+    sys.path.insert(0, str(Path(args.script).resolve().parent))
+    runpy.run_path(args.script, run_name="__main__")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,221 @@
+"""get_batch and forward_step for megatron-core 0.16 and 0.17, whose own varlen path is broken.
+
+What is wrong there and mended here: cu_seqlens stays ``(1, n)``; tensor-parallel ranks wait for
+different collectives; cu_seqlens_padded never reaches context parallelism; middle pipeline stages
+get no boundaries. From 0.18 on Megatron's own get_batch reads what the dataset gives.
+
+Every pipeline stage reads its own copy of the data on tensor-parallel rank 0 (``install`` asks for
+that), so boundaries cross no pipeline stage; inside a tensor-parallel group one header and one
+payload are broadcast for each micro batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.packed_seq_params import PackedSeqParams
+from torch import Tensor
+
+from megapack.errors import ConfigError
+from megapack.integrations.megatron.packed import (
+    ROW_KEYS,
+    context_parallel_indices,
+    flatten_rows,
+    to_packed_seq_params,
+)
+
+__all__ = ["broadcast_batch", "forward_step", "get_batch", "loss_func"]
+
+Batch = tuple[
+    Tensor | None, Tensor | None, Tensor | None, None, Tensor | None, PackedSeqParams | None
+]
+
+
+def get_batch(data_iterator: Iterator[Any] | None, vp_stage: int | None = None) -> Batch:
+    """The next micro batch of this rank, in the order pretrain_gpt.py unpacks it.
+
+    Args:
+        data_iterator: yields collated dataset rows on tensor-parallel rank 0 of every pipeline
+            stage; may be None on the other ranks.
+        vp_stage: virtual pipeline stage, as the caller passes it.
+
+    Returns:
+        tokens, labels, loss_mask, attention_mask (None), position_ids, packed_seq_params. The
+        tensors are ``(1, mbs * row / cp_size)`` on the rank's device, and None on pipeline stages
+        that neither embed nor compute the loss.
+
+    Raises:
+        ConfigError: no data where it is needed, or more than one row per micro batch with pipeline
+            parallelism, whose buffers hold ``(row, mbs)``.
+    """
+    rows = None
+    if parallel_state.get_tensor_model_parallel_rank() == 0:
+        if data_iterator is None:
+            raise ConfigError(
+                "tensor-parallel rank 0 of this pipeline stage has no data; packed rows are read "
+                "on all stages: build the dataset where get_tensor_model_parallel_rank() == 0 "
+                "(install() sees to it)"
+            )
+        collated = next(data_iterator)
+        num_rows = collated["tokens"].shape[0]
+        if num_rows > 1 and parallel_state.get_pipeline_model_parallel_world_size() > 1:
+            raise ConfigError(
+                f"micro_batch_size={num_rows} with pipeline parallelism: packed rows need "
+                "--micro-batch-size 1 here (use longer rows for larger micro batches)"
+            )
+        rows = flatten_rows(collated)
+    batch = broadcast_batch(
+        rows,
+        group=parallel_state.get_tensor_model_parallel_group(),
+        source=parallel_state.get_tensor_model_parallel_src_rank(),
+        device=_device(),
+    )
+    # Transformer Engine wants the aligned boundaries in both places (Megatron's main does so
+    # too); padding behind a segment is never seen by it under a causal mask.
+    boundaries = batch.get("cu_seqlens_padded", batch["cu_seqlens"])
+    params = to_packed_seq_params(boundaries, batch["max_seqlen"], batch.get("cu_seqlens_padded"))
+    if not _embeds_or_computes_loss(vp_stage):
+        return None, None, None, None, None, params
+    held = _slice_for_context_parallel(batch, boundaries)
+    return (
+        held["tokens"],
+        held["labels"],
+        held["loss_mask"],
+        None,
+        held["position_ids"],
+        params,
+    )
+
+
+def broadcast_batch(
+    batch: Mapping[str, Tensor] | None,
+    *,
+    group: dist.ProcessGroup,
+    source: int,
+    device: torch.device,
+) -> dict[str, Tensor]:
+    """Give every rank of a tensor-parallel group what ``flatten_rows`` made on the first.
+
+    Args:
+        batch: the result of ``flatten_rows`` on the source rank, None elsewhere.
+        group, source: the group and the global rank of its first member.
+        device: where the result shall lie, except max_seqlen, which stays on the CPU.
+
+    Returns:
+        The same keys, dtypes and values on every rank.
+    """
+    if dist.get_world_size(group) == 1:
+        assert batch is not None, "a group of one is its own source"
+        moved = {key: value.to(device, non_blocking=True) for key, value in batch.items()}
+        moved["max_seqlen"] = batch["max_seqlen"].cpu()
+        return moved
+    if batch is not None:
+        padded = batch.get("cu_seqlens_padded")
+        header = torch.tensor(
+            [
+                batch["tokens"].numel(),
+                batch["cu_seqlens"].numel(),
+                0 if padded is None else padded.numel(),
+                int(batch["max_seqlen"]),
+            ]
+        ).to(device)
+    else:
+        header = torch.empty(4, dtype=torch.int64, device=device)
+    dist.broadcast(header, source, group=group)
+    num_tokens, num_boundaries, num_padded, max_seqlen = header.tolist()
+    sizes = [num_tokens] * len(ROW_KEYS) + [num_boundaries, num_padded]
+    if batch is not None:
+        payload = _pack(batch).to(device)
+    else:
+        payload = torch.empty(sum(sizes), dtype=torch.int64, device=device)
+    dist.broadcast(payload, source, group=group)
+    return _unpack(payload, sizes, max_seqlen)
+
+
+def _pack(batch: Mapping[str, Tensor]) -> Tensor:
+    """All values as one int64 vector; the float mask travels as its bits."""
+    parts = []
+    for key in ROW_KEYS:
+        value = batch[key].flatten()
+        parts.append(value.double().view(torch.int64) if key == "loss_mask" else value.long())
+    parts.append(batch["cu_seqlens"].long())
+    if "cu_seqlens_padded" in batch:
+        parts.append(batch["cu_seqlens_padded"].long())
+    return torch.cat(parts)
+
+
+def _unpack(payload: Tensor, sizes: list[int], max_seqlen: int) -> dict[str, Tensor]:
+    *rows, boundaries, padded = torch.split(payload, sizes)
+    batch = {key: value.unsqueeze(0) for key, value in zip(ROW_KEYS, rows, strict=True)}
+    batch["loss_mask"] = batch["loss_mask"].view(torch.float64).float()
+    batch["cu_seqlens"] = boundaries.to(torch.int32)
+    if padded.numel():
+        batch["cu_seqlens_padded"] = padded.to(torch.int32)
+    batch["max_seqlen"] = torch.tensor(max_seqlen, dtype=torch.int32)
+    return batch
+
+
+def _slice_for_context_parallel(
+    batch: Mapping[str, Tensor], boundaries: Tensor
+) -> Mapping[str, Tensor]:
+    cp_size = parallel_state.get_context_parallel_world_size()
+    if cp_size == 1:
+        return batch
+    cp_rank = parallel_state.get_context_parallel_rank()
+    held = context_parallel_indices(boundaries.cpu(), cp_size, cp_rank)
+    held = held.to(batch["tokens"].device, non_blocking=True)
+    return {key: batch[key].index_select(1, held) for key in ROW_KEYS}
+
+
+def _embeds_or_computes_loss(vp_stage: int | None) -> bool:
+    if parallel_state.get_pipeline_model_parallel_world_size() == 1:
+        return True
+    # Virtual stages: ignore_virtual=False needs the stage that this call is for.
+    virtual = {"ignore_virtual": vp_stage is None, "vp_stage": vp_stage}
+    return bool(
+        parallel_state.is_pipeline_first_stage(**virtual)
+        or parallel_state.is_pipeline_last_stage(**virtual)
+    )
+
+
+def _device() -> torch.device:
+    if torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def loss_func(loss_mask: Tensor | None, output: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """Summed loss, number of label tokens and the report, as megatron-core 0.16 averages them.
+
+    Run with ``--calculate-per-token-loss``: otherwise every micro batch is divided by its own
+    label tokens, which weighs tokens of micro batches with few labels more.
+    """
+    assert loss_mask is not None, "only the last pipeline stage computes a loss"
+    mask = loss_mask.flatten().float()
+    loss = (output.flatten().float() * mask).sum()
+    num_tokens = mask.sum().detach().to(torch.int)
+    report = torch.cat([loss.detach().reshape(1), num_tokens.reshape(1)])
+    return loss, num_tokens, {"lm loss": report}
+
+
+def forward_step(data_iterator: Iterator[Any] | None, model: Any) -> tuple[Tensor, Any]:
+    """A forward step for scripts that have none of their own; see ``get_batch``."""
+    tokens, labels, loss_mask, mask, position_ids, params = get_batch(
+        data_iterator, _virtual_stage(model)
+    )
+    output = model(tokens, position_ids, mask, labels=labels, packed_seq_params=params)
+    return output, partial(loss_func, loss_mask)
+
+
+def _virtual_stage(model: Any) -> int | None:
+    while model is not None:
+        if hasattr(model, "vp_stage"):
+            stage: int | None = model.vp_stage
+            return stage
+        model = getattr(model, "module", None)
+    return None

@@ -1,0 +1,226 @@
+"""A MegatronDataset of packed rows, built by megatron-core's own BlendedMegatronDatasetBuilder.
+
+Where GPTDataset stands in a script, this class can stand: the same constructor, the same batch
+keys, and beside them cu_seqlens and max_seqlen as Megatron's packed-sequence path reads them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from megatron.core import __version__ as release
+from megatron.core import num_microbatches_calculator as calculator
+from megatron.core.datasets.megatron_dataset import MegatronDataset
+from megatron.core.datasets.utils import Split
+from numpy.typing import NDArray
+from torch import Tensor
+
+from megapack.errors import ConfigError
+from megapack.integrations.manifest import Manifest
+from megapack.integrations.rows import RowDataset, RowOptions, open_rows, open_sources
+from megapack.storage import IndexedDataset
+
+__all__ = ["PackedGPTDataset", "PackedSources", "context_parallel_alignment"]
+
+# What --split divides: parts per million of every source's documents, so that a split cuts each
+# source of a blend in the same proportion, whatever their sizes.
+SPLIT_UNITS = 1_000_000
+
+
+class PackedSources:
+    """The documents behind a data path, memory-mapped; nothing is written by opening them."""
+
+    def __init__(self, data_path: str) -> None:
+        self.manifest = Manifest.read(data_path)
+        self.datasets: list[IndexedDataset] = open_sources(self.manifest)
+
+
+class PackedGPTDataset(MegatronDataset):  # type: ignore[misc]  # megatron-core has no stubs
+    """Rows of ``config.sequence_length`` tokens in blocks of one bucket.
+
+    The constructor is MegatronDataset's. ``dataset_path`` is a prefix, a manifest file or JSON
+    (``megapack.integrations.manifest``).
+
+    Args:
+        dataset: ``build_low_level_dataset(dataset_path, config)``.
+        dataset_path: for bookkeeping.
+        indices: the split, consecutive units of ``SPLIT_UNITS``; None: all of it.
+        num_samples: rows to offer; None: one epoch.
+        index_split: train, valid or test.
+        config: GPTDatasetConfig of any release from 0.16.
+
+    Raises:
+        ConfigError: blocks that the micro batches do not divide, a blend on top of several data
+            paths, or options that exclude each other.
+    """
+
+    def __init__(
+        self,
+        dataset: PackedSources,
+        dataset_path: str | None,
+        indices: NDArray[np.int32] | None,
+        num_samples: int | None,
+        index_split: Split,
+        config: Any,
+    ) -> None:
+        super().__init__(dataset, dataset_path, indices, num_samples, index_split, config)
+        _refuse_outer_blend(config, index_split)
+        self.sources = dataset
+        self.rows: RowDataset | None = None
+        if num_samples != 0:
+            self.rows = open_rows(
+                dataset.manifest,
+                dataset.datasets,
+                row_options(dataset.manifest, config),
+                split=_fractions(indices),
+                num_rows=num_samples,
+                cache_directory=config.path_to_cache,
+            )
+            _check_blocks(self.rows.options.rows_per_block)
+
+    @staticmethod
+    def numel_low_level_dataset(low_level_dataset: PackedSources) -> int:
+        """What ``--split`` divides."""
+        del low_level_dataset
+        return SPLIT_UNITS
+
+    @staticmethod
+    def build_low_level_dataset(dataset_path: str, config: Any) -> PackedSources:
+        """Open the sources; called on every building rank before any barrier."""
+        del config
+        return PackedSources(dataset_path)
+
+    def __len__(self) -> int:
+        return 0 if self.rows is None else len(self.rows)
+
+    def __getitem__(self, i: int | None) -> dict[str, Tensor]:
+        """One row, as Megatron's packed-sequence path reads it.
+
+        Returns:
+            tokens, labels, position_ids int64 and loss_mask float32 ``(sequence_length,)``; labels
+            are 0 where loss_mask is 0; cu_seqlens int32, max_seqlen 0-d int32 (and
+            cu_seqlens_padded with context parallelism). ``None`` asks for a row without loss.
+        """
+        assert self.rows is not None, "an empty split has no rows"
+        row = _without_ignored_labels(self.rows[0 if i is None else i])
+        if i is None:
+            row["loss_mask"] = torch.zeros_like(row["loss_mask"])
+        return row
+
+    def __getitems__(self, numbers: Sequence[int]) -> list[dict[str, Tensor]]:
+        """The rows of a micro batch, gathered by one call."""
+        assert self.rows is not None, "an empty split has no rows"
+        return [_without_ignored_labels(row) for row in self.rows.__getitems__(numbers)]
+
+    def bucket_of(self, i: int) -> int:
+        """Number of the bucket of row ``i``."""
+        assert self.rows is not None, "an empty split has no rows"
+        return self.rows.bucket_of(i)
+
+
+def _without_ignored_labels(row: dict[str, Tensor]) -> dict[str, Tensor]:
+    # Megatron looks every label up in the vocabulary and then multiplies by the mask.
+    row["labels"] = row["labels"].clamp(min=0)
+    return row
+
+
+def _fractions(indices: NDArray[np.int32] | None) -> tuple[float, float]:
+    if indices is None:
+        return 0.0, 1.0
+    if len(indices) == 0:
+        return 0.0, 0.0
+    return int(indices[0]) / SPLIT_UNITS, (int(indices[-1]) + 1) / SPLIT_UNITS
+
+
+def row_options(manifest: Manifest, config: Any) -> RowOptions:
+    """What Megatron's configuration and its micro batch calculator ask of the rows."""
+    return RowOptions(
+        sequence_length=config.sequence_length,
+        rows_per_block=manifest.rows_per_block or _rows_per_block(),
+        seed=config.random_seed,
+        align=context_parallel_alignment(config),
+        cu_seqlens=_cu_seqlens_format(manifest),
+    )
+
+
+def context_parallel_alignment(config: Any) -> int:
+    """Tokens that segments are aligned to: 2 x context_parallel_size, 1 without.
+
+    Megatron cuts segments between context-parallel ranks, except with inter-document masking,
+    which cuts the whole row.
+    """
+    cp_size = getattr(config, "context_parallel_size", None) or 1
+    if cp_size == 1 or getattr(config, "inter_document_masking", False):
+        return 1
+    return 2 * int(cp_size)
+
+
+def _rows_per_block() -> int:
+    """The global batch size; with a linear ramp-up, the rows that all its batch sizes share."""
+    state = calculator._GLOBAL_NUM_MICROBATCHES_CALCULATOR
+    kind = type(state).__name__
+    if kind == "ConstantNumMicroBatchesCalculator":
+        return int(state.get_current_global_batch_size())
+    if kind == "RampupBatchsizeNumMicroBatchesCalculator":
+        return math.gcd(state.start_global_batch_size, state.batch_size_increment)
+    problem = "is not initialized" if state is None else f"is a {kind}"
+    raise ConfigError(
+        f"the batch sizes of this run are not known (Megatron's micro batch calculator {problem}); "
+        'give "rows_per_block" in the manifest: a multiple of micro_batch_size x data_parallel_size'
+    )
+
+
+def _check_blocks(rows_per_block: int) -> None:
+    """Every micro step of all ranks must lie in one block."""
+    state = calculator._GLOBAL_NUM_MICROBATCHES_CALCULATOR
+    if state is None:
+        return
+    at_once = _rows_at_once(state)
+    if rows_per_block % at_once:
+        raise ConfigError(
+            f"rows_per_block is {rows_per_block}, but micro_batch_size x data_parallel_size is "
+            f"{at_once}: micro steps would straddle blocks of different buckets. Choose a multiple "
+            f"of {at_once}"
+        )
+
+
+def _rows_at_once(state: Any) -> int:
+    """micro_batch_size x data_parallel_size."""
+    return int(state.get_current_running_global_batch_size() // state.get())
+
+
+def _cu_seqlens_format(manifest: Manifest) -> Any:
+    """One row per micro batch takes exact boundaries on every release; several must stack."""
+    state = calculator._GLOBAL_NUM_MICROBATCHES_CALCULATOR
+    rows = None if state is None else state.get_micro_batch_size()
+    if manifest.cu_seqlens != "auto":
+        return manifest.cu_seqlens
+    if rows == 1:
+        return "exact"
+    major, minor = (int(part) for part in release.split(".")[:2])
+    if rows is not None and (major, minor) == (0, 18):
+        raise ConfigError(
+            f"micro_batch_size is {rows}; packed sequences of megatron-core {release} take one row "
+            "per micro batch: set --micro-batch-size 1 (and --seq-length to the tokens you want)"
+        )
+    return "padded"
+
+
+def _refuse_outer_blend(config: Any, index_split: Split) -> None:
+    """A BlendedDataset on top would interleave rows of different buckets."""
+    blend = config.blend
+    if config.blend_per_split is not None:
+        several_sets = bool(getattr(config, "multiple_validation_sets", False))
+        blend = config.blend_per_split[index_split.value]
+        if several_sets and index_split is Split.valid:
+            return
+    if blend is not None and len(blend[0]) > 1:
+        raise ConfigError(
+            f"{len(blend[0])} data paths blended by Megatron would put different buckets on "
+            "different ranks; put the sources and their weights into one manifest, or build with "
+            "megapack.integrations.megatron.PackedDatasetBuilder (install() sees to it)"
+        )

@@ -1,0 +1,164 @@
+"""megatron-core's IndexedDataset and IndexedDatasetBuilder, on megapack's storage.
+
+The same names, arguments and results, so that megatron-core's own classes run on them. What
+differs is what happens to damaged input: a truncated .bin, lengths that do not sum to the tokens
+and ids that do not fit the dtype are errors here and silent there.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from megatron.core.datasets import indexed_dataset as stock
+from megatron.core.datasets.object_storage_utils import is_object_storage_path
+from numpy.typing import DTypeLike
+
+from megapack import storage
+from megapack.errors import FormatError
+from megapack.integrations.rebinding import Rebinding
+
+__all__ = ["IndexedDataset", "IndexedDatasetBuilder", "rebind_storage"]
+
+# The modules of megatron-core that hold the two names.
+HOLDERS = tuple(
+    f"megatron.core.datasets.{kind}_dataset"
+    for kind in ("indexed", "megatron", "gpt", "masked", "bert", "t5")
+)
+
+
+class IndexedDataset(storage.IndexedDataset, stock.IndexedDataset):  # type: ignore[misc]  # no stubs
+    """A .bin/.idx pair with megatron-core's constructor; see ``megapack.IndexedDataset``.
+
+    Args:
+        path_prefix: the files' common name. Object storage (``s3://``, ``msc://``) gives
+            megatron-core's own reader.
+        multimodal: the .idx has a mode per sequence; items are then ``(tokens, mode)``.
+        mmap: accepted; local files are always mapped.
+        object_storage_config, s3_config: for object storage.
+        fast_cache_load: accepted; opening reads one header.
+        sequences_per_dataset: (sequences, document indices) the .idx must have.
+        dtype_code: ignored: the header knows it (megatron-core's guess from the vocabulary size is
+            wrong between 65,500 and 65,536).
+
+    Raises:
+        FormatError: the .idx is damaged, disagrees with sequences_per_dataset, or .bin is short.
+        OSError: a file is missing or cannot be read.
+    """
+
+    def __new__(cls, path_prefix: str = "", *args: Any, **kwargs: Any) -> Any:
+        if is_object_storage_path(path_prefix):
+            return stock.IndexedDataset(path_prefix, *args, **kwargs)
+        return super().__new__(cls)
+
+    def __init__(
+        self,
+        path_prefix: str,
+        multimodal: bool = False,
+        mmap: bool = True,
+        object_storage_config: Any = None,
+        s3_config: Any = None,
+        fast_cache_load: bool = False,
+        sequences_per_dataset: Sequence[int] | None = None,
+        dtype_code: int | None = None,
+    ) -> None:
+        del object_storage_config, s3_config
+        storage.IndexedDataset.__init__(self, path_prefix, multimodal)
+        self.mmap = mmap
+        self.object_storage_config = None
+        self.fast_cache_load = fast_cache_load
+        self.sequences_per_dataset = sequences_per_dataset
+        self.dtype_code = dtype_code
+        found = (len(self), self.num_documents + 1)
+        if sequences_per_dataset is not None and tuple(sequences_per_dataset) != found:
+            raise FormatError(
+                f"{path_prefix}.idx has {found} sequences and document indices, but "
+                f"sequences_per_dataset says {tuple(sequences_per_dataset)}: rebuild that file"
+            )
+
+    def __del__(self) -> None:
+        """Nothing to close: megatron-core's deletes readers that are properties here."""
+
+    @property
+    def index(self) -> _Index:
+        return _Index(self)
+
+    def __getstate__(self) -> tuple[Any, ...]:
+        # Absolute: a data loader worker may have another working directory.
+        return (
+            os.path.abspath(self.prefix),  # noqa: PTH100 - pathlib would drop a trailing dot
+            self.multimodal,
+            self.mmap,
+            None,
+            None,
+            self.fast_cache_load,
+            self.sequences_per_dataset,
+            self.dtype_code,
+        )
+
+    def __setstate__(self, state: tuple[Any, ...]) -> None:
+        IndexedDataset.__init__(self, *state)
+
+    @staticmethod
+    def exists(path_prefix: str | os.PathLike[str]) -> bool:
+        """Whether both files stand at the prefix, here or in object storage."""
+        if is_object_storage_path(os.fspath(path_prefix)):
+            return bool(stock.IndexedDataset.exists(path_prefix))
+        return storage.IndexedDataset.exists(path_prefix)
+
+
+class _Index:
+    """What megatron-core calls the index reader."""
+
+    def __init__(self, dataset: IndexedDataset) -> None:
+        self._dataset = dataset
+        self.dtype = dataset.dtype.type
+        self.dtype_size = dataset.dtype.itemsize
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def __getitem__(self, i: int) -> tuple[np.int64, np.int32, np.int8 | None]:
+        """Pointer (bytes), length (tokens) and mode of one sequence."""
+        modes = self._dataset.sequence_modes
+        pointer, length = self._dataset.sequence_pointers[i], self._dataset.sequence_lengths[i]
+        return pointer, length, None if modes is None else modes[i]
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(self._dataset, name)
+
+
+class IndexedDatasetBuilder(storage.IndexedDatasetBuilder, stock.IndexedDatasetBuilder):  # type: ignore[misc]  # no stubs
+    """Writes a .bin/.idx pair with megatron-core's calls; see ``megapack.IndexedDatasetBuilder``.
+
+    Args:
+        bin_path: the .bin file; it has its name when ``finalize(idx_path)`` has returned.
+        dtype: of the tokens; negative ids are stored where the dtype has them.
+        multimodal: store a mode per sequence.
+    """
+
+    def __init__(
+        self, bin_path: str, dtype: DTypeLike = np.int32, multimodal: bool = False
+    ) -> None:
+        signed = np.dtype(dtype).kind == "i"
+        storage.IndexedDatasetBuilder.__init__(
+            self, bin_path, dtype, multimodal, allow_negative=signed
+        )
+
+
+def rebind_storage() -> Rebinding:
+    """Make megatron-core's own modules use the two classes above; ``.undo()`` ends it."""
+    rebinding = Rebinding()
+    ours = {"IndexedDataset": IndexedDataset, "IndexedDatasetBuilder": IndexedDatasetBuilder}
+    theirs = {name: getattr(stock, name) for name in ours}
+    for holder in HOLDERS:
+        module = importlib.import_module(holder)
+        for name, value in ours.items():
+            if getattr(module, name, None) is theirs[name]:
+                rebinding.replace(module, name, value)
+    return rebinding

@@ -1,0 +1,146 @@
+"""Megatron-DeepSpeed: packed rows behind --data-path, attention inside documents.
+
+    # pretrain_packed.py, beside pretrain_gpt.py; launch it instead, with the same arguments
+    import runpy
+    from megapack.integrations import megatron_deepspeed
+    megatron_deepspeed.install()
+    runpy.run_path("pretrain_gpt.py", run_name="__main__")
+
+The loader is Megatron's ``single``: consecutive rows, resumed by consumed_train_samples.
+docs/guides/megatron_deepspeed.md has the limits.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+from typing import Any
+
+from megapack.errors import ConfigError
+from megapack.integrations import segments
+from megapack.integrations.rebinding import Rebinding
+from megapack.integrations.rows import RowOptions
+from megapack.integrations.text_rows import (
+    TextRowDataset,
+    build_text_rows,
+    manifest_of_list,
+    shared_rows,
+    split_bounds,
+)
+
+__all__ = ["build_train_valid_test_datasets", "install", "uninstall"]
+
+_rebinding = Rebinding()
+
+Datasets = tuple[TextRowDataset | None, TextRowDataset | None, TextRowDataset | None]
+
+
+def build_train_valid_test_datasets(
+    data_prefix: str | Sequence[str] | None,
+    data_impl: str,
+    splits_string: str | None,
+    train_valid_test_num_samples: Sequence[int | None],
+    seq_length: int,
+    seed: int,
+    skip_warmup: bool,
+    train_data_prefix: Sequence[str] | None = None,
+    valid_data_prefix: Sequence[str] | None = None,
+    test_data_prefix: Sequence[str] | None = None,
+    return_doc_ids: bool = False,
+    *,
+    data_cache_path: str | None = None,
+    varlen: bool = True,
+    rows_per_block: int | None = None,
+) -> Datasets:
+    """Megatron-DeepSpeed's function of this name, for packed rows.
+
+    Args:
+        data_prefix: prefix, manifest, or weight prefix weight prefix ..., split by splits_string.
+        train_valid_test_num_samples: rows of each split; None: one epoch.
+        train_data_prefix, valid_data_prefix, test_data_prefix: instead of data_prefix.
+        data_cache_path: where the sample index lies; None: beside the first source.
+        varlen: give boundaries, positions and loss mask beside ``text``.
+        rows_per_block: None: the manifest's, else the global batch size of ``get_args()``.
+
+    Raises:
+        ConfigError: return_doc_ids, or options that exclude each other.
+    """
+    del data_impl, skip_warmup
+    if return_doc_ids:
+        raise ConfigError("return_doc_ids is set; packed rows have no single document")
+    if data_prefix is not None:
+        bounds = split_bounds(splits_string or "1")
+        paths: list[Any] = [data_prefix] * 3
+    else:
+        bounds = [(0.0, 1.0)] * 3
+        paths = [train_data_prefix, valid_data_prefix, test_data_prefix]
+    built: list[TextRowDataset | None] = []
+    for path, split, num_rows in zip(paths, bounds, train_valid_test_num_samples, strict=True):
+        if path is None:
+            built.append(None)
+            continue
+        manifest = manifest_of_list(path)
+        block = rows_per_block or manifest.rows_per_block or _global_batch()
+        options = RowOptions(
+            sequence_length=seq_length, rows_per_block=block, seed=seed, cu_seqlens="padded"
+        )
+        built.append(
+            build_text_rows(
+                manifest,
+                options,
+                split=split,
+                num_rows=num_rows,
+                cache_directory=data_cache_path,
+                with_labels=False,
+                varlen=varlen,
+            )
+        )
+    train, valid, test = built
+    return train, valid, test
+
+
+def _global_batch() -> int:
+    args = importlib.import_module("megatron").get_args()
+    return shared_rows(args.global_batch_size, getattr(args, "rampup_batch_size", None))
+
+
+def install(*, varlen: bool = True) -> None:
+    """Rebind Megatron-DeepSpeed's names; call it before the model modules are imported.
+
+    Args:
+        varlen: attention, positions and loss mask by segment (needs ``--use-flash-attn-v2`` and
+            one pipeline stage). Without it documents of a row see each other and the label of a
+            document's last token is the next document's first, as in the stock code.
+    """
+    if _rebinding:
+        return
+    gpt_dataset = importlib.import_module("megatron.data.gpt_dataset")
+
+    def build(*args: Any, **kwargs: Any) -> Datasets:
+        if varlen:
+            host = importlib.import_module("megatron").get_args()
+            segments.require_one_stage(host.pipeline_model_parallel_size)
+        return build_train_valid_test_datasets(*args, varlen=varlen, **kwargs)
+
+    _rebinding.replace(gpt_dataset, "build_train_valid_test_datasets", build)
+    if varlen:
+        _install_varlen()
+
+
+def _install_varlen() -> None:
+    parallel = importlib.import_module("megatron.core.tensor_parallel")
+    _rebinding.replace(
+        parallel, "broadcast_data", segments.wrap_broadcast_data(parallel.broadcast_data)
+    )
+    utils = importlib.import_module("megatron.utils")
+    name = "get_ltor_masks_and_position_ids"
+    _rebinding.replace(utils, name, segments.wrap_masks_and_positions(getattr(utils, name)))
+    flash = importlib.import_module("flash_attn.flash_attn_interface")
+    stock = flash.flash_attn_varlen_func
+    _rebinding.replace(flash, "flash_attn_varlen_func", segments.wrap_flash_attn_varlen_func(stock))
+
+
+def uninstall() -> None:
+    """Give Megatron-DeepSpeed its own names back."""
+    _rebinding.undo()
+    segments.clear()

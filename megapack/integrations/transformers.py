@@ -1,0 +1,248 @@
+"""transformers' Trainer, TRL's SFTTrainer, Accelerate and plain loops on transformers models.
+
+    dataset = PackedDataset("corpus", "corpus.samples")
+    schedule = Schedule(dataset, tokens_per_step=524288)
+    trainer = PackedTrainer(
+        model=AutoModelForCausalLM.from_pretrained(name, attn_implementation="flash_attention_2"),
+        args=TrainingArguments(..., gradient_accumulation_steps=8, max_steps=schedule.num_steps()),
+        train_dataset=MicroBatches(dataset, schedule, micro_batch_tokens=8192),
+    )
+    trainer.train()
+
+A micro batch is one row of segments with the names that transformers' attention reads
+(``cu_seq_lens_q``, ...), so no mask is built and no attention crosses a document.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import transformers
+from torch.utils.data import DataLoader, Dataset
+
+from megapack.attention import varlen_arguments
+from megapack.data import BatchLayout, BucketBatchSampler, MicroBatch, PackedDataset, Schedule
+from megapack.errors import ConfigError
+
+__all__ = ["MicroBatches", "PackedTrainer", "PackedTrainerMixin", "model_inputs", "sft_trainer"]
+
+IGNORED = -100
+
+
+def model_inputs(batch: Mapping[str, Any]) -> dict[str, Any]:
+    """A megapack batch under the names of a transformers model's forward.
+
+    Args:
+        batch: of ``build_loader`` or ``PackedDataset.micro_batch``, layout "stream".
+
+    Returns:
+        input_ids and position_ids int64 ``(1, tokens)``; shift_labels, the label of every
+        position, and labels, the same moved to the token it names (what the model would shift
+        itself); cu_seq_lens_q, cu_seq_lens_k int32, max_length_q, max_length_k; use_cache False.
+        No attention_mask: it would switch the boundaries off.
+    """
+    shift_labels = batch["labels"]
+    labels = torch.nn.functional.pad(shift_labels[:, :-1], (1, 0), value=IGNORED)
+    return {
+        "input_ids": batch["tokens"],
+        "position_ids": batch["position_ids"],
+        "labels": labels,
+        "shift_labels": shift_labels,
+        **varlen_arguments(batch["cu_seqlens"], batch["max_seqlen"]),
+    }
+
+
+class MicroBatches(Dataset[dict[str, Any]]):
+    """The micro batches of one rank, in order: item i is the input of the i-th forward.
+
+    Args:
+        dataset: what to gather from.
+        schedule: made of the dataset, the same on all ranks.
+        micro_batch_tokens: tokens of one forward of one rank.
+        data_parallel_rank, data_parallel_size: this rank; ``PackedTrainer`` sets them.
+        num_steps: optimizer steps offered, from the beginning of the run; None: one epoch.
+        options: of ``BucketBatchSampler`` (dealing, uneven).
+    """
+
+    # TRL asks datasets for their columns.
+    column_names = ("input_ids", "labels", "position_ids")
+
+    def __init__(
+        self,
+        dataset: PackedDataset,
+        schedule: Schedule,
+        *,
+        micro_batch_tokens: int,
+        data_parallel_rank: int = 0,
+        data_parallel_size: int = 1,
+        num_steps: int | None = None,
+        **options: Any,
+    ) -> None:
+        self.dataset, self.schedule = dataset, schedule
+        self.layout = BatchLayout(micro_batch_tokens=micro_batch_tokens)
+        self.sampler = BucketBatchSampler(
+            schedule,
+            data_parallel_rank=data_parallel_rank,
+            data_parallel_size=data_parallel_size,
+            micro_batch_tokens=micro_batch_tokens,
+            num_steps=num_steps,
+            count_labels=dataset.count_labels,
+            **options,
+        )
+        self._options = options
+        self._step: tuple[int, list[MicroBatch]] = (-1, [])
+
+    def of_rank(
+        self, data_parallel_rank: int, data_parallel_size: int, num_steps: int | None
+    ) -> MicroBatches:
+        """The same run as another rank sees it."""
+        return MicroBatches(
+            self.dataset,
+            self.schedule,
+            micro_batch_tokens=self.layout.micro_batch_tokens,
+            data_parallel_rank=data_parallel_rank,
+            data_parallel_size=data_parallel_size,
+            num_steps=num_steps,
+            **self._options,
+        )
+
+    @property
+    def num_micro_steps(self) -> int:
+        """Forwards of a rank per optimizer step: ``gradient_accumulation_steps``."""
+        return self.sampler.num_micro_steps
+
+    def __len__(self) -> int:
+        return len(self.sampler)
+
+    def __getitem__(self, i: int) -> dict[str, Any]:
+        """See ``model_inputs``. Raises IndexError behind the last one."""
+        if not 0 <= i < len(self):
+            raise IndexError(f"micro batch {i} of {len(self)}")
+        step, micro_step = divmod(i, self.num_micro_steps)
+        if self._step[0] != step:
+            self._step = (step, self.sampler.micro_batches(step))
+        chosen = self._step[1][micro_step]
+        return model_inputs(
+            self.dataset.micro_batch(
+                chosen.sample_ids, layout=self.layout, capacity=chosen.capacity
+            )
+        )
+
+
+class PackedTrainerMixin:
+    """For ``Trainer`` and its subclasses: trains on ``MicroBatches``.
+
+    The loader is this rank's own, so nothing is sharded twice. A resume skips as many micro batches
+    as the checkpoint's step has seen, without gathering them, and may use another number of ranks:
+    ``gradient_accumulation_steps`` then changes with it, and the steps hold the same samples.
+    """
+
+    args: Any
+    train_dataset: Any
+    eval_dataset: Any
+
+    def get_train_dataloader(self) -> Any:
+        """A loader of this rank's micro batches.
+
+        Raises:
+            ConfigError: max_steps is not set, or gradient_accumulation_steps does not fit.
+        """
+        if not isinstance(self.train_dataset, MicroBatches):
+            return super().get_train_dataloader()  # type: ignore[misc]
+        if self.args.max_steps <= 0:
+            raise ConfigError(
+                "max_steps is not set; the schedule counts steps over epochs: "
+                f"max_steps={self.train_dataset.schedule.num_steps()} is one epoch "
+                "(schedule.num_steps(num_epochs))"
+            )
+        batches = self._of_this_rank(self.train_dataset, self.args.max_steps)
+        if self.args.gradient_accumulation_steps != batches.num_micro_steps:
+            raise ConfigError(
+                f"gradient_accumulation_steps is {self.args.gradient_accumulation_steps}; "
+                f"{batches.schedule.config.tokens_per_step} tokens per step on "
+                f"{self.args.world_size} ranks of {batches.layout.micro_batch_tokens} tokens take "
+                f"{batches.num_micro_steps}"
+            )
+        return self._loader(batches)
+
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
+        """One epoch of ``MicroBatches``, or what Trainer makes of any other dataset.
+
+        Trainer averages the losses of micro batches; all hold the same number of tokens, but not
+        quite of labels.
+        """
+        chosen = self.eval_dataset if eval_dataset is None else eval_dataset
+        if isinstance(chosen, str):
+            chosen = self.eval_dataset[chosen]
+        if not isinstance(chosen, MicroBatches):
+            return super().get_eval_dataloader(eval_dataset)  # type: ignore[misc]
+        return self._loader(self._of_this_rank(chosen, None))
+
+    def _of_this_rank(self, batches: MicroBatches, num_steps: int | None) -> MicroBatches:
+        if self.args.n_gpu > 1:
+            raise ConfigError(
+                f"one process drives {self.args.n_gpu} GPUs (DataParallel), which would cut rows; "
+                "start one process per GPU with torchrun or accelerate launch"
+            )
+        sizes = [getattr(self, f"get_{kind}_size", lambda: 1)() for kind in ("tp", "cp", "sp")]
+        if sizes != [1, 1, 1]:
+            raise ConfigError(
+                f"tensor, context and sequence parallel sizes are {sizes}; the micro batches are "
+                "dealt to data-parallel ranks only"
+            )
+        return batches.of_rank(self.args.process_index, self.args.world_size, num_steps)
+
+    def _loader(self, batches: MicroBatches) -> DataLoader[dict[str, Any]]:
+        # batch_size 1 and not None: Trainer resumes by skipping through the batch sampler.
+        workers = self.args.dataloader_num_workers
+        return DataLoader(
+            batches,
+            batch_size=1,
+            collate_fn=_only,
+            num_workers=workers,
+            pin_memory=self.args.dataloader_pin_memory and torch.cuda.is_available(),
+            prefetch_factor=self.args.dataloader_prefetch_factor if workers else None,
+            persistent_workers=bool(self.args.dataloader_persistent_workers and workers),
+        )
+
+
+def _only(items: list[dict[str, Any]]) -> dict[str, Any]:
+    """A micro batch is a batch already."""
+    (item,) = items
+    return item
+
+
+class PackedTrainer(PackedTrainerMixin, transformers.Trainer):  # type: ignore[misc]  # no stubs
+    """``transformers.Trainer`` on packed micro batches; see ``PackedTrainerMixin``."""
+
+
+def sft_trainer(*, train_dataset: MicroBatches, args: Any, **options: Any) -> Any:
+    """TRL's SFTTrainer on packed micro batches.
+
+    SFTTrainer packs text itself and insists on a ``datasets.Dataset``; here it is given the packed
+    micro batches after its construction, with preparation switched off.
+
+    Args:
+        train_dataset: the micro batches.
+        args: an SFTConfig with ``packing=False``.
+        options: further arguments of SFTTrainer (model, eval_dataset, ...).
+
+    Raises:
+        ConfigError: args would pack a second time.
+    """
+    import datasets  # type: ignore[import-untyped] # noqa: PLC0415
+    from trl import SFTTrainer  # noqa: PLC0415
+
+    if args.packing:
+        raise ConfigError("SFTConfig(packing=True) would pack packed rows again; set it to False")
+    args.dataset_kwargs = {**(args.dataset_kwargs or {}), "skip_prepare_dataset": True}
+
+    class PackedSFTTrainer(PackedTrainerMixin, SFTTrainer):  # type: ignore[misc]  # no stubs
+        """SFTTrainer on packed micro batches."""
+
+    stand_in = datasets.Dataset.from_dict({"input_ids": [[0]], "labels": [[0]]})
+    trainer = PackedSFTTrainer(args=args, train_dataset=stand_in, **options)
+    trainer.train_dataset = train_dataset
+    return trainer

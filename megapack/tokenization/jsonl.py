@@ -1,0 +1,107 @@
+"""Documents of JSON Lines, plain, .gz or .zst."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+from collections.abc import Iterator
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megapack import _core
+from megapack.tokenization.blocks import TextBlock
+from megapack.tokenization.faults import Faults, Place
+from megapack.tokenization.lines import line_blocks, open_stream
+from megapack.tokenization.pieces import Piece, ReadOptions
+
+__all__ = ["read_jsonl"]
+
+# LineStatus of csrc/core/jsonl.hpp, from 1 on.
+_LINE_FAULTS = (
+    "blank line",
+    "malformed JSON",
+    "not a JSON object",
+    "missing key",
+    "wrong type",
+    "invalid UTF-8",
+    "no split key",
+)
+
+
+def read_jsonl(piece: Piece, options: ReadOptions, faults: Faults) -> Iterator[TextBlock]:
+    # Inside a compressed file a byte position leads nowhere; count lines there instead.
+    counts_lines = piece.format != "jsonl"
+    locate = functools.partial(Place, piece.path, "line" if counts_lines else "byte")
+    lines_before = 0
+
+    def on_long_line(position: int) -> None:
+        nonlocal lines_before
+        lines_before += 1
+        faults.record(
+            "too long",
+            locate(lines_before if counts_lines else position),
+            f"a line of more than {options.max_document_bytes:,} bytes; see --max-document-bytes",
+        )
+
+    with open_stream(piece.path, piece.format) as stream:
+        for position, data in line_blocks(
+            stream,
+            begin=piece.begin,
+            end=None if counts_lines else piece.end,
+            block_bytes=options.block_bytes,
+            max_line_bytes=options.max_document_bytes,
+            on_long_line=on_long_line,
+        ):
+            lines = np.frombuffer(data, np.uint8)
+            text, offsets, status, line_begin = _core.extract_jsonl(
+                lines, options.json_key, options.values
+            )
+            positions = line_begin + position
+            if counts_lines:
+                positions = np.arange(1, len(status) + 1) + lines_before
+                lines_before += len(status)
+            block = TextBlock(text, offsets, positions, locate)
+            if options.split_key is not None:
+                block, no_key = _with_hashes(block, lines, options.split_key)
+                status[(status == 0) & no_key] = len(_LINE_FAULTS)
+            for i in np.flatnonzero(status):
+                line = data[int(line_begin[i]) :].partition(b"\n")[0]
+                _record_line(block.place(int(i)), status[i], line, options, faults)
+            yield block.select(status == 0).checked(faults, known_utf8=True)
+
+
+def _with_hashes(
+    block: TextBlock, lines: NDArray[np.uint8], key: str
+) -> tuple[TextBlock, NDArray[np.bool_]]:
+    """The block with hashes of ``key``, and which documents do not have it."""
+    text, offsets, status, _ = _core.extract_jsonl(lines, key, "scalars")
+    keys = dataclasses.replace(block, text=text, offsets=offsets)
+    return dataclasses.replace(block, hashes=keys.text_hashes()), status != 0
+
+
+def _record_line(
+    place: Place, status: int, line: bytes, options: ReadOptions, faults: Faults
+) -> None:
+    detail = _line_detail(line, options) if faults.on_error == "fail" else ""
+    faults.record(_LINE_FAULTS[status - 1], place, detail)
+
+
+def _line_detail(line: bytes, options: ReadOptions) -> str:
+    """What Python's own parser says about a line that was refused."""
+    try:
+        record = json.loads(line.decode("utf-8"))
+    except (ValueError, RecursionError) as error:
+        return str(error)
+    if not isinstance(record, dict):
+        return f"the line holds a {type(record).__name__}"
+    for key in (options.json_key, options.split_key):
+        if key is not None and key not in record:
+            keys = ", ".join(sorted(record)[:8]) or "none"
+            return f"there is no key {key!r} among: {keys}; see --json-key"
+    key, wanted = options.json_key, "list" if options.values == "lists" else "str"
+    found = type(record[key]).__name__
+    if found != wanted:
+        return f"{key!r} holds a {found}, not a {wanted}"
+    return "a string holds half of a surrogate pair, or the split key is no string or number"

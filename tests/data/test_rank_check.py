@@ -1,0 +1,97 @@
+"""Ranks that disagree stop, all of them, with the rank and the field: four real processes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megapack.data.rank_check import _describe
+
+PROGRAM = """
+import json, sys
+import torch.distributed as dist
+from megapack.data import PackedDataset, Schedule, build_loader
+from megapack.errors import RankMismatchError
+from megapack.packing import pack
+from megapack.storage import IndexedDataset
+
+rank, port, folder, options = int(sys.argv[1]), sys.argv[2], sys.argv[3], json.loads(sys.argv[4])
+dist.init_process_group(
+    "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=4
+)
+mine = options.get(str(rank), {})
+dataset = IndexedDataset(f"{folder}/d")
+index = pack(dataset.document_lengths, "concat", buckets=[32], seed=mine.get("pack_seed", 0))
+packed = PackedDataset(dataset, index)
+schedule = Schedule(packed, tokens_per_step=32 * 8, seed=mine.get("seed", 7))
+loader = build_loader(
+    packed, schedule, data_parallel_rank=rank, data_parallel_size=4, micro_batch_tokens=64,
+    start_step=mine.get("start_step", 0), num_steps=mine.get("num_steps", 9), check_ranks_every=3,
+)
+done = 0
+try:
+    for batch in loader:
+        done = batch["step"]
+    print(json.dumps({"finished": True, "step": done}))
+except RankMismatchError as error:
+    print(json.dumps({"finished": False, "step": done, "error": str(error)}))
+dist.destroy_process_group()
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from tests.data.corpora import packed_lengths, random_documents, write_documents  # noqa: PLC0415
+
+    path = tmp_path_factory.mktemp("ranks")
+    write_documents(path / "d", random_documents(packed_lengths(200, 32)))
+    return path
+
+
+def run_ranks(folder: Path, port: int, options: dict[int, dict[str, int]]) -> list[dict[str, Any]]:
+    arguments = [str(port), str(folder), json.dumps(options)]
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", PROGRAM, str(rank), *arguments],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=Path(__file__).parents[2],
+        )
+        for rank in range(4)
+    ]
+    outputs = [rank.communicate(timeout=120) for rank in ranks]
+    assert all(rank.returncode == 0 for rank in ranks), [err[-2000:] for _, err in outputs]
+    return [json.loads(out.splitlines()[-1]) for out, _ in outputs]
+
+
+@pytest.mark.multiprocess
+def test_a_rank_with_another_seed_stops_all_ranks_at_once_by_name(
+    folder: Path, free_port: int
+) -> None:
+    for result in run_ranks(folder, free_port, {2: {"seed": 8}}):
+        assert not result["finished"] and result["step"] == 0
+        assert "seed is 8 on rank 2 and 7 on the other 3" in result["error"]
+
+
+@pytest.mark.multiprocess
+def test_ranks_that_agree_run_to_the_end_and_another_index_or_step_is_named(
+    folder: Path, free_port: int
+) -> None:
+    assert all(r["finished"] and r["step"] == 8 for r in run_ranks(folder, free_port, {}))
+    wrong = {1: {"pack_seed": 5}, 3: {"start_step": 4, "num_steps": 5}}
+    for result in run_ranks(folder, free_port, wrong):
+        assert not result["finished"]
+        assert "step is 4 on rank 3 and 0 on the other 3" in result["error"]
+        assert "indices is #" in result["error"] and "on rank 1" in result["error"]
+
+
+def test_a_message_names_at_most_eight_ranks() -> None:
+    text = _describe("seed", [3] * 20 + list(range(10, 22)))
+    assert text.count("on rank") == 8
+    assert text.endswith("and 3 on the other 20")

@@ -1,0 +1,202 @@
+"""What ranks get: the same bucket at the same time, together exactly the step, equal work."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megapack.data import BucketBatchSampler, Schedule
+from megapack.data.dealing import deal
+from megapack.data.sampler import MicroBatch
+from megapack.errors import ConfigError
+from megapack.packing import SampleIndex, pack
+from tests.data.corpora import index_of, packed_index, packed_lengths
+
+INDEX = packed_index(600, (16, 32, 64))
+
+
+@st.composite
+def launches(draw: st.DrawFn) -> dict[str, Any]:
+    """Ranks, micro batch and step sizes that fit each other."""
+    size = draw(st.sampled_from([1, 2, 3, 4, 6]))
+    micro_batch_tokens = 64 * draw(st.integers(1, 3))
+    micro_steps = draw(st.integers(1, 3))
+    draws = draw(st.sampled_from([1, 1, 2]))
+    draw_tokens = size * micro_batch_tokens * micro_steps
+    options: dict[str, Any] = {"tokens_per_step": draw_tokens * draws}
+    if draws > 1:
+        options |= {"mix": "micro_step", "micro_step_tokens": draw_tokens}
+    options["order"] = draw(st.sampled_from(["proportional", "uniform", "grow-p2", "sequential"]))
+    options["seed"] = draw(st.integers(0, 1000))
+    return {"size": size, "micro_batch_tokens": micro_batch_tokens, "schedule": options}
+
+
+def samplers(
+    schedule: Schedule, size: int, micro_batch_tokens: int, **options: Any
+) -> list[BucketBatchSampler]:
+    return [
+        BucketBatchSampler(
+            schedule,
+            data_parallel_rank=rank,
+            data_parallel_size=size,
+            micro_batch_tokens=micro_batch_tokens,
+            **options,
+        )
+        for rank in range(size)
+    ]
+
+
+@given(launch=launches(), dealing=st.sampled_from(["balanced", "in_order"]))
+def test_ranks_share_a_bucket_at_every_micro_step_and_cover_the_step(
+    launch: dict[str, Any], dealing: str
+) -> None:
+    schedule = Schedule(INDEX, **launch["schedule"])
+    ranks = samplers(
+        schedule, launch["size"], launch["micro_batch_tokens"], num_steps=4, dealing=dealing
+    )
+    assert len({len(rank) for rank in ranks}) == 1
+    rows = list(zip(*ranks, strict=True))
+    assert len(rows) == len(ranks[0]) == 4 * ranks[0].num_micro_steps
+    seen: dict[int, list[int]] = {}
+    for row in rows:
+        about = {(b.step, b.micro_step, b.bucket, b.capacity, b.num_step_label_tokens) for b in row}
+        assert len(about) == 1
+        for batch in row:
+            assert len(batch) * batch.capacity == launch["micro_batch_tokens"]
+            seen.setdefault(batch.step, []).extend(batch)
+    for step, ids in seen.items():
+        content = schedule.step(step)
+        assert sorted(ids) == sorted(content.sample_ids.tolist())
+        assert rows[0][0].num_step_label_tokens == schedule.step(0).num_label_tokens
+
+
+@given(launch=launches(), other=st.sampled_from([1, 2, 3, 4, 6]), step=st.integers(0, 20))
+def test_a_step_holds_the_same_samples_for_any_number_of_ranks(
+    launch: dict[str, Any], other: int, step: int
+) -> None:
+    schedule = Schedule(INDEX, **launch["schedule"])
+    contents = []
+    for size in (launch["size"], other):
+        micro_batches = [
+            batch
+            for sampler in samplers(schedule, size, 64, uneven="pad")
+            for batch in sampler.micro_batches(step)
+        ]
+        contents.append(sorted(i for batch in micro_batches for i in batch))
+    assert contents[0] == contents[1]
+
+
+@given(size=st.integers(1, 9), micro_batches=st.integers(1, 12))
+def test_uneven_ranks_get_empty_micro_batches_and_nothing_is_lost(
+    size: int, micro_batches: int
+) -> None:
+    schedule = Schedule(INDEX, tokens_per_step=64 * micro_batches)
+    if micro_batches % size:
+        with pytest.raises(ConfigError, match="uneven='pad'"):
+            samplers(schedule, size, 64)
+    ranks = samplers(schedule, size, 64, uneven="pad")
+    batches = [sampler.micro_batches(3) for sampler in ranks]
+    assert {len(own) for own in batches} == {-(-micro_batches // size)}
+    ids = [i for own in batches for batch in own for i in batch]
+    assert sorted(ids) == sorted(schedule.step(3).sample_ids.tolist())
+    empty = sum(len(batch) == 0 for own in batches for batch in own)
+    assert empty == size * -(-micro_batches // size) - micro_batches
+
+
+@given(
+    bins=st.lists(st.integers(0, 6), min_size=1, max_size=9),
+    data=st.data(),
+)
+def test_dealing_gives_every_bin_its_number_of_items(bins: list[int], data: st.DataObject) -> None:
+    from megapack import _core  # noqa: PLC0415
+
+    n = sum(bins)
+    costs = np.array(data.draw(st.lists(st.integers(0, 50), min_size=n, max_size=n)), np.int64)
+    order = _core.deal_evenly(costs, np.array(bins, np.int64))
+    assert sorted(order.tolist()) == list(range(n))
+    at = 0
+    for size in bins:
+        own = costs[order[at : at + size]].tolist()
+        assert own == sorted(own, reverse=True)
+        at += size
+    assert np.array_equal(order, _core.deal_evenly(costs, np.array(bins, np.int64)))
+
+
+def test_dealt_work_is_nearly_equal_where_undealt_work_is_not() -> None:
+    lengths = packed_lengths(60_000, 1024, seed=4)
+    index = pack(lengths, "bucket", buckets=[256, 512, 1024])
+    schedule = Schedule(index, tokens_per_step=16 * 6 * 1024, seed=1)
+    [sampler, *_] = samplers(schedule, 16, 2 * 1024, hidden_size=256)
+    dealt, undealt, model = [], [], []
+    for step in range(30):
+        [imbalance] = sampler.imbalance(step)
+        dealt.append(imbalance.attention)
+        undealt.append(imbalance.attention_undealt)
+        assert imbalance.model is not None and imbalance.model_undealt is not None
+        model.append(imbalance.model)
+        assert 1 <= imbalance.model <= imbalance.attention
+        assert imbalance.attention <= imbalance.attention_undealt
+    assert np.mean(dealt) < 1.02 and np.mean(undealt) > 1.1
+    [batch, *_] = sampler.micro_batches(0)
+    assert (batch.imbalance, batch.imbalance_undealt) == (dealt[0], undealt[0])
+
+
+def test_micro_batches_of_a_rank_are_balanced_too_and_the_costliest_comes_first() -> None:
+    rng = np.random.default_rng(3)
+    costs = rng.integers(50, 500, 4 * 5 * 8)
+    dealt = deal(costs, num_ranks=4, num_micro_batches=20, capacity=64)
+    for rank in range(4):
+        loads = [costs[positions].sum() for positions in dealt.micro_batches(rank)]
+        assert loads == sorted(loads, reverse=True)
+        assert max(loads) / np.mean(loads) < 1.05
+    plain = deal(costs, num_ranks=4, num_micro_batches=20, capacity=64, how="in_order")
+    assert plain.order.tolist() == list(range(160))
+    assert plain.loads.tolist() == plain.loads_undealt.tolist()
+
+
+def test_padding_costs_attention_too() -> None:
+    index = index_of({4: [[(0, 0, 4)], [(1, 0, 2)]]}, [4, 2])
+    schedule = Schedule(index, tokens_per_step=8, order="sequential")
+    assert schedule.samples.attention_cost(np.array([0, 1]), 4).tolist() == [16, 8]
+
+
+def test_sizes_that_do_not_fit_are_refused_with_those_that_do() -> None:
+    schedule = Schedule(INDEX, tokens_per_step=64 * 12)
+    for options, message in (
+        ({"micro_batch_tokens": 100}, "does not divide"),
+        ({"micro_batch_tokens": 32}, "multiple of 64"),
+        ({"micro_batch_tokens": 64, "data_parallel_size": 5}, "use 1, 2, 3, 4, 6, 12 ranks"),
+        ({"data_parallel_rank": 2, "data_parallel_size": 2}, "2 of 2 ranks"),
+        ({"start_step": -1}, "counted from 0"),
+    ):
+        arguments = {"data_parallel_rank": 0, "data_parallel_size": 1, "micro_batch_tokens": 64}
+        with pytest.raises(ConfigError, match=message):
+            BucketBatchSampler(schedule, **{**arguments, **options})
+
+
+def test_rows_that_hold_several_samples_of_a_capacity_that_does_not_divide_them() -> None:
+    index = pack(packed_lengths(300, 50), "bucket", buckets=[10, 24, 50])
+    schedule = Schedule(index, tokens_per_step=64 * 8, row_tokens=64)
+    for batch in samplers(schedule, 2, 128)[1]:
+        assert len(batch) == 2 * (64 // batch.capacity)
+    with pytest.raises(ConfigError, match="multiple of 64"):
+        samplers(schedule, 1, 32)
+
+
+def test_a_micro_batch_is_a_sequence_of_sample_ids() -> None:
+    [sampler] = samplers(Schedule(INDEX, tokens_per_step=128), 1, 128)
+    batch = next(iter(sampler))
+    assert isinstance(batch, MicroBatch)
+    assert list(batch) == [batch[i] for i in range(len(batch))] == batch.sample_ids.tolist()
+
+
+def test_the_epoch_is_the_default_length(index: SampleIndex = INDEX) -> None:
+    schedule = Schedule(index, tokens_per_step=128)
+    [whole] = samplers(schedule, 1, 128)
+    [rest] = samplers(schedule, 1, 128, start_step=5)
+    assert len(whole) == schedule.num_steps() == len(rest) + 5
+    assert [b.step for b in rest] == list(range(5, schedule.num_steps()))

@@ -1,0 +1,7 @@
+"""Megatron-DeepSpeed's package: global arguments."""
+
+ARGS = None
+
+
+def get_args():
+    return ARGS

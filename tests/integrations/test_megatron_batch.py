@@ -1,0 +1,167 @@
+"""get_batch for megatron-core 0.16: real tensor-parallel groups, real GPTModel, on the CPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from megatron.core import parallel_state
+from torch import Tensor
+from torch.utils.data import default_collate
+
+from megapack.errors import ConfigError
+from megapack.integrations.megatron.batch import get_batch
+from megapack.integrations.megatron.packed import (
+    context_parallel_indices,
+    flatten_rows,
+    to_packed_seq_params,
+)
+from tests.integrations.harness import run_ranks
+from tests.integrations.samples import make_row
+
+ROWS = [make_row([3, 5, 8], 1, 17), make_row([16], 100, 17)]
+
+
+@given(st.lists(st.lists(st.integers(1, 9), min_size=1, max_size=6), min_size=1, max_size=4))
+def test_flattening_keeps_every_segment_and_drops_the_fill(rows: list[list[int]]) -> None:
+    longest = max(sum(row) for row in rows)
+    rows = [[*row, longest - sum(row)] if sum(row) < longest else row for row in rows]
+    flat = flatten_rows(default_collate([make_row(row, 1, longest + 1) for row in rows]))
+    lengths = [length for row in rows for length in row]
+    assert flat["cu_seqlens"].dtype == torch.int32
+    assert flat["cu_seqlens"].diff().tolist() == lengths
+    assert flat["tokens"].shape == (1, sum(lengths))
+    assert int(flat["max_seqlen"]) == max(lengths)
+    restarts = (flat["position_ids"][0] == 0).nonzero().flatten()
+    assert restarts.tolist() == flat["cu_seqlens"][:-1].tolist()
+
+
+def test_packed_parameters_refuse_what_kernels_would_misread() -> None:
+    cu_seqlens = torch.tensor([[0, 3, 8]], dtype=torch.int32)
+    params = to_packed_seq_params(cu_seqlens, torch.tensor(5))
+    assert params.qkv_format == "thd"
+    assert params.cu_seqlens_q.tolist() == [0, 3, 8]
+    assert params.max_seqlen_q == 5 and isinstance(params.max_seqlen_q, int)
+    with pytest.raises(ValueError, match="int32"):
+        to_packed_seq_params(cu_seqlens.long(), 5)
+    with pytest.raises(ValueError, match="flatten_rows"):
+        to_packed_seq_params(cu_seqlens.repeat(2, 1), 5)
+    with pytest.raises(ValueError, match="same segments"):
+        to_packed_seq_params(cu_seqlens, 5, torch.tensor([0, 8], dtype=torch.int32))
+
+
+@given(
+    st.lists(st.integers(1, 5), min_size=1, max_size=6),
+    st.sampled_from([1, 2, 4]),
+)
+def test_context_parallel_ranks_share_a_row_without_overlap_and_with_equal_causal_work(
+    units: list[int], cp_size: int
+) -> None:
+    lengths = [2 * cp_size * unit for unit in units]
+    cu_seqlens = torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32)
+    held = [context_parallel_indices(cu_seqlens, cp_size, rank) for rank in range(cp_size)]
+    assert torch.cat(held).sort().values.tolist() == list(range(sum(lengths)))
+    position = torch.cat([torch.arange(length) for length in lengths])
+    work = [int((position[indices] + 1).sum()) for indices in held]
+    assert max(work) == min(work), "early and late chunks must balance exactly"
+
+
+def test_context_parallelism_names_the_segment_it_cannot_divide() -> None:
+    with pytest.raises(ValueError, match=r"6 tokens .* align=4"):
+        context_parallel_indices(torch.tensor([0, 4, 10], dtype=torch.int32), 2, 0)
+
+
+def _tensor_parallel_batch(rank: int, world_size: int, rows: list[Any]) -> dict[str, Any]:
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=world_size)
+    iterator = iter([default_collate(rows)]) if rank == 0 else None
+    tokens, labels, loss_mask, attention_mask, position_ids, params = get_batch(iterator)
+    assert attention_mask is None and params is not None
+    return {
+        "tokens": tokens,
+        "labels": labels,
+        "loss_mask": loss_mask,
+        "position_ids": position_ids,
+        "cu_seqlens": params.cu_seqlens_q,
+        "max_seqlen": params.max_seqlen_q,
+    }
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("rows", [ROWS[:1], ROWS], ids=["mbs1", "mbs2"])
+def test_all_tensor_parallel_ranks_receive_the_same_batch(rows: list[Any], free_port: int) -> None:
+    expected = flatten_rows(default_collate(rows))
+    for received in run_ranks(_tensor_parallel_batch, 2, free_port, rows):
+        assert received["max_seqlen"] == int(expected["max_seqlen"])
+        for key in ("tokens", "labels", "loss_mask", "position_ids", "cu_seqlens"):
+            assert received[key].dtype == expected[key].dtype, key
+            assert torch.equal(received[key], expected[key]), key
+
+
+def _pipeline_stage(rank: int, world_size: int) -> tuple[bool, list[int]]:
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=world_size)
+    batch = get_batch(iter([default_collate(ROWS[:1])]))
+    assert batch[5] is not None
+    return batch[0] is not None, batch[5].cu_seqlens_q.tolist()
+
+
+@pytest.mark.multiprocess
+def test_every_pipeline_stage_has_boundaries_and_only_the_ends_have_tokens(free_port: int) -> None:
+    stages = run_ranks(_pipeline_stage, 3, free_port)
+    assert [has_tokens for has_tokens, _ in stages] == [True, False, True]
+    assert all(boundaries == [0, 3, 8, 16] for _, boundaries in stages)
+
+
+def aligned_row(lengths: list[int], align: int) -> dict[str, Tensor]:
+    """Segments of these lengths, each with room up to a multiple of ``align``."""
+    rooms = [-(-length // align) * align for length in lengths]
+    row = make_row(rooms)
+    for bound, room, length in zip(np.cumsum(rooms), rooms, lengths, strict=True):
+        row["loss_mask"][bound - room + length - 1 : bound] = 0.0
+    row["cu_seqlens_padded"] = row["cu_seqlens"]
+    row["cu_seqlens"] = torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32)
+    return row
+
+
+def _context_parallel_batch(rank: int, world_size: int, row: dict[str, Tensor]) -> Any:
+    parallel_state.initialize_model_parallel(context_parallel_size=world_size)
+    tokens, labels, mask, _, positions, params = get_batch(iter([default_collate([row])]))
+    assert tokens is not None and labels is not None and mask is not None
+    assert positions is not None and params is not None
+    held = torch.cat([tokens, labels, mask.long(), positions])
+    return held, params.cu_seqlens_q.tolist(), params.cu_seqlens_q_padded.tolist()
+
+
+@pytest.mark.multiprocess
+def test_context_parallel_ranks_hold_the_row_between_them(free_port: int) -> None:
+    row = aligned_row([3, 8, 5], 4)
+    answers = run_ranks(_context_parallel_batch, 2, free_port, row)
+    keys = ("tokens", "labels", "loss_mask", "position_ids")
+    whole = torch.stack([row[key].long() for key in keys])
+    together = torch.cat([held for held, _, _ in answers], dim=1)
+    assert torch.equal(together[:, together[0].argsort()], whole)
+    for held, bounds, padded in answers:
+        assert held.shape == (4, 10)
+        assert bounds == padded == [0, 4, 12, 20], "as Megatron's main hands them to its attention"
+
+
+def _get_batch_with(rank: int, world_size: int, rows: list[Any] | None) -> str:
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=world_size)
+    try:
+        get_batch(None if rows is None else iter([default_collate(rows)]))
+    except ConfigError as error:
+        return str(error)
+    return "nothing was refused"
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize(
+    ("rows", "message"), [(None, "read on all stages"), (ROWS, "--micro-batch-size 1")]
+)
+def test_pipeline_stages_say_what_they_lack(
+    rows: list[Any] | None, message: str, free_port: int
+) -> None:
+    assert all(message in answer for answer in run_ranks(_get_batch_with, 2, free_port, rows))

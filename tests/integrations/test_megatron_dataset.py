@@ -1,0 +1,296 @@
+"""PackedGPTDataset through megatron-core's own builder: 1, 2 and 4 processes, blends, splits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from megatron.core import num_microbatches_calculator as calculator
+from megatron.core import parallel_state
+from megatron.core.datasets.blended_dataset import BlendedDataset
+from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+from megatron.core.datasets.gpt_dataset import GPTDatasetConfig
+from torch.utils.data import DataLoader
+
+from megapack.errors import ConfigError
+from megapack.integrations.megatron.batch import get_batch
+from megapack.integrations.megatron.builder import PackedDatasetBuilder
+from megapack.integrations.megatron.dataset import PackedGPTDataset
+from tests.integrations.harness import run_ranks
+from tests.integrations.samples import Tokenizer, make_dataset
+from tests.integrations.stock_sampler import SingleSampler
+
+ROW = 64
+BUCKETS = (16, 32, 64)
+GLOBAL_BATCH = 8
+VOCABULARY = 1000
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    rng = np.random.default_rng(0)
+    folder = tmp_path_factory.mktemp("megatron")
+    for name, count in (("web", 700), ("code", 300)):
+        lengths = np.minimum(rng.lognormal(2.6, 0.9, count).astype(int) + 1, 150)
+        make_dataset(folder, lengths.tolist(), name)
+    for name, weights in (("web", {"web": None}), ("mix", {"web": 0.7, "code": 0.3})):
+        sources = ", ".join(
+            f'{{"prefix": "{prefix}"' + (f', "weight": {w}}}' if w else "}")
+            for prefix, w in weights.items()
+        )
+        (folder / f"{name}.json").write_text(
+            f'{{"sources": [{sources}], "buckets": [16, 32, 64], "rows_per_block": {GLOBAL_BATCH}}}'
+        )
+    return folder
+
+
+def config(
+    data_path: str | list[str], cache: Path | None = None, **changes: Any
+) -> GPTDatasetConfig:
+    paths = [data_path] if isinstance(data_path, str) else data_path
+    options: dict[str, Any] = {
+        "random_seed": 1234,
+        "sequence_length": ROW,
+        "blend": (paths, None),
+        "split": "90,10,0",
+        "path_to_cache": None if cache is None else str(cache),
+        "tokenizer": Tokenizer(vocab_size=VOCABULARY, eod=0),
+        "reset_position_ids": False,
+        "reset_attention_mask": False,
+        "eod_mask_loss": False,
+        "create_attention_mask": False,
+    }
+    return GPTDatasetConfig(**{**options, **changes})
+
+
+def build(settings: GPTDatasetConfig, sizes: list[int | None], builder: Any = None) -> list[Any]:
+    chosen = builder or BlendedMegatronDatasetBuilder
+    built: list[Any] = chosen(PackedGPTDataset, sizes, lambda: True, settings).build()
+    return built
+
+
+def test_a_row_is_what_the_packed_sequence_path_reads(corpus: Path, tmp_path: Path) -> None:
+    train, valid, test = build(config(str(corpus / "web.json"), tmp_path), [400, 16, 0])
+    assert (len(train), len(valid), test) == (400, 16, None)
+    for number in range(0, 400, 7):
+        row = train[number]
+        kinds = {key: (value.dtype, tuple(value.shape)) for key, value in row.items()}
+        assert kinds == {
+            "tokens": (torch.int64, (ROW,)),
+            "labels": (torch.int64, (ROW,)),
+            "loss_mask": (torch.float32, (ROW,)),
+            "position_ids": (torch.int64, (ROW,)),
+            "cu_seqlens": (torch.int32, (ROW + 1,)),
+            "max_seqlen": (torch.int32, ()),
+        }
+        assert int(row["labels"].min()) >= 0 and int(row["labels"].max()) < VOCABULARY
+        ends = row["cu_seqlens"].unique_consecutive()[1:] - 1
+        # Documents are shorter than what is cut, or cut with a known next token.
+        assert float(row["loss_mask"].sum()) >= ROW - len(ends) - ROW // 4
+    batch = next(iter(DataLoader(train, batch_size=4)))
+    assert batch["tokens"].shape == (4, ROW)
+    assert batch["cu_seqlens"].shape == (4, ROW + 1) and batch["cu_seqlens"].dtype == torch.int32
+    assert batch["max_seqlen"].shape == (4,) and batch["max_seqlen"].dtype == torch.int32
+
+
+def test_the_row_that_fills_a_batch_has_no_loss(corpus: Path, tmp_path: Path) -> None:
+    train, _, _ = build(config(str(corpus / "web.json"), tmp_path), [16, 0, 0])
+    assert float(train[None]["loss_mask"].sum()) == 0.0
+    assert float(train[0]["loss_mask"].sum()) > 0.0
+
+
+def test_one_epoch_without_a_size_and_splits_without_common_documents(
+    corpus: Path, tmp_path: Path
+) -> None:
+    train, valid, _ = build(config(str(corpus / "web.json"), tmp_path), [None, None, 0])
+    indices = [part.rows.packed.samples.indices[0] for part in (train, valid)]
+    documents = [set(index.segment_document.tolist()) for index in indices]
+    assert not documents[0] & documents[1]
+    assert len(documents[0]) == 630 and len(documents[1]) == 70
+    for part, index in zip((train, valid), indices, strict=True):
+        assert len(part) * ROW >= int(index.segment_length.sum())
+        assert len(part) % GLOBAL_BATCH == 0
+
+
+def test_both_sources_are_split_alike(corpus: Path, tmp_path: Path) -> None:
+    _, valid, _ = build(config(str(corpus / "mix.json"), tmp_path), [80, 40, 0])
+    counts = [
+        len(set(index.segment_document.tolist())) for index in valid.rows.packed.samples.indices
+    ]
+    assert counts == [70, 30], "the last tenth of each, not the last tenth of their concatenation"
+
+
+@pytest.mark.parametrize("weights", [[0.7, 0.3], None])
+def test_a_weighted_data_path_is_blended_inside(
+    corpus: Path, tmp_path: Path, weights: list[float] | None
+) -> None:
+    paths = [str(corpus / "web"), str(corpus / "code")]
+    settings = config(str(paths[0]), tmp_path, blend=(paths, weights))
+    _init_calculator(micro_batch_size=1, data_parallel_size=1)
+    try:
+        train, _, _ = build(settings, [400, 0, 0], PackedDatasetBuilder)
+    finally:
+        calculator.destroy_num_microbatches_calculator()
+    assert type(train) is PackedGPTDataset and not isinstance(train, BlendedDataset)
+    assert [d.prefix for d in train.rows.packed.datasets] == paths
+    assert train.rows.packed.samples.weights == weights
+    assert settings.blend == (paths, weights), "the caller's configuration is left alone"
+
+
+def test_a_blend_on_top_of_the_rows_is_refused(corpus: Path, tmp_path: Path) -> None:
+    paths = [str(corpus / "web.json"), str(corpus / "mix.json")]
+    with pytest.raises(ConfigError, match="different buckets on different ranks"):
+        build(config(paths, tmp_path, blend=(paths, [0.5, 0.5])), [80, 0, 0])
+
+
+def test_separate_paths_for_each_split(corpus: Path, tmp_path: Path) -> None:
+    per_split = [
+        ([str(corpus / "web"), str(corpus / "code")], [0.5, 0.5]),
+        ([str(corpus / "code")], None),
+        None,
+    ]
+    settings = config("unused", tmp_path, blend=None, split=None, blend_per_split=per_split)
+    _init_calculator(micro_batch_size=1, data_parallel_size=1)
+    try:
+        train, valid, test = build(settings, [80, 16, 0], PackedDatasetBuilder)
+    finally:
+        calculator.destroy_num_microbatches_calculator()
+    assert len(train.rows.packed.datasets) == 2 and len(valid.rows.packed.datasets) == 1
+    assert test is None
+
+
+def _init_calculator(micro_batch_size: int, data_parallel_size: int, **more: Any) -> None:
+    calculator.init_num_microbatches_calculator(
+        rank=0,
+        rampup_batch_size=more.get("rampup"),
+        global_batch_size=GLOBAL_BATCH,
+        micro_batch_size=micro_batch_size,
+        data_parallel_size=data_parallel_size,
+        decrease_batch_size_if_needed=False,
+    )
+
+
+def test_the_block_is_the_global_batch_or_what_a_ramp_up_shares(
+    corpus: Path, tmp_path: Path
+) -> None:
+    for rampup, expected in ((None, 8), ([2, 2, 100], 2), ([4, 4, 100], 4)):
+        _init_calculator(1, 2, rampup=rampup)
+        try:
+            train, _, _ = build(config(str(corpus / "web"), tmp_path), [16, 0, 0])
+        finally:
+            calculator.destroy_num_microbatches_calculator()
+        assert train.rows.options.rows_per_block == expected
+        assert train.rows.options.cu_seqlens == "exact", "one row per micro batch"
+
+
+def test_blocks_that_micro_steps_would_straddle_are_refused(corpus: Path, tmp_path: Path) -> None:
+    (tmp_path / "odd.json").write_text(
+        f'{{"sources": [{{"prefix": "{corpus}/web"}}], "buckets": [64], "rows_per_block": 2}}'
+    )
+    _init_calculator(2, 2)
+    try:
+        with pytest.raises(ConfigError, match=r"rows_per_block is 2.*multiple of 4"):
+            build(config(str(tmp_path / "odd.json"), tmp_path), [16, 0, 0])
+    finally:
+        calculator.destroy_num_microbatches_calculator()
+    with pytest.raises(ConfigError, match='give "rows_per_block"'):
+        build(config(str(corpus / "web"), tmp_path), [16, 0, 0])
+
+
+def test_context_parallelism_aligns_segments_by_itself(corpus: Path, tmp_path: Path) -> None:
+    settings = config(str(corpus / "web.json"), tmp_path, context_parallel_size=2)
+    train, _, _ = build(settings, [40, 0, 0])
+    for number in range(40):
+        padded = train[number]["cu_seqlens_padded"]
+        assert bool((padded % 4 == 0).all()) and int(padded.max()) == ROW
+
+
+def test_the_dataset_identity_follows_its_path(corpus: Path, tmp_path: Path) -> None:
+    names = [
+        build(config(str(corpus / f"{name}.json"), tmp_path), [16, 0, 0])[0].unique_description_hash
+        for name in ("web", "mix")
+    ]
+    assert names[0] != names[1]
+
+
+def _build_and_read(
+    rank: int, world_size: int, data_path: str, cache: str, sizes: list[int]
+) -> tuple[list[str], list[list[int]]]:
+    """What rank r of a data-parallel group reads in 10 micro steps of 2 rows, and its buckets."""
+    parallel_state.initialize_model_parallel()
+    _init_calculator(2, world_size)
+    train, _, _ = build(config(data_path, Path(cache)), sizes)
+    sampler = SingleSampler(len(train), 0, 2, parallel_state.get_data_parallel_rank(), world_size)
+    loader = DataLoader(train, batch_sampler=list(sampler)[:10], num_workers=0)
+    digests = [str(hash(tuple(batch["tokens"].flatten().tolist()))) for batch in loader]
+    buckets = [[train.bucket_of(i) for i in batch] for batch in list(sampler)[:10]]
+    return digests, buckets
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_all_ranks_read_one_bucket_in_every_micro_step(
+    corpus: Path, tmp_path: Path, free_port: int, world_size: int
+) -> None:
+    answers = run_ranks(
+        _build_and_read, world_size, free_port, str(corpus / "mix.json"), str(tmp_path), [400, 0, 0]
+    )
+    assert len(list(tmp_path.glob("*.samples"))) == 2, "one index per source, built once"
+    for step in range(10):
+        seen = {bucket for _, buckets in answers for bucket in buckets[step]}
+        assert len(seen) == 1, f"micro step {step}"
+    digests = [digest for found, _ in answers for digest in found]
+    assert len(set(digests)) == len(digests), "no two micro batches are alike"
+    assert len({tuple(b) for _, buckets in answers for b in buckets}) > 1, "several buckets"
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [((1, 8), (2, 2)), ((2, 2), (4, 1)), ((4, 2), (1, 1)), ((1, 4), (8, 1))],
+    ids=str,
+)
+def test_a_resume_with_other_ranks_reads_on_where_the_run_stopped(
+    corpus: Path, tmp_path: Path, before: tuple[int, int], after: tuple[int, int]
+) -> None:
+    train, _, _ = build(config(str(corpus / "web.json"), tmp_path), [200, 0, 0])
+    consumed = 5 * GLOBAL_BATCH
+    reference = list(range(200))
+    read: list[int] = []
+    for (mbs, dp), begin, end in ((before, 0, consumed), (after, consumed, 200)):
+        samplers = [iter(SingleSampler(200, begin, mbs, rank, dp)) for rank in range(dp)]
+        for _ in range((end - begin) // (mbs * dp)):
+            step = [next(sampler) for sampler in samplers]
+            assert len({train.bucket_of(i) for batch in step for i in batch}) == 1
+            read += [i for batch in step for i in batch]
+    assert read == reference
+
+
+def _tensor_parallel_rows(rank: int, world_size: int, data_path: str, cache: str) -> Any:
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=world_size)
+    _init_calculator(2, 1)
+    tensor_rank = parallel_state.get_tensor_model_parallel_rank()
+    builder = BlendedMegatronDatasetBuilder(
+        PackedGPTDataset, [16, 0, 0], lambda: tensor_rank == 0, config(data_path, Path(cache))
+    )
+    train, _, _ = builder.build()
+    assert (train is not None) == (tensor_rank == 0)
+    loader = None if train is None else iter(DataLoader(train, batch_size=2))
+    tokens, labels, mask, _, positions, params = get_batch(loader)
+    assert params is not None
+    return [tokens, labels, mask, positions, params.cu_seqlens_q, params.max_seqlen_q]
+
+
+@pytest.mark.multiprocess
+def test_a_tensor_parallel_pair_gets_the_rows_of_its_first_rank(
+    corpus: Path, tmp_path: Path, free_port: int
+) -> None:
+    first, second = run_ranks(
+        _tensor_parallel_rows, 2, free_port, str(corpus / "web.json"), str(tmp_path)
+    )
+    for ours, theirs in zip(first[:-1], second[:-1], strict=True):
+        assert torch.equal(ours, theirs) and ours.dtype == theirs.dtype
+    assert first[-1] == second[-1]
+    assert first[0].shape == (1, 2 * ROW) and int(first[4][-1]) == 2 * ROW

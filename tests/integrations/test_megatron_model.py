@@ -1,0 +1,160 @@
+"""A real megatron-core GPTModel on packed rows, forward and backward, on the CPU.
+
+The local layer spec with ``PackedCoreAttention`` needs no Transformer Engine. megatron-core asks
+CUDA for its current device inside RoPE; that one call is answered with "cpu" here.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.nn.functional as F
+from megatron.core import parallel_state
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+from torch.utils.data import default_collate
+
+from megapack.errors import ConfigError
+from megapack.integrations.megatron.attention import PackedCoreAttention, with_packed_attention
+from megapack.integrations.megatron.batch import forward_step
+from megapack.integrations.megatron.packed import flatten_rows, to_packed_seq_params
+from tests.integrations.harness import run_ranks
+from tests.integrations.samples import make_row
+
+VOCABULARY = 128
+LENGTHS = [20, 3, 41]
+
+
+def config(**changes: Any) -> TransformerConfig:
+    options: dict[str, Any] = {
+        "num_layers": 2,
+        "hidden_size": 32,
+        "num_attention_heads": 4,
+        "num_query_groups": 2,
+        "use_cpu_initialization": True,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        "bias_dropout_fusion": False,
+        "add_bias_linear": False,
+        "gated_linear_unit": True,
+        "activation_func": F.silu,
+    }
+    return TransformerConfig(**{**options, **changes})
+
+
+def model(position_embedding: str, **changes: Any) -> GPTModel:
+    torch.manual_seed(0)
+    return GPTModel(
+        config=config(**changes),
+        transformer_layer_spec=with_packed_attention(get_gpt_layer_local_spec()),
+        vocab_size=VOCABULARY,
+        max_sequence_length=64,
+        position_embedding_type=position_embedding,
+    )
+
+
+def gradients(gpt: GPTModel) -> dict[str, Tensor]:
+    found = {name: p.grad.clone() for name, p in gpt.named_parameters() if p.grad is not None}
+    gpt.zero_grad()
+    return found
+
+
+def _packed_against_single(
+    rank: int, world_size: int, position_embedding: str, changes: dict[str, Any]
+) -> tuple[float, float]:
+    parallel_state.initialize_model_parallel()
+    row = make_row(LENGTHS)
+    batch = default_collate([{**row, "labels": (row["labels"] * 7) % VOCABULARY}])
+    gpt = model(position_embedding, **changes)
+    with mock.patch("torch.cuda.current_device", lambda: "cpu"):
+        loss, num_tokens, report = _step(gpt, batch)
+        loss.backward()
+        packed = gradients(gpt)
+        assert int(num_tokens) == sum(LENGTHS) - len(LENGTHS) == int(report["lm loss"][1])
+        total, begin = torch.zeros(()), 0
+        for length in LENGTHS:
+            part = slice(begin, begin + length)
+            alone = {
+                k: batch[k][:, part] for k in ("tokens", "labels", "loss_mask", "position_ids")
+            }
+            alone["cu_seqlens"] = torch.tensor([[0, length]], dtype=torch.int32)
+            alone["max_seqlen"] = torch.tensor([length], dtype=torch.int32)
+            part_loss, _, _ = _step(gpt, alone)
+            part_loss.backward()
+            total = total + part_loss.detach()
+            begin += length
+        single = gradients(gpt)
+    assert packed.keys() == single.keys() and len(packed) > 10
+    worst = max(
+        float((packed[name] - single[name]).norm() / single[name].norm().clamp(min=1e-12))
+        for name in packed
+    )
+    return abs(float(loss - total) / float(total)), worst
+
+
+def _step(gpt: GPTModel, batch: dict[str, Tensor]) -> Any:
+    output, reduce = forward_step(iter([batch]), gpt)
+    return reduce(output)
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize(
+    ("position_embedding", "changes"),
+    [
+        ("rope", {}),
+        ("learned_absolute", {}),
+        ("rope", {"window_size": (7, 0)}),
+    ],
+    ids=["rope", "learned", "window"],
+)
+def test_a_packed_row_gives_the_loss_and_gradients_of_its_documents(
+    position_embedding: str, changes: dict[str, Any], free_port: int
+) -> None:
+    [(loss_error, gradient_error)] = run_ranks(
+        _packed_against_single, 1, free_port, position_embedding, changes
+    )
+    assert loss_error < 1e-6
+    assert gradient_error < 1e-5
+
+
+def _plain_rows(rank: int, world_size: int) -> float:
+    """Without boundaries every row is one segment: the same as one boundary per row."""
+    parallel_state.initialize_model_parallel()
+    gpt = model("learned_absolute")
+    rows = default_collate([make_row([16], 1), make_row([16], 40)])
+    plain = gpt(rows["tokens"], rows["position_ids"], None, labels=rows["labels"])
+    flat = flatten_rows(rows)
+    packed = gpt(
+        flat["tokens"],
+        flat["position_ids"],
+        None,
+        labels=flat["labels"],
+        packed_seq_params=to_packed_seq_params(flat["cu_seqlens"], flat["max_seqlen"]),
+    )
+    return float((plain.flatten() - packed.flatten()).abs().max())
+
+
+@pytest.mark.multiprocess
+def test_rows_without_boundaries_are_plain_causal_rows(free_port: int) -> None:
+    assert run_ranks(_plain_rows, 1, free_port)[0] < 1e-6
+
+
+@pytest.mark.parametrize(
+    ("options", "changes", "message"),
+    [
+        ({}, {"attention_dropout": 0.1}, "dropout is 0.1"),
+        ({}, {"context_parallel_size": 2}, "Transformer Engine"),
+        ({"attention_type": "cross"}, {}, "self only"),
+    ],
+)
+def test_the_attention_refuses_what_it_cannot_do(
+    options: dict[str, Any], changes: dict[str, Any], message: str
+) -> None:
+    arguments = {"layer_number": 1, "attn_mask_type": None, "attention_type": "self", **options}
+    with pytest.raises(ConfigError, match=message):
+        PackedCoreAttention(config(**changes), **arguments)

@@ -1,0 +1,221 @@
+"""megatron-core's own code on megapack's storage: the same files, the same samples."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from megatron.core.datasets import gpt_dataset
+from megatron.core.datasets import indexed_dataset as stock
+from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
+from torch.utils.data import DataLoader
+
+from megapack.errors import DataError, FormatError
+from megapack.integrations.megatron.storage import (
+    IndexedDataset,
+    IndexedDatasetBuilder,
+    rebind_storage,
+)
+from tests.integrations.samples import Tokenizer
+
+Documents = list[list[list[int]]]  # documents of sequences of tokens
+
+documents = st.lists(
+    st.lists(st.lists(st.integers(0, 60000), min_size=1, max_size=7), max_size=3),
+    min_size=1,
+    max_size=8,
+).filter(any)
+
+
+def write(builder_class: Any, prefix: Path, content: Documents, dtype: Any, modes: bool) -> None:
+    builder = builder_class(f"{prefix}.bin", dtype=dtype, multimodal=modes)
+    for number, sequences in enumerate(content):
+        flat = np.array([token for sequence in sequences for token in sequence], dtype=np.int64)
+        if number % 2:
+            lengths = [len(sequence) for sequence in sequences]
+            builder.add_document(flat, lengths, [number % 3] * len(lengths) if modes else None)
+        else:
+            for sequence in sequences:
+                builder.add_item(torch.tensor(sequence), number % 3)
+            builder.end_document()
+    builder.finalize(f"{prefix}.idx")
+
+
+@given(
+    content=documents, dtype=st.sampled_from([np.uint16, np.int32, np.int64]), modes=st.booleans()
+)
+def test_both_builders_write_the_same_bytes_and_both_readers_read_them(
+    tmp_path_factory: pytest.TempPathFactory, content: Documents, dtype: Any, modes: bool
+) -> None:
+    folder = tmp_path_factory.mktemp("pair")
+    if modes:  # megatron-core 0.16.1 cannot add a multimodal document without modes
+        content = [sequences or [[1]] for sequences in content]
+    write(stock.IndexedDatasetBuilder, folder / "theirs", content, dtype, modes)
+    write(IndexedDatasetBuilder, folder / "ours", content, dtype, modes)
+    for suffix in ("bin", "idx"):
+        assert (folder / f"ours.{suffix}").read_bytes() == (
+            folder / f"theirs.{suffix}"
+        ).read_bytes()
+    theirs = stock.IndexedDataset(str(folder / "ours"), multimodal=modes)
+    ours = IndexedDataset(str(folder / "theirs"), multimodal=modes)
+    assert_same_dataset(ours, theirs)
+    assert_same_dataset(pickle.loads(pickle.dumps(ours)), theirs)
+
+
+def assert_same_dataset(ours: IndexedDataset, theirs: Any) -> None:
+    assert isinstance(ours, stock.IndexedDataset)
+    assert len(ours) == len(theirs)
+    assert ours.index.dtype is theirs.index.dtype
+    assert len(ours.index) == ours.index.sequence_count == theirs.index.sequence_count
+    assert ours.index.document_count == theirs.index.document_count
+    for name in ("sequence_lengths", "document_indices"):
+        np.testing.assert_array_equal(getattr(ours, name), getattr(theirs, name))
+        np.testing.assert_array_equal(getattr(ours.index, name), getattr(theirs.index, name))
+    np.testing.assert_array_equal(ours.get_document_indices(), theirs.get_document_indices())
+    np.testing.assert_array_equal(ours.index.sequence_pointers, theirs.index.sequence_pointers)
+    for i in range(len(theirs)):
+        assert_same_item(ours[i], theirs[i])
+        assert_same_item(ours[np.int32(i)], theirs[i])
+        assert ours.index[i] == theirs.index[i]
+        assert_same_item(ours.get(i, offset=1), theirs.get(i, offset=1))
+        assert_same_item(ours.get(i, 0, 1), theirs.get(i, 0, 1))
+        pointer, length, _ = theirs.index[i]
+        np.testing.assert_array_equal(
+            ours.bin_reader.read(ours.index.dtype, length, pointer),
+            theirs.bin_reader.read(theirs.index.dtype, length, pointer),
+        )
+    for a, b in zip(as_list(ours[0 : len(ours)]), as_list(theirs[0 : len(ours)]), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def as_list(answer: Any) -> list[Any]:
+    """Sequences of a slice, the modes behind them when there are any."""
+    if isinstance(answer, tuple):
+        sequences, modes = answer
+        return [*sequences, modes]
+    return list(answer)
+
+
+def assert_same_item(ours: Any, theirs: Any) -> None:
+    if isinstance(theirs, tuple):
+        assert isinstance(ours, tuple) and ours[1] == theirs[1]
+        ours, theirs = ours[0], theirs[0]
+    assert ours.dtype == theirs.dtype
+    np.testing.assert_array_equal(ours, theirs)
+
+
+def test_numbers_as_strings_and_negative_labels_are_stored_as_megatron_stores_them(
+    tmp_path: Path,
+) -> None:
+    for name, builder_class in (
+        ("theirs", stock.IndexedDatasetBuilder),
+        ("ours", IndexedDatasetBuilder),
+    ):
+        builder = builder_class(f"{tmp_path / name}.bin", dtype=np.int32)
+        builder.add_document(["12", "7", "300"], [3])
+        builder.add_document([-100, 5], [2])
+        builder.finalize(f"{tmp_path / name}.idx")
+    for suffix in ("bin", "idx"):
+        ours, theirs = (tmp_path / f"{name}.{suffix}" for name in ("ours", "theirs"))
+        assert ours.read_bytes() == theirs.read_bytes()
+
+
+def test_merging_reads_what_megatron_wrote(tmp_path: Path) -> None:
+    content = [[[1, 2], [3]], [[4]], [[5, 6, 7]]]
+    write(stock.IndexedDatasetBuilder, tmp_path / "part", content, np.uint16, False)
+    for name, builder_class in (
+        ("theirs", stock.IndexedDatasetBuilder),
+        ("ours", IndexedDatasetBuilder),
+    ):
+        builder = builder_class(f"{tmp_path / name}.bin", dtype=np.uint16)
+        builder.add_index(str(tmp_path / "part"))
+        builder.add_index(str(tmp_path / "part"))
+        builder.finalize(f"{tmp_path / name}.idx")
+    for suffix in ("bin", "idx"):
+        ours, theirs = (tmp_path / f"{name}.{suffix}" for name in ("ours", "theirs"))
+        assert ours.read_bytes() == theirs.read_bytes()
+
+
+def test_what_megatron_lets_pass_silently_is_an_error_here(tmp_path: Path) -> None:
+    builder = IndexedDatasetBuilder(str(tmp_path / "a.bin"), dtype=np.uint16)
+    with pytest.raises(DataError, match="70000"):
+        builder.add_item(torch.tensor([1, 70000]))
+    with pytest.raises(DataError, match="lengths sum to 5"):
+        builder.add_document([1, 2, 3], [2, 3])
+    builder.add_document([1, 2, 3], [3])
+    builder.finalize(str(tmp_path / "a.idx"))
+    assert IndexedDataset.exists(str(tmp_path / "a"))
+    assert not IndexedDataset.exists(str(tmp_path / "b"))
+    with pytest.raises(FormatError, match="sequences_per_dataset says"):
+        IndexedDataset(str(tmp_path / "a"), sequences_per_dataset=(5, 6), dtype_code=4)
+    same = IndexedDataset(str(tmp_path / "a"), sequences_per_dataset=(1, 2), dtype_code=4)
+    assert same[0].dtype == np.uint16, "the header decides, not the guessed dtype code"
+    (tmp_path / "a.bin").write_bytes(b"\x00\x00")
+    with pytest.raises(FormatError, match="truncated"):
+        IndexedDataset(str(tmp_path / "a"))
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
+    rng = np.random.default_rng(3)
+    prefix = tmp_path_factory.mktemp("corpus") / "text_document"
+    builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=np.uint16)
+    for length in rng.integers(1, 200, 300):
+        builder.add_document(rng.integers(0, 1000, length), [int(length)])
+    builder.finalize(f"{prefix}.idx")
+    return str(prefix)
+
+
+@pytest.fixture
+def rebound() -> Iterator[None]:
+    rebinding = rebind_storage()
+    yield
+    rebinding.undo()
+    assert gpt_dataset.IndexedDataset is stock.IndexedDataset
+
+
+def build(prefix: str, cache: Path) -> list[Any]:
+    config = GPTDatasetConfig(
+        random_seed=1234,
+        sequence_length=64,
+        blend=([prefix], None),
+        split="90,10,0",
+        path_to_cache=str(cache),
+        tokenizer=Tokenizer(vocab_size=1000, eod=0),
+        reset_position_ids=False,
+        reset_attention_mask=False,
+        eod_mask_loss=True,
+        create_attention_mask=False,
+    )
+    builder = BlendedMegatronDatasetBuilder(GPTDataset, [400, 20, 0], lambda: True, config)
+    built: list[Any] = builder.build()
+    return built
+
+
+def test_gpt_dataset_returns_the_same_samples_on_our_storage(
+    corpus: str, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    theirs = build(corpus, tmp_path / "theirs")
+    assert type(theirs[0].dataset) is stock.IndexedDataset
+    request.getfixturevalue("rebound")
+    ours = build(corpus, tmp_path / "ours")
+    assert type(ours[0].dataset) is IndexedDataset is gpt_dataset.IndexedDataset
+    for split in (0, 1):
+        assert len(ours[split]) == len(theirs[split]) > 0
+        for i in range(len(theirs[split])):
+            for key, value in theirs[split][i].items():
+                assert torch.equal(ours[split][i][key], value), (split, i, key)
+    loader = DataLoader(ours[0], batch_size=8, num_workers=2)
+    batches = list(loader)
+    reference = list(DataLoader(theirs[0], batch_size=8))
+    assert all(
+        torch.equal(a["tokens"], b["tokens"]) for a, b in zip(batches, reference, strict=True)
+    )

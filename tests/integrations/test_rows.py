@@ -1,0 +1,246 @@
+"""Rows of constant length: what they hold, and that hosts' samplers keep ranks in one bucket."""
+
+from __future__ import annotations
+
+import itertools
+import pickle
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils.data import DataLoader
+
+from megapack.data import PackedDataset, Schedule
+from megapack.errors import ConfigError
+from megapack.integrations.manifest import Manifest, Source
+from megapack.integrations.rows import RowDataset, RowOptions, deal_rows, open_rows, open_sources
+from megapack.storage import IndexedDataset
+from tests.integrations.samples import make_dataset
+
+ROW = 64
+OPTIONS = RowOptions(sequence_length=ROW, rows_per_block=8, seed=7)
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> IndexedDataset:
+    rng = np.random.default_rng(0)
+    lengths = np.minimum(rng.lognormal(2.6, 0.9, 900).astype(int) + 1, 150).tolist()
+    return make_dataset(tmp_path_factory.mktemp("rows"), [0, *lengths, 0])
+
+
+def rows_of(
+    corpus: IndexedDataset, options: RowOptions = OPTIONS, manifest: Any = None, **more: Any
+) -> RowDataset:
+    manifest = {"buckets": (16, 32, 64), **(manifest or {})}
+    manifest = Manifest(sources=(Source(prefix=corpus.prefix),), **manifest)
+    return open_rows(manifest, open_sources(manifest), options, **more)
+
+
+def segments_of(row: dict[str, torch.Tensor]) -> list[tuple[int, int]]:
+    bounds = row["cu_seqlens"].unique_consecutive().tolist()
+    return list(itertools.pairwise(bounds))
+
+
+def test_a_row_holds_whole_samples_with_labels_and_positions_inside_documents(
+    corpus: IndexedDataset,
+) -> None:
+    rows = rows_of(corpus)
+    offsets = corpus.document_offsets
+    seen = np.zeros(corpus.num_tokens, np.int64)
+    for number in range(rows.rows_per_epoch):
+        row = rows[number]
+        assert row["tokens"].shape == row["labels"].shape == (ROW,)
+        assert row["cu_seqlens"].shape == (ROW + 1,) and row["cu_seqlens"].dtype == torch.int32
+        assert row["max_seqlen"].dtype == torch.int32 and row["max_seqlen"].dim() == 0
+        assert int(row["max_seqlen"]) == max(e - b for b, e in segments_of(row))
+        assert segments_of(row)[-1][1] == ROW
+        assert torch.equal(row["loss_mask"] == 0, row["labels"] < 0)
+        for begin, end in segments_of(row):
+            assert row["position_ids"][begin:end].tolist() == list(range(end - begin))
+            inside = row["labels"][begin : end - 1]
+            if (inside >= 0).any():
+                assert torch.equal(inside, row["tokens"][begin + 1 : end])
+        capacity = (16, 32, 64)[rows.bucket_of(number)]
+        samples = rows.samples_of(number)
+        assert len(samples) == ROW // capacity
+        for slot, sample in enumerate(samples.tolist()):
+            _, segments = rows.packed.samples.indices[0].sample(sample)
+            at = slot * capacity
+            for document, begin, length in segments:
+                start = int(offsets[document]) + begin
+                np.testing.assert_array_equal(
+                    row["tokens"][at : at + length].numpy(), corpus.tokens[start : start + length]
+                )
+                seen[start : start + length] += 1
+                at += length
+    # One epoch covers everything; what fills its last block is the begin of the next epoch.
+    assert seen.min() == 1
+    assert seen.sum() - len(seen) < 3 * OPTIONS.rows_per_block * ROW
+
+
+@given(
+    data_parallel=st.sampled_from([1, 2, 4, 8]),
+    micro_batch=st.sampled_from([1, 2, 4, 8]),
+    consumed_blocks=st.integers(0, 5),
+)
+def test_consecutive_rows_of_all_ranks_are_of_one_bucket(
+    corpus: IndexedDataset, data_parallel: int, micro_batch: int, consumed_blocks: int
+) -> None:
+    at_once = data_parallel * micro_batch
+    if OPTIONS.rows_per_block % at_once:
+        return
+    rows = rows_of(corpus)
+    begin = consumed_blocks * OPTIONS.rows_per_block
+    for first in range(begin, begin + 2 * OPTIONS.rows_per_block, at_once):
+        assert len({rows.bucket_of(i) for i in range(first, first + at_once)}) == 1
+
+
+def test_rows_do_not_depend_on_how_many_are_asked_for_or_in_which_order(
+    corpus: IndexedDataset,
+) -> None:
+    few, many = rows_of(corpus, num_rows=40), rows_of(corpus, num_rows=4000)
+    assert (len(few), len(many)) == (40, 4000)
+    for number in (39, 3, 17, 0, 39):
+        for key, value in many[number].items():
+            assert torch.equal(few[number][key], value), (number, key)
+    assert len({many.bucket_of(i) for i in range(4000)}) == 3
+    with pytest.raises(IndexError, match="row 40 of 40"):
+        few[40]
+
+
+def test_a_block_of_rows_is_a_step_of_the_schedule_that_other_trainers_run(
+    corpus: IndexedDataset,
+) -> None:
+    rows = rows_of(corpus)
+    index = rows.packed.samples.indices[0]
+    schedule = Schedule(
+        PackedDataset(corpus, index), tokens_per_step=OPTIONS.rows_per_block * ROW, seed=7
+    )
+    for step in range(schedule.num_steps(1)):
+        first = step * OPTIONS.rows_per_block
+        mine = [rows.samples_of(first + r) for r in range(OPTIONS.rows_per_block)]
+        assert sorted(np.concatenate(mine)) == sorted(schedule.step(step).sample_ids)
+
+
+def test_several_rows_at_once_are_the_same_rows(corpus: IndexedDataset) -> None:
+    rows = rows_of(corpus)
+    numbers = [3, 4, 15, 16, 2]
+    for row, number in zip(rows.__getitems__(numbers), numbers, strict=True):
+        assert all(torch.equal(value, rows[number][key]) for key, value in row.items())
+    batch = next(iter(DataLoader(rows, batch_size=4)))
+    assert {key: tuple(value.shape) for key, value in batch.items()} == {
+        "tokens": (4, ROW),
+        "labels": (4, ROW),
+        "loss_mask": (4, ROW),
+        "position_ids": (4, ROW),
+        "cu_seqlens": (4, ROW + 1),
+        "max_seqlen": (4,),
+    }
+
+
+def test_exact_boundaries_end_with_the_row(corpus: IndexedDataset) -> None:
+    rows = rows_of(corpus, replace(OPTIONS, cu_seqlens="exact"))
+    padded = rows_of(corpus)
+    for number in range(20):
+        exact = rows[number]["cu_seqlens"]
+        assert bool((exact.diff() > 0).all()) and int(exact[-1]) == ROW
+        assert torch.equal(padded[number]["cu_seqlens"].unique_consecutive(), exact)
+
+
+def test_rows_survive_pickling_for_spawned_workers(corpus: IndexedDataset) -> None:
+    rows = rows_of(corpus)
+    again = pickle.loads(pickle.dumps(rows))
+    assert all(torch.equal(again[11][key], value) for key, value in rows[11].items())
+
+
+def test_aligned_segments_start_at_multiples_and_boundaries_count_both_ways(
+    corpus: IndexedDataset,
+) -> None:
+    rows = rows_of(corpus, replace(OPTIONS, align=4, cu_seqlens="exact"))
+    for number in range(rows.rows_per_epoch):
+        row = rows[number]
+        true, padded = row["cu_seqlens"], row["cu_seqlens_padded"]
+        assert padded.shape == true.shape and int(padded[-1]) == ROW
+        assert bool((padded % 4 == 0).all())
+        assert bool(((padded.diff() - true.diff()) >= 0).all())
+        assert bool(((padded.diff() - true.diff()) < 4).all())
+        assert int(row["max_seqlen"]) == int(padded.diff().max())
+        restarts = (row["position_ids"] == 0).nonzero().flatten()
+        assert set(padded[:-1].tolist()) <= set(restarts.tolist())
+
+
+def test_dealing_evens_out_the_work_of_rows_and_puts_the_heaviest_first() -> None:
+    rng = np.random.default_rng(1)
+    costs = np.sort(rng.integers(1, 1000, 96))
+    ids = np.arange(96) + 500
+    rows = deal_rows(ids, costs, 8)
+    assert sorted(rows.reshape(-1).tolist()) == ids.tolist()
+    work = costs[rows - 500].sum(axis=1)
+    assert (np.diff(work) <= 0).all()
+    naive = costs.reshape(8, 12).sum(axis=1)
+    assert work.max() / work.mean() < 1.01 < naive.max() / naive.mean()
+    single = deal_rows(ids, costs, 96)
+    assert single[0, 0] == 500 + int(np.argmax(costs))
+
+
+def test_a_blend_gives_sources_their_share_inside_every_bucket(
+    tmp_path: Path, corpus: IndexedDataset
+) -> None:
+    other = make_dataset(tmp_path, np.random.default_rng(5).integers(5, 60, 400).tolist())
+    manifest = Manifest(
+        sources=(
+            Source(prefix=corpus.prefix, weight=3.0),
+            Source(prefix=other.prefix, weight=1.0),
+        ),
+        buckets=(16, 32, 64),
+        cache_directory=str(tmp_path / "cache"),
+    )
+    rows = open_rows(manifest, open_sources(manifest), OPTIONS, num_rows=2000)
+    first = rows.packed.samples.bases[1]
+    tokens = np.zeros(2)
+    for number in range(2000):
+        capacity = (16, 32, 64)[rows.bucket_of(number)]
+        mine = rows.samples_of(number) >= first
+        tokens += [(~mine).sum() * capacity, mine.sum() * capacity]
+    assert tokens[1] / tokens.sum() == pytest.approx(0.25, abs=0.01)
+
+
+def test_split_parts_share_no_document(corpus: IndexedDataset, tmp_path: Path) -> None:
+    parts = [
+        rows_of(corpus, split=split, cache_directory=tmp_path) for split in ((0.0, 0.8), (0.8, 1.0))
+    ]
+    documents = [set(part.packed.samples.indices[0].segment_document.tolist()) for part in parts]
+    assert documents[0] and documents[1] and not documents[0] & documents[1]
+    filled = {d for d, length in enumerate(corpus.document_lengths) if length}
+    assert documents[0] | documents[1] == filled
+
+
+@pytest.mark.parametrize(
+    ("manifest", "options", "message"),
+    [
+        ({"buckets": (16, 128)}, {}, r"bucket 128 is longer .* 64"),
+        ({"max_epochs": 1.0}, {"num_rows": 100000}, "max_epochs is 1"),
+        ({}, {"split": (0.99999, 1.0)}, "hold no tokens"),
+        ({"strategy": "buckets"}, {}, "did you mean 'bucket'"),
+        ({"order": "random"}, {}, "order is 'random'"),
+    ],
+)
+def test_options_that_cannot_be_are_refused(
+    corpus: IndexedDataset, manifest: dict[str, Any], options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        rows_of(corpus, manifest=manifest, **options)
+
+
+def test_named_labels_are_for_a_single_source(corpus: IndexedDataset) -> None:
+    manifest = Manifest(
+        sources=(Source(prefix=corpus.prefix, labels="a"), Source(prefix=corpus.prefix)),
+        buckets=(64,),
+    )
+    with pytest.raises(ConfigError, match="labels a are named in a blend"):
+        open_rows(manifest, open_sources(manifest), OPTIONS)

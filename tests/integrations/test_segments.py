@@ -1,0 +1,167 @@
+"""Attention inside documents for hosts that know nothing of documents."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.data import default_collate
+
+from megapack.errors import ConfigError
+from megapack.integrations import segments
+from tests.integrations.samples import make_row
+
+# flash-attn's two functions by their documented meaning, in plain torch (flash-attn needs a GPU).
+
+
+def flash_attn_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+) -> Tensor:
+    """q ``(batch, row, heads, dim)``, k and v with fewer heads."""
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    out = F.scaled_dot_product_attention(
+        q, k, v, is_causal=causal, scale=softmax_scale, enable_gqa=True
+    )
+    return out.transpose(1, 2)
+
+
+def flash_attn_varlen_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+) -> Tensor:
+    """q ``(tokens, heads, dim)``."""
+    assert cu_seqlens_q.dtype == cu_seqlens_k.dtype == torch.int32
+    bounds = cu_seqlens_q.tolist()
+    assert max_seqlen_q == max(b - a for a, b in itertools.pairwise(bounds))
+    parts = [
+        flash_attn_func(q[a:b][None], k[a:b][None], v[a:b][None], dropout_p, softmax_scale, causal)
+        for a, b in itertools.pairwise(bounds)
+    ]
+    return torch.cat([part[0] for part in parts])
+
+
+def host_broadcast_data(keys: Any, data: Any, datatype: torch.dtype) -> dict[str, Tensor]:
+    """What both hosts' broadcast_data does on one tensor-parallel rank."""
+    for key in keys:
+        assert data[key].dtype == datatype, key
+    return {key: data[key].clone() for key in keys}
+
+
+def host_masks(data: Tensor, eod_token: int) -> tuple[None, Tensor, Tensor]:
+    """get_ltor_masks_and_position_ids with eod_mask_loss: a row is one causal run."""
+    loss_mask = torch.ones(data.shape)
+    loss_mask[data == eod_token] = 0.0
+    return None, loss_mask, torch.arange(data.shape[1]).expand_as(data)
+
+
+ROWS = [make_row([3, 5, 8], 1), make_row([16], 100)]
+
+
+def collated(rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    samples = []
+    for row in rows:
+        text = torch.cat([row["tokens"], row["tokens"][-1:]])
+        samples.append({"text": text, **segments.side_channel(row, 17)})
+    batch: dict[str, Tensor] = default_collate(samples)
+    return batch
+
+
+@pytest.fixture
+def in_flight() -> Iterator[segments.MicroBatch]:
+    broadcast = segments.wrap_broadcast_data(host_broadcast_data)
+    received = broadcast(["text"], collated(ROWS), torch.int64)
+    assert torch.equal(received["text"], collated(ROWS)["text"])
+    batch = segments.current()
+    assert batch is not None
+    yield batch
+    segments.clear()
+
+
+def test_broadcast_brings_the_boundaries_of_all_rows(in_flight: segments.MicroBatch) -> None:
+    assert in_flight.cu_seqlens.dtype == torch.int32
+    assert in_flight.cu_seqlens.tolist() == [0, 3, 8, 16, 32]
+    assert in_flight.max_seqlen == 16
+    assert in_flight.loss_mask.dtype == torch.float32
+
+
+def test_broadcasts_of_other_keys_pass_unchanged() -> None:
+    broadcast = segments.wrap_broadcast_data(host_broadcast_data)
+    data = {"types": torch.ones(2, dtype=torch.int64)}
+    assert set(broadcast(["types"], data, torch.int64)) == {"types"}
+    assert segments.current() is None
+
+
+def test_masks_are_multiplied_and_positions_restart(in_flight: segments.MicroBatch) -> None:
+    wrapped = segments.wrap_masks_and_positions(host_masks)
+    tokens = collated(ROWS)["text"][:, :-1]
+    mask, loss_mask, position_ids = wrapped(tokens, eod_token=5)
+    assert mask is None
+    zeros = {(r, c) for r, c in (loss_mask == 0).nonzero().tolist()}
+    assert zeros == {(0, 2), (0, 7), (0, 15), (1, 15), (0, 4)}, "ends of documents and the eod"
+    assert torch.equal(position_ids, torch.stack([row["position_ids"] for row in ROWS]))
+    with pytest.raises(ConfigError, match="sequence length curriculum"):
+        wrapped(tokens[:, :8], eod_token=5)
+
+
+@pytest.mark.parametrize("causal_varlen", [False, True], ids=["flash_attn", "flash_attn_varlen"])
+def test_flash_attention_of_a_row_is_that_of_its_documents(
+    in_flight: segments.MicroBatch, causal_varlen: bool
+) -> None:
+    torch.manual_seed(0)
+    inputs = [torch.randn(2, 16, heads, 8, requires_grad=True) for heads in (4, 2, 2)]
+    if causal_varlen:
+        attend = segments.wrap_flash_attn_varlen_func(flash_attn_varlen_func)
+        rows = torch.tensor([0, 16, 32], dtype=torch.int32)
+        flat = [x.flatten(0, 1) for x in inputs]
+        out = attend(*flat, rows, rows, 16, 16, 0.0, softmax_scale=None, causal=True).view(
+            2, 16, 4, 8
+        )
+    else:
+        attend = segments.wrap_flash_attn_func(flash_attn_func, flash_attn_varlen_func)
+        out = attend(*inputs, 0.0, softmax_scale=None, causal=True)
+    weights = torch.randn_like(out)
+    gradients = torch.autograd.grad((out * weights).sum(), inputs)
+    expected = torch.empty_like(out)
+    for row, begin, end in ((0, 0, 3), (0, 3, 8), (0, 8, 16), (1, 0, 16)):
+        q, k, v = (x[row : row + 1, begin:end] for x in inputs)
+        expected[row, begin:end] = flash_attn_func(q, k, v, causal=True)[0]
+    torch.testing.assert_close(out, expected)
+    torch.testing.assert_close(
+        gradients, torch.autograd.grad((expected * weights).sum(), inputs), rtol=1e-4, atol=1e-5
+    )
+
+
+def test_attention_over_anything_else_is_refused_until_the_batch_is_forgotten(
+    in_flight: segments.MicroBatch,
+) -> None:
+    attend = segments.wrap_flash_attn_func(flash_attn_func, flash_attn_varlen_func)
+    x = torch.randn(1, 7, 2, 8)
+    with pytest.raises(ConfigError, match=r"7 tokens.*32.*clear\(\)"):
+        attend(x, x, x, causal=True)
+    segments.clear()
+    torch.testing.assert_close(attend(x, x, x, causal=True), flash_attn_func(x, x, x, causal=True))
+
+
+def test_pipelines_with_several_micro_batches_in_flight_are_refused() -> None:
+    segments.require_one_stage(0)
+    segments.require_one_stage(1)
+    with pytest.raises(ConfigError, match="pipeline_parallel_size is 2"):
+        segments.require_one_stage(2)

@@ -1,0 +1,312 @@
+"""GPT-NeoX and Megatron-DeepSpeed: batches, resume, and losses of documents, not of rows.
+
+The hosts are restated (see hosts/README.md) and run in a process of their own, since both are
+called ``megatron``.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from megapack.errors import ConfigError
+from megapack.integrations.manifest import Manifest, Source
+from megapack.integrations.megatron_deepspeed import build_train_valid_test_datasets
+from megapack.integrations.rows import RowOptions
+from megapack.integrations.segments import SIDE_KEYS
+from megapack.integrations.text_rows import (
+    build_text_rows,
+    manifest_of_list,
+    shared_rows,
+    split_bounds,
+)
+from megapack.storage import IndexedDataset, IndexedDatasetBuilder
+from tests.integrations.samples import make_dataset
+
+HOSTS = Path(__file__).parent / "hosts"
+ROOT = Path(__file__).parents[2]
+ROW = 64
+OPTIONS = RowOptions(sequence_length=ROW, rows_per_block=8, seed=3)
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> IndexedDataset:
+    lengths = np.random.default_rng(0).integers(2, 50, 600).tolist()
+    return make_dataset(tmp_path_factory.mktemp("hosts"), lengths, "web")
+
+
+def manifest(prefix: str, labels: str | None = None) -> Manifest:
+    # Long documents are cut inside a row, not only at its end.
+    return Manifest(sources=(Source(prefix=prefix, labels=labels),), buckets=(16, 32))
+
+
+def test_text_and_label_shift_into_tokens_and_labels(corpus: IndexedDataset) -> None:
+    rows = build_text_rows(
+        manifest(corpus.prefix),
+        OPTIONS,
+        split=(0.0, 1.0),
+        num_rows=64,
+        with_labels=True,
+        varlen=False,
+    )
+    assert rows is not None and len(rows) == 64
+    for number in range(64):
+        sample, row = rows[number], rows.rows[number]
+        assert set(sample) == {"text", "label"}
+        assert sample["text"].shape == sample["label"].shape == (ROW + 1,)
+        assert sample["text"].dtype == sample["label"].dtype == torch.int64
+        assert torch.equal(sample["text"][:-1], row["tokens"])
+        assert torch.equal(sample["label"][1:], row["labels"])
+        assert int(sample["text"].min()) >= 0 and int(sample["label"][0]) == -100
+
+
+def test_without_a_label_key_the_mask_covers_what_the_shift_gets_wrong(
+    corpus: IndexedDataset,
+) -> None:
+    rows = build_text_rows(
+        manifest(corpus.prefix),
+        OPTIONS,
+        split=(0.0, 1.0),
+        num_rows=64,
+        with_labels=False,
+        varlen=True,
+    )
+    assert rows is not None
+    wrong = 0
+    for number in range(64):
+        sample, row = rows[number], rows.rows[number]
+        assert set(sample) == {"text", *SIDE_KEYS}
+        assert all(value.dtype == torch.int64 for value in sample.values())
+        bounds, positions, mask = (sample[key] for key in SIDE_KEYS)
+        assert bounds.shape == (ROW + 1,) and mask.shape == positions.shape == (ROW,)
+        shifted = sample["text"][1:]
+        assert torch.equal(shifted[mask == 1], row["labels"][mask == 1])
+        wrong += int(((row["loss_mask"] == 1) & (mask == 0)).sum())
+    assert 32 < wrong < 128, "only segments that end inside their document lose their last label"
+
+
+def test_chosen_labels_mask_what_is_not_to_be_learned(
+    corpus: IndexedDataset, tmp_path: Path
+) -> None:
+    with IndexedDatasetBuilder(tmp_path / "labels", np.int32, allow_negative=True) as builder:
+        for number in range(len(corpus)):
+            tokens = corpus[number].astype(np.int64)
+            builder.add_document(np.where(np.arange(len(tokens)) % 2, tokens, -100))
+    rows = build_text_rows(
+        manifest(corpus.prefix, labels=str(tmp_path / "labels")),
+        OPTIONS,
+        split=(0.0, 1.0),
+        num_rows=32,
+        with_labels=True,
+        varlen=False,
+    )
+    assert rows is not None
+    for number in range(32):
+        row = rows.rows[number]
+        predicts_odd = (row["position_ids"] % 2 == 0) & (row["loss_mask"] == 1)
+        assert bool((row["labels"][predicts_odd] >= 0).all())
+    kept = sum(float(rows.rows[number]["loss_mask"].mean()) for number in range(32)) / 32
+    assert 0.4 < kept < 0.55
+
+
+@pytest.mark.parametrize(
+    ("text", "bounds"),
+    [
+        ("969,30,1", [(0.0, 0.969), (0.969, 0.999), (0.999, 1.0)]),
+        ("1/1", [(0.0, 0.5), (0.5, 1.0), (1.0, 1.0)]),
+        ("100", [(0.0, 1.0), (1.0, 1.0), (1.0, 1.0)]),
+    ],
+)
+def test_splits_are_read_as_the_hosts_read_them(
+    text: str, bounds: list[tuple[float, float]]
+) -> None:
+    assert np.allclose(split_bounds(text), bounds)
+
+
+def test_paths_splits_and_batch_sizes_that_mean_nothing_are_refused() -> None:
+    for text in ("0,0", "a,b", "-1,2"):
+        with pytest.raises(ConfigError, match="split is"):
+            split_bounds(text)
+    with pytest.raises(ConfigError, match="3 parts"):
+        manifest_of_list(["0.5", "a", "b"])
+    with pytest.raises(ConfigError, match="alternate weights"):
+        manifest_of_list(["a", "b"])
+    with pytest.raises(ConfigError, match="return_doc_ids"):
+        build_train_valid_test_datasets(
+            "a", "mmap", "1", [1, 0, 0], 8, 1, True, None, None, None, True
+        )
+    assert shared_rows(64, None) == 64
+    assert shared_rows(64, ["16", "8", "1000"]) == 8
+
+
+def run_host(host: str, program: str, *arguments: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", program, *arguments],
+        check=False,
+        capture_output=True,
+        text=True,
+        cwd=HOSTS / host,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(HOSTS / host), str(ROOT)])},
+    )
+    assert done.returncode == 0, done.stderr
+
+
+# A model of one attention layer whose loss is compared with that of the documents one by one.
+LOSS = """
+def loss_of(model, attention, tokens, position_ids, labels, mask):
+    x = model["embed"](tokens) + model["position"](position_ids)
+    q, k, v = (layer(x).unflatten(-1, (2, 8)) for layer in (model["q"], model["k"], model["v"]))
+    logits = model["head"](attention(q, k, v).flatten(2) + x)
+    losses = torch.nn.functional.cross_entropy(
+        logits.flatten(0, 1), labels.flatten(), reduction="none")
+    return (losses * mask.flatten()).sum()
+
+def make_model():
+    torch.manual_seed(0)
+    layers = {name: torch.nn.Linear(16, 16) for name in "qkv"}
+    layers |= {"embed": torch.nn.Embedding(1000, 16), "position": torch.nn.Embedding(64, 16)}
+    return torch.nn.ModuleDict(layers | {"head": torch.nn.Linear(16, 1000)})
+
+def plain(q, k, v):
+    q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+    return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
+
+def check(attention, batch, bounds):
+    tokens, labels, mask, _, position_ids = batch
+    assert tokens.shape == labels.shape == mask.shape == (2, 64), tokens.shape
+    assert tokens.dtype == labels.dtype == torch.int64 and mask.dtype == torch.float32
+    model = make_model()
+    loss = loss_of(model, attention, tokens, position_ids, labels, mask)
+    loss.backward()
+    packed = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    total = 0.0
+    flat = [t.flatten()[None] for t in (tokens, labels, mask)]
+    for begin, end in zip(bounds, bounds[1:]):
+        t, l, m = (x[:, begin:end] for x in flat)
+        part = loss_of(model, plain, t, torch.arange(end - begin)[None], l, m)
+        part.backward()
+        total += float(part)
+    assert abs(float(loss) - total) < 1e-4 * total, (float(loss), total)
+    for a, b in zip(packed, [p.grad for p in model.parameters()]):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+    return len(bounds) - 1
+"""
+
+NEOX = (
+    """
+import sys
+from types import SimpleNamespace
+import torch
+from megapack.integrations import gpt_neox, segments
+gpt_neox.install()
+from megatron.data import data_utils
+from megatron.training import flash_attention, get_batch
+"""
+    + LOSS
+    + """
+mode, prefix = sys.argv[1:]
+def arguments(rank=0, world_size=1, batch_size=2, iteration=0):
+    paths = {"train_data_paths": None, "valid_data_paths": None, "train_label_data_paths": None}
+    if mode == "paths":
+        paths |= {"train_data_paths": [prefix, prefix], "valid_data_paths": [prefix],
+                  "train_data_weights": [0.75, 0.25], "valid_data_weights": [1.0]}
+    return SimpleNamespace(
+        rank=rank, world_size=world_size, batch_size=batch_size, iteration=iteration,
+        gradient_accumulation_steps=8 // (batch_size * world_size), train_batch_size=8,
+        train_iters=12, eval_iters=2, seq_length=64, seed=1, split="90,10,0", data_path=prefix,
+        pipe_parallel_size=1, attention_config=["flash"], weight_by_num_documents=False, **paths)
+
+args = arguments()
+train, valid, test = data_utils.build_train_valid_test_data_loaders(args)
+assert len(train.dataset) >= 96 and test is None and len(valid.dataset) >= 16
+iterator = iter(train)
+found = []
+for _ in range(8):
+    batch = get_batch(args, iterator)
+    found.append(check(flash_attention, batch, segments.current().cu_seqlens.tolist()))
+assert sum(found) > 4 * len(found), found
+
+# Resume at iteration 5 with 4 ranks reads on where one rank would have.
+rows = train.dataset.rows
+expected = [t for i in range(5 * 8, 7 * 8) for t in rows[i]["tokens"].tolist()]
+found = {}
+for rank in range(4):
+    loader = data_utils.build_train_valid_test_data_loaders(arguments(rank, 4, 1, 5))[0]
+    for step, batch in zip(range(4), loader):
+        found[step, rank] = batch["text"][0, :-1].tolist()
+assert [t for key in sorted(found) for t in found[key]] == expected
+buckets = [[rows.bucket_of(40 + 4 * step + rank) for rank in range(4)] for step in range(4)]
+assert all(len(set(step)) == 1 for step in buckets)
+
+bad = arguments(); bad.attention_config = ["flash", "global"]
+try:
+    data_utils.build_train_valid_test_data_loaders(bad)
+except ValueError as error:
+    assert "needs flash in every layer" in str(error)
+else:
+    raise AssertionError
+gpt_neox.uninstall()
+try:
+    data_utils.build_train_valid_test_data_loaders(args)
+except AssertionError as error:
+    assert "NeoX's own" in str(error)
+"""
+)
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("mode", ["path", "paths"])
+def test_gpt_neox_trains_on_documents_and_resumes_with_other_ranks(
+    corpus: IndexedDataset, mode: str
+) -> None:
+    run_host("neox", NEOX, mode, corpus.prefix)
+
+
+MDS = (
+    """
+import sys
+from types import SimpleNamespace
+import torch
+import megatron
+from megapack.integrations import megatron_deepspeed, segments
+megatron_deepspeed.install()
+from megatron.transformer import flash_self_attention
+from pretrain_gpt import get_batch, train_valid_test_datasets_provider
+"""
+    + LOSS
+    + """
+prefix, = sys.argv[1:]
+megatron.ARGS = SimpleNamespace(
+    data_path=["0.5", prefix, "0.5", prefix], split="90,10,0", seq_length=64, seed=1,
+    train_data_path=None, data_cache_path=None, global_batch_size=8, rampup_batch_size=None,
+    pipeline_model_parallel_size=1)
+train, valid, test = train_valid_test_datasets_provider([96, 16, 0])
+assert (len(train), len(valid), test) == (96, 16, None)
+assert train.rows.options.rows_per_block == 8
+iterator = iter(torch.utils.data.DataLoader(train, batch_size=2))
+found = []
+for _ in range(8):
+    batch = get_batch(iterator)
+    found.append(check(flash_self_attention, batch, segments.current().cu_seqlens.tolist()))
+assert sum(found) > 4 * len(found), found
+megatron.ARGS.pipeline_model_parallel_size = 2
+try:
+    train_valid_test_datasets_provider([96, 16, 0])
+except ValueError as error:
+    assert "one stage" in str(error)
+else:
+    raise AssertionError
+"""
+)
+
+
+@pytest.mark.multiprocess
+def test_megatron_deepspeed_trains_on_documents(corpus: IndexedDataset) -> None:
+    run_host("mds", MDS, corpus.prefix)

@@ -1,0 +1,295 @@
+"""transformers' Trainer, TRL and Accelerate on packed micro batches: tiny models, CPU."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from accelerate import Accelerator
+from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
+
+from megapack import attention
+from megapack.data import PackedDataset, Schedule, build_loader
+from megapack.errors import ConfigError
+from megapack.integrations.transformers import (
+    MicroBatches,
+    PackedTrainer,
+    model_inputs,
+    sft_trainer,
+)
+from megapack.packing import pack
+from megapack.storage import IndexedDataset
+from tests.integrations.harness import run_ranks
+from tests.integrations.samples import make_dataset
+
+STEP, MICRO = 256, 64
+attention.register("sdpa")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("transformers")
+    rng = np.random.default_rng(0)
+    dataset = make_dataset(
+        folder, np.minimum(rng.lognormal(2.6, 0.9, 400), 100).astype(int).tolist()
+    )
+    pack(dataset.document_lengths, buckets=[16, 32, 64]).save(
+        folder / "text.samples", source=dataset
+    )
+    return folder
+
+
+def micro_batches(folder: Path, **options: Any) -> MicroBatches:
+    dataset = PackedDataset(IndexedDataset(folder / "text"), folder / "text.samples")
+    schedule = Schedule(dataset, tokens_per_step=STEP)
+    return MicroBatches(dataset, schedule, micro_batch_tokens=MICRO, **options)
+
+
+def tiny_llama(implementation: str = "megapack") -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=1000,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+        attn_implementation=implementation,
+    )
+    return LlamaForCausalLM(config)
+
+
+def arguments(folder: Path, **changes: Any) -> TrainingArguments:
+    options: dict[str, Any] = {
+        "output_dir": str(folder / "run"),
+        "max_steps": 4,
+        "gradient_accumulation_steps": STEP // MICRO,
+        "learning_rate": 0.1,
+        "lr_scheduler_type": "constant",
+        "optim": "sgd",
+        "max_grad_norm": 0.0,
+        "use_cpu": True,
+        "report_to": [],
+        "save_strategy": "no",
+        "logging_strategy": "steps",
+        "logging_steps": 1,
+        "disable_tqdm": True,
+    }
+    return TrainingArguments(**{**options, **changes})
+
+
+def test_inputs_have_the_names_of_flash_attention_and_one_meaning_of_labels(folder: Path) -> None:
+    batches = micro_batches(folder)
+    for number in range(len(batches)):
+        inputs = batches[number]
+        assert "attention_mask" not in inputs and inputs["use_cache"] is False
+        cu_seqlens = inputs["cu_seq_lens_q"]
+        assert cu_seqlens.dtype == torch.int32 and int(cu_seqlens[-1]) == MICRO
+        assert cu_seqlens is inputs["cu_seq_lens_k"]
+        assert inputs["max_length_q"] == inputs["max_length_k"] == int(cu_seqlens.diff().max())
+        # A model that shifts by itself gets the same labels, but for a row's last position.
+        shifted = inputs["labels"][:, 1:]
+        assert torch.equal(shifted, inputs["shift_labels"][:, :-1])
+        has_label = inputs["labels"] >= 0
+        assert torch.equal(inputs["labels"][has_label], inputs["input_ids"][has_label])
+    with pytest.raises(IndexError):
+        batches[len(batches)]
+
+
+def documents_of_step(batches: MicroBatches, step: int) -> list[tuple[Tensor, Tensor]]:
+    """(tokens, labels) of every segment with labels in the first ``MicroBatches`` of a step."""
+    found = []
+    for number in range(step * batches.num_micro_steps, (step + 1) * batches.num_micro_steps):
+        inputs = batches[number]
+        bounds = inputs["cu_seq_lens_q"].tolist()
+        for begin, end in itertools.pairwise(bounds):
+            tokens = inputs["input_ids"][:, begin:end]
+            labels = inputs["shift_labels"][:, begin:end]
+            if bool((labels >= 0).any()):
+                found.append((tokens, labels))
+    return found
+
+
+def reference_step(model: LlamaForCausalLM, batches: MicroBatches, learning_rate: float) -> float:
+    """One SGD step on the mean over the label tokens of the step, document by document."""
+    documents = documents_of_step(batches, 0)
+    count = sum(int((labels >= 0).sum()) for _, labels in documents)
+    model.zero_grad()
+    total = 0.0
+    for tokens, labels in documents:
+        logits = model(input_ids=tokens, use_cache=False).logits[0]
+        loss = nn.functional.cross_entropy(logits, labels[0], ignore_index=-100, reduction="sum")
+        (loss / count).backward()
+        total += float(loss)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.sub_(learning_rate * parameter.grad)
+    return total / count
+
+
+@pytest.mark.parametrize("implementation", ["megapack", "sdpa"])
+def test_a_trainer_step_is_the_token_mean_over_the_documents_of_the_step(
+    folder: Path, tmp_path: Path, implementation: str
+) -> None:
+    trainer = PackedTrainer(
+        model=tiny_llama(implementation),
+        args=arguments(tmp_path, max_steps=1),
+        train_dataset=micro_batches(folder),
+    )
+    trainer.train()
+    expected = tiny_llama("eager")
+    loss = reference_step(expected, micro_batches(folder), 0.1)
+    assert trainer.state.log_history[0]["loss"] == pytest.approx(loss, rel=1e-4)
+    assert_same_parameters(trainer.model, expected)
+
+
+def assert_same_parameters(model: nn.Module, expected: nn.Module) -> None:
+    before = tiny_llama()
+    for (name, found), wanted, start in zip(
+        model.named_parameters(), expected.parameters(), before.parameters(), strict=True
+    ):
+        moved = float((wanted - start).abs().max())
+        assert moved > 0, name
+        assert float((found - wanted).abs().max()) < 1e-3 * moved, name
+
+
+def _train_in_rank(rank: int, world_size: int, folder: str, out: str, steps: int) -> Any:
+    attention.register("sdpa")
+    trainer = PackedTrainer(
+        model=tiny_llama(),
+        args=arguments(
+            Path(out),
+            max_steps=steps,
+            gradient_accumulation_steps=STEP // MICRO // world_size,
+            save_strategy="steps",
+            save_steps=2,
+            ddp_find_unused_parameters=False,
+        ),
+        train_dataset=micro_batches(Path(folder)),
+    )
+    trainer.train(resume_from_checkpoint=steps > 2 and world_size > 1)
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+@pytest.mark.multiprocess
+def test_a_run_goes_on_with_other_ranks_as_if_nothing_had_happened(
+    folder: Path, tmp_path: Path, free_port: int
+) -> None:
+    [undisturbed] = run_ranks(_train_in_rank, 1, free_port, str(folder), str(tmp_path / "a"), 4)
+    [begun] = run_ranks(_train_in_rank, 1, free_port, str(folder), str(tmp_path / "b"), 2)
+    resumed = run_ranks(_train_in_rank, 2, free_port, str(folder), str(tmp_path / "b"), 4)[0]
+    assert begun == undisturbed[:2]
+    assert len(resumed) == 4
+    np.testing.assert_allclose(resumed, undisturbed, rtol=1e-4)
+
+
+def test_wrong_numbers_are_corrected_in_the_message(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def loader(**changes: Any) -> Any:
+        trainer = PackedTrainer(
+            model=tiny_llama(),
+            args=arguments(tmp_path, **changes),
+            train_dataset=micro_batches(folder),
+        )
+        return trainer.get_train_dataloader()
+
+    with pytest.raises(ConfigError, match="take 4"):
+        loader(gradient_accumulation_steps=2)
+    with pytest.raises(ConfigError, match=r"max_steps=\d+ is one epoch"):
+        loader(max_steps=-1)
+    assert len(loader(max_steps=3)) == 3 * 4
+    monkeypatch.setattr(PackedTrainer, "get_tp_size", lambda self: 2)
+    with pytest.raises(ConfigError, match=r"sizes are \[2, 1, 1\]"):
+        loader()
+
+
+def test_evaluation_sees_an_epoch_of_micro_batches(folder: Path, tmp_path: Path) -> None:
+    batches = micro_batches(folder)
+    trainer = PackedTrainer(
+        model=tiny_llama(),
+        args=arguments(tmp_path, prediction_loss_only=True),
+        train_dataset=batches,
+        eval_dataset=batches,
+    )
+    found = trainer.evaluate()["eval_loss"]
+    with torch.no_grad():
+        losses = [float(trainer.model(**batches[i]).loss) for i in range(len(batches))]
+    assert found == pytest.approx(float(np.mean(losses)), rel=1e-4)
+
+
+def test_sft_trainer_trains_on_micro_batches(folder: Path, tmp_path: Path) -> None:
+    from transformers import PreTrainedTokenizerFast  # noqa: PLC0415
+    from trl import SFTConfig  # noqa: PLC0415
+
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=_vocabulary(), pad_token="[PAD]")
+    options = {
+        k: v
+        for k, v in arguments(tmp_path, max_steps=1).to_dict().items()
+        if k
+        in (
+            "output_dir",
+            "max_steps",
+            "gradient_accumulation_steps",
+            "learning_rate",
+            "optim",
+            "lr_scheduler_type",
+            "max_grad_norm",
+            "use_cpu",
+            "save_strategy",
+            "logging_steps",
+            "disable_tqdm",
+        )
+    }
+    config = SFTConfig(**options, report_to=[], packing=False, bf16=False)
+    config.gradient_checkpointing = False
+    trainer = sft_trainer(
+        model=tiny_llama(),
+        args=config,
+        train_dataset=micro_batches(folder),
+        processing_class=tokenizer,
+    )
+    trainer.train()
+    expected = tiny_llama("eager")
+    reference_step(expected, micro_batches(folder), 0.1)
+    assert_same_parameters(trainer.model, expected)
+    config.packing = True
+    with pytest.raises(ConfigError, match="pack packed rows again"):
+        sft_trainer(model=tiny_llama(), args=config, train_dataset=micro_batches(folder))
+
+
+def _vocabulary() -> Any:
+    from tokenizers import Tokenizer  # noqa: PLC0415
+    from tokenizers.models import WordLevel  # noqa: PLC0415
+
+    return Tokenizer(WordLevel({"[PAD]": 0, "[UNK]": 1}, unk_token="[UNK]"))
+
+
+def test_an_accelerate_loop_takes_the_loader_as_it_is(folder: Path) -> None:
+    accelerator = Accelerator(cpu=True)
+    batches = micro_batches(folder)
+    loader = build_loader(
+        batches.dataset,
+        batches.schedule,
+        data_parallel_rank=accelerator.process_index,
+        data_parallel_size=accelerator.num_processes,
+        micro_batch_tokens=MICRO,
+        num_steps=1,
+    )
+    model, optimizer = tiny_llama(), None
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    for batch in loader:
+        inputs = model_inputs(batch)
+        loss = model(**inputs, num_items_in_batch=batch["num_step_label_tokens"]).loss
+        accelerator.backward(loss)
+    optimizer.step()
+    expected = tiny_llama("eager")
+    reference_step(expected, batches, 0.1)
+    assert_same_parameters(accelerator.unwrap_model(model), expected)

@@ -1,0 +1,105 @@
+"""Corpora and tokenizers for the tests of this room: real files, trained here."""
+
+from __future__ import annotations
+
+import json
+import sysconfig
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megapack.tokenization.build import BuildResult, build
+from megapack.tokenization.config import BuildConfig
+from megapack.tokenization.faults import Faults
+from megapack.tokenization.pieces import ReadOptions
+from megapack.tokenization.shard import Counted
+from megapack.tokenization.sources import InputFile, find_inputs
+from megapack.tokenization.train import TrainOptions, train_tokenizer
+
+WriteJsonl = Callable[[Path, Iterable[Any]], Path]
+
+
+class Silence:
+    """A build's progress, remembered instead of shown."""
+
+    def __init__(self) -> None:
+        self.notes: list[str] = []
+        self.counted: list[Counted] = []
+
+    def note(self, text: str) -> None:
+        self.notes.append(text)
+
+    def start(self, num_bytes: int, num_shards: int) -> None:
+        pass
+
+    def advance(self, counted: Counted) -> None:
+        self.counted.append(counted)
+
+    def stop(self) -> None:
+        pass
+
+
+@pytest.fixture
+def silence() -> Silence:
+    return Silence()
+
+
+@pytest.fixture
+def run_build(tmp_path: Path) -> Callable[..., BuildResult]:
+    """``build`` with a byte tokenizer unless told otherwise, into ``tmp_path/out``."""
+
+    def run(*inputs: object, **options: Any) -> BuildResult:
+        options.setdefault("tokenizer", "bytes")
+        options.setdefault("output_prefix", str(tmp_path / "out"))
+        progress = options.pop("progress", Silence())
+        return build(BuildConfig(inputs=tuple(map(str, inputs)), **options), progress)
+
+    return run
+
+
+@pytest.fixture
+def write_jsonl() -> WriteJsonl:
+    """Write records as JSON Lines; returns the path."""
+
+    def write(path: Path, records: Iterable[Any]) -> Path:
+        lines = (json.dumps(record, ensure_ascii=False) + "\n" for record in records)
+        path.write_text("".join(lines), encoding="utf-8")
+        return path
+
+    return write
+
+
+@pytest.fixture(scope="session")
+def source_files() -> list[InputFile]:
+    """About a megabyte of the standard library's source."""
+    stdlib = sysconfig.get_path("stdlib")
+    return find_inputs([f"{stdlib}/*.py"], max_bytes=1_000_000)
+
+
+@pytest.fixture(scope="session")
+def source_texts(source_files: Sequence[InputFile]) -> list[str]:
+    return [Path(file.path).read_bytes().decode("utf-8") for file in source_files]
+
+
+@pytest.fixture(scope="session")
+def bpe_json(tmp_path_factory: pytest.TempPathFactory, source_files: list[InputFile]) -> Path:
+    """A byte-level BPE tokenizer.json with Llama 3's split, 2000 ids."""
+    path = tmp_path_factory.mktemp("bpe") / "tokenizer.json"
+    options = TrainOptions(
+        type="bpe-json",
+        vocab_size=2000,
+        special_tokens=("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
+    )
+    train_tokenizer(source_files, str(path), options, read=ReadOptions(), faults=Faults("skip"))
+    return path
+
+
+@pytest.fixture(scope="session")
+def sp_model(tmp_path_factory: pytest.TempPathFactory, source_files: list[InputFile]) -> Path:
+    """A sentencepiece BPE model with byte fallback, 2000 ids."""
+    path = tmp_path_factory.mktemp("sp") / "tokenizer.model"
+    options = TrainOptions(vocab_size=2000, sample_bytes=1 << 19)
+    train_tokenizer(source_files, str(path), options, read=ReadOptions(), faults=Faults("skip"))
+    return path

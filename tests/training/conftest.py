@@ -1,0 +1,93 @@
+"""A small dataset and the process that starts ranks, once per test process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+
+from megapack.packing import pack
+from megapack.storage import IndexedDataset, IndexedDatasetBuilder
+
+from .processes import Zygote
+
+VOCAB = 64
+BUCKETS = [32, 64, 128]
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Training and validation documents, a bucket index, a configuration for them."""
+
+    directory: Path
+
+    @property
+    def train(self) -> Path:
+        return self.directory / "train"
+
+    @property
+    def valid(self) -> Path:
+        return self.directory / "valid"
+
+    def config(self, run_dir: Path, **sections: object) -> Path:
+        """A YAML for ``launch/pretrain.py``; sections are merged one level deep."""
+        tree: dict[str, object] = {
+            "run_dir": str(run_dir),
+            "num_steps": 8,
+            "model": {"preset": "llama_tiny"},
+            "data": {
+                "prefix": str(self.train),
+                "index": f"{self.train}.samples",
+                "valid_prefix": str(self.valid),
+                "tokens_per_step": 1024,
+                "micro_batch_tokens": 256,
+                "check_ranks_every": 1,
+            },
+            "optimizer": {"lr": 0.003, "clip": 0.5},
+            "schedule": {"warmup_steps": 2},
+            "checkpoint": {"every": 3, "keep": 2, "export": False},
+            "logging": {"every": 2, "tensorboard": False, "batches": True},
+            "engine": {"precision": "fp32", "zero_stage": 1, "timeout_minutes": 1},
+        }
+        for name, value in sections.items():
+            before = tree.get(name)
+            merged = isinstance(before, dict) and isinstance(value, dict)
+            tree[name] = {**before, **value} if merged else value  # type: ignore[dict-item]
+        run_dir.parent.mkdir(parents=True, exist_ok=True)
+        path = run_dir.with_suffix(".yaml")
+        path.write_text(yaml.safe_dump(tree))
+        return path
+
+
+def write_documents(prefix: Path, num_documents: int, seed: int) -> IndexedDataset:
+    """Documents with something to learn: a random walk over tokens, of skewed lengths."""
+    random = np.random.default_rng(seed)
+    lengths = np.clip(random.lognormal(3.2, 0.9, num_documents).astype(int), 2, 180)
+    with IndexedDatasetBuilder(prefix, dtype=np.uint16, vocab_size=VOCAB) as builder:
+        for length in lengths:
+            steps = random.choice([0, 1, 2], size=length, p=[0.2, 0.6, 0.2])
+            tokens = (random.integers(VOCAB) + steps.cumsum()) % VOCAB
+            builder.add_document(tokens.astype(np.uint16))
+        builder.finalize()
+    return IndexedDataset(prefix)
+
+
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
+    directory = tmp_path_factory.mktemp("corpus")
+    for name, count in (("train", 700), ("valid", 60)):
+        dataset = write_documents(directory / name, count, seed=count)
+        index = pack(dataset.document_lengths, "bucket", buckets=BUCKETS)
+        index.save(f"{directory / name}.samples", source=dataset)
+    return Corpus(directory)
+
+
+@pytest.fixture(scope="session")
+def zygote() -> Iterator[Zygote]:
+    process = Zygote()
+    yield process
+    process.close()

@@ -1,0 +1,81 @@
+"""One rank: steps of training under a given engine; first gradient and all losses to a file.
+
+argv: config, output. Started by test_engine.py.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad
+
+from megapack.data import BucketBatchSampler
+from megapack.training.config import PretrainConfig, load_config
+from megapack.training.distributed import join, world
+from megapack.training.engine import start_engine, train_step
+from megapack.training.inputs import open_inputs
+from megapack.training.model import build_model, model_configuration
+
+
+def main() -> None:
+    config = load_config(PretrainConfig, sys.argv[1], sys.argv[3:])
+    join()
+    with world(timeout_minutes=1) as here:
+        inputs = open_inputs(config)
+        architecture = model_configuration(config.model, inputs.vocab_size)
+        model = build_model(config.model, architecture, backend="sdpa", seed=config.seed)
+        engine = start_engine(model, config, here)
+        sampler = BucketBatchSampler(
+            inputs.schedule,
+            data_parallel_rank=here.rank,
+            data_parallel_size=here.size,
+            micro_batch_tokens=config.data.micro_batch_tokens,
+        )
+        grads: dict[str, torch.Tensor] = {}
+        capture_before_step(engine, model, grads)
+        losses, norms = [], []
+        for step in range(config.num_steps or 0):
+            batches = [
+                {**inputs.data.micro_batch(item.sample_ids), **item.about()}
+                for item in sampler.micro_batches(step)
+            ]
+            result = train_step(engine, batches, world=here, config=config.engine, lr=0.01)
+            total = result.loss_sum.clone()
+            torch.distributed.all_reduce(total)
+            losses.append(total.item() / batches[0]["num_step_label_tokens"])
+            if result.grad_norm is not None:  # DeepSpeed does not tell it without ZeRO
+                norms.append(float(result.grad_norm))
+        weights = {name: full(p).detach().float().clone() for name, p in model.named_parameters()}
+        buffers = {str(b.dtype) for b in model.buffers() if b.is_floating_point()}
+        if here.is_first:
+            result = {"grads": grads, "losses": losses, "norms": norms, "weights": weights}
+            torch.save({**result, "buffers": buffers}, sys.argv[2])
+
+
+def full(parameter: torch.nn.Parameter) -> torch.Tensor:
+    value = (
+        safe_get_full_fp32_param(parameter)
+        if hasattr(parameter, "_hp_mapping") or hasattr(parameter, "ds_id")
+        else None
+    )
+    return parameter if value is None else value
+
+
+def capture_before_step(engine: Any, model: Any, grads: dict[str, torch.Tensor]) -> None:
+    """The whole gradient of the first step, as the optimizer is about to see it, unclipped."""
+    original = engine.step
+
+    def step() -> None:
+        if not grads:
+            for name, parameter in model.named_parameters():
+                grad = safe_get_full_grad(parameter)
+                grad = parameter.grad if grad is None else grad
+                grads[name] = grad.detach().float().cpu().clone()
+        original()
+
+    engine.step = step
+
+
+main()

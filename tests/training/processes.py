@@ -1,0 +1,126 @@
+"""Real processes of a run: ranks started, watched, killed, and their results."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+PRETRAIN = ROOT / "launch" / "pretrain.py"
+
+
+def environment(**more: str) -> dict[str, str]:
+    """Of a worker: one thread, the CPU, this checkout."""
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
+    env["PYTHONPATH"] = f"{ROOT}{os.pathsep}{env.get('PYTHONPATH', '')}"
+    env["TOKENIZERS_PARALLELISM"] = "false"
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        env.pop(name, None)
+    return {**env, **more}
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+class Zygote:
+    """The process that forks ranks; see ``zygote.py``."""
+
+    def __init__(self) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, str(Path(__file__).with_name("zygote.py"))],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=environment(),
+            cwd=ROOT,
+        )
+        assert self._process.stdout is not None
+        while self._process.stdout.readline().strip() != "ready":
+            assert self._process.poll() is None, "the zygote died while importing"
+
+    def ask(self, request: dict[str, Any]) -> int:
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._process.stdin.write(json.dumps(request) + "\n")
+        self._process.stdin.flush()
+        return int(self._process.stdout.readline())
+
+    def start(
+        self,
+        argv: list[str],
+        world_size: int,
+        log: Path,
+        of_rank: dict[int, dict[str, Any]] | None = None,
+    ) -> Ranks:
+        """All ranks of a run; their output goes to ``log.<rank>``.
+
+        ``of_rank`` changes the request of single ranks (``argv``, ``kill_before_step``).
+        """
+        port = str(free_port())
+        ranks = Ranks(self, [log.with_suffix(f".{rank}") for rank in range(world_size)])
+        for rank in range(world_size):
+            env = {
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank),
+                "WORLD_SIZE": str(world_size),
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": port,
+            }
+            request = {"argv": argv, "env": env, "log": str(ranks.logs[rank])}
+            ranks.pids.append(self.ask({**request, **(of_rank or {}).get(rank, {})}))
+        return ranks
+
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait(timeout=20)
+
+
+@dataclass
+class Ranks:
+    """Started ranks."""
+
+    zygote: Zygote
+    logs: list[Path]
+    pids: list[int] = field(default_factory=list)
+
+    def wait(self) -> list[int]:
+        """Exit codes; negative: killed by that signal."""
+        return [self.zygote.ask({"wait": pid}) for pid in self.pids]
+
+    def succeed(self) -> str:
+        """Wait, require success, return all output."""
+        codes = self.wait()
+        assert codes == [0] * len(codes), f"exit codes {codes}\n{self.output()[-4000:]}"
+        return self.output()
+
+    def signal(self, number: int, ranks: list[int] | None = None) -> None:
+        for rank in ranks if ranks is not None else range(len(self.pids)):
+            os.kill(self.pids[rank], number)
+
+    def output(self) -> str:
+        return "\n".join(log.read_text() for log in self.logs if log.exists())
+
+
+def wait_for(condition: Callable[[], bool], what: str, seconds: float = 120.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"waited {seconds} s for {what}"
+        time.sleep(0.02)
+
+
+def kill_launcher(process: subprocess.Popen[str]) -> None:
+    """End a launcher and everything it started, all in its own session."""
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()

@@ -1,0 +1,157 @@
+"""The loss is the mean over the label tokens of the whole step, however the step is divided."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from megapack.training.config import (
+    EngineConfig,
+    OptimizerConfig,
+    PretrainConfig,
+    load_config,
+)
+from megapack.training.engine import deepspeed_configuration, parameter_groups
+from megapack.training.inputs import open_inputs
+from megapack.training.model import build_model, model_configuration
+
+from .conftest import Corpus
+from .packing_helpers import tiny_model
+from .processes import Zygote
+
+WORKER = str(Path(__file__).with_name("gradient_worker.py"))
+
+
+@pytest.fixture(scope="module")
+def expected(corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """The gradient of one plain mean over the documents of the step, without any of our loss,
+    attention, packing of batches, or DeepSpeed."""
+    config = load_config(
+        PretrainConfig, corpus.config(tmp_path_factory.mktemp("reference") / "run")
+    )
+    inputs = open_inputs(config)
+    architecture = model_configuration(config.model, inputs.vocab_size)
+    model = build_model(config.model, architecture, backend="sdpa", seed=config.seed)
+    model.model.set_attn_implementation("eager")
+    dataset, index = inputs.data.datasets[0], inputs.schedule.samples.indices[0]
+    losses, count = [], 0
+    for sample in inputs.schedule.step(0).sample_ids.tolist():
+        for document, begin, length in index.sample(sample)[1]:
+            # One token more than the segment, when the document goes on: the last label.
+            whole = torch.tensor(dataset.tokens[int(dataset.document_offsets[document]) :])
+            end = min(begin + length + 1, int(dataset.document_lengths[document]))
+            tokens = whole[begin:end].long()
+            if len(tokens) > 1:
+                logits = model.model(input_ids=tokens[:-1].unsqueeze(0), use_cache=False).logits[0]
+                losses.append(F.cross_entropy(logits, tokens[1:], reduction="sum"))
+                count += len(tokens) - 1
+    assert count == inputs.schedule.step(0).num_label_tokens
+    mean = torch.stack(losses).sum() / count
+    mean.backward()
+    return {
+        "loss": mean.item(),
+        "grads": {name: p.grad.clone() for name, p in model.named_parameters()},
+    }
+
+
+def _run(
+    zygote: Zygote, corpus: Corpus, directory: Path, ranks: int, *, steps: int = 3, **engine: object
+) -> dict[str, Any]:
+    name = "_".join([str(ranks), *map(str, engine.values())])
+    config = corpus.config(
+        directory / name, num_steps=steps, engine={"timeout_minutes": 1, **engine}
+    )
+    out = directory / f"{name}.pt"
+    zygote.start([WORKER, str(config), str(out)], ranks, directory / f"{name}.log").succeed()
+    result: dict[str, Any] = torch.load(out)
+    return result
+
+
+def test_the_gradient_does_not_depend_on_ranks_or_zero_stage(
+    zygote: Zygote, corpus: Corpus, expected: dict[str, Any], tmp_path: Path
+) -> None:
+    # A step is 4 micro batches: 4 micro steps of 1 rank, 2 of 2, 1 of 4.
+    results = {
+        (ranks, stage): _run(zygote, corpus, tmp_path, ranks, precision="fp32", zero_stage=stage)
+        for ranks, stage in [(1, 1), (2, 1), (4, 1), (1, 0), (2, 0), (2, 2), (2, 3)]
+    }
+    for case, result in results.items():
+        assert result["losses"][0] == pytest.approx(expected["loss"], rel=1e-5), case
+        for name, grad in expected["grads"].items():
+            scale = grad.abs().max().clamp(min=1e-6)
+            error = (result["grads"][name] - grad).abs().max() / scale
+            assert error < 1e-3, f"{case}, {name}: {error:.1e}"
+    first = results[1, 1]
+    for case, result in results.items():  # and so on, step after step, clipping included
+        assert result["losses"] == pytest.approx(first["losses"], rel=1e-4), case
+        if case[1] > 0:  # without ZeRO DeepSpeed clips, but does not tell the norm
+            assert result["norms"] == pytest.approx(first["norms"], rel=1e-3), case
+        for name, weight in first["weights"].items():
+            error = (result["weights"][name] - weight).abs().max()
+            assert error < 5e-3, f"{case}, {name}: {error:.1e}"
+    assert first["losses"][2] < first["losses"][0] - 0.05, "nothing was learned"
+
+
+def test_bfloat16_trains_like_float32_to_its_precision(
+    zygote: Zygote, corpus: Corpus, expected: dict[str, Any], tmp_path: Path
+) -> None:
+    for stage, more in [(0, {}), (1, {}), (3, {}), (1, {"activation_checkpointing": True})]:
+        result = _run(zygote, corpus, tmp_path, 2, precision="bf16", zero_stage=stage, **more)
+        assert result["losses"][0] == pytest.approx(expected["loss"], rel=1e-2), stage
+        assert result["losses"][2] < result["losses"][0] - 0.05, stage
+        # RoPE frequencies in bfloat16 would be off by whole turns at long positions.
+        assert result["buffers"] == {"torch.float32"}, stage
+
+
+def test_compiled_layers_train_the_same(
+    zygote: Zygote, corpus: Corpus, expected: dict[str, Any], tmp_path: Path
+) -> None:
+    result = _run(
+        zygote, corpus, tmp_path, 1, steps=1, precision="fp32", zero_stage=1, compile=True
+    )
+    assert result["losses"][0] == pytest.approx(expected["loss"], rel=1e-5)
+    for name, grad in expected["grads"].items():
+        scale = grad.abs().max().clamp(min=1e-6)
+        error = (result["grads"][name] - grad).abs().max() / scale
+        assert error < 1e-3, f"{name}: {error:.1e}"
+
+
+def test_weight_decay_spares_norms_biases_and_embeddings_if_asked() -> None:
+    model = tiny_model("gpt2_tiny")
+    names = {id(p): name for name, p in model.named_parameters()}
+
+    def split(**fields: object) -> tuple[set[str], set[str]]:
+        decayed, kept = parameter_groups(model, OptimizerConfig(**fields))  # type: ignore[arg-type]
+        assert (decayed["weight_decay"], kept["weight_decay"]) == (0.1, 0.0)
+        return {names[id(p)] for p in decayed["params"]}, {names[id(p)] for p in kept["params"]}
+
+    decayed, kept = split()
+    assert decayed | kept == set(names.values()) and not decayed & kept
+    assert all(name.endswith(".weight") for name in decayed)
+    assert any("wte" in name for name in decayed)
+    assert all(".ln_" in name or name.endswith(".bias") for name in kept)
+    decayed, kept = split(decay_embeddings=False)
+    assert {name for name in kept if "wte" in name or "wpe" in name} and not any(
+        "wte" in name for name in decayed
+    )
+
+
+def test_our_deepspeed_configuration_can_be_extended_but_keeps_the_rest(
+    corpus: Corpus, tmp_path: Path
+) -> None:
+    path = corpus.config(
+        tmp_path / "run",
+        engine={"precision": "bf16", "deepspeed": {"zero_optimization": {"reduce_bucket_size": 7}}},
+    )
+    config = load_config(PretrainConfig, path)
+    made = deepspeed_configuration(config, 2, universal=True)
+    assert made["zero_optimization"]["reduce_bucket_size"] == 7
+    assert made["zero_optimization"]["stage"] == 1
+    assert made["gradient_accumulation_steps"] == 2
+    assert made["data_types"] == {"grad_accum_dtype": "fp32"}
+    assert made["checkpoint"] == {"load_universal": True}
+    assert EngineConfig().precision == "bf16"

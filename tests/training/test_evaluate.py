@@ -1,0 +1,141 @@
+"""Validation perplexity is that of documents scored one by one, token by token."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn import functional as F
+
+from megapack.errors import ConfigError
+from megapack.packing import pack
+from megapack.storage import IndexedDataset
+from megapack.training.config import EngineConfig
+from megapack.training.distributed import World, free_port
+from megapack.training.evaluate import (
+    Evaluation,
+    evaluate,
+    open_validation,
+    perplexity_by_context,
+)
+from megapack.training.model import TrainingModel
+
+from .conftest import BUCKETS, Corpus
+from .packing_helpers import tiny_model
+
+CONFIG = EngineConfig(precision="fp32")
+
+
+@pytest.fixture(scope="module")
+def world() -> Iterator[World]:
+    """One process in a group of its own."""
+    dist.init_process_group(
+        "gloo", init_method=f"tcp://127.0.0.1:{free_port()}", rank=0, world_size=1
+    )
+    yield World(rank=0, size=1, local_rank=0, device=torch.device("cpu"), host="here")
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def model() -> TrainingModel:
+    torch.manual_seed(0)
+    result = tiny_model("llama_tiny", vocab_size=64)
+    with torch.no_grad():
+        for parameter in result.parameters():
+            parameter.add_(torch.randn(parameter.shape), alpha=0.1)
+    return result
+
+
+def _brute_force(model: TrainingModel, dataset: IndexedDataset, context: int) -> tuple[float, int]:
+    """Documents cut every ``context`` tokens; every piece alone, through transformers."""
+    model.model.set_attn_implementation("eager")
+    total, count = 0.0, 0
+    with torch.no_grad():
+        for i in range(dataset.num_documents):
+            begin = int(dataset.document_offsets[i])
+            length = int(dataset.document_lengths[i])
+            tokens = torch.tensor(dataset.tokens[begin : begin + length]).long()
+            for at in range(0, length - 1, context):
+                piece = tokens[at : at + context + 1]
+                logits = model.model(piece[:-1].unsqueeze(0), use_cache=False).logits[0]
+                total += F.cross_entropy(logits, piece[1:], reduction="sum").item()
+                count += len(piece) - 1
+    model.model.set_attn_implementation("megapack")
+    return total, count
+
+
+def test_perplexity_is_that_of_documents_one_by_one(
+    corpus: Corpus, model: TrainingModel, world: World
+) -> None:
+    dataset = IndexedDataset(corpus.valid)
+    total, count = _brute_force(model, dataset, max(BUCKETS))
+    for index in (f"{corpus.valid}.samples", None):
+        data = open_validation(str(corpus.valid), index, buckets=BUCKETS)
+        result = evaluate(model, data, world=world, config=CONFIG, micro_batch_tokens=256)
+        assert sum(result.label_tokens.values()) == count
+        assert result.loss == pytest.approx(total / count, rel=1e-5)
+        assert result.perplexity == pytest.approx(math.exp(total / count), rel=1e-5)
+        assert sorted(result.label_tokens) == BUCKETS and all(result.label_tokens.values())
+    assert model.training, "evaluation leaves the model as it was"
+
+
+def test_contexts_score_the_same_tokens_with_less_and_less_context(
+    corpus: Corpus, model: TrainingModel, world: World
+) -> None:
+    dataset = IndexedDataset(corpus.valid)
+    contexts = [16, 64, 256]
+    result = perplexity_by_context(
+        model, dataset, contexts, world=world, config=CONFIG, micro_batch_tokens=256
+    )
+    counts = {sum(r.label_tokens.values()) for r in result.values()}
+    assert counts == {dataset.num_tokens - dataset.num_documents}
+    for context in contexts:
+        total, count = _brute_force(model, dataset, context)
+        assert result[context].loss == pytest.approx(total / count, rel=1e-5)
+    assert result[16].loss != pytest.approx(result[256].loss, rel=1e-3)
+
+
+def test_the_result_does_not_depend_on_the_size_of_micro_batches(
+    corpus: Corpus, model: TrainingModel, world: World
+) -> None:
+    data = open_validation(str(corpus.valid), None, buckets=BUCKETS)
+    losses = [
+        evaluate(model, data, world=world, config=CONFIG, micro_batch_tokens=n).loss
+        for n in (32, 300, 4096)
+    ]
+    assert losses == pytest.approx([losses[0]] * 3, rel=1e-6)
+
+
+def test_fewer_tokens_take_the_first_samples_of_every_bucket(
+    corpus: Corpus, model: TrainingModel, world: World
+) -> None:
+    data = open_validation(str(corpus.valid), None, buckets=BUCKETS)
+    whole = evaluate(model, data, world=world, config=CONFIG, micro_batch_tokens=256)
+    part = evaluate(model, data, world=world, config=CONFIG, micro_batch_tokens=256, max_tokens=128)
+    for capacity in BUCKETS:
+        assert 0 < part.label_tokens[capacity] <= 128
+        assert part.label_tokens[capacity] <= whole.label_tokens[capacity]
+
+    assert sum(part.label_tokens.values()) < sum(whole.label_tokens.values())
+
+
+def test_an_index_that_drops_or_repeats_tokens_cannot_evaluate(
+    corpus: Corpus, tmp_path: object
+) -> None:
+    dataset = IndexedDataset(corpus.valid)
+    index = pack(dataset.document_lengths, "concat", buckets=[64], last="drop")
+    if not index.metrics()["dropped_tokens"]:
+        pytest.fail("the index drops nothing: the test would prove nothing")
+    path = f"{tmp_path}/concat.samples"
+    index.save(path, source=dataset)
+    with pytest.raises(ConfigError, match="dropped_tokens; evaluate with an index"):
+        open_validation(str(corpus.valid), path, buckets=BUCKETS)
+
+
+def test_a_loss_beyond_any_float_is_an_infinite_perplexity() -> None:
+    result = Evaluation(loss_sums={8: 1e6}, label_tokens={8: 10})
+    assert result.perplexity == math.inf
+    assert Evaluation(loss_sums={8: 0.0}, label_tokens={8: 0}).report()["bucket_loss"] == {}

@@ -1,0 +1,278 @@
+"""Runs that are killed, stopped, damaged or moved continue as if nothing had happened."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from megapack.training.agreement import PREEMPTED
+from megapack.training.heartbeat import LOST_CONTACT
+from megapack.training.run_dir import read_jsonl
+
+from .conftest import Corpus
+from .processes import PRETRAIN, Ranks, Zygote, wait_for
+
+RANKS = 2
+
+
+def _start(
+    zygote: Zygote, config: Path, name: str, *overrides: str, ranks: int = RANKS, **more: Any
+) -> Ranks:
+    argv = [str(PRETRAIN), "--config", str(config)]
+    for override in overrides:
+        argv += ["--set", override]
+    return zygote.start(argv, ranks, config.with_name(f"{config.stem}-{name}.log"), **more)
+
+
+def _log(run_dir: Path) -> list[dict[str, Any]]:
+    return list(read_jsonl(run_dir / "log.jsonl"))
+
+
+def _samples(run_dir: Path) -> dict[int, list[int]]:
+    """Step -> the sample ids of all ranks, in order of id."""
+    found: dict[int, list[int]] = {}
+    for path in sorted((run_dir / "batches").glob("rank_*.jsonl")):
+        for line in read_jsonl(path):
+            found.setdefault(line["step"], []).extend(line["sample_ids"])
+    return {step: sorted(ids) for step, ids in found.items()}
+
+
+def _same_curve(a: list[dict[str, Any]], b: list[dict[str, Any]], rel: float) -> None:
+    assert [line["step"] for line in a] == [line["step"] for line in b]
+    for name in ("samples", "bucket", "lr", "label_tokens", "tokens"):
+        assert [line[name] for line in a] == [line[name] for line in b], name
+    ours, theirs = [line["loss"] for line in a], [line["loss"] for line in b]
+    assert ours == pytest.approx(theirs, rel=rel)
+
+
+@pytest.fixture(scope="module")
+def whole(zygote: Zygote, corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of two ranks that nobody disturbed; checkpoints at steps 3, 6 and 8."""
+    run_dir = tmp_path_factory.mktemp("whole") / "run"
+    config = corpus.config(run_dir, checkpoint={"every": 3, "keep": 3, "export": True})
+    _start(zygote, config, "all").succeed()
+    return run_dir
+
+
+def _copy(whole: Path, tmp_path: Path, corpus: Corpus, *, after: int, **sections: object) -> Path:
+    """The run as it stood after some steps, to be continued under a changed configuration."""
+    run_dir = tmp_path / "run"
+    shutil.copytree(whole, run_dir)
+    for path in (run_dir / "checkpoints").glob("step_*"):
+        if int(path.name.split("_")[1]) > after:
+            shutil.rmtree(path)
+    corpus.config(run_dir, **sections)
+    return run_dir
+
+
+def test_all_ranks_have_the_same_bucket_and_no_sample_is_dealt_twice(whole: Path) -> None:
+    ranks = [list(read_jsonl(p)) for p in sorted((whole / "batches").glob("rank_*.jsonl"))]
+    assert len(ranks) == RANKS
+    places = [[(b["step"], b["micro_step"], b["bucket"]) for b in rank] for rank in ranks]
+    assert places[0] == places[1]
+    log = _log(whole)
+    assert len(log) == 8 and len({line["bucket"] for line in log}) > 1
+    assert [line["bucket"] for line in log] == [p[2] for p in places[0] if p[1] == 0]
+    for step, ids in _samples(whole).items():
+        assert len(set(ids)) == len(ids), f"step {step} deals a sample twice"
+        assert len(ids) * log[step]["capacity"] == log[step]["tokens"]
+    assert log[0]["capacity"] == 128, "the largest bucket comes first"
+    assert log[-1]["loss"] < log[0]["loss"] - 0.1
+
+
+def test_a_run_killed_in_the_middle_continues_as_if_nothing_had_happened(
+    zygote: Zygote, corpus: Corpus, whole: Path, tmp_path: Path
+) -> None:
+    run_dir = tmp_path / "run"
+    config = corpus.config(run_dir)
+    ranks = _start(zygote, config, "killed", of_rank={1: {"kill_before_step": 4}})
+    assert ranks.wait() == [LOST_CONTACT, -signal.SIGKILL]
+    assert "lost contact to rank 1 on " in ranks.output()
+    assert (run_dir / "checkpoints" / "latest").read_text() == "step_00000003"
+    # What a kill in the middle of saving would leave behind.
+    (run_dir / "checkpoints" / "step_00000006.partial").mkdir()
+    output = _start(zygote, config, "resumed").succeed()
+    assert "continuing at step 3 from step_00000003" in output
+    _same_curve(_log(run_dir), _log(whole), rel=1e-9)
+    assert _samples(run_dir) == _samples(whole)
+    assert sorted(p.name for p in (run_dir / "checkpoints").glob("step_*")) == [
+        "step_00000006",
+        "step_00000008",
+    ], "keep=2 keeps two, and nothing half-written"
+
+
+def _engine(stage: int) -> dict[str, Any]:
+    return {"precision": "fp32", "zero_stage": stage, "timeout_minutes": 1}
+
+
+@pytest.mark.parametrize(
+    "shape", [(1, 1), (3, 1), (4, 1), (2, 2)], ids=["1-rank", "3-ranks", "4-ranks", "zero-2"]
+)
+def test_another_number_of_ranks_or_zero_stage_continues_the_same_curve(
+    zygote: Zygote, corpus: Corpus, whole: Path, tmp_path: Path, shape: tuple[int, int]
+) -> None:
+    ranks, stage = shape
+    run_dir = _copy(whole, tmp_path, corpus, after=6, engine=_engine(stage))
+    config = run_dir.with_suffix(".yaml")
+    # Three ranks do not divide the four micro batches of a step.
+    output = _start(zygote, config, "moved", "data.uneven=pad", ranks=ranks).succeed()
+    assert "written by 2 ranks with ZeRO-1" in output
+    _same_curve(_log(run_dir), _log(whole), rel=2e-3)
+    assert _samples(run_dir) == _samples(whole)
+    leftovers = [p.name for p in (run_dir / "checkpoints").iterdir() if "universal" in p.name]
+    assert not leftovers
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_without_zero_and_with_zero_3_the_number_of_ranks_may_change_too(
+    zygote: Zygote, corpus: Corpus, whole: Path, tmp_path: Path, stage: int
+) -> None:
+    run_dir = tmp_path / "run"
+    export = {"every": 6, "keep": 2, "export": stage == 3}
+    config = corpus.config(run_dir, engine=_engine(stage), checkpoint=export)
+    _start(zygote, config, "whole").succeed()
+    _same_curve(_log(run_dir), _log(whole), rel=2e-3)
+    ours, theirs = (next(read_jsonl(d / "evaluation.jsonl")) for d in (run_dir, whole))
+    assert ours["perplexity"] == pytest.approx(theirs["perplexity"], rel=5e-3)
+    assert ours["label_tokens"] == theirs["label_tokens"]
+    if stage == 3:  # gathered from all ranks
+        ours = load_file(run_dir / "model" / "model.safetensors")
+        theirs = load_file(whole / "model" / "model.safetensors")
+        assert ours.keys() == theirs.keys()
+        assert all(torch.allclose(ours[n], theirs[n], atol=2e-3) for n in theirs)
+    shutil.rmtree(run_dir / "checkpoints" / "step_00000008")
+    _start(zygote, config, "moved", "checkpoint.export=false", ranks=1).succeed()
+    _same_curve(_log(run_dir), _log(whole), rel=2e-3)
+    ranks = _start(zygote, config, "refused", "engine.zero_stage=1")
+    assert ranks.wait() == [1, 1]
+    assert f"written with ZeRO-{stage} and this run has ZeRO-1" in ranks.output()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_signal_to_one_rank_saves_and_leaves_with_the_known_code(
+    zygote: Zygote, corpus: Corpus, whole: Path, tmp_path: Path, number: signal.Signals
+) -> None:
+    run_dir = tmp_path / "run"
+    config = corpus.config(run_dir, checkpoint={"every": None, "export": False})
+    ranks = _start(zygote, config, "stopped", "num_steps=100000")
+    batches = run_dir / "batches" / "rank_00000.jsonl"
+    wait_for(lambda: batches.exists() and '"step": 1' in batches.read_text(), "two steps", 120)
+    ranks.signal(number, [1])
+    assert ranks.wait() == [PREEMPTED] * RANKS, ranks.output()
+    end = json.loads((run_dir / "end.json").read_text())
+    assert end["reason"] == "signal" and 2 <= end["step"] < 100000
+    assert len(_log(run_dir)) == end["step"], "all steps that were done are in the log"
+    if number == signal.SIGTERM and end["step"] < 8:
+        _start(zygote, config, "resumed").succeed()
+        # The learning rate of the first steps was that of a longer run.
+        ours, theirs = _log(run_dir), _log(whole)
+        assert [line["samples"] for line in ours] == [line["samples"] for line in theirs]
+
+
+def test_a_damaged_checkpoint_is_named_and_the_one_before_is_tried_when_asked(
+    zygote: Zygote, corpus: Corpus, whole: Path, tmp_path: Path
+) -> None:
+    run_dir = _copy(whole, tmp_path, corpus, after=8)
+    config = run_dir.with_suffix(".yaml")
+    newest = run_dir / "checkpoints" / "step_00000008"
+    shard = next(newest.glob("*rank_1*optim_states.pt"))
+    data = bytearray(shard.read_bytes())
+    data[len(data) // 2] ^= 255
+    shard.write_bytes(data)
+
+    ranks = _start(zygote, config, "refused")
+    assert ranks.wait() == [1, 1]
+    assert f"{shard.name} has another checksum" in ranks.output()
+    assert "checkpoint.fallback=true" in ranks.output()
+    assert "Traceback" not in ranks.output()
+
+    shard.unlink()
+    middle = run_dir / "checkpoints" / "step_00000006"
+    manifest = middle / "manifest.json"
+    manifest.write_text(manifest.read_text()[:100])
+    output = _start(zygote, config, "fallback", "checkpoint.fallback=true").succeed()
+    assert f"{shard.name} is missing" in output
+    assert "manifest.json cannot be read" in output
+    assert "continuing at step 3" in output
+    _same_curve(_log(run_dir), _log(whole), rel=1e-9)
+    assert (run_dir / "checkpoints" / f"{newest.name}.damaged").is_dir(), "nothing is deleted"
+    ranks = _start(zygote, config, "never", "checkpoint.resume=never")
+    assert ranks.wait() == [1, 1]
+    assert "has checkpoints and checkpoint.resume is never" in ranks.output()
+
+
+def test_another_order_of_samples_is_refused_unless_allowed(
+    zygote: Zygote, corpus: Corpus, whole: Path, tmp_path: Path
+) -> None:
+    run_dir = _copy(whole, tmp_path, corpus, after=6, seed=5)
+    config = run_dir.with_suffix(".yaml")
+    ranks = _start(zygote, config, "refused")
+    assert ranks.wait() == [1, 1]
+    assert "seed was 0 and is 5" in ranks.output()
+    allow = "checkpoint.allow_change=[seed]"
+    output = _start(zygote, config, "allowed", allow).succeed()
+    assert "continuing at step 6" in output
+    ours, theirs = _log(run_dir), _log(whole)
+    assert [line["samples"] for line in ours[:6]] == [line["samples"] for line in theirs[:6]]
+    assert ours[6]["samples"] != theirs[6]["samples"]
+
+
+def test_a_loss_that_is_no_number_ends_the_run_and_is_named(
+    zygote: Zygote, corpus: Corpus, tmp_path: Path
+) -> None:
+    run_dir = tmp_path / "run"
+    clip = {"lr": 1e9, "clip": 0.0}
+    config = corpus.config(run_dir, optimizer=clip, num_steps=40, schedule={"warmup_steps": 0})
+    ranks = _start(zygote, config, "nan")
+    assert ranks.wait() == [1, 1], ranks.output()[-3000:]
+    assert "is not a number; everything from here on would be lost time" in ranks.output()
+    log = _log(run_dir)
+    assert log[0]["loss"] > 0 and log[-1]["loss"] is None
+
+
+def test_a_model_that_does_not_fit_the_checkpoint_is_refused(
+    zygote: Zygote, corpus: Corpus, whole: Path, tmp_path: Path
+) -> None:
+    model = {"preset": "llama_tiny", "overrides": {"num_hidden_layers": 3}}
+    run_dir = _copy(whole, tmp_path, corpus, after=6, model=model)
+    ranks = _start(zygote, run_dir.with_suffix(".yaml"), "refused")
+    assert ranks.wait() == [1, 1]
+    assert "does not fit this run" in ranks.output()
+
+
+def test_ranks_with_different_data_stop_at_once_and_say_what_differs(
+    zygote: Zygote, corpus: Corpus, tmp_path: Path
+) -> None:
+    config = corpus.config(tmp_path / "run")
+    other = [str(PRETRAIN), "--config", str(config), "--set", "seed=9"]
+    ranks = _start(zygote, config, "mixed", of_rank={1: {"argv": other}})
+    assert all(code != 0 for code in ranks.wait())
+    assert "seed is 9 on rank 1 and 0 on the other 1" in ranks.output()
+
+
+def test_the_run_directory_says_what_was_run(whole: Path, corpus: Corpus) -> None:
+    starts = list(read_jsonl(whole / "starts.jsonl"))
+    assert len(starts) == 1
+    start = starts[0]
+    assert start["world_size"] == 2 and start["attention"]["name"] == "sdpa"
+    assert {"python", "torch", "deepspeed", "transformers"} <= set(start["versions"])
+    assert start["git"] is None or len(start["git"]["commit"]) == 40
+    assert len(start["fingerprints"]["documents"]) == len(start["fingerprints"]["samples"]) == 1
+    assert "num_steps: 8" in (whole / "config.yaml").read_text()
+    line = _log(whole)[3]
+    assert 0 < line["useful_tokens"] <= line["tokens"] == 1024
+    assert line["padding"] == pytest.approx(1 - line["useful_tokens"] / 1024)
+    assert 0 <= line["data_wait_share"] < 1 and line["imbalance"] >= 1
+    assert line["epoch_end"] > line["epoch"] and line["grad_norm"] > 0
+    evaluations = list(read_jsonl(whole / "evaluation.jsonl"))
+    assert [e["step"] for e in evaluations] == [8]
+    assert evaluations[0]["perplexity"] == pytest.approx(np.exp(evaluations[0]["loss"]))
+    assert (whole / "model" / "model.safetensors").exists()

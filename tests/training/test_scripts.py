@@ -1,0 +1,232 @@
+"""The scripts as a person starts them: launchers, one plain process, dry runs, evaluation."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from tokenizers import Tokenizer, models, pre_tokenizers
+
+from megapack.training.flops import ModelFlops
+from megapack.training.run_dir import read_jsonl
+
+from .conftest import BUCKETS, Corpus
+from .packing_helpers import tiny_model
+from .processes import PRETRAIN, ROOT, Zygote, environment, free_port
+
+EVALUATE = ROOT / "launch" / "evaluate.py"
+BIN = Path(sys.executable).parent
+
+
+def _run(*command: str | Path, code: int = 0, **env: str) -> str:
+    done = subprocess.run(
+        [str(part) for part in command],
+        check=False,
+        capture_output=True,
+        text=True,
+        env=environment(PATH=f"{BIN}:/usr/local/bin:/usr/bin:/bin", **env),
+        cwd=ROOT,
+        timeout=280,
+    )
+    assert done.returncode == code, f"{done.returncode}\n{done.stdout}\n{done.stderr[-4000:]}"
+    return done.stdout + done.stderr
+
+
+def test_the_deepspeed_launcher_trains_two_ranks(corpus: Corpus, tmp_path: Path) -> None:
+    config = corpus.config(
+        tmp_path / "run", num_steps=4, logging={"every": 2, "tensorboard": True, "batches": True}
+    )
+    port = str(free_port())
+    launcher = ["deepspeed", "--num_accelerators", "2", "--master_port", port]
+    output = _run(*launcher, PRETRAIN, "--config", config)
+    assert "step 4/4" in output and "validation perplexity" in output
+    lines = list(read_jsonl(tmp_path / "run" / "log.jsonl"))
+    assert [line["step"] for line in lines] == [0, 1, 2, 3]
+    assert len(list((tmp_path / "run" / "batches").glob("rank_*.jsonl"))) == 2
+    assert list((tmp_path / "run" / "tensorboard").glob("events*"))
+
+
+def test_one_plain_process_trains_a_blend_the_classic_way(
+    zygote: Zygote, corpus: Corpus, tmp_path: Path
+) -> None:
+    run_dir = tmp_path / "run"
+    blend = tmp_path / "blend.yaml"
+    source = {"prefix": str(corpus.train), "index": f"{corpus.train}.samples"}
+    other = {"prefix": str(corpus.valid), "index": f"{corpus.valid}.samples"}
+    blend.write_text(
+        yaml.safe_dump({"datasets": [{**source, "weight": 0.9}, {**other, "weight": 0.1}]})
+    )
+    classic = {"attention": "sample", "positions": "sample", "labels": "sample"}
+    config = corpus.config(
+        run_dir,
+        num_steps=3,
+        data={"prefix": None, "index": None, "blend": str(blend), **classic},
+        model={"preset": "gpt2_tiny_alibi"},
+        engine={"precision": "bf16", "activation_checkpointing": True, "timeout_minutes": 1},
+        checkpoint={"every": None, "export": True},
+    )
+    argv = [str(PRETRAIN), "--config", str(config), "--local_rank", "0"]
+    ranks = zygote.start(argv, 1, tmp_path / "log", {0: {"env": {}}})
+    assert "step 3/3" in ranks.succeed()
+    line = next(read_jsonl(run_dir / "log.jsonl"))
+    assert line["label_tokens"] > line["useful_tokens"] * 0.97, "labels cross documents"
+    exported = {path.name for path in (run_dir / "model").iterdir()}
+    assert {"config.json", "model.safetensors", "modeling_gpt2_alibi.py"} <= exported
+
+
+def test_a_dry_run_prints_the_plan_and_starts_nothing(
+    zygote: Zygote, corpus: Corpus, tmp_path: Path
+) -> None:
+    config = corpus.config(tmp_path / "run", num_steps=None, num_epochs=2)
+    argv = [str(PRETRAIN), "--config", str(config), "--dry-run", "--device", "H100"]
+    argv += ["--world-size", "4", "--set", "engine.precision=bf16"]
+    output = zygote.start(argv, 1, tmp_path / "log", {0: {"env": {}}}).succeed()
+    assert "precision: bf16" in output and "positions: segment" in output
+    assert "epochs: 2.0" in output or "epochs: 1.9" in output
+    assert "model: llama, 82,240 parameters" in output
+    assert "ranks: 4, 1 micro steps of 256 tokens each" in output
+    for capacity in BUCKETS:
+        assert any(line.split()[:1] == [str(capacity)] for line in output.splitlines()), capacity
+    for part in ("parameters", "optimizer state", "activations", "GiB", "FLOP", "hours on 4 ranks"):
+        assert part in output, part
+    assert not (tmp_path / "run").exists()
+    refused = zygote.start([*argv, "--world-size", "3"], 1, tmp_path / "refused", {0: {"env": {}}})
+    assert refused.wait() == [1]
+    assert "3 ranks do not divide the 4 micro batches of a step" in refused.output()
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("optimizer.learning_rate=1", "unknown key 'learning_rate'"),
+        ("data.tokens_per_step=1000", "not a multiple of"),
+        ("data.prefix=/nowhere", "/nowhere"),
+        ("model.attention=flash2", "cannot serve"),
+        ("model.preset=gpt2_tiny model.overrides={n_positions: 100}", "100 positions"),
+    ],
+)
+def test_a_configuration_that_cannot_run_is_one_line_without_a_traceback(
+    zygote: Zygote, corpus: Corpus, tmp_path: Path, override: str, message: str
+) -> None:
+    config = corpus.config(tmp_path / "run")
+    argv = [str(PRETRAIN), "--config", str(config)]
+    for item in override.split(" model."):
+        argv += ["--set", item if "." in item.split("=")[0] else f"model.{item}"]
+    ranks = zygote.start(argv, 1, tmp_path / "log", {0: {"env": {}}})
+    assert ranks.wait() == [1]
+    assert message in ranks.output(), ranks.output()
+    assert "Traceback" not in ranks.output()
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model and its tokenizer: letters of a vocabulary of 64."""
+    directory = tmp_path_factory.mktemp("exported") / "model"
+    tiny_model("llama_tiny", vocab_size=64).save(directory)
+    letters = [chr(ord("0") + i) for i in range(64)]
+    tokenizer = Tokenizer(models.WordLevel({c: i for i, c in enumerate(letters)}, letters[0]))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    tokenizer.save(str(directory.parent / "tokenizer.json"))
+    return directory
+
+
+def test_evaluate_scores_models_by_context_and_compares_runs(
+    zygote: Zygote, corpus: Corpus, exported: Path, tmp_path: Path
+) -> None:
+    for name, factor in (("a", 1.0), ("b", 2.0)):
+        (tmp_path / name).mkdir()
+        lines = [
+            {"step": i, "loss": factor / (i + 1), "epoch": i / 4, "epoch_end": (i + 1) / 4}
+            for i in range(4)
+        ]
+        text = "".join(json.dumps(line) + "\n" for line in lines)
+        (tmp_path / name / "log.jsonl").write_text(text)
+    argv = [str(EVALUATE), "--model", f"tiny={exported}", "--data", str(corpus.valid)]
+    argv += ["--buckets", *map(str, BUCKETS), "--contexts", "16", "64", "--output"]
+    argv += [str(tmp_path / "out"), "--micro-batch-tokens", "512"]
+    argv += ["--run", f"first={tmp_path / 'a'}", "--run", f"second={tmp_path / 'b'}"]
+    output = zygote.start(argv, 1, tmp_path / "log", {0: {"env": {}}}).succeed()
+    assert "tiny: perplexity" in output and "context     16" in output
+    assert output.index("first: final perplexity") < output.index("second: final perplexity")
+    found = json.loads((tmp_path / "out" / "evaluation.json").read_text())
+    assert found["runs"]["first"]["mean_rank"] == 1.0
+    model = found["models"]["tiny"]
+    assert set(model["contexts"]) == {"16", "64"} and model["perplexity"] > 1
+    for plot in ("perplexity_by_context.png", "training_perplexity.png"):
+        assert (tmp_path / "out" / plot).read_bytes()[:4] == b"\x89PNG"
+
+
+TASK = """
+task: next_letter
+dataset_path: json
+dataset_kwargs:
+  data_files: {data}
+test_split: train
+output_type: multiple_choice
+doc_to_text: "{{{{text}}}}"
+doc_to_choice: ["A", "B"]
+doc_to_target: 0
+target_delimiter: ""
+metric_list:
+  - metric: acc
+"""
+
+
+def test_lm_eval_scores_an_exported_model_on_a_local_task(
+    zygote: Zygote, exported: Path, tmp_path: Path
+) -> None:
+    data = tmp_path / "task.json"
+    data.write_text("".join(json.dumps({"text": t}) + "\n" for t in ("CDEF", "KJIH", "ABAB")))
+    tasks = tmp_path / "tasks"
+    tasks.mkdir()
+    (tasks / "next_letter.yaml").write_text(TASK.format(data=data))
+    argv = [str(EVALUATE), "--model", str(exported), "--lm-eval", "next_letter"]
+    argv += ["--lm-eval-path", str(tasks), "--tokenizer", str(exported.parent / "tokenizer.json")]
+    env = {"HF_HOME": str(tmp_path / "hf"), "HF_DATASETS_OFFLINE": "1", "HF_HUB_OFFLINE": "1"}
+    argv += ["--output", str(tmp_path / "out")]
+    zygote.start(argv, 1, tmp_path / "log", {0: {"env": env}}).succeed()
+    found = json.loads((tmp_path / "out" / "evaluation.json").read_text())
+    accuracy = found["lm_eval"][str(exported)]["next_letter"]["acc,none"]
+    assert accuracy == pytest.approx(_accuracy(exported, ["CDEF", "KJIH", "ABAB"]))
+    unknown = [*argv[:4], "no_such_task", *argv[5:]]
+    refused = zygote.start(unknown, 1, tmp_path / "refused", {0: {"env": env}})
+    assert refused.wait() == [1]
+    assert "has no task no_such_task" in refused.output()
+
+
+def _accuracy(directory: Path, texts: list[str]) -> float:
+    from transformers import LlamaForCausalLM  # noqa: PLC0415
+
+    model: Any = LlamaForCausalLM.from_pretrained(directory)
+    right = 0
+    for text in texts:
+        tokens = torch.tensor([[ord(c) - ord("0") for c in text]])
+        scores = model(tokens).logits[0, -1]
+        right += int(scores[ord("A") - ord("0")] > scores[ord("B") - ord("0")])
+    return right / len(texts)
+
+
+def test_flops_are_those_of_the_matrix_products() -> None:
+    model = tiny_model("llama_tiny")
+    flops = ModelFlops.of(model, model.configuration)
+    width, kv, mlp, layers, vocab = 64, 32, 128, 2, 384
+    layer = width * width * 2 + width * kv * 2 + 3 * width * mlp
+    assert flops.per_token == 6 * (layers * layer + vocab * width)
+    # One document of n tokens: scores and values, 2 products of n^2/2 pairs, times 3.
+    assert flops.attention([10]) == 3 * layers * 2 * 2 * width * 10 * 10 / 2
+    assert flops.attention([10, 20]) == flops.attention([10]) + flops.attention([20])
+    untied = tiny_model("llama_tiny", overrides={"tie_word_embeddings": False})
+    assert ModelFlops.of(untied, untied.configuration).per_token == flops.per_token
+    gemma = tiny_model("gemma2_tiny", backend="eager")  # a window of 64 in one of two layers
+    counted = ModelFlops.of(gemma, gemma.configuration)
+    assert counted.attention([64]) == 6 * 64 * 2 * 64**2
+    assert counted.attention([100]) == 6 * 64 * (100**2 + 100**2 - 36**2)
+    gpt2 = tiny_model("gpt2_tiny")
+    expected = 6 * (2 * 12 * 64 * 64 + 384 * 64)
+    assert ModelFlops.of(gpt2, gpt2.configuration).per_token == expected
