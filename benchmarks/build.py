@@ -264,7 +264,9 @@ def main() -> None:
         rows = measure(Path(directory))
     speed = {row["what"]: row["mb_per_s"] for row in rows}
     megatron_speed = speed["Megatron's way"]
-    table = Table("what", "MB of text", "MB/s", "of bare", "x Megatron", "peak memory MB")
+    table = Table("megapack-build tokenize", [
+        "what", "MB of text", "MB/s", "of bare", "x Megatron", "peak memory MB",
+    ])  # fmt: skip
     for row in rows:
         bare = speed["bare tokenizers" if row["text_mb"] < rows[1]["text_mb"] else "bare gigatoken"]
         table.add(

@@ -214,7 +214,9 @@ def show(bench: Bench, strategies: list[dict[str, Any]], buckets: list[dict[str,
         f"{bench.dataset.num_tokens:,} tokens of documents"
     )
     padded = strategies[0]["useful_tokens_per_second"]
-    table = Table("strategy", "useful tok/s", "against padding", "padding", "MFU", "data wait")
+    table = Table("strategies", [
+        "strategy", "useful tok/s", "against padding", "padding", "MFU", "data wait",
+    ])  # fmt: skip
     for row in strategies:
         mfu = "" if row["mfu"] is None else f"{row['mfu']:.1%}"
         table.add(
@@ -225,8 +227,10 @@ def show(bench: Bench, strategies: list[dict[str, Any]], buckets: list[dict[str,
             mfu,
             f"{row['data_wait_share']:.2%}",
         )
-    table.show()
-    table = Table("bucket", "share", "tok/s", "relative", "tok/s, whole samples", "relative")
+    table.print()
+    table = Table("buckets", [
+        "bucket", "share", "tok/s", "relative", "tok/s, whole samples", "relative",
+    ])  # fmt: skip
     for row in buckets:
         table.add(
             f"{row['bucket']:,}",
@@ -236,7 +240,7 @@ def show(bench: Bench, strategies: list[dict[str, Any]], buckets: list[dict[str,
             f"{row['sample']:,.0f}",
             f"{row['sample_relative']:+.2%}",
         )
-    table.show()
+    table.print()
 
 
 def main() -> None:
