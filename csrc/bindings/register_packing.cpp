@@ -173,7 +173,7 @@ py::dict seamless_stage_one(const Array<Length>& lengths, std::int64_t capacity,
     StageOne stage;
     {
         const py::gil_scoped_release unlocked;
-        stage = count_stage_one(documents, rules);
+        stage = count_stage_one(documents, rules, 1);
     }
     py::dict result;
     result["num_sliding"] = stage.num_sliding;
