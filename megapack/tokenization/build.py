@@ -129,7 +129,8 @@ def _make_plan(config: BuildConfig, progress: Progress) -> _Plan:
         shard_bytes = default_shard_bytes(files)
     shards = plan_shards(files, shard_bytes=shard_bytes, json_key=read.json_key)
     backend = choose_backend(tokenizer, config.backend, shards, read, progress.note)
-    job = make_job(config, tokenizer, special, backend=backend, num_shards=len(shards))
+    i, n = config.shard or (0, 1)
+    job = make_job(config, tokenizer, special, backend=backend, num_shards=len(shards[i::n]))
     manifest = {
         "options": config.identity(),
         "tokenizer": describe_tokenizer(tokenizer),
