@@ -11,7 +11,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
 .DEFAULT_GOAL := help
-.PHONY: help venv build demo test lint format pytest bench-merge fuzz clean
+.PHONY: help venv build demo test lint format pytest bench-build bench-merge fuzz clean
 
 help:
 	@sed -n 's/^# make/make/p' Makefile
@@ -57,6 +57,10 @@ pytest: build $(VENV)/.dev
 # 5 million documents in 100 shards, megapack and megatron-core.
 bench-merge: build $(VENV)/.dev
 	$(BIN)/python benchmarks/merge.py
+
+# Text to .bin/.idx beside Megatron's way and the bare tokenizers; about ten minutes.
+bench-build: build $(VENV)/.dev
+	$(BIN)/python benchmarks/build.py
 
 # Every reader, for FUZZ_SECONDS in all (default 60); what fails is kept in tests/fuzz/corpus.
 fuzz: build $(VENV)/.dev
