@@ -77,11 +77,12 @@ def build_shard(
             "missing parts again, or leave out --finish to build them here"
         )
     record = ShardRecord(index=shard.index)
-    faults = Faults(job.on_error)
+    # One for each thread.
+    read_faults, code_faults = Faults(job.on_error), Faults(job.on_error)
     with contextlib.ExitStack() as stack:
         builders = {dataset: stack.enter_context(_builder(job, dataset)) for dataset in datasets}
-        blocks = ahead(_kept(read_blocks(shard.pieces, job.read, faults), job, faults))
-        parts = ahead(_coded(blocks, job, coder, faults))
+        blocks = ahead(_kept(read_blocks(shard.pieces, job.read, read_faults), job, read_faults))
+        parts = ahead(_coded(blocks, job, coder, code_faults))
         for part in stack.enter_context(contextlib.closing(parts)):
             tokens, offsets, labels = part.coded
             builders[prefix + part.stream].add_documents(tokens, offsets)
@@ -92,7 +93,8 @@ def build_shard(
             record.num_text_bytes += counted.text_bytes
             record.num_tokens += counted.tokens
             report(counted)
-    record.fault_counts, record.fault_places = faults.counts, faults.places
+    read_faults.add(code_faults.counts, code_faults.places)
+    record.fault_counts, record.fault_places = read_faults.counts, read_faults.places
     write_record(prefix, record)
     return record
 
