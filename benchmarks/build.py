@@ -31,14 +31,17 @@ from typing import Any
 
 import gigatoken
 import numpy as np
-from common import Table, quick, write_results
+from common import quick, write_results
 from tokenizers import Tokenizer
+
+from megapack.cli.report import print_table
 
 WORKERS = 2
 PROCESSES = str(WORKERS)
 CORPUS_MB = int(os.environ.get("MEGAPACK_BENCH_MB", "80" if quick() else "600"))
 SLOW_MB = 8 if quick() else 48
 REPEATS = 1 if quick() else 3
+MEGATRON = "Megatron's way"
 
 
 def python_source() -> Iterator[str]:
@@ -230,11 +233,12 @@ def measure(work: Path) -> list[dict[str, Any]]:
     part_bytes = text_bytes(part)
     rows: list[dict[str, Any]] = []
 
-    def add(name: str, num_bytes: int, measured: tuple[float, int]) -> None:
+    def add(name: str, backend: str, num_bytes: int, measured: tuple[float, int]) -> None:
         seconds, peak = measured
         rows.append(
             {
                 "what": name,
+                "backend": backend,
                 "text_mb": num_bytes / 1e6,
                 "seconds": seconds,
                 "mb_per_s": num_bytes / 1e6 / seconds,
@@ -243,19 +247,31 @@ def measure(work: Path) -> list[dict[str, Any]]:
         )
         print(f"  {name}: {num_bytes / 1e6 / seconds:,.1f} MB/s", flush=True)
 
-    add("bare tokenizers", part_bytes, run_one("bare_tokenizers", str(part), str(tokenizer)))
-    add("bare gigatoken", size, run_one("bare_gigatoken", str(corpus), str(tokenizer)))
+    add(
+        "bare tokenizers",
+        "tokenizers",
+        part_bytes,
+        run_one("bare_tokenizers", str(part), str(tokenizer)),
+    )
+    add("bare gigatoken", "gigatoken", size, run_one("bare_gigatoken", str(corpus), str(tokenizer)))
     theirs = work / "theirs"
-    add("Megatron's way", part_bytes, run_one("megatron", str(part), str(tokenizer), str(theirs)))
+    add(
+        MEGATRON,
+        "tokenizers",
+        part_bytes,
+        run_one("megatron", str(part), str(tokenizer), str(theirs)),
+    )
     ours = work / "ours"
-    add("ours, tokenizers", part_bytes, run_build(part, tokenizer, ours, "tokenizers"))
+    add(
+        "ours, tokenizers", "tokenizers", part_bytes, run_build(part, tokenizer, ours, "tokenizers")
+    )
     for suffix in ("bin", "idx"):
         same = Path(f"{theirs}.{suffix}").read_bytes() == Path(f"{ours}.{suffix}").read_bytes()
         print(f"  .{suffix} of Megatron and ours: {'identical' if same else 'DIFFERENT'}")
         rows[-1][f"{suffix}_identical"] = same
     for backend in ("auto", "gigatoken"):
         prefix = work / f"ours-{backend}"
-        add(f"ours, {backend}", size, run_build(corpus, tokenizer, prefix, backend))
+        add(f"ours, {backend}", "gigatoken", size, run_build(corpus, tokenizer, prefix, backend))
     return rows
 
 
@@ -263,19 +279,23 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="megapack-build-") as directory:
         rows = measure(Path(directory))
     speed = {row["what"]: row["mb_per_s"] for row in rows}
-    megatron_speed = speed["Megatron's way"]
-    table = Table("what", "MB of text", "MB/s", "of bare", "x Megatron", "peak memory MB")
+    shown = []
     for row in rows:
-        bare = speed["bare tokenizers" if row["text_mb"] < rows[1]["text_mb"] else "bare gigatoken"]
-        table.add(
-            row["what"],
-            f"{row['text_mb']:,.0f}",
-            f"{row['mb_per_s']:,.1f}",
-            f"{row['mb_per_s'] / bare:.2f}",
-            f"{row['mb_per_s'] / megatron_speed:,.1f}",
-            f"{row['peak_mb']:,.0f}",
+        bare = "bare gigatoken" if row["backend"] == "gigatoken" else "bare tokenizers"
+        row["of_bare"] = row["mb_per_s"] / speed[bare]
+        row["times_megatron"] = row["mb_per_s"] / speed[MEGATRON]
+        shown.append(
+            (
+                row["what"],
+                f"{row['text_mb']:,.0f}",
+                f"{row['mb_per_s']:,.1f}",
+                f"{row['of_bare']:.2f}",
+                f"{row['times_megatron']:,.1f}",
+                f"{row['peak_mb']:,.0f}",
+            )
         )
-    table.print()
+    print()
+    print_table(("", "MB of text", "MB/s", "of bare", "x Megatron", "peak MB"), shown)
     write_results("build", rows)
 
 
