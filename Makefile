@@ -11,7 +11,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
 .DEFAULT_GOAL := help
-.PHONY: help venv build demo test lint format pytest bench-composition clean
+.PHONY: help venv build demo test lint format pytest bench-composition bench-merge fuzz clean
 
 help:
 	@sed -n 's/^# make/make/p' Makefile
@@ -54,8 +54,17 @@ format: $(VENV)/.dev
 pytest: build $(VENV)/.dev
 	$(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal
 
+# What four papers say about data composition, beside what is measured.
 bench-composition: build $(VENV)/.dev
 	$(BIN)/python benchmarks/papers/composition.py
+
+# 5 million documents in 100 shards, megapack and megatron-core.
+bench-merge: build $(VENV)/.dev
+	$(BIN)/python benchmarks/merge.py
+
+# Every reader, for FUZZ_SECONDS in all (default 60); what fails is kept in tests/fuzz/corpus.
+fuzz: build $(VENV)/.dev
+	$(BIN)/python tests/fuzz/run.py
 
 clean:
 	rm -rf build megapack/_core*.so *.egg-info .mypy_cache .ruff_cache .pytest_cache

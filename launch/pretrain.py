@@ -58,7 +58,10 @@ def main() -> int:
     join(args.local_rank)
     with world(timeout_minutes=config.engine.timeout_minutes) as here:
         show_log(here)
-        with StopSignals() as signals, Heartbeat(here) as heart:
+        with (
+            StopSignals() as signals,
+            Heartbeat(here, silence=config.engine.silence_seconds) as heart,
+        ):
             try:
                 return train(config, here, signals)
             except (MegapackError, OSError) as error:

@@ -153,6 +153,8 @@ def attention_cost(
 
 _Index = NDArray[np.int32] | NDArray[np.int64]
 
+def will_need(array: NDArray[Any], begin: int, num_bytes: int) -> None: ...
+
 # Sample ids count through the sources in the order in which they were added.
 class Gatherer:
     def __init__(

@@ -58,7 +58,7 @@ struct Common {
     py::object progress;
 };
 
-// run(lengths, Id{}, progress) without the GIL; Id is int32 unless document numbers need more.
+// run(lengths, Id{}, progress) without the GIL; Id is int32 unless something is wider.
 template <typename Length, typename Run>
 py::dict run_strategy(const Array<Length>& lengths, const Common& common, Run run) {
     const Span<const Length> documents = view(lengths, "lengths");
@@ -73,8 +73,9 @@ py::dict run_strategy(const Array<Length>& lengths, const Common& common, Run ru
         return samples_to_dict(std::move(samples));
     };
     constexpr auto kMaxNarrow = std::size_t{std::numeric_limits<std::int32_t>::max()};
-    if (common.wide_ids || documents.size() > kMaxNarrow) return run_as(std::int64_t{});
-    return run_as(std::int32_t{});
+    if constexpr (sizeof(Length) == sizeof(std::int32_t))
+        if (!common.wide_ids && documents.size() <= kMaxNarrow) return run_as(std::int32_t{});
+    return run_as(std::int64_t{});
 }
 
 // pack(documents, progress) on the documents in file order or, if asked, in seeded order.

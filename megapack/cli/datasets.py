@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from pathlib import Path
 
-from rich.console import Console
-from rich.progress import Progress
-
-__all__ = ["dataset_prefixes", "progress_bar"]
+__all__ = ["dataset_prefixes"]
 
 
 def dataset_prefixes(names: Iterable[str]) -> list[str]:
@@ -34,12 +29,3 @@ def dataset_prefixes(names: Iterable[str]) -> list[str]:
         elif name.endswith(".bin") and not Path(name.removesuffix(".bin") + ".idx").exists():
             prefixes[name.removesuffix(".bin")] = None  # verify says that its .idx is missing
     return list(prefixes)
-
-
-@contextmanager
-def progress_bar(label: str) -> Iterator[Callable[[int, int], None]]:
-    """A bar on a terminal's stderr, fed with (done, total); silent elsewhere."""
-    console = Console(stderr=True)
-    with Progress(console=console, transient=True, disable=not sys.stderr.isatty()) as bar:
-        task = bar.add_task(label, total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import argparse
 
-from megapack.cli.datasets import dataset_prefixes, progress_bar
+from megapack.cli.datasets import dataset_prefixes
+from megapack.cli.report import Work, count
 from megapack.storage import IndexedDataset
 from megapack.storage.merge import merge
 
@@ -37,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     prefixes = dataset_prefixes(args.inputs)
-    with progress_bar(f"merging {len(prefixes)} datasets") as progress:
+    with Work(f"merging {len(prefixes)} datasets") as progress:
         merge(
             prefixes,
             args.output_prefix,
@@ -49,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
         )
     result = IndexedDataset(args.output_prefix)
     print(
-        f"{args.output_prefix}: {len(prefixes)} datasets, {result.num_documents} documents, "
-        f"{result.num_tokens} {result.dtype.name} tokens"
+        f"{args.output_prefix}: {len(prefixes)} datasets, {count(result.num_documents)} documents, "
+        f"{count(result.num_tokens)} {result.dtype.name} tokens"
     )
     return 0

@@ -15,7 +15,8 @@ import argparse
 import dataclasses
 import json
 
-from megapack.cli.datasets import dataset_prefixes, progress_bar
+from megapack.cli.datasets import dataset_prefixes
+from megapack.cli.report import Work
 from megapack.storage.findings import Finding
 from megapack.storage.verify import find_duplicates, verify
 
@@ -38,7 +39,7 @@ def run(args: argparse.Namespace) -> int:
     prefixes = dataset_prefixes(args.inputs)
     findings = {}
     for prefix in prefixes:
-        with progress_bar(f"reading {prefix}") as progress:
+        with Work(f"reading {prefix}") as progress:
             findings[prefix] = verify(
                 prefix,
                 tokens=not args.no_tokens,

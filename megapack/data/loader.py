@@ -193,12 +193,14 @@ class PackedLoader:
             allocate(tokens, pin_memory=self._pin_memory)
             for _ in range(self._prefetch + 2 if self._reuse_buffers else 0)
         ]
+        warm = self.dataset.warm()
         for i, item in enumerate(self.sampler):
             out = ring[i % len(ring)] if ring else allocate(tokens, pin_memory=self._pin_memory)
             batch = self.dataset.micro_batch(
                 item.sample_ids, layout=self.layout, capacity=item.capacity, out=out
             )
             yield {**batch, **item.about()}
+            next(warm, None)
 
     # --- with workers ---------------------------------------------------------------------------
 
@@ -214,6 +216,7 @@ class PackedLoader:
             timeout=self._timeout,
         )
         batches = iter(loader)
+        warm = self.dataset.warm()
         count = 0
         while True:
             try:
@@ -235,6 +238,7 @@ class PackedLoader:
             shape = self.layout.shape(item.capacity)
             small = {name: _as_tensor(value) for name, value in rest.items()}
             yield {**Buffers(memory).shaped(shape), **small, **item.about()}
+            next(warm, None)
 
 
 class _WorkerDataset(Dataset[Any]):

@@ -170,7 +170,7 @@ def _salvage(idx_path: Path, bin_path: Path, done: list[str]) -> _Index | None:
             return None
         lengths = np.fromfile(file, np.int32, num_sequences)
         file.seek(documents_at)
-        indices = np.fromfile(file, np.int64, num_indices)
+        indices = np.fromfile(file, np.int64, min(num_indices, max(0, size - documents_at) // 8))
     dtype = DTYPE_OF_CODE.get(code)
     num_tokens = int(lengths.sum(dtype=np.int64))
     sensible = lengths.min(initial=0) >= 0 and (np.diff(indices, prepend=0) >= 0).all()

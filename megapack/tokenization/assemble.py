@@ -9,6 +9,7 @@ from megapack.errors import DataError
 from megapack.storage import IndexedDataset, IndexedDatasetBuilder
 from megapack.storage.merge import merge
 from megapack.storage.meta import OWN_KEYS
+from megapack.storage.mmididx import path_of, read_header
 from megapack.tokenization.config import BuildConfig
 from megapack.tokenization.job import Job
 from megapack.tokenization.shard import LABELS, shard_prefix
@@ -50,19 +51,24 @@ def assemble(job: Job, config: BuildConfig, documents_of_shard: Sequence[int]) -
     shards = [shard_prefix(job.work_dir, i) for i in range(len(documents_of_shard))]
     outputs = output_prefixes(config)
     if config.split_weights is None or job.hash_weights is not None:
+        sources = {stream: [shard + stream for shard in shards] for stream in outputs}
         for stream, output in outputs.items():
-            sources = [shard + stream for shard in shards]
-            _require_documents(sum(len(IndexedDataset(source)) for source in sources), output)
-            merge(sources, output)
+            _require_documents(sum(map(_num_documents, sources[stream])), output)
+        for stream, output in outputs.items():
+            merge(sources[stream], output)
         return
     ranges = ordered_split(config.split_weights, sum(documents_of_shard))
-    for name, documents in zip(SPLIT_NAMES, ranges, strict=True):
-        for end in ("", LABELS):
-            stream = f"_{name}{end}"
-            if stream in outputs:
-                _require_documents(len(documents), outputs[stream])
-                sources = [shard + end for shard in shards]
-                _cut(sources, documents_of_shard, documents, outputs[stream])
+    documents = {f"_{name}": chosen for name, chosen in zip(SPLIT_NAMES, ranges, strict=True)}
+    for stream, output in outputs.items():
+        _require_documents(len(documents[stream.removesuffix(LABELS)]), output)
+    for stream, output in outputs.items():
+        end = LABELS if stream.endswith(LABELS) else ""
+        parts = [shard + end for shard in shards]
+        _cut(parts, documents_of_shard, documents[stream.removesuffix(LABELS)], output)
+
+
+def _num_documents(prefix: str) -> int:
+    return read_header(path_of(prefix, ".idx")).num_documents
 
 
 def _require_documents(num_documents: int, output: str) -> None:

@@ -55,7 +55,8 @@ class TemplateChats(Chats):
         # Nothing is added to a rendered text, and offsets shall cover white space, too.
         self._tokenizer.post_processor = tokenizers.processors.ByteLevel(trim_offsets=False)
         source = _template_of(files)
-        self._marks_answers = "endgeneration" in source
+        # Marks stand around the content; what a role header is they do not say.
+        self._marks_answers = "endgeneration" in source and loss == "content"
         self._errors, self._template = _compile(files, source)
         self._variables = _special_variables(files)
 

@@ -7,6 +7,7 @@ Shards go to whoever is free, so that one with long documents holds nobody up.
 from __future__ import annotations
 
 import concurrent.futures
+import functools
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -45,7 +46,9 @@ def run_processes(
         MegapackError: a worker was killed (out of memory, as a rule).
         DataError, OSError: what a worker raised; the others stop at their next shard.
     """
-    context = multiprocessing.get_context("spawn")
+    # Workers are forked by a server that has imported what they need and has no threads.
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__, *_packages(job.backend)])
     counters = context.Array("q", len(Counted._fields))
     with ProcessPoolExecutor(
         workers, mp_context=context, initializer=_start_worker, initargs=(job, counters)
@@ -61,6 +64,11 @@ def run_processes(
             ) from error
         finally:
             pool.shutdown(cancel_futures=True)
+
+
+def _packages(backend: str) -> list[str]:
+    """What a backend imports."""
+    return ["gigatoken", "awkward"] if "gigatoken" in backend else []
 
 
 def _watch(futures: Sequence[Future[ShardRecord]], counters: Any, report: Report) -> None:
@@ -84,7 +92,11 @@ class _Worker:
     def __init__(self, job: Job, counters: Any) -> None:
         self.job = job
         self.counters = counters
-        self.coder: Coder = open_coder(job)
+
+    @functools.cached_property
+    def coder(self) -> Coder:
+        """Loaded by the first task: an error there reaches the parent, unlike one at the start."""
+        return open_coder(self.job)
 
     def count(self, counted: Counted) -> None:
         with self.counters.get_lock():

@@ -15,7 +15,10 @@ from megapack.storage.meta import bin_pieces, read_meta
 from megapack.storage.mmididx import path_of
 from megapack.tokenization.faults import Faults, Place, fault_lines
 
-__all__ = ["ShardRecord", "Totals", "read_record", "write_record"]
+__all__ = ["RECORDS", "ShardRecord", "Totals", "read_record", "write_record"]
+
+
+RECORDS = "shard-*[0-9].json"  # the records of a directory of shards
 
 
 @dataclass(kw_only=True)

@@ -65,7 +65,7 @@ def train_tokenizer(
 ) -> TrainResult:
     """Train on a sample of ``files`` and write ``output`` (.model, or tokenizer.json).
 
-    The sample is every k-th slice of the corpus, so the result depends on the inputs and options
+    The sample is slices at even distances, so the result depends on the inputs and options
     alone.
 
     Raises:
@@ -108,15 +108,14 @@ def _sample(
     files: Sequence[InputFile], sample_bytes: int, read: ReadOptions, faults: Faults
 ) -> Iterator[str]:
     shards = plan_shards(files, shard_bytes=_SLICE_BYTES, json_key=read.json_key)
-    total = sum(shard.num_bytes for shard in shards)
-    stride = max(1, total // max(1, sample_bytes))
+    wanted = min(len(shards), max(1, sample_bytes // _SLICE_BYTES))
     left = sample_bytes
-    for shard in shards[::stride]:
-        for block in read_blocks(shard.pieces, read, faults):
+    for i in range(wanted):
+        for block in read_blocks(shards[i * len(shards) // wanted].pieces, read, faults):
             yield from block.strings()
             left -= len(block.text)
-        if left <= 0:
-            return
+            if left <= 0:
+                return
 
 
 def _lines(texts: Iterator[str]) -> Iterator[str]:

@@ -12,6 +12,7 @@ from megapack.errors import ConfigError
 from megapack.storage import IndexedDataset
 from megapack.tokenization.config import BuildConfig
 from megapack.tokenization.manifest import differences, read_manifest, write_manifest
+from megapack.tokenization.record import RECORDS
 
 __all__ = ["finished_build", "manifest_path", "work_directory"]
 
@@ -63,14 +64,24 @@ def work_directory(work: Path, config: BuildConfig, plan: Mapping[str, Any]) -> 
             _empty(work)
         before = read_manifest(path)
         changed = [] if before is None else differences(before, plan)
-        if changed:
+        if changed and any(work.glob(RECORDS)) and not _differs_in_laxity(before, plan):
             raise ConfigError(
                 f"{work} holds shards of another build:\n  {_shown(changed)}\n"
                 "Start over with --overwrite, or undo the change to go on"
             )
-        if before is None:
+        if before is None or changed:
             write_manifest(path, plan)
         yield
+
+
+def _differs_in_laxity(before: Mapping[str, Any] | None, plan: Mapping[str, Any]) -> bool:
+    """Shards finished under ``--on-error fail`` had no faults: a build stopped by one goes on with
+    ``--on-error skip``.
+    """
+    if before is None or before["options"]["on_error"] != "fail":
+        return False
+    lax = {**before, "options": {**before["options"], "on_error": "skip"}}
+    return not differences(lax, plan)
 
 
 def _work_dir(config: BuildConfig) -> Path:

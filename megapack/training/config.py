@@ -231,7 +231,9 @@ class EngineConfig:
     loss_chunk_tokens: int = 2048
     """Positions whose logits exist at once: chunk x vocabulary x 4 bytes of memory."""
     timeout_minutes: float = 30.0
-    """How long a rank waits for the others before the job ends with an error."""
+    """How long a collective waits for the other ranks before the job ends with an error."""
+    silence_seconds: float = 300.0
+    """How long a rank may show no sign of life before the job ends and names it."""
     deepspeed: dict[str, Any] = field(default_factory=dict)
     """Any further DeepSpeed configuration; merged over ours, key by key."""
 
@@ -240,6 +242,7 @@ class EngineConfig:
             "engine",
             loss_chunk_tokens=self.loss_chunk_tokens,
             timeout_minutes=self.timeout_minutes,
+            silence_seconds=self.silence_seconds,
         )
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -186,6 +188,28 @@ def test_a_thread_never_runs_further_ahead_than_asked() -> None:
     assert len(produced) <= 4  # one handed over, two waiting, one in hand
     ahead.close()
     assert not _threads()
+
+
+def test_a_program_that_ends_amid_an_iteration_ends_cleanly(packed: PackedDataset) -> None:
+    program = (
+        "import sys\n"
+        "from megapack.data import PackedDataset, Schedule, build_loader\n"
+        "packed = PackedDataset(sys.argv[1], sys.argv[1] + '.samples')\n"
+        "schedule = Schedule(packed, tokens_per_step=64 * 512)\n"
+        "batches = iter(build_loader(packed, schedule, data_parallel_rank=0,\n"
+        "    data_parallel_size=1, micro_batch_tokens=64 * 512, num_steps=100000))\n"
+        "print(next(batches)['tokens'].shape)\n"
+    )
+    prefix = packed.datasets[0].prefix
+    for _ in range(3):
+        done = subprocess.run(
+            [sys.executable, "-c", program, prefix],
+            check=False,
+            capture_output=True,
+            text=True,
+            cwd=Path(__file__).parents[2],
+        )
+        assert (done.returncode, done.stderr) == (0, "")
 
 
 # --- worker processes ------------------------------------------------------------------------

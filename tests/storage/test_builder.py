@@ -122,7 +122,7 @@ def test_what_is_no_integer_is_refused(tmp_path: Path, tokens: object) -> None:
     ],
 )
 @pytest.mark.parametrize("size", [10, 700_000], ids=["buffered", "unbuffered"])
-def test_ids_outside_are_refused_and_named_never_wrapped(  # noqa: PLR0917
+def test_ids_outside_are_refused_and_named_never_wrapped(
     tmp_path: Path, dtype: type, options: dict, token: int, limit: str, size: int
 ) -> None:
     array = np.zeros(size, np.uint64 if token >= 2**63 else np.int64)

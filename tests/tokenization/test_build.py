@@ -188,6 +188,20 @@ def test_shards_of_other_inputs_or_options_are_not_mixed_in(
     assert (result.totals.num_documents, result.num_shards_kept) == (1, 0)
 
 
+def test_a_build_stopped_by_a_bad_document_goes_on_when_told_to_skip_it(
+    tmp_path: Path, write_jsonl: WriteJsonl, run_build: Build
+) -> None:
+    records: list[Any] = [{"text": "x" * 500}] * 100
+    corpus = write_jsonl(tmp_path / "x.jsonl", [*records, {"no": "text"}, *records])
+    with pytest.raises(DataError, match="missing key"):
+        run_build(corpus, shard_bytes=5000)
+    result = run_build(corpus, shard_bytes=5000, on_error="skip")
+    assert result.num_shards_kept >= 5
+    assert (result.totals.num_documents, result.totals.num_skipped) == (200, 1)
+    with pytest.raises(ConfigError, match="on_error was 'skip', is 'fail'"):
+        run_build(corpus, shard_bytes=5000, on_error="fail")
+
+
 def test_finish_builds_nothing_that_is_missing(
     tmp_path: Path, corpus: Path, run_build: Build
 ) -> None:

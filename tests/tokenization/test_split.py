@@ -114,8 +114,9 @@ def test_a_split_without_documents_is_an_error_and_a_weight_of_zero_is_none(
     tmp_path: Path, write_jsonl: WriteJsonl, run_build: Build
 ) -> None:
     corpus = write_jsonl(tmp_path / "x.jsonl", [{"text": f"t{i}"} for i in range(10)])
-    with pytest.raises(DataError, match="out_test would have no documents"):
+    with pytest.raises(DataError, match="out_valid would have no documents"):
         run_build(corpus, split="98,1,1")
+    assert not IndexedDataset.exists(tmp_path / "out_train"), "all splits or none"
     result = run_build(corpus, split="80,20", overwrite=True)
     assert list(result.prefixes) == ["_train", "_valid"]
     assert not IndexedDataset.exists(tmp_path / "out_test")

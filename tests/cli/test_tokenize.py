@@ -1,0 +1,160 @@
+"""tokenize and train-tokenizer as people run them: output, exit status, messages."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megapack import IndexedDataset
+from megapack.cli.main import main
+
+
+@pytest.fixture
+def corpus(tmp_path: Path) -> Path:
+    path = tmp_path / "corpus.jsonl"
+    texts = [f"def function_{i}(x):\n    return x + {i}\n" * 20 for i in range(60)]
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    return path
+
+
+def tokenize(corpus: Path, prefix: Path, *more: str) -> int:
+    command = ["tokenize", "--input", str(corpus), "--output-prefix", str(prefix)]
+    return main([*command, "--tokenizer", "bytes", *more])
+
+
+def test_text_becomes_a_dataset_and_the_report_says_what_it_holds(
+    tmp_path: Path, corpus: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert tokenize(corpus, tmp_path / "out", "--append-eod", "--shard-size", "10K") == 0
+    out, err = capsys.readouterr()
+    assert "tokenizer  bytes (259 ids, bytes)" in out
+    assert "EOD        <eod> = 256" in out
+    assert "documents  60 (" in out
+    assert f"tokens     {IndexedDataset(tmp_path / 'out').num_tokens:,} (uint16)" in out
+    assert f"dataset    {tmp_path}/out.bin, {tmp_path}/out.idx" in out
+    assert "MB in " in err
+    assert tokenize(corpus, tmp_path / "out", "--append-eod", "--shard-size", "10K") == 0
+    assert "nothing to do" in capsys.readouterr().out
+
+
+def test_skipped_documents_are_reported_with_their_places(
+    tmp_path: Path, corpus: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with corpus.open("a") as file:
+        file.write("not json\n{}\n")
+    assert tokenize(corpus, tmp_path / "out") == 1
+    err = capsys.readouterr().err
+    assert f"megapack-build tokenize: error: {corpus}:61: malformed JSON (" in err
+    assert not (tmp_path / "out.bin").exists()
+    assert tokenize(corpus, tmp_path / "out", "--on-error", "skip") == 0
+    out, err = capsys.readouterr()
+    assert f"skipped 1 x malformed JSON (first: {corpus}:61)" in err
+    assert f"skipped 1 x missing key (first: {corpus}:62)" in err
+    assert "2 skipped)" in out
+
+
+BAD_INPUTS = {
+    b'{"text": "x"': "malformed JSON",
+    b'{"content": "x"}': "missing key",
+    b'{"text": 3}': "wrong type",
+    b'{"text": "\xff"}': "invalid UTF-8",
+    b'{"text": ""}': "no documents",
+    b"": "no documents",
+}
+
+
+@pytest.mark.parametrize("content", BAD_INPUTS)
+def test_bad_input_is_one_line_of_error_and_no_file(tmp_path: Path, content: bytes) -> None:
+    corpus = tmp_path / "bad.jsonl"
+    corpus.write_bytes(content + b"\n")
+    command = [sys.executable, "-m", "megapack.cli.main", "tokenize", "--input", str(corpus)]
+    command += ["--output-prefix", str(tmp_path / "out"), "--tokenizer", "bytes"]
+    done = subprocess.run(command, check=False, capture_output=True, text=True)
+    assert done.returncode == 1
+    errors = [line for line in done.stderr.splitlines() if "error:" in line]
+    assert len(errors) == 1
+    assert BAD_INPUTS[content] in errors[0]
+    assert "Traceback" not in done.stderr
+    assert [path.name for path in tmp_path.glob("out*")] in ([], ["out.build"])
+
+
+def test_wrong_arguments_are_named(
+    tmp_path: Path, corpus: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for more, message in (
+        (("--input", str(tmp_path / "gone.jsonl")), "No such file"),
+        (("--input", str(tmp_path / "*.csv")), "no file matches"),
+        (("--tokenizer", "no/such"), "there is no tokenizer at no/such"),
+        (("--backend", "tokenizers"), "'tokenizers' does not run bytes"),
+        (("--shard", "2/2"), "shard is 2/2"),
+        (("--split", "1,2,3,4"), "split '1,2,3,4'"),
+    ):
+        assert tokenize(corpus, tmp_path / "out", *more) == 1, more
+        assert message in capsys.readouterr().err
+    for more, message in (
+        (("--shard", "half"), "'half' is not of the form I/N"),
+        (("--shard-size", "many"), "'many' is not a size"),
+        (("--boundary", "wall"), "invalid choice"),
+    ):
+        with pytest.raises(SystemExit) as stopped:
+            tokenize(corpus, tmp_path / "out", *more)
+        assert stopped.value.code == 2
+        assert message in capsys.readouterr().err
+
+
+def test_the_command_in_the_meta_file_builds_the_same_dataset(tmp_path: Path, corpus: Path) -> None:
+    more = ("--append-eod", "--min-words", "5", "--dtype", "int32", "--shard-size", "10K")
+    assert tokenize(corpus, tmp_path / "out", *more, "--workers", "2") == 0
+    first = (tmp_path / "out.bin").read_bytes()
+    meta = IndexedDataset(tmp_path / "out").meta
+    assert meta is not None
+    program, *arguments = meta["command"].split()
+    assert program == "megapack-build"
+    assert main([*arguments, "--overwrite"]) == 0
+    assert (tmp_path / "out.bin").read_bytes() == first
+
+
+def test_source_files_parts_and_finish(tmp_path: Path, corpus: Path) -> None:
+    for i in range(7):
+        (tmp_path / f"{i}.py").write_text(f"x = {i}\n" * 100)
+    common = ["tokenize", "--input", str(tmp_path), "--suffix", ".py", "--tokenizer", "bytes"]
+    common += ["--shard-size", "1K"]
+    for i in range(3):
+        part = [*common, "--output-prefix", str(tmp_path / "parts"), "--shard", f"{i}/3"]
+        assert main(part) == 0
+    assert main([*common, "--output-prefix", str(tmp_path / "parts"), "--finish"]) == 0
+    assert main([*common, "--output-prefix", str(tmp_path / "whole")]) == 0
+    for suffix in ("bin", "idx"):
+        parts, whole = (tmp_path / f"{name}.{suffix}" for name in ("parts", "whole"))
+        assert parts.read_bytes() == whole.read_bytes()
+    tokens = IndexedDataset(tmp_path / "whole")[3]
+    assert bytes(tokens.astype(np.uint8)).decode() == "x = 3\n" * 100
+
+
+def test_merge_joins_the_shards_that_were_kept(tmp_path: Path, corpus: Path) -> None:
+    assert tokenize(corpus, tmp_path / "out", "--keep-shards", "--shard-size", "10K") == 0
+    shards = sorted(str(path)[:-4] for path in (tmp_path / "out.build").glob("shard-*.idx"))
+    assert len(shards) > 3
+    assert main(["merge", *shards, "--output-prefix", str(tmp_path / "merged")]) == 0
+    for suffix in ("bin", "idx"):
+        merged, whole = (tmp_path / f"{name}.{suffix}" for name in ("merged", "out"))
+        assert merged.read_bytes() == whole.read_bytes()
+
+
+def test_a_trained_tokenizer_tokenizes(
+    tmp_path: Path, corpus: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, more in (("t.model", ()), ("t.json", ("--type", "bpe-json"))):
+        train = ["train-tokenizer", "--input", str(corpus), "--output", str(tmp_path / name)]
+        assert main([*train, "--vocab-size", "320", *more]) == 0
+        assert f"{name}: 320 tokens, learned from 60 documents" in capsys.readouterr().out
+        prefix = tmp_path / f"out-{name}"
+        assert tokenize(corpus, prefix, "--tokenizer", str(tmp_path / name), "--append-eod") == 0
+        dataset = IndexedDataset(prefix)
+        assert dataset.vocab_size == 320
+        assert len(dataset) == 60

@@ -1,0 +1,62 @@
+"""Any bytes as an .idx: every reader refuses them or makes sense of them, and never crashes."""
+
+from __future__ import annotations
+
+import struct
+from pathlib import Path
+
+import numpy as np
+
+from megapack.storage import IndexedDataset
+from megapack.storage.repair import repair
+from megapack.storage.shard import Shard
+from megapack.storage.verify import verify
+
+BIN = np.arange(40, dtype=np.uint16).tobytes()
+
+
+def _index(lengths: list[int], documents: list[int], code: int, width: int) -> bytes:
+    pointers = width * (np.cumsum([0, *lengths])[:-1] if lengths else np.zeros(0))
+    return b"".join(
+        [
+            struct.pack("<9sQBQQ", b"MMIDIDX\0\0", 1, code, len(lengths), len(documents)),
+            np.array(lengths, "<i4").tobytes(),
+            np.array(pointers, "<i8").tobytes(),
+            np.array(documents, "<i8").tobytes(),
+        ]
+    )
+
+
+SEEDS = [
+    _index([], [0], 8, 2),
+    _index([40], [0, 1], 8, 2),
+    _index([3, 0, 7, 30], [0, 1, 2, 3, 4], 8, 2),
+    _index([3, 7, 10], [0, 0, 2, 3], 4, 4),
+    _index([5, 5], [0], 6, 2),
+    _index([1] * 40, list(range(41)), 8, 2) + bytes(40),
+]
+
+
+def run(data: bytes, directory: Path) -> None:
+    """Raises only what callers are told to expect."""
+    (directory / "data.idx").write_bytes(data)
+    (directory / "data.bin").write_bytes(BIN)
+    prefix = directory / "data"
+    sound = not any(finding.severity == "error" for finding in verify(prefix))
+    steps = [lambda: _read(prefix), lambda: Shard(prefix), lambda: repair(prefix, dry_run=True)]
+    refused = []
+    for step in steps:
+        try:
+            step()
+        except (ValueError, OSError) as error:
+            refused.append(error)
+    assert not (sound and refused), f"verify calls it sound, but: {refused[0]}"
+
+
+def _read(prefix: Path) -> None:
+    dataset = IndexedDataset(prefix)
+    lengths, offsets = dataset.document_lengths, dataset.document_offsets
+    assert offsets[0] == 0 and (np.diff(offsets) == lengths).all()
+    assert offsets[-1] == dataset.num_tokens == dataset.sequence_lengths.sum()
+    sequences = dataset[:]
+    assert np.array_equal(np.concatenate([dataset.tokens[:0], *sequences]), dataset.tokens)

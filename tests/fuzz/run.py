@@ -1,0 +1,133 @@
+"""Fuzz every reader for FUZZ_SECONDS in all (default 60), in C++ under ASan and in Python.
+
+    make fuzz                                   # or: FUZZ_SECONDS=3600 make fuzz
+    python tests/fuzz/run.py idx                # one target
+    python tests/fuzz/run.py idx tests/fuzz/corpus/idx/some-input     # one input
+
+A target is a file here: ``fuzz_<name>.py`` with ``SEEDS`` (inputs near which to look) and
+``run(data, directory)`` that may raise ValueError or OSError (megapack's errors are ValueErrors)
+and nothing else; or ``fuzz_<name>.cpp`` with ``LLVMFuzzerTestOneInput`` (libFuzzer's entry point;
+driver.cpp mutates and runs it, so that no clang is needed) and a line ``// core: a.cpp b.cpp`` that
+names what it needs of csrc/core. What fails is kept in ``corpus/<name>``, and
+tests/fuzz/test_corpus.py runs all of it from then on.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import os
+import random
+import re
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from pathlib import Path
+from types import ModuleType
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+sys.path[:0] = [str(ROOT), str(HERE.parent)]
+
+from fuzz.mutate import mutate  # noqa: E402
+
+
+def python_targets() -> dict[str, ModuleType]:
+    names = sorted(path.stem.removeprefix("fuzz_") for path in HERE.glob("fuzz_*.py"))
+    return {name: importlib.import_module(f"fuzz.fuzz_{name}") for name in names}
+
+
+def cpp_targets() -> dict[str, Path]:
+    return {path.stem.removeprefix("fuzz_"): path for path in sorted(HERE.glob("fuzz_*.cpp"))}
+
+
+def corpus(name: str) -> list[Path]:
+    return sorted((HERE / "corpus" / name).glob("*"))
+
+
+def run_one(target: ModuleType, data: bytes) -> str | None:
+    """What went wrong, None when the input was handled."""
+    with tempfile.TemporaryDirectory() as directory:
+        try:
+            target.run(data, Path(directory))
+        except (ValueError, OSError):
+            return None
+        except BaseException:
+            return traceback.format_exc()
+    return None
+
+
+def keep(name: str, data: bytes) -> Path:
+    path = HERE / "corpus" / name / hashlib.sha256(data).hexdigest()[:16]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(data)
+    return path
+
+
+def fuzz_python(name: str, target: ModuleType, seconds: float) -> bool:
+    rng = random.Random(name)
+    seeds = [*target.SEEDS, *(path.read_bytes() for path in corpus(name))]
+    deadline, count = time.monotonic() + seconds, 0
+    while time.monotonic() < deadline:
+        data = mutate(rng, seeds)
+        count += 1
+        problem = run_one(target, data)
+        if problem is not None:
+            print(f"{problem}\n{name}: input {count} failed; kept as {keep(name, data)}")
+            return False
+    print(f"{name} (Python): {count} inputs in {seconds:.0f} s, nothing found")
+    return True
+
+
+def build_cpp(source: Path, binary: Path) -> None:
+    """The harness, the driver and its part of the core under AddressSanitizer and UBSan."""
+    flags = ["-std=c++17", "-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
+    needed = re.findall(r"^// core: (.+)$", source.read_text(), re.MULTILINE)
+    core = [str(ROOT / "csrc" / "core" / name) for line in needed for name in line.split()]
+    files = [str(source), str(HERE / "driver.cpp"), *core]
+    command = ["g++", *flags, "-pthread", "-I", str(ROOT / "csrc"), *files, "-o", str(binary)]
+    subprocess.run(command, check=True)
+
+
+def seed_files(name: str, directory: Path) -> list[str]:
+    """The Python target's seeds and the corpus, as files for the C++ one."""
+    seeds = python_targets()[name].SEEDS if name in python_targets() else []
+    for i, data in enumerate(seeds):
+        (directory / f"seed{i}").write_bytes(data)
+    return [*map(str, sorted(directory.glob("seed*"))), *map(str, corpus(name))]
+
+
+def fuzz_cpp(name: str, source: Path, seconds: float) -> bool:
+    with tempfile.TemporaryDirectory() as text:
+        directory = Path(text)
+        build_cpp(source, directory / "fuzz")
+        command = [str(directory / "fuzz"), f"{seconds:.0f}", str(directory / "current")]
+        print(f"{name} (C++): ", end="", flush=True)
+        done = subprocess.run([*command, *seed_files(name, directory)], check=False)
+        if done.returncode != 0:
+            size, data = (directory / "current").read_bytes()[:8], (directory / "current")
+            kept = keep(name, data.read_bytes()[8 : 8 + int.from_bytes(size, "little")])
+            print(f"{name}: failed; kept as {kept}")
+            return False
+        return True
+
+
+def main() -> int:
+    chosen = sys.argv[1:2] or sorted({*python_targets(), *cpp_targets()})
+    if len(sys.argv) > 2:
+        problems = [
+            run_one(python_targets()[chosen[0]], Path(p).read_bytes()) for p in sys.argv[2:]
+        ]
+        print(*filter(None, problems), sep="\n")
+        return int(any(problems))
+    jobs = [(fuzz_python, n, t) for n, t in python_targets().items() if n in chosen]
+    jobs += [(fuzz_cpp, n, t) for n, t in cpp_targets().items() if n in chosen]
+    seconds = float(os.environ.get("FUZZ_SECONDS", "60")) / len(jobs)
+    results = [fuzz(name, target, seconds) for fuzz, name, target in jobs]
+    return int(not all(results))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,185 @@
+"""kill -9, a full disk, a broken worker: what is finished stays, and the end is the same bytes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import WriteJsonl
+
+from megapack import IndexedDataset
+
+pytestmark = pytest.mark.multiprocess
+
+# Slow enough to be killed in the middle: every shard waits a little before it is finished.
+SLOW_CLI = """
+import sys, time
+from megapack.cli.main import main
+from megapack.tokenization import shard
+original = shard.write_record
+def slow(*args):
+    time.sleep(0.1)
+    original(*args)
+shard.write_record = slow
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
+"""
+
+
+ROOT = Path(__file__).parents[2]
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT)}
+
+
+def start_slowly(tmp_path: Path, arguments: list[str], **options: Any) -> subprocess.Popen[str]:
+    """``arguments`` of ``command``, run by SLOW_CLI."""
+    script = tmp_path / "slow.py"
+    script.write_text(SLOW_CLI)
+    return subprocess.Popen(
+        [sys.executable, str(script), *arguments[3:]], env=ENVIRONMENT, text=True, **options
+    )
+
+
+def command(corpus: Path, prefix: Path, *more: str) -> list[str]:
+    arguments = ["tokenize", "--input", str(corpus), "--tokenizer", "bytes", "--append-eod"]
+    arguments += ["--output-prefix", str(prefix), "--shard-size", "20K", *more]
+    return [sys.executable, "-m", "megapack.cli.main", *arguments]
+
+
+def run(arguments: list[str]) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        arguments, check=False, capture_output=True, text=True, env=ENVIRONMENT, timeout=120
+    )
+
+
+def files_of(prefix: Path) -> tuple[bytes, bytes]:
+    return Path(f"{prefix}.bin").read_bytes(), Path(f"{prefix}.idx").read_bytes()
+
+
+def finished(prefix: Path) -> set[str]:
+    return {path.name for path in Path(f"{prefix}.build").glob("shard-??????.json")}
+
+
+@pytest.fixture
+def corpus(tmp_path: Path, write_jsonl: WriteJsonl, source_texts: list[str]) -> Path:
+    return write_jsonl(tmp_path / "corpus.jsonl", [{"text": text} for text in source_texts])
+
+
+@pytest.mark.parametrize("workers", ["1", "3"])
+def test_kill_9_and_the_same_command_again_give_the_bytes_of_an_undisturbed_run(
+    tmp_path: Path, corpus: Path, workers: str
+) -> None:
+    done = run(command(corpus, tmp_path / "calm"))
+    assert done.returncode == 0, done.stderr
+    prefix = tmp_path / "killed"
+    arguments = command(corpus, prefix, "--workers", workers)
+    for already in (0, 4):  # killed twice, the second time behind what the first run finished
+        process = start_slowly(tmp_path, arguments)
+        while len(finished(prefix)) < already + 3:
+            assert process.poll() is None, "the build ended before it could be killed"
+            time.sleep(0.01)
+        process.kill()
+        process.wait()
+        assert not IndexedDataset.exists(prefix)
+    kept = finished(prefix)
+    done = run(command(corpus, prefix, "--workers", workers))
+    assert done.returncode == 0, done.stderr
+    assert f"({len(kept)} kept from before)" in done.stdout or len(kept) < len(finished(prefix))
+    assert files_of(prefix) == files_of(tmp_path / "calm")
+
+
+def test_the_workers_of_a_killed_build_leave_as_well(tmp_path: Path, corpus: Path) -> None:
+    arguments = command(corpus, tmp_path / "out", "--workers", "2")
+    process = start_slowly(tmp_path, arguments)
+    while not finished(tmp_path / "out"):
+        assert process.poll() is None
+        time.sleep(0.01)
+    children = below(process.pid)
+    assert len(workers_of(process.pid)) == 2
+    process.kill()
+    process.wait()
+    deadline = time.monotonic() + 30
+    while any(is_alive(pid) for pid in children) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not [pid for pid in children if is_alive(pid)]
+
+
+def below(pid: int) -> list[int]:
+    """All processes below one: the server of workers, and the workers."""
+    children: dict[int, list[int]] = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            parent = int(stat.read_text().rpartition(")")[2].split()[1])
+        except OSError:
+            continue
+        children.setdefault(parent, []).append(int(stat.parent.name))
+    found = list(children.get(pid, ()))
+    for child in found:
+        found += children.get(child, ())
+    return found
+
+
+def workers_of(pid: int) -> list[int]:
+    """Those of ``below`` that have a process of Python above them, which forked them."""
+    return [child for direct in below(pid) for child in below(direct)]
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def test_a_killed_worker_is_an_error_that_says_what_to_do(tmp_path: Path, corpus: Path) -> None:
+    arguments = command(corpus, tmp_path / "out", "--workers", "2")
+    process = start_slowly(tmp_path, arguments, stderr=subprocess.PIPE)
+    while not finished(tmp_path / "out"):
+        assert process.poll() is None
+        time.sleep(0.01)
+    os.kill(workers_of(process.pid)[0], signal.SIGKILL)
+    _, stderr = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert "a worker process was killed" in stderr
+    assert "Traceback" not in stderr
+    done = run(command(corpus, tmp_path / "out"))
+    assert done.returncode == 0, done.stderr
+    assert "kept from before" in done.stdout
+
+
+def test_a_disk_that_is_full_is_a_clear_error_and_finished_shards_are_kept(
+    tmp_path: Path, write_jsonl: WriteJsonl
+) -> None:
+    # The second shard's .bin is larger than a file may be; the kernel refuses the write as it
+    # refuses one on a full disk.
+    records = [{"text": "small"}] * 2000 + [{"text": "x" * 400_000}] * 3
+    corpus = write_jsonl(tmp_path / "corpus.jsonl", records)
+    prefix = tmp_path / "out"
+    limited = f"ulimit -f 300; exec {' '.join(command(corpus, prefix))}"
+    done = run(["bash", "-c", limited])
+    assert done.returncode == 1, (done.returncode, done.stderr)
+    assert "File too large" in done.stderr
+    assert ".bin" in done.stderr, "the message names the file"
+    assert "Traceback" not in done.stderr
+    kept = len(finished(prefix))
+    assert kept >= 1
+    assert not list(Path(f"{prefix}.build").glob("*.tmp-*")), "nothing half-written is left"
+    done = run(command(corpus, prefix))
+    assert done.returncode == 0, done.stderr
+    assert f"({kept} kept from before)" in done.stdout
+
+
+def test_two_runs_of_one_build_do_not_work_at_the_same_time(tmp_path: Path, corpus: Path) -> None:
+    process = start_slowly(tmp_path, command(corpus, tmp_path / "out"))
+    while not finished(tmp_path / "out"):
+        assert process.poll() is None
+        time.sleep(0.01)
+    done = run(command(corpus, tmp_path / "out"))
+    assert done.returncode == 1
+    assert "another process is building in" in done.stderr
+    assert process.wait(timeout=120) == 0
