@@ -120,6 +120,9 @@ def pack_seamless(
     drop_last: bool,
     common: PackingCommon,
 ) -> _Packing: ...
+def seamless_stage_one(
+    lengths: _Lengths, capacity: int, r_max: float, placement: str
+) -> dict[str, int]: ...
 def pack_decompose(lengths: _Lengths, buckets: list[int], common: PackingCommon) -> _Packing: ...
 def drain_buckets(
     lengths: _Lengths, rules: BucketRules, pool_size: int, common: PackingCommon

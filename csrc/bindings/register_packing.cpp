@@ -144,18 +144,40 @@ py::dict fit_decreasing(const Array<Length>& lengths, std::int64_t capacity,
     });
 }
 
+SeamlessRules seamless_rules(std::int64_t capacity, double r_max, const std::string& placement,
+                             std::int64_t extra_capacity) {
+    Placement kind = Placement::kExact;
+    if (placement == "paper") kind = Placement::kPaper;
+    if (placement == "published") kind = Placement::kPublished;
+    return {capacity, r_max, kind, extra_capacity};
+}
+
 template <typename Length>
 py::dict seamless(const Array<Length>& lengths, std::int64_t capacity, double r_max,
                   const std::string& placement, std::int64_t extra_capacity, bool drop_last,
                   const Common& common) {
-    SeamlessRules rules{capacity, r_max, Placement::kExact, extra_capacity};
-    if (placement == "paper") rules.placement = Placement::kPaper;
-    if (placement == "published") rules.placement = Placement::kPublished;
+    const SeamlessRules rules = seamless_rules(capacity, r_max, placement, extra_capacity);
     return run_in_order(lengths, false, common, [&](const auto& documents, Progress& progress) {
         auto samples = pack_seamless(documents, rules, common.threads, progress);
         if (drop_last) drop_partial_sample(samples);
         return samples;
     });
+}
+
+template <typename Length>
+py::dict seamless_stage_one(const Array<Length>& lengths, std::int64_t capacity, double r_max,
+                            const std::string& placement) {
+    const auto documents = in_file_order<std::int64_t>(view(lengths, "lengths"));
+    const SeamlessRules rules = seamless_rules(capacity, r_max, placement, 0);
+    StageOne stage;
+    {
+        const py::gil_scoped_release unlocked;
+        stage = count_stage_one(documents, rules);
+    }
+    py::dict result;
+    result["num_sliding"] = stage.num_sliding;
+    result["short_tokens"] = stage.short_tokens;
+    return result;
 }
 
 template <typename Length>
@@ -241,6 +263,8 @@ void register_strategies(py::module_& m) {
           py::arg("extra_capacity"), py::arg("best"), common);
     m.def("pack_seamless", &seamless<Length>, lengths, py::arg("capacity"), py::arg("r_max"),
           py::arg("placement"), py::arg("extra_capacity"), py::arg("drop_last"), common);
+    m.def("seamless_stage_one", &seamless_stage_one<Length>, lengths, py::arg("capacity"),
+          py::arg("r_max"), py::arg("placement"));
     m.def("pack_decompose", &decompose<Length>, lengths, py::arg("buckets"), common);
     m.def("drain_buckets", &drain_buckets<Length>, lengths, py::arg("rules"), py::arg("pool_size"),
           common);
