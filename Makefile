@@ -11,7 +11,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
 .DEFAULT_GOAL := help
-.PHONY: help venv build demo test lint format pytest bench-composition bench-merge fuzz clean
+.PHONY: help venv build demo test lint format pytest fuzz clean
 
 help:
 	@sed -n 's/^# make/make/p' Makefile
@@ -54,13 +54,13 @@ format: $(VENV)/.dev
 pytest: build $(VENV)/.dev
 	$(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal
 
-# What four papers say about data composition, beside what is measured.
+# make bench-packing, bench-build, bench-merge, bench-data, bench-schedule, bench-train, ...; QUICK=1
+# takes less than a minute, and the table comes last.
 bench-composition: build $(VENV)/.dev
 	$(BIN)/python benchmarks/papers/composition.py
 
-# 5 million documents in 100 shards, megapack and megatron-core.
-bench-merge: build $(VENV)/.dev
-	$(BIN)/python benchmarks/merge.py
+bench-%: build $(VENV)/.dev
+	$(BIN)/python benchmarks/$*.py
 
 # Every reader, for FUZZ_SECONDS in all (default 60); what fails is kept in tests/fuzz/corpus.
 fuzz: build $(VENV)/.dev

@@ -154,9 +154,8 @@ class PackedDataset(Dataset[Batch]):
             cu_seqlens int32 (segments + 1,); max_seqlen int; sample_id int.
         """
         sample = i.__index__()
-        if not -len(self) <= sample < len(self):
-            raise IndexError(f"sample {sample} of {len(self)}")
-        sample %= len(self)
+        if sample < 0:
+            sample += len(self)
         batch = self.micro_batch([sample])
         for name in ("tokens", "labels", "loss_mask", "position_ids"):
             batch[name] = batch[name][0]

@@ -8,7 +8,7 @@ from typing import Any, Literal
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from megapack.data.batch import Batch, BatchLayout, Buffers, MicroBatch, allocate, num_bytes
+from megapack.data.batch import Batch, BatchLayout, MicroBatch, allocate, carve, num_bytes
 from megapack.data.dataset import PackedDataset
 from megapack.data.prefetch import ThreadPrefetcher, to_device
 from megapack.data.rank_check import RankChecker
@@ -237,7 +237,7 @@ class PackedLoader:
             count += 1
             shape = self.layout.shape(item.capacity)
             small = {name: _as_tensor(value) for name, value in rest.items()}
-            yield {**Buffers(memory).shaped(shape), **small, **item.about()}
+            yield {**carve(memory).shaped(shape), **small, **item.about()}
             next(warm, None)
 
 
@@ -253,7 +253,7 @@ class _WorkerDataset(Dataset[Any]):
         # Straight into shared memory, as torch's own collate does.
         storage = torch.UntypedStorage._new_shared(size)  # type: ignore[no-untyped-call]
         memory = torch.empty(0, dtype=torch.uint8).set_(storage, 0, (size,), (1,))
-        out = Buffers(memory)
+        out = carve(memory)
         batch = self.dataset.micro_batch(
             item.sample_ids, layout=self.layout, capacity=item.capacity, out=out
         )

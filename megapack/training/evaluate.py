@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -112,7 +112,8 @@ def evaluate(
     try:
         with torch.no_grad():
             for number, capacity in enumerate(capacities):
-                for batch in _batches(data, capacity, micro_batch_tokens, max_tokens, world):
+                layout = _layout(capacity, micro_batch_tokens, config)
+                for batch in _batches(data, capacity, layout, max_tokens, world):
                     loss = model(**on_device(batch, world.device, config))
                     sums[0, number] += loss
                     sums[1, number] += int((batch["labels"] >= 0).sum())
@@ -159,19 +160,20 @@ def _capacities(data: PackedDataset) -> list[int]:
     return [int(c) for c in data.samples.indices[0].bucket_capacity]
 
 
+def _layout(capacity: int, micro_batch_tokens: int, config: EngineConfig) -> BatchLayout:
+    """One stream; compiled layers want ``cu_seqlens`` of one shape."""
+    size = max(1, micro_batch_tokens // capacity)
+    kind: Literal["padded", "exact"] = "padded" if config.compile else "exact"
+    return BatchLayout(micro_batch_tokens=size * capacity, cu_seqlens=kind)
+
+
 def _batches(
-    data: PackedDataset,
-    capacity: int,
-    micro_batch_tokens: int,
-    max_tokens: int | None,
-    world: World,
+    data: PackedDataset, capacity: int, layout: BatchLayout, max_tokens: int | None, world: World
 ) -> Iterator[Any]:
     """This rank's micro batches of one bucket; the same number on every rank."""
     ids = _sample_ids(data, capacity, max_tokens)
-    size = max(1, micro_batch_tokens // capacity)
-    layout = BatchLayout(micro_batch_tokens=size * capacity)
-    num_batches = -(-len(ids) // size)
-    rounds = -(-num_batches // world.size)
+    size = layout.num_samples(capacity)
+    rounds = -(-len(ids) // (size * world.size))
     for i in range(rounds):
         # Past the end a rank scores an empty batch: ZeRO-3 needs everybody in every forward.
         mine = (i * world.size + world.rank) * size

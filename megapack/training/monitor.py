@@ -149,7 +149,11 @@ class Monitor:
             self.flush()
 
     def flush(self) -> None:
-        """Write what was recorded; all ranks."""
+        """Write what was recorded; all ranks.
+
+        Raises:
+            FloatingPointError: a loss is infinite or not a number, on all ranks alike.
+        """
         if not self._lines:
             return
         losses = torch.stack([r.loss_sum for r in self._results]).to(torch.float64)
@@ -170,6 +174,13 @@ class Monitor:
             for line in lines:
                 self._show(line)
             logger.info(self._sentence(lines))
+        for line in lines:
+            if line["loss"] is None:
+                raise FloatingPointError(
+                    f"the loss of step {line['step']} is not a number; everything from here on "
+                    "would be lost time. Continue from the last checkpoint with a lower "
+                    "optimizer.lr or a smaller optimizer.clip"
+                )
 
     def _finish(self, line: dict[str, Any], loss_sum: float, norm: float | None) -> dict[str, Any]:
         seconds, flops = line.pop("seconds"), line.pop("flops")
@@ -178,8 +189,8 @@ class Monitor:
         available = self._peak * self.world.size * seconds if self._peak else None
         return {
             **line,
-            "loss": loss_sum / label_tokens,
-            "grad_norm": norm,
+            "loss": loss_sum / label_tokens if math.isfinite(loss_sum) else None,
+            "grad_norm": norm if norm is not None and math.isfinite(norm) else None,
             "padding": 1 - line["useful_tokens"] / tokens,
             "seconds": round(seconds, 6),
             "tokens_per_second": tokens / seconds,
@@ -195,7 +206,8 @@ class Monitor:
         step = line["step"]
         for writer in self._writers:
             scalars = {f"train/{k}": v for k, v in line.items() if isinstance(v, (int, float))}
-            scalars[f"bucket_loss/{line['capacity']}"] = line["loss"]
+            if line["loss"] is not None:
+                scalars[f"bucket_loss/{line['capacity']}"] = line["loss"]
             writer.write(scalars, step)
 
     def evaluation(self, step: int, result: dict[str, Any]) -> None:
@@ -212,7 +224,8 @@ class Monitor:
         last, seconds = lines[-1], sum(line["seconds"] for line in lines)
         useful = sum(line["useful_tokens"] for line in lines) / seconds
         tokens = sum(line["tokens"] for line in lines) / seconds
-        loss = sum(line["loss"] for line in lines) / len(lines)
+        losses = [line["loss"] for line in lines if line["loss"] is not None]
+        loss = sum(losses) / len(losses) if losses else math.nan
         left = (self.num_steps - 1 - last["step"]) * seconds / len(lines)
         wait = sum(line["data_wait"] for line in lines) / seconds
         parts = [
