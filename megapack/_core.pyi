@@ -125,7 +125,7 @@ def seamless_stage_one(
 ) -> dict[str, int]: ...
 def pack_decompose(lengths: _Lengths, buckets: list[int], common: PackingCommon) -> _Packing: ...
 
-# given: (bucket, count, [(length, copies), ...] longest first) patterns, before anything is drained.
+# given: (bucket, count, [(length, copies), ...] longest first) patterns, before any is drained.
 def drain_buckets(
     lengths: _Lengths,
     rules: BucketRules,
