@@ -22,11 +22,11 @@ $(VENV)/.train: pyproject.toml setup.py constraints.txt
 	$(PIP) --upgrade "pip>=24" wheel ninja "setuptools>=77" "pybind11>=2.12"
 	$(PIP) -c constraints.txt torch numpy
 	DS_BUILD_OPS=0 $(PIP) -c constraints.txt --no-build-isolation deepspeed
-	$(PIP) -c constraints.txt --no-build-isolation -e '.[train,plot]'
+	MEGAPACK_NO_EXTENSION=1 $(PIP) -c constraints.txt --no-build-isolation -e '.[train,plot]'
 	touch $@
 
 $(VENV)/.dev: $(VENV)/.train
-	$(PIP) -c constraints.txt --no-build-isolation -e '.[dev]'
+	MEGAPACK_NO_EXTENSION=1 $(PIP) -c constraints.txt --no-build-isolation -e '.[dev]'
 	touch $@
 
 venv: $(VENV)/.dev
