@@ -11,7 +11,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
 .DEFAULT_GOAL := help
-.PHONY: help venv build demo test lint format pytest bench-merge fuzz clean
+.PHONY: help venv build demo test lint format pytest bench-data bench-merge bench-schedule fuzz clean
 
 help:
 	@sed -n 's/^# make/make/p' Makefile
@@ -53,6 +53,14 @@ format: $(VENV)/.dev
 
 pytest: build $(VENV)/.dev
 	$(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal
+
+# megatron-core's GPTDataset and ours on the same files, beside a memcpy (QUICK=1, LARGE=1).
+bench-data: build $(VENV)/.dev
+	$(BIN)/python benchmarks/data.py
+
+# Equal work on 64 ranks, DeepSpeed's batch_by_seqlens beside ours, a million steps.
+bench-schedule: build $(VENV)/.dev
+	$(BIN)/python benchmarks/schedule.py
 
 # 5 million documents in 100 shards, megapack and megatron-core.
 bench-merge: build $(VENV)/.dev

@@ -10,6 +10,7 @@ the next one.
 
 from __future__ import annotations
 
+import logging
 from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -91,6 +92,8 @@ Cycle = tuple[NDArray[np.int32], NDArray[np.int64]]  # bucket of every draw, ear
 K = TypeVar("K")
 V = TypeVar("V")
 
+log = logging.getLogger(__name__)
+
 _REMEMBERED = 4  # cycles and windows: a run needs one of each, a look back two
 
 
@@ -99,7 +102,7 @@ class Draw:
     """Samples of one bucket that go through the model together.
 
     Attributes:
-        bucket: number of the bucket, by rising capacity.
+        bucket: number of the bucket among those that have samples, by rising capacity.
         capacity: tokens per sample.
         sample_ids: (samples,) int64, global ids.
     """
@@ -184,6 +187,13 @@ class Schedule:
             self.samples.indices, self.samples.weights, seed, shuffled=self._order.shuffled
         )
         self.samples_per_draw = [self._samples_per_draw(b.capacity) for b in self.buckets]
+        for stream, count in zip(self.buckets, self.samples_per_draw, strict=True):
+            if stream.num_samples < count:
+                log.warning(
+                    "bucket %d has %d samples and a draw takes %d of them: it repeats samples. "
+                    "Lower tokens_per_step, or pack without this bucket",
+                    *(stream.capacity, stream.num_samples, count),
+                )
         self._cycles: OrderedDict[int, Cycle] = OrderedDict()
         self._windows: OrderedDict[tuple[int, int], NDArray[np.int64]] = OrderedDict()
 
