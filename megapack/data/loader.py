@@ -233,7 +233,7 @@ class PackedLoader:
             except StopIteration:
                 return
             except RuntimeError as error:
-                if "DataLoader" not in str(error):
+                if not _is_death(error):
                     raise
                 step = self.sampler.start_step + count // self.sampler.num_micro_steps
                 cause = error.__cause__ or error.__context__
@@ -248,6 +248,11 @@ class PackedLoader:
             small = {name: _as_tensor(value) for name, value in rest.items()}
             yield {**carve(memory).shaped(shape), **small, **item.about()}
             next(warm, None)
+
+
+def _is_death(error: RuntimeError) -> bool:
+    """Of the worker, or its silence; errors that it raised come with their own type and message."""
+    return "DataLoader worker (pid" in str(error) or "DataLoader timed out" in str(error)
 
 
 class _WorkerDataset(Dataset[Any]):

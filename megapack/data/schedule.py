@@ -97,7 +97,7 @@ log = logging.getLogger(__name__)
 _REMEMBERED = 4  # cycles and windows: a run needs one of each, a look back two
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Draw:
     """Samples of one bucket that go through the model together.
 
@@ -112,7 +112,7 @@ class Draw:
     sample_ids: NDArray[np.int64]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Step:
     """One optimizer step of all ranks; ``mix="step"`` has one draw, ``micro_step`` several."""
 
@@ -239,7 +239,8 @@ class Schedule:
         """Steps after which every sample was seen at least ``num_epochs`` times.
 
         At most ``samples_per_draw - 1`` samples per bucket are seen once more: the first of the
-        next epoch, which fill the last draw.
+        next epoch, which fill the last draw. An epoch of a blend is as many tokens as its datasets
+        have together; what that means for each of them, ``plan_run`` tells.
         """
         draws = self._draws_before(num_epochs * self.num_cycles)
         return -(-draws // self.config.draws_per_step)
