@@ -11,7 +11,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
 .DEFAULT_GOAL := help
-.PHONY: help venv build demo test lint format pytest bench-merge fuzz clean
+.PHONY: help venv build demo test lint format pytest bench-merge bench-train fuzz clean
 
 help:
 	@sed -n 's/^# make/make/p' Makefile
@@ -55,6 +55,9 @@ pytest: build $(VENV)/.dev
 	$(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal
 
 # 5 million documents in 100 shards, megapack and megatron-core.
+bench-train: build $(VENV)/.dev
+	$(BIN)/python benchmarks/train.py
+
 bench-merge: build $(VENV)/.dev
 	$(BIN)/python benchmarks/merge.py
 
