@@ -54,10 +54,11 @@ format: $(VENV)/.dev
 pytest: build $(VENV)/.dev
 	$(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal
 
-# 5 million documents in 100 shards, megapack and megatron-core.
+# Useful tokens per second by strategy and by bucket; a GPU is used when there is one.
 bench-train: build $(VENV)/.dev
 	$(BIN)/python benchmarks/train.py
 
+# 5 million documents in 100 shards, megapack and megatron-core.
 bench-merge: build $(VENV)/.dev
 	$(BIN)/python benchmarks/merge.py
 

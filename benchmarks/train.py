@@ -43,7 +43,6 @@ from megapack.training.inputs import TimedBatches
 from megapack.training.model import attention_needs, build_model, model_configuration
 from megapack.training.monitor import StepWork
 
-
 SPEED = "useful_tokens_per_second"
 
 
