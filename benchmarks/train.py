@@ -41,7 +41,7 @@ from megapack.training.engine import compute_dtype, start_engine, train_step
 from megapack.training.flops import ModelFlops, peak_flops
 from megapack.training.inputs import TimedBatches
 from megapack.training.model import attention_needs, build_model, model_configuration
-from megapack.training.monitor import StepWork
+from megapack.training.work import StepWork
 
 SPEED = "useful_tokens_per_second"
 
