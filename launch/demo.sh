@@ -39,13 +39,13 @@ say "4/7 samples: buckets, no document cut unless it is longer than all of them"
 megapack pack --data-prefix "$OUT/train" --strategy bucket --buckets "$BUCKETS" \
     --output "$OUT/train.samples"
 say "both, side by side"
-megapack compare --data-prefix "$OUT/train" --strategies concat,bucket --buckets "$BUCKETS"
+megapack compare --data-prefix "$OUT/train" --strategies concat@4096 bucket --buckets "$BUCKETS"
 
 train() {
     deepspeed --num_accelerators "$RANKS" --master_port "${PORT:-29611}" launch/pretrain.py \
         --config configs/demo_cpu.yaml --set "run_dir=$OUT/run" --set "num_steps=$STEPS" \
         --set "data.prefix=$OUT/train" --set "data.index=$OUT/train.samples" \
-        --set "data.valid_prefix=$OUT/valid"
+        --set "data.valid_prefix=$OUT/valid" --set "checkpoint.every=$((STEPS / 8))"
 }
 
 say "5/7 training on $RANKS ranks, killed in the middle on purpose"

@@ -25,6 +25,7 @@ remove_everything() {
         # Only processes inside our own namespaces.
         pids=$(ip netns pids "$NAME$i" 2>/dev/null || true)
         [[ -z $pids ]] || kill -9 $pids 2>/dev/null || true
+        ip link del "${NAME}v$i" 2>/dev/null || true
         ip netns del "$NAME$i" 2>/dev/null || true
     done
     ip link del "${NAME}br" 2>/dev/null || true
@@ -59,8 +60,10 @@ Host *
   StrictHostKeyChecking no
   UserKnownHostsFile /dev/null
   LogLevel ERROR
+  ServerAliveInterval 3
+  ServerAliveCountMax 3
 END
-    # ssh reads no configuration from \$HOME for root services; this one, found first, names ours.
+    # ssh finds its configuration by the user, not by $HOME; deepspeed and pdsh find this one first.
     printf '#!/bin/sh\nexec /usr/bin/ssh -F %s/ssh_config "$@"\n' "$WORK" > "$WORK/bin/ssh"
     chmod +x "$WORK/bin/ssh"
 }
@@ -90,6 +93,7 @@ END
         mount --bind $WORK/hosts /etc/hosts
         exec $(PATH=$PATH:/usr/sbin command -v sshd) -D -f $WORK/sshd$i.conf -E $WORK/sshd$i.log
     " </dev/null &
+    disown
 }
 
 wait_for_nodes() {
@@ -102,9 +106,10 @@ wait_for_nodes() {
     unable "sshd does not start"
 }
 
-# The loss of a node: every process of it at once, its sshd included.
+# The loss of a node as others see it: first it is silent, then everything on it is gone.
 lose_node() {
     while [[ ! -e $KILL_WHEN ]]; do sleep 0.05; done
+    ip link set "${NAME}v$KILL_NODE" down
     kill -9 $(ip netns pids "$NAME$KILL_NODE")
 }
 

@@ -120,9 +120,18 @@ def pack_seamless(
     drop_last: bool,
     common: PackingCommon,
 ) -> _Packing: ...
+def seamless_stage_one(
+    lengths: _Lengths, capacity: int, r_max: float, placement: str
+) -> dict[str, int]: ...
 def pack_decompose(lengths: _Lengths, buckets: list[int], common: PackingCommon) -> _Packing: ...
+
+# given: (bucket, count, [(length, copies), ...] longest first) patterns, before any is drained.
 def drain_buckets(
-    lengths: _Lengths, rules: BucketRules, pool_size: int, common: PackingCommon
+    lengths: _Lengths,
+    rules: BucketRules,
+    given: list[tuple[int, int, list[tuple[int, int]]]],
+    pool_size: int,
+    common: PackingCommon,
 ) -> _Packing: ...
 def stream_buckets(
     lengths: _Lengths, rules: BucketRules, pool_size: int, common: PackingCommon
@@ -152,6 +161,8 @@ def attention_cost(
 # --- register_gather.cpp ------------------------------------------------------------------------
 
 _Index = NDArray[np.int32] | NDArray[np.int64]
+
+def will_need(array: NDArray[Any], begin: int, num_bytes: int) -> None: ...
 
 # Sample ids count through the sources in the order in which they were added.
 class Gatherer:

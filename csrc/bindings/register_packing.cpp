@@ -1,6 +1,7 @@
 // packing: numpy views in, checked; GIL released; arrays out.
 #include <chrono>
 #include <limits>
+#include <tuple>
 
 #include "bindings/numpy_views.hpp"
 #include "core/packing_atoms.hpp"
@@ -58,7 +59,7 @@ struct Common {
     py::object progress;
 };
 
-// run(lengths, Id{}, progress) without the GIL; Id is int32 unless document numbers need more.
+// run(lengths, Id{}, progress) without the GIL; Id is int32 unless something is wider.
 template <typename Length, typename Run>
 py::dict run_strategy(const Array<Length>& lengths, const Common& common, Run run) {
     const Span<const Length> documents = view(lengths, "lengths");
@@ -73,8 +74,9 @@ py::dict run_strategy(const Array<Length>& lengths, const Common& common, Run ru
         return samples_to_dict(std::move(samples));
     };
     constexpr auto kMaxNarrow = std::size_t{std::numeric_limits<std::int32_t>::max()};
-    if (common.wide_ids || documents.size() > kMaxNarrow) return run_as(std::int64_t{});
-    return run_as(std::int32_t{});
+    if constexpr (sizeof(Length) == sizeof(std::int32_t))
+        if (!common.wide_ids && documents.size() <= kMaxNarrow) return run_as(std::int32_t{});
+    return run_as(std::int64_t{});
 }
 
 // pack(documents, progress) on the documents in file order or, if asked, in seeded order.
@@ -143,18 +145,40 @@ py::dict fit_decreasing(const Array<Length>& lengths, std::int64_t capacity,
     });
 }
 
+SeamlessRules seamless_rules(std::int64_t capacity, double r_max, const std::string& placement,
+                             std::int64_t extra_capacity) {
+    Placement kind = Placement::kExact;
+    if (placement == "paper") kind = Placement::kPaper;
+    if (placement == "published") kind = Placement::kPublished;
+    return {capacity, r_max, kind, extra_capacity};
+}
+
 template <typename Length>
 py::dict seamless(const Array<Length>& lengths, std::int64_t capacity, double r_max,
                   const std::string& placement, std::int64_t extra_capacity, bool drop_last,
                   const Common& common) {
-    SeamlessRules rules{capacity, r_max, Placement::kExact, extra_capacity};
-    if (placement == "paper") rules.placement = Placement::kPaper;
-    if (placement == "published") rules.placement = Placement::kPublished;
+    const SeamlessRules rules = seamless_rules(capacity, r_max, placement, extra_capacity);
     return run_in_order(lengths, false, common, [&](const auto& documents, Progress& progress) {
         auto samples = pack_seamless(documents, rules, common.threads, progress);
         if (drop_last) drop_partial_sample(samples);
         return samples;
     });
+}
+
+template <typename Length>
+py::dict seamless_stage_one(const Array<Length>& lengths, std::int64_t capacity, double r_max,
+                            const std::string& placement) {
+    const auto documents = in_file_order<std::int64_t>(view(lengths, "lengths"));
+    const SeamlessRules rules = seamless_rules(capacity, r_max, placement, 0);
+    StageOne stage;
+    {
+        const py::gil_scoped_release unlocked;
+        stage = count_stage_one(documents, rules);
+    }
+    py::dict result;
+    result["num_sliding"] = stage.num_sliding;
+    result["short_tokens"] = stage.short_tokens;
+    return result;
 }
 
 template <typename Length>
@@ -165,11 +189,19 @@ py::dict decompose(const Array<Length>& lengths, const std::vector<std::int64_t>
     });
 }
 
+// (bucket, count, [(length, copies), ...]), longest first.
+using PatternTuple =
+    std::tuple<std::int32_t, std::int64_t, std::vector<std::pair<std::int32_t, std::int32_t>>>;
+
 template <typename Length>
 py::dict drain_buckets(const Array<Length>& lengths, const BucketRules& rules,
-                       std::int64_t pool_size, const Common& common) {
+                       const std::vector<PatternTuple>& patterns, std::int64_t pool_size,
+                       const Common& common) {
+    std::vector<GivenPattern> given;
+    for (const auto& [bucket, count, contents] : patterns)
+        given.push_back({bucket, count, contents});
     return run_strategy(lengths, common, [&](auto documents, auto id, Progress& progress) {
-        return pack_buckets<decltype(id), Length>(documents, rules, pool_size, common.seed,
+        return pack_buckets<decltype(id), Length>(documents, rules, given, pool_size, common.seed,
                                                   common.threads, progress);
     });
 }
@@ -240,9 +272,11 @@ void register_strategies(py::module_& m) {
           py::arg("extra_capacity"), py::arg("best"), common);
     m.def("pack_seamless", &seamless<Length>, lengths, py::arg("capacity"), py::arg("r_max"),
           py::arg("placement"), py::arg("extra_capacity"), py::arg("drop_last"), common);
+    m.def("seamless_stage_one", &seamless_stage_one<Length>, lengths, py::arg("capacity"),
+          py::arg("r_max"), py::arg("placement"));
     m.def("pack_decompose", &decompose<Length>, lengths, py::arg("buckets"), common);
-    m.def("drain_buckets", &drain_buckets<Length>, lengths, py::arg("rules"), py::arg("pool_size"),
-          common);
+    m.def("drain_buckets", &drain_buckets<Length>, lengths, py::arg("rules"), py::arg("given"),
+          py::arg("pool_size"), common);
     m.def("stream_buckets", &stream_buckets<Length>, lengths, py::arg("rules"),
           py::arg("pool_size"), common);
     m.def("length_histogram", &length_histogram<Length>, lengths, py::arg("capacity"),

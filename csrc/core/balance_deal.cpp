@@ -37,12 +37,16 @@ class Dealer {
     }
 
     // The fullest bin gives an item for a cheaper one of another bin as long as the larger of the
-    // two totals falls. Bounded, because it is a polish and not a search.
+    // two totals falls, until it is within 0.1 % of the mean. A polish, not a search: bounded.
     void exchange() {
         constexpr int kRounds = 64;
+        const double total =
+            static_cast<double>(std::accumulate(loads_.begin(), loads_.end(), std::int64_t{0}));
+        const double enough = 1.001 * total / static_cast<double>(loads_.size());
         for (int round = 0; round < kRounds; ++round) {
             const auto fullest = static_cast<std::size_t>(
                 std::max_element(loads_.begin(), loads_.end()) - loads_.begin());
+            if (static_cast<double>(loads_[fullest]) <= enough) return;
             if (!exchange_from(fullest)) return;
         }
     }

@@ -157,6 +157,7 @@ std::string find_fault(const SampleView<Id, Length>& samples, Span<const std::in
     template std::string find_fault(const SampleView<Id, Length>&, Span<const std::int64_t>, \
                                     Span<const Length>);
 MEGAPACK_FOR_EACH_WIDTH(MEGAPACK_INSTANTIATE)
+MEGAPACK_INSTANTIATE(std::int32_t, std::int64_t)
 template DocumentTotals count_documents(Span<const std::int32_t>, std::int64_t);
 template DocumentTotals count_documents(Span<const std::int64_t>, std::int64_t);
 

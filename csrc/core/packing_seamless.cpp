@@ -30,23 +30,28 @@ std::int64_t SlidingCut::begin(std::int64_t length, std::int64_t k) const {
     }
 }
 
-namespace {
-
-// Tokens that the windows of slid documents leave out, and that they hold twice.
 template <typename Id, typename Length>
-void count_windows(const Documents<Id, Length>& documents, const SlidingCut& cut,
-                   Samples<Id, Length>& out) {
+StageOne count_stage_one(const Documents<Id, Length>& documents, const SeamlessRules& rules) {
+    const SlidingCut cut(rules);
+    StageOne stage;
     for (std::size_t i = 0; i < documents.size(); ++i) {
         const std::int64_t length = documents[i].length;
-        if (length < cut.capacity || !cut.slides(length)) continue;
+        if (length < cut.capacity || !cut.slides(length)) {
+            stage.short_tokens += length < cut.capacity ? length : cut.tail(length);
+            continue;
+        }
         const std::int64_t windows = cut.num_chunks(length);
         std::int64_t covered = cut.capacity;
         for (std::int64_t k = 1; k < windows; ++k)
             covered += std::min(cut.capacity, cut.begin(length, k) - cut.begin(length, k - 1));
-        out.repeated_tokens += windows * cut.capacity - covered;
-        out.dropped_tokens += length - covered;
+        ++stage.num_sliding;
+        stage.repeated_tokens += windows * cut.capacity - covered;
+        stage.dropped_tokens += length - covered;
     }
+    return stage;
 }
+
+namespace {
 
 // The bins of `runs` joined in their order and cut every `capacity` tokens; the segment after.
 template <typename Id, typename Length>
@@ -98,7 +103,9 @@ Samples<Id, Length> pack_seamless(const Documents<Id, Length>& documents,
         out.open_sample(chunk, chunk);
         out.put(chunk, document, begin, static_cast<std::int32_t>(capacity));
     });
-    count_windows(documents, cut, out);
+    const StageOne stage = count_stage_one(documents, rules);
+    out.repeated_tokens = stage.repeated_tokens;
+    out.dropped_tokens = stage.dropped_tokens;
     progress.advance(n);
 
     const BinWriter<Id, Length> writer(plan, full, sorted, documents.lengths, capacity);
@@ -112,6 +119,7 @@ Samples<Id, Length> pack_seamless(const Documents<Id, Length>& documents,
 }
 
 #define MEGAPACK_INSTANTIATE(Id, Length)                                                           \
+    template StageOne count_stage_one(const Documents<Id, Length>&, const SeamlessRules&);         \
     template Samples<Id, Length> pack_seamless(const Documents<Id, Length>&, const SeamlessRules&, \
                                                int, Progress&);
 MEGAPACK_FOR_EACH_WIDTH(MEGAPACK_INSTANTIATE)

@@ -23,6 +23,16 @@ template <typename Id, typename Length>
 Samples<Id, Length> pack_seamless(const Documents<Id, Length>& documents,
                                   const SeamlessRules& rules, int threads, Progress& progress);
 
+// What stage one makes of the documents.
+struct StageOne {
+    std::int64_t num_sliding = 0;   // documents covered by overlapping windows
+    std::int64_t short_tokens = 0;  // left to stage two
+    std::int64_t dropped_tokens = 0, repeated_tokens = 0;
+};
+
+template <typename Id, typename Length>
+StageOne count_stage_one(const Documents<Id, Length>& documents, const SeamlessRules& rules);
+
 // How stage one treats a document of at least `capacity` tokens.
 class SlidingCut {
   public:

@@ -12,11 +12,11 @@
 
 namespace megapack {
 
-// Instantiates a template for the widths that occur.
+// Instantiates a strategy for the widths that occur. (Few documents of more than 2^31 - 1 tokens
+// are packed with wide numbers, too; `pack` narrows them.)
 #define MEGAPACK_FOR_EACH_WIDTH(INSTANTIATE) \
     INSTANTIATE(std::int32_t, std::int32_t)  \
     INSTANTIATE(std::int64_t, std::int32_t)  \
-    INSTANTIATE(std::int32_t, std::int64_t)  \
     INSTANTIATE(std::int64_t, std::int64_t)
 
 template <typename Id, typename Length>

@@ -6,13 +6,9 @@
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
-#include <exception>
 #include <functional>
-#include <mutex>
-#include <system_error>
 #include <thread>
 #include <utility>
-#include <vector>
 
 namespace megapack {
 
@@ -43,33 +39,7 @@ class Progress {
 
 // task(i) for every i in [0, count), each once, on the calling thread and up to `threads - 1`
 // others. The first exception stops the tasks not yet begun and is thrown here.
-template <typename Task>
-void parallel_for(int threads, std::size_t count, Task task) {
-    std::atomic<std::size_t> next{0};
-    std::exception_ptr failure;
-    std::mutex failure_mutex;
-    const auto work = [&] {
-        for (std::size_t i = next++; i < count; i = next++) {
-            try {
-                task(i);
-            } catch (...) {
-                const std::lock_guard<std::mutex> lock(failure_mutex);
-                if (!failure) failure = std::current_exception();
-                next = count;
-            }
-        }
-    };
-    const std::size_t helpers = std::min(count, static_cast<std::size_t>(std::max(threads, 1)));
-    std::vector<std::thread> others;
-    try {
-        for (std::size_t t = 1; t < helpers; ++t) others.emplace_back(work);
-    } catch (const std::system_error&) {
-        // The system gives no more threads: those there are do all the work.
-    }
-    work();
-    for (std::thread& thread : others) thread.join();
-    if (failure) std::rethrow_exception(failure);
-}
+void parallel_for(int threads, std::size_t count, const std::function<void(std::size_t)>& task);
 
 // [begin, end) of part i when `size` things are cut in `count` parts that differ by at most one.
 struct Part {

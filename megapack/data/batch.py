@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
@@ -26,7 +26,7 @@ _DTYPES = {
 }
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class MicroBatch:
     """One forward of one rank: which samples, and where in the run it stands.
 
@@ -111,10 +111,15 @@ class BatchLayout:
                 f"{self.micro_batch_tokens}"
             )
 
+    def fits(self, capacity: int) -> bool:
+        """Whether samples of ``capacity`` tokens can be laid out so."""
+        row = self.row_tokens or capacity
+        return capacity <= row and self.micro_batch_tokens % row == 0
+
     def rows(self, capacity: int) -> tuple[int, int]:
         """(number of rows, tokens per row) for samples of ``capacity`` tokens."""
         row = self.row_tokens or capacity
-        if capacity > row or self.micro_batch_tokens % row:
+        if not self.fits(capacity):
             raise ConfigError(
                 f"a micro batch of {self.micro_batch_tokens} tokens in rows of {row} cannot hold "
                 f"samples of {capacity}: make row_tokens a divisor of micro_batch_tokens and at "
@@ -133,30 +138,28 @@ class BatchLayout:
 
 
 class Buffers(dict[str, torch.Tensor]):
-    """Memory of one micro batch: flat tensors by name, to be filled again and again.
+    """Memory of one micro batch: flat tensors by name, to be filled again and again."""
 
-    One piece of memory, so that it is pinned, shared between processes or copied at once.
-
-    Args:
-        memory: uint8, ``num_bytes(num_tokens)`` of it.
-    """
-
-    def __init__(self, memory: torch.Tensor) -> None:
-        num_tokens = memory.numel() // num_bytes(1)
-        at = 0
-        for name, dtype in _DTYPES.items():
-            size = num_tokens * dtype.itemsize
-            self[name] = memory[at : at + size].view(dtype)
-            at += size
-        self.num_tokens = num_tokens
-        self.arrays = {name: buffer.numpy() for name, buffer in self.items()}
+    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        super().__init__(tensors)
+        self.arrays = {name: tensor.numpy() for name, tensor in tensors.items()}
         self._shaped: dict[tuple[int, int], dict[str, torch.Tensor]] = {}
 
     def shaped(self, shape: tuple[int, int]) -> dict[str, torch.Tensor]:
         """Views of that shape."""
         if shape not in self._shaped:
-            self._shaped[shape] = {name: buffer.view(shape) for name, buffer in self.items()}
+            self._shaped[shape] = {name: tensor.view(shape) for name, tensor in self.items()}
         return self._shaped[shape]
+
+
+def allocate(num_tokens: int, *, pin_memory: bool = False) -> Buffers:
+    """New buffers for micro batches of ``num_tokens`` tokens."""
+    return Buffers(
+        {
+            name: torch.empty(num_tokens, dtype=dtype, pin_memory=pin_memory)
+            for name, dtype in _DTYPES.items()
+        }
+    )
 
 
 def num_bytes(num_tokens: int) -> int:
@@ -164,7 +167,16 @@ def num_bytes(num_tokens: int) -> int:
     return num_tokens * sum(dtype.itemsize for dtype in _DTYPES.values())
 
 
-def allocate(num_tokens: int, *, pin_memory: bool = False) -> Buffers:
-    """New buffers for micro batches of ``num_tokens`` tokens."""
-    memory = torch.empty(num_bytes(num_tokens), dtype=torch.uint8, pin_memory=pin_memory)
-    return Buffers(memory)
+def carve(memory: torch.Tensor) -> Buffers:
+    """Buffers inside one piece of memory, which is shared between processes or pinned at once.
+
+    Args:
+        memory: uint8 (num_bytes(num_tokens),).
+    """
+    num_tokens = memory.numel() // num_bytes(1)
+    tensors, at = {}, 0
+    for name, dtype in _DTYPES.items():
+        size = num_tokens * dtype.itemsize
+        tensors[name] = memory[at : at + size].view(dtype)
+        at += size
+    return Buffers(tensors)

@@ -151,12 +151,11 @@ class PackedDataset(Dataset[Batch]):
 
         Returns:
             tokens, labels, position_ids int64 (capacity,); loss_mask float32 (capacity,);
-            cu_seqlens int32 (segments + 1,); max_seqlen int; sample_id int.
+            cu_seqlens int32 (segments + 1,); max_seqlen int.
         """
         sample = i.__index__()
-        if not -len(self) <= sample < len(self):
-            raise IndexError(f"sample {sample} of {len(self)}")
-        sample %= len(self)
+        if sample < 0:
+            sample += len(self)
         batch = self.micro_batch([sample])
         for name in ("tokens", "labels", "loss_mask", "position_ids"):
             batch[name] = batch[name][0]
@@ -240,7 +239,7 @@ class PackedDataset(Dataset[Batch]):
         for index in self.samples.indices:
             for b, capacity in enumerate(index.bucket_capacity.tolist()):
                 begin, end = index.bucket_sample_offsets[b : b + 2].tolist()
-                if begin == end:
+                if begin == end or not layout.fits(capacity):
                     continue
                 rows, _ = layout.rows(capacity)
                 slots = layout.num_samples(capacity)
@@ -249,6 +248,24 @@ class PackedDataset(Dataset[Batch]):
                     offsets = index.sample_segment_offsets[begin : end + 1]
                     segments = int(np.diff(offsets).max())
                 yield slots // rows if layout.cu_seqlens_per_row else slots, segments
+
+    def warm(self, chunk_bytes: int = 64 << 20) -> Iterator[None]:
+        """Have the indices (not the tokens) read into the page cache, a chunk per ``next``.
+
+        A step looks up thousands of segments at random; from a cold disk that is one read each,
+        and the whole index read in order costs less than a few steps of it.
+        """
+        for dataset, index in zip(self.datasets, self.samples.indices, strict=True):
+            for array in (
+                index.sample_segment_offsets,
+                index.segment_length,
+                index.segment_document,
+                index.segment_begin,
+                dataset.index_bytes,
+            ):
+                for begin in range(0, array.nbytes, chunk_bytes):
+                    _core.will_need(array, begin, chunk_bytes)
+                    yield
 
     def count_labels(self, sample_ids: ArrayLike) -> NDArray[np.int64]:
         """Tokens of every sample that have a label (the sum of its loss_mask), int64."""

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from typing import Any, Literal
 
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from megapack.data.batch import Batch, BatchLayout, Buffers, MicroBatch, allocate, num_bytes
+from megapack.data.batch import Batch, BatchLayout, MicroBatch, allocate, carve, num_bytes
 from megapack.data.dataset import PackedDataset
 from megapack.data.prefetch import ThreadPrefetcher, to_device
 from megapack.data.rank_check import RankChecker
+from megapack.data.report import plan_run
 from megapack.data.sampler import BucketBatchSampler
 from megapack.data.schedule import Schedule
 from megapack.errors import ConfigError, IndexMismatchError
 
 __all__ = ["PackedLoader", "build_loader"]
+
+log = logging.getLogger(__name__)
 
 
 def build_loader(
@@ -53,9 +57,9 @@ def build_loader(
         num_workers: worker processes; 0: a thread of this process, which is faster unless Python
             itself is the bottleneck (the gather holds no GIL).
         prefetch: batches prepared ahead (per worker); 0 (without workers): none.
-        pin_memory: batches in page-locked memory.
+        pin_memory: batches in page-locked memory, where there is CUDA.
         reuse_buffers: write into the same few buffers again and again. A batch is then valid until
-            the next one is asked for. Not with workers.
+            the next one is asked for. Not with workers or a device.
         device: move the tensors there, one batch ahead on a CUDA stream of its own.
         timeout_seconds: a worker that prepares a batch for longer is an error; 0: none.
         check_ranks_every: compare ranks every so many steps (``RankChecker``); 0: never. Needs
@@ -77,8 +81,11 @@ def build_loader(
     """
     if schedule.samples is not dataset.samples:
         _check_same_samples(dataset, schedule)
-    if reuse_buffers and num_workers > 0:
-        raise ConfigError("reuse_buffers is for num_workers=0: workers hand over their batches")
+    if reuse_buffers and (num_workers > 0 or device is not None):
+        raise ConfigError(
+            "reuse_buffers is for num_workers=0 and batches that stay in host memory: workers hand "
+            "over their batches, and a copy to a device may still be reading"
+        )
     sampler = BucketBatchSampler(
         schedule,
         data_parallel_rank=data_parallel_rank,
@@ -100,6 +107,8 @@ def build_loader(
     )
     for stream in schedule.buckets:
         shape.rows(stream.capacity)  # refuse now what would be refused at some step
+    if data_parallel_rank == 0:
+        log.info("%s", plan_run(schedule, sampler.start_step + sampler.num_steps))
     return PackedLoader(
         dataset,
         sampler,
@@ -146,7 +155,7 @@ class PackedLoader:
         self.schedule = sampler.schedule
         self._num_workers = num_workers
         self._prefetch = prefetch
-        self._pin_memory = pin_memory
+        self._pin_memory = pin_memory and torch.cuda.is_available()
         self._reuse_buffers = reuse_buffers
         self._device = None if device is None else torch.device(device)
         self._timeout = timeout_seconds
@@ -193,12 +202,14 @@ class PackedLoader:
             allocate(tokens, pin_memory=self._pin_memory)
             for _ in range(self._prefetch + 2 if self._reuse_buffers else 0)
         ]
+        warm = self.dataset.warm()
         for i, item in enumerate(self.sampler):
             out = ring[i % len(ring)] if ring else allocate(tokens, pin_memory=self._pin_memory)
             batch = self.dataset.micro_batch(
                 item.sample_ids, layout=self.layout, capacity=item.capacity, out=out
             )
             yield {**batch, **item.about()}
+            next(warm, None)
 
     # --- with workers ---------------------------------------------------------------------------
 
@@ -214,6 +225,7 @@ class PackedLoader:
             timeout=self._timeout,
         )
         batches = iter(loader)
+        warm = self.dataset.warm()
         count = 0
         while True:
             try:
@@ -221,7 +233,7 @@ class PackedLoader:
             except StopIteration:
                 return
             except RuntimeError as error:
-                if "DataLoader" not in str(error):
+                if not _is_death(error):
                     raise
                 step = self.sampler.start_step + count // self.sampler.num_micro_steps
                 cause = error.__cause__ or error.__context__
@@ -234,7 +246,13 @@ class PackedLoader:
             count += 1
             shape = self.layout.shape(item.capacity)
             small = {name: _as_tensor(value) for name, value in rest.items()}
-            yield {**Buffers(memory).shaped(shape), **small, **item.about()}
+            yield {**carve(memory).shaped(shape), **small, **item.about()}
+            next(warm, None)
+
+
+def _is_death(error: RuntimeError) -> bool:
+    """Of the worker, or its silence; errors that it raised come with their own type and message."""
+    return "DataLoader worker (pid" in str(error) or "DataLoader timed out" in str(error)
 
 
 class _WorkerDataset(Dataset[Any]):
@@ -249,7 +267,7 @@ class _WorkerDataset(Dataset[Any]):
         # Straight into shared memory, as torch's own collate does.
         storage = torch.UntypedStorage._new_shared(size)  # type: ignore[no-untyped-call]
         memory = torch.empty(0, dtype=torch.uint8).set_(storage, 0, (size,), (1,))
-        out = Buffers(memory)
+        out = carve(memory)
         batch = self.dataset.micro_batch(
             item.sample_ids, layout=self.layout, capacity=item.capacity, out=out
         )

@@ -6,10 +6,12 @@ Python; nothing is pickled and nothing is copied between processes.
 
 from __future__ import annotations
 
+import atexit
 import queue
 import threading
+import weakref
 from collections.abc import Iterable, Iterator
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 
@@ -35,6 +37,7 @@ class ThreadPrefetcher(Iterator[T], Generic[T]):
         )
         self._thread.daemon = True  # an interpreter that exits does not wait for batches
         self._thread.start()
+        _running.add(self)
 
     def __next__(self) -> T:
         if self._stop.is_set():
@@ -59,6 +62,16 @@ class ThreadPrefetcher(Iterator[T], Generic[T]):
 
     def __del__(self) -> None:
         self.close()
+
+
+# A thread that is inside C++ when the interpreter goes away would take the process down.
+_running: weakref.WeakSet[ThreadPrefetcher[Any]] = weakref.WeakSet()
+
+
+@atexit.register
+def _close_all() -> None:
+    for prefetcher in list(_running):
+        prefetcher.close()
 
 
 def _produce(

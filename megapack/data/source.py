@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Literal, Protocol
@@ -72,7 +73,7 @@ class SampleSource:
             raise ConfigError("a PackedDataset brings its weights; give them when it is made")
         return index.samples
 
-    @property
+    @cached_property
     def num_samples(self) -> int:
         return int(self.bases[-1])
 
@@ -95,11 +96,23 @@ class SampleSource:
         return source, ids - self.bases[source]
 
     def capacity_of(self, sample: int) -> int:
-        """Capacity of one global id, tokens."""
-        source, local = self.locate(np.array([sample], np.int64))
-        index = self.indices[int(source[0])]
-        bucket = int(np.searchsorted(index.bucket_sample_offsets, local[0], side="right")) - 1
-        return int(index.bucket_capacity[bucket])
+        """Capacity of one global id, tokens. Raises IndexError."""
+        if not 0 <= sample < self.num_samples:
+            raise IndexError(f"sample {sample} of {self.num_samples} samples")
+        starts, capacities = self._bucket_table
+        return capacities[bisect_right(starts, sample) - 1]
+
+    @cached_property
+    def _bucket_table(self) -> tuple[list[int], list[int]]:
+        """First global id and capacity of every bucket that has samples."""
+        starts, capacities = [], []
+        for base, index in zip(self.bases.tolist(), self.indices, strict=False):
+            offsets = index.bucket_sample_offsets.tolist()
+            for b, capacity in enumerate(index.bucket_capacity.tolist()):
+                if offsets[b] < offsets[b + 1]:
+                    starts.append(base + offsets[b])
+                    capacities.append(capacity)
+        return starts, capacities
 
     def attention_cost(self, ids: Ids, capacity: int) -> Ids:
         """Token pairs per sample: sum of squared segment lengths, its padding included."""

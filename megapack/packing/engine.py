@@ -74,6 +74,8 @@ def pack(
             wide_ids=False,
         )
     )
+    if len(documents) <= _INT32_MAX:  # the core is wide in both if it is wide in one
+        arrays["segment_document"] = arrays["segment_document"].astype(np.int32, copy=False)
     return SampleIndex.from_packing(
         arrays,
         documents,

@@ -48,6 +48,8 @@ ARRAYS: dict[str, tuple[str, ...]] = {
     "segment_length": ("<i4",),
 }
 
+_SEGMENT_COLUMNS = ("document", "begin", "length")
+
 
 def checksum(array: NDArray[Any]) -> str:
     """xxh3_64 of an array's bytes, as 16 hex digits."""
@@ -132,8 +134,9 @@ def read(path: Path) -> tuple[dict[str, Any], dict[str, NDArray[Any]]]:
         kind = "truncated" if size < header["file_size"] else "damaged"
         raise FormatError(f"{path} is {kind}: it has {size} bytes instead of {header['file_size']}")
     table = header.pop("arrays")
-    header["checksums"] = {name: entry["xxh3"] for name, entry in table.items()}
-    return header, _map(path, table)
+    arrays = _map(path, table)
+    header["checksums"] = {name: table[name]["xxh3"] for name in arrays}
+    return header, arrays
 
 
 def _map(path: Path, table: Mapping[str, Any]) -> dict[str, NDArray[Any]]:
@@ -145,10 +148,27 @@ def _map(path: Path, table: Mapping[str, Any]) -> dict[str, NDArray[Any]]:
             raise FormatError(f"{path} has no array {name} of dtype {' or '.join(dtypes)}")
         dtype = np.dtype(entry["dtype"])
         count, begin = int(entry["shape"][0]), int(entry["offset"])
-        raw = mapped[begin : begin + count * dtype.itemsize]
+        end = begin + count * dtype.itemsize
+        if count < 0 or begin < 0 or begin % ALIGNMENT or end > len(mapped):
+            raise FormatError(f"{path}: array {name} lies at {begin} to {end}, outside of the file")
         # A plain ndarray: memmap's own __getitem__ is slow, and the map stays alive as its base.
-        arrays[name] = np.asarray(raw).view(dtype)
+        arrays[name] = np.asarray(mapped[begin:end]).view(dtype)
+    _check_shapes(path, arrays)
     return arrays
+
+
+def _check_shapes(path: Path, arrays: Mapping[str, NDArray[Any]]) -> None:
+    """What later code relies on without looking: offsets end where the next array ends."""
+    samples, segments = arrays["bucket_sample_offsets"], arrays["sample_segment_offsets"]
+    fits = (
+        len(samples) == len(arrays["bucket_capacity"]) + 1
+        and len(segments) > 0
+        and samples[-1] == len(segments) - 1
+        and all(len(arrays[f"segment_{name}"]) == segments[-1] for name in _SEGMENT_COLUMNS)
+    )
+    if not fits:
+        sizes = ", ".join(f"{name} {len(array)}" for name, array in arrays.items())
+        raise FormatError(f"{path}: its arrays do not belong together ({sizes})")
 
 
 def verify_array(path: Path | None, name: str, array: NDArray[Any], expected: str) -> None:

@@ -231,17 +231,16 @@ class SampleIndex:
         """Refuse a dataset other than the one this index was packed from.
 
         Args:
-            dataset: an IndexedDataset (``fingerprint``, ``document_lengths``).
+            dataset: an IndexedDataset (``num_documents``, ``fingerprint``, ``document_lengths``).
 
         Raises:
             IndexMismatchError: says what differs.
         """
         where = f"{self.path or 'this index'} and {dataset.prefix}"
-        lengths = dataset.document_lengths
-        if len(lengths) != self.num_documents:
+        if dataset.num_documents != self.num_documents:
             raise IndexMismatchError(
-                f"{where} do not belong together: the index was packed from "
-                f"{self.num_documents:,} documents, the dataset has {len(lengths):,}; pack it again"
+                f"{where} do not belong together: the index was packed from {self.num_documents:,} "
+                f"documents, the dataset has {dataset.num_documents:,}; pack it again"
             )
         recorded = (self._header["source"] or {}).get("fingerprint")
         if recorded is not None:
@@ -251,7 +250,9 @@ class SampleIndex:
                     f"fingerprint {recorded} ({self._header['source'].get('prefix')}), this one "
                     f"has {dataset.fingerprint}; pack it again"
                 )
-        elif self.lengths_fingerprint != samples_format.lengths_fingerprint(lengths):
+        elif self.lengths_fingerprint != samples_format.lengths_fingerprint(
+            dataset.document_lengths
+        ):
             raise IndexMismatchError(
                 f"{where} do not belong together: as many documents, but of other lengths; "
                 "pack the dataset again"

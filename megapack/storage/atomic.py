@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import io
 import os
 import secrets
 import weakref
@@ -18,7 +19,6 @@ from typing import IO, Any, TypeAlias
 __all__ = ["AtomicFile", "Buffer", "atomic_write", "naming", "publish"]
 
 Buffer: TypeAlias = Any  # bytes, a memoryview, a contiguous array (typing.Buffer from 3.12 on)
-
 
 COPY_BLOCK = 1 << 22  # bytes
 # Other file systems, old kernels, special files.
@@ -60,8 +60,8 @@ class AtomicFile:
             while remaining:
                 remaining = remaining[self.file.write(remaining) :]
 
-    def copy_from(self, source: IO[bytes], num_bytes: int) -> None:
-        """Append bytes of a file from its current position, inside the kernel where it can.
+    def copy_from(self, source: io.RawIOBase, num_bytes: int) -> None:
+        """Append bytes of an unbuffered file from its position, inside the kernel if possible.
 
         Raises:
             OSError: either file fails; nothing is appended.
@@ -71,15 +71,18 @@ class AtomicFile:
             while remaining:
                 copied = self._copy_some(source, remaining)
                 if copied == 0:
-                    raise OSError(errno.EIO, f"{source.name} ended {remaining} bytes early")
+                    raise OSError(errno.EIO, f"the source ended {remaining} bytes early")
                 remaining -= copied
 
-    def _copy_some(self, source: IO[bytes], count: int) -> int:
+    def _copy_some(self, source: io.RawIOBase, count: int) -> int:
         try:
-            return os.copy_file_range(source.fileno(), self.file.fileno(), count)
+            copied = os.copy_file_range(source.fileno(), self.file.fileno(), count)
+            if copied:
+                return copied
         except OSError as error:
             if error.errno not in _CANNOT_COPY_IN_KERNEL:
                 raise
+        # Some file systems only say "nothing copied"; reading tells whether that is the end.
         data = os.read(source.fileno(), min(count, COPY_BLOCK))
         self.write(data)
         return len(data)

@@ -99,7 +99,8 @@ class IndexedDatasetBuilder:
         self._require_open()
         ids = as_tokens(tokens)
         _check_length(ids.size)
-        _check_modes([mode])
+        if self.multimodal:
+            _check_modes([mode])
         self._tokens.append(ids, first_document=self._log.num_documents)
         self._log.add_sequence(ids.size, mode)
 

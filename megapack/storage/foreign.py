@@ -23,6 +23,7 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from megapack.errors import FormatError
+from megapack.storage.meta import TokenFacts
 from megapack.storage.mmididx import MAGIC, path_of, prefix_of
 from megapack.storage.plain_tokens import (
     LLM_C_DTYPES,
@@ -48,6 +49,7 @@ class Foreign:
     ends: NDArray[np.int64] | None = None  # of documents, in sequences; None: one each
     # Byte of every sequence in tokens_path, when they are not stored in order.
     pointers: NDArray[np.int64] | None = None
+    facts: TokenFacts | None = None  # when the tokens had to be read anyway
     metadata: dict[str, Any] = field(default_factory=dict)
     # Negative values are labels; False where a negative id would be an unsigned one too large.
     allow_negative: bool = False
@@ -112,13 +114,14 @@ def open_foreign(
     if kind in _INDEXED:
         return _INDEXED[kind](path)
     plain = open_plain(path, kind, dtype)
-    lengths, metadata = split_documents(plain, eod_token, eod_at)
+    lengths, facts, metadata = split_documents(plain, eod_token, eod_at)
     return Foreign(
         kind=kind,
         tokens_path=path,
         begin_byte=plain.begin_byte,
         dtype=plain.dtype,
         lengths=lengths,
+        facts=facts,
         metadata=metadata,
     )
 

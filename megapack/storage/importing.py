@@ -89,7 +89,7 @@ def _bring(
     foreign: Foreign, output: str, vocab_size: int | None, link: str, metadata: dict[str, Any]
 ) -> str:
     """Write the index beside a link to, or a copy of, the tokens."""
-    tokens = scan_tokens(
+    tokens = foreign.facts or scan_tokens(
         foreign.tokens_path, foreign.dtype, foreign.num_tokens, begin_byte=foreign.begin_byte
     )
     limits = TokenLimits(foreign.dtype, vocab_size, foreign.allow_negative)
@@ -113,6 +113,8 @@ def _bring(
                 metadata=metadata,
             )
         )
+        for file in (idx, meta):  # nothing but renames is left to fail behind the tokens
+            file.sync()
         how = _place_tokens(foreign, path_of(output, ".bin"), link, idx.path)
         meta.path.unlink(missing_ok=True)
         publish(idx, meta)

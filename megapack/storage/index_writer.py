@@ -103,7 +103,7 @@ class FilePart:
                 size = min(BLOCK, count - begin)
                 block = np.fromfile(file, dtype, size)
                 if block.size != size:
-                    raise FormatError(f"{self.path} is truncated: an array ends {size} early")
+                    raise FormatError(f"{self.path} became shorter while it was read")
                 yield block
 
 
@@ -113,7 +113,7 @@ def write_index(
     parts: Sequence[Part],
     *,
     multimodal: bool = False,
-) -> int:
+) -> None:
     """Write a whole .idx, byte for byte as megatron-core does.
 
     Args:
@@ -121,9 +121,6 @@ def write_index(
         dtype: of the tokens; one of ``CODE_OF_DTYPE``.
         parts: sources, in the order of their tokens in .bin. Pointers are recomputed.
         multimodal: append a mode per sequence.
-
-    Returns:
-        Number of tokens of all parts.
 
     Raises:
         FormatError: a part has a negative length, or documents that do not end at its last
@@ -146,7 +143,6 @@ def write_index(
         for part in parts:
             for modes in part.modes():
                 write(modes)
-    return num_bytes // dtype.itemsize
 
 
 def _write_document_indices(write: Callable[[Buffer], object], parts: Sequence[Part]) -> None:

@@ -141,6 +141,6 @@ def _common_metadata(shards: list[Shard]) -> dict[str, Any]:
 
 def _remove(shard: Shard) -> None:
     """.idx first: without it the rest is no dataset."""
-    shard.idx_path.unlink()
-    shard.bin_path.unlink()
+    shard.idx_path.unlink(missing_ok=True)  # it may have been named twice
+    shard.bin_path.unlink(missing_ok=True)
     meta_path(shard.prefix).unlink(missing_ok=True)

@@ -162,6 +162,7 @@ def _is_complete(content: dict[str, Any]) -> bool:
             content.keys() >= OWN_KEYS
             and all(isinstance(content[key], int) for key in COUNTS)
             and all(isinstance(content[key], int | None) for key in LIMITS)
+            and all((content[k] is None) == (content["num_tokens"] == 0) for k in LIMITS[:2])
             and sum(size for size, _ in bin_pieces(content)) == content["bin"]["bytes"]
             and isinstance(idx["bytes"], int)
             and isinstance(idx["xxh3_128"], str)

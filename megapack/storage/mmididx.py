@@ -74,11 +74,13 @@ def dtype_of_code(code: int, name: str | os.PathLike[str]) -> np.dtype[Any]:
 
 def pick_dtype(dtype: DTypeLike) -> np.dtype[Any]:
     """A dtype that token files can have; ValueError for all others."""
-    result = np.dtype(dtype)
-    if result.name not in CODE_OF_DTYPE:
-        raise ValueError(
-            f"dtype is {result.name}; tokens are stored as one of {', '.join(CODE_OF_DTYPE)}"
-        )
+    try:
+        result = np.dtype(dtype)
+    except TypeError:
+        result = None
+    if result is None or result.name not in CODE_OF_DTYPE:
+        name = dtype if result is None else result.name
+        raise ValueError(f"dtype is {name}; tokens are stored as one of {', '.join(CODE_OF_DTYPE)}")
     return result
 
 

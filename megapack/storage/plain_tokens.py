@@ -11,6 +11,7 @@ from numpy.typing import DTypeLike, NDArray
 
 from megapack.errors import DataError, FormatError
 from megapack.storage.document_log import MAX_SEQUENCE_LENGTH
+from megapack.storage.meta import TokenFacts
 from megapack.storage.mmididx import Tokens, pick_dtype
 from megapack.storage.token_scan import scan_tokens
 
@@ -30,7 +31,6 @@ LLM_C_DTYPES: dict[int, np.dtype[Any]] = {
     20240801: np.dtype(np.int32),
 }
 _LLM_C_HEADER_BYTES = 1024
-_SIGNED: dict[str, np.dtype[Any]] = {"uint32": np.dtype(np.int32), "uint64": np.dtype(np.int64)}
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ def open_plain(path: Path, kind: str, dtype: DTypeLike | None) -> PlainTokens:
         return PlainTokens(path, array.offset, _token_dtype(array.dtype), array.size)
     if dtype is None:
         raise ValueError(f"{path} has no header: say what its tokens are (--dtype uint16)")
-    chosen = _token_dtype(np.dtype(dtype))
+    chosen = _token_dtype(dtype)
     num_tokens, rest = divmod(path.stat().st_size, chosen.itemsize)
     if rest:
         raise FormatError(f"{path} does not hold a whole number of {chosen.name} tokens")
@@ -69,8 +69,8 @@ def open_plain(path: Path, kind: str, dtype: DTypeLike | None) -> PlainTokens:
 
 def split_documents(
     plain: PlainTokens, eod_token: int | None, eod_at: str
-) -> tuple[NDArray[np.int32], dict[str, Any]]:
-    """Lengths of the documents, and what the meta file may promise about their ends.
+) -> tuple[NDArray[np.int32], TokenFacts, dict[str, Any]]:
+    """Lengths of the documents, what the tokens are, and what the meta file may promise.
 
     Raises:
         ValueError: eod_token is missing.
@@ -86,7 +86,8 @@ def split_documents(
         found.append(np.flatnonzero(block == eod_token) + position)
         position += block.size
 
-    scan_tokens(plain.path, plain.dtype, plain.num_tokens, look, begin_byte=plain.begin_byte)
+    begin = plain.begin_byte
+    facts = scan_tokens(plain.path, plain.dtype, plain.num_tokens, look, begin_byte=begin)
     marks = np.concatenate(found)
     if plain.num_tokens and not marks.size:
         raise DataError(
@@ -100,7 +101,7 @@ def split_documents(
         metadata["document_end_token"] = eod_token
     elif eod_at == "start" and marks.size and marks[0] == 0:
         metadata["document_begin_token"] = eod_token
-    return as_lengths(np.diff(bounds), "a document"), metadata
+    return as_lengths(np.diff(bounds), "a document"), facts, metadata
 
 
 def as_lengths(lengths: NDArray[np.int64], what: str) -> NDArray[np.int32]:
@@ -122,6 +123,9 @@ def _open_llm_c(path: Path) -> PlainTokens:
     return PlainTokens(path, _LLM_C_HEADER_BYTES, dtype, num_tokens)
 
 
-def _token_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
+def _token_dtype(dtype: DTypeLike) -> np.dtype[Any]:
     """Unsigned ids below the sign bit have the bytes of signed ones."""
-    return pick_dtype(_SIGNED.get(dtype.name, dtype))
+    for unsigned, signed in ((np.uint32, np.int32), (np.uint64, np.int64)):
+        if dtype == unsigned or dtype == np.dtype(unsigned).name:
+            return np.dtype(signed)
+    return pick_dtype(dtype)

@@ -83,12 +83,14 @@ def repair(
     idx_path, bin_path = path_of(prefix, ".idx"), path_of(prefix, ".bin")
     done: list[str] = []
     try:
-        index = _mend(survey(idx_path, bin_path), one_document_per_sequence, done)
+        facts = survey(idx_path, bin_path)
     except FormatError:
         salvaged = _salvage(idx_path, bin_path, done)
         if salvaged is None:
             raise
         index = salvaged
+    else:
+        index = _mend(facts, one_document_per_sequence, done)
     cut = _fit(index, bin_path, drop_truncated, drop_trailing, done)
     if done and not dry_run:
         _replace(prefix, index, cut, done)

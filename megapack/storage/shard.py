@@ -39,19 +39,20 @@ class Shard:
         self.idx_path, self.bin_path = path_of(self.prefix, ".idx"), path_of(self.prefix, ".bin")
         self.part = FilePart(self.idx_path, multimodal)
         self.dtype: np.dtype[Any] = dtype_of_code(self.part.header.dtype_code, self.idx_path)
-        self.num_bytes = self._check_sequences()
+        try:
+            self.num_bytes = self._check_sequences()
+            for _ in shifted_ends(self.part, 0):  # documents end with the sequences
+                pass
+        except FormatError as error:
+            raise FormatError(f"{self.idx_path}: {error}") from error
         self.num_tokens = self.num_bytes // self.dtype.itemsize
-        for _ in shifted_ends(self.part, 0):  # documents end with the sequences
-            pass
         self._check_bin()
         self.meta = self._trusted_meta()
 
     @property
     def pieces(self) -> list[Piece] | None:
         """Checksums of .bin, None when nobody vouches for them."""
-        if self.meta is None:
-            return None
-        return bin_pieces(self.meta)
+        return None if self.meta is None else bin_pieces(self.meta)
 
     @property
     def token_range(self) -> tuple[int, int] | None:
@@ -85,8 +86,8 @@ class Shard:
             if not np.array_equal(expected, pointers):
                 wrong = int((expected != pointers).argmax())
                 raise FormatError(
-                    f"{self.idx_path}: sequence {sequence + wrong} points at byte "
-                    f"{pointers[wrong]}, but the sequences before it end at {expected[wrong]}; "
+                    f"sequence {sequence + wrong} points at byte {pointers[wrong]}, but the "
+                    f"sequences before it end at {expected[wrong]}; "
                     "`megapack-build repair` recomputes pointers"
                 )
             sequence += lengths.size

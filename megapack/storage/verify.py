@@ -12,7 +12,7 @@ import xxhash
 
 from megapack.errors import FormatError
 from megapack.storage.findings import Finding
-from megapack.storage.meta import checksum, read_meta
+from megapack.storage.meta import bin_pieces, checksum, read_meta
 from megapack.storage.mmididx import MAGIC, path_of, prefix_of
 from megapack.storage.survey import LEGACY_MAGIC, Survey, survey
 from megapack.storage.verify_tokens import TokenChecks, check_tokens
@@ -186,6 +186,11 @@ def _meta(prefix: str, facts: Survey) -> tuple[dict[str, Any] | None, list[Findi
         text = f"{facts.part.path} does not have the checksum of the meta file"
         remedy = "restore it from a copy, or delete the meta file if the dataset was rewritten"
         return None, [Finding("error", "checksum", text, remedy)]
+    width = facts.width or 1
+    sizes = [size for size, _ in bin_pieces(meta)]
+    if sum(sizes) != facts.num_tokens * width or any(size % width for size in sizes):
+        text = "the meta file's checksums are of another .bin"
+        return None, [Finding("error", "meta", text, "delete it")]
     return meta, []
 
 
@@ -198,7 +203,7 @@ def _identities(prefix: str) -> Iterator[Any]:
     if stat.st_size == 0:
         return
     yield "inode", stat.st_dev, stat.st_ino
-    digest = xxhash.xxh3_128(idx_path.read_bytes())
+    digest = xxhash.xxh3_128(checksum(idx_path).encode())
     with bin_path.open("rb") as file:
         digest.update(file.read(1 << 16))
         file.seek(max(0, stat.st_size - (1 << 16)))

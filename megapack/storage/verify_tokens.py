@@ -38,8 +38,8 @@ def check_tokens(
     meta: dict[str, Any] | None,
     progress: Callable[[int, int], None] | None = None,
 ) -> list[Finding]:
-    """Read all tokens of a dataset whose index is sound, in constant memory beyond 8 bytes per
-    document.
+    """Read all tokens of a dataset whose index is sound; memory: 8 bytes per document, and 8 more
+    where their first or last tokens are promised.
 
     Args:
         prefix: of the dataset.
@@ -78,7 +78,10 @@ class _Reader:
         self._first: dict[str, str] = {}
         self._count: dict[str, int] = {}
         filled = self.offsets[:-1] < self.offsets[1:]
-        self._begins, self._ends = self.offsets[:-1][filled], self.offsets[1:][filled] - 1
+        if checks.document_begin_token is not None:
+            self._begins = self.offsets[:-1][filled]
+        if checks.document_end_token is not None:
+            self._ends = self.offsets[1:][filled] - 1
 
     def read(self, tokens: Tokens) -> None:
         low, high = _core.token_range(tokens)
@@ -124,6 +127,9 @@ class _Reader:
 
     def findings(self) -> Iterator[Finding]:
         checks = self._checks
+        if self.lowest < 0 and checks.allow_negative:
+            text = f"ids go from {self.lowest} to {self.highest}: labels, no tokens to train on"
+            yield Finding("note", "negative-ids", text)
         for code, text, remedy in (
             ("checksum", "do not have the checksum of the meta file", RESTORE),
             ("negative-id", "is negative", "if these are labels, build with allow_negative=True"),

@@ -166,7 +166,7 @@ class CheckpointConfig:
     keep: int = 3
     """Newest checkpoints kept; older ones are removed after a newer one is complete."""
     resume: Literal["auto", "never"] = "auto"
-    """auto continues from the newest checkpoint of ``run_dir`` when there is one."""
+    """auto continues from the newest checkpoint of ``run_dir``; never refuses to find one."""
     allow_change: tuple[str, ...] = ()
     """Fields of the data order that may differ from the checkpoint's, as in ``[seed]``."""
     fallback: bool = False
@@ -189,7 +189,7 @@ class EvaluationConfig:
     every: int | None = None
     """Steps between evaluations; null evaluates at the end only."""
     max_tokens: int | None = None
-    """Evaluate the first samples up to this many tokens per bucket; null takes all."""
+    """Evaluate samples up to this many tokens per bucket; null takes all."""
     buckets: tuple[int, ...] = ()
     """Capacities into which validation documents are packed; empty takes the training buckets.
     Runs that are compared need the same ones."""
@@ -231,7 +231,9 @@ class EngineConfig:
     loss_chunk_tokens: int = 2048
     """Positions whose logits exist at once: chunk x vocabulary x 4 bytes of memory."""
     timeout_minutes: float = 30.0
-    """How long a rank waits for the others before the job ends with an error."""
+    """How long a collective waits for the other ranks before the job ends with an error."""
+    silence_seconds: float = 300.0
+    """How long a rank may show no sign of life before the job ends and names it."""
     deepspeed: dict[str, Any] = field(default_factory=dict)
     """Any further DeepSpeed configuration; merged over ours, key by key."""
 
@@ -240,6 +242,7 @@ class EngineConfig:
             "engine",
             loss_chunk_tokens=self.loss_chunk_tokens,
             timeout_minutes=self.timeout_minutes,
+            silence_seconds=self.silence_seconds,
         )
 
 

@@ -86,7 +86,7 @@ class Heartbeat:
             self._attempt(self._beat)
             self._look(self.silence)
             # The first rank may simply be done before us: give the main thread time to leave.
-            if self._lost is not None and not self._stop.wait(30.0):
+            if self._lost is not None and not self._stop.wait(min(30.0, self.silence)):
                 sys.stderr.write(f"megapack: {self._lost}; this job ends\n")
                 sys.stderr.flush()
                 os._exit(LOST_CONTACT)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megapack.training.config import EngineConfig, PretrainConfig
+from megapack.training.config import PretrainConfig
 from megapack.training.model import TrainingModel
 
 __all__ = ["estimate_memory", "saved_activations"]
@@ -27,16 +27,24 @@ def estimate_memory(
         longest: tokens of the largest bucket.
     """
     engine = config.engine
+    if engine.precision == "bf16":  # under autocast activations are bfloat16 as well
+        model.cast(torch.bfloat16)
     count = sum(p.numel() for p in model.parameters())
     low = engine.precision == "bf16" and engine.zero_stage > 0
     over = {stage: world_size if engine.zero_stage >= stage else 1 for stage in (1, 2, 3)}
     head = model.model.get_output_embeddings().weight  # type: ignore[operator]
+    activations = saved_activations(model, config.data.micro_batch_tokens, longest)
+    if engine.activation_checkpointing:  # kept inputs, and one layer at a time recomputed
+        recomputed = activations // len(model.layers)
+        model.checkpoint_activations()
+        kept = saved_activations(model, config.data.micro_batch_tokens, longest)
+        activations = kept + recomputed
     parts = {
         "parameters": count * (2 if low else 4) // over[3],
         "gradients": count * 4 // over[2] + (count * 2 // over[2] if low else 0),
         "master weights": count * 4 // over[1] if low else 0,
         "optimizer state": count * 8 // over[1],
-        "activations": saved_activations(model, engine, config.data.micro_batch_tokens, longest),
+        "activations": activations,
         # float32 logits of a chunk, their copy in the products' dtype, the weight's gradient.
         "loss": min(engine.loss_chunk_tokens, config.data.micro_batch_tokens) * head.shape[0] * 6
         + head.numel() * 4,
@@ -44,17 +52,11 @@ def estimate_memory(
     return {name: size for name, size in parts.items() if size}
 
 
-def saved_activations(
-    model: TrainingModel, engine: EngineConfig, num_tokens: int, longest: int
-) -> int:
+def saved_activations(model: TrainingModel, num_tokens: int, longest: int) -> int:
     """Bytes that autograd keeps between forward and backward of one micro batch.
 
     Uncompiled: a compiled layer keeps less.
     """
-    if engine.precision == "bf16":  # under autocast activations are bfloat16 as well
-        model.bfloat16()
-    if engine.activation_checkpointing:
-        model.checkpoint_activations()
     own = {p.untyped_storage()._cdata for p in model.parameters()}
     kept: dict[int, tuple[Tensor, int]] = {}
 

@@ -49,6 +49,7 @@ def index_of(
         np.asarray(lengths, np.int32),
         strategy="by hand",
         parameters={},
+        buckets=sorted(buckets),
         seed=0,
     )
 

@@ -110,7 +110,7 @@ def test_wide_document_numbers_and_lengths_give_the_same_samples(name: str) -> N
         for wide in (False, True)
     ]
     types = [(p["segment_document"].dtype, p["segment_begin"].dtype) for p in packed]
-    assert types == [("i4", "i4"), ("i8", "i4"), ("i4", "i8"), ("i8", "i8")]
+    assert types == [("i4", "i4"), ("i8", "i4"), ("i8", "i8"), ("i8", "i8")]
     for other in packed[1:]:
         for key, value in packed[0].items():
             assert np.array_equal(value, other[key]), key

@@ -46,9 +46,8 @@ def test_appending_is_all_or_nothing(tmp_path: Path) -> None:
         raise RuntimeError
     file.write(np.array([0x6867], np.uint16))
     assert file.temporary.read_bytes() == b"abcgh"
-    with (tmp_path / "short").open("wb+") as source:
-        source.write(b"1234")
-        source.seek(0)
+    (tmp_path / "short").write_bytes(b"1234")
+    with (tmp_path / "short").open("rb", buffering=0) as source:
         with pytest.raises(OSError, match="4 bytes early"):
             file.copy_from(source, 8)
         source.seek(1)

@@ -1,0 +1,373 @@
+"""``make bench-data``: megatron-core's GPTDataset and ours on the same files, beside a memcpy.
+
+One process, one thread, rows of 4,096 tokens, the .bin in the page cache. ``plain`` writes tokens,
+labels, loss mask and one position count per row; ``positions`` resets positions and masks the loss
+at every end of document, the nearest GPTDataset comes to documents. Ours writes tokens, labels,
+loss mask, positions per document, cu_seqlens and max_seqlen: as single samples, and as micro
+batches into reused buffers. ``memcpy`` copies as many bytes into such buffers from others.
+
+The contenders take turns in short windows, and the best window of each counts: the machine may be
+busy, and what it was busy with is nobody's speed.
+
+Then torch's DataLoader over theirs and our loader over ours, with 0 and 2 workers, and what it
+takes to begin: seconds to the first batch and memory, with 2e7 documents (LARGE=1: 1e8).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from common import Table, quick, write_results
+from lengths import LAWS
+from torch.utils.data import DataLoader
+
+from megapack.data import BatchLayout, PackedDataset, Schedule, allocate, build_loader
+from megapack.packing import SampleIndex, pack
+from megapack.storage import IndexedDataset, IndexedDatasetBuilder
+
+warnings.filterwarnings("ignore", module="megatron")
+
+ROW = 4096
+BATCHES = (4, 12)  # samples per micro batch; 12 x 4,096 = 49,152 tokens (BucketLLM)
+BUCKETS = [1024, 2048, 4096, 8192, 16384]
+VOCABULARY, EOD = 50_000, 0
+PLAIN, POSITIONS = "GPTDataset, plain", "GPTDataset, positions"
+
+
+class Tokenizer:
+    """What megatron-core's datasets read of one."""
+
+    vocab_size, eod, pad = VOCABULARY, EOD, -1
+    unique_identifiers = ("Tokenizer",)
+
+
+# --- the files ----------------------------------------------------------------------------------
+
+
+def write_corpus(prefix: Path, num_tokens: int) -> IndexedDataset:
+    """Documents of calibrated lengths, each ending with EOD."""
+    lengths = LAWS["fineweb_edu_like"](num_tokens // 900, 1)
+    lengths = lengths[: int(np.searchsorted(np.cumsum(lengths), num_tokens)) + 1]
+    offsets = np.concatenate([[0], np.cumsum(lengths)])
+    tokens = np.random.default_rng(0).integers(1, VOCABULARY, offsets[-1]).astype(np.uint16)
+    tokens[offsets[1:] - 1] = EOD
+    with IndexedDatasetBuilder(prefix, np.uint16, vocab_size=VOCABULARY) as builder:
+        builder.add_documents(tokens, offsets)
+    return IndexedDataset(prefix)
+
+
+def write_large_corpus(prefix: Path, num_documents: int) -> None:
+    """A whole .idx, packed, and a .bin of holes: of the right size, without taking the space."""
+    lengths = LAWS["fineweb_edu_like"](num_documents, 1)
+    pointers = np.zeros(num_documents + 1, np.int64)
+    np.cumsum(2 * lengths.astype(np.int64), out=pointers[1:])
+    with Path(f"{prefix}.idx").open("wb") as file:
+        file.write(b"MMIDIDX\x00\x00" + (1).to_bytes(8, "little") + bytes([8]))
+        file.write(np.array([num_documents, num_documents + 1], np.int64).tobytes())
+        for array in (lengths, pointers[:-1], np.arange(num_documents + 1, dtype=np.int64)):
+            array.tofile(file)
+    with Path(f"{prefix}.bin").open("wb") as file:
+        file.truncate(int(pointers[-1]))
+    del pointers
+    index = pack(lengths, "bucket", buckets=BUCKETS)
+    index.save(f"{prefix}.samples", source=IndexedDataset(prefix))
+
+
+def gpt_dataset(prefix: Path, cache: Path, *, positions: bool, num_samples: int) -> Any:
+    """The train split of megatron-core's GPTDataset."""
+    from megatron.core.datasets.blended_megatron_dataset_builder import (  # noqa: PLC0415
+        BlendedMegatronDatasetBuilder,
+    )
+    from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig  # noqa: PLC0415
+
+    config = GPTDatasetConfig(
+        random_seed=1234,
+        sequence_length=ROW,
+        blend=([str(prefix)], None),
+        split="100,0,0",
+        path_to_cache=str(cache),
+        tokenizer=Tokenizer(),
+        reset_position_ids=positions,
+        reset_attention_mask=False,
+        eod_mask_loss=positions,
+        create_attention_mask=False,
+    )
+    train, _, _ = BlendedMegatronDatasetBuilder(
+        GPTDataset, [num_samples, 0, 0], lambda: True, config
+    ).build()
+    return train
+
+
+# --- rates --------------------------------------------------------------------------------------
+
+
+def best_rates(
+    contenders: dict[str, Callable[[], int]], seconds: float, windows: int
+) -> dict[str, float]:
+    """Samples per second of each contender in its best window; they take turns."""
+    best = dict.fromkeys(contenders, 0.0)
+    for _ in range(windows):
+        for name, step in contenders.items():
+            count, begin = 0, time.perf_counter()
+            while (elapsed := time.perf_counter() - begin) < seconds:
+                count += step()
+            best[name] = max(best[name], count / elapsed)
+    return best
+
+
+def gather_contenders(
+    dataset: IndexedDataset, index: SampleIndex, gpt: dict[str, Any]
+) -> dict[str, Callable[[], int]]:
+    packed = PackedDataset(dataset, index)
+    ids = np.random.default_rng(0).permutation(len(packed))
+    contenders: dict[str, Callable[[], int]] = {}
+    for name, theirs in gpt.items():
+        contenders[name] = _ones(theirs, itertools.cycle(range(len(theirs))))
+    contenders["ours, one sample"] = _ones(packed, itertools.cycle(ids.tolist()))
+    for size in BATCHES:
+        contenders[f"ours, micro batch of {size}"] = _micro_batches(packed, ids, size)
+        contenders[f"memcpy, {size} samples"] = _copies(size)
+    return contenders
+
+
+def _ones(dataset: Any, order: Iterator[int]) -> Callable[[], int]:
+    def step() -> int:
+        dataset[next(order)]
+        return 1
+
+    return step
+
+
+def _micro_batches(packed: PackedDataset, ids: Any, size: int) -> Callable[[], int]:
+    layout, out = BatchLayout(micro_batch_tokens=size * ROW), allocate(size * ROW)
+    batches = itertools.cycle(ids[: len(ids) // size * size].reshape(-1, size))
+
+    def step() -> int:
+        packed.micro_batch(next(batches), layout=layout, capacity=ROW, out=out)
+        return size
+
+    return step
+
+
+def _copies(size: int) -> Callable[[], int]:
+    out, source = allocate(size * ROW), allocate(size * ROW)
+    for buffer in source.values():
+        buffer.fill_(1)
+    pairs = [
+        (out[name].data_ptr(), buffer.data_ptr(), buffer.nbytes) for name, buffer in source.items()
+    ]
+
+    def step() -> int:
+        for to, begin, count in pairs:
+            ctypes.memmove(to, begin, count)
+        return size
+
+    step.buffers = (out, source)  # type: ignore[attr-defined]  (keeps them alive)
+    return step
+
+
+def loader_rates(
+    dataset: IndexedDataset, index: SampleIndex, gpt: dict[str, Any], windows: int
+) -> list[dict[str, Any]]:
+    """Rows per second out of data loaders, micro batches of 4 rows."""
+    packed, size = PackedDataset(dataset, index), BATCHES[0]
+    schedule = Schedule(packed, tokens_per_step=16 * size * ROW)
+    rows = []
+    for workers in (0, 2):
+        batches: dict[str, Iterator[Any]] = {
+            name: iter(DataLoader(theirs, batch_sampler=_rows(theirs, size), num_workers=workers))
+            for name, theirs in gpt.items()
+        }
+        batches["ours, build_loader"] = iter(
+            build_loader(
+                packed,
+                schedule,
+                data_parallel_rank=0,
+                data_parallel_size=1,
+                micro_batch_tokens=size * ROW,
+                num_steps=10**9,
+                num_workers=workers,
+            )
+        )
+        if workers:  # all at once would share the cores: one after the other instead
+            rates: dict[str, float] = {}
+            for name in list(batches):
+                rates |= best_rates({name: _next(batches.pop(name), size)}, 0.5, windows)
+        else:
+            rates = best_rates(
+                {name: _next(it, size) for name, it in batches.items()}, 0.1, 3 * windows
+            )
+        rows += [
+            {"case": f"{name}, {workers} workers", "samples_per_second": rate}
+            | {"over_positions": rate / rates[POSITIONS], "over_plain": rate / rates[PLAIN]}
+            for name, rate in rates.items()
+        ]
+    return rows
+
+
+def _rows(dataset: Any, size: int) -> Iterator[list[int]]:
+    return itertools.cycle(
+        list(range(begin, begin + size)) for begin in range(0, len(dataset) - size, size)
+    )
+
+
+def _next(batches: Iterator[Any], size: int) -> Callable[[], int]:
+    def step() -> int:
+        next(batches)
+        return size
+
+    return step
+
+
+# --- the beginning ------------------------------------------------------------------------------
+
+
+def begin_ours(prefix: Path) -> dict[str, float]:
+    begin, before = time.perf_counter(), memory()
+    packed = PackedDataset(prefix, f"{prefix}.samples")
+    schedule = Schedule(packed, tokens_per_step=64 * 12 * ROW)
+    loader = build_loader(
+        packed, schedule, data_parallel_rank=0, data_parallel_size=64, micro_batch_tokens=12 * ROW
+    )
+    batches = iter(loader)
+    next(batches)
+    return _begun(begin, before)
+
+
+def begin_megatron(prefix: Path) -> dict[str, float]:
+    import megatron.core.datasets.gpt_dataset  # noqa: F401, PLC0415  (not to be counted)
+
+    begin, before = time.perf_counter(), memory()
+    train = gpt_dataset(prefix, prefix.parent / "cache", positions=True, num_samples=1_000_000)
+    next(iter(DataLoader(train, batch_size=12)))
+    return _begun(begin, before)
+
+
+def _begun(begin: float, before: dict[str, int]) -> dict[str, float]:
+    seconds, after = time.perf_counter() - begin, memory()
+    return {
+        "seconds": seconds,
+        "private_bytes": after["Anonymous"] - before["Anonymous"],
+        "resident_bytes": after["Rss"] - before["Rss"],
+    }
+
+
+def memory() -> dict[str, int]:
+    """Bytes of this process: Anonymous are its own, the others of Rss are shared by a node."""
+    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()[1:]
+    return {line.split(":")[0]: int(line.split()[1]) * 1024 for line in lines}
+
+
+def beginnings(folder: Path, num_documents: int) -> list[dict[str, Any]]:
+    """Each in a process of its own; Megatron twice, without its cache and with it."""
+    prefix = folder / "large"
+    begin = time.perf_counter()
+    write_large_corpus(prefix, num_documents)
+    rows: list[dict[str, Any]] = []
+    runs = (
+        ("ours, first batch", "ours"),
+        ("GPTDataset, first batch, building its cache", "megatron"),
+        ("GPTDataset, first batch, cached", "megatron"),
+    )
+    print(f"{num_documents:,} documents written and packed", time.perf_counter() - begin, "s")
+    for name, who in runs:
+        done = subprocess.run(
+            [sys.executable, __file__, who, str(prefix)], check=True, capture_output=True, text=True
+        )
+        rows.append({"case": name, **json.loads(done.stdout.splitlines()[-1])})
+    return rows
+
+
+# --- the tables ---------------------------------------------------------------------------------
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    num_tokens = 10_000_000 if quick() else 60_000_000
+    num_documents = 10**8 if os.environ.get("LARGE") == "1" else 2 * 10 ** (6 if quick() else 7)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        dataset = write_corpus(folder / "text", num_tokens)
+        index = pack(dataset.document_lengths, "concat", buckets=[ROW])
+        gpt = {
+            kind: gpt_dataset(
+                folder / "text", folder / kind, positions=kind == POSITIONS,
+                num_samples=index.num_samples * 2,
+            )
+            for kind in (PLAIN, POSITIONS)
+        }  # fmt: skip
+        contenders = gather_contenders(dataset, index, gpt)
+        rates = best_rates(contenders, 0.05, 12 if quick() else 60)
+        loaders = loader_rates(dataset, index, gpt, 4 if quick() else 20)
+        begun = beginnings(folder, num_documents)
+    gathers = [_gather_row(name, rate, rates) for name, rate in rates.items()]
+    print_tables(gathers, loaders, begun, num_documents)
+    write_results("data", [*gathers, *loaders, *begun])
+
+
+def _gather_row(name: str, rate: float, rates: dict[str, float]) -> dict[str, Any]:
+    size = next((size for size in BATCHES if name.endswith(f"batch of {size}")), None)
+    return {
+        "case": name,
+        "samples_per_second": rate,
+        "tokens_per_second": rate * ROW,
+        "over_positions": rate / rates[POSITIONS],
+        "over_plain": rate / rates[PLAIN],
+        "over_memcpy": rate / rates[f"memcpy, {size} samples"] if size else None,
+    }
+
+
+def print_tables(
+    gathers: list[dict[str, Any]],
+    loaders: list[dict[str, Any]],
+    begun: list[dict[str, Any]],
+    num_documents: int,
+) -> None:
+    print(f"\nto begin with {num_documents:,} documents")
+    table = Table("case", "seconds", "private MB", "resident MB")
+    for row in begun:
+        table.add(
+            row["case"], f"{row['seconds']:.2f}", f"{row['private_bytes'] / 1e6:,.0f}",
+            f"{row['resident_bytes'] / 1e6:,.0f}",
+        )  # fmt: skip
+    table.print()
+    print(f"\ndata loaders, micro batches of {BATCHES[0]} rows")
+    table = Table("case", "samples/s", "Mtok/s", "x positions", "x plain")
+    for row in loaders:
+        table.add(
+            row["case"], f"{row['samples_per_second']:,.0f}",
+            f"{row['samples_per_second'] * ROW / 1e6:,.0f}", f"{row['over_positions']:.2f}",
+            f"{row['over_plain']:.2f}",
+        )  # fmt: skip
+    table.print()
+    print(f"\nrows of {ROW}, one process (targets: 8 x positions, 3 x plain, 0.5 of memcpy)")
+    table = Table("case", "samples/s", "Mtok/s", "x positions", "x plain", "of memcpy")
+    for row in gathers:
+        table.add(
+            row["case"], f"{row['samples_per_second']:,.0f}",
+            f"{row['tokens_per_second'] / 1e6:,.0f}", f"{row['over_positions']:.2f}",
+            f"{row['over_plain']:.2f}",
+            f"{row['over_memcpy']:.2f}" if row["over_memcpy"] else "",
+        )  # fmt: skip
+    table.print()
+
+
+if __name__ == "__main__":
+    if len(sys.argv) > 2:
+        begin_of = {"ours": begin_ours, "megatron": begin_megatron}[sys.argv[1]]
+        print(json.dumps(begin_of(Path(sys.argv[2]))))
+    else:
+        main()

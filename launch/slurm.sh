@@ -1,0 +1,37 @@
+#!/bin/bash
+# One task per GPU on several nodes; Slurm's warning before the end saves and queues again.
+#
+#   CONFIG=configs/llama_1b_bucket.yaml sbatch --nodes 8 launch/slurm.sh
+#   CONFIG=... sbatch --nodes 8 launch/slurm.sh --set optimizer.lr=1e-4
+#
+# The run continues from its newest checkpoint, on whatever number of nodes the job has then.
+#SBATCH --job-name=megapack
+#SBATCH --nodes=1
+#SBATCH --ntasks-per-node=8
+#SBATCH --gpus-per-node=8
+#SBATCH --cpus-per-task=8
+#SBATCH --exclusive
+#SBATCH --time=24:00:00
+#SBATCH --signal=USR1@300
+#SBATCH --open-mode=append
+#SBATCH --output=%x-%j.log
+set -uo pipefail
+
+CONFIG=${CONFIG:?give CONFIG=configs/....yaml}
+VENV=${VENV:-.venv}
+MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+MASTER_PORT=${MASTER_PORT:-$((20000 + SLURM_JOB_ID % 20000))}
+export MASTER_ADDR MASTER_PORT
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
+# A collective that hangs ends the job with an error instead of waiting for the time limit.
+export TORCH_NCCL_ASYNC_ERROR_HANDLING=1
+
+# --kill-on-bad-exit: a rank that fails ends the step; the log names the rank that was lost.
+srun --kill-on-bad-exit=1 "$VENV/bin/python" launch/pretrain.py --config "$CONFIG" "$@"
+code=$?
+
+# 75: stopped by a signal after saving. Anything else is final.
+if [[ $code == 75 ]]; then
+    scontrol requeue "$SLURM_JOB_ID"
+fi
+exit "$code"

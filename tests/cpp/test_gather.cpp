@@ -1,0 +1,190 @@
+// Whatever an index or an .idx says, the gather stays inside its arrays: it throws or it is right.
+#include <cstdio>
+#include <cstdlib>
+#include <iterator>
+#include <random>
+#include <string>
+
+#include "core/gather_fill.hpp"
+
+using namespace megapack;
+
+namespace {
+
+#define REQUIRE(condition)                                               \
+    do {                                                                 \
+        if (!(condition)) {                                              \
+            std::printf("line %d: %s is false\n", __LINE__, #condition); \
+            std::exit(1);                                                \
+        }                                                                \
+    } while (false)
+
+template <typename T>
+void append(std::vector<std::uint8_t>& bytes, T value) {
+    const auto* raw = reinterpret_cast<const std::uint8_t*>(&value);
+    bytes.insert(bytes.end(), raw, raw + sizeof(T));
+}
+
+// An .idx of uint16 tokens, one sequence per document.
+std::vector<std::uint8_t> make_idx(const std::vector<std::int32_t>& lengths) {
+    std::vector<std::uint8_t> bytes{'M', 'M', 'I', 'D', 'I', 'D', 'X', 0, 0};
+    append<std::uint64_t>(bytes, 1);
+    bytes.push_back(8);
+    append<std::uint64_t>(bytes, lengths.size());
+    append<std::uint64_t>(bytes, lengths.size() + 1);
+    for (const std::int32_t length : lengths) append(bytes, length);
+    std::int64_t pointer = 0;
+    for (const std::int32_t length : lengths) {
+        append(bytes, pointer);
+        pointer += 2 * length;
+    }
+    for (std::size_t d = 0; d <= lengths.size(); ++d)
+        append<std::int64_t>(bytes, static_cast<std::int64_t>(d));
+    return bytes;
+}
+
+// Heap blocks of exactly the right size, so that AddressSanitizer sees one element too far.
+struct Corpus {
+    std::vector<std::int32_t> lengths{5, 1, 9, 3};
+    std::vector<std::uint8_t> idx = make_idx(lengths);
+    std::vector<std::uint16_t> tokens;
+    std::vector<std::int64_t> sample_segment_offsets{0, 2, 3, 5};
+    std::vector<std::int32_t> document{0, 1, 2, 2, 3};
+    std::vector<std::int32_t> begin{0, 0, 0, 6, 0};
+    std::vector<std::int32_t> length{5, 1, 6, 3, 3};
+
+    Corpus() {
+        for (int i = 0; i < 18; ++i) tokens.push_back(static_cast<std::uint16_t>(100 + i));
+        tokens.shrink_to_fit();
+        idx.shrink_to_fit();
+    }
+
+    GatherSource source() const {
+        GatherSource source{IndexView(idx, "test.idx")};
+        source.tokens = {tokens.data(), static_cast<std::int64_t>(tokens.size()),
+                         TokenType::kUint16};
+        source.sample_segment_offsets = {sample_segment_offsets.data(), 4, true};
+        source.segment_document = {document.data(), 5, false};
+        source.segment_begin = {begin.data(), 5, false};
+        source.segment_length = {length.data(), 5, false};
+        check_source(source);
+        return source;
+    }
+};
+
+struct Batch {
+    std::vector<std::int64_t> tokens, labels, positions;
+    std::vector<float> mask;
+    GatherPlan plan;
+};
+
+Batch gather(const GatherSource& source, const std::vector<std::int64_t>& ids, GatherShape shape,
+             const GatherOptions& options) {
+    const std::vector<GatherSource> sources{source};
+    const std::vector<SampleRef> refs = locate_samples(sources, ids);
+    Batch batch{{}, {}, {}, {}, plan_gather(sources, refs, shape, options)};
+    const auto size = static_cast<std::size_t>(shape.num_tokens());
+    batch.tokens.assign(size, -7);
+    batch.labels.assign(size, -7);
+    batch.positions.assign(size, -7);
+    batch.mask.assign(size, -7.0F);
+    fill_gather(batch.plan, options, {batch.tokens, batch.labels, batch.mask, batch.positions});
+    REQUIRE(count_labels(sources, refs, options.labels).size() == ids.size());
+    return batch;
+}
+
+void check_is_complete(const Batch& batch) {
+    std::int64_t room = 0;
+    for (const AttentionSegment& segment : batch.plan.segments) room += segment.room;
+    REQUIRE(room == batch.plan.shape.num_tokens());
+    for (const std::int64_t position : batch.positions) REQUIRE(position >= 0);
+    for (const float mask : batch.mask) REQUIRE(mask == 0.0F || mask == 1.0F);
+}
+
+void test_values() {
+    const Corpus corpus;
+    const Batch batch = gather(corpus.source(), {0, 2}, {1, 14, 7}, {});
+    REQUIRE(batch.tokens == (std::vector<std::int64_t>{100, 101, 102, 103, 104, 105, 0,  //
+                                                       112, 113, 114, 115, 116, 117, 0}));
+    REQUIRE(batch.labels == (std::vector<std::int64_t>{101, 102, 103, 104, -100, -100, -100,  //
+                                                       113, 114, -100, 116, 117, -100, -100}));
+    REQUIRE(cumulative_lengths(batch.plan, false, false, 0) ==
+            (std::vector<std::int32_t>{0, 5, 6, 7, 10, 13, 14}));
+    check_is_complete(batch);
+}
+
+// Random numbers where an index has its own: nearly all are refused, and none is followed outside.
+void test_damaged_arrays() {
+    std::mt19937_64 random(1);
+    const std::int64_t values[] = {-1, 0,  1,  2,  3,       4,          5,
+                                   9,  17, 18, 19, 1 << 20, 2147483647, -2147483648LL};
+    int refused = 0;
+    int accepted = 0;
+    for (int round = 0; round < 20000; ++round) {
+        Corpus corpus;
+        for (int damage = 0; damage < 2; ++damage) {
+            const std::int64_t value = values[random() % std::size(values)];
+            const auto at = static_cast<std::size_t>(random() % 5);
+            switch (random() % 5) {
+                case 0:
+                    corpus.document[at] = static_cast<std::int32_t>(value);
+                    break;
+                case 1:
+                    corpus.begin[at] = static_cast<std::int32_t>(value);
+                    break;
+                case 2:
+                    corpus.length[at] = static_cast<std::int32_t>(value);
+                    break;
+                case 3:
+                    corpus.sample_segment_offsets[at % 4] = value * (random() % 2 ? 1 : 1LL << 31);
+                    break;
+                default: {  // anything in the arrays of the .idx
+                    const std::size_t where = 34 + random() % (corpus.idx.size() - 34);
+                    corpus.idx[where] = static_cast<std::uint8_t>(random());
+                }
+            }
+        }
+        GatherOptions options;
+        options.alignment = 1 + static_cast<std::int64_t>(random() % 3);
+        options.labels = random() % 2 ? Extent::kSample : Extent::kDocument;
+        try {
+            check_is_complete(gather(corpus.source(), {0, 1, 2}, {3, 18, 18}, options));
+            ++accepted;
+        } catch (const std::exception&) {
+            ++refused;
+        }
+    }
+    REQUIRE(refused > 5000 && accepted > 500);
+}
+
+void test_refused_shapes() {
+    const Corpus corpus;
+    const GatherShape shapes[] = {
+        {0, 8, 8}, {1, 8, 0}, {1, 4, 8}, {1 << 20, 1 << 20, 8}, {1, 8, 8}};
+    int refused = 0;
+    for (const GatherShape& shape : shapes) {
+        try {
+            gather(corpus.source(), {0, 1}, shape, {});
+        } catch (const std::invalid_argument&) {
+            ++refused;
+        }
+    }
+    REQUIRE(refused == 5);
+    for (const std::int64_t id : {-1LL, 3LL, 1LL << 62}) {
+        try {
+            gather(corpus.source(), {id}, {1, 8, 8}, {});
+            REQUIRE(false);
+        } catch (const std::out_of_range&) {
+        }
+    }
+}
+
+}  // namespace
+
+int main() {
+    test_values();
+    test_damaged_arrays();
+    test_refused_shapes();
+    std::puts("ok");
+    return 0;
+}

@@ -1,0 +1,93 @@
+"""Two nodes with their own networks, host names and sshd; one of them is lost."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megapack.training.run_dir import read_jsonl
+
+from .conftest import Corpus
+from .processes import PRETRAIN, ROOT, Zygote, environment, free_port
+
+SCRIPT = ROOT / "launch" / "two_nodes.sh"
+BIN = Path(sys.executable).parent
+SECTIONS: dict[str, object] = {
+    "schedule": {"kind": "constant", "warmup_steps": 2},
+    "checkpoint": {"every": 3, "keep": 2, "export": False},
+    "engine": {
+        "precision": "fp32",
+        "zero_stage": 1,
+        "timeout_minutes": 2,
+        "silence_seconds": 5,
+    },
+}
+
+
+def _command(command: list[str], **env: str) -> tuple[int, str]:
+    """Run in a session of its own, which is ended as a whole when it takes too long."""
+    path = f"{BIN}:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+    process = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=environment(PATH=path, PYTHON_BIN=str(BIN), **env),
+        cwd=ROOT,
+        start_new_session=True,
+    )
+    try:
+        output, _ = process.communicate(timeout=240)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGTERM)
+        output, _ = process.communicate(timeout=30)
+        pytest.fail(f"{command[0]} did not end\n{output[-4000:]}")
+    return process.returncode, output
+
+
+def test_the_loss_of_a_node_is_named_and_the_other_continues_alone(
+    zygote: Zygote, corpus: Corpus, tmp_path: Path
+) -> None:
+    code, output = _command(["bash", str(SCRIPT), "--probe"])
+    if code == 3:
+        pytest.skip(output.strip())
+    assert code == 0, output
+
+    run_dir = tmp_path / "run"
+    config = corpus.config(run_dir, num_steps=100000, **SECTIONS)
+    code, output = _command(
+        ["bash", str(SCRIPT), str(PRETRAIN), "--config", str(config)],
+        KILL_NODE="1",
+        KILL_WHEN=str(run_dir / "checkpoints" / "step_00000003"),
+        PORT=str(free_port()),
+    )
+    assert code != 0
+    assert "lost contact to rank 1 on node1" in output, output[-4000:]
+    done = int((run_dir / "checkpoints" / "latest").read_text().removeprefix("step_"))
+    start = next(read_jsonl(run_dir / "starts.jsonl"))
+    assert start["world_size"] == 2 and start["host"] == "node0"
+
+    # The other node alone, started as a node without ssh is.
+    num_steps = done + 4
+    hosts = tmp_path / "hosts"
+    hosts.write_text("localhost slots=1\n")
+    launcher = ["deepspeed", "--hostfile", str(hosts), "--no_ssh", "--node_rank", "0"]
+    launcher += ["--master_addr", "127.0.0.1", "--master_port", str(free_port())]
+    code, output = _command(
+        [*launcher, str(PRETRAIN), "--config", str(config), "--set", f"num_steps={num_steps}"]
+    )
+    assert code == 0, output[-4000:]
+    assert f"continuing at step {done}" in output and "written by 2 ranks" in output
+
+    whole = corpus.config(tmp_path / "whole", num_steps=num_steps, **SECTIONS)
+    zygote.start([str(PRETRAIN), "--config", str(whole)], 2, tmp_path / "log").succeed()
+    ours = list(read_jsonl(run_dir / "log.jsonl"))
+    theirs = list(read_jsonl(tmp_path / "whole" / "log.jsonl"))
+    assert [line["samples"] for line in ours] == [line["samples"] for line in theirs]
+    losses = [line["loss"] for line in theirs]
+    assert [line["loss"] for line in ours] == pytest.approx(losses, rel=2e-3)
