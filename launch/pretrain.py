@@ -20,10 +20,12 @@ import traceback
 from collections.abc import Iterable
 from typing import Any
 
+import torch
+
 from megapack.attention import choose_backend
 from megapack.data import Batch, build_loader
 from megapack.data.resume import resume_step
-from megapack.errors import MegapackError
+from megapack.errors import ConfigError, MegapackError
 from megapack.training.agreement import PREEMPTED, Agreement, StopSignals
 from megapack.training.checkpoint import CheckpointStore
 from megapack.training.config import PretrainConfig, load_config
@@ -43,8 +45,9 @@ from megapack.training.model import (
     model_configuration,
     position_limit,
 )
-from megapack.training.monitor import BatchTrace, Monitor, StepWork
+from megapack.training.monitor import BatchTrace, Monitor
 from megapack.training.run_dir import RunDirectory
+from megapack.training.work import StepWork
 
 logger = logging.getLogger("megapack")
 
@@ -78,7 +81,7 @@ def train(config: PretrainConfig, here: World, signals: StopSignals) -> int:
     logger.info("%s; %s steps", inputs.data, f"{inputs.num_steps:,}")
 
     architecture = model_configuration(config.model, inputs.vocab_size)
-    check_positions(inputs, config.data, position_limit(architecture))
+    check_positions(inputs, config.data.positions, position_limit(architecture))
     needs = attention_needs(architecture, here.device, compute_dtype(config.engine))
     attention = choose_backend(needs, config.model.attention)
     logger.info("attention: %s, %s", attention.name, attention.reason)
@@ -115,7 +118,7 @@ def train(config: PretrainConfig, here: World, signals: StopSignals) -> int:
     )
     stopped = trainer.run(signals)
     if not stopped and config.checkpoint.export:
-        export_model(engine, run.model, here)
+        export_model(engine, run.model, here, tokenizer=config.model.pretrained)
         logger.info("model for from_pretrained: %s", run.model)
     if here.is_first:
         run.end({"step": trainer.done, "reason": "signal" if stopped else "done"})
@@ -131,6 +134,11 @@ def start_or_continue(
 ) -> tuple[Any, int]:
     """The engine, and the first step to take: 0, or that of the newest good checkpoint."""
     found = None
+    if config.checkpoint.resume == "never" and store.tags():
+        raise ConfigError(
+            f"{store.directory} has checkpoints and checkpoint.resume is never; choose another "
+            "run_dir, or remove them"
+        )
     if config.checkpoint.resume == "auto":
         found = store.find(verify=config.checkpoint.verify, fallback=config.checkpoint.fallback)
     if found is None:
@@ -169,6 +177,7 @@ class Trainer:
         self.config, self.here, self.inputs, self.engine = config, here, inputs, engine
         self.store, self.flops = store, flops
         self.done = start  # optimizer steps
+        self.saved = start  # of them, in a checkpoint
         self.batches = TimedBatches(
             build_loader(
                 inputs.data,
@@ -179,7 +188,7 @@ class Trainer:
                 start_step=start,
                 num_steps=max(0, inputs.num_steps - start),
                 uneven=config.data.uneven,
-                cu_seqlens="padded",
+                cu_seqlens="padded" if config.engine.compile else "exact",
                 num_workers=config.data.num_workers,
                 pin_memory=here.device.type == "cuda",
                 device=here.device,
@@ -214,6 +223,7 @@ class Trainer:
         lr = learning_rate(
             step, num_steps=inputs.num_steps, peak=config.optimizer.lr, schedule=config.schedule
         )
+        torch.manual_seed(random_seed(config.seed, step, self.here.rank))  # dropout, if there is
         if self.trace is not None:
             micro_batches = self.trace.follow(micro_batches)
         result = train_step(
@@ -250,11 +260,19 @@ class Trainer:
 
     def save(self) -> None:
         """A checkpoint; the data order's state is one step number."""
+        if self.saved == self.done:
+            return
         self.monitor.flush()
         state = {"data": self.inputs.schedule.state_dict(self.done)}
         tag = self.store.save(self.engine, self.done, state)
+        self.saved = self.done
         logger.info("saved %s", self.store.directory / tag)
         self.monitor.skip_time()
+
+
+def random_seed(seed: int, step: int, rank: int) -> int:
+    """Of torch's generators, so that a resumed run draws what it would have drawn."""
+    return hash((seed, step, rank)) & 0x7FFFFFFFFFFFFFFF
 
 
 def due(every: int | None, done: int) -> bool:

@@ -75,12 +75,22 @@ def _attention_function(backend: str) -> Callable[..., tuple[Tensor, None]]:
             scale=scaling,
             window=sliding_window or 0,
             softcap=softcap or 0.0,
-            alibi_slopes=getattr(module, "alibi_slopes", None),
+            alibi_slopes=_slopes(module),
             backend=backend,
         )
         return out.view(batch, length, heads, width), None
 
     return megapack_attention
+
+
+def _slopes(module: nn.Module) -> Tensor | None:
+    slopes = getattr(module, "alibi_slopes", None)
+    if slopes is None and getattr(getattr(module, "config", None), "alibi_slopes", None):
+        raise ValueError(
+            "the model's configuration has alibi_slopes and its attention layers have none; load "
+            "it with megapack.training.model.build_model, or with attn_implementation='sdpa'"
+        )
+    return slopes
 
 
 def _refuse_what_we_ignore(

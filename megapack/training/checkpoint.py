@@ -124,8 +124,9 @@ class CheckpointStore:
 
     def _clear_partial(self) -> None:
         self.directory.mkdir(parents=True, exist_ok=True)
-        for leftover in self.directory.glob("step_*.*"):
-            shutil.rmtree(leftover, ignore_errors=True)
+        for kind in ("partial", "universal"):
+            for leftover in self.directory.glob(f"step_*.{kind}"):
+                shutil.rmtree(leftover, ignore_errors=True)
 
     def _publish(self, partial: str, tag: str, manifest: Manifest) -> None:
         with atomic_write(self.directory / partial / _MANIFEST, "w") as file:
@@ -162,7 +163,7 @@ class CheckpointStore:
             ResumeError: the newest is damaged and ``fallback`` is off, or all are; or it is of a
                 ZeRO stage that cannot be carried over.
         """
-        rejected: list[str] = []
+        rejected: dict[str, str] = {}
         tags: list[list[str]] = [self.tags()]
         dist.broadcast_object_list(tags, src=0)  # one view, should a shared disk lag
         for tag in reversed(tags[0]):
@@ -170,16 +171,25 @@ class CheckpointStore:
             if not problems:
                 manifest = self.read(tag)
                 universal = self._needs_universal(manifest)
-                return Resume(tag=tag, manifest=manifest, universal=universal, rejected=rejected)
-            rejected.append(f"{self.directory / tag} is damaged: {'; '.join(problems)}")
+                self._on_first(lambda: self._set_aside(list(rejected)))
+                found = list(rejected.values())
+                return Resume(tag=tag, manifest=manifest, universal=universal, rejected=found)
+            rejected[tag] = f"{self.directory / tag} is damaged: {'; '.join(problems)}"
             if not fallback:
                 raise ResumeError(
-                    f"{rejected[0]}. Restore it, or set checkpoint.fallback=true to continue from "
-                    "the one before"
+                    f"{rejected[tag]}. Restore it, or set checkpoint.fallback=true to continue "
+                    "from the one before"
                 )
         if rejected:
-            raise ResumeError(f"no checkpoint can be loaded: {'. '.join(rejected)}")
+            raise ResumeError(f"no checkpoint can be loaded: {'. '.join(rejected.values())}")
         return None
+
+    def _set_aside(self, tags: list[str]) -> None:
+        """Damaged checkpoints keep their files under a name that nobody loads or prunes."""
+        for tag in tags:
+            target = self.directory / f"{tag}.damaged"
+            shutil.rmtree(target, ignore_errors=True)
+            (self.directory / tag).rename(target)
 
     def _needs_universal(self, manifest: Manifest) -> bool:
         """Whether a checkpoint must be rewritten for this number of ranks and ZeRO stage."""

@@ -166,7 +166,7 @@ class CheckpointConfig:
     keep: int = 3
     """Newest checkpoints kept; older ones are removed after a newer one is complete."""
     resume: Literal["auto", "never"] = "auto"
-    """auto continues from the newest checkpoint of ``run_dir`` when there is one."""
+    """auto continues from the newest checkpoint of ``run_dir``; never refuses to find one."""
     allow_change: tuple[str, ...] = ()
     """Fields of the data order that may differ from the checkpoint's, as in ``[seed]``."""
     fallback: bool = False
@@ -189,7 +189,7 @@ class EvaluationConfig:
     every: int | None = None
     """Steps between evaluations; null evaluates at the end only."""
     max_tokens: int | None = None
-    """Evaluate the first samples up to this many tokens per bucket; null takes all."""
+    """Evaluate samples up to this many tokens per bucket; null takes all."""
     buckets: tuple[int, ...] = ()
     """Capacities into which validation documents are packed; empty takes the training buckets.
     Runs that are compared need the same ones."""

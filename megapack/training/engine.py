@@ -152,12 +152,13 @@ def start_engine(
         head = model.model.get_output_embeddings()  # type: ignore[operator]
         deepspeed.zero.register_external_parameter(model, head.weight)
     if config.engine.compile:
-        _compile_layers(model)
+        # ZeRO-3 fetches parameters between the parts of a layer, which no single graph can hold.
+        _compile_layers(model, fullgraph=config.engine.zero_stage < 3)
     return engine
 
 
 def _restore_buffers(model: nn.Module, buffers: dict[str, Tensor], device: torch.device) -> None:
-    """RoPE frequencies and ALiBi slopes in bfloat16 are wrong by hundreds of positions at 16k.
+    """RoPE frequencies rounded to bfloat16 are wrong by 32 positions at 16k.
 
     Some DeepSpeed versions cast buffers with the parameters; float32 comes back here.
     """
@@ -166,11 +167,11 @@ def _restore_buffers(model: nn.Module, buffers: dict[str, Tensor], device: torch
             buffer.data = buffers[name].to(device)
 
 
-def _compile_layers(model: TrainingModel) -> None:
+def _compile_layers(model: TrainingModel, *, fullgraph: bool) -> None:
     """Layer by layer: all layers share one graph per longest segment (see ``longest_segment``)."""
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)
     for layer in model.layers:
-        layer.compile(fullgraph=True, dynamic=False)
+        layer.compile(fullgraph=fullgraph, dynamic=False)
 
 
 def longest_segment(batch: Batch, config: EngineConfig) -> int:

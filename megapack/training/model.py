@@ -162,7 +162,7 @@ def build_model(
 ) -> TrainingModel:
     """The model in float32 on the current default device.
 
-    From scratch, the weights are a function of ``seed`` and the architecture alone.
+    From scratch, the weights are a function of ``seed``, the architecture and the kind of device.
     """
     from transformers import AutoModelForCausalLM  # noqa: PLC0415
 
@@ -176,12 +176,24 @@ def build_model(
             attn_implementation=ATTENTION_NAME,
         )
     else:
-        with torch.random.fork_rng():
+        # The generators of this process's device only: the others' would be initialised for it.
+        mine = [torch.cuda.current_device()] if torch.cuda.is_available() else []
+        with torch.random.fork_rng(devices=mine):
             torch.manual_seed(seed)
             model = AutoModelForCausalLM.from_config(
                 configuration, attn_implementation=ATTENTION_NAME, dtype=torch.float32
             )
-    return TrainingModel(model, chunk_tokens=chunk_tokens, fused_loss=fused_loss)
+    if configuration.model_type == "gpt2_alibi":
+        _give_slopes(model, configuration.alibi_slopes)
+    # from_pretrained gives a model in evaluation mode, which would not checkpoint activations.
+    return TrainingModel(model, chunk_tokens=chunk_tokens, fused_loss=fused_loss).train()
+
+
+def _give_slopes(model: Any, slopes: list[float]) -> None:
+    """After loading, which leaves buffers that no file holds without values."""
+    for block in model.transformer.h:
+        values = torch.tensor(slopes, dtype=torch.float32, device=block.attn.c_attn.weight.device)
+        block.attn.register_buffer("alibi_slopes", values, persistent=False)
 
 
 class TrainingModel(nn.Module):
@@ -244,6 +256,12 @@ class TrainingModel(nn.Module):
             chunk_tokens=self.chunk_tokens,
             fused=self.fused_loss,
         )
+
+    def cast(self, dtype: torch.dtype) -> TrainingModel:
+        """Parameters in ``dtype``; buffers (RoPE frequencies) keep their precision."""
+        for parameter in self.parameters():
+            parameter.data = parameter.data.to(dtype)
+        return self
 
     def checkpoint_activations(self) -> None:
         """Recompute every layer in the backward instead of keeping its activations."""

@@ -33,14 +33,13 @@ class _NoPositions(nn.Module):
 class GPT2AlibiLMHeadModel(GPT2LMHeadModel):  # type: ignore[misc]
     """GPT-2 whose attention scores get ``-slope * (i - j)``.
 
-    An attention function that reads ``module.alibi_slopes`` applies the bias itself; for the
-    implementations of transformers (eager, sdpa) it is part of the attention mask.
+    For the attention implementations of transformers (eager, sdpa) the bias is part of the mask;
+    megapack's adds it itself, from slopes that ``megapack.training.model`` gives every layer.
     """
 
     config_class = GPT2AlibiConfig
     _supports_flash_attn = False
     _supports_flex_attn = False
-    _applies_slopes = ("megapack",)
 
     def __init__(self, config: GPT2AlibiConfig) -> None:
         super().__init__(config)
@@ -48,17 +47,6 @@ class GPT2AlibiLMHeadModel(GPT2LMHeadModel):  # type: ignore[misc]
         if slopes is None or len(slopes) != config.n_head:
             raise ValueError(f"alibi_slopes must hold one slope for each of {config.n_head} heads")
         self.transformer.wpe = _NoPositions()
-        for block in self.transformer.h:
-            values = torch.tensor(slopes, dtype=torch.float32)
-            block.attn.register_buffer("alibi_slopes", values, persistent=False)
-
-    def _init_weights(self, module: nn.Module) -> None:
-        """Called by transformers, also to fill what was created without storage."""
-        super()._init_weights(module)
-        buffer: Any = getattr(module, "alibi_slopes", None)
-        if buffer is not None:
-            with torch.no_grad():
-                buffer.copy_(torch.tensor(self.config.alibi_slopes, dtype=torch.float32))
 
     def forward(
         self,
@@ -69,7 +57,7 @@ class GPT2AlibiLMHeadModel(GPT2LMHeadModel):  # type: ignore[misc]
         **arguments: Any,
     ) -> Any:
         """As ``GPT2LMHeadModel.forward``; ``attention_mask`` is ``[B, keys]`` or None."""
-        if self.config._attn_implementation not in self._applies_slopes:
+        if self.config._attn_implementation != "megapack":
             rows = input_ids if input_ids is not None else inputs_embeds
             assert rows is not None, "one of input_ids and inputs_embeds is given"
             past = 0 if past_key_values is None else past_key_values.get_seq_length()

@@ -11,74 +11,24 @@ import math
 import resource
 import sys
 import time
-import zlib
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
-from numpy.typing import NDArray
 
-from megapack.data import Batch, Schedule, Step
+from megapack.data import Batch, Step
+from megapack.errors import ConfigError
 from megapack.training.config import LoggingConfig
 from megapack.training.distributed import World
 from megapack.training.engine import StepResult
-from megapack.training.flops import ModelFlops, peak_flops
+from megapack.training.flops import peak_flops
 from megapack.training.run_dir import RunDirectory
+from megapack.training.work import StepWork, sample_digest
 
-__all__ = ["BatchTrace", "Monitor", "StepWork", "segment_lengths"]
+__all__ = ["BatchTrace", "Monitor"]
 
 logger = logging.getLogger("megapack")
-
-
-@dataclass(frozen=True, kw_only=True)
-class StepWork:
-    """What a step holds, from the index alone."""
-
-    tokens: int
-    """Padding included."""
-    useful_tokens: int
-    """Tokens of documents."""
-    flops: float
-    """Of the model: every token of a document, attention inside segments."""
-    naive_flops: float
-    """Had every sample been one document of its capacity: the figure that flatters packing."""
-
-    @staticmethod
-    def of(schedule: Schedule, step: Step, flops: ModelFlops) -> StepWork:
-        """Count one step."""
-        lengths = segment_lengths(schedule, step.sample_ids)
-        samples = [np.full(len(d.sample_ids), d.capacity, np.int64) for d in step.draws]
-        capacities = np.concatenate(samples)
-        tokens = schedule.config.tokens_per_step
-        useful = int(lengths.sum())
-        return StepWork(
-            tokens=tokens,
-            useful_tokens=useful,
-            flops=flops.step(useful, lengths),
-            naive_flops=flops.step(tokens, capacities),
-        )
-
-
-def segment_lengths(schedule: Schedule, sample_ids: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Lengths of all segments of some samples, tokens; global sample ids, any order."""
-    source, local = schedule.samples.locate(sample_ids)
-    parts = []
-    for number, index in enumerate(schedule.samples.indices):
-        ids = local[source == number]
-        first = np.asarray(index.sample_segment_offsets[ids])
-        counts = np.asarray(index.sample_segment_offsets[ids + 1]) - first
-        before = np.cumsum(counts) - counts
-        where = np.repeat(first - before, counts) + np.arange(counts.sum())
-        parts.append(np.asarray(index.segment_length[where], dtype=np.int64))
-    return np.concatenate(parts)
-
-
-def sample_digest(content: Step) -> str:
-    """Eight hexadecimal digits that change when the samples of a step do."""
-    return f"{zlib.crc32(np.ascontiguousarray(content.sample_ids, np.int64).tobytes()):08x}"
 
 
 class Monitor:
@@ -149,7 +99,11 @@ class Monitor:
             self.flush()
 
     def flush(self) -> None:
-        """Write what was recorded; all ranks."""
+        """Write what was recorded; all ranks.
+
+        Raises:
+            FloatingPointError: a loss is infinite or not a number, on all ranks alike.
+        """
         if not self._lines:
             return
         losses = torch.stack([r.loss_sum for r in self._results]).to(torch.float64)
@@ -170,6 +124,13 @@ class Monitor:
             for line in lines:
                 self._show(line)
             logger.info(self._sentence(lines))
+        for line in lines:
+            if line["loss"] is None:
+                raise FloatingPointError(
+                    f"the loss of step {line['step']} is not a number; everything from here on "
+                    "would be lost time. Continue from the last checkpoint with a lower "
+                    "optimizer.lr or a smaller optimizer.clip"
+                )
 
     def _finish(self, line: dict[str, Any], loss_sum: float, norm: float | None) -> dict[str, Any]:
         seconds, flops = line.pop("seconds"), line.pop("flops")
@@ -178,8 +139,8 @@ class Monitor:
         available = self._peak * self.world.size * seconds if self._peak else None
         return {
             **line,
-            "loss": loss_sum / label_tokens,
-            "grad_norm": norm,
+            "loss": loss_sum / label_tokens if math.isfinite(loss_sum) else None,
+            "grad_norm": norm if norm is not None and math.isfinite(norm) else None,
             "padding": 1 - line["useful_tokens"] / tokens,
             "seconds": round(seconds, 6),
             "tokens_per_second": tokens / seconds,
@@ -195,7 +156,8 @@ class Monitor:
         step = line["step"]
         for writer in self._writers:
             scalars = {f"train/{k}": v for k, v in line.items() if isinstance(v, (int, float))}
-            scalars[f"bucket_loss/{line['capacity']}"] = line["loss"]
+            if line["loss"] is not None:
+                scalars[f"bucket_loss/{line['capacity']}"] = line["loss"]
             writer.write(scalars, step)
 
     def evaluation(self, step: int, result: dict[str, Any]) -> None:
@@ -212,7 +174,8 @@ class Monitor:
         last, seconds = lines[-1], sum(line["seconds"] for line in lines)
         useful = sum(line["useful_tokens"] for line in lines) / seconds
         tokens = sum(line["tokens"] for line in lines) / seconds
-        loss = sum(line["loss"] for line in lines) / len(lines)
+        losses = [line["loss"] for line in lines if line["loss"] is not None]
+        loss = sum(losses) / len(losses) if losses else math.nan
         left = (self.num_steps - 1 - last["step"]) * seconds / len(lines)
         wait = sum(line["data_wait"] for line in lines) / seconds
         parts = [
@@ -269,8 +232,12 @@ class _TensorBoard:
 
 class _WeightsAndBiases:
     def __init__(self, project: str, directory: RunDirectory) -> None:
-        import wandb  # noqa: PLC0415
-
+        try:
+            import wandb  # noqa: PLC0415
+        except ImportError as error:
+            raise ConfigError(
+                f"logging.wandb_project is {project!r}; that needs pip install megapack[wandb]"
+            ) from error
         name = directory.path.name
         # The name is the id: a resumed run continues its curves.
         self._run = wandb.init(

@@ -61,7 +61,7 @@ def read_curve(run_dir: str | Path) -> Curve:
         OSError: there is no log.
     """
     path = RunDirectory(run_dir).log
-    lines = list(read_jsonl(path))
+    lines = [line for line in read_jsonl(path) if line["loss"] is not None]
     if not lines:
         raise DataError(f"{path} has no steps")
     begins = [line["epoch"] for line in lines]

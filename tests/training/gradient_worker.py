@@ -1,4 +1,4 @@
-"""One rank: a step of training under a given engine; its gradient and two losses to a file.
+"""One rank: steps of training under a given engine; first gradient and all losses to a file.
 
 argv: config, output. Started by test_engine.py.
 """
@@ -18,8 +18,6 @@ from megapack.training.engine import start_engine, train_step
 from megapack.training.inputs import open_inputs
 from megapack.training.model import build_model, model_configuration
 
-NUM_STEPS = 3
-
 
 def main() -> None:
     config = load_config(PretrainConfig, sys.argv[1], sys.argv[3:])
@@ -38,7 +36,7 @@ def main() -> None:
         grads: dict[str, torch.Tensor] = {}
         capture_before_step(engine, model, grads)
         losses, norms = [], []
-        for step in range(NUM_STEPS):
+        for step in range(config.num_steps or 0):
             batches = [
                 {**inputs.data.micro_batch(item.sample_ids), **item.about()}
                 for item in sampler.micro_batches(step)
@@ -50,10 +48,10 @@ def main() -> None:
             if result.grad_norm is not None:  # DeepSpeed does not tell it without ZeRO
                 norms.append(float(result.grad_norm))
         weights = {name: full(p).detach().float().clone() for name, p in model.named_parameters()}
+        buffers = {str(b.dtype) for b in model.buffers() if b.is_floating_point()}
         if here.is_first:
-            torch.save(
-                {"grads": grads, "losses": losses, "norms": norms, "weights": weights}, sys.argv[2]
-            )
+            result = {"grads": grads, "losses": losses, "norms": norms, "weights": weights}
+            torch.save({**result, "buffers": buffers}, sys.argv[2])
 
 
 def full(parameter: torch.nn.Parameter) -> torch.Tensor:

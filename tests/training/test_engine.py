@@ -59,10 +59,12 @@ def expected(corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> dict[s
 
 
 def _run(
-    zygote: Zygote, corpus: Corpus, directory: Path, ranks: int, **engine: object
+    zygote: Zygote, corpus: Corpus, directory: Path, ranks: int, *, steps: int = 3, **engine: object
 ) -> dict[str, Any]:
     name = "_".join([str(ranks), *map(str, engine.values())])
-    config = corpus.config(directory / name, engine={"timeout_minutes": 1, **engine})
+    config = corpus.config(
+        directory / name, num_steps=steps, engine={"timeout_minutes": 1, **engine}
+    )
     out = directory / f"{name}.pt"
     zygote.start([WORKER, str(config), str(out)], ranks, directory / f"{name}.log").succeed()
     result: dict[str, Any] = torch.load(out)
@@ -101,6 +103,21 @@ def test_bfloat16_trains_like_float32_to_its_precision(
         result = _run(zygote, corpus, tmp_path, 2, precision="bf16", zero_stage=stage, **more)
         assert result["losses"][0] == pytest.approx(expected["loss"], rel=1e-2), stage
         assert result["losses"][2] < result["losses"][0] - 0.05, stage
+        # RoPE frequencies in bfloat16 would be off by whole turns at long positions.
+        assert result["buffers"] == {"torch.float32"}, stage
+
+
+def test_compiled_layers_train_the_same(
+    zygote: Zygote, corpus: Corpus, expected: dict[str, Any], tmp_path: Path
+) -> None:
+    result = _run(
+        zygote, corpus, tmp_path, 1, steps=1, precision="fp32", zero_stage=1, compile=True
+    )
+    assert result["losses"][0] == pytest.approx(expected["loss"], rel=1e-5)
+    for name, grad in expected["grads"].items():
+        scale = grad.abs().max().clamp(min=1e-6)
+        error = (result["grads"][name] - grad).abs().max() / scale
+        assert error < 1e-3, f"{name}: {error:.1e}"
 
 
 def test_weight_decay_spares_norms_biases_and_embeddings_if_asked() -> None:

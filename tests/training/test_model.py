@@ -120,6 +120,12 @@ def test_without_segments_the_same_stream_would_give_other_logits() -> None:
     assert (right - wrong).abs().max() > 0.1
 
 
+def test_casting_a_model_leaves_its_rotations_alone() -> None:
+    model = tiny_model("llama_tiny").cast(torch.bfloat16)
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+    assert {b.dtype for b in model.buffers()} == {torch.float32}
+
+
 def test_weights_from_scratch_are_a_function_of_the_seed() -> None:
     first, same, other = (tiny_model("llama_tiny", seed=s) for s in (1, 1, 2))
     torch.manual_seed(123)
@@ -139,15 +145,17 @@ def test_a_saved_model_loads_with_from_pretrained_and_trains_on(
     model.save(tmp_path / "out")
     tokens = documents([50])[0]
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out", attn_implementation="eager")
-    expected = loaded(input_ids=tokens.unsqueeze(0)).loss, loaded(tokens.unsqueeze(0)).logits
+    logits = loaded(tokens.unsqueeze(0), use_cache=False).logits[0]
+    elsewhere = F.cross_entropy(logits[:-1], tokens[1:], reduction="sum").item()
     config = ModelConfig(pretrained=str(tmp_path / "out"))
     configuration = model_configuration(config, VOCAB)
     again = build_model(config, configuration, backend=PRESETS[preset], seed=9)
+    assert again.training, "evaluation mode would not checkpoint activations"
     batch = pack_documents([tokens])
     with torch.no_grad():
-        loss = again(**batch.arguments())
-    reference = F.cross_entropy(expected[1][0, :-1], tokens[1:], reduction="sum")
-    assert loss.item() == pytest.approx(reference.item(), rel=1e-5)
+        before, after = model(**batch.arguments()).item(), again(**batch.arguments()).item()
+    assert before == pytest.approx(elsewhere, rel=1e-5)
+    assert after == pytest.approx(before, rel=1e-6)
 
 
 def test_alibi_gpt2_is_loaded_elsewhere_by_its_own_file_and_generates(tmp_path: Path) -> None:
@@ -195,6 +203,13 @@ print("same", greedy[True] == greedy[False])
     assert "refused True" in done.stdout, "it must not load as a stock GPT-2 by mistake"
     losses = [float(line.split()[1]) for line in done.stdout.splitlines() if line[:4] == "loss"]
     assert losses == [pytest.approx(expected, rel=1e-5)] * 2
+    config = ModelConfig(pretrained=str(directory))  # and trained further here
+    again = build_model(config, model_configuration(config, VOCAB), backend="sdpa", seed=9)
+    with torch.no_grad():
+        assert again(**batch.arguments()).item() == pytest.approx(expected, rel=1e-6)
+    bare = AutoModelForCausalLM.from_pretrained(directory, attn_implementation="megapack")
+    with pytest.raises(ValueError, match="attention layers have none"):
+        bare(tokens.unsqueeze(0))
     assert "same True" in done.stdout, "decoding with and without a cache must agree"
 
 

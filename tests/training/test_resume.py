@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 from megapack.training.agreement import PREEMPTED
 from megapack.training.heartbeat import LOST_CONTACT
-from megapack.training.run_dir import read_jsonl
+from megapack.training.run_dir import RunDirectory, read_jsonl
 
 from .conftest import Corpus
 from .processes import PRETRAIN, Ranks, Zygote, wait_for
@@ -113,14 +113,17 @@ def _engine(stage: int) -> dict[str, Any]:
     return {"precision": "fp32", "zero_stage": stage, "timeout_minutes": 1}
 
 
-@pytest.mark.parametrize("shape", [(1, 1), (4, 1), (2, 2)], ids=["1-rank", "4-ranks", "zero-2"])
+@pytest.mark.parametrize(
+    "shape", [(1, 1), (3, 1), (4, 1), (2, 2)], ids=["1-rank", "3-ranks", "4-ranks", "zero-2"]
+)
 def test_another_number_of_ranks_or_zero_stage_continues_the_same_curve(
     zygote: Zygote, corpus: Corpus, whole: Path, tmp_path: Path, shape: tuple[int, int]
 ) -> None:
     ranks, stage = shape
     run_dir = _copy(whole, tmp_path, corpus, after=6, engine=_engine(stage))
     config = run_dir.with_suffix(".yaml")
-    output = _start(zygote, config, "moved", ranks=ranks).succeed()
+    # Three ranks do not divide the four micro batches of a step.
+    output = _start(zygote, config, "moved", "data.uneven=pad", ranks=ranks).succeed()
     assert "written by 2 ranks with ZeRO-1" in output
     _same_curve(_log(run_dir), _log(whole), rel=2e-3)
     assert _samples(run_dir) == _samples(whole)
@@ -137,6 +140,9 @@ def test_without_zero_and_with_zero_3_the_number_of_ranks_may_change_too(
     config = corpus.config(run_dir, engine=_engine(stage), checkpoint=export)
     _start(zygote, config, "whole").succeed()
     _same_curve(_log(run_dir), _log(whole), rel=2e-3)
+    ours, theirs = (next(read_jsonl(d / "evaluation.jsonl")) for d in (run_dir, whole))
+    assert ours["perplexity"] == pytest.approx(theirs["perplexity"], rel=5e-3)
+    assert ours["label_tokens"] == theirs["label_tokens"]
     if stage == 3:  # gathered from all ranks
         ours = load_file(run_dir / "model" / "model.safetensors")
         theirs = load_file(whole / "model" / "model.safetensors")
@@ -197,6 +203,10 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_tried_when_asked(
     assert "manifest.json cannot be read" in output
     assert "continuing at step 3" in output
     _same_curve(_log(run_dir), _log(whole), rel=1e-9)
+    assert (run_dir / "checkpoints" / f"{newest.name}.damaged").is_dir(), "nothing is deleted"
+    ranks = _start(zygote, config, "never", "checkpoint.resume=never")
+    assert ranks.wait() == [1, 1]
+    assert "has checkpoints and checkpoint.resume is never" in ranks.output()
 
 
 def test_another_order_of_samples_is_refused_unless_allowed(
@@ -213,6 +223,19 @@ def test_another_order_of_samples_is_refused_unless_allowed(
     ours, theirs = _log(run_dir), _log(whole)
     assert [line["samples"] for line in ours[:6]] == [line["samples"] for line in theirs[:6]]
     assert ours[6]["samples"] != theirs[6]["samples"]
+
+
+def test_a_loss_that_is_no_number_ends_the_run_and_is_named(
+    zygote: Zygote, corpus: Corpus, tmp_path: Path
+) -> None:
+    run_dir = tmp_path / "run"
+    clip = {"lr": 1e9, "clip": 0.0}
+    config = corpus.config(run_dir, optimizer=clip, num_steps=40, schedule={"warmup_steps": 0})
+    ranks = _start(zygote, config, "nan")
+    assert ranks.wait() == [1, 1], ranks.output()[-3000:]
+    assert "is not a number; everything from here on would be lost time" in ranks.output()
+    log = _log(run_dir)
+    assert log[0]["loss"] > 0 and log[-1]["loss"] is None
 
 
 def test_a_model_that_does_not_fit_the_checkpoint_is_refused(
@@ -233,6 +256,18 @@ def test_ranks_with_different_data_stop_at_once_and_say_what_differs(
     ranks = _start(zygote, config, "mixed", of_rank={1: {"argv": other}})
     assert all(code != 0 for code in ranks.wait())
     assert "seed is 9 on rank 1 and 0 on the other 1" in ranks.output()
+
+
+def test_a_resumed_run_keeps_the_evaluations_of_the_steps_it_keeps(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path)
+    run.batches.mkdir()
+    for path in (run.log, run.evaluation, run.batches / "rank_00000.jsonl"):
+        path.write_text("".join(json.dumps({"step": i}) + "\n" for i in range(6)))
+    run.forget_after(3)
+    assert [line["step"] for line in read_jsonl(run.log)] == [0, 1, 2]
+    # An evaluation of step 3 is about three steps done, which are not done again.
+    assert [line["step"] for line in read_jsonl(run.evaluation)] == [0, 1, 2, 3]
+    assert len(list(read_jsonl(run.batches / "rank_00000.jsonl"))) == 3
 
 
 def test_the_run_directory_says_what_was_run(whole: Path, corpus: Corpus) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from megapack.training.flops import ModelFlops
@@ -51,13 +52,21 @@ def test_the_deepspeed_launcher_trains_two_ranks(corpus: Corpus, tmp_path: Path)
     assert list((tmp_path / "run" / "tensorboard").glob("events*"))
 
 
-def test_one_plain_process_trains_with_the_same_configuration(
+def test_one_plain_process_trains_a_blend_the_classic_way(
     zygote: Zygote, corpus: Corpus, tmp_path: Path
 ) -> None:
     run_dir = tmp_path / "run"
+    blend = tmp_path / "blend.yaml"
+    source = {"prefix": str(corpus.train), "index": f"{corpus.train}.samples"}
+    other = {"prefix": str(corpus.valid), "index": f"{corpus.valid}.samples"}
+    blend.write_text(
+        yaml.safe_dump({"datasets": [{**source, "weight": 0.9}, {**other, "weight": 0.1}]})
+    )
+    classic = {"attention": "sample", "positions": "sample", "labels": "sample"}
     config = corpus.config(
         run_dir,
         num_steps=3,
+        data={"prefix": None, "index": None, "blend": str(blend), **classic},
         model={"preset": "gpt2_tiny_alibi"},
         engine={"precision": "bf16", "activation_checkpointing": True, "timeout_minutes": 1},
         checkpoint={"every": None, "export": True},
@@ -65,6 +74,8 @@ def test_one_plain_process_trains_with_the_same_configuration(
     argv = [str(PRETRAIN), "--config", str(config), "--local_rank", "0"]
     ranks = zygote.start(argv, 1, tmp_path / "log", {0: {"env": {}}})
     assert "step 3/3" in ranks.succeed()
+    line = next(read_jsonl(run_dir / "log.jsonl"))
+    assert line["label_tokens"] > line["useful_tokens"] * 0.97, "labels cross documents"
     exported = {path.name for path in (run_dir / "model").iterdir()}
     assert {"config.json", "model.safetensors", "modeling_gpt2_alibi.py"} <= exported
 

@@ -1,0 +1,290 @@
+"""Training speed: useful tokens per second by strategy, and by bucket.
+
+    make bench-train                         # a tiny model on the CPU, or 350M on a GPU
+    python benchmarks/train.py --model llama_1b --micro-batch-tokens 16384
+    QUICK=1 make bench-train
+
+One corpus (the FineWeb-Edu-like length law), one model, one engine, the same tokens per step; only
+the samples differ. "useful" counts tokens of documents, so padding costs what it costs. The second
+table is BucketLLM's Table 3, the speed of every bucket relative to 8,192 (or to the largest one at
+hand), with attention inside documents and, as there, over whole samples. Data comes through the
+real loader; what the trainer waited for it is the last column.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from common import Table, quick, write_results
+from lengths import fineweb_edu_like
+
+from megapack.attention import choose_backend
+from megapack.data import PackedDataset, Schedule, build_loader
+from megapack.packing import SampleIndex, pack
+from megapack.storage import IndexedDataset, IndexedDatasetBuilder
+from megapack.training.config import (
+    DataConfig,
+    EngineConfig,
+    ModelConfig,
+    PretrainConfig,
+)
+from megapack.training.distributed import World, join, world
+from megapack.training.engine import compute_dtype, start_engine, train_step
+from megapack.training.flops import ModelFlops, peak_flops
+from megapack.training.inputs import TimedBatches
+from megapack.training.model import attention_needs, build_model, model_configuration
+from megapack.training.work import StepWork
+
+SPEED = "useful_tokens_per_second"
+
+
+@dataclass(frozen=True)
+class Case:
+    """One line of the first table."""
+
+    name: str
+    strategy: str
+    buckets: tuple[int, ...]
+    attention: str
+
+
+def cases(buckets: list[int]) -> list[Case]:
+    largest = buckets[-1]
+    usual = largest // 2  # 8k of 16k, as in the paper
+    short = largest // 8
+    return [
+        Case(f"pad to {usual}", "pad", (usual,), "document"),
+        Case(f"concat {short}, across documents", "concat", (short,), "sample"),
+        Case(f"concat {usual}, across documents", "concat", (usual,), "sample"),
+        Case(f"concat {usual}", "concat", (usual,), "document"),
+        Case(f"bucket {buckets[0]}..{largest}", "bucket", tuple(buckets), "document"),
+    ]
+
+
+class Bench:
+    """An engine, and what it takes to run steps of any index over one corpus."""
+
+    def __init__(self, args: argparse.Namespace, here: World, directory: Path) -> None:
+        self.args, self.here = args, here
+        self.dataset = make_corpus(directory, args.documents, args.vocab_size, args.scale)
+        engine = EngineConfig(precision=args.precision, compile=args.compile)
+        data = DataConfig(
+            prefix="-",
+            index="-",
+            tokens_per_step=args.micro_batch_tokens,
+            micro_batch_tokens=args.micro_batch_tokens,
+        )
+        model = ModelConfig(preset=args.model)
+        self.config = PretrainConfig(run_dir="-", model=model, data=data, engine=engine)
+        architecture = model_configuration(model, args.vocab_size)
+        needs = attention_needs(architecture, here.device, compute_dtype(engine))
+        self.attention = choose_backend(needs, args.attention).name
+        with here.device:
+            built = build_model(
+                model,
+                architecture,
+                backend=self.attention,
+                seed=0,
+                fused_loss=args.compile,
+            )
+        self.num_parameters = built.num_parameters
+        self.flops = ModelFlops.of(built, architecture)
+        self.engine = start_engine(built, self.config, here)
+
+    def run(self, index: SampleIndex, attention: str, num_steps: int) -> dict[str, Any]:
+        """Speed over ``num_steps`` steps after a warm-up, in all and per bucket."""
+        data = PackedDataset(self.dataset, index, attention=attention)  # type: ignore[arg-type]
+        schedule = Schedule(data, tokens_per_step=self.args.micro_batch_tokens)
+        warmup = 8 * len(schedule.buckets) if self.args.compile else 2
+        loader = build_loader(
+            data,
+            schedule,
+            data_parallel_rank=0,
+            data_parallel_size=1,
+            micro_batch_tokens=self.args.micro_batch_tokens,
+            num_steps=warmup + num_steps,
+            cu_seqlens="padded",
+            pin_memory=self.here.device.type == "cuda",
+            device=self.here.device,
+        )
+        batches = TimedBatches(loader)
+        parts: list[tuple[int, float, StepWork]] = []  # capacity, seconds, work
+        waited = 0.0
+        self.wait()
+        begin = time.perf_counter()
+        for count, (step, micro_batches) in enumerate(batches.steps()):
+            train_step(
+                self.engine, micro_batches, world=self.here, config=self.config.engine, lr=1e-5
+            )
+            self.wait()
+            now = time.perf_counter()
+            wait = batches.waited()
+            if count >= warmup:
+                content = schedule.step(step)
+                work = StepWork.of(schedule, content, self.flops)
+                parts.append((content.capacity, now - begin, work))
+                waited += wait
+            begin = time.perf_counter()
+        return self._summary(parts, waited)
+
+    def _summary(self, parts: list[tuple[int, float, StepWork]], waited: float) -> dict[str, Any]:
+        seconds = sum(part[1] for part in parts)
+        tokens = sum(part[2].tokens for part in parts)
+        useful = sum(part[2].useful_tokens for part in parts)
+        peak = peak_flops(self.here.device)
+        buckets = {}
+        for capacity in sorted({part[0] for part in parts}):
+            mine = [part for part in parts if part[0] == capacity]
+            buckets[capacity] = sum(p[2].tokens for p in mine) / sum(p[1] for p in mine)
+        return {
+            SPEED: useful / seconds,
+            "tokens_per_second": tokens / seconds,
+            "padding": 1 - useful / tokens,
+            "mfu": sum(part[2].flops for part in parts) / seconds / peak if peak else None,
+            "data_wait_share": waited / seconds,
+            "steps": len(parts),
+            "buckets": buckets,
+        }
+
+    def wait(self) -> None:
+        """For the device."""
+        if self.here.device.type == "cuda":
+            torch.cuda.synchronize()
+
+
+def make_corpus(
+    directory: Path, num_documents: int, vocab_size: int, scale: float
+) -> IndexedDataset:
+    """Random tokens in documents of natural lengths (``scale`` shortens all of them)."""
+    lengths = np.maximum(2, (fineweb_edu_like(num_documents) * scale).astype(np.int64))
+    random = np.random.default_rng(0)
+    prefix = directory / "corpus"
+    with IndexedDatasetBuilder(prefix, dtype=np.int32, vocab_size=vocab_size) as builder:
+        for length in lengths.tolist():
+            builder.add_document(random.integers(0, vocab_size, length, dtype=np.int32))
+        builder.finalize()
+    return IndexedDataset(prefix)
+
+
+def by_strategy(bench: Bench, rounds: int, num_steps: int) -> list[dict[str, Any]]:
+    """The strategies take turns, and the best round of each counts: the machine may be busy."""
+    lengths = bench.dataset.document_lengths
+    chosen = cases(bench.args.buckets)
+    indices = {case: pack(lengths, case.strategy, buckets=case.buckets) for case in chosen}
+    best: dict[Case, dict[str, Any]] = {}
+    for _ in range(rounds):
+        for case, index in indices.items():
+            found = bench.run(index, case.attention, num_steps)
+            before = best.get(case)
+            if before is None or found[SPEED] > before[SPEED]:
+                best[case] = found
+    return [{"case": case.name, **best[case]} for case in chosen]
+
+
+def by_bucket(bench: Bench, rounds: int, num_steps: int) -> list[dict[str, Any]]:
+    """The buckets of the bucket index, with both kinds of attention; the best round of each."""
+    index = pack(bench.dataset.document_lengths, "bucket", buckets=bench.args.buckets)
+    tokens = index.bucket_capacity * np.diff(index.bucket_sample_offsets)
+    shares = dict(
+        zip(index.bucket_capacity.tolist(), (tokens / tokens.sum()).tolist(), strict=True)
+    )
+    best: dict[str, dict[int, float]] = {"document": {}, "sample": {}}
+    for _ in range(rounds):
+        for attention, speeds in best.items():
+            for capacity, speed in bench.run(index, attention, num_steps)["buckets"].items():
+                speeds[capacity] = max(speed, speeds.get(capacity, 0.0))
+    reference = 8192 if 8192 in best["document"] else max(best["document"])
+    return [
+        {
+            "bucket": capacity,
+            "share": shares[capacity],
+            "document": speed,
+            "document_relative": speed / best["document"][reference] - 1,
+            "sample": best["sample"][capacity],
+            "sample_relative": best["sample"][capacity] / best["sample"][reference] - 1,
+        }
+        for capacity, speed in sorted(best["document"].items())
+    ]
+
+
+def show(bench: Bench, strategies: list[dict[str, Any]], buckets: list[dict[str, Any]]) -> None:
+    args = bench.args
+    print(
+        f"{args.model}: {bench.num_parameters:,} parameters, {args.precision}, attention "
+        f"{bench.attention}, micro batches of {args.micro_batch_tokens:,} tokens, "
+        f"{bench.dataset.num_tokens:,} tokens of documents"
+    )
+    padded = strategies[0][SPEED]
+    table = Table("strategy", "useful tok/s", "against padding", "padding", "MFU", "data wait")
+    for row in strategies:
+        mfu = "" if row["mfu"] is None else f"{row['mfu']:.1%}"
+        table.add(
+            row["case"],
+            f"{row[SPEED]:,.0f}",
+            f"{row[SPEED] / padded:.2f} x",
+            f"{row['padding']:.2%}",
+            mfu,
+            f"{row['data_wait_share']:.2%}",
+        )
+    table.print()
+    print("tokens per second by bucket; attention inside documents, and over whole samples")
+    table = Table("bucket", "share", "documents", "relative", "whole samples", "relative")
+    for row in buckets:
+        table.add(
+            f"{row['bucket']:,}",
+            f"{row['share']:.2%}",
+            f"{row['document']:,.0f}",
+            f"{row['document_relative']:+.2%}",
+            f"{row['sample']:,.0f}",
+            f"{row['sample_relative']:+.2%}",
+        )
+    table.print()
+
+
+def main() -> None:
+    args = parse_arguments()
+    join()
+    with tempfile.TemporaryDirectory() as directory, world(timeout_minutes=10) as here:
+        bench = Bench(args, here, Path(directory))
+        strategies = by_strategy(bench, args.rounds, args.steps)
+        buckets = by_bucket(bench, args.rounds, args.bucket_steps)
+    show(bench, strategies, buckets)
+    about = {"parameters": bench.num_parameters, "attention": bench.attention, **vars(args)}
+    write_results("train", [{"about": about}, *strategies, *buckets])
+
+
+def parse_arguments() -> argparse.Namespace:
+    cuda = torch.cuda.is_available()
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--model", default="llama_350m" if cuda else "llama_demo")
+    add("--precision", choices=["bf16", "fp32"], default="bf16" if cuda else "fp32")
+    add("--micro-batch-tokens", type=int, default=49152 if cuda else 4096)
+    add("--buckets", type=int, nargs="+", default=None)
+    add("--documents", type=int, default=40000 if cuda else 4000)
+    add("--scale", type=float, default=1.0 if cuda else 0.25, help="factor on document lengths")
+    add("--vocab-size", type=int, default=128256 if cuda else 4096)
+    add("--attention", default="auto")
+    add("--compile", action="store_true", help="compile layers and loss")
+    add("--rounds", type=int, default=1 if quick() else 3, help="the best one counts")
+    add("--steps", type=int, default=4 if quick() else 16, help="per strategy and round")
+    add("--bucket-steps", type=int, default=12 if quick() else 60, help="per attention and round")
+    args = parser.parse_args()
+    if args.buckets is None:
+        args.buckets = [1024 << i for i in range(5)] if cuda else [256 << i for i in range(5)]
+    return args
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("OMP_NUM_THREADS", str(os.cpu_count() or 1))
+    main()
