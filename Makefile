@@ -11,7 +11,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
 .DEFAULT_GOAL := help
-.PHONY: help venv build demo test lint format pytest bench-merge bench-train fuzz clean
+.PHONY: help venv build demo test lint format pytest fuzz clean
 
 help:
 	@sed -n 's/^# make/make/p' Makefile
@@ -22,11 +22,11 @@ $(VENV)/.train: pyproject.toml setup.py constraints.txt
 	$(PIP) --upgrade "pip>=24" wheel ninja "setuptools>=77" "pybind11>=2.12"
 	$(PIP) -c constraints.txt torch numpy
 	DS_BUILD_OPS=0 $(PIP) -c constraints.txt --no-build-isolation deepspeed
-	$(PIP) -c constraints.txt --no-build-isolation -e '.[train,plot]'
+	MEGAPACK_NO_EXTENSION=1 $(PIP) -c constraints.txt --no-build-isolation -e '.[train,plot]'
 	touch $@
 
 $(VENV)/.dev: $(VENV)/.train
-	$(PIP) -c constraints.txt --no-build-isolation -e '.[dev]'
+	MEGAPACK_NO_EXTENSION=1 $(PIP) -c constraints.txt --no-build-isolation -e '.[dev]'
 	touch $@
 
 venv: $(VENV)/.dev
@@ -43,24 +43,24 @@ test: lint pytest
 lint: build $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/clang-format --dry-run --Werror csrc/*/*.[ch]pp tests/cpp/*.cpp
+	$(BIN)/clang-format --dry-run --Werror csrc/*/*.[ch]pp tests/*/*.cpp
 	$(BIN)/mypy
 
 format: $(VENV)/.dev
 	$(BIN)/ruff check --fix --quiet . || true
 	$(BIN)/ruff format .
-	$(BIN)/clang-format -i csrc/*/*.[ch]pp tests/cpp/*.cpp
+	$(BIN)/clang-format -i csrc/*/*.[ch]pp tests/*/*.cpp
 
 pytest: build $(VENV)/.dev
 	$(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal
 
-# Useful tokens per second by strategy and by bucket; a GPU is used when there is one.
-bench-train: build $(VENV)/.dev
-	$(BIN)/python benchmarks/train.py
+# make bench-packing, bench-build, bench-merge, bench-data, bench-schedule, bench-train, ...; QUICK=1
+# takes less than a minute, and the table comes last.
+bench-composition: build $(VENV)/.dev
+	$(BIN)/python benchmarks/papers/composition.py
 
-# 5 million documents in 100 shards, megapack and megatron-core.
-bench-merge: build $(VENV)/.dev
-	$(BIN)/python benchmarks/merge.py
+bench-%: build $(VENV)/.dev
+	$(BIN)/python benchmarks/$*.py
 
 # Every reader, for FUZZ_SECONDS in all (default 60); what fails is kept in tests/fuzz/corpus.
 fuzz: build $(VENV)/.dev

@@ -336,18 +336,16 @@ def print_tables(
     begun: list[dict[str, Any]],
     num_documents: int,
 ) -> None:
-    table = Table(f"to begin with {num_documents:,} documents", [
-        "case", "seconds", "private MB", "resident MB",
-    ])  # fmt: skip
+    print(f"\nto begin with {num_documents:,} documents")
+    table = Table("case", "seconds", "private MB", "resident MB")
     for row in begun:
         table.add(
             row["case"], f"{row['seconds']:.2f}", f"{row['private_bytes'] / 1e6:,.0f}",
             f"{row['resident_bytes'] / 1e6:,.0f}",
         )  # fmt: skip
     table.print()
-    table = Table(f"data loaders, micro batches of {BATCHES[0]} rows", [
-        "case", "samples/s", "Mtok/s", "x positions", "x plain",
-    ])  # fmt: skip
+    print(f"\ndata loaders, micro batches of {BATCHES[0]} rows")
+    table = Table("case", "samples/s", "Mtok/s", "x positions", "x plain")
     for row in loaders:
         table.add(
             row["case"], f"{row['samples_per_second']:,.0f}",
@@ -355,10 +353,8 @@ def print_tables(
             f"{row['over_plain']:.2f}",
         )  # fmt: skip
     table.print()
-    table = Table(
-        f"rows of {ROW}, one process (targets: 8 x positions, 3 x plain, 0.5 of memcpy)",
-        ["case", "samples/s", "Mtok/s", "x positions", "x plain", "of memcpy"],
-    )
+    print(f"\nrows of {ROW}, one process (targets: 8 x positions, 3 x plain, 0.5 of memcpy)")
+    table = Table("case", "samples/s", "Mtok/s", "x positions", "x plain", "of memcpy")
     for row in gathers:
         table.add(
             row["case"], f"{row['samples_per_second']:,.0f}",

@@ -124,8 +124,14 @@ def seamless_stage_one(
     lengths: _Lengths, capacity: int, r_max: float, placement: str
 ) -> dict[str, int]: ...
 def pack_decompose(lengths: _Lengths, buckets: list[int], common: PackingCommon) -> _Packing: ...
+
+# given: (bucket, count, [(length, copies), ...] longest first) patterns, before any is drained.
 def drain_buckets(
-    lengths: _Lengths, rules: BucketRules, pool_size: int, common: PackingCommon
+    lengths: _Lengths,
+    rules: BucketRules,
+    given: list[tuple[int, int, list[tuple[int, int]]]],
+    pool_size: int,
+    common: PackingCommon,
 ) -> _Packing: ...
 def stream_buckets(
     lengths: _Lengths, rules: BucketRules, pool_size: int, common: PackingCommon

@@ -1,14 +1,22 @@
-"""docs/concepts.md runs as it stands: its Python blocks print what it says they print."""
+"""docs/concepts.md runs as it stands: its blocks print what it says, its table is measured."""
 
 from __future__ import annotations
 
 import contextlib
 import io
 import re
+import sys
 from pathlib import Path
 
 import pytest
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+
+from lengths import LAWS
+
+from megapack.packing import pack
+
+FIVE = [1024, 2048, 4096, 8192, 16384]
 PAGE = Path(__file__).parents[1] / "docs" / "concepts.md"
 
 
@@ -31,3 +39,27 @@ def test_every_block_prints_what_the_page_says(
             printed = ""
             num_compared += 1
     assert num_compared >= 4
+
+
+@pytest.mark.parametrize(
+    ("row", "strategy", "buckets", "options"),
+    [
+        ("`pad`, one document per sample of 4096", "pad", [4096], {}),
+        ("`concat`, 1024", "concat", [1024], {}),
+        ("`concat`, 4096", "concat", [4096], {}),
+        ("`concat`, 16384", "concat", [16384], {}),
+        ("`best_fit_decreasing`, 16384", "best_fit_decreasing", [16384], {}),
+        ("`bucket_llm`, pools of 3,000 documents", "bucket_llm", FIVE, {"pool_size": 3000}),
+        ("`bucket`, the default", "bucket", FIVE, {}),
+    ],
+)
+def test_the_table_of_ten_million_documents_holds_for_half_a_million(
+    row: str, strategy: str, buckets: list[int], options: dict[str, int]
+) -> None:
+    (line,) = [line for line in PAGE.read_text().splitlines() if line.startswith(f"| {row} |")]
+    padding, truncated, joined = (cell.strip(" %") for cell in line.split("|")[2:5])
+    lengths = LAWS["fineweb_edu_like"](500_000)
+    metrics = pack(lengths, strategy, buckets=buckets, **options).metrics()
+    assert 100 * metrics["padding_ratio"] == pytest.approx(float(padding), rel=0.02, abs=0.01)
+    assert 100 * metrics["truncation_ratio"] == pytest.approx(float(truncated), rel=0.08)
+    assert metrics["concatenation_ratio"] == pytest.approx(float(joined), rel=0.02)

@@ -125,7 +125,7 @@ def costs() -> list[Row]:
         rows += [
             compared("Blog throughput", "cost model, 7B", name, "tokens/s, 8 H100 at 40 %",
                      (tokens_per_second, 8 * peak * 0.4 * FILL[name] / operations),
-                     why_not=f"the blog's figure is {used:.0%} of the peak"),
+                     judged=False, why=f"the blog's figure is {used:.0%} of the peak"),
             compared("Blog throughput", "cost model, 7B", f"{name} / FFD", "ratio of tokens/s",
                      (tokens_per_second / THROUGHPUT["FFD"], FILL[name] / FILL["FFD"])),
             compared("Blog cost of 1T tokens", "arithmetic", name, "$, from the blog's tokens/s",

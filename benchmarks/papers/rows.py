@@ -48,6 +48,7 @@ def compared(
     *,
     within: float = 0.05,
     rounding: float = 0.0,
+    judged: bool = True,
     why: str = "",
     why_not: str = "",
 ) -> Row:
@@ -56,11 +57,14 @@ def compared(
     Args:
         source, corpus, item, quantity: as in ``Row``.
         figures: (the paper's or None, the measured one).
+        judged: False where the figures stand side by side without one claiming to be the other.
         why: said in any case.
         why_not: said only if the figures disagree.
     """
     paper, measured = figures[0], float(figures[1])  # not numpy's
-    agrees = None if paper is None else abs(measured - paper) <= within * abs(paper) + rounding
+    agrees: bool | None = None
+    if judged and paper is not None:
+        agrees = abs(measured - paper) <= within * abs(paper) + rounding
     return Row(
         source=source,
         corpus=corpus,

@@ -1,6 +1,7 @@
 // packing: numpy views in, checked; GIL released; arrays out.
 #include <chrono>
 #include <limits>
+#include <tuple>
 
 #include "bindings/numpy_views.hpp"
 #include "core/packing_atoms.hpp"
@@ -188,11 +189,19 @@ py::dict decompose(const Array<Length>& lengths, const std::vector<std::int64_t>
     });
 }
 
+// (bucket, count, [(length, copies), ...]), longest first.
+using PatternTuple =
+    std::tuple<std::int32_t, std::int64_t, std::vector<std::pair<std::int32_t, std::int32_t>>>;
+
 template <typename Length>
 py::dict drain_buckets(const Array<Length>& lengths, const BucketRules& rules,
-                       std::int64_t pool_size, const Common& common) {
+                       const std::vector<PatternTuple>& patterns, std::int64_t pool_size,
+                       const Common& common) {
+    std::vector<GivenPattern> given;
+    for (const auto& [bucket, count, contents] : patterns)
+        given.push_back({bucket, count, contents});
     return run_strategy(lengths, common, [&](auto documents, auto id, Progress& progress) {
-        return pack_buckets<decltype(id), Length>(documents, rules, pool_size, common.seed,
+        return pack_buckets<decltype(id), Length>(documents, rules, given, pool_size, common.seed,
                                                   common.threads, progress);
     });
 }
@@ -266,8 +275,8 @@ void register_strategies(py::module_& m) {
     m.def("seamless_stage_one", &seamless_stage_one<Length>, lengths, py::arg("capacity"),
           py::arg("r_max"), py::arg("placement"));
     m.def("pack_decompose", &decompose<Length>, lengths, py::arg("buckets"), common);
-    m.def("drain_buckets", &drain_buckets<Length>, lengths, py::arg("rules"), py::arg("pool_size"),
-          common);
+    m.def("drain_buckets", &drain_buckets<Length>, lengths, py::arg("rules"), py::arg("given"),
+          py::arg("pool_size"), common);
     m.def("stream_buckets", &stream_buckets<Length>, lengths, py::arg("rules"),
           py::arg("pool_size"), common);
     m.def("length_histogram", &length_histogram<Length>, lengths, py::arg("capacity"),

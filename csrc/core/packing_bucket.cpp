@@ -144,11 +144,12 @@ class PoolWriter {
 
 template <typename Id, typename Length>
 Samples<Id, Length> pack_buckets(Span<const Length> lengths, const BucketRules& rules,
-                                 std::int64_t pool_size, std::uint64_t seed, int threads,
-                                 Progress& progress) {
+                                 const std::vector<GivenPattern>& given, std::int64_t pool_size,
+                                 std::uint64_t seed, int threads, Progress& progress) {
     const auto n = static_cast<std::int64_t>(lengths.size());
     const auto num_pools =
         static_cast<std::size_t>(std::max<std::int64_t>((n + pool_size - 1) / pool_size, 1));
+    check(given.empty() || num_pools == 1, "given patterns need one pool, not ", num_pools);
     progress.add_total(2 * n);
     Dealt<Id, Length> dealt;
     if (num_pools > 1)
@@ -164,8 +165,10 @@ Samples<Id, Length> pack_buckets(Span<const Length> lengths, const BucketRules& 
     std::vector<std::int64_t> chunks(num_pools);
     parallel_for(threads, num_pools, [&](std::size_t p) {
         const LengthSort<Id, Length> sort(pool(p), PlainCut{rules.capacities.back()}, 1);
-        plans[p] = plan_buckets(sort.counts(), rules);
+        plans[p] = plan_buckets(sort.counts(), rules, given);
         chunks[p] = sort.num_chunks();
+        // Small pools repeat little: their plans are made again rather than kept.
+        if (plans[p].num_bytes() > 4 * pool(p).size()) plans[p].forget_samples();
         progress.advance(static_cast<std::int64_t>(pool(p).size()));
     });
 
@@ -186,7 +189,9 @@ Samples<Id, Length> pack_buckets(Span<const Length> lengths, const BucketRules& 
     Samples<Id, Length> out(rules.capacities, samples_in_bucket, next.segment);
     parallel_for(threads, num_pools, [&](std::size_t p) {
         LengthSort<Id, Length> sort(pool(p), PlainCut{rules.capacities.back()}, 1);
-        PoolWriter<Id, Length> writer(out, plans[p], lengths, cursors[p]);
+        BucketPlan plan = std::move(plans[p]);
+        if (plan.patterns.empty()) plan = plan_buckets(sort.counts(), rules, given);
+        PoolWriter<Id, Length> writer(out, plan, lengths, cursors[p]);
         const auto sorted = sort.sort([&](std::int64_t chunk, Id document, Length begin) {
             writer.write_chunk(chunk, document, begin);
         });
@@ -197,9 +202,10 @@ Samples<Id, Length> pack_buckets(Span<const Length> lengths, const BucketRules& 
     return out;
 }
 
-#define MEGAPACK_INSTANTIATE(Id, Length)                                              \
-    template Samples<Id, Length> pack_buckets(Span<const Length>, const BucketRules&, \
-                                              std::int64_t, std::uint64_t, int, Progress&);
+#define MEGAPACK_INSTANTIATE(Id, Length)                                                      \
+    template Samples<Id, Length> pack_buckets(Span<const Length>, const BucketRules&,         \
+                                              const std::vector<GivenPattern>&, std::int64_t, \
+                                              std::uint64_t, int, Progress&);
 MEGAPACK_FOR_EACH_WIDTH(MEGAPACK_INSTANTIATE)
 
 }  // namespace megapack

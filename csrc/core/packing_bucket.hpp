@@ -11,10 +11,11 @@ namespace megapack {
 
 // `pool="drain"`. Every document draws one of ceil(n / pool_size) pools (Purpose::kPools); the
 // pools are drained one after the other, each in file order among documents of equal length.
+// `given` patterns come first; they need a single pool.
 template <typename Id, typename Length>
 Samples<Id, Length> pack_buckets(Span<const Length> lengths, const BucketRules& rules,
-                                 std::int64_t pool_size, std::uint64_t seed, int threads,
-                                 Progress& progress);
+                                 const std::vector<GivenPattern>& given, std::int64_t pool_size,
+                                 std::uint64_t seed, int threads, Progress& progress);
 
 // `pool="stream"`, Algorithm 1 to the letter: documents in shuffled order (Purpose::kDocuments)
 // enter one pool; from the pool_size-th on each is followed by one sample, and what is left in the

@@ -4,6 +4,8 @@
 #include <limits>
 #include <utility>
 
+#include "core/check.hpp"
+
 namespace megapack {
 
 BucketPlanner::BucketPlanner(std::vector<std::int64_t> counts, const BucketRules& rules)
@@ -30,7 +32,30 @@ void BucketPlanner::next(std::int64_t max_repeats) {
         repeats = std::min(repeats, counts_[static_cast<std::size_t>(entry.length)] / entry.copies);
     const bool with_head = rules_.overflow == Overflow::kHead &&
                            rules_.exceeds_threshold(space_, bucket_) && shortest_left() > 0;
-    if (with_head) repeats = 1;
+    take_chosen(with_head ? 1 : repeats, with_head);
+}
+
+void BucketPlanner::apply(const GivenPattern& given) {
+    const auto num_buckets = static_cast<std::int32_t>(rules_.capacities.size());
+    check(given.bucket >= 0 && given.bucket < num_buckets && given.count > 0 &&
+              !given.lengths.empty(),
+          "a given pattern has bucket ", given.bucket, " of ", num_buckets, " and count ",
+          given.count);
+    bucket_ = static_cast<std::size_t>(given.bucket);
+    space_ = rules_.capacities[bucket_];
+    for (const auto& [length, copies] : given.lengths) {
+        check(length > 0 && length <= longest() && copies > 0 &&
+                  copies <= counts_[static_cast<std::size_t>(length)] / given.count,
+              "a given pattern needs ", given.count, " times ", copies, " documents of length ",
+              length);
+        choose(length, copies);
+    }
+    check(space_ >= 0, "a given pattern holds ", rules_.capacities[bucket_] - space_,
+          " tokens; its bucket holds ", rules_.capacities[bucket_]);
+    take_chosen(given.count, false);
+}
+
+void BucketPlanner::take_chosen(std::int64_t repeats, bool with_head) {
     std::int64_t segments = with_head ? 1 : 0;
     for (PatternEntry entry : chosen_) {
         entry.rank = take(entry.length, repeats * entry.copies);
@@ -160,8 +185,10 @@ std::int32_t BucketPlanner::take_head(std::int64_t tokens) {
     return static_cast<std::int32_t>(plan.heads.size()) - 1;
 }
 
-BucketPlan plan_buckets(std::vector<std::int64_t> counts, const BucketRules& rules) {
+BucketPlan plan_buckets(std::vector<std::int64_t> counts, const BucketRules& rules,
+                        const std::vector<GivenPattern>& given) {
     BucketPlanner planner(std::move(counts), rules);
+    for (const GivenPattern& pattern : given) planner.apply(pattern);
     while (!planner.empty()) planner.next(std::numeric_limits<std::int64_t>::max());
     return std::move(planner.plan);
 }

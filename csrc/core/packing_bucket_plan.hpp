@@ -9,6 +9,7 @@
 #pragma once
 
 #include <cstdint>
+#include <utility>
 #include <vector>
 
 #include "core/length_set.hpp"
@@ -51,6 +52,13 @@ struct Pattern {
     std::int32_t head;  // index of the head that fills the sample, or -1
 };
 
+// `count` samples of `bucket` decided elsewhere: (length, copies) each, longest first.
+struct GivenPattern {
+    std::int32_t bucket;
+    std::int64_t count;
+    std::vector<std::pair<std::int32_t, std::int32_t>> lengths;
+};
+
 // The first `tokens` tokens of document `rank` of class `length`; the rest of the document becomes
 // number `rest_rank` of class `length - tokens`.
 struct Head {
@@ -64,6 +72,12 @@ struct BucketPlan {
     std::vector<Head> heads;
     std::vector<std::int64_t> samples_in_bucket, segments_in_bucket;
 
+    // Keeps the numbers alone.
+    void forget_samples() {
+        patterns = {};
+        entries = {};
+        heads = {};
+    }
     std::size_t num_bytes() const {
         return patterns.size() * sizeof(Pattern) + entries.size() * sizeof(PatternEntry) +
                heads.size() * sizeof(Head);
@@ -84,10 +98,15 @@ class BucketPlanner {
     // Appends the next pattern to the plan, at most `max_repeats` samples of it.
     void next(std::int64_t max_repeats);
 
+    // Appends a pattern decided elsewhere. Throws if it does not fit or the documents are not
+    // there.
+    void apply(const GivenPattern& given);
+
     BucketPlan plan;
 
   private:
     void choose_lengths();
+    void take_chosen(std::int64_t repeats, bool with_head);
     void choose(std::int64_t length, std::int64_t copies);
     bool replace_last_by_pair();
     bool promote();
@@ -108,7 +127,8 @@ class BucketPlanner {
     std::int64_t space_ = 0;
 };
 
-// Drains a pool.
-BucketPlan plan_buckets(std::vector<std::int64_t> counts, const BucketRules& rules);
+// The given patterns, then drains what they leave of a pool.
+BucketPlan plan_buckets(std::vector<std::int64_t> counts, const BucketRules& rules,
+                        const std::vector<GivenPattern>& given = {});
 
 }  // namespace megapack

@@ -18,16 +18,15 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from rich.console import Console
-from rich.table import Table
 
+from megapack.cli.report import Work, count, note, print_table
 from megapack.errors import ConfigError, DataError
 from megapack.packing.compare import (
     GPUS,
@@ -81,8 +80,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=_capacities,
         help="capacities of the fixed-length strategies (default: the largest bucket)",
     )
-    packing.add_argument("--seed", type=int, default=0)
-    packing.add_argument("--threads", type=int, default=1)
+    packing.add_argument("--seed", type=int, default=0, help="(default: %(default)s)")
+    packing.add_argument("--threads", type=int, default=os.cpu_count() or 1, help="(default: all)")
     _add_training(parser.add_argument_group("training, for the estimate of time and cost"))
     output = parser.add_argument_group("output")
     output.add_argument("--json", metavar="FILE", type=Path, help="write every figure as JSON")
@@ -100,34 +99,47 @@ def _add_training(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--gpu-tflops", metavar="X", type=float, help="dense 16-bit peak of a type not listed"
     )
-    group.add_argument("--num-gpus", metavar="N", type=int, default=64, help="(%(default)s)")
     group.add_argument(
-        "--gpu-price", metavar="X", type=float, default=2.0, help="per GPU hour (%(default)s)"
+        "--num-gpus", metavar="N", type=int, default=64, help="(default: %(default)s)"
+    )
+    group.add_argument(
+        "--gpu-price",
+        metavar="X",
+        type=float,
+        default=2.0,
+        help="per GPU hour (default: %(default)s)",
     )
     group.add_argument(
         "--utilization",
         metavar="X",
         type=float,
         default=0.4,
-        help="share of the peak that training reaches (%(default)s)",
+        help="share of the peak that training reaches (default: %(default)s)",
     )
     group.add_argument(
         "--train-tokens", metavar="N", type=float, help="document tokens (default: all, once)"
     )
     group.add_argument(
-        "--attention", choices=("document", "sample"), default="document", help="(%(default)s)"
+        "--attention",
+        choices=("document", "sample"),
+        default="document",
+        help="inside documents or over samples",
     )
     group.add_argument(
         "--dealing",
         choices=("balanced", "random"),
         default="balanced",
-        help="of a step's samples to the ranks (%(default)s)",
+        help="of a step's samples to the ranks (default: %(default)s)",
     )
     group.add_argument(
         "--num-ranks", metavar="N", type=int, help="data-parallel ranks (default: --num-gpus)"
     )
     group.add_argument(
-        "--tokens-per-rank", metavar="N", type=int, default=49_152, help="per step (%(default)s)"
+        "--tokens-per-rank",
+        metavar="N",
+        type=int,
+        default=49_152,
+        help="per step (default: %(default)s)",
     )
 
 
@@ -145,18 +157,19 @@ def run(args: argparse.Namespace) -> int:
     if args.sample is not None and args.sample < len(lengths):
         sampled_from = len(lengths)
         lengths = _sample(lengths, args.sample, args.seed)
-    comparison = compare(
-        lengths,
-        cases,
-        run=training,
-        name=name,
-        sampled_from=sampled_from,
-        num_ranks=args.num_ranks,
-        tokens_per_rank=args.tokens_per_rank,
-        seed=args.seed,
-        threads=args.threads,
-        progress=lambda line: print(line, file=sys.stderr, flush=True),
-    )
+    with Work(f"comparing {len(cases)} strategies on {len(lengths):,} documents") as work:
+        comparison = compare(
+            lengths,
+            cases,
+            run=training,
+            name=name,
+            sampled_from=sampled_from,
+            num_ranks=args.num_ranks,
+            tokens_per_rank=args.tokens_per_rank,
+            seed=args.seed,
+            threads=args.threads,
+            progress=work,
+        )
     _print(comparison)
     if args.json is not None:
         _write(args.json, json.dumps(to_json(comparison), indent=1) + "\n")
@@ -228,39 +241,35 @@ def _sample(lengths: NDArray[Any], count: int, seed: int) -> NDArray[Any]:
 
 
 def _print(comparison: Comparison) -> None:
-    console = Console(highlight=False, soft_wrap=True)
-    if not console.is_terminal:
-        console.width = 120
-    corpus = comparison.corpus
-    console.print(
-        f"[bold]{corpus.name}[/]: {corpus.num_documents:,} documents, {corpus.num_tokens:,} tokens "
-        f"(mean {corpus.mean:,.0f}, median {corpus.median:,.0f}, longest {corpus.longest:,})"
+    corpus, training = comparison.corpus, comparison.run
+    print(
+        f"{corpus.name}: {count(corpus.num_documents)} documents, {count(corpus.num_tokens)} "
+        f"tokens (mean {corpus.mean:,.0f}, median {corpus.median:,.0f}, "
+        f"longest {count(corpus.longest)})"
     )
     if corpus.sampled_from is not None:
-        console.print(
-            f"[yellow]a random sample of {corpus.num_documents:,} of {corpus.sampled_from:,} "
-            "documents; every figure is of the sample[/]"
+        print(
+            f"a random sample of {count(corpus.num_documents)} of {count(corpus.sampled_from)} "
+            "documents; every figure is of the sample"
         )
-    table = Table(box=None, pad_edge=False, padding=(0, 1), header_style="bold")
-    for position, (head, _) in enumerate(_COLUMNS):
-        table.add_column(head, justify="right" if position else "left", no_wrap=True)
+    rows = []
     for position, evaluation in enumerate(comparison.evaluations):
-        best = position == comparison.recommendation.best
-        out = bool(comparison.recommendation.out[position])
         cells = [cell(evaluation) for _, cell in _COLUMNS]
-        table.add_row(*cells, style="bold green" if best else "dim" if out else None)
-    console.print(table)
+        if position == comparison.recommendation.best:
+            cells = [f"[bold green]{cell}[/]" for cell in cells]
+        elif comparison.recommendation.out[position]:
+            cells = [f"[dim]{cell}[/]" for cell in cells]
+        rows.append(cells)
+    print_table([head for head, _ in _COLUMNS], rows)
     if comparison.left_out:
-        console.print(f"left out, they drop every token: {', '.join(comparison.left_out)}")
-    training = comparison.run
-    console.print(
-        "pad: of the positions; cut: of the documents; docs: per sample; lost, repeated: of the "
+        print(f"left out, they drop every token: {', '.join(comparison.left_out)}")
+    print(
+        "pad: of the positions; cut: of the documents; docs: per sample; lost, rep(eated): of the\n"
         f"tokens; imbal: attention work of the busiest of {comparison.num_ranks} ranks over the "
-        f"mean; GPU hours and cost: {short_number(training.model.parameters)} parameters, "
-        f"{training.gpu.name.upper()} at {training.utilization:.0%} of its peak",
-        style="dim",
+        f"mean;\nGPU hours and cost: {short_number(training.model.parameters)} parameters, "
+        f"{training.gpu.name.upper()} at {training.utilization:.0%} of its peak"
     )
-    _print_recommendation(console, comparison)
+    _print_recommendation(comparison)
 
 
 def _share(name: str) -> Callable[[Evaluation], str]:
@@ -281,26 +290,25 @@ _COLUMNS: tuple[tuple[str, Callable[[Evaluation], str]], ...] = (
     ("lost %", _share("dropped_ratio")),
     ("rep %", _share("repeated_ratio")),
     ("imbal", lambda e: f"{e.imbalance('balanced'):.3f}"),
-    ("GPU h", lambda e: short_number(e.breakdown.gpu_hours, 3)),
+    ("hours", lambda e: short_number(e.breakdown.gpu_hours, 3)),
     ("$", lambda e: short_number(e.breakdown.cost, 3)),
 )
 
 
-def _print_recommendation(console: Console, comparison: Comparison) -> None:
+def _print_recommendation(comparison: Comparison) -> None:
     recommendation = comparison.recommendation
     best = comparison.evaluations[recommendation.best]
-    console.print(f"\nrecommended: [bold green]{best.label}[/]")
+    print(f"\nrecommended: {best.label}")
     for reason in recommendation.reasons:
-        console.print(f"  {reason}")
+        print(f"  {reason}")
     for name, decision in best.decisions.items():
-        console.print(f"  {name}: {decision}")
+        print(f"  {name}: {decision}")
     fixed = recommendation.best_fixed
     if fixed is not None and fixed != recommendation.best:
-        label = comparison.evaluations[fixed].label
-        console.print(f"  With one sample shape only: [bold]{label}[/].")
+        print(f"  With one sample shape only: {comparison.evaluations[fixed].label}.")
 
 
 def _write(path: Path, text: str) -> None:
     with atomic_write(path) as file:
         file.write(text.encode())
-    print(f"wrote {path}", file=sys.stderr)
+    note(f"wrote {path}")

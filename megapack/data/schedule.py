@@ -10,6 +10,7 @@ the next one.
 
 from __future__ import annotations
 
+import logging
 from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -91,15 +92,17 @@ Cycle = tuple[NDArray[np.int32], NDArray[np.int64]]  # bucket of every draw, ear
 K = TypeVar("K")
 V = TypeVar("V")
 
+log = logging.getLogger(__name__)
+
 _REMEMBERED = 4  # cycles and windows: a run needs one of each, a look back two
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Draw:
     """Samples of one bucket that go through the model together.
 
     Attributes:
-        bucket: number of the bucket, by rising capacity.
+        bucket: number of the bucket among those that have samples, by rising capacity.
         capacity: tokens per sample.
         sample_ids: (samples,) int64, global ids.
     """
@@ -109,7 +112,7 @@ class Draw:
     sample_ids: NDArray[np.int64]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Step:
     """One optimizer step of all ranks; ``mix="step"`` has one draw, ``micro_step`` several."""
 
@@ -184,6 +187,13 @@ class Schedule:
             self.samples.indices, self.samples.weights, seed, shuffled=self._order.shuffled
         )
         self.samples_per_draw = [self._samples_per_draw(b.capacity) for b in self.buckets]
+        for stream, count in zip(self.buckets, self.samples_per_draw, strict=True):
+            if stream.num_samples < count:
+                log.warning(
+                    "bucket %d has %d samples and a draw takes %d of them: it repeats samples. "
+                    "Lower tokens_per_step, or pack without this bucket",
+                    *(stream.capacity, stream.num_samples, count),
+                )
         self._cycles: OrderedDict[int, Cycle] = OrderedDict()
         self._windows: OrderedDict[tuple[int, int], NDArray[np.int64]] = OrderedDict()
 
@@ -229,7 +239,8 @@ class Schedule:
         """Steps after which every sample was seen at least ``num_epochs`` times.
 
         At most ``samples_per_draw - 1`` samples per bucket are seen once more: the first of the
-        next epoch, which fill the last draw.
+        next epoch, which fill the last draw. An epoch of a blend is as many tokens as its datasets
+        have together; what that means for each of them, ``plan_run`` tells.
         """
         draws = self._draws_before(num_epochs * self.num_cycles)
         return -(-draws // self.config.draws_per_step)

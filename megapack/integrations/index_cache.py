@@ -7,10 +7,13 @@ seed and alignment. A changed dataset or option is another file; a stale one is 
 
 from __future__ import annotations
 
+import fcntl
 import json
 import logging
 import os
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +27,7 @@ from megapack.errors import ConfigError
 from megapack.packing import SampleIndex, find_strategy, pack
 from megapack.storage import IndexedDataset
 
-__all__ = ["Recipe", "build_index", "cached_index", "is_builder"]
+__all__ = ["Recipe", "build_index", "cached_index", "is_first_rank"]
 
 logger = logging.getLogger(__name__)
 
@@ -62,7 +65,8 @@ def cached_index(
 ) -> SampleIndex:
     """The index of a recipe, memory-mapped from ``directory``; built there if it is missing.
 
-    One process builds (``is_builder``), the others wait for the file. Files appear under their
+    Global rank 0 builds and the others wait for the file; with ``node_local`` the first process of
+    a node to come builds, under a lock, and the others of that node wait. Files appear under their
     name only when they are complete.
 
     Args:
@@ -78,30 +82,30 @@ def cached_index(
     name = f"{Path(dataset.prefix).name}-{recipe.strategy}-{recipe.digest(dataset.fingerprint)}"
     path = directory / f"{name}.samples"
     if not path.exists():
-        if is_builder(node_local):
+        if node_local or is_first_rank():
             directory.mkdir(parents=True, exist_ok=True)
-            _build_and_save(dataset, recipe, path)
+            with _locked(directory) if node_local else nullcontext():
+                if not path.exists():
+                    _build_and_save(dataset, recipe, path)
         else:
-            _wait_for(path, node_local)
+            _wait_for(path)
     return SampleIndex.load(path)
 
 
-def is_builder(node_local: bool) -> bool:
-    """Whether this process builds what is missing: global rank 0, or the first of each node.
+def is_first_rank() -> bool:
+    """Whether this is global rank 0. Without a process group every process is its own first."""
+    return not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0
 
-    Without a process group everybody builds; the same content under the same name harms nobody.
-    """
-    if not (dist.is_available() and dist.is_initialized()):
-        return True
-    if not node_local:
-        return dist.get_rank() == 0
-    local_rank = os.environ.get("LOCAL_RANK")
-    if local_rank is None:
-        raise ConfigError(
-            "node_local is set, but LOCAL_RANK is not in the environment; start with torchrun or "
-            "deepspeed, or set it per process"
-        )
-    return int(local_rank) == 0
+
+@contextmanager
+def _locked(directory: Path) -> Iterator[None]:
+    """Alone among the processes of this node; the lock ends with the process, whatever happens."""
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def _build_and_save(dataset: IndexedDataset, recipe: Recipe, path: Path) -> None:
@@ -124,15 +128,14 @@ def _build_and_save(dataset: IndexedDataset, recipe: Recipe, path: Path) -> None
     )
 
 
-def _wait_for(path: Path, node_local: bool) -> None:
+def _wait_for(path: Path) -> None:
     deadline = time.monotonic() + BUILD_TIMEOUT
     pause = 0.05
     while not path.exists():
         if time.monotonic() > deadline:
-            builder = "LOCAL_RANK 0" if node_local else "rank 0"
             raise ConfigError(
-                f"{path} did not appear in {BUILD_TIMEOUT:.0f} s; {builder} builds it. If the "
-                "directory is not shared between nodes set node_local in the manifest; to build "
+                f"{path} did not appear in {BUILD_TIMEOUT:.0f} s; rank 0 builds it. If the "
+                'directory is not shared between nodes set "node_local" in the manifest; to build '
                 "before the job starts run `python -m megapack.integrations.index`"
             )
         time.sleep(pause)
@@ -198,5 +201,6 @@ def _from_units(index: SampleIndex, lengths: NDArray[Any], recipe: Recipe) -> Sa
         lengths,
         strategy=recipe.strategy,
         parameters=index.parameters,
+        buckets=sorted(recipe.buckets),
         seed=recipe.seed,
     )

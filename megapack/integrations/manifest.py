@@ -54,7 +54,8 @@ class Manifest:
     seed: int | None = None
     """None: the host's seed."""
     rows_per_block: int | None = None
-    """Rows that share a bucket; None: the host's global batch size."""
+    """Rows that share a bucket, a multiple of micro batch size x data-parallel size; None: the
+    host's global batch size."""
     max_epochs: float | None = None
     """A run that would repeat a source more often is refused; None: no limit."""
     cu_seqlens: Literal["auto", "exact", "padded"] = "auto"
@@ -64,7 +65,7 @@ class Manifest:
     cache_directory: str | None = None
     """Where the sample index lies; None: the host's cache path, else beside the first source."""
     node_local: bool = False
-    """The cache directory is a disk of this node, not shared: LOCAL_RANK 0 of each node builds."""
+    """The cache directory is a disk of each node, not shared: one process of each node builds."""
 
     def __post_init__(self) -> None:
         if not self.sources:

@@ -10,6 +10,7 @@ count of consumed samples, with any number of ranks.
 
 from __future__ import annotations
 
+import logging
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -24,14 +25,16 @@ from torch.utils.data import Dataset
 
 from megapack import _core
 from megapack.data import BatchLayout, PackedDataset, Schedule
-from megapack.data.report import check_epochs
+from megapack.data.report import check_epochs, plan_run
 from megapack.errors import ConfigError
-from megapack.integrations.index_cache import Recipe, cached_index
-from megapack.integrations.manifest import Manifest, Source, default_buckets
+from megapack.integrations.index_cache import Recipe, cached_index, is_first_rank
+from megapack.integrations.manifest import Manifest, default_buckets
 from megapack.packing import SampleIndex
 from megapack.storage import IndexedDataset
 
 __all__ = ["RowDataset", "RowOptions", "open_rows", "open_sources"]
+
+logger = logging.getLogger(__name__)
 
 Row = dict[str, Tensor]
 
@@ -46,8 +49,8 @@ class RowOptions:
     sequence_length: int
     """Tokens of a row."""
     rows_per_block: int
-    """Consecutive rows of one bucket: the global batch size, or a divisor of it that every micro
-    batch size x data-parallel size in use divides."""
+    """Consecutive rows of one bucket: a multiple of every micro batch size x data-parallel size in
+    use; mostly the global batch size."""
     seed: int
     align: int = 1
     """Segments start at multiples of this (see ``Manifest.align``)."""
@@ -240,29 +243,11 @@ def open_rows(
     options = _overruled(options, manifest)
     where = manifest.cache_directory or cache_directory
     directory = Path(where or Path(datasets[0].prefix).parent / "megapack-cache")
-    buckets = manifest.buckets or default_buckets(options.sequence_length, options.align)
-    too_long = [capacity for capacity in buckets if capacity > options.sequence_length]
-    if too_long:
-        raise ConfigError(
-            f"bucket {max(too_long)} is longer than the host's sequence length "
-            f"{options.sequence_length}; raise --seq-length or drop the bucket"
-        )
-    used: list[tuple[Source, IndexedDataset, SampleIndex]] = []
-    for source, dataset in zip(manifest.sources, datasets, strict=True):
-        begin, end = (round(part * dataset.num_documents) for part in split)
-        if not np.any(dataset.document_lengths[begin:end]):
-            continue
-        recipe = Recipe(
-            begin=begin,
-            end=end,
-            strategy=manifest.strategy,
-            parameters=manifest.parameters,
-            buckets=tuple(buckets),
-            seed=options.seed,
-            align=options.align,
-        )
-        index = cached_index(dataset, recipe, directory, node_local=manifest.node_local)
-        used.append((source, dataset, index))
+    used = [
+        (source, dataset, index)
+        for source, dataset in zip(manifest.sources, datasets, strict=True)
+        if (index := _index_of(dataset, manifest, options, split, directory)) is not None
+    ]
     if not used:
         raise ConfigError(
             f"documents {split[0]:.4g} to {split[1]:.4g} of "
@@ -279,8 +264,43 @@ def open_rows(
         alignment=options.align,
     )
     rows = RowDataset(packed, options, order=manifest.order, num_rows=num_rows)
-    check_epochs(rows.schedule, -(-len(rows) // options.rows_per_block))
+    num_blocks = -(-len(rows) // options.rows_per_block)
+    check_epochs(rows.schedule, num_blocks)
+    if is_first_rank():
+        logger.info(
+            "blocks of %d rows:\n%s", options.rows_per_block, plan_run(rows.schedule, num_blocks)
+        )
     return rows
+
+
+def _index_of(
+    dataset: IndexedDataset,
+    manifest: Manifest,
+    options: RowOptions,
+    split: tuple[float, float],
+    directory: Path,
+) -> SampleIndex | None:
+    """The samples of one source's split, None where it has no tokens."""
+    buckets = manifest.buckets or default_buckets(options.sequence_length, options.align)
+    if max(buckets) > options.sequence_length:
+        raise ConfigError(
+            f"bucket {max(buckets)} is longer than the host's sequence length "
+            f"{options.sequence_length}; raise --seq-length or drop the bucket"
+        )
+    begin, end = (round(part * dataset.num_documents) for part in split)
+    if begin == end:
+        return None
+    recipe = Recipe(
+        begin=begin,
+        end=end,
+        strategy=manifest.strategy,
+        parameters=manifest.parameters,
+        buckets=tuple(buckets),
+        seed=options.seed,
+        align=options.align,
+    )
+    index = cached_index(dataset, recipe, directory, node_local=manifest.node_local)
+    return index if index.num_samples else None
 
 
 def _labels(manifest: Manifest) -> str:

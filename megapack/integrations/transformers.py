@@ -88,6 +88,7 @@ class MicroBatches(Dataset[dict[str, Any]]):
             data_parallel_size=data_parallel_size,
             micro_batch_tokens=micro_batch_tokens,
             num_steps=num_steps,
+            count_labels=dataset.count_labels,
             **options,
         )
         self._options = options
@@ -184,6 +185,12 @@ class PackedTrainerMixin:
             raise ConfigError(
                 f"one process drives {self.args.n_gpu} GPUs (DataParallel), which would cut rows; "
                 "start one process per GPU with torchrun or accelerate launch"
+            )
+        sizes = [getattr(self, f"get_{kind}_size", lambda: 1)() for kind in ("tp", "cp", "sp")]
+        if sizes != [1, 1, 1]:
+            raise ConfigError(
+                f"tensor, context and sequence parallel sizes are {sizes}; the micro batches are "
+                "dealt to data-parallel ranks only"
             )
         return batches.of_rank(self.args.process_index, self.args.world_size, num_steps)
 

@@ -10,11 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megapack import _core
+from megapack.packing.bucket_choice import choose_bucket_way
 
 __all__ = ["Request"]
-
-# `promote="auto"` leaves a packing alone that pads less than one token in so many.
-_PADDING_WORTH_SAVING = 1000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,49 +128,27 @@ def _bucket_llm(request: Request, *, pairs: bool) -> dict[str, Any]:
         shuffle_segments=True,
     )
     drain = request.parameters["pool"] == "drain"
-    run = _core.drain_buckets if drain else _core.stream_buckets
-    return run(request.lengths, rules, request.parameters["pool_size"], request.common)
+    pool_size = request.parameters["pool_size"]
+    if drain:
+        return _core.drain_buckets(request.lengths, rules, [], pool_size, request.common)
+    return _core.stream_buckets(request.lengths, rules, pool_size, request.common)
 
 
 def run_bucket(request: Request) -> dict[str, Any]:
-    promote, decisions = request.parameters["promote"] == "on", {}
-    if request.parameters["promote"] == "auto":
-        promote, decisions["promote"] = _decide_promote(request)
-    packed = _core.drain_buckets(
+    choice = choose_bucket_way(
         request.lengths,
-        _bucket_rules(request, promote),
-        request.parameters["pool_size"],
-        request.common,
-    )
-    return packed | {"decisions": decisions}
-
-
-def _bucket_rules(request: Request, promote: bool) -> _core.BucketRules:
-    return _core.BucketRules(
-        capacities=request.buckets,
-        overflow="promote" if promote else "pad",
+        request.buckets,
+        promote=request.parameters["promote"],
         padding_threshold=request.parameters["padding_threshold"],
+        refine=request.parameters["refine"],
+        threads=request.threads,
     )
-
-
-def _decide_promote(request: Request) -> tuple[bool, str]:
-    """Drain all documents as one pool, on their histogram, with and without; no sample is made."""
-    counts, _ = _core.length_histogram(request.lengths, request.capacity, request.threads)
-    tokens = int((counts * np.arange(len(counts))).sum())
-    slots = {}
-    for promote in (False, True):
-        samples = _core.count_bucket_samples(counts, _bucket_rules(request, promote))
-        slots[promote] = sum(c * n for c, n in zip(request.buckets, samples, strict=True))
-    off, on = slots[False] - tokens, slots[True] - tokens
-    promote = on < off and off * _PADDING_WORTH_SAVING > slots[False]
-    return promote, (
-        f"{'on' if promote else 'off'}: documents shorter than the largest bucket would be padded "
-        f"by {_percent(off, slots[False])} without and by {_percent(on, slots[True])} with it"
+    # Patterns for all documents need all documents in one pool.
+    pool_size = max(1, len(request.lengths)) if choice.given else request.parameters["pool_size"]
+    packed = _core.drain_buckets(
+        request.lengths, choice.rules, choice.given, pool_size, request.common
     )
-
-
-def _percent(part: int, whole: int) -> str:
-    return f"{100 * part / whole if whole else 0.0:.3f} %"
+    return packed | {"decisions": choice.decisions}
 
 
 def run_decompose(request: Request) -> dict[str, Any]:

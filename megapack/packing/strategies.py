@@ -308,6 +308,13 @@ _TABLE = (
                 maximum=1.0,
                 help="share of a bucket's capacity above which its space counts for promote",
             ),
+            Parameter(
+                name="refine",
+                kind=bool,
+                default=False,
+                help="look for better samples with a linear program (seconds; needs scipy), and "
+                "take them if they are worth it",
+            ),
         ),
     ),
     Strategy(

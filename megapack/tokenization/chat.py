@@ -152,4 +152,9 @@ def _messages(text: str) -> list[Message]:
             raise DataError(f'message {i} is not of the form {{"role": ..., "content": ...}}')
         if "content" not in message:
             raise DataError(f"message {i} has no content")
+    if "\\u" in text:  # else it has no surrogates: it was UTF-8
+        try:
+            json.dumps(messages, ensure_ascii=False).encode("utf-8")
+        except UnicodeEncodeError as error:
+            raise DataError("a message holds half of a surrogate pair") from error
     return messages

@@ -163,7 +163,8 @@ void run_all(const std::vector<Length>& lengths, std::int64_t capacity) {
             run<Id, Length>(
                 "drained buckets",
                 [&](Lengths x, int threads, Progress& p) {
-                    return megapack::pack_buckets<Id, Length>(x, rules, pool_size, 3, threads, p);
+                    return megapack::pack_buckets<Id, Length>(x, rules, {}, pool_size, 3, threads,
+                                                              p);
                 },
                 lengths);
             run<Id, Length>(

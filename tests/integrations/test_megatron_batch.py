@@ -10,8 +10,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from megatron.core import parallel_state
+from torch import Tensor
 from torch.utils.data import default_collate
 
+from megapack.errors import ConfigError
 from megapack.integrations.megatron.batch import get_batch
 from megapack.integrations.megatron.packed import (
     context_parallel_indices,
@@ -111,3 +113,55 @@ def test_every_pipeline_stage_has_boundaries_and_only_the_ends_have_tokens(free_
     stages = run_ranks(_pipeline_stage, 3, free_port)
     assert [has_tokens for has_tokens, _ in stages] == [True, False, True]
     assert all(boundaries == [0, 3, 8, 16] for _, boundaries in stages)
+
+
+def aligned_row(lengths: list[int], align: int) -> dict[str, Tensor]:
+    """Segments of these lengths, each with room up to a multiple of ``align``."""
+    rooms = [-(-length // align) * align for length in lengths]
+    row = make_row(rooms)
+    for bound, room, length in zip(np.cumsum(rooms), rooms, lengths, strict=True):
+        row["loss_mask"][bound - room + length - 1 : bound] = 0.0
+    row["cu_seqlens_padded"] = row["cu_seqlens"]
+    row["cu_seqlens"] = torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32)
+    return row
+
+
+def _context_parallel_batch(rank: int, world_size: int, row: dict[str, Tensor]) -> Any:
+    parallel_state.initialize_model_parallel(context_parallel_size=world_size)
+    tokens, labels, mask, _, positions, params = get_batch(iter([default_collate([row])]))
+    assert tokens is not None and labels is not None and mask is not None
+    assert positions is not None and params is not None
+    held = torch.cat([tokens, labels, mask.long(), positions])
+    return held, params.cu_seqlens_q.tolist(), params.cu_seqlens_q_padded.tolist()
+
+
+@pytest.mark.multiprocess
+def test_context_parallel_ranks_hold_the_row_between_them(free_port: int) -> None:
+    row = aligned_row([3, 8, 5], 4)
+    answers = run_ranks(_context_parallel_batch, 2, free_port, row)
+    keys = ("tokens", "labels", "loss_mask", "position_ids")
+    whole = torch.stack([row[key].long() for key in keys])
+    together = torch.cat([held for held, _, _ in answers], dim=1)
+    assert torch.equal(together[:, together[0].argsort()], whole)
+    for held, bounds, padded in answers:
+        assert held.shape == (4, 10)
+        assert bounds == padded == [0, 4, 12, 20], "as Megatron's main hands them to its attention"
+
+
+def _get_batch_with(rank: int, world_size: int, rows: list[Any] | None) -> str:
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=world_size)
+    try:
+        get_batch(None if rows is None else iter([default_collate(rows)]))
+    except ConfigError as error:
+        return str(error)
+    return "nothing was refused"
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize(
+    ("rows", "message"), [(None, "read on all stages"), (ROWS, "--micro-batch-size 1")]
+)
+def test_pipeline_stages_say_what_they_lack(
+    rows: list[Any] | None, message: str, free_port: int
+) -> None:
+    assert all(message in answer for answer in run_ranks(_get_batch_with, 2, free_port, rows))

@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
+from megapack.data import PackedDataset, Schedule
 from megapack.errors import ConfigError
 from megapack.integrations.manifest import Manifest, Source
 from megapack.integrations.rows import RowDataset, RowOptions, deal_rows, open_rows, open_sources
@@ -110,6 +111,20 @@ def test_rows_do_not_depend_on_how_many_are_asked_for_or_in_which_order(
     assert len({many.bucket_of(i) for i in range(4000)}) == 3
     with pytest.raises(IndexError, match="row 40 of 40"):
         few[40]
+
+
+def test_a_block_of_rows_is_a_step_of_the_schedule_that_other_trainers_run(
+    corpus: IndexedDataset,
+) -> None:
+    rows = rows_of(corpus)
+    index = rows.packed.samples.indices[0]
+    schedule = Schedule(
+        PackedDataset(corpus, index), tokens_per_step=OPTIONS.rows_per_block * ROW, seed=7
+    )
+    for step in range(schedule.num_steps(1)):
+        first = step * OPTIONS.rows_per_block
+        mine = [rows.samples_of(first + r) for r in range(OPTIONS.rows_per_block)]
+        assert sorted(np.concatenate(mine)) == sorted(schedule.step(step).sample_ids)
 
 
 def test_several_rows_at_once_are_the_same_rows(corpus: IndexedDataset) -> None:

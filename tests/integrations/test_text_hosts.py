@@ -37,7 +37,7 @@ OPTIONS = RowOptions(sequence_length=ROW, rows_per_block=8, seed=3)
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> IndexedDataset:
-    lengths = np.random.default_rng(0).integers(1, 150, 400).tolist()
+    lengths = np.random.default_rng(0).integers(2, 50, 600).tolist()
     return make_dataset(tmp_path_factory.mktemp("hosts"), lengths, "web")
 
 
@@ -231,7 +231,7 @@ found = []
 for _ in range(8):
     batch = get_batch(args, iterator)
     found.append(check(flash_attention, batch, segments.current().cu_seqlens.tolist()))
-assert max(found) > 4, found
+assert sum(found) > 4 * len(found), found
 
 # Resume at iteration 5 with 4 ranks reads on where one rank would have.
 rows = train.dataset.rows
@@ -295,7 +295,7 @@ found = []
 for _ in range(8):
     batch = get_batch(iterator)
     found.append(check(flash_self_attention, batch, segments.current().cu_seqlens.tolist()))
-assert max(found) > 4, found
+assert sum(found) > 4 * len(found), found
 megatron.ARGS.pipeline_model_parallel_size = 2
 try:
     train_valid_test_datasets_provider([96, 16, 0])

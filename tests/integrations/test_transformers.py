@@ -189,7 +189,9 @@ def test_a_run_goes_on_with_other_ranks_as_if_nothing_had_happened(
     np.testing.assert_allclose(resumed, undisturbed, rtol=1e-4)
 
 
-def test_wrong_numbers_are_corrected_in_the_message(folder: Path, tmp_path: Path) -> None:
+def test_wrong_numbers_are_corrected_in_the_message(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def loader(**changes: Any) -> Any:
         trainer = PackedTrainer(
             model=tiny_llama(),
@@ -203,6 +205,9 @@ def test_wrong_numbers_are_corrected_in_the_message(folder: Path, tmp_path: Path
     with pytest.raises(ConfigError, match=r"max_steps=\d+ is one epoch"):
         loader(max_steps=-1)
     assert len(loader(max_steps=3)) == 3 * 4
+    monkeypatch.setattr(PackedTrainer, "get_tp_size", lambda self: 2)
+    with pytest.raises(ConfigError, match=r"sizes are \[2, 1, 1\]"):
+        loader()
 
 
 def test_evaluation_sees_an_epoch_of_micro_batches(folder: Path, tmp_path: Path) -> None:

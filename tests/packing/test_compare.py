@@ -225,6 +225,9 @@ def test_if_all_are_out_those_that_split_fewest_remain() -> None:
         ]
     )
     assert result.best == 1
+    assert (
+        result.reasons[0] == "Every strategy would be out; this one splits 30 % of the documents."
+    )
     assert choice(made_up("a", dropped=0.5, hours=2), made_up("b", dropped=0.4, hours=1)) == "b"
 
 

@@ -16,6 +16,7 @@ from megapack.packing.compare import (
     TrainingRun,
     compare,
     default_cases,
+    parse_case,
 )
 from megapack.packing.compare.export import to_json
 from megapack.packing.compare.html import render
@@ -197,3 +198,12 @@ def test_numbers_are_short() -> None:
         "48.0 hours",
         "10.0 days",
     ]
+
+
+def test_a_long_label_is_cut_in_plots_and_whole_in_the_table() -> None:
+    text = "seamless@64:r_max=0.25,extra_capacity=5,placement=published"
+    cases = parse_case(text, buckets=[], capacities=[])
+    page = render(compare(np.array([50, 70, 99]), cases, run=RUN))
+    whole = "seamless@64 r_max=0.25 extra_capacity=5 placement=published"
+    assert f">{whole}</th>" in page
+    assert f">{whole[:41]}...</text>" in page

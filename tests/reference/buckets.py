@@ -68,6 +68,15 @@ class Pool:
             sample.append(self.take_head(shortest, space))
         return capacity, sample
 
+    def take_pattern(self, contents: dict[int, int]) -> Sample:
+        """The first to come of every length, longest first."""
+        sample = []
+        for length in sorted(contents, reverse=True):
+            for _ in range(contents[length]):
+                sample.append(next(d for d in self.documents if d.length == length))
+                self.documents.remove(sample[-1])
+        return sample
+
     def larger_bucket(self, sample: Sample) -> int | None:
         """The smallest bucket with room for this sample and one more document."""
         if not self.documents:
@@ -99,7 +108,17 @@ class Pool:
         return head
 
 
-def drained(lengths: list[int], rules: Rules, pool_size: int, seed: int) -> Packing:
+# (bucket's place, how many samples, length -> how many of it): what a refinement has decided.
+Pattern = tuple[int, int, dict[int, int]]
+
+
+def drained(
+    lengths: list[int],
+    rules: Rules,
+    pool_size: int,
+    seed: int,
+    given: tuple[Pattern, ...] = (),
+) -> Packing:
     num_pools = max(1, -(-len(lengths) // pool_size))
     largest = rules.buckets[-1]
     buckets: dict[int, list[Sample]] = {capacity: [] for capacity in rules.buckets}
@@ -108,6 +127,9 @@ def drained(lengths: list[int], rules: Rules, pool_size: int, seed: int) -> Pack
         chunks, rests = cut(whole(lengths, members), largest)
         buckets[largest] += [[chunk] for chunk in chunks]
         pool = Pool(rules, random_for(seed, SEGMENTS).child(p), rests)
+        for place, count, contents in given:
+            capacity = rules.buckets[place]
+            buckets[capacity] += [pool.take_pattern(contents) for _ in range(count)]
         while pool.documents:
             capacity, sample = pool.generate()
             buckets[capacity].append(sample)
@@ -156,7 +178,9 @@ def bucket(
     pool_size: int = 1 << 20,
     promote: str = "auto",
     padding_threshold: float = 0.05,
+    refine: bool = False,
 ) -> Packing:
+    assert not refine, "a linear program has no definition in plain Python; see `drained`"
     padding, promoting = Rules(buckets, "pad"), Rules(buckets, "promote", padding_threshold)
     if promote == "auto":  # one pool of everything, full chunks aside: is the padding worth saving?
         _, rests = cut(whole(lengths), buckets[-1])

@@ -21,6 +21,7 @@ from megatron.core import parallel_state
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
+from megapack.errors import ConfigError
 from megapack.integrations.megatron.packed import (
     ROW_KEYS,
     context_parallel_indices,
@@ -49,16 +50,21 @@ def get_batch(data_iterator: Iterator[Any] | None, vp_stage: int | None = None) 
         that neither embed nor compute the loss.
 
     Raises:
-        ValueError: more than one row per micro batch with pipeline parallelism, whose buffers
-            hold ``(row, mbs)``.
+        ConfigError: no data where it is needed, or more than one row per micro batch with pipeline
+            parallelism, whose buffers hold ``(row, mbs)``.
     """
     rows = None
     if parallel_state.get_tensor_model_parallel_rank() == 0:
-        assert data_iterator is not None, "no data on tensor-parallel rank 0 of this stage"
+        if data_iterator is None:
+            raise ConfigError(
+                "tensor-parallel rank 0 of this pipeline stage has no data; packed rows are read "
+                "on all stages: build the dataset where get_tensor_model_parallel_rank() == 0 "
+                "(install() sees to it)"
+            )
         collated = next(data_iterator)
         num_rows = collated["tokens"].shape[0]
         if num_rows > 1 and parallel_state.get_pipeline_model_parallel_world_size() > 1:
-            raise ValueError(
+            raise ConfigError(
                 f"micro_batch_size={num_rows} with pipeline parallelism: packed rows need "
                 "--micro-batch-size 1 here (use longer rows for larger micro batches)"
             )

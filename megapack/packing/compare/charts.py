@@ -22,8 +22,8 @@ __all__ = [
 ]
 
 WIDTH = 960.0
-LABEL = 210.0  # room for the names of the strategies
 ROW = 26.0
+LONGEST_LABEL = 44  # characters; what is longer ends in dots
 
 # Parts of the bill, in stacking order: attribute of Breakdown, words, css class.
 PARTS = (
@@ -88,8 +88,9 @@ def tokens_per_bucket(comparison: Comparison) -> Drawing:
     """Where the token positions of each strategy lie."""
     rows = comparison.evaluations
     capacities = sorted({b.capacity for e in rows for b in e.work})
+    left_edge = _label_room(rows)
     drawing = _rows(rows, "Token positions per bucket", comparison)
-    x = Scale(0, 100, LABEL, WIDTH - 20)
+    x = Scale(0, 100, left_edge, WIDTH - 20)
     _vertical_grid(drawing, x, len(rows), "%")
     for row, evaluation in enumerate(rows):
         total = evaluation.num_positions
@@ -108,9 +109,9 @@ def tokens_per_bucket(comparison: Comparison) -> Drawing:
                 middle = (x(left) + x(left + share)) / 2
                 drawing.text(middle, _y(row) + 4, f"{share:.1f}", f"on{css}", "middle")
             left += share
-    _axis_name(drawing, len(rows), LABEL, "share of token positions (%)")
+    _axis_name(drawing, len(rows), left_edge, "share of token positions (%)")
     drawing.legend(
-        LABEL,
+        left_edge,
         _bottom(len(rows)) + 54,
         [(f"r{min(k, 7)}", f"{capacity:,}") for k, capacity in enumerate(capacities)],
     )
@@ -126,12 +127,13 @@ def trade_off(comparison: Comparison) -> Drawing:
         ("concatenation", "documents per sample", lambda e: e.metrics["concatenation_ratio"]),
         ("lost or repeated", "% of tokens", _lost_or_repeated),
     )
+    left_edge = _label_room(rows)
     drawing = _rows(rows, "Padding, truncation and concatenation", comparison)
     drawing.top = 0  # room for the heads of the columns
-    width = (WIDTH - LABEL) / len(panels)
+    width = (WIDTH - left_edge) / len(panels)
     bottom = _bottom(len(rows))
     for number, (title, unit, value_of) in enumerate(panels):
-        start, stop = LABEL + number * width, LABEL + (number + 1) * width - 48
+        start, stop = left_edge + number * width, left_edge + (number + 1) * width - 48
         values = [value_of(e) for e in rows]
         positive = [v for v in values if v > 0]
         low = 10.0 ** _decade(max(min(positive, default=1.0), 1e-3))
@@ -155,10 +157,11 @@ def trade_off(comparison: Comparison) -> Drawing:
 def attention_cost(comparison: Comparison) -> Drawing:
     """Squared segment (and sample) length per token position."""
     rows = comparison.evaluations
+    left_edge = _label_room(rows)
     drawing = _rows(rows, "Attention work per token", comparison)
     inside = [e.mean_context for e in rows]
     whole = [e.mean_sample_context for e in rows]
-    x = Scale(0, 1.1 * max(whole), LABEL, WIDTH - 20)
+    x = Scale(0, 1.1 * max(whole), left_edge, WIDTH - 20)
     _vertical_grid(drawing, x, len(rows), "")
     for row, evaluation in enumerate(rows):
         for value, css, top, words in (
@@ -166,11 +169,11 @@ def attention_cost(comparison: Comparison) -> Drawing:
             (whole[row], "c3", 1, "over whole samples"),
         ):
             tip = f"{evaluation.label}, {words}: {value:,.1f} tokens"
-            drawing.rect(LABEL, _y(row) + top, x(value) - LABEL, 8, css=css, tip=tip)
+            drawing.rect(left_edge, _y(row) + top, x(value) - left_edge, 8, css=css, tip=tip)
             drawing.text(x(value) + 5, _y(row) + top + 8, f"{value:,.0f}", "small")
-    _axis_name(drawing, len(rows), LABEL, "mean of squared length per position (tokens)")
+    _axis_name(drawing, len(rows), left_edge, "mean of squared length per position (tokens)")
     drawing.legend(
-        LABEL,
+        left_edge,
         _bottom(len(rows)) + 54,
         [("c2", "attention inside documents"), ("c3", "attention over whole samples")],
     )
@@ -180,10 +183,11 @@ def attention_cost(comparison: Comparison) -> Drawing:
 def rank_imbalance(comparison: Comparison) -> Drawing:
     """Attention work of the busiest rank over the mean: random dealing against longest first."""
     rows = comparison.evaluations
+    left_edge = _label_room(rows)
     drawing = _rows(rows, "Imbalance of attention work over the ranks", comparison)
     pairs = [(e.imbalance("random"), e.imbalance("balanced")) for e in rows]
     highest = max(b.imbalance_random for e in rows for b in e.work)
-    x = Scale(1.0, max(1.5, 1.04 * highest), LABEL + 8, WIDTH - 20, log=highest > 4)
+    x = Scale(1.0, max(1.5, 1.04 * highest), left_edge + 8, WIDTH - 20, log=highest > 4)
     bottom = _bottom(len(rows))
     for tick in (
         [t for t in (1, 1.5, 2, 3, 5, 8, 13, 20, 40) if t <= x.high] if x.log else x.ticks(6)
@@ -204,9 +208,11 @@ def rank_imbalance(comparison: Comparison) -> Drawing:
         drawing.circle(x(random), _y(row), 5.5, "c3", f"{evaluation.label}: random {random:.3f}")
         tip = f"{evaluation.label}: longest first {balanced:.3f}"
         drawing.circle(x(balanced), _y(row), 5.5, "c2", tip)
-    _axis_name(drawing, len(rows), LABEL, "attention work of the busiest rank / mean of the ranks")
+    _axis_name(
+        drawing, len(rows), left_edge, "attention work of the busiest rank / mean of the ranks"
+    )
     drawing.legend(
-        LABEL,
+        left_edge,
         bottom + 54,
         [
             ("c3", "random dealing"),
@@ -220,11 +226,12 @@ def rank_imbalance(comparison: Comparison) -> Drawing:
 def training_time(comparison: Comparison) -> Drawing:
     """GPU-hours by what they are spent on; the price at the end of each bar."""
     rows = comparison.evaluations
+    left_edge = _label_room(rows)
     drawing = _rows(rows, "Estimated training time and cost", comparison)
     cheapest = min(e.breakdown.gpu_hours for e in rows)
     # A strategy that pads ten times over would squeeze all others into nothing: cut its bar.
     longest = min(max(e.breakdown.gpu_hours for e in rows), 1.6 * cheapest)
-    x = Scale(0, longest * 1.02, LABEL, WIDTH - 150)
+    x = Scale(0, longest * 1.02, left_edge, WIDTH - 150)
     _vertical_grid(drawing, x, len(rows), "")
     for row, evaluation in enumerate(rows):
         bill = evaluation.breakdown
@@ -243,14 +250,14 @@ def training_time(comparison: Comparison) -> Drawing:
             drawing.text(x(left) - 8, _y(row) + 5, "//", "cut", "end")
         words = f"{short_number(bill.gpu_hours, 4)} h, {money(bill.cost)}"
         drawing.text(x(left) + 7, _y(row) + 4, words, "value")
-    _axis_name(drawing, len(rows), LABEL, "GPU hours")
+    _axis_name(drawing, len(rows), left_edge, "GPU hours")
     used = [
         (css, words)
         for attribute, words, css in PARTS
         if any(getattr(e.breakdown, attribute) > 0 for e in rows)
     ]
-    drawing.legend(LABEL, _bottom(len(rows)) + 54, used[:3])
-    drawing.legend(LABEL, _bottom(len(rows)) + 72, used[3:])
+    drawing.legend(left_edge, _bottom(len(rows)) + 54, used[:3])
+    drawing.legend(left_edge, _bottom(len(rows)) + 72, used[3:])
     drawing.height += 18
     return drawing
 
@@ -260,8 +267,17 @@ def _rows(rows: Sequence[Evaluation], label: str, comparison: Comparison) -> Dra
     drawing = Drawing(WIDTH, _bottom(len(rows)) + 62, label, top=22)
     for row, evaluation in enumerate(rows):
         css = "chosen" if row == comparison.recommendation.best else "row"
-        drawing.text(LABEL - 14, _y(row) + 4, evaluation.label, css, "end")
+        drawing.text(_label_room(rows) - 14, _y(row) + 4, _shown(evaluation.label), css, "end")
     return drawing
+
+
+def _label_room(rows: Sequence[Evaluation]) -> float:
+    """Where the plot begins, right of the names of the strategies."""
+    return 30 + 7.0 * max(24, *(len(_shown(e.label)) for e in rows))
+
+
+def _shown(label: str) -> str:
+    return label if len(label) <= LONGEST_LABEL else label[: LONGEST_LABEL - 3] + "..."
 
 
 def _y(row: int) -> float:

@@ -89,7 +89,7 @@ class Evaluation:
         decisions: what the strategy decided by itself, and why.
         work: per non-empty bucket, ascending capacity.
         breakdown: GPU-hours and money.
-        seconds: time to pack (not to measure), one thread unless asked otherwise.
+        seconds: time to pack (not to measure), with as many threads as were asked for.
     """
 
     case: Case
@@ -154,7 +154,7 @@ def compare(
     tokens_per_rank: int = 49_152,
     seed: int = 0,
     threads: int = 1,
-    progress: Callable[[str], None] | None = None,
+    progress: Callable[[int, int], None] | None = None,
 ) -> Comparison:
     """Run every case on the same lengths.
 
@@ -167,7 +167,7 @@ def compare(
         num_ranks: data-parallel ranks of the imbalance estimate; None is ``run.num_gpus``.
         tokens_per_rank: tokens of one rank in one step.
         seed, threads: passed to ``pack``.
-        progress: called with a line of text before each case.
+        progress: called with (work done, all work) a few times a second while packing.
 
     Raises:
         ConfigError: no case, no token, or parameters that a strategy refuses.
@@ -177,12 +177,17 @@ def compare(
     corpus = Corpus.of(lengths, name=name, sampled_from=sampled_from)
     num_ranks = run.num_gpus if num_ranks is None else num_ranks
     evaluations, left_out = [], []
-    for position, case in enumerate(cases, 1):
-        if progress is not None:
-            progress(f"{position}/{len(cases)} {case.label}")
+    for position, case in enumerate(cases):
         begin = time.perf_counter()
-        options = {"seed": seed, "threads": threads, **case.parameters}
-        index = pack(lengths, case.strategy, buckets=list(case.buckets), **options)
+        index = pack(
+            lengths,
+            case.strategy,
+            buckets=list(case.buckets),
+            seed=seed,
+            threads=threads,
+            progress=_share_of(progress, position, len(cases)),
+            **case.parameters,
+        )
         seconds = time.perf_counter() - begin
         if index.num_samples == 0:
             left_out.append(case.label)
@@ -201,6 +206,17 @@ def compare(
         evaluations=evaluations,
         left_out=left_out,
         recommendation=recommend(evaluations),
+    )
+
+
+def _share_of(
+    progress: Callable[[int, int], None] | None, position: int, num_cases: int
+) -> Callable[[int, int], None] | None:
+    """Progress of one case as progress of all, in thousandths of a case."""
+    if progress is None:
+        return None
+    return lambda done, total: progress(
+        1000 * position + 1000 * done // max(1, total), 1000 * num_cases
     )
 
 

@@ -11,6 +11,7 @@ from megapack.packing.compare.recommend import MAX_DROPPED, MAX_EXTRA_TRUNCATION
 from megapack.packing.compare.style import STYLE
 from megapack.packing.compare.svg import Drawing
 from megapack.packing.compare.words import duration, money, percent, short_number
+from megapack.packing.compare.workload import NUM_STEPS
 
 __all__ = ["render"]
 
@@ -53,7 +54,7 @@ def render(comparison: Comparison) -> str:
             f"In a step every rank takes {comparison.tokens_per_rank:,} tokens of one bucket, but "
             "not equally much attention, and all wait for the busiest. Dealing the heaviest "
             "samples first to the least loaded rank costs nothing and changes no gradient. "
-            "Estimated from 32 drawn steps per bucket, with attention inside documents.",
+            f"Estimated from {NUM_STEPS} drawn steps per bucket, with attention inside documents.",
             charts.rank_imbalance(comparison),
         ),
         _figure(
@@ -118,8 +119,8 @@ def _answer(comparison: Comparison) -> str:
         for name, value, unit in tiles
     )
     fixed = ""
-    if recommendation.best_fixed not in (None, recommendation.best):
-        other = comparison.evaluations[recommendation.best_fixed or 0]
+    if recommendation.best_fixed is not None and recommendation.best_fixed != recommendation.best:
+        other = comparison.evaluations[recommendation.best_fixed]
         fixed = (
             "<p class='note'>If the trainer accepts only one sample shape: "
             f"<b>{escape(other.label)}</b> ({percent(other.metrics['padding_ratio'])} padding, "
@@ -213,6 +214,8 @@ def _assumptions(comparison: Comparison) -> str:
         f"({best.breakdown.num_passes:.3g} passes over these lengths)"
     )
     scope = "inside documents" if run.attention == "document" else "over whole samples"
+    if run.dealing == "random":
+        scope += ", samples dealt to the ranks at random"
     return (
         f"A model of {short_number(run.model.parameters)} parameters, {run.model.num_layers} "
         f"layers, attention width {run.model.attention_width:,}; {amount}; attention {scope}; "

@@ -102,13 +102,15 @@ def _reasons(
         f"{percent(metrics['padding_ratio'])} of its positions are padding, and a sample holds "
         f"{metrics['concatenation_ratio']:.2f} documents on average.",
     ]
+    if out[best]:
+        reasons.insert(0, f"Every strategy would be out; this one {out[best]}.")
     rivals = [i for i in range(len(evaluations)) if i != best and not out[i]]
     if rivals:
         runner_up = _cheapest(evaluations, rivals, out)
         reasons.append(_against(chosen, evaluations[runner_up], "the next best"))
-        if best_fixed in rivals and best_fixed not in (None, runner_up):
-            fixed = evaluations[best_fixed or 0]
-            reasons.append(_against(chosen, fixed, "the best with one sample shape"))
+        if best_fixed is not None and best_fixed in rivals and best_fixed != runner_up:
+            role = "the best with one sample shape"
+            reasons.append(_against(chosen, evaluations[best_fixed], role))
     limit = chosen.breakdown.gpu_hours * (1 - SAME_TIME)
     cheaper = sorted(
         (e.breakdown.gpu_hours, f"{e.label} {why}")

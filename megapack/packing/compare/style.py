@@ -71,7 +71,7 @@ table { border-collapse: collapse; width: 100%; font-size: 12.5px;
   font-variant-numeric: tabular-nums; }
 th, td { text-align: right; padding: 5px 6px; border-bottom: 1px solid var(--rule);
   white-space: nowrap; }
-tbody th { font-weight: 500; }
+tbody th { font-weight: 500; white-space: normal; min-width: 150px; }
 th:first-child { text-align: left; }
 thead th { vertical-align: bottom; font-weight: 600; border-bottom: 1.5px solid var(--soft); }
 thead small { display: block; color: var(--soft); font-weight: 400; font-size: 11px; }

@@ -17,8 +17,9 @@ from numpy.typing import NDArray
 from megapack import _core
 from megapack.packing.index import SampleIndex
 
-__all__ = ["BucketWork", "measure_work"]
+__all__ = ["NUM_STEPS", "BucketWork", "measure_work"]
 
+NUM_STEPS = 32  # drawn per bucket
 _SEED = 20_240
 _MOST_DEALT = 64  # samples per rank; with more, longest first leaves less than 0.1 %
 
@@ -61,7 +62,11 @@ class BucketWork:
 
 
 def measure_work(
-    index: SampleIndex, *, num_ranks: int = 64, tokens_per_rank: int = 49_152, num_steps: int = 32
+    index: SampleIndex,
+    *,
+    num_ranks: int = 64,
+    tokens_per_rank: int = 49_152,
+    num_steps: int = NUM_STEPS,
 ) -> list[BucketWork]:
     """Work of every non-empty bucket.
 
@@ -79,16 +84,18 @@ def measure_work(
             "all must be at least 1"
         )
     squares = index.attention_cost()
-    starts = index.sample_segment_offsets[:-1]
-    placed = (
-        np.add.reduceat(index.segment_length, starts, dtype=np.int64) if len(starts) else starts
-    )
     result = []
     for bucket, capacity in enumerate(index.bucket_capacity.tolist()):
         begin, end = map(int, index.bucket_sample_offsets[bucket : bucket + 2])
         if begin == end:
             continue
-        work = squares[begin:end] + (capacity - placed[begin:end]) ** 2
+        work = _core.attention_cost_of(
+            index.sample_segment_offsets,
+            index.segment_length,
+            np.arange(begin, end, dtype=np.int64),
+            capacity,
+            whole=False,
+        )
         per_rank = max(1, tokens_per_rank // capacity)
         generator = np.random.default_rng((_SEED, capacity, num_ranks))
         picks = generator.integers(0, end - begin, (num_steps, num_ranks * per_rank))

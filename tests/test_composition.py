@@ -1,0 +1,136 @@
+"""The length laws and the rows of `make bench-composition`: what must come out, comes out."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+
+from lengths import LAWS, expected_truncation_ratio
+from papers import atom_size_rows, blog_rows, bucketllm_rows, seamless_rows
+from papers.rows import Row, compared, python_sources
+
+from megapack.packing import pack
+
+
+def by_item(rows: list[Row]) -> dict[tuple[str, str], Row]:
+    return {(row.item, row.quantity): row for row in rows}
+
+
+@pytest.mark.parametrize("name", list(LAWS))
+def test_a_law_is_deterministic_and_a_small_corpus_begins_a_large_one(name: str) -> None:
+    law = LAWS[name]
+    large = law(300_000, seed=3)  # more than one block
+    assert large.dtype == np.int32 and large.shape == (300_000,)
+    assert large.min() >= 2
+    assert np.array_equal(large[:1000], law(1000, seed=3))
+    assert not np.array_equal(large[:1000], law(1000, seed=4))
+    assert len(law(0)) == 0
+
+
+def test_laws_have_the_means_and_the_limits_of_their_sources() -> None:
+    count = 200_000
+    fineweb = LAWS["fineweb_edu_like"](count)
+    assert fineweb.min() >= 56 and fineweb.max() <= 131_072
+    for capacity, percent in {1024: 61.26, 2048: 38.39, 4096: 21.45, 8192: 11.51}.items():
+        assert 100 * expected_truncation_ratio(fineweb, capacity) == pytest.approx(
+            percent, rel=0.01
+        )
+    means = {
+        "fineweb_edu_like": 999,
+        "pubmed": 5614,
+        "bbc_news": 1274,
+        "finance": 1765,
+        "web_800": 800,
+    }
+    for name, mean in means.items():
+        assert LAWS[name](count).mean() == pytest.approx(mean, rel=0.03), name
+    for name, shortest in {"pubmed": 2049, "bbc_news": 513, "finance": 513}.items():
+        assert LAWS[name](count).min() == shortest
+
+
+def test_section_4_8_comes_out_where_the_equations_decide() -> None:
+    rows = by_item(seamless_rows.section_4_8())
+    assert rows["eq. 6 on Table 13", "texts that slide"].measured == pytest.approx(6716.9)
+    assert rows["eq. 7 on Table 13", "short tokens, M"].measured == pytest.approx(2.649, rel=1e-3)
+    slid = rows["seamless", "texts that slide"]
+    lengths = LAWS["pubmed"](11_268)
+    index = pack(lengths, "seamless", buckets=[2048], r_max=0.3)
+    placed = np.bincount(index.segment_document, index.segment_length, minlength=len(lengths))
+    assert slid.measured == np.count_nonzero(placed > lengths)  # who overlaps is placed twice
+    short = index.segment_length[index.segment_length < 2048].sum()
+    assert rows["seamless", "short tokens, M"].measured == pytest.approx(short / 1e6)
+
+
+def test_figure_3_rises_and_falls_ever_more_slowly() -> None:
+    rows = by_item(seamless_rows.figure_3((0.1, 0.2, 0.3, 0.4, 0.5)))
+    items = [f"r_max {r:g}" for r in (0.1, 0.2, 0.3, 0.4, 0.5)]
+    texts = np.array([rows[item, "texts that slide"].measured for item in items])
+    tokens = np.array([rows[item, "short tokens, M"].measured for item in items])
+    assert (np.diff(texts) > 0).all() and (np.diff(texts, n=2) < 0).all()
+    assert (np.diff(tokens) < 0).all() and (np.diff(tokens, n=2) > 0).all()
+
+
+def test_bucketllm_table_1_comes_out_except_its_concatenation_ratio() -> None:
+    rows = by_item(bucketllm_rows.table_1(LAWS["fineweb_edu_like"](1_000_000), "law"))
+    disagree = {key for key, row in rows.items() if row.agrees is False}
+    assert disagree == {
+        ("DD, pieces from 1 on", "r_tru %"),
+        ("BucketLLM-v0 (pool 800, P 1)", "r_cat"),
+        ("BucketLLM (pool 3000, P 0.045)", "r_cat"),
+    }
+    assert sum(row.agrees is True for row in rows.values()) >= 20
+    ours, paper = (
+        rows["bucket (the default)", "r_pad %"],
+        rows["BucketLLM (pool 3000, P 0.045)", "r_pad %"],
+    )
+    assert ours.measured < paper.measured / 2
+
+
+def test_speeds_by_context_length_are_predicted() -> None:
+    assert all(row.agrees for row in bucketllm_rows.speeds())
+
+
+def test_steps_of_padding_follow_from_the_lengths() -> None:
+    assert all(row.agrees for row in atom_size_rows.table_3_steps())
+
+
+def test_the_blogs_row_is_reproduced_and_its_means_refuted() -> None:
+    rows = blog_rows.padding_waste(50_000)
+    assert all(row.agrees for row in rows if row.corpus == "web_blog_table")
+    refuted = [row for row in rows if row.corpus in ("code, mean 300", "books, mean 50,000")]
+    assert len(refuted) == 12 and not any(row.agrees for row in refuted)
+    assert all(row.why for row in rows if row.agrees is False)
+
+
+def test_every_disagreement_has_a_reason() -> None:
+    rows = [
+        *seamless_rows.section_4_8(),
+        *seamless_rows.dropping(),
+        *blog_rows.strategies(20_000),
+        *blog_rows.costs(),
+        *bucketllm_rows.table_3(LAWS["fineweb_edu_like"](100_000), "law"),
+    ]
+    assert len(rows) > 50
+    assert [row for row in rows if row.agrees is False and not row.why] == []
+
+
+def test_a_row_judges_within_its_tolerance() -> None:
+    def agrees(paper: float | None, measured: float, **options: float) -> bool | None:
+        return compared("s", "c", "i", "q", (paper, measured), **options).agrees
+
+    assert agrees(100, 104) is True
+    assert agrees(100, 106) is False
+    assert agrees(0.01, 0.0051, rounding=0.005) is True
+    assert agrees(None, 7) is None
+    assert agrees(1, 7, judged=False) is None
+
+
+def test_python_sources_are_a_corpus() -> None:
+    name, lengths = python_sources(200)
+    assert f"({len(lengths):,} files)" in name
+    assert lengths.min() >= 2 and len(lengths) > 50
