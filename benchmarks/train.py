@@ -14,7 +14,6 @@ real loader; what the trainer waited for it is the last column.
 from __future__ import annotations
 
 import argparse
-import os
 import tempfile
 import time
 from dataclasses import dataclass
@@ -266,6 +265,7 @@ def main() -> None:
     args = parse_arguments()
     join()
     with tempfile.TemporaryDirectory() as directory, world(timeout_minutes=10) as here:
+        torch.set_num_threads(1)  # threads that wait for a busy core would be all one measures
         bench = Bench(args, here, Path(directory))
         strategies = by_strategy(bench, args.rounds, args.steps)
         buckets = by_bucket(bench, args.rounds, args.bucket_steps)
@@ -299,5 +299,4 @@ def parse_arguments() -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    os.environ.setdefault("OMP_NUM_THREADS", str(os.cpu_count() or 1))
     main()
