@@ -280,14 +280,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="megapack-build-") as directory:
         rows = measure(Path(directory))
     speed = {row["what"]: row["mb_per_s"] for row in rows}
-<<<<<<< HEAD
     shown = []
-=======
-    megatron_speed = speed["Megatron's way"]
-    table = Table("megapack-build tokenize", [
-        "what", "MB of text", "MB/s", "of bare", "x Megatron", "peak memory MB",
-    ])  # fmt: skip
->>>>>>> room/packing
     for row in rows:
         bare = "bare gigatoken" if row["backend"] == "gigatoken" else "bare tokenizers"
         row["of_bare"] = row["mb_per_s"] / speed[bare]

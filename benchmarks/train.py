@@ -221,15 +221,11 @@ def show(bench: Bench, strategies: list[dict[str, Any]], buckets: list[dict[str,
         f"{bench.attention}, micro batches of {args.micro_batch_tokens:,} tokens, "
         f"{bench.dataset.num_tokens:,} tokens of documents"
     )
-<<<<<<< HEAD
     padded = strategies[0][SPEED]
-    table = Table("strategy", "useful tok/s", "against padding", "padding", "MFU", "data wait")
-=======
-    padded = strategies[0]["useful_tokens_per_second"]
-    table = Table("strategies", [
-        "strategy", "useful tok/s", "against padding", "padding", "MFU", "data wait",
-    ])  # fmt: skip
->>>>>>> room/packing
+    table = Table(
+        "strategies",
+        ["strategy", "useful tok/s", "against padding", "padding", "MFU", "data wait"],
+    )
     for row in strategies:
         mfu = "" if row["mfu"] is None else f"{row['mfu']:.1%}"
         table.add(
@@ -241,14 +237,10 @@ def show(bench: Bench, strategies: list[dict[str, Any]], buckets: list[dict[str,
             f"{row['data_wait_share']:.2%}",
         )
     table.print()
-<<<<<<< HEAD
-    print("tokens per second by bucket; attention inside documents, and over whole samples")
-    table = Table("bucket", "share", "documents", "relative", "whole samples", "relative")
-=======
-    table = Table("buckets", [
-        "bucket", "share", "tok/s", "relative", "tok/s, whole samples", "relative",
-    ])  # fmt: skip
->>>>>>> room/packing
+    table = Table(
+        "tokens per second by bucket; attention inside documents, and over whole samples",
+        ["bucket", "share", "documents", "relative", "whole samples", "relative"],
+    )
     for row in buckets:
         table.add(
             f"{row['bucket']:,}",
