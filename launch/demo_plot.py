@@ -43,8 +43,8 @@ def main() -> None:
     figure.savefig(args.output, dpi=130)
     last = json.loads((args.run_dir / "evaluation.jsonl").read_text().splitlines()[-1])
     print(
-        f"loss {run[0]['loss']:.2f} -> {run[-1]['loss']:.2f} nats in {len(run)} steps; perplexity of "
-        f"the held-out documents {last['perplexity']:.1f}"
+        f"loss {run[0]['loss']:.2f} -> {run[-1]['loss']:.2f} nats in {len(run)} steps; "
+        f"perplexity of the held-out documents {last['perplexity']:.1f}"
     )
     print(f"wrote {args.output}")
 
