@@ -14,7 +14,6 @@ real loader; what the trainer waited for it is the last column.
 from __future__ import annotations
 
 import argparse
-import os
 import tempfile
 import time
 from dataclasses import dataclass
@@ -223,7 +222,10 @@ def show(bench: Bench, strategies: list[dict[str, Any]], buckets: list[dict[str,
         f"{bench.dataset.num_tokens:,} tokens of documents"
     )
     padded = strategies[0][SPEED]
-    table = Table("strategy", "useful tok/s", "against padding", "padding", "MFU", "data wait")
+    table = Table(
+        "strategies",
+        ["strategy", "useful tok/s", "against padding", "padding", "MFU", "data wait"],
+    )
     for row in strategies:
         mfu = "" if row["mfu"] is None else f"{row['mfu']:.1%}"
         table.add(
@@ -235,8 +237,10 @@ def show(bench: Bench, strategies: list[dict[str, Any]], buckets: list[dict[str,
             f"{row['data_wait_share']:.2%}",
         )
     table.print()
-    print("tokens per second by bucket; attention inside documents, and over whole samples")
-    table = Table("bucket", "share", "documents", "relative", "whole samples", "relative")
+    table = Table(
+        "tokens per second by bucket; attention inside documents, and over whole samples",
+        ["bucket", "share", "documents", "relative", "whole samples", "relative"],
+    )
     for row in buckets:
         table.add(
             f"{row['bucket']:,}",
@@ -253,6 +257,7 @@ def main() -> None:
     args = parse_arguments()
     join()
     with tempfile.TemporaryDirectory() as directory, world(timeout_minutes=10) as here:
+        torch.set_num_threads(1)  # threads that wait for a busy core would be all one measures
         bench = Bench(args, here, Path(directory))
         strategies = by_strategy(bench, args.rounds, args.steps)
         buckets = by_bucket(bench, args.rounds, args.bucket_steps)
@@ -286,5 +291,4 @@ def parse_arguments() -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    os.environ.setdefault("OMP_NUM_THREADS", str(os.cpu_count() or 1))
     main()
