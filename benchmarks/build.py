@@ -3,12 +3,13 @@
 Corpus: the Python source of this disk, every distinct file a document, as .jsonl; the tokenizer is
 a byte-level BPE trained on it. Everything has two processes or two threads. The bare tokenizers
 encode texts that lie in memory and throw the ids away; gigatoken also from one flat buffer, its
-fastest input, which our readers give it. That is the limit of what a build can do. Megatron's way is what preprocess_data.py does: a pool of workers that parse and encode, and one
-parent that writes what they send with megatron-core's own IndexedDatasetBuilder.
+fastest input, which our readers give it. That is the limit of what a build can do. Megatron's way
+is what preprocess_data.py does: a pool of workers that parse and encode, and one parent that writes
+what they send with megatron-core's own IndexedDatasetBuilder.
 
-The slow ones get the first part of the corpus only; MB/s are of text (UTF-8). A build is timed as
-a command, with its start, its checks and the merge. Memory is the proportional set size of all
-processes of the command, at its largest.
+The slow ones get the first part of the corpus only; MB/s are of text (UTF-8). A build is timed as a
+command, with its start, its checks and the merge. Memory is the proportional set size of all
+processes of the command, at its largest; the bare ones hold the whole corpus.
 
 QUICK=1 runs on less text. MEGAPACK_BENCH_MB sets the size of the corpus (600).
 """

@@ -172,11 +172,20 @@ def main() -> None:
     sizes = (2_000,) if quick() else (2_000, 4_000, 8_000)
     beside = [beside_deepspeed(lengths[:size]) for size in sizes]
     fast = speed(lengths)
-    print("\nDeepSpeed's batch_by_seqlens beside ours, 8 ranks of 16,384 tokens")
+    write_results("schedule", [*work, *one, *beside, *fast])
     table = Table(
-        "documents", "DeepSpeed s", "ours s", "ratio", "tokens max/mean", "equal shapes",
-        "ours: tokens", "shapes",
-    )  # fmt: skip
+        "DeepSpeed's batch_by_seqlens beside ours, 8 ranks of 16,384 tokens",
+        [
+            "documents",
+            "DeepSpeed s",
+            "ours s",
+            "ratio",
+            "tokens max/mean",
+            "equal shapes",
+            "ours: tokens",
+            "shapes",
+        ],
+    )
     for row in beside:
         table.add(
             f"{row['documents']:,}", f"{row['deepspeed_seconds']:.2f}",
@@ -185,16 +194,20 @@ def main() -> None:
             f"{row['ours_tokens_max_over_mean']:.3f}", f"{row['ours_equal_shapes']:.0%}",
         )  # fmt: skip
     table.print()
-    print("\nthe schedule itself")
-    table = Table("order", "epochs", "1e6 steps, s", "target", "any one step, ms")
+    table = Table(
+        "the schedule itself",
+        ["order", "epochs", "1e6 steps, s", "target", "any one step, ms"],
+    )
     for row in fast:
         table.add(
             row["order"], f"{row['epochs']:.1f}", f"{row['seconds_1e6_steps']:.2f}", "1.00",
             f"{row['milliseconds_per_step']:.3f}",
         )  # fmt: skip
     table.print()
-    print(f"\nattention work of {RANKS} ranks, largest over mean")
-    table = Table("step", "steps", "random", "ours", "worst", "target", "layer: random", "ours")
+    table = Table(
+        f"attention work of {RANKS} ranks, largest over mean",
+        ["step", "steps", "random", "ours", "worst", "target", "layer: random", "ours"],
+    )
     for row in work + one:
         table.add(
             row["case"], f"{row['steps']}", f"{row['random']:.3f}", f"{row['ours']:.3f}",
@@ -202,7 +215,6 @@ def main() -> None:
             f"{row['layer_random']:.3f}", f"{row['layer_ours']:.3f}",
         )  # fmt: skip
     table.print()
-    write_results("schedule", [*work, *one, *beside, *fast])
 
 
 if __name__ == "__main__":

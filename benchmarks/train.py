@@ -222,7 +222,10 @@ def show(bench: Bench, strategies: list[dict[str, Any]], buckets: list[dict[str,
         f"{bench.dataset.num_tokens:,} tokens of documents"
     )
     padded = strategies[0][SPEED]
-    table = Table("strategy", "useful tok/s", "against padding", "padding", "MFU", "data wait")
+    table = Table(
+        "strategies",
+        ["strategy", "useful tok/s", "against padding", "padding", "MFU", "data wait"],
+    )
     for row in strategies:
         mfu = "" if row["mfu"] is None else f"{row['mfu']:.1%}"
         table.add(
@@ -234,8 +237,10 @@ def show(bench: Bench, strategies: list[dict[str, Any]], buckets: list[dict[str,
             f"{row['data_wait_share']:.2%}",
         )
     table.print()
-    print("tokens per second by bucket; attention inside documents, and over whole samples")
-    table = Table("bucket", "share", "documents", "relative", "whole samples", "relative")
+    table = Table(
+        "tokens per second by bucket; attention inside documents, and over whole samples",
+        ["bucket", "share", "documents", "relative", "whole samples", "relative"],
+    )
     for row in buckets:
         table.add(
             f"{row['bucket']:,}",

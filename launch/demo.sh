@@ -15,6 +15,7 @@ PYTHON=${PYTHON:-python}
 
 # All cores divided among the ranks; the CPU is the accelerator.
 export DS_ACCELERATOR=cpu OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} TOKENIZERS_PARALLELISM=false
+export PYTHONWARNINGS=ignore::FutureWarning  # torch about names that DeepSpeed uses
 
 say() { printf '\n\033[1m%s\033[0m\n' "$*"; }
 megapack() { "$PYTHON" -m megapack.cli.main "$@"; }

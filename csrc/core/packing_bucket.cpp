@@ -1,6 +1,7 @@
 #include "core/packing_bucket.hpp"
 
 #include <algorithm>
+#include <atomic>
 #include <utility>
 
 #include "core/packing_columns.hpp"
@@ -163,12 +164,14 @@ Samples<Id, Length> pack_buckets(Span<const Length> lengths, const BucketRules& 
     const std::size_t buckets = rules.capacities.size();
     std::vector<BucketPlan> plans(num_pools);
     std::vector<std::int64_t> chunks(num_pools);
+    // Plans of many small pools outgrow the documents: what is beyond this is made a second time.
+    const std::size_t kept_limit = (std::size_t{1} << 26) + lengths.size();
+    std::atomic<std::size_t> kept_bytes{0};
     parallel_for(threads, num_pools, [&](std::size_t p) {
         const LengthSort<Id, Length> sort(pool(p), PlainCut{rules.capacities.back()}, 1);
         plans[p] = plan_buckets(sort.counts(), rules, given);
         chunks[p] = sort.num_chunks();
-        // Small pools repeat little: their plans are made again rather than kept.
-        if (plans[p].num_bytes() > 4 * pool(p).size()) plans[p].forget_samples();
+        if ((kept_bytes += plans[p].num_bytes()) > kept_limit) plans[p].forget_samples();
         progress.advance(static_cast<std::int64_t>(pool(p).size()));
     });
 

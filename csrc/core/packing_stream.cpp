@@ -21,8 +21,8 @@ std::vector<std::int64_t> exclusive_prefix(Table& table, std::size_t columns) {
 }
 
 std::size_t smallest_that_holds(const std::vector<std::int64_t>& capacities, std::int64_t length) {
-    std::size_t b = 0;
-    while (b + 1 < capacities.size() && capacities[b] < length) ++b;
+    std::size_t b = 0;  // no branch to mispredict: there are few buckets
+    for (std::size_t i = 0; i + 1 < capacities.size(); ++i) b += capacities[i] < length ? 1 : 0;
     return b;
 }
 

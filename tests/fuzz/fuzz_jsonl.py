@@ -14,7 +14,7 @@ OK, BLANK, MALFORMED, NOT_OBJECT, MISSING, WRONG_TYPE, INVALID_UTF8 = range(7)
 SEEDS = [
     rb'{"text": "plain text, long enough for the wide path", "id": 7}',
     rb'{"a": {"b": [1, -2.5e-3, null, true, "x"]}, "text": "t\u00e9\ud83d\ude00\n\"q\""}',
-    '{"url": "é", "text": "日本語 \U0001f600 ü"}\n{"text": ""}\n\n'.encode(),
+    '{"url": "\u00e9", "text": "\u65e5\u672c\u8a9e \U0001f600 \u00fc"}\n{"text": ""}\n\n'.encode(),
     rb' [ {"text": "in a list"} ] ',
     rb'{"\u0074ext": "escaped key", "text2": [NaN, -Infinity, 1E+9], "text": "\ud800"}',
     b'{"text": 12}\r\n{"text": [1, {"text": "\\/"}]}\n{"other": "key"}\n17\n"text"',

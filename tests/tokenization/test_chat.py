@@ -177,6 +177,14 @@ def test_a_template_with_marks_gives_what_transformers_gives(
     assert 0 < sum(masks) < len(masks)
 
 
+def test_a_token_that_the_template_writes_is_not_written_twice(
+    chats: Path, run_build: Build, tokenizer_with: Callable[[str], Path]
+) -> None:
+    options: dict[str, Any] = {"messages_key": "messages", "tokenizer": str(tokenizer_with(MARKED))}
+    with pytest.raises(ConfigError, match="leave out --prepend-bos"):
+        run_build(chats, prepend_bos=True, **options)
+
+
 def test_a_template_without_marks_is_compared_with_and_without_every_answer(
     tmp_path: Path, chats: Path, run_build: Build, tokenizer_with: Callable[[str], Path]
 ) -> None:

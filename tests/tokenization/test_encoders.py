@@ -34,13 +34,13 @@ def encoded(encoder: Encoder, texts: list[str]) -> list[list[int]]:
 
 def test_bytes_are_their_own_ids() -> None:
     encoder = open_encoder(TokenizerFiles.open("bytes"), "bytes")
-    assert encoded(encoder, ["a", "", "é"]) == [[97], [], [0xC3, 0xA9]]
+    assert encoded(encoder, ["a", "", "\u00e9"]) == [[97], [], [0xC3, 0xA9]]
 
 
 def test_sentencepiece_is_sentencepiece(sp_model: Path, source_texts: list[str]) -> None:
     processor = sentencepiece.SentencePieceProcessor(model_file=str(sp_model))
     encoder = open_encoder(TokenizerFiles.open(str(sp_model)), "sentencepiece")
-    texts = ["", *source_texts[:20], "日本語 \x00 \U0001f600"]
+    texts = ["", *source_texts[:20], "\u65e5\u672c\u8a9e \x00 \U0001f600"]
     assert encoded(encoder, texts) == processor.encode(texts)
     assert encoded(encoder, []) == []
 
@@ -93,8 +93,8 @@ def letter_bpe(tmp_path: Path, bpe_json: Path) -> TokenizerFiles:
     """A BPE whose only merge, ``a`` + 0xE0, shows whether a split runs before U+088F."""
     tree = json.loads(bpe_json.read_bytes())
     alphabet = {c: i for i, c in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
-    tree["model"]["vocab"] = {**alphabet, "aà": len(alphabet)}
-    tree["model"]["merges"] = [["a", "à"]]
+    tree["model"]["vocab"] = {**alphabet, "a\u00e0": len(alphabet)}
+    tree["model"]["merges"] = [["a", "\u00e0"]]
     tree["added_tokens"] = []
     path = tmp_path / "letters.json"
     path.write_text(json.dumps(tree), encoding="utf-8")

@@ -18,7 +18,9 @@ json_values = st.recursive(
 
 @given(
     records=st.lists(
-        st.dictionaries(st.sampled_from(["text", "te\nxt", "é", "url"]) | st.text(), json_values)
+        st.dictionaries(
+            st.sampled_from(["text", "te\nxt", "\u00e9", "url"]) | st.text(), json_values
+        )
         | json_values,
         max_size=6,
     ),
