@@ -22,11 +22,11 @@ $(VENV)/.train: pyproject.toml setup.py constraints.txt
 	$(PIP) --upgrade "pip>=24" wheel ninja "setuptools>=77" "pybind11>=2.12"
 	$(PIP) -c constraints.txt torch numpy
 	DS_BUILD_OPS=0 $(PIP) -c constraints.txt --no-build-isolation deepspeed
-	$(PIP) -c constraints.txt --no-build-isolation -e '.[train,plot]'
+	MEGAPACK_NO_EXTENSION=1 $(PIP) -c constraints.txt --no-build-isolation -e '.[train,plot]'
 	touch $@
 
 $(VENV)/.dev: $(VENV)/.train
-	$(PIP) -c constraints.txt --no-build-isolation -e '.[dev]'
+	MEGAPACK_NO_EXTENSION=1 $(PIP) -c constraints.txt --no-build-isolation -e '.[dev]'
 	touch $@
 
 venv: $(VENV)/.dev
@@ -43,13 +43,13 @@ test: lint pytest
 lint: build $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/clang-format --dry-run --Werror csrc/*/*.[ch]pp tests/cpp/*.cpp
+	$(BIN)/clang-format --dry-run --Werror csrc/*/*.[ch]pp tests/*/*.cpp
 	$(BIN)/mypy
 
 format: $(VENV)/.dev
 	$(BIN)/ruff check --fix --quiet . || true
 	$(BIN)/ruff format .
-	$(BIN)/clang-format -i csrc/*/*.[ch]pp tests/cpp/*.cpp
+	$(BIN)/clang-format -i csrc/*/*.[ch]pp tests/*/*.cpp
 
 pytest: build $(VENV)/.dev
 	$(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal

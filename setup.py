@@ -19,17 +19,17 @@ if os.environ.get("MEGAPACK_WERROR") == "1":
 
 ParallelCompile("MEGAPACK_BUILD_JOBS", default=os.cpu_count() or 1).install()
 
-setup(
-    ext_modules=[
-        Pybind11Extension(
-            "megapack._core",
-            SOURCES,
-            depends=HEADERS,
-            include_dirs=["csrc"],
-            cxx_std=17,
-            extra_compile_args=COMPILE_ARGS,
-            extra_link_args=["-pthread"],
-        )
-    ],
-    cmdclass={"build_ext": build_ext},
+EXTENSION = Pybind11Extension(
+    "megapack._core",
+    SOURCES,
+    depends=HEADERS,
+    include_dirs=["csrc"],
+    cxx_std=17,
+    extra_compile_args=COMPILE_ARGS,
+    extra_link_args=["-pthread"],
 )
+
+# The Makefile installs an editable package first and then builds in place, once.
+IN_PLACE = os.environ.get("MEGAPACK_NO_EXTENSION") == "1"
+
+setup(ext_modules=[] if IN_PLACE else [EXTENSION], cmdclass={"build_ext": build_ext})

@@ -2,13 +2,14 @@
 
 Corpus: the Python source of this disk, every distinct file a document, as .jsonl; the tokenizer is
 a byte-level BPE trained on it. Everything has two processes or two threads. The bare tokenizers
-encode texts that lie in memory and throw the ids away: that is the limit of what a build can do.
-Megatron's way is what preprocess_data.py does: a pool of workers that parse and encode, and one
-parent that writes what they send with megatron-core's own IndexedDatasetBuilder.
+encode texts that lie in memory and throw the ids away; gigatoken also from one flat buffer, its
+fastest input, which our readers give it. That is the limit of what a build can do. Megatron's way
+is what preprocess_data.py does: a pool of workers that parse and encode, and one parent that writes
+what they send with megatron-core's own IndexedDatasetBuilder.
 
-The slow ones get the first part of the corpus only; MB/s are of text (UTF-8). A build is timed as
-a command, with its start, its checks and the merge. Memory is the proportional set size of all
-processes of the command, at its largest.
+The slow ones get the first part of the corpus only; MB/s are of text (UTF-8). A build is timed as a
+command, with its start, its checks and the merge. Memory is the proportional set size of all
+processes of the command, at its largest; the bare ones hold the whole corpus.
 
 QUICK=1 runs on less text. MEGAPACK_BENCH_MB sets the size of the corpus (600).
 """
@@ -25,20 +26,24 @@ import sysconfig
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import awkward
 import gigatoken
 import numpy as np
-from common import Table, quick, write_results
+from common import quick, write_results
 from tokenizers import Tokenizer
+
+from megapack.cli.report import print_table
 
 WORKERS = 2
 PROCESSES = str(WORKERS)
-CORPUS_MB = int(os.environ.get("MEGAPACK_BENCH_MB", "80" if quick() else "600"))
-SLOW_MB = 8 if quick() else 48
+CORPUS_MB = int(os.environ.get("MEGAPACK_BENCH_MB", "200" if quick() else "600"))
+SLOW_MB = 16 if quick() else 48
 REPEATS = 1 if quick() else 3
+MEGATRON = "Megatron's way"
 
 
 def python_source() -> Iterator[str]:
@@ -89,10 +94,6 @@ def texts_of(corpus: Path) -> list[str]:
         return [json.loads(line)["text"] for line in lines]
 
 
-def text_bytes(corpus: Path) -> int:
-    return sum(len(text.encode("utf-8")) for text in texts_of(corpus))
-
-
 # --- what is measured; each runs in a process of its own and prints its seconds -------------------
 
 
@@ -110,6 +111,19 @@ def bare_gigatoken(corpus: str, tokenizer: str) -> float:
     os.environ["RAYON_NUM_THREADS"] = PROCESSES
     encoder = gigatoken.Tokenizer(tokenizer)
     texts = texts_of(Path(corpus))
+    seconds = []
+    for _ in range(REPEATS):
+        begin = time.perf_counter()
+        encoder.encode_batch(texts, parallel=True)
+        seconds.append(time.perf_counter() - begin)
+    return min(seconds)
+
+
+def bare_gigatoken_flat(corpus: str, tokenizer: str) -> float:
+    """The same from one buffer of UTF-8, its fastest input, which Python does not have at hand."""
+    os.environ["RAYON_NUM_THREADS"] = PROCESSES
+    encoder = gigatoken.Tokenizer(tokenizer)
+    texts = awkward.Array(texts_of(Path(corpus)))
     seconds = []
     for _ in range(REPEATS):
         begin = time.perf_counter()
@@ -181,7 +195,13 @@ def run_command(command: list[str]) -> tuple[float, int, str]:
     """(seconds, largest memory in bytes, stdout)."""
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
     begin = time.perf_counter()
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
+    process = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        env=environment,
+    )
     peak = 0
     done = threading.Event()
 
@@ -201,8 +221,8 @@ def run_command(command: list[str]) -> tuple[float, int, str]:
     return seconds, peak, out
 
 
-def run_one(name: str, *arguments: str) -> tuple[float, int]:
-    _, peak, out = run_command([sys.executable, __file__, name, *arguments])
+def run_side(side: Callable[..., float], *arguments: Path) -> tuple[float, int]:
+    _, peak, out = run_command([sys.executable, __file__, side.__name__, *map(str, arguments)])
     return float(out.split()[-1]), peak
 
 
@@ -210,16 +230,13 @@ def run_build(corpus: Path, tokenizer: Path, prefix: Path, backend: str) -> tupl
     command = [sys.executable, "-m", "megapack.cli.main", "tokenize", "--input", str(corpus)]
     command += ["--tokenizer", str(tokenizer), "--append-eod", "--eod-token", "<|endoftext|>"]
     command += ["--output-prefix", str(prefix), "--workers", PROCESSES, "--backend", backend]
-    results = [run_command([*command, "--overwrite"])[:2] for _ in range(repeats_of(backend))]
+    repeats = 1 if backend == "tokenizers" else REPEATS
+    results = [run_command([*command, "--overwrite"])[:2] for _ in range(repeats)]
     return min(seconds for seconds, _ in results), max(peak for _, peak in results)
 
 
-def repeats_of(backend: str) -> int:
-    return 1 if backend == "tokenizers" else REPEATS
-
-
-def measure(work: Path) -> list[dict[str, Any]]:
-    corpus, part, tokenizer = work / "corpus.jsonl", work / "part.jsonl", work / "tokenizer.json"
+def prepare(corpus: Path, part: Path, tokenizer: Path) -> tuple[int, int]:
+    """Bytes of text of the corpus and of its first part."""
     documents, size, rounds = write_corpus(corpus, CORPUS_MB)
     first_part(corpus, part, SLOW_MB)
     train = [sys.executable, "-m", "megapack.cli.main", "train-tokenizer", "--type", "bpe-json"]
@@ -227,35 +244,35 @@ def measure(work: Path) -> list[dict[str, Any]]:
     run_command(train)
     repeated = "" if rounds == 1 else f", the disk's files {rounds} times over"
     print(f"{documents:,} documents, {size / 1e6:,.0f} MB of Python source{repeated}", flush=True)
-    part_bytes = text_bytes(part)
+    return size, sum(len(text.encode("utf-8")) for text in texts_of(part))
+
+
+def measure(work: Path) -> list[dict[str, Any]]:
+    corpus, part, tokenizer = work / "corpus.jsonl", work / "part.jsonl", work / "tokenizer.json"
+    size, part_size = prepare(corpus, part, tokenizer)
+    theirs, ours = work / "theirs", work / "ours"
     rows: list[dict[str, Any]] = []
 
-    def add(name: str, num_bytes: int, measured: tuple[float, int]) -> None:
+    def add(what: str, backend: str, measured: tuple[float, int]) -> None:
         seconds, peak = measured
-        rows.append(
-            {
-                "what": name,
-                "text_mb": num_bytes / 1e6,
-                "seconds": seconds,
-                "mb_per_s": num_bytes / 1e6 / seconds,
-                "peak_mb": peak / 1e6,
-            }
-        )
-        print(f"  {name}: {num_bytes / 1e6 / seconds:,.1f} MB/s", flush=True)
+        megabytes = (size if backend == "gigatoken" else part_size) / 1e6
+        speed = megabytes / seconds
+        row = {"what": what, "backend": backend, "text_mb": megabytes, "seconds": seconds}
+        rows.append({**row, "mb_per_s": speed, "peak_mb": peak / 1e6})
+        print(f"  {what}: {speed:,.1f} MB/s", flush=True)
 
-    add("bare tokenizers", part_bytes, run_one("bare_tokenizers", str(part), str(tokenizer)))
-    add("bare gigatoken", size, run_one("bare_gigatoken", str(corpus), str(tokenizer)))
-    theirs = work / "theirs"
-    add("Megatron's way", part_bytes, run_one("megatron", str(part), str(tokenizer), str(theirs)))
-    ours = work / "ours"
-    add("ours, tokenizers", part_bytes, run_build(part, tokenizer, ours, "tokenizers"))
-    for suffix in ("bin", "idx"):
-        same = Path(f"{theirs}.{suffix}").read_bytes() == Path(f"{ours}.{suffix}").read_bytes()
-        print(f"  .{suffix} of Megatron and ours: {'identical' if same else 'DIFFERENT'}")
-        rows[-1][f"{suffix}_identical"] = same
+    add("bare tokenizers", "tokenizers", run_side(bare_tokenizers, part, tokenizer))
+    add(MEGATRON, "tokenizers", run_side(megatron, part, tokenizer, theirs))
+    add("ours, tokenizers", "tokenizers", run_build(part, tokenizer, ours, "tokenizers"))
+    for suffix in (".bin", ".idx"):
+        same = Path(f"{theirs}{suffix}").read_bytes() == Path(f"{ours}{suffix}").read_bytes()
+        assert same, f"the two {suffix} files differ"
+    add("bare gigatoken", "gigatoken", run_side(bare_gigatoken, corpus, tokenizer))
+    flat = run_side(bare_gigatoken_flat, corpus, tokenizer)
+    add("bare gigatoken, flat buffer", "gigatoken", flat)
     for backend in ("auto", "gigatoken"):
-        prefix = work / f"ours-{backend}"
-        add(f"ours, {backend}", size, run_build(corpus, tokenizer, prefix, backend))
+        built = run_build(corpus, tokenizer, work / backend, backend)
+        add(f"ours, {backend}", "gigatoken", built)
     return rows
 
 
@@ -263,27 +280,30 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="megapack-build-") as directory:
         rows = measure(Path(directory))
     speed = {row["what"]: row["mb_per_s"] for row in rows}
-    megatron_speed = speed["Megatron's way"]
-    table = Table("megapack-build tokenize", [
-        "what", "MB of text", "MB/s", "of bare", "x Megatron", "peak memory MB",
-    ])  # fmt: skip
+    shown = []
     for row in rows:
-        bare = speed["bare tokenizers" if row["text_mb"] < rows[1]["text_mb"] else "bare gigatoken"]
-        table.add(
-            row["what"],
-            f"{row['text_mb']:,.0f}",
-            f"{row['mb_per_s']:,.1f}",
-            f"{row['mb_per_s'] / bare:.2f}",
-            f"{row['mb_per_s'] / megatron_speed:,.1f}",
-            f"{row['peak_mb']:,.0f}",
+        bare = "bare gigatoken" if row["backend"] == "gigatoken" else "bare tokenizers"
+        row["of_bare"] = row["mb_per_s"] / speed[bare]
+        row["times_megatron"] = row["mb_per_s"] / speed[MEGATRON]
+        shown.append(
+            (
+                row["what"],
+                f"{row['text_mb']:,.0f}",
+                f"{row['mb_per_s']:,.1f}",
+                f"{row['of_bare']:.2f}",
+                f"{row['times_megatron']:,.1f}",
+                f"{row['peak_mb']:,.0f}",
+            )
         )
-    table.print()
+    print()
+    print_table(("", "MB of text", "MB/s", "of bare", "x Megatron", "peak MB"), shown)
     write_results("build", rows)
 
 
 if __name__ == "__main__":
     if len(sys.argv) > 1:
-        measured = {f.__name__: f for f in (bare_tokenizers, bare_gigatoken, megatron)}
+        sides = (bare_tokenizers, bare_gigatoken, bare_gigatoken_flat, megatron)
+        measured = {side.__name__: side for side in sides}
         print(measured[sys.argv[1]](*sys.argv[2:]))
     else:
         main()

@@ -10,7 +10,8 @@ The contenders take turns in short windows, and the best window of each counts: 
 busy, and what it was busy with is nobody's speed.
 
 Then torch's DataLoader over theirs and our loader over ours, with 0 and 2 workers, and what it
-takes to begin: seconds to the first batch and memory, with 2e7 documents (LARGE=1: 1e8).
+takes to begin: seconds to the first batch and memory, with 2e7 documents (LARGE=1: 1e8). And both
+inside Megatron, through its own builder (data_megatron.py).
 """
 
 from __future__ import annotations
@@ -18,7 +19,6 @@ from __future__ import annotations
 import ctypes
 import itertools
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -28,9 +28,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import data_megatron
 import numpy as np
 import torch
-from common import Table, quick, write_results
+from common import Table, large, quick, write_results
 from lengths import LAWS
 from torch.utils.data import DataLoader
 
@@ -297,7 +298,7 @@ def beginnings(folder: Path, num_documents: int) -> list[dict[str, Any]]:
 def main() -> None:
     torch.set_num_threads(1)
     num_tokens = 10_000_000 if quick() else 60_000_000
-    num_documents = 10**8 if os.environ.get("LARGE") == "1" else 2 * 10 ** (6 if quick() else 7)
+    num_documents = 10**8 if large() else 2 * 10 ** (6 if quick() else 7)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         dataset = write_corpus(folder / "text", num_tokens)
@@ -313,9 +314,11 @@ def main() -> None:
         rates = best_rates(contenders, 0.05, 12 if quick() else 60)
         loaders = loader_rates(dataset, index, gpt, 4 if quick() else 20)
         begun = beginnings(folder, num_documents)
+    inside = data_megatron.measure(quick=quick())
     gathers = [_gather_row(name, rate, rates) for name, rate in rates.items()]
+    write_results("data", [*gathers, *loaders, *begun, *inside])
+    data_megatron.print_rows(inside)
     print_tables(gathers, loaders, begun, num_documents)
-    write_results("data", [*gathers, *loaders, *begun])
 
 
 def _gather_row(name: str, rate: float, rates: dict[str, float]) -> dict[str, Any]:
@@ -336,18 +339,20 @@ def print_tables(
     begun: list[dict[str, Any]],
     num_documents: int,
 ) -> None:
-    table = Table(f"to begin with {num_documents:,} documents", [
-        "case", "seconds", "private MB", "resident MB",
-    ])  # fmt: skip
+    table = Table(
+        f"to begin with {num_documents:,} documents",
+        ["case", "seconds", "private MB", "resident MB"],
+    )
     for row in begun:
         table.add(
             row["case"], f"{row['seconds']:.2f}", f"{row['private_bytes'] / 1e6:,.0f}",
             f"{row['resident_bytes'] / 1e6:,.0f}",
         )  # fmt: skip
     table.print()
-    table = Table(f"data loaders, micro batches of {BATCHES[0]} rows", [
-        "case", "samples/s", "Mtok/s", "x positions", "x plain",
-    ])  # fmt: skip
+    table = Table(
+        f"data loaders, micro batches of {BATCHES[0]} rows",
+        ["case", "samples/s", "Mtok/s", "x positions", "x plain"],
+    )
     for row in loaders:
         table.add(
             row["case"], f"{row['samples_per_second']:,.0f}",

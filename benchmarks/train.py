@@ -14,7 +14,6 @@ real loader; what the trainer waited for it is the last column.
 from __future__ import annotations
 
 import argparse
-import os
 import tempfile
 import time
 from dataclasses import dataclass
@@ -41,7 +40,9 @@ from megapack.training.engine import compute_dtype, start_engine, train_step
 from megapack.training.flops import ModelFlops, peak_flops
 from megapack.training.inputs import TimedBatches
 from megapack.training.model import attention_needs, build_model, model_configuration
-from megapack.training.monitor import StepWork
+from megapack.training.work import StepWork
+
+SPEED = "useful_tokens_per_second"
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ class Case:
 
     name: str
     strategy: str
-    buckets: list[int]
+    buckets: tuple[int, ...]
     attention: str
 
 
@@ -59,11 +60,11 @@ def cases(buckets: list[int]) -> list[Case]:
     usual = largest // 2  # 8k of 16k, as in the paper
     short = largest // 8
     return [
-        Case(f"pad to {usual}", "pad", [usual], "document"),
-        Case(f"concat {short}, across documents", "concat", [short], "sample"),
-        Case(f"concat {usual}, across documents", "concat", [usual], "sample"),
-        Case(f"concat {usual}", "concat", [usual], "document"),
-        Case(f"bucket {buckets[0]}..{largest}", "bucket", buckets, "document"),
+        Case(f"pad to {usual}", "pad", (usual,), "document"),
+        Case(f"concat {short}, across documents", "concat", (short,), "sample"),
+        Case(f"concat {usual}, across documents", "concat", (usual,), "sample"),
+        Case(f"concat {usual}", "concat", (usual,), "document"),
+        Case(f"bucket {buckets[0]}..{largest}", "bucket", tuple(buckets), "document"),
     ]
 
 
@@ -143,7 +144,7 @@ class Bench:
             mine = [part for part in parts if part[0] == capacity]
             buckets[capacity] = sum(p[2].tokens for p in mine) / sum(p[1] for p in mine)
         return {
-            "useful_tokens_per_second": useful / seconds,
+            SPEED: useful / seconds,
             "tokens_per_second": tokens / seconds,
             "padding": 1 - useful / tokens,
             "mfu": sum(part[2].flops for part in parts) / seconds / peak if peak else None,
@@ -172,37 +173,44 @@ def make_corpus(
     return IndexedDataset(prefix)
 
 
-def by_strategy(bench: Bench, num_steps: int) -> list[dict[str, Any]]:
-    rows: list[dict[str, Any]] = []
-    for case in cases(bench.args.buckets):
-        index = pack(bench.dataset.document_lengths, case.strategy, buckets=case.buckets)
-        rows.append({"case": case.name, **bench.run(index, case.attention, num_steps)})
-    return rows
+def by_strategy(bench: Bench, rounds: int, num_steps: int) -> list[dict[str, Any]]:
+    """The strategies take turns, and the best round of each counts: the machine may be busy."""
+    lengths = bench.dataset.document_lengths
+    chosen = cases(bench.args.buckets)
+    indices = {case: pack(lengths, case.strategy, buckets=case.buckets) for case in chosen}
+    best: dict[Case, dict[str, Any]] = {}
+    for _ in range(rounds):
+        for case, index in indices.items():
+            found = bench.run(index, case.attention, num_steps)
+            before = best.get(case)
+            if before is None or found[SPEED] > before[SPEED]:
+                best[case] = found
+    return [{"case": case.name, **best[case]} for case in chosen]
 
 
-def by_bucket(bench: Bench, num_steps: int) -> list[dict[str, Any]]:
-    """The buckets of one run each, with both kinds of attention."""
+def by_bucket(bench: Bench, rounds: int, num_steps: int) -> list[dict[str, Any]]:
+    """The buckets of the bucket index, with both kinds of attention; the best round of each."""
     index = pack(bench.dataset.document_lengths, "bucket", buckets=bench.args.buckets)
     tokens = index.bucket_capacity * np.diff(index.bucket_sample_offsets)
     shares = dict(
         zip(index.bucket_capacity.tolist(), (tokens / tokens.sum()).tolist(), strict=True)
     )
-    speed = {
-        attention: bench.run(index, attention, num_steps)["buckets"]
-        for attention in ("document", "sample")
-    }
-    reference = 8192 if 8192 in shares else max(shares)
+    best: dict[str, dict[int, float]] = {"document": {}, "sample": {}}
+    for _ in range(rounds):
+        for attention, speeds in best.items():
+            for capacity, speed in bench.run(index, attention, num_steps)["buckets"].items():
+                speeds[capacity] = max(speed, speeds.get(capacity, 0.0))
+    reference = 8192 if 8192 in best["document"] else max(best["document"])
     return [
         {
             "bucket": capacity,
             "share": shares[capacity],
-            "document": speed["document"][capacity],
-            "document_relative": speed["document"][capacity] / speed["document"][reference] - 1,
-            "sample": speed["sample"][capacity],
-            "sample_relative": speed["sample"][capacity] / speed["sample"][reference] - 1,
+            "document": speed,
+            "document_relative": speed / best["document"][reference] - 1,
+            "sample": best["sample"][capacity],
+            "sample_relative": best["sample"][capacity] / best["sample"][reference] - 1,
         }
-        for capacity in shares
-        if capacity in speed["document"] and capacity in speed["sample"]
+        for capacity, speed in sorted(best["document"].items())
     ]
 
 
@@ -213,24 +221,26 @@ def show(bench: Bench, strategies: list[dict[str, Any]], buckets: list[dict[str,
         f"{bench.attention}, micro batches of {args.micro_batch_tokens:,} tokens, "
         f"{bench.dataset.num_tokens:,} tokens of documents"
     )
-    padded = strategies[0]["useful_tokens_per_second"]
-    table = Table("strategies", [
-        "strategy", "useful tok/s", "against padding", "padding", "MFU", "data wait",
-    ])  # fmt: skip
+    padded = strategies[0][SPEED]
+    table = Table(
+        "useful tokens per second",
+        ["strategy", "useful tok/s", "against padding", "padding", "MFU", "data wait"],
+    )
     for row in strategies:
         mfu = "" if row["mfu"] is None else f"{row['mfu']:.1%}"
         table.add(
             row["case"],
-            f"{row['useful_tokens_per_second']:,.0f}",
-            f"{row['useful_tokens_per_second'] / padded:.2f} x",
+            f"{row[SPEED]:,.0f}",
+            f"{row[SPEED] / padded:.2f} x",
             f"{row['padding']:.2%}",
             mfu,
             f"{row['data_wait_share']:.2%}",
         )
     table.print()
-    table = Table("buckets", [
-        "bucket", "share", "tok/s", "relative", "tok/s, whole samples", "relative",
-    ])  # fmt: skip
+    table = Table(
+        "tokens per second (attention in documents, or whole samples)",
+        ["bucket", "share", "documents", "relative", "whole samples", "relative"],
+    )
     for row in buckets:
         table.add(
             f"{row['bucket']:,}",
@@ -247,12 +257,22 @@ def main() -> None:
     args = parse_arguments()
     join()
     with tempfile.TemporaryDirectory() as directory, world(timeout_minutes=10) as here:
+        torch.set_num_threads(1)  # threads that wait for a busy core would be all one measures
         bench = Bench(args, here, Path(directory))
-        strategies = by_strategy(bench, args.steps)
-        buckets = by_bucket(bench, args.bucket_steps)
+        strategies = by_strategy(bench, args.rounds, args.steps)
+        buckets = by_bucket(bench, args.rounds, args.bucket_steps)
     show(bench, strategies, buckets)
-    about = {"parameters": bench.num_parameters, "attention": bench.attention, **vars(args)}
-    write_results("train", {"about": about, "strategies": strategies, "buckets": buckets})
+    setup = {
+        "model": args.model,
+        "parameters": bench.num_parameters,
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU, one thread",
+        "precision": args.precision,
+        "attention": bench.attention,
+        "compiled": args.compile,
+        "micro_batch_tokens": args.micro_batch_tokens,
+    }
+    by_case = [{k: v for k, v in row.items() if k != "buckets"} for row in strategies]
+    write_results("train", {"setup": setup, "strategies": by_case, "buckets": buckets})
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -270,8 +290,9 @@ def parse_arguments() -> argparse.Namespace:
     add("--vocab-size", type=int, default=128256 if cuda else 4096)
     add("--attention", default="auto")
     add("--compile", action="store_true", help="compile layers and loss")
-    add("--steps", type=int, default=5 if quick() else 20, help="per strategy")
-    add("--bucket-steps", type=int, default=20 if quick() else 80, help="per kind of attention")
+    add("--rounds", type=int, default=1 if quick() else 3, help="the best one counts")
+    add("--steps", type=int, default=4 if quick() else 16, help="per strategy and round")
+    add("--bucket-steps", type=int, default=12 if quick() else 60, help="per attention and round")
     args = parser.parse_args()
     if args.buckets is None:
         args.buckets = [1024 << i for i in range(5)] if cuda else [256 << i for i in range(5)]
@@ -279,5 +300,4 @@ def parse_arguments() -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    os.environ.setdefault("OMP_NUM_THREADS", str(os.cpu_count() or 1))
     main()

@@ -7,7 +7,7 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 
 MEGABYTES=${MEGABYTES:-32}   # of Python source
-STEPS=${STEPS:-120}          # optimizer steps
+STEPS=${STEPS:-160}          # optimizer steps
 RANKS=${RANKS:-2}
 OUT=${OUT:-demo}
 BUCKETS=${BUCKETS:-256,512,1024,2048,4096}
@@ -15,6 +15,7 @@ PYTHON=${PYTHON:-python}
 
 # All cores divided among the ranks; the CPU is the accelerator.
 export DS_ACCELERATOR=cpu OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} TOKENIZERS_PARALLELISM=false
+export PYTHONWARNINGS=ignore::FutureWarning  # torch about names that DeepSpeed uses
 
 say() { printf '\n\033[1m%s\033[0m\n' "$*"; }
 megapack() { "$PYTHON" -m megapack.cli.main "$@"; }
@@ -45,7 +46,7 @@ train() {
     deepspeed --num_accelerators "$RANKS" --master_port "${PORT:-29611}" launch/pretrain.py \
         --config configs/demo_cpu.yaml --set "run_dir=$OUT/run" --set "num_steps=$STEPS" \
         --set "data.prefix=$OUT/train" --set "data.index=$OUT/train.samples" \
-        --set "data.valid_prefix=$OUT/valid" --set "checkpoint.every=$((STEPS / 6))"
+        --set "data.valid_prefix=$OUT/valid" --set "checkpoint.every=$((STEPS / 8))"
 }
 
 say "5/7 training on $RANKS ranks, killed in the middle on purpose"

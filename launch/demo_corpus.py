@@ -74,9 +74,9 @@ def python_files() -> Iterator[tuple[bytes, str, Path]]:
     stdlib, site_packages = source_roots()
     for root in (stdlib, site_packages):
         for path in root.rglob("*.py"):
-            if root == stdlib and site_packages in path.parents:
-                continue
             name = path.relative_to(root).as_posix()
+            if root == stdlib and name.startswith(("site-packages/", "dist-packages/")):
+                continue  # another interpreter's, or listed below
             yield hashlib.sha256(name.encode()).digest(), name, path
 
 

@@ -41,6 +41,11 @@ def main() -> None:
     draw_buckets(axes[1], killed, run, index.bucket_capacity)
     draw_lengths(axes[2], lengths, index.bucket_capacity)
     figure.savefig(args.output, dpi=130)
+    last = json.loads((args.run_dir / "evaluation.jsonl").read_text().splitlines()[-1])
+    print(
+        f"loss {run[0]['loss']:.2f} -> {run[-1]['loss']:.2f} nats in {len(run)} steps; "
+        f"perplexity of the held-out documents {last['perplexity']:.1f}"
+    )
     print(f"wrote {args.output}")
 
 

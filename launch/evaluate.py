@@ -37,18 +37,16 @@ from megapack.training.runs import compare, read_curve
 def main() -> int:
     args = parse_arguments()
     results: dict[str, Any] = {}
-    if args.run:
-        results["runs"] = compare_runs(dict(args.run), args.output)
     if args.model and args.data:
         join(args.local_rank)
         with world(timeout_minutes=30) as here:
             scored = {name: score(directory, args, here) for name, directory in args.model}
-            if here.is_first:
-                results["models"] = scored
-                show_models(scored, args.output)
-            is_first = here.is_first
-        if not is_first:
+        if not here.is_first:
             return 0
+        results["models"] = scored
+        show_models(scored, args.output)
+    if args.run:
+        results["runs"] = compare_runs(dict(args.run), args.output)
     if args.lm_eval:
         results["lm_eval"] = {name: benchmarks(directory, args) for name, directory in args.model}
     if not results:
@@ -68,7 +66,7 @@ def score(directory: str, args: argparse.Namespace, here: World) -> dict[str, An
     architecture = model_configuration(config, 1)
     needs = attention_needs(architecture, here.device, dtype)
     backend = choose_backend(needs, config.attention).name
-    model = build_model(config, architecture, backend=backend, seed=0).to(here.device, dtype)
+    model = build_model(config, architecture, backend=backend, seed=0).to(here.device).cast(dtype)
     how = {
         "world": here,
         "config": EngineConfig(precision=precision),

@@ -45,8 +45,9 @@ from megapack.training.model import (
     model_configuration,
     position_limit,
 )
-from megapack.training.monitor import BatchTrace, Monitor, StepWork
+from megapack.training.monitor import BatchTrace, Monitor
 from megapack.training.run_dir import RunDirectory
+from megapack.training.work import StepWork
 
 logger = logging.getLogger("megapack")
 
@@ -80,7 +81,7 @@ def train(config: PretrainConfig, here: World, signals: StopSignals) -> int:
     logger.info("%s; %s steps", inputs.data, f"{inputs.num_steps:,}")
 
     architecture = model_configuration(config.model, inputs.vocab_size)
-    check_positions(inputs, config.data, position_limit(architecture))
+    check_positions(inputs, config.data.positions, position_limit(architecture))
     needs = attention_needs(architecture, here.device, compute_dtype(config.engine))
     attention = choose_backend(needs, config.model.attention)
     logger.info("attention: %s, %s", attention.name, attention.reason)

@@ -53,20 +53,17 @@ def test_laws_have_the_means_and_the_limits_of_their_sources() -> None:
         assert LAWS[name](count).min() == shortest
 
 
-def test_equations_6_and_7_give_the_figures_of_the_paper() -> None:
-    counts = seamless_rows.TABLE_13
-    assert seamless_rows.expected_sliding_texts(counts, 0.3) == pytest.approx(6716.9)
-    assert seamless_rows.expected_short_tokens(counts, 0.3, 2048) == pytest.approx(
-        2.649e6, rel=1e-3
-    )
-
-
-def test_sliding_and_short_are_counted_by_hand() -> None:
-    """L 10, r_max 0.3: 18 slides (2 missing of 3 allowed), 16 does not (4), 20 and 7 cannot."""
-    lengths = np.array([18, 16, 20, 7], np.int32)
-    index = pack(lengths, "seamless", buckets=[10], r_max=0.3)
-    assert seamless_rows.sliding_texts(index, lengths) == 1
-    assert seamless_rows.short_tokens(index, 10) == 6 + 7
+def test_section_4_8_comes_out_where_the_equations_decide() -> None:
+    rows = by_item(seamless_rows.section_4_8())
+    assert rows["eq. 6 on Table 13", "texts that slide"].measured == pytest.approx(6716.9)
+    assert rows["eq. 7 on Table 13", "short tokens, M"].measured == pytest.approx(2.649, rel=1e-3)
+    slid = rows["seamless", "texts that slide"]
+    lengths = LAWS["pubmed"](11_268)
+    index = pack(lengths, "seamless", buckets=[2048], r_max=0.3)
+    placed = np.bincount(index.segment_document, index.segment_length, minlength=len(lengths))
+    assert slid.measured == np.count_nonzero(placed > lengths)  # who overlaps is placed twice
+    short = index.segment_length[index.segment_length < 2048].sum()
+    assert rows["seamless", "short tokens, M"].measured == pytest.approx(short / 1e6)
 
 
 def test_figure_3_rises_and_falls_ever_more_slowly() -> None:

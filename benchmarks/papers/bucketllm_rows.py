@@ -58,7 +58,9 @@ def table_1(lengths: Lengths, corpus: str, *, calibrated: bool = True) -> list[R
         ("BucketLLM (pool 3000, P 0.045)", "bucket_llm", LLM, (0.12, 0.28, 2.81)),
     ):
         index = pack(lengths, strategy, buckets=BUCKETS, **parameters)
-        rows += _ratios(corpus, item, index, paper if calibrated else None, why=why)
+        ratios = paper if calibrated else None
+        # From seed to seed of the law r_tru moves by some percent of itself.
+        rows += _ratios(corpus, item, index, ratios, within=0.06, why=why)
     return rows + _ratios(corpus, "bucket (the default)", pack(lengths, buckets=BUCKETS))
 
 
@@ -69,7 +71,13 @@ _R_CAT = (
 
 
 def _ratios(
-    corpus: str, item: str, index: SampleIndex, paper: Ratios | None = None, *, why: str = ""
+    corpus: str,
+    item: str,
+    index: SampleIndex,
+    paper: Ratios | None = None,
+    *,
+    within: float = 0.03,
+    why: str = "",
 ) -> list[Row]:
     metrics = index.metrics()
     measured = (
@@ -84,7 +92,7 @@ def _ratios(
             item,
             quantity,
             (printed, value),
-            within=0.03,
+            within=within,
             rounding=0.005,
             why=why,
             why_not=_R_CAT if quantity == "r_cat" else "",

@@ -12,20 +12,12 @@ from functools import partial
 
 import numpy as np
 from lengths import LAWS
-from papers.rows import Lengths, Row, compared
+from papers.rows import Row, compared
 
-from megapack.packing import SampleIndex, pack
+from megapack.packing import pack
+from megapack.packing.theory import expect_seamless, measure_seamless
 
-__all__ = [
-    "dropping",
-    "expected_short_tokens",
-    "expected_sliding_texts",
-    "figure_3",
-    "section_4_8",
-    "short_tokens",
-    "sliding_texts",
-    "table_9",
-]
+__all__ = ["dropping", "figure_3", "section_4_8", "table_9"]
 
 TABLE_13 = [3906, 4095, 1789, 763, 355, 150, 73, 47, 90]  # texts of (2k, 4k], (4k, 6k], ... tokens
 CORPORA = {
@@ -35,49 +27,24 @@ CORPORA = {
 }
 
 
-def sliding_texts(index: SampleIndex, lengths: Lengths) -> int:
-    """Documents whose windows overlap: more of their tokens are placed than they have."""
-    placed = np.bincount(
-        index.segment_document, weights=index.segment_length, minlength=len(lengths)
-    )
-    return int(np.count_nonzero(placed > lengths))
-
-
-def short_tokens(index: SampleIndex, capacity: int) -> int:
-    """Tokens in segments shorter than a sample: what stage 2 packs."""
-    lengths = index.segment_length
-    return int(lengths[lengths < capacity].sum(dtype=np.int64))
-
-
-def expected_sliding_texts(counts: list[int], ratio: float) -> float:
-    """Eq. 6; ``counts[k - 1]`` texts fill between k and k + 1 sequences."""
-    return sum(count * min(1.0, k * ratio) for k, count in enumerate(counts, 1))
-
-
-def expected_short_tokens(counts: list[int], ratio: float, capacity: int) -> float:
-    """Eq. 7: of the rest, (1 - k r) L / 2 tokens each."""
-    shares = [max(0.0, 1.0 - k * ratio) for k in range(1, len(counts) + 1)]
-    return sum(c * s * s * capacity / 2 for c, s in zip(counts, shares, strict=True))
-
-
 def section_4_8() -> list[Row]:
     """Section 4.8: texts that slide and tokens in short chunks; PubMed, L 2048, r_max 0.3."""
     lengths = LAWS["pubmed"](11_268)
-    index = pack(lengths, "seamless", buckets=[2048], r_max=0.3)
-    slid, short = sliding_texts(index, lengths), short_tokens(index, 2048)
+    printed = expect_seamless(TABLE_13, 2048, 0.3)
+    _, done = measure_seamless(lengths, 2048, 0.3)
+    texts, tokens = done.num_sliding, done.short_tokens
+    share = 100 * tokens / lengths.sum(dtype=np.int64)
     row = partial(compared, "Seamless 4.8", "pubmed law")
     shape = (
         "lengths inside an interval are uniform here, as eqs. 6 and 7 assume; the paper's are not"
     )
-    expected = expected_short_tokens(TABLE_13, 0.3, 2048) / 1e6
-    share = 100 * short / lengths.sum(dtype=np.int64)
     return [
-        row("eq. 6 on Table 13", "texts that slide", (6716, expected_sliding_texts(TABLE_13, 0.3)),
-            within=1e-3),
-        row("seamless", "texts that slide", (6988, slid), why_not=shape),
-        row("seamless", "texts that slide, %", (62, 100 * slid / len(lengths)), why_not=shape),
-        row("eq. 7 on Table 13", "short tokens, M", (2.6, expected), rounding=0.05, within=0),
-        row("seamless", "short tokens, M", (2.2, short / 1e6), why_not=shape),
+        row("eq. 6 on Table 13", "texts that slide", (6716, printed.num_sliding), within=1e-3),
+        row("seamless", "texts that slide", (6988, texts), why_not=shape),
+        row("seamless", "texts that slide, %", (62, 100 * texts / len(lengths)), why_not=shape),
+        row("eq. 7 on Table 13", "short tokens, M", (2.6, printed.short_tokens / 1e6),
+            within=0, rounding=0.05),
+        row("seamless", "short tokens, M", (2.2, tokens / 1e6), why_not=shape),
         row("seamless", "short tokens, % of all", (3.4, share), why_not=shape),
     ]  # fmt: skip
 
@@ -91,15 +58,14 @@ def figure_3(ratios: Iterable[float] = (0.05, 0.1, 0.2, 0.3, 0.4, 0.5)) -> list[
     row = partial(compared, "Seamless Figure 3", "pubmed law")
     rows = []
     for ratio in ratios:
-        index = pack(lengths, "seamless", buckets=[2048], r_max=ratio)
-        texts = expected_sliding_texts(TABLE_13, ratio)
-        tokens = expected_short_tokens(TABLE_13, ratio, 2048) / 1e6
+        expected = expect_seamless(TABLE_13, 2048, ratio)
+        _, done = measure_seamless(lengths, 2048, ratio)
         item = f"r_max {ratio:g}"
         rows += [
-            row(item, "texts that slide", (None, sliding_texts(index, lengths)),
-                why=f"eq. 6: {texts:.0f}"),
-            row(item, "short tokens, M", (None, short_tokens(index, 2048) / 1e6),
-                why=f"eq. 7: {tokens:.2f}"),
+            row(item, "texts that slide", (None, done.num_sliding),
+                why=f"eq. 6: {expected.num_sliding:.0f}"),
+            row(item, "short tokens, M", (None, done.short_tokens / 1e6),
+                why=f"eq. 7: {expected.short_tokens / 1e6:.2f}"),
         ]  # fmt: skip
     return rows
 

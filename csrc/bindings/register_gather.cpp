@@ -1,14 +1,12 @@
 // gather: a Gatherer holds the mapped arrays of its datasets; every call validates, releases the
 // GIL and writes a whole micro batch into the caller's buffers.
-#include <sys/mman.h>
-#include <unistd.h>
-
 #include <algorithm>
 #include <optional>
 #include <string>
 
 #include "bindings/integers.hpp"
 #include "core/gather_fill.hpp"
+#include "core/gather_warm.hpp"
 
 namespace megapack {
 namespace {
@@ -46,20 +44,16 @@ Positions positions(const std::string& name) {
     return extent(name) == Extent::kDocument ? Positions::kDocument : Positions::kSample;
 }
 
-// Asks the kernel to read a part of a mapped array ahead; what is no mapping is left alone.
-void will_need(const py::array& array, std::int64_t begin, std::int64_t num_bytes) {
+void will_need_numpy(const py::array& array, std::int64_t begin, std::int64_t num_bytes) {
     const auto size = static_cast<std::int64_t>(array.nbytes());
-    check(0 <= begin && 0 <= num_bytes && begin <= size, "bytes [", begin, ", +", num_bytes,
+    check(0 <= begin && begin <= size && 0 <= num_bytes, "bytes [", begin, ", +", num_bytes,
           ") of an array of ", size);
-    const auto page = static_cast<std::uintptr_t>(sysconf(_SC_PAGESIZE));
-    const auto address =
-        reinterpret_cast<std::uintptr_t>(array.data()) + static_cast<std::uintptr_t>(begin);
-    const std::uintptr_t first = address / page * page;
-    const auto length = static_cast<std::uintptr_t>(std::min(num_bytes, size - begin));
+    const Span<const std::uint8_t> bytes(static_cast<const std::uint8_t*>(array.data()),
+                                         static_cast<std::size_t>(size));
+    const auto first = static_cast<std::size_t>(begin);
+    const auto count = static_cast<std::size_t>(std::min(num_bytes, size - begin));
     const py::gil_scoped_release release;
-    // Advice: whether it was taken does not matter.
-    static_cast<void>(
-        madvise(reinterpret_cast<void*>(first), length + (address - first), MADV_WILLNEED));
+    will_need(bytes.subspan(first, count));
 }
 
 py::object optional_array(std::vector<std::int32_t>&& values, bool wanted) {
@@ -141,7 +135,7 @@ class Gatherer {
 }  // namespace
 
 void register_gather(py::module_& m) {
-    m.def("will_need", &will_need, py::arg("array"), py::arg("begin"), py::arg("num_bytes"));
+    m.def("will_need", &will_need_numpy, py::arg("array"), py::arg("begin"), py::arg("num_bytes"));
     py::class_<Gatherer>(m, "Gatherer")
         .def(py::init<const std::string&, const std::string&, const std::string&, std::int64_t,
                       std::int64_t>(),

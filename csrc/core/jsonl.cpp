@@ -23,6 +23,16 @@ constexpr std::uint64_t special_bytes(std::uint64_t word) {
     return bytes_equal(word, '"') | bytes_equal(word, '\\') | controls | (word & kHighBits);
 }
 
+// How many of the eight bytes in memory come before the first special one.
+std::size_t plain_bytes(std::uint64_t word) {
+#if defined(__BYTE_ORDER__) && __BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__
+    const std::uint64_t special = special_bytes(word);
+    return special == 0 ? 8 : static_cast<std::size_t>(__builtin_ctzll(special)) / 8;
+#else
+    return special_bytes(word) == 0 ? 8 : 0;  // the caller goes on byte by byte
+#endif
+}
+
 int hex_digit(std::uint8_t c) {
     if (c >= '0' && c <= '9') return c - '0';
     if (c >= 'a' && c <= 'f') return c - 'a' + 10;
@@ -231,11 +241,10 @@ class LineParser {
             if (end_ - p_ >= static_cast<std::ptrdiff_t>(kSlack)) {
                 const std::uint64_t word = load_8_bytes(p_);
                 if (kCopy) std::memcpy(out, &word, sizeof(word));
-                if (special_bytes(word) == 0) {
-                    p_ += kSlack;
-                    if (kCopy) out += kSlack;
-                    continue;
-                }
+                const std::size_t plain = plain_bytes(word);
+                p_ += plain;
+                if (kCopy) out += plain;
+                if (plain == kSlack) continue;
             }
             while (p_ != end_ && *p_ >= 0x20 && *p_ < 0x80 && *p_ != '"' && *p_ != '\\') {
                 if (kCopy) *out++ = *p_;

@@ -35,7 +35,7 @@ def refusal(needs: AttentionNeeds) -> str | None:
 def attend(q: Tensor, k: Tensor, v: Tensor, segments: Segments, rule: ScoreRule) -> Tensor:
     """Attention inside each segment; shapes as in ``varlen_attention``."""
     mask = _block_mask(segments.cu_seqlens, q.shape[0], rule)
-    out: Tensor = _kernel(q.device.type)(
+    out: Tensor = _function("flex_attention", q.device.type)(
         q.transpose(0, 1).unsqueeze(0),
         k.transpose(0, 1).unsqueeze(0),
         v.transpose(0, 1).unsqueeze(0),
@@ -47,13 +47,27 @@ def attend(q: Tensor, k: Tensor, v: Tensor, segments: Segments, rule: ScoreRule)
     return out[0].transpose(0, 1)
 
 
-@functools.cache
-def _kernel(device_type: str) -> Callable[..., Any]:
-    from torch.nn.attention.flex_attention import flex_attention  # noqa: PLC0415
+def _function(name: str, device_type: str) -> Callable[..., Any]:
+    """A function of the FlexAttention module, compiled on CUDA.
 
-    # On the CPU (tests of the forward) the uncompiled definition is what we compare.
-    kernel: Callable[..., Any] = flex_attention
-    return torch.compile(kernel) if device_type == "cuda" else kernel
+    Uncompiled they hold all scores, or all T x T entries of a mask, at once: the definition, which
+    tests of the forward compare on the CPU. Inside somebody else's compiled graph they are inlined.
+    """
+    if torch.compiler.is_compiling() or device_type != "cuda":
+        return _plain(name)
+    return _compiled(name)
+
+
+def _plain(name: str) -> Callable[..., Any]:
+    import torch.nn.attention.flex_attention as module  # noqa: PLC0415
+
+    function: Callable[..., Any] = getattr(module, name)
+    return function
+
+
+@functools.cache
+def _compiled(name: str) -> Callable[..., Any]:
+    return torch.compile(_plain(name))
 
 
 def _score_mod(rule: ScoreRule) -> Callable[..., Tensor] | None:
@@ -89,8 +103,6 @@ def _block_mask(cu_seqlens: Tensor, num_tokens: int, rule: ScoreRule) -> Any:
 
 
 def _make_block_mask(cu_seqlens: Tensor, num_tokens: int, rule: ScoreRule) -> Any:
-    from torch.nn.attention.flex_attention import create_block_mask  # noqa: PLC0415
-
     position = torch.arange(num_tokens, device=cu_seqlens.device, dtype=cu_seqlens.dtype)
     segment = torch.searchsorted(cu_seqlens, position, right=True)
 
@@ -103,4 +115,5 @@ def _make_block_mask(cu_seqlens: Tensor, num_tokens: int, rule: ScoreRule) -> An
             visible = visible & (i - j < rule.window)
         return visible
 
-    return create_block_mask(mask_mod, None, None, num_tokens, num_tokens, str(cu_seqlens.device))
+    create = _function("create_block_mask", cu_seqlens.device.type)
+    return create(mask_mod, None, None, num_tokens, num_tokens, device=str(cu_seqlens.device))

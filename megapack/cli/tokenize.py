@@ -151,6 +151,13 @@ def _add_execution_arguments(parser: argparse.ArgumentParser) -> None:
         help="text per batch; a worker holds about ten (4M)",
     )
     group.add_argument(
+        "--worker-memory",
+        type=byte_count,
+        default="2G",
+        metavar="SIZE",
+        help="a worker that grows beyond it forgets the words its tokenizer has seen (2G)",
+    )
+    group.add_argument(
         "--executor",
         choices=("local", "ray"),
         default="local",
@@ -211,6 +218,7 @@ def run(args: argparse.Namespace) -> int:
         shard=args.shard,
         finish=args.finish,
         block_bytes=args.block_bytes,
+        worker_memory=args.worker_memory,
         keep_shards=args.keep_shards,
         overwrite=args.overwrite,
     )

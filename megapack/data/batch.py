@@ -26,7 +26,7 @@ _DTYPES = {
 }
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class MicroBatch:
     """One forward of one rank: which samples, and where in the run it stands.
 
@@ -111,10 +111,15 @@ class BatchLayout:
                 f"{self.micro_batch_tokens}"
             )
 
+    def fits(self, capacity: int) -> bool:
+        """Whether samples of ``capacity`` tokens can be laid out so."""
+        row = self.row_tokens or capacity
+        return capacity <= row and self.micro_batch_tokens % row == 0
+
     def rows(self, capacity: int) -> tuple[int, int]:
         """(number of rows, tokens per row) for samples of ``capacity`` tokens."""
         row = self.row_tokens or capacity
-        if capacity > row or self.micro_batch_tokens % row:
+        if not self.fits(capacity):
             raise ConfigError(
                 f"a micro batch of {self.micro_batch_tokens} tokens in rows of {row} cannot hold "
                 f"samples of {capacity}: make row_tokens a divisor of micro_batch_tokens and at "

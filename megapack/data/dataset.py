@@ -151,7 +151,7 @@ class PackedDataset(Dataset[Batch]):
 
         Returns:
             tokens, labels, position_ids int64 (capacity,); loss_mask float32 (capacity,);
-            cu_seqlens int32 (segments + 1,); max_seqlen int; sample_id int.
+            cu_seqlens int32 (segments + 1,); max_seqlen int.
         """
         sample = i.__index__()
         if sample < 0:
@@ -239,7 +239,7 @@ class PackedDataset(Dataset[Batch]):
         for index in self.samples.indices:
             for b, capacity in enumerate(index.bucket_capacity.tolist()):
                 begin, end = index.bucket_sample_offsets[b : b + 2].tolist()
-                if begin == end:
+                if begin == end or not layout.fits(capacity):
                     continue
                 rows, _ = layout.rows(capacity)
                 slots = layout.num_samples(capacity)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from typing import Any, Literal
 
@@ -12,11 +13,14 @@ from megapack.data.batch import Batch, BatchLayout, MicroBatch, allocate, carve,
 from megapack.data.dataset import PackedDataset
 from megapack.data.prefetch import ThreadPrefetcher, to_device
 from megapack.data.rank_check import RankChecker
+from megapack.data.report import plan_run
 from megapack.data.sampler import BucketBatchSampler
 from megapack.data.schedule import Schedule
 from megapack.errors import ConfigError, IndexMismatchError
 
 __all__ = ["PackedLoader", "build_loader"]
+
+log = logging.getLogger(__name__)
 
 
 def build_loader(
@@ -53,9 +57,9 @@ def build_loader(
         num_workers: worker processes; 0: a thread of this process, which is faster unless Python
             itself is the bottleneck (the gather holds no GIL).
         prefetch: batches prepared ahead (per worker); 0 (without workers): none.
-        pin_memory: batches in page-locked memory.
+        pin_memory: batches in page-locked memory, where there is CUDA.
         reuse_buffers: write into the same few buffers again and again. A batch is then valid until
-            the next one is asked for. Not with workers.
+            the next one is asked for. Not with workers or a device.
         device: move the tensors there, one batch ahead on a CUDA stream of its own.
         timeout_seconds: a worker that prepares a batch for longer is an error; 0: none.
         check_ranks_every: compare ranks every so many steps (``RankChecker``); 0: never. Needs
@@ -77,8 +81,11 @@ def build_loader(
     """
     if schedule.samples is not dataset.samples:
         _check_same_samples(dataset, schedule)
-    if reuse_buffers and num_workers > 0:
-        raise ConfigError("reuse_buffers is for num_workers=0: workers hand over their batches")
+    if reuse_buffers and (num_workers > 0 or device is not None):
+        raise ConfigError(
+            "reuse_buffers is for num_workers=0 and batches that stay in host memory: workers hand "
+            "over their batches, and a copy to a device may still be reading"
+        )
     sampler = BucketBatchSampler(
         schedule,
         data_parallel_rank=data_parallel_rank,
@@ -100,6 +107,8 @@ def build_loader(
     )
     for stream in schedule.buckets:
         shape.rows(stream.capacity)  # refuse now what would be refused at some step
+    if data_parallel_rank == 0 and log.isEnabledFor(logging.INFO):
+        log.info("%s", plan_run(schedule, sampler.start_step + sampler.num_steps))
     return PackedLoader(
         dataset,
         sampler,
@@ -146,7 +155,7 @@ class PackedLoader:
         self.schedule = sampler.schedule
         self._num_workers = num_workers
         self._prefetch = prefetch
-        self._pin_memory = pin_memory
+        self._pin_memory = pin_memory and torch.cuda.is_available()
         self._reuse_buffers = reuse_buffers
         self._device = None if device is None else torch.device(device)
         self._timeout = timeout_seconds
@@ -224,7 +233,7 @@ class PackedLoader:
             except StopIteration:
                 return
             except RuntimeError as error:
-                if "DataLoader" not in str(error):
+                if not _is_death(error):
                     raise
                 step = self.sampler.start_step + count // self.sampler.num_micro_steps
                 cause = error.__cause__ or error.__context__
@@ -239,6 +248,11 @@ class PackedLoader:
             small = {name: _as_tensor(value) for name, value in rest.items()}
             yield {**carve(memory).shaped(shape), **small, **item.about()}
             next(warm, None)
+
+
+def _is_death(error: RuntimeError) -> bool:
+    """Of the worker, or its silence; errors that it raised come with their own type and message."""
+    return "DataLoader worker (pid" in str(error) or "DataLoader timed out" in str(error)
 
 
 class _WorkerDataset(Dataset[Any]):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator
 from typing import TypeVar
 
 __all__ = ["ahead"]
@@ -12,11 +12,13 @@ __all__ = ["ahead"]
 T = TypeVar("T")
 
 
-def ahead(items: Iterable[T], *, depth: int = 2) -> Iterator[T]:
+def ahead(items: Generator[T, None, None], *, depth: int = 2) -> Generator[T, None, None]:
     """The same items in the same order, made while the consumer works on earlier ones.
 
     Reading, encoding and writing spend their time outside of the interpreter's lock, so that three
     of these in a row keep a core busy while another waits for the disk.
+
+    Closing it, as an error in the consumer does, closes ``items`` as well.
 
     Args:
         depth: finished items that may wait; memory follows it.
@@ -32,6 +34,8 @@ def ahead(items: Iterable[T], *, depth: int = 2) -> Iterator[T]:
             _put(waiting, (False, None), stopped)
         except BaseException as error:  # raised again in the consumer, where it can be handled
             _put(waiting, (False, error), stopped)
+        finally:
+            items.close()  # here, in the thread that runs it
 
     thread = threading.Thread(target=produce, name="megapack-ahead", daemon=True)
     thread.start()

@@ -77,8 +77,7 @@ class TextBlock:
         """Without the documents where ``bad`` is true; each is recorded as ``kind``."""
         if not bad.any():
             return self
-        for i in np.flatnonzero(bad):
-            faults.record(kind, self.place(int(i)))
+        faults.record_rows(kind, np.flatnonzero(bad), self.place)
         return self.select(~bad)
 
     def checked(self, faults: Faults, *, known_utf8: bool) -> TextBlock:

@@ -86,9 +86,10 @@ def build(config: BuildConfig, progress: Progress) -> BuildResult:
     plan = _make_plan(config, progress)
     outputs = output_prefixes(config)
     before = finished_build(config, list(outputs.values()), plan.manifest)
-    if before is not None:
-        return _result(plan, outputs, Totals.of_manifest(before), [], "found")
     work = Path(plan.job.work_dir)
+    if before is not None:
+        _remove_shards(work, config)  # a run may have been killed before it did
+        return _result(plan, outputs, Totals.of_manifest(before), [], "found")
     with work_directory(work, config, plan.manifest):
         i, n = config.shard or (0, 1)
         shards = plan.shards[i::n]
@@ -106,9 +107,13 @@ def build(config: BuildConfig, progress: Progress) -> BuildResult:
         assemble(plan.job, config, [record.num_documents for record in records])
         # Last: where it stands, the build is complete.
         write_manifest(manifest_path(config), {**plan.manifest, **asdict(totals)})
-    if not config.keep_shards:
-        shutil.rmtree(work)
+    _remove_shards(work, config)
     return _result(plan, outputs, totals, records, "built")
+
+
+def _remove_shards(work: Path, config: BuildConfig) -> None:
+    if not config.keep_shards:
+        shutil.rmtree(work, ignore_errors=True)
 
 
 def _make_plan(config: BuildConfig, progress: Progress) -> _Plan:
@@ -129,7 +134,8 @@ def _make_plan(config: BuildConfig, progress: Progress) -> _Plan:
         shard_bytes = default_shard_bytes(files)
     shards = plan_shards(files, shard_bytes=shard_bytes, json_key=read.json_key)
     backend = choose_backend(tokenizer, config.backend, shards, read, progress.note)
-    job = make_job(config, tokenizer, special, backend=backend, num_shards=len(shards))
+    i, n = config.shard or (0, 1)
+    job = make_job(config, tokenizer, special, backend=backend, num_shards=len(shards[i::n]))
     manifest = {
         "options": config.identity(),
         "tokenizer": describe_tokenizer(tokenizer),

@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from megapack.errors import DataError
+from megapack.errors import ConfigError, DataError
 from megapack.tokenization.blocks import TextBlock
 from megapack.tokenization.coding import Coded, Coder, Storage
 from megapack.tokenization.encoders import Encoder
@@ -80,6 +80,11 @@ class ChatCoder(Coder):
 
     def _framed(self, chat: CodedChat) -> CodedChat:
         prefix, suffix = self._storage.prefix, self._storage.suffix
+        if (prefix and chat.ids[0] == prefix[0]) or (suffix and chat.ids[-1] == suffix[0]):
+            raise ConfigError(
+                "the chat template writes the token that begins or ends a document itself; leave "
+                "out --prepend-bos or --append-eod, or it would stand there twice"
+            )
         ids = np.concatenate([prefix, chat.ids, suffix]).astype(np.int32)
         learned = np.concatenate(
             [
@@ -152,4 +157,9 @@ def _messages(text: str) -> list[Message]:
             raise DataError(f'message {i} is not of the form {{"role": ..., "content": ...}}')
         if "content" not in message:
             raise DataError(f"message {i} has no content")
+    if "\\u" in text:  # else it has no surrogates: it was UTF-8
+        try:
+            json.dumps(messages, ensure_ascii=False).encode("utf-8")
+        except UnicodeEncodeError as error:
+            raise DataError("a message holds half of a surrogate pair") from error
     return messages

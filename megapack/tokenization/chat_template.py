@@ -24,6 +24,9 @@ __all__ = ["TemplateChats"]
 # text has them, and a conversation that does is refused.
 _OPEN, _CLOSE = "\ufdd0", "\ufdd1"
 
+# What an expression of a template can run into when a message has not the form it expects.
+_WRONG = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
+
 Span = tuple[int, int]
 
 
@@ -47,7 +50,7 @@ class TemplateChats(Chats):
                 "tokenizer.json: use --chat-format headers"
             )
         self._loss = loss
-        self._special = sorted(files.special, key=len, reverse=True)
+        self._special = tuple(files.special)
         tokenizers = require("tokenizers", "tokenizers", f"tokenizer {files.source}")
         self._tokenizer = tokenizers.Tokenizer.from_file(str(files.path))
         self._tokenizer.no_truncation()
@@ -61,7 +64,8 @@ class TemplateChats(Chats):
         self._variables = _special_variables(files)
 
     def code(self, messages: Sequence[Message]) -> CodedChat:
-        if _OPEN in (whole := json.dumps(messages, ensure_ascii=False)) or _CLOSE in whole:
+        said = json.dumps(messages, ensure_ascii=False)
+        if _OPEN in said or _CLOSE in said:
             raise DataError("the text holds U+FDD0 or U+FDD1, which are no characters")
         text, spans = self._marked(messages) if self._marks_answers else self._compared(messages)
         encoding = self._tokenizer.encode(text, add_special_tokens=False)
@@ -111,7 +115,7 @@ class TemplateChats(Chats):
     def _answer_end(self, text: str) -> int:
         """Behind the token that ends the turn; templates write a line end there, models do not."""
         stripped = text.rstrip()
-        return len(stripped) if stripped.endswith(tuple(self._special)) else len(text)
+        return len(stripped) if stripped.endswith(self._special) else len(text)
 
 
 def _template_of(files: TokenizerFiles) -> str:
@@ -166,7 +170,7 @@ def _compile(files: TokenizerFiles, source: str) -> tuple[tuple[type[Exception],
 
     environment.globals["raise_exception"] = refuse
     try:
-        return (jinja2.TemplateError, TypeError, ValueError), environment.from_string(source)
+        return (jinja2.TemplateError, *_WRONG), environment.from_string(source)
     except jinja2.TemplateError as error:
         raise ConfigError(f"{why} is broken: {error}") from error
 

@@ -84,8 +84,7 @@ class TextCoder(Coder):
             self._verify(block, self._reference)
         empty = offsets[:-1] == offsets[1:]
         if empty.any():  # text of which a tokenizer's normalization leaves nothing
-            for i in np.flatnonzero(empty):
-                faults.record("empty document", block.place(int(i)))
+            faults.record_rows("empty document", np.flatnonzero(empty), block.place)
             offsets = offsets[np.concatenate([~empty, [True]])]
         tokens, framed = self._storage.frame(ids, offsets)
         return Coded(tokens, framed, None)

@@ -29,6 +29,7 @@ _EXECUTION = frozenset(
         "shard",
         "finish",
         "block_bytes",
+        "worker_memory",
         "keep_shards",
         "overwrite",
     }
@@ -83,6 +84,7 @@ class BuildConfig:
     shard: tuple[int, int] | None = None  # (i, n): this machine's part of the shards
     finish: bool = False  # join shards that other machines built
     block_bytes: int = 4 << 20
+    worker_memory: int = 2 << 30  # bytes, above which a worker drops its tokenizer's cache
     keep_shards: bool = False
     overwrite: bool = False
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import abc
 import os
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,7 +19,7 @@ from megapack.tokenization.blocks import TextBlock
 from megapack.tokenization.optional import require
 from megapack.tokenization.tokenizer import TokenizerFiles
 
-__all__ = ["BACKENDS", "Encoder", "Ids", "open_encoder"]
+__all__ = ["BACKENDS", "Encoder", "Ids", "Limits", "open_encoder"]
 
 Ids = NDArray[np.int32] | NDArray[np.uint32]
 
@@ -40,12 +41,18 @@ class Encoder(abc.ABC):
         """Token ids of all documents, and where each begins (int64, ``len(block) + 1``)."""
 
 
-def open_encoder(files: TokenizerFiles, backend: str, *, threads: int = 1) -> Encoder:
+class Limits(NamedTuple):
+    """What an encoder may use; the ids do not depend on it."""
+
+    threads: int = 1
+    memory_bytes: int = 2 << 30  # of the process, above which caches are dropped
+
+
+def open_encoder(files: TokenizerFiles, backend: str, limits: Limits = Limits()) -> Encoder:  # noqa: B008
     """Load ``files`` with a backend of its kind.
 
     Args:
         backend: one of ``BACKENDS[files.kind]``; ``auto`` is decided elsewhere (probe.py).
-        threads: how many the backend may use; the ids do not depend on it.
 
     Raises:
         ConfigError: the backend does not run this kind of tokenizer, or cannot run this one.
@@ -63,22 +70,25 @@ def open_encoder(files: TokenizerFiles, backend: str, *, threads: int = 1) -> En
         "tokenizers": _HuggingFace,
         "gigatoken": _Gigatoken,
     }
-    return classes[backend](files, threads)
+    return classes[backend](files, limits)
 
 
 class _Loaded(Encoder):
-    def __init__(self, files: TokenizerFiles, threads: int) -> None:
-        self._threads = threads
-        self._load(files)
+    def __init__(self, files: TokenizerFiles, limits: Limits) -> None:
+        self._files = files
+        self._limits = limits
+        # Read by the Rust libraries when their thread pool first starts.
+        os.environ["RAYON_NUM_THREADS"] = str(limits.threads)
+        self._load()
 
     @abc.abstractmethod
-    def _load(self, files: TokenizerFiles) -> None: ...
+    def _load(self) -> None: ...
 
 
 class _Bytes(_Loaded):
     backend = "bytes"
 
-    def _load(self, files: TokenizerFiles) -> None:
+    def _load(self) -> None:
         pass
 
     def encode(self, block: TextBlock) -> tuple[Ids, NDArray[np.int64]]:
@@ -88,9 +98,9 @@ class _Bytes(_Loaded):
 class _SentencePiece(_Loaded):
     backend = "sentencepiece"
 
-    def _load(self, files: TokenizerFiles) -> None:
-        module = require("sentencepiece", None, f"tokenizer {files.source}")
-        self._processor = module.SentencePieceProcessor(model_file=str(files.path))
+    def _load(self) -> None:
+        module = require("sentencepiece", None, f"tokenizer {self._files.source}")
+        self._processor = module.SentencePieceProcessor(model_file=str(self._files.path))
         self._returns_arrays = hasattr(self._processor, "EncodeAsNumpy")  # 0.2.1 and later
 
     def encode(self, block: TextBlock) -> tuple[Ids, NDArray[np.int64]]:
@@ -98,19 +108,17 @@ class _SentencePiece(_Loaded):
         if not texts:
             return _joined([])
         kind: Any = "numpy" if self._returns_arrays else int
-        rows = self._processor.Encode(texts, out_type=kind, num_threads=self._threads)
+        rows = self._processor.Encode(texts, out_type=kind, num_threads=self._limits.threads)
         return _joined(rows)
 
 
 class _HuggingFace(_Loaded):
     backend = "tokenizers"
 
-    def _load(self, files: TokenizerFiles) -> None:
-        # Read by the Rust library when its thread pool first starts.
-        os.environ["RAYON_NUM_THREADS"] = str(self._threads)
-        os.environ["TOKENIZERS_PARALLELISM"] = "true" if self._threads > 1 else "false"
-        module = require("tokenizers", "tokenizers", f"tokenizer {files.source}")
-        self._tokenizer = module.Tokenizer.from_file(str(files.path))
+    def _load(self) -> None:
+        os.environ["TOKENIZERS_PARALLELISM"] = "true" if self._limits.threads > 1 else "false"
+        module = require("tokenizers", "tokenizers", f"tokenizer {self._files.source}")
+        self._tokenizer = module.Tokenizer.from_file(str(self._files.path))
         # A file saved after fine-tuning may carry both; either would corrupt a corpus.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
@@ -123,18 +131,24 @@ class _HuggingFace(_Loaded):
 class _Gigatoken(_Loaded):
     backend = "gigatoken"
 
-    def _load(self, files: TokenizerFiles) -> None:
-        why = f"backend gigatoken of {files.source}"
-        gigatoken = require("gigatoken", "gigatoken", why)
-        self._awkward = require("awkward", "gigatoken", why)
+    def _load(self) -> None:
+        source = self._files.source
+        gigatoken = require("gigatoken", "gigatoken", f"backend gigatoken of {source}")
+        self._awkward = require("awkward", "gigatoken", f"backend gigatoken of {source}")
         try:
-            self._tokenizer = gigatoken.Tokenizer(files.path)
+            self._tokenizer = gigatoken.Tokenizer(self._files.path)
         except (RuntimeError, ValueError, NotImplementedError, KeyError, TypeError) as error:
             reason = str(error).strip().splitlines()[0]
-            raise ConfigError(f"gigatoken cannot run {files.source}: {reason}") from error
+            raise ConfigError(f"gigatoken cannot run {source}: {reason}") from error
+        # It remembers every word it has seen; half the limit is left to it at least.
+        half = self._limits.memory_bytes // 2
+        self._ceiling = max(self._limits.memory_bytes, resident_bytes() + half)
 
     def encode(self, block: TextBlock) -> tuple[Ids, NDArray[np.int64]]:
-        rows = self._tokenizer.encode_batch(self._array(block), parallel=self._threads > 1)
+        if resident_bytes() > self._ceiling:
+            del self._tokenizer  # first, so that two are never there
+            self._load()
+        rows = self._tokenizer.encode_batch(self._array(block), parallel=self._limits.threads > 1)
         layout = self._awkward.to_packed(rows).layout
         return np.asarray(layout.content.data), np.asarray(layout.offsets.data, np.int64)
 
@@ -145,6 +159,15 @@ class _Gigatoken(_Loaded):
         offsets = self._awkward.index.Index64(block.offsets)
         strings = contents.ListOffsetArray(offsets, characters, parameters={"__array__": "string"})
         return self._awkward.Array(strings)
+
+
+def resident_bytes() -> int:
+    """Memory of this process; 0 where the system does not tell."""
+    try:
+        pages = Path("/proc/self/statm").read_bytes().split()[1]
+    except OSError:
+        return 0
+    return int(pages) * os.sysconf("SC_PAGESIZE")
 
 
 def _joined(rows: list[Any]) -> tuple[Ids, NDArray[np.int64]]:

@@ -6,14 +6,15 @@ Shards go to whoever is free, so that one with long documents holds nobody up.
 
 from __future__ import annotations
 
-import concurrent.futures
+import contextlib
 import functools
 import multiprocessing
 import multiprocessing.connection
 import os
+import queue
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import FIRST_EXCEPTION, Future, ProcessPoolExecutor
+from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from typing import Any
 
@@ -72,16 +73,20 @@ def _packages(backend: str) -> list[str]:
 
 
 def _watch(futures: Sequence[Future[ShardRecord]], counters: Any, report: Report) -> None:
-    pending: set[Future[ShardRecord]] = set(futures)
+    """Report what is counted until all shards are done. Raises what a worker raised."""
+    done: queue.SimpleQueue[Future[ShardRecord]] = queue.SimpleQueue()
+    for future in futures:
+        future.add_done_callback(done.put)
+    num_pending = len(futures)
     reported = Counted(0, 0, 0)
-    while pending:
-        done, pending = concurrent.futures.wait(pending, _POLL_SECONDS, FIRST_EXCEPTION)
+    while num_pending:
+        with contextlib.suppress(queue.Empty):
+            done.get(timeout=_POLL_SECONDS).result()
+            num_pending -= 1
         with counters.get_lock():
             now = Counted(*counters)
         report(Counted(*(a - b for a, b in zip(now, reported, strict=True))))
         reported = now
-        for future in done:
-            future.result()  # raises what the worker raised
 
 
 # The worker process. One coder per process, loaded once.

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
 
 from megapack.errors import DataError
 
@@ -76,10 +79,14 @@ class Faults:
                 f"{place}: {kind}{reason}; mend the input, or drop such documents with "
                 "--on-error skip (they are counted and reported)"
             )
-        self.counts[kind] = self.counts.get(kind, 0) + 1
-        places = self.places.setdefault(kind, [])
-        if len(places) < self.max_places:
-            places.append(place)
+        self.add({kind: 1}, {kind: [place]})
+
+    def record_rows(self, kind: str, rows: NDArray[np.intp], place: Callable[[int], Place]) -> None:
+        """Count many documents, of which ``place`` tells where they are. Raises as ``record``."""
+        if len(rows):
+            self.record(kind, place(int(rows[0])))
+            shown = rows[1 : self.max_places]
+            self.add({kind: len(rows) - 1}, {kind: [place(int(row)) for row in shown]})
 
     def add(self, counts: Mapping[str, int], places: Mapping[str, list[Place]]) -> None:
         """Take over what a later part of the corpus recorded."""

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from megapack import _core
 from megapack.tokenization.blocks import TextBlock
-from megapack.tokenization.encoders import BACKENDS, Encoder, Ids, open_encoder
+from megapack.tokenization.encoders import BACKENDS, Encoder, Ids, Limits, open_encoder
 from megapack.tokenization.tokenizer import TokenizerFiles
 
 __all__ = ["GuardedEncoder", "guarded_name", "open_any"]
@@ -52,21 +52,21 @@ def guarded_name(files: TokenizerFiles) -> str:
     return f"gigatoken+{BACKENDS[files.kind][0]}"
 
 
-def open_any(files: TokenizerFiles, backend: str, *, threads: int = 1) -> Encoder:
+def open_any(files: TokenizerFiles, backend: str, limits: Limits = Limits()) -> Encoder:  # noqa: B008
     """A backend by its name, or the guarded pair by the name of ``guarded_name``."""
     if backend == guarded_name(files):
-        return GuardedEncoder(files, threads)
-    return open_encoder(files, backend, threads=threads)
+        return GuardedEncoder(files, limits)
+    return open_encoder(files, backend, limits)
 
 
 class GuardedEncoder(Encoder):
     """gigatoken, and the reference for the documents on which gigatoken is known to differ."""
 
-    def __init__(self, files: TokenizerFiles, threads: int) -> None:
+    def __init__(self, files: TokenizerFiles, limits: Limits = Limits()) -> None:  # noqa: B008
         self.backend = guarded_name(files)
         self._files = files
-        self._threads = threads
-        self._fast = open_encoder(files, "gigatoken", threads=threads)
+        self._limits = limits
+        self._fast = open_encoder(files, "gigatoken", limits)
         self._loaded_reference: Encoder | None = None
         control = files.special if files.kind == "sentencepiece" else {}
         self._control = [text.encode("utf-8") for text in control]
@@ -76,7 +76,7 @@ class GuardedEncoder(Encoder):
         """Loaded when the first document needs it; most corpora have none."""
         if self._loaded_reference is None:
             name = BACKENDS[self._files.kind][0]
-            self._loaded_reference = open_encoder(self._files, name, threads=self._threads)
+            self._loaded_reference = open_encoder(self._files, name, self._limits)
         return self._loaded_reference
 
     def encode(self, block: TextBlock) -> tuple[Ids, NDArray[np.int64]]:

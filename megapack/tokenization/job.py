@@ -11,7 +11,7 @@ from megapack.tokenization.chat import ChatCoder, ChatLoss, Chats, HeaderChats
 from megapack.tokenization.chat_template import TemplateChats
 from megapack.tokenization.coding import Coder, Storage, TextCoder
 from megapack.tokenization.config import BuildConfig, ChatFormat
-from megapack.tokenization.encoders import BACKENDS, open_encoder
+from megapack.tokenization.encoders import BACKENDS, Limits, open_encoder
 from megapack.tokenization.faults import OnError
 from megapack.tokenization.guard import open_any
 from megapack.tokenization.pieces import ReadOptions
@@ -40,7 +40,7 @@ class Job:
     tokenizer: TokenizerFiles
     backend: str
     verify_fraction: float
-    threads: int  # that the backend may use
+    limits: Limits  # of a worker's encoder
     storage: Storage
     chat: tuple[ChatFormat, ChatLoss] | None  # None: documents are text
     read: ReadOptions
@@ -99,7 +99,7 @@ def make_job(
         backend=backend,
         verify_fraction=config.verify_fraction,
         # More workers than shards: the spare ones work inside of a shard.
-        threads=max(1, config.workers // max(1, num_shards)),
+        limits=Limits(max(1, config.workers // max(1, num_shards)), config.worker_memory),
         storage=Storage(
             dtype=dtype,
             vocab_size=tokenizer.vocab_size,
@@ -145,7 +145,7 @@ def open_coder(job: Job) -> Coder:
         MegapackError: a package is missing.
     """
     if job.chat is None:
-        encoder = open_any(job.tokenizer, job.backend, threads=job.threads)
+        encoder = open_any(job.tokenizer, job.backend, job.limits)
         reference = None
         if job.verify_fraction > 0:
             reference = open_encoder(job.tokenizer, BACKENDS[job.tokenizer.kind][0])
@@ -161,5 +161,5 @@ def open_coder(job: Job) -> Coder:
     if form == "template":
         chats = TemplateChats(job.tokenizer, loss)
     else:
-        chats = HeaderChats(open_any(job.tokenizer, job.backend), loss)
+        chats = HeaderChats(open_any(job.tokenizer, job.backend, job.limits), loss)
     return ChatCoder(chats, job.storage)

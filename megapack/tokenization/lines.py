@@ -17,6 +17,7 @@ __all__ = ["line_blocks", "open_stream"]
 _BOM = b"\xef\xbb\xbf"
 _SEARCH_BYTES = 1 << 16
 _ZST_INPUT_BYTES = 1 << 14
+_ZST_WINDOW_BYTES = 1 << 31
 
 
 @contextlib.contextmanager
@@ -41,7 +42,9 @@ class _ZstReader:
     def __init__(self, raw: BinaryIO, path: str) -> None:
         zstandard = require("zstandard", "zst", f"reading {path}")
         self._error: type[Exception] = zstandard.ZstdError
-        self._new: Callable[[], Any] = zstandard.ZstdDecompressor().decompressobj
+        # Corpora are packed with --long, whose windows the library refuses unless told.
+        decompressor = zstandard.ZstdDecompressor(max_window_size=_ZST_WINDOW_BYTES)
+        self._new: Callable[[], Any] = decompressor.decompressobj
         self._raw = raw
         self._path = path
         self._frame = self._new()

@@ -73,7 +73,7 @@ def plan_shards(files: Sequence[InputFile], *, shard_bytes: int, json_key: str) 
                     close()
             continue
         for piece, weight in _indivisible(file, json_key):
-            pieces = _appended(pieces, piece)
+            _append(pieces, piece)
             filled += weight
             if filled >= shard_bytes:
                 close()
@@ -93,10 +93,10 @@ def _indivisible(file: InputFile, json_key: str) -> Iterator[tuple[Piece, int]]:
             yield Piece(file.path, file.format, i, i + 1), weight
 
 
-def _appended(pieces: list[Piece], piece: Piece) -> list[Piece]:
+def _append(pieces: list[Piece], piece: Piece) -> None:
     """Row groups of one file that follow each other are one piece."""
-    if pieces and piece.format == "parquet":
-        last = pieces[-1]
-        if last.path == piece.path and last.end == piece.begin:
-            return [*pieces[:-1], last._replace(end=piece.end)]
-    return [*pieces, piece]
+    last = pieces[-1] if pieces and piece.format == "parquet" else None
+    if last is not None and (last.path, last.end) == (piece.path, piece.begin):
+        pieces[-1] = last._replace(end=piece.end)
+    else:
+        pieces.append(piece)

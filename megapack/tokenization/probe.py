@@ -65,7 +65,7 @@ def choose_backend(
     if "gigatoken" not in others:
         return reference
     try:
-        guarded = GuardedEncoder(files, threads=1)
+        guarded = GuardedEncoder(files)
     except ConfigError as error:
         note(f"{error}; {reference} is used instead")
         return reference

@@ -46,7 +46,7 @@ def run_ray(
 
 
 def _run(ray: Any, job: Job, shards: Sequence[Shard], report: Report) -> list[ShardRecord]:
-    task = ray.remote(num_cpus=job.threads, max_retries=_RETRIES)(_build)
+    task = ray.remote(num_cpus=job.limits.threads, max_retries=_RETRIES)(_build)
     everywhere = ray.put(job)
     running = [task.remote(everywhere, shard) for shard in shards]
     pending = list(running)

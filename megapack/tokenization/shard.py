@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -77,11 +77,13 @@ def build_shard(
             "missing parts again, or leave out --finish to build them here"
         )
     record = ShardRecord(index=shard.index)
-    faults = Faults(job.on_error)
+    # One for each thread.
+    read_faults, code_faults = Faults(job.on_error), Faults(job.on_error)
     with contextlib.ExitStack() as stack:
         builders = {dataset: stack.enter_context(_builder(job, dataset)) for dataset in datasets}
-        blocks = ahead(_kept(read_blocks(shard.pieces, job.read, faults), job, faults))
-        for part in ahead(_coded(blocks, job, coder, faults)):
+        blocks = ahead(_kept(read_blocks(shard.pieces, job.read, read_faults), job, read_faults))
+        parts = ahead(_coded(blocks, job, coder, code_faults))
+        for part in stack.enter_context(contextlib.closing(parts)):
             tokens, offsets, labels = part.coded
             builders[prefix + part.stream].add_documents(tokens, offsets)
             if labels is not None:
@@ -91,7 +93,8 @@ def build_shard(
             record.num_text_bytes += counted.text_bytes
             record.num_tokens += counted.tokens
             report(counted)
-    record.fault_counts, record.fault_places = faults.counts, faults.places
+    read_faults.add(code_faults.counts, code_faults.places)
+    record.fault_counts, record.fault_places = read_faults.counts, read_faults.places
     write_record(prefix, record)
     return record
 
@@ -111,7 +114,9 @@ def _builder(job: Job, dataset: str) -> IndexedDatasetBuilder:
     )
 
 
-def _kept(blocks: Iterator[TextBlock], job: Job, faults: Faults) -> Iterator[TextBlock]:
+def _kept(
+    blocks: Iterator[TextBlock], job: Job, faults: Faults
+) -> Generator[TextBlock, None, None]:
     """Without the documents that the word limits leave out."""
     few = 0 if job.min_words is None else job.min_words
     many = np.iinfo(np.int64).max if job.max_words is None else job.max_words
@@ -125,7 +130,9 @@ def _kept(blocks: Iterator[TextBlock], job: Job, faults: Faults) -> Iterator[Tex
             yield kept
 
 
-def _coded(blocks: Iterator[TextBlock], job: Job, coder: Coder, faults: Faults) -> Iterator[_Part]:
+def _coded(
+    blocks: Iterator[TextBlock], job: Job, coder: Coder, faults: Faults
+) -> Generator[_Part, None, None]:
     for block in blocks:
         if job.hash_weights is None:
             yield _Part("", coder.code(block, faults), len(block.text))

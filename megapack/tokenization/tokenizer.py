@@ -28,8 +28,21 @@ _BYTE_SPECIALS = ("<eod>", "<bos>", "<pad>")
 # Names by which published tokenizers call their first and last token, for a tokenizer.json that
 # comes without the tokenizer_config.json that would say so.
 _USUAL: dict[Role, tuple[str, ...]] = {
-    "bos": ("<s>", "<|begin_of_text|>", "<bos>", "<|begin▁of▁sentence|>", "[CLS]"),
-    "eod": ("<|endoftext|>", "</s>", "<|end_of_text|>", "<eos>", "<|end▁of▁sentence|>", "[SEP]"),
+    "bos": (
+        "<s>",
+        "<|begin_of_text|>",
+        "<bos>",
+        "<|begin\u2581of\u2581sentence|>",
+        "[CLS]",
+    ),
+    "eod": (
+        "<|endoftext|>",
+        "</s>",
+        "<|end_of_text|>",
+        "<eos>",
+        "<|end\u2581of\u2581sentence|>",
+        "[SEP]",
+    ),
 }
 
 

@@ -61,6 +61,7 @@ def work_directory(work: Path, config: BuildConfig, plan: Mapping[str, Any]) -> 
     with _locked(work, config.shard):
         path = _work_manifest(work)
         if config.overwrite and config.shard is None and not config.finish:
+            manifest_path(config).unlink(missing_ok=True)  # it would speak of another dataset
             _empty(work)
         before = read_manifest(path)
         changed = [] if before is None else differences(before, plan)

@@ -189,7 +189,7 @@ class EvaluationConfig:
     every: int | None = None
     """Steps between evaluations; null evaluates at the end only."""
     max_tokens: int | None = None
-    """Evaluate the first samples up to this many tokens per bucket; null takes all."""
+    """Evaluate samples up to this many tokens per bucket; null takes all."""
     buckets: tuple[int, ...] = ()
     """Capacities into which validation documents are packed; empty takes the training buckets.
     Runs that are compared need the same ones."""

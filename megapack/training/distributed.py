@@ -56,8 +56,10 @@ def join(local_rank: int | None = None) -> None:
     if "RANK" not in env and "WORLD_SIZE" not in env:  # one plain process
         env.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1")
         env["MASTER_PORT"] = str(free_port())
-    env.setdefault("LOCAL_RANK", "0" if env.get("WORLD_SIZE") == "1" else "")
-    missing = [n for n in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR") if not env.get(n)]
+    if env.get("WORLD_SIZE") == "1":
+        env.setdefault("LOCAL_RANK", "0")
+    needed = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+    missing = [name for name in needed if not env.get(name)]
     if missing:
         raise ConfigError(
             f"the launcher did not set {', '.join(missing)}; start with deepspeed, torchrun, "
@@ -80,6 +82,9 @@ def world(*, timeout_minutes: float) -> Iterator[World]:
     local_rank = int(os.environ["LOCAL_RANK"])
     use_cuda = torch.cuda.is_available()
     if use_cuda:
+        # Slurm may show every task one device only; DeepSpeed reads the variable again.
+        local_rank %= torch.cuda.device_count()
+        os.environ["LOCAL_RANK"] = str(local_rank)
         torch.cuda.set_device(local_rank)
     deepspeed.init_distributed(
         "nccl" if use_cuda else "gloo",

@@ -23,8 +23,8 @@ from megapack.training.model import (
     model_configuration,
     position_limit,
 )
-from megapack.training.monitor import segment_lengths
 from megapack.training.run_dir import plain
+from megapack.training.work import segment_lengths
 
 __all__ = ["dry_run"]
 
@@ -46,7 +46,7 @@ def dry_run(config: PretrainConfig, *, world_size: int | None, device: str | Non
     ranks = world_size or int(os.environ.get("WORLD_SIZE", "1"))
     inputs = open_inputs(config)
     architecture = model_configuration(config.model, inputs.vocab_size)
-    check_positions(inputs, config.data, position_limit(architecture))
+    check_positions(inputs, config.data.positions, position_limit(architecture))
     _check_ranks(config, ranks)
     with torch.device("meta"):
         model = build_model(config.model, architecture, backend="eager", seed=0)

@@ -158,7 +158,7 @@ def start_engine(
 
 
 def _restore_buffers(model: nn.Module, buffers: dict[str, Tensor], device: torch.device) -> None:
-    """RoPE frequencies and ALiBi slopes in bfloat16 are wrong by hundreds of positions at 16k.
+    """RoPE frequencies rounded to bfloat16 are wrong by 32 positions at 16k.
 
     Some DeepSpeed versions cast buffers with the parameters; float32 comes back here.
     """

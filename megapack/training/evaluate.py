@@ -61,9 +61,19 @@ def _exp(loss: float) -> float:
 
 
 def open_validation(
-    prefix: str, index: str | None, *, buckets: Sequence[int], seed: int = 0
+    prefix: str,
+    index: str | None,
+    *,
+    buckets: Sequence[int],
+    positions: Literal["segment", "document"] = "segment",
 ) -> PackedDataset:
     """Held-out documents with their samples, packed here when there is no index.
+
+    Args:
+        prefix: of the documents.
+        index: their .samples file.
+        buckets: capacities to pack into, without an index.
+        positions: as in training; a document is always scored alone.
 
     Raises:
         ConfigError: the index repeats or drops tokens, so it does not score each token once.
@@ -72,7 +82,7 @@ def open_validation(
     if index is not None:
         samples = SampleIndex.load(index)
     else:
-        samples = pack(dataset.document_lengths, "bucket", buckets=list(buckets), seed=seed)
+        samples = pack(dataset.document_lengths, "bucket", buckets=list(buckets))
     metrics = samples.metrics()
     for name in ("repeated_tokens", "dropped_tokens"):
         if metrics[name]:
@@ -80,7 +90,7 @@ def open_validation(
                 f"{index}: strategy {samples.strategy!r} has {metrics[name]:,} {name}; evaluate "
                 "with an index that places every token once (strategy bucket)"
             )
-    return PackedDataset(dataset, samples)
+    return PackedDataset(dataset, samples, positions=positions)
 
 
 def evaluate(
@@ -100,7 +110,7 @@ def evaluate(
         world: this process.
         config: how batches are handed to the model.
         micro_batch_tokens: tokens of a forward; at least one sample is taken.
-        max_tokens: of every bucket, score the first samples up to this many tokens.
+        max_tokens: of every bucket, score samples up to this many tokens.
 
     Returns:
         The same on every rank.
@@ -185,6 +195,8 @@ def _sample_ids(data: PackedDataset, capacity: int, max_tokens: int | None) -> N
     index = data.samples.indices[0]
     bucket = [int(c) for c in index.bucket_capacity].index(capacity)
     begin, end = (int(x) for x in index.bucket_sample_offsets[bucket : bucket + 2])
+    count = end - begin
     if max_tokens is not None:
-        end = min(end, begin + max(1, max_tokens // capacity))
-    return np.arange(begin, end, dtype=np.int64)
+        count = min(count, max(1, max_tokens // capacity))
+    # Evenly spaced: neighbours in an index are of like length.
+    return np.linspace(begin, end, count, endpoint=False).astype(np.int64)

@@ -12,6 +12,7 @@ import numpy as np
 
 from megapack.data import Batch, PackedDataset, PackedLoader, Schedule, load_blend
 from megapack.errors import ConfigError
+from megapack.packing import SampleIndex
 from megapack.training.config import DataConfig, PretrainConfig
 from megapack.training.evaluate import open_validation
 
@@ -66,7 +67,12 @@ def open_inputs(config: PretrainConfig) -> Inputs:
     valid = None
     if config.data.valid_prefix is not None:
         buckets = config.evaluation.buckets or [stream.capacity for stream in schedule.buckets]
-        valid = open_validation(config.data.valid_prefix, config.data.valid_index, buckets=buckets)
+        valid = open_validation(
+            config.data.valid_prefix,
+            config.data.valid_index,
+            buckets=buckets,
+            positions="document" if config.data.positions == "document" else "segment",
+        )
     return Inputs(
         data=data,
         schedule=schedule,
@@ -102,7 +108,7 @@ def _vocab_size(config: PretrainConfig, data: PackedDataset) -> int:
     return max(known, default=1)
 
 
-def check_positions(inputs: Inputs, config: DataConfig, limit: int | None) -> None:
+def check_positions(inputs: Inputs, positions: str, limit: int | None) -> None:
     """Refuse positions that a model with learned position embeddings does not have.
 
     Raises:
@@ -110,21 +116,25 @@ def check_positions(inputs: Inputs, config: DataConfig, limit: int | None) -> No
     """
     if limit is None:
         return
-    longest = max(inputs.capacities)
-    if config.positions != "sample":
-        for index in inputs.schedule.samples.indices:
-            ends = np.asarray(index.segment_length, dtype=np.int64)
-            if config.positions == "document":
-                ends = ends + index.segment_begin
-            longest = max(int(ends.max(initial=0)), 0)
-            if longest > limit:
-                break
-    if longest > limit:
-        raise ConfigError(
-            f"the model has {limit} positions and the data needs {longest} (positions: "
-            f"{config.positions}): pack into buckets of at most {limit}, or take a model with "
-            "RoPE or ALiBi"
-        )
+    valid = "document" if positions == "document" else "segment"
+    for data, kind in ((inputs.data, positions), (inputs.valid, valid)):
+        indices = [] if data is None else data.samples.indices
+        longest = max((_longest_position(index, kind) for index in indices), default=0)
+        if longest > limit:
+            raise ConfigError(
+                f"the model has {limit} positions and {data} needs {longest} (positions: {kind}); "
+                f"pack into buckets of at most {limit}, or take a model with RoPE or ALiBi"
+            )
+
+
+def _longest_position(index: SampleIndex, positions: str) -> int:
+    """One more than the highest position id of an index."""
+    if positions == "sample":
+        return int(index.bucket_capacity.max())
+    ends = np.asarray(index.segment_length, dtype=np.int64)
+    if positions == "document":
+        ends = ends + index.segment_begin
+    return int(ends.max(initial=0))
 
 
 class TimedBatches:

@@ -28,7 +28,7 @@ def estimate_memory(
     """
     engine = config.engine
     if engine.precision == "bf16":  # under autocast activations are bfloat16 as well
-        model.bfloat16()
+        model.cast(torch.bfloat16)
     count = sum(p.numel() for p in model.parameters())
     low = engine.precision == "bf16" and engine.zero_stage > 0
     over = {stage: world_size if engine.zero_stage >= stage else 1 for stage in (1, 2, 3)}

@@ -185,7 +185,8 @@ def build_model(
             )
     if configuration.model_type == "gpt2_alibi":
         _give_slopes(model, configuration.alibi_slopes)
-    return TrainingModel(model, chunk_tokens=chunk_tokens, fused_loss=fused_loss)
+    # from_pretrained gives a model in evaluation mode, which would not checkpoint activations.
+    return TrainingModel(model, chunk_tokens=chunk_tokens, fused_loss=fused_loss).train()
 
 
 def _give_slopes(model: Any, slopes: list[float]) -> None:
@@ -255,6 +256,12 @@ class TrainingModel(nn.Module):
             chunk_tokens=self.chunk_tokens,
             fused=self.fused_loss,
         )
+
+    def cast(self, dtype: torch.dtype) -> TrainingModel:
+        """Parameters in ``dtype``; buffers (RoPE frequencies) keep their precision."""
+        for parameter in self.parameters():
+            parameter.data = parameter.data.to(dtype)
+        return self
 
     def checkpoint_activations(self) -> None:
         """Recompute every layer in the backward instead of keeping its activations."""

@@ -11,74 +11,24 @@ import math
 import resource
 import sys
 import time
-import zlib
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
-from numpy.typing import NDArray
 
-from megapack.data import Batch, Schedule, Step
+from megapack.data import Batch, Step
+from megapack.errors import ConfigError
 from megapack.training.config import LoggingConfig
 from megapack.training.distributed import World
 from megapack.training.engine import StepResult
-from megapack.training.flops import ModelFlops, peak_flops
+from megapack.training.flops import peak_flops
 from megapack.training.run_dir import RunDirectory
+from megapack.training.work import StepWork, sample_digest
 
-__all__ = ["BatchTrace", "Monitor", "StepWork", "segment_lengths"]
+__all__ = ["BatchTrace", "Monitor"]
 
 logger = logging.getLogger("megapack")
-
-
-@dataclass(frozen=True, kw_only=True)
-class StepWork:
-    """What a step holds, from the index alone."""
-
-    tokens: int
-    """Padding included."""
-    useful_tokens: int
-    """Tokens of documents."""
-    flops: float
-    """Of the model: every token of a document, attention inside segments."""
-    naive_flops: float
-    """Had every sample been one document of its capacity: the figure that flatters packing."""
-
-    @staticmethod
-    def of(schedule: Schedule, step: Step, flops: ModelFlops) -> StepWork:
-        """Count one step."""
-        lengths = segment_lengths(schedule, step.sample_ids)
-        samples = [np.full(len(d.sample_ids), d.capacity, np.int64) for d in step.draws]
-        capacities = np.concatenate(samples)
-        tokens = schedule.config.tokens_per_step
-        useful = int(lengths.sum())
-        return StepWork(
-            tokens=tokens,
-            useful_tokens=useful,
-            flops=flops.step(useful, lengths),
-            naive_flops=flops.step(tokens, capacities),
-        )
-
-
-def segment_lengths(schedule: Schedule, sample_ids: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Lengths of all segments of some samples, tokens; global sample ids, any order."""
-    source, local = schedule.samples.locate(sample_ids)
-    parts = []
-    for number, index in enumerate(schedule.samples.indices):
-        ids = local[source == number]
-        first = np.asarray(index.sample_segment_offsets[ids])
-        counts = np.asarray(index.sample_segment_offsets[ids + 1]) - first
-        before = np.cumsum(counts) - counts
-        where = np.repeat(first - before, counts) + np.arange(counts.sum())
-        parts.append(np.asarray(index.segment_length[where], dtype=np.int64))
-    return np.concatenate(parts)
-
-
-def sample_digest(content: Step) -> str:
-    """Eight hexadecimal digits that change when the samples of a step do."""
-    return f"{zlib.crc32(np.ascontiguousarray(content.sample_ids, np.int64).tobytes()):08x}"
 
 
 class Monitor:
@@ -282,8 +232,12 @@ class _TensorBoard:
 
 class _WeightsAndBiases:
     def __init__(self, project: str, directory: RunDirectory) -> None:
-        import wandb  # noqa: PLC0415
-
+        try:
+            import wandb  # noqa: PLC0415
+        except ImportError as error:
+            raise ConfigError(
+                f"logging.wandb_project is {project!r}; that needs pip install megapack[wandb]"
+            ) from error
         name = directory.path.name
         # The name is the id: a resumed run continues its curves.
         self._run = wandb.init(

@@ -59,12 +59,17 @@ class RunDirectory:
             json.dump({"time": time.time(), **facts}, file, indent=1)
 
     def forget_after(self, step: int) -> None:
-        """Drop logged steps that a resumed run does again (those from ``step`` on)."""
+        """Drop what a run that continues at ``step`` writes again.
+
+        A line of a step is about that step; a line of an evaluation, about the steps before it.
+        """
+        kept = {self.evaluation: step + 1}
         for path in (self.log, self.evaluation, *self.batches.glob("*.jsonl")):
             if path.exists():
-                kept = [line for line in read_jsonl(path) if line["step"] < step]
+                end = kept.get(path, step)
+                lines = [line for line in read_jsonl(path) if line["step"] < end]
                 with atomic_write(path, "w") as file:
-                    file.writelines(json.dumps(line) + "\n" for line in kept)
+                    file.writelines(json.dumps(line) + "\n" for line in lines)
 
 
 def read_jsonl(path: str | Path) -> Iterator[dict[str, Any]]:

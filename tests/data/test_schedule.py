@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megapack import _core
-from megapack.data import ORDERS, Schedule, plan_run
+from megapack.config import load_config
+from megapack.data import ORDERS, Schedule, ScheduleConfig, plan_run
 from megapack.errors import ConfigError
 from megapack.packing import pack
 from tests.data.corpora import index_of, packed_index
@@ -246,6 +248,26 @@ def test_settings_without_a_meaning_are_refused() -> None:
             Schedule(index, **{"tokens_per_step": 64, **options})
     with pytest.raises(ConfigError, match="no sample index"):
         Schedule([], tokens_per_step=64)
+
+
+def test_a_bucket_smaller_than_a_draw_is_used_with_a_warning(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    schedule = Schedule(samples_of_buckets({8: 40, 16: 3}), tokens_per_step=64)
+    assert "bucket 16 has 3 samples and a draw takes 4 of them" in caplog.text
+    [first] = [step for i in range(6) if (step := schedule.step(i)).capacity == 16]
+    assert sorted(set(first.sample_ids.tolist())) == [40, 41, 42]
+
+
+def test_a_configuration_file_makes_the_same_schedule(tmp_path: Path) -> None:
+    (tmp_path / "s.yaml").write_text("tokens_per_step: 64\norder: grow-p2\nseed: 5\n")
+    config = load_config(ScheduleConfig, tmp_path / "s.yaml", ["num_cycles=2"])
+    index = samples_of_buckets({8: 64, 16: 32})
+    made = Schedule.from_config(index, config)
+    same = Schedule(index, tokens_per_step=64, order="grow-p2", seed=5, num_cycles=2)
+    assert made.state_dict(3) == same.state_dict(3)
+    with pytest.raises(ConfigError, match="must be one of"):
+        load_config(ScheduleConfig, tmp_path / "s.yaml", ["order=sideways"])
 
 
 def test_micro_steps_of_one_step_have_buckets_of_their_own() -> None:

@@ -14,36 +14,10 @@ from megapack.tokenization.build import BuildResult, build
 from megapack.tokenization.config import BuildConfig
 from megapack.tokenization.faults import Faults
 from megapack.tokenization.pieces import ReadOptions
-from megapack.tokenization.shard import Counted
 from megapack.tokenization.sources import InputFile, find_inputs
 from megapack.tokenization.train import TrainOptions, train_tokenizer
 
-WriteJsonl = Callable[[Path, Iterable[Any]], Path]
-
-
-class Silence:
-    """A build's progress, remembered instead of shown."""
-
-    def __init__(self) -> None:
-        self.notes: list[str] = []
-        self.counted: list[Counted] = []
-
-    def note(self, text: str) -> None:
-        self.notes.append(text)
-
-    def start(self, num_bytes: int, num_shards: int) -> None:
-        pass
-
-    def advance(self, counted: Counted) -> None:
-        self.counted.append(counted)
-
-    def stop(self) -> None:
-        pass
-
-
-@pytest.fixture
-def silence() -> Silence:
-    return Silence()
+from .helpers import Silence, WriteJsonl
 
 
 @pytest.fixture

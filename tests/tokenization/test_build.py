@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from conftest import Silence, WriteJsonl
 from megatron.core.datasets.indexed_dataset import IndexedDataset as MegatronDataset
 from tokenizers import Tokenizer
 
 from megapack import IndexedDataset
 from megapack.errors import ConfigError, DataError, MegapackError
 from megapack.tokenization.build import BuildResult
+
+from .helpers import Silence, WriteJsonl
 
 Build = Callable[..., BuildResult]
 
@@ -276,3 +279,29 @@ def test_options_that_contradict_each_other_are_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         run_build(corpus, **options)
+
+
+PEAK = """
+import pathlib, re, sys
+from megapack.cli.main import main
+assert main(sys.argv[1:]) == 0
+# Not ru_maxrss, which a process inherits from the one that started it.
+print(re.search(r"VmHWM:\\s+(\\d+)", pathlib.Path("/proc/self/status").read_text())[1])
+"""
+
+
+def test_memory_does_not_follow_the_size_of_the_corpus(
+    tmp_path: Path, write_jsonl: WriteJsonl
+) -> None:
+    peaks = []
+    for megabytes in (4, 40):
+        text = "x = 1\n" * 5000  # 30 kB
+        corpus = write_jsonl(tmp_path / f"{megabytes}.jsonl", [{"text": text}] * (33 * megabytes))
+        command = [sys.executable, "-c", PEAK, "tokenize", "--input", str(corpus)]
+        command += ["--tokenizer", "bytes", "--output-prefix", str(tmp_path / f"out{megabytes}")]
+        command += ["--shard-size", "1G", "--block-bytes", "1M"]
+        done = subprocess.run(
+            command, check=True, capture_output=True, text=True, cwd=Path(__file__).parents[2]
+        )
+        peaks.append(int(done.stdout.split()[-1]) / 1024)
+    assert peaks[1] - peaks[0] < 25, f"MiB: {peaks}"

@@ -11,13 +11,14 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from conftest import WriteJsonl
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from megapack import IndexedDataset
 from megapack.errors import ConfigError, DataError
 from megapack.tokenization.build import BuildResult
+
+from .helpers import WriteJsonl
 
 Build = Callable[..., BuildResult]
 Messages = list[dict[str, Any]]
@@ -176,6 +177,14 @@ def test_a_template_with_marks_gives_what_transformers_gives(
     assert 0 < sum(masks) < len(masks)
 
 
+def test_a_token_that_the_template_writes_is_not_written_twice(
+    chats: Path, run_build: Build, tokenizer_with: Callable[[str], Path]
+) -> None:
+    options: dict[str, Any] = {"messages_key": "messages", "tokenizer": str(tokenizer_with(MARKED))}
+    with pytest.raises(ConfigError, match="leave out --prepend-bos"):
+        run_build(chats, prepend_bos=True, **options)
+
+
 def test_a_template_without_marks_is_compared_with_and_without_every_answer(
     tmp_path: Path, chats: Path, run_build: Build, tokenizer_with: Callable[[str], Path]
 ) -> None:
@@ -245,6 +254,7 @@ BAD_CHATS: list[tuple[Any, str]] = [
     ([{"role": 5, "content": "x"}], "message 0 is not of the form"),
     ([{"role": "user"}], "message 0 has no content"),
     ([{"role": "user", "content": None}], "content is a NoneType"),
+    ([{"role": "user", "content": "\ud800"}], "a message holds half of a surrogate pair"),
 ]
 
 
@@ -252,8 +262,9 @@ BAD_CHATS: list[tuple[Any, str]] = [
 def test_a_conversation_that_is_none_is_named(
     tmp_path: Path, write_jsonl: WriteJsonl, run_build: Build, messages: Any, reason: str
 ) -> None:
-    records = [{"messages": CHAT}, {"messages": messages}]
-    corpus = write_jsonl(tmp_path / "x.jsonl", records)
+    corpus = write_jsonl(tmp_path / "x.jsonl", [{"messages": CHAT}])
+    with corpus.open("a") as file:
+        file.write(json.dumps({"messages": messages}) + "\n")
     options: dict[str, Any] = {"messages_key": "messages", "chat_format": "headers"}
     with pytest.raises(DataError, match=rf"x\.jsonl:2: unusable chat \({reason}"):
         run_build(corpus, **options)

@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import WriteJsonl
 
 from megapack import IndexedDataset
+
+from .helpers import WriteJsonl
 
 pytestmark = pytest.mark.multiprocess
 

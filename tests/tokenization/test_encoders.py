@@ -17,7 +17,7 @@ from tokenizers import Tokenizer, pre_tokenizers
 
 from megapack.errors import ConfigError, MegapackError
 from megapack.tokenization.blocks import TextBlock
-from megapack.tokenization.encoders import Encoder, open_encoder
+from megapack.tokenization.encoders import Encoder, Limits, open_encoder, resident_bytes
 from megapack.tokenization.guard import GuardedEncoder, open_any
 from megapack.tokenization.pieces import ReadOptions
 from megapack.tokenization.plan import plan_shards
@@ -34,13 +34,13 @@ def encoded(encoder: Encoder, texts: list[str]) -> list[list[int]]:
 
 def test_bytes_are_their_own_ids() -> None:
     encoder = open_encoder(TokenizerFiles.open("bytes"), "bytes")
-    assert encoded(encoder, ["a", "", "é"]) == [[97], [], [0xC3, 0xA9]]
+    assert encoded(encoder, ["a", "", "\u00e9"]) == [[97], [], [0xC3, 0xA9]]
 
 
 def test_sentencepiece_is_sentencepiece(sp_model: Path, source_texts: list[str]) -> None:
     processor = sentencepiece.SentencePieceProcessor(model_file=str(sp_model))
     encoder = open_encoder(TokenizerFiles.open(str(sp_model)), "sentencepiece")
-    texts = ["", *source_texts[:20], "日本語 \x00 \U0001f600"]
+    texts = ["", *source_texts[:20], "\u65e5\u672c\u8a9e \x00 \U0001f600"]
     assert encoded(encoder, texts) == processor.encode(texts)
     assert encoded(encoder, []) == []
 
@@ -62,7 +62,7 @@ def test_tokenizers_is_tokenizers_without_its_truncation_and_padding(
 def test_threads_do_not_change_the_ids(bpe_json: Path, source_texts: list[str]) -> None:
     files = TokenizerFiles.open(str(bpe_json))
     alone = encoded(open_encoder(files, "gigatoken"), source_texts)
-    assert encoded(open_encoder(files, "gigatoken", threads=2), source_texts) == alone
+    assert encoded(open_encoder(files, "gigatoken", Limits(threads=2)), source_texts) == alone
 
 
 @pytest.mark.parametrize("tokenizer", ["bpe_json", "sp_model"])
@@ -72,13 +72,13 @@ def test_the_guarded_pair_gives_the_references_ids_on_hard_texts(
     files = TokenizerFiles.open(str(request.getfixturevalue(tokenizer)))
     reference = open_encoder(files, {"hf": "tokenizers"}.get(files.kind, "sentencepiece"))
     texts = hard_texts(files)
-    assert encoded(GuardedEncoder(files, 1), texts) == encoded(reference, texts)
+    assert encoded(GuardedEncoder(files), texts) == encoded(reference, texts)
 
 
 @pytest.fixture(scope="module")
 def pair(bpe_json: Path) -> tuple[Encoder, Encoder]:
     files = TokenizerFiles.open(str(bpe_json))
-    return GuardedEncoder(files, 1), open_encoder(files, "tokenizers")
+    return GuardedEncoder(files), open_encoder(files, "tokenizers")
 
 
 @given(texts=st.lists(st.text(max_size=60), max_size=5))
@@ -93,8 +93,8 @@ def letter_bpe(tmp_path: Path, bpe_json: Path) -> TokenizerFiles:
     """A BPE whose only merge, ``a`` + 0xE0, shows whether a split runs before U+088F."""
     tree = json.loads(bpe_json.read_bytes())
     alphabet = {c: i for i, c in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
-    tree["model"]["vocab"] = {**alphabet, "aà": len(alphabet)}
-    tree["model"]["merges"] = [["a", "à"]]
+    tree["model"]["vocab"] = {**alphabet, "a\u00e0": len(alphabet)}
+    tree["model"]["merges"] = [["a", "\u00e0"]]
     tree["added_tokens"] = []
     path = tmp_path / "letters.json"
     path.write_text(json.dumps(tree), encoding="utf-8")
@@ -110,7 +110,7 @@ def test_letters_of_unicode_17_go_to_the_reference(letter_bpe: TokenizerFiles) -
     assert encoded(open_encoder(letter_bpe, "gigatoken"), texts) != encoded(reference, texts), (
         "the libraries agree now: the guard of guard.py can go"
     )
-    assert encoded(GuardedEncoder(letter_bpe, 1), texts) == encoded(reference, texts)
+    assert encoded(GuardedEncoder(letter_bpe), texts) == encoded(reference, texts)
 
 
 def test_control_symbols_in_a_text_go_to_sentencepiece(sp_model: Path) -> None:
@@ -118,7 +118,7 @@ def test_control_symbols_in_a_text_go_to_sentencepiece(sp_model: Path) -> None:
     texts = ["plain", "a <s> b", "</s", "s>", "</s></s>", "end"]
     reference = encoded(open_encoder(files, "sentencepiece"), texts)
     assert encoded(open_encoder(files, "gigatoken"), texts) != reference
-    assert encoded(GuardedEncoder(files, 1), texts) == reference
+    assert encoded(GuardedEncoder(files), texts) == reference
 
 
 def shards_of(path: Path) -> tuple[list[Any], ReadOptions]:
@@ -203,6 +203,31 @@ def test_a_backend_of_another_kind_or_a_missing_package_is_named(
     notes: list[str] = []
     assert choose_backend(files, "auto", [], ReadOptions(), notes.append) == "sentencepiece"
     assert "many times faster" in notes[0]
+
+
+def test_a_tokenizers_memory_of_words_is_bounded(
+    bpe_json: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    letters = np.random.default_rng(0).integers(97, 123, (600_000, 9), np.uint8)
+    letters[:, 0] = ord(" ")
+    parts = [chunk.tobytes().decode() for chunk in np.array_split(letters, 12)]
+    files = TokenizerFiles.open(str(bpe_json))
+    before = resident_bytes()
+    encoder = open_encoder(files, "gigatoken")
+    expected = [encoded(encoder, [part]) for part in parts]
+    grown = resident_bytes() - before
+    assert grown > 40 << 20, "gigatoken's cache is small now: Limits.memory_bytes can go"
+    loads: list[str] = []
+    load = gigatoken.Tokenizer.__init__
+
+    def counted(self: Any, source: Any) -> None:
+        loads.append(str(source))
+        load(self, source)
+
+    monkeypatch.setattr(gigatoken.Tokenizer, "__init__", counted)
+    encoder = open_encoder(files, "gigatoken", Limits(memory_bytes=grown // 8))
+    assert [encoded(encoder, [part]) for part in parts] == expected
+    assert len(loads) > 1, "the cache was never dropped"
 
 
 def test_hashes_are_of_the_text(source_texts: list[str]) -> None:

@@ -93,6 +93,15 @@ def test_compressed_files_of_several_members_are_read_whole(tmp_path: Path, form
     assert read_all(path, format) == TEXT + TEXT
 
 
+def test_zst_files_with_long_windows_and_skippable_frames_are_read(tmp_path: Path) -> None:
+    parameters = zstandard.ZstdCompressionParameters(window_log=30, enable_ldm=True)
+    long = zstandard.ZstdCompressor(compression_params=parameters).compressobj()
+    skippable = (0x184D2A50).to_bytes(4, "little") + (5).to_bytes(4, "little") + b"notes"
+    path = tmp_path / "x.jsonl.zst"
+    path.write_bytes(skippable + long.compress(TEXT) + long.flush() + skippable)
+    assert read_all(path, "jsonl.zst") == TEXT
+
+
 @pytest.mark.parametrize("format", ["jsonl.gz", "jsonl.zst"])
 @pytest.mark.parametrize("keep", [0.5, 0.9, 0.999])
 def test_a_truncated_compressed_file_is_an_error_and_not_a_short_corpus(

@@ -14,13 +14,14 @@ from typing import Any
 
 import pytest
 import ray
-from conftest import Silence, WriteJsonl
 from ray.cluster_utils import Cluster
 
 from megapack import IndexedDataset
 from megapack.errors import DataError
 from megapack.tokenization.build import BuildResult
 from megapack.tokenization.shard import Counted
+
+from .helpers import Silence, WriteJsonl
 
 pytestmark = pytest.mark.multiprocess
 

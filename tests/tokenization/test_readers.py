@@ -12,7 +12,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import zstandard
-from conftest import WriteJsonl
 
 from megapack.errors import ConfigError, DataError
 from megapack.tokenization.blocks import TextBlock
@@ -21,6 +20,8 @@ from megapack.tokenization.pieces import Piece, ReadOptions
 from megapack.tokenization.plan import plan_shards
 from megapack.tokenization.readers import read_blocks
 from megapack.tokenization.sources import find_inputs
+
+from .helpers import WriteJsonl
 
 TEXTS = [f"document {i} \u00e9\u4e2d\U0001f600 " * (1 + i % 7) for i in range(300)]
 

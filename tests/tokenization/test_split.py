@@ -7,7 +7,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import WriteJsonl
 from hypothesis import given
 from hypothesis import strategies as st
 from megatron.core.datasets.blended_megatron_dataset_config import (
@@ -19,6 +18,8 @@ from megapack import IndexedDataset
 from megapack.errors import ConfigError, DataError
 from megapack.tokenization.build import BuildResult
 from megapack.tokenization.split import hashed_split, ordered_split, parse_split
+
+from .helpers import WriteJsonl
 
 Build = Callable[..., BuildResult]
 NAMES = ("train", "valid", "test")

@@ -120,6 +120,12 @@ def test_without_segments_the_same_stream_would_give_other_logits() -> None:
     assert (right - wrong).abs().max() > 0.1
 
 
+def test_casting_a_model_leaves_its_rotations_alone() -> None:
+    model = tiny_model("llama_tiny").cast(torch.bfloat16)
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+    assert {b.dtype for b in model.buffers()} == {torch.float32}
+
+
 def test_weights_from_scratch_are_a_function_of_the_seed() -> None:
     first, same, other = (tiny_model("llama_tiny", seed=s) for s in (1, 1, 2))
     torch.manual_seed(123)
@@ -144,6 +150,7 @@ def test_a_saved_model_loads_with_from_pretrained_and_trains_on(
     config = ModelConfig(pretrained=str(tmp_path / "out"))
     configuration = model_configuration(config, VOCAB)
     again = build_model(config, configuration, backend=PRESETS[preset], seed=9)
+    assert again.training, "evaluation mode would not checkpoint activations"
     batch = pack_documents([tokens])
     with torch.no_grad():
         before, after = model(**batch.arguments()).item(), again(**batch.arguments()).item()

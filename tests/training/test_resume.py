@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 from megapack.training.agreement import PREEMPTED
 from megapack.training.heartbeat import LOST_CONTACT
-from megapack.training.run_dir import read_jsonl
+from megapack.training.run_dir import RunDirectory, read_jsonl
 
 from .conftest import Corpus
 from .processes import PRETRAIN, Ranks, Zygote, wait_for
@@ -110,7 +110,7 @@ def test_a_run_killed_in_the_middle_continues_as_if_nothing_had_happened(
 
 
 def _engine(stage: int) -> dict[str, Any]:
-    return {"precision": "fp32", "zero_stage": stage, "timeout_minutes": 1}
+    return {"precision": "fp32", "zero_stage": stage, "timeout_minutes": 5}
 
 
 @pytest.mark.parametrize(
@@ -256,6 +256,18 @@ def test_ranks_with_different_data_stop_at_once_and_say_what_differs(
     ranks = _start(zygote, config, "mixed", of_rank={1: {"argv": other}})
     assert all(code != 0 for code in ranks.wait())
     assert "seed is 9 on rank 1 and 0 on the other 1" in ranks.output()
+
+
+def test_a_resumed_run_keeps_the_evaluations_of_the_steps_it_keeps(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path)
+    run.batches.mkdir()
+    for path in (run.log, run.evaluation, run.batches / "rank_00000.jsonl"):
+        path.write_text("".join(json.dumps({"step": i}) + "\n" for i in range(6)))
+    run.forget_after(3)
+    assert [line["step"] for line in read_jsonl(run.log)] == [0, 1, 2]
+    # An evaluation of step 3 is about three steps done, which are not done again.
+    assert [line["step"] for line in read_jsonl(run.evaluation)] == [0, 1, 2, 3]
+    assert len(list(read_jsonl(run.batches / "rank_00000.jsonl"))) == 3
 
 
 def test_the_run_directory_says_what_was_run(whole: Path, corpus: Corpus) -> None:

@@ -1,0 +1,63 @@
+"""Any bytes as JSON Lines: the C++ reader judges every line as Python's own parser does."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+
+from megapack import _core
+
+OK, BLANK, MALFORMED, NOT_OBJECT, MISSING, WRONG_TYPE, INVALID_UTF8 = range(7)
+
+SEEDS = [
+    rb'{"text": "plain text, long enough for the wide path", "id": 7}',
+    rb'{"a": {"b": [1, -2.5e-3, null, true, "x"]}, "text": "t\u00e9\ud83d\ude00\n\"q\""}',
+    '{"url": "\u00e9", "text": "\u65e5\u672c\u8a9e \U0001f600 \u00fc"}\n{"text": ""}\n\n'.encode(),
+    rb' [ {"text": "in a list"} ] ',
+    rb'{"\u0074ext": "escaped key", "text2": [NaN, -Infinity, 1E+9], "text": "\ud800"}',
+    b'{"text": 12}\r\n{"text": [1, {"text": "\\/"}]}\n{"other": "key"}\n17\n"text"',
+]
+
+
+def extract(data: bytes, key: str = "text", values: str = "strings") -> list[tuple[int, bytes]]:
+    """(status, text) of every line."""
+    text, offsets, status, line_begin = _core.extract_jsonl(
+        np.frombuffer(data, np.uint8), key, values
+    )
+    assert len(status) == len(line_begin) == len(offsets) - 1
+    flat = text.tobytes()
+    return [(int(s), flat[a:b]) for s, a, b in zip(status, offsets[:-1], offsets[1:], strict=True)]
+
+
+def python_says(line: bytes, key: str = "text") -> tuple[int, bytes]:
+    """The same by Python's json; NaN and the last of duplicate keys are its habits, too."""
+    try:
+        text = line.decode("utf-8")
+    except UnicodeDecodeError:
+        return INVALID_UTF8, b""
+    if not text.strip(" \t\n\r"):
+        return BLANK, b""
+    try:
+        record = json.loads(text)
+    except (ValueError, RecursionError):
+        return MALFORMED, b""
+    if not isinstance(record, dict):
+        return NOT_OBJECT, b""
+    if key not in record:
+        return MISSING, b""
+    if not isinstance(record[key], str):
+        return WRONG_TYPE, b""
+    try:
+        return OK, record[key].encode("utf-8")
+    except UnicodeEncodeError:
+        return INVALID_UTF8, b""
+
+
+def run(data: bytes, directory: Path) -> None:
+    lines = data.split(b"\n")
+    if not lines[-1]:
+        del lines[-1]
+    for line, found in zip(lines, extract(data), strict=True):
+        assert found == python_says(line), line
