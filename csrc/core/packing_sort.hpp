@@ -65,7 +65,8 @@ class LengthSort {
         std::int64_t position = 0;
         for (std::size_t l = 0; l < counts_.size(); ++l) {
             sorted.class_begin.push_back(position);
-            for (auto& part : next_) position += std::exchange(part[l], position);
+            for (auto& part : next_)
+                position += std::exchange(part[l], static_cast<Id>(position));
         }
         sorted.class_begin.push_back(position);
         parallel_for(threads_, next_.size(),
@@ -75,16 +76,16 @@ class LengthSort {
 
   private:
     void count(std::size_t p) {
-        std::vector<std::int64_t>& counts = next_[p];
-        counts.assign(counts_.size(), 0);
+        next_[p].assign(counts_.size(), 0);
+        Id* counts = next_[p].data();
         const Part range = part_of(documents_.size(), next_.size(), p);
         for (std::size_t i = range.begin; i < range.end; ++i) {
             const std::int64_t length = documents_[i].length;
             if (length < capacity_) {
-                ++counts[static_cast<std::size_t>(length)];
+                ++counts[length];
             } else {
                 next_chunk_[p] += cut_.num_chunks(length);
-                ++counts[static_cast<std::size_t>(cut_.tail(length))];
+                ++counts[cut_.tail(length)];
             }
         }
         counts[0] = 0;
@@ -92,7 +93,7 @@ class LengthSort {
 
     template <typename OnChunk>
     void scatter(std::size_t p, Id* ids, OnChunk on_chunk) {
-        std::int64_t* next = next_[p].data();
+        Id* next = next_[p].data();
         std::int64_t chunk = next_chunk_[p];
         const Part range = part_of(documents_.size(), next_.size(), p);
         for (std::size_t i = range.begin; i < range.end; ++i) {
@@ -113,7 +114,7 @@ class LengthSort {
     Cut cut_;
     std::int64_t capacity_;
     int threads_;
-    std::vector<std::vector<std::int64_t>> next_;  // per part: counts, then positions
+    std::vector<std::vector<Id>> next_;  // per part: counts, then positions
     std::vector<std::int64_t> next_chunk_;
     std::vector<std::int64_t> counts_;
     std::int64_t num_chunks_ = 0;

@@ -36,31 +36,71 @@ void for_each_document(const Documents<Id, Length>& documents,
     }
 }
 
-// One bucket on one thread needs no counting: every cut splits at most one document.
+// One bucket. On one thread nothing needs to be counted beforehand: every cut splits at most one
+// document, and a part begins where the part before has ended.
 template <typename Id, typename Length>
-Samples<Id, Length> pack_one_stream(const Documents<Id, Length>& documents, std::int64_t capacity,
-                                    Progress& progress) {
-    const std::size_t n = documents.size(), parts = (n + kPartSize - 1) / kPartSize;
-    progress.add_total(static_cast<std::int64_t>(n));
-    std::int64_t tokens = 0;
-    for (const Length length : documents.lengths) tokens += length;
-    const std::int64_t samples = (tokens + capacity - 1) / capacity;
-    Samples<Id, Length> out({capacity}, {samples}, static_cast<std::int64_t>(n) + samples);
-    out.open_sample(0, 0);
-    StreamCutter<Id, Length> cutter(out, capacity, 0, 0, 0);
-    for (std::size_t p = 0; p < parts; ++p) {
-        const Part range = part_of(n, parts, p);
-        StreamCutter<Id, Length> own = cutter;  // in registers
-        for (std::size_t i = range.begin; i < range.end; ++i) {
-            const Item<Id, Length> item = documents[i];
-            own.push(item.document, 0, item.length);
-        }
-        cutter = own;
-        progress.advance(static_cast<std::int64_t>(range.end - range.begin));
+class OneStream {
+  public:
+    OneStream(const Documents<Id, Length>& documents, std::int64_t capacity)
+        : documents_(documents),
+          capacity_(capacity),
+          parts_((documents.size() + kPartSize - 1) / kPartSize),
+          position_(parts_ + 1, 0),
+          segment_(parts_ + 1, 0) {}
+
+    Samples<Id, Length> pack(int threads, Progress& progress) {
+        find_positions(threads, progress);
+        const std::int64_t samples = (position_[parts_] + capacity_ - 1) / capacity_;
+        const auto n = static_cast<std::int64_t>(documents_.size());
+        Samples<Id, Length> out({capacity_}, {samples}, n + samples);
+        out.open_sample(0, 0);
+        if (threads > 1) find_segments(threads, progress);
+        parallel_for(threads, parts_, [&](std::size_t p) {
+            StreamCutter<Id, Length> cutter(out, capacity_, 0, segment_[p], position_[p]);
+            for_each(p, [&](auto item) { cutter.push(item.document, 0, item.length); });
+            if (threads == 1) segment_[p + 1] = cutter.num_segments();
+            progress.advance(part_size(p));
+        });
+        out.truncate(samples, segment_[parts_]);
+        return out;
     }
-    out.truncate(samples, cutter.num_segments());
-    return out;
-}
+
+  private:
+    void find_positions(int threads, Progress& progress) {
+        progress.add_total((threads > 1 ? 3 : 2) * static_cast<std::int64_t>(documents_.size()));
+        parallel_for(threads, parts_, [&](std::size_t p) {
+            std::int64_t tokens = 0;
+            for_each(p, [&](auto item) { tokens += item.length; });
+            position_[p + 1] = tokens;
+            progress.advance(part_size(p));
+        });
+        for (std::size_t p = 0; p < parts_; ++p) position_[p + 1] += position_[p];
+    }
+    void find_segments(int threads, Progress& progress) {
+        parallel_for(threads, parts_, [&](std::size_t p) {
+            SegmentCounter counter(capacity_, position_[p]);
+            for_each(p, [&](auto item) { counter.push(item.length); });
+            segment_[p + 1] = counter.num_segments();
+            progress.advance(part_size(p));
+        });
+        for (std::size_t p = 0; p < parts_; ++p) segment_[p + 1] += segment_[p];
+    }
+
+    template <typename Visit>
+    void for_each(std::size_t p, Visit visit) const {
+        const Part range = part_of(documents_.size(), parts_, p);
+        for (std::size_t i = range.begin; i < range.end; ++i) visit(documents_[i]);
+    }
+    std::int64_t part_size(std::size_t p) const {
+        const Part range = part_of(documents_.size(), parts_, p);
+        return static_cast<std::int64_t>(range.end - range.begin);
+    }
+
+    const Documents<Id, Length>& documents_;
+    std::int64_t capacity_;
+    std::size_t parts_;
+    std::vector<std::int64_t> position_, segment_;  // where the parts begin, and all ends
+};
 
 }  // namespace
 
@@ -68,8 +108,8 @@ template <typename Id, typename Length>
 Samples<Id, Length> pack_streams(const Documents<Id, Length>& documents,
                                  const std::vector<std::int64_t>& capacities, int threads,
                                  Progress& progress) {
-    if (capacities.size() == 1 && threads == 1)
-        return pack_one_stream(documents, capacities[0], progress);
+    if (capacities.size() == 1)
+        return OneStream<Id, Length>(documents, capacities[0]).pack(threads, progress);
     const std::size_t n = documents.size(), buckets = capacities.size();
     const std::size_t parts = (n + kPartSize - 1) / kPartSize;
     progress.add_total(3 * static_cast<std::int64_t>(n));

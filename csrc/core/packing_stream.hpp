@@ -46,15 +46,15 @@ class SegmentCounter {
         : capacity_(capacity), room_(capacity - position % capacity) {}
 
     void push(std::int64_t length) {
-        if (length == 0) return;
-        ++segments_;
-        if (length < room_) {
-            room_ -= length;
-            return;
+        segments_ += length > 0 ? 1 : 0;
+        std::int64_t beyond = length - room_;
+        if (length >= capacity_) {
+            segments_ += beyond / capacity_;
+            beyond %= capacity_;
         }
-        const std::int64_t beyond = length - room_;
-        segments_ += (beyond + capacity_ - 1) / capacity_;
-        room_ = capacity_ - beyond % capacity_;
+        // Documents end samples at random: no branch here, it would be mispredicted.
+        segments_ += beyond > 0 ? 1 : 0;
+        room_ = (beyond >= 0 ? capacity_ : 0) - beyond;
     }
     std::int64_t num_segments() const { return segments_; }
 
