@@ -7,6 +7,7 @@ void register_errors(py::module_& m);
 void register_storage(py::module_& m);
 void register_tokenization(py::module_& m);
 void register_packing(py::module_& m);
+void register_samples(py::module_& m);
 void register_data(py::module_& m);
 
 }  // namespace megapack
@@ -17,5 +18,6 @@ PYBIND11_MODULE(_core, m) {
     megapack::register_storage(m);
     megapack::register_tokenization(m);
     megapack::register_packing(m);
+    megapack::register_samples(m);
     megapack::register_data(m);
 }

@@ -2,6 +2,7 @@
 
 from megapack.packing.engine import pack
 from megapack.packing.index import SampleIndex
-from megapack.packing.strategies import STRATEGIES, Parameter, Strategy, find_strategy
+from megapack.packing.strategies import STRATEGIES, find_strategy
+from megapack.packing.strategy import Parameter, Strategy
 
 __all__ = ["STRATEGIES", "Parameter", "SampleIndex", "Strategy", "find_strategy", "pack"]

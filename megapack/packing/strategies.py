@@ -7,118 +7,19 @@ reference definition in ``tests/reference`` and one entry here.
 
 from __future__ import annotations
 
-import difflib
-import numbers
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 from megapack.packing import runners
+from megapack.packing.strategy import Parameter, Strategy, name_nearest
 
-__all__ = ["STRATEGIES", "Parameter", "Strategy", "find_strategy"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Parameter:
-    """One keyword of ``pack`` and one option of ``megapack-build pack``."""
-
-    name: str
-    kind: type
-    default: Any
-    help: str
-    choices: tuple[str, ...] = ()
-    minimum: float | None = None
-    maximum: float | None = None
-
-    def check(self, value: Any) -> Any:
-        """``value`` as ``kind``, or ValueError with the name, the value and the limit."""
-        if value is None and self.default is None:
-            return None
-        if self.choices:
-            if value not in self.choices:
-                known = ", ".join(self.choices)
-                raise ValueError(f"{self.name} is {value!r}; it must be one of {known}")
-            return value
-        if self.kind is bool:
-            if not isinstance(value, bool):
-                raise ValueError(f"{self.name} is {value!r}; it must be True or False")
-            return value
-        accepted = numbers.Integral if self.kind is int else numbers.Real
-        if isinstance(value, bool) or not isinstance(value, accepted):
-            raise ValueError(f"{self.name} is {value!r}; it must be of type {self.kind.__name__}")
-        number = self.kind(value)
-        above = self.minimum is None or number >= self.minimum
-        below = self.maximum is None or number <= self.maximum
-        if not (above and below):
-            raise ValueError(f"{self.name} is {value}; it must be {self._range()}")
-        return number
-
-    def _range(self) -> str:
-        if self.maximum is None:
-            return f"at least {self.minimum}"
-        return f"from {self.minimum} to {self.maximum}"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Strategy:
-    """One way to turn document lengths into samples.
-
-    Attributes:
-        name: what ``pack`` and the command line call it.
-        description: its meaning in a sentence.
-        source: where it was published.
-        many_buckets: whether ``buckets`` may hold more than one capacity.
-        parameters: its keywords, in the order of the table in docs.
-        presets: name -> function of the largest capacity that gives the parameters of a paper.
-        run: the runner (``megapack.packing.runners``).
-    """
-
-    name: str
-    description: str
-    source: str
-    many_buckets: bool
-    run: Callable[[runners.Request], dict[str, Any]]
-    parameters: tuple[Parameter, ...] = ()
-    presets: Mapping[str, Callable[[int], dict[str, Any]]] = field(default_factory=dict)
-
-    def resolve(
-        self, values: Mapping[str, Any], *, preset: str | None = None, capacity: int = 0
-    ) -> dict[str, Any]:
-        """Defaults, then the preset, then ``values``; checked.
-
-        Raises:
-            ValueError: an unknown parameter or preset (the nearest known one is named), or a value
-                out of range.
-        """
-        known = {parameter.name: parameter for parameter in self.parameters}
-        resolved = {name: parameter.default for name, parameter in known.items()}
-        if preset is not None:
-            if preset not in self.presets:
-                raise ValueError(
-                    f"strategy {self.name!r} has no preset {preset!r}"
-                    f"{_nearest(preset, list(self.presets))}"
-                )
-            resolved |= self.presets[preset](capacity)
-        for name, value in values.items():
-            if name not in known:
-                raise ValueError(
-                    f"strategy {self.name!r} has no parameter {name!r}{_nearest(name, list(known))}"
-                )
-            resolved[name] = known[name].check(value)
-        return resolved
+__all__ = ["STRATEGIES", "find_strategy"]
 
 
 def find_strategy(name: str) -> Strategy:
     """The strategy of this name. Raises ValueError that names the nearest known one."""
     if name not in STRATEGIES:
-        raise ValueError(f"no packing strategy {name!r}{_nearest(name, list(STRATEGIES))}")
+        raise ValueError(f"no packing strategy {name!r}{name_nearest(name, list(STRATEGIES))}")
     return STRATEGIES[name]
-
-
-def _nearest(name: str, known: list[str]) -> str:
-    close = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
-    hint = f"; did you mean {close[0]!r}?" if close else ""
-    return f"{hint} (known: {', '.join(sorted(known)) or 'none'})"
 
 
 _SHUFFLE = Parameter(
