@@ -10,7 +10,8 @@ The contenders take turns in short windows, and the best window of each counts: 
 busy, and what it was busy with is nobody's speed.
 
 Then torch's DataLoader over theirs and our loader over ours, with 0 and 2 workers, and what it
-takes to begin: seconds to the first batch and memory, with 2e7 documents (LARGE=1: 1e8).
+takes to begin: seconds to the first batch and memory, with 2e7 documents (LARGE=1: 1e8). And both
+inside Megatron, through its own builder (data_megatron.py).
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import data_megatron
 import numpy as np
 import torch
 from common import Table, large, quick, write_results
@@ -312,8 +314,10 @@ def main() -> None:
         rates = best_rates(contenders, 0.05, 12 if quick() else 60)
         loaders = loader_rates(dataset, index, gpt, 4 if quick() else 20)
         begun = beginnings(folder, num_documents)
+    inside = data_megatron.measure(quick=quick())
     gathers = [_gather_row(name, rate, rates) for name, rate in rates.items()]
-    write_results("data", [*gathers, *loaders, *begun])
+    write_results("data", [*gathers, *loaders, *begun, *inside])
+    data_megatron.print_rows(inside)
     print_tables(gathers, loaders, begun, num_documents)
 
 

@@ -223,7 +223,7 @@ def show(bench: Bench, strategies: list[dict[str, Any]], buckets: list[dict[str,
     )
     padded = strategies[0][SPEED]
     table = Table(
-        "strategies",
+        "useful tokens per second",
         ["strategy", "useful tok/s", "against padding", "padding", "MFU", "data wait"],
     )
     for row in strategies:
@@ -238,7 +238,7 @@ def show(bench: Bench, strategies: list[dict[str, Any]], buckets: list[dict[str,
         )
     table.print()
     table = Table(
-        "tokens per second by bucket; attention inside documents, and over whole samples",
+        "tokens per second (attention in documents, or whole samples)",
         ["bucket", "share", "documents", "relative", "whole samples", "relative"],
     )
     for row in buckets:
@@ -262,8 +262,17 @@ def main() -> None:
         strategies = by_strategy(bench, args.rounds, args.steps)
         buckets = by_bucket(bench, args.rounds, args.bucket_steps)
     show(bench, strategies, buckets)
-    about = {"parameters": bench.num_parameters, "attention": bench.attention, **vars(args)}
-    write_results("train", [{"about": about}, *strategies, *buckets])
+    setup = {
+        "model": args.model,
+        "parameters": bench.num_parameters,
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU, one thread",
+        "precision": args.precision,
+        "attention": bench.attention,
+        "compiled": args.compile,
+        "micro_batch_tokens": args.micro_batch_tokens,
+    }
+    by_case = [{k: v for k, v in row.items() if k != "buckets"} for row in strategies]
+    write_results("train", {"setup": setup, "strategies": by_case, "buckets": buckets})
 
 
 def parse_arguments() -> argparse.Namespace:

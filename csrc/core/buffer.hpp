@@ -4,6 +4,7 @@
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
 #include <cstdlib>
 #include <memory>
 #include <new>
@@ -34,6 +35,21 @@ class Buffer {
     // Forgets the tail. What was never touched was never given by the system.
     void truncate(std::size_t size) { size_ = size < size_ ? size : size_; }
 
+    // The elements [begin, end) are not needed any more: their memory goes back to the system as
+    // far as it is made of whole huge pages.
+    void discard(std::size_t begin, std::size_t end) const {
+#if defined(__linux__)
+        const auto first = reinterpret_cast<std::uintptr_t>(data() + begin) + kHugePage - 1;
+        const auto last = reinterpret_cast<std::uintptr_t>(data() + end);
+        const std::uintptr_t from = first / kHugePage * kHugePage,
+                             to = last / kHugePage * kHugePage;
+        if (from < to) madvise(reinterpret_cast<void*>(from), to - from, MADV_DONTNEED);
+#else
+        static_cast<void>(begin);
+        static_cast<void>(end);
+#endif
+    }
+
     // Gives the memory away; free it with std::free.
     T* release() {
         size_ = 0;
@@ -41,12 +57,13 @@ class Buffer {
     }
 
   private:
+    static constexpr std::size_t kHugePage = std::size_t{1} << 21;
+
     struct Free {
         void operator()(T* p) const { std::free(p); }
     };
 
     static T* allocate(std::size_t size) {
-        constexpr std::size_t kHugePage = std::size_t{1} << 21;
         constexpr std::size_t kCacheLine = 64;
         if (size > (~std::size_t{0} >> 1) / sizeof(T)) throw std::bad_alloc();
         const std::size_t bytes = size * sizeof(T);

@@ -201,6 +201,7 @@ Samples<Id, Length> pack_buckets(Span<const Length> lengths, const BucketRules& 
         writer.write_plan(sorted, sort.num_chunks(), rules.shuffle_segments,
                           random_for(seed, Purpose::kSegments).child(p));
         progress.advance(static_cast<std::int64_t>(pool(p).size()));
+        if (num_pools > 1) dealt.items.discard(dealt.offsets[p], dealt.offsets[p + 1]);
     });
     return out;
 }

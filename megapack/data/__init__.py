@@ -9,7 +9,8 @@ from megapack.data.order import ORDERS
 from megapack.data.rank_check import RankChecker
 from megapack.data.report import plan_run
 from megapack.data.sampler import BucketBatchSampler
-from megapack.data.schedule import Draw, Schedule, ScheduleConfig, Step
+from megapack.data.schedule import Schedule
+from megapack.data.step import Draw, ScheduleConfig, Step
 
 __all__ = [
     "ORDERS",

@@ -107,7 +107,7 @@ def build_loader(
     )
     for stream in schedule.buckets:
         shape.rows(stream.capacity)  # refuse now what would be refused at some step
-    if data_parallel_rank == 0:
+    if data_parallel_rank == 0 and log.isEnabledFor(logging.INFO):
         log.info("%s", plan_run(schedule, sampler.start_step + sampler.num_steps))
     return PackedLoader(
         dataset,

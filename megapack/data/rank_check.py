@@ -44,10 +44,8 @@ class RankChecker:
         self._calls = 0
         self._fixed: dict[str, Any] = {
             "check_ranks_every": every,
-            "data_parallel_size": sampler.data_parallel_size,
-            "micro_batch_tokens": sampler.micro_batch_tokens,
+            **sampler.launch,
             "num_micro_steps": sampler.num_micro_steps,
-            "dealing": sampler.dealing,
             "last_step": sampler.start_step + sampler.num_steps,
             **order_fields(sampler.schedule),
         }

@@ -12,7 +12,8 @@ from torch.utils.data import Sampler
 from megapack.data.batch import MicroBatch
 from megapack.data.dealing import Deal, Imbalance, deal
 from megapack.data.report import check_epochs
-from megapack.data.schedule import Draw, Schedule
+from megapack.data.schedule import Schedule
+from megapack.data.step import Draw
 from megapack.errors import ConfigError, ResumeError
 
 __all__ = ["BucketBatchSampler"]
@@ -113,6 +114,15 @@ class BucketBatchSampler(Sampler[MicroBatch]):
         per_draw = -(-self.micro_batches_per_draw // self.data_parallel_size)
         return per_draw * self.schedule.config.draws_per_step
 
+    @property
+    def launch(self) -> dict[str, Any]:
+        """What decides how a step is dealt, beside the schedule."""
+        return {
+            "data_parallel_size": self.data_parallel_size,
+            "micro_batch_tokens": self.micro_batch_tokens,
+            "dealing": self.dealing,
+        }
+
     def __len__(self) -> int:
         """Micro batches of this rank from start_step on."""
         return self.num_steps * self.num_micro_steps
@@ -193,22 +203,22 @@ class MicroBatchIterator(Iterator[MicroBatch]):
         return {
             **self._sampler.schedule.state_dict(self._step),
             "micro_step": self._micro_step,
-            "num_micro_steps": self._sampler.num_micro_steps,
+            "launch": self._sampler.launch,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue there.
 
         Raises:
-            ResumeError: another order of samples, or another number of micro steps in the midst of
-                a step (between steps the number of ranks may change).
+            ResumeError: another order of samples, or ranks and micro batches of another size in
+                the midst of a step (between steps they may change).
         """
         self._sampler.schedule.check_state(state)
-        if state["micro_step"] and state["num_micro_steps"] != self._sampler.num_micro_steps:
+        if state["micro_step"] and state["launch"] != self._sampler.launch:
             raise ResumeError(
-                f"the state stands at micro step {state['micro_step']} of "
-                f"{state['num_micro_steps']}, and steps now have {self._sampler.num_micro_steps}: "
-                "save between steps to change the number of ranks or the micro batch size"
+                f"the state stands at micro step {state['micro_step']} of a step dealt with "
+                f"{state['launch']}, and this run deals with {self._sampler.launch}: save between "
+                "steps to change them"
             )
         self._step, self._micro_step = int(state["step"]), int(state["micro_step"])
         self._content = []

@@ -13,9 +13,8 @@ from __future__ import annotations
 import logging
 from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, Literal, TypeVar
 
 import numpy as np
@@ -26,66 +25,12 @@ from megapack.config import to_dict
 from megapack.data import resume
 from megapack.data.order import order_named
 from megapack.data.source import HasSamples, SampleSource
+from megapack.data.step import Draw, ScheduleConfig, Step
 from megapack.data.streams import BucketStream, bucket_streams, fold_key
 from megapack.errors import ConfigError
 from megapack.packing import SampleIndex
 
-__all__ = ["Draw", "Schedule", "ScheduleConfig", "Step"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class ScheduleConfig:
-    """Everything, beside the index, that decides what a step contains.
-
-    Attributes:
-        tokens_per_step: tokens of one optimizer step over all ranks, padding included.
-        seed: of shuffles and of the order of buckets.
-        order: a name of ``megapack.data.order.ORDERS``.
-        num_cycles: times per epoch that a curriculum starts over; None: what the order has.
-        mix: ``step``: one bucket per optimizer step; ``micro_step``: one per micro step.
-        micro_step_tokens: for ``mix="micro_step"``, tokens of one micro step over all ranks. It is
-            fixed here, and not by the ranks there are, so that steps stay independent of them.
-        row_tokens: rows of this many tokens hold ``row_tokens // capacity`` samples each. Needed
-            only when a capacity does not divide tokens_per_step; the rest of a row is padding.
-        cost_window: order the samples of this many consecutive draws of a bucket by attention cost,
-            so that a draw holds samples of like cost; for draws with one sample per rank, which no
-            dealing can balance. 1: off.
-    """
-
-    tokens_per_step: int
-    seed: int = 0
-    order: str = "proportional"
-    num_cycles: int | None = None
-    mix: Literal["step", "micro_step"] = "step"
-    micro_step_tokens: int | None = None
-    row_tokens: int | None = None
-    cost_window: int = 1
-
-    def __post_init__(self) -> None:
-        order_named(self.order)
-        for name in ("tokens_per_step", "num_cycles", "micro_step_tokens", "row_tokens"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ConfigError(f"{name} is {value}; it must be positive")
-        if self.cost_window < 1:
-            raise ConfigError(f"cost_window is {self.cost_window}; it must be 1 (off) or more")
-        if (self.mix == "micro_step") != (self.micro_step_tokens is not None):
-            raise ConfigError("mix='micro_step' and micro_step_tokens go together: give both")
-        if self.tokens_per_step % self.draw_tokens:
-            raise ConfigError(
-                f"micro_step_tokens {self.draw_tokens} does not divide tokens_per_step "
-                f"{self.tokens_per_step}"
-            )
-
-    @property
-    def draw_tokens(self) -> int:
-        """Tokens that come from one bucket at a time."""
-        return self.micro_step_tokens or self.tokens_per_step
-
-    @property
-    def draws_per_step(self) -> int:
-        return self.tokens_per_step // self.draw_tokens
-
+__all__ = ["Schedule"]
 
 Ids = NDArray[np.int64]
 Cycle = tuple[NDArray[np.int32], NDArray[np.int64]]  # bucket of every draw, earlier draws of it
@@ -95,50 +40,6 @@ V = TypeVar("V")
 log = logging.getLogger(__name__)
 
 _REMEMBERED = 4  # cycles and windows: a run needs one of each, a look back two
-
-
-@dataclass(frozen=True, eq=False)
-class Draw:
-    """Samples of one bucket that go through the model together.
-
-    Attributes:
-        bucket: number of the bucket among those that have samples, by rising capacity.
-        capacity: tokens per sample.
-        sample_ids: (samples,) int64, global ids.
-    """
-
-    bucket: int
-    capacity: int
-    sample_ids: NDArray[np.int64]
-
-
-@dataclass(frozen=True, eq=False)
-class Step:
-    """One optimizer step of all ranks; ``mix="step"`` has one draw, ``micro_step`` several."""
-
-    index: int
-    draws: tuple[Draw, ...]
-    count_labels: Callable[[NDArray[np.int64]], NDArray[np.int64]] = field(repr=False)
-
-    @property
-    def bucket(self) -> int:
-        """Of the first draw."""
-        return self.draws[0].bucket
-
-    @property
-    def capacity(self) -> int:
-        """Of the first draw, tokens per sample."""
-        return self.draws[0].capacity
-
-    @cached_property
-    def sample_ids(self) -> NDArray[np.int64]:
-        """Of all draws, int64."""
-        return np.concatenate([draw.sample_ids for draw in self.draws])
-
-    @cached_property
-    def num_label_tokens(self) -> int:
-        """Tokens of the step that have a label: the divisor of its loss."""
-        return int(self.count_labels(self.sample_ids).sum())
 
 
 class Schedule:
@@ -283,9 +184,9 @@ class Schedule:
 
     def _draw_table(self, cycle: int) -> Cycle:
         """Bucket of every draw of a cycle, and how often it was drawn before in the cycle."""
-        if cycle in self._cycles:
-            self._cycles.move_to_end(cycle)
-            return self._cycles[cycle]
+        known = self._cycles.get(cycle)
+        if known is not None:
+            return known
         counts = np.array(
             [
                 self._draws_of(b, cycle + 1) - self._draws_of(b, cycle)
@@ -336,8 +237,9 @@ class Schedule:
 
     def _window(self, bucket: int, begin: int, end: int) -> NDArray[np.int64]:
         """(end - begin, samples) ids of some draws, sorted by cost, draws in random order."""
-        if (bucket, begin) in self._windows:
-            return self._windows[bucket, begin]
+        known = self._windows.get((bucket, begin))
+        if known is not None:
+            return known
         stream, count = self.buckets[bucket], self.samples_per_draw[bucket]
         ids = stream.ids(begin * count, end * count)
         by_cost = np.argsort(self.samples.attention_cost(ids, stream.capacity), kind="stable")
@@ -364,7 +266,9 @@ class Schedule:
 
 
 def _remember(cache: OrderedDict[K, V], key: K, value: V) -> V:
+    """Keep a value and forget the oldest. Threads may do so at once: at worst one counts twice."""
     cache[key] = value
     while len(cache) > _REMEMBERED:
-        cache.popitem(last=False)
+        with suppress(KeyError):
+            cache.popitem(last=False)
     return value

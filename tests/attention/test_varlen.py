@@ -18,6 +18,8 @@ from megapack.attention import (
     survey,
     varlen_attention,
 )
+from megapack.attention.flash import TorchFlash
+from megapack.attention.problem import Forward, ScoreRule, Segments
 
 from .reference import reference_attention
 
@@ -157,6 +159,19 @@ def test_flex_makes_one_mask_per_batch_and_window(monkeypatch: pytest.MonkeyPatc
             for window in (0, 4):
                 varlen_attention(q, q, q, bounds, max_seqlen=7, backend="flex", window=window)
     assert len(made) == 4  # 2 batches x 2 windows, not x 3 layers
+
+
+@pytest.mark.parametrize("window", [0, 16])
+def test_torchs_flash_operators_take_our_arguments(window: int) -> None:
+    """On tensors without storage: the operators of this torch, their schema and their shapes."""
+    q = torch.empty(40, 8, 64, dtype=torch.bfloat16, device="meta")
+    k = torch.empty(40, 2, 64, dtype=torch.bfloat16, device="meta")
+    segments = Segments(torch.empty(4, dtype=torch.int32, device="meta"), 20)
+    rule = ScoreRule(scale=0.1, window=window)
+    out, lse = TorchFlash().forward(q, k, k, segments, rule)
+    assert (out.shape, lse.shape, lse.dtype) == (q.shape, (8, 40), torch.float32)
+    grads = TorchFlash().backward(out, Forward(q, k, k, out, lse), segments, rule)
+    assert [g.shape for g in grads] == [q.shape, k.shape, k.shape]
 
 
 def test_flex_stands_in_a_compiled_graph() -> None:

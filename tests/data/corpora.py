@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
+from megapack.data import PackedDataset, PackedLoader, Schedule, build_loader
 from megapack.packing import SampleIndex, pack
 from megapack.storage import IndexedDataset, IndexedDatasetBuilder
 
 Segment = tuple[int, int, int]  # document, begin, length
+STEP_TOKENS = 64 * 8
 
 
 def write_documents(
@@ -69,3 +72,15 @@ def packed_index(
 
 def _offsets(counts: Sequence[int]) -> np.ndarray:
     return np.concatenate([[0], np.cumsum(counts, dtype=np.int64)]).astype(np.int64)
+
+
+def small_loader(
+    packed: PackedDataset, rank: int = 0, size: int = 2, **options: Any
+) -> PackedLoader:
+    """Six steps of STEP_TOKENS tokens, in micro batches of 128 unless said."""
+    schedule = options.pop("schedule", None)
+    schedule = schedule or Schedule(packed, tokens_per_step=STEP_TOKENS, seed=2)
+    arguments: dict[str, Any] = {"micro_batch_tokens": 128, "num_steps": 6, **options}
+    return build_loader(
+        packed, schedule, data_parallel_rank=rank, data_parallel_size=size, **arguments
+    )

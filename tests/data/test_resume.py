@@ -104,6 +104,29 @@ def test_other_data_and_other_weights_are_refused() -> None:
     assert same.check_state(state) == []
 
 
+def test_a_loader_may_stop_amid_a_step_but_not_change_its_ranks_there() -> None:
+    def sampler(size: int, micro: int) -> BucketBatchSampler:
+        schedule = Schedule(INDEX, tokens_per_step=TOKENS)
+        return BucketBatchSampler(
+            schedule, data_parallel_rank=0, data_parallel_size=size, micro_batch_tokens=micro
+        )
+
+    begun = iter(sampler(2, 128))
+    whole = [batch.sample_ids.tolist() for batch in sampler(2, 128)]
+    next(begun)
+    state = json.loads(json.dumps(begun.state_dict()))
+    same = iter(sampler(2, 128))
+    same.load_state_dict(state)
+    assert [batch.sample_ids.tolist() for batch in same] == whole[1:]
+    with pytest.raises(ResumeError, match="micro step 1 of a step dealt with"):
+        iter(sampler(4, 64)).load_state_dict(state)  # as many micro steps, other samples
+    for _ in range(sampler(2, 128).num_micro_steps - 1):
+        next(begun)
+    other = iter(sampler(4, 64))
+    other.load_state_dict(begun.state_dict())
+    assert next(other).step == 1
+
+
 def test_another_step_size_continues_at_the_tokens_seen() -> None:
     state = Schedule(INDEX, tokens_per_step=TOKENS).state_dict(11)
     larger = Schedule(INDEX, tokens_per_step=2 * TOKENS)

@@ -51,7 +51,7 @@ class Corpus:
             "schedule": {"warmup_steps": 2},
             "checkpoint": {"every": 3, "keep": 2, "export": False},
             "logging": {"every": 2, "tensorboard": False, "batches": True},
-            "engine": {"precision": "fp32", "zero_stage": 1, "timeout_minutes": 1},
+            "engine": {"precision": "fp32", "zero_stage": 1, "timeout_minutes": 5},
         }
         for name, value in sections.items():
             before = tree.get(name)

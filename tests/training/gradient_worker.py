@@ -22,7 +22,7 @@ from megapack.training.model import build_model, model_configuration
 def main() -> None:
     config = load_config(PretrainConfig, sys.argv[1], sys.argv[3:])
     join()
-    with world(timeout_minutes=1) as here:
+    with world(timeout_minutes=5) as here:
         inputs = open_inputs(config)
         architecture = model_configuration(config.model, inputs.vocab_size)
         model = build_model(config.model, architecture, backend="sdpa", seed=config.seed)

@@ -63,7 +63,7 @@ def _run(
 ) -> dict[str, Any]:
     name = "_".join([str(ranks), *map(str, engine.values())])
     config = corpus.config(
-        directory / name, num_steps=steps, engine={"timeout_minutes": 1, **engine}
+        directory / name, num_steps=steps, engine={"timeout_minutes": 5, **engine}
     )
     out = directory / f"{name}.pt"
     zygote.start([WORKER, str(config), str(out)], ranks, directory / f"{name}.log").succeed()

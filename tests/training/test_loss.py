@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from megapack.training.loss import linear_cross_entropy_sum
+from megapack.training.loss import _linear_cross_entropy, linear_cross_entropy_sum
 
 
 def _inputs(num_tokens: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor]:
@@ -53,6 +56,38 @@ def test_value_and_gradients_equal_plain_cross_entropy(
             hidden, weight, labels, softcap=softcap, chunk_tokens=chunk, scale=scale
         )
     assert torch.allclose(again, expected, rtol=1e-12)
+
+
+class _LargestTensor(TorchDispatchMode):
+    """Remembers the most elements any operation ever gave out."""
+
+    largest = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in result if isinstance(result, tuple) else (result,):
+            if isinstance(tensor, Tensor):
+                self.largest = max(self.largest, tensor.numel())
+        return result
+
+
+def test_no_more_logits_than_a_chunk_has_ever_exist() -> None:
+    num_tokens, vocab, width, chunk = 600, 5000, 8, 16
+    hidden, weight = torch.randn(num_tokens, width), torch.randn(vocab, width)
+    labels = torch.randint(0, vocab, (num_tokens,))
+    for gradients in (True, False):
+        with _LargestTensor() as seen:
+            _linear_cross_entropy._init_fn(
+                hidden,
+                weight,
+                labels,
+                scale=1.0,
+                softcap=0.0,
+                chunk_tokens=chunk,
+                gradients=gradients,
+                fused=False,
+            )
+        assert seen.largest == chunk * vocab, "all logits would be 37 times as many"
 
 
 def test_no_labels_give_zero_loss_and_zero_gradients() -> None:

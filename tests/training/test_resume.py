@@ -110,7 +110,7 @@ def test_a_run_killed_in_the_middle_continues_as_if_nothing_had_happened(
 
 
 def _engine(stage: int) -> dict[str, Any]:
-    return {"precision": "fp32", "zero_stage": stage, "timeout_minutes": 1}
+    return {"precision": "fp32", "zero_stage": stage, "timeout_minutes": 5}
 
 
 @pytest.mark.parametrize(

@@ -68,7 +68,7 @@ def test_one_plain_process_trains_a_blend_the_classic_way(
         num_steps=3,
         data={"prefix": None, "index": None, "blend": str(blend), **classic},
         model={"preset": "gpt2_tiny_alibi"},
-        engine={"precision": "bf16", "activation_checkpointing": True, "timeout_minutes": 1},
+        engine={"precision": "bf16", "activation_checkpointing": True, "timeout_minutes": 5},
         checkpoint={"every": None, "export": True},
     )
     argv = [str(PRETRAIN), "--config", str(config), "--local_rank", "0"]

@@ -23,8 +23,8 @@ SECTIONS: dict[str, object] = {
     "engine": {
         "precision": "fp32",
         "zero_stage": 1,
-        "timeout_minutes": 2,
-        "silence_seconds": 5,
+        "timeout_minutes": 5,
+        "silence_seconds": 15,
     },
 }
 

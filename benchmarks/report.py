@@ -1,0 +1,100 @@
+"""docs/results.md from the newest result files: every table there is made here, none is typed.
+
+make bench-report        # after the benchmarks whose figures should be quoted
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from common import RESULTS
+
+TARGET = Path(__file__).parents[1] / "docs" / "results.md"
+HEAD = """# Measured results
+
+Written by `make bench-report` from the result files of the benchmarks, which lie in
+`benchmarks/results/`. Each section names its command, date, processor and versions; read ratios
+rather than digits, and run the command on your own machine before you believe either.
+"""
+
+
+def main() -> None:
+    newest: dict[str, Path] = {}
+    for path in sorted(RESULTS.glob("*.json"), key=lambda p: (read(p)["date"], p.name)):
+        newest[read(path)["benchmark"]] = path
+    if not newest:
+        raise SystemExit(f"no result files in {RESULTS}; run `make bench-packing` or another first")
+    sections = [section(read(newest[name])) for name in sorted(newest)]
+    TARGET.write_text("\n".join([HEAD, *sections]), encoding="utf-8")
+    print(f"wrote {TARGET}: {', '.join(sorted(newest))}")
+
+
+def read(path: Path) -> dict[str, Any]:
+    result: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return result
+
+
+def section(run: dict[str, Any]) -> str:
+    versions = ", ".join(f"{name} {version}" for name, version in run["versions"].items())
+    size = "QUICK=1 " if run["quick"] else ""
+    lines = [
+        f"## {run['benchmark']}",
+        "",
+        f"`{size}make bench-{run['benchmark']}`, {run['date']}, {run['num_cpus']} x {run['cpu']} "
+        f"({run['machine']}), Python {run['python']}, {versions}",
+        "",
+    ]
+    return "\n".join(lines + list(body(run["results"])))
+
+
+def body(results: Any, title: str = "") -> Iterator[str]:
+    """Lists of records as tables, records of numbers as one row, the rest one level down."""
+    if isinstance(results, list) and all(isinstance(row, dict) for row in results):
+        yield from table(results, title)
+    elif isinstance(results, dict):
+        plain = {k: v for k, v in results.items() if not isinstance(v, (dict, list))}
+        if plain:
+            yield from table([plain], title)
+        for key, value in results.items():
+            if isinstance(value, (dict, list)):
+                yield from body(value, f"{title}, {key}".lstrip(", "))
+
+
+def table(rows: list[dict[str, Any]], title: str) -> Iterator[str]:
+    rows = [{**row, **per_document(row)} for row in rows]
+    columns = list(dict.fromkeys(key for row in rows for key in row))
+    columns = [c for c in columns if any(row.get(c) not in (None, "", {}) for row in rows)]
+    if not columns:
+        return
+    if title:
+        yield from (f"**{title}**", "")
+    yield "| " + " | ".join(column.replace("_", " ") for column in columns) + " |"
+    yield "|" + "---|" * len(columns)
+    for row in rows:
+        yield "| " + " | ".join(cell(row.get(column)) for column in columns) + " |"
+    yield ""
+
+
+def per_document(row: dict[str, Any]) -> dict[str, float]:
+    if not row.get("num_documents") or not isinstance(row.get("seconds"), float):
+        return {}
+    return {"ns_per_document": 1e9 * row["seconds"] / row["num_documents"]}
+
+
+def cell(value: Any) -> str:
+    if value in (None, {}):
+        return ""
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, float):
+        return f"{value:.4g}" if abs(value) < 1e5 else f"{value:,.0f}"
+    if isinstance(value, int):
+        return f"{value:,}"
+    return str(value).replace("|", "/")
+
+
+if __name__ == "__main__":
+    main()

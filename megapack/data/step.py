@@ -1,0 +1,114 @@
+"""What a schedule is made with, ScheduleConfig, and what it is made of, steps and draws."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megapack.data.order import order_named
+from megapack.errors import ConfigError
+
+__all__ = ["Draw", "ScheduleConfig", "Step"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScheduleConfig:
+    """Everything, beside the index, that decides what a step contains.
+
+    Attributes:
+        tokens_per_step: tokens of one optimizer step over all ranks, padding included.
+        seed: of shuffles and of the order of buckets.
+        order: a name of ``megapack.data.order.ORDERS``.
+        num_cycles: times per epoch that a curriculum starts over; None: what the order has.
+        mix: ``step``: one bucket per optimizer step; ``micro_step``: one per micro step.
+        micro_step_tokens: for ``mix="micro_step"``, tokens of one micro step over all ranks. It is
+            fixed here, and not by the ranks there are, so that steps stay independent of them.
+        row_tokens: rows of this many tokens hold ``row_tokens // capacity`` samples each. Needed
+            only when a capacity does not divide tokens_per_step; the rest of a row is padding.
+        cost_window: order the samples of this many consecutive draws of a bucket by attention cost,
+            so that a draw holds samples of like cost; for draws with one sample per rank, which no
+            dealing can balance. 1: off.
+    """
+
+    tokens_per_step: int
+    seed: int = 0
+    order: str = "proportional"
+    num_cycles: int | None = None
+    mix: Literal["step", "micro_step"] = "step"
+    micro_step_tokens: int | None = None
+    row_tokens: int | None = None
+    cost_window: int = 1
+
+    def __post_init__(self) -> None:
+        order_named(self.order)
+        for name in ("tokens_per_step", "num_cycles", "micro_step_tokens", "row_tokens"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"{name} is {value}; it must be positive")
+        if self.cost_window < 1:
+            raise ConfigError(f"cost_window is {self.cost_window}; it must be 1 (off) or more")
+        if (self.mix == "micro_step") != (self.micro_step_tokens is not None):
+            raise ConfigError("mix='micro_step' and micro_step_tokens go together: give both")
+        if self.tokens_per_step % self.draw_tokens:
+            raise ConfigError(
+                f"micro_step_tokens {self.draw_tokens} does not divide tokens_per_step "
+                f"{self.tokens_per_step}"
+            )
+
+    @property
+    def draw_tokens(self) -> int:
+        """Tokens that come from one bucket at a time."""
+        return self.micro_step_tokens or self.tokens_per_step
+
+    @property
+    def draws_per_step(self) -> int:
+        return self.tokens_per_step // self.draw_tokens
+
+
+@dataclass(frozen=True, eq=False)
+class Draw:
+    """Samples of one bucket that go through the model together.
+
+    Attributes:
+        bucket: number of the bucket among those that have samples, by rising capacity.
+        capacity: tokens per sample.
+        sample_ids: (samples,) int64, global ids.
+    """
+
+    bucket: int
+    capacity: int
+    sample_ids: NDArray[np.int64]
+
+
+@dataclass(frozen=True, eq=False)
+class Step:
+    """One optimizer step of all ranks; ``mix="step"`` has one draw, ``micro_step`` several."""
+
+    index: int
+    draws: tuple[Draw, ...]
+    count_labels: Callable[[NDArray[np.int64]], NDArray[np.int64]] = field(repr=False)
+
+    @property
+    def bucket(self) -> int:
+        """Of the first draw."""
+        return self.draws[0].bucket
+
+    @property
+    def capacity(self) -> int:
+        """Of the first draw, tokens per sample."""
+        return self.draws[0].capacity
+
+    @cached_property
+    def sample_ids(self) -> NDArray[np.int64]:
+        """Of all draws, int64."""
+        return np.concatenate([draw.sample_ids for draw in self.draws])
+
+    @cached_property
+    def num_label_tokens(self) -> int:
+        """Tokens of the step that have a label: the divisor of its loss."""
+        return int(self.count_labels(self.sample_ids).sum())
