@@ -173,7 +173,7 @@ py::dict seamless_stage_one(const Array<Length>& lengths, std::int64_t capacity,
     StageOne stage;
     {
         const py::gil_scoped_release unlocked;
-        stage = count_stage_one(documents, rules);
+        stage = count_stage_one(documents, rules, 1);
     }
     py::dict result;
     result["num_sliding"] = stage.num_sliding;
@@ -310,7 +310,7 @@ void register_measures(py::module_& m) {
                   SegmentTotals totals;
                   {
                       const py::gil_scoped_release unlocked;
-                      totals = measure(arrays, documents, 1);
+                      totals = measure(arrays, documents);
                   }
                   py::dict result;
                   result["tokens_per_bucket"] = totals.tokens_per_bucket;
@@ -319,6 +319,21 @@ void register_measures(py::module_& m) {
                   result["sample_squares"] = totals.sample_squares;
                   return result;
               });
+    m.def(
+        "check_laws",
+        [](const Offsets& capacities, const Offsets& buckets, const Offsets& samples,
+           const Array<Id>& document, const Array<Length>& begin, const Array<std::int32_t>& length,
+           const Array<Length>& lengths) {
+            const auto arrays = sample_view(buckets, samples, document, begin, length);
+            const auto sizes = view(capacities, "bucket_capacity");
+            const Span<const Length> documents = view(lengths, "lengths");
+            const py::gil_scoped_release unlocked;
+            check_laws(arrays, sizes, documents);
+        },
+        py::arg("bucket_capacity").noconvert(), py::arg("bucket_sample_offsets").noconvert(),
+        py::arg("sample_segment_offsets").noconvert(), py::arg("segment_document").noconvert(),
+        py::arg("segment_begin").noconvert(), py::arg("segment_length").noconvert(),
+        py::arg("lengths").noconvert());
     with_view("label_tokens", [](const Offsets& buckets, const Offsets& samples,
                                  const Array<Id>& document, const Array<Length>& begin,
                                  const Array<std::int32_t>& length, const Array<Length>& lengths) {

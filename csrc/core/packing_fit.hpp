@@ -38,6 +38,7 @@ class BinContents {
     // Columns of bins run.first_bin and following.
     const std::vector<Column>& columns() const { return columns_; }
     std::int64_t num_segments() const { return static_cast<std::int64_t>(columns_.size()); }
+    std::int64_t kept_tokens() const { return kept_; }
     std::int64_t lost_tokens() const { return lost_; }
 
   private:

@@ -39,8 +39,7 @@ struct SegmentTotals {
 };
 
 template <typename Id, typename Length>
-SegmentTotals measure(const SampleView<Id, Length>& samples, Span<const Length> lengths,
-                      int threads);
+SegmentTotals measure(const SampleView<Id, Length>& samples, Span<const Length> lengths);
 
 // Per sample: tokens whose next token is known, which is every token but the last of a document.
 template <typename Id, typename Length>
@@ -51,10 +50,10 @@ std::vector<std::int64_t> label_tokens(const SampleView<Id, Length>& samples,
 std::vector<std::int64_t> attention_cost(Span<const std::int64_t> sample_segment_offsets,
                                          Span<const std::int32_t> segment_length);
 
-// The first sample that breaks a law, in words; empty if there is none. Laws: offsets ascend, no
-// sample exceeds its capacity, no segment is empty or leaves its document.
+// Throws FormatError at the first sample that breaks a law: offsets ascend, no sample is empty or
+// exceeds its capacity, no segment is empty or leaves its document.
 template <typename Id, typename Length>
-std::string find_fault(const SampleView<Id, Length>& samples, Span<const std::int64_t> capacities,
-                       Span<const Length> lengths);
+void check_laws(const SampleView<Id, Length>& samples, Span<const std::int64_t> capacities,
+                Span<const Length> lengths);
 
 }  // namespace megapack

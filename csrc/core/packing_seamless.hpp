@@ -31,7 +31,8 @@ struct StageOne {
 };
 
 template <typename Id, typename Length>
-StageOne count_stage_one(const Documents<Id, Length>& documents, const SeamlessRules& rules);
+StageOne count_stage_one(const Documents<Id, Length>& documents, const SeamlessRules& rules,
+                         int threads);
 
 // How stage one treats a document of at least `capacity` tokens.
 class SlidingCut {

@@ -302,10 +302,19 @@ class SampleIndex:
         header, arrays = samples_format.read(Path(path))
         return cls(arrays, header, path=Path(path))
 
-    def verify(self) -> None:
-        """Read everything: checksums of all arrays. Raises FormatError naming what is damaged."""
+    def verify(self, document_lengths: Lengths | None = None) -> None:
+        """Read everything: the checksums of all arrays and, given the lengths of its documents,
+        that no sample exceeds its capacity and no segment leaves its document.
+
+        Raises:
+            FormatError: says what is damaged.
+            IndexMismatchError: another number of documents.
+        """
         for name in samples_format.ARRAYS:
             samples_format.verify_array(self.path, name, getattr(self, name), self._checksum(name))
+        if document_lengths is not None:
+            lengths = self._own_lengths(document_lengths)
+            _core.check_laws(self.bucket_capacity, *self.segment_arrays(), lengths)
 
     def __reduce__(self) -> tuple[Any, ...]:
         if self.path is not None:  # worker processes map the same file

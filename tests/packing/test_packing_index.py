@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megapack.errors import IndexMismatchError
+from megapack.errors import FormatError, IndexMismatchError
 from megapack.packing import SampleIndex, pack
 from megapack.storage import IndexedDataset, IndexedDatasetBuilder
 
@@ -80,3 +80,31 @@ def test_label_tokens_and_attention_cost_are_counted_per_sample() -> None:
         assert cost[i] == sum(n * n for _, _, n in segments)
     with pytest.raises(IndexMismatchError):
         index.label_tokens(LENGTHS[:-1])
+
+
+def test_verify_holds_every_sample_to_the_laws() -> None:
+    index = pack(LENGTHS, "bucket_llm", buckets=[8, 16], seed=1)
+    index.verify(LENGTHS)
+    shorter = LENGTHS.copy()
+    shorter[4] = 39
+    with pytest.raises(FormatError, match=r"of document 4, which has 39 tokens"):
+        index.verify(shorter)
+    with pytest.raises(IndexMismatchError):
+        index.verify(LENGTHS[:-1])
+
+
+def test_a_damaged_index_is_refused_before_memory_is_read_out_of_place() -> None:
+    index = pack(LENGTHS, "concat", buckets=8)
+    for name, value, message in (
+        ("segment_document", 99, "names document 99 of 10"),
+        ("segment_document", -1, "names document -1 of 10"),
+        ("sample_segment_offsets", 1 << 40, "claims segments"),
+    ):
+        arrays = {n: getattr(index, n).copy() for n in index.__annotations__}
+        arrays[name][1] = value
+        damaged = SampleIndex(arrays, {"num_documents": len(LENGTHS)})
+        with pytest.raises(FormatError, match=message):
+            damaged.label_tokens(LENGTHS)
+        if name == "sample_segment_offsets":
+            with pytest.raises(FormatError, match=message):
+                damaged.attention_cost()
