@@ -10,7 +10,7 @@ MEGABYTES=${MEGABYTES:-32}   # of Python source
 STEPS=${STEPS:-160}          # optimizer steps
 RANKS=${RANKS:-2}
 OUT=${OUT:-demo}
-BUCKETS=${BUCKETS:-256,512,1024,2048,4096}
+BUCKETS=${BUCKETS:-512,1024,2048,4096}
 PYTHON=${PYTHON:-python}
 
 # All cores divided among the ranks; the CPU is the accelerator.

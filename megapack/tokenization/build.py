@@ -11,7 +11,7 @@ from typing import Any, Literal, Protocol
 from megapack.errors import DataError
 from megapack.tokenization.assemble import assemble, output_prefixes
 from megapack.tokenization.config import BuildConfig
-from megapack.tokenization.executors import run_here, run_processes
+from megapack.tokenization.executors import prepare_processes, run_here, run_processes
 from megapack.tokenization.job import (
     Job,
     SpecialTokens,
@@ -83,6 +83,8 @@ def build(config: BuildConfig, progress: Progress) -> BuildResult:
         DataError: a document that may not pass (with on_error "fail"); no documents at all.
         OSError: a file cannot be read or written; finished shards are kept.
     """
+    if config.workers > 1 and config.executor == "local":
+        prepare_processes(config.backend)
     plan = _make_plan(config, progress)
     outputs = output_prefixes(config)
     before = finished_build(config, list(outputs.values()), plan.manifest)

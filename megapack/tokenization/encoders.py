@@ -19,7 +19,7 @@ from megapack.tokenization.blocks import TextBlock
 from megapack.tokenization.optional import require
 from megapack.tokenization.tokenizer import TokenizerFiles
 
-__all__ = ["BACKENDS", "Encoder", "Ids", "Limits", "open_encoder"]
+__all__ = ["BACKENDS", "Encoder", "Ids", "Limits", "open_encoder", "require_backend"]
 
 Ids = NDArray[np.int32] | NDArray[np.uint32]
 
@@ -58,12 +58,7 @@ def open_encoder(files: TokenizerFiles, backend: str, limits: Limits = Limits())
         ConfigError: the backend does not run this kind of tokenizer, or cannot run this one.
         MegapackError: the backend is not installed.
     """
-    if backend not in BACKENDS[files.kind]:
-        choices = ", ".join(BACKENDS[files.kind])
-        raise ConfigError(
-            f"backend {backend!r} does not run {files.source}, a {files.kind} tokenizer; "
-            f"choose from {choices}"
-        )
+    require_backend(files, backend)
     classes: dict[str, type[_Loaded]] = {
         "bytes": _Bytes,
         "sentencepiece": _SentencePiece,
@@ -71,6 +66,16 @@ def open_encoder(files: TokenizerFiles, backend: str, limits: Limits = Limits())
         "gigatoken": _Gigatoken,
     }
     return classes[backend](files, limits)
+
+
+def require_backend(files: TokenizerFiles, backend: str) -> None:
+    """ConfigError when a backend does not run tokenizers of this kind."""
+    if backend not in BACKENDS[files.kind]:
+        choices = ", ".join(BACKENDS[files.kind])
+        raise ConfigError(
+            f"backend {backend!r} does not run {files.source}, a {files.kind} tokenizer; "
+            f"choose from {choices}"
+        )
 
 
 class _Loaded(Encoder):

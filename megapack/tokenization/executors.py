@@ -16,6 +16,7 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from multiprocessing import forkserver
 from typing import Any
 
 from megapack.errors import MegapackError
@@ -25,7 +26,7 @@ from megapack.tokenization.plan import Shard
 from megapack.tokenization.record import ShardRecord
 from megapack.tokenization.shard import Counted, build_shard
 
-__all__ = ["Report", "run_here", "run_processes"]
+__all__ = ["Report", "prepare_processes", "run_here", "run_processes"]
 
 Report = Callable[[Counted], None]
 
@@ -47,9 +48,7 @@ def run_processes(
         MegapackError: a worker was killed (out of memory, as a rule).
         DataError, OSError: what a worker raised; the others stop at their next shard.
     """
-    # Workers are forked by a server that has imported what they need and has no threads.
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__, *_packages(job.backend)])
     counters = context.Array("q", len(Counted._fields))
     with ProcessPoolExecutor(
         workers, mp_context=context, initializer=_start_worker, initargs=(job, counters)
@@ -67,9 +66,13 @@ def run_processes(
             pool.shutdown(cancel_futures=True)
 
 
-def _packages(backend: str) -> list[str]:
-    """What a backend imports."""
-    return ["gigatoken", "awkward"] if "gigatoken" in backend else []
+def prepare_processes(backend: str) -> None:
+    """Start what will fork the workers: a server without threads that imports what they need, while
+    the build is still being planned. It leaves with this process.
+    """
+    packages = ["gigatoken", "awkward"] if backend in ("auto", "gigatoken") else []
+    forkserver.set_forkserver_preload([__name__, *packages])
+    forkserver.ensure_running()
 
 
 def _watch(futures: Sequence[Future[ShardRecord]], counters: Any, report: Report) -> None:

@@ -10,9 +10,9 @@ import numpy as np
 from megapack.errors import ConfigError, MegapackError
 from megapack.tokenization.blocks import TextBlock
 from megapack.tokenization.decode import load_decoder
-from megapack.tokenization.encoders import BACKENDS, Encoder, open_encoder
+from megapack.tokenization.encoders import BACKENDS, Encoder, open_encoder, require_backend
 from megapack.tokenization.faults import Faults, Place
-from megapack.tokenization.guard import GuardedEncoder, open_any
+from megapack.tokenization.guard import GuardedEncoder
 from megapack.tokenization.pieces import ReadOptions
 from megapack.tokenization.plan import Shard
 from megapack.tokenization.readers import read_blocks
@@ -55,11 +55,10 @@ def choose_backend(
     decided against it is said through ``note``.
 
     Raises:
-        ConfigError: a backend that does not run this tokenizer.
-        MegapackError: a backend that is not installed.
+        ConfigError: a backend that does not run this kind of tokenizer.
     """
     if backend != "auto":
-        open_any(files, backend)
+        require_backend(files, backend)
         return backend
     reference, *others = BACKENDS[files.kind]
     if "gigatoken" not in others:

@@ -175,7 +175,7 @@ def test_auto_falls_back_where_gigatoken_cannot_run_a_tokenizer(
     assert choose_backend(files, "auto", [], ReadOptions(), notes.append) == "tokenizers"
     assert "gigatoken cannot run" in notes[0]
     with pytest.raises(ConfigError, match="gigatoken cannot run"):
-        choose_backend(files, "gigatoken", [], ReadOptions(), notes.append)
+        open_encoder(files, "gigatoken")
 
 
 def test_a_difference_shows_the_place_the_token_and_the_text(letter_bpe: TokenizerFiles) -> None:
