@@ -65,8 +65,7 @@ class LengthSort {
         std::int64_t position = 0;
         for (std::size_t l = 0; l < counts_.size(); ++l) {
             sorted.class_begin.push_back(position);
-            for (auto& part : next_)
-                position += std::exchange(part[l], static_cast<Id>(position));
+            for (auto& part : next_) position += std::exchange(part[l], static_cast<Id>(position));
         }
         sorted.class_begin.push_back(position);
         parallel_for(threads_, next_.size(),
