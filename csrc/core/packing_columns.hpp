@@ -15,26 +15,62 @@ struct Column {
     std::int32_t length, kept;
 };
 
+// A block of segments stays in the nearest cache while its columns are filled in.
+inline std::int64_t samples_in_block(const std::vector<Column>& columns) {
+    return std::max<std::int64_t>(2048 / static_cast<std::int64_t>(columns.size()), 1);
+}
+
+// Asks for the rests of samples [begin, end), as many as one block has, before they are needed:
+// hardware follows a column only once it has seen some of it, and columns are short.
+template <typename Id>
+void prefetch_columns(const std::vector<Column>& columns, const SortedRests<Id>& sorted,
+                      std::int64_t begin, std::int64_t end) {
+    constexpr std::int64_t kLine = 64 / sizeof(Id);
+    for (const Column& column : columns) {
+        const Id* ids = sorted.ids.data() + column.first;
+        for (std::int64_t i = begin * column.stride; i < end * column.stride; i += kLine)
+            prefetch(ids + i);
+    }
+}
+
+// Segments [segment, segment + rows * columns.size()) get what a plan knows without looking at the
+// documents: their lengths, which repeat from sample to sample, and that they begin at 0.
+template <typename Id, typename Length>
+void write_pattern(const Samples<Id, Length>& out, const std::vector<Column>& columns,
+                   std::int64_t segment, std::int64_t rows) {
+    const std::size_t width = columns.size(), size = static_cast<std::size_t>(rows) * width;
+    std::int32_t* const length = out.segment_length.data() + segment;
+    for (std::size_t k = 0; k < width; ++k) length[k] = columns[k].kept;
+    for (std::size_t done = width; done < size; done *= 2)
+        std::copy_n(length, std::min(done, size - done), length + done);
+    std::fill_n(out.segment_begin.data() + segment, size, Length{0});
+}
+
 // Samples [begin, end) of `columns` to sample `sample`, segment `segment` of `out` and following.
 template <typename Id, typename Length>
 void write_columns(const Samples<Id, Length>& out, const std::vector<Column>& columns,
                    const SortedRests<Id>& sorted, Span<const Length> lengths, std::int64_t begin,
                    std::int64_t end, std::int64_t sample, std::int64_t segment) {
     const auto width = static_cast<std::int64_t>(columns.size());
-    // A block of segments stays in the nearest cache while its columns are filled in.
-    const std::int64_t block = std::max<std::int64_t>(1024 / width, 1);
+    const std::int64_t block = samples_in_block(columns);
     for (; begin < end; begin += block, sample += block, segment += block * width) {
         const std::int64_t count = std::min(block, end - begin);
+        prefetch_columns(columns, sorted, begin + count, std::min(begin + count + block, end));
         for (std::int64_t i = 0; i < count; ++i) out.open_sample(sample + i, segment + i * width);
-        std::int64_t at = segment;
+        write_pattern(out, columns, segment, count);
+        Id* document = out.segment_document.data() + segment;
+        Length* first = out.segment_begin.data() + segment;
         for (const Column& column : columns) {
-            const Id* ids = sorted.ids.data() + column.first;
+            const Id* ids = sorted.ids.data() + column.first + begin * column.stride;
             for (std::int64_t i = 0; i < count; ++i) {
-                const Id id = ids[(begin + i) * column.stride];
+                const Id id = ids[i * column.stride];
+                document[i * width] = id;
+                if (id >= 0) continue;
                 const Rest<Id, Length> rest(id, column.length, lengths);
-                out.put(at + i * width, rest.document, rest.begin, column.kept);
+                document[i * width] = rest.document;
+                first[i * width] = rest.begin;
             }
-            ++at;
+            ++document, ++first;
         }
     }
 }

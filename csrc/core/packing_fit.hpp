@@ -89,6 +89,7 @@ class BinWriter {
             for (std::int64_t bin = begin; bin < end; bin = first_bin_[++r]) {
                 const std::int64_t from = bin - first_bin_[r];
                 const std::int64_t to = std::min(end, first_bin_[r + 1]) - first_bin_[r];
+                if (r + 1 < contents_.size()) prefetch_first_block(r + 1);
                 write_columns(out, contents_[r].columns(), sorted_, lengths_, from, to,
                               sample + bin,
                               segment + first_segment_[r] + from * contents_[r].num_segments());
@@ -97,6 +98,12 @@ class BinWriter {
     }
 
   private:
+    void prefetch_first_block(std::size_t r) const {
+        const std::vector<Column>& columns = contents_[r].columns();
+        const std::int64_t bins = first_bin_[r + 1] - first_bin_[r];
+        prefetch_columns(columns, sorted_, 0, std::min(bins, samples_in_block(columns)));
+    }
+
     const SortedRests<Id>& sorted_;
     Span<const Length> lengths_;
     std::vector<BinContents> contents_;                    // per run

@@ -12,6 +12,18 @@
 
 namespace megapack {
 
+inline void prefetch([[maybe_unused]] const void* address) {
+#if defined(__GNUC__)
+    __builtin_prefetch(address);
+#endif
+}
+
+inline void prefetch_for_write([[maybe_unused]] const void* address) {
+#if defined(__GNUC__)
+    __builtin_prefetch(address, 1);
+#endif
+}
+
 // How a document of at least `capacity` tokens is cut.
 struct PlainCut {
     std::int64_t capacity;
@@ -74,6 +86,9 @@ class LengthSort {
     }
 
   private:
+    // The classes together are larger than the nearest caches.
+    static constexpr std::size_t kAhead = 128;
+
     void count(std::size_t p) {
         next_[p].assign(counts_.size(), 0);
         Id* counts = next_[p].data();
@@ -96,6 +111,10 @@ class LengthSort {
         std::int64_t chunk = next_chunk_[p];
         const Part range = part_of(documents_.size(), next_.size(), p);
         for (std::size_t i = range.begin; i < range.end; ++i) {
+            if (i + kAhead < range.end) {
+                const std::int64_t ahead = documents_[i + kAhead].length;
+                prefetch_for_write(ids + next[ahead < capacity_ ? ahead : 0]);
+            }
             const Item<Id, Length> item = documents_[i];
             const std::int64_t length = item.length;
             if (length < capacity_) {

@@ -57,7 +57,7 @@ class OneStream {
         if (threads > 1) find_segments(threads, progress);
         parallel_for(threads, parts_, [&](std::size_t p) {
             StreamCutter<Id, Length> cutter(out, capacity_, 0, segment_[p], position_[p]);
-            for_each(p, [&](auto item) { cutter.push(item.document, 0, item.length); });
+            cutter.push_range(documents_, part_of(documents_.size(), parts_, p), position_[p + 1]);
             if (threads == 1) segment_[p + 1] = cutter.num_segments();
             progress.advance(part_size(p));
         });

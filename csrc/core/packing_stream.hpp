@@ -15,6 +15,7 @@ class StreamCutter {
                  std::int64_t segment, std::int64_t position)
         : out_(&out),
           capacity_(capacity),
+          stream_(sample),
           sample_(sample + position / capacity),
           segment_(segment),
           room_(capacity - position % capacity) {}
@@ -32,11 +33,60 @@ class StreamCutter {
         room_ -= length;
     }
 
+    // The documents of `range`, whole; `end` is the position of the stream after them.
+    void push_range(const Documents<Id, Length>& documents, Part range, std::int64_t end) {
+        const std::int64_t last = stream_ + end / capacity_;
+        for (std::size_t i = range.begin; i < range.end; ++i) {
+            if (documents.items != nullptr)
+                i = push_before(last, i, range.end, [d = documents.items](auto k) { return d[k]; });
+            else
+                i = push_before(last, i, range.end, [d = documents.lengths.data()](auto k) {
+                    return Item<Id, Length>{static_cast<Id>(k), d[k]};
+                });
+            if (i < range.end) push(documents[i].document, 0, documents[i].length);
+        }
+    }
+
     std::int64_t num_segments() const { return segment_; }
 
   private:
+    // Documents end samples at random: a branch on it is mispredicted. So every document is written
+    // as if the next sample began in it; where it does not, some sample up to `last` is still to be
+    // opened by this cutter, and what was written too much is overwritten on the way there. Returns
+    // the first document that is not of this kind: empty, ends with its sample, or spans a whole
+    // one.
+    template <typename ItemAt>
+    std::size_t push_before(std::int64_t last, std::size_t i, std::size_t end, ItemAt item_at) {
+        Id* const document = out_->segment_document.data() + segment_;
+        Length* const begin = out_->segment_begin.data() + segment_;
+        std::int32_t* const length = out_->segment_length.data() + segment_;
+        std::int64_t* const offset = out_->sample_segment_offsets.data() + sample_ + 1;
+        const std::int64_t base = segment_ + 1, samples = last - sample_;
+        const auto capacity = static_cast<Length>(capacity_);
+        auto room = static_cast<Length>(room_);
+        constexpr int kSign = 8 * sizeof(Length) - 1;
+        std::int64_t sample = 0, segment = 0;
+        for (; i < end && sample < samples; ++i) {
+            const Item<Id, Length> item = item_at(i);
+            const Length beyond = item.length - room;
+            if (beyond >= capacity || beyond == 0 || item.length == 0) break;
+            const Length first = std::min(item.length, room);
+            document[segment] = document[segment + 1] = item.document;
+            begin[segment] = 0;
+            begin[segment + 1] = first;
+            length[segment] = static_cast<std::int32_t>(first);
+            length[segment + 1] = static_cast<std::int32_t>(beyond);
+            offset[sample] = base + segment;
+            segment += 1 + static_cast<std::int64_t>(beyond > 0);
+            sample += static_cast<std::int64_t>(beyond > 0);
+            room = (~(beyond >> kSign) & capacity) - beyond;
+        }
+        sample_ += sample, segment_ += segment, room_ = room;
+        return i;
+    }
+
     const Samples<Id, Length>* out_;
-    std::int64_t capacity_, sample_, segment_, room_;
+    std::int64_t capacity_, stream_, sample_, segment_, room_;  // stream_: its first sample
 };
 
 // How many segments the same stream has, without writing them.
