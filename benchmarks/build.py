@@ -26,7 +26,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import multiprocessing
 import os
 import subprocess
 import sys
@@ -38,24 +37,15 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-import gigatoken
-import numpy as np
-import orjson
+import build_sides
+from build_sides import PROCESSES, second_half, texts_of
 from common import quick, write_results
-from tokenizers import Tokenizer
 
 from megapack.cli.report import print_table
-from megapack.tokenization.faults import Faults
-from megapack.tokenization.jsonl import read_jsonl
-from megapack.tokenization.lines import line_blocks
-from megapack.tokenization.pieces import Piece, ReadOptions
 
-WORKERS = 2
-PROCESSES = str(WORKERS)
 CORPUS_MB = int(os.environ.get("MEGAPACK_BENCH_MB", "200" if quick() else "800"))
 SLOW_MB = 16 if quick() else 100
 REPEATS = 1 if quick() else 5
-BATCH_BYTES = 4 << 20
 READ_MB = 200
 SHORT = 500  # characters
 MEGATRON = "Megatron's way"
@@ -102,122 +92,6 @@ def first_part(corpus: Path, part: Path, megabytes: int) -> None:
             left -= len(line)
             if left <= 0:
                 return
-
-
-def texts_of(corpus: Path) -> list[str]:
-    with corpus.open("rb") as lines:
-        return [json.loads(line)["text"] for line in lines]
-
-
-# --- what is measured; each runs in a process of its own and prints its seconds -------------------
-
-
-def bare_tokenizers(corpus: str, tokenizer: str) -> float:
-    os.environ["RAYON_NUM_THREADS"] = PROCESSES
-    os.environ["TOKENIZERS_PARALLELISM"] = "true"
-    encoder = Tokenizer.from_file(tokenizer)
-    texts = texts_of(Path(corpus))
-    begin = time.perf_counter()
-    encoder.encode_batch_fast(texts, add_special_tokens=False)
-    return time.perf_counter() - begin
-
-
-def bare_gigatoken(corpus: str, tokenizer: str) -> float:
-    return _bare_gigatoken(corpus, tokenizer, sys.maxsize)
-
-
-def bare_gigatoken_batches(corpus: str, tokenizer: str) -> float:
-    return _bare_gigatoken(corpus, tokenizer, BATCH_BYTES)
-
-
-def _bare_gigatoken(corpus: str, tokenizer: str, batch_bytes: int) -> float:
-    """Seconds for the second half of the corpus, after the first."""
-    os.environ["RAYON_NUM_THREADS"] = PROCESSES
-    encoder = gigatoken.Tokenizer(tokenizer)
-    texts = texts_of(Path(corpus))
-    seen = len(texts) - len(second_half(texts))
-    for batch in batches(texts[:seen], batch_bytes):
-        encoder.encode_batch(batch)
-    unseen = list(batches(texts[seen:], batch_bytes))
-    begin = time.perf_counter()
-    for batch in unseen:
-        encoder.encode_batch(batch)
-    return time.perf_counter() - begin
-
-
-def second_half(texts: list[str]) -> list[str]:
-    """What the corpus has beyond the file that ``halve`` writes."""
-    return texts[len(texts) // 2 :]
-
-
-def batches(texts: list[str], batch_bytes: int) -> Iterator[list[str]]:
-    batch: list[str] = []
-    size = 0
-    for text in texts:
-        batch.append(text)
-        size += len(text)
-        if size >= batch_bytes:
-            yield batch
-            batch, size = [], 0
-    if batch:
-        yield batch
-
-
-def reading_ours(corpus: str) -> float:
-    size = Path(corpus).stat().st_size
-    begin = time.perf_counter()
-    for _ in read_jsonl(Piece(corpus, "jsonl", 0, size), ReadOptions(), Faults()):
-        pass
-    return time.perf_counter() - begin
-
-
-def reading_orjson(corpus: str) -> float:
-    size = Path(corpus).stat().st_size
-    begin = time.perf_counter()
-    with Path(corpus).open("rb") as file:
-        for _, data in line_blocks(
-            file, end=size, block_bytes=BATCH_BYTES, max_line_bytes=1 << 30, on_long_line=print
-        ):
-            view, at, texts = memoryview(data), 0, []
-            while (end := data.find(b"\n", at)) >= 0:
-                texts.append(orjson.loads(view[at:end])["text"].encode())
-                at = end + 1
-            np.cumsum([len(text) for text in texts])
-            np.frombuffer(b"".join(texts), np.uint8)
-    return time.perf_counter() - begin
-
-
-class MegatronEncoder:
-    """The work of a pool process: a line of JSON to a list of ids and a list of lengths."""
-
-    tokenizer: Any
-
-    @staticmethod
-    def start(tokenizer: str) -> None:
-        os.environ["TOKENIZERS_PARALLELISM"] = "false"
-        MegatronEncoder.tokenizer = Tokenizer.from_file(tokenizer)
-
-    @staticmethod
-    def encode(line: str) -> tuple[list[int], list[int], int]:
-        text = json.loads(line)["text"]
-        ids = MegatronEncoder.tokenizer.encode(text, add_special_tokens=False).ids
-        ids.append(0)
-        return ids, [len(ids)], len(line)
-
-
-def megatron(corpus: str, tokenizer: str, prefix: str) -> float:
-    from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder  # noqa: PLC0415
-
-    begin = time.perf_counter()
-    with multiprocessing.get_context("fork").Pool(
-        WORKERS, initializer=MegatronEncoder.start, initargs=(tokenizer,)
-    ) as pool:
-        builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=np.uint16)
-        with Path(corpus).open(encoding="utf-8") as lines:
-            for ids, lengths, _ in pool.imap(MegatronEncoder.encode, lines, 32):
-                builder.add_document(ids, lengths)
-        builder.finalize(f"{prefix}.idx")
-    return time.perf_counter() - begin
 
 
 # --- measuring ------------------------------------------------------------------------------------
@@ -277,7 +151,9 @@ def run_command(command: list[str]) -> tuple[float, int, str]:
 
 
 def run_side(side: Callable[..., float], *arguments: Path) -> tuple[float, int]:
-    _, peak, out = run_command([sys.executable, __file__, side.__name__, *map(str, arguments)])
+    _, peak, out = run_command(
+        [sys.executable, build_sides.__file__, side.__name__, *map(str, arguments)]
+    )
     return float(out.split()[-1]), peak
 
 
@@ -340,7 +216,10 @@ def measure(work: Path) -> list[dict[str, Any]]:
     measure_slow(corpora, work, rows)
     measure_fast(corpora, work, rows)
     for what, path in (("whole files", corpora.long), (f"{SHORT} characters", corpora.short)):
-        for name, side in (("ours", reading_ours), ("orjson", reading_orjson)):
+        for name, side in (
+            ("ours", build_sides.reading_ours),
+            ("orjson", build_sides.reading_orjson),
+        ):
             measured = best(lambda side=side, path=path: run_side(side, path))  # type: ignore[misc]
             rows.add(f"reading, {name}, {what}", "reading", corpora.size[path], measured)
     return rows.rows
@@ -350,8 +229,10 @@ def measure_slow(corpora: Corpora, work: Path, rows: Rows) -> None:
     theirs, ours = work / "theirs", work / "ours"
     part, tokenizer = corpora.part, corpora.tokenizer
     size, backend = corpora.size[part], "tokenizers"
-    rows.add("bare tokenizers", backend, size, run_side(bare_tokenizers, part, tokenizer))
-    rows.add(MEGATRON, backend, size, run_side(megatron, part, tokenizer, theirs))
+    rows.add(
+        "bare tokenizers", backend, size, run_side(build_sides.bare_tokenizers, part, tokenizer)
+    )
+    rows.add(MEGATRON, backend, size, run_side(build_sides.megatron, part, tokenizer, theirs))
     rows.add("ours, tokenizers", backend, size, run_build(part, tokenizer, ours, "tokenizers"))
     for suffix in (".bin", ".idx"):
         same = Path(f"{theirs}{suffix}").read_bytes() == Path(f"{ours}{suffix}").read_bytes()
@@ -361,7 +242,10 @@ def measure_slow(corpora: Corpora, work: Path, rows: Rows) -> None:
 def measure_fast(corpora: Corpora, work: Path, rows: Rows) -> None:
     size, half = corpora.size[corpora.all], corpora.size[corpora.half]
     files = (corpora.all, corpora.tokenizer)
-    for what, side in (("one call", bare_gigatoken), ("4 MB batches", bare_gigatoken_batches)):
+    for what, side in (
+        ("one call", build_sides.bare_gigatoken),
+        ("4 MB batches", build_sides.bare_gigatoken_batches),
+    ):
         measured = best(lambda side=side: run_side(side, *files))  # type: ignore[misc]
         rows.add(f"bare gigatoken, {what}", "gigatoken", size - half, measured)
     for backend in ("auto", "gigatoken"):
@@ -412,16 +296,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) > 1:
-        sides = (
-            bare_tokenizers,
-            bare_gigatoken,
-            bare_gigatoken_batches,
-            megatron,
-            reading_ours,
-            reading_orjson,
-        )
-        measured = {side.__name__: side for side in sides}
-        print(measured[sys.argv[1]](*sys.argv[2:]))
-    else:
-        main()
+    main()
