@@ -44,7 +44,7 @@ from common import quick, write_results
 from megapack.cli.report import print_table
 
 CORPUS_MB = int(os.environ.get("MEGAPACK_BENCH_MB", "200" if quick() else "800"))
-SLOW_MB = 16 if quick() else 100
+SLOW_MB = 16 if quick() else 200
 REPEATS = 1 if quick() else 5
 READ_MB = 200
 SHORT = 500  # characters
