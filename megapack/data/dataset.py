@@ -215,7 +215,7 @@ class PackedDataset(Dataset[Batch]):
         if cu_seqlens_padded is not None:
             batch["cu_seqlens_padded"] = _listed(cu_seqlens_padded, rows, layout)
         batch["max_seqlen"] = max_seqlen
-        if len(self.datasets) > 1:
+        if dataset_ids is not None:
             batch["dataset_ids"] = torch.from_numpy(dataset_ids)
         return batch
 
