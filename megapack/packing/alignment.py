@@ -1,10 +1,10 @@
 """Room for segments that begin at multiples of a number, as context parallelism needs them.
 
 A strategy is given every document length rounded up to the alignment, and afterwards the segments
-their true lengths. Strategies cut at multiples of the alignment only, as capacities are multiples:
-so a document ends inside of its last piece, every other piece is full, and a sample whose rounded
-pieces fit holds its segments with each of them at a multiple of the alignment. What lies between
-two of them is padding like any other.
+their true lengths. Capacities are multiples, so strategies cut at multiples only (the windows of
+`seamless` begin anywhere, but each is a sample by itself): a document ends inside of its last
+piece, every other piece is full, and a sample whose rounded pieces fit holds its segments with each
+of them at a multiple of the alignment. What lies between two of them is padding like any other.
 """
 
 from __future__ import annotations
