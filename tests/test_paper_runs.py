@@ -1,0 +1,89 @@
+"""The training part of `make bench-papers`: runs that are done once, claims decided by one rule."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+
+from papers import corpus, runs
+from papers.claims import alike, difference, less, near, shown
+from papers.corpus import Corpus
+from papers.runs import Run, run_all
+
+PROSE = Corpus(domain="prose", train_bytes=40_000, valid_bytes=5_000, max_bytes=2_000)
+RUN = Run(
+    recipe="test",
+    name="concat",
+    seed=0,
+    corpus=PROSE,
+    strategy="concat",
+    buckets=(64,),
+    config={
+        "num_steps": 3,
+        "model": {"preset": "gpt2_tiny_alibi"},
+        "data": {"tokens_per_step": 512, "micro_batch_tokens": 256},
+        "optimizer": {"lr": 1e-3},
+        "engine": {"precision": "fp32", "zero_stage": 0},
+    },
+    validate={"prose": PROSE},
+    valid_bucket=64,
+    evaluate_every=2,
+)
+
+
+@pytest.fixture
+def work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """An empty cache, and a tokenizer that is trained in a second."""
+    for module in (corpus, runs):
+        monkeypatch.setattr(module, "WORK", tmp_path)
+    monkeypatch.setattr(corpus, "TOKENIZER_BYTES", 200_000)
+    for cached in (corpus.prepare, corpus.tokenizer):
+        cached.cache_clear()
+    monkeypatch.setenv("PYTHONPATH", f"{Path(__file__).parents[1]}")
+    yield tmp_path
+    for cached in (corpus.prepare, corpus.tokenizer):
+        cached.cache_clear()
+
+
+def test_a_run_is_done_once_and_a_run_that_continues_it_begins_with_its_weights(work: Path) -> None:
+    further = dataclasses.replace(
+        RUN, name="further", start=RUN, config={**RUN.config, "num_steps": 1, "model": {}}
+    )
+    other = dataclasses.replace(RUN, name="again, alone", keep_model=True)
+    with pytest.raises(RuntimeError, match="test: broken, seed 0"):
+        broken = {**RUN.config, "data": {"tokens_per_step": 512, "micro_batch_tokens": 96}}
+        run_all([other, dataclasses.replace(RUN, name="broken", config=broken)], workers=1)
+    first, continued = run_all([RUN, further], workers=1)
+    log = first.log()
+    assert [line["step"] for line in log] == [0, 1, 2]
+    assert [line["step"] for line in first.evaluations()] == [2, 3]
+    assert first.evaluations()[-1]["perplexity"] == first.perplexity("prose")
+    assert continued.log()[0]["loss"] < log[0]["loss"] - 0.01  # not from scratch
+    written = (first.folder / "result.json").stat().st_mtime_ns
+    again = run_all([RUN, further], workers=1)
+    assert (first.folder / "result.json").stat().st_mtime_ns == written
+    assert [r.summary for r in again] == [first.summary, continued.summary]
+    assert run_all([other], workers=1)[0].perplexity("prose") == first.perplexity("prose")
+
+
+def test_the_rule_says_yes_no_and_undecided() -> None:
+    low, high = [10.0, 11.0, 12.0], [10.5, 11.4, 12.6]  # apart by seed, though they overlap
+    assert less(low, high) == "yes" and less(high, low) == "no"
+    assert less(low, [10.5, 10.4, 12.6]) == "undecided"
+    assert less([1.0], [2.0]) == "undecided"  # one seed decides nothing
+    assert alike(low, [10.01, 11.02, 11.99], within=0.01) == "yes"
+    assert alike(low, [20.0, 21.0, 22.1], within=0.01) == "no"
+    assert alike(low, [9.0, 11.0, 13.0], within=0.01) == "undecided"
+    assert near(1.25, 1.23, within=0.05) == "yes" and near(1.4, 1.23, within=0.05) == "no"
+    found = difference(low, high)
+    assert found.mean == pytest.approx(-0.5)
+    assert found.low < found.mean < found.high < 0
+    with pytest.raises(ValueError, match="there are 3 and 1"):
+        difference(low, [1.0])
+    assert shown(low) == "11.00 +- 1.00" and shown([1.0]) == "1.00"
