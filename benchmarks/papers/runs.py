@@ -27,7 +27,7 @@ from papers.corpus import WORK, Corpus, Prepared, prepare
 from megapack.training.run_dir import read_jsonl
 from megapack.training.runs import Curve, read_curve
 
-__all__ = ["SCALES", "Result", "Run", "Scale", "run_all"]
+__all__ = ["SCALES", "Result", "Run", "Scale", "by_name", "run_all"]
 
 ROOT = Path(__file__).resolve().parents[2]
 # Everything that decides a number of a run.
@@ -145,6 +145,14 @@ class Task:
     validate: Mapping[str, Prepared]
     start: Path | None
     keep_model: bool
+
+
+def by_name(results: Sequence[Result]) -> dict[str, list[Result]]:
+    """Variant -> its results, one per seed in ascending order: what claims compare."""
+    groups: dict[str, list[Result]] = {}
+    for result in sorted(results, key=lambda r: r.run.seed):
+        groups.setdefault(result.run.name, []).append(result)
+    return groups
 
 
 def run_all(runs: Sequence[Run], *, workers: int = 2, cuda: bool = False) -> list[Result]:
