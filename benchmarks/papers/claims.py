@@ -15,7 +15,17 @@ from typing import Literal
 
 from scipy import stats
 
-__all__ = ["Claim", "Difference", "Verdict", "alike", "difference", "less", "near", "shown"]
+__all__ = [
+    "Claim",
+    "Difference",
+    "Verdict",
+    "alike",
+    "difference",
+    "less",
+    "near",
+    "shown",
+    "together",
+]
 
 Verdict = Literal["yes", "no", "undecided"]
 CONFIDENCE = 0.95
@@ -93,6 +103,13 @@ def alike(a: Sequence[float], b: Sequence[float], *, within: float) -> Verdict:
 def near(measured: float, printed: float, *, within: float) -> Verdict:
     """Whether an exact figure (no seeds decide it) is the printed one, up to a share of it."""
     return "yes" if abs(measured - printed) <= within * abs(printed) else "no"
+
+
+def together(verdicts: Sequence[Verdict]) -> Verdict:
+    """Whether all of several statements hold: one that does not is enough for "no"."""
+    if "no" in verdicts:
+        return "no"
+    return "undecided" if "undecided" in verdicts else "yes"
 
 
 def shown(values: Sequence[float], digits: int = 2) -> str:
