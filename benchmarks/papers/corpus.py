@@ -71,7 +71,7 @@ def prepare(corpus: Corpus) -> Prepared:
 
     Raises:
         SystemExit: this installation has too little text.
-        CalledProcessError: a command of this project failed; its message is on stderr.
+        RuntimeError: a command of this project failed; its message is part of the error.
     """
     model, vocabulary = tokenizer()
     texts = _texts(corpus)
@@ -177,7 +177,9 @@ def _write(path: Path, texts: list[str]) -> None:
 
 def _megapack(*arguments: object) -> None:
     command = [sys.executable, "-m", "megapack.cli.main", *map(str, arguments)]
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    done = subprocess.run(command, check=False, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(command)} failed:\n{done.stderr}")
 
 
 def _empty(folder: Path) -> Path:
