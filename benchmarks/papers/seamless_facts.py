@@ -51,16 +51,17 @@ class Fact:
 
 
 @functools.cache
-def _model() -> Any:
+def vocabulary() -> Any:
+    """The tokenizer of all corpora."""
     return sentencepiece.SentencePieceProcessor(model_file=str(tokenizer()[0]))
 
 
 def _words() -> list[str]:
     """Words that are one token, in the order of the vocabulary."""
-    model = _model()
-    pieces = [model.id_to_piece(i)[1:] for i in range(model.get_piece_size())]
+    ours = vocabulary()
+    pieces = [ours.id_to_piece(i)[1:] for i in range(ours.get_piece_size())]
     words = [w for w in pieces if len(w) >= 4 and w.isalpha() and w.islower() and w != "value"]
-    single = [w for w in dict.fromkeys(words) if len(model.encode(f" {w}")) == 1]
+    single = [w for w in dict.fromkeys(words) if len(ours.encode(f" {w}")) == 1]
     if len(single) < NUM_WORDS:
         raise SystemExit(f"the vocabulary has only {len(single)} words for invented facts")
     return single[:NUM_WORDS]
@@ -86,7 +87,7 @@ def documents() -> tuple[str, ...]:
             before = " ".join(["The", *generator.choices(filler, k=TORN - 1)])
             after = generator.choices(filler, k=DOCUMENT_TOKENS - 1 - TORN - 7)
             text = f"{before}{fact.prompt}{fact.answer} {' '.join(after)}"
-            count = len(_model().encode(text))
+            count = len(vocabulary().encode(text))
             if count != DOCUMENT_TOKENS - 1:
                 raise SystemExit(f"an invented fact has {count} tokens: {text}")
             result.append(text)
@@ -101,7 +102,7 @@ def measure(model: TrainingModel, here: World, config: EngineConfig, run: Run) -
         are the model's first choice.
     """
     del config, run
-    encode = _model().encode
+    encode = vocabulary().encode
     pairs = [(encode(fact.prompt), encode(fact.answer)) for fact in facts()]
     lengths = [len(prompt) + len(answer) for prompt, answer in pairs]
     device = here.device
