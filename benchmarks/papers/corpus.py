@@ -27,7 +27,7 @@ from typing import Literal
 
 from megapack.storage import IndexedDataset
 
-__all__ = ["VOCAB_SIZE", "WORK", "Corpus", "Prepared", "prepare", "tokenizer"]
+__all__ = ["VOCAB_SIZE", "WORK", "Corpus", "Prepared", "prepare", "remember", "tokenizer"]
 
 VOCAB_SIZE = 2048
 TOKENIZER_BYTES = 2_000_000  # of text per domain, from which the vocabulary is learned
@@ -65,6 +65,14 @@ class Prepared:
         return IndexedDataset(self.train).num_tokens
 
 
+_ready: dict[Corpus, Prepared] = {}
+
+
+def remember(corpus: Corpus, prepared: Prepared) -> None:
+    """What another process prepared: looking for the text again takes seconds."""
+    _ready[corpus] = prepared
+
+
 @functools.cache
 def prepare(corpus: Corpus) -> Prepared:
     """The documents of ``corpus`` on disk, tokenized now unless they are there.
@@ -73,6 +81,8 @@ def prepare(corpus: Corpus) -> Prepared:
         SystemExit: this installation has too little text.
         RuntimeError: a command of this project failed; its message is part of the error.
     """
+    if corpus in _ready:
+        return _ready[corpus]
     model, vocabulary = tokenizer()
     texts = _texts(corpus)
     content = [asdict(corpus), vocabulary, *([_digest(part) for part in texts[s]] for s in texts)]

@@ -89,7 +89,12 @@ class Run:
     evaluate_every: int | None = None
     """Steps between evaluations of the first corpus of ``validate``."""
     contexts: tuple[int, ...] = ()
-    """Context lengths for ``perplexity_by_context`` on the first corpus of ``validate``."""
+    """Context lengths for ``perplexity_by_context``."""
+    contexts_of: str | None = None
+    """Whose documents are scored then, a name of ``validate``; None: the first."""
+    change: str | None = None
+    """``module:function`` that is given every micro batch and returns what is trained on instead:
+    for what this software has no switch, because it would be wrong."""
     probe: str | None = None
     """``module:function`` that measures more: called at the end with (model, world, engine
     configuration, run), it gives a dictionary of JSON values."""
@@ -201,7 +206,7 @@ def _folder(run: Run) -> Path:
         content,
         [prepare(corpus).key for corpus in corpora],
         _folder(run.start).name if run.start is not None else None,
-        _code_version(run.probe.partition(":")[0] if run.probe else None),
+        *(_code_version(f.partition(":")[0] if f else None) for f in (run.probe, run.change)),
     ]
     text = json.dumps(parts, sort_keys=True)
     return WORK / "runs" / f"{run.recipe}-{hashlib.sha256(text.encode()).hexdigest()[:20]}"

@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 import transformers
+from papers.corpus import remember
 from papers.runs import Run, Task
 
 from megapack.attention import choose_backend
@@ -67,6 +68,7 @@ def train(task: Task) -> dict[str, Any]:
         What ``Result.summary`` is.
     """
     assert _here is not None, "begin() comes first"
+    remember(task.run.corpus, task.prepared)
     partial = task.folder.with_name(f"{task.folder.name}.partial-{os.getpid()}")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
@@ -142,7 +144,10 @@ class _Training:
 
     def _train(self) -> list[float]:
         config, inputs, losses = self.config, self.inputs, []
-        batches = TimedBatches(_loader(config, inputs, self.here))
+        loader: Any = _loader(config, inputs, self.here)
+        if self.run_.change is not None:
+            loader = map(_named(self.run_.change), loader)
+        batches = TimedBatches(loader)
         with (self.folder / "log.jsonl").open("w", encoding="utf-8") as log:
             begin = time.perf_counter()
             for step, micro_batches in batches.steps():
@@ -206,7 +211,8 @@ class _Training:
         return evaluate(self.engine, data, **self._evaluation()).report()
 
     def _contexts(self) -> dict[str, Any]:
-        prepared = next(iter(self.task.validate.values()))
+        name = self.run_.contexts_of or next(iter(self.task.validate))
+        prepared = self.task.validate[name]
         found = perplexity_by_context(
             self.engine, IndexedDataset(prepared.valid), self.run_.contexts, **self._evaluation()
         )
@@ -220,13 +226,18 @@ class _Training:
         }
 
     def _probe(self, run: Run) -> dict[str, Any]:
-        module, _, name = str(run.probe).partition(":")
         model = self.engine.module.eval()
         with torch.no_grad():
-            found: dict[str, Any] = getattr(import_module(module), name)(
+            found: dict[str, Any] = _named(str(run.probe))(
                 model, self.here, self.config.engine, run
             )
         return found
+
+
+def _named(path: str) -> Any:
+    """What ``module:function`` names."""
+    module, _, name = path.partition(":")
+    return getattr(import_module(module), name)
 
 
 def configuration(task: Task, folder: Path) -> PretrainConfig:
