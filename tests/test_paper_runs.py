@@ -7,14 +7,17 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 
-from papers import corpus, runs
+from papers import corpus, recipe_seamless, runs, seamless_facts
 from papers.claims import alike, difference, less, near, shown
 from papers.corpus import Corpus
 from papers.runs import Run, run_all
+
+from megapack.packing import pack
 
 PROSE = Corpus(domain="prose", train_bytes=40_000, valid_bytes=5_000, max_bytes=2_000)
 RUN = Run(
@@ -70,6 +73,29 @@ def test_a_run_is_done_once_and_a_run_that_continues_it_begins_with_its_weights(
     assert (first.folder / "result.json").stat().st_mtime_ns == written
     assert [r.summary for r in again] == [first.summary, continued.summary]
     assert run_all([other], workers=1)[0].perplexity("prose") == first.perplexity("prose")
+
+
+def test_the_cut_tears_every_invented_fact_and_a_window_of_seamless_packing_holds_it(
+    work: Path,
+) -> None:
+    seamless_facts.vocabulary.cache_clear()
+    encode = seamless_facts.vocabulary().encode
+    facts, texts = seamless_facts.facts(), seamless_facts.documents()
+    assert len(texts) == len(facts) * seamless_facts.NUM_COPIES
+    assert len({fact.about for fact in facts}) == len(facts)
+    lengths = np.full(3, seamless_facts.DOCUMENT_TOKENS, np.int32)
+    capacity = seamless_facts.CAPACITY
+    strategy, parameters = recipe_seamless.CASES["SP"]
+    windows = pack(lengths, strategy, buckets=[capacity], **parameters)
+    begins = {begin for i in range(windows.num_samples) for _, begin, _ in windows.sample(i)[1]}
+    assert begins == {0, 24}
+    for fact, text in zip(facts, texts[:: seamless_facts.NUM_COPIES], strict=True):
+        tokens, wanted = encode(text), encode(fact.prompt + fact.answer)
+        [place] = [i for i in range(len(tokens)) if tokens[i : i + len(wanted)] == wanted]
+        assert place >= 24 and place + len(wanted) <= len(tokens)  # whole in the second window
+        about = len(encode(fact.prompt)) - 2  # without "value is"
+        answer = place + len(encode(fact.prompt))
+        assert place + about < capacity < answer  # and torn by a cut at 32
 
 
 def test_the_rule_says_yes_no_and_undecided() -> None:

@@ -26,6 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from common import quick, write_results
 from papers import composition
 from papers.claims import Claim
+from papers.corpus import WORK
 from papers.rows import Row
 from papers.runs import SCALES, Scale, run_all
 from rich.console import Console
@@ -37,33 +38,53 @@ IMAGES = HERE.parents[1] / "docs" / "images" / "papers"
 
 def main() -> None:
     scale = chosen_scale()
-    found: dict[str, Any] = {}
     claims: list[Claim] = []
     for name in chosen_recipes():
-        begin = time.perf_counter()
         if name == "composition":
+            begin = time.perf_counter()
             rows = composition.measure(quick())
             write_results("composition", [dataclasses.asdict(row) for row in rows])
-            claims += composition_claims(rows)
-            found[name] = {"seconds": time.perf_counter() - begin}
-            continue
-        recipe = importlib.import_module(f"papers.recipe_{name}")
-        runs = recipe.runs(scale)
-        print(f"\n{recipe.TITLE}: {len(runs)} runs", flush=True)
-        results = run_all(runs, workers=scale.workers, cuda=scale.name == "gpu")
-        recipe.plots(results, IMAGES if scale.name == "cpu" else HERE / ".work" / scale.name)
-        claims += recipe.claims(results)
-        found[name] = {
-            "title": recipe.TITLE,
-            "equal": recipe.EQUAL,
-            "scale": scale.name,
-            "seeds": list(scale.seeds),
-            "seconds": time.perf_counter() - begin,
-            "rows": recipe.rows(results),
-        }
-        show_rows(recipe.TITLE, found[name]["rows"])
+            stated = composition_claims(rows)
+            seconds = round(time.perf_counter() - begin)
+            found: dict[str, Any] = {"title": "Data composition", "seconds": seconds}
+        else:
+            found, stated = replay(name, scale)
+        claims += stated
+        write_results(
+            f"papers-{name}", {**found, "claims": [dataclasses.asdict(c) for c in stated]}
+        )
     show_claims(claims)
-    write_results("papers", {"claims": [dataclasses.asdict(c) for c in claims], "recipes": found})
+
+
+def replay(name: str, scale: Scale) -> tuple[dict[str, Any], list[Claim]]:
+    """Train what a recipe asks for, and let it say what came out."""
+    recipe = importlib.import_module(f"papers.recipe_{name}")
+    runs = recipe.runs(scale)
+    print(f"\n{recipe.TITLE}: {len(runs)} runs", flush=True)
+    results = run_all(runs, workers=scale.workers, cuda=scale.name == "gpu")
+    recipe.plots(results, IMAGES if scale.name == "cpu" else WORK / f"plots-{scale.name}")
+    rows = recipe.rows(results)
+    show_rows(recipe.TITLE, rows)
+    found = {
+        "title": recipe.TITLE,
+        "equal": recipe.EQUAL,
+        "scale": scale.name,
+        "device": device(scale),
+        "parameters": sorted({result.summary["parameters"] for result in results}),
+        "seeds": list(scale.seeds),
+        "seconds": round(sum(r.summary["seconds"] for r in results) / scale.workers),
+        "rows": rows,
+    }
+    return found, recipe.claims(results)
+
+
+def device(scale: Scale) -> str:
+    """What the models were trained on."""
+    if scale.name == "gpu":
+        import torch  # noqa: PLC0415
+
+        return str(torch.cuda.get_device_name())
+    return f"CPU, {scale.workers} runs at a time, one thread each"
 
 
 def chosen_scale() -> Scale:

@@ -79,7 +79,7 @@ def prepare(corpus: Corpus) -> Prepared:
 
     Raises:
         SystemExit: this installation has too little text.
-        CalledProcessError: a command of this project failed; its message is on stderr.
+        RuntimeError: a command of this project failed; its message is part of the error.
     """
     if corpus in _ready:
         return _ready[corpus]
@@ -187,7 +187,9 @@ def _write(path: Path, texts: list[str]) -> None:
 
 def _megapack(*arguments: object) -> None:
     command = [sys.executable, "-m", "megapack.cli.main", *map(str, arguments)]
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    done = subprocess.run(command, check=False, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(command)} failed:\n{done.stderr}")
 
 
 def _empty(folder: Path) -> Path:

@@ -66,14 +66,14 @@ def runs(scale: Scale) -> list[Run]:
                         gpu={"preset": "gpt2_124m_alibi"},
                     ),
                     "data": {
-                        "tokens_per_step": scale.pick(cpu=2048, quick=512, gpu=16_384),
-                        "micro_batch_tokens": scale.pick(cpu=2048, quick=512, gpu=16_384),
+                        "tokens_per_step": scale.pick(cpu=1024, quick=512, gpu=16_384),
+                        "micro_batch_tokens": scale.pick(cpu=1024, quick=512, gpu=16_384),
                         "attention": "sample",
                         "positions": "sample",
                         "labels": "sample",
                         "order": "proportional" if share == 1 else "sequential",
                     },
-                    "optimizer": {"lr": scale.pick(cpu=3e-3, quick=3e-3, gpu=6e-4)},
+                    "optimizer": {"lr": scale.pick(cpu=2e-3, quick=2e-3, gpu=6e-4)},
                     "schedule": {"kind": "constant", "warmup_steps": 20},
                     "engine": scale.pick(
                         cpu={"precision": "fp32", "zero_stage": 0},
@@ -92,7 +92,7 @@ def runs(scale: Scale) -> list[Run]:
                     config=config,
                     validate={"prose": documents},
                     valid_bucket=MSL,
-                    evaluate_every=scale.pick(cpu=20, quick=4, gpu=20) if share == 1 else None,
+                    evaluate_every=scale.pick(cpu=50, quick=4, gpu=50) if share == 1 else None,
                 )
                 result.append(run)
     return result

@@ -174,6 +174,8 @@ def run_all(runs: Sequence[Run], *, workers: int = 2, cuda: bool = False) -> lis
         keep = task.keep_model or (task.folder in tasks and tasks[task.folder].keep_model)
         tasks[task.folder] = dataclasses.replace(task, keep_model=keep)
     todo = [task for task in tasks.values() if not _is_done(task)]
+    if len(todo) < len(tasks):
+        print(f"{len(tasks) - len(todo)} of {len(tasks)} runs are in the cache", flush=True)
     if todo:
         _train(todo, workers=workers, cuda=cuda)
     return [_load(run) for run in runs]
@@ -218,9 +220,10 @@ def _code_version(module: str | None) -> str:
         paths.append((ROOT / "benchmarks" / module.replace(".", "/")).with_suffix(".py"))
     result = hashlib.sha256()
     for path in paths:
-        files = [path] if path.is_file() else sorted(path.rglob("*.[pch][yp]*"))
-        for file in (f for f in files if f.suffix in (".py", ".cpp", ".hpp")):
-            result.update(str(file.relative_to(ROOT)).encode() + file.read_bytes())
+        files = [path] if path.is_file() else sorted(path.rglob("*"))
+        for file in files:
+            if file.suffix in (".py", ".cpp", ".hpp"):
+                result.update(str(file.relative_to(ROOT)).encode() + file.read_bytes())
     for package in ("torch", "transformers", "deepspeed"):
         result.update(f"{package} {importlib.metadata.version(package)}".encode())
     return result.hexdigest()
@@ -242,12 +245,12 @@ def _train(tasks: Sequence[Task], *, workers: int, cuda: bool) -> None:
     starts = {task.start.parent for task in tasks if task.start is not None}
     first = [task for task in tasks if task.folder in starts]
     rest = [task for task in tasks if task.folder not in starts]
-    os.environ.update(OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false", HF_HUB_OFFLINE="1")
-    if not cuda:
-        os.environ["DS_ACCELERATOR"] = "cpu"
     begin, done = time.perf_counter(), 0
     with concurrent.futures.ProcessPoolExecutor(
-        workers, mp_context=multiprocessing.get_context("spawn"), initializer=_begin_worker
+        workers,
+        mp_context=multiprocessing.get_context("spawn"),
+        initializer=_begin_worker,
+        initargs=(cuda,),
     ) as pool:
         for stage in (first, rest):
             futures = {pool.submit(_work, task): task for task in stage}
@@ -255,16 +258,8 @@ def _train(tasks: Sequence[Task], *, workers: int, cuda: bool) -> None:
                 for future in concurrent.futures.as_completed(futures):
                     run, summary = futures[future].run, future.result()
                     done += 1
-                    losses = ", ".join(
-                        f"{name} {value['perplexity']:.2f}"
-                        for name, value in summary["valid"].items()
-                    )
-                    print(
-                        f"[{done}/{len(tasks)}, {time.perf_counter() - begin:.0f} s] {run.recipe}: "
-                        f"{run.name}, seed {run.seed}: {summary['steps']} steps in "
-                        f"{summary['seconds']:.1f} s; perplexity {losses or '-'}",
-                        flush=True,
-                    )
+                    begun = f"[{done}/{len(tasks)}, {time.perf_counter() - begin:.0f} s]"
+                    print(f"{begun} {_progress(run, summary)}", flush=True)
             except Exception as error:
                 pool.shutdown(wait=True, cancel_futures=True)
                 run = futures[future].run
@@ -273,8 +268,19 @@ def _train(tasks: Sequence[Task], *, workers: int, cuda: bool) -> None:
                 ) from error
 
 
-def _begin_worker() -> None:
-    from papers import worker  # noqa: PLC0415  # torch, in the workers only
+def _progress(run: Run, summary: Mapping[str, Any]) -> str:
+    scored = [f"{name} {of['perplexity']:.2f}" for name, of in summary["valid"].items()]
+    return (
+        f"{run.recipe}: {run.name}, seed {run.seed}: {summary['steps']} steps in "
+        f"{summary['seconds']:.1f} s; " + (f"perplexity {', '.join(scored)}" if scored else "")
+    ).rstrip("; ")
+
+
+def _begin_worker(cuda: bool) -> None:
+    os.environ.update(OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false", HF_HUB_OFFLINE="1")
+    if not cuda:
+        os.environ.update(DS_ACCELERATOR="cpu", CUDA_VISIBLE_DEVICES="")
+    from papers import worker  # noqa: PLC0415  # what it imports reads the environment
 
     worker.begin()
 

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from papers.corpus import remember
 from papers.runs import Run, Task
 
@@ -51,6 +52,7 @@ def begin() -> None:
     if _here is not None:
         return
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    transformers.utils.logging.disable_progress_bar()
     torch.set_num_threads(1)  # two runs share two cores
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT"):
         os.environ.pop(name, None)
