@@ -201,7 +201,7 @@ def plots(results: list[Result], folder: Path) -> None:
             [fmean(line["perplexity"] for line in at) for at in evaluations],
         )
     lines(
-        folder / "masking.png",
+        folder / "masking_curves.png",
         {name: (xs[1:], ys[1:]) for name, (xs, ys) in curves.items()},
         x="step",
         y="validation perplexity",

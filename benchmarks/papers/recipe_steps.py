@@ -215,7 +215,7 @@ def plots(results: list[Result], folder: Path) -> None:
         ratios = sorted(max(step) / fmean(step) for step in steps)
         curves[arm] = ([100 * i / max(1, len(ratios) - 1) for i in range(len(ratios))], ratios)
     lines(
-        folder / "steps.png",
+        folder / "steps_ranks.png",
         curves,
         x="steps, % (from the most even to the least)",
         y="seconds of the slowest rank over the mean",
