@@ -16,7 +16,6 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 from papers import corpus, recipe_bucketllm, recipe_masking, recipe_steps
 from papers import runs as harness
 from papers.corpus import Corpus
-from papers.llama import together
 from papers.ranks import mean_of_ranks
 from papers.runs import SCALES, Result, Run, run_all
 
@@ -60,12 +59,6 @@ def test_arms_have_the_same_seeds_and_differ_only_in_their_switches(name: str, s
         str({k: v for k, v in flat(run).items() if k not in ("name", "probe")}) for run in runs
     ]
     assert len(set(contents)) == len(runs), "two arms are the same run"
-
-
-def test_one_part_refutes_a_claim_and_all_of_them_confirm_it() -> None:
-    assert together(["yes", "yes"]) == "yes"
-    assert together(["yes", "undecided"]) == "undecided"
-    assert together(["undecided", "no", "yes"]) == "no"
 
 
 class Written(Result):

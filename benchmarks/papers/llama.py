@@ -8,15 +8,14 @@ times the length. Steps are small, since a small model learns more from many of 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from papers.claims import Verdict
 from papers.corpus import Corpus
 from papers.runs import Scale
 
-__all__ = ["Setting", "together"]
+__all__ = ["Setting"]
 
 
 @dataclass(frozen=True)
@@ -97,11 +96,3 @@ class Setting:
             "schedule": {"warmup_fraction": 0.05},
             "engine": {"precision": "bf16" if large else "fp32", "zero_stage": 1 if large else 0},
         }
-
-
-def together(verdicts: Iterable[Verdict]) -> Verdict:
-    """Of a claim with several parts: one "no" refutes it, and "yes" needs all."""
-    found = set(verdicts)
-    if "no" in found:
-        return "no"
-    return "undecided" if "undecided" in found else "yes"

@@ -8,6 +8,7 @@ and on the CPU seconds of this thread, to which other programs add little.
 from __future__ import annotations
 
 import time
+from statistics import fmean
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -31,7 +32,7 @@ Attention: TypeAlias = Literal["document", "sample"]
 Dealing: TypeAlias = Literal["balanced", "in_order"]
 
 NUM_RANKS = 4
-NUM_STEPS = 8
+NUM_STEPS = 6
 SAMPLES = 4  # of the largest bucket, per rank and step
 
 # name: (what attention sees, one bucket for all ranks, dealing)
@@ -58,15 +59,18 @@ def step_times(model: TrainingModel, here: World, engine: EngineConfig, run: Run
     """Forward and backward of every rank at some steps, and what dealing does to the gradient.
 
     Returns:
-        ``times``: arm -> for every step the seconds of every rank; ``gradient``: norm of the
-        difference of one step's gradients under both dealings over the norm of either.
+        ``times``: arm -> for every step the seconds of every rank; ``work``: arm of one bucket ->
+        attention work of the busiest rank over the mean, mean over the steps (exact, from the
+        lengths); ``gradient``: norm of the difference of one step's gradients under both dealings
+        over the norm of either.
     """
     bench = _Bench(model, here, engine, run)
     with torch.enable_grad():
         times = {name: bench.times(*arm) for name, arm in ARMS.items()}
         balanced, in_order = bench.gradient("balanced"), bench.gradient("in_order")
     difference = float((balanced - in_order).norm() / balanced.norm())
-    return {"times": times, "gradient": difference}
+    work = {name: bench.work(*arm) for name, arm in ARMS.items() if arm[1]}
+    return {"times": times, "work": work, "gradient": difference}
 
 
 class _Bench:
@@ -97,8 +101,15 @@ class _Bench:
     def times(self, attention: Attention, same: bool, dealing: Dealing) -> list[list[float]]:
         """(steps, ranks) seconds."""
         loaders = self.loaders(attention, same, dealing)
-        found = [[self.seconds(batch) for batch in step] for step in zip(*loaders, strict=True)]
+        found = [
+            [min(self.seconds(batch) for _ in range(2)) for batch in step]
+            for step in zip(*loaders, strict=True)
+        ]
         return found[1:]  # the first one warms up
+
+    def work(self, attention: Attention, same: bool, dealing: Dealing) -> float:
+        """Busiest rank over the mean, as the loader computes it from the lengths."""
+        return fmean(batch["imbalance"] for batch in self.loaders(attention, same, dealing)[0])
 
     def loaders(self, attention: Attention, same: bool, dealing: Dealing) -> list[PackedLoader]:
         """One per rank: of a step of all ranks, or of a schedule of its own."""

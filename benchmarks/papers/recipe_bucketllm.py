@@ -15,10 +15,10 @@ from typing import Any
 
 import numpy as np
 from papers.bucketllm_rows import LLM, SPEEDS, V0
-from papers.claims import Claim, alike, less, shown
+from papers.claims import Claim, alike, less, shown, together
 from papers.corpus import Corpus
 from papers.figures import lines
-from papers.llama import Setting, together
+from papers.llama import Setting
 from papers.runs import Result, Run, Scale, by_name
 
 __all__ = ["EQUAL", "TITLE", "claims", "plots", "rows", "runs", "seconds_to", "speed_by_bucket"]
@@ -276,8 +276,10 @@ def _speed(arms: dict[str, list[Result]]) -> list[Claim]:
             measured=", ".join(f"{fmean(found):+.1f} %" for found in relative.values())
             + f" at {', '.join(map(str, ladder))}",
             agrees=together(
-                less([s[b] for s in speeds], [s[a] for s in speeds])
-                for a, b in itertools.pairwise(ladder)
+                [
+                    less([s[b] for s in speeds], [s[a] for s in speeds])
+                    for a, b in itertools.pairwise(ladder)
+                ]
             ),
             why="median step of each bucket in the runs themselves, attention over whole samples; "
             "how steep it is depends on the width of the model",

@@ -51,7 +51,7 @@ def runs(scale: Scale) -> list[Run]:
     capacity = setting.ladder[-2]
     # About 2.6 bytes of text are a token: nearly all of these fit into one sample.
     valid = dataclasses.replace(setting.corpus, max_bytes=2 * capacity)
-    steps = scale.pick(cpu=200, quick=4, gpu=30)
+    steps = scale.pick(cpu=150, quick=4, gpu=30)
     learned = {
         "preset": scale.pick(cpu="gpt2_tiny", quick="gpt2_tiny", gpu="gpt2_124m"),
         # positions of whole documents, the longest of the corpus included
@@ -201,7 +201,7 @@ def plots(results: list[Result], folder: Path) -> None:
             [fmean(line["perplexity"] for line in at) for at in evaluations],
         )
     lines(
-        folder / "masking.png",
+        folder / "masking_curves.png",
         {name: (xs[1:], ys[1:]) for name, (xs, ys) in curves.items()},
         x="step",
         y="validation perplexity",

@@ -52,7 +52,7 @@ def runs(scale: Scale) -> list[Run]:
             corpus=setting.corpus,
             strategy=strategy,
             buckets=buckets,
-            config=setting.config(steps=scale.pick(cpu=100, quick=3, gpu=30), data=data),
+            config=setting.config(steps=scale.pick(cpu=80, quick=3, gpu=30), data=data),
             validate={"documents": setting.corpus},
             valid_bucket=largest,
             change=changed,
@@ -74,6 +74,11 @@ def step_seconds(result: Result, arm: str) -> float:
     return fmean(max(step) for step in result.summary["probe"]["times"][arm])
 
 
+def _work(timed: list[Result], arm: str) -> float | None:
+    found = [r.summary["probe"]["work"].get(arm) for r in timed]
+    return None if None in found else fmean(found)
+
+
 def _perplexities(group: list[Result]) -> list[float]:
     return [result.perplexity("documents") for result in group]
 
@@ -87,6 +92,7 @@ def rows(results: list[Result]) -> list[dict[str, Any]]:
             "arm": arm,
             "slowest_over_mean_rank": shown([spread(r, arm) for r in timed], 3),
             "step_seconds": shown([step_seconds(r, arm) for r in timed], 3),
+            "busiest_over_mean_attention": _work(timed, arm),
         }
         for arm in ranks.ARMS
     ]
@@ -149,9 +155,10 @@ def _times(timed: list[Result]) -> list[Claim]:
             source="this project",
             claim="equal-work dealing makes steps of one bucket more even",
             paper="",
-            measured=against(dealt, undealt),
+            measured=against(dealt, undealt)
+            + f"; of attention work, {_work(timed, dealt):.3f} against {_work(timed, undealt):.3f}",
             agrees=less(of(dealt), of(undealt)),
-            why=why,
+            why=f"{why}; work is exact, from the lengths",
         ),
         Claim(
             source="this project",
@@ -208,7 +215,7 @@ def plots(results: list[Result], folder: Path) -> None:
         ratios = sorted(max(step) / fmean(step) for step in steps)
         curves[arm] = ([100 * i / max(1, len(ratios) - 1) for i in range(len(ratios))], ratios)
     lines(
-        folder / "steps.png",
+        folder / "steps_ranks.png",
         curves,
         x="steps, % (from the most even to the least)",
         y="seconds of the slowest rank over the mean",
