@@ -9,9 +9,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 
+import report
+from papers import all as everything
 from papers import corpus, recipe_seamless, runs, seamless_facts
 from papers.claims import alike, difference, less, near, shown
 from papers.corpus import Corpus
@@ -113,3 +116,33 @@ def test_the_rule_says_yes_no_and_undecided() -> None:
     with pytest.raises(ValueError, match="there are 3 and 1"):
         difference(low, [1.0])
     assert shown(low) == "11.00 +- 1.00" and shown([1.0]) == "1.00"
+
+
+def test_a_wrong_choice_of_recipes_or_scale_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("QUICK", raising=False)
+    monkeypatch.setenv("ONLY", "atom_size,atoms")
+    with pytest.raises(SystemExit, match=r"ONLY names atoms; there are composition, atom_size"):
+        everything.chosen_recipes()
+    monkeypatch.setenv("ONLY", "seamless,atom_size")
+    assert everything.chosen_recipes() == ["atom_size", "seamless"]
+    monkeypatch.setenv("SCALE", "laptop")
+    with pytest.raises(SystemExit, match="SCALE is 'laptop'; choose cpu or gpu"):
+        everything.chosen_scale()
+    if not torch.cuda.is_available():
+        monkeypatch.setenv("SCALE", "gpu")
+        with pytest.raises(SystemExit, match="SCALE=gpu needs a CUDA device"):
+            everything.chosen_scale()
+
+
+def test_the_report_counts_verdicts_and_marks_a_quick_run_as_no_evidence() -> None:
+    claims = [
+        {"source": "s", "claim": f"c{i}", "paper": "1", "measured": "2", "agrees": verdict}
+        for i, verdict in enumerate(("yes", "yes", "no", "undecided", None))
+    ]
+    run = {"benchmark": "papers-atom_size", "date": "d", "machine": "m", "cpu": "c", "num_cpus": 2,
+           "python": "3", "versions": {}, "quick": False}  # fmt: skip
+    results = {"title": "Atoms", "seconds": 1, "claims": claims}
+    text = report.papers_section([{**run, "results": results}])
+    assert "2 claims agree, 1 do not, 1 are undecided" in text and "no evidence" not in text
+    assert "| s | c3 | 1 | 2 | undecided |" in text and "### Atoms" in text
+    assert "no evidence" in report.papers_section([{**run, "quick": True, "results": results}])
