@@ -48,7 +48,6 @@ def variants() -> dict[str, Variant]:
         "BFD-m": ("best_fit_decreasing", {"extra_capacity": 3}),
         SP: _seamless(),
         "SP, published": _seamless(placement="published"),
-        "SP, c_extra 0": _seamless(extra_capacity=0),
     }
     found |= {f"SP, r_max {r}": _seamless(r_max=r) for r in R_MAX if r != 0.3}
     found |= {f"SP, c_extra {c}": _seamless(extra_capacity=c) for c in C_EXTRA if c != 3}
@@ -70,7 +69,7 @@ def code(scale: Scale) -> Corpus:
     """The first domain."""
     return Corpus(
         domain="code",
-        train_bytes=scale.pick(cpu=1_200_000, quick=60_000, gpu=8_000_000),
+        train_bytes=scale.pick(cpu=1_000_000, quick=60_000, gpu=8_000_000),
         valid_bytes=scale.pick(cpu=50_000, quick=10_000, gpu=400_000),
     )
 
@@ -83,7 +82,7 @@ def prose(scale: Scale, *, injected: tuple[str, ...] = ()) -> Corpus:
                       injected=injected)  # fmt: skip
     return Corpus(
         domain="prose",
-        train_bytes=scale.pick(cpu=250_000, quick=30_000, gpu=700_000),
+        train_bytes=scale.pick(cpu=200_000, quick=30_000, gpu=700_000),
         valid_bytes=scale.pick(cpu=100_000, quick=10_000, gpu=400_000),
         min_bytes=400,
         max_bytes=2_500,

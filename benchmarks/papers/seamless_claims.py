@@ -163,7 +163,7 @@ def plots(results: list[Result], folder: Path) -> None:
         for name, of in by_name(results).items()
         if "probe" not in of[0].summary
     }
-    for name, values, middle in (("r_max", R_MAX, 0.3), ("c_extra", (0, *C_EXTRA), 3)):
+    for name, values, middle in (("r_max", R_MAX, 0.3), ("c_extra", tuple(C_EXTRA), 3)):
         measured = [perplexity[SP if v == middle else f"SP, {name} {v}"] for v in values]
         flat = {other: (values, [perplexity[other]] * len(values)) for other in ("CT", "BFD")}
         lines(
