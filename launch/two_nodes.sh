@@ -21,6 +21,7 @@ PYTHON_BIN=${PYTHON_BIN:-$(dirname "$(command -v python3)")}
 unable() { echo "two nodes on one machine are not possible here: $*" >&2; exit 3; }
 
 remove_everything() {
+    [[ -z ${KILLER:-} ]] || kill "$KILLER" 2>/dev/null || true
     for ((i = 0; i < NODES; i++)); do
         # Only processes inside our own namespaces.
         pids=$(ip netns pids "$NAME$i" 2>/dev/null || true)
@@ -136,5 +137,8 @@ ip link set "${NAME}br" up
 make_keys
 for ((i = 0; i < NODES; i++)); do make_node "$i"; done
 wait_for_nodes
-[[ -z ${KILL_NODE:-} ]] || lose_node &
+if [[ -n ${KILL_NODE:-} ]]; then
+    lose_node &
+    KILLER=$!
+fi
 launch "$@"
