@@ -78,7 +78,7 @@ def recipe_section(run: dict[str, Any]) -> Iterator[str]:
     yield from table(results["claims"], "")
     yield from table(results.get("rows", []), "measured")
     if results.get("scale") == "cpu" and not run["quick"]:
-        for path in sorted((TARGET.parent / "images" / "papers").glob(f"{name}_*.png")):
+        for path in sorted((TARGET.parent / "images" / "papers").glob(f"{name}*.png")):
             yield f"![{path.stem.replace('_', ' ')}](images/papers/{path.name})"
         yield ""
 

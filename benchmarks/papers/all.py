@@ -89,9 +89,11 @@ def device(scale: Scale) -> str:
 
 def chosen_scale() -> Scale:
     """QUICK=1, SCALE=cpu (default) or SCALE=gpu."""
-    name = "quick" if quick() else os.environ.get("SCALE", "cpu")
-    if name not in SCALES:
-        raise SystemExit(f"SCALE is {name!r}; choose one of {', '.join(SCALES)}")
+    name = os.environ.get("SCALE", "cpu")
+    if name not in ("cpu", "gpu"):
+        raise SystemExit(f"SCALE is {name!r}; choose cpu or gpu (QUICK=1 is the smallest)")
+    if quick():
+        return SCALES["quick"]
     if name == "gpu":
         import torch  # noqa: PLC0415
 

@@ -44,7 +44,7 @@ def corpus(scale: Scale) -> Corpus:
     """Short prose as in A.1: no document below about 50 words, 143 tokens in the mean."""
     return Corpus(
         domain="prose",
-        train_bytes=scale.pick(cpu=1_150_000, quick=60_000, gpu=6_000_000),
+        train_bytes=scale.pick(cpu=1_150_000, quick=60_000, gpu=3_000_000),
         valid_bytes=scale.pick(cpu=120_000, quick=10_000, gpu=300_000),
         min_bytes=250,
         max_bytes=700,
@@ -66,8 +66,8 @@ def runs(scale: Scale) -> list[Run]:
                         gpu={"preset": "gpt2_124m_alibi"},
                     ),
                     "data": {
-                        "tokens_per_step": scale.pick(cpu=1024, quick=512, gpu=16_384),
-                        "micro_batch_tokens": scale.pick(cpu=1024, quick=512, gpu=16_384),
+                        "tokens_per_step": scale.pick(cpu=1024, quick=512, gpu=4096),
+                        "micro_batch_tokens": scale.pick(cpu=1024, quick=512, gpu=4096),
                         "attention": "sample",
                         "positions": "sample",
                         "labels": "sample",
@@ -111,7 +111,9 @@ class _Figures:
 
     def __init__(self, results: list[Result]) -> None:
         self.results = by_name(results)
-        self.held_out = {name: [r.perplexity("prose") for r in of] for name, of in self._items()}
+        self.held_out = {
+            name: [r.perplexity("prose") for r in of] for name, of in self.results.items()
+        }
         self.final: dict[str, list[float]] = {name: [] for name in self.results}
         self.rank: dict[str, list[float]] = {name: [] for name in self.results}
         for strategy in STRATEGIES:
@@ -122,9 +124,6 @@ class _Figures:
                 for name, standing in compare(curves).items():
                     self.final[name].append(standing.final_perplexity)
                     self.rank[name].append(standing.mean_rank)
-
-    def _items(self) -> Any:
-        return self.results.items()
 
     def steps(self, strategy: str) -> int:
         """Of an epoch with atoms of one MSL."""
