@@ -139,7 +139,7 @@ def test_each_recipe_runs_measures_claims_and_draws(work: Path) -> None:
         recipe.plots(results, work / "figures")
     assert len(list((work / "figures").glob("*.png"))) == 4
     probe = trained["steps"].summary["probe"]
-    assert probe["gradient"] < 1e-4
+    assert probe["gradient"] < 1e-5
     assert all(len(step) == 4 for times in probe["times"].values() for step in times)
 
 
