@@ -13,7 +13,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 
-from papers import corpus, recipe_bucketllm, recipe_masking, recipe_steps
+from papers import bucketllm_results, corpus, recipe_bucketllm, recipe_masking, recipe_steps
 from papers import runs as harness
 from papers.corpus import Corpus
 from papers.ranks import mean_of_ranks
@@ -79,11 +79,11 @@ class Written(Result):
 def test_time_to_equal_loss_lies_on_the_line_between_two_evaluations() -> None:
     run = recipe_bucketllm.runs(SCALES["quick"])[0]
     result = Written(run, Path(), {})
-    assert recipe_bucketllm.speed_by_bucket(result) == {64: 100.0, 128: 50.0}
-    assert recipe_bucketllm.seconds_to(result, 100.0) == pytest.approx(6.0)
-    assert recipe_bucketllm.seconds_to(result, 50.0) == pytest.approx(9.0)
-    assert recipe_bucketllm.seconds_to(result, 25.0) == pytest.approx(12.0)
-    assert recipe_bucketllm.seconds_to(result, 24.0) == float("inf")
+    assert bucketllm_results.speed_by_bucket(result) == {64: 100.0, 128: 50.0}
+    assert bucketllm_results.seconds_to(result, 100.0) == pytest.approx(6.0)
+    assert bucketllm_results.seconds_to(result, 50.0) == pytest.approx(9.0)
+    assert bucketllm_results.seconds_to(result, 25.0) == pytest.approx(12.0)
+    assert bucketllm_results.seconds_to(result, 24.0) == float("inf")
 
 
 @pytest.fixture
