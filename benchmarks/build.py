@@ -1,25 +1,31 @@
 """Text to .bin/.idx, from end to end: ours beside Megatron's way, both beside the bare tokenizers.
 
 Corpus: the Python source of this disk, every distinct file a document, as .jsonl; the tokenizer is
-a byte-level BPE trained on it. Everything has two processes or two threads. The bare tokenizers
-encode texts that lie in memory and throw the ids away: that is the limit of what a build can do.
-gigatoken does so also from one flat buffer, which is how our readers feed it, and always in a fresh
-process: it remembers words, so a second pass over the same text would be another thing. Megatron's
-way is what preprocess_data.py does: a pool of workers that parse and encode, and one parent that
-writes what they send with megatron-core's own IndexedDatasetBuilder.
+a byte-level BPE trained on it. Everything has two processes or two threads. MB/s are of text
+(UTF-8), memory is the proportional set size of all processes of a command, at its largest.
 
-The slow ones get the first part of the corpus only; MB/s are of text (UTF-8). A build is timed as a
-command, with its start, its checks and the merge. Memory is the proportional set size of all
-processes of the command, at its largest; the bare ones hold the whole corpus.
+- bare: texts lie in memory, ids are thrown away: the limit of what a build can do. tokenizers gets
+  its part in one call. gigatoken remembers words, so it first encodes the first half of the corpus
+  and is then timed on the second, which it has not seen: in one call, and in batches of 4 MB (its
+  memory is then used again, which is faster; this is how our readers feed it).
+- Megatron's way is what preprocess_data.py does: a pool of workers that parse and encode, and one
+  parent that writes what they send with megatron-core's own IndexedDatasetBuilder.
+- ours: the whole command in a fresh process, from .jsonl to a .bin/.idx on disk (fsync included),
+  with its start, the tokenizer's load, cold caches, checks and the merge. "beyond the first half"
+  is the text of the second half by the seconds that it adds to a command: the rate of a corpus so
+  large that a start does not count.
+- reading: .jsonl to flat text in one thread, with our parser and with orjson: the whole corpus, and
+  the same text cut into documents of 500 characters.
 
-QUICK=1 runs on less text. MEGAPACK_BENCH_MB sets the size of the corpus (600).
+The fast ones are the best of several runs. The slow ones get the first part of the corpus only.
+
+QUICK=1 runs on less text. MEGAPACK_BENCH_MB sets the size of the corpus (800).
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import multiprocessing
 import os
 import subprocess
 import sys
@@ -27,23 +33,21 @@ import sysconfig
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-import awkward
-import gigatoken
-import numpy as np
+import build_sides
+from build_sides import PROCESSES, second_half, texts_of
 from common import quick, write_results
-from tokenizers import Tokenizer
 
 from megapack.cli.report import print_table
 
-WORKERS = 2
-PROCESSES = str(WORKERS)
-CORPUS_MB = int(os.environ.get("MEGAPACK_BENCH_MB", "200" if quick() else "600"))
-SLOW_MB = 16 if quick() else 48
-REPEATS = 1 if quick() else 3
+CORPUS_MB = int(os.environ.get("MEGAPACK_BENCH_MB", "200" if quick() else "800"))
+SLOW_MB = 16 if quick() else 200
+REPEATS = 1 if quick() else 5
+READ_MB = 200
+SHORT = 500  # characters
 MEGATRON = "Megatron's way"
 
 
@@ -88,75 +92,6 @@ def first_part(corpus: Path, part: Path, megabytes: int) -> None:
             left -= len(line)
             if left <= 0:
                 return
-
-
-def texts_of(corpus: Path) -> list[str]:
-    with corpus.open("rb") as lines:
-        return [json.loads(line)["text"] for line in lines]
-
-
-# --- what is measured; each runs in a process of its own and prints its seconds -------------------
-
-
-def bare_tokenizers(corpus: str, tokenizer: str) -> float:
-    os.environ["RAYON_NUM_THREADS"] = PROCESSES
-    os.environ["TOKENIZERS_PARALLELISM"] = "true"
-    encoder = Tokenizer.from_file(tokenizer)
-    texts = texts_of(Path(corpus))
-    begin = time.perf_counter()
-    encoder.encode_batch_fast(texts, add_special_tokens=False)
-    return time.perf_counter() - begin
-
-
-def bare_gigatoken(corpus: str, tokenizer: str) -> float:
-    os.environ["RAYON_NUM_THREADS"] = PROCESSES
-    encoder = gigatoken.Tokenizer(tokenizer)
-    texts = texts_of(Path(corpus))
-    begin = time.perf_counter()
-    encoder.encode_batch(texts, parallel=True)
-    return time.perf_counter() - begin
-
-
-def bare_gigatoken_flat(corpus: str, tokenizer: str) -> float:
-    os.environ["RAYON_NUM_THREADS"] = PROCESSES
-    encoder = gigatoken.Tokenizer(tokenizer)
-    texts = awkward.Array(texts_of(Path(corpus)))
-    begin = time.perf_counter()
-    encoder.encode_batch(texts, parallel=True)
-    return time.perf_counter() - begin
-
-
-class MegatronEncoder:
-    """The work of a pool process: a line of JSON to a list of ids and a list of lengths."""
-
-    tokenizer: Any
-
-    @staticmethod
-    def start(tokenizer: str) -> None:
-        os.environ["TOKENIZERS_PARALLELISM"] = "false"
-        MegatronEncoder.tokenizer = Tokenizer.from_file(tokenizer)
-
-    @staticmethod
-    def encode(line: str) -> tuple[list[int], list[int], int]:
-        text = json.loads(line)["text"]
-        ids = MegatronEncoder.tokenizer.encode(text, add_special_tokens=False).ids
-        ids.append(0)
-        return ids, [len(ids)], len(line)
-
-
-def megatron(corpus: str, tokenizer: str, prefix: str) -> float:
-    from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder  # noqa: PLC0415
-
-    begin = time.perf_counter()
-    with multiprocessing.get_context("fork").Pool(
-        WORKERS, initializer=MegatronEncoder.start, initargs=(tokenizer,)
-    ) as pool:
-        builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=np.uint16)
-        with Path(corpus).open(encoding="utf-8") as lines:
-            for ids, lengths, _ in pool.imap(MegatronEncoder.encode, lines, 32):
-                builder.add_document(ids, lengths)
-        builder.finalize(f"{prefix}.idx")
-    return time.perf_counter() - begin
 
 
 # --- measuring ------------------------------------------------------------------------------------
@@ -216,7 +151,9 @@ def run_command(command: list[str]) -> tuple[float, int, str]:
 
 
 def run_side(side: Callable[..., float], *arguments: Path) -> tuple[float, int]:
-    _, peak, out = run_command([sys.executable, __file__, side.__name__, *map(str, arguments)])
+    _, peak, out = run_command(
+        [sys.executable, build_sides.__file__, side.__name__, *map(str, arguments)]
+    )
     return float(out.split()[-1]), peak
 
 
@@ -233,77 +170,130 @@ def best(run: Callable[[], tuple[float, int]]) -> tuple[float, int]:
     return min(seconds for seconds, _ in results), max(peak for _, peak in results)
 
 
-def prepare(corpus: Path, part: Path, tokenizer: Path) -> tuple[int, int]:
-    """Bytes of text of the corpus and of its first part."""
-    documents, size, rounds = write_corpus(corpus, CORPUS_MB)
-    first_part(corpus, part, SLOW_MB)
-    train = [sys.executable, "-m", "megapack.cli.main", "train-tokenizer", "--type", "bpe-json"]
-    train += ["--input", str(corpus), "--output", str(tokenizer), "--sample-bytes", "16M"]
-    run_command(train)
-    repeated = "" if rounds == 1 else f", the disk's files {rounds} times over"
-    print(f"{documents:,} documents, {size / 1e6:,.0f} MB of Python source{repeated}", flush=True)
-    return size, sum(len(text.encode("utf-8")) for text in texts_of(part))
+class Corpora:
+    """The files of a comparison, and the bytes of text in them."""
+
+    def __init__(self, work: Path) -> None:
+        self.all, self.half = work / "corpus.jsonl", work / "half.jsonl"
+        self.part, self.short = work / "part.jsonl", work / "short.jsonl"
+        self.long, self.tokenizer = work / "long.jsonl", work / "tokenizer.json"
+        documents, size, rounds = write_corpus(self.all, CORPUS_MB)
+        self.size = {self.all: size}
+        first_part(self.all, self.part, SLOW_MB)
+        first_part(self.all, self.long, READ_MB)
+        texts = texts_of(self.all)
+        write_texts(self.half, texts[: len(texts) - len(second_half(texts))])
+        long = texts_of(self.long)
+        cut = (t[i : i + SHORT] for t in long for i in range(0, len(t), SHORT))
+        write_texts(self.short, cut)
+        for path in (self.half, self.part, self.long, self.short):
+            self.size[path] = sum(len(text.encode("utf-8")) for text in texts_of(path))
+        train = [sys.executable, "-m", "megapack.cli.main", "train-tokenizer", "--type", "bpe-json"]
+        train += ["--input", str(self.all), "--output", str(self.tokenizer)]
+        run_command([*train, "--sample-bytes", "16M"])
+        repeated = "" if rounds == 1 else f", the disk's files {rounds} times over"
+        print(f"{documents:,} documents, {size / 1e6:,.0f} MB of Python source{repeated}")
+
+
+def write_texts(path: Path, texts: Iterable[str]) -> None:
+    with path.open("w", encoding="utf-8") as out:
+        out.writelines(json.dumps({"text": text}) + "\n" for text in texts)
+
+
+class Rows:
+    def __init__(self) -> None:
+        self.rows: list[dict[str, Any]] = []
+
+    def add(self, what: str, backend: str, size: int, measured: tuple[float, int]) -> None:
+        seconds, peak = measured
+        row = {"what": what, "backend": backend, "text_mb": size / 1e6, "seconds": seconds}
+        self.rows.append({**row, "mb_per_s": size / 1e6 / seconds, "peak_mb": peak / 1e6})
+        print(f"  {what}: {size / 1e6 / seconds:,.1f} MB/s", flush=True)
 
 
 def measure(work: Path) -> list[dict[str, Any]]:
-    corpus, part, tokenizer = work / "corpus.jsonl", work / "part.jsonl", work / "tokenizer.json"
-    size, part_size = prepare(corpus, part, tokenizer)
+    corpora, rows = Corpora(work), Rows()
+    measure_slow(corpora, work, rows)
+    measure_fast(corpora, work, rows)
+    for what, path in (("whole files", corpora.long), (f"{SHORT} characters", corpora.short)):
+        for name, side in (
+            ("ours", build_sides.reading_ours),
+            ("orjson", build_sides.reading_orjson),
+        ):
+            measured = best(lambda side=side, path=path: run_side(side, path))  # type: ignore[misc]
+            rows.add(f"reading, {name}, {what}", "reading", corpora.size[path], measured)
+    return rows.rows
+
+
+def measure_slow(corpora: Corpora, work: Path, rows: Rows) -> None:
     theirs, ours = work / "theirs", work / "ours"
-    rows: list[dict[str, Any]] = []
-
-    def add(what: str, backend: str, measured: tuple[float, int]) -> None:
-        seconds, peak = measured
-        megabytes = (size if backend == "gigatoken" else part_size) / 1e6
-        speed = megabytes / seconds
-        row = {"what": what, "backend": backend, "text_mb": megabytes, "seconds": seconds}
-        rows.append({**row, "mb_per_s": speed, "peak_mb": peak / 1e6})
-        print(f"  {what}: {speed:,.1f} MB/s", flush=True)
-
-    add("bare tokenizers", "tokenizers", run_side(bare_tokenizers, part, tokenizer))
-    add(MEGATRON, "tokenizers", run_side(megatron, part, tokenizer, theirs))
-    add("ours, tokenizers", "tokenizers", run_build(part, tokenizer, ours, "tokenizers"))
+    part, tokenizer = corpora.part, corpora.tokenizer
+    size, backend = corpora.size[part], "tokenizers"
+    rows.add(
+        "bare tokenizers", backend, size, run_side(build_sides.bare_tokenizers, part, tokenizer)
+    )
+    rows.add(MEGATRON, backend, size, run_side(build_sides.megatron, part, tokenizer, theirs))
+    rows.add("ours, tokenizers", backend, size, run_build(part, tokenizer, ours, "tokenizers"))
     for suffix in (".bin", ".idx"):
         same = Path(f"{theirs}{suffix}").read_bytes() == Path(f"{ours}{suffix}").read_bytes()
         assert same, f"the two {suffix} files differ"
-    runs: dict[str, Callable[[], tuple[float, int]]] = {
-        "bare gigatoken": lambda: run_side(bare_gigatoken, corpus, tokenizer),
-        "bare gigatoken, flat buffer": lambda: run_side(bare_gigatoken_flat, corpus, tokenizer),
-        "ours, auto": lambda: run_build(corpus, tokenizer, work / "auto", "auto"),
-        "ours, gigatoken": lambda: run_build(corpus, tokenizer, work / "giga", "gigatoken"),
-    }
-    for what, run in runs.items():
-        add(what, "gigatoken", best(run))
-    return rows
+
+
+def measure_fast(corpora: Corpora, work: Path, rows: Rows) -> None:
+    size, half = corpora.size[corpora.all], corpora.size[corpora.half]
+    files = (corpora.all, corpora.tokenizer)
+    for what, side in (
+        ("one call", build_sides.bare_gigatoken),
+        ("4 MB batches", build_sides.bare_gigatoken_batches),
+    ):
+        measured = best(lambda side=side: run_side(side, *files))  # type: ignore[misc]
+        rows.add(f"bare gigatoken, {what}", "gigatoken", size - half, measured)
+    for backend in ("auto", "gigatoken"):
+        prefix = work / backend
+
+        def build(path: Path, prefix: Path = prefix, backend: str = backend) -> tuple[float, int]:
+            return best(lambda: run_build(path, corpora.tokenizer, prefix, backend))
+
+        seconds, _ = build(corpora.half)
+        whole = build(corpora.all)
+        rows.add(f"ours, {backend}", "gigatoken", size, whole)
+        beyond = (whole[0] - seconds, whole[1])
+        rows.add(f"ours, {backend}, beyond the first half", "gigatoken", size - half, beyond)
 
 
 def main() -> None:
     with tempfile.TemporaryDirectory(prefix="megapack-build-") as directory:
         rows = measure(Path(directory))
-    speed = {row["what"]: row["mb_per_s"] for row in rows}
+    limit = {
+        backend: max(
+            row["mb_per_s"]
+            for row in rows
+            if row["backend"] == backend and row["what"].startswith("bare")
+        )
+        for backend in ("tokenizers", "gigatoken")
+    }
+    base = next(row["mb_per_s"] for row in rows if row["what"] == MEGATRON)
     shown = []
     for row in rows:
-        bare = "bare gigatoken" if row["backend"] == "gigatoken" else "bare tokenizers"
-        row["of_bare"] = row["mb_per_s"] / speed[bare]
-        row["times_megatron"] = row["mb_per_s"] / speed[MEGATRON]
+        reading = row["backend"] == "reading"
+        if not reading:
+            row["of_bare"] = row["mb_per_s"] / limit[row["backend"]]
+            row["times_megatron"] = row["mb_per_s"] / base
         shown.append(
             (
                 row["what"],
                 f"{row['text_mb']:,.0f}",
                 f"{row['mb_per_s']:,.1f}",
-                f"{row['of_bare']:.2f}",
-                f"{row['times_megatron']:,.1f}",
+                "" if reading else f"{row['of_bare']:.2f}",
+                "" if reading else f"{row['times_megatron']:,.1f}",
                 f"{row['peak_mb']:,.0f}",
             )
         )
     print()
-    print_table(("", "MB of text", "MB/s", "of bare", "x Megatron", "peak MB"), shown)
+    columns = ("", "MB of text", "MB/s", "of the fastest bare", "x Megatron", "peak MB")
+    print_table(columns, shown)
     write_results("build", rows)
 
 
 if __name__ == "__main__":
-    if len(sys.argv) > 1:
-        sides = (bare_tokenizers, bare_gigatoken, bare_gigatoken_flat, megatron)
-        measured = {side.__name__: side for side in sides}
-        print(measured[sys.argv[1]](*sys.argv[2:]))
-    else:
-        main()
+    main()

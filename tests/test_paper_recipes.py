@@ -13,7 +13,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 
-from papers import corpus, recipe_bucketllm, recipe_masking, recipe_steps
+from papers import bucketllm_results, corpus, recipe_bucketllm, recipe_masking, recipe_steps
 from papers import runs as harness
 from papers.corpus import Corpus
 from papers.ranks import mean_of_ranks
@@ -48,8 +48,10 @@ def test_arms_have_the_same_seeds_and_differ_only_in_their_switches(name: str, s
         by_arm.setdefault(run.name, []).append(run)
     assert len(by_arm) >= 5
     first = flat(runs[0])
+    seeds = [run.seed for run in by_arm[runs[0].name]]
+    assert set(scale.seeds) <= set(seeds)
     for group in by_arm.values():
-        assert tuple(run.seed for run in group) == scale.seeds
+        assert [run.seed for run in group] == seeds, run.name
         for run in group:
             differing = {key for key, value in flat(run).items() if value != first[key]}
             assert differing <= SWITCHES[name] | {"name", "seed"}, run.name
@@ -77,11 +79,11 @@ class Written(Result):
 def test_time_to_equal_loss_lies_on_the_line_between_two_evaluations() -> None:
     run = recipe_bucketllm.runs(SCALES["quick"])[0]
     result = Written(run, Path(), {})
-    assert recipe_bucketllm.speed_by_bucket(result) == {64: 100.0, 128: 50.0}
-    assert recipe_bucketllm.seconds_to(result, 100.0) == pytest.approx(6.0)
-    assert recipe_bucketllm.seconds_to(result, 50.0) == pytest.approx(9.0)
-    assert recipe_bucketllm.seconds_to(result, 25.0) == pytest.approx(12.0)
-    assert recipe_bucketllm.seconds_to(result, 24.0) == float("inf")
+    assert bucketllm_results.speed_by_bucket(result) == {64: 100.0, 128: 50.0}
+    assert bucketllm_results.seconds_to(result, 100.0) == pytest.approx(6.0)
+    assert bucketllm_results.seconds_to(result, 50.0) == pytest.approx(9.0)
+    assert bucketllm_results.seconds_to(result, 25.0) == pytest.approx(12.0)
+    assert bucketllm_results.seconds_to(result, 24.0) == float("inf")
 
 
 @pytest.fixture
@@ -137,7 +139,7 @@ def test_each_recipe_runs_measures_claims_and_draws(work: Path) -> None:
         recipe.plots(results, work / "figures")
     assert len(list((work / "figures").glob("*.png"))) == 4
     probe = trained["steps"].summary["probe"]
-    assert probe["gradient"] < 1e-4
+    assert probe["gradient"] < 1e-5
     assert all(len(step) == 4 for times in probe["times"].values() for step in times)
 
 

@@ -23,7 +23,7 @@ def lines(
     matplotlib.use("Agg")
     from matplotlib import pyplot  # noqa: PLC0415
 
-    figure, axes = pyplot.subplots(figsize=(6, 4), layout="constrained")
+    figure, axes = pyplot.subplots(figsize=(7.5, 4), layout="constrained")
     for name, (xs, ys) in curves.items():
         axes.plot(xs, ys, marker=marker, markersize=3, linewidth=1.2, label=name)
     if log_x:
@@ -32,7 +32,7 @@ def lines(
         axes.set_xticks(ticks, [f"{tick:,.0f}" for tick in ticks])
     axes.set(xlabel=x, ylabel=y)
     axes.grid(alpha=0.3)
-    axes.legend(fontsize=8)
+    figure.legend(loc="outside right upper", fontsize=8)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=110)
     pyplot.close(figure)

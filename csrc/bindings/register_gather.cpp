@@ -94,6 +94,7 @@ class Gatherer {
                                mutable_view(loss_mask, "loss_mask"),
                                mutable_view(position_ids, "position_ids")};
         const bool aligned = options_.alignment > 1;
+        const bool blend = sources_.size() > 1;
         std::vector<std::int32_t> cu_seqlens;
         std::vector<std::int32_t> cu_seqlens_padded;
         std::vector<std::int32_t> segment_sources;
@@ -105,15 +106,13 @@ class Gatherer {
             cu_seqlens = cumulative_lengths(plan, false, per_row, num_cu_seqlens);
             if (aligned)
                 cu_seqlens_padded = cumulative_lengths(plan, true, per_row, num_cu_seqlens);
-            for (const AttentionSegment& segment : plan.segments) {
-                segment_sources.push_back(segment.source);
-            }
+            if (blend) segment_sources = plan.sources();
             max_seqlen = plan.max_seqlen();
             fill_gather(plan, options_, out);
         }
         return py::make_tuple(to_numpy(std::move(cu_seqlens)),
                               optional_array(std::move(cu_seqlens_padded), aligned),
-                              to_numpy(std::move(segment_sources)), max_seqlen);
+                              optional_array(std::move(segment_sources), blend), max_seqlen);
     }
 
     py::array_t<std::int64_t> count(const Array<std::int64_t>& sample_ids) const {

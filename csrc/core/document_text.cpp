@@ -60,11 +60,16 @@ bool in_ranges(std::int64_t c, Span<const std::int64_t> ranges) {
     return bounds_passed % 2 == 1 || (bounds_passed > 0 && *(above - 1) == c);
 }
 
+// Whether one of eight bytes is 0xE0 or above: the first of a character of three or four bytes.
+bool has_long_lead(std::uint64_t word) {
+    return (word & (word << 1) & (word << 2) & kHighBits) != 0;
+}
+
 bool has_any(Span<const std::uint8_t> document, Span<const std::int64_t> ranges) {
     const std::uint8_t* p = document.begin();
     const std::uint8_t* const end = document.end();
     while (p != end) {
-        if (end - p >= 8 && (load_8_bytes(p) & kHighBits) == 0) {
+        if (end - p >= 8 && !has_long_lead(load_8_bytes(p))) {
             p += 8;
         } else if (*p < 0xE0) {  // below U+0800, or a byte inside a character
             ++p;

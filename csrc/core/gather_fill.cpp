@@ -26,6 +26,33 @@ void fill_labels(const Piece& piece, std::int64_t* labels, float* mask) {
     }
 }
 
+// `at`: where its room begins in the buffers.
+void fill_piece(const Piece& piece, const GatherOptions& options, std::int64_t at,
+                const GatherOutput& out) {
+    std::int64_t* tokens = out.tokens.data() + at;
+    std::int64_t* labels = out.labels.data() + at;
+    float* mask = out.loss_mask.data() + at;
+    if (piece.length > 0) {
+        widen(piece.source->tokens, piece.token_begin, piece.length, tokens);
+        fill_labels(piece, labels, mask);
+    }
+    const std::int64_t padding = piece.room - piece.length;
+    fill(options.pad_token, padding, tokens + piece.length);
+    fill(kNoLabel, padding, labels + piece.length);
+    fill(0.0F, padding, mask + piece.length);
+    count_up(piece.first_position, piece.room, out.position_ids.data() + at);
+}
+
+// Samples come in random order, so the tokens of a piece are in no cache: they are asked for while
+// the piece before is written.
+void prefetch_piece(const Piece& piece) {
+    if (piece.source == nullptr) return;
+    prefetch(piece.source->tokens, piece.token_begin, piece.length);
+    if (piece.source->has_labels()) {
+        prefetch(piece.source->labels, piece.token_begin, piece.length);
+    }
+}
+
 std::int64_t count_segment(const GatherSource& source, const Segment& segment, const Segment* next,
                            Extent labels) {
     const std::int64_t body = segment.length - 1;
@@ -43,21 +70,11 @@ void fill_gather(const GatherPlan& plan, const GatherOptions& options, const Gat
               out.position_ids.size() == size,
           "the buffers of a micro batch must hold ", size, " elements each");
     std::int64_t at = 0;
-    for (const Piece& piece : plan.pieces) {
-        std::int64_t* tokens = out.tokens.data() + at;
-        std::int64_t* labels = out.labels.data() + at;
-        float* mask = out.loss_mask.data() + at;
-        std::int64_t* positions = out.position_ids.data() + at;
-        if (piece.length > 0) {
-            widen(piece.source->tokens, piece.token_begin, piece.length, tokens);
-            fill_labels(piece, labels, mask);
-        }
-        const std::int64_t padding = piece.room - piece.length;
-        fill(options.pad_token, padding, tokens + piece.length);
-        fill(kNoLabel, padding, labels + piece.length);
-        fill(0.0F, padding, mask + piece.length);
-        count_up(piece.first_position, piece.room, positions);
-        at += piece.room;
+    for (std::size_t i = 0; i < plan.pieces.size(); ++i) {
+        if (i == 0) prefetch_piece(plan.pieces[0]);
+        if (i + 1 < plan.pieces.size()) prefetch_piece(plan.pieces[i + 1]);
+        fill_piece(plan.pieces[i], options, at, out);
+        at += plan.pieces[i].room;
     }
 }
 

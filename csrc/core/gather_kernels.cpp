@@ -1,9 +1,16 @@
 #include "core/gather_kernels.hpp"
 
+#include <algorithm>
+
 // GCC makes one copy of a function per instruction set and picks one when the library is loaded,
-// which needs glibc's indirect functions. Elsewhere there is the one copy for the baseline.
+// which needs glibc's indirect functions. Elsewhere there is the one copy for the baseline. All
+// arithmetic is on integers: the copies differ in speed only.
 #if defined(__x86_64__) && defined(__GLIBC__) && defined(__GNUC__) && !defined(__clang__)
+#if __GNUC__ >= 12
+#define MEGAPACK_CLONES __attribute__((target_clones("arch=x86-64-v4", "avx2", "default")))
+#else
 #define MEGAPACK_CLONES __attribute__((target_clones("avx2", "default")))
+#endif
 #else
 #define MEGAPACK_CLONES
 #endif
@@ -60,7 +67,18 @@ auto with_type(const TokenArray& array, std::int64_t at, F f) {
     return f(static_cast<const std::int64_t*>(array.data) + at);
 }
 
+constexpr std::int64_t kLine = 64;  // bytes of a cache line
+// Of a long run the beginning is enough: the processor sees the stream and goes on by itself.
+constexpr std::int64_t kMostAhead = 16384;
+
 }  // namespace
+
+void prefetch(const TokenArray& from, std::int64_t at, std::int64_t count) {
+    const std::int64_t itemsize = bytes_of(from.type);
+    const auto* begin = static_cast<const unsigned char*>(from.data) + at * itemsize;
+    const std::int64_t size = std::min(count * itemsize, kMostAhead);
+    for (std::int64_t byte = 0; byte < size; byte += kLine) __builtin_prefetch(begin + byte);
+}
 
 void widen(const TokenArray& from, std::int64_t at, std::int64_t count, std::int64_t* to) {
     with_type(from, at, [=](const auto* tokens) { widen_each(tokens, count, to); });

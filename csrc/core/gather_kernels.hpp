@@ -10,6 +10,9 @@ namespace megapack {
 
 constexpr std::int64_t kNoLabel = -100;
 
+// Has these elements brought into the cache, as far as that is worthwhile; changes nothing else.
+void prefetch(const TokenArray& from, std::int64_t at, std::int64_t count);
+
 // to[i] = element at + i of the array, as int64.
 void widen(const TokenArray& from, std::int64_t at, std::int64_t count, std::int64_t* to);
 

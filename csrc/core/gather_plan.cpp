@@ -66,7 +66,9 @@ class Planner {
             const std::int64_t next = !whole || last ? align_up(end, options_.alignment) : end;
             check(next <= slot, "source ", ref.source, ", sample ", ref.sample, " needs ", next,
                   " of ", slot, " tokens when its ", segments_.size(), " segments are aligned to ",
-                  options_.alignment, "; pack with a smaller capacity, or make the row longer");
+                  options_.alignment, "; pack with alignment=", options_.alignment,
+                  " (megapack-build pack --alignment ", options_.alignment,
+                  "), or make the row longer");
             add_piece(source, i, next - placed, whole ? used - segment.length : placed);
             if (!whole) {
                 add_segment(segment.length, next - placed, ref);
@@ -113,6 +115,13 @@ std::int64_t GatherPlan::max_seqlen() const {
     std::int64_t longest = 0;
     for (const AttentionSegment& segment : segments) longest = std::max(longest, segment.room);
     return longest;
+}
+
+std::vector<std::int32_t> GatherPlan::sources() const {
+    std::vector<std::int32_t> result;
+    result.reserve(segments.size());
+    for (const AttentionSegment& segment : segments) result.push_back(segment.source);
+    return result;
 }
 
 GatherPlan plan_gather(Span<const GatherSource> sources, Span<const SampleRef> samples,

@@ -58,6 +58,7 @@ struct GatherPlan {
     std::vector<AttentionSegment> segments;
 
     std::int64_t max_seqlen() const;
+    std::vector<std::int32_t> sources() const;  // of every segment
 };
 
 // Samples fill the slots in order; slots without a sample are padding, one segment each.

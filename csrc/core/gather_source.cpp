@@ -17,22 +17,6 @@ struct Range {
     std::int64_t end;
 };
 
-std::int64_t bytes_of(TokenType type) {
-    switch (type) {
-        case TokenType::kUint8:
-        case TokenType::kInt8:
-            return 1;
-        case TokenType::kInt16:
-        case TokenType::kUint16:
-            return 2;
-        case TokenType::kInt32:
-            return 4;
-        case TokenType::kInt64:
-            break;
-    }
-    return 8;
-}
-
 // The sequences of a document follow each other in .bin: every writer does so, verify checks it.
 Range document_range(const GatherSource& source, std::int64_t document) {
     const IndexView& index = source.documents;
@@ -80,6 +64,22 @@ Segment read_segment(const GatherSource& source, SampleRef ref, std::int64_t s) 
 }
 
 }  // namespace
+
+std::int64_t bytes_of(TokenType type) {
+    switch (type) {
+        case TokenType::kUint8:
+        case TokenType::kInt8:
+            return 1;
+        case TokenType::kInt16:
+        case TokenType::kUint16:
+            return 2;
+        case TokenType::kInt32:
+            return 4;
+        case TokenType::kInt64:
+            break;
+    }
+    return 8;
+}
 
 void check_source(const GatherSource& source) {
     check(source.sample_segment_offsets.size() > 0,

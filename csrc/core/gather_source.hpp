@@ -13,6 +13,8 @@ namespace megapack {
 // The integer types of .bin files (and of label files beside them).
 enum class TokenType : std::uint8_t { kUint8, kInt8, kInt16, kUint16, kInt32, kInt64 };
 
+std::int64_t bytes_of(TokenType type);
+
 struct TokenArray {
     const void* data = nullptr;
     std::int64_t size = 0;

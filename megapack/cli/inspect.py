@@ -24,6 +24,7 @@ from rich.console import Console
 from rich.table import Table
 
 from megapack.cli.inspect_sample import print_sample, view_sample
+from megapack.cli.report import Screen
 from megapack.errors import ConfigError
 from megapack.packing import SampleIndex
 from megapack.storage import IndexedDataset
@@ -47,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    console = Console(highlight=False)
+    console = Screen(highlight=False)
     if args.path.endswith(".samples"):
         index = SampleIndex.load(args.path)
         if args.sample is not None:

@@ -1,7 +1,8 @@
 """megapack-build: one command per file of this room; only the chosen one is imported.
 
 Results go to stdout, progress and logs to stderr. Exit status: 0 done, 1 the input or a file is
-at fault (the message says which), 2 the command line is at fault, 130 interrupted.
+at fault (the message says which), 2 the command line is at fault, 130 interrupted, 141 whoever read
+the output left (as in ``| head``).
 """
 
 from __future__ import annotations
@@ -9,9 +10,11 @@ from __future__ import annotations
 import argparse
 import difflib
 import importlib
+import os
+import select
 import sys
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import NoReturn, TextIO
 
 from megapack import __version__
 from megapack.errors import MegapackError
@@ -40,7 +43,21 @@ class _Parser(argparse.ArgumentParser):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit status."""
-    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        try:
+            return _dispatch(list(sys.argv[1:] if argv is None else argv))
+        finally:
+            sys.stdout.flush()  # at the interpreter's end nobody could handle a closed pipe
+    except BrokenPipeError:
+        left = [stream for stream in (sys.stdout, sys.stderr) if _reader_left(stream)]
+        if not left:
+            raise
+        for stream in left:  # what is still buffered goes nowhere
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+        return 141
+
+
+def _dispatch(arguments: list[str]) -> int:
     if not arguments or arguments[0] in ("-h", "--help"):
         print(_overview())
         return 0
@@ -69,11 +86,20 @@ def _run(name: str, arguments: list[str]) -> int:
         status: int = module.run(args)
         return status
     except (MegapackError, ValueError, OSError) as error:
+        if isinstance(error, BrokenPipeError) and _reader_left(sys.stdout):
+            raise
         print(f"megapack-build {name}: error: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print(f"megapack-build {name}: interrupted", file=sys.stderr)
         return 130
+
+
+def _reader_left(stream: TextIO) -> bool:
+    """Whether the stream is a pipe that nobody reads any more."""
+    poll = select.poll()
+    poll.register(stream, select.POLLOUT)
+    return any(event & select.POLLERR for _, event in poll.poll(0))
 
 
 def _overview() -> str:

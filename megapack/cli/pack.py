@@ -44,6 +44,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--seed", type=int, default=0, help="(default: %(default)s)")
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1, help="(default: all)")
+    parser.add_argument(
+        "--alignment",
+        metavar="M",
+        type=int,
+        default=1,
+        help="leave room for segments that begin at multiples of M, which is 2 x context parallel "
+        "size (default: %(default)s, no room)",
+    )
     parser.add_argument("--preset", metavar="NAME", help="the parameters of a paper, see below")
     parser.add_argument("--force", action="store_true", help="pack again even if FILE is the same")
     parser.add_argument("--json", action="store_true", help="print the metrics as JSON")
@@ -61,9 +69,10 @@ def run(args: argparse.Namespace) -> int:
     output = Path(args.output or f"{args.data_prefix}.samples")
     dataset = IndexedDataset(args.data_prefix)
     source = {"fingerprint": dataset.fingerprint, "prefix": str(args.data_prefix)}
+    aligned = {"alignment": args.alignment} if args.alignment != 1 else {}
     wanted = {
         "strategy": args.strategy,
-        "parameters": resolved,
+        "parameters": resolved | aligned,
         "buckets": args.buckets,
         "seed": args.seed,
         "fingerprint": source["fingerprint"],
@@ -80,6 +89,7 @@ def run(args: argparse.Namespace) -> int:
                 threads=args.threads,
                 progress=work,
                 **resolved,
+                **aligned,
             )
         index.save(output, source=source)
     if args.json:

@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import sys
 import time
 from collections.abc import Iterable, Sequence
 from types import TracebackType
-from typing import Any
+from typing import Any, NoReturn
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-__all__ = ["Work", "count", "note", "percent", "print_table", "short"]
+__all__ = ["Screen", "Work", "count", "note", "percent", "print_table", "short"]
 
 _SECONDS_BETWEEN_LINES = 10.0
+
+
+class Screen(Console):
+    """stdout. A reader that left early (``| head``) is an error here; main() ends quietly on it."""
+
+    def on_broken_pipe(self) -> NoReturn:
+        raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
 
 
 def print_table(
@@ -28,7 +37,7 @@ def print_table(
         table.add_row(*map(str, row))
     # On a pipe rich would cut at 80 columns; whoever reads a file wants all of it.
     width = None if sys.stdout.isatty() else 200
-    Console(highlight=False, width=width).print(table)
+    Screen(highlight=False, width=width).print(table)
 
 
 def note(text: str) -> None:

@@ -23,6 +23,7 @@ __all__ = ["PackedDataset"]
 Prefix: TypeAlias = str | os.PathLike[str]
 Documents: TypeAlias = IndexedDataset | Prefix
 Index: TypeAlias = SampleIndex | Prefix
+LabelDocuments: TypeAlias = Documents | Literal["auto"] | None
 
 
 class PackedDataset(Dataset[Batch]):
@@ -45,10 +46,12 @@ class PackedDataset(Dataset[Batch]):
             the first token of the next segment, as in the classic concatenation.
         label_dataset: labels that somebody chose (chat: only the assistant's tokens), token by
             token beside the documents, not shifted, negative where there is none. ``auto`` takes
-            ``<prefix>.labels`` when it is there; None ignores it.
+            ``<prefix>.labels`` when it is there; None ignores it. For a blend also a list, one of
+            these per dataset.
         pad_token: written where there is no token.
         alignment: segments start at multiples of this (2 x context parallel size), and the batch
-            has ``cu_seqlens_padded``. A sample needs room for it: rows longer than the capacity.
+            has ``cu_seqlens_padded``. A sample has room for it if it was packed with a multiple of
+            this ``alignment``; otherwise rows must be longer than the capacity.
 
     Raises:
         IndexMismatchError: the index was made for other documents.
@@ -66,7 +69,7 @@ class PackedDataset(Dataset[Batch]):
         positions: Literal["segment", "document", "sample"] = "segment",
         attention: Literal["document", "sample"] = "document",
         labels: Literal["document", "sample"] = "document",
-        label_dataset: Documents | Literal["auto"] | None = "auto",
+        label_dataset: LabelDocuments | Sequence[LabelDocuments] = "auto",
         pad_token: int = 0,
         alignment: int = 1,
     ) -> None:
@@ -89,13 +92,14 @@ class PackedDataset(Dataset[Batch]):
             raise ConfigError(
                 f"{len(self.datasets)} datasets and {len(indices)} indices; give one for each"
             )
-        if len(indices) > 1 and label_dataset not in ("auto", None):
-            raise ConfigError(
-                "label_dataset of a blend is 'auto' or None: each dataset has its own"
-            )
         for documents, samples in zip(self.datasets, indices, strict=True):
             samples.check_source(documents)
-        self._label_datasets = [_labels_of(item, label_dataset) for item in self.datasets]
+        self._label_datasets = [
+            _labels_of(documents, labels)
+            for documents, labels in zip(
+                self.datasets, _label_list(label_dataset, len(self.datasets)), strict=True
+            )
+        ]
         self._connect(
             indices,
             {
@@ -215,7 +219,7 @@ class PackedDataset(Dataset[Batch]):
         if cu_seqlens_padded is not None:
             batch["cu_seqlens_padded"] = _listed(cu_seqlens_padded, rows, layout)
         batch["max_seqlen"] = max_seqlen
-        if len(self.datasets) > 1:
+        if dataset_ids is not None:
             batch["dataset_ids"] = torch.from_numpy(dataset_ids)
         return batch
 
@@ -276,7 +280,21 @@ def _as_list(items: Any) -> list[Any]:
     return list(items) if isinstance(items, (list, tuple)) else [items]
 
 
-def _labels_of(dataset: IndexedDataset, labels: Documents | None) -> IndexedDataset | None:
+def _label_list(labels: Any, num_datasets: int) -> list[LabelDocuments]:
+    """One per dataset; "auto" and None stand for all of them."""
+    if isinstance(labels, (list, tuple)):
+        listed = list(labels)
+    else:
+        listed = [labels] * (num_datasets if labels in ("auto", None) else 1)
+    if len(listed) != num_datasets:
+        raise ConfigError(
+            f"{len(listed)} label datasets for {num_datasets} datasets; give a list with one for "
+            "each, 'auto' or None among them"
+        )
+    return listed
+
+
+def _labels_of(dataset: IndexedDataset, labels: LabelDocuments) -> IndexedDataset | None:
     if labels is None:
         return None
     if labels == "auto":

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from megapack.data.batch import Batch, BatchLayout, MicroBatch, allocate, carve, num_bytes
+from megapack.data.batch import Batch, BatchLayout, MicroBatch, SharedBuffers, allocate
 from megapack.data.dataset import PackedDataset
 from megapack.data.prefetch import ThreadPrefetcher, to_device
 from megapack.data.rank_check import RankChecker
@@ -59,7 +59,7 @@ def build_loader(
         prefetch: batches prepared ahead (per worker); 0 (without workers): none.
         pin_memory: batches in page-locked memory, where there is CUDA.
         reuse_buffers: write into the same few buffers again and again. A batch is then valid until
-            the next one is asked for. Not with workers or a device.
+            the next one is asked for. Not with a device; with workers the memory is not pinned.
         device: move the tensors there, one batch ahead on a CUDA stream of its own.
         timeout_seconds: a worker that prepares a batch for longer is an error; 0: none.
         check_ranks_every: compare ranks every so many steps (``RankChecker``); 0: never. Needs
@@ -81,10 +81,10 @@ def build_loader(
     """
     if schedule.samples is not dataset.samples:
         _check_same_samples(dataset, schedule)
-    if reuse_buffers and (num_workers > 0 or device is not None):
+    if reuse_buffers and device is not None:
         raise ConfigError(
-            "reuse_buffers is for num_workers=0 and batches that stay in host memory: workers hand "
-            "over their batches, and a copy to a device may still be reading"
+            "reuse_buffers is for batches that stay in host memory: a copy to a device may still "
+            "be reading; leave out one of the two"
         )
     sampler = BucketBatchSampler(
         schedule,
@@ -214,14 +214,16 @@ class PackedLoader:
     # --- with workers ---------------------------------------------------------------------------
 
     def _from_workers(self) -> Iterator[Batch]:
+        ahead = max(1, self._prefetch)
+        # As many as the loader has under way, and one that is read by the trainer.
+        ring = SharedBuffers(ahead * self._num_workers + 1, self.layout.micro_batch_tokens)
         loader: DataLoader[Any] = DataLoader(
-            _WorkerDataset(self.dataset, self.layout),
-            sampler=self.sampler,
+            _WorkerDataset(self.dataset, self.layout, ring),
+            sampler=((i % len(ring), item) for i, item in enumerate(self.sampler)),
             batch_size=None,
             collate_fn=_as_it_is,
             num_workers=self._num_workers,
-            prefetch_factor=max(1, self._prefetch),
-            pin_memory=self._pin_memory,
+            prefetch_factor=ahead,
             timeout=self._timeout,
         )
         batches = iter(loader)
@@ -229,7 +231,7 @@ class PackedLoader:
         count = 0
         while True:
             try:
-                item, memory, rest = next(batches)
+                slot, item, rest = next(batches)
             except StopIteration:
                 return
             except RuntimeError as error:
@@ -244,9 +246,9 @@ class PackedLoader:
                     "shared memory did or that a mapped file became shorter"
                 ) from error
             count += 1
-            shape = self.layout.shape(item.capacity)
+            big = ring[slot] if self._reuse_buffers else ring[slot].copy(self._pin_memory)
             small = {name: _as_tensor(value) for name, value in rest.items()}
-            yield {**carve(memory).shaped(shape), **small, **item.about()}
+            yield {**big.shaped(self.layout.shape(item.capacity)), **small, **item.about()}
             next(warm, None)
 
 
@@ -256,18 +258,16 @@ def _is_death(error: RuntimeError) -> bool:
 
 
 class _WorkerDataset(Dataset[Any]):
-    """Of worker processes: the big tensors come over in one piece of shared memory."""
+    """Of worker processes: the big tensors come over in memory that is shared from the start."""
 
-    def __init__(self, dataset: PackedDataset, layout: BatchLayout) -> None:
+    def __init__(self, dataset: PackedDataset, layout: BatchLayout, ring: SharedBuffers) -> None:
         self.dataset = dataset
         self.layout = layout
+        self.ring = ring
 
-    def __getitem__(self, item: MicroBatch) -> tuple[MicroBatch, torch.Tensor, Batch]:
-        size = num_bytes(self.layout.micro_batch_tokens)
-        # Straight into shared memory, as torch's own collate does.
-        storage = torch.UntypedStorage._new_shared(size)  # type: ignore[no-untyped-call]
-        memory = torch.empty(0, dtype=torch.uint8).set_(storage, 0, (size,), (1,))
-        out = carve(memory)
+    def __getitem__(self, task: tuple[int, MicroBatch]) -> tuple[int, MicroBatch, Batch]:
+        slot, item = task
+        out = self.ring[slot]
         batch = self.dataset.micro_batch(
             item.sample_ids, layout=self.layout, capacity=item.capacity, out=out
         )
@@ -277,7 +277,7 @@ class _WorkerDataset(Dataset[Any]):
             for name, value in batch.items()
             if name not in out
         }
-        return item, memory, rest
+        return slot, item, rest
 
 
 def _as_it_is(value: Any) -> Any:

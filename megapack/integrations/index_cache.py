@@ -21,7 +21,6 @@ from typing import Any
 import numpy as np
 import torch.distributed as dist
 import xxhash
-from numpy.typing import NDArray
 
 from megapack.errors import ConfigError
 from megapack.packing import SampleIndex, find_strategy, pack
@@ -32,7 +31,7 @@ __all__ = ["Recipe", "build_index", "cached_index", "is_first_rank"]
 logger = logging.getLogger(__name__)
 
 # Part of every digest: raise it when the same recipe gives other samples.
-VERSION = 1
+VERSION = 2
 BUILD_TIMEOUT = 3600.0  # seconds that ranks wait for the one that builds
 MAX_THREADS = 8
 
@@ -145,62 +144,25 @@ def _wait_for(path: Path) -> None:
 def build_index(dataset: IndexedDataset, recipe: Recipe) -> SampleIndex:
     """Pack the documents of a recipe; ids and positions are those of the whole dataset.
 
-    With ``align`` > 1 the strategy works in units of that many tokens: every document is rounded
-    up, so that whatever stands together fits with every segment at a multiple of ``align``.
-
     Raises:
-        ConfigError: capacities that are no multiples of ``align``, or a strategy that drops or
-            repeats tokens together with ``align`` (how many is known in units only).
+        ConfigError: capacities that are no multiples of ``align``.
+        ValueError: what else ``pack`` refuses.
     """
-    lengths = np.array(dataset.document_lengths)  # a copy: the others are hidden below
-    lengths[: recipe.begin] = 0
-    lengths[recipe.end :] = 0
     unaligned = [capacity for capacity in recipe.buckets if capacity % recipe.align]
     if unaligned:
         raise ConfigError(
             f"bucket {unaligned[0]} is no multiple of align {recipe.align}; choose capacities that "
             "are (2 x context_parallel_size x tensor_parallel_size always works)"
         )
-    index = pack(
-        (lengths + (recipe.align - 1)) // recipe.align,
+    lengths = np.array(dataset.document_lengths)  # a copy: the others are hidden below
+    lengths[: recipe.begin] = 0
+    lengths[recipe.end :] = 0
+    return pack(
+        lengths,
         recipe.strategy,
-        buckets=[capacity // recipe.align for capacity in recipe.buckets],
+        buckets=recipe.buckets,
         seed=recipe.seed,
         threads=min(MAX_THREADS, os.cpu_count() or 1),
+        alignment=recipe.align,
         **recipe.parameters,
-    )
-    return index if recipe.align == 1 else _from_units(index, lengths, recipe)
-
-
-def _from_units(index: SampleIndex, lengths: NDArray[Any], recipe: Recipe) -> SampleIndex:
-    """The same samples in tokens; the last piece of a document ends where the document does."""
-    metrics = index.metrics()
-    if metrics["dropped_tokens"] or metrics["repeated_tokens"]:
-        raise ConfigError(
-            f"strategy {recipe.strategy!r} drops or repeats tokens, which cannot be combined with "
-            f"align {recipe.align}; choose bucket or best_fit_decreasing"
-        )
-    begin = index.segment_begin.astype(np.int64) * recipe.align
-    rest = lengths[index.segment_document] - begin
-    wide = lengths.dtype if lengths.size else np.dtype(np.int32)
-    arrays = {
-        "bucket_capacity": index.bucket_capacity * recipe.align,
-        "bucket_sample_offsets": index.bucket_sample_offsets,
-        "sample_segment_offsets": index.sample_segment_offsets,
-        "segment_document": index.segment_document,
-        "segment_begin": begin.astype(wide),
-        "segment_length": np.minimum(
-            index.segment_length.astype(np.int64) * recipe.align, rest
-        ).astype(np.int32),
-        "dropped_tokens": 0,
-        "repeated_tokens": 0,
-        "decisions": index.decisions,
-    }
-    return SampleIndex.from_packing(
-        arrays,
-        lengths,
-        strategy=recipe.strategy,
-        parameters=index.parameters,
-        buckets=sorted(recipe.buckets),
-        seed=recipe.seed,
     )

@@ -260,7 +260,7 @@ def open_rows(
         [index for _, _, index in used],
         weights=weights or None,
         max_epochs=manifest.max_epochs,
-        label_dataset=_labels(manifest),
+        label_dataset=[source.labels or "auto" for source, _, _ in used],
         alignment=options.align,
     )
     rows = RowDataset(packed, options, order=manifest.order, num_rows=num_rows)
@@ -301,17 +301,6 @@ def _index_of(
     )
     index = cached_index(dataset, recipe, directory, node_local=manifest.node_local)
     return index if index.num_samples else None
-
-
-def _labels(manifest: Manifest) -> str:
-    """The label dataset somebody named, or "auto": ``<prefix>.labels`` where it exists."""
-    named = [source.labels for source in manifest.sources if source.labels is not None]
-    if len(named) > 0 and len(manifest.sources) > 1:
-        raise ConfigError(
-            f"labels {named[0]} are named in a blend of {len(manifest.sources)} sources; there, "
-            "label datasets are found by name: link them as <prefix>.labels.bin and .idx"
-        )
-    return named[0] if named else "auto"
 
 
 def _overruled(options: RowOptions, manifest: Manifest) -> RowOptions:

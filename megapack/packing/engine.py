@@ -11,6 +11,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from megapack import _core
 from megapack.errors import DataError
+from megapack.packing.alignment import check_alignment, rounded_up, with_true_lengths
 from megapack.packing.index import SampleIndex
 from megapack.packing.runners import Request
 from megapack.packing.strategies import find_strategy
@@ -29,6 +30,7 @@ def pack(
     buckets: int | Iterable[int],
     seed: int = 0,
     threads: int = 1,
+    alignment: int = 1,
     preset: str | None = None,
     progress: Callable[[int, int], None] | None = None,
     **parameters: Any,
@@ -44,6 +46,9 @@ def pack(
         buckets: capacities in tokens; one for the strategies of fixed length.
         seed: every random choice comes from it; 0 to 2**64 - 1.
         threads: how many threads to use.
+        alignment: samples have room for every segment to begin at a multiple of this (2 x context
+            parallel size), so that ``PackedDataset(alignment=...)`` can place them so. Capacities
+            are multiples of it.
         preset: the parameters of a paper, where the strategy has them (``"paper"``).
         progress: called with (work done, all work) a few times a second.
         **parameters: those of the strategy, see its entry in ``STRATEGIES``.
@@ -62,10 +67,12 @@ def pack(
     if threads < 1:
         raise ValueError(f"threads is {threads}; it must be at least 1")
     resolved = chosen.resolve(parameters, preset=preset, capacity=capacities[-1])
+    check_alignment(alignment, capacities, resolved)
     documents = _check_lengths(lengths)
+    rounded, documents = rounded_up(documents, alignment)
     arrays = chosen.run(
         Request(
-            lengths=documents,
+            lengths=rounded,
             buckets=capacities,
             parameters=resolved,
             seed=int(seed),
@@ -76,6 +83,9 @@ def pack(
     )
     if len(documents) <= _INT32_MAX:  # the core is wide in both if it is wide in one
         arrays["segment_document"] = arrays["segment_document"].astype(np.int32, copy=False)
+    if alignment > 1:
+        arrays = with_true_lengths(arrays, documents, alignment)
+        resolved["alignment"] = int(alignment)
     return SampleIndex.from_packing(
         arrays,
         documents,

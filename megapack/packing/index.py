@@ -101,6 +101,11 @@ class SampleIndex:
         return dict(self._header["parameters"])
 
     @property
+    def alignment(self) -> int:
+        """Segments can be placed at multiples of this without leaving their sample's capacity."""
+        return int(self._header["parameters"].get("alignment", 1))
+
+    @property
     def buckets(self) -> list[int]:
         return list(self._header["buckets"])
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import importlib
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from megapack.cli.main import COMMANDS, main
+from megapack.storage import IndexedDatasetBuilder
 
 
 def test_the_overview_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
@@ -54,3 +57,49 @@ def test_it_runs_as_a_program() -> None:
         text=True,
     )
     assert done.stdout.startswith("megapack ")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        [],
+        ["pack", "--help"],
+        ["inspect", "DATA"],
+        ["inspect", "DATA", "--json"],
+        ["verify", "DATA"],
+    ],
+    ids=lambda arguments: " ".join(arguments) or "overview",
+)
+@pytest.mark.parametrize("both", [False, True])
+def test_a_reader_that_leaves_early_is_no_error(
+    tmp_path: Path, arguments: list[str], both: bool
+) -> None:
+    """As in ``megapack-build inspect ... | head -3``."""
+    with IndexedDatasetBuilder(tmp_path / "data") as builder:
+        builder.add_document([1, 2, 3])
+    words = [str(tmp_path / "data") if word == "DATA" else word for word in arguments]
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run(
+        [sys.executable, "-m", "megapack.cli.main", *words],
+        check=False,
+        stdout=writer,
+        stderr=writer if both else subprocess.PIPE,
+        text=True,
+    )
+    os.close(writer)
+    status = 0 if "--help" in words else 141  # argparse itself takes no notice
+    assert (done.returncode, done.stderr or "") == (status, "")
+
+
+def test_a_broken_pipe_that_is_not_the_output_is_an_error(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def broken(args: object) -> int:
+        raise BrokenPipeError(32, "Broken pipe", "worker")
+
+    monkeypatch.setattr("megapack.cli.merge.run", broken)
+    with Path(os.devnull).open("w") as stdout, monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", stdout)
+        assert main(["merge", "a", "--output-prefix", "b"]) == 1
+    assert "Broken pipe: 'worker'" in capsys.readouterr().err

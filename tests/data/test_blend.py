@@ -186,6 +186,33 @@ def test_a_manifest_becomes_batches_that_say_where_segments_come_from(
     assert found >= {0, 1, 2}
 
 
+def test_every_dataset_of_a_blend_has_its_own_labels_or_none(tmp_path: Path) -> None:
+    """Of four alike: labels found by name, named in the manifest, ignored, and not there."""
+    for seed, value in enumerate((5, 6, 7, 8)):
+        _write(tmp_path, seed, 60, value)
+        lengths = packed_lengths(60, 32, seed).tolist()
+        masked = [[value if i % 2 else -100 for i in range(n)] for n in lengths]
+        write_documents(tmp_path / {6: "turns"}.get(value, f"d{value}.labels"), masked, "int32")
+    for suffix in ("bin", "idx"):
+        (tmp_path / f"d8.labels.{suffix}").unlink()
+    entries = [
+        {"prefix": f"d{v}", "index": f"d{v}.samples", "weight": 1, **more}
+        for v, more in ((5, {}), (6, {"labels": "turns"}), (7, {"labels": "none"}), (8, {}))
+    ]
+    (tmp_path / "blend.yaml").write_text(yaml.safe_dump({"datasets": entries}))
+    packed = load_blend(tmp_path / "blend.yaml").open()
+    assert len(packed.datasets) == 4
+    labelled = {5: True, 6: True, 7: False, 8: False}
+    for base, (value, chosen) in zip(packed.samples.bases, labelled.items(), strict=False):
+        batch = packed[int(base)]
+        kept = batch["loss_mask"].bool()
+        assert set(batch["labels"][kept].tolist()) == {value}
+        tokens = (batch["tokens"] == value).sum()
+        last = batch["dataset_ids"].ge(0).sum()  # at most one unlabelled token per segment
+        assert (kept.sum() < tokens - last) == chosen
+        assert packed.count_labels([base]) == kept.sum()
+
+
 def test_bad_manifests_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="at least one"):
         BlendConfig(datasets=())
@@ -197,5 +224,6 @@ def test_bad_manifests_are_refused(tmp_path: Path) -> None:
     one = _write(tmp_path, 0, 9, 5)
     with pytest.raises(ConfigError, match="2 datasets and 1 indices"):
         PackedDataset([one, one], [f"{one}.samples"])
-    with pytest.raises(ConfigError, match="each dataset has its own"):
-        PackedDataset([one, one], [f"{one}.samples"] * 2, label_dataset="x")
+    for labels, count in (("x", 1), ([None], 1), (["auto"] * 3, 3)):
+        with pytest.raises(ConfigError, match=f"{count} label datasets for 2 datasets"):
+            PackedDataset([one, one], [f"{one}.samples"] * 2, label_dataset=labels)

@@ -262,7 +262,9 @@ def test_segments_that_do_not_fit_when_aligned_are_refused_with_the_remedy(tmp_p
     dataset = write_documents(tmp_path / "d", random_documents([3, 3, 2]))
     index = index_of({8: [[(0, 0, 3), (1, 0, 3), (2, 0, 2)]]}, [3, 3, 2])
     packed = PackedDataset(dataset, index, alignment=4)
-    with pytest.raises(ValueError, match="pack with a smaller capacity, or make the row longer"):
+    with pytest.raises(
+        ValueError, match=r"pack with alignment=4 .*--alignment 4\), or make the row"
+    ):
         packed[0]
     layout = BatchLayout(micro_batch_tokens=12, row_tokens=12)
     batch = packed.micro_batch([0], layout=layout)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 from megapack.data import BatchLayout, PackedDataset, Schedule
+from megapack.data.batch import SharedBuffers
 from megapack.errors import ConfigError, IndexMismatchError
 from megapack.packing import pack
 from tests.data.corpora import STEP_TOKENS, packed_lengths, random_documents, write_documents
@@ -44,6 +46,7 @@ def assert_same(a: list[dict[str, Any]], b: list[dict[str, Any]]) -> None:
         {"reuse_buffers": True, "prefetch": 0},
         pytest.param({"num_workers": 1}, marks=pytest.mark.multiprocess),
         pytest.param({"num_workers": 2, "prefetch": 4}, marks=pytest.mark.multiprocess),
+        pytest.param({"num_workers": 2, "reuse_buffers": True}, marks=pytest.mark.multiprocess),
         {"device": "cpu"},
     ],
 )
@@ -108,14 +111,42 @@ def test_a_schedule_of_another_index_is_refused(packed: PackedDataset) -> None:
 
 
 def test_options_that_contradict_each_other_are_refused(packed: PackedDataset) -> None:
-    with pytest.raises(ConfigError, match="num_workers=0"):
-        loader(packed, num_workers=1, reuse_buffers=True)
     with pytest.raises(ConfigError, match="still be reading"):
         loader(packed, device="cpu", reuse_buffers=True)
     with pytest.raises(ConfigError, match="row_tokens"):
         loader(packed, row_tokens=32)
     with pytest.raises(ConfigError, match="'stream' or 'rows'"):
         loader(packed, layout="columns")
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_batch_is_the_trainers_own_unless_it_asked_for_reuse(
+    packed: PackedDataset, num_workers: int
+) -> None:
+    plain = list(loader(packed, prefetch=0))
+    assert_same(plain, list(loader(packed, num_workers=num_workers, prefetch=1)))
+    batches = iter(loader(packed, num_workers=num_workers, prefetch=1, reuse_buffers=True))
+    kept = [batch["tokens"] for batch in batches]
+    assert len({tokens.data_ptr() for tokens in kept}) == 3 < len(kept)
+
+
+@pytest.mark.multiprocess
+def test_spawned_workers_share_the_same_memory(packed: PackedDataset) -> None:
+    ring = SharedBuffers(2, 128)
+    context = multiprocessing.get_context("spawn")
+    for slot in (0, 1):
+        child = context.Process(target=_fill, args=(ring, slot))
+        child.start()
+        child.join()
+        assert child.exitcode == 0
+        for tensor in ring[slot].values():
+            assert (tensor == slot + 1).all()
+
+
+def _fill(ring: SharedBuffers, slot: int) -> None:
+    for tensor in ring[slot].values():
+        tensor.fill_(slot + 1)
 
 
 @pytest.mark.gpu

@@ -115,12 +115,6 @@ def test_aligned_samples_hold_every_token_once_with_room_for_every_segment(
     assert index.metrics()["num_tokens"] == sum(lengths)
 
 
-def test_align_refuses_strategies_that_drop_tokens(tmp_path: Path) -> None:
-    dropping = recipe(strategy="concat", buckets=(64,), parameters={"last": "drop"}, align=4)
-    with pytest.raises(ConfigError, match="'concat' drops or repeats tokens"):
-        build_index(make_dataset(tmp_path, LENGTHS), dropping)
-
-
 def test_align_names_the_capacity_it_does_not_divide(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="bucket 18 is no multiple of align 4"):
         build_index(make_dataset(tmp_path, LENGTHS), recipe(buckets=(16, 18), align=4))

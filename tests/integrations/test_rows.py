@@ -16,10 +16,9 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
 from megapack.data import PackedDataset, Schedule
-from megapack.errors import ConfigError
 from megapack.integrations.manifest import Manifest, Source
 from megapack.integrations.rows import RowDataset, RowOptions, deal_rows, open_rows, open_sources
-from megapack.storage import IndexedDataset
+from megapack.storage import IndexedDataset, IndexedDatasetBuilder
 from tests.integrations.samples import make_dataset
 
 ROW = 64
@@ -237,10 +236,21 @@ def test_options_that_cannot_be_are_refused(
         rows_of(corpus, manifest=manifest, **options)
 
 
-def test_named_labels_are_for_a_single_source(corpus: IndexedDataset) -> None:
+def test_labels_of_every_source_of_a_blend_are_its_own(
+    corpus: IndexedDataset, tmp_path: Path
+) -> None:
+    lengths = corpus.document_lengths.tolist()
+    with IndexedDatasetBuilder(tmp_path / "none", np.int32, allow_negative=True) as builder:
+        for length in lengths:
+            builder.add_document(np.full(length, -100, np.int32))
     manifest = Manifest(
-        sources=(Source(prefix=corpus.prefix, labels="a"), Source(prefix=corpus.prefix)),
-        buckets=(64,),
+        sources=(
+            Source(prefix=corpus.prefix, labels=str(tmp_path / "none"), weight=0.5),
+            Source(prefix=corpus.prefix, weight=0.5),
+        ),
+        buckets=(ROW,),
+        cache_directory=str(tmp_path),
     )
-    with pytest.raises(ConfigError, match="labels a are named in a blend"):
-        open_rows(manifest, open_sources(manifest), OPTIONS)
+    rows = open_rows(manifest, open_sources(manifest), OPTIONS)
+    labelled = [bool(rows[i]["loss_mask"].any()) for i in range(40)]
+    assert labelled.count(True) == labelled.count(False) == 20

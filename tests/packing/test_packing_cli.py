@@ -83,11 +83,23 @@ def test_parameters_and_presets_reach_the_strategy(prefix: Path, tmp_path: Path)
     assert same_arrays(SampleIndex.load(output), pack(LENGTHS, "concat", buckets=32, shuffle=False))
 
 
+def test_alignment_is_part_of_what_a_file_was_packed_with(prefix: Path) -> None:
+    command = ("--data-prefix", prefix, "--buckets", "32,64")
+    assert run(*command).returncode == 0
+    done = run(*command, "--alignment", 8)
+    assert "replaced: it was packed with another parameters" in done.stderr
+    index = SampleIndex.load(f"{prefix}.samples")
+    assert index.alignment == 8
+    assert same_arrays(index, pack(LENGTHS, buckets=[32, 64], alignment=8))
+    assert "there already" in run(*command, "--alignment", 8).stderr
+
+
 @pytest.mark.parametrize(
     ("arguments", "status", "message"),
     [
         (("--strategy", "bucket-llm"), 1, "no packing strategy 'bucket-llm'; did you mean 'buck"),
         (("--r-max", "0.3"), 1, "strategy 'bucket' has no parameter 'r_max'"),
+        (("--alignment", "6"), 1, "bucket 8 is no multiple of the alignment 6"),
         (("--pool-size", "0"), 1, "pool_size is 0; it must be at least 1"),
         (("--preset", "paper"), 1, "has no preset 'paper'"),
         (("--buckets", "8,x"), 2, "'8,x' is not a list of capacities"),

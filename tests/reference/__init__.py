@@ -7,6 +7,7 @@ segment.
 
 from __future__ import annotations
 
+from reference.alignment import aligned
 from reference.buckets import bucket, bucket_llm, bucket_v0, decompose
 from reference.common import Packing, Segment
 from reference.fits import best_fit_decreasing, first_fit_decreasing, seamless
@@ -30,4 +31,4 @@ DEFINITIONS = {
     )
 }
 
-__all__ = ["DEFINITIONS", "Packing", "Segment"]
+__all__ = ["DEFINITIONS", "Packing", "Segment", "aligned"]

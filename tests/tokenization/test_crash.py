@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -173,6 +175,55 @@ def test_a_disk_that_is_full_is_a_clear_error_and_finished_shards_are_kept(
     done = run(command(corpus, prefix))
     assert done.returncode == 0, done.stderr
     assert f"({kept} kept from before)" in done.stdout
+
+
+# A disk of 8 MB with $2 MB of something else on it, which is removed before the second run.
+FULL_DISK = """
+disk=$1; ballast=$2; shift 2
+mount -t tmpfs -o size=8m none "$disk" || exit 77
+head -c "${ballast}M" /dev/zero > "$disk/ballast"
+"$@" > full.out 2> full.err; echo $? > full.status
+ls "$disk" "$disk/out.build" > full.files
+rm "$disk/ballast"
+"$@" > again.out 2> again.err; echo $? > again.status
+cp "$disk"/out.* . 2> /dev/null
+true
+"""
+
+
+@pytest.mark.parametrize("workers", ["1", "2"])
+@pytest.mark.parametrize(("ballast", "missing"), [(7, "shards"), (5, "the result")])
+def test_after_a_disk_was_full_the_same_command_goes_on_and_gives_the_same_bytes(
+    tmp_path: Path, corpus: Path, workers: str, ballast: int, missing: str
+) -> None:
+    """On a real file system in a mount namespace of its own; about 2 MB of shards, 2 of result."""
+    if shutil.which("unshare") is None:
+        pytest.skip("no unshare")
+    assert run(command(corpus, tmp_path / "calm")).returncode == 0
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    build = command(corpus, disk / "out", "--workers", workers)
+    script = ["unshare", "-rm", "sh", "-c", FULL_DISK, "sh", str(disk), str(ballast), *build]
+    done = subprocess.run(
+        script, check=False, cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True
+    )
+    if done.returncode == 77 or "unshare failed" in done.stderr:
+        pytest.skip(f"mounting is not allowed here: {done.stderr.strip()}")
+    said = {path.name: path.read_text() for path in tmp_path.glob("*.*") if "full" in path.name}
+    assert said["full.status"] == "1\n", said
+    assert "No space left on device while writing" in said["full.err"]
+    assert "Traceback" not in said["full.err"]
+    assert ".tmp-" not in said["full.files"], "nothing half-written is left"
+    files = said["full.files"].split()
+    kept = len([name for name in files if re.fullmatch(r"shard-\d{6}\.json", name)])
+    assert kept >= 1 and "out.bin" not in files
+    assert (tmp_path / "again.status").read_text() == "0\n", (tmp_path / "again.err").read_text()
+    again = (tmp_path / "again.out").read_text()
+    found = re.search(r"shards +(\d+) \((\d+) kept from before\)", again)
+    assert found is not None, again
+    assert int(found[2]) == kept
+    assert (kept == int(found[1])) == (missing == "the result")
+    assert files_of(tmp_path / "out") == files_of(tmp_path / "calm")
 
 
 def test_two_runs_of_one_build_do_not_work_at_the_same_time(tmp_path: Path, corpus: Path) -> None:

@@ -1,0 +1,135 @@
+"""Packing with room for aligned segments: every sample fits when it is gathered aligned."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from packing_inputs import as_packing, lengths, packings, same_arrays
+from reference import DEFINITIONS, aligned
+
+from megapack.packing import STRATEGIES, SampleIndex, pack
+from tests.packing.test_packing_laws import check_laws, web_like
+
+NAMES = sorted(STRATEGIES)
+
+
+@st.composite
+def aligned_packings(draw: st.DrawFn, name: str) -> dict[str, Any]:
+    """Arguments of any packing, its sizes made multiples of an alignment."""
+    chosen = draw(packings(name))
+    alignment = draw(st.sampled_from([1, 2, 4, 8] if name == "decompose" else [1, 2, 3, 8]))
+    chosen["buckets"] = [capacity * alignment for capacity in chosen["buckets"]]
+    for parameter in ("atom_size", "min_bucket"):
+        if chosen.get(parameter) is not None:
+            chosen[parameter] *= alignment
+    return {**chosen, "alignment": alignment}
+
+
+def rooms(index: SampleIndex, alignment: int) -> list[int]:
+    """Tokens that every sample takes when each of its segments is padded to a multiple."""
+    return [
+        sum(-(-length // alignment) * alignment for _, _, length in index.sample(i)[1])
+        for i in range(index.num_samples)
+    ]
+
+
+def capacities(index: SampleIndex) -> list[int]:
+    return np.repeat(index.bucket_capacity, np.diff(index.bucket_sample_offsets)).tolist()
+
+
+@pytest.mark.parametrize("name", NAMES)
+@given(data=st.data())
+def test_core_equals_the_definition_over_rounded_lengths(name: str, data: st.DataObject) -> None:
+    documents = data.draw(lengths, label="lengths")
+    chosen: dict[str, Any] = data.draw(aligned_packings(name), label="packing")
+    index = pack(np.array(documents, np.int32), name, **chosen)
+    assert as_packing(index) == aligned(DEFINITIONS[name], documents, **chosen)
+    check_laws(index, np.array(documents, np.int32))
+    for room, capacity in zip(rooms(index, chosen["alignment"]), capacities(index), strict=True):
+        assert room <= capacity
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_sample_can_be_gathered_aligned(name: str) -> None:
+    pytest.importorskip("torch")
+    from megapack.data import PackedDataset  # noqa: PLC0415
+    from tests.data.corpora import random_documents, write_documents  # noqa: PLC0415
+
+    documents = web_like(400)
+    buckets = [64, 128, 256] if STRATEGIES[name].many_buckets else [128]
+    index = pack(documents, name, buckets=buckets, alignment=8, seed=3)
+    assert index.alignment == 8 and index.num_samples > 20
+    with tempfile.TemporaryDirectory() as folder:
+        dataset = write_documents(Path(folder) / "d", random_documents(documents))
+        packed = PackedDataset(dataset, index, alignment=4)  # a divisor of 8
+        placed = 0
+        for i in range(len(packed)):
+            batch = packed[i]
+            assert (batch["cu_seqlens_padded"] % 4 == 0).all()
+            placed += int(batch["cu_seqlens"].diff().sum()) - _padding(batch)
+    assert placed == index.metrics()["placed_tokens"]
+
+
+def _padding(batch: dict[str, Any]) -> int:
+    """Tokens of the last segment if it is the padding of the sample: it has no label at all."""
+    begin, end = batch["cu_seqlens_padded"][-2:].tolist()
+    bare = batch["tokens"][begin:end].count_nonzero() == 0
+    return int(batch["cu_seqlens"][-1] - batch["cu_seqlens"][-2]) if bare else 0
+
+
+def test_padding_counts_what_alignment_costs_and_labels_cross_the_cuts() -> None:
+    index = pack([5, 3, 9], "concat", buckets=[8], alignment=4, shuffle=False)
+    samples = [index.sample(i)[1] for i in range(index.num_samples)]
+    assert samples == [[(0, 0, 5)], [(1, 0, 3), (2, 0, 4)], [(2, 4, 5)]]
+    metrics = index.metrics()
+    assert metrics["padding_tokens"] == 3 * 8 - 17
+    assert metrics["num_truncated_documents"] == 1
+    assert index.label_tokens(np.array([5, 3, 9], np.int32)).tolist() == [4, 6, 4]
+
+
+def test_alignment_is_kept_in_the_file_and_1_leaves_no_trace(tmp_path: Path) -> None:
+    documents = web_like(300)
+    plain = pack(documents, buckets=[64, 256])
+    assert same_arrays(plain, pack(documents, buckets=[64, 256], alignment=1))
+    assert plain.alignment == 1 and "alignment" not in plain.parameters
+    index = pack(documents, buckets=[64, 256], alignment=16)
+    index.save(tmp_path / "a.samples")
+    loaded = SampleIndex.load(tmp_path / "a.samples")
+    assert loaded.alignment == loaded.parameters["alignment"] == 16
+    loaded.verify(documents)
+    assert loaded.metrics() == index.metrics()
+    assert plain.metrics()["padding_tokens"] < index.metrics()["padding_tokens"]
+
+
+def test_lengths_near_the_limit_of_32_bits_are_rounded_exactly() -> None:
+    longest = (1 << 31) - 1
+    index = pack(np.array([longest, 3]), "pad", buckets=1 << 24, alignment=16)
+    assert index.metrics()["placed_tokens"] == longest + 3
+    assert index.segment_length.min() == 3 and index.metrics()["dropped_tokens"] == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"alignment": 0}, "alignment is 0; it must be an integer of at least 1"),
+        ({"alignment": True}, "alignment is True"),
+        ({"alignment": 2.5}, "alignment is 2.5"),
+        ({"alignment": 3}, "bucket 8 is no multiple of the alignment 3"),
+        ({"strategy": "concat", "buckets": 8, "atom_size": 2}, "atom_size 2 is no multiple"),
+        ({"strategy": "decompose", "min_bucket": 2}, "min_bucket 2 is no multiple"),
+        (
+            {"strategy": "decompose", "buckets": 512, "alignment": 512},
+            "buckets of 256 tokens, no multiple of the alignment 512; give min_bucket",
+        ),
+    ],
+)
+def test_what_would_cut_elsewhere_is_refused(arguments: dict[str, Any], message: str) -> None:
+    call: dict[str, Any] = {"lengths": [1, 600], "buckets": [8, 16], "alignment": 4, **arguments}
+    with pytest.raises(ValueError, match=message):
+        pack(**call)
