@@ -59,6 +59,10 @@ pytest: build $(VENV)/.dev
 bench-composition: build $(VENV)/.dev
 	$(BIN)/python benchmarks/papers/composition.py
 
+# What the papers claim, trained again: within 40 minutes; ONLY=atom_size,... chooses, SCALE=gpu.
+bench-papers: build $(VENV)/.dev
+	$(BIN)/python benchmarks/papers/all.py
+
 bench-%: build $(VENV)/.dev
 	$(BIN)/python benchmarks/$*.py
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from unittest.mock import patch
 
@@ -13,6 +14,10 @@ __all__ = ["PEERS", "TRL_PLAN", "TRL_WHOLE"]
 Lengths = NDArray[np.int32]
 SEED = 1234  # Megatron's default
 TRL_PLAN, TRL_WHOLE = "trl bfd_split, planning alone", "trl pack_dataset bfd_split"
+
+
+# Whatever Megatron would like to have beside it: the sample index needs none of it.
+warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.core\.")
 
 
 class _PlannedError(Exception):

@@ -13,6 +13,7 @@ from typing import Any
 from common import RESULTS
 
 TARGET = Path(__file__).parents[1] / "docs" / "results.md"
+PAPERS = "papers-"
 HEAD = """# Measured results
 
 Written by `make bench-report` from the result files of the benchmarks, which lie in
@@ -27,9 +28,11 @@ def main() -> None:
         newest[read(path)["benchmark"]] = path
     if not newest:
         raise SystemExit(f"no result files in {RESULTS}; run `make bench-packing` or another first")
-    sections = [section(read(newest[name])) for name in sorted(newest)]
+    papers = [read(newest.pop(name)) for name in sorted(newest) if name.startswith(PAPERS)]
+    sections = [papers_section(papers)] if papers else []
+    sections += [section(read(newest[name])) for name in sorted(newest)]
     TARGET.write_text("\n".join([HEAD, *sections]), encoding="utf-8")
-    print(f"wrote {TARGET}: {', '.join(sorted(newest))}")
+    print(f"wrote {TARGET}: {', '.join([run['benchmark'] for run in papers] + sorted(newest))}")
 
 
 def read(path: Path) -> dict[str, Any]:
@@ -37,17 +40,67 @@ def read(path: Path) -> dict[str, Any]:
     return result
 
 
+def papers_section(recipes: list[dict[str, Any]]) -> str:
+    """What the papers claim, recipe after recipe."""
+    verdicts = [claim["agrees"] for run in recipes for claim in run["results"]["claims"]]
+    count = {verdict: verdicts.count(verdict) for verdict in ("yes", "no", "undecided")}
+    lines = [
+        "## papers",
+        "",
+        f"What the papers claim, trained and counted again: {count['yes']} claims agree, "
+        f"{count['no']} do not, {count['undecided']} are undecided at this scale. A difference is "
+        "judged by the 95 % interval of the mean of paired seeds (`benchmarks/papers/claims.py`); "
+        "+- is the standard deviation over seeds.",
+        "",
+    ]
+    for run in recipes:
+        lines += recipe_section(run)
+    return "\n".join(lines)
+
+
+def recipe_section(run: dict[str, Any]) -> Iterator[str]:
+    """Provenance, claims, measurements and plots of one recipe."""
+    results = run["results"]
+    name = run["benchmark"].removeprefix(PAPERS)
+    yield from (f"### {results['title']}", "")
+    size = "QUICK=1 " if run["quick"] else ""
+    scale = "SCALE=gpu " if results.get("scale") == "gpu" else ""
+    command = f"{size}{scale}ONLY={name} make bench-papers"
+    yield f"`{command}`, {provenance(run)}; {results['seconds']} s."
+    if run["quick"]:
+        yield "**A handful of steps: this shows that the code runs, and is no evidence.**"
+    if "seeds" in results:
+        parameters = " or ".join(f"{n:,}" for n in results["parameters"])
+        seeds = ", ".join(map(str, results["seeds"]))
+        yield f"{results['device']}; models of {parameters} parameters; seeds {seeds}."
+        yield f"Held equal: {results['equal']}."
+    yield ""
+    yield from table(results["claims"], "")
+    yield from table(results.get("rows", []), "measured")
+    if results.get("scale") == "cpu" and not run["quick"]:
+        for path in sorted((TARGET.parent / "images" / "papers").glob(f"{name}*.png")):
+            yield f"![{path.stem.replace('_', ' ')}](images/papers/{path.name})"
+        yield ""
+
+
 def section(run: dict[str, Any]) -> str:
-    versions = ", ".join(f"{name} {version}" for name, version in run["versions"].items())
     size = "QUICK=1 " if run["quick"] else ""
     lines = [
         f"## {run['benchmark']}",
         "",
-        f"`{size}make bench-{run['benchmark']}`, {run['date']}, {run['num_cpus']} x {run['cpu']} "
-        f"({run['machine']}), Python {run['python']}, {versions}",
+        f"`{size}make bench-{run['benchmark']}`, {provenance(run)}",
         "",
     ]
     return "\n".join(lines + list(body(run["results"])))
+
+
+def provenance(run: dict[str, Any]) -> str:
+    """Date, hardware and versions."""
+    versions = ", ".join(f"{name} {version}" for name, version in run["versions"].items())
+    return (
+        f"{run['date']}, {run['num_cpus']} x {run['cpu']} ({run['machine']}), "
+        f"Python {run['python']}, {versions}"
+    )
 
 
 def body(results: Any, title: str = "") -> Iterator[str]:

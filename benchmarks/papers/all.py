@@ -1,0 +1,180 @@
+"""make bench-papers: what the papers claim, replayed; the table of claims comes last.
+
+    make bench-papers                      # all recipes, 2 CPU cores, within 40 minutes
+    QUICK=1 make bench-papers              # a handful of steps of one seed: the code, no evidence
+    SCALE=gpu make bench-papers            # larger models on one GPU
+    ONLY=atom_size,seamless make bench-papers
+
+A recipe is a module ``recipe_NAME.py`` with ``TITLE``, ``EQUAL`` (what its runs have in common),
+``runs(scale)``, ``rows(results)`` (what was measured), ``claims(results)`` and
+``plots(results, folder)``. ``composition`` trains nothing (``papers.composition``). Runs are cached
+in ``benchmarks/papers/.work``: an interrupted command goes on where it stopped.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from common import quick, write_results
+from papers import composition
+from papers.claims import Claim
+from papers.corpus import WORK
+from papers.rows import Row
+from papers.runs import SCALES, Scale, run_all
+from rich.console import Console
+from rich.table import Table
+
+HERE = Path(__file__).resolve().parent
+IMAGES = HERE.parents[1] / "docs" / "images" / "papers"
+
+
+def main() -> None:
+    scale = chosen_scale()
+    claims: list[Claim] = []
+    for name in chosen_recipes():
+        if name == "composition":
+            begin = time.perf_counter()
+            rows = composition.measure(quick())
+            write_results("composition", [dataclasses.asdict(row) for row in rows])
+            stated = composition_claims(rows)
+            seconds = round(time.perf_counter() - begin)
+            found: dict[str, Any] = {"title": "Data composition", "seconds": seconds}
+        else:
+            found, stated = replay(name, scale)
+        claims += stated
+        write_results(
+            f"papers-{name}", {**found, "claims": [dataclasses.asdict(c) for c in stated]}
+        )
+    show_claims(claims)
+
+
+def replay(name: str, scale: Scale) -> tuple[dict[str, Any], list[Claim]]:
+    """Train what a recipe asks for, and let it say what came out."""
+    recipe = importlib.import_module(f"papers.recipe_{name}")
+    runs = recipe.runs(scale)
+    print(f"\n{recipe.TITLE}: {len(runs)} runs", flush=True)
+    results = run_all(runs, workers=scale.workers, cuda=scale.name == "gpu")
+    recipe.plots(results, IMAGES if scale.name == "cpu" else WORK / f"plots-{scale.name}")
+    rows = recipe.rows(results)
+    show_rows(recipe.TITLE, rows)
+    found = {
+        "title": recipe.TITLE,
+        "equal": recipe.EQUAL,
+        "scale": scale.name,
+        "device": device(scale),
+        "parameters": sorted({result.summary["parameters"] for result in results}),
+        "seeds": list(scale.seeds),
+        "seconds": round(sum(r.summary["seconds"] for r in results) / scale.workers),
+        "rows": rows,
+    }
+    return found, recipe.claims(results)
+
+
+def device(scale: Scale) -> str:
+    """What the models were trained on."""
+    if scale.name == "gpu":
+        import torch  # noqa: PLC0415
+
+        return str(torch.cuda.get_device_name())
+    return f"CPU, {scale.workers} runs at a time, one thread each"
+
+
+def chosen_scale() -> Scale:
+    """QUICK=1, SCALE=cpu (default) or SCALE=gpu."""
+    name = os.environ.get("SCALE", "cpu")
+    if name not in ("cpu", "gpu"):
+        raise SystemExit(f"SCALE is {name!r}; choose cpu or gpu (QUICK=1 is the smallest)")
+    if quick():
+        return SCALES["quick"]
+    if name == "gpu":
+        import torch  # noqa: PLC0415
+
+        if not torch.cuda.is_available():
+            raise SystemExit("SCALE=gpu needs a CUDA device, and torch finds none")
+    return SCALES[name]
+
+
+def chosen_recipes() -> list[str]:
+    """ONLY=a,b, or all of them in a fixed order."""
+    known = ["composition", *sorted(p.stem[len("recipe_") :] for p in HERE.glob("recipe_*.py"))]
+    only = [name for name in os.environ.get("ONLY", "").split(",") if name]
+    unknown = sorted(set(only) - set(known))
+    if unknown:
+        raise SystemExit(f"ONLY names {', '.join(unknown)}; there are {', '.join(known)}")
+    return [name for name in known if not only or name in only]
+
+
+def composition_claims(rows: list[Row]) -> list[Claim]:
+    """One claim per source: how many of its printed figures come out."""
+    judged: dict[str, list[bool]] = {}
+    for row in rows:
+        if row.agrees is not None:
+            judged.setdefault(row.source, []).append(row.agrees)
+    return [
+        Claim(
+            source=source,
+            claim="the printed figures of data composition",
+            paper=f"{len(found)} figures",
+            measured=f"{sum(found)} come out",
+            agrees="yes" if all(found) else "no",
+            why="computed from lengths, no seeds; every figure and the reason of every "
+            "disagreement: section composition",
+        )
+        for source, found in judged.items()
+    ]
+
+
+def show_rows(title: str, rows: list[dict[str, Any]]) -> None:
+    """What a recipe measured."""
+    columns = list(dict.fromkeys(key for row in rows for key in row))
+    table = _table(title)
+    for column in columns:
+        table.add_column(column.replace("_", " "))
+    for row in rows:
+        table.add_row(*(_cell(row.get(column)) for column in columns))
+    _print(table)
+
+
+def show_claims(claims: list[Claim]) -> None:
+    """The table that this command is for."""
+    quickly = " (QUICK: a handful of steps, no evidence)" if quick() else ""
+    table = _table(f"claims{quickly}")
+    for head in ("source", "claim", "paper", "measured", "agrees", "why believe it"):
+        table.add_column(head)
+    for claim in claims:
+        table.add_row(
+            claim.source, claim.claim, claim.paper, claim.measured, claim.agrees or "", claim.why
+        )
+    _print(table)
+
+
+def _table(title: str) -> Table:
+    return Table(
+        title=f"\n[bold]{title}[/]",
+        title_justify="left",
+        box=None,
+        pad_edge=False,
+        header_style="bold",
+    )
+
+
+def _print(table: Table) -> None:
+    Console(highlight=False, width=None if sys.stdout.isatty() else 200).print(table)
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return ""
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,119 @@
+"""What a paper claims, beside what was measured, and the one rule that decides whether it agrees.
+
+Seeds are paired: run i of both sides has the same initial weights and the same documents. The rule:
+the 95 % confidence interval of the mean difference (Student's t over the seeds) must lie on one
+side. If it holds zero, or there is one seed only, the claim is undecided at this scale.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import fmean, stdev
+from typing import Literal
+
+from scipy import stats
+
+__all__ = [
+    "Claim",
+    "Difference",
+    "Verdict",
+    "alike",
+    "difference",
+    "less",
+    "near",
+    "shown",
+    "together",
+]
+
+Verdict = Literal["yes", "no", "undecided"]
+CONFIDENCE = 0.95
+
+
+@dataclass(frozen=True, kw_only=True)
+class Claim:
+    """One row of the table of claims.
+
+    Attributes:
+        source: paper and table, figure or section.
+        claim: in words.
+        paper: the paper's figure, or what it says.
+        measured: ours, with spread and number of seeds.
+        agrees: by the rule of this module; None where there is nothing to compare.
+        why: why one should believe it, or what limits it.
+    """
+
+    source: str
+    claim: str
+    paper: str
+    measured: str
+    agrees: Verdict | None
+    why: str
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Mean of ``a - b`` over paired seeds and the half width of its confidence interval."""
+
+    mean: float
+    half_width: float
+    num_seeds: int
+
+    @property
+    def low(self) -> float:
+        return self.mean - self.half_width
+
+    @property
+    def high(self) -> float:
+        return self.mean + self.half_width
+
+
+def difference(a: Sequence[float], b: Sequence[float]) -> Difference:
+    """Of ``a - b``, seed by seed.
+
+    Raises:
+        ValueError: the sides have different numbers of seeds, or none.
+    """
+    if len(a) != len(b) or not a:
+        raise ValueError(f"paired seeds are compared; there are {len(a)} and {len(b)}")
+    pairs = [x - y for x, y in zip(a, b, strict=True)]
+    if len(pairs) == 1:
+        return Difference(pairs[0], math.inf, 1)
+    quantile = float(stats.t.ppf(0.5 + CONFIDENCE / 2, len(pairs) - 1))
+    return Difference(fmean(pairs), quantile * stdev(pairs) / math.sqrt(len(pairs)), len(pairs))
+
+
+def less(a: Sequence[float], b: Sequence[float]) -> Verdict:
+    """Whether "a is below b" holds."""
+    found = difference(a, b)
+    if found.high < 0:
+        return "yes"
+    return "no" if found.low > 0 else "undecided"
+
+
+def alike(a: Sequence[float], b: Sequence[float], *, within: float) -> Verdict:
+    """Whether "a and b differ by at most ``within`` of b" holds; the interval must say so."""
+    found, limit = difference(a, b), within * fmean(b)
+    if -limit <= found.low and found.high <= limit:
+        return "yes"
+    return "no" if found.low > limit or found.high < -limit else "undecided"
+
+
+def near(measured: float, printed: float, *, within: float) -> Verdict:
+    """Whether an exact figure (no seeds decide it) is the printed one, up to a share of it."""
+    return "yes" if abs(measured - printed) <= within * abs(printed) else "no"
+
+
+def together(verdicts: Sequence[Verdict]) -> Verdict:
+    """Whether all of several statements hold: one that does not is enough for "no"."""
+    if "no" in verdicts:
+        return "no"
+    return "undecided" if "undecided" in verdicts else "yes"
+
+
+def shown(values: Sequence[float], digits: int = 2) -> str:
+    """``mean +- standard deviation`` over seeds."""
+    if len(values) == 1:
+        return f"{values[0]:.{digits}f}"
+    return f"{fmean(values):.{digits}f} +- {stdev(values):.{digits}f}"

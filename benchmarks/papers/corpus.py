@@ -1,0 +1,208 @@
+"""The corpora of the training recipes: text that is on every machine with this environment.
+
+Two domains, from the standard library and site-packages: ``code`` (Python source, a file per
+document) and ``prose`` (docstrings, one per document). Which are taken, and which are held out,
+depends on the relative paths of the files alone: the same installation gives the same corpus. A
+held-out document never comes from a file that a training document comes from.
+
+``prepare`` tokenizes with this project's own commands: one BPE of 2,048 tokens for both domains.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import warnings
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Literal
+
+from megapack.storage import IndexedDataset
+
+__all__ = ["VOCAB_SIZE", "WORK", "Corpus", "Prepared", "prepare", "remember", "tokenizer"]
+
+VOCAB_SIZE = 2048
+TOKENIZER_BYTES = 2_000_000  # of text per domain, from which the vocabulary is learned
+WORK = Path(os.environ.get("MEGAPACK_PAPERS_WORK") or Path(__file__).with_name(".work"))
+VALID_SHARE = 0.1  # of the files
+
+
+@dataclass(frozen=True, kw_only=True)
+class Corpus:
+    """Documents by what they are; the rest follows from the disk."""
+
+    domain: Literal["code", "prose"]
+    train_bytes: int
+    """Training documents are taken until they hold this many bytes of text."""
+    valid_bytes: int = 200_000
+    min_bytes: int = 200
+    max_bytes: int = 16_000
+    """Documents of other sizes are left out."""
+    injected: tuple[str, ...] = ()
+    """Texts of further training documents, in front of the others."""
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """Tokenized documents: ``train`` and ``valid`` are prefixes of .bin/.idx."""
+
+    train: Path
+    valid: Path
+    key: str
+    """Of the text and the tokenizer: equal keys, equal tokens."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Of the training documents."""
+        return IndexedDataset(self.train).num_tokens
+
+
+_ready: dict[Corpus, Prepared] = {}
+
+
+def remember(corpus: Corpus, prepared: Prepared) -> None:
+    """What another process prepared: looking for the text again takes seconds."""
+    _ready[corpus] = prepared
+
+
+@functools.cache
+def prepare(corpus: Corpus) -> Prepared:
+    """The documents of ``corpus`` on disk, tokenized now unless they are there.
+
+    Raises:
+        SystemExit: this installation has too little text.
+        RuntimeError: a command of this project failed; its message is part of the error.
+    """
+    if corpus in _ready:
+        return _ready[corpus]
+    model, vocabulary = tokenizer()
+    texts = _texts(corpus)
+    content = [asdict(corpus), vocabulary, *([_digest(part) for part in texts[s]] for s in texts)]
+    key = _digest(json.dumps(content))
+    folder = WORK / "corpora" / key
+    if not folder.exists():
+        partial = _empty(folder.with_name(f"{key}.partial-{os.getpid()}"))
+        for split, part in texts.items():
+            _write(partial / f"{split}.jsonl", part)
+            _megapack("tokenize", "--input", partial / f"{split}.jsonl", "--json-key", "text",
+                      "--append-eod", "--tokenizer", model, "--output-prefix", partial / split,
+                      "--workers", 1)  # fmt: skip
+        _publish(partial, folder)
+    return Prepared(folder / "train", folder / "valid", key)
+
+
+@functools.cache
+def tokenizer() -> tuple[Path, str]:
+    """The model file that all corpora share, and the key of the text it was trained on."""
+    sample = [
+        text
+        for domain in ("code", "prose")
+        for text in _texts(Corpus(domain=domain, train_bytes=TOKENIZER_BYTES))["train"]
+    ]
+    key = _digest(json.dumps([VOCAB_SIZE, *map(_digest, sample)]))
+    folder = WORK / "tokenizers" / key
+    if not folder.exists():
+        partial = _empty(folder.with_name(f"{key}.partial-{os.getpid()}"))
+        _write(partial / "sample.jsonl", sample)
+        _megapack("train-tokenizer", "--input", partial / "sample.jsonl", "--vocab-size",
+                  VOCAB_SIZE, "--output", partial / "tokenizer.model")  # fmt: skip
+        _publish(partial, folder)
+    return folder / "tokenizer.model", key
+
+
+def _texts(corpus: Corpus) -> dict[str, list[str]]:
+    """Documents of both splits, in an order that is as good as random."""
+    budget = {"train": corpus.train_bytes, "valid": corpus.valid_bytes}
+    texts: dict[str, list[str]] = {"train": list(corpus.injected), "valid": []}
+    seen: set[str] = set()
+    for rank, path in _files():
+        split = "valid" if rank[-1] < VALID_SHARE * 256 else "train"
+        if budget[split] <= 0:
+            continue
+        for text in _documents(path, corpus.domain):
+            size = len(text.encode())
+            if text in seen or not corpus.min_bytes <= size <= corpus.max_bytes:
+                continue
+            seen.add(text)
+            texts[split].append(text)
+            budget[split] -= size
+            if budget[split] <= 0:
+                break
+        if max(budget.values()) <= 0:
+            return texts
+    missing = {split: size for split, size in budget.items() if size > 0}
+    raise SystemExit(
+        f"this installation has too little {corpus.domain}: {missing} bytes are missing; "
+        "install more packages or take a smaller corpus"
+    )
+
+
+@functools.cache
+def _files() -> list[tuple[bytes, Path]]:
+    """(hash of the relative path, path): sorted, they are shuffled."""
+    paths = sysconfig.get_paths()
+    found = []
+    for root in (Path(paths["stdlib"]), Path(paths["purelib"])):
+        for path in root.rglob("*.py"):
+            name = path.relative_to(root).as_posix()
+            inside = name.startswith(("site-packages/", "dist-packages/"))
+            if not inside or root != Path(paths["stdlib"]):
+                found.append((hashlib.sha256(name.encode()).digest(), path))
+    return sorted(found)
+
+
+def _documents(path: Path, domain: str) -> Iterator[str]:
+    try:
+        source = path.read_text(encoding="utf-8")
+        if domain == "code":
+            yield source
+            return
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about the source of others
+            tree = ast.parse(source)
+    except (UnicodeDecodeError, SyntaxError, ValueError, RecursionError, OSError):
+        return
+    kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    for node in ast.walk(tree):
+        if isinstance(node, kinds) and (text := ast.get_docstring(node)):
+            yield text
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:24]
+
+
+def _write(path: Path, texts: list[str]) -> None:
+    with path.open("w", encoding="utf-8") as file:
+        file.writelines(json.dumps({"text": text}) + "\n" for text in texts)
+
+
+def _megapack(*arguments: object) -> None:
+    command = [sys.executable, "-m", "megapack.cli.main", *map(str, arguments)]
+    done = subprocess.run(command, check=False, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(command)} failed:\n{done.stderr}")
+
+
+def _empty(folder: Path) -> Path:
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    return folder
+
+
+def _publish(partial: Path, folder: Path) -> None:
+    """Give a finished folder its name; another process may have been faster, with the same."""
+    try:
+        partial.rename(folder)
+    except OSError:
+        if not folder.exists():
+            raise
+        shutil.rmtree(partial)

@@ -1,0 +1,98 @@
+"""What the recipes about buckets, masking and steps share: a Llama, a corpus, a ladder of lengths.
+
+On the CPU every length is a sixteenth of the paper's: buckets of 64 to 1,024 tokens stand for 1,024
+to 16,384. The corpus fits that scale: of docstrings cut at 64, 128, ..., 1,024 tokens, about 74,
+57, 41, 26 and 15 % are truncated, where BucketLLM's Table 1 has 61, 38, 21, 12 and 6 % at sixteen
+times the length. Steps are small, since a small model learns more from many of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from papers.corpus import Corpus
+from papers.runs import Scale
+
+__all__ = ["Setting"]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A scale's model, data and sizes."""
+
+    scale: Scale
+
+    @property
+    def factor(self) -> int:
+        """The paper's length over the one here."""
+        return self.scale.pick(cpu=16, quick=16, gpu=1)
+
+    @property
+    def ladder(self) -> tuple[int, ...]:
+        """Capacities that stand for 1,024, 2,048, 4,096, 8,192 and 16,384."""
+        return tuple((1024 << i) // self.factor for i in range(5))
+
+    @property
+    def step_tokens(self) -> int:
+        """Tokens of a step, all of one micro batch on a GPU."""
+        return self.scale.pick(cpu=2048, quick=2048, gpu=65536)
+
+    @property
+    def corpus(self) -> Corpus:
+        """Training documents, short and long; its held-out ones are scored."""
+        return self.scale.pick(
+            cpu=Corpus(
+                domain="prose",
+                train_bytes=1_520_000,
+                valid_bytes=90_000,
+                min_bytes=40,
+                max_bytes=2_600,
+            ),
+            quick=Corpus(
+                domain="prose",
+                train_bytes=500_000,
+                valid_bytes=12_000,
+                min_bytes=40,
+                max_bytes=2_600,
+            ),
+            gpu=Corpus(
+                domain="code", train_bytes=12_000_000, valid_bytes=600_000, max_bytes=120_000
+            ),
+        )
+
+    def config(
+        self,
+        *,
+        steps: int,
+        data: Mapping[str, Any],
+        overrides: Mapping[str, Any] | None = None,
+        preset: str | None = None,
+    ) -> dict[str, Any]:
+        """Fields of a ``PretrainConfig``: ``data`` over the sizes of this setting."""
+        small = {
+            "hidden_size": 64,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "intermediate_size": 192,
+            "rope_theta": 10_000.0,
+        }
+        large = self.scale.name == "gpu"
+        size = self.step_tokens
+        return {
+            "num_steps": steps,
+            "model": {
+                "preset": preset or ("llama_350m" if large else "llama_demo"),
+                "overrides": dict(overrides if overrides is not None else {} if large else small),
+            },
+            "data": {
+                "tokens_per_step": size,
+                "micro_batch_tokens": min(size, 32768),
+                **data,
+            },
+            "optimizer": {"lr": 6e-4 if large else 3e-3},
+            "schedule": {"warmup_fraction": 0.05},
+            "engine": {"precision": "bf16" if large else "fp32", "zero_stage": 1 if large else 0},
+        }

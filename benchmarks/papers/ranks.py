@@ -1,0 +1,159 @@
+"""What several ranks do at a step, done by one process: their times measured, their means of loss.
+
+Used by the recipe on steps as ``Run.probe`` and ``Run.change``. The micro batches of all ranks are
+computed one after the other, so a rank's time is its own work and nothing else: no communication,
+and on the CPU seconds of this thread, to which other programs add little.
+"""
+
+from __future__ import annotations
+
+import time
+from statistics import fmean
+from typing import Any, Literal, TypeAlias
+
+import torch
+from papers.corpus import prepare
+from papers.runs import Run
+from torch import Tensor
+
+from megapack.attention import choose_backend
+from megapack.config import from_dict
+from megapack.data import Batch, PackedDataset, PackedLoader, Schedule, build_loader
+from megapack.packing import pack
+from megapack.storage import IndexedDataset
+from megapack.training.config import EngineConfig, ModelConfig
+from megapack.training.distributed import World
+from megapack.training.engine import compute_dtype, on_device
+from megapack.training.model import TrainingModel, attention_needs, build_model
+
+__all__ = ["ARMS", "NUM_RANKS", "mean_of_ranks", "step_times"]
+
+Attention: TypeAlias = Literal["document", "sample"]
+Dealing: TypeAlias = Literal["balanced", "in_order"]
+
+NUM_RANKS = 4
+NUM_STEPS = 6
+SAMPLES = 4  # of the largest bucket, per rank and step
+
+# name: (what attention sees, one bucket for all ranks, dealing)
+ARMS: dict[str, tuple[Attention, bool, Dealing]] = {
+    "masked, same bucket, equal work": ("document", True, "balanced"),
+    "masked, same bucket, in order": ("document", True, "in_order"),
+    "masked, any bucket": ("document", False, "in_order"),
+    "whole samples, same bucket": ("sample", True, "in_order"),
+    "whole samples, any bucket": ("sample", False, "in_order"),
+}
+
+
+def mean_of_ranks(batch: Batch) -> Batch:
+    """A micro batch whose loss enters the step as a mean of its own, whatever it holds.
+
+    ``train_step`` divides the sum of losses by ``num_step_label_tokens``, so that every token of
+    the step counts the same; here every micro batch counts the same.
+    """
+    labels = int((batch["labels"] >= 0).sum())
+    return {**batch, "num_step_label_tokens": max(1, labels) * batch["num_micro_steps"]}
+
+
+def step_times(model: TrainingModel, here: World, engine: EngineConfig, run: Run) -> dict[str, Any]:
+    """Forward and backward of every rank at some steps, and what dealing does to the gradient.
+
+    Returns:
+        ``times``: arm -> for every step the seconds of every rank; ``work``: arm of one bucket ->
+        attention work of the busiest rank over the mean, mean over the steps (exact, from the
+        lengths); ``gradient``: norm of the difference of one step's gradients under both dealings
+        over the norm of either.
+    """
+    bench = _Bench(model, here, engine, run)
+    with torch.enable_grad():
+        times = {name: bench.times(*arm) for name, arm in ARMS.items()}
+        balanced, in_order = bench.gradient("balanced"), bench.gradient("in_order")
+    difference = float((balanced - in_order).norm() / balanced.norm())
+    work = {name: bench.work(*arm) for name, arm in ARMS.items() if arm[1]}
+    return {"times": times, "work": work, "gradient": difference}
+
+
+class _Bench:
+    """A fresh model of the same architecture, and the samples of the run."""
+
+    def __init__(self, model: TrainingModel, here: World, engine: EngineConfig, run: Run) -> None:
+        self.here, self.engine, self.run = here, engine, run
+        self.num_steps = min(NUM_STEPS, int(run.config["num_steps"]))
+        self.size = SAMPLES * max(run.buckets)
+        self.dataset = IndexedDataset(prepare(run.corpus).train)
+        self.index = pack(
+            self.dataset.document_lengths,
+            run.strategy,
+            buckets=list(run.buckets),
+            seed=run.seed,
+            **run.parameters,
+        )
+        dtype = compute_dtype(engine)
+        needs = attention_needs(model.configuration, here.device, dtype)
+        with here.device:  # not the trained one: DeepSpeed listens to its gradients
+            self.model = build_model(
+                from_dict(ModelConfig, dict(run.config["model"]), where="model"),
+                model.configuration,
+                backend=choose_backend(needs, "auto").name,
+                seed=run.seed,
+            ).cast(dtype)
+
+    def times(self, attention: Attention, same: bool, dealing: Dealing) -> list[list[float]]:
+        """(steps, ranks) seconds."""
+        loaders = self.loaders(attention, same, dealing)
+        found = [
+            [min(self.seconds(batch) for _ in range(2)) for batch in step]
+            for step in zip(*loaders, strict=True)
+        ]
+        return found[1:]  # the first one warms up
+
+    def work(self, attention: Attention, same: bool, dealing: Dealing) -> float:
+        """Busiest rank over the mean, as the loader computes it from the lengths."""
+        return fmean(batch["imbalance"] for batch in self.loaders(attention, same, dealing)[0])
+
+    def loaders(self, attention: Attention, same: bool, dealing: Dealing) -> list[PackedLoader]:
+        """One per rank: of a step of all ranks, or of a schedule of its own."""
+        data = PackedDataset(self.dataset, self.index, attention=attention)
+        if same:
+            common = Schedule(data, tokens_per_step=NUM_RANKS * self.size, seed=self.run.seed)
+            return [self.loader(data, common, r, NUM_RANKS, dealing) for r in range(NUM_RANKS)]
+        own = [
+            Schedule(data, tokens_per_step=self.size, seed=NUM_RANKS * self.run.seed + rank)
+            for rank in range(NUM_RANKS)
+        ]
+        return [self.loader(data, schedule, 0, 1, dealing) for schedule in own]
+
+    def loader(
+        self, data: PackedDataset, schedule: Schedule, rank: int, num_ranks: int, dealing: Dealing
+    ) -> PackedLoader:
+        return build_loader(
+            data,
+            schedule,
+            data_parallel_rank=rank,
+            data_parallel_size=num_ranks,
+            micro_batch_tokens=self.size,
+            num_steps=self.num_steps + 1,
+            dealing=dealing,
+            prefetch=0,
+        )
+
+    def seconds(self, batch: Batch) -> float:
+        """Of one forward and backward."""
+        cuda = self.here.device.type == "cuda"
+        clock = time.perf_counter if cuda else time.thread_time
+        arguments = on_device(batch, self.here.device, self.engine)
+        if cuda:
+            torch.cuda.synchronize()
+        begin = clock()
+        self.model(**arguments, scale=1 / batch["num_step_label_tokens"]).backward()
+        if cuda:
+            torch.cuda.synchronize()
+        return clock() - begin
+
+    def gradient(self, dealing: Dealing) -> Tensor:
+        """Of the first step, all ranks together."""
+        self.model.zero_grad()
+        for loader in self.loaders("document", True, dealing):
+            self.seconds(next(iter(loader)))
+        gradients = [p.grad.flatten() for p in self.model.parameters() if p.grad is not None]
+        return torch.cat(gradients).float()

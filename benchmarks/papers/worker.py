@@ -1,0 +1,269 @@
+"""One training run in this process, with the parts of ``megapack.training`` that any run has.
+
+The inputs, loader, schedule, model, loss, engine and evaluation are those of
+``launch/pretrain.py``; left out are checkpoints, heartbeat and the monitor, which have no influence
+on a number. A process joins a world of one and does run after run.
+"""
+
+from __future__ import annotations
+
+import atexit
+import gc
+import json
+import logging
+import os
+import shutil
+import time
+from contextlib import ExitStack
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from papers.corpus import remember
+from papers.runs import Run, Task
+
+from megapack.attention import choose_backend
+from megapack.config import from_dict, to_dict
+from megapack.data import build_loader
+from megapack.packing import pack
+from megapack.storage import IndexedDataset
+from megapack.training.config import PretrainConfig
+from megapack.training.distributed import World, join, world
+from megapack.training.engine import compute_dtype, start_engine, train_step
+from megapack.training.evaluate import evaluate, open_validation, perplexity_by_context
+from megapack.training.export import export_model
+from megapack.training.flops import ModelFlops
+from megapack.training.inputs import Inputs, TimedBatches, open_inputs
+from megapack.training.lr import learning_rate
+from megapack.training.model import attention_needs, build_model, model_configuration
+from megapack.training.work import StepWork
+
+__all__ = ["begin", "train"]
+
+_stack = ExitStack()
+_here: World | None = None
+
+
+def begin() -> None:
+    """Join a world of one, once per process."""
+    global _here  # noqa: PLW0603
+    if _here is not None:
+        return
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    transformers.utils.logging.disable_progress_bar()
+    torch.set_num_threads(1)  # two runs share two cores
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT"):
+        os.environ.pop(name, None)
+    join()
+    _here = _stack.enter_context(world(timeout_minutes=5))
+    atexit.register(_stack.close)
+
+
+def train(task: Task) -> dict[str, Any]:
+    """Do a run; its folder appears when it is complete.
+
+    Returns:
+        What ``Result.summary`` is.
+    """
+    assert _here is not None, "begin() comes first"
+    remember(task.run.corpus, task.prepared)
+    partial = task.folder.with_name(f"{task.folder.name}.partial-{os.getpid()}")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    summary = _Training(task, partial, _here).run()
+    gc.collect()  # the engine and its parameters refer to each other
+    (partial / "result.json").write_text(json.dumps(summary, indent=1), encoding="utf-8")
+    shutil.rmtree(task.folder, ignore_errors=True)
+    partial.rename(task.folder)
+    return summary
+
+
+class _Training:
+    """Inputs, model and engine of one run."""
+
+    def __init__(self, task: Task, folder: Path, here: World) -> None:
+        self.task, self.run_, self.folder, self.here = task, task.run, folder, here
+        dataset = IndexedDataset(task.prepared.train)
+        index = pack(
+            dataset.document_lengths,
+            self.run_.strategy,
+            buckets=list(self.run_.buckets),
+            seed=self.run_.seed,
+            **self.run_.parameters,
+        )
+        index.save(folder / "train.samples", source={"fingerprint": dataset.fingerprint})
+        self.metrics = index.metrics()
+        self.config = configuration(task, folder)
+        (folder / "config.json").write_text(json.dumps(to_dict(self.config), default=str))
+        self.inputs = open_inputs(self.config)
+        self.engine, self.flops, self.parameters = self._start()
+        self.seconds, self.tokens, self.useful_tokens = 0.0, 0, 0
+
+    def _start(self) -> tuple[Any, ModelFlops, int]:
+        config = self.config
+        architecture = model_configuration(config.model, self.inputs.vocab_size)
+        needs = attention_needs(architecture, self.here.device, compute_dtype(config.engine))
+        with self.here.device:
+            model = build_model(
+                config.model,
+                architecture,
+                backend=choose_backend(needs, config.model.attention).name,
+                seed=config.seed,
+                chunk_tokens=config.engine.loss_chunk_tokens,
+                fused_loss=config.engine.compile,
+            )
+        flops = ModelFlops.of(model, architecture)
+        parameters = model.num_parameters
+        return start_engine(model, config, self.here), flops, parameters
+
+    def run(self) -> dict[str, Any]:
+        """Train, evaluate, probe."""
+        losses = self._train()
+        tenth = losses[-max(1, len(losses) // 10) :]
+        summary: dict[str, Any] = {
+            "steps": self.inputs.num_steps,
+            "steps_per_epoch": self.inputs.steps_per_epoch,
+            "tokens": self.tokens,
+            "useful_tokens": self.useful_tokens,
+            "seconds": self.seconds,
+            "parameters": self.parameters,
+            "index": {k: v for k, v in self.metrics.items() if isinstance(v, (int, float))},
+            "train_loss": sum(tenth) / len(tenth),
+            "valid": {name: self._validate(name) for name in self.task.validate},
+        }
+        if self.run_.contexts:
+            summary["contexts"] = self._contexts()
+        if self.run_.probe is not None:
+            summary["probe"] = self._probe(self.run_)
+        if self.task.keep_model:
+            export_model(self.engine, self.folder / "model", self.here)
+        self.engine.destroy()
+        return summary
+
+    def _train(self) -> list[float]:
+        config, inputs, losses = self.config, self.inputs, []
+        loader: Any = _loader(config, inputs, self.here)
+        if self.run_.change is not None:
+            loader = map(_named(self.run_.change), loader)
+        batches = TimedBatches(loader)
+        with (self.folder / "log.jsonl").open("w", encoding="utf-8") as log:
+            begin = time.perf_counter()
+            for step, micro_batches in batches.steps():
+                lr = learning_rate(
+                    step,
+                    num_steps=inputs.num_steps,
+                    peak=config.optimizer.lr,
+                    schedule=config.schedule,
+                )
+                result = train_step(
+                    self.engine, micro_batches, world=self.here, config=config.engine, lr=lr
+                )
+                content = inputs.schedule.step(step)
+                work = StepWork.of(inputs.schedule, content, self.flops)
+                # item() waits for the device, so that seconds are those of the step
+                loss = result.loss_sum.item() / max(1, content.num_label_tokens)
+                seconds = time.perf_counter() - begin
+                losses.append(loss)
+                self.seconds += seconds
+                self.tokens += work.tokens
+                self.useful_tokens += work.useful_tokens
+                line = {
+                    "step": step,
+                    "epoch": step / inputs.steps_per_epoch,
+                    "epoch_end": (step + 1) / inputs.steps_per_epoch,
+                    "capacity": content.capacity,
+                    "tokens": work.tokens,
+                    "useful_tokens": work.useful_tokens,
+                    "label_tokens": content.num_label_tokens,
+                    "loss": loss,
+                    "lr": lr,
+                    "seconds": seconds,
+                }
+                log.write(json.dumps(line) + "\n")
+                every = self.run_.evaluate_every
+                if every is not None and ((step + 1) % every == 0 or step + 1 == inputs.num_steps):
+                    self._note_evaluation(step + 1)
+                begin = time.perf_counter()
+        return losses
+
+    def _note_evaluation(self, step: int) -> None:
+        line = {
+            "step": step,
+            "tokens": self.tokens,
+            "useful_tokens": self.useful_tokens,
+            "seconds": self.seconds,
+            **self._validate(next(iter(self.task.validate))),
+        }
+        with (self.folder / "evaluation.jsonl").open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
+
+    def _validate(self, name: str) -> dict[str, Any]:
+        """Every held-out token once, given its own document."""
+        positions = self.config.data.positions
+        data = open_validation(
+            str(self.task.validate[name].valid),
+            None,
+            buckets=[self.run_.valid_bucket],
+            positions="document" if positions == "document" else "segment",
+        )
+        return evaluate(self.engine, data, **self._evaluation()).report()
+
+    def _contexts(self) -> dict[str, Any]:
+        name = self.run_.contexts_of or next(iter(self.task.validate))
+        prepared = self.task.validate[name]
+        found = perplexity_by_context(
+            self.engine, IndexedDataset(prepared.valid), self.run_.contexts, **self._evaluation()
+        )
+        return {str(context): evaluation.report() for context, evaluation in found.items()}
+
+    def _evaluation(self) -> dict[str, Any]:
+        return {
+            "world": self.here,
+            "config": self.config.engine,
+            "micro_batch_tokens": self.config.data.micro_batch_tokens,
+        }
+
+    def _probe(self, run: Run) -> dict[str, Any]:
+        model = self.engine.module.eval()
+        with torch.no_grad():
+            found: dict[str, Any] = _named(str(run.probe))(
+                model, self.here, self.config.engine, run
+            )
+        return found
+
+
+def _named(path: str) -> Any:
+    """What ``module:function`` names."""
+    module, _, name = path.partition(":")
+    return getattr(import_module(module), name)
+
+
+def configuration(task: Task, folder: Path) -> PretrainConfig:
+    """The configuration of a run, as ``launch/pretrain.py`` would read it."""
+    given = {key: dict(v) if isinstance(v, dict) else v for key, v in task.run.config.items()}
+    given["run_dir"] = str(folder)
+    given["seed"] = task.run.seed
+    given["data"] = {
+        **given["data"],
+        "prefix": str(task.prepared.train),
+        "index": str(folder / "train.samples"),
+    }
+    if task.start is not None:
+        given["model"] = {**given.get("model", {}), "pretrained": str(task.start)}
+    return from_dict(PretrainConfig, given, where=f"{task.run.recipe}: {task.run.name}")
+
+
+def _loader(config: PretrainConfig, inputs: Inputs, here: World) -> Any:
+    return build_loader(
+        inputs.data,
+        inputs.schedule,
+        data_parallel_rank=0,
+        data_parallel_size=1,
+        micro_batch_tokens=config.data.micro_batch_tokens,
+        num_steps=inputs.num_steps,
+        cu_seqlens="padded" if config.engine.compile else "exact",
+        pin_memory=here.device.type == "cuda",
+        device=here.device,
+    )

@@ -1,0 +1,213 @@
+"""The training part of `make bench-papers`: runs that are done once, claims decided by one rule."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+
+import report
+from papers import all as everything
+from papers import corpus, recipe_atom_size, recipe_seamless, runs, seamless_facts
+from papers.claims import alike, difference, less, near, shown
+from papers.corpus import Corpus
+from papers.runs import SCALES, Result, Run, run_all
+
+from megapack.packing import pack
+
+PROSE = Corpus(domain="prose", train_bytes=40_000, valid_bytes=5_000, max_bytes=2_000)
+RUN = Run(
+    recipe="test",
+    name="concat",
+    seed=0,
+    corpus=PROSE,
+    strategy="concat",
+    buckets=(64,),
+    config={
+        "num_steps": 3,
+        "model": {"preset": "gpt2_tiny_alibi"},
+        "data": {"tokens_per_step": 512, "micro_batch_tokens": 256},
+        "optimizer": {"lr": 1e-3},
+        "engine": {"precision": "fp32", "zero_stage": 0},
+    },
+    validate={"prose": PROSE},
+    valid_bucket=64,
+    evaluate_every=2,
+)
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """An empty cache, and a tokenizer that is trained in a second."""
+    folder = tmp_path_factory.mktemp("work")
+    caches = (corpus.prepare, corpus.tokenizer, seamless_facts.vocabulary)
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (corpus, runs):
+            patch.setattr(module, "WORK", folder)
+        patch.setattr(corpus, "TOKENIZER_BYTES", 200_000)
+        patch.setenv("PYTHONPATH", f"{Path(__file__).parents[1]}")
+        for cached in caches:
+            cached.cache_clear()
+        yield folder
+        for cached in caches:
+            cached.cache_clear()
+
+
+def test_a_run_is_done_once_and_a_run_that_continues_it_begins_with_its_weights(work: Path) -> None:
+    further = dataclasses.replace(
+        RUN, name="further", start=RUN, config={**RUN.config, "num_steps": 1, "model": {}}
+    )
+    other = dataclasses.replace(RUN, name="again, alone", keep_model=True)
+    with pytest.raises(RuntimeError, match="test: broken, seed 0"):
+        broken = {**RUN.config, "data": {"tokens_per_step": 512, "micro_batch_tokens": 96}}
+        run_all([other, dataclasses.replace(RUN, name="broken", config=broken)], workers=1)
+    first, continued = run_all([RUN, further], workers=1)
+    log = first.log()
+    assert [line["step"] for line in log] == [0, 1, 2]
+    assert [line["step"] for line in first.evaluations()] == [2, 3]
+    assert first.evaluations()[-1]["perplexity"] == first.perplexity("prose")
+    assert continued.log()[0]["loss"] < log[0]["loss"] - 0.01  # not from scratch
+    written = (first.folder / "result.json").stat().st_mtime_ns
+    again = run_all([RUN, further], workers=1)
+    assert (first.folder / "result.json").stat().st_mtime_ns == written
+    assert [r.summary for r in again] == [first.summary, continued.summary]
+    assert run_all([other], workers=1)[0].perplexity("prose") == first.perplexity("prose")
+
+
+def test_the_cut_tears_every_invented_fact_and_a_window_of_seamless_packing_holds_it(
+    work: Path,
+) -> None:
+    encode = seamless_facts.vocabulary().encode
+    facts, texts = seamless_facts.facts(), seamless_facts.documents()
+    assert len(texts) == len(facts) * seamless_facts.NUM_COPIES
+    assert len({fact.about for fact in facts}) == len(facts)
+    lengths = np.full(3, seamless_facts.DOCUMENT_TOKENS, np.int32)
+    capacity = seamless_facts.CAPACITY
+    strategy, parameters = recipe_seamless.CASES["SP"]
+    windows = pack(lengths, strategy, buckets=[capacity], **parameters)
+    begins = {begin for i in range(windows.num_samples) for _, begin, _ in windows.sample(i)[1]}
+    assert begins == {0, 24}
+    for fact, text in zip(facts, texts[:: seamless_facts.NUM_COPIES], strict=True):
+        tokens, wanted = encode(text), encode(fact.prompt + fact.answer)
+        [place] = [i for i in range(len(tokens)) if tokens[i : i + len(wanted)] == wanted]
+        assert place >= 24 and place + len(wanted) <= len(tokens)  # whole in the second window
+        about = len(encode(fact.prompt)) - 2  # without "value is"
+        answer = place + len(encode(fact.prompt))
+        assert place + about < capacity < answer  # and torn by a cut at 32
+
+
+def test_the_rule_says_yes_no_and_undecided() -> None:
+    low, high = [10.0, 11.0, 12.0], [10.5, 11.4, 12.6]  # apart by seed, though they overlap
+    assert less(low, high) == "yes" and less(high, low) == "no"
+    assert less(low, [10.5, 10.4, 12.6]) == "undecided"
+    assert less([1.0], [2.0]) == "undecided"  # one seed decides nothing
+    assert alike(low, [10.01, 11.02, 11.99], within=0.01) == "yes"
+    assert alike(low, [20.0, 21.0, 22.1], within=0.01) == "no"
+    assert alike(low, [9.0, 11.0, 13.0], within=0.01) == "undecided"
+    assert near(1.25, 1.23, within=0.05) == "yes" and near(1.4, 1.23, within=0.05) == "no"
+    found = difference(low, high)
+    assert found.mean == pytest.approx(-0.5)
+    assert found.low < found.mean < found.high < 0
+    with pytest.raises(ValueError, match="there are 3 and 1"):
+        difference(low, [1.0])
+    assert shown(low) == "11.00 +- 1.00" and shown([1.0]) == "1.00"
+
+
+def made_up(run: Run, folder: Path, loss: float) -> Result:
+    """A result with a flat curve at ``loss``, of a run that was never done."""
+    folder.mkdir(parents=True)
+    steps = 25 if "padding" in run.name or "SP" in run.name else 20
+    loss += 0.01 * run.seed  # seeds are paired, so this is no spread
+    step = {"loss": loss, "perplexity": math.exp(loss)}
+    lines = [{"step": i, "epoch": i / steps, "epoch_end": (i + 1) / steps} for i in range(steps)]
+    (folder / "log.jsonl").write_text("".join(json.dumps({**x, **step}) + "\n" for x in lines))
+    # 0.2 above the end of the run when a fifth of it is left.
+    evaluations = [{"step": 20, "loss": loss + 0.2}, {"step": steps, "loss": loss}]
+    (folder / "evaluation.jsonl").write_text("".join(json.dumps(x) + "\n" for x in evaluations))
+    summary = {
+        "steps": steps,
+        "steps_per_epoch": steps,
+        "index": {"repeated_ratio": 0.1, "dropped_ratio": 0.0, "padding_ratio": 0.0},
+        "valid": {name: step for name in run.validate},
+    }
+    if run.probe is not None:
+        summary["probe"] = {"loss": loss, "right": 0.5}
+    return Result(run, folder, summary)
+
+
+def test_atom_sizes_are_judged_by_what_was_measured(tmp_path: Path) -> None:
+    def loss(name: str) -> float:
+        share = float(name.split()[-2])
+        return 4.0 + 0.2 * abs(math.log2(share)) - (0.1 if "padding" in name else 0.0)
+
+    runs = recipe_atom_size.runs(SCALES["cpu"])
+    assert len(runs) == 2 * 5 * 3
+    results = [made_up(run, tmp_path / str(i), loss(run.name)) for i, run in enumerate(runs)]
+    assert len(recipe_atom_size.rows(results)) == 10
+    claims = recipe_atom_size.claims(results)
+    assert {claim.agrees for claim in claims} == {"yes"} and len(claims) == 16
+    assert "1.25 times" in claims[12].measured
+    worse = [made_up(run, tmp_path / f"w{i}", -loss(run.name)) for i, run in enumerate(runs)]
+    verdicts = [claim.agrees for claim in recipe_atom_size.claims(worse)]
+    assert verdicts == ["no"] * 12 + ["yes", "no", "no", "yes"]
+    recipe_atom_size.plots(results, tmp_path / "images")
+    assert len(list((tmp_path / "images").glob("atom_size_*.png"))) == 2
+
+
+def test_seamless_packing_is_judged_by_what_was_measured(work: Path) -> None:
+    order = ["SP", "BFD", "CT, as", "CT"]  # from low to high; what is none of them is SP's kind
+
+    def loss(name: str) -> float:
+        place = [i for i, word in enumerate(order) if name.startswith((word, f"facts, {word}"))]
+        return 4.0 + 0.005 * min(place, default=0) + (0.1 if "SP, " in name else 0.0)
+
+    runs = recipe_seamless.runs(dataclasses.replace(SCALES["quick"], seeds=(0, 1, 2)))
+    results = [made_up(run, work / "r" / str(i), loss(run.name)) for i, run in enumerate(runs)]
+    claims = recipe_seamless.claims(results)
+    verdicts = {claim.claim: claim.agrees for claim in claims}
+    assert len(verdicts) == 12
+    against = [claim.agrees for claim in claims if "placement" in claim.claim]
+    assert against == ["no"]  # 10 % worse, and within 1 % was asked
+    assert {v for claim, v in verdicts.items() if "placement" not in claim} == {"yes"}
+    assert {row["strategy"] for row in recipe_seamless.rows(results)} == {r.name for r in runs}
+    recipe_seamless.plots(results, work / "images")
+    assert len(list((work / "images").glob("seamless_*.png"))) == 2
+
+
+def test_a_wrong_choice_of_recipes_or_scale_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("QUICK", raising=False)
+    monkeypatch.setenv("ONLY", "atom_size,atoms")
+    with pytest.raises(SystemExit, match=r"ONLY names atoms; there are composition, atom_size"):
+        everything.chosen_recipes()
+    monkeypatch.setenv("ONLY", "seamless,atom_size")
+    assert everything.chosen_recipes() == ["atom_size", "seamless"]
+    monkeypatch.setenv("SCALE", "laptop")
+    with pytest.raises(SystemExit, match="SCALE is 'laptop'; choose cpu or gpu"):
+        everything.chosen_scale()
+    if not torch.cuda.is_available():
+        monkeypatch.setenv("SCALE", "gpu")
+        with pytest.raises(SystemExit, match="SCALE=gpu needs a CUDA device"):
+            everything.chosen_scale()
+
+
+def test_the_report_counts_verdicts_and_marks_a_quick_run_as_no_evidence() -> None:
+    claims = [
+        {"source": "s", "claim": f"c{i}", "paper": "1", "measured": "2", "agrees": verdict}
+        for i, verdict in enumerate(("yes", "yes", "no", "undecided", None))
+    ]
+    run = {"benchmark": "papers-atom_size", "date": "d", "machine": "m", "cpu": "c", "num_cpus": 2,
+           "python": "3", "versions": {}, "quick": False}  # fmt: skip
+    results = {"title": "Atoms", "seconds": 1, "claims": claims}
+    text = report.papers_section([{**run, "results": results}])
+    assert "2 claims agree, 1 do not, 1 are undecided" in text and "no evidence" not in text
+    assert "| s | c3 | 1 | 2 | undecided |" in text and "### Atoms" in text
+    assert "no evidence" in report.papers_section([{**run, "quick": True, "results": results}])
