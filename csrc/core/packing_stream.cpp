@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <numeric>
+#include <type_traits>
 #include <utility>
 
 namespace megapack {
@@ -69,9 +70,9 @@ class OneStream {
     void find_positions(int threads, Progress& progress) {
         progress.add_total((threads > 1 ? 3 : 2) * static_cast<std::int64_t>(documents_.size()));
         parallel_for(threads, parts_, [&](std::size_t p) {
-            std::int64_t tokens = 0;
-            for_each(p, [&](auto item) { tokens += item.length; });
-            position_[p + 1] = tokens;
+            std::uint64_t tokens = 0;  // lengths are not negative: unsigned numbers widen faster
+            for_each(p, [&](auto item) { tokens += std::make_unsigned_t<Length>(item.length); });
+            position_[p + 1] = static_cast<std::int64_t>(tokens);
             progress.advance(part_size(p));
         });
         for (std::size_t p = 0; p < parts_; ++p) position_[p + 1] += position_[p];
@@ -89,7 +90,8 @@ class OneStream {
     template <typename Visit>
     void for_each(std::size_t p, Visit visit) const {
         const Part range = part_of(documents_.size(), parts_, p);
-        for (std::size_t i = range.begin; i < range.end; ++i) visit(documents_[i]);
+        const Documents<Id, Length> documents = documents_;
+        for (std::size_t i = range.begin; i < range.end; ++i) visit(documents[i]);
     }
     std::int64_t part_size(std::size_t p) const {
         const Part range = part_of(documents_.size(), parts_, p);

@@ -51,37 +51,40 @@ class StreamCutter {
 
   private:
     // Documents end samples at random: a branch on it is mispredicted. So every document is written
-    // as if the next sample began in it; where it does not, some sample up to `last` is still to be
-    // opened by this cutter, and what was written too much is overwritten on the way there. Returns
-    // the first document that is not of this kind: empty, ends with its sample, or spans a whole
-    // one.
+    // as if the next sample began in it, and what was written too much is overwritten by what comes
+    // after it: something does, as long as a sample before `last` is still to be opened. Returns
+    // the first document for which that is not certain, or that spans a whole sample.
     template <typename ItemAt>
     std::size_t push_before(std::int64_t last, std::size_t i, std::size_t end, ItemAt item_at) {
-        Id* const document = out_->segment_document.data() + segment_;
-        Length* const begin = out_->segment_begin.data() + segment_;
-        std::int32_t* const length = out_->segment_length.data() + segment_;
-        std::int64_t* const offset = out_->sample_segment_offsets.data() + sample_ + 1;
-        const std::int64_t base = segment_ + 1, samples = last - sample_;
+        Id* const document = out_->segment_document.data();
+        Length* const begin = out_->segment_begin.data();
+        std::int32_t* const length = out_->segment_length.data();
+        std::int64_t* offset = out_->sample_segment_offsets.data() + sample_ + 1;
+        const std::int64_t* const stop = out_->sample_segment_offsets.data() + last;
         const auto capacity = static_cast<Length>(capacity_);
-        auto room = static_cast<Length>(room_);
         constexpr int kSign = 8 * sizeof(Length) - 1;
-        std::int64_t sample = 0, segment = 0;
-        for (; i < end && sample < samples; ++i) {
+        auto room = static_cast<Length>(room_);
+        std::int64_t segment = segment_;
+        for (; i < end && offset < stop; ++i) {
             const Item<Id, Length> item = item_at(i);
             const Length beyond = item.length - room;
-            if (beyond >= capacity || beyond == 0 || item.length == 0) break;
-            const Length first = std::min(item.length, room);
-            document[segment] = document[segment + 1] = item.document;
+            if (beyond >= capacity) break;
+            const Length before = beyond >> kSign;  // all bits: the document ends in this sample
+            const Length first = room + (beyond & before);
+            document[segment] = item.document;
             begin[segment] = 0;
-            begin[segment + 1] = first;
             length[segment] = static_cast<std::int32_t>(first);
-            length[segment + 1] = static_cast<std::int32_t>(beyond);
-            offset[sample] = base + segment;
-            segment += 1 + static_cast<std::int64_t>(beyond > 0);
-            sample += static_cast<std::int64_t>(beyond > 0);
-            room = (~(beyond >> kSign) & capacity) - beyond;
+            segment += static_cast<std::int64_t>(item.length > 0);
+            document[segment] = item.document;
+            begin[segment] = first;
+            length[segment] = static_cast<std::int32_t>(beyond);
+            *offset = segment;
+            offset += 1 + before;
+            segment += static_cast<std::int64_t>(beyond > 0);
+            room = (~before & capacity) - beyond;
         }
-        sample_ += sample, segment_ += segment, room_ = room;
+        sample_ = offset - out_->sample_segment_offsets.data() - 1;
+        segment_ = segment, room_ = room;
         return i;
     }
 
