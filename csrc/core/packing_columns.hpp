@@ -3,6 +3,7 @@
 #pragma once
 
 #include <algorithm>
+#include <array>
 #include <vector>
 
 #include "core/packing_sort.hpp"
@@ -17,7 +18,7 @@ struct Column {
 
 // A block of segments stays in the nearest cache while its columns are filled in.
 inline std::int64_t samples_in_block(const std::vector<Column>& columns) {
-    return std::max<std::int64_t>(2048 / static_cast<std::int64_t>(columns.size()), 1);
+    return std::max<std::int64_t>(1024 / static_cast<std::int64_t>(columns.size()), 1);
 }
 
 // Asks for the rests of samples [begin, end), as many as one block has, before they are needed:
@@ -32,6 +33,43 @@ void prefetch_columns(const std::vector<Column>& columns, const SortedRests<Id>&
             prefetch(ids + i);
     }
 }
+
+// Where a tail begins follows from the length of its document, which lies anywhere in memory: it is
+// asked for when the tail is met and used some tails later.
+template <typename Id, typename Length>
+class TailBegins {
+  public:
+    TailBegins(const Samples<Id, Length>& out, Span<const Length> lengths)
+        : begins_(out.segment_begin.data()), lengths_(lengths) {}
+
+    void put(std::int64_t segment, Id document, std::int32_t tail) {
+        if (met_ - done_ == kWaiting) write_oldest();
+        waiting_[met_++ % kWaiting] = {segment, document, tail};
+        prefetch(lengths_.data() + document);
+    }
+    void finish() {
+        while (done_ < met_) write_oldest();
+    }
+
+  private:
+    struct Tail {
+        std::int64_t segment;
+        Id document;
+        std::int32_t length;
+    };
+    static constexpr std::size_t kWaiting = 16;
+
+    void write_oldest() {
+        const Tail& tail = waiting_[done_++ % kWaiting];
+        const Length length = lengths_[static_cast<std::size_t>(tail.document)];
+        begins_[tail.segment] = static_cast<Length>(length - tail.length);
+    }
+
+    Length* begins_;
+    Span<const Length> lengths_;
+    std::array<Tail, kWaiting> waiting_;
+    std::size_t met_ = 0, done_ = 0;
+};
 
 // Segments [segment, segment + rows * columns.size()) get what a plan knows without looking at the
 // documents: their lengths, which repeat from sample to sample, and that they begin at 0.
@@ -53,26 +91,27 @@ void write_columns(const Samples<Id, Length>& out, const std::vector<Column>& co
                    std::int64_t end, std::int64_t sample, std::int64_t segment) {
     const auto width = static_cast<std::int64_t>(columns.size());
     const std::int64_t block = samples_in_block(columns);
+    TailBegins<Id, Length> tails(out, lengths);
     for (; begin < end; begin += block, sample += block, segment += block * width) {
         const std::int64_t count = std::min(block, end - begin);
         prefetch_columns(columns, sorted, begin + count, std::min(begin + count + block, end));
         for (std::int64_t i = 0; i < count; ++i) out.open_sample(sample + i, segment + i * width);
         write_pattern(out, columns, segment, count);
-        Id* document = out.segment_document.data() + segment;
-        Length* first = out.segment_begin.data() + segment;
+        std::int64_t at = segment;
         for (const Column& column : columns) {
             const Id* ids = sorted.ids.data() + column.first + begin * column.stride;
+            Id* document = out.segment_document.data() + at;
             for (std::int64_t i = 0; i < count; ++i) {
                 const Id id = ids[i * column.stride];
                 document[i * width] = id;
                 if (id >= 0) continue;
-                const Rest<Id, Length> rest(id, column.length, lengths);
-                document[i * width] = rest.document;
-                first[i * width] = rest.begin;
+                document[i * width] = static_cast<Id>(~id);
+                tails.put(at + i * width, static_cast<Id>(~id), column.length);
             }
-            ++document, ++first;
+            ++at;
         }
     }
+    tails.finish();
 }
 
 }  // namespace megapack

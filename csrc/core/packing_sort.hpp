@@ -107,25 +107,30 @@ class LengthSort {
 
     template <typename OnChunk>
     void scatter(std::size_t p, Id* ids, OnChunk on_chunk) {
-        Id* next = next_[p].data();
-        std::int64_t chunk = next_chunk_[p];
         const Part range = part_of(documents_.size(), next_.size(), p);
-        for (std::size_t i = range.begin; i < range.end; ++i) {
-            if (i + kAhead < range.end) {
-                const std::int64_t ahead = documents_[i + kAhead].length;
-                prefetch_for_write(ids + next[ahead < capacity_ ? ahead : 0]);
-            }
-            const Item<Id, Length> item = documents_[i];
+        Id* const next = next_[p].data();
+        std::int64_t chunk = next_chunk_[p];
+        const Cut cut = cut_;
+        const auto place = [=, &chunk](Item<Id, Length> item) {
             const std::int64_t length = item.length;
-            if (length < capacity_) {
+            if (length < cut.capacity) {
                 if (length > 0) ids[next[length]++] = item.document;
-                continue;
+                return;
             }
-            const std::int64_t chunks = cut_.num_chunks(length), tail = cut_.tail(length);
+            const std::int64_t chunks = cut.num_chunks(length), tail = cut.tail(length);
             for (std::int64_t k = 0; k < chunks; ++k)
-                on_chunk(chunk++, item.document, static_cast<Length>(cut_.begin(length, k)));
+                on_chunk(chunk++, item.document, static_cast<Length>(cut.begin(length, k)));
             if (tail > 0) ids[next[tail]++] = static_cast<Id>(~item.document);
-        }
+        };
+        documents_.in_order([&](auto item_at) {
+            std::size_t i = range.begin;
+            for (; i + kAhead < range.end; ++i) {
+                const std::int64_t ahead = item_at(i + kAhead).length;
+                prefetch_for_write(ids + next[std::min(ahead, cut.capacity - 1)]);
+                place(item_at(i));
+            }
+            for (; i < range.end; ++i) place(item_at(i));
+        });
     }
 
     Documents<Id, Length> documents_;

@@ -37,12 +37,8 @@ class StreamCutter {
     void push_range(const Documents<Id, Length>& documents, Part range, std::int64_t end) {
         const std::int64_t last = stream_ + end / capacity_;
         for (std::size_t i = range.begin; i < range.end; ++i) {
-            if (documents.items != nullptr)
-                i = push_before(last, i, range.end, [d = documents.items](auto k) { return d[k]; });
-            else
-                i = push_before(last, i, range.end, [d = documents.lengths.data()](auto k) {
-                    return Item<Id, Length>{static_cast<Id>(k), d[k]};
-                });
+            i = documents.in_order(
+                [&](auto item_at) { return push_before(last, i, range.end, item_at); });
             if (i < range.end) push(documents[i].document, 0, documents[i].length);
         }
     }

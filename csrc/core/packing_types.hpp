@@ -37,6 +37,15 @@ struct Documents {
         if (items != nullptr) return items[i];
         return {static_cast<Id>(i), lengths[i]};
     }
+
+    // run(item_at) with item_at(i) = (*this)[i], the order decided once: for inner loops.
+    template <typename Run>
+    auto in_order(Run run) const {
+        if (items != nullptr) return run([from = items](std::size_t i) { return from[i]; });
+        return run([from = lengths.data()](std::size_t i) {
+            return Item<Id, Length>{static_cast<Id>(i), from[i]};
+        });
+    }
 };
 
 template <typename Id, typename Length>
