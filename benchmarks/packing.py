@@ -119,7 +119,7 @@ def goals(num_documents: int) -> list[Row]:
 def measure(num_documents: int) -> list[dict[str, Any]]:
     """One dict per strategy and per peer that can take so many documents."""
     lengths = LAWS["fineweb_edu_like"](num_documents)
-    repeats = 5 if num_documents <= 10_000_000 else 2
+    repeats = {10_000_000: 5, 100_000_000: 2}.get(num_documents, 20)
     theirs = {}
     for name, prepare in PEERS.items():
         if num_documents <= LARGEST.get(name, 1 << 40):

@@ -72,11 +72,11 @@ struct BucketPlan {
     std::vector<Head> heads;
     std::vector<std::int64_t> samples_in_bucket, segments_in_bucket;
 
-    // Keeps the numbers alone.
+    // Keeps the numbers alone. (`= {}` would empty the vectors and keep their memory.)
     void forget_samples() {
-        patterns = {};
-        entries = {};
-        heads = {};
+        patterns = std::vector<Pattern>();
+        entries = std::vector<PatternEntry>();
+        heads = std::vector<Head>();
     }
     std::size_t num_bytes() const {
         return patterns.size() * sizeof(Pattern) + entries.size() * sizeof(PatternEntry) +
