@@ -23,6 +23,8 @@ class BinContents {
     BinContents(const FitPlan& plan, const FitRun& run, const SortedRests<Id>& sorted,
                 std::int64_t limit) {
         std::vector<const FitEntry*> entries;
+        entries.reserve(kUsual);
+        columns_.reserve(kUsual);
         for (std::int32_t e = run.last_entry; e >= 0; e = entries.back()->before)
             entries.push_back(&plan.entries[static_cast<std::size_t>(e)]);
         for (std::size_t e = entries.size(); e-- > 0;) {
@@ -42,6 +44,8 @@ class BinContents {
     std::int64_t lost_tokens() const { return lost_; }
 
   private:
+    static constexpr std::size_t kUsual = 8;  // segments in a bin
+
     void add(Column column, std::int64_t limit) {
         column.kept =
             static_cast<std::int32_t>(std::min<std::int64_t>(column.length, limit - kept_));
@@ -62,6 +66,7 @@ class BinWriter {
     BinWriter(const FitPlan& plan, const std::vector<FitRun>& runs, const SortedRests<Id>& sorted,
               Span<const Length> lengths, std::int64_t capacity)
         : sorted_(sorted), lengths_(lengths) {
+        contents_.reserve(runs.size());
         for (const FitRun& run : runs) {
             contents_.emplace_back(plan, run, sorted, capacity);
             first_bin_.push_back(num_bins_);
