@@ -14,7 +14,7 @@ import os
 import select
 import sys
 from collections.abc import Sequence
-from typing import NoReturn, TextIO
+from typing import Any, NoReturn, TextIO
 
 from megapack import __version__
 from megapack.errors import MegapackError
@@ -39,6 +39,11 @@ class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         self.print_usage(sys.stderr)
         self.exit(2, f"{self.prog}: error: {message}\n")
+
+    def _print_message(self, message: str, file: Any = None) -> None:
+        # argparse's own lets a closed pipe pass, or not, depending on how stdout is buffered.
+        if message:
+            (file or sys.stderr).write(message)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
