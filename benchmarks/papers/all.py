@@ -71,7 +71,7 @@ def replay(name: str, scale: Scale) -> tuple[dict[str, Any], list[Claim]]:
         "scale": scale.name,
         "device": device(scale),
         "parameters": sorted({result.summary["parameters"] for result in results}),
-        "seeds": list(scale.seeds),
+        "seeds": sorted({result.run.seed for result in results}),
         "seconds": round(sum(r.summary["seconds"] for r in results) / scale.workers),
         "rows": rows,
     }
