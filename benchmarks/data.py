@@ -22,12 +22,8 @@ from __future__ import annotations
 
 import ctypes
 import itertools
-import json
-import subprocess
-import sys
 import tempfile
 import time
-import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -36,84 +32,16 @@ import data_megatron
 import numpy as np
 import torch
 from common import Table, large, quick, write_results
-from lengths import LAWS
+from data_begin import beginnings
+from data_corpus import ROW, megatron_train, write_corpus
 from torch.utils.data import DataLoader
 
 from megapack.data import BatchLayout, PackedDataset, Schedule, allocate, build_loader
 from megapack.packing import SampleIndex, pack
-from megapack.storage import IndexedDataset, IndexedDatasetBuilder
+from megapack.storage import IndexedDataset
 
-warnings.filterwarnings("ignore", module="megatron")
-
-ROW = 4096
 BATCHES = (4, 12)  # samples per micro batch; 12 x 4,096 = 49,152 tokens (BucketLLM)
-BUCKETS = [1024, 2048, 4096, 8192, 16384]
-VOCABULARY, EOD = 50_000, 0
 PLAIN, POSITIONS = "GPTDataset, plain", "GPTDataset, positions"
-
-
-class Tokenizer:
-    """What megatron-core's datasets read of one."""
-
-    vocab_size, eod, pad = VOCABULARY, EOD, -1
-    unique_identifiers = ("Tokenizer",)
-
-
-# --- the files ----------------------------------------------------------------------------------
-
-
-def write_corpus(prefix: Path, num_tokens: int) -> IndexedDataset:
-    """Documents of calibrated lengths, each ending with EOD."""
-    lengths = LAWS["fineweb_edu_like"](num_tokens // 900, 1)
-    lengths = lengths[: int(np.searchsorted(np.cumsum(lengths), num_tokens)) + 1]
-    offsets = np.concatenate([[0], np.cumsum(lengths)])
-    tokens = np.random.default_rng(0).integers(1, VOCABULARY, offsets[-1]).astype(np.uint16)
-    tokens[offsets[1:] - 1] = EOD
-    with IndexedDatasetBuilder(prefix, np.uint16, vocab_size=VOCABULARY) as builder:
-        builder.add_documents(tokens, offsets)
-    return IndexedDataset(prefix)
-
-
-def write_large_corpus(prefix: Path, num_documents: int) -> None:
-    """A whole .idx, packed, and a .bin of holes: of the right size, without taking the space."""
-    lengths = LAWS["fineweb_edu_like"](num_documents, 1)
-    pointers = np.zeros(num_documents + 1, np.int64)
-    np.cumsum(2 * lengths.astype(np.int64), out=pointers[1:])
-    with Path(f"{prefix}.idx").open("wb") as file:
-        file.write(b"MMIDIDX\x00\x00" + (1).to_bytes(8, "little") + bytes([8]))
-        file.write(np.array([num_documents, num_documents + 1], np.int64).tobytes())
-        for array in (lengths, pointers[:-1], np.arange(num_documents + 1, dtype=np.int64)):
-            array.tofile(file)
-    with Path(f"{prefix}.bin").open("wb") as file:
-        file.truncate(int(pointers[-1]))
-    del pointers
-    index = pack(lengths, "bucket", buckets=BUCKETS)
-    index.save(f"{prefix}.samples", source=IndexedDataset(prefix))
-
-
-def gpt_dataset(prefix: Path, cache: Path, *, positions: bool, num_samples: int) -> Any:
-    """The train split of megatron-core's GPTDataset."""
-    from megatron.core.datasets.blended_megatron_dataset_builder import (  # noqa: PLC0415
-        BlendedMegatronDatasetBuilder,
-    )
-    from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig  # noqa: PLC0415
-
-    config = GPTDatasetConfig(
-        random_seed=1234,
-        sequence_length=ROW,
-        blend=([str(prefix)], None),
-        split="100,0,0",
-        path_to_cache=str(cache),
-        tokenizer=Tokenizer(),
-        reset_position_ids=positions,
-        reset_attention_mask=False,
-        eod_mask_loss=positions,
-        create_attention_mask=False,
-    )
-    train, _, _ = BlendedMegatronDatasetBuilder(
-        GPTDataset, [num_samples, 0, 0], lambda: True, config
-    ).build()
-    return train
 
 
 # --- rates --------------------------------------------------------------------------------------
@@ -239,65 +167,6 @@ def _next(batches: Iterator[Any], size: int) -> Callable[[], int]:
     return step
 
 
-# --- the beginning ------------------------------------------------------------------------------
-
-
-def begin_ours(prefix: Path) -> dict[str, float]:
-    begin, before = time.perf_counter(), memory()
-    packed = PackedDataset(prefix, f"{prefix}.samples")
-    schedule = Schedule(packed, tokens_per_step=64 * 12 * ROW)
-    loader = build_loader(
-        packed, schedule, data_parallel_rank=0, data_parallel_size=64, micro_batch_tokens=12 * ROW
-    )
-    batches = iter(loader)
-    next(batches)
-    return _begun(begin, before)
-
-
-def begin_megatron(prefix: Path) -> dict[str, float]:
-    import megatron.core.datasets.gpt_dataset  # noqa: F401, PLC0415  (not to be counted)
-
-    begin, before = time.perf_counter(), memory()
-    train = gpt_dataset(prefix, prefix.parent / "cache", positions=True, num_samples=1_000_000)
-    next(iter(DataLoader(train, batch_size=12)))
-    return _begun(begin, before)
-
-
-def _begun(begin: float, before: dict[str, int]) -> dict[str, float]:
-    seconds, after = time.perf_counter() - begin, memory()
-    return {
-        "seconds": seconds,
-        "private_bytes": after["Anonymous"] - before["Anonymous"],
-        "resident_bytes": after["Rss"] - before["Rss"],
-    }
-
-
-def memory() -> dict[str, int]:
-    """Bytes of this process: Anonymous are its own, the others of Rss are shared by a node."""
-    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()[1:]
-    return {line.split(":")[0]: int(line.split()[1]) * 1024 for line in lines}
-
-
-def beginnings(folder: Path, num_documents: int) -> list[dict[str, Any]]:
-    """Each in a process of its own; Megatron twice, without its cache and with it."""
-    prefix = folder / "large"
-    begin = time.perf_counter()
-    write_large_corpus(prefix, num_documents)
-    rows: list[dict[str, Any]] = []
-    runs = (
-        ("ours, first batch", "ours"),
-        ("GPTDataset, first batch, building its cache", "megatron"),
-        ("GPTDataset, first batch, cached", "megatron"),
-    )
-    print(f"{num_documents:,} documents written and packed", time.perf_counter() - begin, "s")
-    for name, who in runs:
-        done = subprocess.run(
-            [sys.executable, __file__, who, str(prefix)], check=True, capture_output=True, text=True
-        )
-        rows.append({"case": name, **json.loads(done.stdout.splitlines()[-1])})
-    return rows
-
-
 # --- the tables ---------------------------------------------------------------------------------
 
 
@@ -310,8 +179,8 @@ def main() -> None:
         dataset = write_corpus(folder / "text", num_tokens)
         index = pack(dataset.document_lengths, "concat", buckets=[ROW])
         gpt = {
-            kind: gpt_dataset(
-                folder / "text", folder / kind, positions=kind == POSITIONS,
+            kind: megatron_train(
+                None, folder / "text", folder / kind, positions=kind == POSITIONS,
                 num_samples=index.num_samples * 2,
             )
             for kind in (PLAIN, POSITIONS)
@@ -381,8 +250,4 @@ def print_tables(
 
 
 if __name__ == "__main__":
-    if len(sys.argv) > 2:
-        begin_of = {"ours": begin_ours, "megatron": begin_megatron}[sys.argv[1]]
-        print(json.dumps(begin_of(Path(sys.argv[2]))))
-    else:
-        main()
+    main()

@@ -12,29 +12,14 @@ import itertools
 import os
 import tempfile
 import time
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
+from data_corpus import ROW, megatron_train, write_corpus
 from torch.utils.data import DataLoader
 
-from megapack.storage import IndexedDatasetBuilder
-
-warnings.filterwarnings("ignore", module="megatron")
-
-ROW = 4096
 GLOBAL_BATCH = 64
-VOCABULARY = 50_000
-EOD = 0
-
-
-class Tokenizer:
-    """What megatron-core's datasets read of one."""
-
-    vocab_size, eod, pad = VOCABULARY, EOD, -1
-    unique_identifiers = ("Tokenizer",)
 
 
 def measure(*, quick: bool = False) -> list[dict[str, Any]]:
@@ -83,45 +68,18 @@ def measure_kind(kind: str, folder: Path, seconds: float) -> list[dict[str, Any]
     return result
 
 
-def write_corpus(prefix: Path, num_tokens: int) -> None:
-    """Log-normal documents (mean about 830 tokens), each ending with EOD."""
-    rng = np.random.default_rng(0)
-    lengths = np.maximum(2, rng.lognormal(6.2, 1.0, 2 * num_tokens // 800).astype(np.int64))
-    lengths = lengths[: int(np.searchsorted(np.cumsum(lengths), num_tokens))]
-    offsets = np.concatenate([[0], np.cumsum(lengths)])
-    tokens = rng.integers(1, VOCABULARY, offsets[-1]).astype(np.uint16)
-    tokens[offsets[1:] - 1] = EOD
-    with IndexedDatasetBuilder(prefix, np.uint16, vocab_size=VOCABULARY) as builder:
-        builder.add_documents(tokens, offsets)
-
-
 def build(kind: str, folder: Path) -> Any:
     """The train split, through megatron-core's builder."""
-    from megatron.core.datasets.blended_megatron_dataset_builder import (  # noqa: PLC0415
-        BlendedMegatronDatasetBuilder,
-    )
-    from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig  # noqa: PLC0415
-
     from megapack.integrations.megatron import PackedGPTDataset  # noqa: PLC0415
 
     ours = kind == "PackedGPTDataset"
-    config = GPTDatasetConfig(
-        random_seed=1234,
-        sequence_length=ROW,
-        blend=([str(folder / ("packed.json" if ours else "text_document"))], None),
-        split="100,0,0",
-        path_to_cache=str(folder / "cache" / kind.replace(", ", "-")),
-        tokenizer=Tokenizer(),
-        reset_position_ids="positions" in kind,
-        reset_attention_mask=False,
-        eod_mask_loss="positions" in kind,
-        create_attention_mask=False,
+    return megatron_train(
+        PackedGPTDataset if ours else None,
+        folder / ("packed.json" if ours else "text_document"),
+        folder / "cache" / kind.replace(", ", "-"),
+        positions="positions" in kind,
+        num_samples=GLOBAL_BATCH * 1000,
     )
-    chosen = PackedGPTDataset if ours else GPTDataset
-    train, _, _ = BlendedMegatronDatasetBuilder(
-        chosen, [GLOBAL_BATCH * 1000, 0, 0], lambda: True, config
-    ).build()
-    return train
 
 
 def rows_per_second(dataset: Any, micro_batch_size: int, workers: int, seconds: float) -> float:

@@ -119,7 +119,8 @@ def goals(num_documents: int) -> list[Row]:
 def measure(num_documents: int) -> list[dict[str, Any]]:
     """One dict per strategy and per peer that can take so many documents."""
     lengths = LAWS["fineweb_edu_like"](num_documents)
-    repeats = {10_000_000: 5, 100_000_000: 2}.get(num_documents, 20)
+    # About half a second of calls: a call of milliseconds is disturbed more often than a long one.
+    repeats = min(max(50_000_000 // num_documents, 2), 100)
     theirs = {}
     for name, prepare in PEERS.items():
         if num_documents <= LARGEST.get(name, 1 << 40):

@@ -4,67 +4,13 @@
 #include <cstring>
 #include <string>
 
+#include "core/json_text.hpp"
 #include "core/utf8.hpp"
 
 namespace megapack {
 namespace {
 
 constexpr std::size_t kSlack = 8;  // plain runs are copied eight bytes at a time
-
-// Bytes equal to `byte` become non-zero in their high bit (exact for the lowest such byte).
-constexpr std::uint64_t bytes_equal(std::uint64_t word, std::uint8_t byte) {
-    const std::uint64_t difference = word ^ (0x0101010101010101U * byte);
-    return (difference - 0x0101010101010101U) & ~difference & kHighBits;
-}
-
-// The high bit of every byte that ends a plain run: quote, backslash, control, not ASCII.
-constexpr std::uint64_t special_bytes(std::uint64_t word) {
-    const std::uint64_t controls = (word - 0x2020202020202020U) & ~word & kHighBits;
-    return bytes_equal(word, '"') | bytes_equal(word, '\\') | controls | (word & kHighBits);
-}
-
-// How many of the eight bytes in memory come before the first special one.
-std::size_t plain_bytes(std::uint64_t word) {
-#if defined(__BYTE_ORDER__) && __BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__
-    const std::uint64_t special = special_bytes(word);
-    return special == 0 ? 8 : static_cast<std::size_t>(__builtin_ctzll(special)) / 8;
-#else
-    return special_bytes(word) == 0 ? 8 : 0;  // the caller goes on byte by byte
-#endif
-}
-
-int hex_digit(std::uint8_t c) {
-    if (c >= '0' && c <= '9') return c - '0';
-    if (c >= 'a' && c <= 'f') return c - 'a' + 10;
-    if (c >= 'A' && c <= 'F') return c - 'A' + 10;
-    return -1;
-}
-
-bool is_digit(std::uint8_t c) {
-    return c >= '0' && c <= '9';
-}
-
-std::uint8_t* write_utf8(std::uint32_t c, std::uint8_t* out) {
-    const auto tail = [&](int shift) {
-        return static_cast<std::uint8_t>(0x80U | ((c >> shift) & 0x3FU));
-    };
-    if (c < 0x80) {
-        *out++ = static_cast<std::uint8_t>(c);
-    } else if (c < 0x800) {
-        *out++ = static_cast<std::uint8_t>(0xC0U | (c >> 6));
-        *out++ = tail(0);
-    } else if (c < 0x10000) {
-        *out++ = static_cast<std::uint8_t>(0xE0U | (c >> 12));
-        *out++ = tail(6);
-        *out++ = tail(0);
-    } else {
-        *out++ = static_cast<std::uint8_t>(0xF0U | (c >> 18));
-        *out++ = tail(12);
-        *out++ = tail(6);
-        *out++ = tail(0);
-    }
-    return out;
-}
 
 // One line. Every reader leaves `p_` behind what it read and returns false where the text is no
 // JSON. Unescaped strings are never longer than their source: `out` needs the line's size + kSlack.

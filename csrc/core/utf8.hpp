@@ -53,4 +53,27 @@ inline bool is_utf8(Span<const std::uint8_t> text) {
     return true;
 }
 
+// Writes code point c; returns what follows it (at most four bytes further).
+inline std::uint8_t* write_utf8(std::uint32_t c, std::uint8_t* out) {
+    const auto tail = [&](int shift) {
+        return static_cast<std::uint8_t>(0x80U | ((c >> shift) & 0x3FU));
+    };
+    if (c < 0x80) {
+        *out++ = static_cast<std::uint8_t>(c);
+    } else if (c < 0x800) {
+        *out++ = static_cast<std::uint8_t>(0xC0U | (c >> 6));
+        *out++ = tail(0);
+    } else if (c < 0x10000) {
+        *out++ = static_cast<std::uint8_t>(0xE0U | (c >> 12));
+        *out++ = tail(6);
+        *out++ = tail(0);
+    } else {
+        *out++ = static_cast<std::uint8_t>(0xF0U | (c >> 18));
+        *out++ = tail(12);
+        *out++ = tail(6);
+        *out++ = tail(0);
+    }
+    return out;
+}
+
 }  // namespace megapack

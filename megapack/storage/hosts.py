@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import Any
 
 import numpy as np
@@ -21,19 +22,21 @@ class BinReader:
         return np.frombuffer(self._bytes, dtype, count, offset)
 
 
-class HostNames:
+class HostNames(ABC):
     """Aliases only; the facts are IndexedDataset's."""
 
     prefix: str
     tokens: NDArray[Any]
 
     @property
+    @abstractmethod
     def sequence_lengths(self) -> NDArray[np.int32]:
-        raise NotImplementedError
+        """Tokens per sequence."""
 
     @property
+    @abstractmethod
     def document_indices(self) -> NDArray[np.int64]:
-        raise NotImplementedError
+        """First sequence of every document, and the number of sequences."""
 
     @property
     def path_prefix(self) -> str:
