@@ -43,6 +43,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, segments: Segments, rule: ScoreRule)
         block_mask=mask,
         scale=rule.scale,
         enable_gqa=q.shape[1] != k.shape[1],
+        # Below 128 tokens its decoding kernel would be chosen, which refuses some lengths.
+        kernel_options={"FORCE_USE_FLEX_ATTENTION": True},
     )
     return out[0].transpose(0, 1)
 
@@ -67,7 +69,13 @@ def _plain(name: str) -> Callable[..., Any]:
 
 @functools.cache
 def _compiled(name: str) -> Callable[..., Any]:
-    return torch.compile(_plain(name))
+    """One graph per length, window and grad mode, or an error: never the uncompiled function.
+
+    Symbolic lengths fail inside torch 2.11. At its limit of 8 graphs, which a model with windows
+    reaches in its first evaluation, torch.compile would go on uncompiled.
+    """
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)
+    return torch.compile(_plain(name), fullgraph=True, dynamic=False)
 
 
 def _score_mod(rule: ScoreRule) -> Callable[..., Tensor] | None:
