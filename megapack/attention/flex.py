@@ -94,19 +94,20 @@ def _score_mod(rule: ScoreRule) -> Callable[..., Tensor] | None:
     return score_mod
 
 
-_last_masks: dict[tuple[int, bool, int], tuple[weakref.ref[Tensor], Any]] = {}
+_last_masks: dict[tuple[int, bool, int], tuple[weakref.ref[Tensor], int, Any]] = {}
 
 
 def _block_mask(cu_seqlens: Tensor, num_tokens: int, rule: ScoreRule) -> Any:
-    """The mask of this batch and window; remembered while the batch's ``cu_seqlens`` lives."""
+    """The mask of this batch and window; remembered while its ``cu_seqlens`` lives unchanged."""
     if torch.compiler.is_compiling():
         return _make_block_mask(cu_seqlens, num_tokens, rule)
     key = (num_tokens, rule.causal, rule.window)
     known = _last_masks.get(key)
-    if known is not None and known[0]() is cu_seqlens:
-        return known[1]
+    version = 0 if cu_seqlens.is_inference() else cu_seqlens._version
+    if known is not None and known[0]() is cu_seqlens and known[1] == version:
+        return known[2]
     mask = _make_block_mask(cu_seqlens, num_tokens, rule)
-    _last_masks[key] = (weakref.ref(cu_seqlens), mask)
+    _last_masks[key] = (weakref.ref(cu_seqlens), version, mask)
     return mask
 
 
