@@ -101,5 +101,5 @@ def test_a_wait_is_seen_and_so_is_a_tensor_left_on_the_host(fake: None) -> None:
     with pytest.raises(DataDependentOutputException):
         eager.forward(q, q, q, here, rule)  # the formula reads cu_seqlens, hence its last place
     on_host = Segments(torch.empty(3, dtype=torch.int32), 8)
-    with pytest.raises(RuntimeError, match="same device|two different devices"):
+    with pytest.raises(RuntimeError, match=r"same device|two different devices"):
         TorchFlash().forward(q, q, q, on_host, rule)

@@ -1,4 +1,4 @@
-"""Batches carried to a CUDA device ahead of time are the batches of the CPU, whatever it is doing."""
+"""Batches carried to a CUDA device ahead of time are those of the CPU, however busy it is."""
 
 from __future__ import annotations
 
