@@ -103,6 +103,26 @@ def test_a_packed_stream_in_bfloat16_is_its_documents_one_by_one(
     assert _error(ours, torch.cat(theirs)) < 0.1
 
 
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("preset", PRESETS)
+def test_the_host_waits_for_nothing_in_a_forward_and_backward(
+    preset: str, checkpointing: bool
+) -> None:
+    model = _model(preset).cuda().cast(torch.bfloat16)
+    if checkpointing:
+        model.checkpoint_activations()
+    batch = pack_documents(documents(LENGTHS), padding=32)
+    on_device = {k: v.cuda() if isinstance(v, Tensor) else v for k, v in batch.arguments().items()}
+    model(**on_device).backward()  # what is compiled or set up once may wait
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        model(**on_device).backward()
+        with pytest.raises(RuntimeError, match="synchroniz"):  # that a wait would be seen
+            on_device["cu_seqlens"].tolist()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
 def _model(preset: str) -> TrainingModel:
     model = tiny_model(preset, backend="sdpa", overrides=PRESETS[preset])
     needs = attention_needs(model.configuration, torch.device("cuda"), torch.bfloat16)
