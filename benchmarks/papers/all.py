@@ -46,7 +46,8 @@ def main() -> None:
             found, stated = compose() if name == "composition" else replay(name, scale, pool)
             claims += stated
             found["claims"] = [dataclasses.asdict(claim) for claim in stated]
-            write_results(f"papers-{name}", found)
+            where = "-gpu" if found.get("scale") == "gpu" else ""
+            write_results(f"papers-{name}{where}", found)
             print(f"{name}: done after {(time.perf_counter() - begin) / 60:.1f} min", flush=True)
     show_claims(claims)
 
