@@ -98,9 +98,13 @@ def in_child(fn: Callable[[], Any]) -> Any:
 
 
 def write_results(name: str, results: Any) -> Path:
-    """Write ``results`` (anything JSON) to results/NAME-HOST-DATE.json, with what it ran on."""
+    """Write ``results`` (anything JSON) to results/NAME-HOST-DATE.json, with what it ran on.
+
+    A QUICK run has a file of its own, NAME-quick-HOST-DATE.json.
+    """
     RESULTS.mkdir(exist_ok=True)
-    path = RESULTS / f"{name}-{socket.gethostname()}-{date.today()}.json"
+    file = f"{name}-quick" if quick() else name
+    path = RESULTS / f"{file}-{socket.gethostname()}-{date.today()}.json"
     about = {
         "benchmark": name,
         "date": str(date.today()),

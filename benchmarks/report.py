@@ -1,5 +1,7 @@
 """docs/results.md from the newest result files: every table there is made here, none is typed.
 
+A QUICK run is taken only where there is no other.
+
 make bench-report        # after the benchmarks whose figures should be quoted
 """
 
@@ -24,7 +26,7 @@ rather than digits, and run the command on your own machine before you believe e
 
 def main() -> None:
     newest: dict[str, Path] = {}
-    for path in sorted(RESULTS.glob("*.json"), key=lambda p: (read(p)["date"], p.name)):
+    for path in sorted(RESULTS.glob("*.json"), key=age):
         newest[read(path)["benchmark"]] = path
     if not newest:
         raise SystemExit(f"no result files in {RESULTS}; run `make bench-packing` or another first")
@@ -33,6 +35,12 @@ def main() -> None:
     sections += [section(read(newest[name])) for name in sorted(newest)]
     TARGET.write_text("\n".join([HEAD, *sections]), encoding="utf-8")
     print(f"wrote {TARGET}: {', '.join([run['benchmark'] for run in papers] + sorted(newest))}")
+
+
+def age(path: Path) -> tuple[bool, str, str]:
+    """Sorts files by how much they say: quick ones first, then by date."""
+    run = read(path)
+    return not run["quick"], run["date"], path.name
 
 
 def read(path: Path) -> dict[str, Any]:
@@ -61,7 +69,7 @@ def papers_section(recipes: list[dict[str, Any]]) -> str:
 def recipe_section(run: dict[str, Any]) -> Iterator[str]:
     """Provenance, claims, measurements and plots of one recipe."""
     results = run["results"]
-    name = run["benchmark"].removeprefix(PAPERS)
+    name = run["benchmark"].removeprefix(PAPERS).removesuffix("-gpu")
     yield from (f"### {results['title']}", "")
     size = "QUICK=1 " if run["quick"] else ""
     scale = "SCALE=gpu " if results.get("scale") == "gpu" else ""

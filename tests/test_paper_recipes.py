@@ -17,7 +17,7 @@ from papers import bucketllm_results, corpus, recipe_bucketllm, recipe_masking, 
 from papers import runs as harness
 from papers.corpus import Corpus
 from papers.ranks import mean_of_ranks
-from papers.runs import SCALES, Result, Run, run_all
+from papers.runs import SCALES, Result, Run, run_all, worker_pool
 
 RECIPES = {
     "bucketllm": recipe_bucketllm,
@@ -111,7 +111,7 @@ def tiny(run: Run) -> Run:
         run,
         corpus=small,
         buckets=tuple(n // 8 for n in run.buckets),
-        config={**run.config, "num_steps": 8, "data": data},
+        config={**run.config, "num_steps": 24, "data": data},
         validate=dict.fromkeys(run.validate, small),
         valid_bucket=run.valid_bucket // 8,
         contexts=tuple(n // 8 for n in run.contexts),
@@ -128,7 +128,8 @@ def test_each_recipe_runs_measures_claims_and_draws(work: Path) -> None:
     chosen = [
         next(r for r in g if r.name == arm) for g, arm in zip(runs.values(), arms, strict=True)
     ]
-    trained = dict(zip(runs, run_all(chosen, workers=1), strict=True))
+    with worker_pool(1) as pool:
+        trained = dict(zip(runs, run_all(chosen, pool), strict=True))
     for name, recipe in RECIPES.items():
         results = [dataclasses.replace(trained[name], run=run) for run in runs[name]]
         assert len(recipe.rows(results)) >= len(results)

@@ -7,6 +7,7 @@ import json
 import math
 import sys
 from collections.abc import Iterator
+from concurrent.futures import Executor
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +21,7 @@ from papers import all as everything
 from papers import corpus, recipe_atom_size, recipe_seamless, runs, seamless_facts
 from papers.claims import alike, difference, less, near, shown
 from papers.corpus import Corpus
-from papers.runs import SCALES, Result, Run, run_all
+from papers.runs import SCALES, Result, Run, run_all, worker_pool
 
 from megapack.packing import pack
 
@@ -62,25 +63,34 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
             cached.cache_clear()
 
 
-def test_a_run_is_done_once_and_a_run_that_continues_it_begins_with_its_weights(work: Path) -> None:
+@pytest.fixture
+def pool() -> Iterator[Executor]:
+    """One process that trains."""
+    with worker_pool(1) as workers:
+        yield workers
+
+
+def test_a_run_is_done_once_and_a_run_that_continues_it_begins_with_its_weights(
+    work: Path, pool: Executor
+) -> None:
     further = dataclasses.replace(
         RUN, name="further", start=RUN, config={**RUN.config, "num_steps": 1, "model": {}}
     )
     other = dataclasses.replace(RUN, name="again, alone", keep_model=True)
     with pytest.raises(RuntimeError, match="test: broken, seed 0"):
         broken = {**RUN.config, "data": {"tokens_per_step": 512, "micro_batch_tokens": 96}}
-        run_all([other, dataclasses.replace(RUN, name="broken", config=broken)], workers=1)
-    first, continued = run_all([RUN, further], workers=1)
+        run_all([other, dataclasses.replace(RUN, name="broken", config=broken)], pool)
+    first, continued = run_all([RUN, further], pool)  # a failed run leaves the pool usable
     log = first.log()
     assert [line["step"] for line in log] == [0, 1, 2]
     assert [line["step"] for line in first.evaluations()] == [2, 3]
     assert first.evaluations()[-1]["perplexity"] == first.perplexity("prose")
     assert continued.log()[0]["loss"] < log[0]["loss"] - 0.01  # not from scratch
     written = (first.folder / "result.json").stat().st_mtime_ns
-    again = run_all([RUN, further], workers=1)
+    again = run_all([RUN, further], pool)
     assert (first.folder / "result.json").stat().st_mtime_ns == written
     assert [r.summary for r in again] == [first.summary, continued.summary]
-    assert run_all([other], workers=1)[0].perplexity("prose") == first.perplexity("prose")
+    assert run_all([other], pool)[0].perplexity("prose") == first.perplexity("prose")
 
 
 def test_the_cut_tears_every_invented_fact_and_a_window_of_seamless_packing_holds_it(
@@ -146,19 +156,24 @@ def made_up(run: Run, folder: Path, loss: float) -> Result:
 
 def test_atom_sizes_are_judged_by_what_was_measured(tmp_path: Path) -> None:
     def loss(name: str) -> float:
-        share = float(name.split()[-2])
+        share = float(name.split(", atom ")[1].split()[0])
         return 4.0 + 0.2 * abs(math.log2(share)) - (0.1 if "padding" in name else 0.0)
 
     runs = recipe_atom_size.runs(SCALES["cpu"])
-    assert len(runs) == 2 * 5 * 3
+    assert len({run.name for run in runs}) == 2 * 5 + 2 * 2 + 3 and len(runs) == 3 * 17
     results = [made_up(run, tmp_path / str(i), loss(run.name)) for i, run in enumerate(runs)]
-    assert len(recipe_atom_size.rows(results)) == 10
+    assert len(recipe_atom_size.rows(results)) == 17
     claims = recipe_atom_size.claims(results)
-    assert {claim.agrees for claim in claims} == {"yes"} and len(claims) == 16
-    assert "1.25 times" in claims[12].measured
+    assert len(claims) == 3 * 5 + 3 * 3 + 1
+    steps = [claim for claim in claims if "more steps" in claim.claim]
+    assert ["1.25 times" in claim.measured for claim in steps] == [True] * 3
+    assert {claim.agrees for claim in claims if claim not in steps[::2]} == {"yes"}
+    assert steps[2].agrees == "no"  # 1.46 times in the paper
     worse = [made_up(run, tmp_path / f"w{i}", -loss(run.name)) for i, run in enumerate(runs)]
     verdicts = [claim.agrees for claim in recipe_atom_size.claims(worse)]
-    assert verdicts == ["no"] * 12 + ["yes", "no", "no", "yes"]
+    exact = [claim.claim for claim in claims].index(steps[1].claim)
+    assert verdicts[:15] == ["no"] * 15 and verdicts[exact : exact + 3] == ["yes", "no", "no"]
+    assert verdicts[-1] == "yes"  # evaluations are written as they are in both
     recipe_atom_size.plots(results, tmp_path / "images")
     assert len(list((tmp_path / "images").glob("atom_size_*.png"))) == 2
 

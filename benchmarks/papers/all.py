@@ -18,6 +18,7 @@ import importlib
 import os
 import sys
 import time
+from concurrent.futures import Executor
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from papers import composition
 from papers.claims import Claim
 from papers.corpus import WORK
 from papers.rows import Row
-from papers.runs import SCALES, Scale, run_all
+from papers.runs import SCALES, Scale, run_all, worker_pool
 from rich.console import Console
 from rich.table import Table
 
@@ -39,29 +40,33 @@ IMAGES = HERE.parents[1] / "docs" / "images" / "papers"
 def main() -> None:
     scale = chosen_scale()
     claims: list[Claim] = []
-    for name in chosen_recipes():
-        if name == "composition":
-            begin = time.perf_counter()
-            rows = composition.measure(quick())
-            write_results("composition", [dataclasses.asdict(row) for row in rows])
-            stated = composition_claims(rows)
-            seconds = round(time.perf_counter() - begin)
-            found: dict[str, Any] = {"title": "Data composition", "seconds": seconds}
-        else:
-            found, stated = replay(name, scale)
-        claims += stated
-        write_results(
-            f"papers-{name}", {**found, "claims": [dataclasses.asdict(c) for c in stated]}
-        )
+    begin = time.perf_counter()
+    with worker_pool(scale.workers, cuda=scale.name == "gpu") as pool:
+        for name in chosen_recipes():
+            found, stated = compose() if name == "composition" else replay(name, scale, pool)
+            claims += stated
+            found["claims"] = [dataclasses.asdict(claim) for claim in stated]
+            where = "-gpu" if found.get("scale") == "gpu" else ""
+            write_results(f"papers-{name}{where}", found)
+            print(f"{name}: done after {(time.perf_counter() - begin) / 60:.1f} min", flush=True)
     show_claims(claims)
 
 
-def replay(name: str, scale: Scale) -> tuple[dict[str, Any], list[Claim]]:
+def compose() -> tuple[dict[str, Any], list[Claim]]:
+    """What follows from lengths alone."""
+    begin = time.perf_counter()
+    rows = composition.measure(quick())
+    write_results("composition", [dataclasses.asdict(row) for row in rows])
+    seconds = round(time.perf_counter() - begin)
+    return {"title": "Data composition", "seconds": seconds}, composition_claims(rows)
+
+
+def replay(name: str, scale: Scale, pool: Executor) -> tuple[dict[str, Any], list[Claim]]:
     """Train what a recipe asks for, and let it say what came out."""
     recipe = importlib.import_module(f"papers.recipe_{name}")
     runs = recipe.runs(scale)
     print(f"\n{recipe.TITLE}: {len(runs)} runs", flush=True)
-    results = run_all(runs, workers=scale.workers, cuda=scale.name == "gpu")
+    results = run_all(runs, pool)
     recipe.plots(results, IMAGES if scale.name == "cpu" else WORK / f"plots-{scale.name}")
     rows = recipe.rows(results)
     show_rows(recipe.TITLE, rows)

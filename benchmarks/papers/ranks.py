@@ -32,7 +32,7 @@ Attention: TypeAlias = Literal["document", "sample"]
 Dealing: TypeAlias = Literal["balanced", "in_order"]
 
 NUM_RANKS = 4
-NUM_STEPS = 6
+NUM_STEPS = 6  # or those of the run, if it has fewer
 SAMPLES = 4  # of the largest bucket, per rank and step
 
 # name: (what attention sees, one bucket for all ranks, dealing)

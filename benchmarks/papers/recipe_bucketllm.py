@@ -1,6 +1,6 @@
 """BucketLLM (Beyond Fixed Length: Bucket Pre-training is All You Need), sections 5.2 and 5.3.
 
-One model and one corpus under eight ways to make samples of it. As the paper says nothing of masks,
+One model and one corpus under nine ways to make samples of it. As the paper says nothing of masks,
 attention, labels and positions run over whole samples in all of them; the last one is what this
 project does by default. Scored are held-out documents, each by itself, and for Figure 3 long ones
 through contexts of every length.
@@ -13,6 +13,7 @@ from statistics import fmean
 from typing import Any
 
 from papers.bucketllm_results import (
+    CURRICULUM,
     MASKED,
     claims,
     contexts,
@@ -39,19 +40,20 @@ WHOLE = {"attention": "sample", "labels": "sample", "positions": "sample"}
 
 
 def runs(scale: Scale) -> list[Run]:
-    """Eight compositions times seeds."""
+    """Nine compositions times seeds."""
     setting = Setting(scale)
     ladder = setting.ladder
     smallest = 256 // setting.factor  # of Dataset Decomposition's own buckets
     arms: list[tuple[str, str, tuple[int, ...], dict[str, Any], dict[str, str]]] = [
         *((f"Fixed-{n}", "concat", (n // setting.factor,), {}, WHOLE) for n in FIXED),
         ("DD", "decompose", ladder, {"min_bucket": smallest}, WHOLE),
+        (CURRICULUM, "decompose", ladder, {"min_bucket": smallest}, {**WHOLE, "order": "grow-p2"}),
         ("BucketLLM-v0", "bucket_v0", ladder, V0, WHOLE),
         ("BucketLLM", "bucket_llm", ladder, LLM, WHOLE),
         ("bucket", "bucket", ladder, {}, WHOLE),
         (MASKED, "bucket", ladder, {}, {}),
     ]
-    steps = scale.pick(cpu=280, quick=6, gpu=40)
+    steps = scale.pick(cpu=700, quick=6, gpu=40)
     return [
         Run(
             recipe="bucketllm",
@@ -64,7 +66,7 @@ def runs(scale: Scale) -> list[Run]:
             config=setting.config(steps=steps, data=data),
             validate={"documents": setting.corpus, "long": long_documents(setting)},
             valid_bucket=ladder[-1],
-            evaluate_every=steps // 6,
+            evaluate_every=scale.pick(cpu=100, quick=6, gpu=8),
             contexts=ladder,
             contexts_of="long",
         )

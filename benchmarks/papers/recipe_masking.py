@@ -44,15 +44,16 @@ ARMS = {
 
 
 def runs(scale: Scale) -> list[Run]:
-    """Eight ways to treat a boundary, over more seeds than elsewhere, as the runs are short."""
+    """Eight ways to treat a boundary times seeds."""
     setting = Setting(scale)
     capacity = setting.ladder[-2]
-    # About 2.6 bytes of text are a token: nearly all of these fit into one sample.
+    # More than 2 bytes of text are a token: nearly all of these fit into one sample.
     valid = dataclasses.replace(setting.corpus, max_bytes=2 * capacity)
-    steps = scale.pick(cpu=150, quick=4, gpu=30)
+    steps = scale.pick(cpu=500, quick=4, gpu=30)
+    small = {"n_head": 2, "initializer_range": 0.125}
     learned = {
         "preset": scale.pick(cpu="gpt2_tiny", quick="gpt2_tiny", gpu="gpt2_124m"),
-        "overrides": {"n_positions": capacity},
+        "overrides": {"n_positions": capacity, **scale.pick(cpu=small, quick=small, gpu={})},
     }
     return [
         Run(
@@ -69,10 +70,10 @@ def runs(scale: Scale) -> list[Run]:
             ),
             validate={"documents": valid},
             valid_bucket=capacity,
-            evaluate_every=steps // 4,
+            evaluate_every=scale.pick(cpu=100, quick=4, gpu=8),
         )
         for name, (attention, labels, positions, is_learned) in ARMS.items()
-        for seed in scale.pick(cpu=(0, 1, 2, 3, 4), quick=scale.seeds, gpu=scale.seeds)
+        for seed in scale.seeds
     ]
 
 

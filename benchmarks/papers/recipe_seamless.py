@@ -69,7 +69,7 @@ def code(scale: Scale) -> Corpus:
     """The first domain."""
     return Corpus(
         domain="code",
-        train_bytes=scale.pick(cpu=1_000_000, quick=60_000, gpu=8_000_000),
+        train_bytes=scale.pick(cpu=1_800_000, quick=60_000, gpu=8_000_000),
         valid_bytes=scale.pick(cpu=50_000, quick=10_000, gpu=400_000),
     )
 
@@ -82,10 +82,10 @@ def prose(scale: Scale, *, injected: tuple[str, ...] = ()) -> Corpus:
                       injected=injected)  # fmt: skip
     return Corpus(
         domain="prose",
-        train_bytes=scale.pick(cpu=200_000, quick=30_000, gpu=700_000),
+        train_bytes=scale.pick(cpu=300_000, quick=30_000, gpu=700_000),
         valid_bytes=scale.pick(cpu=100_000, quick=10_000, gpu=400_000),
         min_bytes=400,
-        max_bytes=2_500,
+        max_bytes=1_700,
     )
 
 
@@ -154,7 +154,13 @@ def runs(scale: Scale) -> list[Run]:
 def _model(scale: Scale) -> dict[str, Any]:
     small = {
         "preset": "llama_tiny",
-        "overrides": {"hidden_size": 96, "num_key_value_heads": 4, "intermediate_size": 256},
+        "overrides": {
+            "hidden_size": 96,
+            "num_attention_heads": 3,
+            "num_key_value_heads": 3,
+            "intermediate_size": 256,
+            "initializer_range": 0.1,
+        },
     }
     return scale.pick(cpu=small, quick=small, gpu={"preset": "llama_350m"})
 

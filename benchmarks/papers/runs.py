@@ -8,7 +8,6 @@ run (``papers.worker``).
 
 from __future__ import annotations
 
-import concurrent.futures
 import dataclasses
 import functools
 import hashlib
@@ -18,6 +17,7 @@ import multiprocessing
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Executor, ProcessPoolExecutor, as_completed, wait
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -27,7 +27,7 @@ from papers.corpus import WORK, Corpus, Prepared, prepare
 from megapack.training.run_dir import read_jsonl
 from megapack.training.runs import Curve, read_curve
 
-__all__ = ["SCALES", "Result", "Run", "Scale", "by_name", "run_all"]
+__all__ = ["SCALES", "Result", "Run", "Scale", "by_name", "run_all", "worker_pool"]
 
 ROOT = Path(__file__).resolve().parents[2]
 # Everything that decides a number of a run.
@@ -160,7 +160,17 @@ def by_name(results: Sequence[Result]) -> dict[str, list[Result]]:
     return groups
 
 
-def run_all(runs: Sequence[Run], *, workers: int = 2, cuda: bool = False) -> list[Result]:
+def worker_pool(workers: int, *, cuda: bool = False) -> Executor:
+    """Processes for ``run_all``; they start with the first run, and import torch once."""
+    return ProcessPoolExecutor(
+        workers,
+        mp_context=multiprocessing.get_context("spawn"),
+        initializer=_begin_worker,
+        initargs=(cuda,),
+    )
+
+
+def run_all(runs: Sequence[Run], pool: Executor) -> list[Result]:
     """The results of ``runs``, in their order; those in the cache are not trained again.
 
     Runs that others start from are trained first. Equal runs are trained once.
@@ -177,7 +187,7 @@ def run_all(runs: Sequence[Run], *, workers: int = 2, cuda: bool = False) -> lis
     if len(todo) < len(tasks):
         print(f"{len(tasks) - len(todo)} of {len(tasks)} runs are in the cache", flush=True)
     if todo:
-        _train(todo, workers=workers, cuda=cuda)
+        _train(todo, pool)
     return [_load(run) for run in runs]
 
 
@@ -240,32 +250,26 @@ def _load(run: Run) -> Result:
     return Result(run, folder, json.loads((folder / "result.json").read_text(encoding="utf-8")))
 
 
-def _train(tasks: Sequence[Task], *, workers: int, cuda: bool) -> None:
+def _train(tasks: Sequence[Task], pool: Executor) -> None:
     """Those that others start from, then the others."""
     starts = {task.start.parent for task in tasks if task.start is not None}
     first = [task for task in tasks if task.folder in starts]
     rest = [task for task in tasks if task.folder not in starts]
     begin, done = time.perf_counter(), 0
-    with concurrent.futures.ProcessPoolExecutor(
-        workers,
-        mp_context=multiprocessing.get_context("spawn"),
-        initializer=_begin_worker,
-        initargs=(cuda,),
-    ) as pool:
-        for stage in (first, rest):
-            futures = {pool.submit(_work, task): task for task in stage}
-            try:
-                for future in concurrent.futures.as_completed(futures):
-                    run, summary = futures[future].run, future.result()
-                    done += 1
-                    begun = f"[{done}/{len(tasks)}, {time.perf_counter() - begin:.0f} s]"
-                    print(f"{begun} {_progress(run, summary)}", flush=True)
-            except Exception as error:
-                pool.shutdown(wait=True, cancel_futures=True)
-                run = futures[future].run
-                raise RuntimeError(
-                    f"{run.recipe}: {run.name}, seed {run.seed} failed: {error}"
-                ) from error
+    for stage in (first, rest):
+        futures = {pool.submit(_work, task): task for task in stage}
+        try:
+            for future in as_completed(futures):
+                run, summary = futures[future].run, future.result()
+                done += 1
+                begun = f"[{done}/{len(tasks)}, {time.perf_counter() - begin:.0f} s]"
+                print(f"{begun} {_progress(run, summary)}", flush=True)
+        except Exception as error:
+            wait([other for other in futures if not other.cancel()])
+            run = futures[future].run
+            raise RuntimeError(
+                f"{run.recipe}: {run.name}, seed {run.seed} failed: {error}"
+            ) from error
 
 
 def _progress(run: Run, summary: Mapping[str, Any]) -> str:

@@ -17,7 +17,7 @@ from typing import Any
 
 import sentencepiece
 import torch
-from papers.corpus import tokenizer
+from papers.corpus import tokenizer_file
 from papers.runs import Run
 
 from megapack.training.config import EngineConfig
@@ -29,7 +29,7 @@ __all__ = ["CAPACITY", "NUM_FACTS", "documents", "measure"]
 CAPACITY = 32
 NUM_FACTS = 12
 NUM_COPIES = 16
-NUM_WORDS = 120
+NUM_WORDS = 60
 DOCUMENT_TOKENS = 56  # with the end-of-document token: two windows that overlap by 8
 TORN = 28  # tokens in front of "the A B value | is C D"
 
@@ -53,14 +53,14 @@ class Fact:
 @functools.cache
 def vocabulary() -> Any:
     """The tokenizer of all corpora."""
-    return sentencepiece.SentencePieceProcessor(model_file=str(tokenizer()[0]))
+    return sentencepiece.SentencePieceProcessor(model_file=str(tokenizer_file()))
 
 
 def _words() -> list[str]:
     """Words that are one token, in the order of the vocabulary."""
     ours = vocabulary()
     pieces = [ours.id_to_piece(i)[1:] for i in range(ours.get_piece_size())]
-    words = [w for w in pieces if len(w) >= 4 and w.isalpha() and w.islower() and w != "value"]
+    words = [w for w in pieces if len(w) >= 3 and w.isalpha() and w.islower() and w != "value"]
     single = [w for w in dict.fromkeys(words) if len(ours.encode(f" {w}")) == 1]
     if len(single) < NUM_WORDS:
         raise SystemExit(f"the vocabulary has only {len(single)} words for invented facts")

@@ -150,7 +150,8 @@ class _Training:
         batches = TimedBatches(loader)
         with (self.folder / "log.jsonl").open("w", encoding="utf-8") as log:
             begin = time.perf_counter()
-            for step, micro_batches in batches.steps():
+            for step, of_step in batches.steps():
+                micro_batches = list(of_step)
                 lr = learning_rate(
                     step,
                     num_steps=inputs.num_steps,
@@ -162,8 +163,10 @@ class _Training:
                 )
                 content = inputs.schedule.step(step)
                 work = StepWork.of(inputs.schedule, content, self.flops)
+                # Counted, as ``change`` may have taken some away.
+                labels = sum(int((batch["labels"] >= 0).sum()) for batch in micro_batches)
                 # item() waits for the device, so that seconds are those of the step
-                loss = result.loss_sum.item() / max(1, content.num_label_tokens)
+                loss = result.loss_sum.item() / max(1, labels)
                 seconds = time.perf_counter() - begin
                 losses.append(loss)
                 self.seconds += seconds
@@ -176,7 +179,7 @@ class _Training:
                     "capacity": content.capacity,
                     "tokens": work.tokens,
                     "useful_tokens": work.useful_tokens,
-                    "label_tokens": content.num_label_tokens,
+                    "label_tokens": labels,
                     "loss": loss,
                     "lr": lr,
                     "seconds": seconds,
