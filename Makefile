@@ -11,7 +11,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
 .DEFAULT_GOAL := help
-.PHONY: help venv build demo test lint format pytest fuzz clean
+.PHONY: help venv build demo test lint format pytest gpu fuzz clean
 
 help:
 	@sed -n 's/^# make/make/p' Makefile
@@ -65,6 +65,10 @@ bench-papers: build $(VENV)/.dev
 
 bench-%: build $(VENV)/.dev
 	$(BIN)/python benchmarks/$*.py
+
+# The day a GPU is at hand: the gpu tests, bench-train and the papers' recipes on it. OUT, PARTS.
+gpu: build $(VENV)/.dev
+	PYTHON=$(BIN)/python bash benchmarks/gpu.sh
 
 # Every reader, for FUZZ_SECONDS in all (default 60); what fails is kept in tests/fuzz/corpus.
 fuzz: build $(VENV)/.dev

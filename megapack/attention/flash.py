@@ -45,6 +45,11 @@ def _window(rule: ScoreRule) -> tuple[int, int]:
     return (rule.window - 1, 0) if rule.window else (-1, 0 if rule.causal else -1)
 
 
+def _longest(segments: Segments) -> int:
+    """At least 2: of length 1 the kernels make decoding, one query per *entry* of cu_seqlens."""
+    return max(2, segments.max_seqlen)
+
+
 # Named, because older builds of flash-attn 3 give these arguments no default.
 _FLASH3_UNUSED = dict.fromkeys(
     (
@@ -74,8 +79,8 @@ class Flash2:
             v=v,
             cu_seqlens_q=segments.cu_seqlens,
             cu_seqlens_k=segments.cu_seqlens,
-            max_seqlen_q=segments.max_seqlen,
-            max_seqlen_k=segments.max_seqlen,
+            max_seqlen_q=_longest(segments),
+            max_seqlen_k=_longest(segments),
             dropout_p=0.0,
             softmax_scale=rule.scale,
             causal=rule.causal,
@@ -104,8 +109,8 @@ class Flash2:
             dv=grad_v,
             cu_seqlens_q=segments.cu_seqlens,
             cu_seqlens_k=segments.cu_seqlens,
-            max_seqlen_q=segments.max_seqlen,
-            max_seqlen_k=segments.max_seqlen,
+            max_seqlen_q=_longest(segments),
+            max_seqlen_k=_longest(segments),
             dropout_p=0.0,
             softmax_scale=rule.scale,
             causal=rule.causal,
@@ -137,8 +142,8 @@ class Flash3:
             v=v,
             cu_seqlens_q=segments.cu_seqlens,
             cu_seqlens_k=segments.cu_seqlens,
-            max_seqlen_q=segments.max_seqlen,
-            max_seqlen_k=segments.max_seqlen,
+            max_seqlen_q=_longest(segments),
+            max_seqlen_k=_longest(segments),
             softmax_scale=rule.scale,
             is_causal=rule.causal and not rule.window,
             window_size_left=_window(rule)[0],
@@ -169,8 +174,8 @@ class Flash3:
             cu_seqlens_k=segments.cu_seqlens,
             seqused_q=None,
             seqused_k=None,
-            max_seqlen_q=segments.max_seqlen,
-            max_seqlen_k=segments.max_seqlen,
+            max_seqlen_q=_longest(segments),
+            max_seqlen_k=_longest(segments),
             softmax_scale=rule.scale,
             is_causal=rule.causal and not rule.window,
             window_size_left=_window(rule)[0],
@@ -203,8 +208,8 @@ class TorchFlash:
             v,
             segments.cu_seqlens,
             segments.cu_seqlens,
-            segments.max_seqlen,
-            segments.max_seqlen,
+            _longest(segments),
+            _longest(segments),
             0.0,
             rule.causal and not rule.window,
             False,
@@ -229,8 +234,8 @@ class TorchFlash:
             lse,
             segments.cu_seqlens,
             segments.cu_seqlens,
-            segments.max_seqlen,
-            segments.max_seqlen,
+            _longest(segments),
+            _longest(segments),
             0.0,
             rule.causal and not rule.window,
             no_dropout,

@@ -43,6 +43,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, segments: Segments, rule: ScoreRule)
         block_mask=mask,
         scale=rule.scale,
         enable_gqa=q.shape[1] != k.shape[1],
+        # Below 128 tokens its decoding kernel would be chosen, which refuses some lengths.
+        kernel_options={"FORCE_USE_FLEX_ATTENTION": True},
     )
     return out[0].transpose(0, 1)
 
@@ -67,7 +69,13 @@ def _plain(name: str) -> Callable[..., Any]:
 
 @functools.cache
 def _compiled(name: str) -> Callable[..., Any]:
-    return torch.compile(_plain(name))
+    """One graph per length, window and grad mode, or an error: never the uncompiled function.
+
+    Symbolic lengths fail inside torch 2.11. At its limit of 8 graphs, which a model with windows
+    reaches in its first evaluation, torch.compile would go on uncompiled.
+    """
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)
+    return torch.compile(_plain(name), fullgraph=True, dynamic=False)
 
 
 def _score_mod(rule: ScoreRule) -> Callable[..., Tensor] | None:
@@ -86,19 +94,20 @@ def _score_mod(rule: ScoreRule) -> Callable[..., Tensor] | None:
     return score_mod
 
 
-_last_masks: dict[tuple[int, bool, int], tuple[weakref.ref[Tensor], Any]] = {}
+_last_masks: dict[tuple[int, bool, int], tuple[weakref.ref[Tensor], int, Any]] = {}
 
 
 def _block_mask(cu_seqlens: Tensor, num_tokens: int, rule: ScoreRule) -> Any:
-    """The mask of this batch and window; remembered while the batch's ``cu_seqlens`` lives."""
+    """The mask of this batch and window; remembered while its ``cu_seqlens`` lives unchanged."""
     if torch.compiler.is_compiling():
         return _make_block_mask(cu_seqlens, num_tokens, rule)
     key = (num_tokens, rule.causal, rule.window)
     known = _last_masks.get(key)
-    if known is not None and known[0]() is cu_seqlens:
-        return known[1]
+    version = 0 if cu_seqlens.is_inference() else cu_seqlens._version
+    if known is not None and known[0]() is cu_seqlens and known[1] == version:
+        return known[2]
     mask = _make_block_mask(cu_seqlens, num_tokens, rule)
-    _last_masks[key] = (weakref.ref(cu_seqlens), mask)
+    _last_masks[key] = (weakref.ref(cu_seqlens), version, mask)
     return mask
 
 

@@ -149,17 +149,6 @@ def _fill(ring: SharedBuffers, slot: int) -> None:
         tensor.fill_(slot + 1)
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
-@pytest.mark.parametrize("num_workers", [0, 1])
-def test_batches_arrive_on_the_device_unchanged(packed: PackedDataset, num_workers: int) -> None:
-    plain = list(loader(packed))
-    moved = list(loader(packed, device="cuda", pin_memory=True, num_workers=num_workers))
-    for a, b in zip(plain, moved, strict=True):
-        for name in ("tokens", "labels", "loss_mask", "position_ids", "cu_seqlens"):
-            assert b[name].is_cuda and torch.equal(a[name], b[name].cpu())
-
-
 def test_every_rank_row_and_layout_holds_the_same_tokens(packed: PackedDataset) -> None:
     """Rows, streams and constant rows are three shapes of one thing."""
     stream = list(loader(packed))

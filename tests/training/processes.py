@@ -21,6 +21,7 @@ PRETRAIN = ROOT / "launch" / "pretrain.py"
 def environment(**more: str) -> dict[str, str]:
     """Of a worker: one thread, the CPU, this checkout."""
     env = {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
+    env["CUDA_VISIBLE_DEVICES"] = ""  # several ranks cannot share one device
     env["PYTHONPATH"] = f"{ROOT}{os.pathsep}{env.get('PYTHONPATH', '')}"
     env["TOKENIZERS_PARALLELISM"] = "false"
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):

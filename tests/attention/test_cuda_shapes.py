@@ -1,0 +1,105 @@
+"""What CUDA will see, traced without CUDA: dtypes, devices, shapes, and no wait for the device.
+
+FakeTensorMode gives tensors on "cuda" that hold no values. Whatever asks for a value (``.item()``,
+``.tolist()``, ``if tensor``, a shape that depends on data) raises, as does an operation on tensors
+of two devices. Autograd and indexing need a device that this torch was built for, so whole models
+are traced on "meta", where a look at a value raises as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+
+from megapack.attention import eager, flex
+from megapack.attention.flash import TorchFlash
+from megapack.attention.problem import Forward, ScoreRule, Segments
+from megapack.training.config import ModelConfig
+from megapack.training.model import TrainingModel, build_model, model_configuration
+
+VOCAB = 256
+# preset -> a backend of the opaque operator that serves it on CUDA
+MODELS = {
+    "llama_tiny": "torch",
+    "qwen2_tiny": "flash3",
+    "gpt2_tiny": "torch",
+    "gemma2_tiny": "flash2",
+    "gpt2_tiny_alibi": "flash2",
+}
+
+
+@pytest.fixture
+def fake() -> Iterator[None]:
+    with FakeTensorMode():
+        yield
+
+
+def _model(preset: str, backend: str) -> TrainingModel:
+    config = ModelConfig(preset=preset)
+    architecture = model_configuration(config, VOCAB)
+    with torch.device("meta"):
+        model = build_model(config, architecture, backend=backend, seed=0, chunk_tokens=64)
+    return model.cast(torch.bfloat16)
+
+
+def _loss(model: TrainingModel, device: str) -> Tensor:
+    tokens = torch.zeros(1, 160, dtype=torch.int64, device=device)
+    bounds = torch.zeros(6, dtype=torch.int32, device=device)
+    loss: Tensor = model(tokens, tokens, tokens, bounds, max_seqlen=90, scale=0.5)
+    return loss
+
+
+@pytest.mark.parametrize("window", [0, 16])
+@pytest.mark.parametrize("causal", [True, False])
+def test_torchs_flash_operators_take_our_arguments(fake: None, window: int, causal: bool) -> None:
+    """The operators of this torch, their schema, their shapes and their dtypes."""
+    q = torch.empty(40, 8, 64, dtype=torch.bfloat16, device="cuda")
+    k = torch.empty(40, 2, 64, dtype=torch.bfloat16, device="cuda")
+    segments = Segments(torch.empty(4, dtype=torch.int32, device="cuda"), 20)
+    rule = ScoreRule(scale=0.1, causal=causal or bool(window), window=window)
+    out, lse = TorchFlash().forward(q, k, k, segments, rule)
+    assert (out.shape, lse.shape, lse.dtype) == (q.shape, (8, 40), torch.float32)
+    grads = TorchFlash().backward(out, Forward(q, k, k, out, lse), segments, rule)
+    assert [g.shape for g in grads] == [q.shape, k.shape, k.shape]
+    assert {(t.device.type, t.dtype) for t in (out, *grads)} == {("cuda", torch.bfloat16)}
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("preset", MODELS)
+def test_a_step_of_a_model_asks_for_no_value_and_gives_every_gradient(
+    preset: str, checkpointing: bool
+) -> None:
+    model = _model(preset, MODELS[preset])
+    if checkpointing:
+        model.checkpoint_activations()
+    loss = _loss(model, "meta")
+    assert (loss.dtype, loss.shape) == (torch.float32, ())
+    loss.backward()
+    for name, parameter in model.named_parameters():
+        grad = parameter.grad
+        assert grad is not None, name
+        assert (grad.shape, grad.dtype) == (parameter.shape, torch.bfloat16), name
+
+
+@pytest.mark.parametrize("window", [0, 16])
+def test_a_block_mask_is_made_without_a_look_at_the_segments(window: int) -> None:
+    bounds = torch.empty(9, dtype=torch.int32, device="meta")
+    mask = flex._make_block_mask(bounds, 700, ScoreRule(scale=1.0, window=window))
+    assert mask.shape == (1, 1, 700, 700)
+    assert mask.kv_num_blocks.shape == (1, 1, 6) and mask.kv_num_blocks.device.type == "meta"
+
+
+def test_a_wait_is_seen_and_so_is_a_tensor_left_on_the_host(fake: None) -> None:
+    """Without this the tests above could not fail."""
+    q = torch.empty(8, 2, 16, dtype=torch.bfloat16, device="cuda")
+    rule = ScoreRule(scale=1.0)
+    here = Segments(torch.empty(3, dtype=torch.int32, device="cuda"), 8)
+    with pytest.raises(DataDependentOutputException):
+        eager.forward(q, q, q, here, rule)  # the formula reads cu_seqlens, hence its last place
+    on_host = Segments(torch.empty(3, dtype=torch.int32), 8)
+    with pytest.raises(RuntimeError, match=r"same device|two different devices"):
+        TorchFlash().forward(q, q, q, on_host, rule)

@@ -1,0 +1,72 @@
+"""Batches carried to a CUDA device ahead of time are those of the CPU, however busy it is."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from typing import Any
+
+import pytest
+import torch
+
+from megapack.data import PackedDataset, Schedule
+from tests.data.corpora import STEP_TOKENS
+from tests.data.corpora import small_loader as loader
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+]
+
+TENSORS = ("tokens", "labels", "loss_mask", "position_ids", "cu_seqlens")
+WAYS = [
+    {"pin_memory": True},
+    {"pin_memory": True, "prefetch": 0},
+    {"pin_memory": False},
+    pytest.param({"pin_memory": True, "num_workers": 2}, marks=pytest.mark.multiprocess),
+]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_values_are_those_of_the_cpu_while_the_device_is_busy(
+    packed: PackedDataset, way: dict[str, Any]
+) -> None:
+    """The device lags behind the host by many batches, so a buffer that is written again, or given
+    back while it is still read, shows."""
+    schedule = Schedule(packed, tokens_per_step=STEP_TOKENS, seed=2)
+    run = {"schedule": schedule, "num_steps": 150, "cu_seqlens": "padded"}
+    plain = list(loader(packed, **run))
+    assert len(plain) == 300
+    heavy = torch.randn(2048, 2048, device="cuda")
+    seen: list[dict[str, torch.Tensor]] = []
+    for batch in loader(packed, device="cuda", **run, **way):
+        assert all(batch[name].is_cuda for name in TENSORS)
+        assert type(batch["max_seqlen"]) is int and not batch["sample_ids"].is_cuda
+        heavy = torch.nn.functional.normalize(heavy @ heavy)
+        seen.append({name: batch[name].clone() for name in TENSORS})  # behind the product
+        torch.empty_like(batch["tokens"]).fill_(-1)  # takes the memory of what was freed too soon
+        del batch
+    assert len(seen) == len(plain)
+    for expected, got in zip(plain, seen, strict=True):
+        for name in TENSORS:
+            assert got[name].dtype == expected[name].dtype
+            assert torch.equal(got[name].cpu(), expected[name]), name
+
+
+def test_a_loader_that_is_left_early_gives_everything_back(packed: PackedDataset) -> None:
+    def take_three() -> None:
+        batches = iter(loader(packed, device="cuda", pin_memory=True))
+        for _ in range(3):
+            next(batches)
+        batches.close()  # type: ignore[attr-defined]
+
+    take_three()
+    gc.collect()
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    for _ in range(20):
+        take_three()
+    gc.collect()
+    torch.cuda.synchronize()
+    assert torch.cuda.memory_allocated() == before
+    assert not [t for t in threading.enumerate() if t.name == "megapack-prefetch"]

@@ -1,0 +1,176 @@
+"""Training on a CUDA device computes what it computes on a CPU, to the precision of bfloat16."""
+
+from __future__ import annotations
+
+import copy
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from megapack.attention import choose_backend
+from megapack.training.loss import linear_cross_entropy_sum
+from megapack.training.model import TrainingModel, attention_needs
+from megapack.training.run_dir import RunDirectory, read_jsonl
+
+from .conftest import Corpus
+from .packing_helpers import documents, pack_documents, tiny_model
+from .processes import PRETRAIN, environment
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+]
+
+LENGTHS = [37, 120, 1, 66]  # with 32 tokens of padding a stream of 256
+PRESETS: dict[str, dict[str, Any]] = {
+    "llama_tiny": {},
+    "qwen2_tiny": {},
+    "gpt2_tiny": {},
+    "gpt2_tiny_alibi": {},
+    "gemma2_tiny": {"attn_logit_softcapping": 2.0, "sliding_window": 16},
+}
+
+
+def _error(got: Tensor, expected: Tensor) -> float:
+    """Relative, of the whole tensor."""
+    difference = got.detach().double().cpu() - expected.detach().double().cpu()
+    return float(difference.norm() / expected.detach().double().norm().cpu())
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("softcap", [0.0, 5.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_chunked_loss_is_plain_cross_entropy(
+    dtype: torch.dtype, softcap: float, fused: bool
+) -> None:
+    torch.manual_seed(0)
+    hidden = torch.randn(700, 128, device="cuda").to(dtype).requires_grad_()
+    weight = (torch.randn(5000, 128, device="cuda") * 0.3).to(dtype).requires_grad_()
+    labels = torch.randint(0, 5000, (700,), device="cuda")
+    labels[::5] = -100
+    ours = linear_cross_entropy_sum(
+        hidden, weight, labels, scale=0.01, softcap=softcap, chunk_tokens=256, fused=fused
+    )
+    grads = torch.autograd.grad(ours, (hidden, weight))
+    wide = [x.detach().double().requires_grad_() for x in (hidden, weight)]
+    logits = wide[0] @ wide[1].T
+    logits = torch.tanh(logits / softcap) * softcap if softcap else logits
+    expected = 0.01 * F.cross_entropy(logits, labels, reduction="sum")
+    expected_grads = torch.autograd.grad(expected, wide)
+    tolerance = {torch.float32: 1e-4, torch.bfloat16: 2e-2}[dtype]
+    assert ours.dtype == torch.float32
+    for got, wanted in zip((ours, *grads), (expected, *expected_grads), strict=True):
+        assert _error(got, wanted) < tolerance
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("preset", PRESETS)
+def test_a_packed_stream_in_bfloat16_is_its_documents_one_by_one(
+    preset: str, compiled: bool
+) -> None:
+    """Against float32 and transformers' attention; a leak between documents is an error near 1."""
+    if compiled and preset not in ("llama_tiny", "gpt2_tiny_alibi"):
+        pytest.skip("two architectures stand for all")
+    torch.manual_seed(0)
+    packed = _model(preset).cuda()
+    reference = copy.deepcopy(packed)
+    packed.cast(torch.bfloat16)
+    if compiled:
+        for layer in packed.layers:
+            layer.compile(fullgraph=True, dynamic=False)
+    batch = pack_documents(documents(LENGTHS), padding=32)
+    on_device = {k: v.cuda() if isinstance(v, Tensor) else v for k, v in batch.arguments().items()}
+    loss = packed(**on_device)
+    loss.backward()
+    reference.model.set_attn_implementation("eager")  # type: ignore[operator]
+    losses = []
+    for doc in documents(LENGTHS):
+        logits = reference.model(input_ids=doc[None].cuda(), use_cache=False).logits[0]
+        losses.append(F.cross_entropy(logits[:-1], doc[1:].cuda(), reduction="sum"))
+    expected = torch.stack(losses).sum()
+    expected.backward()
+    assert _error(loss, expected) < 2e-2
+    ours = torch.cat([p.grad.flatten().double() for p in packed.parameters() if p.grad is not None])
+    theirs = [p.grad.flatten().double() for p in reference.parameters() if p.grad is not None]
+    assert _error(ours, torch.cat(theirs)) < 0.1
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("preset", PRESETS)
+def test_the_host_waits_for_nothing_in_a_forward_and_backward(
+    preset: str, checkpointing: bool
+) -> None:
+    model = _model(preset).cuda().cast(torch.bfloat16)
+    if checkpointing:
+        model.checkpoint_activations()
+    batch = pack_documents(documents(LENGTHS), padding=32)
+    on_device = {k: v.cuda() if isinstance(v, Tensor) else v for k, v in batch.arguments().items()}
+    model(**on_device).backward()  # what is compiled or set up once may wait
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        model(**on_device).backward()
+        with pytest.raises(RuntimeError, match="synchroniz"):  # that a wait would be seen
+            on_device["cu_seqlens"].tolist()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def _model(preset: str) -> TrainingModel:
+    model = tiny_model(preset, backend="sdpa", overrides=PRESETS[preset])
+    needs = attention_needs(model.configuration, torch.device("cuda"), torch.bfloat16)
+    chosen = choose_backend(needs).name
+    assert chosen != "eager"
+    model = tiny_model(preset, backend=chosen, overrides=PRESETS[preset])
+    with torch.no_grad():  # small initial weights would hide what attention does
+        for parameter in model.parameters():
+            parameter.add_(torch.randn(parameter.shape), alpha=0.05)
+    return model
+
+
+@pytest.mark.parametrize("engine", [{}, {"zero_stage": 0}, {"compile": True}])
+def test_twenty_steps_learn_and_a_resumed_run_goes_on_with_the_same_curve(
+    corpus: Corpus, tmp_path: Path, engine: dict[str, Any]
+) -> None:
+    pytest.importorskip("deepspeed")
+    run_dir = tmp_path / "run"
+    config = corpus.config(
+        run_dir,
+        num_steps=20,
+        engine={"precision": "bf16", **engine},
+        checkpoint={"every": 10, "keep": 2, "export": False},
+    )
+    first = _pretrain(config, run_dir)
+    assert [line["step"] for line in first] == list(range(20))
+    assert first[-1]["loss"] < first[0]["loss"] - 0.05
+    assert all(line["memory_gib"] > 0 for line in first)
+    newest = sorted(p for p in RunDirectory(run_dir).checkpoints.iterdir() if p.is_dir())[-1]
+    shutil.rmtree(newest)  # the run stopped after step 10
+    again = _pretrain(config, run_dir)
+    for before, after in zip(first, again, strict=True):
+        assert before["samples"] == after["samples"] and before["lr"] == after["lr"]
+        assert after["loss"] == pytest.approx(before["loss"], rel=2e-2)
+    assert json.dumps(again[:10]) == json.dumps(first[:10])  # continued, not begun again
+
+
+def _pretrain(config: Path, run_dir: Path) -> list[dict[str, Any]]:
+    env = environment()
+    for name in ("DS_ACCELERATOR", "CUDA_VISIBLE_DEVICES"):
+        env.pop(name)
+    done = subprocess.run(
+        [sys.executable, str(PRETRAIN), "--config", str(config)],
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return list(read_jsonl(run_dir / "log.jsonl"))
