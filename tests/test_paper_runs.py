@@ -156,7 +156,7 @@ def made_up(run: Run, folder: Path, loss: float) -> Result:
 
 def test_atom_sizes_are_judged_by_what_was_measured(tmp_path: Path) -> None:
     def loss(name: str) -> float:
-        share = float(name.split(", atom ")[1].split()[0])
+        share = float(name.split(", atom ")[1].split(maxsplit=1)[0])
         return 4.0 + 0.2 * abs(math.log2(share)) - (0.1 if "padding" in name else 0.0)
 
     runs = recipe_atom_size.runs(SCALES["cpu"])

@@ -1,10 +1,10 @@
 """What the recipes about buckets, masking and steps share: a Llama, a corpus, a ladder of lengths.
 
-On the CPU every length is a sixteenth of the paper's: buckets of 64 to 1,024 tokens stand for 1,024
-to 16,384, and docstrings of up to 1,100 tokens for documents of the web. Steps are small, since a
-small model learns more from many of them. Its weights begin at 1 / sqrt(width), not at the 0.02 of
-wide models, with which it would stay for hundreds of steps where all methods are alike and seeds
-are not.
+On the CPU every length is a sixteenth of the paper's (on a GPU a quarter): buckets of 64 to 1,024
+tokens stand for 1,024 to 16,384, and docstrings of up to 1,100 tokens for documents of the web.
+Steps are small, since a small model learns more from many of them. Its weights begin at
+1 / sqrt(width), not at the 0.02 of wide models, with which it would stay for hundreds of steps
+where all methods are alike and seeds are not.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Setting:
     @property
     def factor(self) -> int:
         """The paper's length over the one here."""
-        return self.scale.pick(cpu=16, quick=16, gpu=1)
+        return self.scale.pick(cpu=16, quick=16, gpu=4)
 
     @property
     def ladder(self) -> tuple[int, ...]:
@@ -38,7 +38,7 @@ class Setting:
     @property
     def step_tokens(self) -> int:
         """Tokens of a step, all of one micro batch on a GPU."""
-        return self.scale.pick(cpu=2048, quick=2048, gpu=65536)
+        return self.scale.pick(cpu=2048, quick=2048, gpu=32768)
 
     @property
     def corpus(self) -> Corpus:
