@@ -79,7 +79,7 @@ def long_documents(setting: Setting) -> Corpus:
     """Held-out documents of more than about 650 tokens (6,000 on a GPU)."""
     return setting.scale.pick(
         cpu=Corpus(domain="prose", train_bytes=50_000, valid_bytes=90_000, min_bytes=1_500),
-        quick=Corpus(domain="prose", train_bytes=50_000, valid_bytes=10_000, min_bytes=1_500),
+        quick=Corpus(domain="prose", train_bytes=50_000, valid_bytes=5_000, min_bytes=1_500),
         gpu=Corpus(
             domain="code",
             train_bytes=50_000,
