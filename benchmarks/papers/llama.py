@@ -46,7 +46,7 @@ class Setting:
         return self.scale.pick(
             cpu=Corpus(
                 domain="prose",
-                train_bytes=3_300_000,
+                train_bytes=2_850_000,
                 valid_bytes=90_000,
                 min_bytes=40,
                 max_bytes=2_600,

@@ -72,7 +72,7 @@ def corpus(scale: Scale) -> Corpus:
     """Short prose as in A.1: no document below about 50 words, 188 tokens in the mean."""
     return Corpus(
         domain="prose",
-        train_bytes=scale.pick(cpu=1_400_000, quick=60_000, gpu=3_000_000),
+        train_bytes=scale.pick(cpu=1_150_000, quick=60_000, gpu=3_000_000),
         valid_bytes=scale.pick(cpu=120_000, quick=10_000, gpu=300_000),
         min_bytes=250,
         max_bytes=700,

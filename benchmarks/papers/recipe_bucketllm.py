@@ -53,7 +53,7 @@ def runs(scale: Scale) -> list[Run]:
         ("bucket", "bucket", ladder, {}, WHOLE),
         (MASKED, "bucket", ladder, {}, {}),
     ]
-    steps = scale.pick(cpu=700, quick=6, gpu=40)
+    steps = scale.pick(cpu=600, quick=6, gpu=40)
     return [
         Run(
             recipe="bucketllm",

@@ -52,7 +52,7 @@ def runs(scale: Scale) -> list[Run]:
             corpus=setting.corpus,
             strategy=strategy,
             buckets=buckets,
-            config=setting.config(steps=scale.pick(cpu=250, quick=1, gpu=30), data=data),
+            config=setting.config(steps=scale.pick(cpu=200, quick=1, gpu=30), data=data),
             validate={"documents": setting.corpus},
             valid_bucket=largest,
             change=changed,
