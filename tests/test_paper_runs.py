@@ -22,6 +22,7 @@ from papers import corpus, recipe_atom_size, recipe_seamless, runs, seamless_fac
 from papers.claims import alike, difference, less, near, shown
 from papers.corpus import Corpus
 from papers.runs import SCALES, Result, Run, run_all, worker_pool
+from papers.shifted_labels import shifted
 
 from megapack.packing import pack
 
@@ -226,3 +227,17 @@ def test_the_report_counts_verdicts_and_marks_a_quick_run_as_no_evidence() -> No
     assert "2 claims agree, 1 do not, 1 are undecided" in text and "no evidence" not in text
     assert "| s | c3 | 1 | 2 | undecided |" in text and "### Atoms" in text
     assert "no evidence" in report.papers_section([{**run, "quick": True, "results": results}])
+
+
+def test_shifted_labels_are_the_next_tokens_of_the_sample_and_the_last_has_none() -> None:
+    batch = {
+        "tokens": torch.tensor([[1, 2, 3, 4, 5, 6, 0, 0]]),
+        # Two samples of three tokens, then padding; an atom that was cut has its true successor.
+        "labels": torch.tensor([[2, 99, 98, 5, 97, -100, -100, -100]]),
+        "cu_seqlens": torch.tensor([0, 3, 6, 8], dtype=torch.int32),
+        "num_step_label_tokens": 5,
+    }
+    changed = shifted(batch)
+    assert changed["labels"].tolist() == [[2, 3, -100, 5, 6, -100, -100, -100]]
+    assert changed["num_step_label_tokens"] == 4
+    assert batch["labels"].tolist()[0][1] == 99

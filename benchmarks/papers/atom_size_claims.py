@@ -157,6 +157,7 @@ def _atoms(
         _WHY, (figures.final, figures.rank, figures.held_out), strict=True
     ):
         others = {share: measure[arm(strategy, share, shifted=shifted)] for share in shares}
+        verdicts = {share: less(measure[best], of) for share, of in others.items()}
         is_final = quantity == "final training perplexity"
         found.append(
             Claim(
@@ -167,8 +168,11 @@ def _atoms(
                 if is_final
                 else "1 MSL wins",
                 measured=f"{shown(measure[best])} against "
-                + ", ".join(f"{shown(of)} ({share:g} MSL)" for share, of in others.items()),
-                agrees=together([less(measure[best], of) for of in others.values()]),
+                + ", ".join(
+                    f"{shown(of)} ({share:g} MSL: {verdicts[share]})"
+                    for share, of in others.items()
+                ),
+                agrees=together(list(verdicts.values())),
                 why=_WHY[quantity],
             )
         )

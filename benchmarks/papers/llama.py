@@ -59,7 +59,7 @@ class Setting:
                 max_bytes=2_600,
             ),
             gpu=Corpus(
-                domain="code", train_bytes=12_000_000, valid_bytes=600_000, max_bytes=120_000
+                domain="code", train_bytes=12_000_000, valid_bytes=300_000, max_bytes=120_000
             ),
         )
 

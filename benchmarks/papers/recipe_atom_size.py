@@ -20,12 +20,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from papers.atom_size_claims import ATOMS, MSL, STRATEGIES, arm, claims, rows
 from papers.corpus import Corpus
 from papers.runs import Result, Run, Scale, by_name
 
-from megapack.data import Batch
 from megapack.training.plots import plot_curves
 from megapack.training.runs import Curve
 
@@ -56,23 +54,11 @@ def arms() -> list[Arm]:
     ]
 
 
-def shifted(batch: Batch) -> Batch:
-    """Every token of a sample has the next one of the sample as its label, the last one has none.
-
-    Only for micro batches that are a whole step, as ``num_step_label_tokens`` is counted here.
-    """
-    tokens, labels = batch["tokens"].flatten(), batch["labels"].flatten()
-    changed = torch.where(labels >= 0, tokens.roll(-1).to(labels.dtype), labels)
-    changed[batch["cu_seqlens"].long()[1:] - 1] = -100
-    count = max(1, int((changed >= 0).sum()))
-    return {**batch, "labels": changed.view_as(batch["labels"]), "num_step_label_tokens": count}
-
-
 def corpus(scale: Scale) -> Corpus:
     """Short prose as in A.1: no document below about 50 words, 188 tokens in the mean."""
     return Corpus(
         domain="prose",
-        train_bytes=scale.pick(cpu=1_150_000, quick=60_000, gpu=3_000_000),
+        train_bytes=scale.pick(cpu=1_150_000, quick=60_000, gpu=2_000_000),
         valid_bytes=scale.pick(cpu=120_000, quick=10_000, gpu=300_000),
         min_bytes=250,
         max_bytes=700,
@@ -95,7 +81,7 @@ def runs(scale: Scale) -> list[Run]:
             validate={"prose": documents},
             valid_bucket=of.capacity,
             evaluate_every=scale.pick(cpu=50, quick=4, gpu=50) if of == Arm("pad") else None,
-            change="papers.recipe_atom_size:shifted" if of.shifted else None,
+            change="papers.shifted_labels:shifted" if of.shifted else None,
         )
         for seed in scale.seeds
         for of in arms()

@@ -83,7 +83,7 @@ def long_documents(setting: Setting) -> Corpus:
         gpu=Corpus(
             domain="code",
             train_bytes=50_000,
-            valid_bytes=600_000,
+            valid_bytes=300_000,
             min_bytes=15_000,
             max_bytes=120_000,
         ),

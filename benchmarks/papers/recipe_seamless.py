@@ -69,7 +69,7 @@ def code(scale: Scale) -> Corpus:
     """The first domain."""
     return Corpus(
         domain="code",
-        train_bytes=scale.pick(cpu=1_800_000, quick=60_000, gpu=5_000_000),
+        train_bytes=scale.pick(cpu=1_800_000, quick=60_000, gpu=4_000_000),
         valid_bytes=scale.pick(cpu=50_000, quick=10_000, gpu=400_000),
     )
 
@@ -82,7 +82,7 @@ def prose(scale: Scale, *, injected: tuple[str, ...] = ()) -> Corpus:
                       injected=injected)  # fmt: skip
     return Corpus(
         domain="prose",
-        train_bytes=scale.pick(cpu=300_000, quick=30_000, gpu=400_000),
+        train_bytes=scale.pick(cpu=300_000, quick=30_000, gpu=300_000),
         valid_bytes=scale.pick(cpu=100_000, quick=10_000, gpu=400_000),
         min_bytes=400,
         max_bytes=1_700,
