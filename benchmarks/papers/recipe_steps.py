@@ -159,7 +159,8 @@ def _times(timed: list[Result]) -> list[Claim]:
             measured=against(dealt, undealt)
             + f"; of attention work, {_work(timed, dealt):.3f} against {_work(timed, undealt):.3f}",
             agrees=less(of(dealt), of(undealt)),
-            why=f"{why}; work is exact, from the lengths",
+            why=f"{why}; what dealing evens out is attention work (exact, from the lengths), which "
+            "is a part of these seconds only",
         ),
         Claim(
             source="this project",
