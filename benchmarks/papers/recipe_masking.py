@@ -49,7 +49,7 @@ def runs(scale: Scale) -> list[Run]:
     capacity = setting.ladder[-2]
     # More than 2 bytes of text are a token: nearly all of these fit into one sample.
     valid = dataclasses.replace(setting.corpus, max_bytes=2 * capacity)
-    steps = scale.pick(cpu=380, quick=4, gpu=30)
+    steps = scale.pick(cpu=340, quick=4, gpu=30)
     small = {"n_head": 2, "initializer_range": 0.125}
     learned = {
         "preset": scale.pick(cpu="gpt2_tiny", quick="gpt2_tiny", gpu="gpt2_124m"),
