@@ -28,7 +28,12 @@ from tests.integrations.harness import run_ranks
 from tests.integrations.samples import make_dataset
 
 STEP, MICRO = 256, 64
-attention.register("sdpa")
+
+
+@pytest.fixture(autouse=True)
+def on_a_cpu() -> None:
+    """The name belongs to the process, and other tests give it to other backends."""
+    attention.register("sdpa")
 
 
 @pytest.fixture(scope="module")
