@@ -88,6 +88,7 @@ def _perplexities(group: list[Result]) -> list[float]:
 
 def _quality(arms: dict[str, list[Result]]) -> list[Claim]:
     ladder = list(contexts(arms["BucketLLM"][0]))
+    step = int(arms["BucketLLM"][0].run.config["data"]["tokens_per_step"])
     ours = _perplexities(arms["BucketLLM"])
     found = []
     accuracy = {"DD": 0.4223, "Fixed-2048": 0.4245, "Fixed-4096": 0.4204, "Fixed-8192": 0.4125}
@@ -102,8 +103,8 @@ def _quality(arms: dict[str, list[Result]]) -> list[Claim]:
                 agrees=less(ours, theirs),
                 why="same tokens and steps, paired seeds, each document scored by itself, most of "
                 "them short; perplexity stands for the accuracy of tasks, lengths of "
-                f"{ladder[0]} to {ladder[-1]} for 1,024 to 16,384; a step holds 2 samples of the "
-                "longest bucket, the paper's at least 192",
+                f"{ladder[0]} to {ladder[-1]} for 1,024 to 16,384; a step holds "
+                f"{step // ladder[-1]} samples of the longest bucket, the paper's at least 192",
             )
         )
     drawn, grown = _perplexities(arms["DD"]), _perplexities(arms[CURRICULUM])

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from papers.corpus import Corpus
+from papers.plain import engine
 from papers.runs import Scale
 
 __all__ = ["Setting"]
@@ -96,5 +97,5 @@ class Setting:
             },
             "optimizer": {"lr": 6e-4 if large else 5e-3},
             "schedule": {"warmup_fraction": 0.1, "min_ratio": 0.0},
-            "engine": {"precision": "bf16" if large else "fp32", "zero_stage": 1 if large else 0},
+            "engine": engine(self.scale),
         }

@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 from papers.atom_size_claims import ATOMS, MSL, STRATEGIES, arm, claims, rows
 from papers.corpus import Corpus
+from papers.plain import WHOLE, engine
 from papers.runs import Result, Run, Scale, by_name
 
 from megapack.training.plots import plot_curves
@@ -91,21 +92,18 @@ def runs(scale: Scale) -> list[Run]:
 def _config(scale: Scale, order: str) -> dict[str, Any]:
     small = {"preset": "gpt2_tiny_alibi", "overrides": {"n_head": 2, "initializer_range": 0.125}}
     tokens = scale.pick(cpu=1024, quick=512, gpu=4096)
-    cpu = {"precision": "fp32", "zero_stage": 0}
     return {
         "num_steps": scale.pick(cpu=None, quick=4, gpu=None),
         "model": scale.pick(cpu=small, quick=small, gpu={"preset": "gpt2_124m_alibi"}),
         "data": {
             "tokens_per_step": tokens,
             "micro_batch_tokens": tokens,
-            "attention": "sample",
-            "positions": "sample",
-            "labels": "sample",
             "order": order,
+            **WHOLE,
         },
         "optimizer": {"lr": scale.pick(cpu=3e-3, quick=3e-3, gpu=6e-4)},
         "schedule": {"kind": "constant", "warmup_steps": 20},
-        "engine": scale.pick(cpu=cpu, quick=cpu, gpu={"precision": "bf16"}),
+        "engine": engine(scale),
     }
 
 

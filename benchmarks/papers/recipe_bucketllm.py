@@ -26,6 +26,7 @@ from papers.claims import shown
 from papers.corpus import Corpus
 from papers.figures import lines
 from papers.llama import Setting
+from papers.plain import WHOLE
 from papers.runs import Result, Run, Scale, by_name
 
 __all__ = ["EQUAL", "TITLE", "claims", "plots", "rows", "runs"]
@@ -36,7 +37,6 @@ EQUAL = (
     "epoch); attention over whole samples except in the last line"
 )
 FIXED = (2048, 4096, 8192)
-WHOLE = {"attention": "sample", "labels": "sample", "positions": "sample"}
 
 
 def runs(scale: Scale) -> list[Run]:

@@ -20,6 +20,7 @@ from typing import Any
 
 from papers import seamless_facts
 from papers.corpus import Corpus, prepare
+from papers.plain import WHOLE, engine
 from papers.runs import Run, Scale
 from papers.seamless_claims import C_EXTRA, LONGER, R_MAX, SP, claims, plots, rows
 
@@ -167,19 +168,16 @@ def _model(scale: Scale) -> dict[str, Any]:
 
 def _config(scale: Scale, *, num_epochs: int, lr: float) -> dict[str, Any]:
     tokens = scale.pick(cpu=1024, quick=1024, gpu=8192)
-    small = {"precision": "fp32", "zero_stage": 0}
     return {
         "num_epochs": num_epochs,
         "data": {
             "tokens_per_step": tokens,
             "micro_batch_tokens": tokens,
-            "attention": "sample",
-            "positions": "sample",
-            "labels": "sample",
+            **WHOLE,
         },
         "optimizer": {"lr": lr},
         "schedule": {"kind": "linear", "warmup_fraction": 0.05, "min_ratio": 0.0},
-        "engine": scale.pick(cpu=small, quick=small, gpu={"precision": "bf16"}),
+        "engine": engine(scale),
     }
 
 
