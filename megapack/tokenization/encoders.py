@@ -143,7 +143,7 @@ class _Gigatoken(_Loaded):
         try:
             self._tokenizer = gigatoken.Tokenizer(self._files.path)
         except (RuntimeError, ValueError, NotImplementedError, KeyError, TypeError) as error:
-            reason = str(error).strip().splitlines()[0]
+            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
             raise ConfigError(f"gigatoken cannot run {source}: {reason}") from error
         # It remembers every word it has seen; half the limit is left to it at least.
         half = self._limits.memory_bytes // 2
