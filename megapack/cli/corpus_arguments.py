@@ -3,21 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import re
 
+from megapack.cli.arguments import byte_count
 from megapack.tokenization.sources import FORMATS
 
-__all__ = ["add_corpus_arguments", "byte_count"]
-
-_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
-
-
-def byte_count(text: str) -> int:
-    """``64M`` -> 67108864; K, M, G and T are powers of 1024."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)([KMGT]?)(?:I?B)?", text.strip().upper())
-    if match is None:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a size; write 4096, 64M or 1.5G")
-    return int(float(match[1]) * _UNITS[match[2]])
+__all__ = ["add_corpus_arguments"]
 
 
 def add_corpus_arguments(parser: argparse.ArgumentParser) -> None:

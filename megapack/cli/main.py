@@ -1,8 +1,8 @@
 """megapack-build: one command per file of this room; only the chosen one is imported.
 
 Results go to stdout, progress and logs to stderr. Exit status: 0 done, 1 the input or a file is
-at fault (the message says which), 2 the command line is at fault, 130 interrupted, 141 whoever read
-the output left (as in ``| head``).
+at fault (the message says which) or verify found damage, 2 the command line or the configuration is
+at fault, 130 interrupted, 141 whoever read the output left (as in ``| head``).
 """
 
 from __future__ import annotations
@@ -13,11 +13,12 @@ import importlib
 import os
 import select
 import sys
+import traceback
 from collections.abc import Sequence
 from typing import Any, NoReturn, TextIO
 
 from megapack import __version__
-from megapack.errors import MegapackError
+from megapack.errors import ConfigError, MegapackError
 
 __all__ = ["main"]
 
@@ -86,15 +87,18 @@ def _run(name: str, arguments: list[str]) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     module.add_arguments(parser)
+    parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    args = parser.parse_args(arguments)
     try:
-        args = parser.parse_args(arguments)
         status: int = module.run(args)
         return status
     except (MegapackError, ValueError, OSError) as error:
         if isinstance(error, BrokenPipeError) and _reader_left(sys.stdout):
             raise
+        if args.debug:
+            traceback.print_exc()
         print(f"megapack-build {name}: error: {error}", file=sys.stderr)
-        return 1
+        return 2 if isinstance(error, ConfigError) else 1
     except KeyboardInterrupt:
         print(f"megapack-build {name}: interrupted", file=sys.stderr)
         return 130

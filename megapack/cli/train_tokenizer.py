@@ -14,7 +14,8 @@ import argparse
 import sys
 import time
 
-from megapack.cli.corpus_arguments import add_corpus_arguments, byte_count
+from megapack.cli.arguments import byte_count
+from megapack.cli.corpus_arguments import add_corpus_arguments
 from megapack.tokenization.faults import Faults, fault_lines
 from megapack.tokenization.pieces import ReadOptions
 from megapack.tokenization.sources import find_inputs

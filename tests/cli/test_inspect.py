@@ -84,18 +84,22 @@ def test_labels_are_counted_as_training_counts_them(corpus: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("arguments", "status", "message"),
     [
-        (["{}", "--sample", "0"], "--sample needs a .samples file"),
-        (["{}.samples", "--sample", "99"], "has samples 0 to"),
-        (["{}.missing"], "No such file"),
-        (["{}.samples", "--sample", "0", "--tokenizer", "nowhere.model"], "no tokenizer at"),
+        (["{}", "--sample", "0"], 2, "--sample needs a .samples file"),
+        (["{}.samples", "--sample", "99"], 2, "has samples 0 to"),
+        (["{}.missing"], 1, "No such file"),
+        (["{}.samples", "--sample", "0", "--tokenizer", "nowhere.model"], 2, "no tokenizer at"),
     ],
 )
 def test_a_wrong_request_says_what_is_wrong(
-    corpus: Path, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+    corpus: Path,
+    arguments: list[str],
+    status: int,
+    message: str,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    assert main(["inspect", *(a.format(corpus) for a in arguments)]) == 1
+    assert main(["inspect", *(a.format(corpus) for a in arguments)]) == status
     assert message in capsys.readouterr().err
 
 

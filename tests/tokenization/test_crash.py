@@ -258,6 +258,6 @@ def test_two_runs_of_one_build_do_not_work_at_the_same_time(tmp_path: Path, corp
         assert process.poll() is None
         time.sleep(0.01)
     done = run(command(corpus, tmp_path / "out"))
-    assert done.returncode == 1
+    assert done.returncode != 0
     assert "another process is building in" in done.stderr
     assert process.wait(timeout=120) == 0
