@@ -55,7 +55,7 @@ def assemble(job: Job, config: BuildConfig, documents_of_shard: Sequence[int]) -
         for stream, output in outputs.items():
             _require_documents(sum(map(_num_documents, sources[stream])), output)
         for stream, output in outputs.items():
-            merge(sources[stream], output)
+            merge(sources[stream], output, overwrite=True)
         return
     ranges = ordered_split(config.split_weights, sum(documents_of_shard))
     documents = {f"_{name}": chosen for name, chosen in zip(SPLIT_NAMES, ranges, strict=True)}
@@ -89,6 +89,7 @@ def _cut(
         vocab_size=first.vocab_size,
         allow_negative=is_labels,
         metadata=metadata,
+        overwrite=True,
     ) as builder:
         begin = 0
         for source, count in zip(sources, documents_of, strict=True):

@@ -103,7 +103,12 @@ def _builder(job: Job, dataset: str) -> IndexedDatasetBuilder:
     # Nothing waits for the disk: a shard's checksums are compared before it is used.
     if dataset.endswith(LABELS):
         return IndexedDatasetBuilder(
-            dataset, np.int32, allow_negative=True, metadata=job.label_metadata, durable=False
+            dataset,
+            np.int32,
+            allow_negative=True,
+            metadata=job.label_metadata,
+            durable=False,
+            overwrite=True,
         )
     return IndexedDatasetBuilder(
         dataset,
@@ -111,6 +116,7 @@ def _builder(job: Job, dataset: str) -> IndexedDatasetBuilder:
         vocab_size=job.storage.vocab_size,
         metadata=job.metadata,
         durable=False,
+        overwrite=True,
     )
 
 
