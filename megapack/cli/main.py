@@ -20,7 +20,7 @@ from typing import Any, NoReturn, TextIO
 from megapack import __version__
 from megapack.errors import ConfigError, MegapackError
 
-__all__ = ["main"]
+__all__ = ["COMMANDS", "build_parser", "main"]
 
 # command -> (module with add_arguments(parser) and run(args) -> int, one line of help)
 COMMANDS = {
@@ -79,7 +79,8 @@ def _dispatch(arguments: list[str]) -> int:
     return _run(name, rest)
 
 
-def _run(name: str, arguments: list[str]) -> int:
+def build_parser(name: str) -> argparse.ArgumentParser:
+    """The parser of one command, as main() uses it."""
     module = importlib.import_module(COMMANDS[name][0])
     parser = _Parser(
         prog=f"megapack-build {name}",
@@ -88,9 +89,13 @@ def _run(name: str, arguments: list[str]) -> int:
     )
     module.add_arguments(parser)
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
-    args = parser.parse_args(arguments)
+    return parser
+
+
+def _run(name: str, arguments: list[str]) -> int:
+    args = build_parser(name).parse_args(arguments)
     try:
-        status: int = module.run(args)
+        status: int = importlib.import_module(COMMANDS[name][0]).run(args)
         return status
     except (MegapackError, ValueError, OSError) as error:
         if isinstance(error, BrokenPipeError) and _reader_left(sys.stdout):
