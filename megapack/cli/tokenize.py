@@ -20,9 +20,9 @@ import time
 
 from megapack.cli.arguments import byte_count
 from megapack.cli.build_progress import BuildProgress
+from megapack.cli.corpus_arguments import add_corpus_arguments
 from megapack.cli.report import count, size
 from megapack.storage import IndexedDataset
-from megapack.cli.corpus_arguments import add_corpus_arguments
 from megapack.tokenization.build import BuildResult, build
 from megapack.tokenization.config import BuildConfig
 from megapack.tokenization.plan import Plan

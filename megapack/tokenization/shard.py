@@ -139,9 +139,7 @@ class Worker:
             )
         return record
 
-    def _built(
-        self, index: int, prefix: str, datasets: list[str], report: Report
-    ) -> ShardRecord:
+    def _built(self, index: int, prefix: str, datasets: list[str], report: Report) -> ShardRecord:
         plan = self._plan
         # One for each thread.
         read_faults, code_faults = Faults(plan.on_error), Faults(plan.on_error)

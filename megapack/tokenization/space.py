@@ -59,9 +59,7 @@ def _bytes_read(block: TextBlock) -> int:
     return round(text * span / max(1, int(block.offsets[-2])))
 
 
-def check_space(
-    directory: Path, needed: int, *, to_join: int, note: Callable[[str], None]
-) -> None:
+def check_space(directory: Path, needed: int, *, to_join: int, note: Callable[[str], None]) -> None:
     """Refuse a build that cannot fit; say how it will go where there is no room for two copies.
 
     Args:
