@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -14,6 +15,7 @@ from megapack.errors import FormatError
 from megapack.storage.findings import Finding
 from megapack.storage.meta import bin_pieces, checksum, read_meta
 from megapack.storage.mmididx import MAGIC, path_of, prefix_of
+from megapack.storage.opening import identity_of, open_regular
 from megapack.storage.survey import LEGACY_MAGIC, Survey, survey
 from megapack.storage.verify_tokens import TokenChecks, check_tokens
 
@@ -111,7 +113,8 @@ def _leftovers(prefix: str) -> Iterator[Finding]:
 
 
 def _unreadable(idx_path: Path, error: FormatError) -> Finding:
-    with idx_path.open("rb") as file:
+    magic = b""
+    with contextlib.suppress(FormatError), open_regular(idx_path) as file:
         magic = file.read(len(MAGIC))
     if magic.startswith(LEGACY_MAGIC):
         text = f"{idx_path} is of the format before MMIDIDX (TNTIDX)"
@@ -197,15 +200,15 @@ def _meta(prefix: str, facts: Survey) -> tuple[dict[str, Any] | None, list[Findi
 def _identities(prefix: str) -> Iterator[Any]:
     """Keys that only equal datasets share."""
     idx_path, bin_path = path_of(prefix, ".idx"), path_of(prefix, ".bin")
-    if not (idx_path.exists() and bin_path.exists()):
+    if not (idx_path.is_file() and bin_path.is_file()):
         return
-    stat = bin_path.stat()
-    if stat.st_size == 0:
-        return
-    yield "inode", stat.st_dev, stat.st_ino
     digest = xxhash.xxh3_128(checksum(idx_path).encode())
-    with bin_path.open("rb") as file:
+    with open_regular(bin_path) as file:
+        identity = identity_of(file)
+        if identity.num_bytes == 0:
+            return
+        yield "inode", identity.device, identity.inode
         digest.update(file.read(1 << 16))
-        file.seek(max(0, stat.st_size - (1 << 16)))
+        file.seek(max(0, identity.num_bytes - (1 << 16)))
         digest.update(file.read())
     yield "content", digest.hexdigest()

@@ -95,7 +95,13 @@ def assemble(
         if ranges is None:
             sources = [shard + stream for shard in shards]
             following = iter(sources)
-            merge(sources, output, metadata=facts, progress=lambda *_: copied(next(following)))  # noqa: B023
+            merge(
+                sources,
+                output,
+                metadata=facts,
+                overwrite=True,
+                progress=lambda *_: copied(next(following)),  # noqa: B023
+            )
             continue
         builder = IndexedDatasetBuilder(
             output,
@@ -103,6 +109,7 @@ def assemble(
             vocab_size=None if is_labels else plan.tokenizer.vocab_size,
             allow_negative=is_labels,
             metadata=facts,
+            overwrite=True,
         )
         with builder:
             begin = 0

@@ -173,7 +173,12 @@ def _builder(plan: Plan, dataset: str) -> IndexedDatasetBuilder:
     # Nothing waits for the disk: a shard's checksums are compared before it is used.
     if dataset.endswith(LABELS):
         return IndexedDatasetBuilder(
-            dataset, np.int32, allow_negative=True, metadata=plan.label_metadata, durable=False
+            dataset,
+            np.int32,
+            allow_negative=True,
+            metadata=plan.label_metadata,
+            durable=False,
+            overwrite=True,
         )
     return IndexedDatasetBuilder(
         dataset,
@@ -181,6 +186,7 @@ def _builder(plan: Plan, dataset: str) -> IndexedDatasetBuilder:
         vocab_size=plan.tokenizer.vocab_size,
         metadata=plan.metadata,
         durable=False,
+        overwrite=True,
     )
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import json
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,7 +20,7 @@ from megapack.storage import IndexedDataset
 from megapack.storage.atomic import atomic_write
 from megapack.storage.lock import writer_lock
 from megapack.storage.meta import read_meta
-from megapack.storage.mmididx import path_of
+from megapack.storage.publishing import check_prefix
 from megapack.storage.replace import check_target
 from megapack.tokenization.config import BuildConfig
 from megapack.tokenization.plan import Plan, differences
@@ -58,31 +59,30 @@ class Workspace:
         """
         if not self.root.parent.is_dir():
             return None
-        there = [prefix for prefix in self._outputs if IndexedDataset.exists(prefix)]
         overwrite = self._config.overwrite
         before = None if overwrite else _read(self._manifest)
-        difference = self._difference(before, there) if there and not overwrite else None
-        ends = (".bin", ".idx", ".meta.json")
-        files = [path_of(prefix, end) for prefix in self._outputs for end in ends]
-        for path in (*files, self._manifest):
-            check_target(path, overwrite=overwrite, difference=difference)
-        if before is None or len(there) < len(self._outputs):
+        for prefix in self._outputs:
+            check_prefix(
+                prefix,
+                overwrite=overwrite,
+                difference=functools.partial(self._difference, before, prefix),
+            )
+        check_target(self._manifest, overwrite=overwrite, difference=None)
+        if before is None or not all(map(IndexedDataset.exists, self._outputs)):
             return None
         return Totals.of_manifest(before)
 
-    def _difference(self, before: Mapping[str, Any] | None, there: Sequence[str]) -> str | None:
-        """Between what stands under the output's names and what this plan makes; None: nothing."""
-        ours = {self._plan.digest}
-        if before is not None:
-            changed = self._changes(before)
-            if changed:
-                return f"it was built from something else:\n  {_lines(changed)}\n"
-            ours.add(before["digest"])  # other shards, the same documents
-        for prefix in there:
-            meta = _own_meta(prefix)
-            if meta.get("plan") not in ours and not (self._joining.exists() and not meta):
-                return "it was not made by this build"
-        return None
+    def _difference(self, before: Mapping[str, Any] | None, prefix: str) -> str | None:
+        """Between what stands at an output's prefix and what this plan makes; None: nothing."""
+        changed = [] if before is None else self._changes(before)
+        if changed:
+            return f"it was built from something else:\n  {_lines(changed)}\n"
+        made_by = _plan_of(prefix)
+        if made_by == self._plan.digest or (made_by is None and self._joining.exists()):
+            return None
+        if before is not None and made_by == before["digest"]:  # other shards, the same documents
+            return None
+        return "it was not made by this build"
 
     def _changes(self, before: Mapping[str, Any]) -> list[str]:
         """What differs between a manifest and this plan, but for how documents are sharded."""
@@ -199,11 +199,13 @@ def _read(path: Path) -> dict[str, Any] | None:
     return content
 
 
-def _own_meta(prefix: str) -> dict[str, Any]:
+def _plan_of(prefix: str) -> str | None:
+    """The plan that a dataset's meta file names; None without a meta file."""
     try:
-        return read_meta(prefix) or {}
+        meta = read_meta(prefix)
     except FormatError:
-        return {"plan": None}
+        return ""
+    return None if meta is None else str(meta.get("plan"))
 
 
 def _remove_shard(directory: Path, index: int) -> None:
