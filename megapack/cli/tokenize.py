@@ -18,8 +18,9 @@ import argparse
 import sys
 import time
 
+from megapack.cli.arguments import byte_count
 from megapack.cli.build_progress import BuildProgress
-from megapack.cli.corpus_arguments import add_corpus_arguments, byte_count
+from megapack.cli.corpus_arguments import add_corpus_arguments
 from megapack.tokenization.build import BuildResult, build
 from megapack.tokenization.config import BuildConfig
 

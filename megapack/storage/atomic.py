@@ -16,6 +16,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any, TypeAlias
 
+from megapack.storage.replace import target_of
+
 __all__ = ["AtomicFile", "Buffer", "atomic_write", "naming", "publish"]
 
 Buffer: TypeAlias = Any  # bytes, a memoryview, a contiguous array (typing.Buffer from 3.12 on)
@@ -33,11 +35,13 @@ class AtomicFile:
     ``discard()``. A forked child never discards its parent's file.
 
     Raises:
-        OSError: the directory does not exist or is not writable.
+        ConfigError: ``path`` is no regular file, its name is too long or its directory does not
+            exist (see ``replace``); links are followed.
+        OSError: the directory is not writable.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path = Path(path)
+        self.path = target_of(path)
         self.temporary = self.path.with_name(f"{self.path.name}.tmp-{secrets.token_hex(4)}")
         # Not tempfile: its 0600 would survive the rename and shut out the rest of the team.
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC

@@ -124,6 +124,7 @@ def _make_plan(config: BuildConfig, progress: Progress) -> _Plan:
         suffixes=config.suffixes,
         format=config.format,
         max_bytes=config.max_input_bytes,
+        note=progress.note,
     )
     tokenizer = TokenizerFiles.open(config.tokenizer)
     special = SpecialTokens(

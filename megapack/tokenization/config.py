@@ -10,7 +10,7 @@ from typing import Any, Literal
 from megapack.errors import ConfigError
 from megapack.tokenization.chat import ChatLoss
 from megapack.tokenization.faults import OnError
-from megapack.tokenization.sources import Format
+from megapack.tokenization.pieces import Format
 from megapack.tokenization.split import parse_split
 
 __all__ = ["Boundary", "BuildConfig", "ChatFormat", "LabelNames"]

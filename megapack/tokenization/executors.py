@@ -7,16 +7,19 @@ Shards go to whoever is free, so that one with long documents holds nobody up.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import functools
 import multiprocessing
 import multiprocessing.connection
 import os
 import queue
+import signal
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from multiprocessing import forkserver
+from multiprocessing.connection import Connection
 from typing import Any
 
 from megapack.errors import MegapackError
@@ -50,9 +53,16 @@ def run_processes(
     """
     context = multiprocessing.get_context("forkserver")
     counters = context.Array("q", len(Counted._fields))
-    with ProcessPoolExecutor(
-        workers, mp_context=context, initializer=_start_worker, initargs=(job, counters)
-    ) as pool:
+    alive, here = context.Pipe(duplex=False)  # nobody writes: it ends with this process
+    with (
+        here,
+        ProcessPoolExecutor(
+            workers,
+            mp_context=context,
+            initializer=_start_worker,
+            initargs=(job, counters, alive),
+        ) as pool,
+    ):
         futures = [pool.submit(_work, shard) for shard in shards]
         try:
             _watch(futures, counters, report)
@@ -112,9 +122,9 @@ class _Worker:
                 self.counters[i] += value
 
 
-def _start_worker(job: Job, counters: Any) -> None:
+def _start_worker(job: Job, counters: Any, parent: Connection) -> None:
     global _worker  # noqa: PLW0603 (a pool offers no other place)
-    threading.Thread(target=_die_with_parent, daemon=True).start()
+    _end_with(parent)
     _worker = _Worker(job, counters)
 
 
@@ -122,9 +132,22 @@ def _work(shard: Shard) -> ShardRecord:
     return build_shard(_worker.job, shard, _worker.coder, _worker.count)
 
 
-def _die_with_parent() -> None:
-    """A parent that was killed cannot stop its workers; they notice and leave."""
-    parent = multiprocessing.parent_process()
-    if parent is not None:
-        multiprocessing.connection.wait([parent.sentinel])
-        os._exit(1)
+def _end_with(parent: Connection) -> None:
+    """End this process when the one that holds the other end of the pipe ends, in whatever way.
+
+    Linux ends it at once, whatever it is busy with: a thread would have to wait for the
+    interpreter's lock. PR_SET_PDEATHSIG would follow the server that forked this process instead.
+    """
+    if hasattr(fcntl, "F_SETSIG"):
+        with contextlib.suppress(OSError):  # no /proc
+            # The workers share one open file, and an open file signals one process: open it again.
+            own = os.open(f"/proc/self/fd/{parent.fileno()}", os.O_RDONLY | os.O_NONBLOCK)
+            fcntl.fcntl(own, fcntl.F_SETOWN, os.getpid())
+            fcntl.fcntl(own, fcntl.F_SETSIG, signal.SIGKILL)
+            fcntl.fcntl(own, fcntl.F_SETFL, os.O_ASYNC | os.O_NONBLOCK)
+    threading.Thread(target=_wait_for_end, args=(parent,), daemon=True).start()
+
+
+def _wait_for_end(parent: Connection) -> None:
+    multiprocessing.connection.wait([parent])
+    os._exit(1)

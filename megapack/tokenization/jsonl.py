@@ -13,8 +13,9 @@ from numpy.typing import NDArray
 from megapack import _core
 from megapack.tokenization.blocks import TextBlock
 from megapack.tokenization.faults import Faults, Place
-from megapack.tokenization.lines import line_blocks, open_stream
+from megapack.tokenization.lines import line_blocks
 from megapack.tokenization.pieces import Piece, ReadOptions
+from megapack.tokenization.streams import open_stream
 
 __all__ = ["read_jsonl"]
 
@@ -32,8 +33,8 @@ _LINE_FAULTS = (
 
 def read_jsonl(piece: Piece, options: ReadOptions, faults: Faults) -> Iterator[TextBlock]:
     # Inside a compressed file a byte position leads nowhere; count lines there instead.
-    counts_lines = piece.format != "jsonl"
-    locate = functools.partial(Place, piece.path, "line" if counts_lines else "byte")
+    counts_lines = bool(piece.file.compression)
+    locate = functools.partial(Place, piece.file.path, "line" if counts_lines else "byte")
     lines_before = 0
 
     def on_long_line(position: int) -> None:
@@ -45,7 +46,7 @@ def read_jsonl(piece: Piece, options: ReadOptions, faults: Faults) -> Iterator[T
             f"a line of more than {options.max_document_bytes:,} bytes; see --max-document-bytes",
         )
 
-    with open_stream(piece.path, piece.format) as stream:
+    with open_stream(piece.file) as stream:
         for position, data in line_blocks(
             stream,
             begin=piece.begin,

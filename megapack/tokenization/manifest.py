@@ -9,7 +9,7 @@ from typing import Any
 
 from megapack.errors import FormatError
 from megapack.storage.atomic import atomic_write
-from megapack.tokenization.sources import InputFile
+from megapack.tokenization.pieces import InputFile
 
 __all__ = ["describe_inputs", "differences", "read_manifest", "write_manifest"]
 

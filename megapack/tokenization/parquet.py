@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,8 @@ from megapack.errors import DataError
 from megapack.tokenization.blocks import TextBlock
 from megapack.tokenization.faults import Faults, Place
 from megapack.tokenization.optional import require
-from megapack.tokenization.pieces import Piece, ReadOptions
+from megapack.tokenization.pieces import InputFile, Piece, ReadOptions
+from megapack.tokenization.streams import require_unchanged
 
 __all__ = ["open_parquet", "read_parquet", "text_bytes"]
 
@@ -25,13 +27,13 @@ _TEXT_TYPES = ("string", "large_string", "string_view", "binary", "large_binary"
 
 def read_parquet(piece: Piece, options: ReadOptions, faults: Faults) -> Iterator[TextBlock]:
     """The documents of a range of row groups, a block of rows at a time."""
-    locate = functools.partial(Place, piece.path, "row")
+    locate = functools.partial(Place, piece.file.path, "row")
     columns = [options.json_key]
     if options.split_key is not None and options.split_key not in columns:
         columns.append(options.split_key)
-    with open_parquet(piece.path) as file:
+    with open_parquet(piece.file) as file:
         for name in columns:
-            _require_column(file, piece.path, name)
+            _require_column(file, piece.file.path, name)
         rows_before = sum(file.metadata.row_group(i).num_rows for i in range(piece.begin))
         for batch in file.iter_batches(
             batch_size=_rows_per_block(file, piece, options),
@@ -40,7 +42,7 @@ def read_parquet(piece: Piece, options: ReadOptions, faults: Faults) -> Iterator
         ):
             column = batch.column(columns[0])
             strings = _as_json(column) if options.values == "lists" else column
-            text, offsets, missing = _arrow_text(strings, piece.path, options.json_key)
+            text, offsets, missing = _arrow_text(strings, piece.file.path, options.json_key)
             positions = np.arange(len(offsets) - 1) + rows_before
             rows_before += len(positions)
             block = TextBlock(text, offsets, positions, locate)
@@ -52,14 +54,15 @@ def read_parquet(piece: Piece, options: ReadOptions, faults: Faults) -> Iterator
             yield block.checked(faults, known_utf8=False)
 
 
-def open_parquet(path: str) -> Any:
+def open_parquet(file: InputFile) -> Any:
     """A pyarrow ParquetFile. Damage is a DataError that names the file."""
-    pyarrow = require("pyarrow", "parquet", f"reading {path}")
-    parquet = require("pyarrow.parquet", "parquet", f"reading {path}")
+    pyarrow = require("pyarrow", "parquet", f"reading {file.path}")
+    parquet = require("pyarrow.parquet", "parquet", f"reading {file.path}")
+    require_unchanged(file, Path(file.path).stat().st_size)
     try:
-        return parquet.ParquetFile(path)
+        return parquet.ParquetFile(file.path)
     except pyarrow.ArrowInvalid as error:
-        raise DataError(f"{path} is not a parquet file ({error})") from error
+        raise DataError(f"{file.path} is not a parquet file ({error})") from error
 
 
 def _require_column(file: Any, path: str, name: str) -> None:

@@ -10,13 +10,12 @@ from dataclasses import dataclass
 
 from megapack.errors import ConfigError
 from megapack.tokenization.parquet import open_parquet, text_bytes
-from megapack.tokenization.pieces import Piece
-from megapack.tokenization.sources import InputFile
+from megapack.tokenization.pieces import InputFile, Piece
 
 __all__ = ["Shard", "default_shard_bytes", "plan_shards"]
 
 # Text grows by about this much when it is decompressed; only the balance of shards rests on it.
-_EXPANSION = {"jsonl.gz": 3, "jsonl.zst": 3}
+_EXPANSION = {"": 1, "gz": 3, "zst": 3}
 
 _MIN_SHARD_BYTES = 1 << 20
 _MAX_SHARD_BYTES = 256 << 20
@@ -34,7 +33,7 @@ class Shard:
 
 def default_shard_bytes(files: Sequence[InputFile]) -> int:
     """A power of two that gives about 64 shards, between 1 MiB and 256 MiB."""
-    total = sum(file.size * _EXPANSION.get(file.format, 1) for file in files)
+    total = sum(file.size * _EXPANSION[file.compression] for file in files)
     wanted = 1 << max(0, (total // _WANTED_SHARDS)).bit_length()
     return min(max(wanted, _MIN_SHARD_BYTES), _MAX_SHARD_BYTES)
 
@@ -42,8 +41,8 @@ def default_shard_bytes(files: Sequence[InputFile]) -> int:
 def plan_shards(files: Sequence[InputFile], *, shard_bytes: int, json_key: str) -> list[Shard]:
     """Share out ``files``, in order, into shards of about ``shard_bytes``.
 
-    A .jsonl file is cut at any byte (readers go on to the next line), parquet between row groups;
-    other files are not cut, so a shard may be larger than asked for.
+    Plain JSON Lines are cut at any byte (readers go on to the next line), parquet between row
+    groups; other files are not cut, so a shard may be larger than asked for.
 
     Raises:
         ConfigError: ``shard_bytes`` is not positive.
@@ -62,11 +61,11 @@ def plan_shards(files: Sequence[InputFile], *, shard_bytes: int, json_key: str) 
         pieces, filled = [], 0
 
     for file in files:
-        if file.format == "jsonl":
+        if file.format == "jsonl" and not file.compression:
             begin = 0
             while begin < file.size:
                 end = min(file.size, begin + shard_bytes - filled)
-                pieces.append(Piece(file.path, file.format, begin, end))
+                pieces.append(Piece(file, begin, end))
                 filled += end - begin
                 begin = end
                 if filled >= shard_bytes:
@@ -83,20 +82,20 @@ def plan_shards(files: Sequence[InputFile], *, shard_bytes: int, json_key: str) 
 
 def _indivisible(file: InputFile, json_key: str) -> Iterator[tuple[Piece, int]]:
     if file.format != "parquet":
-        weight = file.size * _EXPANSION.get(file.format, 1)
-        yield Piece(file.path, file.format, 0, file.size), weight
+        weight = file.size * _EXPANSION[file.compression]
+        yield Piece(file, 0, file.size), weight
         return
-    with open_parquet(file.path) as parquet:
+    with open_parquet(file) as parquet:
         for i in range(parquet.metadata.num_row_groups):
             group = parquet.metadata.row_group(i)
             weight = text_bytes(group, json_key)
-            yield Piece(file.path, file.format, i, i + 1), weight
+            yield Piece(file, i, i + 1), weight
 
 
 def _append(pieces: list[Piece], piece: Piece) -> None:
     """Row groups of one file that follow each other are one piece."""
-    last = pieces[-1] if pieces and piece.format == "parquet" else None
-    if last is not None and (last.path, last.end) == (piece.path, piece.begin):
+    last = pieces[-1] if pieces and piece.file.format == "parquet" else None
+    if last is not None and (last.file, last.end) == (piece.file, piece.begin):
         pieces[-1] = last._replace(end=piece.end)
     else:
         pieces.append(piece)

@@ -86,15 +86,15 @@ def test_bad_input_is_one_line_of_error_and_no_file(tmp_path: Path, content: byt
 def test_wrong_arguments_are_named(
     tmp_path: Path, corpus: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for more, message in (
-        (("--input", str(tmp_path / "gone.jsonl")), "No such file"),
-        (("--input", str(tmp_path / "*.csv")), "no file matches"),
-        (("--tokenizer", "no/such"), "there is no tokenizer at no/such"),
-        (("--backend", "tokenizers"), "'tokenizers' does not run bytes"),
-        (("--shard", "2/2"), "shard is 2/2"),
-        (("--split", "1,2,3,4"), "split '1,2,3,4'"),
+    for more, status, message in (
+        (("--input", str(tmp_path / "gone.jsonl")), 1, "No such file"),
+        (("--input", str(tmp_path / "*.csv")), 2, "no file matches"),
+        (("--tokenizer", "no/such"), 2, "there is no tokenizer at no/such"),
+        (("--backend", "tokenizers"), 2, "'tokenizers' does not run bytes"),
+        (("--shard", "2/2"), 2, "shard is 2/2"),
+        (("--split", "1,2,3,4"), 2, "split '1,2,3,4'"),
     ):
-        assert tokenize(corpus, tmp_path / "out", *more) == 1, more
+        assert tokenize(corpus, tmp_path / "out", *more) == status, more
         assert message in capsys.readouterr().err
     for more, message in (
         (("--shard", "half"), "'half' is not of the form I/N"),

@@ -187,7 +187,7 @@ def test_the_hash_of_a_split_key_travels_with_its_document(
     pq.write_table(pa.table({"id": [r["id"] for r in records], "text": TEXTS}), parquet)
 
     def hashes(path: Path) -> list[int]:
-        pieces = [Piece(file.path, file.format, 0, 1 if file.format == "parquet" else file.size)
+        pieces = [Piece(file, 0, 1 if file.format == "parquet" else file.size)
                   for file in find_inputs([str(path)])]  # fmt: skip
         blocks: Sequence[TextBlock] = list(
             read_blocks(pieces, ReadOptions(split_key="id"), Faults())
