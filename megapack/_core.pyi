@@ -211,9 +211,22 @@ def permute_range(key: int, size: int, first: int, count: int) -> NDArray[np.int
 def order_cycle(
     counts: NDArray[np.int64], odds: NDArray[np.float64], key: int, spread: bool
 ) -> NDArray[np.int32]: ...
-def blend_pattern(
-    shares: NDArray[np.int64],
-) -> tuple[NDArray[np.int32], NDArray[np.int32]]: ...
+def permute_epochs(
+    keys: NDArray[np.uint64],
+    sizes: NDArray[np.int64],
+    begins: NDArray[np.int64],
+    counts: NDArray[np.int64],
+    shuffled: bool,
+) -> NDArray[np.int64]: ...
+
+class Blend:
+    def __init__(self, weights: NDArray[np.int64]) -> None: ...
+    def range(
+        self, begin: int, end: int
+    ) -> tuple[NDArray[np.int32], NDArray[np.int64], NDArray[np.int64], NDArray[np.int32]]: ...
+    def taken(self, end: int) -> NDArray[np.int64]: ...
+    def taken_of(self, source: int, end: int) -> int: ...
+
 def attention_cost_of(
     sample_segment_offsets: NDArray[np.int64],
     segment_length: NDArray[np.int32],
