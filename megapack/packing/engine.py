@@ -13,7 +13,6 @@ from numpy.typing import ArrayLike, NDArray
 from megapack import _core
 from megapack.errors import ConfigError, DataError
 from megapack.packing.alignment import check_alignment, rounded_up, with_true_lengths
-from megapack.packing.format import lengths_fingerprint
 from megapack.packing.index import SampleIndex
 from megapack.packing.metrics import DocumentTotals
 from megapack.packing.strategies import find_strategy
@@ -116,7 +115,8 @@ def pack(
     seed = _integer("seed", seed, 0, (1 << 64) - 1)
     threads = _integer("threads", threads, 1, _INT32_MAX)
     documents = _check_lengths(lengths)
-    totals = _totals(documents, method.buckets[-1])
+    # The array may be the caller's, who may change it later: these totals are all that is kept.
+    totals = DocumentTotals.of(documents, method.buckets[-1])
     rounded, documents = rounded_up(documents, method.alignment)
     arrays = method.strategy.run(
         Request(
@@ -144,19 +144,6 @@ def pack(
         whole = _core.whole_documents(*index.segment_arrays(), documents)
         index = replace(index, documents=replace(totals, num_whole=whole))
     return index
-
-
-def _totals(lengths: Lengths, capacity: int) -> DocumentTotals:
-    """All that is kept of the lengths: the array belongs to the caller, who may change it."""
-    counted = _core.count_documents(lengths, capacity)
-    return DocumentTotals(
-        num_documents=len(lengths),
-        num_empty=counted["num_empty"],
-        num_longer=counted["num_longer"],
-        num_tokens=counted["num_tokens"],
-        num_whole=None,
-        lengths_fingerprint=lengths_fingerprint(lengths),
-    )
 
 
 def _integer(name: str, value: Any, low: int, high: int) -> int:

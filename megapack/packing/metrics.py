@@ -14,8 +14,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megapack import _core
+from megapack.packing.checksums import lengths_fingerprint
 
 __all__ = ["COUNTS", "LISTS", "RATIOS", "DocumentTotals", "compute_metrics"]
+
+Lengths = NDArray[np.int32] | NDArray[np.int64]
 
 COUNTS = (
     "num_documents",
@@ -65,6 +68,24 @@ class DocumentTotals:
     num_tokens: int
     num_whole: int | None
     lengths_fingerprint: str
+
+    @classmethod
+    def of(cls, lengths: Lengths, capacity: int) -> DocumentTotals:
+        """Counted; ``num_whole`` is left open.
+
+        Args:
+            lengths: (num_documents,), contiguous, none below 0.
+            capacity: of the largest bucket.
+        """
+        counted = _core.count_documents(lengths, capacity)
+        return cls(
+            num_documents=len(lengths),
+            num_empty=counted["num_empty"],
+            num_longer=counted["num_longer"],
+            num_tokens=counted["num_tokens"],
+            num_whole=None,
+            lengths_fingerprint=lengths_fingerprint(lengths),
+        )
 
 
 def compute_metrics(
