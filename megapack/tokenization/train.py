@@ -14,8 +14,8 @@ from megapack.storage.atomic import atomic_write
 from megapack.tokenization.faults import Faults
 from megapack.tokenization.optional import require
 from megapack.tokenization.pieces import InputFile, ReadOptions
-from megapack.tokenization.plan import plan_shards
 from megapack.tokenization.readers import read_blocks
+from megapack.tokenization.shards import plan_shards
 
 __all__ = ["TrainOptions", "TrainResult", "train_tokenizer"]
 
