@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike
 
-from megapack.errors import DataError
+from megapack.errors import ConfigError, DataError
 from megapack.storage.lock import writer_lock
 from megapack.storage.meta import TokenFacts, check_metadata, meta_path, own_metadata
 from megapack.storage.mmididx import path_of, pick_dtype, prefix_of
@@ -68,7 +68,7 @@ def merge(
         OSError: a file cannot be read or written; nothing has the output's name then.
     """
     if not prefixes:
-        raise ValueError("merge needs at least one dataset")
+        raise ConfigError("merge needs at least one dataset")
     output = prefix_of(output)
     shards = [Shard(prefix, multimodal) for prefix in prefixes]
     _check_output(shards, output)
@@ -137,7 +137,7 @@ def _check_output(shards: list[Shard], output: str) -> None:
     target = path_of(output, ".bin")
     for shard in shards:
         if target.exists() and target.samefile(shard.bin_path):
-            raise ValueError(f"the output {output} is also an input; merge writes a new dataset")
+            raise ConfigError(f"the output {output} is also an input; merge writes a new dataset")
 
 
 def _common_dtype(shards: list[Shard]) -> np.dtype[Any]:

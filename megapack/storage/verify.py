@@ -12,7 +12,7 @@ from typing import Any
 import xxhash
 
 from megapack.errors import FormatError
-from megapack.storage.findings import Finding
+from megapack.storage.findings import Finding, has_errors
 from megapack.storage.meta import bin_pieces, checksum, read_meta
 from megapack.storage.mmididx import MAGIC, path_of, prefix_of
 from megapack.storage.opening import identity_of, open_regular
@@ -50,7 +50,7 @@ def verify(
     prefix = prefix_of(prefix)
     idx_path, bin_path = path_of(prefix, ".idx"), path_of(prefix, ".bin")
     findings = [*_leftovers(prefix), *_missing(idx_path, bin_path)]
-    if _has_errors(findings):
+    if has_errors(findings):
         return findings
     try:
         facts = survey(idx_path, bin_path)
@@ -60,7 +60,7 @@ def verify(
     meta, stale = _meta(prefix, facts)
     findings += stale
     dtype = facts.declared_dtype
-    if tokens and dtype is not None and not _has_errors(findings):
+    if tokens and dtype is not None and not has_errors(findings):
         known = meta or {}
         checks = TokenChecks(
             vocab_size=known.get("vocab_size") if vocab_size is None else vocab_size,
@@ -90,10 +90,6 @@ def find_duplicates(prefixes: Sequence[str | os.PathLike[str]]) -> dict[str, Fin
                 findings[prefix] = Finding("warning", "duplicate", text)
                 break
     return findings
-
-
-def _has_errors(findings: Sequence[Finding]) -> bool:
-    return any(finding.severity == "error" for finding in findings)
 
 
 def _missing(idx_path: Path, bin_path: Path) -> Iterator[Finding]:

@@ -59,11 +59,19 @@ class Piece(NamedTuple):
 class ReadOptions:
     """How documents are found in files."""
 
-    json_key: str = "text"  # also the parquet column
+    # Also the parquet column. Where there is no key `a.b`, it is key b of the object at key a.
+    json_key: str = "text"
     values: Literal["strings", "lists"] = "strings"  # lists: the JSON of a list of messages
     split_key: str | None = None  # another key; documents carry its hash
     block_bytes: int = 4 << 20  # of text in one block; memory follows it
     max_document_bytes: int = 1 << 30  # a longer line or file is a fault ("too long")
+
+    def keys(self) -> dict[str, str]:
+        """The keys that a document must have, its text first -> the option that names each."""
+        keys = {self.json_key: "--json-key" if self.values == "strings" else "--messages-key"}
+        if self.split_key is not None:
+            keys.setdefault(self.split_key, "--split-key")
+        return keys
 
     def __post_init__(self) -> None:
         if not 1 << 10 <= self.block_bytes <= self.max_document_bytes:
