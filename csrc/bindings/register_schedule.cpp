@@ -1,5 +1,6 @@
 // schedule and balance: small pure functions; arrays out.
 #include "bindings/integers.hpp"
+#include "bindings/scalars.hpp"
 #include "core/balance_deal.hpp"
 #include "core/schedule_blend.hpp"
 #include "core/schedule_order.hpp"
@@ -9,26 +10,34 @@
 namespace megapack {
 namespace {
 
-py::array_t<std::int64_t> permute_range_numpy(std::uint64_t key, std::int64_t size,
-                                              std::int64_t first, std::int64_t count) {
-    check(count >= 0, "count is ", count, "; it must not be negative");
-    std::vector<std::int64_t> out(static_cast<std::size_t>(count));
+std::uint64_t random_bits_of(const py::object& key, const py::object& counter) {
+    return random_bits(word(key, "key"), word(counter, "counter"));
+}
+
+py::array_t<std::int64_t> permute_range_numpy(const py::object& key, const py::object& size,
+                                              const py::object& first, const py::object& count) {
+    const std::uint64_t chosen = word(key, "key");
+    const std::int64_t all = integer(size, "size", 1), begin = integer(first, "first", 0, all);
+    std::vector<std::int64_t> out(
+        static_cast<std::size_t>(integer(count, "count", 0, all - begin)));
     {
         const py::gil_scoped_release release;
-        permute_range(key, size, first, out);
+        permute_range(chosen, all, begin, out);
     }
     return to_numpy(std::move(out));
 }
 
 py::array_t<std::int32_t> order_cycle_numpy(const Array<std::int64_t>& counts,
-                                            const Array<double>& odds, std::uint64_t key,
-                                            bool spread) {
+                                            const Array<double>& odds, const py::object& key,
+                                            const py::object& spread) {
+    const std::uint64_t chosen = word(key, "key");
+    const bool spread_out = flag(spread, "spread");
     const auto counts_view = view(counts, "counts");
     const auto odds_view = view(odds, "odds");
     std::vector<std::int32_t> order;
     {
         const py::gil_scoped_release release;
-        order = order_cycle(counts_view, odds_view, key, spread);
+        order = order_cycle(counts_view, odds_view, chosen, spread_out);
     }
     return to_numpy(std::move(order));
 }
@@ -46,14 +55,17 @@ py::tuple blend_pattern_numpy(const Array<std::int64_t>& shares) {
 py::array_t<std::int64_t> attention_cost_of_numpy(const py::array& sample_segment_offsets,
                                                   const py::array& segment_length,
                                                   const Array<std::int64_t>& samples,
-                                                  std::int64_t capacity, bool whole) {
+                                                  const py::object& capacity,
+                                                  const py::object& whole) {
+    const std::int64_t size = integer(capacity, "capacity");
+    const bool as_one = flag(whole, "whole");
     const Integers offsets = integers(sample_segment_offsets, "sample_segment_offsets");
     const Integers lengths = integers(segment_length, "segment_length");
     const auto samples_view = view(samples, "samples");
     std::vector<std::int64_t> costs;
     {
         const py::gil_scoped_release release;
-        costs = attention_cost_of(offsets, lengths, samples_view, capacity, whole);
+        costs = attention_cost_of(offsets, lengths, samples_view, size, as_one);
     }
     return to_numpy(std::move(costs));
 }
@@ -73,7 +85,7 @@ py::array_t<std::int64_t> deal_evenly_numpy(const Array<std::int64_t>& costs,
 }  // namespace
 
 void register_schedule(py::module_& m) {
-    m.def("random_bits", &random_bits, py::arg("key"), py::arg("counter"));
+    m.def("random_bits", &random_bits_of, py::arg("key"), py::arg("counter"));
     m.def("permute_range", &permute_range_numpy, py::arg("key"), py::arg("size"), py::arg("first"),
           py::arg("count"));
     m.def("order_cycle", &order_cycle_numpy, py::arg("counts").noconvert(),

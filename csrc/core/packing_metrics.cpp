@@ -50,17 +50,6 @@ class SampleReader {
 
 }  // namespace
 
-template <typename Length>
-DocumentTotals count_documents(Span<const Length> lengths, std::int64_t capacity) {
-    DocumentTotals totals;
-    for (const std::int64_t length : lengths) {
-        totals.num_tokens += length;
-        totals.num_empty += length == 0;
-        totals.num_longer += length > capacity;
-    }
-    return totals;
-}
-
 template <typename Id, typename Length>
 SegmentTotals measure(const SampleView<Id, Length>& samples, Span<const Length> lengths) {
     const SampleReader<Id, Length> reader(samples, lengths);
@@ -149,7 +138,5 @@ void check_laws(const SampleView<Id, Length>& samples, Span<const std::int64_t> 
                              Span<const Length>);
 MEGAPACK_FOR_EACH_WIDTH(MEGAPACK_INSTANTIATE)
 MEGAPACK_INSTANTIATE(std::int32_t, std::int64_t)
-template DocumentTotals count_documents(Span<const std::int32_t>, std::int64_t);
-template DocumentTotals count_documents(Span<const std::int64_t>, std::int64_t);
 
 }  // namespace megapack

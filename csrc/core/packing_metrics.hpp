@@ -15,22 +15,6 @@ struct SampleView {
     Span<const std::int32_t> segment_length;
 };
 
-struct DocumentTotals {
-    std::int64_t num_tokens = 0, num_empty = 0;
-    std::int64_t num_longer = 0;  // than the capacity asked about
-};
-
-template <typename Length>
-DocumentTotals count_documents(Span<const Length> lengths, std::int64_t capacity);
-
-// All lengths joined bit by bit: negative if one of them is, above 2^31 - 1 if one of them is.
-template <typename Length>
-std::int64_t or_of(Span<const Length> lengths) {
-    Length bits = 0;
-    for (const Length length : lengths) bits |= length;
-    return bits;
-}
-
 struct SegmentTotals {
     std::vector<std::int64_t> tokens_per_bucket;  // placed, padding not counted
     std::int64_t whole_documents = 0;             // segments that are a document from end to end
