@@ -18,29 +18,29 @@ export DS_ACCELERATOR=cpu OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} TOKENIZERS_PARAL
 export PYTHONWARNINGS=ignore::FutureWarning  # torch about names that DeepSpeed uses
 
 say() { printf '\n\033[1m%s\033[0m\n' "$*"; }
-megapack() { "$PYTHON" -m megapack.cli.main "$@"; }
+megapack-build() { "$PYTHON" -m megapack.cli.main "$@"; }
 
 say "1/7 corpus: the Python source on this disk"
 rm -rf "$OUT" && mkdir -p "$OUT"
 "$PYTHON" launch/demo_corpus.py --output-dir "$OUT" --max-megabytes "$MEGABYTES"
 
 say "2/7 tokenizer and documents"
-megapack train-tokenizer --input "$OUT/train.jsonl" --vocab-size 8192 --sample-bytes 8M \
+megapack-build train-tokenizer --input "$OUT/train.jsonl" --vocab-size 8192 --sample-bytes 8M \
     --output "$OUT/tokenizer.model"
 for split in train valid; do
-    megapack tokenize --input "$OUT/$split.jsonl" --json-key text --append-eod --workers 2 \
+    megapack-build tokenize --input "$OUT/$split.jsonl" --json-key text --append-eod --workers 2 \
         --tokenizer "$OUT/tokenizer.model" --output-prefix "$OUT/$split"
 done
 
 say "3/7 samples: concatenate and cut, the usual way"
-megapack pack --data-prefix "$OUT/train" --strategy concat --buckets 4096 \
+megapack-build pack --data-prefix "$OUT/train" --strategy concat --buckets 4096 \
     --output "$OUT/train.concat.samples"
 
 say "4/7 samples: buckets, no document cut unless it is longer than all of them"
-megapack pack --data-prefix "$OUT/train" --strategy bucket --buckets "$BUCKETS" \
+megapack-build pack --data-prefix "$OUT/train" --strategy bucket --buckets "$BUCKETS" \
     --output "$OUT/train.samples"
 say "both, side by side"
-megapack compare --data-prefix "$OUT/train" --strategies concat@4096 bucket --buckets "$BUCKETS"
+megapack-build compare --data-prefix "$OUT/train" --strategies concat@4096 bucket --buckets "$BUCKETS"
 
 train() {
     deepspeed --num_accelerators "$RANKS" --master_port "${PORT:-29611}" launch/pretrain.py \

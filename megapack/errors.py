@@ -11,6 +11,7 @@ __all__ = [
     "DataError",
     "FormatError",
     "IndexMismatchError",
+    "LockedError",
     "MegapackError",
     "MegapackWarning",
     "RankMismatchError",
@@ -36,6 +37,10 @@ class DataError(MegapackError, ValueError):
 
 class IndexMismatchError(MegapackError, ValueError):
     """A .samples file was built from another dataset than the one it is opened with."""
+
+
+class LockedError(MegapackError, RuntimeError):
+    """Another process writes what was to be written; the message names its host and pid."""
 
 
 class ResumeError(MegapackError, RuntimeError):

@@ -19,8 +19,6 @@ void AtomRules::check_sizes() const {
 
 namespace {
 
-constexpr std::size_t kPartSize = std::size_t{1} << 20;
-
 // Every document cut in units, one sample each, in the order of documents.
 template <typename Id, typename Length>
 Samples<Id, Length> cut_in_units(const Documents<Id, Length>& documents, std::int64_t unit,

@@ -6,8 +6,6 @@
 namespace megapack {
 namespace {
 
-constexpr std::size_t kPartSize = std::size_t{1} << 20;
-
 void check_powers_of_two(const std::vector<std::int64_t>& capacities) {
     check_capacities(capacities);
     check((capacities[0] & (capacities[0] - 1)) == 0, "bucket ", capacities[0],

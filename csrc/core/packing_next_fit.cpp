@@ -5,9 +5,6 @@
 namespace megapack {
 namespace {
 
-// Documents between two reports of progress.
-constexpr std::size_t kPartSize = std::size_t{1} << 20;
-
 template <typename Id, typename Length>
 class NextFit {
   public:

@@ -8,9 +8,6 @@
 namespace megapack {
 namespace {
 
-// Documents a task handles between two reports of progress.
-constexpr std::size_t kPartSize = std::size_t{1} << 20;
-
 // [part][bucket] -> a number; prefix sums run over the parts, bucket by bucket.
 using Table = std::vector<std::vector<std::int64_t>>;
 

@@ -3,7 +3,7 @@
 An .idx (or the prefix of a dataset) shows what is stored and how long the documents are; a
 .samples file shows how it was packed and what the packing is worth. With --sample, one sample
 is shown as training sees it: its text, where documents begin and end, and which tokens have no
-label.
+label (PREFIX.labels, where it stands, decides that).
 
 examples:
   megapack-build inspect data/train
@@ -16,15 +16,15 @@ from __future__ import annotations
 
 import argparse
 import json
-from pathlib import Path
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
-from rich.console import Console
-from rich.table import Table
 
+from megapack.cli.arguments import add_json, add_tokenizer
+from megapack.cli.datasets import dataset_prefixes, prefix_of_samples
 from megapack.cli.inspect_sample import print_sample, view_sample
-from megapack.cli.report import Screen
+from megapack.cli.report import Screen, counted, note, print_table
 from megapack.errors import ConfigError
 from megapack.packing import SampleIndex
 from megapack.storage import IndexedDataset
@@ -36,56 +36,90 @@ BAR = 40  # characters of the longest bar
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("path", help="a dataset prefix, an .idx, or a .samples file")
+    parser.add_argument(
+        "prefixes",
+        nargs="*",
+        action="extend",
+        metavar="PREFIX",
+        default=argparse.SUPPRESS,
+        help="datasets (prefixes, .idx files, directories of them), or .samples files",
+    )
     parser.add_argument(
         "--data-prefix",
-        help="the dataset of a .samples file (default: where it lay when it was packed)",
+        nargs="+",
+        action="extend",
+        dest="prefixes",
+        default=[],
+        metavar="PREFIX",
+        help="the same; beside a .samples file its dataset (default: where it lay when packed)",
     )
-    parser.add_argument("--sample", type=int, metavar="N", help="show sample N of a .samples file")
-    parser.add_argument("--tokenizer", help="turns ids into text, as in megapack-build tokenize")
+    parser.add_argument("--sample", type=int, metavar="I", help="show sample I of a .samples file")
+    add_tokenizer(parser, help="turns ids into text")
     parser.add_argument("--full", action="store_true", help="do not shorten the text of segments")
-    parser.add_argument("--json", action="store_true", help="print facts as JSON")
+    add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    console = Screen(highlight=False)
-    if args.path.endswith(".samples"):
-        index = SampleIndex.load(args.path)
-        if args.sample is not None:
-            _show_sample(console, index, args)
-        elif args.json:
-            print(json.dumps(describe_index(index), indent=2))
-        else:
-            _print_index(console, args.path, index)
-        return 0
+    console = Screen()
+    names = [name for name in args.prefixes if name.endswith(".samples")]
+    prefixes = dataset_prefixes(name for name in args.prefixes if not name.endswith(".samples"))
+    if not names and not prefixes:
+        raise ConfigError("nothing to inspect; name a dataset (PREFIX) or a .samples file")
     if args.sample is not None:
-        raise ConfigError(f"--sample needs a .samples file; {args.path} is a dataset")
-    facts = describe_dataset(IndexedDataset(args.path))
+        if len(names) != 1 or len(prefixes) > 1:
+            raise ConfigError(
+                f"--sample needs one .samples file and at most one dataset, not "
+                f"{' '.join(args.prefixes)}"
+            )
+        _show_sample(console, names[0], prefixes, args)
+        return 0
+    facts = [describe_index(name, SampleIndex.load(name)) for name in names]
+    facts += [describe_dataset(IndexedDataset(prefix)) for prefix in prefixes]
     if args.json:
-        print(json.dumps(facts, indent=2))
-    else:
-        _print_dataset(console, facts)
+        print(json.dumps(facts[0] if len(facts) == 1 else facts, indent=2))
+        return 0
+    for described in facts:
+        (_print_index if "strategy" in described else _print_dataset)(console, described)
     return 0
 
 
-def _show_sample(console: Console, index: SampleIndex, args: argparse.Namespace) -> None:
+def _show_sample(console: Screen, path: str, prefixes: list[str], args: argparse.Namespace) -> None:
+    index = SampleIndex.load(path)
     if not 0 <= args.sample < index.num_samples:
         raise ConfigError(
-            f"--sample {args.sample}: {args.path} has samples 0 to {index.num_samples - 1}"
+            f"--sample {args.sample}: {path} has samples 0 to {index.num_samples - 1}"
         )
-    prefix = args.data_prefix or (index.source or {}).get("prefix")
-    if prefix is None:
-        raise ConfigError(f"{args.path} does not say which dataset it is of; give --data-prefix")
-    if not IndexedDataset.exists(prefix) and args.data_prefix is None:
-        # A dataset and its index often travel together.
-        prefix = str(Path(args.path).with_name(Path(prefix).name))
+    dataset = IndexedDataset(prefixes[0] if prefixes else prefix_of_samples(path, index))
+    segments = view_sample(dataset, index, args.sample)
     decode = None
     if args.tokenizer is not None:
-        from megapack.tokenization.decode import load_decoder  # noqa: PLC0415
-
-        decode = load_decoder(args.tokenizer)
-    segments = view_sample(IndexedDataset(prefix), index, args.sample)
+        decode = _decoder(args.tokenizer, dataset, [i for view in segments for i in view.token_ids])
     print_sample(console, index, args.sample, segments, decode, full=args.full)
+
+
+def _decoder(
+    source: str, dataset: IndexedDataset, token_ids: Sequence[int]
+) -> Callable[[Sequence[int]], str]:
+    """Ids to text. Raises ConfigError if this cannot be the tokenizer that made the dataset."""
+    from megapack.tokenization.decode import load_decoder  # noqa: PLC0415
+    from megapack.tokenization.tokenizer import TokenizerFiles  # noqa: PLC0415
+
+    files = TokenizerFiles.open(source)
+    named = (dataset.meta or {}).get("tokenizer") or {}
+    told = f"; its metadata names {named['source']}" if "source" in named else ""
+    if named.get("vocab_size", files.vocab_size) != files.vocab_size:
+        raise ConfigError(
+            f"{dataset.prefix} was not made by {source} ({files.vocab_size:,} ids): its metadata "
+            f"names {named.get('source')} ({named['vocab_size']:,} ids); give that as --tokenizer"
+        )
+    if max(token_ids, default=0) >= files.vocab_size:
+        raise ConfigError(
+            f"{dataset.prefix} was not made by {source}: token id {max(token_ids)} is not one of "
+            f"its {files.vocab_size:,} ids{told}; give the tokenizer that made it"
+        )
+    if named.get("digest", files.digest) != files.digest:
+        note(f"{source} is not the file that made {dataset.prefix}{told}")
+    return load_decoder(source)
 
 
 def describe_dataset(dataset: IndexedDataset) -> dict[str, Any]:
@@ -108,9 +142,10 @@ def describe_dataset(dataset: IndexedDataset) -> dict[str, Any]:
     }
 
 
-def describe_index(index: SampleIndex) -> dict[str, Any]:
+def describe_index(path: str, index: SampleIndex) -> dict[str, Any]:
     """Facts about a .samples file as JSON values."""
     return {
+        "path": path,
         "strategy": index.strategy,
         "parameters": index.parameters,
         "seed": index.seed,
@@ -122,56 +157,62 @@ def describe_index(index: SampleIndex) -> dict[str, Any]:
     }
 
 
-def _print_dataset(console: Console, facts: dict[str, Any]) -> None:
-    console.print(f"{facts['prefix']}: {facts['dtype']} tokens", style="bold")
-    console.print(
-        f"{facts['num_documents']:,} documents ({facts['num_empty_documents']:,} empty) in "
-        f"{facts['num_sequences']:,} sequences, {facts['num_tokens']:,} tokens, "
+def _print_dataset(console: Screen, facts: dict[str, Any]) -> None:
+    console.write_line(f"{facts['prefix']}: {facts['dtype']} tokens", style="bold")
+    console.write_line(
+        f"{counted(facts['num_documents'], 'document')} ({facts['num_empty_documents']:,} empty) "
+        f"in {counted(facts['num_sequences'], 'sequence')}, "
+        f"{counted(facts['num_tokens'], 'token')}, "
         f"{facts['mean_length']:,.1f} per document"
     )
     meta = facts["meta"]
     if meta is None:
-        console.print("no .meta.json: not built by megapack, or moved without it")
+        console.write_line("no .meta.json: not built by megapack, or moved without it")
     else:
-        told = {k: v for k, v in meta.items() if isinstance(v, (str, int)) and k not in facts}
-        console.print(", ".join(f"{key} {value}" for key, value in told.items()))
-    table = Table("quantile", "tokens", title="document lengths", title_justify="left")
-    for quantile, value in facts["length_quantiles"].items():
-        table.add_row(f"{float(quantile):.0%}", f"{value:,}")
-    console.print(table)
+        for key, value in meta.items():
+            if isinstance(value, (str, int)) and key not in facts:
+                console.write_line(f"{key}: {value}")
+    quantiles = facts["length_quantiles"].items()
+    console.write_line("document lengths")
+    print_table(("quantile", "tokens"), [(f"{float(q):.0%}", f"{n:,}") for q, n in quantiles])
     _print_histogram(console, facts["documents_up_to_power_of_two"])
 
 
-def _print_histogram(console: Console, counts: dict[str, int]) -> None:
+def _print_histogram(console: Screen, counts: dict[str, int]) -> None:
     tallest = max(counts.values(), default=0)
     for upper, count in counts.items():
         if count:
             bar = "#" * max(1, round(BAR * count / tallest))
-            console.print(f"{'<= ' + format(int(upper), ','):>14} {bar:{BAR}} {count:,}")
+            console.write_line(f"{'<= ' + format(int(upper), ','):>14} {bar:{BAR}} {count:,}")
 
 
-def _print_index(console: Console, path: str, index: SampleIndex) -> None:
-    metrics = index.metrics()
-    source = (index.source or {}).get("prefix", "bare lengths")
-    console.print(f"{path}: {index.strategy} of {source}", style="bold")
-    chosen = ", ".join(f"{k}={v}" for k, v in sorted(index.parameters.items()))
-    console.print(f"seed={index.seed}, {chosen}")
-    for name, why in index.decisions.items():
-        console.print(f"{name}: {why}")
-    table = Table("bucket", "samples", "tokens", "share of tokens", "filled")
-    for b, capacity in enumerate(index.bucket_capacity.tolist()):
-        samples, tokens = metrics["samples_per_bucket"][b], metrics["tokens_per_bucket"][b]
-        table.add_row(
-            f"{capacity:,}",
-            f"{samples:,}",
-            f"{tokens:,}",
-            f"{tokens / max(1, metrics['placed_tokens']):.1%}",
-            f"{tokens / max(1, samples * capacity):.3%}",
-        )
-    for column in table.columns:
-        column.justify = "right"
-    console.print(table)
-    console.print(
+def _print_index(console: Screen, facts: dict[str, Any]) -> None:
+    metrics = facts["metrics"]
+    source = (facts["source"] or {}).get("prefix", "bare lengths")
+    console.write_line(f"{facts['path']}: {facts['strategy']} of {source}", style="bold")
+    chosen = ", ".join(f"{k}={v}" for k, v in sorted(facts["parameters"].items()))
+    console.write_line(f"seed={facts['seed']}, {chosen}")
+    for name, why in facts["decisions"].items():
+        console.write_line(f"{name}: {why}")
+    columns = (
+        facts["bucket_capacity"],
+        metrics["samples_per_bucket"],
+        metrics["tokens_per_bucket"],
+    )
+    print_table(
+        ("bucket", "samples", "tokens", "share of tokens", "filled"),
+        [
+            (
+                f"{capacity:,}",
+                f"{samples:,}",
+                f"{tokens:,}",
+                f"{tokens / max(1, metrics['placed_tokens']):.1%}",
+                f"{tokens / max(1, samples * capacity):.3%}",
+            )
+            for capacity, samples, tokens in zip(*columns, strict=True)
+        ],
+    )
+    console.write_line(
         f"padding {metrics['padding_ratio']:.3%}, truncated documents "
         f"{metrics['truncation_ratio']:.3%} (longer than the largest bucket: "
         f"{metrics['truncation_floor']:.3%}), documents per sample "

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
-from rich.console import Console
 from rich.text import Text
 
+from megapack.cli.report import Screen, counted
 from megapack.packing import SampleIndex
 from megapack.storage import IndexedDataset
+from megapack.storage.labels import open_labels
 
 __all__ = ["SegmentView", "print_sample", "view_sample"]
 
@@ -28,6 +30,7 @@ class SegmentView:
     document_length: int
     sample_offset: int
     token_ids: list[int]
+    has_label: list[bool]  # of every token: is the loss of predicting its successor counted?
 
     @property
     def ends_document(self) -> bool:
@@ -35,8 +38,14 @@ class SegmentView:
 
     @property
     def num_labels(self) -> int:
-        """The last token of a document predicts nothing; every other one its successor."""
-        return len(self.token_ids) - self.ends_document
+        return sum(self.has_label)
+
+    def labelled(self) -> str:
+        if all(self.has_label):
+            return "every token has a label"
+        if self.num_labels == len(self.token_ids) - 1 and self.ends_document:
+            return "last token has no label"
+        return f"{self.num_labels:,} of {len(self.token_ids):,} tokens have a label"
 
     def extent(self) -> str:
         if self.begin == 0 and self.ends_document:
@@ -46,28 +55,39 @@ class SegmentView:
 
 
 def view_sample(dataset: IndexedDataset, index: SampleIndex, sample: int) -> list[SegmentView]:
-    """The segments of a sample. Raises IndexError, IndexMismatchError (another dataset)."""
+    """The segments of a sample, with the labels of ``<prefix>.labels`` where that stands.
+
+    Raises:
+        IndexError: there is no such sample.
+        IndexMismatchError: the index or the labels are of another dataset.
+    """
     index.check_source(dataset)
+    chosen = (open_labels(dataset) or dataset).tokens
     _, segments = index.sample(sample)
     offsets, lengths = dataset.document_offsets, dataset.document_lengths
     views: list[SegmentView] = []
     for document, begin, length in segments:
-        start = int(offsets[document]) + begin
+        first, end = int(offsets[document]), begin + length
+        start = first + begin
+        document_length = int(lengths[document])
+        # A token's label is its successor in the document; the last one has none.
+        labels = chosen[start + 1 : first + min(end + 1, document_length)]
         views.append(
             SegmentView(
                 document=document,
                 begin=begin,
-                end=begin + length,
-                document_length=int(lengths[document]),
+                end=end,
+                document_length=document_length,
                 sample_offset=sum(len(view.token_ids) for view in views),
                 token_ids=dataset.tokens[start : start + length].tolist(),
+                has_label=(labels >= 0).tolist() + [False] * (length - len(labels)),
             )
         )
     return views
 
 
 def print_sample(
-    console: Console,
+    console: Screen,
     index: SampleIndex,
     sample: int,
     segments: list[SegmentView],
@@ -82,25 +102,25 @@ def print_sample(
     cu_seqlens = [view.sample_offset for view in segments] + [used]
     if used < capacity:
         cu_seqlens.append(capacity)
-    console.print(
+    console.write_line(
         f"sample {sample:,} of bucket {bucket} (capacity {capacity:,}): "
-        f"{len(segments)} segments, {used:,} tokens, {capacity - used:,} padding, "
-        f"{sum(view.num_labels for view in segments):,} labels",
+        f"{counted(len(segments), 'segment')}, {counted(used, 'token')}, "
+        f"{capacity - used:,} padding, "
+        f"{counted(sum(view.num_labels for view in segments), 'label')}",
         style="bold",
     )
-    console.print(f"cu_seqlens {cu_seqlens}", highlight=False)
+    console.write_line(f"cu_seqlens {cu_seqlens}")
     for number, view in enumerate(segments):
         colour = COLOURS[number % len(COLOURS)]
-        masked = "last token has no label" if view.ends_document else "every token has a label"
-        console.print(
+        console.write_line(
             f"--- segment {number}: document {view.document:,}, {view.extent()}; sample positions "
             f"[{cu_seqlens[number]:,}, {cu_seqlens[number + 1]:,}), position_ids 0.."
-            f"{len(view.token_ids) - 1:,}; {masked}",
+            f"{len(view.token_ids) - 1:,}; {view.labelled()}",
             style=f"bold {colour}",
         )
-        console.print(_body(view, decode, colour, full=full), highlight=False, soft_wrap=True)
+        console.print(_body(view, decode, colour, full=full), soft_wrap=True)
     if used < capacity:
-        console.print(f"--- padding: {capacity - used:,} tokens, no labels", style=MASKED)
+        console.write_line(f"--- padding: {capacity - used:,} tokens, no labels", style=MASKED)
 
 
 def _body(
@@ -110,10 +130,14 @@ def _body(
     *,
     full: bool,
 ) -> Text:
+    """Runs of tokens with and without a label; only whole runs can be decoded."""
     show = decode or (lambda ids: " ".join(map(str, ids)) + " ")
-    body = Text(_shorten(show(view.token_ids[: view.num_labels]), full=full), style=colour)
-    if view.ends_document:
-        body.append(show(view.token_ids[view.num_labels :]), style=MASKED)
+    body = Text()
+    for has_label, run in groupby(
+        zip(view.has_label, view.token_ids, strict=True), key=lambda token: token[0]
+    ):
+        text = show([token_id for _, token_id in run])
+        body.append(_shorten(text, full=full), style=colour if has_label else MASKED)
     return body
 
 

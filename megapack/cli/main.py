@@ -1,8 +1,8 @@
 """megapack-build: one command per file of this room; only the chosen one is imported.
 
 Results go to stdout, progress and logs to stderr. Exit status: 0 done, 1 the input or a file is
-at fault (the message says which), 2 the command line is at fault, 130 interrupted, 141 whoever read
-the output left (as in ``| head``).
+at fault (the message says which) or verify found damage, 2 the command line or the configuration is
+at fault, 130 interrupted, 141 whoever read the output left (as in ``| head``).
 """
 
 from __future__ import annotations
@@ -13,13 +13,14 @@ import importlib
 import os
 import select
 import sys
+import traceback
 from collections.abc import Sequence
 from typing import Any, NoReturn, TextIO
 
 from megapack import __version__
-from megapack.errors import MegapackError
+from megapack.errors import ConfigError, MegapackError
 
-__all__ = ["main"]
+__all__ = ["COMMANDS", "build_parser", "main"]
 
 # command -> (module with add_arguments(parser) and run(args) -> int, one line of help)
 COMMANDS = {
@@ -78,7 +79,8 @@ def _dispatch(arguments: list[str]) -> int:
     return _run(name, rest)
 
 
-def _run(name: str, arguments: list[str]) -> int:
+def build_parser(name: str) -> argparse.ArgumentParser:
+    """The parser of one command, as main() uses it."""
     module = importlib.import_module(COMMANDS[name][0])
     parser = _Parser(
         prog=f"megapack-build {name}",
@@ -86,15 +88,22 @@ def _run(name: str, arguments: list[str]) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     module.add_arguments(parser)
+    parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    return parser
+
+
+def _run(name: str, arguments: list[str]) -> int:
+    args = build_parser(name).parse_args(arguments)
     try:
-        args = parser.parse_args(arguments)
-        status: int = module.run(args)
+        status: int = importlib.import_module(COMMANDS[name][0]).run(args)
         return status
     except (MegapackError, ValueError, OSError) as error:
         if isinstance(error, BrokenPipeError) and _reader_left(sys.stdout):
             raise
+        if args.debug:
+            traceback.print_exc()
         print(f"megapack-build {name}: error: {error}", file=sys.stderr)
-        return 1
+        return 2 if isinstance(error, ConfigError) else 1
     except KeyboardInterrupt:
         print(f"megapack-build {name}: interrupted", file=sys.stderr)
         return 130

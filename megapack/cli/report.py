@@ -14,13 +14,31 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-__all__ = ["Screen", "Work", "count", "note", "percent", "print_table", "short"]
+__all__ = [
+    "Screen",
+    "Work",
+    "count",
+    "counted",
+    "note",
+    "percent",
+    "print_table",
+    "short",
+    "size",
+]
 
 _SECONDS_BETWEEN_LINES = 10.0
 
 
 class Screen(Console):
     """stdout. A reader that left early (``| head``) is an error here; main() ends quietly on it."""
+
+    def __init__(self) -> None:
+        # On a pipe rich would cut at 80 columns; whoever reads a file wants all of it.
+        super().__init__(highlight=False, width=None if sys.stdout.isatty() else 10_000)
+
+    def write_line(self, text: str, style: str | None = None) -> None:
+        """Text as it is: no markup is looked for, and no end of line is put in."""
+        self.print(text, style=style, markup=False, soft_wrap=True)
 
     def on_broken_pipe(self) -> NoReturn:
         raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
@@ -35,9 +53,7 @@ def print_table(
         table.add_column(column, justify="left" if i == 0 else "right", no_wrap=True)
     for row in rows:
         table.add_row(*map(str, row))
-    # On a pipe rich would cut at 80 columns; whoever reads a file wants all of it.
-    width = None if sys.stdout.isatty() else 200
-    Screen(highlight=False, width=width).print(table)
+    Screen().print(table)
 
 
 def note(text: str) -> None:
@@ -48,6 +64,16 @@ def note(text: str) -> None:
 def count(number: int) -> str:
     """1234567 -> 1,234,567"""
     return f"{number:,}"
+
+
+def counted(number: int, noun: str) -> str:
+    """1, "shard" -> 1 shard; 1234, "shard" -> 1,234 shards"""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+def size(num_bytes: int) -> str:
+    """512 -> 512 B; 1234567 -> 1.23 MB"""
+    return f"{num_bytes} B" if num_bytes < 1000 else f"{short(num_bytes)}B"
 
 
 def short(number: float) -> str:

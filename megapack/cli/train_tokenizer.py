@@ -14,7 +14,8 @@ import argparse
 import sys
 import time
 
-from megapack.cli.corpus_arguments import add_corpus_arguments, byte_count
+from megapack.cli.arguments import byte_count
+from megapack.cli.corpus_arguments import add_corpus_arguments
 from megapack.tokenization.faults import Faults, fault_lines
 from megapack.tokenization.pieces import ReadOptions
 from megapack.tokenization.sources import find_inputs
@@ -59,7 +60,11 @@ def run(args: argparse.Namespace) -> int:
         special_tokens=tuple(args.special_token),
     )
     files = find_inputs(
-        args.input, suffixes=args.suffix, format=args.format, max_bytes=args.max_input_bytes
+        args.input,
+        suffixes=args.suffix,
+        format=args.format,
+        max_bytes=args.max_input_bytes,
+        note=lambda text: print(text, file=sys.stderr),
     )
     read = ReadOptions(json_key=args.json_key, max_document_bytes=args.max_document_bytes)
     result = train_tokenizer(files, args.output, options, read=read, faults=Faults(args.on_error))

@@ -14,16 +14,16 @@ from torch.utils.data import Dataset
 from megapack import _core
 from megapack.data.batch import Batch, BatchLayout, Buffers, allocate
 from megapack.data.source import SampleSource
-from megapack.errors import ConfigError, IndexMismatchError
+from megapack.errors import ConfigError
 from megapack.packing import SampleIndex
 from megapack.storage import IndexedDataset
+from megapack.storage.labels import LabelDocuments, open_labels
 
 __all__ = ["PackedDataset"]
 
 Prefix: TypeAlias = str | os.PathLike[str]
 Documents: TypeAlias = IndexedDataset | Prefix
 Index: TypeAlias = SampleIndex | Prefix
-LabelDocuments: TypeAlias = Documents | Literal["auto"] | None
 
 
 class PackedDataset(Dataset[Batch]):
@@ -95,7 +95,7 @@ class PackedDataset(Dataset[Batch]):
         for documents, samples in zip(self.datasets, indices, strict=True):
             samples.check_source(documents)
         self._label_datasets = [
-            _labels_of(documents, labels)
+            open_labels(documents, labels)
             for documents, labels in zip(
                 self.datasets, _label_list(label_dataset, len(self.datasets)), strict=True
             )
@@ -292,26 +292,6 @@ def _label_list(labels: Any, num_datasets: int) -> list[LabelDocuments]:
             "each, 'auto' or None among them"
         )
     return listed
-
-
-def _labels_of(dataset: IndexedDataset, labels: LabelDocuments) -> IndexedDataset | None:
-    if labels is None:
-        return None
-    if labels == "auto":
-        prefix = f"{dataset.prefix}.labels"
-        if not IndexedDataset.exists(prefix):
-            return None
-        labels = prefix
-    if not isinstance(labels, IndexedDataset):
-        labels = IndexedDataset(labels)
-    for name in ("num_documents", "num_tokens"):
-        theirs, ours = getattr(labels, name), getattr(dataset, name)
-        if theirs != ours:
-            raise IndexMismatchError(
-                f"labels {labels.prefix} and documents {dataset.prefix} do not belong together: "
-                f"{name} is {theirs} and {ours}; write both in one run"
-            )
-    return labels
 
 
 def _listed(values: NDArray[np.int32], rows: int, layout: BatchLayout) -> torch.Tensor:

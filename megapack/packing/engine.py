@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import numbers
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from megapack import _core
-from megapack.errors import DataError
 from megapack.packing.alignment import check_alignment, rounded_up, with_true_lengths
+from megapack.packing.format import lengths_fingerprint
 from megapack.packing.index import SampleIndex
+from megapack.packing.metrics import DocumentTotals
 from megapack.packing.runners import Request
 from megapack.packing.strategies import find_strategy
 
@@ -58,7 +60,7 @@ def pack(
 
     Raises:
         ValueError: unknown strategy, parameter or preset, a value out of range, bad buckets.
-        DataError: a negative length.
+        DataError: a negative length, or more than 2**62 tokens in all.
     """
     chosen = find_strategy(strategy)
     capacities = _check_buckets(buckets, chosen.many_buckets, strategy)
@@ -68,11 +70,14 @@ def pack(
         raise ValueError(f"threads is {threads}; it must be at least 1")
     resolved = chosen.resolve(parameters, preset=preset, capacity=capacities[-1])
     check_alignment(alignment, capacities, resolved)
-    documents = _check_lengths(lengths)
-    rounded, documents = rounded_up(documents, alignment)
+    documents, checked = _check_lengths(lengths, capacities[-1])
+    totals = _totals(documents, checked)
+    if alignment > 1:
+        rounded, documents = rounded_up(documents, alignment)
+        checked = _core.DocumentLengths(rounded)
     arrays = chosen.run(
         Request(
-            lengths=rounded,
+            lengths=checked,
             buckets=capacities,
             parameters=resolved,
             seed=int(seed),
@@ -86,13 +91,31 @@ def pack(
     if alignment > 1:
         arrays = with_true_lengths(arrays, documents, alignment)
         resolved["alignment"] = int(alignment)
-    return SampleIndex.from_packing(
-        arrays,
-        documents,
+    index = SampleIndex(
+        **{"decisions": {}, **arrays},
         strategy=strategy,
         parameters=resolved,
         buckets=capacities,
         seed=int(seed),
+        documents=totals,
+    )
+    if index.dropped_tokens:  # its arrays alone do not tell which documents lost tokens
+        whole = _core.whole_documents(*index.segment_arrays(), documents)
+        index = replace(index, documents=replace(totals, num_whole=whole))
+    return index
+
+
+def _totals(
+    lengths: NDArray[np.int32] | NDArray[np.int64], checked: _core.DocumentLengths
+) -> DocumentTotals:
+    """All that is kept of the lengths: the array belongs to the caller, who may change it."""
+    return DocumentTotals(
+        num_documents=len(lengths),
+        num_empty=checked.num_empty,
+        num_longer=checked.num_longer,
+        num_tokens=checked.num_tokens,
+        num_whole=None,
+        lengths_fingerprint=lengths_fingerprint(lengths),
     )
 
 
@@ -112,7 +135,10 @@ def _check_buckets(buckets: int | Iterable[int], many: bool, strategy: str) -> l
     return capacities
 
 
-def _check_lengths(lengths: ArrayLike) -> NDArray[np.int32] | NDArray[np.int64]:
+def _check_lengths(
+    lengths: ArrayLike, capacity: int
+) -> tuple[NDArray[np.int32] | NDArray[np.int64], _core.DocumentLengths]:
+    """The lengths as int32, or int64 where one needs it, and their one check in the core."""
     array = np.asarray(lengths)
     if array.size == 0:
         array = array.astype(np.int32)
@@ -121,13 +147,11 @@ def _check_lengths(lengths: ArrayLike) -> NDArray[np.int32] | NDArray[np.int64]:
             f"lengths is of dtype {array.dtype} and shape {array.shape}; it must be a "
             "one-dimensional array of integers, tokens per document"
         )
-    if array.dtype not in (np.dtype(np.int32), np.dtype(np.int64)):
+    if array.dtype not in (np.int32, np.int64, np.uint64):
         array = array.astype(np.int64)
     array = np.ascontiguousarray(array)
-    bits = _core.or_of_lengths(array)
-    if bits < 0:
-        document = int(np.argmax(array < 0))
-        raise DataError(f"document {document} has length {array[document]}; it must not be below 0")
-    if array.dtype == np.dtype(np.int64) and bits <= _INT32_MAX:
-        array = array.astype(np.int32)
-    return array
+    checked = _core.DocumentLengths(array, capacity=capacity)
+    if array.dtype == np.int32:
+        return array, checked
+    array = array.astype(np.int32 if checked.longest <= _INT32_MAX else np.int64)
+    return array, _core.DocumentLengths(array, capacity=capacity)

@@ -6,20 +6,18 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
 from megapack import _core
 from megapack.packing.bucket_choice import choose_bucket_way
+from megapack.packing.ratios import exact_ratio, largest_overlap
 
 __all__ = ["Request"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """What a runner works on; ``lengths`` is int32 or int64, ``buckets`` ascends."""
+    """What a runner works on; ``buckets`` ascends."""
 
-    lengths: NDArray[np.int32] | NDArray[np.int64]
+    lengths: _core.DocumentLengths
     buckets: list[int]
     parameters: dict[str, Any]
     seed: int
@@ -97,7 +95,9 @@ def run_seamless(request: Request) -> dict[str, Any]:
     return _core.pack_seamless(
         request.lengths,
         request.capacity,
-        request.parameters["r_max"],
+        largest_overlap(
+            request.parameters["r_max"], request.parameters["placement"], request.capacity
+        ),
         request.parameters["placement"],
         request.parameters["extra_capacity"],
         request.parameters["last"] == "drop",
@@ -123,7 +123,7 @@ def _bucket_llm(request: Request, *, pairs: bool) -> dict[str, Any]:
     rules = _core.BucketRules(
         capacities=request.buckets,
         overflow="head",
-        padding_threshold=request.parameters["padding_threshold"],
+        padding_threshold=exact_ratio(request.parameters["padding_threshold"]),
         pairs=pairs,
         shuffle_segments=True,
     )
@@ -139,7 +139,7 @@ def run_bucket(request: Request) -> dict[str, Any]:
         request.lengths,
         request.buckets,
         promote=request.parameters["promote"],
-        padding_threshold=request.parameters["padding_threshold"],
+        padding_threshold=exact_ratio(request.parameters["padding_threshold"]),
         refine=request.parameters["refine"],
         threads=request.threads,
     )

@@ -14,9 +14,11 @@ import secrets
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, Any, TypeAlias
+from typing import IO, Any, Protocol, TypeAlias
 
-__all__ = ["AtomicFile", "Buffer", "atomic_write", "naming", "publish"]
+from megapack.storage.replace import target_of
+
+__all__ = ["AtomicFile", "Buffer", "Publishable", "atomic_write", "naming", "publish"]
 
 Buffer: TypeAlias = Any  # bytes, a memoryview, a contiguous array (typing.Buffer from 3.12 on)
 
@@ -26,6 +28,18 @@ _CANNOT_COPY_IN_KERNEL = {errno.EXDEV, errno.ENOSYS, errno.EOPNOTSUPP, errno.EIN
 _CANNOT_COPY_IN_KERNEL |= {errno.ENOTSUP, errno.EBADF, errno.EPERM}
 
 
+class Publishable(Protocol):
+    """What waits under a temporary name."""
+
+    path: Path
+
+    def sync(self) -> None: ...
+
+    def take_name(self) -> None: ...
+
+    def discard(self) -> None: ...
+
+
 class AtomicFile:
     """A binary file under a temporary name beside ``path`` until ``publish`` renames it.
 
@@ -33,11 +47,13 @@ class AtomicFile:
     ``discard()``. A forked child never discards its parent's file.
 
     Raises:
-        OSError: the directory does not exist or is not writable.
+        ConfigError: ``path`` is no regular file, its name is too long or its directory does not
+            exist (see ``replace``); links are followed.
+        OSError: the directory is not writable.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path = Path(path)
+        self.path = target_of(path)
         self.temporary = self.path.with_name(f"{self.path.name}.tmp-{secrets.token_hex(4)}")
         # Not tempfile: its 0600 would survive the rename and shut out the rest of the team.
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
@@ -104,12 +120,18 @@ class AtomicFile:
         with naming(self.path):
             os.fsync(self.file.fileno())
 
+    def take_name(self) -> None:
+        """Become the file at ``path``; ``publish`` does this when everything is on disk."""
+        self.file.close()
+        self.temporary.replace(self.path)
+        self._discard.detach()
+
     def discard(self) -> None:
         """Remove the temporary file, unless it was published. May be called twice."""
         self._discard()
 
 
-def publish(*files: AtomicFile, durable: bool = True) -> None:
+def publish(*files: Publishable, durable: bool = True) -> None:
     """Bring all files to disk, then give them their names in the order given.
 
     Args:
@@ -123,9 +145,7 @@ def publish(*files: AtomicFile, durable: bool = True) -> None:
         for file in files:
             file.sync()
     for file in files:
-        file.file.close()
-        file.temporary.replace(file.path)
-        file._discard.detach()
+        file.take_name()
     if not durable:
         return
     for directory in {file.path.parent for file in files}:

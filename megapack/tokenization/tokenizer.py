@@ -6,6 +6,7 @@ Who runs it is another matter (megapack/tokenization/encoders.py): the same toke
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -17,7 +18,10 @@ import xxhash
 from megapack.errors import ConfigError, FormatError
 from megapack.tokenization.optional import require
 
-__all__ = ["Kind", "SpecialToken", "TokenizerFiles"]
+__all__ = ["Kind", "SpecialToken", "TokenizerFiles", "library_versions"]
+
+# Raised whenever megapack itself makes other ids of the same text, files and libraries.
+_IDS_VERSION = 1
 
 Kind = Literal["bytes", "sentencepiece", "hf"]
 Role = Literal["bos", "eod"]
@@ -67,6 +71,20 @@ class TokenizerFiles:
     digest: str
     special: Mapping[str, int] = field(default_factory=dict)  # text -> id of special tokens
     config: Mapping[str, Any] = field(default_factory=dict)  # tokenizer_config.json
+    file_digests: Mapping[str, str] = field(default_factory=dict)  # file name -> xxh3-128
+
+    def identity(self) -> dict[str, Any]:
+        """What two tokenizers share that give the same ids and write the same chats; JSON-able.
+
+        ``files`` are the digests of every file that was read: the tokenizer's own, and what says
+        its special tokens and its chat template. Which packages run it is another matter
+        (``library_versions``). To check a machine, open the same source there and compare.
+        """
+        return {
+            "kind": self.kind,
+            "vocab_size": self.vocab_size,
+            "files": dict(sorted(self.file_digests.items())),
+        }
 
     @staticmethod
     def open(source: str) -> TokenizerFiles:
@@ -87,7 +105,8 @@ class TokenizerFiles:
                 special=special,
             )
         path = _tokenizer_file(Path(source))
-        data = path.read_bytes()
+        digests: dict[str, str] = {}
+        data = _read(path, digests)
         kind: Kind = "sentencepiece" if path.suffix == ".model" else "hf"
         read = _read_sentencepiece if kind == "sentencepiece" else _read_hf
         vocab_size, special = read(path, data)
@@ -96,9 +115,10 @@ class TokenizerFiles:
             source=source,
             path=path,
             vocab_size=vocab_size,
-            digest=xxhash.xxh3_128_hexdigest(data),
+            digest=digests[path.name],
             special=special,
-            config=_read_config(path.parent),
+            config=_read_config(path.parent, digests),
+            file_digests=digests,
         )
 
     def special_token(self, role: Role, text: str | None = None) -> SpecialToken:
@@ -151,17 +171,26 @@ def _tokenizer_file(source: Path) -> Path:
     return source
 
 
-def _read_config(directory: Path) -> dict[str, Any]:
-    path = directory / "tokenizer_config.json"
+def _read(path: Path, digests: dict[str, str]) -> bytes:
+    """The bytes of a file, whose digest is noted under its name."""
+    data = path.read_bytes()
+    digests[path.name] = xxhash.xxh3_128_hexdigest(data)
+    return data
+
+
+def _read_config(directory: Path, digests: dict[str, str]) -> dict[str, Any]:
+    """What the files beside a tokenizer say; where two speak, the later one is heard."""
     config: dict[str, Any] = {}
-    if path.is_file():
-        try:
-            config = dict(json.loads(path.read_bytes()))
-        except (ValueError, TypeError) as error:
-            raise FormatError(f"{path} is not valid JSON of a mapping ({error})") from error
+    for name in ("special_tokens_map.json", "tokenizer_config.json"):
+        path = directory / name
+        if path.is_file():
+            try:
+                config |= dict(json.loads(_read(path, digests)))
+            except (ValueError, TypeError) as error:
+                raise FormatError(f"{path} is not valid JSON of a mapping ({error})") from error
     template = directory / "chat_template.jinja"
     if template.is_file():
-        config["chat_template"] = template.read_text(encoding="utf-8")
+        config["chat_template"] = _read(template, digests).decode("utf-8")
     return config
 
 
@@ -188,3 +217,23 @@ def _read_sentencepiece(path: Path, data: bytes) -> tuple[int, dict[str, int]]:
     size = processor.GetPieceSize()
     special = {processor.IdToPiece(i): i for i in range(size) if processor.IsControl(i)}
     return size, special
+
+
+def library_versions(backend: str, *, template: bool = False) -> dict[str, str]:
+    """The versions of what makes ids of text: package -> version, with megapack's own.
+
+    Args:
+        backend: as ``choose_backend`` gives it ("tokenizers", "gigatoken+sentencepiece", ...).
+        template: chats go through the tokenizer's chat template.
+
+    Raises:
+        MegapackError: one of them is not installed.
+    """
+    packages = {name for name in backend.split("+") if name != "bytes"}
+    if template:
+        packages |= {"tokenizers", "jinja2"}
+    for package in packages:
+        extra = None if package == "sentencepiece" else "tokenizers"
+        require(package, "gigatoken" if package == "gigatoken" else extra, f"backend {backend}")
+    versions = {package: importlib.metadata.version(package) for package in sorted(packages)}
+    return {**versions, "megapack": str(_IDS_VERSION)}

@@ -11,6 +11,7 @@ import pytest
 from megapack import IndexedDataset, IndexedDatasetBuilder, SampleIndex, pack
 from megapack.cli.inspect_sample import view_sample
 from megapack.cli.main import main
+from tests.reference.gather import NO_LABEL, gather
 
 EOD = 256
 TEXTS = ["alpha", "beta gamma delta epsilon", "zeta", "a document longer than a sample" * 3]
@@ -83,19 +84,126 @@ def test_labels_are_counted_as_training_counts_them(corpus: Path) -> None:
         assert sum(view.num_labels for view in views) == expected[sample]
 
 
+@pytest.fixture
+def labels(corpus: Path) -> list[list[int]]:
+    """Labels that leave out every third token, beside the documents as tokenize writes them."""
+    dataset = IndexedDataset(corpus)
+    chosen = [
+        [-100 if i % 3 == 0 else token for i, token in enumerate(dataset[d].tolist())]
+        for d in range(dataset.num_documents)
+    ]
+    with IndexedDatasetBuilder(f"{corpus}.labels", dtype=np.int32, allow_negative=True) as builder:
+        for document in chosen:
+            builder.add_document(document)
+    return chosen
+
+
+def test_chosen_labels_are_shown_as_training_sees_them(
+    corpus: Path, labels: list[list[int]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    dataset, index = IndexedDataset(corpus), SampleIndex.load(f"{corpus}.samples")
+    documents = [dataset[d].tolist() for d in range(dataset.num_documents)]
+    seen = 0
+    for sample in range(index.num_samples):
+        bucket, segments = index.sample(sample)
+        capacity = int(index.bucket_capacity[bucket])
+        batch = gather(
+            documents,
+            [segments],
+            num_rows=1,
+            row_tokens=capacity,
+            capacity=capacity,
+            chosen=labels,
+        )
+        views = view_sample(dataset, index, sample)
+        shown = [has for view in views for has in view.has_label]
+        assert shown == [label != NO_LABEL for label in batch.labels[: len(shown)]]
+        assert main(["inspect", f"{corpus}.samples", "--sample", str(sample)]) == 0
+        assert f" {sum(shown)} labels" in capsys.readouterr().out
+        seen += sum(shown)
+    assert 0 < seen < dataset.num_tokens - len(TEXTS)
+
+
+def test_labels_of_other_documents_are_refused(
+    corpus: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with IndexedDatasetBuilder(f"{corpus}.labels", dtype=np.int32) as builder:
+        builder.add_document([1, 2, 3])
+    assert main(["inspect", f"{corpus}.samples", "--sample", "0"]) == 1
+    assert "labels" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("recorded", "token", "message"),
     [
-        (["{}", "--sample", "0"], "--sample needs a .samples file"),
-        (["{}.samples", "--sample", "99"], "has samples 0 to"),
-        (["{}.missing"], "No such file"),
-        (["{}.samples", "--sample", "0", "--tokenizer", "nowhere.model"], "no tokenizer at"),
+        ({"source": "llama.model", "vocab_size": 32000}, 65, "names llama.model (32,000 ids)"),
+        (None, 300, "token id 300 is not one of its 259 ids"),
+        ({"source": "llama.model"}, 300, "its metadata names llama.model"),
+    ],
+)
+def test_another_tokenizer_than_the_one_that_made_the_dataset_is_refused(
+    recorded: dict[str, object] | None,
+    token: int,
+    message: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """With ids of sentencepiece, `--tokenizer bytes` once said "must be in range(0, 256)"."""
+    prefix = tmp_path / "other"
+    with IndexedDatasetBuilder(
+        prefix, dtype=np.uint16, metadata={"tokenizer": recorded}
+    ) as builder:
+        builder.add_document([65, token])
+    dataset = IndexedDataset(prefix)
+    pack(dataset.document_lengths, "bucket", buckets=[16]).save(f"{prefix}.samples", source=dataset)
+    command = ["inspect", f"{prefix}.samples", "--sample", "0", "--tokenizer", "bytes"]
+    assert main(command) == 2
+    said = capsys.readouterr().err
+    assert f"{prefix} was not made by bytes" in said
+    assert message in said
+
+
+def test_a_recorded_command_stays_one_line_on_a_pipe(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As in ``inspect corpus | grep command``; markup of the terminal is text like any other."""
+    command = f"megapack-build tokenize --input '[bold]*.jsonl' {'x' * 300} --output-prefix p"
+    prefix = tmp_path / "corpus"
+    with IndexedDatasetBuilder(prefix, dtype=np.uint16, metadata={"command": command}) as builder:
+        builder.add_document([1, 2, 3])
+    assert main(["inspect", str(prefix)]) == 0
+    assert f"command: {command}" in capsys.readouterr().out.splitlines()
+
+
+def test_several_things_are_inspected_in_one_call(
+    corpus: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["inspect", f"{corpus}.samples", "--data-prefix", str(corpus), "--json"]
+    assert main(command) == 0
+    index, dataset = json.loads(capsys.readouterr().out)
+    assert index["strategy"] == "bucket"
+    assert dataset["num_documents"] == len(TEXTS)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "message"),
+    [
+        (["{}", "--sample", "0"], 2, "--sample needs one .samples file"),
+        (["{}.samples", "--sample", "99"], 2, "has samples 0 to"),
+        ([], 2, "nothing to inspect"),
+        (["{}.samples", "{}", "{}.samples", "--sample", "0"], 2, "needs one .samples file"),
+        (["{}.missing"], 1, "No such file"),
+        (["{}.samples", "--sample", "0", "--tokenizer", "nowhere.model"], 2, "no tokenizer at"),
     ],
 )
 def test_a_wrong_request_says_what_is_wrong(
-    corpus: Path, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+    corpus: Path,
+    arguments: list[str],
+    status: int,
+    message: str,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    assert main(["inspect", *(a.format(corpus) for a in arguments)]) == 1
+    assert main(["inspect", *(a.format(corpus) for a in arguments)]) == status
     assert message in capsys.readouterr().err
 
 

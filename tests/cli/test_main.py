@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from megapack.cli.main import COMMANDS, main
+from megapack.errors import ConfigError, DataError, FormatError
 from megapack.storage import IndexedDatasetBuilder
 
 
@@ -104,3 +105,32 @@ def test_a_broken_pipe_that_is_not_the_output_is_an_error(
         patch.setattr(sys, "stdout", stdout)
         assert main(["merge", "a", "--output-prefix", "b"]) == 1
     assert "Broken pipe: 'worker'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (ConfigError("two options that exclude each other"), 2),
+        (DataError("a document that is none"), 1),
+        (FormatError("a damaged file"), 1),
+        (FileNotFoundError(2, "No such file", "corpus.idx"), 1),
+        (ValueError("plain"), 1),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, Exception) else "",
+)
+@pytest.mark.parametrize("debug", [False, True])
+def test_the_exit_status_says_whose_fault_it_is_and_debug_shows_where(
+    error: Exception,
+    status: int,
+    debug: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def fail(args: object) -> int:
+        raise error
+
+    monkeypatch.setattr("megapack.cli.inspect.run", fail)
+    assert main(["inspect", "corpus", *(["--debug"] if debug else [])]) == status
+    said = capsys.readouterr().err
+    assert said.endswith(f"megapack-build inspect: error: {error}\n")
+    assert ("Traceback" in said and "in fail" in said) == debug

@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 import sentencepiece
+import xxhash
 from tokenizers import Tokenizer
 
 from megapack.errors import ConfigError, FormatError
-from megapack.tokenization.tokenizer import TokenizerFiles
+from megapack.tokenization.tokenizer import TokenizerFiles, library_versions
 
 
 def test_the_byte_tokenizer_has_its_specials_behind_the_bytes() -> None:
@@ -79,3 +80,49 @@ def test_what_is_no_tokenizer_is_refused_by_name(tmp_path: Path) -> None:
         (tmp_path / name).write_text(content)
         with pytest.raises(FormatError, match=f"{name} is not"):
             TokenizerFiles.open(str(tmp_path / name))
+
+
+def test_the_identity_changes_with_every_file_that_decides_an_id(
+    tmp_path: Path, bpe_json: Path, sp_model: Path
+) -> None:
+    """A build is told from another one by this value: files it forgets would mix their ids."""
+    contents = {
+        "tokenizer.json": bpe_json.read_text(encoding="utf-8"),
+        "tokenizer_config.json": '{"eos_token": "<|endoftext|>"}',
+        "special_tokens_map.json": '{"bos_token": "<|begin_of_text|>"}',
+        "chat_template.jinja": "{{ messages }}",
+    }
+    for name, content in contents.items():
+        (tmp_path / name).write_text(content, encoding="utf-8")
+    before = TokenizerFiles.open(str(tmp_path)).identity()
+    assert json.loads(json.dumps(before)) == before, "it is stored as JSON"
+    assert set(before["files"]) == set(contents)
+    data = (tmp_path / "tokenizer.json").read_bytes()
+    assert before["files"]["tokenizer.json"] == xxhash.xxh3_128_hexdigest(data)
+    for name, content in contents.items():
+        (tmp_path / name).write_text(content + " ", encoding="utf-8")
+        changed = TokenizerFiles.open(str(tmp_path)).identity()["files"]
+        assert [n for n in contents if changed[n] != before["files"][n]] == [name]
+        (tmp_path / name).write_text(content, encoding="utf-8")
+    (tmp_path / "chat_template.jinja").unlink()
+    assert "chat_template.jinja" not in TokenizerFiles.open(str(tmp_path)).identity()["files"]
+    model = TokenizerFiles.open(str(sp_model)).identity()
+    assert (model["kind"], list(model["files"])) == ("sentencepiece", [sp_model.name])
+    assert TokenizerFiles.open("bytes").identity()["files"] == {}
+
+
+def test_special_tokens_are_also_found_in_their_own_file(tmp_path: Path, bpe_json: Path) -> None:
+    (tmp_path / "tokenizer.json").write_bytes(bpe_json.read_bytes())
+    (tmp_path / "special_tokens_map.json").write_text('{"eos_token": {"content": "<|eot_id|>"}}')
+    assert TokenizerFiles.open(str(tmp_path)).special_token("eod").text == "<|eot_id|>"
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<|endoftext|>"}')
+    assert TokenizerFiles.open(str(tmp_path)).special_token("eod").text == "<|endoftext|>"
+
+
+def test_the_versions_are_those_of_the_packages_that_make_the_ids() -> None:
+    version = sentencepiece.__version__
+    assert library_versions("bytes") == {"megapack": "1"}
+    assert library_versions("sentencepiece") == {"sentencepiece": version, "megapack": "1"}
+    assert set(library_versions("gigatoken+tokenizers")) == {"gigatoken", "tokenizers", "megapack"}
+    chats = library_versions("gigatoken", template=True)
+    assert set(chats) == {"gigatoken", "tokenizers", "jinja2", "megapack"}

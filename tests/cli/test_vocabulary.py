@@ -1,0 +1,99 @@
+"""One vocabulary over all commands: an option means the same wherever it stands."""
+
+from __future__ import annotations
+
+import argparse
+from collections import defaultdict
+
+import pytest
+
+from megapack.cli import arguments
+from megapack.cli.main import COMMANDS, build_parser
+
+# Commands that follow the vocabulary so far.
+FOLLOWS: tuple[str, ...] = ("import", "inspect", "merge", "repair", "verify")
+READ_DATASETS = {"pack", "compare", "merge", "verify", "repair", "inspect"} & set(FOLLOWS)
+WRITE = {"tokenize", "train-tokenizer", "pack", "compare", "merge", "import"} & set(FOLLOWS)
+# Spellings that another word of the vocabulary has taken over.
+GIVEN_UP = ("--document-end-token", "--force", "--output-file", "--num-workers", "--num-threads")
+SHARED = {
+    "--overwrite": arguments.add_overwrite,
+    "--dry-run": arguments.add_dry_run,
+    "--json": arguments.add_json,
+    "--threads": arguments.add_threads,
+    "--workers": arguments.add_workers,
+    "--seed": arguments.add_seed,
+    "--output-prefix": arguments.add_output_prefix,
+    "--output": arguments.add_output,
+    "--tokenizer": arguments.add_tokenizer,
+    "--eod-token": arguments.add_eod_token,
+}
+
+
+def _actions(command: str) -> list[argparse.Action]:
+    return build_parser(command)._actions
+
+
+def _stem(action: argparse.Action) -> str:
+    """The shared help text; what a command adds stands behind the first semicolon."""
+    return str(action.help).partition(";")[0].partition(" (default")[0]
+
+
+def _meaning(action: argparse.Action) -> tuple[object, ...]:
+    choices = None if action.choices is None else tuple(action.choices)
+    return (type(action), action.type, action.nargs, action.metavar, choices, _stem(action))
+
+
+def test_the_commands_that_read_and_write_exist() -> None:
+    assert set(FOLLOWS) <= set(COMMANDS)
+
+
+def test_no_option_has_two_meanings() -> None:
+    meanings: dict[str, dict[tuple[object, ...], list[str]]] = defaultdict(
+        lambda: defaultdict(list)
+    )
+    for command in FOLLOWS:
+        for action in _actions(command):
+            for option in action.option_strings:
+                meanings[option][_meaning(action)].append(command)
+    differing = {option: dict(found) for option, found in meanings.items() if len(found) > 1}
+    # One dataset or several is the only difference that --data-prefix may show.
+    differing.pop("--data-prefix", None)
+    assert not differing
+
+
+@pytest.mark.parametrize("command", FOLLOWS)
+def test_a_shared_option_is_the_shared_one(command: str) -> None:
+    for action in _actions(command):
+        for option in set(action.option_strings) & set(SHARED):
+            parser = argparse.ArgumentParser()
+            SHARED[option](parser)
+            (shared,) = (a for a in parser._actions if option in a.option_strings)
+            assert _meaning(action) == _meaning(shared), f"{command} {option}"
+
+
+@pytest.mark.parametrize("command", sorted(READ_DATASETS))
+def test_a_dataset_is_read_by_position_or_by_data_prefix(command: str) -> None:
+    actions = _actions(command)
+    (position,) = (a for a in actions if not a.option_strings)
+    (option,) = (a for a in actions if "--data-prefix" in a.option_strings)
+    assert position.dest == option.dest
+    assert str(position.metavar).startswith("PREFIX") and option.metavar == "PREFIX"
+
+
+@pytest.mark.parametrize("command", sorted(WRITE))
+def test_a_command_that_writes_can_overwrite(command: str) -> None:
+    assert any("--overwrite" in action.option_strings for action in _actions(command))
+
+
+@pytest.mark.parametrize("command", FOLLOWS)
+def test_no_other_word_for_the_same_thing_is_left(command: str) -> None:
+    options = {option for action in _actions(command) for option in action.option_strings}
+    assert not options & set(GIVEN_UP)
+    assert "--output-prefix" not in options or "--output" not in options
+
+
+@pytest.mark.parametrize("command", FOLLOWS)
+def test_every_option_says_what_it_does(command: str) -> None:
+    mute = [a.dest for a in _actions(command) if not a.help and a.help is not argparse.SUPPRESS]
+    assert not mute
