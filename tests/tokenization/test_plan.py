@@ -1,4 +1,4 @@
-"""A build carries its plan: what decides an id or a byte is in its digest, and two plans never mix."""
+"""A build carries its plan: what decides an id or a byte is in its digest; two plans never mix."""
 
 from __future__ import annotations
 
