@@ -11,10 +11,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from megapack import _core
-<<<<<<< HEAD
-=======
 from megapack.errors import ConfigError, DataError
->>>>>>> main
 from megapack.packing.alignment import check_alignment, rounded_up, with_true_lengths
 from megapack.packing.format import lengths_fingerprint
 from megapack.packing.index import SampleIndex
