@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 import struct
-import warnings
 from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
+from peers import peer
 
 from megapack.errors import DataError, FormatError
 from megapack.storage import IndexedDataset
@@ -17,10 +16,8 @@ from megapack.storage.importing import import_dataset
 from megapack.storage.verify import verify
 from storage.strategies import files, write
 
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")
-    from deepspeed.runtime.data_pipeline.data_sampling import indexed_dataset as deepspeed
-
+# The reader and writer of DeepSpeed's data analysis.
+DEEPSPEED = "deepspeed.runtime.data_pipeline.data_sampling.indexed_dataset"
 DOCUMENTS = [[5, 6, 0], [7, 0], [8, 9, 10, 0]]
 FLAT = [token for document in DOCUMENTS for token in document]
 
@@ -41,6 +38,7 @@ def same_file(a: Path, b: Path) -> bool:
     ("raw", "dtype"), [(np.uint16, np.uint16), (np.uint32, np.int32), (np.int32, np.int32)]
 )
 def test_deepspeed_datasets_are_linked_not_copied(tmp_path: Path, raw: type, dtype: type) -> None:
+    deepspeed = peer(DEEPSPEED)
     builder = deepspeed.MMapIndexedDatasetBuilder(f"{tmp_path}/theirs.bin", raw)
     for document in DOCUMENTS:
         builder.add_item_numpy(np.array(document, raw))
@@ -66,6 +64,7 @@ def test_a_dataset_in_another_order_is_copied_in_order(tmp_path: Path) -> None:
 
 
 def test_the_format_before_mmididx_is_converted(tmp_path: Path) -> None:
+    deepspeed, torch = peer(DEEPSPEED), peer("torch")
     builder = deepspeed.IndexedDatasetBuilder(f"{tmp_path}/old.bin", np.int32)
     for document in DOCUMENTS:
         builder.add_item(torch.tensor(document[:1]))
