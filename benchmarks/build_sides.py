@@ -20,6 +20,7 @@ from megapack.tokenization.faults import Faults
 from megapack.tokenization.jsonl import read_jsonl
 from megapack.tokenization.lines import line_blocks
 from megapack.tokenization.pieces import Piece, ReadOptions
+from megapack.tokenization.sources import find_inputs
 
 WORKERS = 2
 PROCESSES = str(WORKERS)
@@ -83,9 +84,9 @@ def batches(texts: list[str], batch_bytes: int) -> Iterator[list[str]]:
 
 
 def reading_ours(corpus: str) -> float:
-    size = Path(corpus).stat().st_size
+    [file] = find_inputs([corpus], format="jsonl")
     begin = time.perf_counter()
-    for _ in read_jsonl(Piece(corpus, "jsonl", 0, size), ReadOptions(), Faults()):
+    for _ in read_jsonl(Piece(file, 0, file.size), ReadOptions(), Faults()):
         pass
     return time.perf_counter() - begin
 

@@ -24,7 +24,7 @@ class LineParser {
         skip_space();
         if (p_ == end_) return LineStatus::blank;
         LineStatus status = LineStatus::not_object;
-        bool is_json = *p_ == '{' ? object(out, written, &status) : skip_value();
+        bool is_json = *p_ == '{' ? object(key_, out, written, &status) : skip_value();
         skip_space();
         is_json = is_json && p_ == end_;
         if (!is_json) status = LineStatus::malformed;
@@ -52,15 +52,31 @@ class LineParser {
         return true;
     }
 
-    bool object(std::uint8_t* out, std::size_t* written, LineStatus* status) {
+    // The member called by the whole key is the one; without it, what the rest of the key finds in
+    // the member called by its part before the first dot.
+    bool object(std::string_view key, std::uint8_t* out, std::size_t* written, LineStatus* status) {
         *status = LineStatus::missing_key;
         ++p_;
         skip_space();
         if (take('}')) return true;
+        const std::size_t dot = key.find('.');
+        bool whole = false;
         while (true) {
-            bool wanted = false;
-            if (!member_name(&wanted) || !colon()) return false;
-            if (!(wanted ? wanted_value(out, written, status) : skip_value())) return false;
+            std::string_view name;
+            if (!member_name(&name) || !colon()) return false;
+            bool is_json = false;
+            if (name == key) {
+                whole = true;
+                is_json = wanted_value(out, written, status);
+            } else if (whole || dot == std::string_view::npos || name != key.substr(0, dot)) {
+                is_json = skip_value();
+            } else if (at('{')) {
+                is_json = object(key.substr(dot + 1), out, written, status);
+            } else {
+                *status = LineStatus::missing_key;  // the last of members of one name counts
+                is_json = skip_value();
+            }
+            if (!is_json) return false;
             skip_space();
             if (take('}')) return true;
             if (!take(',')) return false;
@@ -68,20 +84,19 @@ class LineParser {
         }
     }
 
-    bool member_name(bool* wanted) {
+    // Valid until the next name. A name with half a surrogate pair is nobody's.
+    bool member_name(std::string_view* name) {
         if (!take('"')) return false;
         const std::uint8_t* begin = p_;
         if (!string<false>(nullptr, nullptr)) return false;
-        const std::string_view raw(reinterpret_cast<const char*>(begin),
-                                   static_cast<std::size_t>(p_ - begin - 1));
-        *wanted = raw == key_;
-        if (raw.find('\\') == std::string_view::npos) return true;
-        std::vector<std::uint8_t> name(raw.size() + kSlack);
+        *name = std::string_view(reinterpret_cast<const char*>(begin),
+                                 static_cast<std::size_t>(p_ - begin - 1));
+        if (name->find('\\') == std::string_view::npos) return true;
+        unescaped_name_.resize(name->size() + kSlack);
         std::size_t size = 0;
         p_ = begin;
-        string<true>(name.data(), &size);
-        *wanted = !lone_surrogate_ && size == key_.size() &&
-                  std::memcmp(name.data(), key_.data(), size) == 0;
+        string<true>(unescaped_name_.data(), &size);
+        *name = std::string_view(reinterpret_cast<const char*>(unescaped_name_.data()), size);
         return true;
     }
 
@@ -283,6 +298,7 @@ class LineParser {
     std::string_view key_;
     JsonValues values_;
     bool lone_surrogate_ = false;
+    std::vector<std::uint8_t> unescaped_name_;
 };
 
 }  // namespace

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from megapack.cli.arguments import byte_count
-from megapack.tokenization.sources import FORMATS
+from megapack.tokenization.pieces import FORMATS
 
 __all__ = ["add_corpus_arguments"]
 
@@ -18,19 +18,19 @@ def add_corpus_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         required=True,
         metavar="PATH",
-        help="files, globs or directories: .jsonl, .jsonl.gz, .jsonl.zst, .parquet; every other "
-        "file is one document",
+        help="files, globs or directories: .jsonl, .json, .ndjson, .parquet; every other file is "
+        "one document; all but .parquet also as .gz and .zst",
     )
     group.add_argument(
         "--suffix",
         nargs="+",
         default=[],
         metavar="S",
-        help="what to take from directories, as .py or 'train-*.jsonl' (default: .jsonl, .json, "
-        ".ndjson and their .gz and .zst, .parquet, .txt)",
+        help="what to take from directories, as .py, .rst.gz or 'train-*.jsonl' (default: .jsonl, "
+        ".json, .ndjson, .txt, each also .gz and .zst, and .parquet)",
     )
     group.add_argument(
-        "--format", choices=FORMATS, help="read every file as this (default: by its suffix)"
+        "--format", choices=FORMATS, help="what every file is (default: by its suffix)"
     )
     group.add_argument(
         "--json-key", default="text", metavar="KEY", help="JSON key or parquet column (text)"

@@ -60,7 +60,11 @@ def run(args: argparse.Namespace) -> int:
         special_tokens=tuple(args.special_token),
     )
     files = find_inputs(
-        args.input, suffixes=args.suffix, format=args.format, max_bytes=args.max_input_bytes
+        args.input,
+        suffixes=args.suffix,
+        format=args.format,
+        max_bytes=args.max_input_bytes,
+        note=lambda text: print(text, file=sys.stderr),
     )
     read = ReadOptions(json_key=args.json_key, max_document_bytes=args.max_document_bytes)
     result = train_tokenizer(files, args.output, options, read=read, faults=Faults(args.on_error))

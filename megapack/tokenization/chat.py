@@ -18,7 +18,7 @@ from megapack.errors import ConfigError, DataError
 from megapack.tokenization.blocks import TextBlock
 from megapack.tokenization.coding import Coded, Coder, Storage
 from megapack.tokenization.encoders import Encoder
-from megapack.tokenization.faults import Faults
+from megapack.tokenization.faults import Faults, json_kind
 
 __all__ = [
     "ASSISTANT",
@@ -126,9 +126,7 @@ class HeaderChats(Chats):
         for message in messages:
             content = message["content"]
             if not isinstance(content, str):
-                raise DataError(
-                    f"content is a {type(content).__name__}; role headers need a string"
-                )
+                raise DataError(f"content is {json_kind(content)}; role headers need a string")
             header = f"<|start_header_id|>{message['role']}<|end_header_id|>\n\n"
             answer = f"{content}<|eot_id|>"
             if message["role"] != ASSISTANT:

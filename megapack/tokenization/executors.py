@@ -7,40 +7,36 @@ Shards go to whoever is free, so that one with long documents holds nobody up.
 from __future__ import annotations
 
 import contextlib
-import functools
+import fcntl
 import multiprocessing
 import multiprocessing.connection
 import os
 import queue
+import signal
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from multiprocessing import forkserver
+from multiprocessing.connection import Connection
 from typing import Any
 
 from megapack.errors import MegapackError
-from megapack.tokenization.coding import Coder
-from megapack.tokenization.job import Job, open_coder
-from megapack.tokenization.plan import Shard
 from megapack.tokenization.record import ShardRecord
-from megapack.tokenization.shard import Counted, build_shard
+from megapack.tokenization.shard import Counted, Execution, Report, Worker
 
-__all__ = ["Report", "prepare_processes", "run_here", "run_processes"]
-
-Report = Callable[[Counted], None]
+__all__ = ["prepare_processes", "run_here", "run_processes"]
 
 _POLL_SECONDS = 0.2
 
 
-def run_here(job: Job, shards: Sequence[Shard], report: Report) -> list[ShardRecord]:
+def run_here(worker: Worker, indices: Sequence[int], report: Report) -> list[ShardRecord]:
     """One after the other, in this process."""
-    coder = open_coder(job)
-    return [build_shard(job, shard, coder, report) for shard in shards]
+    return [worker.build(index, report) for index in indices]
 
 
 def run_processes(
-    job: Job, shards: Sequence[Shard], report: Report, *, workers: int
+    execution: Execution, indices: Sequence[int], report: Report, *, workers: int
 ) -> list[ShardRecord]:
     """In ``workers`` processes of this machine.
 
@@ -50,10 +46,17 @@ def run_processes(
     """
     context = multiprocessing.get_context("forkserver")
     counters = context.Array("q", len(Counted._fields))
-    with ProcessPoolExecutor(
-        workers, mp_context=context, initializer=_start_worker, initargs=(job, counters)
-    ) as pool:
-        futures = [pool.submit(_work, shard) for shard in shards]
+    alive, here = context.Pipe(duplex=False)  # nobody writes: it ends with this process
+    with (
+        here,
+        ProcessPoolExecutor(
+            workers,
+            mp_context=context,
+            initializer=_start_worker,
+            initargs=(execution, counters, alive),
+        ) as pool,
+    ):
+        futures = [pool.submit(_work, index) for index in indices]
         try:
             _watch(futures, counters, report)
             return [future.result() for future in futures]
@@ -92,39 +95,44 @@ def _watch(futures: Sequence[Future[ShardRecord]], counters: Any, report: Report
         reported = now
 
 
-# The worker process. One coder per process, loaded once.
-_worker: _Worker
+# The worker process, and what it counts. One coder per process, loaded by the first task: an error
+# there reaches the parent, unlike one at the start.
+_worker: Worker
+_counters: Any
 
 
-class _Worker:
-    def __init__(self, job: Job, counters: Any) -> None:
-        self.job = job
-        self.counters = counters
-
-    @functools.cached_property
-    def coder(self) -> Coder:
-        """Loaded by the first task: an error there reaches the parent, unlike one at the start."""
-        return open_coder(self.job)
-
-    def count(self, counted: Counted) -> None:
-        with self.counters.get_lock():
-            for i, value in enumerate(counted):
-                self.counters[i] += value
+def _start_worker(execution: Execution, counters: Any, parent: Connection) -> None:
+    global _worker, _counters
+    _end_with(parent)
+    _worker, _counters = Worker(execution), counters
 
 
-def _start_worker(job: Job, counters: Any) -> None:
-    global _worker  # noqa: PLW0603 (a pool offers no other place)
-    threading.Thread(target=_die_with_parent, daemon=True).start()
-    _worker = _Worker(job, counters)
+def _work(index: int) -> ShardRecord:
+    return _worker.build(index, _count)
 
 
-def _work(shard: Shard) -> ShardRecord:
-    return build_shard(_worker.job, shard, _worker.coder, _worker.count)
+def _count(counted: Counted) -> None:
+    with _counters.get_lock():
+        for i, value in enumerate(counted):
+            _counters[i] += value
 
 
-def _die_with_parent() -> None:
-    """A parent that was killed cannot stop its workers; they notice and leave."""
-    parent = multiprocessing.parent_process()
-    if parent is not None:
-        multiprocessing.connection.wait([parent.sentinel])
-        os._exit(1)
+def _end_with(parent: Connection) -> None:
+    """End this process when the one that holds the other end of the pipe ends, in whatever way.
+
+    Linux ends it at once, whatever it is busy with: a thread would have to wait for the
+    interpreter's lock. PR_SET_PDEATHSIG would follow the server that forked this process instead.
+    """
+    if hasattr(fcntl, "F_SETSIG"):
+        with contextlib.suppress(OSError):  # no /proc
+            # The workers share one open file, and an open file signals one process: open it again.
+            own = os.open(f"/proc/self/fd/{parent.fileno()}", os.O_RDONLY | os.O_NONBLOCK)
+            fcntl.fcntl(own, fcntl.F_SETOWN, os.getpid())
+            fcntl.fcntl(own, fcntl.F_SETSIG, signal.SIGKILL)
+            fcntl.fcntl(own, fcntl.F_SETFL, os.O_ASYNC | os.O_NONBLOCK)
+    threading.Thread(target=_wait_for_end, args=(parent,), daemon=True).start()
+
+
+def _wait_for_end(parent: Connection) -> None:
+    multiprocessing.connection.wait([parent])
+    os._exit(1)

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from megapack.errors import DataError
 
-__all__ = ["BENIGN", "Faults", "OnError", "Place", "fault_lines"]
+__all__ = ["BENIGN", "Faults", "OnError", "Place", "fault_lines", "json_kind"]
 
 OnError = Literal["fail", "skip"]
 
@@ -94,6 +94,12 @@ class Faults:
             self.counts[kind] = self.counts.get(kind, 0) + count
             mine = self.places.setdefault(kind, [])
             mine += places.get(kind, [])[: self.max_places - len(mine)]
+
+
+def json_kind(value: object) -> str:
+    """What JSON calls a value that Python's json has read."""
+    names = {type(None): "null", bool: "true or false", str: "a string", list: "a list"}
+    return {**names, dict: "an object"}.get(type(value), "a number")
 
 
 def fault_lines(counts: Mapping[str, int], places: Mapping[str, Sequence[object]]) -> list[str]:

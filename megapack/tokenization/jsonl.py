@@ -12,9 +12,10 @@ from numpy.typing import NDArray
 
 from megapack import _core
 from megapack.tokenization.blocks import TextBlock
-from megapack.tokenization.faults import Faults, Place
-from megapack.tokenization.lines import line_blocks, open_stream
+from megapack.tokenization.faults import Faults, Place, json_kind
+from megapack.tokenization.lines import line_blocks
 from megapack.tokenization.pieces import Piece, ReadOptions
+from megapack.tokenization.streams import open_stream
 
 __all__ = ["read_jsonl"]
 
@@ -29,11 +30,15 @@ _LINE_FAULTS = (
     "no split key",
 )
 
+_NOTHING = object()
+_WANTED = "one object per line is wanted, as jq -c '.[]' writes an array"
+_SHOWN = 8  # keys, where the one that was asked for is not there
+
 
 def read_jsonl(piece: Piece, options: ReadOptions, faults: Faults) -> Iterator[TextBlock]:
     # Inside a compressed file a byte position leads nowhere; count lines there instead.
-    counts_lines = piece.format != "jsonl"
-    locate = functools.partial(Place, piece.path, "line" if counts_lines else "byte")
+    counts_lines = bool(piece.file.compression)
+    locate = functools.partial(Place, piece.file.path, "line" if counts_lines else "byte")
     lines_before = 0
 
     def on_long_line(position: int) -> None:
@@ -45,7 +50,7 @@ def read_jsonl(piece: Piece, options: ReadOptions, faults: Faults) -> Iterator[T
             f"a line of more than {options.max_document_bytes:,} bytes; see --max-document-bytes",
         )
 
-    with open_stream(piece.path, piece.format) as stream:
+    with open_stream(piece.file) as stream:
         for position, data in line_blocks(
             stream,
             begin=piece.begin,
@@ -93,15 +98,31 @@ def _line_detail(line: bytes, options: ReadOptions) -> str:
     try:
         record = json.loads(line.decode("utf-8"))
     except (ValueError, RecursionError) as error:
-        return str(error)
+        return f"{error}; {_WANTED}" if line.strip() in (b"[", b"{") else str(error)
     if not isinstance(record, dict):
-        return f"the line holds a {type(record).__name__}"
-    for key in (options.json_key, options.split_key):
-        if key is not None and key not in record:
-            keys = ", ".join(sorted(record)[:8]) or "none"
-            return f"there is no key {key!r} among: {keys}; see --json-key"
-    key, wanted = options.json_key, "list" if options.values == "lists" else "str"
-    found = type(record[key]).__name__
-    if found != wanted:
-        return f"{key!r} holds a {found}, not a {wanted}"
+        return f"the line holds {json_kind(record)}; {_WANTED}"
+    for key, option in options.keys().items():
+        if _value_at(record, key) is _NOTHING:
+            names = ", ".join(_names(record)[:_SHOWN]) or "none"
+            return f"there is no key {key!r} among: {names}; see {option}"
+    found, wanted = _value_at(record, options.json_key), list if options.values == "lists" else str
+    if not isinstance(found, wanted):
+        return f"{options.json_key!r} holds {json_kind(found)}, not {json_kind(wanted())}"
     return "a string holds half of a surrogate pair, or the split key is no string or number"
+
+
+def _value_at(record: object, key: str) -> object:
+    """As csrc/core/jsonl.cpp finds a key: the whole of it, else its first part and the rest."""
+    first, dot, rest = key.partition(".")
+    if not isinstance(record, dict):
+        return _NOTHING
+    return record.get(key, _value_at(record.get(first), rest) if dot else _NOTHING)
+
+
+def _names(record: dict[str, object]) -> list[str]:
+    """The keys of an object, those of objects in it behind a dot."""
+    names = []
+    for name, value in sorted(record.items()):
+        inner = _names(value) if isinstance(value, dict) else []
+        names += [f"{name}.{below}" for below in inner] or [name]
+    return names

@@ -1,86 +1,14 @@
-"""Blocks of whole lines from files that may be large, compressed, or entered in the middle."""
+"""Blocks of whole lines from streams that may be large, or entered in the middle."""
 
 from __future__ import annotations
 
-import contextlib
-import gzip
-import zlib
 from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import BinaryIO
 
-from megapack.errors import DataError
-from megapack.tokenization.optional import require
-
-__all__ = ["line_blocks", "open_stream"]
+__all__ = ["line_blocks"]
 
 _BOM = b"\xef\xbb\xbf"
 _SEARCH_BYTES = 1 << 16
-_ZST_INPUT_BYTES = 1 << 14
-_ZST_WINDOW_BYTES = 1 << 31
-
-
-@contextlib.contextmanager
-def open_stream(path: str, format: str) -> Iterator[BinaryIO]:
-    """The decompressed bytes of a file. Damage is a DataError that names the file."""
-    with Path(path).open("rb") as raw:
-        if format == "jsonl.gz":
-            stream = cast("BinaryIO", gzip.GzipFile(fileobj=raw))
-        elif format == "jsonl.zst":
-            stream = _ZstReader(raw, path)  # type: ignore[assignment]
-        else:
-            stream = raw
-        try:
-            yield stream
-        except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-            raise DataError(f"{path} is truncated or damaged ({error}); fetch it again") from error
-
-
-class _ZstReader:
-    """zstandard's stream reader, which takes a file cut inside a frame for a complete one."""
-
-    def __init__(self, raw: BinaryIO, path: str) -> None:
-        zstandard = require("zstandard", "zst", f"reading {path}")
-        self._error: type[Exception] = zstandard.ZstdError
-        # Corpora are packed with --long, whose windows the library refuses unless told.
-        decompressor = zstandard.ZstdDecompressor(max_window_size=_ZST_WINDOW_BYTES)
-        self._new: Callable[[], Any] = decompressor.decompressobj
-        self._raw = raw
-        self._path = path
-        self._frame = self._new()
-        self._inside_frame = False
-        self._input = b""
-        self._output = b""
-
-    def read(self, size: int) -> bytes:
-        """``size`` bytes, fewer only at the end of the file."""
-        parts = [self._output]
-        total = len(self._output)
-        while total < size and self._more_input():
-            parts.append(self._decompress())
-            total += len(parts[-1])
-        data = b"".join(parts)
-        self._output = data[size:]
-        return data[:size]
-
-    def _more_input(self) -> bool:
-        # Little at a time: what comes out may be thousands of times as much.
-        self._input = self._input or self._raw.read(_ZST_INPUT_BYTES)
-        if not self._input and self._inside_frame:
-            raise DataError(f"{self._path} is truncated (it ends inside a frame); fetch it again")
-        return bool(self._input)
-
-    def _decompress(self) -> bytes:
-        try:
-            part: bytes = self._frame.decompress(self._input)
-        except self._error as error:
-            raise DataError(f"{self._path} is damaged ({error}); fetch it again") from error
-        self._inside_frame = not self._frame.eof
-        self._input = b""
-        if self._frame.eof:  # files of several frames are ordinary (zstd -T, cat)
-            self._input = self._frame.unused_data
-            self._frame = self._new()
-        return part
 
 
 def line_blocks(

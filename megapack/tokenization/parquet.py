@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,96 +17,136 @@ from megapack.errors import DataError
 from megapack.tokenization.blocks import TextBlock
 from megapack.tokenization.faults import Faults, Place
 from megapack.tokenization.optional import require
-from megapack.tokenization.pieces import Piece, ReadOptions
+from megapack.tokenization.pieces import InputFile, Piece, ReadOptions
+from megapack.tokenization.streams import require_unchanged
 
 __all__ = ["open_parquet", "read_parquet", "text_bytes"]
 
 _TEXT_TYPES = ("string", "large_string", "string_view", "binary", "large_binary", "binary_view")
+_LIST_TYPES = ("list<", "large_list<", "list_view<", "large_list_view<", "fixed_size_list<")
+_SHOWN = 8  # columns, where the one that was asked for is not there
 
 
 def read_parquet(piece: Piece, options: ReadOptions, faults: Faults) -> Iterator[TextBlock]:
     """The documents of a range of row groups, a block of rows at a time."""
-    locate = functools.partial(Place, piece.path, "row")
-    columns = [options.json_key]
-    if options.split_key is not None and options.split_key not in columns:
-        columns.append(options.split_key)
-    with open_parquet(piece.path) as file:
-        for name in columns:
-            _require_column(file, piece.path, name)
+    path = piece.file.path
+    locate = functools.partial(Place, path, "row")
+    keys = options.keys()
+    with open_parquet(piece.file) as file:
+        columns = [_find_column(file.schema_arrow, key, keys[key], path) for key in keys]
         rows_before = sum(file.metadata.row_group(i).num_rows for i in range(piece.begin))
-        for batch in file.iter_batches(
-            batch_size=_rows_per_block(file, piece, options),
-            row_groups=list(range(piece.begin, piece.end)),
-            columns=columns,
-        ):
-            column = batch.column(columns[0])
-            strings = _as_json(column) if options.values == "lists" else column
-            text, offsets, missing = _arrow_text(strings, piece.path, options.json_key)
+        for batch in _batches(file, piece, options, columns):
+            text, offsets, missing = _arrow_text(_column(batch, columns[0]), path, options)
             positions = np.arange(len(offsets) - 1) + rows_before
             rows_before += len(positions)
             block = TextBlock(text, offsets, positions, locate)
             if options.split_key is not None:
-                hashes, no_key = _hashes(batch.column(columns[-1]))
+                hashes, no_key = _hashes(_column(batch, columns[-1]))
                 block = dataclasses.replace(block, hashes=hashes)
                 missing |= no_key
             block = block.drop(missing, "missing value", faults)
+            too_long = np.diff(block.offsets) > options.max_document_bytes
+            block = block.drop(too_long, "too long", faults)
             yield block.checked(faults, known_utf8=False)
 
 
-def open_parquet(path: str) -> Any:
+def open_parquet(file: InputFile) -> Any:
     """A pyarrow ParquetFile. Damage is a DataError that names the file."""
-    pyarrow = require("pyarrow", "parquet", f"reading {path}")
-    parquet = require("pyarrow.parquet", "parquet", f"reading {path}")
+    pyarrow = require("pyarrow", "parquet", f"reading {file.path}")
+    parquet = require("pyarrow.parquet", "parquet", f"reading {file.path}")
+    require_unchanged(file, Path(file.path).stat().st_size)
     try:
-        return parquet.ParquetFile(path)
+        return parquet.ParquetFile(file.path, page_checksum_verification=True)
     except pyarrow.ArrowInvalid as error:
-        raise DataError(f"{path} is not a parquet file ({error})") from error
+        raise DataError(f"{file.path} is not a parquet file ({error})") from error
 
 
-def _require_column(file: Any, path: str, name: str) -> None:
-    names = file.schema_arrow.names
-    if name not in names:
-        raise DataError(
-            f"{path}: there is no column {name!r} among: {', '.join(names)}; see --json-key"
-        )
-
-
-def _rows_per_block(file: Any, piece: Piece, options: ReadOptions) -> int:
-    rows = size = 0
-    for i in range(piece.begin, piece.end):
-        group = file.metadata.row_group(i)
-        rows += group.num_rows
-        size += text_bytes(group, options.json_key)
-    return max(1, min(rows, rows * options.block_bytes // max(size, 1)))
-
-
-def text_bytes(group: Any, name: str) -> int:
+def text_bytes(group: Any, key: str) -> int:
     """Uncompressed bytes of a column (with all that is nested in it) of a row group."""
     columns = [group.column(i) for i in range(group.num_columns)]
     return sum(
         int(column.total_uncompressed_size)
         for column in columns
-        if column.path_in_schema.partition(".")[0] == name
+        if f"{column.path_in_schema}.".startswith(f"{key}.")
     )
 
 
-def _as_json(column: Any) -> Any:
-    """Lists of messages as JSON, the form in which .jsonl has them."""
+def _batches(
+    file: Any, piece: Piece, options: ReadOptions, columns: Sequence[Sequence[str]]
+) -> Iterator[Any]:
     pyarrow = require("pyarrow", "parquet", "reading parquet")
-    rows = [None if row is None else json.dumps(row) for row in column.to_pylist()]
-    return pyarrow.array(rows, pyarrow.large_string())
+    groups = range(piece.begin, piece.end)
+    metadata = [file.metadata.row_group(i) for i in groups]
+    rows = sum(group.num_rows for group in metadata)
+    size = sum(text_bytes(group, options.json_key) for group in metadata)
+    try:
+        yield from file.iter_batches(
+            batch_size=max(1, min(rows, rows * options.block_bytes // max(size, 1))),
+            row_groups=list(groups),
+            columns=[".".join(column) for column in columns],
+        )
+    except (pyarrow.ArrowException, OSError) as error:
+        raise DataError(f"{piece.file.path} is damaged ({error}); fetch it again") from error
+
+
+def _find_column(schema: Any, key: str, option: str, path: str) -> list[str]:
+    """The column's name, behind those of the structs in which it lies."""
+    names = _names(schema, key)
+    if names is None:
+        known = ", ".join(_leaves(schema)[:_SHOWN])
+        raise DataError(f"{path}: there is no column {key!r} among: {known}; see {option}")
+    if schema.names.count(names[0]) > 1:
+        raise DataError(f"{path}: there is more than one column {names[0]!r}; name them apart")
+    return names
+
+
+def _names(fields: Any, key: str) -> list[str] | None:
+    """As csrc/core/jsonl.cpp finds a key: the whole of it, else its first part and the rest."""
+    first, dot, rest = key.partition(".")
+    types = {field.name: field.type for field in fields}
+    if key in types:
+        return [key]
+    if not dot or not _is_struct(types.get(first)):
+        return None
+    below = _names(types[first], rest)
+    return None if below is None else [first, *below]
+
+
+def _leaves(fields: Any) -> list[str]:
+    leaves = []
+    for field in fields:
+        inner = _leaves(field.type) if _is_struct(field.type) else []
+        leaves += [f"{field.name}.{name}" for name in inner] or [field.name]
+    return leaves
+
+
+def _is_struct(type: Any) -> bool:
+    return str(type).startswith("struct<")
+
+
+def _column(batch: Any, names: Sequence[str]) -> Any:
+    compute = require("pyarrow.compute", "parquet", "reading parquet")
+    column = batch.column(names[0])
+    return compute.struct_field(column, list(names[1:])) if names[1:] else column
 
 
 def _arrow_text(
-    array: Any, path: str, name: str
+    array: Any, path: str, options: ReadOptions
 ) -> tuple[NDArray[np.uint8], NDArray[np.int64], NDArray[np.bool_]]:
-    """(text, offsets, missing) of an arrow array of strings; text is a view where it can be."""
+    """(text, offsets, missing) of an arrow array; text is a view where it can be.
+
+    Lists of messages become JSON, the form in which .jsonl has them.
+    """
     pyarrow = require("pyarrow", "parquet", f"reading {path}")
     if pyarrow.types.is_dictionary(array.type):
         array = array.dictionary_decode()
-    kind = str(array.type)
-    if kind not in _TEXT_TYPES:
-        raise DataError(f"{path}: column {name!r} holds {kind}; it must hold strings")
+    kind, lists = str(array.type), options.values == "lists"
+    if not kind.startswith(_LIST_TYPES) if lists else kind not in _TEXT_TYPES:
+        wanted = "lists of messages" if lists else "strings"
+        raise DataError(f"{path}: column {options.json_key!r} holds {kind}; it must hold {wanted}")
+    if lists:
+        rows = [None if row is None else json.dumps(row, default=str) for row in array.to_pylist()]
+        array = pyarrow.array(rows, pyarrow.large_string())
     array = array.cast(pyarrow.large_binary())
     missing = np.array(array.is_null())
     if missing.any():

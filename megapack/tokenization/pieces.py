@@ -1,25 +1,56 @@
-"""What one worker reads, and how documents are found in it.
-
-A piece is a byte range of a .jsonl file, a range of row groups of a parquet file, or a whole file
-where it cannot be entered in the middle.
-"""
+"""What is read: files, the pieces of them that one worker reads, and how documents are found."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import PurePath
 from typing import Literal, NamedTuple
 
 from megapack.errors import ConfigError
-from megapack.tokenization.sources import Format
 
-__all__ = ["Piece", "ReadOptions"]
+__all__ = [
+    "FORMATS",
+    "Compression",
+    "Format",
+    "InputFile",
+    "Piece",
+    "ReadOptions",
+    "format_of",
+    "is_data",
+    "suffix_of",
+]
+
+Format = Literal["jsonl", "parquet", "text"]
+FORMATS: tuple[Format, ...] = ("jsonl", "parquet", "text")
+Compression = Literal["", "gz", "zst"]
+
+# Public corpora name JSON Lines .json as often as .jsonl. Everything else is text.
+_FORMAT_OF_SUFFIX: dict[str, Format] = {
+    ".jsonl": "jsonl",
+    ".ndjson": "jsonl",
+    ".json": "jsonl",
+    ".parquet": "parquet",
+    ".txt": "text",
+}
+_COMPRESSION_OF_SUFFIX: dict[str, Compression] = {".gz": "gz", ".zst": "zst", ".zstd": "zst"}
+_NOT_READ = (".bz2", ".xz", ".zip", ".7z", ".lz4", ".tar", ".tgz")
 
 
-class Piece(NamedTuple):
-    """Bytes (jsonl), row groups (parquet) or all (the others) of one file: ``[begin, end)``."""
+@dataclass(frozen=True, slots=True)
+class InputFile:
+    """One file of the corpus, as it was when the build was planned."""
 
     path: str
     format: Format
+    compression: Compression
+    size: int  # bytes on disk
+    mtime_ns: int
+
+
+class Piece(NamedTuple):
+    """Bytes (jsonl), row groups (parquet) or all (text, compressed) of a file: ``[begin, end)``."""
+
+    file: InputFile
     begin: int
     end: int
 
@@ -28,11 +59,19 @@ class Piece(NamedTuple):
 class ReadOptions:
     """How documents are found in files."""
 
-    json_key: str = "text"  # also the parquet column
+    # Also the parquet column. Where there is no key `a.b`, it is key b of the object at key a.
+    json_key: str = "text"
     values: Literal["strings", "lists"] = "strings"  # lists: the JSON of a list of messages
     split_key: str | None = None  # another key; documents carry its hash
     block_bytes: int = 4 << 20  # of text in one block; memory follows it
     max_document_bytes: int = 1 << 30  # a longer line or file is a fault ("too long")
+
+    def keys(self) -> dict[str, str]:
+        """The keys that a document must have, its text first -> the option that names each."""
+        keys = {self.json_key: "--json-key" if self.values == "strings" else "--messages-key"}
+        if self.split_key is not None:
+            keys.setdefault(self.split_key, "--split-key")
+        return keys
 
     def __post_init__(self) -> None:
         if not 1 << 10 <= self.block_bytes <= self.max_document_bytes:
@@ -40,3 +79,33 @@ class ReadOptions:
                 f"block_bytes {self.block_bytes} must lie between 1024 and max_document_bytes "
                 f"{self.max_document_bytes}"
             )
+
+
+def format_of(path: str) -> tuple[Format, Compression]:
+    """What a file is by its name. Raises ConfigError for archives and unknown compressions."""
+    suffix, compression = _ends(path)
+    format = _FORMAT_OF_SUFFIX.get(suffix, "text")
+    if suffix in _NOT_READ or (format == "parquet" and compression):
+        raise ConfigError(
+            f"{path}: of compressed files .gz and .zst are read, no archives and no .parquet; "
+            "decompress it first"
+        )
+    return format, compression
+
+
+def is_data(path: str) -> bool:
+    """Whether a name has a suffix that is taken from directories unless others are asked for."""
+    suffix, compression = _ends(path)
+    return suffix in _FORMAT_OF_SUFFIX and not (suffix == ".parquet" and compression)
+
+
+def suffix_of(path: str) -> str:
+    """The end of a file's name, with its compression (``.rst.gz``), lower case; "" for none."""
+    suffix, compression = _ends(path)
+    return f"{suffix}.{compression}" if compression else suffix
+
+
+def _ends(path: str) -> tuple[str, Compression]:
+    name = PurePath(path.lower())
+    compression = _COMPRESSION_OF_SUFFIX.get(name.suffix, "")
+    return (PurePath(name.stem).suffix if compression else name.suffix), compression

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 
 import numpy as np
 
@@ -12,7 +11,8 @@ from megapack.tokenization.blocks import TextBlock
 from megapack.tokenization.faults import Faults, Place
 from megapack.tokenization.jsonl import read_jsonl
 from megapack.tokenization.parquet import read_parquet
-from megapack.tokenization.pieces import Piece, ReadOptions
+from megapack.tokenization.pieces import InputFile, Piece, ReadOptions
+from megapack.tokenization.streams import open_stream
 
 __all__ = ["read_blocks"]
 
@@ -26,24 +26,26 @@ def read_blocks(
         DataError: a fault, where ``faults`` does not skip; a damaged file.
         OSError: a file cannot be read.
     """
-    for is_text, group in itertools.groupby(pieces, lambda piece: piece.format == "text"):
+    for is_text, group in itertools.groupby(pieces, lambda piece: piece.file.format == "text"):
         if is_text:
-            yield from _read_texts([piece.path for piece in group], options, faults)
+            yield from _read_texts([piece.file for piece in group], options, faults)
             continue
         for piece in group:
-            read = read_parquet if piece.format == "parquet" else read_jsonl
+            read = read_parquet if piece.file.format == "parquet" else read_jsonl
             yield from read(piece, options, faults)
 
 
-def _read_texts(paths: Iterable[str], options: ReadOptions, faults: Faults) -> Iterator[TextBlock]:
+def _read_texts(
+    files: Iterable[InputFile], options: ReadOptions, faults: Faults
+) -> Iterator[TextBlock]:
     names: list[str] = []
     texts: list[bytes] = []
     size = 0
-    for path in paths:
-        text = _read_text(path, options, faults)
+    for file in files:
+        text = _read_text(file, options, faults)
         if text is None:
             continue
-        names.append(path)
+        names.append(file.path)
         texts.append(text)
         size += len(text)
         if size >= options.block_bytes:
@@ -53,12 +55,16 @@ def _read_texts(paths: Iterable[str], options: ReadOptions, faults: Faults) -> I
         yield _text_block(names, texts).checked(faults, known_utf8=False)
 
 
-def _read_text(path: str, options: ReadOptions, faults: Faults) -> bytes | None:
-    with Path(path).open("rb") as file:
-        text = file.read(options.max_document_bytes + 1)
+def _read_text(file: InputFile, options: ReadOptions, faults: Faults) -> bytes | None:
+    with open_stream(file) as stream:
+        text = stream.read(options.max_document_bytes + 1)
+    place = Place(file.path, "file")
     if len(text) > options.max_document_bytes:
         limit = f"a file of more than {options.max_document_bytes:,} bytes"
-        faults.record("too long", Place(path, "file"), f"{limit}; see --max-document-bytes")
+        faults.record("too long", place, f"{limit}; see --max-document-bytes")
+        return None
+    if b"\0" in text:
+        faults.record("NUL bytes", place, "it is binary, or UTF-16 and wants iconv -t UTF-8")
         return None
     return text.removeprefix(b"\xef\xbb\xbf")
 

@@ -13,10 +13,9 @@ from megapack.errors import ConfigError, DataError
 from megapack.storage.atomic import atomic_write
 from megapack.tokenization.faults import Faults
 from megapack.tokenization.optional import require
-from megapack.tokenization.pieces import ReadOptions
-from megapack.tokenization.plan import plan_shards
+from megapack.tokenization.pieces import InputFile, ReadOptions
 from megapack.tokenization.readers import read_blocks
-from megapack.tokenization.sources import InputFile
+from megapack.tokenization.shards import plan_shards
 
 __all__ = ["TrainOptions", "TrainResult", "train_tokenizer"]
 

@@ -37,7 +37,7 @@ def test_text_becomes_a_dataset_and_the_report_says_what_it_holds(
     assert "documents  60 (" in out
     assert f"tokens     {IndexedDataset(tmp_path / 'out').num_tokens:,} (uint16)" in out
     assert f"dataset    {tmp_path}/out.bin, {tmp_path}/out.idx" in out
-    assert "MB in " in err
+    assert "48.4 kB in 5 shards; about " in err
     assert tokenize(corpus, tmp_path / "out", "--append-eod", "--shard-size", "10K") == 0
     assert "nothing to do" in capsys.readouterr().out
 
@@ -138,7 +138,7 @@ def test_source_files_parts_and_finish(tmp_path: Path, corpus: Path) -> None:
 
 def test_merge_joins_the_shards_that_were_kept(tmp_path: Path, corpus: Path) -> None:
     assert tokenize(corpus, tmp_path / "out", "--keep-shards", "--shard-size", "10K") == 0
-    shards = sorted(str(path)[:-4] for path in (tmp_path / "out.build").glob("shard-*.idx"))
+    shards = sorted(str(path)[:-4] for path in (tmp_path / "out.build").glob("*/shard-*.idx"))
     assert len(shards) > 3
     assert main(["merge", *shards, "--output-prefix", str(tmp_path / "merged")]) == 0
     for suffix in ("bin", "idx"):

@@ -20,14 +20,15 @@ void require(bool ok, const char* what, const std::string& line) {
 }
 
 // The buffer is exactly as long as the text, on the heap, so that the sanitizer sees every excess.
-JsonlTexts extract(const std::string& text, JsonValues values = JsonValues::strings) {
+JsonlTexts extract(const std::string& text, JsonValues values = JsonValues::strings,
+                   const char* key = "text") {
     const std::vector<std::uint8_t> buffer(text.begin(), text.end());
-    return extract_jsonl({buffer.data(), buffer.size()}, "text", values);
+    return extract_jsonl({buffer.data(), buffer.size()}, key, values);
 }
 
 void expect(const std::string& line, LineStatus status, const std::string& text = "",
-            JsonValues values = JsonValues::strings) {
-    const JsonlTexts result = extract(line, values);
+            JsonValues values = JsonValues::strings, const char* key = "text") {
+    const JsonlTexts result = extract(line, values, key);
     require(result.status.size() == 1, "lines", line);
     require(result.status[0] == static_cast<std::uint8_t>(status), "status", line);
     require(std::string(result.text.begin(), result.text.end()) == text, "text", line);
@@ -103,6 +104,27 @@ void takes_other_values_when_asked() {
     expect(R"({"text": "x"})", LineStatus::wrong_type, "", JsonValues::lists);
 }
 
+void follows_dots_into_objects() {
+    const auto at = [](const char* line, LineStatus status, const char* text = "") {
+        expect(line, status, text, JsonValues::strings, "a.b.c");
+    };
+    at(R"({"a": {"b": {"c": "deep"}}})", LineStatus::ok, "deep");
+    at(R"({"a": {"b.c": "whole rest"}})", LineStatus::ok, "whole rest");
+    at(R"({"a": {"b": {"c": "deep, longer"}, "b.c": "rest"}})", LineStatus::ok, "rest");
+    at(R"({"a.b.c": "whole", "a": {"b": {"c": "deep, longer"}}})", LineStatus::ok, "whole");
+    at(R"({"a": {"b": {"c": "deep, longer"}}, "a.b.c": "whole"})", LineStatus::ok, "whole");
+    at(R"({"\u0061": {"\u0062": {"\u0063": "escaped"}}})", LineStatus::ok, "escaped");
+    at(R"({"a": {"b": {"c": "first"}}, "a": {"b": {"c": "last"}}})", LineStatus::ok, "last");
+    at(R"({"a": {"b": {"c": "first"}}, "a": {}})", LineStatus::missing_key);
+    at(R"({"a": {"b": {"c": "first"}}, "a": 5})", LineStatus::missing_key);
+    at(R"({"a": {"b": {"c": "x"}}, "a.b.c": null})", LineStatus::wrong_type);
+    at(R"({"a": {"b": {"c": {}}}})", LineStatus::wrong_type);
+    at(R"({"a.b": {"c": "only one dot is cut"}})", LineStatus::missing_key);
+    at(R"({"a": [{"b": {"c": "x"}}]})", LineStatus::missing_key);
+    at(R"({"a": {"b": {"c": "x"}})", LineStatus::malformed);
+    at(R"({"a": {"b": {"c": "x"} "d": 1}})", LineStatus::malformed);
+}
+
 void does_not_recurse() {
     const auto depth = static_cast<std::size_t>(megapack::kMaxJsonDepth);
     const auto nested = [](std::size_t n) {
@@ -120,6 +142,7 @@ int main() {
     names_what_is_wrong();
     keeps_lines_apart();
     takes_other_values_when_asked();
+    follows_dots_into_objects();
     does_not_recurse();
     return 0;
 }

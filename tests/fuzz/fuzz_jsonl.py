@@ -10,6 +10,7 @@ import numpy as np
 from megapack import _core
 
 OK, BLANK, MALFORMED, NOT_OBJECT, MISSING, WRONG_TYPE, INVALID_UTF8 = range(7)
+NOTHING = object()
 
 SEEDS = [
     rb'{"text": "plain text, long enough for the wide path", "id": 7}',
@@ -17,6 +18,7 @@ SEEDS = [
     '{"url": "\u00e9", "text": "\u65e5\u672c\u8a9e \U0001f600 \u00fc"}\n{"text": ""}\n\n'.encode(),
     rb' [ {"text": "in a list"} ] ',
     rb'{"\u0074ext": "escaped key", "text2": [NaN, -Infinity, 1E+9], "text": "\ud800"}',
+    b'{"text": {"a": {"b": "deep"}, "a.b": "rest"}, "text.a.b": "whole", "text": {}}',
     b'{"text": 12}\r\n{"text": [1, {"text": "\\/"}]}\n{"other": "key"}\n17\n"text"',
 ]
 
@@ -29,6 +31,16 @@ def extract(data: bytes, key: str = "text", values: str = "strings") -> list[tup
     assert len(status) == len(line_begin) == len(offsets) - 1
     flat = text.tobytes()
     return [(int(s), flat[a:b]) for s, a, b in zip(status, offsets[:-1], offsets[1:], strict=True)]
+
+
+def value_at(record: object, key: str) -> object:
+    """The value of the key, or of its parts between dots one inside of the other; or NOTHING."""
+    if not isinstance(record, dict):
+        return NOTHING
+    first, dot, rest = key.partition(".")
+    if key in record or not dot:
+        return record.get(key, NOTHING)
+    return value_at(record.get(first), rest)
 
 
 def python_says(line: bytes, key: str = "text") -> tuple[int, bytes]:
@@ -45,12 +57,13 @@ def python_says(line: bytes, key: str = "text") -> tuple[int, bytes]:
         return MALFORMED, b""
     if not isinstance(record, dict):
         return NOT_OBJECT, b""
-    if key not in record:
+    value = value_at(record, key)
+    if value is NOTHING:
         return MISSING, b""
-    if not isinstance(record[key], str):
+    if not isinstance(value, str):
         return WRONG_TYPE, b""
     try:
-        return OK, record[key].encode("utf-8")
+        return OK, value.encode("utf-8")
     except UnicodeEncodeError:
         return INVALID_UTF8, b""
 
@@ -59,5 +72,6 @@ def run(data: bytes, directory: Path) -> None:
     lines = data.split(b"\n")
     if not lines[-1]:
         del lines[-1]
-    for line, found in zip(lines, extract(data), strict=True):
-        assert found == python_says(line), line
+    for key in ("text", "text.a.b"):
+        for line, found in zip(lines, extract(data, key), strict=True):
+            assert found == python_says(line, key), (key, line)

@@ -12,21 +12,12 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from peers import DATA_ONLY, peer
 
 from megapack.errors import DataError, FormatError
 from megapack.storage import IndexedDataset, IndexedDatasetBuilder
 from megapack.storage.merge import merge
 from megapack.storage.verify import verify
-from storage.strategies import SMALL, corpora, files, flatten, write
-
-
-def write_with_megatron(prefix: Path, corpus: list, dtype: type) -> None:
-    megatron = peer("megatron.core.datasets.indexed_dataset")
-    builder = megatron.IndexedDatasetBuilder(f"{prefix}.bin", dtype)
-    for document in corpus:
-        builder.add_document(flatten(document), [len(sequence) for sequence in document])
-    builder.finalize(f"{prefix}.idx")
+from storage.strategies import SMALL, corpora, files, write, write_foreign
 
 
 @settings(max_examples=25)
@@ -36,7 +27,7 @@ def test_a_merge_equals_one_build_of_all_documents(
 ) -> None:
     tmp = tmp_path_factory.mktemp("merge")
     for i, corpus in enumerate(shards):
-        writer = data.draw(st.sampled_from([write] if DATA_ONLY else [write, write_with_megatron]))
+        writer = data.draw(st.sampled_from([write, write_foreign]))
         writer(tmp / f"shard{i}", corpus, np.uint16)
     prefixes = [tmp / f"shard{i}" for i in range(len(shards))]
     write(tmp / "whole", [document for corpus in shards for document in corpus])
@@ -50,18 +41,6 @@ def test_a_merge_equals_one_build_of_all_documents(
     whole, merged = IndexedDataset(tmp / "whole").meta, IndexedDataset(tmp / "merged").meta
     for key in ("idx", "num_documents", "num_tokens", "min_token_id", "max_token_id", "dtype"):
         assert merged[key] == whole[key] == IndexedDataset(tmp / "added").meta[key]
-
-
-def test_megatron_merges_our_shards_to_the_same_bytes(tmp_path: Path) -> None:
-    megatron = peer("megatron.core.datasets.indexed_dataset")
-    for name, corpus in (("a", SMALL), ("b", SMALL[2:]), ("c", [])):
-        write(tmp_path / name, corpus)
-    builder = megatron.IndexedDatasetBuilder(f"{tmp_path}/theirs.bin", np.uint16)
-    for name in "ab":  # megatron-core cannot map an empty .bin, so c stays out of its merge
-        builder.add_index(f"{tmp_path}/{name}")
-    builder.finalize(f"{tmp_path}/theirs.idx")
-    merge([tmp_path / "a", tmp_path / "b", tmp_path / "c"], tmp_path / "ours")
-    assert files(tmp_path / "ours") == files(tmp_path / "theirs")
 
 
 def test_builders_go_on_after_an_added_index(tmp_path: Path) -> None:
@@ -116,7 +95,7 @@ def test_dtypes_are_converted_on_request_only(tmp_path: Path) -> None:
 
 def test_ids_beyond_the_vocabulary_are_found_in_added_datasets(tmp_path: Path) -> None:
     write(tmp_path / "known", SMALL)
-    write_with_megatron(tmp_path / "unknown", SMALL, np.uint16)
+    write_foreign(tmp_path / "unknown", SMALL)
     builder = IndexedDatasetBuilder(tmp_path / "all", np.uint16, vocab_size=10)
     builder.add_document([1])
     with pytest.raises(DataError, match=r"known has token ids from 1 to 10, outside of \[0, 9\]"):
@@ -131,13 +110,38 @@ def test_mixed_tokenizers_are_refused_unless_told(tmp_path: Path) -> None:
     for name, digest, source in (("a", "x", "/one"), ("b", "x", "/two"), ("c", "y", "/one")):
         tokenizer = {"digest": digest, "source": source}
         write(tmp_path / name, SMALL, metadata={"tokenizer": tokenizer, "document_end_token": 0})
-    write_with_megatron(tmp_path / "d", SMALL, np.uint16)
-    merge([tmp_path / "a", tmp_path / "b", tmp_path / "d"], tmp_path / "same")
-    with pytest.raises(DataError, match=r"a and .*c were built with different tokenizers"):
+    merge([tmp_path / "a", tmp_path / "b"], tmp_path / "same")
+    with pytest.raises(DataError, match=r"a and .*c name different tokenizers \(x and y\)"):
         merge([tmp_path / "a", tmp_path / "c"], tmp_path / "mixed")
     merge([tmp_path / "a", tmp_path / "c"], tmp_path / "mixed", allow_mixed_tokenizers=True)
     meta = IndexedDataset(tmp_path / "mixed").meta
     assert "tokenizer" not in meta and meta["document_end_token"] == 0
+
+
+def test_inputs_of_which_only_some_name_a_tokenizer_are_refused_unless_told(tmp_path: Path) -> None:
+    """The result would name none, and nothing would tell that ids mean different things."""
+    write(tmp_path / "named", SMALL, metadata={"tokenizer": {"digest": "x"}})
+    write(tmp_path / "silent", SMALL)
+    write(tmp_path / "without-meta", SMALL)
+    (tmp_path / "without-meta.meta.json").unlink()
+    for other in ("silent", "without-meta"):
+        inputs = [tmp_path / "named", tmp_path / other]
+        for order in (inputs, inputs[::-1]):
+            with pytest.raises(DataError, match=r"different tokenizers.*none.*--allow-mixed"):
+                merge(order, tmp_path / "merged")
+        assert not IndexedDataset.exists(tmp_path / "merged")
+        merge(inputs, tmp_path / f"allowed-{other}", allow_mixed_tokenizers=True)
+        assert "tokenizer" not in IndexedDataset(tmp_path / f"allowed-{other}").meta
+    merge([tmp_path / "silent", tmp_path / "without-meta"], tmp_path / "nobody")
+
+
+def test_a_wider_type_is_filled_from_blocks_of_a_narrower_one(tmp_path: Path) -> None:
+    """More bytes than one block, and four times as many as it has."""
+    tokens = np.random.default_rng(0).integers(0, 256, 700_000)
+    with IndexedDatasetBuilder(tmp_path / "narrow", np.uint8) as builder:
+        builder.add_document(tokens)
+    merge([tmp_path / "narrow"], tmp_path / "wide", dtype=np.int32)
+    np.testing.assert_array_equal(IndexedDataset(tmp_path / "wide").tokens, tokens)
 
 
 def test_damage_done_before_a_merge_is_found_after_it(tmp_path: Path) -> None:
@@ -154,7 +158,7 @@ def test_damage_done_before_a_merge_is_found_after_it(tmp_path: Path) -> None:
 def test_a_meta_file_of_other_data_is_not_trusted(tmp_path: Path) -> None:
     """Somebody tokenized again with Megatron under the same prefix."""
     write(tmp_path / "a", SMALL, vocab_size=11)
-    write_with_megatron(tmp_path / "a", [[[20, 21, 22]], [[1] * 7]], np.uint16)
+    write_foreign(tmp_path / "a", [[[20, 21, 22]], [[1] * 7]])
     merge([tmp_path / "a"], tmp_path / "merged")
     assert IndexedDataset(tmp_path / "merged").meta["max_token_id"] == 22
     assert IndexedDataset(tmp_path / "merged").vocab_size is None

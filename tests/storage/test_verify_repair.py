@@ -83,6 +83,11 @@ def wrong_pointer(content: bytearray) -> None:
     struct.pack_into("<q", content, POINTERS + 8 * 5, 1000)
 
 
+def late_first_document(content: bytearray) -> None:
+    """Once verify itself ended with an error here, where it was to return a finding."""
+    struct.pack_into("<q", content, DOCUMENTS, 1)
+
+
 def bytes_behind(content: bytearray) -> None:
     content += b"abc"
 
@@ -109,6 +114,7 @@ CASES = [
     Case(deepspeed_uint16, "dtype", "dtype code 6 means uint16 in DeepSpeed's table: now uint16"),
     Case(unknown_code, "dtype", "dtype code 77"),
     Case(wrong_pointer, "pointers", "recomputed the pointers of 12 sequences"),
+    Case(late_first_document, "documents", "document 0 began at sequence 1: now at 0"),
     Case(bytes_behind, "trailing-idx", "dropped 3 bytes behind the end of the index"),
     Case(cut_in_pointers, "index", "completed an .idx that ended after", "sequences"),
     Case(cut_in_documents, "index", "completed an .idx that ended after", "sequences"),
@@ -120,7 +126,7 @@ def test_damage_is_named_and_mended_to_the_byte(tmp_path: Path, case: Case) -> N
     prefix = foreign(tmp_path / "data")
     whole = files(prefix)
     edit_index(prefix, case.damage)
-    damaged = files(prefix)
+    damaged, inode = files(prefix), (tmp_path / "data.idx").stat().st_ino
     assert case.code in errors(prefix) + warnings(prefix)
     assert any(case.said in step for step in repair(prefix, dry_run=True))
     assert files(prefix) == damaged, "a dry run changes nothing"
@@ -130,7 +136,9 @@ def test_damage_is_named_and_mended_to_the_byte(tmp_path: Path, case: Case) -> N
         whole = files(foreign(tmp_path / "expected", corpus=flat))
     assert files(prefix) == whole
     assert errors(prefix) == [] and warnings(prefix) == []
-    assert (tmp_path / "data.idx.orig").read_bytes() == damaged[".idx"]
+    original = tmp_path / "data.idx.orig"
+    assert original.read_bytes() == damaged[".idx"]
+    assert original.stat().st_ino == inode, "a copy: a crash leaves half of it"
     assert repair(prefix) == []
 
 

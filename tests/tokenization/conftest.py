@@ -13,8 +13,8 @@ import pytest
 from megapack.tokenization.build import BuildResult, build
 from megapack.tokenization.config import BuildConfig
 from megapack.tokenization.faults import Faults
-from megapack.tokenization.pieces import ReadOptions
-from megapack.tokenization.sources import InputFile, find_inputs
+from megapack.tokenization.pieces import InputFile, ReadOptions
+from megapack.tokenization.sources import find_inputs
 from megapack.tokenization.train import TrainOptions, train_tokenizer
 
 from .helpers import Silence, WriteJsonl

@@ -253,7 +253,7 @@ BAD_CHATS: list[tuple[Any, str]] = [
     (["hello"], "message 0 is not of the form"),
     ([{"role": 5, "content": "x"}], "message 0 is not of the form"),
     ([{"role": "user"}], "message 0 has no content"),
-    ([{"role": "user", "content": None}], "content is a NoneType"),
+    ([{"role": "user", "content": None}], "content is null"),
     ([{"role": "user", "content": "\ud800"}], "a message holds half of a surrogate pair"),
 ]
 
@@ -277,7 +277,7 @@ def test_conversations_without_an_answer_are_left_out_and_counted(
     result = run_build(corpus, messages_key="messages", chat_format="headers")
     assert result.totals.skipped == {"chat without assistant": 1}
     assert len(documents(tmp_path / "out")) == 1
-    with pytest.raises(DataError, match=r"x\.jsonl:1: wrong type .*'n' holds a int, not a list"):
+    with pytest.raises(DataError, match=r"x\.jsonl:1: wrong type .*'n' holds a number, not a list"):
         run_build(
             write_jsonl(corpus, [{"n": 5}]),
             messages_key="n",

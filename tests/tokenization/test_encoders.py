@@ -19,10 +19,10 @@ from megapack.errors import ConfigError, MegapackError
 from megapack.tokenization.blocks import TextBlock
 from megapack.tokenization.encoders import Encoder, Limits, open_encoder, resident_bytes
 from megapack.tokenization.guard import GuardedEncoder, open_any
-from megapack.tokenization.pieces import ReadOptions
-from megapack.tokenization.plan import plan_shards
+from megapack.tokenization.pieces import InputFile, ReadOptions
 from megapack.tokenization.probe import choose_backend, first_difference, hard_texts
-from megapack.tokenization.sources import InputFile, find_inputs
+from megapack.tokenization.shards import plan_shards
+from megapack.tokenization.sources import find_inputs
 from megapack.tokenization.tokenizer import TokenizerFiles
 
 

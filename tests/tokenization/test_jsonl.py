@@ -16,6 +16,16 @@ json_values = st.recursive(
 )
 
 
+class Members(list[tuple[str, object]]):
+    """An object as it is written: names may come twice."""
+
+
+def spelled(value: object) -> str:
+    if not isinstance(value, Members):
+        return json.dumps(value)
+    return "{" + ", ".join(f"{json.dumps(k)}: {spelled(v)}" for k, v in value) + "}"
+
+
 @given(
     records=st.lists(
         st.dictionaries(
@@ -38,6 +48,29 @@ def test_every_json_value_is_read_as_python_reads_it(
         for record in records
     ]
     assert extract(b"".join(line + b"\n" for line in lines)) == [python_says(ln) for ln in lines]
+
+
+names = st.sampled_from(["a", "b", "c", "a.b", "b.c", "a.b.c", ""])
+
+
+@given(
+    records=st.lists(
+        st.recursive(
+            st.text(max_size=3) | st.integers(0, 9),
+            lambda inner: st.lists(st.tuples(names, inner), max_size=4).map(Members),
+            max_leaves=20,
+        ),
+        max_size=5,
+    ),
+    key=st.sampled_from(["a.b.c", "a.b", "a", ".a", "a.", "a..b", "."]),
+)
+def test_a_dotted_key_is_found_as_a_whole_or_in_nested_objects(
+    records: list[object], key: str
+) -> None:
+    """Members of one name are written as often as they come; Python keeps the last."""
+    lines = [spelled(record).encode("utf-8") for record in records]
+    found = extract(b"".join(line + b"\n" for line in lines), key)
+    assert found == [python_says(line, key) for line in lines]
 
 
 @pytest.mark.parametrize("seed", range(len(SEEDS)))

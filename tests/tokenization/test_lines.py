@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import gzip
 import io
 import itertools
-from pathlib import Path
 
-import pytest
-import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megapack.errors import DataError
-from megapack.tokenization.lines import line_blocks, open_stream
+from megapack.tokenization.lines import line_blocks
 
 
 def lines_of(
@@ -75,49 +70,3 @@ def test_a_byte_order_mark_is_dropped_at_the_start_of_the_file_alone() -> None:
     for cut in range(len(data) + 1):
         parts = lines_of(data, 0, cut)[0] + lines_of(data, cut, len(data))[0]
         assert [line for _, line in parts] == [b"a\n", bom + b"b\n"], cut
-
-
-def read_all(path: Path, format: str) -> bytes:
-    with open_stream(str(path), format) as stream:
-        return b"".join(iter(lambda: stream.read(1000), b""))
-
-
-TEXT = b"".join(b"line %d of a file that compresses\n" % i for i in range(5000))
-
-
-@pytest.mark.parametrize("format", ["jsonl.gz", "jsonl.zst"])
-def test_compressed_files_of_several_members_are_read_whole(tmp_path: Path, format: str) -> None:
-    compress = gzip.compress if format == "jsonl.gz" else zstandard.ZstdCompressor().compress
-    path = tmp_path / f"x.{format}"
-    path.write_bytes(compress(TEXT) + compress(b"") + compress(TEXT))
-    assert read_all(path, format) == TEXT + TEXT
-
-
-def test_zst_files_with_long_windows_and_skippable_frames_are_read(tmp_path: Path) -> None:
-    parameters = zstandard.ZstdCompressionParameters(window_log=30, enable_ldm=True)
-    long = zstandard.ZstdCompressor(compression_params=parameters).compressobj()
-    skippable = (0x184D2A50).to_bytes(4, "little") + (5).to_bytes(4, "little") + b"notes"
-    path = tmp_path / "x.jsonl.zst"
-    path.write_bytes(skippable + long.compress(TEXT) + long.flush() + skippable)
-    assert read_all(path, "jsonl.zst") == TEXT
-
-
-@pytest.mark.parametrize("format", ["jsonl.gz", "jsonl.zst"])
-@pytest.mark.parametrize("keep", [0.5, 0.9, 0.999])
-def test_a_truncated_compressed_file_is_an_error_and_not_a_short_corpus(
-    tmp_path: Path, format: str, keep: float
-) -> None:
-    compress = gzip.compress if format == "jsonl.gz" else zstandard.ZstdCompressor().compress
-    data = compress(TEXT)
-    path = tmp_path / f"x.{format}"
-    path.write_bytes(data[: int(len(data) * keep)])
-    with pytest.raises(DataError, match=r"x\.jsonl.* truncated"):
-        read_all(path, format)
-
-
-@pytest.mark.parametrize("format", ["jsonl.gz", "jsonl.zst"])
-def test_a_damaged_or_mislabelled_compressed_file_is_an_error(tmp_path: Path, format: str) -> None:
-    path = tmp_path / f"x.{format}"
-    path.write_bytes(b'{"text": "not compressed at all"}\n')
-    with pytest.raises(DataError, match=r"x\.jsonl.*damaged"):
-        read_all(path, format)

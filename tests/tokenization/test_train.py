@@ -10,8 +10,8 @@ from tokenizers import Tokenizer
 
 from megapack.errors import ConfigError, DataError
 from megapack.tokenization.faults import Faults
-from megapack.tokenization.pieces import ReadOptions
-from megapack.tokenization.sources import InputFile, find_inputs
+from megapack.tokenization.pieces import InputFile, ReadOptions
+from megapack.tokenization.sources import find_inputs
 from megapack.tokenization.train import TrainOptions, TrainResult, train_tokenizer
 
 HARD = "if x:\n\treturn  3.14  # \u00e9\u4e2d\u6587 \U0001f600\x00\r\n    end"
