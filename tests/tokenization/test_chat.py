@@ -11,8 +11,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from peers import peer
 from tokenizers import Tokenizer
-from transformers import PreTrainedTokenizerFast
 
 from megapack import IndexedDataset
 from megapack.errors import ConfigError, DataError
@@ -154,8 +154,8 @@ def tokenizer_with(tmp_path: Path, bpe_json: Path) -> Callable[[str], Path]:
     return make
 
 
-def transformers_tokenizer(directory: Path, template: str) -> PreTrainedTokenizerFast:
-    return PreTrainedTokenizerFast(
+def transformers_tokenizer(directory: Path, template: str) -> Any:
+    return peer("transformers").PreTrainedTokenizerFast(
         tokenizer_file=str(directory / "tokenizer.json"),
         chat_template=template,
         bos_token="<|begin_of_text|>",
