@@ -11,7 +11,7 @@ from megapack.tokenization.chat import ChatCoder, ChatLoss, Chats, HeaderChats
 from megapack.tokenization.chat_template import TemplateChats
 from megapack.tokenization.coding import Coder, Storage, TextCoder
 from megapack.tokenization.config import BuildConfig, ChatFormat
-from megapack.tokenization.encoders import BACKENDS, Limits, open_encoder
+from megapack.tokenization.encoders import Limits, open_reference
 from megapack.tokenization.faults import OnError
 from megapack.tokenization.guard import open_any
 from megapack.tokenization.pieces import ReadOptions
@@ -148,18 +148,19 @@ def open_coder(job: Job) -> Coder:
         encoder = open_any(job.tokenizer, job.backend, job.limits)
         reference = None
         if job.verify_fraction > 0:
-            reference = open_encoder(job.tokenizer, BACKENDS[job.tokenizer.kind][0])
+            reference = open_reference(job.tokenizer)
         return TextCoder(
             encoder,
             job.storage,
             reference=reference,
             verify_fraction=job.verify_fraction,
-            source=job.tokenizer.source,
         )
     form, loss = job.chat
     chats: Chats
     if form == "template":
         chats = TemplateChats(job.tokenizer, loss)
     else:
-        chats = HeaderChats(open_any(job.tokenizer, job.backend, job.limits), loss)
+        chats = HeaderChats(
+            open_any(job.tokenizer, job.backend, job.limits), loss, job.tokenizer.source
+        )
     return ChatCoder(chats, job.storage)
