@@ -117,7 +117,7 @@ def test_lengths_near_the_limit_of_32_bits_are_rounded_exactly() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"alignment": 0}, "alignment is 0; it must be an integer of at least 1"),
+        ({"alignment": 0}, "alignment is 0; it must be from 1"),
         ({"alignment": True}, "alignment is True"),
         ({"alignment": 2.5}, "alignment is 2.5"),
         ({"alignment": 3}, "bucket 8 is no multiple of the alignment 3"),

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -83,8 +82,6 @@ FORMS = {
     "list": [3, 1, 2],
     "tuple": (3, 1, 2),
     "strings": ["3", "1", "2"],
-    "torch": torch.tensor([3, 1, 2]),
-    "strided torch": torch.tensor([[3.0, 9], [1, 9], [2, 9]], requires_grad=True)[:, 0].long(),
     "int16": np.array([3, 1, 2], np.int16),
     "big endian": np.array([3, 1, 2], ">i4"),
     "strided": np.array([3, 0, 1, 0, 2, 0])[::2],
