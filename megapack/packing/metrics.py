@@ -70,19 +70,15 @@ class DocumentTotals:
     lengths_fingerprint: str
 
     @classmethod
-    def of(cls, lengths: Lengths, capacity: int) -> DocumentTotals:
-        """Counted; ``num_whole`` is left open.
-
-        Args:
-            lengths: (num_documents,), contiguous, none below 0.
-            capacity: of the largest bucket.
+    def of(cls, lengths: Lengths, checked: _core.DocumentLengths) -> DocumentTotals:
+        """Of lengths (num_documents,) that the core has checked and counted against the capacity
+        of the largest bucket; ``num_whole`` is left open.
         """
-        counted = _core.count_documents(lengths, capacity)
         return cls(
             num_documents=len(lengths),
-            num_empty=counted["num_empty"],
-            num_longer=counted["num_longer"],
-            num_tokens=counted["num_tokens"],
+            num_empty=checked.num_empty,
+            num_longer=checked.num_longer,
+            num_tokens=checked.num_tokens,
             num_whole=None,
             lengths_fingerprint=lengths_fingerprint(lengths),
         )

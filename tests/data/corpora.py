@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from megapack import _core
 from megapack.data import PackedDataset, PackedLoader, Schedule, build_loader
 from megapack.packing import SampleIndex, pack
 from megapack.packing.metrics import DocumentTotals
@@ -48,6 +49,8 @@ def index_of(
         "segment_begin": columns[1].astype(begin_dtype),
         "segment_length": columns[2].astype(np.int32),
     }
+    packed = np.asarray(lengths, np.int32)
+    checked = _core.DocumentLengths(packed, capacity=max(buckets))
     return SampleIndex(
         **arrays,
         strategy="by hand",
@@ -55,7 +58,7 @@ def index_of(
         buckets=sorted(buckets),
         seed=0,
         decisions={},
-        documents=DocumentTotals.of(np.asarray(lengths, np.int32), max(buckets)),
+        documents=DocumentTotals.of(packed, checked),
         dropped_tokens=0,
         repeated_tokens=0,
     )
