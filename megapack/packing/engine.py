@@ -108,19 +108,22 @@ def pack(
 
     Raises:
         ConfigError: unknown strategy, parameter or preset, a value out of range, bad buckets.
-        DataError: lengths that are no integers of one dimension, a negative length.
+        DataError: lengths that are no integers of one dimension, a negative length, or more than
+            2**62 tokens in all.
     """
     method = check_packing(
         strategy, buckets=buckets, alignment=alignment, preset=preset, parameters=parameters
     )
     seed = _integer("seed", seed, 0, (1 << 64) - 1)
     threads = _integer("threads", threads, 1, _INT32_MAX)
-    documents = _check_lengths(lengths)
-    totals = _totals(documents, method.buckets[-1])
-    rounded, documents = rounded_up(documents, method.alignment)
+    documents, checked = _check_lengths(lengths, method.buckets[-1])
+    totals = _totals(documents, checked)
+    if method.alignment > 1:
+        rounded, documents = rounded_up(documents, method.alignment)
+        checked = _core.DocumentLengths(rounded)
     arrays = method.strategy.run(
         Request(
-            lengths=rounded,
+            lengths=checked,
             buckets=method.buckets,
             parameters=method.parameters,
             seed=seed,
@@ -146,14 +149,13 @@ def pack(
     return index
 
 
-def _totals(lengths: Lengths, capacity: int) -> DocumentTotals:
+def _totals(lengths: Lengths, checked: _core.DocumentLengths) -> DocumentTotals:
     """All that is kept of the lengths: the array belongs to the caller, who may change it."""
-    counted = _core.count_documents(lengths, capacity)
     return DocumentTotals(
         num_documents=len(lengths),
-        num_empty=counted["num_empty"],
-        num_longer=counted["num_longer"],
-        num_tokens=counted["num_tokens"],
+        num_empty=checked.num_empty,
+        num_longer=checked.num_longer,
+        num_tokens=checked.num_tokens,
         num_whole=None,
         lengths_fingerprint=lengths_fingerprint(lengths),
     )
@@ -182,7 +184,8 @@ def _check_buckets(buckets: int | Iterable[int], strategy: Strategy) -> list[int
     return capacities
 
 
-def _check_lengths(lengths: ArrayLike) -> Lengths:
+def _check_lengths(lengths: ArrayLike, capacity: int) -> tuple[Lengths, _core.DocumentLengths]:
+    """The lengths as int32, or int64 where one needs it, and their one check in the core."""
     array = np.asarray(lengths)
     if array.size == 0:
         array = array.astype(np.int32)
@@ -191,20 +194,11 @@ def _check_lengths(lengths: ArrayLike) -> Lengths:
             f"lengths is of dtype {array.dtype} and shape {array.shape}; it must be a "
             "one-dimensional array of integers, tokens per document"
         )
-    if array.dtype not in (np.dtype(np.int32), np.dtype(np.int64)):
-        if array.dtype.kind == "u" and (longest := int(array.max())) >= 1 << 63:
-            raise DataError(
-                f"document {int(np.argmax(array)):,} has length {longest:,}; the longest that can "
-                "be packed has 2**63 - 1"
-            )
+    if array.dtype not in (np.int32, np.int64, np.uint64):
         array = array.astype(np.int64)
     array = np.ascontiguousarray(array)
-    bits = _core.or_of_lengths(array)
-    if bits < 0:
-        document = int(np.argmax(array < 0))
-        raise DataError(
-            f"document {document:,} has length {array[document]:,}; it must not be below 0"
-        )
-    if array.dtype == np.dtype(np.int64) and bits <= _INT32_MAX:
-        array = array.astype(np.int32)
-    return array
+    checked = _core.DocumentLengths(array, capacity=capacity)
+    if array.dtype == np.int32:
+        return array, checked
+    array = array.astype(np.int32 if checked.longest <= _INT32_MAX else np.int64)
+    return array, _core.DocumentLengths(array, capacity=capacity)

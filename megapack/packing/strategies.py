@@ -13,6 +13,7 @@ from typing import Any
 from megapack import _core
 from megapack.errors import ConfigError
 from megapack.packing.bucket_choice import choose_bucket_way
+from megapack.packing.ratios import exact_ratio, largest_overlap
 from megapack.packing.strategy import Packing, Parameter, Request, Strategy, name_nearest
 
 __all__ = ["STRATEGIES", "find_strategy"]
@@ -210,11 +211,12 @@ def _fit_decreasing(request: Request, *, best: bool) -> Packing:
 )
 def seamless(request: Request) -> Packing:
     """long documents in overlapping windows, the rest first-fit decreasing"""
+    placement = request.parameters["placement"]
     return _core.pack_seamless(
         request.lengths,
         request.capacity,
-        request.parameters["r_max"],
-        request.parameters["placement"],
+        largest_overlap(request.parameters["r_max"], placement, request.capacity),
+        placement,
         request.parameters["extra_capacity"],
         request.parameters["last"] == "drop",
         request.common,
@@ -262,7 +264,7 @@ def _bucket_llm(request: Request, *, pairs: bool) -> Packing:
     rules = _core.BucketRules(
         capacities=request.buckets,
         overflow="head",
-        padding_threshold=parameters["padding_threshold"],
+        padding_threshold=exact_ratio(parameters["padding_threshold"]),
         pairs=pairs,
         shuffle_segments=True,
     )

@@ -8,9 +8,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
 from megapack import _core
 from megapack.errors import ConfigError
 
@@ -22,9 +19,9 @@ Packing = dict[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """What a strategy works on; ``lengths`` is int32 or int64, ``buckets`` ascends."""
+    """What a strategy works on; ``buckets`` ascends."""
 
-    lengths: NDArray[np.int32] | NDArray[np.int64]
+    lengths: _core.DocumentLengths
     buckets: list[int]
     parameters: dict[str, Any]
     seed: int
