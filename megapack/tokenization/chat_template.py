@@ -15,6 +15,7 @@ import numpy as np
 
 from megapack.errors import ConfigError, DataError
 from megapack.tokenization.chat import ASSISTANT, ChatLoss, Chats, CodedChat, Message
+from megapack.tokenization.encoders import load_tokenizers
 from megapack.tokenization.optional import require
 from megapack.tokenization.tokenizer import TokenizerFiles
 
@@ -52,9 +53,7 @@ class TemplateChats(Chats):
         self._loss = loss
         self._special = tuple(files.special)
         tokenizers = require("tokenizers", "tokenizers", f"tokenizer {files.source}")
-        self._tokenizer = tokenizers.Tokenizer.from_file(str(files.path))
-        self._tokenizer.no_truncation()
-        self._tokenizer.no_padding()
+        self._tokenizer = load_tokenizers(files)
         # Nothing is added to a rendered text, and offsets shall cover white space, too.
         self._tokenizer.post_processor = tokenizers.processors.ByteLevel(trim_offsets=False)
         source = _template_of(files)

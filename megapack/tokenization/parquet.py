@@ -54,7 +54,7 @@ def open_parquet(file: InputFile) -> Any:
     """A pyarrow ParquetFile. Damage is a DataError that names the file."""
     pyarrow = require("pyarrow", "parquet", f"reading {file.path}")
     parquet = require("pyarrow.parquet", "parquet", f"reading {file.path}")
-    require_unchanged(file, Path(file.path).stat().st_size)
+    require_unchanged(file, Path(file.path).stat())
     try:
         return parquet.ParquetFile(file.path, page_checksum_verification=True)
     except pyarrow.ArrowInvalid as error:

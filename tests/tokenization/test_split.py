@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from peers import peer
 
 from megapack import IndexedDataset
 from megapack.errors import ConfigError, DataError
@@ -26,9 +27,9 @@ NAMES = ("train", "valid", "test")
     num_documents=st.integers(0, 10**9),
 )
 def test_consecutive_splits_are_megatrons(weights: list[int], num_documents: int) -> None:
-    peer = pytest.importorskip("megatron.core.datasets.blended_megatron_dataset_config")
+    megatron = peer("megatron.core.datasets.blended_megatron_dataset_config")
     text = ",".join(map(str, weights))
-    matrix = peer.convert_split_vector_to_split_matrix(peer.parse_and_normalize_split(text))
+    matrix = megatron.convert_split_vector_to_split_matrix(megatron.parse_and_normalize_split(text))
     expected = [
         range(0)
         if bounds is None
