@@ -25,23 +25,36 @@ void register_measures(py::module_& m) {
               py::arg("segment_document").noconvert(), py::arg("segment_begin").noconvert(),
               py::arg("segment_length").noconvert(), py::arg("lengths").noconvert());
     };
-    with_view("measure_samples",
+    m.def(
+        "measure_samples",
+        [](const Offsets& buckets, const Offsets& samples, const Array<Id>& document,
+           const Array<Length>& begin, const Array<std::int32_t>& length,
+           std::int64_t num_documents) {
+            const auto arrays = sample_view(buckets, samples, document, begin, length);
+            check(num_documents >= 0, "num_documents is ", num_documents);
+            SegmentTotals totals;
+            {
+                const py::gil_scoped_release unlocked;
+                totals = measure(arrays, num_documents);
+            }
+            py::dict result;
+            result["tokens_per_bucket"] = totals.tokens_per_bucket;
+            result["cut_documents"] = totals.cut_documents;
+            result["segment_squares"] = totals.segment_squares;
+            result["sample_squares"] = totals.sample_squares;
+            return result;
+        },
+        py::arg("bucket_sample_offsets").noconvert(), py::arg("sample_segment_offsets").noconvert(),
+        py::arg("segment_document").noconvert(), py::arg("segment_begin").noconvert(),
+        py::arg("segment_length").noconvert(), py::arg("num_documents"));
+    with_view("whole_documents",
               [](const Offsets& buckets, const Offsets& samples, const Array<Id>& document,
                  const Array<Length>& begin, const Array<std::int32_t>& length,
                  const Array<Length>& lengths) {
                   const auto arrays = sample_view(buckets, samples, document, begin, length);
                   const Span<const Length> documents = view(lengths, "lengths");
-                  SegmentTotals totals;
-                  {
-                      const py::gil_scoped_release unlocked;
-                      totals = measure(arrays, documents);
-                  }
-                  py::dict result;
-                  result["tokens_per_bucket"] = totals.tokens_per_bucket;
-                  result["whole_documents"] = totals.whole_documents;
-                  result["segment_squares"] = totals.segment_squares;
-                  result["sample_squares"] = totals.sample_squares;
-                  return result;
+                  const py::gil_scoped_release unlocked;
+                  return whole_documents(arrays, documents);
               });
     m.def(
         "check_laws",

@@ -9,6 +9,8 @@
 namespace megapack {
 namespace {
 
+constexpr std::int64_t kMaxPositions = std::int64_t{1} << 40;  // at a time: 8 TiB of ids
+
 py::array_t<std::int64_t> permute_range_numpy(std::uint64_t key, std::int64_t size,
                                               std::int64_t first, std::int64_t count) {
     check(count >= 0, "count is ", count, "; it must not be negative");
@@ -33,14 +35,72 @@ py::array_t<std::int32_t> order_cycle_numpy(const Array<std::int64_t>& counts,
     return to_numpy(std::move(order));
 }
 
-py::tuple blend_pattern_numpy(const Array<std::int64_t>& shares) {
-    const auto shares_view = view(shares, "shares");
-    BlendPattern pattern;
+py::array_t<std::int64_t> permute_epochs_numpy(const Array<std::uint64_t>& keys,
+                                               const Array<std::int64_t>& sizes,
+                                               const Array<std::int64_t>& begins,
+                                               const Array<std::int64_t>& counts, bool shuffled) {
+    const auto key = view(keys, "keys");
+    const auto size = view(sizes, "sizes");
+    const auto begin = view(begins, "begins");
+    const auto count = view(counts, "counts");
+    check(key.size() == size.size() && size.size() == begin.size() && begin.size() == count.size(),
+          "keys, sizes, begins and counts have ", key.size(), ", ", size.size(), ", ", begin.size(),
+          " and ", count.size(), " elements; they must have as many");
+    std::vector<std::int64_t> out;
     {
         const py::gil_scoped_release release;
-        pattern = blend_pattern(shares_view);
+        std::vector<EpochRun> runs;
+        runs.reserve(key.size());
+        std::int64_t total = 0;
+        for (std::size_t i = 0; i < key.size(); ++i) {
+            runs.push_back({key[i], size[i], begin[i], count[i]});
+            check(count[i] >= 0 && count[i] <= kMaxPositions - total, "counts[", i, "] is ",
+                  count[i], "; counts are not negative and sum to at most ", kMaxPositions);
+            total += count[i];
+        }
+        out.resize(static_cast<std::size_t>(total));
+        permute_epochs(runs, shuffled, out);
     }
-    return py::make_tuple(to_numpy(std::move(pattern.dataset)), to_numpy(std::move(pattern.rank)));
+    return to_numpy(std::move(out));
+}
+
+py::tuple blend_range_numpy(const Blend& blend, std::int64_t begin, std::int64_t end) {
+    std::vector<std::int32_t> source;
+    std::vector<std::int64_t> first_rank;
+    std::vector<std::int64_t> count;
+    Blend::Range range;
+    {
+        const py::gil_scoped_release release;
+        range = blend.range(begin, end);
+        for (const Blend::Run& run : range.runs) {
+            source.push_back(run.source);
+            first_rank.push_back(run.first_rank);
+            count.push_back(run.count);
+        }
+    }
+    return py::make_tuple(to_numpy(std::move(source)), to_numpy(std::move(first_rank)),
+                          to_numpy(std::move(count)), to_numpy(std::move(range.places)));
+}
+
+py::array_t<std::int64_t> blend_taken_numpy(const Blend& blend, std::int64_t end) {
+    return to_numpy(blend.taken(end));
+}
+
+Blend make_blend(const Array<std::int64_t>& weights) {
+    return Blend(view(weights, "weights"));
+}
+
+void register_blend(py::module_& m) {
+    py::class_<Blend>(m, "Blend")
+        .def(py::init(&make_blend), py::arg("weights").noconvert())
+        .def("range", &blend_range_numpy, py::arg("begin"), py::arg("end"))
+        .def("taken", &blend_taken_numpy, py::arg("end"))
+        .def("taken_of", &Blend::taken_of, py::arg("source"), py::arg("end"))
+        .def(py::pickle(
+            [](const Blend& blend) -> Array<std::int64_t> {
+                return to_numpy(std::vector<std::int64_t>(blend.weights()));
+            },
+            &make_blend));
 }
 
 py::array_t<std::int64_t> attention_cost_of_numpy(const py::array& sample_segment_offsets,
@@ -78,7 +138,10 @@ void register_schedule(py::module_& m) {
           py::arg("count"));
     m.def("order_cycle", &order_cycle_numpy, py::arg("counts").noconvert(),
           py::arg("odds").noconvert(), py::arg("key"), py::arg("spread"));
-    m.def("blend_pattern", &blend_pattern_numpy, py::arg("shares").noconvert());
+    m.def("permute_epochs", &permute_epochs_numpy, py::arg("keys").noconvert(),
+          py::arg("sizes").noconvert(), py::arg("begins").noconvert(),
+          py::arg("counts").noconvert(), py::arg("shuffled"));
+    register_blend(m);
     m.def("attention_cost_of", &attention_cost_of_numpy, py::arg("sample_segment_offsets"),
           py::arg("segment_length"), py::arg("samples").noconvert(), py::arg("capacity"),
           py::arg("whole"));

@@ -48,6 +48,29 @@ class SampleReader {
     Span<const Length> lengths_;
 };
 
+// A bit for every document.
+class DocumentSet {
+  public:
+    explicit DocumentSet(std::int64_t num_documents)
+        : num_documents_(static_cast<std::size_t>(num_documents)),
+          words_((num_documents_ + 63) / 64, 0) {}
+
+    void insert(std::int64_t document) {
+        const auto d = static_cast<std::size_t>(document);
+        check<FormatError>(d < num_documents_, "a segment names document ", document, " of ",
+                           num_documents_);
+        const std::uint64_t bit = std::uint64_t{1} << (d % 64);
+        size_ += (words_[d / 64] & bit) == 0;
+        words_[d / 64] |= bit;
+    }
+    std::int64_t size() const { return size_; }
+
+  private:
+    std::size_t num_documents_;
+    std::vector<std::uint64_t> words_;
+    std::int64_t size_ = 0;
+};
+
 }  // namespace
 
 template <typename Length>
@@ -62,9 +85,10 @@ DocumentTotals count_documents(Span<const Length> lengths, std::int64_t capacity
 }
 
 template <typename Id, typename Length>
-SegmentTotals measure(const SampleView<Id, Length>& samples, Span<const Length> lengths) {
-    const SampleReader<Id, Length> reader(samples, lengths);
+SegmentTotals measure(const SampleView<Id, Length>& samples, std::int64_t num_documents) {
+    const SampleReader<Id, Length> reader(samples, {});
     SegmentTotals totals;
+    DocumentSet cut(num_documents);
     for (std::size_t b = 0; b + 1 < samples.bucket_sample_offsets.size(); ++b) {
         std::int64_t in_bucket = 0;
         const auto end = static_cast<std::size_t>(samples.bucket_sample_offsets[b + 1]);
@@ -75,14 +99,24 @@ SegmentTotals measure(const SampleView<Id, Length>& samples, Span<const Length> 
                 const std::int64_t length = samples.segment_length[s];
                 in_sample += length;
                 totals.segment_squares += length * length;
-                totals.whole_documents += length == reader.document_length(s);
+                if (samples.segment_begin[s] != 0) cut.insert(samples.segment_document[s]);
             }
             in_bucket += in_sample;
             totals.sample_squares += in_sample * in_sample;
         }
         totals.tokens_per_bucket.push_back(in_bucket);
     }
+    totals.cut_documents = cut.size();
     return totals;
+}
+
+template <typename Id, typename Length>
+std::int64_t whole_documents(const SampleView<Id, Length>& samples, Span<const Length> lengths) {
+    const SampleReader<Id, Length> reader(samples, lengths);
+    std::int64_t whole = 0;
+    for (std::size_t s = 0; s < samples.segment_length.size(); ++s)
+        whole += samples.segment_length[s] == reader.document_length(s);
+    return whole;
 }
 
 template <typename Id, typename Length>
@@ -141,11 +175,12 @@ void check_laws(const SampleView<Id, Length>& samples, Span<const std::int64_t> 
     }
 }
 
-#define MEGAPACK_INSTANTIATE(Id, Length)                                               \
-    template SegmentTotals measure(const SampleView<Id, Length>&, Span<const Length>); \
-    template std::vector<std::int64_t> label_tokens(const SampleView<Id, Length>&,     \
-                                                    Span<const Length>);               \
-    template void check_laws(const SampleView<Id, Length>&, Span<const std::int64_t>,  \
+#define MEGAPACK_INSTANTIATE(Id, Length)                                                      \
+    template SegmentTotals measure(const SampleView<Id, Length>&, std::int64_t);              \
+    template std::int64_t whole_documents(const SampleView<Id, Length>&, Span<const Length>); \
+    template std::vector<std::int64_t> label_tokens(const SampleView<Id, Length>&,            \
+                                                    Span<const Length>);                      \
+    template void check_laws(const SampleView<Id, Length>&, Span<const std::int64_t>,         \
                              Span<const Length>);
 MEGAPACK_FOR_EACH_WIDTH(MEGAPACK_INSTANTIATE)
 MEGAPACK_INSTANTIATE(std::int32_t, std::int64_t)

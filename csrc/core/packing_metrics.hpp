@@ -33,13 +33,18 @@ std::int64_t or_of(Span<const Length> lengths) {
 
 struct SegmentTotals {
     std::vector<std::int64_t> tokens_per_bucket;  // placed, padding not counted
-    std::int64_t whole_documents = 0;             // segments that are a document from end to end
+    std::int64_t cut_documents = 0;               // documents with a segment behind their first
     std::int64_t segment_squares = 0;             // sum of segment length squared
     std::int64_t sample_squares = 0;              // sum of (tokens in a sample) squared
 };
 
+// Needs no document lengths: reading them at random would take most of the time.
 template <typename Id, typename Length>
-SegmentTotals measure(const SampleView<Id, Length>& samples, Span<const Length> lengths);
+SegmentTotals measure(const SampleView<Id, Length>& samples, std::int64_t num_documents);
+
+// Segments that are a document from end to end.
+template <typename Id, typename Length>
+std::int64_t whole_documents(const SampleView<Id, Length>& samples, Span<const Length> lengths);
 
 // Per sample: tokens whose next token is known, which is every token but the last of a document.
 template <typename Id, typename Length>

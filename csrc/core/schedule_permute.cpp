@@ -1,6 +1,7 @@
 #include "core/schedule_permute.hpp"
 
 #include <algorithm>
+#include <limits>
 #include <numeric>
 #include <utility>
 #include <vector>
@@ -84,6 +85,31 @@ void permute_range(std::uint64_t key, std::int64_t size, std::int64_t first,
     const FeistelPermutation permutation(key, size);
     for (std::int64_t i = 0; i < count; ++i) {
         out[static_cast<std::size_t>(i)] = permutation(first + i);
+    }
+}
+
+void permute_epochs(Span<const EpochRun> runs, bool shuffled, Span<std::int64_t> out) {
+    std::size_t written = 0;
+    for (const EpochRun& run : runs) {
+        constexpr std::int64_t kMax = std::numeric_limits<std::int64_t>::max();
+        check(run.size > 0 && run.count >= 0 && run.begin >= 0 && run.begin <= kMax - run.count,
+              "positions [", run.begin, ", +", run.count, ") of epochs of ", run.size, " samples");
+        for (std::int64_t done = 0; done < run.count;) {
+            const std::int64_t epoch = (run.begin + done) / run.size;
+            const std::int64_t at = (run.begin + done) % run.size;
+            const std::int64_t count = std::min(run.count - done, run.size - at);
+            check(static_cast<std::size_t>(count) <= out.size() - written, "runs of more than the ",
+                  out.size(), " positions asked for");
+            const auto part = out.subspan(written, static_cast<std::size_t>(count));
+            if (shuffled) {
+                permute_range(random_bits(run.key, static_cast<std::uint64_t>(epoch)), run.size, at,
+                              part);
+            } else {
+                std::iota(part.begin(), part.end(), at);
+            }
+            written += part.size();
+            done += count;
+        }
     }
 }
 

@@ -16,4 +16,15 @@ namespace megapack {
 void permute_range(std::uint64_t key, std::int64_t size, std::int64_t first,
                    Span<std::int64_t> out);
 
+// The elements of a list, again and again, every time in a new order: positions [begin, begin +
+// count) of that endless sequence, in which epoch e is permuted by random_bits(key, e).
+struct EpochRun {
+    std::uint64_t key;
+    std::int64_t size;   // of the list
+    std::int64_t begin;  // position in the endless sequence
+    std::int64_t count;
+};
+// Writes the runs one after the other; without `shuffled` every epoch is in order.
+void permute_epochs(Span<const EpochRun> runs, bool shuffled, Span<std::int64_t> out);
+
 }  // namespace megapack

@@ -12,6 +12,8 @@ import os
 import re
 from typing import NoReturn
 
+from megapack.errors import ConfigError
+
 __all__ = [
     "add_dataset_argument",
     "add_dry_run",
@@ -28,6 +30,7 @@ __all__ = [
     "capacities",
     "positive",
     "token_argument",
+    "token_id",
     "usable_cores",
 ]
 
@@ -209,3 +212,18 @@ def add_eod_token(parser: Arguments, *, help: str = "") -> None:
     parser.add_argument(
         "--eod-token", type=token_argument, metavar="T", help=f"{text}; {help}" if help else text
     )
+
+
+def token_id(token: str | int | None, tokenizer: str | None) -> int | None:
+    """The id that --eod-token means where ids are compared: a name needs --tokenizer.
+
+    Raises:
+        ConfigError: no tokenizer knows the name.
+    """
+    if not isinstance(token, str):
+        return token
+    if tokenizer is None:
+        raise ConfigError(f"--eod-token {token!r} is a name: add --tokenizer, or give its id")
+    from megapack.tokenization.tokenizer import TokenizerFiles  # noqa: PLC0415
+
+    return TokenizerFiles.open(tokenizer).special_token("eod", token).id

@@ -8,7 +8,7 @@ import time
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
 
-from megapack.cli.report import note, short
+from megapack.cli.report import Work, counted, note, short, size
 from megapack.tokenization.shard import Counted
 
 __all__ = ["BuildProgress"]
@@ -26,12 +26,14 @@ class BuildProgress:
         self._begin = self._shown = time.monotonic()
         self._bar: Progress | None = None
         self._task = TaskID(0)
+        self._join: Work | None = None
 
     def note(self, text: str) -> None:
         note(text)
 
-    def start(self, num_bytes: int, num_shards: int) -> None:
-        print(f"{num_bytes / 1e6:,.1f} MB in {num_shards:,} shards", file=sys.stderr)
+    def start(self, num_bytes: int, num_shards: int, disk_bytes: int) -> None:
+        written = f"; about {size(disk_bytes)} of shards to write" if disk_bytes else ""
+        print(f"{size(num_bytes)} in {counted(num_shards, 'shard')}{written}", file=sys.stderr)
         self._num_bytes = num_bytes
         self._begin = self._shown = time.monotonic()
         if sys.stderr.isatty():
@@ -40,10 +42,10 @@ class BuildProgress:
             self._task = self._bar.add_task("tokenize", total=num_bytes, rates="")
             self._bar.start()
 
-    def advance(self, counted: Counted) -> None:
-        self._documents += counted.documents
-        self._text_bytes += counted.text_bytes
-        self._tokens += counted.tokens
+    def advance(self, more: Counted) -> None:
+        self._documents += more.documents
+        self._text_bytes += more.text_bytes
+        self._tokens += more.tokens
         now = time.monotonic()
         pause = _SECONDS_BETWEEN_LINES if self._bar is None else _SECONDS_BETWEEN_DRAWINGS
         if now - self._shown < pause:
@@ -56,7 +58,19 @@ class BuildProgress:
             done = self._share() * self._num_bytes
             self._bar.update(self._task, completed=done, rates=rates)
 
+    def join(self, done: int, total: int) -> None:
+        if self._join is None:
+            self._close()
+            self._join = Work("joining the shards").__enter__()
+        self._join(done, total)
+
     def stop(self) -> None:
+        self._close()
+        if self._join is not None:
+            self._join.__exit__(None, None, None)
+            self._join = None
+
+    def _close(self) -> None:
         if self._bar is not None:
             self._bar.stop()
             self._bar = None

@@ -15,6 +15,13 @@ from __future__ import annotations
 
 import argparse
 
+from megapack.cli.arguments import (
+    add_eod_token,
+    add_output_prefix,
+    add_overwrite,
+    add_tokenizer,
+    token_id,
+)
 from megapack.storage.foreign import KINDS
 from megapack.storage.importing import LINKS, import_dataset
 
@@ -22,22 +29,24 @@ __all__ = ["add_arguments", "run"]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("source", help="file or prefix")
-    parser.add_argument("--output-prefix", required=True, help="prefix of the dataset")
+    parser.add_argument("source", metavar="SOURCE", help="file or prefix")
+    add_output_prefix(parser)
     parser.add_argument(
         "--kind", choices=("auto", *KINDS), default="auto", help="of the source (default: auto)"
     )
-    parser.add_argument("--dtype", help="of the tokens, where the file does not say it")
-    parser.add_argument("--eod-token", type=int, help="id that ends documents without an index")
+    parser.add_argument("--dtype", help="type of the tokens, as int32; where the file does not say")
+    add_eod_token(parser, help="needed by kinds without an index; a name needs --tokenizer")
     parser.add_argument(
         "--eod-at",
         choices=("end", "start"),
         help="where that id stands (default: start for llm.c, else end)",
     )
+    add_tokenizer(parser, help="knows the name that --eod-token gives")
     parser.add_argument(
         "--link", choices=LINKS, default="auto", help="how .bin gets the tokens (default: auto)"
     )
     parser.add_argument("--vocab-size", type=int, help="number of token ids; larger are refused")
+    add_overwrite(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -47,10 +56,11 @@ def run(args: argparse.Namespace) -> int:
             args.output_prefix,
             kind=args.kind,
             dtype=args.dtype,
-            eod_token=args.eod_token,
+            eod_token=token_id(args.eod_token, args.tokenizer),
             eod_at=args.eod_at,
             link=args.link,
             vocab_size=args.vocab_size,
+            overwrite=args.overwrite,
         )
     )
     return 0

@@ -17,13 +17,12 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from megapack.cli.arguments import add_json, add_tokenizer
-from megapack.cli.datasets import dataset_prefixes
+from megapack.cli.datasets import dataset_prefixes, prefix_of_samples
 from megapack.cli.inspect_sample import print_sample, view_sample
 from megapack.cli.report import Screen, counted, note, print_table
 from megapack.errors import ConfigError
@@ -90,21 +89,12 @@ def _show_sample(console: Screen, path: str, prefixes: list[str], args: argparse
         raise ConfigError(
             f"--sample {args.sample}: {path} has samples 0 to {index.num_samples - 1}"
         )
-    dataset = IndexedDataset(prefixes[0] if prefixes else _prefix_of(path, index))
+    dataset = IndexedDataset(prefixes[0] if prefixes else prefix_of_samples(path, index))
     segments = view_sample(dataset, index, args.sample)
     decode = None
     if args.tokenizer is not None:
         decode = _decoder(args.tokenizer, dataset, [i for view in segments for i in view.token_ids])
     print_sample(console, index, args.sample, segments, decode, full=args.full)
-
-
-def _prefix_of(path: str, index: SampleIndex) -> str:
-    """Where the dataset of a .samples file lies: where it was packed, or beside the file."""
-    prefix = (index.source or {}).get("prefix")
-    if prefix is None:
-        raise ConfigError(f"{path} does not say which dataset it is of; give --data-prefix")
-    # A dataset and its index often travel together.
-    return prefix if IndexedDataset.exists(prefix) else str(Path(path).with_name(Path(prefix).name))
 
 
 def _decoder(

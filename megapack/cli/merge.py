@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import argparse
 
+from megapack.cli.arguments import add_dataset_argument, add_output_prefix, add_overwrite
 from megapack.cli.datasets import dataset_prefixes
-from megapack.cli.report import Work, count
+from megapack.cli.report import Work, counted
 from megapack.storage import IndexedDataset
 from megapack.storage.merge import merge
 
@@ -20,37 +21,47 @@ __all__ = ["add_arguments", "run"]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("inputs", nargs="+", help="prefixes, .idx files, or directories of them")
-    parser.add_argument("--output-prefix", required=True, help="prefix of the result")
+    inputs = add_dataset_argument(parser, many=True)
+    inputs.add_argument(
+        "--input", nargs=1, dest="prefixes", metavar="DIR", help="the same, as Megatron spells it"
+    )
+    add_output_prefix(parser)
     parser.add_argument(
-        "--dtype", help="convert to this type (int32, uint16, ...); ids that do not fit are refused"
+        "--dtype",
+        help="type of the tokens, as int32; inputs of others are converted where all ids fit",
     )
     parser.add_argument("--multimodal", action="store_true", help="the inputs have modes")
     parser.add_argument(
         "--allow-mixed-tokenizers",
         action="store_true",
-        help="merge although the inputs' meta files name different tokenizers",
+        help="merge although the inputs' meta files name different tokenizers, or some name none",
     )
     parser.add_argument(
         "--remove-inputs", action="store_true", help="delete the inputs once the result stands"
     )
+    add_overwrite(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    prefixes = dataset_prefixes(args.inputs)
-    with Work(f"merging {len(prefixes)} datasets") as progress:
-        merge(
+    prefixes = dataset_prefixes(args.prefixes)
+    with Work(f"merging {counted(len(prefixes), 'dataset')}") as progress:
+        is_new = merge(
             prefixes,
             args.output_prefix,
             dtype=args.dtype,
             multimodal=args.multimodal,
             allow_mixed_tokenizers=args.allow_mixed_tokenizers,
             remove_inputs=args.remove_inputs,
+            overwrite=args.overwrite,
             progress=progress,
         )
+    if not is_new:
+        print(f"nothing to do: {args.output_prefix} is there already")
+        return 0
     result = IndexedDataset(args.output_prefix)
     print(
-        f"{args.output_prefix}: {len(prefixes)} datasets, {count(result.num_documents)} documents, "
-        f"{count(result.num_tokens)} {result.dtype.name} tokens"
+        f"{args.output_prefix}: {counted(len(prefixes), 'dataset')}, "
+        f"{counted(result.num_documents, 'document')}, "
+        f"{counted(result.num_tokens, f'{result.dtype.name} token')}"
     )
     return 0

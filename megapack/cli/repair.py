@@ -6,21 +6,28 @@
 
 Mends dtype codes of another tool's table, pointers that overflowed, documents that a GPT-NeoX
 merge lost, an .idx cut by a full disk. Tokens are never changed. The old .idx stays as .idx.orig.
+Then the dataset is verified; exit status 1 when damage remains.
 """
 
 from __future__ import annotations
 
 import argparse
 
+from megapack.cli.arguments import add_dataset_argument, add_dry_run
 from megapack.cli.datasets import dataset_prefixes
+from megapack.cli.report import Work
+from megapack.cli.verify import print_findings
+from megapack.errors import FormatError
 from megapack.storage.repair import repair
+from megapack.storage.verify import verify
 
 __all__ = ["add_arguments", "run"]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("inputs", nargs="+", help="prefixes, .idx files, or directories of them")
-    parser.add_argument("--dry-run", action="store_true", help="say what would be done; do nothing")
+    add_dataset_argument(parser, many=True)
+    add_dry_run(parser)
+    parser.add_argument("--no-tokens", action="store_true", help="do not read .bin")
     parser.add_argument(
         "--drop-truncated",
         action="store_true",
@@ -39,7 +46,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    for prefix in dataset_prefixes(args.inputs):
+    return int(any([_repair(prefix, args) for prefix in dataset_prefixes(args.prefixes)]))
+
+
+def _repair(prefix: str, args: argparse.Namespace) -> bool:
+    """Whether damage remains."""
+    try:
         done = repair(
             prefix,
             drop_truncated=args.drop_truncated,
@@ -47,10 +59,20 @@ def run(args: argparse.Namespace) -> int:
             one_document_per_sequence=args.one_document_per_sequence,
             dry_run=args.dry_run,
         )
-        if not done:
-            print(f"{prefix}: nothing to mend")
-            continue
+    except FormatError as error:
+        print(f"{prefix}: cannot be mended: {error}")
+        return True
+    if done:
         print(f"{prefix}: {'what would be done:' if args.dry_run else 'done:'}")
-        for step in done:
-            print(f"  {step}")
-    return 0
+        print(*[f"  {step}" for step in done], sep="\n")
+        if args.dry_run:
+            return False
+    with Work(f"reading {prefix}") as progress:
+        findings = verify(prefix, tokens=not args.no_tokens, progress=progress)
+    remaining = [finding for finding in findings if finding.severity == "error"]
+    if remaining:
+        print(f"{prefix}: still DAMAGED, in what repair does not mend:")
+        print_findings(remaining)
+    elif not done:
+        print(f"{prefix}: nothing to mend{' (.bin was not read)' if args.no_tokens else ''}")
+    return bool(remaining)

@@ -20,15 +20,24 @@ import time
 
 from megapack.cli.arguments import byte_count
 from megapack.cli.build_progress import BuildProgress
-from megapack.cli.corpus_arguments import add_corpus_arguments
+from megapack.cli.corpus_arguments import (
+    add_corpus_arguments,
+    add_json_key,
+    add_tokenizer_files,
+    tokenizer_source,
+)
+from megapack.cli.report import count, size
+from megapack.storage import IndexedDataset
 from megapack.tokenization.build import BuildResult, build
 from megapack.tokenization.config import BuildConfig
+from megapack.tokenization.plan import Plan
 
 __all__ = ["add_arguments", "run"]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_corpus_arguments(parser)
+    add_json_key(parser)
     parser.add_argument("--output-prefix", required=True, metavar="PREFIX", help="PREFIX.bin/.idx")
     _add_filter_arguments(parser)
     _add_tokenizer_arguments(parser)
@@ -47,12 +56,7 @@ def _add_filter_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _add_tokenizer_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("tokens")
-    group.add_argument(
-        "--tokenizer",
-        required=True,
-        metavar="T",
-        help="a sentencepiece .model, a tokenizer.json or its directory, or bytes",
-    )
+    add_tokenizer_files(group)
     group.add_argument(
         "--backend",
         choices=("auto", "gigatoken", "tokenizers", "sentencepiece", "bytes"),
@@ -196,7 +200,7 @@ def run(args: argparse.Namespace) -> int:
         on_error=args.on_error,
         min_words=args.min_words,
         max_words=args.max_words,
-        tokenizer=args.tokenizer,
+        tokenizer=tokenizer_source(args),
         backend=args.backend,
         verify_fraction=args.verify_fraction,
         boundary=args.boundary,
@@ -230,27 +234,36 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _print_result(result: BuildResult, seconds: float) -> None:
-    totals, tokenizer = result.totals, result.tokenizer
+    totals, plan = result.totals, result.plan
     for line in totals.fault_lines():
         print(f"skipped {line}", file=sys.stderr)
-    print(f"tokenizer  {tokenizer.source} ({tokenizer.vocab_size:,} ids, {result.backend})")
-    for name, token in (("BOS", result.special.bos), ("EOD", result.special.eod)):
-        if token is not None:
-            print(f"{name}        {token.text} = {token.id}")
-    megabytes = totals.num_text_bytes / 1e6
+    _print_tokens(plan)
     print(
-        f"documents  {totals.num_documents:,} ({megabytes:,.1f} MB of text, "
-        f"{totals.num_skipped:,} skipped)"
+        f"documents  {count(totals.num_documents)} ({size(totals.num_text_bytes)} of text, "
+        f"{count(totals.num_skipped)} skipped)"
     )
-    print(f"tokens     {totals.num_tokens:,} ({result.dtype})")
+    print(f"tokens     {count(totals.num_tokens)} ({plan.dtype})")
     if result.state == "found":
         print("nothing to do: this very build is finished")
     else:
-        kept = f" ({result.num_shards_kept} kept from before)" if result.num_shards_kept else ""
-        rate = f"{megabytes / seconds:,.1f} MB/s"
-        print(f"shards     {result.num_shards:,}{kept} in {seconds:.1f} s, {rate}")
+        kept = f" ({count(result.num_shards_kept)} kept from before)"
+        rate = f"{size(int(totals.num_text_bytes / seconds))}/s"
+        print(
+            f"shards     {count(result.num_shards)}{kept if result.num_shards_kept else ''} in "
+            f"{seconds:.1f} s, {rate}"
+        )
     if result.state == "part":
         print("this part is done; when all are, join them with --finish")
         return
     for prefix in result.prefixes.values():
-        print(f"dataset    {prefix}.bin, {prefix}.idx")
+        dataset = IndexedDataset(prefix)
+        held = f"{count(dataset.num_documents)} documents, {count(dataset.num_tokens)} tokens"
+        print(f"dataset    {prefix}.bin, {prefix}.idx: {held}")
+
+
+def _print_tokens(plan: Plan) -> None:
+    tokenizer = plan.tokenizer
+    print(f"tokenizer  {tokenizer.source} ({count(tokenizer.vocab_size)} ids, {plan.backend})")
+    for name, token in (("BOS", plan.bos), ("EOD", plan.eod)):
+        if token is not None:
+            print(f"{name}        {token.text} = {token.id}")

@@ -1,12 +1,14 @@
 """Is a dataset whole, and is it what it claims to be?
 
   megapack-build verify corpus
+  megapack-build verify corpus.samples
   megapack-build verify shards/ --no-tokens          # the index only: seconds instead of minutes
-  megapack-build verify corpus --vocab-size 50257 --document-end-token 50256
+  megapack-build verify corpus --vocab-size 50257 --eod-token 50256
 
 Checks header, sizes, pointers, document indices, dtype tables that clash, checksums, the range of
-token ids, the ends of documents, and duplicates among the datasets named. Exit status 1 when there
-are errors; warnings and notes do not count.
+token ids, the ends of documents, and duplicates among the datasets named; of a .samples file all
+checksums and, where its dataset is, that every segment lies inside its document. Exit status 1
+when there are errors; warnings and notes do not count.
 """
 
 from __future__ import annotations
@@ -15,28 +17,39 @@ import argparse
 import dataclasses
 import json
 
-from megapack.cli.datasets import dataset_prefixes
+from megapack.cli.arguments import (
+    add_dataset_argument,
+    add_eod_token,
+    add_json,
+    add_tokenizer,
+    token_id,
+)
+from megapack.cli.datasets import dataset_prefixes, prefix_of_samples
 from megapack.cli.report import Work
-from megapack.storage.findings import Finding
+from megapack.errors import FormatError, IndexMismatchError
+from megapack.packing import SampleIndex
+from megapack.storage import IndexedDataset
+from megapack.storage.findings import Finding, has_errors
 from megapack.storage.verify import find_duplicates, verify
 
-__all__ = ["add_arguments", "run"]
+__all__ = ["add_arguments", "print_findings", "run"]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("inputs", nargs="+", help="prefixes, .idx files, or directories of them")
+    add_dataset_argument(parser, many=True, help="or .samples files")
     parser.add_argument("--no-tokens", action="store_true", help="do not read .bin")
-    parser.add_argument("--vocab-size", type=int, help="ids must be smaller (default: meta file)")
     parser.add_argument(
-        "--document-end-token",
-        type=int,
-        help="id that must end every non-empty document (default: meta file)",
+        "--vocab-size", type=int, help="number of token ids; larger are errors (default: meta file)"
     )
-    parser.add_argument("--json", action="store_true", help="findings as JSON")
+    add_eod_token(parser, help="must end every non-empty document (default: meta file)")
+    add_tokenizer(parser, help="knows the name that --eod-token gives")
+    add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    prefixes = dataset_prefixes(args.inputs)
+    names = [name for name in args.prefixes if name.endswith(".samples")]
+    prefixes = dataset_prefixes(name for name in args.prefixes if not name.endswith(".samples"))
+    eod_token = token_id(args.eod_token, args.tokenizer)
     findings = {}
     for prefix in prefixes:
         with Work(f"reading {prefix}") as progress:
@@ -44,25 +57,42 @@ def run(args: argparse.Namespace) -> int:
                 prefix,
                 tokens=not args.no_tokens,
                 vocab_size=args.vocab_size,
-                document_end_token=args.document_end_token,
+                document_end_token=eod_token,
                 progress=progress,
             )
     for prefix, duplicate in find_duplicates(prefixes).items():
         findings[prefix].append(duplicate)
+    findings |= {name: _verify_samples(name) for name in names}
     if args.json:
         print(json.dumps({p: [dataclasses.asdict(f) for f in fs] for p, fs in findings.items()}))
     else:
         for prefix, found in findings.items():
-            _print(prefix, found)
-    return int(any(_has_error(found) for found in findings.values()))
+            print(f"{prefix}: {'DAMAGED' if has_errors(found) else 'sound'}")
+            print_findings(found)
+    return int(any(map(has_errors, findings.values())))
 
 
-def _has_error(findings: list[Finding]) -> bool:
-    return any(finding.severity == "error" for finding in findings)
-
-
-def _print(prefix: str, findings: list[Finding]) -> None:
-    print(f"{prefix}: {'DAMAGED' if _has_error(findings) else 'sound'}")
+def print_findings(findings: list[Finding]) -> None:
+    """One line each, and what helps."""
     for finding in findings:
         remedy = f"\n           -> {finding.remedy}" if finding.remedy else ""
         print(f"  {finding.severity:7}  {finding.message}{remedy}")
+
+
+def _verify_samples(name: str) -> list[Finding]:
+    remedy = "pack the dataset again"
+    try:
+        index = SampleIndex.load(name)
+        index.verify()
+        prefix = prefix_of_samples(name, index) if index.source else None
+        if prefix is None or not IndexedDataset.exists(prefix):
+            text = f"{prefix or 'its dataset'} is not there: segments were not compared with it"
+            return [Finding("note", "no-dataset", text)]
+        dataset = IndexedDataset(prefix)
+        index.check_source(dataset)
+        index.verify(dataset.document_lengths)
+    except FormatError as error:
+        return [Finding("error", "samples", str(error), remedy)]
+    except IndexMismatchError as error:
+        return [Finding("error", "samples-source", str(error), remedy)]
+    return []

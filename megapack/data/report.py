@@ -96,9 +96,8 @@ def _plan_datasets(schedule: Schedule, samples: Sequence[int]) -> tuple[DatasetP
     taken = np.zeros(len(source.indices), np.int64)
     there = np.zeros(len(source.indices), np.int64)
     for stream, end in zip(schedule.buckets, samples, strict=True):
-        for part, count in zip(stream.streams, stream.taken(end), strict=True):
-            taken[part.source] += count * stream.capacity
-            there[part.source] += part.num_samples * stream.capacity
+        taken[stream.datasets] += stream.taken(end) * stream.capacity
+        there[stream.datasets] += stream.sizes * stream.capacity
     weights = np.asarray(source.weights or there, np.float64)
     return tuple(
         DatasetPlan(

@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 __all__ = ["ORDER_VERSION", "check_state", "order_fields", "resume_step", "state_dict"]
 
 # Raised whenever the same (index, configuration, step) would give other samples than before.
-ORDER_VERSION = 1
+# 2: blends take from their datasets by exact weights.
+ORDER_VERSION = 2
 
 _RESHUFFLED = "from here on the samples of the epoch come in another order: some again, some not"
 _CONSEQUENCE = {
@@ -84,10 +85,13 @@ def check_state(
     refused = [(name, text) for name, text in differing if name not in allow_change]
     if refused:
         names = ", ".join(name for name, _ in refused)
+        remedy = "Restore the former configuration"
+        if "order_version" in names:
+            remedy = "Continue with the version of megapack that began the run"
         raise ResumeError(
             "this run would not see the samples the checkpoint's run would have seen: "
             + "; ".join(text for _, text in refused)
-            + f". Restore the former configuration, or allow_change=({names}) to go on regardless"
+            + f". {remedy}, or allow_change=({names}) to go on regardless"
         )
     return [f"{text}: {_CONSEQUENCE[name]}" for name, text in differing]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from typing import Literal, Protocol
 
@@ -136,14 +136,13 @@ class SampleSource:
             counts[mine] = self._derived_counts(index, local)
         return counts
 
-    def _by_index(self, ids: Ids) -> list[tuple[SampleIndex, NDArray[np.bool_], Ids]]:
+    def _by_index(self, ids: Ids) -> Iterator[tuple[SampleIndex, Ids, Ids]]:
+        """Every index that has some of the ids: it, their positions among them, their ids there."""
         source, local = self.locate(ids)
-        parts = []
-        for d, index in enumerate(self.indices):
-            mine = source == d
-            if mine.any():
-                parts.append((index, mine, local[mine]))
-        return parts
+        order = np.argsort(source, kind="stable")
+        present, begins = np.unique(source[order], return_index=True)
+        for d, mine in zip(present.tolist(), np.split(order, begins[1:]), strict=True):
+            yield self.indices[d], mine, local[mine]
 
     def _derived_counts(self, index: SampleIndex, ids: Ids) -> Ids:
         """All tokens of a sample but the last one of every document that ends in it."""

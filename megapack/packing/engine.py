@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numbers
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,9 @@ from numpy.typing import ArrayLike, NDArray
 from megapack import _core
 from megapack.errors import DataError
 from megapack.packing.alignment import check_alignment, rounded_up, with_true_lengths
+from megapack.packing.format import lengths_fingerprint
 from megapack.packing.index import SampleIndex
+from megapack.packing.metrics import DocumentTotals
 from megapack.packing.runners import Request
 from megapack.packing.strategies import find_strategy
 
@@ -69,6 +72,7 @@ def pack(
     resolved = chosen.resolve(parameters, preset=preset, capacity=capacities[-1])
     check_alignment(alignment, capacities, resolved)
     documents = _check_lengths(lengths)
+    totals = _totals(documents, capacities[-1])
     rounded, documents = rounded_up(documents, alignment)
     arrays = chosen.run(
         Request(
@@ -86,13 +90,30 @@ def pack(
     if alignment > 1:
         arrays = with_true_lengths(arrays, documents, alignment)
         resolved["alignment"] = int(alignment)
-    return SampleIndex.from_packing(
-        arrays,
-        documents,
+    index = SampleIndex(
+        **{"decisions": {}, **arrays},
         strategy=strategy,
         parameters=resolved,
         buckets=capacities,
         seed=int(seed),
+        documents=totals,
+    )
+    if index.dropped_tokens:  # its arrays alone do not tell which documents lost tokens
+        whole = _core.whole_documents(*index.segment_arrays(), documents)
+        index = replace(index, documents=replace(totals, num_whole=whole))
+    return index
+
+
+def _totals(lengths: NDArray[np.int32] | NDArray[np.int64], capacity: int) -> DocumentTotals:
+    """All that is kept of the lengths: the array belongs to the caller, who may change it."""
+    counted = _core.count_documents(lengths, capacity)
+    return DocumentTotals(
+        num_documents=len(lengths),
+        num_empty=counted["num_empty"],
+        num_longer=counted["num_longer"],
+        num_tokens=counted["num_tokens"],
+        num_whole=None,
+        lengths_fingerprint=lengths_fingerprint(lengths),
     )
 
 

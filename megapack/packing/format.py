@@ -11,16 +11,18 @@ All numbers little-endian::
                   {dtype, shape, offset, xxh3}; offsets count from the start of the file
     ..  arrays    each at a multiple of 64 bytes, gaps zero
 
-A reader maps the file and touches only the header; ``SampleIndex.verify`` reads it all.
+A reader maps the file and touches only the header and the arrays along the buckets, which it holds
+to their checksums and their order; ``SampleIndex.verify`` reads it all.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import struct
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 import xxhash
@@ -28,10 +30,12 @@ from numpy.typing import NDArray
 
 from megapack import __version__
 from megapack.errors import FormatError
+from megapack.packing.header import find_fault
 from megapack.storage.atomic import atomic_write
 
 __all__ = ["ARRAYS", "checksum", "lengths_fingerprint", "read", "verify_array", "write"]
 
+CREATED_BY = f"megapack {__version__}"
 MAGIC = b"MEGASAMP"
 VERSION = 1
 ALIGNMENT = 64
@@ -48,7 +52,9 @@ ARRAYS: dict[str, tuple[str, ...]] = {
     "segment_length": ("<i4",),
 }
 
+SMALL = ("bucket_capacity", "bucket_sample_offsets")  # read whenever a file is opened
 _SEGMENT_COLUMNS = ("document", "begin", "length")
+_LONGEST = (1 << 31) - 1  # tokens of a sample
 
 
 def checksum(array: NDArray[Any]) -> str:
@@ -86,7 +92,7 @@ def write(
         }
         for name, array in arrays.items()
     }
-    content = {"created_by": f"megapack {__version__}", **header, "arrays": table}
+    content = {**header, "arrays": table}
     # The offsets stand in the header, whose size they decide; twenty digits are room for any.
     room = len(json.dumps(content).encode()) + 20 * (len(table) + 1)
     end = _PREAMBLE.size + room
@@ -106,62 +112,92 @@ def write(
 
 
 def read(path: Path) -> tuple[dict[str, Any], dict[str, NDArray[Any]]]:
-    """Header and memory-mapped arrays. Raises FormatError, OSError."""
-    size = path.stat().st_size
+    """Header and memory-mapped arrays; header and small arrays are sound, the large ones unread.
+
+    Raises:
+        FormatError: not a ``.samples`` file, truncated, damaged, or of another version.
+        OSError: the file cannot be opened.
+    """
+    if path.exists() and not path.is_file():
+        raise FormatError(f"{path} is no regular file, so it is not a .samples file")
     with path.open("rb") as file:
-        preamble = file.read(_PREAMBLE.size)
-        if preamble[: len(MAGIC)] != MAGIC:
-            raise FormatError(
-                f"{path} does not begin with {MAGIC.decode()}: it is not a .samples file"
-            )
-        if len(preamble) < _PREAMBLE.size:
-            raise FormatError(f"{path} is truncated: it has {size} bytes, less than a header")
-        _, version, _, header_size, digest = _PREAMBLE.unpack(preamble)
-        if version != VERSION:
-            raise FormatError(
-                f"{path} has format version {version}; megapack {__version__} reads version "
-                f"{VERSION}: install a newer megapack, or pack the dataset again"
-            )
-        if _PREAMBLE.size + header_size > size:
-            raise FormatError(
-                f"{path} is truncated: its header of {header_size} bytes does not fit in {size}"
-            )
-        encoded = file.read(header_size)
-    if xxhash.xxh3_64_intdigest(encoded) != digest:
-        raise FormatError(f"{path} is damaged: its header does not match the header's checksum")
-    header: dict[str, Any] = json.loads(encoded)
-    if header["file_size"] != size:
-        kind = "truncated" if size < header["file_size"] else "damaged"
-        raise FormatError(f"{path} is {kind}: it has {size} bytes instead of {header['file_size']}")
-    table = header.pop("arrays")
-    arrays = _map(path, table)
+        size = os.fstat(file.fileno()).st_size
+        header = _read_header(path, file, size)
+        # From the descriptor that was read: the name may belong to another file by now.
+        mapped = np.memmap(file, dtype=np.uint8, mode="r")
+    table = header.pop("arrays", None)
+    arrays = _map(path, mapped, table)
     header["checksums"] = {name: table[name]["xxh3"] for name in arrays}
+    for name in SMALL:
+        verify_array(path, name, arrays[name], header["checksums"][name])
+    _check_small(path, arrays)
+    fault = find_fault(header, arrays)
+    if fault is not None:
+        raise FormatError(f"{path} is damaged: {fault}; pack the dataset again")
     return header, arrays
 
 
-def _map(path: Path, table: Mapping[str, Any]) -> dict[str, NDArray[Any]]:
-    mapped = np.memmap(path, dtype=np.uint8, mode="r")
+def _read_header(path: Path, file: IO[bytes], size: int) -> dict[str, Any]:
+    preamble = file.read(_PREAMBLE.size)
+    if preamble[: len(MAGIC)] != MAGIC:
+        raise FormatError(f"{path} does not begin with {MAGIC.decode()}: it is not a .samples file")
+    if len(preamble) < _PREAMBLE.size:
+        raise FormatError(f"{path} is truncated: it has {size} bytes, less than a header")
+    _, version, _, header_size, digest = _PREAMBLE.unpack(preamble)
+    if version != VERSION:
+        raise FormatError(
+            f"{path} has format version {version}; megapack {__version__} reads version "
+            f"{VERSION}: install a newer megapack, or pack the dataset again"
+        )
+    if _PREAMBLE.size + header_size > size:
+        raise FormatError(
+            f"{path} is truncated: its header of {header_size} bytes does not fit in {size}"
+        )
+    encoded = file.read(header_size)
+    if xxhash.xxh3_64_intdigest(encoded) != digest:
+        raise FormatError(f"{path} is damaged: its header does not match the header's checksum")
+    try:
+        header: dict[str, Any] = json.loads(encoded)
+    except (ValueError, RecursionError) as error:
+        raise FormatError(f"{path} is damaged: its header is not JSON ({error})") from error
+    promised = header.get("file_size") if isinstance(header, dict) else None
+    if type(promised) is not int:
+        raise FormatError(f"{path} is damaged: its header names no file_size")
+    if promised != size:
+        kind = "truncated" if size < promised else "damaged"
+        raise FormatError(f"{path} is {kind}: it has {size} bytes instead of {promised}")
+    return header
+
+
+def _map(path: Path, mapped: NDArray[np.uint8], table: Any) -> dict[str, NDArray[Any]]:
     arrays = {}
+    free = _PREAMBLE.size  # the arrays follow each other in this order
     for name, dtypes in ARRAYS.items():
-        entry = table.get(name)
-        if entry is None or entry["dtype"] not in dtypes:
+        match table.get(name) if isinstance(table, dict) else None:
+            case {"dtype": str(kind), "shape": [int(count)], "offset": int(begin), "xxh3": str()}:
+                pass
+            case _:
+                kind, count, begin = "", 0, 0
+        if kind not in dtypes:
             raise FormatError(f"{path} has no array {name} of dtype {' or '.join(dtypes)}")
-        dtype = np.dtype(entry["dtype"])
-        count, begin = int(entry["shape"][0]), int(entry["offset"])
+        dtype = np.dtype(kind)
         end = begin + count * dtype.itemsize
-        if count < 0 or begin < 0 or begin % ALIGNMENT or end > len(mapped):
-            raise FormatError(f"{path}: array {name} lies at {begin} to {end}, outside of the file")
+        if count < 0 or begin < free or begin % ALIGNMENT or end > len(mapped):
+            raise FormatError(
+                f"{path}: array {name} lies at {begin} to {end}, outside of the file or of its "
+                "place in it"
+            )
         # A plain ndarray: memmap's own __getitem__ is slow, and the map stays alive as its base.
         arrays[name] = np.asarray(mapped[begin:end]).view(dtype)
-    _check_shapes(path, arrays)
+        free = end
     return arrays
 
 
-def _check_shapes(path: Path, arrays: Mapping[str, NDArray[Any]]) -> None:
-    """What later code relies on without looking: offsets end where the next array ends."""
-    samples, segments = arrays["bucket_sample_offsets"], arrays["sample_segment_offsets"]
+def _check_small(path: Path, arrays: Mapping[str, NDArray[Any]]) -> None:
+    """What later code relies on without looking: order, and ends where the next array ends."""
+    capacities, samples, segments = (arrays[name] for name in list(ARRAYS)[:3])
     fits = (
-        len(samples) == len(arrays["bucket_capacity"]) + 1
+        len(samples) == len(capacities) + 1 > 1
         and len(segments) > 0
         and samples[-1] == len(segments) - 1
         and all(len(arrays[f"segment_{name}"]) == segments[-1] for name in _SEGMENT_COLUMNS)
@@ -169,6 +205,20 @@ def _check_shapes(path: Path, arrays: Mapping[str, NDArray[Any]]) -> None:
     if not fits:
         sizes = ", ".join(f"{name} {len(array)}" for name, array in arrays.items())
         raise FormatError(f"{path}: its arrays do not belong together ({sizes})")
+    if capacities[0] < 1 or (capacities[1:] <= capacities[:-1]).any() or capacities[-1] > _LONGEST:
+        raise FormatError(
+            f"{path}: bucket_capacity is {_listed(capacities)}; capacities ascend from 1"
+        )
+    if samples[0] != 0 or (samples[1:] < samples[:-1]).any():
+        raise FormatError(
+            f"{path}: bucket_sample_offsets is {_listed(samples)}; offsets never descend from 0"
+        )
+    if segments[0] != 0:
+        raise FormatError(f"{path}: sample_segment_offsets begins with {segments[0]}, not with 0")
+
+
+def _listed(numbers: NDArray[Any]) -> str:
+    return ", ".join(map(str, numbers.tolist()))
 
 
 def verify_array(path: Path | None, name: str, array: NDArray[Any], expected: str) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +16,14 @@ from numpy.typing import NDArray
 from megapack import _core
 from megapack.errors import IndexMismatchError
 from megapack.packing import format as samples_format
-from megapack.packing.metrics import compute_metrics
+from megapack.packing.metrics import DocumentTotals, compute_metrics
 
 __all__ = ["SampleIndex"]
 
 Lengths = NDArray[np.int32] | NDArray[np.int64]
 
 
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class SampleIndex:
     """Samples grouped by bucket, in memory or memory-mapped from a ``.samples`` file.
 
@@ -39,8 +42,10 @@ class SampleIndex:
         segment_length: int32 (num_segments,), tokens, at least 1.
         strategy, parameters, buckets, seed: what made it (``buckets`` as it was asked for).
         decisions: what the strategy decided by itself, and why; name -> sentence.
-        num_documents, num_tokens: of the documents it was packed from.
+        documents: totals of the documents it was packed from.
+        dropped_tokens, repeated_tokens: in no sample, and in more than one.
         source: dict of fingerprint and prefix of the dataset it was packed from, or None.
+        created_by: the release that packed it.
         path: the file it is mapped from, or None.
     """
 
@@ -50,85 +55,35 @@ class SampleIndex:
     segment_document: NDArray[np.int32] | NDArray[np.int64]
     segment_begin: NDArray[np.int32] | NDArray[np.int64]
     segment_length: NDArray[np.int32]
+    strategy: str
+    parameters: dict[str, Any]
+    buckets: list[int]
+    seed: int
+    decisions: dict[str, str]
+    documents: DocumentTotals
+    dropped_tokens: int
+    repeated_tokens: int
+    source: dict[str, Any] | None = None
+    created_by: str = samples_format.CREATED_BY
+    path: Path | None = None
 
-    def __init__(
-        self,
-        arrays: Mapping[str, NDArray[Any]],
-        header: dict[str, Any],
-        *,
-        lengths: Lengths | None = None,
-        path: Path | None = None,
-    ) -> None:
+    def __post_init__(self) -> None:
         for name in samples_format.ARRAYS:
-            array = arrays[name]
-            array.flags.writeable = False
-            setattr(self, name, array)
-        self._header = header
-        self._lengths = lengths  # until the metrics are computed
-        self.path = path
-
-    @classmethod
-    def from_packing(
-        cls,
-        result: Mapping[str, Any],
-        lengths: Lengths,
-        *,
-        strategy: str,
-        parameters: dict[str, Any],
-        buckets: list[int],
-        seed: int,
-    ) -> SampleIndex:
-        """The index of a packing just made (``pack`` calls this)."""
-        header = {
-            "strategy": strategy,
-            "parameters": parameters,
-            "buckets": buckets,
-            "seed": seed,
-            "decisions": dict(result.get("decisions", {})),
-            "num_documents": len(lengths),
-            "dropped_tokens": result["dropped_tokens"],
-            "repeated_tokens": result["repeated_tokens"],
-            "source": None,
-        }
-        return cls(result, header, lengths=lengths)
-
-    @property
-    def strategy(self) -> str:
-        return str(self._header["strategy"])
-
-    @property
-    def parameters(self) -> dict[str, Any]:
-        return dict(self._header["parameters"])
+            getattr(self, name).flags.writeable = False
 
     @property
     def alignment(self) -> int:
         """Segments can be placed at multiples of this without leaving their sample's capacity."""
-        return int(self._header["parameters"].get("alignment", 1))
-
-    @property
-    def buckets(self) -> list[int]:
-        return list(self._header["buckets"])
-
-    @property
-    def seed(self) -> int:
-        return int(self._header["seed"])
-
-    @property
-    def decisions(self) -> dict[str, str]:
-        return dict(self._header["decisions"])
-
-    @property
-    def source(self) -> dict[str, Any] | None:
-        source = self._header["source"]
-        return None if source is None else dict(source)
+        return int(self.parameters.get("alignment", 1))
 
     @property
     def num_documents(self) -> int:
-        return int(self._header["num_documents"])
+        return self.documents.num_documents
 
     @property
     def num_tokens(self) -> int:
-        return int(self.metrics()["num_tokens"])
+        """Of the documents it was packed from."""
+        return self.documents.num_tokens
 
     @property
     def num_buckets(self) -> int:
@@ -146,9 +101,11 @@ class SampleIndex:
         return self.num_samples
 
     def __repr__(self) -> str:
-        capacities = ", ".join(str(c) for c in self.bucket_capacity)
+        num, ends = self.num_buckets, self.bucket_capacity[[0, -1]].tolist()
+        buckets = f"bucket of {ends[0]:,}" if num == 1 else f"{num:,} buckets of {ends[0]:,}"
+        up_to = "" if num == 1 else f" to {ends[1]:,}"
         return (
-            f"SampleIndex({self.strategy}, buckets [{capacities}], {self.num_samples:,} samples, "
+            f"SampleIndex({self.strategy}, {buckets}{up_to} tokens, {self.num_samples:,} samples, "
             f"{self.num_documents:,} documents)"
         )
 
@@ -175,17 +132,19 @@ class SampleIndex:
     def metrics(self) -> dict[str, Any]:
         """What the packing is worth; the keys are those of ``compute_metrics``.
 
-        Counted on the first call; an index that was saved and loaded has them in its header.
+        Counted on the first call; an index that was loaded has them in its header.
         """
-        if "metrics" not in self._header:
-            assert self._lengths is not None
-            self._header["metrics"] = compute_metrics(
-                self,
-                self._lengths,
-                dropped_tokens=self._header["dropped_tokens"],
-                repeated_tokens=self._header["repeated_tokens"],
-            )
-        return dict(self._header["metrics"])
+        return dict(self._metrics)
+
+    @cached_property
+    def _metrics(self) -> dict[str, Any]:
+        return compute_metrics(
+            self.bucket_capacity,
+            self.segment_arrays(),
+            self.documents,
+            dropped_tokens=self.dropped_tokens,
+            repeated_tokens=self.repeated_tokens,
+        )
 
     def label_tokens(self, document_lengths: Lengths) -> NDArray[np.int64]:
         """Per sample, how many of its tokens have a label.
@@ -220,17 +179,20 @@ class SampleIndex:
 
     # --- identity -------------------------------------------------------------------------------
 
-    @property
+    @cached_property
     def fingerprint(self) -> str:
         """Identity of the content: the same arrays have the same fingerprint, saved or not."""
-        text = "".join(f"{name}:{self._checksum(name)};" for name in samples_format.ARRAYS)
+        text = "".join(f"{name}:{digest};" for name, digest in self._checksums.items())
         return xxhash.xxh3_128_hexdigest(text.encode())
 
-    def _checksum(self, name: str) -> str:
-        known: dict[str, str] = self._header.setdefault("checksums", {})
-        if name not in known:
-            known[name] = samples_format.checksum(getattr(self, name))
-        return known[name]
+    @cached_property
+    def _checksums(self) -> dict[str, str]:
+        """Of the arrays; of a loaded index those that its header promises."""
+        return {name: samples_format.checksum(a) for name, a in self._arrays.items()}
+
+    @property
+    def _arrays(self) -> dict[str, NDArray[Any]]:
+        return {name: getattr(self, name) for name in samples_format.ARRAYS}
 
     def check_source(self, dataset: Any) -> None:
         """Refuse a dataset other than the one this index was packed from.
@@ -247,29 +209,22 @@ class SampleIndex:
                 f"{where} do not belong together: the index was packed from {self.num_documents:,} "
                 f"documents, the dataset has {dataset.num_documents:,}; pack it again"
             )
-        recorded = (self._header["source"] or {}).get("fingerprint")
+        source = self.source or {}
+        recorded = source.get("fingerprint")
         if recorded is not None:
             if recorded != dataset.fingerprint:
                 raise IndexMismatchError(
                     f"{where} do not belong together: the index was packed from a dataset with "
-                    f"fingerprint {recorded} ({self._header['source'].get('prefix')}), this one "
-                    f"has {dataset.fingerprint}; pack it again"
+                    f"fingerprint {recorded} ({source.get('prefix')}), this one has "
+                    f"{dataset.fingerprint}; pack it again"
                 )
-        elif self.lengths_fingerprint != samples_format.lengths_fingerprint(
+        elif self.documents.lengths_fingerprint != samples_format.lengths_fingerprint(
             dataset.document_lengths
         ):
             raise IndexMismatchError(
                 f"{where} do not belong together: as many documents, but of other lengths; "
                 "pack the dataset again"
             )
-
-    @property
-    def lengths_fingerprint(self) -> str:
-        """Identity of the document lengths it was packed from."""
-        if "lengths_fingerprint" not in self._header:
-            assert self._lengths is not None
-            self._header["lengths_fingerprint"] = samples_format.lengths_fingerprint(self._lengths)
-        return str(self._header["lengths_fingerprint"])
 
     # --- file -----------------------------------------------------------------------------------
 
@@ -288,24 +243,52 @@ class SampleIndex:
         if source is not None and not isinstance(source, Mapping):
             self.check_source(source)
             source = {"fingerprint": source.fingerprint, "prefix": str(source.prefix)}
-        header = {key: value for key, value in self._header.items() if key != "checksums"}
-        header["source"] = source if source is not None else self._header["source"]
-        header["metrics"] = self.metrics()
-        header["lengths_fingerprint"] = self.lengths_fingerprint
-        arrays = {name: getattr(self, name) for name in samples_format.ARRAYS}
-        checksums = {name: self._checksum(name) for name in arrays}
-        samples_format.write(Path(path), header, arrays, checksums)
+        header = {
+            "created_by": self.created_by,
+            "strategy": self.strategy,
+            "parameters": self.parameters,
+            "buckets": self.buckets,
+            "seed": self.seed,
+            "decisions": self.decisions,
+            "num_documents": self.num_documents,
+            "dropped_tokens": self.dropped_tokens,
+            "repeated_tokens": self.repeated_tokens,
+            "source": self.source if source is None else dict(source),
+            "metrics": self._metrics,
+            "lengths_fingerprint": self.documents.lengths_fingerprint,
+        }
+        samples_format.write(Path(path), header, self._arrays, self._checksums)
 
     @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> SampleIndex:
+    def load(cls, path: str | os.PathLike[str], *, verify: bool = False) -> SampleIndex:
         """Memory-map a ``.samples`` file.
+
+        Args:
+            path: the file.
+            verify: read all of it, and refuse it unless every checksum is right. Without, only
+                the header and the arrays along the buckets are checked; a damaged number in the
+                arrays along samples and segments is then found by ``verify``.
 
         Raises:
             FormatError: truncated, damaged, of a newer version, or not a ``.samples`` file.
             OSError: the file cannot be opened.
         """
         header, arrays = samples_format.read(Path(path))
-        return cls(arrays, header, path=Path(path))
+        metrics = header["metrics"]
+        documents = DocumentTotals(
+            num_documents=header["num_documents"],
+            num_empty=metrics["num_empty_documents"],
+            num_longer=metrics["num_documents_longer_than_largest_bucket"],
+            num_tokens=metrics["num_tokens"],
+            num_whole=None,
+            lengths_fingerprint=header["lengths_fingerprint"],
+        )
+        values = {**header, **arrays, "documents": documents, "path": Path(path)}
+        index = cls(**{field.name: values[field.name] for field in fields(cls)})
+        vars(index).update(_metrics=metrics, _checksums=header["checksums"])  # need no counting
+        if verify:
+            index.verify()
+        return index
 
     def verify(self, document_lengths: Lengths | None = None) -> None:
         """Read everything: the checksums of all arrays and, given the lengths of its documents,
@@ -315,8 +298,8 @@ class SampleIndex:
             FormatError: says what is damaged.
             IndexMismatchError: another number of documents.
         """
-        for name in samples_format.ARRAYS:
-            samples_format.verify_array(self.path, name, getattr(self, name), self._checksum(name))
+        for name, array in self._arrays.items():
+            samples_format.verify_array(self.path, name, array, self._checksums[name])
         if document_lengths is not None:
             lengths = self._own_lengths(document_lengths)
             _core.check_laws(self.bucket_capacity, *self.segment_arrays(), lengths)
@@ -324,7 +307,8 @@ class SampleIndex:
     def __reduce__(self) -> tuple[Any, ...]:
         if self.path is not None:  # worker processes map the same file
             return SampleIndex.load, (str(self.path),)
-        self.metrics()
-        self.lengths_fingerprint  # noqa: B018  (kept in the header, the lengths are not)
-        arrays = {name: getattr(self, name) for name in samples_format.ARRAYS}
-        return SampleIndex, (arrays, self._header)
+        return _remake, ({f.name: getattr(self, f.name) for f in fields(self)},)
+
+
+def _remake(values: dict[str, Any]) -> SampleIndex:
+    return SampleIndex(**values)

@@ -1,86 +1,143 @@
 """What a packing is worth: the metrics of BucketLLM section 3, made exact, and a few more.
 
-All are counted from the arrays of an index and the document lengths, so they mean the same for
-every strategy. Ratios are fractions, not percent.
+All are counted from the arrays of an index and the totals of its documents, so they mean the same
+for every strategy. Ratios are fractions, not percent.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from megapack import _core
 
-if TYPE_CHECKING:
-    from megapack.packing.index import SampleIndex
+__all__ = ["COUNTS", "LISTS", "RATIOS", "DocumentTotals", "compute_metrics"]
 
-__all__ = ["compute_metrics"]
+COUNTS = (
+    "num_documents",
+    "num_empty_documents",
+    "num_tokens",
+    "num_samples",
+    "num_segments",
+    "num_truncated_documents",
+    "num_documents_longer_than_largest_bucket",
+    "placed_tokens",
+    "padding_tokens",
+    "dropped_tokens",
+    "repeated_tokens",
+    "attention_cost",
+    "attention_cost_sample",
+)
+LISTS = ("tokens_per_bucket", "samples_per_bucket")
+RATIOS = (
+    "padding_ratio",
+    "truncation_ratio",
+    "truncation_floor",
+    "concatenation_ratio",
+    "utilization",
+    "dropped_ratio",
+    "repeated_ratio",
+    "segments_per_sample",
+    "cross_document_share",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DocumentTotals:
+    """What an index keeps of the documents it was packed from.
+
+    Attributes:
+        num_documents, num_empty: all of them, and those without a token.
+        num_longer: those longer than the largest bucket.
+        num_tokens: of all documents.
+        num_whole: those that are one segment from end to end; None: all but the empty ones and
+            those that have a segment behind their first, which holds unless tokens were dropped.
+        lengths_fingerprint: identity of their lengths.
+    """
+
+    num_documents: int
+    num_empty: int
+    num_longer: int
+    num_tokens: int
+    num_whole: int | None
+    lengths_fingerprint: str
 
 
 def compute_metrics(
-    index: SampleIndex,
-    lengths: NDArray[np.int32] | NDArray[np.int64],
+    bucket_capacity: NDArray[np.int64],
+    segment_arrays: Sequence[NDArray[Any]],
+    documents: DocumentTotals,
     *,
     dropped_tokens: int,
     repeated_tokens: int,
 ) -> dict[str, Any]:
-    """Metrics of ``index`` over the documents it was packed from.
+    """Metrics of an index.
+
+    Args:
+        bucket_capacity: int64 (num_buckets,), tokens.
+        segment_arrays: ``SampleIndex.segment_arrays()``.
+        documents: of the documents it was packed from.
+        dropped_tokens, repeated_tokens: as the strategy counted them.
 
     Returns:
         dict of JSON values. Counts: num_documents, num_empty_documents, num_tokens, num_samples,
         num_segments, num_truncated_documents (cut into several segments, or losing tokens; each
         once), num_documents_longer_than_largest_bucket. Tokens: placed_tokens, padding_tokens,
         dropped_tokens, repeated_tokens; tokens_per_bucket (placed) and samples_per_bucket are
-        lists along ``bucket_capacity``. Ratios: padding_ratio (padding / samples x capacity),
-        truncation_ratio (truncated / all documents) and truncation_floor (documents that no bucket
-        holds / all documents), concatenation_ratio (documents / samples), utilization
-        (1 - padding_ratio), dropped_ratio and repeated_ratio (of num_tokens), segments_per_sample,
-        cross_document_share (of the token pairs of a sample, those in two different segments).
-        attention_cost: sum of segment length squared; attention_cost_sample: sum of capacity
-        squared, what attention across documents costs.
+        lists along ``bucket_capacity``. Ratios, empty documents left out: padding_ratio (padding /
+        samples x capacity), truncation_ratio (truncated / documents) and truncation_floor (its
+        lower bound: documents that no bucket holds / documents), concatenation_ratio (documents /
+        samples), utilization (1 - padding_ratio), dropped_ratio and repeated_ratio (of
+        num_tokens), segments_per_sample, cross_document_share (of the token pairs of a sample,
+        those in two different segments). attention_cost: sum of segment length squared;
+        attention_cost_sample: sum of capacity squared, what attention across documents costs.
     """
-    capacities = [int(c) for c in index.bucket_capacity]
-    documents = _core.count_documents(lengths, capacities[-1])
-    totals = _core.measure_samples(*index.segment_arrays(), lengths)
-    samples = np.diff(index.bucket_sample_offsets).tolist()
+    bucket_sample_offsets, sample_segment_offsets = segment_arrays[:2]
+    counted = _core.measure_samples(*segment_arrays, documents.num_documents)
+    capacities = bucket_capacity.tolist()
+    samples = np.diff(bucket_sample_offsets).tolist()
+    num_samples, num_segments = len(sample_segment_offsets) - 1, len(segment_arrays[2])
     slots = sum(c * n for c, n in zip(capacities, samples, strict=True))
-    placed = sum(totals["tokens_per_bucket"])
-    num_tokens = documents["num_tokens"]
+    placed = sum(counted["tokens_per_bucket"])
     # The law that every token is accounted for; a strategy that breaks it has a bug.
-    assert num_tokens == placed - repeated_tokens + dropped_tokens, (
-        f"{index.strategy}: {num_tokens} tokens != {placed} placed - {repeated_tokens} repeated "
+    assert documents.num_tokens == placed - repeated_tokens + dropped_tokens, (
+        f"{documents.num_tokens} tokens != {placed} placed - {repeated_tokens} repeated "
         f"+ {dropped_tokens} dropped"
     )
-    num_documents = len(lengths)
-    num_truncated = num_documents - documents["num_empty"] - totals["whole_documents"]
+    num_filled = documents.num_documents - documents.num_empty
+    truncated = counted["cut_documents"]
+    if documents.num_whole is not None:
+        truncated = num_filled - documents.num_whole
     return {
-        "num_documents": num_documents,
-        "num_empty_documents": documents["num_empty"],
-        "num_tokens": num_tokens,
-        "num_samples": index.num_samples,
-        "num_segments": index.num_segments,
-        "num_truncated_documents": num_truncated,
-        "num_documents_longer_than_largest_bucket": documents["num_longer"],
+        "num_documents": documents.num_documents,
+        "num_empty_documents": documents.num_empty,
+        "num_tokens": documents.num_tokens,
+        "num_samples": num_samples,
+        "num_segments": num_segments,
+        "num_truncated_documents": truncated,
+        "num_documents_longer_than_largest_bucket": documents.num_longer,
         "placed_tokens": placed,
         "padding_tokens": slots - placed,
         "dropped_tokens": dropped_tokens,
         "repeated_tokens": repeated_tokens,
-        "tokens_per_bucket": totals["tokens_per_bucket"],
+        "tokens_per_bucket": counted["tokens_per_bucket"],
         "samples_per_bucket": samples,
         "padding_ratio": _ratio(slots - placed, slots),
-        "truncation_ratio": _ratio(num_truncated, num_documents),
-        "truncation_floor": _ratio(documents["num_longer"], num_documents),
-        "concatenation_ratio": _ratio(num_documents, index.num_samples),
+        "truncation_ratio": _ratio(truncated, num_filled),
+        "truncation_floor": _ratio(documents.num_longer, num_filled),
+        "concatenation_ratio": _ratio(num_filled, num_samples),
         "utilization": _ratio(placed, slots),
-        "dropped_ratio": _ratio(dropped_tokens, num_tokens),
-        "repeated_ratio": _ratio(repeated_tokens, num_tokens),
-        "segments_per_sample": _ratio(index.num_segments, index.num_samples),
+        "dropped_ratio": _ratio(dropped_tokens, documents.num_tokens),
+        "repeated_ratio": _ratio(repeated_tokens, documents.num_tokens),
+        "segments_per_sample": _ratio(num_segments, num_samples),
         "cross_document_share": _ratio(
-            totals["sample_squares"] - totals["segment_squares"], totals["sample_squares"]
+            counted["sample_squares"] - counted["segment_squares"], counted["sample_squares"]
         ),
-        "attention_cost": totals["segment_squares"],
+        "attention_cost": counted["segment_squares"],
         "attention_cost_sample": sum(c * c * n for c, n in zip(capacities, samples, strict=True)),
     }
 

@@ -14,11 +14,11 @@ import secrets
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, Any, TypeAlias
+from typing import IO, Any, Protocol, TypeAlias
 
 from megapack.storage.replace import target_of
 
-__all__ = ["AtomicFile", "Buffer", "atomic_write", "naming", "publish"]
+__all__ = ["AtomicFile", "Buffer", "Publishable", "atomic_write", "naming", "publish"]
 
 Buffer: TypeAlias = Any  # bytes, a memoryview, a contiguous array (typing.Buffer from 3.12 on)
 
@@ -26,6 +26,18 @@ COPY_BLOCK = 1 << 22  # bytes
 # Other file systems, old kernels, special files.
 _CANNOT_COPY_IN_KERNEL = {errno.EXDEV, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL}
 _CANNOT_COPY_IN_KERNEL |= {errno.ENOTSUP, errno.EBADF, errno.EPERM}
+
+
+class Publishable(Protocol):
+    """What waits under a temporary name."""
+
+    path: Path
+
+    def sync(self) -> None: ...
+
+    def take_name(self) -> None: ...
+
+    def discard(self) -> None: ...
 
 
 class AtomicFile:
@@ -108,12 +120,18 @@ class AtomicFile:
         with naming(self.path):
             os.fsync(self.file.fileno())
 
+    def take_name(self) -> None:
+        """Become the file at ``path``; ``publish`` does this when everything is on disk."""
+        self.file.close()
+        self.temporary.replace(self.path)
+        self._discard.detach()
+
     def discard(self) -> None:
         """Remove the temporary file, unless it was published. May be called twice."""
         self._discard()
 
 
-def publish(*files: AtomicFile, durable: bool = True) -> None:
+def publish(*files: Publishable, durable: bool = True) -> None:
     """Bring all files to disk, then give them their names in the order given.
 
     Args:
@@ -127,9 +145,7 @@ def publish(*files: AtomicFile, durable: bool = True) -> None:
         for file in files:
             file.sync()
     for file in files:
-        file.file.close()
-        file.temporary.replace(file.path)
-        file._discard.detach()
+        file.take_name()
     if not durable:
         return
     for directory in {file.path.parent for file in files}:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -13,9 +12,10 @@ from numpy.typing import DTypeLike, NDArray
 
 from megapack.errors import DataError
 from megapack.storage.document_log import MAX_SEQUENCE_LENGTH, DocumentLog
+from megapack.storage.lock import writer_lock
 from megapack.storage.meta import check_metadata
 from megapack.storage.mmididx import path_of, pick_dtype, prefix_of
-from megapack.storage.publishing import publish_dataset
+from megapack.storage.publishing import DatasetContent, check_prefix, publish_dataset
 from megapack.storage.shard import Shard
 from megapack.storage.token_writer import TokenWriter
 from megapack.storage.tokens import TokenLimits, as_tokens
@@ -61,6 +61,7 @@ class IndexedDatasetBuilder:
         allow_negative: bool = False,
         metadata: Mapping[str, Any] | None = None,
         durable: bool = True,
+        overwrite: bool = False,
     ) -> None:
         self.prefix = prefix_of(prefix)
         self.dtype = pick_dtype(dtype)
@@ -70,7 +71,13 @@ class IndexedDatasetBuilder:
         check_metadata(self.metadata)
         limits = TokenLimits(self.dtype, vocab_size, allow_negative)
         self._log = DocumentLog(multimodal)
-        self._tokens = TokenWriter(path_of(self.prefix, ".bin"), limits)
+        self._lock = writer_lock(self.prefix, what="a builder")
+        try:
+            check_prefix(self.prefix, overwrite=overwrite, difference="a builder writes all anew")
+            self._tokens = TokenWriter(path_of(self.prefix, ".bin"), limits)
+        except BaseException:
+            self._lock.release()
+            raise
         self._open = True
 
     @property
@@ -182,7 +189,7 @@ class IndexedDatasetBuilder:
         self._log.end_document()
 
     def finalize(self, idx_path: str | os.PathLike[str] | None = None) -> None:
-        """Write the index and give all files their names: .bin, .idx, then .meta.json.
+        """Write the index and give all files their names.
 
         Args:
             idx_path: where Megatron's callers want the .idx; ``<prefix>.idx`` by default.
@@ -194,14 +201,16 @@ class IndexedDatasetBuilder:
         self._require_open()
         self._log.require_closed()
         try:
-            publish_dataset(
-                self._tokens,
-                [self._log.part()],
-                prefix=self.prefix,
-                idx_path=path_of(self.prefix, ".idx") if idx_path is None else Path(idx_path),
-                multimodal=self.multimodal,
+            content = DatasetContent(
+                dtype=self.dtype,
+                parts=[self._log.part()],
+                tokens=self._tokens.finish(),
+                vocab_size=self._tokens.limits.vocab_size,
                 metadata=self.metadata,
-                durable=self._durable,
+                multimodal=self.multimodal,
+            )
+            publish_dataset(
+                self.prefix, content, self._tokens.target, idx_path=idx_path, durable=self._durable
             )
         finally:
             self.abort()
@@ -210,6 +219,7 @@ class IndexedDatasetBuilder:
         """Give up and remove what was written; harmless after ``finalize()``."""
         self._open = False
         self._tokens.target.discard()
+        self._lock.release()
 
     def __enter__(self) -> IndexedDatasetBuilder:
         return self

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import mmap
 import operator
 import os
@@ -15,8 +16,10 @@ from numpy.typing import NDArray
 
 from megapack.errors import FormatError
 from megapack.storage.hosts import HostNames
-from megapack.storage.meta import read_meta
-from megapack.storage.mmididx import IndexFile, dtype_of_code, path_of, prefix_of
+from megapack.storage.meta import meta_path, read_meta
+from megapack.storage.mmididx import dtype_of_code, path_of, prefix_of
+from megapack.storage.opening import identity_of
+from megapack.storage.pair import open_pair
 
 __all__ = ["IndexedDataset"]
 
@@ -28,6 +31,11 @@ class IndexedDataset(HostNames):
     before you change it), ``ds[a:b]`` a list of views. Documents are ranges of sequences, mostly
     one each. Pickling carries the prefix only, so data loader workers map the files themselves.
 
+    Both files are of one writer, and stay what they were although a builder replaces them
+    meanwhile. Never change a mapped file in place: one that becomes shorter (``cp`` over it,
+    ``truncate``) ends every process that reads the lost part with SIGBUS, without a traceback;
+    write beside it and rename, as the builder does.
+
     Args:
         prefix: the files' common name, without (or with) ``.idx``.
         multimodal: the .idx has a mode per sequence (it does not say so itself); ``ds[i]`` is
@@ -37,7 +45,8 @@ class IndexedDataset(HostNames):
         object_storage_config, s3_config: not supported; mount or copy the dataset.
 
     Raises:
-        FormatError: the .idx is damaged, or .bin is shorter than it says.
+        FormatError: the .idx is damaged, .bin is shorter than it says, or writers replaced both
+            all the time while they were opened.
         OSError: a file is missing or cannot be read.
     """
 
@@ -57,12 +66,13 @@ class IndexedDataset(HostNames):
             raise ValueError(f"{prefix}: object storage is not read; mount or copy the dataset")
         self.prefix = prefix_of(prefix)
         self.multimodal = multimodal
-        self._index = IndexFile(path_of(self.prefix, ".idx"))
-        self._bin_path = path_of(self.prefix, ".bin")
-        self.dtype: np.dtype[Any] = dtype_of_code(self._index.header.dtype_code, self._index.name)
-        self._check_first_pointers()
-        self._modes = self._index.modes() if multimodal else None
-        self.tokens: NDArray[Any] = self._map_tokens()
+        self._index, bin_file = open_pair(self.prefix)
+        with bin_file:
+            code = self._index.header.dtype_code
+            self.dtype: np.dtype[Any] = dtype_of_code(code, self._index.name)
+            self._check_first_pointers()
+            self._modes = self._index.modes() if multimodal else None
+            self.tokens: NDArray[Any] = self._map_tokens(bin_file)
 
     def _check_first_pointers(self) -> None:
         """Another tool's dtype table shows in the first pointers: they grow by another width."""
@@ -76,22 +86,21 @@ class IndexedDataset(HostNames):
                 )
             expected += self._index.length(i) * self.dtype.itemsize
 
-    def _map_tokens(self) -> NDArray[Any]:
+    def _map_tokens(self, file: io.FileIO) -> NDArray[Any]:
         """The tokens the index speaks of; bytes behind them, if any, are left out."""
         last = self._index.num_sequences - 1
         itemsize = self.dtype.itemsize
         needed = self._index.pointer(last) + self._index.length(last) * itemsize if last >= 0 else 0
-        with self._bin_path.open("rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            if not 0 <= needed <= size:
-                raise FormatError(
-                    f"{self._bin_path} has {size} bytes, but its .idx ({self.dtype.name} tokens) "
-                    f"ends at byte {needed}: .bin is truncated, or the .idx belongs to another "
-                    "file or another dtype table; `megapack-build verify` tells which"
-                )
-            if needed < itemsize:
-                return np.zeros(0, self.dtype)
-            mapping = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        bin_bytes = identity_of(file).num_bytes
+        if not 0 <= needed <= bin_bytes:
+            raise FormatError(
+                f"{file.name} has {bin_bytes} bytes, but its .idx ({self.dtype.name} tokens) "
+                f"ends at byte {needed}: .bin is truncated, or the .idx belongs to another "
+                "file or another dtype table; `megapack-build verify` tells which"
+            )
+        if needed < itemsize:
+            return np.zeros(0, self.dtype)
+        mapping = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         return np.frombuffer(mapping, self.dtype, needed // itemsize)
 
     def __len__(self) -> int:
@@ -190,8 +199,31 @@ class IndexedDataset(HostNames):
 
     @cached_property
     def meta(self) -> dict[str, Any] | None:
-        """What ``<prefix>.meta.json`` says, None without it (somebody else's dataset)."""
-        return read_meta(self.prefix)
+        """What ``<prefix>.meta.json`` says, None without it (somebody else's dataset).
+
+        Raises:
+            FormatError: it is damaged, or speaks of other files than those that were opened.
+        """
+        meta = read_meta(self.prefix)
+        if meta is None:
+            return None
+        if not self._index.has_its_name():
+            raise FormatError(f"{self.prefix} was replaced since it was opened; open it again")
+        found = {
+            "dtype": self.dtype.name,
+            "num_sequences": len(self),
+            "num_documents": self.num_documents,
+            "num_tokens": self.num_tokens,
+            "idx": self._index.header.file_bytes,
+        }
+        for key, value in found.items():
+            said = meta["idx"]["bytes"] if key == "idx" else meta[key]
+            if said != value:
+                raise FormatError(
+                    f"{meta_path(self.prefix)} is about other files: it says {key} {said}, they "
+                    f"have {value}; delete it if another tool rewrote the dataset"
+                )
+        return meta
 
     @property
     def vocab_size(self) -> int | None:
@@ -213,13 +245,15 @@ class IndexedDataset(HostNames):
         base = prefix_of(prefix)
         return path_of(base, ".idx").exists() and path_of(base, ".bin").exists()
 
-    def __getstate__(self) -> tuple[str, bool]:
+    def __getstate__(self) -> tuple[str, bool, str]:
         # Absolute: a worker may have another working directory.
-        return str(Path(self.prefix).absolute()), self.multimodal
+        return str(Path(self.prefix).absolute()), self.multimodal, self._index.ends_digest()
 
-    def __setstate__(self, state: tuple[str, bool]) -> None:
-        prefix, multimodal = state
+    def __setstate__(self, state: tuple[str, bool, str]) -> None:
+        prefix, multimodal, ends_digest = state
         IndexedDataset.__init__(self, prefix, multimodal)
+        if self._index.ends_digest() != ends_digest:
+            raise FormatError(f"{prefix} was replaced since it was pickled; start the run again")
 
     def __repr__(self) -> str:
         return (

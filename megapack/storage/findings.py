@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-__all__ = ["Finding"]
+__all__ = ["Finding", "has_errors"]
 
 
 @dataclass(frozen=True)
@@ -20,3 +21,7 @@ class Finding:
     code: str  # stable, for scripts
     message: str
     remedy: str = ""
+
+
+def has_errors(findings: Iterable[Finding]) -> bool:
+    return any(finding.severity == "error" for finding in findings)

@@ -25,6 +25,7 @@ from numpy.typing import DTypeLike, NDArray
 from megapack.errors import FormatError
 from megapack.storage.meta import TokenFacts
 from megapack.storage.mmididx import MAGIC, path_of, prefix_of
+from megapack.storage.opening import identity_of, open_regular
 from megapack.storage.plain_tokens import (
     LLM_C_DTYPES,
     PLAIN_KINDS,
@@ -34,7 +35,7 @@ from megapack.storage.plain_tokens import (
 )
 from megapack.storage.survey import LEGACY_MAGIC, meaning_of, survey
 
-__all__ = ["KINDS", "Foreign", "detect", "open_foreign"]
+__all__ = ["KINDS", "Foreign", "detect", "open_foreign", "tokens_path"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,11 +65,12 @@ def detect(source: str | os.PathLike[str]) -> str:
 
     Raises:
         FileNotFoundError: there is no such file.
+        FormatError: it is no regular file.
     """
     path = Path(source)
     idx_path = path_of(prefix_of(source), ".idx")
     if idx_path.is_file():
-        with idx_path.open("rb") as file:
+        with open_regular(idx_path) as file:
             magic = file.read(len(MAGIC))
         if magic == MAGIC:
             return "mmididx"
@@ -76,13 +78,19 @@ def detect(source: str | os.PathLike[str]) -> str:
             return "tntidx"
     if path_of(path, ".index").is_file():
         return "datatrove"
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         head = file.read(8)
     if head.startswith(b"\x93NUMPY"):
         return "npy"
     if len(head) == 8 and struct.unpack("<ii", head)[0] in LLM_C_DTYPES:
         return "llm.c"
     return "flat"
+
+
+def tokens_path(source: str | os.PathLike[str], kind: str) -> Path:
+    """The file that holds the tokens."""
+    is_pair = kind in ("mmididx", "tntidx")
+    return path_of(prefix_of(source), ".bin") if is_pair else Path(source)
 
 
 def open_foreign(
@@ -151,13 +159,13 @@ def _mmididx(path: Path) -> Foreign:
 def _tntidx(path: Path) -> Foreign:
     prefix = prefix_of(path)
     idx_path, bin_path = path_of(prefix, ".idx"), path_of(prefix, ".bin")
-    with idx_path.open("rb") as file:
+    with open_regular(idx_path) as file:
         head = file.read(56)
         if len(head) < 56:
             raise FormatError(f"{idx_path} is truncated: its header has 56 bytes")
         _, code, width, num_items, num_sizes, num_indices = struct.unpack_from("<QQQQQQ", head, 8)
         counts = [num_items + 1, num_items + 1, num_sizes, num_indices]
-        if idx_path.stat().st_size < 56 + 8 * sum(counts):
+        if identity_of(file).num_bytes < 56 + 8 * sum(counts):
             raise FormatError(f"{idx_path} is truncated")
         dims, offsets, sizes, indices = (np.fromfile(file, np.int64, n) for n in counts)
     if num_sizes != num_items or not np.array_equal(dims, np.arange(num_items + 1)):
@@ -180,8 +188,9 @@ def _tntidx(path: Path) -> Foreign:
 
 def _datatrove(path: Path) -> Foreign:
     index_path = path_of(path, ".index")
-    ends = np.fromfile(index_path, np.uint64).astype(np.int64)
-    num_tokens, num_bytes = int(ends[-1]) if ends.size else 0, path.stat().st_size
+    with open_regular(index_path) as index, open_regular(path) as tokens:
+        ends = np.fromfile(index, np.uint64).astype(np.int64)
+        num_tokens, num_bytes = int(ends[-1]) if ends.size else 0, identity_of(tokens).num_bytes
     width = num_bytes // num_tokens if num_tokens else 2
     if width not in (2, 4) or width * num_tokens != num_bytes:
         raise FormatError(

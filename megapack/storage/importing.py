@@ -12,15 +12,22 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from megapack.errors import DataError, FormatError
-from megapack.storage.atomic import AtomicFile, publish
-from megapack.storage.builder import IndexedDatasetBuilder
-from megapack.storage.foreign import Foreign, detect, open_foreign
+from megapack.storage.atomic import AtomicFile, Publishable
+from megapack.storage.foreign import Foreign, detect, open_foreign, tokens_path
 from megapack.storage.index_writer import ArrayPart
-from megapack.storage.meta import check_metadata, encode_meta, meta_path
+from megapack.storage.lock import writer_lock
+from megapack.storage.meta import TokenFacts, check_metadata
 from megapack.storage.mmididx import path_of, prefix_of
-from megapack.storage.publishing import write_index_file
+from megapack.storage.opening import open_regular
+from megapack.storage.publishing import (
+    DatasetContent,
+    check_prefix,
+    check_prefix_names,
+    publish_dataset,
+)
 from megapack.storage.token_scan import scan_tokens
-from megapack.storage.tokens import TokenLimits
+from megapack.storage.token_writer import TokenWriter
+from megapack.storage.tokens import TokenLimits, as_tokens
 
 __all__ = ["LINKS", "import_dataset"]
 
@@ -38,6 +45,7 @@ def import_dataset(
     link: str = "auto",
     vocab_size: int | None = None,
     metadata: Mapping[str, Any] | None = None,
+    overwrite: bool = False,
 ) -> str:
     """Make a dataset of another tool's tokens.
 
@@ -55,11 +63,14 @@ def import_dataset(
         link: ``"hard"``, ``"symbolic"``, ``"copy"``; auto: the first of these that is possible.
         vocab_size: number of token ids; larger ids are refused, and the number is written down.
         metadata: JSON-able facts for the meta file.
+        overwrite: replace another dataset that stands at ``output``.
 
     Returns:
-        What was done, for people.
+        What was done, for people. When the same dataset stands there already, nothing is.
 
     Raises:
+        ConfigError: another dataset stands at ``output``, or its files cannot be written there.
+        LockedError: another process writes ``output``.
         DataError, FormatError, ValueError: see ``open_foreign``.
         OSError: a file cannot be read, linked or written; nothing has the output's name then.
     """
@@ -70,14 +81,19 @@ def import_dataset(
     eod_at = ("start" if kind == "llm.c" else "end") if eod_at is None else eod_at
     if eod_at not in ("end", "start"):
         raise ValueError(f"eod_at is {eod_at!r}; it is 'end' or 'start'")
-    foreign = open_foreign(source, kind, dtype=dtype, eod_token=eod_token, eod_at=eod_at)
-    facts = {"imported_from": kind, **foreign.metadata, **(metadata or {})}
-    check_metadata(facts)
-    if foreign.pointers is not None:
-        _rewrite(foreign, output, vocab_size, facts)
-        how = "copied in order"
-    else:
-        how = _bring(foreign, output, vocab_size, link, facts)
+    bin_path = path_of(output, ".bin")
+    in_place = _is_same(bin_path, tokens_path(source, kind))
+    with writer_lock(output, what="import"):
+        check_prefix_names(output, keeps_bin=in_place)
+        foreign = open_foreign(source, kind, dtype=dtype, eod_token=eod_token, eod_at=eod_at)
+        if in_place and foreign.begin_byte:
+            raise ValueError(f"{bin_path} is the source and has a header; choose another output")
+        facts = {"imported_from": kind, **foreign.metadata, **(metadata or {})}
+        check_metadata(facts)
+        limits = TokenLimits(foreign.dtype, vocab_size, foreign.allow_negative)
+        how = _import(foreign, output, limits, link=link, metadata=facts, overwrite=overwrite)
+    if how is None:
+        return f"nothing to do: {output} is there already"
     num_documents = foreign.lengths.size if foreign.ends is None else foreign.ends.size
     return (
         f"{output}: {num_documents} documents, {foreign.num_tokens} {foreign.dtype.name} tokens "
@@ -85,94 +101,118 @@ def import_dataset(
     )
 
 
-def _bring(
-    foreign: Foreign, output: str, vocab_size: int | None, link: str, metadata: dict[str, Any]
-) -> str:
-    """Write the index beside a link to, or a copy of, the tokens."""
+def _is_same(bin_path: Path, source: Path) -> bool:
+    return bin_path.exists() and bin_path.samefile(source)
+
+
+def _import(
+    foreign: Foreign,
+    output: str,
+    limits: TokenLimits,
+    *,
+    link: str,
+    metadata: dict[str, Any],
+    overwrite: bool,
+) -> str | None:
+    """Write the index beside a link to, or a copy of, the tokens; how .bin got them."""
+    bin_path = path_of(output, ".bin")
+    bin_file: Publishable | None = None
+    in_place = foreign.pointers is None and _is_same(bin_path, foreign.tokens_path)
+    try:
+        if foreign.pointers is not None:
+            tokens, bin_file = _in_order(foreign, bin_path, limits)
+        else:
+            tokens = _checked(foreign, limits)
+        content = DatasetContent(
+            dtype=foreign.dtype,
+            parts=[ArrayPart(foreign.lengths, foreign.ends)],
+            tokens=tokens,
+            vocab_size=limits.vocab_size,
+            metadata=metadata,
+        )
+        if not check_prefix(
+            output,
+            overwrite=overwrite,
+            difference=lambda: content.difference_from(output),
+            keeps_bin=in_place,
+        ):
+            return None
+        how = "copied in order" if bin_file else "as it was"
+        if bin_file is None and not in_place:
+            bin_file, how = _bring(foreign, bin_path, link)
+        publish_dataset(output, content, bin_file)
+        return how
+    finally:
+        if bin_file is not None:
+            bin_file.discard()
+
+
+def _checked(foreign: Foreign, limits: TokenLimits) -> TokenFacts:
+    """What the tokens are; DataError when an id is outside of the limits."""
     tokens = foreign.facts or scan_tokens(
         foreign.tokens_path, foreign.dtype, foreign.num_tokens, begin_byte=foreign.begin_byte
     )
-    limits = TokenLimits(foreign.dtype, vocab_size, foreign.allow_negative)
     low, high = tokens.min_token_id, tokens.max_token_id
     if low is not None and high is not None and not limits.hold(low, high):
         raise DataError(
             f"{foreign.tokens_path} has ids from {low} to {high}, outside of {limits.describe()}"
         )
-    part = ArrayPart(foreign.lengths, foreign.ends)
-    idx, meta = AtomicFile(path_of(output, ".idx")), AtomicFile(meta_path(output))
-    try:
-        piece = write_index_file(idx, foreign.dtype, [part])
-        meta.write(
-            encode_meta(
-                dtype=foreign.dtype.name,
-                num_sequences=part.num_sequences,
-                num_documents=part.num_documents,
-                tokens=tokens,
-                vocab_size=vocab_size,
-                idx=piece,
-                metadata=metadata,
-            )
-        )
-        for file in (idx, meta):  # nothing but renames is left to fail behind the tokens
-            file.sync()
-        how = _place_tokens(foreign, path_of(output, ".bin"), link, idx.path)
-        meta.path.unlink(missing_ok=True)
-        publish(idx, meta)
-    finally:
-        idx.discard()
-        meta.discard()
-    return how
+    return tokens
 
 
-def _place_tokens(foreign: Foreign, target: Path, link: str, idx_path: Path) -> str:
-    """Give the tokens their name; whoever looks finds the old dataset, none, or the new one."""
-    source, plain = foreign.tokens_path, foreign.begin_byte == 0
-    if target.exists() and target.samefile(source):
-        if not plain:
-            raise ValueError(f"{target} is the source and has a header; choose another output")
-        return "as it was"
-    if plain and link != "copy":
-        temporary = target.with_name(f"{target.name}.tmp-{secrets.token_hex(4)}")
-        how = _link(source, temporary, link)
-        if how is not None:
-            idx_path.unlink(missing_ok=True)
-            temporary.replace(target)
-            return how
-    file = AtomicFile(target)
-    try:
-        with source.open("rb", buffering=0) as tokens:
-            tokens.seek(foreign.begin_byte)
-            file.copy_from(tokens, foreign.num_tokens * foreign.dtype.itemsize)
-        file.sync()
-        idx_path.unlink(missing_ok=True)
-        publish(file)
-    finally:
-        file.discard()
-    return "copied"
+def _bring(foreign: Foreign, bin_path: Path, link: str) -> tuple[Publishable, str]:
+    """A link to the tokens, or a copy of them, without its name yet."""
+    if foreign.begin_byte == 0 and link != "copy":
+        found = _Link.make(foreign.tokens_path, bin_path, link)
+        if found is not None:
+            return found
+    file = AtomicFile(bin_path)
+    with open_regular(foreign.tokens_path) as tokens:
+        tokens.seek(foreign.begin_byte)
+        file.copy_from(tokens, foreign.num_tokens * foreign.dtype.itemsize)
+    return file, "copied"
 
 
-def _link(source: Path, temporary: Path, link: str) -> str | None:
-    """Link as asked; auto: what the file systems allow, None when they allow nothing."""
-    if link in ("auto", "hard"):
+class _Link:
+    """A link under a temporary name."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.temporary = path.with_name(f"{path.name}.tmp-{secrets.token_hex(4)}")
+
+    @staticmethod
+    def make(source: Path, path: Path, link: str) -> tuple[_Link, str] | None:
+        """As asked; auto: what the file systems allow, None when they allow nothing."""
+        result = _Link(path)
+        if link in ("auto", "hard"):
+            try:
+                os.link(source.resolve(), result.temporary)
+                return result, "hard link"
+            except OSError:
+                if link == "hard":
+                    raise
         try:
-            os.link(source.resolve(), temporary)
-            return "hard link"
+            result.temporary.symlink_to(source.resolve())
+            return result, "symbolic link"
         except OSError:
-            if link == "hard":
+            if link == "symbolic":
                 raise
-    try:
-        temporary.symlink_to(source.resolve())
-        return "symbolic link"
-    except OSError:
-        if link == "symbolic":
-            raise
-    return None
+        return None
+
+    def sync(self) -> None:
+        """A link holds no data of its own."""
+
+    def take_name(self) -> None:
+        self.temporary.replace(self.path)
+
+    def discard(self) -> None:
+        self.temporary.unlink(missing_ok=True)
 
 
-def _rewrite(
-    foreign: Foreign, output: str, vocab_size: int | None, metadata: dict[str, Any]
-) -> None:
-    """Copy sequences that are not stored in order."""
+def _in_order(
+    foreign: Foreign, bin_path: Path, limits: TokenLimits
+) -> tuple[TokenFacts, AtomicFile]:
+    """A copy of sequences that are not stored in order, without its name yet."""
     assert foreign.pointers is not None
     width = foreign.dtype.itemsize
     size = foreign.tokens_path.stat().st_size // width
@@ -180,20 +220,8 @@ def _rewrite(
     begins, rest = np.divmod(foreign.pointers, width)
     if rest.any() or (begins < 0).any() or (begins + foreign.lengths > size).any():
         raise FormatError(f"{foreign.tokens_path}: sequences lie outside of the file")
-    count = foreign.lengths.size
-    ends = np.arange(1, count + 1) if foreign.ends is None else foreign.ends
-    with IndexedDatasetBuilder(
-        output,
-        foreign.dtype,
-        vocab_size=vocab_size,
-        allow_negative=foreign.allow_negative,
-        metadata=metadata,
-    ) as builder:
-        sequence = 0
-        for end in ends.tolist():
-            for begin, length in zip(
-                begins[sequence:end].tolist(), foreign.lengths[sequence:end].tolist(), strict=True
-            ):
-                builder.add_item(tokens[begin : begin + length])
-            builder.end_document()
-            sequence = end
+    writer = TokenWriter(bin_path, limits)
+    extents = zip(begins.tolist(), foreign.lengths.tolist(), strict=True)
+    for sequence, (begin, length) in enumerate(extents):
+        writer.append(as_tokens(tokens[begin : begin + length]), first_document=sequence)
+    return writer.finish(), writer.target

@@ -13,16 +13,17 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
+import xxhash
 from numpy.typing import NDArray
 
 from megapack import _core
 from megapack.errors import FormatError
 from megapack.storage.atomic import Buffer
+from megapack.storage.meta import Piece
 from megapack.storage.mmididx import CODE_OF_DTYPE, MAGIC, read_header
+from megapack.storage.opening import BLOCK, identity_of, is_at, open_regular, read_blocks
 
 __all__ = ["ArrayPart", "FilePart", "Part", "write_index"]
-
-BLOCK = 1 << 17  # elements
 
 
 class Part(Protocol):
@@ -96,15 +97,16 @@ class FilePart:
     def modes(self) -> Iterator[NDArray[np.int8]]:
         return self._read(np.int8, self.header.modes_at, self.num_sequences)
 
+    def has_its_name(self) -> bool:
+        """Whether the file at its name is still the one whose header was read."""
+        return is_at(self.header.identity, self.path)
+
     def _read(self, dtype: type[Any], offset: int, count: int) -> Iterator[NDArray[Any]]:
-        with self.path.open("rb") as file:
+        with open_regular(self.path) as file:
+            if identity_of(file) != self.header.identity:
+                raise FormatError(f"{self.path} was replaced while it was read; start again")
             file.seek(offset)
-            for begin in range(0, count, BLOCK):
-                size = min(BLOCK, count - begin)
-                block = np.fromfile(file, dtype, size)
-                if block.size != size:
-                    raise FormatError(f"{self.path} became shorter while it was read")
-                yield block
+            yield from read_blocks(file, dtype, count)
 
 
 def write_index(
@@ -113,7 +115,7 @@ def write_index(
     parts: Sequence[Part],
     *,
     multimodal: bool = False,
-) -> None:
+) -> Piece:
     """Write a whole .idx, byte for byte as megatron-core does.
 
     Args:
@@ -122,36 +124,44 @@ def write_index(
         parts: sources, in the order of their tokens in .bin. Pointers are recomputed.
         multimodal: append a mode per sequence.
 
+    Returns:
+        Its size and checksum.
+
     Raises:
         FormatError: a part has a negative length, or documents that do not end at its last
             sequence.
     """
+    hasher, num_bytes = xxhash.xxh3_128(), 0
+    for block in _index_blocks(dtype, parts, multimodal):
+        data = memoryview(block).cast("B")
+        write(data)
+        hasher.update(data)
+        num_bytes += data.nbytes
+    return num_bytes, hasher.hexdigest()
+
+
+def _index_blocks(
+    dtype: np.dtype[Any], parts: Sequence[Part], multimodal: bool
+) -> Iterator[Buffer]:
     num_sequences = sum(part.num_sequences for part in parts)
     num_documents = sum(part.num_documents for part in parts)
     code = CODE_OF_DTYPE[dtype.name]
-    write(MAGIC + struct.pack("<QBQQ", 1, code, num_sequences, num_documents + 1))
+    yield MAGIC + struct.pack("<QBQQ", 1, code, num_sequences, num_documents + 1)
     for part in parts:
-        for lengths in part.lengths():
-            write(lengths)
-    num_bytes = 0
-    for part in parts:
-        for lengths in part.lengths():
-            pointers, num_bytes = _core.scan_lengths(lengths, dtype.itemsize, num_bytes)
-            write(pointers)
-    _write_document_indices(write, parts)
-    if multimodal:
-        for part in parts:
-            for modes in part.modes():
-                write(modes)
-
-
-def _write_document_indices(write: Callable[[Buffer], object], parts: Sequence[Part]) -> None:
-    write(np.zeros(1, np.int64))
+        yield from part.lengths()
     begin = 0
     for part in parts:
-        for ends in shifted_ends(part, begin):
-            write(ends)
+        for lengths in part.lengths():
+            pointers, begin = _core.scan_lengths(lengths, dtype.itemsize, begin)
+            yield pointers
+    yield np.zeros(1, np.int64)
+    begin = 0
+    for part in parts:
+        yield from shifted_ends(part, begin)
         begin += part.num_sequences
+    if multimodal:
+        for part in parts:
+            yield from part.modes()
 
 
 def shifted_ends(part: Part, begin: int) -> Iterator[NDArray[np.int64]]:

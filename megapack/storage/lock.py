@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import os
@@ -29,6 +30,7 @@ class WriterLock:
     Args:
         path: what is written: a file, a prefix or a directory; links are followed.
         what: the purpose, for whoever waits: ``"merge"``.
+        shared: several may hold it so at once, and nobody holds it alone then.
 
     Raises:
         LockedError: another writer holds it; names its host and process.
@@ -36,12 +38,13 @@ class WriterLock:
         OSError: the lock file cannot be made.
     """
 
-    def __init__(self, path: str | os.PathLike[str], what: str) -> None:
+    def __init__(self, path: str | os.PathLike[str], what: str, *, shared: bool = False) -> None:
         self.path = target_of(f"{os.path.realpath(path)}.lock")
-        owner = f"process {os.getpid()} on {socket.gethostname()}"
-        descriptor = _acquire(self.path, os.fspath(path))
-        os.truncate(descriptor, 0)
-        os.pwrite(descriptor, f"{owner} ({what})\n".encode(), 0)
+        descriptor = _acquire(self.path, os.fspath(path), shared)
+        if not shared:
+            os.truncate(descriptor, 0)  # who stood there is gone
+        owner = f"process {os.getpid()} on {socket.gethostname()} ({what})\n"
+        os.write(descriptor, owner.encode())
         self._release = weakref.finalize(self, _release, descriptor, self.path, os.getpid())
 
     def release(self) -> None:
@@ -60,22 +63,24 @@ class WriterLock:
         self.release()
 
 
-def writer_lock(path: str | os.PathLike[str], *, what: str) -> WriterLock:
+def writer_lock(path: str | os.PathLike[str], *, what: str, shared: bool = False) -> WriterLock:
     """``with writer_lock(path, what="merge"):`` (see ``WriterLock``)."""
-    return WriterLock(path, what)
+    return WriterLock(path, what, shared=shared)
 
 
-def _acquire(path: Path, name: str) -> int:
+def _acquire(path: Path, name: str, shared: bool) -> int:
     """An open descriptor of the file at ``path`` with the lock on it."""
+    kind = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
     while True:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
         except BlockingIOError:
-            owner = os.pread(descriptor, 1000, 0).decode(errors="replace").strip()
+            owners = os.pread(descriptor, 4096, 0).decode(errors="replace").split("\n")[:-1]
             os.close(descriptor)
             raise LockedError(
-                f"{name} is being written by {owner or 'another process'}; wait for it or end it"
+                f"{name} is being written by {'; '.join(owners) or 'another process'}; wait for "
+                "it or end it"
             ) from None
         except OSError as error:
             if error.errno not in _NO_LOCKS:
@@ -102,5 +107,8 @@ def _is_at(descriptor: int, path: Path) -> bool:
 
 def _release(descriptor: int, path: Path, owner: int) -> None:
     if os.getpid() == owner:
-        path.unlink(missing_ok=True)  # before the lock goes: the next file is the next owner's
+        with contextlib.suppress(OSError):  # others share it, or there are no locks
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # While nobody holds it: the next file is the next owner's.
+            path.unlink(missing_ok=True)
     os.close(descriptor)

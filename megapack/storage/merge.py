@@ -13,10 +13,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike
 
-from megapack.errors import DataError
-from megapack.storage.meta import meta_path, own_metadata
+from megapack.errors import ConfigError, DataError
+from megapack.storage.lock import writer_lock
+from megapack.storage.meta import TokenFacts, check_metadata, meta_path, own_metadata
 from megapack.storage.mmididx import path_of, pick_dtype, prefix_of
-from megapack.storage.publishing import publish_dataset
+from megapack.storage.publishing import DatasetContent, check_prefix, publish_dataset
 from megapack.storage.shard import Shard
 from megapack.storage.token_writer import TokenWriter
 from megapack.storage.tokens import TokenLimits
@@ -35,8 +36,9 @@ def merge(
     allow_mixed_tokenizers: bool = False,
     metadata: Mapping[str, Any] | None = None,
     remove_inputs: bool = False,
+    overwrite: bool = False,
     progress: Progress | None = None,
-) -> None:
+) -> bool:
     """Concatenate datasets, documents in the order of ``prefixes``.
 
     Takes datasets of megapack, megatron-core, Megatron-DeepSpeed and GPT-NeoX (also those whose
@@ -47,18 +49,26 @@ def merge(
         output: prefix of the result.
         dtype: of the result; needed when the inputs differ. Ids that do not fit are refused.
         multimodal: the inputs have modes.
-        allow_mixed_tokenizers: accept inputs whose meta files name different tokenizers.
+        allow_mixed_tokenizers: accept inputs whose meta files name different tokenizers, or of
+            which only some name one.
         metadata: for the result's meta file, over what the inputs' meta files agree upon.
         remove_inputs: delete the inputs when the result has its name.
+        overwrite: replace another dataset that stands at ``output``.
         progress: called with (tokens done, tokens in all) after every input.
 
+    Returns:
+        False when the result stood there already, and nothing was done (known from the meta files:
+        where an input has none or is converted, nothing tells).
+
     Raises:
+        ConfigError: another dataset stands at ``output``, or its files cannot be written there.
+        LockedError: another process writes ``output``.
         DataError: dtypes or tokenizers differ, or an id does not fit.
         FormatError: an input is damaged.
         OSError: a file cannot be read or written; nothing has the output's name then.
     """
     if not prefixes:
-        raise ValueError("merge needs at least one dataset")
+        raise ConfigError("merge needs at least one dataset")
     output = prefix_of(output)
     shards = [Shard(prefix, multimodal) for prefix in prefixes]
     _check_output(shards, output)
@@ -66,33 +76,68 @@ def merge(
     if not allow_mixed_tokenizers:
         _check_tokenizers(shards)
     limits = TokenLimits(result_dtype, _common_vocab_size(shards), result_dtype.kind == "i")
-    tokens = TokenWriter(path_of(output, ".bin"), limits)
-    num_tokens = sum(shard.num_tokens for shard in shards)
-    try:
-        for shard in shards:
-            tokens.append_shard(shard)
-            if progress is not None:
-                progress(tokens.num_tokens, num_tokens)
-        publish_dataset(
-            tokens,
-            [shard.part for shard in shards],
-            prefix=output,
-            idx_path=path_of(output, ".idx"),
+    metadata = {**_common_metadata(shards), **(metadata or {})}
+    check_metadata(metadata)
+
+    def content(tokens: TokenFacts) -> DatasetContent:
+        return DatasetContent(
+            dtype=result_dtype,
+            parts=[shard.part for shard in shards],
+            tokens=tokens,
+            vocab_size=limits.vocab_size,
+            metadata=metadata,
             multimodal=multimodal,
-            metadata={**_common_metadata(shards), **(metadata or {})},
         )
-    finally:
-        tokens.target.discard()
+
+    def difference() -> str | None:
+        tokens = _vouched(shards, result_dtype)
+        if isinstance(tokens, str):
+            return tokens
+        return content(tokens).difference_from(output)
+
+    with writer_lock(output, what="merge"):
+        is_new = check_prefix(output, overwrite=overwrite, difference=difference)
+        if is_new:
+            tokens = TokenWriter(path_of(output, ".bin"), limits)
+            try:
+                _concatenate(shards, tokens, progress)
+                publish_dataset(output, content(tokens.finish()), tokens.target)
+            finally:
+                tokens.target.discard()
     if remove_inputs:
         for shard in shards:
             _remove(shard)
+    return is_new
+
+
+def _concatenate(shards: list[Shard], tokens: TokenWriter, progress: Progress | None) -> None:
+    num_tokens = sum(shard.num_tokens for shard in shards)
+    for shard in shards:
+        tokens.append_shard(shard)
+        if progress is not None:
+            progress(tokens.num_tokens, num_tokens)
+
+
+def _vouched(shards: list[Shard], dtype: np.dtype[Any]) -> TokenFacts | str:
+    """What the meta files say of all tokens; a sentence when they do not say it."""
+    ranges = [shard.token_range for shard in shards if shard.num_tokens]
+    pieces = [shard.pieces if shard.dtype == dtype else None for shard in shards]
+    for shard, known in zip(shards, pieces, strict=True):
+        if known is None:
+            return f"{shard.prefix} has no checksums as {dtype.name} to compare it with"
+    return TokenFacts(
+        sum(shard.num_tokens for shard in shards),
+        [piece for known in pieces for piece in known or ()],
+        min((low for low, _ in filter(None, ranges)), default=None),
+        max((high for _, high in filter(None, ranges)), default=None),
+    )
 
 
 def _check_output(shards: list[Shard], output: str) -> None:
     target = path_of(output, ".bin")
     for shard in shards:
         if target.exists() and target.samefile(shard.bin_path):
-            raise ValueError(f"the output {output} is also an input; merge writes a new dataset")
+            raise ConfigError(f"the output {output} is also an input; merge writes a new dataset")
 
 
 def _common_dtype(shards: list[Shard]) -> np.dtype[Any]:
@@ -106,20 +151,20 @@ def _common_dtype(shards: list[Shard]) -> np.dtype[Any]:
 
 
 def _check_tokenizers(shards: list[Shard]) -> None:
-    """Inputs without a meta file say nothing about their tokenizer and pass."""
-    known = [shard for shard in shards if shard.meta and shard.meta.get("tokenizer") is not None]
-    for shard in known[1:]:
-        if _tokenizer(shard) != _tokenizer(known[0]):
+    """Only inputs of which none names its tokenizer pass unseen."""
+    first = shards[0]
+    for shard in shards[1:]:
+        if _tokenizer(shard) != _tokenizer(first):
             raise DataError(
-                f"{known[0].prefix} and {shard.prefix} were built with different tokenizers "
-                f"({_tokenizer(known[0])} and {_tokenizer(shard)}); pass "
+                f"{first.prefix} and {shard.prefix} name different tokenizers "
+                f"({_tokenizer(first) or 'none'} and {_tokenizer(shard) or 'none'}); pass "
                 "allow_mixed_tokenizers=True (--allow-mixed-tokenizers) if their ids mean the same"
             )
 
 
 def _tokenizer(shard: Shard) -> Any:
-    """What tells tokenizers apart: the digest of the model where there is one."""
-    described = None if shard.meta is None else shard.meta["tokenizer"]
+    """What tells tokenizers apart: the digest of the model where there is one; None: not named."""
+    described = None if shard.meta is None else shard.meta.get("tokenizer")
     return described.get("digest", described) if isinstance(described, dict) else described
 
 

@@ -27,18 +27,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
+import numpy as np
 import xxhash
 
 from megapack.errors import FormatError
 from megapack.storage.mmididx import path_of
+from megapack.storage.opening import identity_of, open_regular, read_blocks
 
 __all__ = [
+    "FORMAT",
+    "OWN_KEYS",
+    "VERSION",
     "Piece",
     "TokenFacts",
     "bin_pieces",
     "check_metadata",
     "checksum",
-    "encode_meta",
     "meta_path",
     "own_metadata",
     "read_meta",
@@ -69,44 +73,19 @@ def meta_path(prefix: str | os.PathLike[str]) -> Path:
     return path_of(prefix, ".meta.json")
 
 
-def encode_meta(
-    *,
-    dtype: str,
-    num_sequences: int,
-    num_documents: int,
-    tokens: TokenFacts,
-    vocab_size: int | None,
-    idx: Piece,
-    metadata: Mapping[str, Any],
-) -> bytes:
-    """The file's content."""
-    check_metadata(metadata)
-    content = {
-        "format": FORMAT,
-        "version": VERSION,
-        "dtype": dtype,
-        "num_sequences": num_sequences,
-        "num_documents": num_documents,
-        "num_tokens": tokens.num_tokens,
-        "min_token_id": tokens.min_token_id,
-        "max_token_id": tokens.max_token_id,
-        "vocab_size": vocab_size,
-        "bin": {
-            "bytes": sum(size for size, _ in tokens.pieces),
-            "xxh3_128": [f"{size} {digest}" for size, digest in tokens.pieces],
-        },
-        "idx": {"bytes": idx[0], "xxh3_128": idx[1]},
-        **metadata,
-    }
-    return (json.dumps(content, indent=1, ensure_ascii=False) + "\n").encode()
-
-
 def check_metadata(metadata: Mapping[str, Any]) -> None:
     """Refuse what the meta file cannot hold, before hours of work instead of after."""
     taken = sorted(OWN_KEYS & metadata.keys())
     if taken:
         raise ValueError(f"metadata has the keys {taken}, which the builder fills in itself")
-    json.dumps(metadata)
+    try:
+        json.dumps(metadata, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        text = error.object[max(0, error.start - 20) : error.end + 20]
+        raise ValueError(
+            f"metadata holds {text!r}, which is no valid Unicode and cannot be written as UTF-8: "
+            "leave it out, or decode it in another way"
+        ) from error
 
 
 def own_metadata(meta: Mapping[str, Any]) -> dict[str, Any]:
@@ -122,7 +101,8 @@ def read_meta(prefix: str | os.PathLike[str]) -> dict[str, Any] | None:
     """
     path = meta_path(prefix)
     try:
-        content = json.loads(path.read_bytes())
+        with open_regular(path) as file:
+            content = json.loads(file.read())
     except FileNotFoundError:
         return None
     except ValueError as error:
@@ -143,9 +123,9 @@ def read_meta(prefix: str | os.PathLike[str]) -> dict[str, Any] | None:
 def checksum(path: Path) -> str:
     """xxh3_128 of a whole file, in hexadecimal."""
     digest = xxhash.xxh3_128()
-    with path.open("rb") as file:
-        while block := file.read(1 << 20):
-            digest.update(block)
+    with open_regular(path) as file:
+        for block in read_blocks(file, np.uint8, identity_of(file).num_bytes, 1 << 20):
+            digest.update(block.data)
     return digest.hexdigest()
 
 

@@ -13,10 +13,12 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import numpy as np
+import xxhash
 from numpy.typing import DTypeLike, NDArray
 
 from megapack import _core
 from megapack.errors import FormatError
+from megapack.storage.opening import Identity, identity_of, is_at, open_regular
 
 __all__ = [
     "CODE_OF_DTYPE",
@@ -43,6 +45,7 @@ HEADER_BYTES = 34
 CODE_OF_DTYPE = {"uint8": 1, "int8": 2, "int16": 3, "int32": 4, "int64": 5, "uint16": 8}
 DTYPE_OF_CODE = {code: np.dtype(name) for name, code in CODE_OF_DTYPE.items()}
 
+_END_BYTES = 1 << 16
 _LENGTH = struct.Struct("<i")
 _POINTER = struct.Struct("<q")
 
@@ -97,7 +100,11 @@ class IndexHeader:
     pointers_at: int
     document_indices_at: int
     modes_at: int
-    file_bytes: int
+    identity: Identity
+
+    @property
+    def file_bytes(self) -> int:
+        return self.identity.num_bytes
 
     @property
     def has_modes(self) -> bool:
@@ -112,14 +119,13 @@ def read_header(path: str | os.PathLike[str]) -> IndexHeader:
         FormatError: not an .idx, another version, or too short for what it promises.
         OSError: the file cannot be read.
     """
-    with Path(path).open("rb") as file:
+    with open_regular(path) as file:
         head = np.frombuffer(file.read(HEADER_BYTES), np.uint8)
-        size = os.fstat(file.fileno()).st_size
-    return _parse_header(head, size, os.fspath(path))
+        return _parse_header(head, identity_of(file), os.fspath(path))
 
 
-def _parse_header(head: NDArray[np.uint8], file_bytes: int, name: str) -> IndexHeader:
-    return IndexHeader(**_core.index_header(head, file_bytes, name), file_bytes=file_bytes)
+def _parse_header(head: NDArray[np.uint8], identity: Identity, name: str) -> IndexHeader:
+    return IndexHeader(**_core.index_header(head, identity.num_bytes, name), identity=identity)
 
 
 class IndexFile:
@@ -127,15 +133,26 @@ class IndexFile:
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.name = os.fspath(path)
-        with Path(path).open("rb") as file:
-            size = os.fstat(file.fileno()).st_size
+        with open_regular(path) as file:
+            identity = identity_of(file)
             self._buffer: mmap.mmap | bytes = (
-                mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if size else b""
+                mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if identity.num_bytes else b""
             )
         self.bytes: NDArray[np.uint8] = np.frombuffer(self._buffer, np.uint8)
-        self.header = _parse_header(self.bytes, size, self.name)
+        self.header = _parse_header(self.bytes, identity, self.name)
         self.num_sequences = self.header.num_sequences
         self.num_documents = self.header.num_documents
+
+    def has_its_name(self) -> bool:
+        """Whether the file at its name is still the one that was opened."""
+        return is_at(self.header.identity, self.name)
+
+    def ends_digest(self) -> str:
+        """xxh3_64 of the size, beginning and end: tells files apart without reading them."""
+        digest = xxhash.xxh3_64(str(self.bytes.size).encode())
+        digest.update(self.bytes[:_END_BYTES].data)
+        digest.update(self.bytes[-_END_BYTES:].data)
+        return digest.hexdigest()
 
     def length(self, sequence: int) -> int:
         """Tokens of one sequence."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from megapack.errors import DataError, FormatError
 from megapack.storage.document_log import MAX_SEQUENCE_LENGTH
 from megapack.storage.meta import TokenFacts
 from megapack.storage.mmididx import Tokens, pick_dtype
+from megapack.storage.opening import identity_of, open_regular
 from megapack.storage.token_scan import scan_tokens
 
 __all__ = [
@@ -51,8 +53,10 @@ def open_plain(path: Path, kind: str, dtype: DTypeLike | None) -> PlainTokens:
         ValueError: dtype is needed (``flat``) or no token type.
         OSError: it cannot be read.
     """
-    if kind == "llm.c":
-        return _open_llm_c(path)
+    with open_regular(path) as file:
+        num_bytes = identity_of(file).num_bytes
+        if kind == "llm.c":
+            return _open_llm_c(path, file)
     if kind == "npy":
         array = np.load(path, mmap_mode="r", allow_pickle=False)
         if array.ndim != 1:
@@ -61,7 +65,7 @@ def open_plain(path: Path, kind: str, dtype: DTypeLike | None) -> PlainTokens:
     if dtype is None:
         raise ValueError(f"{path} has no header: say what its tokens are (--dtype uint16)")
     chosen = _token_dtype(dtype)
-    num_tokens, rest = divmod(path.stat().st_size, chosen.itemsize)
+    num_tokens, rest = divmod(num_bytes, chosen.itemsize)
     if rest:
         raise FormatError(f"{path} does not hold a whole number of {chosen.name} tokens")
     return PlainTokens(path, 0, chosen, num_tokens)
@@ -112,13 +116,16 @@ def as_lengths(lengths: NDArray[np.int64], what: str) -> NDArray[np.int32]:
     return lengths.astype(np.int32)
 
 
-def _open_llm_c(path: Path) -> PlainTokens:
-    header = np.fromfile(path, np.int32, 3)
+def _open_llm_c(path: Path, file: io.FileIO) -> PlainTokens:
+    header = np.fromfile(file, np.int32, 3)
     dtype = LLM_C_DTYPES.get(int(header[0])) if header.size == 3 else None
     if dtype is None:
         raise FormatError(f"{path} does not begin with the header of llm.c")
     num_tokens = int(header[2])
-    if num_tokens < 0 or path.stat().st_size < _LLM_C_HEADER_BYTES + num_tokens * dtype.itemsize:
+    if (
+        num_tokens < 0
+        or identity_of(file).num_bytes < _LLM_C_HEADER_BYTES + num_tokens * dtype.itemsize
+    ):
         raise FormatError(f"{path} is truncated: its header promises {num_tokens} tokens")
     return PlainTokens(path, _LLM_C_HEADER_BYTES, dtype, num_tokens)
 

@@ -7,7 +7,6 @@ stays as ``<prefix>.idx.orig``. Tokens are never changed; .bin is only ever cut,
 from __future__ import annotations
 
 import os
-import shutil
 import struct
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,18 +17,13 @@ from numpy.typing import NDArray
 
 from megapack.errors import FormatError
 from megapack.storage.atomic import AtomicFile, atomic_write, publish
-from megapack.storage.index_writer import ArrayPart
-from megapack.storage.meta import (
-    TokenFacts,
-    bin_pieces,
-    checksum,
-    encode_meta,
-    meta_path,
-    own_metadata,
-    read_meta,
-)
+from megapack.storage.index_writer import ArrayPart, write_index
+from megapack.storage.lock import writer_lock
+from megapack.storage.meta import TokenFacts, bin_pieces, checksum, own_metadata, read_meta
 from megapack.storage.mmididx import DTYPE_OF_CODE, HEADER_BYTES, MAGIC, path_of, prefix_of
-from megapack.storage.publishing import write_index_file
+from megapack.storage.opening import identity_of, open_regular
+from megapack.storage.publishing import DatasetContent, publish_dataset
+from megapack.storage.replace import target_of
 from megapack.storage.survey import Survey, survey
 from megapack.storage.token_scan import scan_tokens
 
@@ -77,9 +71,23 @@ def repair(
 
     Raises:
         FormatError: it cannot be mended, or only with one of the arguments above.
+        LockedError: another process writes this dataset.
         OSError: a file cannot be read or written; the old .idx stands as it was.
     """
     prefix = prefix_of(prefix)
+    if dry_run:
+        return _repair(prefix, drop_truncated, drop_trailing, one_document_per_sequence, dry_run)
+    with writer_lock(prefix, what="repair"):
+        return _repair(prefix, drop_truncated, drop_trailing, one_document_per_sequence, dry_run)
+
+
+def _repair(
+    prefix: str,
+    drop_truncated: bool,
+    drop_trailing: bool,
+    one_document_per_sequence: bool,
+    dry_run: bool,
+) -> list[str]:
     idx_path, bin_path = path_of(prefix, ".idx"), path_of(prefix, ".bin")
     done: list[str] = []
     try:
@@ -161,8 +169,8 @@ def _refuse_other_order(facts: Survey, width: int) -> None:
 
 def _salvage(idx_path: Path, bin_path: Path, done: list[str]) -> _Index | None:
     """An .idx that was cut behind its lengths, as a full disk leaves it; None for others."""
-    size = idx_path.stat().st_size
-    with idx_path.open("rb") as file:
+    with open_regular(idx_path) as file:
+        size = identity_of(file).num_bytes
         head = file.read(HEADER_BYTES)
         if len(head) < HEADER_BYTES or head[: len(MAGIC)] != MAGIC:
             return None
@@ -229,30 +237,22 @@ def _replace(prefix: str, index: _Index, cut: int | None, done: list[str]) -> No
     idx_path, bin_path = path_of(prefix, ".idx"), path_of(prefix, ".bin")
     meta = _meta_of(prefix, done)
     _keep_original(idx_path)
-    file = AtomicFile(idx_path)
-    try:
-        part = ArrayPart(index.lengths, index.ends, index.modes)
-        piece = write_index_file(file, index.dtype, [part], multimodal=index.modes is not None)
-        publish(file)
-    finally:
-        file.discard()
+    part, multimodal = ArrayPart(index.lengths, index.ends, index.modes), index.modes is not None
+    if meta is None:
+        with atomic_write(idx_path) as file:
+            write_index(file.write, index.dtype, [part], multimodal=multimodal)
+    else:
+        content = DatasetContent(
+            dtype=index.dtype,
+            parts=[part],
+            tokens=_token_facts(meta, bin_path, index),
+            vocab_size=meta["vocab_size"],
+            metadata=own_metadata(meta),
+            multimodal=multimodal,
+        )
+        publish_dataset(prefix, content, None)
     if cut is not None:
         os.truncate(bin_path, cut)
-    if meta is None:
-        return
-    tokens = _token_facts(meta, bin_path, index)
-    with atomic_write(meta_path(prefix)) as out:
-        out.write(
-            encode_meta(
-                dtype=index.dtype.name,
-                num_sequences=part.num_sequences,
-                num_documents=part.num_documents,
-                tokens=tokens,
-                vocab_size=meta["vocab_size"],
-                idx=piece,
-                metadata=own_metadata(meta),
-            )
-        )
 
 
 def _token_facts(meta: dict[str, Any], bin_path: Path, index: _Index) -> TokenFacts:
@@ -277,6 +277,14 @@ def _meta_of(prefix: str, done: list[str]) -> dict[str, Any] | None:
 
 
 def _keep_original(idx_path: Path) -> None:
-    original = idx_path.with_name(idx_path.name + ".orig")
-    if not original.exists():
-        shutil.copy2(idx_path, original)
+    """Give the old .idx a second name, which a crash leaves whole or absent."""
+    original, source = idx_path.with_name(idx_path.name + ".orig"), target_of(idx_path)
+    if original.exists():
+        return
+    try:
+        os.link(source, original)
+    except OSError:  # another file system, or one without links
+        copy = AtomicFile(original)
+        with open_regular(source) as file:
+            copy.copy_from(file, identity_of(file).num_bytes)
+        publish(copy)

@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import io
 import os
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from megapack import _core
 from megapack.errors import FormatError
 from megapack.storage.index_writer import FilePart, shifted_ends
 from megapack.storage.meta import Piece, bin_pieces, checksum, read_meta
-from megapack.storage.mmididx import IndexFile, Tokens, dtype_of_code, path_of, prefix_of
+from megapack.storage.mmididx import IndexFile, dtype_of_code, path_of, prefix_of
+from megapack.storage.opening import identity_of, open_regular
 
 __all__ = ["Shard"]
-
-BLOCK_BYTES = 1 << 19
 
 
 class Shard:
@@ -61,16 +58,17 @@ class Shard:
             return None
         return self.meta["min_token_id"], self.meta["max_token_id"]
 
-    def token_blocks(self, file: io.RawIOBase) -> Iterator[Tokens]:
-        """All tokens of the opened .bin; every block is overwritten by the next."""
-        buffer: NDArray[Any] = np.empty(BLOCK_BYTES // self.dtype.itemsize, self.dtype)
-        remaining = self.num_tokens
-        while remaining:
-            block = buffer[: min(remaining, buffer.size)]
-            if file.readinto(block.data.cast("B")) != block.nbytes:
-                raise FormatError(f"{self.bin_path} became shorter while it was read")
-            yield block
-            remaining -= block.size
+    def open_tokens(self) -> io.FileIO:
+        """The .bin that belongs to the index.
+
+        Raises:
+            FormatError: a writer replaced the dataset since its index was read.
+        """
+        file = open_regular(self.bin_path)
+        if not self.part.has_its_name():
+            file.close()
+            raise FormatError(f"{self.prefix} was replaced while it was read; start again")
+        return file
 
     def document_at(self, position: int) -> tuple[int, int]:
         """The document that holds the token at a position of .bin, and the position inside."""
@@ -94,7 +92,8 @@ class Shard:
         return begin
 
     def _check_bin(self) -> None:
-        size = self.bin_path.stat().st_size
+        with self.open_tokens() as file:
+            size = identity_of(file).num_bytes
         if size < self.num_bytes:
             raise FormatError(
                 f"{self.bin_path} has {size} bytes, but its .idx ends at byte {self.num_bytes}: "

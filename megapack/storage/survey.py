@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from megapack import _core
 from megapack.errors import FormatError
 from megapack.storage.index_writer import FilePart
 from megapack.storage.mmididx import DTYPE_OF_CODE
+from megapack.storage.opening import identity_of, open_regular, read_blocks
 
 __all__ = ["LEGACY_MAGIC", "Survey", "meaning_of", "survey"]
 
@@ -118,7 +118,8 @@ def survey(idx_path: str | os.PathLike[str], bin_path: str | os.PathLike[str]) -
         OSError: a file cannot be read.
     """
     part = FilePart(idx_path)
-    result = Survey(part, Path(bin_path), Path(bin_path).stat().st_size)
+    with open_regular(bin_path) as file:
+        result = Survey(part, Path(bin_path), identity_of(file).num_bytes)
     _survey_sequences(result)
     _survey_documents(result)
     return result
@@ -154,10 +155,6 @@ def _survey_documents(result: Survey) -> None:
 
 def _largest(path: Path) -> int:
     """The largest 32-bit number of a file."""
-    largest = 0
-    with path.open("rb") as file:
-        while True:
-            block: NDArray[Any] = np.fromfile(file, np.uint32, 1 << 18)
-            if block.size == 0:
-                return largest
-            largest = max(largest, int(block.max()))
+    with open_regular(path) as file:
+        blocks = read_blocks(file, np.uint32, identity_of(file).num_bytes // 4)
+        return max((int(block.max()) for block in blocks), default=0)

@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import xxhash
 
 from megapack import _core
-from megapack.errors import FormatError
 from megapack.storage.meta import TokenFacts
 from megapack.storage.mmididx import Tokens
+from megapack.storage.opening import open_regular, read_blocks
 
 __all__ = ["scan_tokens"]
-
-BLOCK_BYTES = 1 << 20
 
 
 def scan_tokens(
@@ -34,20 +31,16 @@ def scan_tokens(
         FormatError: the file is shorter.
         OSError: it cannot be read.
     """
-    digest, remaining = xxhash.xxh3_128(), num_tokens
+    digest = xxhash.xxh3_128()
     lowest, highest = 2**63, -(2**63)
-    with Path(path).open("rb", buffering=0) as file:
+    with open_regular(path) as file:
         file.seek(begin_byte)
-        while remaining:
-            block = np.fromfile(file, dtype, min(BLOCK_BYTES // dtype.itemsize, remaining))
-            if block.size == 0:
-                raise FormatError(f"{os.fspath(path)} ends {remaining} tokens early")
+        for block in read_blocks(file, dtype, num_tokens):
             digest.update(block.data)
             low, high = _core.token_range(block)
             lowest, highest = min(lowest, low), max(highest, high)
             if look is not None:
                 look(block)
-            remaining -= block.size
     if num_tokens == 0:
         return TokenFacts(0, [], None, None)
     pieces = [(num_tokens * dtype.itemsize, digest.hexdigest())]

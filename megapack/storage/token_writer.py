@@ -16,6 +16,7 @@ from megapack.errors import DataError
 from megapack.storage.atomic import AtomicFile
 from megapack.storage.meta import Piece, TokenFacts
 from megapack.storage.mmididx import Tokens
+from megapack.storage.opening import read_blocks
 from megapack.storage.shard import Shard
 from megapack.storage.tokens import TokenLimits
 
@@ -86,7 +87,7 @@ class TokenWriter:
             DataError: an id outside of the limits.
             OSError: either file fails.
         """
-        with shard.bin_path.open("rb", buffering=0) as source:
+        with shard.open_tokens() as source:
             if shard.dtype == self.limits.dtype and shard.pieces and shard.token_range:
                 low, high = shard.token_range
                 if not self.limits.hold(low, high):
@@ -105,7 +106,8 @@ class TokenWriter:
                 document, inside = shard.document_at(position)
                 return self.limits.error(f"{document} of {shard.prefix}", inside, token)
 
-            self._append_blocks(shard.token_blocks(source), error_at)
+            blocks = read_blocks(source, shard.dtype, shard.num_tokens, self._buffer.size)
+            self._append_blocks(blocks, error_at)
 
     def flush(self) -> None:
         """Write what is buffered."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -11,9 +12,10 @@ from typing import Any
 import xxhash
 
 from megapack.errors import FormatError
-from megapack.storage.findings import Finding
+from megapack.storage.findings import Finding, has_errors
 from megapack.storage.meta import bin_pieces, checksum, read_meta
 from megapack.storage.mmididx import MAGIC, path_of, prefix_of
+from megapack.storage.opening import identity_of, open_regular
 from megapack.storage.survey import LEGACY_MAGIC, Survey, survey
 from megapack.storage.verify_tokens import TokenChecks, check_tokens
 
@@ -48,7 +50,7 @@ def verify(
     prefix = prefix_of(prefix)
     idx_path, bin_path = path_of(prefix, ".idx"), path_of(prefix, ".bin")
     findings = [*_leftovers(prefix), *_missing(idx_path, bin_path)]
-    if _has_errors(findings):
+    if has_errors(findings):
         return findings
     try:
         facts = survey(idx_path, bin_path)
@@ -58,7 +60,7 @@ def verify(
     meta, stale = _meta(prefix, facts)
     findings += stale
     dtype = facts.declared_dtype
-    if tokens and dtype is not None and not _has_errors(findings):
+    if tokens and dtype is not None and not has_errors(findings):
         known = meta or {}
         checks = TokenChecks(
             vocab_size=known.get("vocab_size") if vocab_size is None else vocab_size,
@@ -90,10 +92,6 @@ def find_duplicates(prefixes: Sequence[str | os.PathLike[str]]) -> dict[str, Fin
     return findings
 
 
-def _has_errors(findings: Sequence[Finding]) -> bool:
-    return any(finding.severity == "error" for finding in findings)
-
-
 def _missing(idx_path: Path, bin_path: Path) -> Iterator[Finding]:
     for path in (idx_path, bin_path):
         if not path.exists():
@@ -111,7 +109,8 @@ def _leftovers(prefix: str) -> Iterator[Finding]:
 
 
 def _unreadable(idx_path: Path, error: FormatError) -> Finding:
-    with idx_path.open("rb") as file:
+    magic = b""
+    with contextlib.suppress(FormatError), open_regular(idx_path) as file:
         magic = file.read(len(MAGIC))
     if magic.startswith(LEGACY_MAGIC):
         text = f"{idx_path} is of the format before MMIDIDX (TNTIDX)"
@@ -197,15 +196,15 @@ def _meta(prefix: str, facts: Survey) -> tuple[dict[str, Any] | None, list[Findi
 def _identities(prefix: str) -> Iterator[Any]:
     """Keys that only equal datasets share."""
     idx_path, bin_path = path_of(prefix, ".idx"), path_of(prefix, ".bin")
-    if not (idx_path.exists() and bin_path.exists()):
+    if not (idx_path.is_file() and bin_path.is_file()):
         return
-    stat = bin_path.stat()
-    if stat.st_size == 0:
-        return
-    yield "inode", stat.st_dev, stat.st_ino
     digest = xxhash.xxh3_128(checksum(idx_path).encode())
-    with bin_path.open("rb") as file:
+    with open_regular(bin_path) as file:
+        identity = identity_of(file)
+        if identity.num_bytes == 0:
+            return
+        yield "inode", identity.device, identity.inode
         digest.update(file.read(1 << 16))
-        file.seek(max(0, stat.st_size - (1 << 16)))
+        file.seek(max(0, identity.num_bytes - (1 << 16)))
         digest.update(file.read())
     yield "content", digest.hexdigest()

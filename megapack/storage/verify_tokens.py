@@ -14,10 +14,10 @@ from megapack import _core
 from megapack.storage.findings import Finding
 from megapack.storage.meta import bin_pieces
 from megapack.storage.mmididx import IndexFile, Tokens, path_of
+from megapack.storage.opening import open_regular, read_blocks
 
 __all__ = ["TokenChecks", "check_tokens"]
 
-BLOCK_BYTES = 1 << 20
 RESTORE = "restore .bin from a copy or build it again"
 
 
@@ -51,19 +51,18 @@ def check_tokens(
     reader = _Reader(prefix, dtype, checks)
     total = int(reader.offsets[-1]) * dtype.itemsize
     pieces = [(total, "")] if meta is None else bin_pieces(meta)
-    with path_of(prefix, ".bin").open("rb", buffering=0) as file:
+    with open_regular(path_of(prefix, ".bin")) as file:
         done = 0
         for size, expected in pieces:
-            digest = xxhash.xxh3_128()
-            for begin in range(0, size, BLOCK_BYTES):
-                block = np.fromfile(file, np.uint8, min(BLOCK_BYTES, size - begin))
+            digest, begin = xxhash.xxh3_128(), done
+            for block in read_blocks(file, dtype, size // dtype.itemsize):
                 digest.update(block.data)
-                reader.read(block.view(dtype))
+                reader.read(block)
+                done += block.nbytes
                 if progress is not None:
-                    progress(done + begin + block.size, total)
+                    progress(done, total)
             if expected and digest.hexdigest() != expected:
-                reader.add_checksum_error(done, done + size)
-            done += size
+                reader.add_checksum_error(begin, done)
     return [*reader.findings(), *_compare_range(reader, meta)]
 
 

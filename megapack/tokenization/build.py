@@ -2,34 +2,26 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import Any, Literal, Protocol
+from dataclasses import dataclass
+from typing import Literal, Protocol
 
-from megapack.errors import DataError
+from megapack.errors import DataError, MegapackError
 from megapack.tokenization.assemble import assemble, output_prefixes
 from megapack.tokenization.config import BuildConfig
+from megapack.tokenization.encoders import Limits
 from megapack.tokenization.executors import prepare_processes, run_here, run_processes
-from megapack.tokenization.job import (
-    Job,
-    SpecialTokens,
-    describe_tokenizer,
-    make_job,
-    read_options,
-)
-from megapack.tokenization.manifest import describe_inputs, write_manifest
-from megapack.tokenization.plan import Shard, default_shard_bytes, plan_shards
-from megapack.tokenization.probe import choose_backend
+from megapack.tokenization.pieces import InputFile
+from megapack.tokenization.plan import Plan, make_plan
 from megapack.tokenization.ray_executor import run_ray
 from megapack.tokenization.record import ShardRecord, Totals
-from megapack.tokenization.shard import Counted
+from megapack.tokenization.shard import Counted, Execution, Worker, open_coder
+from megapack.tokenization.shards import MIN_SHARD_BYTES
 from megapack.tokenization.sources import find_inputs
-from megapack.tokenization.tokenizer import TokenizerFiles
-from megapack.tokenization.workspace import finished_build, manifest_path, work_directory
+from megapack.tokenization.space import Estimate, check_space, estimate
+from megapack.tokenization.workspace import Workspace
 
-__all__ = ["BuildResult", "Progress", "build"]
+__all__ = ["BuildResult", "Preview", "Progress", "build", "preview"]
 
 
 class Progress(Protocol):
@@ -38,11 +30,14 @@ class Progress(Protocol):
     def note(self, text: str) -> None:
         """Something worth a line, said once."""
 
-    def start(self, num_bytes: int, num_shards: int) -> None:
-        """``num_bytes`` of text, about, are to be read."""
+    def start(self, num_bytes: int, num_shards: int, disk_bytes: int) -> None:
+        """``num_bytes`` of text, about, are to be read, and shards of ``disk_bytes`` written."""
 
-    def advance(self, counted: Counted) -> None:
+    def advance(self, more: Counted) -> None:
         """More documents, bytes of text and tokens are done."""
+
+    def join(self, done: int, total: int) -> None:
+        """Of ``total`` parts of the result ``done`` are copied."""
 
     def stop(self) -> None:
         """All shards are done, or the build failed."""
@@ -52,130 +47,147 @@ class Progress(Protocol):
 class BuildResult:
     """What a build made, or found made."""
 
+    plan: Plan
     prefixes: Mapping[str, str]  # stream -> prefix; see ``output_prefixes``
     totals: Totals
     num_shards: int  # of this run
     num_shards_kept: int  # of those, finished by an earlier run
     state: Literal["built", "part", "found"]  # part: other machines' shards are missing
-    dtype: str
-    tokenizer: TokenizerFiles
-    backend: str
-    special: SpecialTokens
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Plan:
-    shards: list[Shard]
-    job: Job
-    special: SpecialTokens
-    manifest: dict[str, Any]
+class Preview:
+    """What a build would do."""
+
+    plan: Plan
+    prefixes: Mapping[str, str]  # as of ``BuildResult``
+    estimate: Estimate
+    num_missing: int  # of the plan's shards
+    finished: bool  # the result stands there already
+    left_behind: Sequence[str]  # by other plans
+
+
+def preview(config: BuildConfig, progress: Progress) -> Preview:
+    """Plan a build and look at what is there; write nothing. Raises as ``build`` before it runs."""
+    plan = make_plan(config, _inputs(config, progress), progress.note)
+    outputs = output_prefixes(config)
+    workspace = Workspace(config, plan, tuple(outputs.values()))
+    return Preview(
+        plan=plan,
+        prefixes=outputs,
+        estimate=estimate(plan, open_coder(plan)),
+        finished=workspace.finished() is not None,
+        num_missing=len(workspace.missing()),
+        left_behind=workspace.left_behind(),
+    )
 
 
 def build(config: BuildConfig, progress: Progress) -> BuildResult:
     """Tokenize a corpus into ``<output_prefix>.bin/.idx`` (+ .meta.json, .manifest.json).
 
-    Shards are built in ``<output_prefix>.build/``; a run that was stopped leaves the finished ones
-    there, and the next run with the same inputs and options goes on behind them.
+    Shards are built in ``<output_prefix>.build/<digest of the plan>/``; a run that was stopped
+    leaves the finished ones there, and the next run of the same plan goes on behind them.
 
     Raises:
-        ConfigError: options that cannot be; inputs or options differ from those of the shards that
-            are there already.
+        ConfigError: options that cannot be; another dataset has the output's name; a machine has
+            other tokenizer files or libraries than the plan.
         DataError: a document that may not pass (with on_error "fail"); no documents at all.
+        LockedError: another process is at this build.
+        MegapackError: a package is missing, or room on the disk.
         OSError: a file cannot be read or written; finished shards are kept.
     """
-    if config.workers > 1 and config.executor == "local":
+    inputs = _inputs(config, progress)
+    several = sum(file.size for file in inputs) > (config.shard_bytes or MIN_SHARD_BYTES)
+    if config.workers > 1 and config.executor == "local" and several:
         prepare_processes(config.backend)
-    plan = _make_plan(config, progress)
+    plan = make_plan(config, inputs, progress.note)
     outputs = output_prefixes(config)
-    before = finished_build(config, list(outputs.values()), plan.manifest)
-    work = Path(plan.job.work_dir)
-    if before is not None:
-        _remove_shards(work, config)  # a run may have been killed before it did
-        return _result(plan, outputs, Totals.of_manifest(before), [], "found")
-    with work_directory(work, config, plan.manifest):
-        i, n = config.shard or (0, 1)
-        shards = plan.shards[i::n]
-        progress.start(sum(shard.num_bytes for shard in shards), len(shards))
+    workspace = Workspace(config, plan, tuple(outputs.values()))
+    workspace.root.parent.mkdir(parents=True, exist_ok=True)
+    totals = workspace.finished()
+    if totals is not None:
+        workspace.found()
+        return _result(plan, outputs, totals, [], "found")
+    with workspace.locked(progress.note):
         try:
-            records = _run(plan.job, shards, config, progress)
+            records = _run(plan, workspace, config, progress)
+            totals = Totals.of_records(records)
+            if config.shard is not None:
+                return _result(plan, outputs, totals, records, "part")
+            if not totals.num_documents:
+                skipped = "; ".join(totals.fault_lines()) or "the files are empty"
+                raise DataError(f"the corpus has no documents ({skipped})")
+            assemble(
+                plan,
+                workspace,
+                outputs,
+                [record.num_documents for record in records],
+                metadata={"command": config.command()},
+                progress=progress.join,
+            )
         finally:
             progress.stop()
-        totals = Totals.of_records(records)
-        if config.shard is not None:
-            return _result(plan, outputs, totals, records, "part")
-        if not totals.num_documents:
-            skipped = "; ".join(totals.fault_lines()) or "the files are empty"
-            raise DataError(f"the corpus has no documents ({skipped})")
-        assemble(plan.job, config, [record.num_documents for record in records])
-        # Last: where it stands, the build is complete.
-        write_manifest(manifest_path(config), {**plan.manifest, **asdict(totals)})
-    _remove_shards(work, config)
+        workspace.finish(totals)
     return _result(plan, outputs, totals, records, "built")
 
 
-def _remove_shards(work: Path, config: BuildConfig) -> None:
-    if not config.keep_shards:
-        shutil.rmtree(work, ignore_errors=True)
-
-
-def _make_plan(config: BuildConfig, progress: Progress) -> _Plan:
-    files = find_inputs(
+def _inputs(config: BuildConfig, progress: Progress) -> list[InputFile]:
+    return find_inputs(
         config.inputs,
         suffixes=config.suffixes,
         format=config.format,
         max_bytes=config.max_input_bytes,
         note=progress.note,
     )
-    tokenizer = TokenizerFiles.open(config.tokenizer)
-    special = SpecialTokens(
-        bos=tokenizer.special_token("bos", config.bos_token) if config.prepends else None,
-        eod=tokenizer.special_token("eod", config.eod_token) if config.appends else None,
-    )
-    read = read_options(config)
-    shard_bytes = config.shard_bytes
-    if shard_bytes is None:
-        shard_bytes = default_shard_bytes(files)
-    shards = plan_shards(files, shard_bytes=shard_bytes, json_key=read.json_key)
-    backend = choose_backend(tokenizer, config.backend, shards, read, progress.note)
-    i, n = config.shard or (0, 1)
-    job = make_job(config, tokenizer, special, backend=backend, num_shards=len(shards[i::n]))
-    manifest = {
-        "options": config.identity(),
-        "tokenizer": describe_tokenizer(tokenizer),
-        "backend": backend,
-        "shard_bytes": shard_bytes,
-        "num_shards": len(shards),
-        "inputs": describe_inputs(files),
-    }
-    return _Plan(shards=shards, job=job, special=special, manifest=manifest)
 
 
 def _run(
-    job: Job, shards: Sequence[Shard], config: BuildConfig, progress: Progress
+    plan: Plan, workspace: Workspace, config: BuildConfig, progress: Progress
 ) -> list[ShardRecord]:
+    i, n = config.shard or (0, 1)
+    indices = range(i, len(plan.shards), n)
+    missing = [index for index in workspace.missing() if index % n == i]
+    if config.finish and missing:
+        raise MegapackError(
+            f"shard {missing[0]} is not finished; --finish joins shards that all are, and of this "
+            f"plan {len(missing)} of {len(plan.shards)} are missing: run the missing parts (with "
+            "the same options and inputs), or leave out --finish to build them here"
+        )
+    workers = min(config.workers, max(1, len(indices)))
+    execution = Execution(
+        plan=plan,
+        directory=str(workspace.directory),
+        # More workers than shards: the spare ones work inside of a shard.
+        limits=Limits(config.workers // workers, config.worker_memory),
+        finish_only=config.finish,
+    )
+    worker = Worker(execution)
+    disk_bytes = 0
+    if missing:
+        whole = estimate(plan, worker.coder).num_bytes
+        disk_bytes = round(whole * plan.num_bytes(missing) / max(1, plan.num_bytes()))
+        to_join = whole if config.shard is None else 0
+        check_space(workspace.root.parent, disk_bytes, to_join=to_join, note=progress.note)
+    progress.start(plan.num_bytes(indices), len(indices), disk_bytes)
     if config.executor == "ray":
-        return run_ray(job, shards, progress.advance, address=config.ray_address)
-    workers = min(config.workers, max(1, len(shards)))
+        return run_ray(execution, indices, progress.advance, address=config.ray_address)
     if workers == 1:
-        return run_here(job, shards, progress.advance)
-    return run_processes(job, shards, progress.advance, workers=workers)
+        return run_here(worker, indices, progress.advance)
+    return run_processes(execution, indices, progress.advance, workers=workers)
 
 
 def _result(
-    plan: _Plan,
+    plan: Plan,
     prefixes: Mapping[str, str],
     totals: Totals,
     records: Sequence[ShardRecord],
     state: Literal["built", "part", "found"],
 ) -> BuildResult:
     return BuildResult(
+        plan=plan,
         prefixes=prefixes,
         totals=totals,
         num_shards=len(records),
         num_shards_kept=sum(record.kept for record in records),
         state=state,
-        dtype=plan.job.storage.dtype,
-        tokenizer=plan.job.tokenizer,
-        backend=plan.job.backend,
-        special=plan.special,
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import shlex
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from megapack.errors import ConfigError
 from megapack.tokenization.chat import ChatLoss
@@ -146,12 +146,6 @@ class BuildConfig:
     def split_weights(self) -> tuple[float, ...] | None:
         """Weights of train, valid and test."""
         return None if self.split is None else parse_split(self.split)
-
-    def identity(self) -> dict[str, Any]:
-        """The options that decide the bytes of the result, JSON-able."""
-        fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        kept = {name: value for name, value in fields.items() if name not in _EXECUTION}
-        return {n: list(v) if isinstance(v, tuple) else v for n, v in kept.items()}
 
     def command(self) -> str:
         """A command line that builds the same dataset."""

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import functools
 import multiprocessing
 import multiprocessing.connection
 import os
 import queue
 import signal
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from multiprocessing import forkserver
@@ -23,27 +22,21 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from megapack.errors import MegapackError
-from megapack.tokenization.coding import Coder
-from megapack.tokenization.job import Job, open_coder
-from megapack.tokenization.plan import Shard
 from megapack.tokenization.record import ShardRecord
-from megapack.tokenization.shard import Counted, build_shard
+from megapack.tokenization.shard import Counted, Execution, Report, Worker
 
-__all__ = ["Report", "prepare_processes", "run_here", "run_processes"]
-
-Report = Callable[[Counted], None]
+__all__ = ["prepare_processes", "run_here", "run_processes"]
 
 _POLL_SECONDS = 0.2
 
 
-def run_here(job: Job, shards: Sequence[Shard], report: Report) -> list[ShardRecord]:
+def run_here(worker: Worker, indices: Sequence[int], report: Report) -> list[ShardRecord]:
     """One after the other, in this process."""
-    coder = open_coder(job)
-    return [build_shard(job, shard, coder, report) for shard in shards]
+    return [worker.build(index, report) for index in indices]
 
 
 def run_processes(
-    job: Job, shards: Sequence[Shard], report: Report, *, workers: int
+    execution: Execution, indices: Sequence[int], report: Report, *, workers: int
 ) -> list[ShardRecord]:
     """In ``workers`` processes of this machine.
 
@@ -60,10 +53,10 @@ def run_processes(
             workers,
             mp_context=context,
             initializer=_start_worker,
-            initargs=(job, counters, alive),
+            initargs=(execution, counters, alive),
         ) as pool,
     ):
-        futures = [pool.submit(_work, shard) for shard in shards]
+        futures = [pool.submit(_work, index) for index in indices]
         try:
             _watch(futures, counters, report)
             return [future.result() for future in futures]
@@ -102,34 +95,26 @@ def _watch(futures: Sequence[Future[ShardRecord]], counters: Any, report: Report
         reported = now
 
 
-# The worker process. One coder per process, loaded once.
-_worker: _Worker
+# The worker process, and what it counts. One coder per process, loaded by the first task: an error
+# there reaches the parent, unlike one at the start.
+_worker: Worker
+_counters: Any
 
 
-class _Worker:
-    def __init__(self, job: Job, counters: Any) -> None:
-        self.job = job
-        self.counters = counters
-
-    @functools.cached_property
-    def coder(self) -> Coder:
-        """Loaded by the first task: an error there reaches the parent, unlike one at the start."""
-        return open_coder(self.job)
-
-    def count(self, counted: Counted) -> None:
-        with self.counters.get_lock():
-            for i, value in enumerate(counted):
-                self.counters[i] += value
-
-
-def _start_worker(job: Job, counters: Any, parent: Connection) -> None:
-    global _worker  # noqa: PLW0603 (a pool offers no other place)
+def _start_worker(execution: Execution, counters: Any, parent: Connection) -> None:
+    global _worker, _counters
     _end_with(parent)
-    _worker = _Worker(job, counters)
+    _worker, _counters = Worker(execution), counters
 
 
-def _work(shard: Shard) -> ShardRecord:
-    return build_shard(_worker.job, shard, _worker.coder, _worker.count)
+def _work(index: int) -> ShardRecord:
+    return _worker.build(index, _count)
+
+
+def _count(counted: Counted) -> None:
+    with _counters.get_lock():
+        for i, value in enumerate(counted):
+            _counters[i] += value
 
 
 def _end_with(parent: Connection) -> None:

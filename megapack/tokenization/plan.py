@@ -1,101 +1,254 @@
-"""Input files -> shards: what one worker reads from start to end and writes as one dataset.
+"""What a build does, decided before its first shard.
 
-Bounds depend on the files and on ``shard_bytes``, never on the number of workers or machines.
+Every worker on every machine executes this value as it is. Its digest covers whatever decides an id
+or a byte, so two builds of one digest make the same shards, and shards of two digests never meet.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import dataclasses
+import functools
+import json
+import socket
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import xxhash
 
 from megapack.errors import ConfigError
-from megapack.tokenization.parquet import open_parquet, text_bytes
-from megapack.tokenization.pieces import InputFile, Piece
+from megapack.tokenization.chat import ChatLoss
+from megapack.tokenization.coding import Storage
+from megapack.tokenization.config import BuildConfig, ChatFormat
+from megapack.tokenization.faults import OnError
+from megapack.tokenization.pieces import InputFile, ReadOptions
+from megapack.tokenization.probe import choose_backend
+from megapack.tokenization.shards import Shard, default_shard_bytes, plan_shards
+from megapack.tokenization.split import SPLIT_NAMES
+from megapack.tokenization.tokenizer import SpecialToken, TokenizerFiles, library_versions
 
-__all__ = ["Shard", "default_shard_bytes", "plan_shards"]
+__all__ = ["Plan", "differences", "make_plan"]
 
-# Text grows by about this much when it is decompressed; only the balance of shards rests on it.
-_EXPANSION = {"": 1, "gz": 3, "zst": 3}
-
-_MIN_SHARD_BYTES = 1 << 20
-_MAX_SHARD_BYTES = 256 << 20
-_WANTED_SHARDS = 64
-
-
-@dataclass(frozen=True, slots=True)
-class Shard:
-    """Consecutive pieces of the corpus, of about ``num_bytes`` of text."""
-
-    index: int
-    pieces: tuple[Piece, ...]
-    num_bytes: int
+# Megatron's rule: every host of the .bin/.idx format reads vocabularies below this as uint16.
+_UINT16_VOCABULARY = 65500
 
 
-def default_shard_bytes(files: Sequence[InputFile]) -> int:
-    """A power of two that gives about 64 shards, between 1 MiB and 256 MiB."""
-    total = sum(file.size * _EXPANSION[file.compression] for file in files)
-    wanted = 1 << max(0, (total // _WANTED_SHARDS)).bit_length()
-    return min(max(wanted, _MIN_SHARD_BYTES), _MAX_SHARD_BYTES)
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """A build, decided. Small enough to be sent to every worker, and the same for all of them."""
+
+    inputs: tuple[InputFile, ...]
+    read: ReadOptions
+    on_error: OnError
+    min_words: int | None
+    max_words: int | None
+    tokenizer: TokenizerFiles
+    backend: str
+    libraries: Mapping[str, str]  # package -> version, of all that make ids of text
+    verify_fraction: float
+    bos: SpecialToken | None  # before every document
+    eod: SpecialToken | None  # behind it
+    dtype: str  # "uint16" or "int32"
+    chat_format: ChatFormat | None  # None: documents are text
+    chat_loss: ChatLoss | None
+    split: tuple[float, ...] | None  # weights of train, valid and test
+    split_by: str  # "order" or "hash"
+    shard_bytes: int
+    shards: tuple[Shard, ...]  # what ``inputs`` and ``shard_bytes`` give
+
+    @functools.cached_property
+    def digest(self) -> str:
+        """xxh3-128 of everything that decides an id or a byte.
+
+        Not ``on_error``: a shard without faults is the same either way, and one with faults is
+        known by its record.
+        """
+        tree = self.tree()
+        del tree["on_error"]
+        tree["shards"] = [[piece[1:] for piece in shard.pieces] for shard in self.shards]
+        return xxhash.xxh3_128_hexdigest(json.dumps(tree, sort_keys=True).encode())
+
+    def tree(self) -> dict[str, Any]:
+        """The plan as JSON shows it; equal for equal plans."""
+        read = dataclasses.asdict(self.read)
+        del read["block_bytes"]  # memory follows it, nothing else
+        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return {
+            **values,
+            "inputs": [
+                [file.path, file.size, file.mtime_ns, file.format, file.compression]
+                for file in self.inputs
+            ],
+            "read": read,
+            "tokenizer": self.tokenizer.identity(),
+            "libraries": dict(self.libraries),
+            "bos": _token(self.bos),
+            "eod": _token(self.eod),
+            "split": None if self.split is None else list(self.split),
+            "shards": len(self.shards),
+        }
+
+    def num_bytes(self, indices: Iterable[int] | None = None) -> int:
+        """Of text, about, in some shards or all."""
+        chosen = range(len(self.shards)) if indices is None else indices
+        return sum(self.shards[index].num_bytes for index in chosen)
+
+    @property
+    def storage(self) -> Storage:
+        return Storage(
+            dtype=self.dtype,
+            vocab_size=self.tokenizer.vocab_size,
+            prefix=() if self.bos is None else (self.bos.id,),
+            suffix=() if self.eod is None else (self.eod.id,),
+        )
+
+    @property
+    def has_labels(self) -> bool:
+        return self.chat_format is not None
+
+    @property
+    def split_while_writing(self) -> bool:
+        """By a hash: every document is sent to its split. Otherwise shards are cut in the end."""
+        return self.split is not None and self.split_by == "hash"
+
+    @property
+    def streams(self) -> tuple[str, ...]:
+        """What a shard writes: one dataset, or one per split; name endings of their prefixes."""
+        return tuple(f"_{name}" for name in SPLIT_NAMES) if self.split_while_writing else ("",)
+
+    @property
+    def metadata(self) -> dict[str, Any]:
+        """Of the meta files of tokens."""
+        described: dict[str, Any] = {
+            "tokenizer": {
+                "source": Path(self.tokenizer.source).name,
+                "kind": self.tokenizer.kind,
+                "digest": self.tokenizer.digest,
+                "vocab_size": self.tokenizer.vocab_size,
+            },
+            "plan": self.digest,
+        }
+        if self.bos is not None:
+            described["document_begin_token"] = self.bos.id
+        if self.eod is not None:
+            described["document_end_token"] = self.eod.id
+        return described
+
+    @property
+    def label_metadata(self) -> dict[str, Any]:
+        """Of the meta files of labels, whose documents end with labels."""
+        kept = {k: v for k, v in self.metadata.items() if not k.startswith("document_")}
+        return {**kept, "labels": "token id where it carries loss, -100 elsewhere; not shifted"}
+
+    def check_machine(self) -> None:
+        """Whether this machine would give the ids that were planned.
+
+        Raises:
+            ConfigError: its tokenizer files or its libraries are others; names machine and
+                difference.
+        """
+        here = {
+            "tokenizer": TokenizerFiles.open(self.tokenizer.source).identity(),
+            "libraries": _libraries(self.backend, self.chat_format),
+        }
+        planned = {"tokenizer": self.tokenizer.identity(), "libraries": dict(self.libraries)}
+        changed = differences(planned, here)
+        if changed:
+            raise ConfigError(
+                f"{socket.gethostname()} would not give the ids that were planned: "
+                f"{'; '.join(changed)}. Give all machines the same files and packages"
+            )
 
 
-def plan_shards(files: Sequence[InputFile], *, shard_bytes: int, json_key: str) -> list[Shard]:
-    """Share out ``files``, in order, into shards of about ``shard_bytes``.
+def make_plan(config: BuildConfig, inputs: list[InputFile], note: Callable[[str], None]) -> Plan:
+    """Decide everything that ``config`` leaves open.
 
-    Plain JSON Lines are cut at any byte (readers go on to the next line), parquet between row
-    groups; other files are not cut, so a shard may be larger than asked for.
+    Args:
+        note: is told what is done otherwise than one may expect.
 
     Raises:
-        ConfigError: ``shard_bytes`` is not positive.
-        DataError: a parquet file is damaged or lacks the column.
+        ConfigError: there is no such tokenizer, special token or backend.
+        DataError: a damaged input.
+        MegapackError: a package is missing.
     """
-    if shard_bytes < 1:
-        raise ConfigError(f"shard size {shard_bytes} must be at least 1 byte")
-    shards: list[Shard] = []
-    pieces: list[Piece] = []
-    filled = 0
+    tokenizer = TokenizerFiles.open(config.tokenizer)
+    bos = tokenizer.special_token("bos", config.bos_token) if config.prepends else None
+    eod = tokenizer.special_token("eod", config.eod_token) if config.appends else None
+    is_chat = config.messages_key is not None
+    read = ReadOptions(
+        json_key=config.messages_key or config.json_key,
+        values="lists" if is_chat else "strings",
+        split_key=config.split_key,
+        block_bytes=config.block_bytes,
+        max_document_bytes=config.max_document_bytes,
+    )
+    shard_bytes = config.shard_bytes
+    if shard_bytes is None:
+        shard_bytes = default_shard_bytes(inputs)
+    shards = plan_shards(inputs, shard_bytes=shard_bytes, json_key=read.json_key)
+    backend = choose_backend(tokenizer, config.backend, shards, read, note)
+    dtype = config.dtype
+    if dtype == "auto":
+        dtype = "uint16" if tokenizer.vocab_size < _UINT16_VOCABULARY else "int32"
+    chat_format = config.chat_format if is_chat else None
+    usual: ChatLoss = "turn" if config.chat_format == "headers" else "content"
+    return Plan(
+        inputs=tuple(inputs),
+        read=read,
+        on_error=config.on_error,
+        min_words=config.min_words,
+        max_words=config.max_words,
+        tokenizer=tokenizer,
+        backend=backend,
+        libraries=_libraries(backend, chat_format),
+        verify_fraction=config.verify_fraction,
+        bos=bos,
+        eod=eod,
+        dtype=dtype,
+        chat_format=chat_format,
+        chat_loss=(config.chat_loss or usual) if is_chat else None,
+        split=config.split_weights,
+        split_by=config.split_by if config.split else "order",
+        shard_bytes=shard_bytes,
+        shards=tuple(shards),
+    )
 
-    def close() -> None:
-        nonlocal pieces, filled
-        if pieces:
-            shards.append(Shard(len(shards), tuple(pieces), filled))
-        pieces, filled = [], 0
 
-    for file in files:
-        if file.format == "jsonl" and not file.compression:
-            begin = 0
-            while begin < file.size:
-                end = min(file.size, begin + shard_bytes - filled)
-                pieces.append(Piece(file, begin, end))
-                filled += end - begin
-                begin = end
-                if filled >= shard_bytes:
-                    close()
+def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
+    """What changed from one plan's tree to another's, one readable line each."""
+    lines = []
+    for key in sorted(new):
+        before, now = old.get(key), new[key]
+        if before == now:
             continue
-        for piece, weight in _indivisible(file, json_key):
-            _append(pieces, piece)
-            filled += weight
-            if filled >= shard_bytes:
-                close()
-    close()
-    return shards
+        if key == "inputs":
+            lines += _changed_inputs(before or [], now)
+        elif isinstance(now, Mapping) and isinstance(before, Mapping):
+            names = [name for name in {**before, **now} if before.get(name) != now.get(name)]
+            lines += [_changed(f"{key}: {name}", before.get(name), now.get(name)) for name in names]
+        else:
+            lines.append(_changed(key, before, now))
+    return lines
 
 
-def _indivisible(file: InputFile, json_key: str) -> Iterator[tuple[Piece, int]]:
-    if file.format != "parquet":
-        weight = file.size * _EXPANSION[file.compression]
-        yield Piece(file, 0, file.size), weight
-        return
-    with open_parquet(file) as parquet:
-        for i in range(parquet.metadata.num_row_groups):
-            group = parquet.metadata.row_group(i)
-            weight = text_bytes(group, json_key)
-            yield Piece(file, i, i + 1), weight
+def _changed(what: str, before: object, now: object) -> str:
+    return f"{what} was {before!r}, is {now!r}"
 
 
-def _append(pieces: list[Piece], piece: Piece) -> None:
-    """Row groups of one file that follow each other are one piece."""
-    last = pieces[-1] if pieces and piece.file.format == "parquet" else None
-    if last is not None and (last.file, last.end) == (piece.file, piece.begin):
-        pieces[-1] = last._replace(end=piece.end)
-    else:
-        pieces.append(piece)
+def _changed_inputs(old: list[list[Any]], new: list[list[Any]]) -> list[str]:
+    before = {path: facts for path, *facts in old}
+    after = {path: facts for path, *facts in new}
+    lines = [f"input {path} is new" for path in after if path not in before]
+    lines += [f"input {path} is gone" for path in before if path not in after]
+    both = [path for path in after if path in before]
+    lines += [f"input {path} changed" for path in both if before[path] != after[path]]
+    return lines or ["the inputs come in another order"]
+
+
+def _libraries(backend: str, chat_format: ChatFormat | None) -> dict[str, str]:
+    return library_versions(backend, template=chat_format == "template")
+
+
+def _token(token: SpecialToken | None) -> list[Any] | None:
+    return None if token is None else [token.text, token.id]

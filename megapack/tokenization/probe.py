@@ -13,11 +13,11 @@ from megapack.tokenization.encoders import BACKENDS, Encoder, open_reference, re
 from megapack.tokenization.faults import Faults, Place
 from megapack.tokenization.guard import GuardedEncoder
 from megapack.tokenization.pieces import ReadOptions
-from megapack.tokenization.plan import Shard
 from megapack.tokenization.readers import read_blocks
+from megapack.tokenization.shards import Shard
 from megapack.tokenization.tokenizer import TokenizerFiles
 
-__all__ = ["Difference", "choose_backend", "first_difference", "hard_texts"]
+__all__ = ["Difference", "choose_backend", "first_difference", "hard_texts", "sample_blocks"]
 
 _SAMPLE_BYTES = 1 << 19
 _SAMPLE_SHARDS = 4
@@ -84,14 +84,14 @@ def _compare(
     shards: Sequence[Shard],
     read: ReadOptions,
 ) -> Difference | None:
-    for block in (TextBlock.of_strings(hard_texts(files)), *_sample(shards, read)):
+    for block in (TextBlock.of_strings(hard_texts(files)), *sample_blocks(shards, read)):
         difference = first_difference(block, reference, other)
         if difference is not None:
             return difference
     return None
 
 
-def _sample(shards: Sequence[Shard], read: ReadOptions) -> list[TextBlock]:
+def sample_blocks(shards: Sequence[Shard], read: ReadOptions) -> list[TextBlock]:
     """The beginnings of a few shards, spread over the corpus."""
     chosen = shards[:: max(1, len(shards) // _SAMPLE_SHARDS)][:_SAMPLE_SHARDS]
     blocks = []

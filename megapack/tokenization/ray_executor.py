@@ -8,13 +8,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from megapack.tokenization.coding import Coder
-from megapack.tokenization.executors import Report
-from megapack.tokenization.job import Job, open_coder
 from megapack.tokenization.optional import require
-from megapack.tokenization.plan import Shard
 from megapack.tokenization.record import ShardRecord
-from megapack.tokenization.shard import Counted, build_shard
+from megapack.tokenization.shard import Counted, Execution, Report, Worker
 
 __all__ = ["run_ray"]
 
@@ -22,9 +18,9 @@ _RETRIES = 10  # of a task whose process or node died; an error in the data is n
 
 
 def run_ray(
-    job: Job, shards: Sequence[Shard], report: Report, *, address: str | None
+    execution: Execution, indices: Sequence[int], report: Report, *, address: str | None
 ) -> list[ShardRecord]:
-    """Build ``shards`` on the cluster at ``address``, records in the order of the shards.
+    """Build shards on the cluster at ``address``, records in the order of ``indices``.
 
     Args:
         address: as ``ray.init`` takes it; None is Ray's own rule (RAY_ADDRESS, or a cluster of this
@@ -34,21 +30,23 @@ def run_ray(
         DataError, OSError: what a task raised; the tasks that have not begun are cancelled.
         MegapackError: ray is not installed.
     """
-    ray = require("ray", "ray", "--executor ray")
+    ray = require("ray", "--executor ray")
     own_connection = not ray.is_initialized()
     if own_connection:
         ray.init(address=address, log_to_driver=False)
     try:
-        return _run(ray, job, shards, report)
+        return _run(ray, execution, indices, report)
     finally:
         if own_connection:
             ray.shutdown()
 
 
-def _run(ray: Any, job: Job, shards: Sequence[Shard], report: Report) -> list[ShardRecord]:
-    task = ray.remote(num_cpus=job.limits.threads, max_retries=_RETRIES)(_build)
-    everywhere = ray.put(job)
-    running = [task.remote(everywhere, shard) for shard in shards]
+def _run(
+    ray: Any, execution: Execution, indices: Sequence[int], report: Report
+) -> list[ShardRecord]:
+    task = ray.remote(num_cpus=execution.limits.threads, max_retries=_RETRIES)(_build)
+    everywhere = ray.put(execution)
+    running = [task.remote(everywhere, index) for index in indices]
     pending = list(running)
     try:
         while pending:
@@ -65,12 +63,12 @@ def _run(ray: Any, job: Job, shards: Sequence[Shard], report: Report) -> list[Sh
             ray.cancel(reference)
 
 
-# The coder of a worker process, which Ray uses for many tasks.
-_loaded: tuple[Job, Coder] | None = None
+# Of a process, which Ray uses for many tasks.
+_worker: Worker | None = None
 
 
-def _build(job: Job, shard: Shard) -> ShardRecord:
-    global _loaded  # noqa: PLW0603 (a task has no other place that outlives it)
-    if _loaded is None or _loaded[0] != job:
-        _loaded = (job, open_coder(job))
-    return build_shard(job, shard, _loaded[1], lambda _: None)
+def _build(execution: Execution, index: int) -> ShardRecord:
+    global _worker  # noqa: PLW0603 (a task has no other place that outlives it)
+    if _worker is None or _worker.execution != execution:
+        _worker = Worker(execution)
+    return _worker.build(index, lambda _: None)

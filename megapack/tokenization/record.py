@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -13,25 +13,38 @@ import xxhash
 from megapack.storage.atomic import AtomicFile, publish
 from megapack.storage.meta import bin_pieces, read_meta
 from megapack.storage.mmididx import path_of
-from megapack.tokenization.faults import Faults, Place, fault_lines
+from megapack.tokenization.faults import BENIGN, Faults, Place, fault_lines
 
-__all__ = ["RECORDS", "ShardRecord", "Totals", "read_record", "write_record"]
+__all__ = [
+    "LABELS",
+    "ShardRecord",
+    "Totals",
+    "read_record",
+    "record_path",
+    "shard_prefix",
+    "write_record",
+]
+
+LABELS = ".labels"  # ends the prefix of a dataset of labels
 
 
-RECORDS = "shard-*[0-9].json"  # the records of a directory of shards
-
-
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class ShardRecord:
     """Counts of a shard. Written last, so where it stands the shard was complete."""
 
+    plan: str  # digest
     index: int
-    num_documents: int = 0
-    num_tokens: int = 0
-    num_text_bytes: int = 0
-    fault_counts: dict[str, int] = field(default_factory=dict)
-    fault_places: dict[str, list[Place]] = field(default_factory=dict)
+    num_documents: int
+    num_tokens: int
+    num_text_bytes: int
+    fault_counts: dict[str, int]
+    fault_places: dict[str, list[Place]]
     kept: bool = False  # found finished by this run; not on disk
+
+    @property
+    def lacks_documents(self) -> bool:
+        """Whether some were left out that only ``--on-error skip`` leaves out."""
+        return not BENIGN.issuperset(self.fault_counts)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +56,11 @@ class Totals:
     num_text_bytes: int
     skipped: dict[str, int]  # by kind
     skipped_at: dict[str, list[str]]  # the first places of each kind
+
+    @property
+    def lacks_documents(self) -> bool:
+        """As ``ShardRecord.lacks_documents``."""
+        return not BENIGN.issuperset(self.skipped)
 
     @staticmethod
     def of_records(records: Sequence[ShardRecord]) -> Totals:
@@ -69,6 +87,11 @@ class Totals:
         return fault_lines(self.skipped, self.skipped_at)
 
 
+def shard_prefix(directory: str, index: int) -> str:
+    """Where a shard's datasets lie; their names go on with the stream and ``LABELS``."""
+    return str(Path(directory) / f"shard-{index:06d}")
+
+
 def write_record(prefix: str, record: ShardRecord) -> None:
     tree = asdict(record)
     del tree["kept"]
@@ -77,7 +100,7 @@ def write_record(prefix: str, record: ShardRecord) -> None:
         for kind, places in record.fault_places.items()
     }
     # Not durable, like the datasets it speaks of: a damaged record is one that is not there.
-    target = AtomicFile(_path(prefix))
+    target = AtomicFile(record_path(prefix))
     try:
         target.write(json.dumps(tree).encode())
         publish(target, durable=False)
@@ -85,19 +108,21 @@ def write_record(prefix: str, record: ShardRecord) -> None:
         target.discard()
 
 
-def read_record(prefix: str, datasets: Sequence[str]) -> ShardRecord | None:
-    """The record at ``prefix``, if its ``datasets`` have the sizes and checksums they had."""
+def read_record(prefix: str, datasets: Sequence[str], plan: str) -> ShardRecord | None:
+    """The record at ``prefix``, if it is of this plan (a digest) and its ``datasets`` have the
+    sizes and checksums they had.
+    """
     try:
-        tree = json.loads(_path(prefix).read_bytes())
-        if not all(_is_whole(dataset) for dataset in datasets):
+        tree = json.loads(record_path(prefix).read_bytes())
+        if tree["plan"] != plan or not all(_is_whole(dataset) for dataset in datasets):
             return None
-    except (OSError, ValueError):  # ValueError: cut short by a crash of the machine
+    except (OSError, ValueError, KeyError):  # cut short by a crash of the machine
         return None
     places = {kind: [Place(*at) for at in found] for kind, found in tree["fault_places"].items()}
     return ShardRecord(**{**tree, "fault_places": places}, kept=True)
 
 
-def _path(prefix: str) -> Path:
+def record_path(prefix: str) -> Path:
     return path_of(prefix, ".json")
 
 

@@ -49,7 +49,8 @@ void check_packing(const std::string& name, const Samples<Id, Length>& samples,
                    const std::vector<Length>& lengths) {
     const auto view = view_of(samples);
     megapack::check_laws<Id, Length>(view, samples.bucket_capacity, lengths);
-    const auto totals = megapack::measure<Id, Length>(view, lengths);
+    const auto totals =
+        megapack::measure<Id, Length>(view, static_cast<std::int64_t>(lengths.size()));
     const auto placed = std::accumulate(totals.tokens_per_bucket.begin(),
                                         totals.tokens_per_bucket.end(), std::int64_t{0});
     const auto tokens = std::accumulate(lengths.begin(), lengths.end(), std::int64_t{0});

@@ -1,5 +1,6 @@
 // Permutations, orders, blends and deals: bijections of the right size for every size.
 #include <algorithm>
+#include <cmath>
 #include <cstdio>
 #include <cstdlib>
 #include <numeric>
@@ -49,7 +50,7 @@ void test_permutations() {
     }
 }
 
-void test_orders_and_blends() {
+void test_orders() {
     const std::vector<std::int64_t> counts{0, 700, 1, 31};
     const std::vector<double> odds{1.0, 1e12, 100.0, 1e-6};
     for (const bool spread : {true, false}) {
@@ -58,10 +59,47 @@ void test_orders_and_blends() {
             require(std::count(order.begin(), order.end(), b) == counts[b], "a draw is missing");
         }
     }
-    const BlendPattern pattern = blend_pattern(std::vector<std::int64_t>{0, 2, 2, 5});
-    require(pattern.dataset.size() == 9 && pattern.rank.size() == 9, "a blend of another size");
-    require(std::count(pattern.dataset.begin(), pattern.dataset.end(), 0) == 0,
-            "share 0 was taken");
+}
+
+// Every position once, ranks without gaps, cursors that say the same, and the proven bound.
+void test_blends() {
+    const std::int64_t far = (std::int64_t{1} << 53) - 5000;
+    const std::int64_t half = std::int64_t{1} << 61;
+    for (const std::vector<std::int64_t>& weights : std::vector<std::vector<std::int64_t>>{
+             {7}, {0, 2, 2, 5}, {half, half}, {1, 1, 2, 3, 5, 8, 13, 21, 34}, {1, half, 3, 0}}) {
+        const Blend blend(weights);
+        const auto total = static_cast<long double>(
+            std::accumulate(weights.begin(), weights.end(), std::int64_t{0}));
+        for (const std::int64_t begin : {std::int64_t{0}, far}) {
+            const Blend::Range range = blend.range(begin, begin + 5000);
+            require(is_permutation_of_range({range.places.begin(), range.places.end()}),
+                    "a place of a blend is missing");
+            std::vector<std::int64_t> ends = blend.taken(begin);
+            for (const Blend::Run& run : range.runs) {
+                auto& end = ends[static_cast<std::size_t>(run.source)];
+                require(run.first_rank == end, "a rank is not where the cursor stands");
+                end += run.count;
+            }
+            require(ends == blend.taken(begin + 5000), "cursors disagree with positions");
+            for (std::size_t i = 0; i < weights.size(); ++i) {
+                require(blend.taken_of(static_cast<std::int32_t>(i), begin + 5000) == ends[i],
+                        "one cursor disagrees with all");
+                const long double share = static_cast<long double>(weights[i]) / total;
+                const auto wanted = share * static_cast<long double>(begin + 5000);
+                require(std::abs(static_cast<long double>(ends[i]) - wanted) < 1.69L,
+                        "a source is too far from its weight");
+            }
+        }
+        require(blend.range(far, far).runs.empty(), "an empty range has runs");
+    }
+    for (const std::vector<std::int64_t>& weights :
+         std::vector<std::vector<std::int64_t>>{{}, {0, 0}, {-1, 2}, {half, half, 1}}) {
+        try {
+            Blend{weights};
+            require(false, "weights without a meaning were accepted");
+        } catch (const std::invalid_argument&) {
+        }
+    }
 }
 
 void test_deals() {
@@ -85,7 +123,8 @@ void test_deals() {
 
 int main() {
     test_permutations();
-    test_orders_and_blends();
+    test_orders();
+    test_blends();
     test_deals();
     std::puts("ok");
     return 0;

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megapack.packing import SampleIndex
+from megapack.packing import SampleIndex, pack
 from megapack.packing.compare.workload import measure_work
 
 
@@ -23,7 +25,7 @@ def index_of(capacities: list[int], samples: list[list[list[int]]]) -> SampleInd
         "segment_begin": np.zeros(len(lengths), np.int32),
         "segment_length": lengths,
     }
-    return SampleIndex(arrays, {})
+    return replace(pack([1], buckets=capacities), **arrays)
 
 
 segments = st.lists(st.integers(1, 7), min_size=1, max_size=3)  # at most 21 of 24 tokens

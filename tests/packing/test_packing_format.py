@@ -6,6 +6,7 @@ import json
 import runpy
 import struct
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -30,6 +31,12 @@ def header_of(data: bytes) -> dict:
     return json.loads(data[PREAMBLE.size : PREAMBLE.size + size])
 
 
+def metrics_that_stayed(metrics: dict[str, Any]) -> dict[str, Any]:
+    """The golden file was written when empty documents counted in these ratios."""
+    changed = ("concatenation_ratio", "truncation_ratio", "truncation_floor")
+    return {name: value for name, value in metrics.items() if name not in changed}
+
+
 def test_the_golden_file_of_version_1_reads_as_it_was_written() -> None:
     made = runpy.run_path(str(GOLDEN / "make_golden.py"))
     index = SampleIndex.load(GOLDEN / "version_1.samples")
@@ -38,7 +45,9 @@ def test_the_golden_file_of_version_1_reads_as_it_was_written() -> None:
     assert index.parameters["pool_size"] == 6 and index.buckets == [8, 16]
     assert index.source == made["SOURCE"]
     assert same_arrays(index, made["golden_index"]())
-    assert index.metrics() == made["golden_index"]().metrics()
+    assert metrics_that_stayed(index.metrics()) == metrics_that_stayed(
+        made["golden_index"]().metrics()
+    )
     assert index.fingerprint == made["golden_index"]().fingerprint
 
 
@@ -48,6 +57,7 @@ def test_the_same_packing_is_written_with_the_same_bytes(tmp_path: Path) -> None
     old, new = (p.read_bytes() for p in (GOLDEN / "version_1.samples", tmp_path / "x.samples"))
     for header in (old_header := header_of(old), new_header := header_of(new)):
         assert header.pop("created_by").startswith("megapack ")
+        header["metrics"] = metrics_that_stayed(header["metrics"])
     if len(old) == len(new):  # the version string has the same length
         assert old_header == new_header
     begin = old_header["arrays"]["bucket_capacity"]["offset"]
@@ -147,7 +157,7 @@ def rewritten(data: bytes, change: dict) -> bytes:
         ({"dtype": "<i4", "shape": [1 << 40], "offset": 64, "xxh3": ""}, "outside of the file"),
         ({"dtype": "<i4", "shape": [1], "offset": -64, "xxh3": ""}, "outside of the file"),
         ({"dtype": "<i4", "shape": [1], "offset": 65, "xxh3": ""}, "outside of the file"),
-        ({"dtype": "<i4", "shape": [3], "offset": 64, "xxh3": ""}, "do not belong together"),
+        ({"dtype": "<i4", "shape": [1], "offset": 64, "xxh3": ""}, "or of its place in it"),
     ],
 )
 def test_a_table_that_lies_is_refused(path: Path, entry: dict | None, message: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import pickle
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import numpy as np
 import pytest
 
 from megapack.errors import FormatError, IndexMismatchError
-from megapack.packing import SampleIndex, pack
+from megapack.packing import STRATEGIES, SampleIndex, pack
 from megapack.storage import IndexedDataset, IndexedDatasetBuilder
 
 LENGTHS = np.array([5, 0, 12, 3, 40, 8, 8, 1, 16, 2], np.int32)
@@ -70,6 +71,38 @@ def test_an_index_refuses_another_dataset(tmp_path: Path) -> None:
         index.save(tmp_path / "y.samples", source=other)
 
 
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_an_index_does_not_change_when_its_lengths_do(name: str) -> None:
+    for dtype in (np.int32, np.int64):
+        lengths = LENGTHS.astype(dtype)
+        expected = pack(lengths, name, buckets=8)
+        expected_facts = (expected.metrics(), expected.fingerprint, expected.num_tokens)
+        index = pack(lengths, name, buckets=8)
+        lengths[:] = 1
+        assert (index.metrics(), index.fingerprint, index.num_tokens) == expected_facts
+        assert index.documents == expected.documents
+        for values in ([1, 2, 3], np.arange(5, dtype=np.int32)):
+            pack(values, name, buckets=8)  # and the lengths do not change by packing them
+        assert (lengths == 1).all() and lengths.flags.writeable
+
+
+def test_truncated_documents_are_counted_alike_with_and_without_dropped_tokens() -> None:
+    kept = pack([3, 12, 0, 8, 20], "decompose", buckets=8, min_bucket=1)
+    assert kept.metrics()["dropped_tokens"] == 0 and kept.documents.num_whole is None
+    assert kept.metrics()["num_truncated_documents"] == 3  # 3 = 2 + 1, 12 = 8 + 4, 20 = 16 + 4
+    lost = pack([3, 12, 0, 8, 20, 17], "decompose", buckets=8, min_bucket=4)
+    assert lost.metrics()["dropped_tokens"] == 4
+    assert lost.metrics()["num_truncated_documents"] == 4  # 3 and a token of 17 are in no sample
+
+
+def test_ratios_are_of_documents_that_have_a_token() -> None:
+    few, many = ([9, 4, 20], [0, 9, 0, 0, 4, 20, 0])
+    metrics = [pack(lengths, "bucket", buckets=[8, 16]).metrics() for lengths in (few, many)]
+    assert metrics[1]["num_empty_documents"] == 4
+    for name in ("concatenation_ratio", "truncation_ratio", "truncation_floor"):
+        assert metrics[0][name] == metrics[1][name] > 0
+
+
 def test_label_tokens_and_attention_cost_are_counted_per_sample() -> None:
     index = pack(LENGTHS, "concat", buckets=8, seed=1)
     labels, cost = index.label_tokens(LENGTHS), index.attention_cost()
@@ -100,9 +133,9 @@ def test_a_damaged_index_is_refused_before_memory_is_read_out_of_place() -> None
         ("segment_document", -1, "names document -1 of 10"),
         ("sample_segment_offsets", 1 << 40, "claims segments"),
     ):
-        arrays = {n: getattr(index, n).copy() for n in index.__annotations__}
-        arrays[name][1] = value
-        damaged = SampleIndex(arrays, {"num_documents": len(LENGTHS)})
+        changed = getattr(index, name).copy()
+        changed[1] = value
+        damaged = dataclasses.replace(index, **{name: changed})
         with pytest.raises(FormatError, match=message):
             damaged.label_tokens(LENGTHS)
         if name == "sample_segment_offsets":

@@ -220,7 +220,7 @@ def test_a_vocabulary_that_does_not_fit_the_type_is_refused_at_once(tmp_path: Pa
 def test_nothing_has_its_name_before_finalize(tmp_path: Path) -> None:
     builder = IndexedDatasetBuilder(tmp_path / "data")
     builder.add_documents(np.arange(500_000), [0, 500_000])
-    assert [name for name in contents(tmp_path) if ".tmp-" not in name] == []
+    assert [name for name in contents(tmp_path) if ".tmp-" not in name] == ["data.lock"]
     builder.finalize()
     assert contents(tmp_path) == ["data.bin", "data.idx", "data.meta.json"]
 
@@ -247,7 +247,7 @@ def test_a_finished_builder_takes_nothing_more(tmp_path: Path) -> None:
 
 def test_a_new_dataset_replaces_an_old_one_as_a_whole(tmp_path: Path) -> None:
     write(tmp_path / "data", SMALL, np.int32)
-    builder = IndexedDatasetBuilder(tmp_path / "data", np.uint16)
+    builder = IndexedDatasetBuilder(tmp_path / "data", np.uint16, overwrite=True)
     builder.add_document([1, 2])
     assert IndexedDataset(tmp_path / "data").num_documents == len(SMALL)
     builder.finalize()

@@ -18,15 +18,15 @@ from megapack.storage.lock import writer_lock
 HOLD = """
 import sys
 from megapack.storage.lock import writer_lock
-with writer_lock(sys.argv[1], what="a test"):
+with writer_lock(sys.argv[1], what="a test", shared="shared" in sys.argv):
     print("held", flush=True)
     sys.stdin.read()
 """
 
 
-def hold(path: Path) -> subprocess.Popen[str]:
+def hold(path: Path, *how: str) -> subprocess.Popen[str]:
     """A process that holds the lock until its stdin ends."""
-    command = [sys.executable, "-c", HOLD, str(path)]
+    command = [sys.executable, "-c", HOLD, str(path), *how]
     process = subprocess.Popen(command, stdin=-1, stdout=-1, text=True)
     assert process.stdout is not None and process.stdout.readline() == "held\n"
     return process
@@ -81,6 +81,21 @@ def test_a_forked_child_does_not_unlock_its_parent(tmp_path: Path) -> None:
     with pytest.raises(LockedError):
         writer_lock(tmp_path / "data", what="another")
     held.release()
+
+
+def test_many_share_it_and_nobody_holds_it_alone_then(tmp_path: Path) -> None:
+    first, second = hold(tmp_path / "data", "shared"), hold(tmp_path / "data", "shared")
+    for leaves, stays in ((first, second), (second, None)):
+        with pytest.raises(LockedError, match=f"{leaves.pid} .*" if stays is None else "; proc"):
+            writer_lock(tmp_path / "data", what="alone")
+        leaves.communicate("")
+    assert not list(tmp_path.iterdir())
+    with (
+        writer_lock(tmp_path / "data", what="alone"),
+        pytest.raises(LockedError, match=f"process {os.getpid()} .*alone"),
+    ):
+        writer_lock(tmp_path / "data", what="shared", shared=True)
+    assert not list(tmp_path.iterdir())
 
 
 COUNT = """

@@ -133,13 +133,38 @@ def test_mixed_tokenizers_are_refused_unless_told(tmp_path: Path) -> None:
     for name, digest, source in (("a", "x", "/one"), ("b", "x", "/two"), ("c", "y", "/one")):
         tokenizer = {"digest": digest, "source": source}
         write(tmp_path / name, SMALL, metadata={"tokenizer": tokenizer, "document_end_token": 0})
-    write_with_megatron(tmp_path / "d", SMALL, np.uint16)
-    merge([tmp_path / "a", tmp_path / "b", tmp_path / "d"], tmp_path / "same")
-    with pytest.raises(DataError, match=r"a and .*c were built with different tokenizers"):
+    merge([tmp_path / "a", tmp_path / "b"], tmp_path / "same")
+    with pytest.raises(DataError, match=r"a and .*c name different tokenizers \(x and y\)"):
         merge([tmp_path / "a", tmp_path / "c"], tmp_path / "mixed")
     merge([tmp_path / "a", tmp_path / "c"], tmp_path / "mixed", allow_mixed_tokenizers=True)
     meta = IndexedDataset(tmp_path / "mixed").meta
     assert "tokenizer" not in meta and meta["document_end_token"] == 0
+
+
+def test_inputs_of_which_only_some_name_a_tokenizer_are_refused_unless_told(tmp_path: Path) -> None:
+    """The result would name none, and nothing would tell that ids mean different things."""
+    write(tmp_path / "named", SMALL, metadata={"tokenizer": {"digest": "x"}})
+    write(tmp_path / "silent", SMALL)
+    write(tmp_path / "without-meta", SMALL)
+    (tmp_path / "without-meta.meta.json").unlink()
+    for other in ("silent", "without-meta"):
+        inputs = [tmp_path / "named", tmp_path / other]
+        for order in (inputs, inputs[::-1]):
+            with pytest.raises(DataError, match=r"different tokenizers.*none.*--allow-mixed"):
+                merge(order, tmp_path / "merged")
+        assert not IndexedDataset.exists(tmp_path / "merged")
+        merge(inputs, tmp_path / f"allowed-{other}", allow_mixed_tokenizers=True)
+        assert "tokenizer" not in IndexedDataset(tmp_path / f"allowed-{other}").meta
+    merge([tmp_path / "silent", tmp_path / "without-meta"], tmp_path / "nobody")
+
+
+def test_a_wider_type_is_filled_from_blocks_of_a_narrower_one(tmp_path: Path) -> None:
+    """More bytes than one block, and four times as many as it has."""
+    tokens = np.random.default_rng(0).integers(0, 256, 700_000)
+    with IndexedDatasetBuilder(tmp_path / "narrow", np.uint8) as builder:
+        builder.add_document(tokens)
+    merge([tmp_path / "narrow"], tmp_path / "wide", dtype=np.int32)
+    np.testing.assert_array_equal(IndexedDataset(tmp_path / "wide").tokens, tokens)
 
 
 def test_damage_done_before_a_merge_is_found_after_it(tmp_path: Path) -> None:

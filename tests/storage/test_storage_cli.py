@@ -11,7 +11,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from megapack import pack
 from megapack.cli.datasets import dataset_prefixes
+from megapack.storage import IndexedDataset
 from storage.strategies import SMALL, files, write
 
 
@@ -60,6 +62,87 @@ def test_import_then_verify(tmp_path: Path) -> None:
     done = build("import", *arguments, "--dtype", "uint16", "--eod-token", 0)
     assert done.returncode == 0 and "2 documents, 5 uint16 tokens" in done.stdout
     assert build("verify", tmp_path / "data").returncode == 0
+    done = build("import", *arguments, "--dtype", "uint16", "--eod-token", 0)
+    assert (done.returncode, done.stdout) == (
+        0,
+        f"nothing to do: {tmp_path}/data is there already\n",
+    )
+    done = build("import", *arguments, "--dtype", "uint16", "--eod-token", 1)
+    assert done.returncode == 2 and "is there already: its idx differs" in done.stderr
+    done = build("import", *arguments, "--dtype", "uint16", "--eod-token", 1, "--overwrite")
+    assert done.returncode == 0, done.stderr
+    done = build("import", *arguments, "--dtype", "uint16", "--eod-token", "</s>")
+    assert done.returncode == 2 and "is a name: add --tokenizer, or give its id" in done.stderr
+    with_name = ["--dtype", "uint16", "--eod-token", "<eod>", "--tokenizer", "bytes"]
+    done = build("import", *arguments, *with_name)
+    assert done.returncode == 1 and "never occurs" in done.stderr
+
+
+def test_a_merge_replaces_only_when_told(tmp_path: Path) -> None:
+    (tmp_path / "shards").mkdir()
+    for name in ("a", "b"):
+        write(tmp_path / "shards" / name, SMALL)
+    out = ["--output-prefix", tmp_path / "all"]
+    assert build("merge", "--input", tmp_path / "shards", *out).returncode == 0
+    done = build("merge", tmp_path / "shards", *out)
+    assert (done.returncode, done.stdout) == (
+        0,
+        f"nothing to do: {tmp_path}/all is there already\n",
+    )
+    done = build("merge", "--data-prefix", tmp_path / "shards" / "a", *out)
+    assert done.returncode == 2 and "its num_sequences is 10, not 5" in done.stderr
+    assert "Replace it with --overwrite" in done.stderr
+    done = build("merge", tmp_path / "shards" / "a", *out, "--overwrite")
+    assert done.returncode == 0 and "1 dataset, 5 documents, 10 uint16 tokens" in done.stdout
+
+
+def test_repair_says_what_damage_remains(tmp_path: Path) -> None:
+    """Once it said "nothing to mend" and exited with 0 where verify had said DAMAGED."""
+    write(tmp_path / "data", SMALL)
+    with (tmp_path / "data.bin").open("r+b") as file:
+        file.write(b"\xff")
+    assert build("verify", tmp_path / "data").returncode == 1
+    done = build("repair", tmp_path / "data")
+    assert done.returncode == 1 and "nothing to mend" not in done.stdout
+    assert "data: still DAMAGED" in done.stdout and "restore .bin from a copy" in done.stdout
+    done = build("repair", "--dry-run", tmp_path / "data")
+    assert done.returncode == 1 and "still DAMAGED" in done.stdout
+    done = build("repair", "--no-tokens", tmp_path / "data")
+    assert done.returncode == 0 and "nothing to mend (.bin was not read)" in done.stdout
+
+
+def test_what_cannot_be_mended_does_not_keep_the_rest_from_it(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        write(tmp_path / name, SMALL)
+        (tmp_path / f"{name}.meta.json").unlink()
+    os.truncate(tmp_path / "a.bin", 3)
+    whole = (tmp_path / "b.idx").read_bytes()
+    with (tmp_path / "b.idx").open("ab") as file:
+        file.write(b"more")
+    done = build("repair", tmp_path / "a", tmp_path / "b")
+    assert done.returncode == 1
+    assert "a: cannot be mended: " in done.stdout and "--drop-truncated" in done.stdout
+    assert (tmp_path / "b.idx").read_bytes() == whole
+
+
+def test_verify_reads_samples_files(tmp_path: Path) -> None:
+    write(tmp_path / "data", SMALL)
+    dataset = IndexedDataset(tmp_path / "data")
+    index = pack(dataset.document_lengths, "concat", buckets=4)
+    path = tmp_path / "data.samples"
+    index.save(path, source=dataset)
+    done = build("verify", path, tmp_path / "data")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert f"{path}: sound" in done.stdout
+    write(tmp_path / "data", SMALL[:2], overwrite=True)
+    done = build("verify", path)
+    assert done.returncode == 1 and "do not belong together" in done.stdout
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+    done = build("verify", "--json", path)
+    assert done.returncode == 1
+    assert [f["code"] for f in json.loads(done.stdout)[str(path)]] == ["samples"]
 
 
 @pytest.mark.parametrize("command", ["merge", "verify", "repair", "import"])

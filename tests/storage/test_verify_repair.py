@@ -120,7 +120,7 @@ def test_damage_is_named_and_mended_to_the_byte(tmp_path: Path, case: Case) -> N
     prefix = foreign(tmp_path / "data")
     whole = files(prefix)
     edit_index(prefix, case.damage)
-    damaged = files(prefix)
+    damaged, inode = files(prefix), (tmp_path / "data.idx").stat().st_ino
     assert case.code in errors(prefix) + warnings(prefix)
     assert any(case.said in step for step in repair(prefix, dry_run=True))
     assert files(prefix) == damaged, "a dry run changes nothing"
@@ -130,7 +130,9 @@ def test_damage_is_named_and_mended_to_the_byte(tmp_path: Path, case: Case) -> N
         whole = files(foreign(tmp_path / "expected", corpus=flat))
     assert files(prefix) == whole
     assert errors(prefix) == [] and warnings(prefix) == []
-    assert (tmp_path / "data.idx.orig").read_bytes() == damaged[".idx"]
+    original = tmp_path / "data.idx.orig"
+    assert original.read_bytes() == damaged[".idx"]
+    assert original.stat().st_ino == inode, "a copy: a crash leaves half of it"
     assert repair(prefix) == []
 
 

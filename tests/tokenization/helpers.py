@@ -17,15 +17,19 @@ class Silence:
     def __init__(self) -> None:
         self.notes: list[str] = []
         self.counted: list[Counted] = []
+        self.joined: list[tuple[int, int]] = []
 
     def note(self, text: str) -> None:
         self.notes.append(text)
 
-    def start(self, num_bytes: int, num_shards: int) -> None:
+    def start(self, num_bytes: int, num_shards: int, disk_bytes: int) -> None:
         pass
 
-    def advance(self, counted: Counted) -> None:
-        self.counted.append(counted)
+    def advance(self, more: Counted) -> None:
+        self.counted.append(more)
+
+    def join(self, done: int, total: int) -> None:
+        self.joined.append((done, total))
 
     def stop(self) -> None:
         pass

@@ -158,8 +158,8 @@ class KillsANode(Silence):
         super().__init__()
         self.cluster, self.node = cluster, node
 
-    def advance(self, counted: Counted) -> None:
-        super().advance(counted)
+    def advance(self, more: Counted) -> None:
+        super().advance(more)
         if len(self.counted) == 2:
             self.cluster.remove_node(self.node, allow_graceful=False)
 

@@ -18,8 +18,8 @@ from megapack.errors import ConfigError, DataError
 from megapack.tokenization.blocks import TextBlock
 from megapack.tokenization.faults import Faults
 from megapack.tokenization.pieces import Piece, ReadOptions
-from megapack.tokenization.plan import plan_shards
 from megapack.tokenization.readers import read_blocks
+from megapack.tokenization.shards import plan_shards
 from megapack.tokenization.sources import find_inputs
 
 from .helpers import WriteJsonl

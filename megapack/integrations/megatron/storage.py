@@ -137,7 +137,8 @@ class IndexedDatasetBuilder(storage.IndexedDatasetBuilder, stock.IndexedDatasetB
     """Writes a .bin/.idx pair with megatron-core's calls; see ``megapack.IndexedDatasetBuilder``.
 
     Args:
-        bin_path: the .bin file; it has its name when ``finalize(idx_path)`` has returned.
+        bin_path: the .bin file; it has its name when ``finalize(idx_path)`` has returned, and
+            replaces what stood there, as megatron-core's does.
         dtype: of the tokens; negative ids are stored where the dtype has them.
         multimodal: store a mode per sequence.
     """
@@ -147,7 +148,7 @@ class IndexedDatasetBuilder(storage.IndexedDatasetBuilder, stock.IndexedDatasetB
     ) -> None:
         signed = np.dtype(dtype).kind == "i"
         storage.IndexedDatasetBuilder.__init__(
-            self, bin_path, dtype, multimodal, allow_negative=signed
+            self, bin_path, dtype, multimodal, allow_negative=signed, overwrite=True
         )
 
 
