@@ -8,6 +8,10 @@
 3. DeepSpeed's batch_by_seqlens and ours on the same lengths: seconds, and whether all ranks of a
    step have the same number of tokens and the same shape.
 4. Seconds to know the bucket of 1e6 steps, and to compute any one of them.
+5. Megatron's build_blending_indices and ours on the same log-normal(0, 2) weights of 3 to 20,000
+   sources: seconds for the source and rank of every position (both in one thread, weights to
+   arrays), the largest |taken(n) - weight x n| over all sources and positions n, and what a step
+   of 4,096 samples costs ours at position 1e12, where Megatron's table would need 10 TB.
 """
 
 from __future__ import annotations
@@ -22,7 +26,9 @@ from common import Table, quick, write_results
 from lengths import LAWS
 from numpy.typing import NDArray
 
+from megapack import _core
 from megapack.data import BucketBatchSampler, Schedule
+from megapack.data.streams import whole_shares
 from megapack.packing import pack
 
 RANKS = 64
@@ -158,6 +164,51 @@ def speed(lengths: Lengths) -> list[dict[str, Any]]:
     return rows
 
 
+def blends(num_positions: int) -> list[dict[str, Any]]:
+    """Which source every position of a blend comes from, Megatron's builder and ours."""
+    from megatron.core.datasets import helpers  # noqa: PLC0415
+
+    rows = []
+    for sources in (3, 1_000, 20_000):
+        weights = np.random.default_rng(0).lognormal(0, 2, sources)
+        weights /= weights.sum()
+
+        def megatron(weights: Any = weights, sources: int = sources) -> Any:
+            source = np.zeros(num_positions, np.int16)
+            rank = np.zeros(num_positions, np.int64)
+            helpers.build_blending_indices(source, rank, weights, sources, num_positions, False)
+            return source, rank
+
+        def ours(weights: Any = weights) -> Any:
+            parts = [int(weight * 2**100) for weight in weights.tolist()]
+            which, first, count, places = _core.Blend(whole_shares(parts)).range(0, num_positions)
+            source, rank = np.empty(num_positions, np.int32), np.empty(num_positions, np.int64)
+            source[places] = np.repeat(which, count)
+            starts = np.repeat(first - (np.cumsum(count) - count), count)
+            rank[places] = starts + np.arange(num_positions)
+            return source, rank
+
+        seconds = {side.__name__: timed(side) for side in (megatron, ours)}
+        blend = _core.Blend(whole_shares([int(weight * 2**100) for weight in weights.tolist()]))
+        far, _ = timed(lambda blend=blend: [blend.range(10**12 + i, 10**12 + i + 4096)
+                                            for i in range(0, 409_600, 4096)])  # fmt: skip
+        rows.append(
+            {"sources": sources, "positions": num_positions, "nanoseconds": far / 409_600 * 1e9}
+            | {f"{name}_seconds": taken for name, (taken, _) in seconds.items()}
+            | {f"{name}_worst": worst_error(*out, weights) for name, (_, out) in seconds.items()}
+        )
+    return rows
+
+
+def worst_error(source: Any, rank: Any, weights: Any) -> float:
+    """Largest |taken(n) - weight n|: it is found just before or after a sample, or at the end."""
+    at = np.arange(len(source))
+    own = weights[source]
+    last = np.bincount(source, minlength=len(weights)) - weights * len(source)
+    errors = (rank - own * at, rank + 1 - own * (at + 1), last)
+    return float(max(np.abs(error).max() for error in errors))
+
+
 def timed(function: Callable[[], Any]) -> tuple[float, Any]:
     begin = time.perf_counter()
     result = function()
@@ -172,7 +223,8 @@ def main() -> None:
     sizes = (2_000,) if quick() else (2_000, 4_000, 8_000)
     beside = [beside_deepspeed(lengths[:size]) for size in sizes]
     fast = speed(lengths)
-    write_results("schedule", [*work, *one, *beside, *fast])
+    blended = blends(50_000 if quick() else 200_000)
+    write_results("schedule", [*work, *one, *beside, *fast, *blended])
     table = Table(
         "DeepSpeed's batch_by_seqlens beside ours, 8 ranks of 16,384 tokens",
         [
@@ -192,6 +244,18 @@ def main() -> None:
             f"{row['ours_seconds']:.4f}", f"{row['ratio']:,.0f}",
             f"{row['deepspeed_tokens_max_over_mean']:.3f}", f"{row['deepspeed_equal_shapes']:.0%}",
             f"{row['ours_tokens_max_over_mean']:.3f}", f"{row['ours_equal_shapes']:.0%}",
+        )  # fmt: skip
+    table.print()
+    table = Table(
+        f"which source, {blended[0]['positions']:,} positions",
+        ["sources", "Megatron s", "ours s", "ratio", "worst error", "ours", "any step, ns/sample"],
+    )
+    for row in blended:
+        table.add(
+            f"{row['sources']:,}", f"{row['megatron_seconds']:.3f}", f"{row['ours_seconds']:.3f}",
+            f"{row['megatron_seconds'] / row['ours_seconds']:,.2f}",
+            f"{row['megatron_worst']:.2f}", f"{row['ours_worst']:.2f}",
+            f"{row['nanoseconds']:.0f}",
         )  # fmt: skip
     table.print()
     table = Table(

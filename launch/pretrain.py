@@ -24,7 +24,6 @@ import torch
 
 from megapack.attention import choose_backend
 from megapack.data import Batch, build_loader
-from megapack.data.resume import resume_step
 from megapack.errors import ConfigError, MegapackError
 from megapack.training.agreement import PREEMPTED, Agreement, StopSignals
 from megapack.training.checkpoint import CheckpointStore
@@ -146,7 +145,7 @@ def start_or_continue(
     for problem in found.rejected:
         logger.warning("%s; falling back to %s", problem, found.tag)
     saved = found.manifest.state["data"]
-    start = resume_step(inputs.schedule, saved, config.checkpoint.allow_change)
+    start = inputs.schedule.resume_step(saved, config.checkpoint.allow_change)
     engine = start_engine(model, config, here, universal=found.universal)
     store.load(engine, found)
     logger.info(

@@ -17,13 +17,14 @@ MAY_IMPORT: dict[str, set[str]] = {
     "storage": set(),
     "tokenization": {"storage"},
     "packing": {"storage"},
+    "compare": {"packing"},
     "data": {"storage", "packing"},
     "attention": set(),
     "training": {"storage", "packing", "data", "attention"},
     "integrations": {"storage", "packing", "data", "attention"},
-    "cli": {"storage", "tokenization", "packing"},
+    "cli": {"storage", "tokenization", "packing", "compare"},
 }
-TORCH_FREE = ("storage", "tokenization", "packing", "cli", "errors", "config")
+TORCH_FREE = ("storage", "tokenization", "packing", "compare", "cli", "errors", "config")
 
 
 def _imported_rooms(path: Path) -> set[str]:

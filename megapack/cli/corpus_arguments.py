@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import argparse
 
-from megapack.cli.arguments import Arguments, add_tokenizer, byte_count
-from megapack.errors import ConfigError
+from megapack.cli.arguments import byte_count
 from megapack.tokenization.pieces import FORMATS
 
-__all__ = ["add_corpus_arguments", "add_json_key", "add_tokenizer_files", "tokenizer_source"]
+__all__ = ["add_corpus_arguments"]
 
 
 def add_corpus_arguments(parser: argparse.ArgumentParser) -> None:
@@ -34,6 +33,12 @@ def add_corpus_arguments(parser: argparse.ArgumentParser) -> None:
         "--format", choices=FORMATS, help="what every file is (default: by its suffix)"
     )
     group.add_argument(
+        "--json-key",
+        default="text",
+        metavar="KEY",
+        help="JSON key or parquet column; data.text reaches into objects and structs (text)",
+    )
+    group.add_argument(
         "--max-input-bytes",
         type=byte_count,
         metavar="SIZE",
@@ -53,37 +58,3 @@ def add_corpus_arguments(parser: argparse.ArgumentParser) -> None:
         help="malformed JSON, missing key, wrong type, invalid UTF-8: stop, or drop and count "
         "such documents (fail)",
     )
-
-
-def add_json_key(parser: argparse.ArgumentParser) -> None:
-    """--json-key, of commands that read one."""
-    parser.add_argument(
-        "--json-key",
-        default="text",
-        metavar="KEY",
-        help="JSON key or parquet column; data.text reaches into objects and structs (text)",
-    )
-
-
-def add_tokenizer_files(parser: Arguments) -> None:
-    """--tokenizer, and Megatron's names for its kinds; ``tokenizer_source`` says what was given."""
-    add_tokenizer(parser)
-    parser.add_argument(
-        "--tokenizer-model", dest="tokenizer", metavar="T", help="the same, as Megatron calls it"
-    )
-    parser.add_argument(
-        "--vocab-file", metavar="FILE", help="GPT-2's vocab.json, instead of --tokenizer"
-    )
-    parser.add_argument("--merge-file", metavar="FILE", help="GPT-2's merges.txt beside it")
-
-
-def tokenizer_source(args: argparse.Namespace) -> str:
-    """What ``TokenizerFiles.open`` takes.
-
-    Raises:
-        ConfigError: none was given, or one too many.
-    """
-    pair = (args.vocab_file, args.merge_file)
-    if (args.tokenizer is None) == (pair == (None, None)) or (None in pair and any(pair)):
-        raise ConfigError("give --tokenizer, or --vocab-file together with --merge-file")
-    return args.tokenizer or ",".join(pair)

@@ -15,7 +15,7 @@ import sys
 import time
 
 from megapack.cli.arguments import add_output, add_overwrite, byte_count, positive
-from megapack.cli.corpus_arguments import add_corpus_arguments, add_json_key
+from megapack.cli.corpus_arguments import add_corpus_arguments
 from megapack.cli.report import counted, note, size
 from megapack.tokenization.faults import Faults, fault_lines
 from megapack.tokenization.pieces import ReadOptions
@@ -27,7 +27,6 @@ __all__ = ["add_arguments", "run"]
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_corpus_arguments(parser)
-    add_json_key(parser)
     group = parser.add_argument_group("tokenizer")
     add_output(group, required=True)
     add_overwrite(group)

@@ -7,7 +7,7 @@ first to the least loaded rank. It costs nothing at run time and changes no grad
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from megapack import _core
 
-__all__ = ["Deal", "Imbalance", "deal"]
+__all__ = ["Deal", "Imbalance", "deal", "equal_groups"]
 
 Ids = NDArray[np.int64]
 
@@ -38,41 +38,53 @@ class Imbalance:
     model_undealt: float | None = None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Deal:
     """Who gets which samples of one draw.
 
     Attributes:
-        order: positions in the draw, rank after rank, in a rank micro batch after micro batch.
+        costs: (samples,) attention work.
+        order: positions in the draw, rank after rank.
         rank_begin: (ranks + 1,) where each rank's positions begin in ``order``.
         samples_per_micro_batch: positions per micro batch.
-        loads: (ranks,) attention work per rank.
-        loads_undealt: the same for the order of the schedule.
-        tokens: (ranks,) tokens per rank, padding included.
+        capacity: tokens per sample.
+        balanced: a rank's micro batches have like work, the costliest first; else as scheduled.
     """
 
+    costs: Ids
     order: Ids
     rank_begin: Ids
     samples_per_micro_batch: int
-    loads: Ids
-    loads_undealt: Ids
-    tokens: Ids
+    capacity: int
+    balanced: bool
+
+    @property
+    def loads(self) -> Ids:
+        """(ranks,) attention work per rank."""
+        return _sums(self.costs[self.order], self.rank_begin)
+
+    @property
+    def loads_undealt(self) -> Ids:
+        """(ranks,) the same had the samples been dealt in the order of the schedule."""
+        return _sums(self.costs, self.rank_begin)
 
     def micro_batches(self, rank: int) -> list[Ids]:
         """Positions in the draw, one array per micro batch of this rank."""
         mine = self.order[self.rank_begin[rank] : self.rank_begin[rank + 1]]
+        if self.balanced:
+            return list(mine[equal_groups(self.costs[mine], self.samples_per_micro_batch)])
         return list(mine.reshape(-1, self.samples_per_micro_batch))
 
     def imbalance(self, hidden_size: int | None = None) -> Imbalance:
-        attention, undealt = _max_over_mean(self.loads), _max_over_mean(self.loads_undealt)
+        loads, undealt = self.loads, self.loads_undealt
+        attention = Imbalance(_max_over_mean(loads), _max_over_mean(undealt))
         if hidden_size is None:
-            return Imbalance(attention, undealt)
-        linear = 12 * hidden_size * self.tokens
-        return Imbalance(
+            return attention
+        linear = 12 * hidden_size * self.capacity * np.diff(self.rank_begin)
+        return replace(
             attention,
-            undealt,
-            _max_over_mean(self.loads + linear),
-            _max_over_mean(self.loads_undealt + linear),
+            model=_max_over_mean(loads + linear),
+            model_undealt=_max_over_mean(undealt + linear),
         )
 
 
@@ -99,36 +111,33 @@ def deal(
     """
     size = len(costs) // num_micro_batches
     ranks = np.arange(num_ranks)
-    batches = num_micro_batches // num_ranks + (ranks < num_micro_batches % num_ranks)
-    begin = np.concatenate([[0], np.cumsum(batches * size)])
-    in_order = np.arange(len(costs), dtype=np.int64)
-    order = in_order
-    if how == "balanced":
-        order = _core.deal_evenly(costs, batches * size)
-        for rank in ranks:
-            mine = slice(begin[rank], begin[rank + 1])
-            order[mine] = order[mine][_micro_batches(costs[order[mine]], size)]
+    samples = (num_micro_batches // num_ranks + (ranks < num_micro_batches % num_ranks)) * size
+    balanced = how == "balanced"
     return Deal(
-        order=order,
-        rank_begin=begin,
+        costs=costs,
+        order=_core.deal_evenly(costs, samples) if balanced else np.arange(len(costs)),
+        rank_begin=np.concatenate([[0], np.cumsum(samples)]),
         samples_per_micro_batch=size,
-        loads=_loads(costs[order], begin),
-        loads_undealt=_loads(costs, begin),
-        tokens=batches * size * capacity,
+        capacity=capacity,
+        balanced=balanced,
     )
 
 
-def _micro_batches(costs: Ids, size: int) -> Ids:
-    """Positions of one rank's samples, micro batch after micro batch, the costliest first."""
-    num_batches = len(costs) // size
-    if num_batches <= 1 or size == 1:  # dealt in order of falling cost already
-        return np.arange(len(costs), dtype=np.int64)
-    rows = _core.deal_evenly(costs, np.full(num_batches, size, np.int64)).reshape(-1, size)
-    falling = np.argsort(-costs[rows].sum(axis=1), kind="stable")
-    return rows[falling].reshape(-1)
+def equal_groups(costs: Ids, size: int) -> Ids:
+    """Positions in groups of ``size`` that have like work, the heaviest group first.
+
+    Groups beside each other differ least, so whoever takes any number of them in turn has like
+    work. Shape (len(costs) // size, size), int64.
+    """
+    num_groups = len(costs) // size
+    if num_groups == 0:
+        return np.zeros((0, size), np.int64)
+    groups = _core.deal_evenly(costs, np.full(num_groups, size, np.int64)).reshape(-1, size)
+    falling: Ids = groups[np.argsort(-costs[groups].sum(axis=1), kind="stable")]
+    return falling
 
 
-def _loads(costs: Ids, begin: Ids) -> Ids:
+def _sums(costs: Ids, begin: Ids) -> Ids:
     return np.diff(np.concatenate([[0], np.cumsum(costs)])[begin])
 
 

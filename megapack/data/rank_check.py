@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 import xxhash
 
-from megapack.data.resume import order_fields
 from megapack.data.sampler import BucketBatchSampler
 from megapack.errors import RankMismatchError
 
@@ -47,7 +46,7 @@ class RankChecker:
             **sampler.launch,
             "num_micro_steps": sampler.num_micro_steps,
             "last_step": sampler.start_step + sampler.num_steps,
-            **order_fields(sampler.schedule),
+            **sampler.schedule.identity(),
         }
 
     def check(self, step: int) -> None:

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 
+from megapack.data.schedule import Schedule
 from megapack.errors import ConfigError
-
-if TYPE_CHECKING:
-    from megapack.data.schedule import Schedule
 
 __all__ = ["BucketPlan", "DatasetPlan", "RunPlan", "check_epochs", "plan_run"]
 

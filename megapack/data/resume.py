@@ -8,15 +8,11 @@ to refuse when the order is not the one the run began with.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from megapack.config import to_dict
 from megapack.errors import ConfigError, ResumeError
 
-if TYPE_CHECKING:
-    from megapack.data.schedule import Schedule
-
-__all__ = ["ORDER_VERSION", "check_state", "order_fields", "resume_step", "state_dict"]
+__all__ = ["ORDER_VERSION", "check_state", "resume_step"]
 
 # Raised whenever the same (index, configuration, step) would give other samples than before.
 # 2: blends take from their datasets by exact weights.
@@ -38,30 +34,14 @@ _CONSEQUENCE = {
 }
 
 
-def order_fields(schedule: Schedule) -> dict[str, Any]:
-    """Everything that decides the order of samples: numbers, names and fingerprints (JSON)."""
-    return {
-        "order_version": ORDER_VERSION,
-        **to_dict(schedule.config),
-        "num_cycles": schedule.num_cycles,
-        "indices": list(schedule.samples.fingerprints),
-        "weights": schedule.samples.weights,
-    }
-
-
-def state_dict(schedule: Schedule, step: int) -> dict[str, Any]:
-    """The state before ``step`` is taken: that number and ``order_fields``."""
-    return {"step": int(step), **order_fields(schedule)}
-
-
 def check_state(
-    schedule: Schedule, state: Mapping[str, Any], allow_change: Collection[str] = ()
+    current: Mapping[str, Any], state: Mapping[str, Any], allow_change: Collection[str] = ()
 ) -> list[str]:
-    """Compare a saved state with a schedule.
+    """Compare a saved state with what decides the order of samples now.
 
     Args:
-        schedule: of this run.
-        state: of ``state_dict``, from the run to continue.
+        current: of this run, ``Schedule.identity()``.
+        state: of the run to continue, ``Schedule.state_dict(step)``.
         allow_change: names of fields that may differ.
 
     Returns:
@@ -76,7 +56,6 @@ def check_state(
         raise ConfigError(
             f"allow_change has {', '.join(sorted(unknown))}; fields are {', '.join(_CONSEQUENCE)}"
         )
-    current = order_fields(schedule)
     differing = [
         (name, f"{name} was {state.get(name)!r} and is {value!r}")
         for name, value in current.items()
@@ -97,12 +76,12 @@ def check_state(
 
 
 def resume_step(
-    schedule: Schedule, state: Mapping[str, Any], allow_change: Collection[str] = ()
+    current: Mapping[str, Any], state: Mapping[str, Any], allow_change: Collection[str] = ()
 ) -> int:
     """The step to continue with, after ``check_state``.
 
     With another tokens_per_step it is the first one not wholly covered by the tokens seen.
     """
-    check_state(schedule, state, allow_change)
+    check_state(current, state, allow_change)
     seen = int(state["step"]) * int(state["tokens_per_step"])
-    return seen // schedule.config.tokens_per_step
+    return seen // int(current["tokens_per_step"])

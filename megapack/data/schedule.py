@@ -11,11 +11,10 @@ the next one.
 from __future__ import annotations
 
 import logging
-from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,6 +22,7 @@ from numpy.typing import NDArray
 from megapack import _core
 from megapack.config import to_dict
 from megapack.data import resume
+from megapack.data.draws import DrawOrder
 from megapack.data.order import order_named
 from megapack.data.source import HasSamples, SampleSource
 from megapack.data.step import Draw, ScheduleConfig, Step
@@ -33,13 +33,10 @@ from megapack.packing import SampleIndex
 __all__ = ["Schedule"]
 
 Ids = NDArray[np.int64]
-Cycle = tuple[NDArray[np.int32], NDArray[np.int64]]  # bucket of every draw, earlier draws of it
-K = TypeVar("K")
-V = TypeVar("V")
 
 log = logging.getLogger(__name__)
 
-_REMEMBERED = 4  # cycles and windows: a run needs one of each, a look back two
+_WINDOWS = 4  # remembered: a run needs one, a look back two
 
 
 class Schedule:
@@ -81,13 +78,20 @@ class Schedule:
             row_tokens=row_tokens,
             cost_window=cost_window,
         )
-        self._order = order_named(order)
-        self.num_cycles = num_cycles or self._order.num_cycles
+        named = order_named(order)
+        self.num_cycles = num_cycles or named.num_cycles
         self.samples = SampleSource.of(index, weights)
         self.buckets: list[BucketStream] = bucket_streams(
-            self.samples.indices, self.samples.weights, seed, shuffled=self._order.shuffled
+            self.samples.indices, self.samples.weights, seed, shuffled=named.shuffled
         )
         self.samples_per_draw = [self._samples_per_draw(b.capacity) for b in self.buckets]
+        self.draws = DrawOrder(
+            samples_per_epoch=tuple(stream.samples_per_epoch for stream in self.buckets),
+            samples_per_draw=tuple(self.samples_per_draw),
+            order=named,
+            num_cycles=self.num_cycles,
+            seed=seed,
+        )
         for stream, count in zip(self.buckets, self.samples_per_draw, strict=True):
             if stream.num_samples < count:
                 log.warning(
@@ -95,8 +99,7 @@ class Schedule:
                     "Lower tokens_per_step, or pack without this bucket",
                     *(stream.capacity, stream.num_samples, count),
                 )
-        self._cycles: OrderedDict[int, Cycle] = OrderedDict()
-        self._windows: OrderedDict[tuple[int, int], NDArray[np.int64]] = OrderedDict()
+        self._windows: OrderedDict[tuple[int, int], Ids] = OrderedDict()
 
     @classmethod
     def from_config(
@@ -128,14 +131,6 @@ class Schedule:
 
     # --- counting -------------------------------------------------------------------------------
 
-    def _draws_of(self, bucket: int, cycles: int) -> int:
-        """Draws of a bucket in the first ``cycles`` cycles: enough to cover them, rounded up."""
-        samples = cycles * self.buckets[bucket].samples_per_epoch
-        return -(-samples // (self.num_cycles * self.samples_per_draw[bucket]))
-
-    def _draws_before(self, cycle: int) -> int:
-        return sum(self._draws_of(b, cycle) for b in range(len(self.buckets)))
-
     def num_steps(self, num_epochs: int = 1) -> int:
         """Steps after which every sample was seen at least ``num_epochs`` times.
 
@@ -143,65 +138,15 @@ class Schedule:
         next epoch, which fill the last draw. An epoch of a blend is as many tokens as its datasets
         have together; what that means for each of them, ``plan_run`` tells.
         """
-        draws = self._draws_before(num_epochs * self.num_cycles)
-        return -(-draws // self.config.draws_per_step)
+        return -(-self.draws.begin(num_epochs * self.num_cycles) // self.config.draws_per_step)
 
-    def num_draws(self, step: int) -> NDArray[np.int64]:
+    def num_draws(self, step: int) -> Ids:
         """(num_buckets,) how often every bucket is drawn in the first ``step`` steps."""
-        draws = step * self.config.draws_per_step
-        if draws == 0:
-            return np.zeros(len(self.buckets), np.int64)
-        cycle = self._cycle_of(draws - 1)
-        bucket, _ = self._draw_table(cycle)
-        within = bucket[: draws - self._draws_before(cycle)]
-        before = [self._draws_of(b, cycle) for b in range(len(self.buckets))]
-        return np.asarray(before) + np.bincount(within, minlength=len(self.buckets))
-
-    # --- the order of buckets -------------------------------------------------------------------
+        return self.draws.counts(step * self.config.draws_per_step)
 
     def bucket_of_draws(self, begin: int, end: int) -> NDArray[np.int32]:
         """Bucket of draws ``[begin, end)``; with ``mix="step"`` draws are steps."""
-        parts = []
-        while begin < end:
-            cycle = self._cycle_of(begin)
-            first = self._draws_before(cycle)
-            bucket, _ = self._draw_table(cycle)
-            parts.append(bucket[begin - first : end - first])
-            begin = first + len(bucket)
-        return np.concatenate(parts) if parts else np.zeros(0, np.int32)
-
-    def _cycle_of(self, draw: int) -> int:
-        """The cycle that contains a draw: the largest c with draws_before(c) <= draw."""
-        num_buckets = len(self.buckets)
-        rate = sum(
-            stream.samples_per_epoch / (self.num_cycles * samples)
-            for stream, samples in zip(self.buckets, self.samples_per_draw, strict=True)
-        )
-        # draws_before(c) lies in [rate * c, rate * c + num_buckets).
-        low = max(0, int((draw - num_buckets) / rate) - 1)
-        high = int((draw + 1) / rate) + 2
-        return low + bisect_right(range(low, high), draw, key=self._draws_before) - 1
-
-    def _draw_table(self, cycle: int) -> Cycle:
-        """Bucket of every draw of a cycle, and how often it was drawn before in the cycle."""
-        known = self._cycles.get(cycle)
-        if known is not None:
-            return known
-        counts = np.array(
-            [
-                self._draws_of(b, cycle + 1) - self._draws_of(b, cycle)
-                for b in range(len(self.buckets))
-            ],
-            np.int64,
-        )
-        bucket = self._order.cycle(counts, fold_key(self.config.seed, 2, cycle))
-        if cycle == 0 and self._order.shuffled:  # running out of memory shall happen at once
-            at = int(np.argmax(bucket == bucket.max()))
-            bucket[[0, at]] = bucket[[at, 0]]
-        rank = np.empty(len(bucket), np.int64)
-        for b, count in enumerate(counts):
-            rank[bucket == b] = np.arange(count)
-        return _remember(self._cycles, cycle, (bucket, rank))
+        return self.draws.buckets(begin, end)
 
     # --- the content of steps -------------------------------------------------------------------
 
@@ -214,28 +159,19 @@ class Schedule:
         return Step(i, draws, self.samples.count_labels)
 
     def _draw(self, draw: int) -> Draw:
-        cycle = self._cycle_of(draw)
-        bucket, rank = self._draw_table(cycle)
-        at = draw - self._draws_before(cycle)
-        b = int(bucket[at])
-        ids = self._samples(b, self._draws_of(b, cycle) + int(rank[at]))
-        return Draw(b, self.buckets[b].capacity, ids)
+        bucket, turn = self.draws.locate(draw)
+        return Draw(bucket, self.buckets[bucket].capacity, self._samples(bucket, turn))
 
-    def _samples(self, bucket: int, turn: int) -> NDArray[np.int64]:
+    def _samples(self, bucket: int, turn: int) -> Ids:
         """Samples of the ``turn``-th draw of a bucket."""
         stream, count = self.buckets[bucket], self.samples_per_draw[bucket]
         if self.config.cost_window == 1:
             return stream.ids(turn * count, (turn + 1) * count)
-        # Windows start over with every epoch, so that an epoch still has every sample once.
-        epoch = turn * count // stream.samples_per_epoch
-        first = self._draws_of(bucket, epoch * self.num_cycles)
-        last = self._draws_of(bucket, (epoch + 1) * self.num_cycles)
-        begin = turn - (turn - first) % self.config.cost_window
-        end = min(begin + self.config.cost_window, last)
+        begin, end = self.draws.window(bucket, turn, self.config.cost_window)
         rows: Ids = self._window(bucket, begin, end)[turn - begin]
         return rows
 
-    def _window(self, bucket: int, begin: int, end: int) -> NDArray[np.int64]:
+    def _window(self, bucket: int, begin: int, end: int) -> Ids:
         """(end - begin, samples) ids of some draws, sorted by cost, draws in random order."""
         known = self._windows.get((bucket, begin))
         if known is not None:
@@ -245,30 +181,35 @@ class Schedule:
         by_cost = np.argsort(self.samples.attention_cost(ids, stream.capacity), kind="stable")
         key = fold_key(self.config.seed, 3, bucket, begin)
         order = _core.permute_range(key, end - begin, 0, end - begin)
-        rows = ids[by_cost].reshape(end - begin, count)[order]
-        return _remember(self._windows, (bucket, begin), rows)
+        rows: Ids = ids[by_cost].reshape(end - begin, count)[order]
+        self._windows[bucket, begin] = rows
+        while len(self._windows) > _WINDOWS:  # threads may do so at once: nothing is lost
+            with suppress(KeyError):
+                self._windows.popitem(last=False)
+        return rows
 
     # --- resume ---------------------------------------------------------------------------------
 
+    def identity(self) -> dict[str, Any]:
+        """Everything that decides the order of samples: numbers, names and fingerprints (JSON)."""
+        return {
+            "order_version": resume.ORDER_VERSION,
+            **to_dict(self.config),
+            "num_cycles": self.num_cycles,
+            "indices": list(self.samples.fingerprints),
+            "weights": self.samples.weights,
+        }
+
     def state_dict(self, step: int) -> dict[str, Any]:
-        """What a checkpoint keeps: the next step and what decides the order; JSON."""
-        return resume.state_dict(self, step)
+        """What a checkpoint keeps before ``step`` is taken: that number and ``identity``; JSON."""
+        return {"step": int(step), **self.identity()}
 
     def check_state(
         self, state: Mapping[str, Any], allow_change: Collection[str] = ()
     ) -> list[str]:
         """Refuse a state of another order of samples; see ``megapack.data.resume.check_state``."""
-        return resume.check_state(self, state, allow_change)
+        return resume.check_state(self.identity(), state, allow_change)
 
     def resume_step(self, state: Mapping[str, Any], allow_change: Collection[str] = ()) -> int:
         """The step to continue with. Raises ResumeError as ``check_state`` does."""
-        return resume.resume_step(self, state, allow_change)
-
-
-def _remember(cache: OrderedDict[K, V], key: K, value: V) -> V:
-    """Keep a value and forget the oldest. Threads may do so at once: at worst one counts twice."""
-    cache[key] = value
-    while len(cache) > _REMEMBERED:
-        with suppress(KeyError):
-            cache.popitem(last=False)
-    return value
+        return resume.resume_step(self.identity(), state, allow_change)

@@ -23,8 +23,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from megapack import _core
 from megapack.data import BatchLayout, PackedDataset, Schedule
+from megapack.data.dealing import equal_groups
 from megapack.data.report import check_epochs, plan_run
 from megapack.errors import ConfigError
 from megapack.integrations.index_cache import Recipe, cached_index, is_first_rank
@@ -180,35 +180,11 @@ class RowDataset(Dataset[Row]):
             return self._blocks[block]
         step = self.schedule.step(block)
         costs = self.packed.samples.attention_cost(step.sample_ids, step.capacity)
-        rows = deal_rows(step.sample_ids, costs, self.options.rows_per_block)
+        rows = step.sample_ids[equal_groups(costs, len(costs) // self.options.rows_per_block)]
         self._blocks[block] = (step.bucket, step.capacity, rows)
         while len(self._blocks) > BLOCKS_IN_MEMORY:
             self._blocks.popitem(last=False)
         return self._blocks[block]
-
-
-def deal_rows(
-    sample_ids: NDArray[np.int64], costs: NDArray[np.int64], num_rows: int
-) -> NDArray[np.int64]:
-    """Deal the samples of a block to its rows: rows of like work, the heaviest first.
-
-    Rows that stand beside each other differ least, so that whatever number of ranks and rows per
-    rank a host uses, its ranks have like work in every micro step.
-
-    Args:
-        sample_ids: int64 (num_rows * samples per row,).
-        costs: int64, attention work of each.
-        num_rows: rows of the block.
-
-    Returns:
-        int64 (num_rows, samples per row).
-    """
-    per_row = len(sample_ids) // num_rows
-    dealt = _core.deal_evenly(costs, np.full(num_rows, per_row, np.int64))
-    rows = sample_ids[dealt].reshape(num_rows, per_row)
-    work = costs[dealt].reshape(num_rows, per_row).sum(axis=1)
-    ordered: NDArray[np.int64] = rows[np.argsort(-work, kind="stable")]
-    return ordered
 
 
 def open_sources(manifest: Manifest) -> list[IndexedDataset]:

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megapack import _core
+from megapack.packing.ratios import exact_ratio
 from megapack.packing.refine import Refined, price_of_a_sample, refine
 
 __all__ = ["BucketWay", "choose_bucket_way"]
@@ -41,7 +42,7 @@ class _Outcome:
 
 
 def choose_bucket_way(
-    lengths: NDArray[np.int32] | NDArray[np.int64],
+    lengths: _core.DocumentLengths,
     buckets: list[int],
     *,
     promote: str,
@@ -53,7 +54,9 @@ def choose_bucket_way(
     rules = {
         "off": _core.BucketRules(capacities=buckets),
         "on": _core.BucketRules(
-            capacities=buckets, overflow="promote", padding_threshold=padding_threshold
+            capacities=buckets,
+            overflow="promote",
+            padding_threshold=exact_ratio(padding_threshold),
         ),
     }
     if promote != "auto" and not refine:

@@ -11,12 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import xxhash
 from numpy.typing import NDArray
 
 from megapack.errors import FormatError
 from megapack.storage.hosts import HostNames
-from megapack.storage.meta import meta_path, read_meta
+from megapack.storage.meta import difference_from_files, read_meta
 from megapack.storage.mmididx import dtype_of_code, path_of, prefix_of
 from megapack.storage.opening import identity_of
 from megapack.storage.pair import open_pair
@@ -209,20 +208,16 @@ class IndexedDataset(HostNames):
             return None
         if not self._index.has_its_name():
             raise FormatError(f"{self.prefix} was replaced since it was opened; open it again")
-        found = {
-            "dtype": self.dtype.name,
-            "num_sequences": len(self),
-            "num_documents": self.num_documents,
-            "num_tokens": self.num_tokens,
-            "idx": self._index.header.file_bytes,
-        }
-        for key, value in found.items():
-            said = meta["idx"]["bytes"] if key == "idx" else meta[key]
-            if said != value:
-                raise FormatError(
-                    f"{meta_path(self.prefix)} is about other files: it says {key} {said}, they "
-                    f"have {value}; delete it if another tool rewrote the dataset"
-                )
+        difference = difference_from_files(
+            meta,
+            dtype=self.dtype.name,
+            num_sequences=len(self),
+            num_documents=self.num_documents,
+            num_tokens=self.num_tokens,
+            idx_bytes=self._index.header.file_bytes,
+        )
+        if difference is not None:
+            raise FormatError(f"{self.prefix}: {difference}")
         return meta
 
     @property
@@ -230,14 +225,14 @@ class IndexedDataset(HostNames):
         """Number of token ids of the tokenizer, None when nobody wrote it down."""
         return None if self.meta is None else self.meta.get("vocab_size")
 
-    @cached_property
+    @property
     def fingerprint(self) -> str:
         """Identity of the documents' layout: xxh3_128 of the whole .idx, in hexadecimal.
 
         The .idx holds the dtype, the numbers of sequences and documents and every length, so any
         change of those changes it; a change of token values alone does not (see ``verify``).
         """
-        return xxhash.xxh3_128(self._index.bytes.data).hexdigest()
+        return self._index.fingerprint
 
     @staticmethod
     def exists(prefix: str | os.PathLike[str]) -> bool:

@@ -88,6 +88,13 @@ class FilePart:
         """Byte of .bin at which each sequence begins, as the file has it."""
         return self._read(np.int64, self.header.pointers_at, self.num_sequences)
 
+    def first_document_index(self) -> int:
+        """The sequence at which document 0 begins, as the file has it; 0 in a sound one."""
+        if self.header.lacks_document_indices:
+            return 0
+        (first,) = self._read(np.int64, self.header.document_indices_at, 1)
+        return int(first[0])
+
     def document_ends(self) -> Iterator[NDArray[np.int64]]:
         if self.header.lacks_document_indices:
             return _identity_ends(self.num_sequences)

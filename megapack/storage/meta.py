@@ -31,7 +31,7 @@ import numpy as np
 import xxhash
 
 from megapack.errors import FormatError
-from megapack.storage.mmididx import path_of
+from megapack.storage.mmididx import path_of, pick_dtype
 from megapack.storage.opening import identity_of, open_regular, read_blocks
 
 __all__ = [
@@ -43,6 +43,7 @@ __all__ = [
     "bin_pieces",
     "check_metadata",
     "checksum",
+    "difference_from_files",
     "meta_path",
     "own_metadata",
     "read_meta",
@@ -65,6 +66,7 @@ FORMAT = "megapack dataset"
 VERSION = 1
 COUNTS = ("num_sequences", "num_documents", "num_tokens")
 LIMITS = ("min_token_id", "max_token_id", "vocab_size")
+PROMISES = ("document_begin_token", "document_end_token")
 OWN_KEYS = {"format", "version", "dtype", *COUNTS, *LIMITS, "bin", "idx"}
 
 
@@ -105,7 +107,7 @@ def read_meta(prefix: str | os.PathLike[str]) -> dict[str, Any] | None:
             content = json.loads(file.read())
     except FileNotFoundError:
         return None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise FormatError(
             f"{path} is not valid JSON ({error}); it is optional, delete it"
         ) from error
@@ -135,17 +137,44 @@ def bin_pieces(meta: Mapping[str, Any]) -> list[Piece]:
     return [(int(size), digest) for size, digest in pieces]
 
 
+def difference_from_files(meta: Mapping[str, Any], **found: str | int) -> str | None:
+    """How the files at the prefix differ from those a meta file is about; None when they do not.
+
+    Args:
+        found: the files' ``dtype``, ``num_sequences``, ``num_documents``, ``num_tokens`` and
+            ``idx_bytes``.
+    """
+    said = {**meta, "idx_bytes": meta["idx"]["bytes"]}
+    for key, value in found.items():
+        if said[key] != value:
+            return (
+                f"the meta file is about other files: it says {key} {said[key]}, they have "
+                f"{value}; delete it if another tool rewrote the dataset"
+            )
+    return None
+
+
 def _is_complete(content: dict[str, Any]) -> bool:
     try:
-        idx = content["idx"]
+        idx, low, high, vocab_size = (content[key] for key in ("idx", *LIMITS))
+        sizes = [size for size, _ in bin_pieces(content)]
+        largest = np.iinfo(pick_dtype(content["dtype"])).max
         return (
             content.keys() >= OWN_KEYS
-            and all(isinstance(content[key], int) for key in COUNTS)
-            and all(isinstance(content[key], int | None) for key in LIMITS)
-            and all((content[k] is None) == (content["num_tokens"] == 0) for k in LIMITS[:2])
-            and sum(size for size, _ in bin_pieces(content)) == content["bin"]["bytes"]
-            and isinstance(idx["bytes"], int)
+            and all(_is_count(content[key]) for key in COUNTS)
+            and all(content[key] is None or type(content[key]) is int for key in LIMITS)
+            and all(content.get(key) is None or _is_count(content[key]) for key in PROMISES)
+            and (low is None) == (high is None) == (content["num_tokens"] == 0)
+            and (low is None or low <= high <= largest)
+            and (vocab_size is None or max(0, high or 0) < vocab_size <= largest + 1)
+            and min(sizes, default=1) > 0
+            and sum(sizes) == content["bin"]["bytes"]
+            and _is_count(idx["bytes"])
             and isinstance(idx["xxh3_128"], str)
         )
     except (AttributeError, KeyError, TypeError, ValueError):
         return False
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and value >= 0

@@ -9,6 +9,7 @@ import mmap
 import os
 import struct
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -146,6 +147,11 @@ class IndexFile:
     def has_its_name(self) -> bool:
         """Whether the file at its name is still the one that was opened."""
         return is_at(self.header.identity, self.name)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """xxh3_128 of the whole file, in hexadecimal."""
+        return xxhash.xxh3_128(self.bytes.data).hexdigest()
 
     def ends_digest(self) -> str:
         """xxh3_64 of the size, beginning and end: tells files apart without reading them."""

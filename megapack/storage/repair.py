@@ -141,6 +141,8 @@ def _mend_documents(
             )
         done.append(f"gave up the documents: each of {header.num_sequences} sequences is one now")
         return None
+    if facts.first_document_index:
+        done.append(f"document 0 began at sequence {facts.first_document_index}: now at 0")
     ends = np.concatenate([np.zeros(0, np.int64), *facts.part.document_ends()])
     return _complete(ends, header.num_sequences, done)
 

@@ -11,7 +11,13 @@ import numpy as np
 from megapack import _core
 from megapack.errors import FormatError
 from megapack.storage.index_writer import FilePart, shifted_ends
-from megapack.storage.meta import Piece, bin_pieces, checksum, read_meta
+from megapack.storage.meta import (
+    Piece,
+    bin_pieces,
+    checksum,
+    difference_from_files,
+    read_meta,
+)
 from megapack.storage.mmididx import IndexFile, dtype_of_code, path_of, prefix_of
 from megapack.storage.opening import identity_of, open_regular
 
@@ -40,6 +46,8 @@ class Shard:
             self.num_bytes = self._check_sequences()
             for _ in shifted_ends(self.part, 0):  # documents end with the sequences
                 pass
+            if first := self.part.first_document_index():
+                raise FormatError(f"document 0 begins at sequence {first} instead of 0")
         except FormatError as error:
             raise FormatError(f"{self.idx_path}: {error}") from error
         self.num_tokens = self.num_bytes // self.dtype.itemsize
@@ -103,6 +111,13 @@ class Shard:
     def _trusted_meta(self) -> dict[str, Any] | None:
         """The meta file, unless the .idx it describes is not the one that stands beside it."""
         meta = read_meta(self.prefix)
-        if meta is None or meta["bin"]["bytes"] != self.num_bytes:
+        if meta is None or difference_from_files(
+            meta,
+            dtype=self.dtype.name,
+            num_sequences=self.part.num_sequences,
+            num_documents=self.part.num_documents,
+            num_tokens=self.num_tokens,
+            idx_bytes=self.part.header.file_bytes,
+        ):
             return None
         return meta if checksum(self.idx_path) == meta["idx"]["xxh3_128"] else None

@@ -52,6 +52,7 @@ class Survey:
     num_empty_sequences: int = 0
     # The first document index that goes back or beyond (None: none does) and the last one.
     first_bad_document: int | None = None
+    first_document_index: int = 0
     last_document_end: int = 0
 
     @property
@@ -143,7 +144,7 @@ def _survey_sequences(result: Survey) -> None:
 
 
 def _survey_documents(result: Survey) -> None:
-    count = 0
+    count, result.first_document_index = 0, result.part.first_document_index()
     for ends in result.part.document_ends():
         before = np.concatenate([[result.last_document_end], ends[:-1]])
         bad = (ends < before) | (ends > result.part.num_sequences)

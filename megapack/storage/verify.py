@@ -13,7 +13,7 @@ import xxhash
 
 from megapack.errors import FormatError
 from megapack.storage.findings import Finding, has_errors
-from megapack.storage.meta import bin_pieces, checksum, read_meta
+from megapack.storage.meta import bin_pieces, checksum, difference_from_files, read_meta
 from megapack.storage.mmididx import MAGIC, path_of, prefix_of
 from megapack.storage.opening import identity_of, open_regular
 from megapack.storage.survey import LEGACY_MAGIC, Survey, survey
@@ -132,6 +132,9 @@ def _documents(facts: Survey) -> Iterator[Finding]:
             f"{name}: documents end at sequence {facts.last_document_end} of {header.num_sequences}"
         )
         yield Finding("error", "documents", text, REPAIR)
+    if facts.first_document_index:
+        text = f"{name}: document 0 begins at sequence {facts.first_document_index} instead of 0"
+        yield Finding("error", "documents", text, REPAIR)
     if facts.num_empty_sequences:
         text = f"{facts.num_empty_sequences} of {header.num_sequences} sequences are empty"
         yield Finding("note", "empty-sequences", text)
@@ -185,7 +188,18 @@ def _meta(prefix: str, facts: Survey) -> tuple[dict[str, Any] | None, list[Findi
         text = f"{facts.part.path} does not have the checksum of the meta file"
         remedy = "restore it from a copy, or delete the meta file if the dataset was rewritten"
         return None, [Finding("error", "checksum", text, remedy)]
-    width = facts.width or 1
+    width, header = facts.width or 1, facts.part.header
+    declared = facts.declared_dtype
+    difference = difference_from_files(
+        meta,
+        dtype=meta["dtype"] if declared is None else declared.name,
+        num_sequences=header.num_sequences,
+        num_documents=header.num_documents,
+        num_tokens=facts.num_tokens,
+        idx_bytes=header.file_bytes,
+    )
+    if difference is not None:
+        return None, [Finding("error", "meta", f"{prefix}: {difference}")]
     sizes = [size for size, _ in bin_pieces(meta)]
     if sum(sizes) != facts.num_tokens * width or any(size % width for size in sizes):
         text = "the meta file's checksums are of another .bin"

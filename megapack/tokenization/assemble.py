@@ -118,7 +118,7 @@ def assemble(
                 source = shard + (LABELS if is_labels else "")
                 low, high = max(wanted.start - begin, 0), min(wanted.stop - begin, count)
                 _append(builder, source, low, high, count)
-                copied(source, used_up=low <= high == count)
+                copied(source, used_up=low < high == count)
                 begin += count
 
 

@@ -78,13 +78,10 @@ def open_coder(plan: Plan, limits: Limits = Limits()) -> Coder:  # noqa: B008
         encoder = open_any(plan.tokenizer, plan.backend, limits)
         chats = HeaderChats(encoder, plan.chat_loss, plan.tokenizer.source)
         return ChatCoder(chats, plan.storage)
-    reference = None
-    if plan.verify_fraction > 0:
-        reference = open_reference(plan.tokenizer)
     return TextCoder(
         open_any(plan.tokenizer, plan.backend, limits),
         plan.storage,
-        reference=reference,
+        reference=open_reference(plan.tokenizer) if plan.verify_fraction > 0 else None,
         verify_fraction=plan.verify_fraction,
     )
 

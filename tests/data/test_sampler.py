@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -9,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megapack.data import BucketBatchSampler, Schedule
+from megapack.data import BucketBatchSampler, Schedule, dealing
 from megapack.data.dealing import deal
 from megapack.data.sampler import MicroBatch
 from megapack.errors import ConfigError
@@ -200,3 +201,24 @@ def test_the_epoch_is_the_default_length(index: SampleIndex = INDEX) -> None:
     [rest] = samplers(schedule, 1, 128, start_step=5)
     assert len(whole) == schedule.num_steps() == len(rest) + 5
     assert [b.step for b in rest] == list(range(5, schedule.num_steps()))
+
+
+def test_a_rank_orders_its_own_micro_batches_and_nobody_elses(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """C22: with 4,096 ranks a Python loop over all of them cost 0.07 s per step."""
+    calls: list[int] = []
+    deal_evenly = dealing._core.deal_evenly
+
+    def counted(costs: np.ndarray, sizes: np.ndarray) -> np.ndarray:
+        calls.append(len(sizes))
+        return deal_evenly(costs, sizes)
+
+    ranks = 512
+    schedule = Schedule(INDEX, tokens_per_step=64 * 2 * ranks)
+    sampler = BucketBatchSampler(
+        schedule, data_parallel_rank=3, data_parallel_size=ranks, micro_batch_tokens=64
+    )
+    monkeypatch.setattr(dealing, "_core", SimpleNamespace(deal_evenly=counted))
+    assert len(sampler.micro_batches(1)) == 2
+    assert calls == [ranks, 2]

@@ -16,8 +16,9 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
 from megapack.data import PackedDataset, Schedule
+from megapack.data.dealing import equal_groups
 from megapack.integrations.manifest import Manifest, Source
-from megapack.integrations.rows import RowDataset, RowOptions, deal_rows, open_rows, open_sources
+from megapack.integrations.rows import RowDataset, RowOptions, open_rows, open_sources
 from megapack.storage import IndexedDataset, IndexedDatasetBuilder
 from tests.integrations.samples import make_dataset
 
@@ -177,13 +178,13 @@ def test_dealing_evens_out_the_work_of_rows_and_puts_the_heaviest_first() -> Non
     rng = np.random.default_rng(1)
     costs = np.sort(rng.integers(1, 1000, 96))
     ids = np.arange(96) + 500
-    rows = deal_rows(ids, costs, 8)
+    rows = ids[equal_groups(costs, 96 // 8)]
     assert sorted(rows.reshape(-1).tolist()) == ids.tolist()
     work = costs[rows - 500].sum(axis=1)
     assert (np.diff(work) <= 0).all()
     naive = costs.reshape(8, 12).sum(axis=1)
     assert work.max() / work.mean() < 1.01 < naive.max() / naive.mean()
-    single = deal_rows(ids, costs, 96)
+    single = ids[equal_groups(costs, 1)]
     assert single[0, 0] == 500 + int(np.argmax(costs))
 
 

@@ -25,6 +25,17 @@ def write(prefix: Path, corpus: Corpus, dtype: type = np.uint16, **options: obje
             builder.add_document(flatten(document), [len(sequence) for sequence in document])
 
 
+def write_foreign(prefix: Path, corpus: Corpus, dtype: type = np.uint16) -> None:
+    """As other tools leave a dataset: without a meta file (Megatron's bytes are the same, see
+    test_megatron_interop), beside whatever meta file stands there.
+    """
+    staging = prefix.with_name(f"{prefix.name}-of-another-tool")
+    write(staging, corpus, dtype)
+    Path(f"{staging}.meta.json").unlink()
+    for suffix in (".bin", ".idx"):
+        Path(f"{staging}{suffix}").replace(f"{prefix}{suffix}")
+
+
 def files(prefix: Path) -> dict[str, bytes]:
     """The bytes of a dataset's .bin and .idx."""
     return {suffix: Path(f"{prefix}{suffix}").read_bytes() for suffix in (".bin", ".idx")}

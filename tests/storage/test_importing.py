@@ -4,22 +4,16 @@ from __future__ import annotations
 
 import json
 import struct
-import warnings
 from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 
 from megapack.errors import DataError, FormatError
 from megapack.storage import IndexedDataset
 from megapack.storage.importing import import_dataset
 from megapack.storage.verify import verify
-from storage.strategies import files, write
-
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")
-    from deepspeed.runtime.data_pipeline.data_sampling import indexed_dataset as deepspeed
+from storage.strategies import write
 
 DOCUMENTS = [[5, 6, 0], [7, 0], [8, 9, 10, 0]]
 FLAT = [token for document in DOCUMENTS for token in document]
@@ -37,21 +31,6 @@ def same_file(a: Path, b: Path) -> bool:
     return Path(a).samefile(b)
 
 
-@pytest.mark.parametrize(
-    ("raw", "dtype"), [(np.uint16, np.uint16), (np.uint32, np.int32), (np.int32, np.int32)]
-)
-def test_deepspeed_datasets_are_linked_not_copied(tmp_path: Path, raw: type, dtype: type) -> None:
-    builder = deepspeed.MMapIndexedDatasetBuilder(f"{tmp_path}/theirs.bin", raw)
-    for document in DOCUMENTS:
-        builder.add_item_numpy(np.array(document, raw))
-        builder.end_document()
-    builder.finalize(f"{tmp_path}/theirs.idx")
-    said = import_dataset(tmp_path / "theirs", tmp_path / "ours")
-    assert "3 documents, 9" in said and "(mmididx, .bin hard link)" in said
-    check(tmp_path / "ours", dtype=dtype)
-    assert same_file(tmp_path / "ours.bin", tmp_path / "theirs.bin")
-
-
 def test_a_dataset_in_another_order_is_copied_in_order(tmp_path: Path) -> None:
     write(tmp_path / "theirs", [[d] for d in DOCUMENTS])
     (tmp_path / "theirs.meta.json").unlink()
@@ -63,23 +42,6 @@ def test_a_dataset_in_another_order_is_copied_in_order(tmp_path: Path) -> None:
     (tmp_path / "theirs.idx").write_bytes(index)
     assert "copied in order" in import_dataset(tmp_path / "theirs", tmp_path / "ours")
     check(tmp_path / "ours", [DOCUMENTS[i] for i in order])
-
-
-def test_the_format_before_mmididx_is_converted(tmp_path: Path) -> None:
-    builder = deepspeed.IndexedDatasetBuilder(f"{tmp_path}/old.bin", np.int32)
-    for document in DOCUMENTS:
-        builder.add_item(torch.tensor(document[:1]))
-        builder.add_item(torch.tensor(document[1:]))
-        builder.end_document()
-    builder.finalize(f"{tmp_path}/old.idx")
-    assert [f.code for f in verify(tmp_path / "old")] == ["legacy"]
-    import_dataset(tmp_path / "old", tmp_path / "new")
-    write(tmp_path / "expected", [[d[:1], d[1:]] for d in DOCUMENTS], np.int32)
-    assert files(tmp_path / "new") == files(tmp_path / "expected")
-    index = (tmp_path / "old.idx").read_bytes()
-    (tmp_path / "old.idx").write_bytes(index[:-1])
-    with pytest.raises(FormatError, match="truncated"):
-        import_dataset(tmp_path / "old", tmp_path / "no")
 
 
 @pytest.mark.parametrize(("raw", "dtype"), [(np.uint16, np.uint16), (np.uint32, np.int32)])

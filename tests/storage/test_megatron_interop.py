@@ -2,31 +2,27 @@
 
 from __future__ import annotations
 
-import warnings
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
-import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
+from peers import peer
 
 from megapack.storage import IndexedDataset, IndexedDatasetBuilder
+from megapack.storage.merge import merge
+from storage.strategies import SMALL, corpora, files, write
 
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")
-    from megatron.core.datasets import gpt_dataset
-    from megatron.core.datasets import indexed_dataset as megatron
-    from megatron.core.datasets.blended_megatron_dataset_builder import (
-        BlendedMegatronDatasetBuilder,
-    )
+torch = peer("torch")
+gpt_dataset = peer("megatron.core.datasets.gpt_dataset")
+megatron = peer("megatron.core.datasets.indexed_dataset")
+BlendedMegatronDatasetBuilder = peer(
+    "megatron.core.datasets.blended_megatron_dataset_builder"
+).BlendedMegatronDatasetBuilder
 
 DTYPES = [np.uint16, np.int32, np.int64, np.uint8, np.int8, np.int16]
-
-# A corpus is documents, each a list of sequences, each a list of ids that every dtype holds.
-sequences = st.lists(st.integers(0, 127), max_size=20)
-corpora = st.lists(st.lists(sequences, max_size=4), max_size=12)
 
 
 def write_with_megatron(prefix: Path, corpus: list, dtype: type, modes: list | None) -> None:
@@ -170,3 +166,42 @@ def test_the_names_other_hosts_call_are_there(tmp_path: Path) -> None:
     assert list(ours.document_indices) == [0, 3]
     with pytest.raises(ValueError, match="object storage"):
         IndexedDataset(str(tmp_path / "data"), object_storage_config=object())
+
+
+@settings(max_examples=15)
+@given(corpora_of_shards=st.lists(corpora, min_size=1, max_size=4), data=st.data())
+def test_a_merge_of_megatrons_and_our_shards_equals_one_build(
+    tmp_path_factory: pytest.TempPathFactory, corpora_of_shards: list, data: st.DataObject
+) -> None:
+    tmp = tmp_path_factory.mktemp("merge")
+    prefixes = [tmp / f"shard{i}" for i in range(len(corpora_of_shards))]
+    for prefix, corpus in zip(prefixes, corpora_of_shards, strict=True):
+        if data.draw(st.booleans()):
+            write(prefix, corpus)
+        else:
+            write_with_megatron(prefix, corpus, np.uint16, None)
+    write(tmp / "whole", [document for corpus in corpora_of_shards for document in corpus])
+    merge(prefixes, tmp / "merged")
+    assert files(tmp / "merged") == files(tmp / "whole")
+
+
+def test_megatron_merges_our_shards_to_the_same_bytes(tmp_path: Path) -> None:
+    for name, corpus in (("a", SMALL), ("b", SMALL[2:]), ("c", [])):
+        write(tmp_path / name, corpus)
+    builder = megatron.IndexedDatasetBuilder(f"{tmp_path}/theirs.bin", np.uint16)
+    for name in "ab":  # megatron-core cannot map an empty .bin, so c stays out of its merge
+        builder.add_index(f"{tmp_path}/{name}")
+    builder.finalize(f"{tmp_path}/theirs.idx")
+    merge([tmp_path / "a", tmp_path / "b", tmp_path / "c"], tmp_path / "ours")
+    assert files(tmp_path / "ours") == files(tmp_path / "theirs")
+
+
+def test_tensors_are_tokens(tmp_path: Path) -> None:
+    forms = [
+        torch.tensor([3, 1, 2]),
+        torch.tensor([[3.0, 9], [1, 9], [2, 9]], requires_grad=True)[:, 0].long(),
+    ]
+    with IndexedDatasetBuilder(tmp_path / "data", np.uint16) as builder:
+        for tokens in forms:
+            builder.add_document(tokens)
+    assert [list(document) for document in IndexedDataset(tmp_path / "data")[:]] == [[3, 1, 2]] * 2

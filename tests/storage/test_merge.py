@@ -6,7 +6,6 @@ import os
 import struct
 import subprocess
 import sys
-import warnings
 from pathlib import Path
 
 import numpy as np
@@ -18,18 +17,7 @@ from megapack.errors import DataError, FormatError
 from megapack.storage import IndexedDataset, IndexedDatasetBuilder
 from megapack.storage.merge import merge
 from megapack.storage.verify import verify
-from storage.strategies import SMALL, corpora, files, flatten, write
-
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")
-    from megatron.core.datasets import indexed_dataset as megatron
-
-
-def write_with_megatron(prefix: Path, corpus: list, dtype: type) -> None:
-    builder = megatron.IndexedDatasetBuilder(f"{prefix}.bin", dtype)
-    for document in corpus:
-        builder.add_document(flatten(document), [len(sequence) for sequence in document])
-    builder.finalize(f"{prefix}.idx")
+from storage.strategies import SMALL, corpora, files, write, write_foreign
 
 
 @settings(max_examples=25)
@@ -39,7 +27,7 @@ def test_a_merge_equals_one_build_of_all_documents(
 ) -> None:
     tmp = tmp_path_factory.mktemp("merge")
     for i, corpus in enumerate(shards):
-        writer = data.draw(st.sampled_from([write, write_with_megatron]))
+        writer = data.draw(st.sampled_from([write, write_foreign]))
         writer(tmp / f"shard{i}", corpus, np.uint16)
     prefixes = [tmp / f"shard{i}" for i in range(len(shards))]
     write(tmp / "whole", [document for corpus in shards for document in corpus])
@@ -53,17 +41,6 @@ def test_a_merge_equals_one_build_of_all_documents(
     whole, merged = IndexedDataset(tmp / "whole").meta, IndexedDataset(tmp / "merged").meta
     for key in ("idx", "num_documents", "num_tokens", "min_token_id", "max_token_id", "dtype"):
         assert merged[key] == whole[key] == IndexedDataset(tmp / "added").meta[key]
-
-
-def test_megatron_merges_our_shards_to_the_same_bytes(tmp_path: Path) -> None:
-    for name, corpus in (("a", SMALL), ("b", SMALL[2:]), ("c", [])):
-        write(tmp_path / name, corpus)
-    builder = megatron.IndexedDatasetBuilder(f"{tmp_path}/theirs.bin", np.uint16)
-    for name in "ab":  # megatron-core cannot map an empty .bin, so c stays out of its merge
-        builder.add_index(f"{tmp_path}/{name}")
-    builder.finalize(f"{tmp_path}/theirs.idx")
-    merge([tmp_path / "a", tmp_path / "b", tmp_path / "c"], tmp_path / "ours")
-    assert files(tmp_path / "ours") == files(tmp_path / "theirs")
 
 
 def test_builders_go_on_after_an_added_index(tmp_path: Path) -> None:
@@ -118,7 +95,7 @@ def test_dtypes_are_converted_on_request_only(tmp_path: Path) -> None:
 
 def test_ids_beyond_the_vocabulary_are_found_in_added_datasets(tmp_path: Path) -> None:
     write(tmp_path / "known", SMALL)
-    write_with_megatron(tmp_path / "unknown", SMALL, np.uint16)
+    write_foreign(tmp_path / "unknown", SMALL)
     builder = IndexedDatasetBuilder(tmp_path / "all", np.uint16, vocab_size=10)
     builder.add_document([1])
     with pytest.raises(DataError, match=r"known has token ids from 1 to 10, outside of \[0, 9\]"):
@@ -181,7 +158,7 @@ def test_damage_done_before_a_merge_is_found_after_it(tmp_path: Path) -> None:
 def test_a_meta_file_of_other_data_is_not_trusted(tmp_path: Path) -> None:
     """Somebody tokenized again with Megatron under the same prefix."""
     write(tmp_path / "a", SMALL, vocab_size=11)
-    write_with_megatron(tmp_path / "a", [[[20, 21, 22]], [[1] * 7]], np.uint16)
+    write_foreign(tmp_path / "a", [[[20, 21, 22]], [[1] * 7]])
     merge([tmp_path / "a"], tmp_path / "merged")
     assert IndexedDataset(tmp_path / "merged").meta["max_token_id"] == 22
     assert IndexedDataset(tmp_path / "merged").vocab_size is None

@@ -83,6 +83,11 @@ def wrong_pointer(content: bytearray) -> None:
     struct.pack_into("<q", content, POINTERS + 8 * 5, 1000)
 
 
+def late_first_document(content: bytearray) -> None:
+    """Once verify itself ended with an error here, where it was to return a finding."""
+    struct.pack_into("<q", content, DOCUMENTS, 1)
+
+
 def bytes_behind(content: bytearray) -> None:
     content += b"abc"
 
@@ -109,6 +114,7 @@ CASES = [
     Case(deepspeed_uint16, "dtype", "dtype code 6 means uint16 in DeepSpeed's table: now uint16"),
     Case(unknown_code, "dtype", "dtype code 77"),
     Case(wrong_pointer, "pointers", "recomputed the pointers of 12 sequences"),
+    Case(late_first_document, "documents", "document 0 began at sequence 1: now at 0"),
     Case(bytes_behind, "trailing-idx", "dropped 3 bytes behind the end of the index"),
     Case(cut_in_pointers, "index", "completed an .idx that ended after", "sequences"),
     Case(cut_in_documents, "index", "completed an .idx that ended after", "sequences"),

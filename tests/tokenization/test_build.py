@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from megatron.core.datasets.indexed_dataset import IndexedDataset as MegatronDataset
+from peers import peer
 from tokenizers import Tokenizer
 
 from megapack import IndexedDataset
@@ -60,10 +60,19 @@ def test_the_bytes_do_not_depend_on_workers_blocks_or_parts(
 
     tokenizer = Tokenizer.from_file(str(bpe_json))
     eod = tokenizer.token_to_id("<|endoftext|>")
-    megatron = MegatronDataset(str(tmp_path / "w1"))
-    assert len(megatron) == len(source_texts)
-    for tokens, text in zip(megatron[:], source_texts, strict=True):
+    dataset = IndexedDataset(tmp_path / "w1")
+    assert len(dataset) == len(source_texts)
+    for tokens, text in zip(dataset[:], source_texts, strict=True):
         assert tokens.tolist() == [*tokenizer.encode(text, add_special_tokens=False).ids, eod]
+
+
+def test_megatron_reads_what_a_build_writes(tmp_path: Path, corpus: Path, run_build: Build) -> None:
+    run_build(corpus, append_eod=True)
+    theirs = peer("megatron.core.datasets.indexed_dataset").IndexedDataset(str(tmp_path / "out"))
+    ours = IndexedDataset(tmp_path / "out")
+    assert len(theirs) == len(ours) > 0
+    for i in range(len(ours)):
+        np.testing.assert_array_equal(theirs[i], ours[i])
 
 
 def test_shards_do_not_change_the_documents(tmp_path: Path, corpus: Path, run_build: Build) -> None:
@@ -221,6 +230,37 @@ def test_a_finished_shard_is_used_again_only_if_it_is_whole(
     result = run_build(corpus, **options)
     assert result.num_shards_kept == result.num_shards - 1
     assert files_of(tmp_path / "out") == whole
+
+
+class StopsWhileJoining(Silence):
+    """Ctrl-C in the middle of the last act."""
+
+    def join(self, done: int, total: int) -> None:
+        super().join(done, total)
+        if 2 * done > total:
+            raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("split", [None, "60,20,20"])
+def test_a_join_that_gives_shards_up_as_it_goes_can_be_stopped_and_loses_nothing(
+    tmp_path: Path,
+    corpus: Path,
+    run_build: Build,
+    monkeypatch: pytest.MonkeyPatch,
+    split: str | None,
+) -> None:
+    options: dict[str, Any] = {"shard_bytes": 50_000, "split": split}
+    calm = run_build(corpus, output_prefix=str(tmp_path / "calm"), **options)
+    monkeypatch.setattr("megapack.tokenization.assemble.free_bytes", lambda path: 0)
+    progress = StopsWhileJoining()
+    with pytest.raises(KeyboardInterrupt):
+        run_build(corpus, progress=progress, **options)
+    progress = Silence()
+    again = run_build(corpus, progress=progress, **options)
+    assert 0 < again.num_shards_kept < again.num_shards, "some had been given up"
+    assert progress.joined[-1][0] == progress.joined[-1][1] == len(progress.joined)
+    for stream, prefix in again.prefixes.items():
+        assert files_of(prefix) == files_of(calm.prefixes[stream])
 
 
 def test_progress_counts_every_document_once(

@@ -13,9 +13,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import sentencepiece
+from peers import peer
 from sentencepiece import sentencepiece_model_pb2
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 
 from megapack import IndexedDataset
 from megapack.errors import ConfigError, DataError
@@ -228,8 +228,8 @@ def tokenizer_with(tmp_path: Path, bpe_json: Path) -> Callable[[str], Path]:
     return make
 
 
-def transformers_tokenizer(directory: Path, template: str) -> PreTrainedTokenizerFast:
-    return PreTrainedTokenizerFast(
+def transformers_tokenizer(directory: Path, template: str) -> Any:
+    return peer("transformers").PreTrainedTokenizerFast(
         tokenizer_file=str(directory / "tokenizer.json"),
         chat_template=template,
         bos_token="<|begin_of_text|>",

@@ -53,7 +53,7 @@ def start(
 
 def command(corpus: Path, prefix: Path, *more: str) -> list[str]:
     arguments = ["tokenize", "--input", str(corpus), "--tokenizer", "bytes", "--append-eod"]
-    arguments += ["--output-prefix", str(prefix), "--shard-size", "20K", *more]
+    arguments += ["--output-prefix", str(prefix), "--shard-size", "20K", "--workers", "1", *more]
     return [sys.executable, "-m", "megapack.cli.main", *arguments]
 
 
@@ -217,38 +217,85 @@ true
 """
 
 
-@pytest.mark.parametrize("workers", ["1", "2"])
-@pytest.mark.parametrize(("ballast", "missing"), [(7, "shards"), (5, "the result")])
-def test_after_a_disk_was_full_the_same_command_goes_on_and_gives_the_same_bytes(
-    tmp_path: Path, corpus: Path, workers: str, ballast: int, missing: str
-) -> None:
-    """On a real file system in a mount namespace of its own; about 2 MB of shards, 2 of result."""
+# Takes the disk for empty, as if somebody else filled it later.
+UNAWARE_CLI = """
+import shutil, sys
+from megapack.cli.main import main
+shutil.disk_usage = lambda path: shutil._ntuple_diskusage(1 << 60, 0, 1 << 60)
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
+"""
+
+
+def on_small_disk(tmp_path: Path, ballast: int, build: list[str]) -> dict[str, str]:
+    """Run a build twice on a real file system of 8 MB in a mount namespace of its own; what it
+    said, by file name. The corpus makes about 2 MB of shards, and 2 MB of result.
+    """
     if shutil.which("unshare") is None:
         pytest.skip("no unshare")
-    assert run(command(corpus, tmp_path / "calm")).returncode == 0
     disk = tmp_path / "disk"
     disk.mkdir()
-    build = command(corpus, disk / "out", "--workers", workers)
+    build = [*build[:-1], str(disk / "out")]
     script = ["unshare", "-rm", "sh", "-c", FULL_DISK, "sh", str(disk), str(ballast), *build]
     done = subprocess.run(
         script, check=False, cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True
     )
     if done.returncode == 77 or "unshare failed" in done.stderr:
         pytest.skip(f"mounting is not allowed here: {done.stderr.strip()}")
-    said = {path.name: path.read_text() for path in tmp_path.glob("*.*") if "full" in path.name}
+    said = {path.name: path.read_text() for path in tmp_path.glob("*.*") if path.suffix in SAID}
+    assert "Traceback" not in said["full.err"] + said["again.err"], said
+    assert ".tmp-" not in said["full.files"], "nothing half-written is left"
+    return said
+
+
+SAID = (".status", ".err", ".out", ".files")
+
+
+@pytest.mark.parametrize("workers", ["1", "2"])
+@pytest.mark.parametrize(("ballast", "missing"), [(7, "shards"), (5, "the result")])
+def test_after_a_disk_was_full_the_same_command_goes_on_and_gives_the_same_bytes(
+    tmp_path: Path, corpus: Path, workers: str, ballast: int, missing: str
+) -> None:
+    assert run(command(corpus, tmp_path / "calm")).returncode == 0
+    (tmp_path / "cli.py").write_text(UNAWARE_CLI)
+    arguments = command(corpus, Path(), "--workers", workers)[3:]
+    program = [sys.executable, str(tmp_path / "cli.py"), *arguments]
+    said = on_small_disk(tmp_path, ballast, [*program, "--output-prefix", ""])
     assert said["full.status"] == "1\n", said
     assert "No space left on device while writing" in said["full.err"]
-    assert "Traceback" not in said["full.err"]
-    assert ".tmp-" not in said["full.files"], "nothing half-written is left"
     files = said["full.files"].split()
     kept = len([name for name in files if re.fullmatch(r"shard-\d{6}\.json", name)])
     assert kept >= 1 and "out.bin" not in files
-    assert (tmp_path / "again.status").read_text() == "0\n", (tmp_path / "again.err").read_text()
-    again = (tmp_path / "again.out").read_text()
-    found = re.search(r"shards +(\d+) \((\d+) kept from before\)", again)
-    assert found is not None, again
+    assert said["again.status"] == "0\n", said
+    found = re.search(r"shards +(\d+) \((\d+) kept from before\)", said["again.out"])
+    assert found is not None, said
     assert int(found[2]) == kept
     assert (kept == int(found[1])) == (missing == "the result")
+    assert files_of(tmp_path / "out") == files_of(tmp_path / "calm")
+
+
+def test_a_disk_that_cannot_hold_the_result_is_refused_before_the_first_shard(
+    tmp_path: Path, corpus: Path
+) -> None:
+    build = command(corpus, Path(), "--output-prefix", "")
+    said = on_small_disk(tmp_path, 7, build)
+    assert said["full.status"] == "1\n"
+    assert re.search(
+        r"has 1\.0\d MB free, and the build needs about [12]\.\d+ MB", said["full.err"]
+    )
+    assert "shard-" not in said["full.files"]
+    assert said["again.status"] == "0\n"
+
+
+def test_where_two_copies_have_no_room_shards_are_removed_as_they_are_joined(
+    tmp_path: Path, corpus: Path
+) -> None:
+    assert run(command(corpus, tmp_path / "calm")).returncode == 0
+    build = command(corpus, Path(), "--output-prefix", "")
+    said = on_small_disk(tmp_path, 5, build)
+    assert said["full.status"] == "0\n", said
+    assert "each is removed once it is joined" in said["full.err"]
+    assert "nothing to do" in said["again.out"]
     assert files_of(tmp_path / "out") == files_of(tmp_path / "calm")
 
 

@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import ray
-from ray.cluster_utils import Cluster
+from peers import peer
 
 from megapack import IndexedDataset
 from megapack.errors import DataError
@@ -130,15 +129,17 @@ def test_the_script_submits_an_array_and_a_finish_behind_it(
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Any]:
     """Two nodes of one CPU each, beside a head that does no work."""
+    ray, cluster_utils = peer("ray"), peer("ray.cluster_utils")
     # Workers must find megapack, and need no authentication between processes of one machine.
     settings = {
         "PYTHONPATH": str(ROOT),
         "RAY_AUTH_MODE": "disabled",
         "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+        "RAY_raylet_start_wait_time_s": "300",  # a busy machine takes longer than 60
     }
     before = {name: os.environ.get(name) for name in settings}
     os.environ.update(settings)
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0})
+    cluster = cluster_utils.Cluster(initialize_head=True, head_node_args={"num_cpus": 0})
     cluster.add_node(num_cpus=1)
     ray.init(address=cluster.address, log_to_driver=False)
     yield cluster
@@ -180,10 +181,11 @@ def test_a_ray_cluster_that_loses_a_node_makes_the_same_dataset(
     assert result.num_shards > 10
     assert len(progress.counted) == result.num_shards
     assert files_of(tmp_path / "out") == alone
+    nodes = peer("ray").nodes
     deadline = time.monotonic() + 30
-    while time.monotonic() < deadline and sum(n["Alive"] for n in ray.nodes()) > 2:
+    while time.monotonic() < deadline and sum(n["Alive"] for n in nodes()) > 2:
         time.sleep(0.2)
-    assert sum(n["Alive"] for n in ray.nodes()) == 2, "the node was really gone"
+    assert sum(n["Alive"] for n in nodes()) == 2, "the node was really gone"
 
 
 def test_an_error_in_a_ray_task_is_the_error_itself(

@@ -9,10 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from megatron.core.datasets.blended_megatron_dataset_config import (
-    convert_split_vector_to_split_matrix,
-    parse_and_normalize_split,
-)
+from peers import peer
 
 from megapack import IndexedDataset
 from megapack.errors import ConfigError, DataError
@@ -30,8 +27,9 @@ NAMES = ("train", "valid", "test")
     num_documents=st.integers(0, 10**9),
 )
 def test_consecutive_splits_are_megatrons(weights: list[int], num_documents: int) -> None:
+    megatron = peer("megatron.core.datasets.blended_megatron_dataset_config")
     text = ",".join(map(str, weights))
-    matrix = convert_split_vector_to_split_matrix(parse_and_normalize_split(text))
+    matrix = megatron.convert_split_vector_to_split_matrix(megatron.parse_and_normalize_split(text))
     expected = [
         range(0)
         if bounds is None

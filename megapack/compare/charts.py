@@ -8,9 +8,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
-from megapack.packing.compare.evaluate import Comparison, Evaluation
-from megapack.packing.compare.svg import Drawing, Scale
-from megapack.packing.compare.words import money, percent, short_number
+from megapack.compare.comparison import Comparison
+from megapack.compare.evaluation import Evaluation
+from megapack.compare.svg import Drawing, Scale
+from megapack.compare.words import money, percent, short_number
 
 __all__ = [
     "attention_cost",

@@ -5,13 +5,14 @@ from __future__ import annotations
 from html import escape
 
 from megapack import __version__
-from megapack.packing.compare import charts
-from megapack.packing.compare.evaluate import Comparison, Evaluation
-from megapack.packing.compare.recommend import MAX_DROPPED, MAX_EXTRA_TRUNCATION, SAME_TIME
-from megapack.packing.compare.style import STYLE
-from megapack.packing.compare.svg import Drawing
-from megapack.packing.compare.words import duration, money, percent, short_number
-from megapack.packing.compare.workload import NUM_STEPS
+from megapack.compare import charts
+from megapack.compare.comparison import Comparison
+from megapack.compare.evaluation import Evaluation
+from megapack.compare.recommend import MAX_DROPPED, MAX_EXTRA_TRUNCATION, SAME_TIME
+from megapack.compare.style import STYLE
+from megapack.compare.svg import Drawing
+from megapack.compare.words import duration, money, percent, short_number
+from megapack.compare.workload import NUM_STEPS
 
 __all__ = ["render"]
 
@@ -174,11 +175,8 @@ def _table(comparison: Comparison) -> str:
 
 
 def _left_out(comparison: Comparison) -> str:
-    if not comparison.left_out:
-        return ""
-    return (
-        f"<p>Left out because they drop every token: {escape(', '.join(comparison.left_out))}.</p>"
-    )
+    said = [f"{escape(label)}: {escape(why)}" for label, why in comparison.left_out.items()]
+    return f"<p>Left out: {'; '.join(said)}.</p>" if said else ""
 
 
 def _table_row(evaluation: Evaluation, *, chosen: bool, out: str) -> str:

@@ -1,0 +1,115 @@
+"""In which order buckets are drawn: a pure value, any draw of which is located by itself.
+
+An epoch is ``num_cycles`` cycles. After c cycles bucket b has been drawn
+
+    drawn(b, c) = ceil(c * samples_per_epoch[b] / (num_cycles * samples_per_draw[b]))
+
+times, just enough to cover its samples of those cycles. So cycle c consists of the turns
+``[drawn(b, c), drawn(b, c + 1))`` of every bucket b, put in order by an ``Order``.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megapack.data.order import Order
+from megapack.data.streams import fold_key
+
+__all__ = ["DrawOrder"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DrawOrder:
+    """The endless sequence of draws; draws and turns are counted from 0.
+
+    Attributes:
+        samples_per_epoch: of every bucket, by rising capacity.
+        samples_per_draw: of every bucket.
+        order: of the draws inside a cycle.
+        num_cycles: per epoch.
+        seed: of the order.
+    """
+
+    samples_per_epoch: tuple[int, ...]
+    samples_per_draw: tuple[int, ...]
+    order: Order
+    num_cycles: int
+    seed: int
+
+    def locate(self, draw: int) -> tuple[int, int]:
+        """(bucket of a draw, how often that bucket was drawn before)."""
+        cycle = self._cycle_of(draw)
+        bucket, rank = _cycle(self, cycle)
+        at = draw - self.begin(cycle)
+        return int(bucket[at]), self.drawn(int(bucket[at]), cycle) + int(rank[at])
+
+    def drawn(self, bucket: int, cycles: int) -> int:
+        """Draws of a bucket in the first ``cycles`` cycles."""
+        samples = cycles * self.samples_per_epoch[bucket]
+        return -(-samples // (self.num_cycles * self.samples_per_draw[bucket]))
+
+    def begin(self, cycle: int) -> int:
+        """The first draw of a cycle: draws in all cycles before."""
+        return sum(self.drawn(b, cycle) for b in range(len(self.samples_per_draw)))
+
+    def buckets(self, begin: int, end: int) -> NDArray[np.int32]:
+        """The bucket of draws ``[begin, end)``."""
+        parts = [np.zeros(0, np.int32)]
+        while begin < end:
+            cycle = self._cycle_of(begin)
+            first = self.begin(cycle)
+            bucket, _ = _cycle(self, cycle)
+            parts.append(bucket[begin - first : end - first])
+            begin = first + len(bucket)
+        return np.concatenate(parts)
+
+    def counts(self, end: int) -> NDArray[np.int64]:
+        """(num_buckets,) how often every bucket is drawn in draws ``[0, end)``."""
+        cycle = self._cycle_of(end)
+        within = _cycle(self, cycle)[0][: end - self.begin(cycle)]
+        num_buckets = len(self.samples_per_draw)
+        before = [self.drawn(b, cycle) for b in range(num_buckets)]
+        return np.asarray(before) + np.bincount(within, minlength=num_buckets)
+
+    def window(self, bucket: int, turn: int, size: int) -> tuple[int, int]:
+        """The turns ``[begin, end)`` of a bucket that are grouped with ``turn``, at most ``size``.
+
+        Windows start over with every epoch, so that an epoch still has every sample once.
+        """
+        epoch = turn * self.samples_per_draw[bucket] // self.samples_per_epoch[bucket]
+        first = self.drawn(bucket, epoch * self.num_cycles)
+        last = self.drawn(bucket, (epoch + 1) * self.num_cycles)
+        begin = turn - (turn - first) % size
+        return begin, min(begin + size, last)
+
+    def _cycle_of(self, draw: int) -> int:
+        """The cycle of a draw: the largest c with begin(c) <= draw."""
+        need = sum(
+            samples / (self.num_cycles * per_draw)
+            for samples, per_draw in zip(self.samples_per_epoch, self.samples_per_draw, strict=True)
+        )
+        # begin(c) lies in [need * c, need * c + num_buckets).
+        low = max(0, int((draw - len(self.samples_per_draw)) / need) - 1)
+        high = int((draw + 1) / need) + 2
+        return low + bisect_right(range(low, high), draw, key=self.begin) - 1
+
+
+@lru_cache(maxsize=8)  # a run needs one at a time, a look back two
+def _cycle(draws: DrawOrder, cycle: int) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
+    """Bucket of every draw of a cycle, and how often it was drawn before in the cycle."""
+    buckets = range(len(draws.samples_per_draw))
+    counts = np.array([draws.drawn(b, cycle + 1) - draws.drawn(b, cycle) for b in buckets])
+    bucket = draws.order.cycle(counts, fold_key(draws.seed, 2, cycle))
+    if cycle == 0 and draws.order.shuffled:  # running out of memory shall happen at once
+        at = int(np.argmax(bucket == bucket.max()))
+        bucket[[0, at]] = bucket[[at, 0]]
+    rank = np.empty(len(bucket), np.int64)
+    rank[np.argsort(bucket, kind="stable")] = np.arange(len(bucket)) - np.repeat(
+        np.cumsum(counts) - counts, counts
+    )
+    return bucket, rank

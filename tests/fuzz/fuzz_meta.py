@@ -1,0 +1,106 @@
+"""Any bytes as a .meta.json: refused or understood; documents stay what they are."""
+
+from __future__ import annotations
+
+import json
+import random
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fuzz.mutate import mutate
+from megapack.errors import MegapackError
+from megapack.storage import IndexedDataset, IndexedDatasetBuilder
+from megapack.storage.merge import merge
+from megapack.storage.shard import Shard
+from megapack.storage.verify import verify
+
+_VALUES: list[Any] = [
+    None,
+    True,
+    -1,
+    0,
+    1,
+    2,
+    19,
+    20,
+    21,
+    2**31,
+    2**63,
+    2**70,
+    1.5,
+    "",
+    "x",
+    [],
+    {},
+]
+_TOKENS = np.array([5, 7, 0, 9, 0, 0, 19, 1, 0], np.uint16)
+
+
+def _dataset() -> dict[str, bytes]:
+    metadata = {
+        "tokenizer": {"digest": "d", "source": "tokenizer.json"},
+        "document_end_token": 0,
+        "command": ["tokenize", "--input", "x.jsonl"],
+    }
+    with tempfile.TemporaryDirectory() as directory:
+        prefix = f"{directory}/data"
+        with IndexedDatasetBuilder(prefix, np.uint16, vocab_size=20, metadata=metadata) as builder:
+            builder.add_documents(_TOKENS, [0, 3, 5, 6, 9])
+        suffixes = (".bin", ".idx", ".meta.json")
+        return {suffix: Path(prefix + suffix).read_bytes() for suffix in suffixes}
+
+
+FILES = _dataset()
+SEEDS = [FILES[".meta.json"], json.dumps(json.loads(FILES[".meta.json"])).encode()]
+
+
+def change(rng: random.Random) -> bytes:
+    """One value of the meta file changed, or a few of its bytes."""
+    if rng.random() < 0.5:
+        return mutate(rng, SEEDS)
+    content = json.loads(SEEDS[0])
+    parent = content
+    while True:
+        key = rng.choice(list(parent) if isinstance(parent, dict) else range(len(parent)))
+        if not isinstance(parent[key], dict | list) or not parent[key] or rng.random() < 0.2:
+            break
+        parent = parent[key]
+    if rng.random() < 0.2:
+        del parent[key]
+    else:
+        value = parent[key]
+        nearby = value + rng.choice([-1, 1]) if isinstance(value, int) else rng.choice(_VALUES)
+        parent[key] = rng.choice([nearby, rng.choice(_VALUES)])
+    return json.dumps(content).encode()
+
+
+def run(data: bytes, directory: Path) -> str:
+    """Raises only what callers are told to expect; says what became of the change."""
+    prefix = directory / "data"
+    for suffix, content in (FILES | {".meta.json": data}).items():
+        Path(f"{prefix}{suffix}").write_bytes(content)
+    dataset = IndexedDataset(prefix)
+    assert np.array_equal(dataset.tokens, _TOKENS)
+    assert dataset.document_lengths.tolist() == [3, 2, 1, 3]
+    sound = not any(finding.severity == "error" for finding in verify(prefix))
+    try:
+        meta = dataset.meta
+        assert dataset.vocab_size is None or dataset.vocab_size > _TOKENS.max()
+    except MegapackError:
+        assert not sound, "verify calls sound what a reader refuses"
+        return "refused at load"
+    try:
+        Shard(prefix)
+        merge([prefix], directory / "merged")
+        merged = IndexedDataset(directory / "merged")
+        assert np.array_equal(merged.tokens, _TOKENS)
+        merged_sound = not any(f.severity == "error" for f in verify(merged.prefix))
+        assert merged_sound or not sound, "a merge made damage of what was sound"
+    except MegapackError as error:
+        assert not sound, f"verify calls it sound, but: {error}"
+    if meta == json.loads(FILES[".meta.json"]):
+        return "equal"
+    return "another, and consistent" if sound else "found by verify"
