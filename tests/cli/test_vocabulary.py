@@ -11,15 +11,7 @@ from megapack.cli import arguments
 from megapack.cli.main import COMMANDS, build_parser
 
 # Commands that follow the vocabulary so far.
-FOLLOWS: tuple[str, ...] = (
-    "compare",
-    "import",
-    "inspect",
-    "merge",
-    "pack",
-    "repair",
-    "verify",
-)
+FOLLOWS: tuple[str, ...] = tuple(sorted(COMMANDS))
 READ_DATASETS = {"pack", "compare", "merge", "verify", "repair", "inspect"} & set(FOLLOWS)
 WRITE = {"tokenize", "train-tokenizer", "pack", "compare", "merge", "import"} & set(FOLLOWS)
 # Spellings that another word of the vocabulary has taken over.
