@@ -14,7 +14,7 @@ from numpy.typing import DTypeLike
 from megapack.errors import DataError, FormatError
 from megapack.storage.atomic import AtomicFile, Publishable
 from megapack.storage.foreign import Foreign, detect, open_foreign, tokens_path
-from megapack.storage.index_writer import ArrayPart
+from megapack.storage.index_writer import ArrayIndexPart
 from megapack.storage.lock import writer_lock
 from megapack.storage.meta import TokenFacts, check_metadata
 from megapack.storage.mmididx import path_of, prefix_of
@@ -25,9 +25,8 @@ from megapack.storage.publishing import (
     check_prefix_names,
     publish_dataset,
 )
-from megapack.storage.token_scan import scan_tokens
 from megapack.storage.token_writer import TokenWriter
-from megapack.storage.tokens import TokenLimits, as_tokens
+from megapack.storage.tokens import TokenLimits, as_tokens, scan_tokens
 
 __all__ = ["LINKS", "import_dataset"]
 
@@ -125,7 +124,7 @@ def _import(
             tokens = _checked(foreign, limits)
         content = DatasetContent(
             dtype=foreign.dtype,
-            parts=[ArrayPart(foreign.lengths, foreign.ends)],
+            parts=[ArrayIndexPart(foreign.lengths, foreign.ends)],
             tokens=tokens,
             vocab_size=limits.vocab_size,
             metadata=metadata,

@@ -15,7 +15,7 @@ from megapack.storage.document_log import MAX_SEQUENCE_LENGTH
 from megapack.storage.meta import TokenFacts
 from megapack.storage.mmididx import Tokens, pick_dtype
 from megapack.storage.opening import identity_of, open_regular
-from megapack.storage.token_scan import scan_tokens
+from megapack.storage.tokens import scan_tokens
 
 __all__ = [
     "LLM_C_DTYPES",
@@ -85,7 +85,7 @@ def split_documents(
     found: list[NDArray[Any]] = [np.zeros(0, np.int64)]
     position = 0
 
-    def look(block: Tokens) -> None:
+    def look(block: Tokens, *_: int) -> None:
         nonlocal position
         found.append(np.flatnonzero(block == eod_token) + position)
         position += block.size

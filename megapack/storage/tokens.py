@@ -1,17 +1,23 @@
-"""Token ids from whatever holds them, and the limits a dataset sets to them."""
+"""Token ids from whatever holds them, what a file of them holds, and the limits set to them."""
 
 from __future__ import annotations
 
+import os
 from array import array
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import xxhash
 from numpy.typing import NDArray
 
+from megapack import _core
 from megapack.errors import DataError
+from megapack.storage.meta import Checksum, TokenFacts
 from megapack.storage.mmididx import Tokens
+from megapack.storage.opening import open_regular, read_blocks
 
-__all__ = ["TokenLimits", "as_tokens"]
+__all__ = ["TokenLimits", "as_tokens", "scan_tokens"]
 
 
 def as_tokens(tokens: Any) -> Tokens:
@@ -49,6 +55,37 @@ def _to_array(tokens: Any) -> NDArray[Any]:
         except ValueError as error:
             raise TypeError(f"tokens are strings that are no numbers: {error}") from error
     return values
+
+
+def scan_tokens(
+    path: str | os.PathLike[str],
+    dtype: np.dtype[Any],
+    num_tokens: int,
+    look: Callable[[Tokens, int, int], object] | None = None,
+    *,
+    begin_byte: int = 0,
+) -> TokenFacts:
+    """Read ``num_tokens`` tokens of a file; ``look`` is shown every block, its smallest and its
+    largest id.
+
+    Raises:
+        FormatError: the file is shorter.
+        OSError: it cannot be read.
+    """
+    digest = xxhash.xxh3_128()
+    lowest, highest = 2**63, -(2**63)
+    with open_regular(path) as file:
+        file.seek(begin_byte)
+        for block in read_blocks(file, dtype, num_tokens):
+            digest.update(block.data)
+            low, high = _core.token_range(block)
+            lowest, highest = min(lowest, low), max(highest, high)
+            if look is not None:
+                look(block, low, high)
+    if num_tokens == 0:
+        return TokenFacts(0, [], None, None)
+    checksum = Checksum(num_tokens * dtype.itemsize, digest.hexdigest())
+    return TokenFacts(num_tokens, [checksum], lowest, highest)
 
 
 class TokenLimits:

@@ -87,10 +87,10 @@ class TextCoder(Coder):
         return Coded(tokens, framed, None)
 
     def _verify(self, block: TextBlock, reference: Encoder) -> None:
-        # Chosen by their text, so that every run checks the same documents.
-        chosen = hashed_split(
-            (self._verify_fraction, 1 - self._verify_fraction), block.text_hashes()
-        )
+        # Chosen by their text, so that every run checks the same documents; by another hash than
+        # the one that splits the corpus, or all of them would be training documents.
+        hashes = block.text_hashes(seed=1)
+        chosen = hashed_split((self._verify_fraction, 1 - self._verify_fraction), hashes)
         sample = block.select(chosen == 0)
         if not len(sample):
             return
