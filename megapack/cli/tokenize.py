@@ -98,11 +98,11 @@ def _add_tokenizer_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="T",
         help="the same for the token that begins documents",
     )
-    group.add_argument(
-        "--dtype",
+    arguments.add_dtype(
+        group,
         choices=("auto", "uint16", "int32"),
         default="auto",
-        help="of tokens on disk; auto is Megatron's rule: uint16 below 65,500 ids (auto)",
+        help="auto is Megatron's rule: uint16 below 65,500 ids (auto)",
     )
 
 
