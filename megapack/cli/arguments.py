@@ -207,7 +207,7 @@ def add_seed(parser: Arguments) -> None:
 
 def add_tokenizer(parser: Arguments, *, required: bool = False, help: str = "") -> None:
     """``args.tokenizer``, as megapack.tokenization.tokenizer opens it."""
-    text = "a sentencepiece .model, a tokenizer.json or its directory, or bytes"
+    text = "a .model, a tokenizer.json, a directory (also of vocab.json, merges.txt), or bytes"
     parser.add_argument("--tokenizer", required=required, metavar="T", help=_and(text, help))
 
 
