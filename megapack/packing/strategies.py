@@ -297,8 +297,9 @@ def _bucket_llm(request: Request, *, pairs: bool) -> Packing:
         name="refine",
         kind=bool,
         default=False,
-        help="look for better samples with a linear program (needs scipy; REFINE_TIME), and take "
-        "them if they are worth it",
+        help="look for better samples with a linear program, and take them if they are worth it "
+        "(needs scipy; seconds, or a minute or two where there are a thousand different lengths, "
+        "for any number of documents)",
     ),
     many_buckets=True,
 )

@@ -154,7 +154,7 @@ class _SentencePiece(_Loaded):
     backend = "sentencepiece"
 
     def _load(self) -> None:
-        module = require("sentencepiece", None, f"tokenizer {self._files.source}")
+        module = require("sentencepiece", f"tokenizer {self._files.source}")
         self._processor = module.SentencePieceProcessor(model_proto=self._files.definition())
         self._returns_arrays = hasattr(self._processor, "EncodeAsNumpy")  # 0.2.1 and later
 
@@ -190,8 +190,8 @@ class _Gigatoken(_Loaded):
 
     def _load(self) -> None:
         source = self._files.source
-        gigatoken = require("gigatoken", "gigatoken", f"backend gigatoken of {source}")
-        self._awkward = require("awkward", "gigatoken", f"backend gigatoken of {source}")
+        gigatoken = require("gigatoken", f"backend gigatoken of {source}")
+        self._awkward = require("awkward", f"backend gigatoken of {source}")
         kind = gigatoken.Tokenizer
         load = kind.from_json if self._files.kind == "hf" else kind.from_sentencepiece
         try:
@@ -227,7 +227,7 @@ class _Gigatoken(_Loaded):
 
 def load_tokenizers(files: TokenizerFiles) -> Any:
     """The `tokenizers.Tokenizer` of a tokenizer.json, which adds and cuts nothing."""
-    module = require("tokenizers", "tokenizers", f"tokenizer {files.source}")
+    module = require("tokenizers", f"tokenizer {files.source}")
     tokenizer = module.Tokenizer.from_buffer(files.definition())
     # A file saved after fine-tuning may carry both; either would corrupt a corpus.
     tokenizer.no_truncation()

@@ -33,7 +33,7 @@ def gpt2_definition(
         FormatError: the files are not a vocabulary and its merges.
     """
     name = f"{paths[0]} with {paths[1].name}"
-    tokenizers = require("tokenizers", "tokenizers", f"tokenizer {name}")
+    tokenizers = require("tokenizers", f"tokenizer {name}")
     try:
         vocab: dict[str, int] = json.loads(data[0])
         lines = data[1].decode("utf-8").splitlines()

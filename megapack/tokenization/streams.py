@@ -134,7 +134,7 @@ class _ZstReader:
     """zstandard's stream reader, which takes a file cut inside a frame for a complete one."""
 
     def __init__(self, raw: BinaryIO, path: str) -> None:
-        zstandard = require("zstandard", "zst", f"reading {path}")
+        zstandard = require("zstandard", f"reading {path}")
         self._error: type[Exception] = zstandard.ZstdError
         # Corpora are packed with --long, whose windows the library refuses unless told.
         decompressor = zstandard.ZstdDecompressor(max_window_size=_ZST_WINDOW_BYTES)

@@ -253,7 +253,7 @@ def _read_hf(path: Path, data: bytes) -> tuple[int, dict[str, int]]:
 
 
 def _read_sentencepiece(path: Path, data: bytes) -> tuple[int, dict[str, int]]:
-    processor = require("sentencepiece", None, f"tokenizer {path}").SentencePieceProcessor()
+    processor = require("sentencepiece", f"tokenizer {path}").SentencePieceProcessor()
     try:
         processor.LoadFromSerializedProto(data)
     except RuntimeError as error:
@@ -277,7 +277,6 @@ def library_versions(backend: str, *, template: bool = False) -> dict[str, str]:
     if template:
         packages |= {"tokenizers", "jinja2"}
     for package in packages:
-        extra = None if package == "sentencepiece" else "tokenizers"
-        require(package, "gigatoken" if package == "gigatoken" else extra, f"backend {backend}")
+        require(package, f"backend {backend}")
     versions = {package: importlib.metadata.version(package) for package in sorted(packages)}
     return {**versions, "megapack": str(_IDS_VERSION)}

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tokenizers import pre_tokenizers
 
 from megapack import IndexedDataset
 from megapack.cli.main import main
@@ -289,3 +290,48 @@ def test_a_trained_tokenizer_tokenizes(
         dataset = IndexedDataset(prefix)
         assert dataset.vocab_size == 320
         assert len(dataset) == 60
+
+
+def test_gpt2s_two_files_are_a_tokenizer_as_megatron_names_them(
+    tmp_path: Path, corpus: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab, merges = tmp_path / "gpt2-vocab.json", tmp_path / "gpt2-merges.txt"
+    names = [*alphabet, "de", "<|endoftext|>"]
+    vocab.write_text(json.dumps({name: i for i, name in enumerate(names)}))
+    merges.write_text("#version: 0.2\nd e\n")
+    command = ["tokenize", "--input", str(corpus), "--output-prefix", str(tmp_path / "out")]
+    pair = ["--vocab-file", str(vocab), "--merge-file", str(merges)]
+    assert main([*command, *pair, "--append-eod"]) == 0
+    assert "EOD        <|endoftext|> = 257" in capsys.readouterr().out
+    document = IndexedDataset(tmp_path / "out")[0].tolist()
+    assert (document[0], document[-1]) == (256, 257), "def begins with de"
+    for wrong in ([], pair[:2], [*pair, "--tokenizer", "bytes"]):
+        assert main([*command, *wrong]) == 2
+    assert main([*command, "--tokenizer-model", "bytes", "--overwrite"]) == 0
+
+
+def test_what_is_left_out_is_said_before_the_build(
+    tmp_path: Path, corpus: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "notes.rst").write_text("text")
+    assert tokenize(corpus, tmp_path / "out", "--input", str(corpus), str(tmp_path)) == 0
+    err = capsys.readouterr().err
+    assert f"note: named again and read once: 1 file (first: {corpus} is {corpus})" in err
+    assert "note: not taken from folders: 1 file (.rst 1); choose with --suffix" in err
+
+
+def test_a_tokenizer_is_trained_once(
+    tmp_path: Path, corpus: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "t.json"
+    command = ["train-tokenizer", "--input", str(corpus), "--output", str(output)]
+    command += ["--type", "bpe-json", "--vocab-size", "300"]
+    assert main(command) == 0
+    assert f"{output}: 300 tokens, learned from 60 documents" in capsys.readouterr().out
+    assert main(command) == 0
+    assert f"nothing to do: {output} is there already" in capsys.readouterr().out
+    other = [*command, "--special-token", "<|x|>"]
+    assert main(other) == 2
+    assert "replace it with --overwrite" in capsys.readouterr().err.lower()
+    assert main([*other, "--overwrite"]) == 0
