@@ -14,7 +14,7 @@ import argparse
 import sys
 import time
 
-from megapack.cli.arguments import add_output, add_overwrite, byte_count, positive
+from megapack.cli.arguments import add_output, add_overwrite, add_vocab_size, byte_count
 from megapack.cli.corpus_arguments import add_corpus_arguments
 from megapack.cli.report import counted, note, size
 from megapack.tokenization.faults import Faults, fault_lines
@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="sentencepiece",
         help="a sentencepiece .model, or a byte-level BPE tokenizer.json (sentencepiece)",
     )
-    group.add_argument("--vocab-size", type=positive, default=32000, metavar="N", help="(32000)")
+    add_vocab_size(group, default=32000, help="of the tokenizer to train (32000)")
     group.add_argument(
         "--sample-bytes",
         type=byte_count,
