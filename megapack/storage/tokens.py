@@ -12,7 +12,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from megapack import _core
-from megapack.errors import DataError
+from megapack.errors import ConfigError, DataError
 from megapack.storage.meta import Checksum, TokenFacts
 from megapack.storage.mmididx import Tokens
 from megapack.storage.opening import open_regular, read_blocks
@@ -97,7 +97,7 @@ class TokenLimits:
         allow_negative: accept what the dtype has below zero.
 
     Raises:
-        ValueError: vocab_size is not positive or exceeds the dtype, or negative values in an
+        ConfigError: vocab_size is not positive or exceeds the dtype, or negative values in an
             unsigned dtype.
     """
 
@@ -107,12 +107,12 @@ class TokenLimits:
         info = np.iinfo(dtype)
         self.dtype, self.vocab_size = dtype, vocab_size
         if vocab_size is not None and not 0 < vocab_size <= int(info.max) + 1:
-            raise ValueError(
+            raise ConfigError(
                 f"vocab_size is {vocab_size}; {dtype.name} holds ids from 0 to {info.max}: "
                 "choose int32"
             )
         if allow_negative and dtype.kind == "u":
-            raise ValueError(f"{dtype.name} has no negative values; choose int32")
+            raise ConfigError(f"{dtype.name} has no negative values; choose int32")
         self.low = int(info.min) if allow_negative else 0
         self.high = int(info.max) if vocab_size is None else vocab_size - 1
 
