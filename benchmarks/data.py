@@ -13,9 +13,9 @@ nothing up and makes no cu_seqlens.
 The contenders take turns in short windows, and the best window of each counts: the machine may be
 busy, and what it was busy with is nobody's speed.
 
-Then torch's DataLoader over theirs and our loader over ours, with 0 and 2 workers, and what it
-takes to begin: seconds to the first batch and memory, with 2e7 documents (LARGE=1: 1e8). And both
-inside Megatron, through its own builder (data_megatron.py).
+Then torch's DataLoader over theirs with 0 and 2 workers beside our loader and its thread, and what
+it takes to begin: seconds to the first batch and memory, with 2e7 documents (LARGE=1: 1e8). And
+both inside Megatron, through its own builder (data_megatron.py).
 """
 
 from __future__ import annotations
