@@ -11,6 +11,7 @@ from megapack.data.report import plan_run
 from megapack.data.sampler import BucketBatchSampler
 from megapack.data.schedule import Schedule
 from megapack.data.step import Draw, ScheduleConfig, Step
+from megapack.data.vocabulary import check_token_ids
 
 __all__ = [
     "ORDERS",
@@ -30,6 +31,7 @@ __all__ = [
     "allocate",
     "block_diagonal_mask",
     "build_loader",
+    "check_token_ids",
     "flex_block_mask",
     "load_blend",
     "plan_run",
