@@ -143,7 +143,7 @@ def pad(request: Request) -> Packing:
     check=_check_atom_size,
 )
 def concat(request: Request) -> Packing:
-    """concatenate and chunk: documents joined to one stream that is cut every capacity tokens"""
+    """concatenate and chunk: one stream of all documents, split every capacity tokens"""
     return _core.pack_concat(
         request.lengths,
         request.capacity,

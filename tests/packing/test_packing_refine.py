@@ -102,10 +102,7 @@ def test_without_scipy_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) 
         ((0, 2, [(5, 1)]), "needs 2 times 1 documents of length 5"),
         ((0, 1, [(6, 1)]), "needs 1 times 1 documents of length 6"),
         ((0, 1, [(-1, 1)]), "given is -1; it must be from 1"),
-        (
-            (0, 1, [(5, 1), (4, 1)]),
-            "1 documents of length 4 where its bucket has room for 3 tokens",
-        ),
+        ((0, 1, [(5, 1), (4, 1)]), "1 documents of length 4 where its bucket has room for 3 tok"),
     ],
 )
 def test_the_core_refuses_patterns_that_cannot_be(pattern: tuple, message: str) -> None:
