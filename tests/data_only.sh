@@ -10,13 +10,14 @@ version=$("$python" -c 'import sys; print("%d.%d" % sys.version_info[:2])')
 venv=.venv-data-$version
 pip=("$venv/bin/python" -m pip install --quiet --disable-pip-version-check)
 
-if [[ ! $venv/.ready -nt pyproject.toml || ! $venv/.ready -nt setup.py ]]; then
+wanted=$(sed -n '/^dependencies/,/^\[project.scripts/p' pyproject.toml | cat - constraints.txt | sha256sum)
+if [[ $(cat "$venv/.ready" 2>/dev/null) != "$wanted" ]]; then
     rm -rf "$venv"
     "$python" -m venv "$venv"
     "${pip[@]}" --upgrade "pip>=24" wheel "setuptools>=77" "pybind11>=2.12"
     MEGAPACK_NO_EXTENSION=1 "${pip[@]}" -c constraints.txt --no-build-isolation \
         -e '.[dev-data]'
-    touch "$venv/.ready"
+    echo "$wanted" >"$venv/.ready"
 fi
 MEGAPACK_WERROR=1 "$venv/bin/python" setup.py --quiet build_ext --inplace
 

@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="sentencepiece",
         help="a sentencepiece .model, or a byte-level BPE tokenizer.json (sentencepiece)",
     )
-    add_vocab_size(group, default=32000, help="by default 32000")
+    add_vocab_size(group, default=32000, help="of the tokenizer to train (32000)")
     group.add_argument(
         "--sample-bytes",
         type=byte_count,
