@@ -42,7 +42,7 @@ def test_refined_samples_pad_less_and_cut_nothing_more() -> None:
 def test_patterns_are_carried_out_as_defined(promote: str) -> None:
     documents = without_short_documents(2000)
     index = pack(documents, buckets=BUCKETS, refine=True, promote=promote)
-    counts, _ = _core.length_histogram(documents, BUCKETS[-1], 1)
+    counts, _ = _core.length_histogram(_core.DocumentLengths(documents), BUCKETS[-1], 1)
     samples, left = refine(counts, BUCKETS)
     taken = index.decisions["refine"].startswith("taken")
     patterns = tuple((s.bucket, s.count, s.lengths) for s in samples if taken)
@@ -65,7 +65,7 @@ def test_a_refinement_that_is_no_better_is_left() -> None:
 def test_every_document_is_placed_once_or_left(documents: list[int], buckets: set[int]) -> None:
     capacities = sorted(buckets)
     array = np.array(documents, np.int32)
-    counts, _ = _core.length_histogram(array, capacities[-1], 1)
+    counts, _ = _core.length_histogram(_core.DocumentLengths(array), capacities[-1], 1)
     samples, left = refine(counts, capacities)
     placed = np.zeros_like(counts)
     for sample in samples:
@@ -94,17 +94,17 @@ def test_without_scipy_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) 
     ("pattern", "message"),
     [
         ((3, 1, [(5, 1)]), "has bucket 3 of 2"),
-        ((0, 0, [(5, 1)]), "and count 0"),
+        ((0, 0, [(5, 1)]), "count is 0; it must be from 1"),
         ((0, 2, [(5, 1)]), "needs 2 times 1 documents of length 5"),
         ((0, 1, [(6, 1)]), "needs 1 times 1 documents of length 6"),
-        ((0, 1, [(-1, 1)]), "documents of length -1"),
-        ((0, 1, [(5, 1), (4, 1)]), "holds 9 tokens; its bucket holds 8"),
+        ((0, 1, [(-1, 1)]), "given is -1; it must be from 1"),
+        ((0, 1, [(5, 1), (4, 1)]), "documents of length 4 where its bucket has room for 3"),
     ],
 )
 def test_the_core_refuses_patterns_that_cannot_be(pattern: tuple, message: str) -> None:
     rules = _core.BucketRules(capacities=[8, 16])
     common = _core.PackingCommon(seed=0, threads=1, wide_ids=False, progress=None)
-    documents = np.array([5, 4, 3], np.int32)
+    documents = _core.DocumentLengths(np.array([5, 4, 3], np.int32))
     with pytest.raises(ValueError, match=message):
         _core.drain_buckets(documents, rules, [pattern], 3, common)
     with pytest.raises(ValueError, match="given patterns need one pool, not 3"):

@@ -13,6 +13,7 @@ from packing_inputs import ADVERSARIAL, as_packing, lengths, packings, same_arra
 from reference import DEFINITIONS
 from reference.random import DOCUMENTS, random_for, shuffled
 
+from megapack import _core
 from megapack.packing import STRATEGIES, pack
 
 NAMES = sorted(STRATEGIES)
@@ -98,7 +99,7 @@ def test_wide_document_numbers_and_lengths_give_the_same_samples(name: str) -> N
     packed = [
         strategy.run(
             Request(
-                lengths=documents.astype(dtype),
+                lengths=_core.DocumentLengths(documents.astype(dtype)),
                 buckets=buckets,
                 parameters=strategy.resolve({}),
                 seed=2,
