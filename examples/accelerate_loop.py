@@ -13,7 +13,7 @@ from accelerate import Accelerator
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from megapack.data import PackedDataset, Schedule, build_loader
-from megapack.integrations.transformers import model_inputs
+from megapack.integrations.transformers import check_model, model_inputs
 
 
 def main(argv: Sequence[str] | None = None) -> list[float]:
@@ -48,6 +48,7 @@ def main(argv: Sequence[str] | None = None) -> list[float]:
         max_position_embeddings=max(stream.capacity for stream in schedule.buckets),
     )
     model = LlamaForCausalLM(config)
+    check_model(model, dataset, device=accelerator.device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     model, optimizer = accelerator.prepare(model, optimizer)
 
@@ -55,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> list[float]:
     for batch in loader:
         last = batch["micro_step"] + 1 == batch["num_micro_steps"]
         accelerator.gradient_state._set_sync_gradients(last)
-        # The divisor is that of the whole step; DDP averages over ranks, which is undone here.
+        # The loss denominator is the whole step's; DDP averages over ranks, which is undone here.
         loss = model(**model_inputs(batch), num_items_in_batch=batch["num_step_label_tokens"]).loss
         accelerator.backward(loss * accelerator.num_processes)
         total += loss.detach()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from megapack.attention.alibi import alibi_slopes
 from megapack.attention.backends import BACKENDS, Choice, choose_backend, survey
+from megapack.attention.guard import check_architecture
 from megapack.attention.problem import AttentionNeeds, ScoreRule
 from megapack.attention.transformers_interface import ATTENTION_NAME, register, varlen_arguments
 from megapack.attention.varlen import varlen_attention
@@ -15,6 +16,7 @@ __all__ = [
     "Choice",
     "ScoreRule",
     "alibi_slopes",
+    "check_architecture",
     "choose_backend",
     "register",
     "survey",

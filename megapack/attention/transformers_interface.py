@@ -66,6 +66,9 @@ def _attention_function(backend: str) -> Callable[..., tuple[Tensor, None]]:
         if kind != "meta" and torch.is_autocast_enabled(kind):  # rotated q and k are float32
             compute = torch.get_autocast_dtype(kind)
             query, key, value = query.to(compute), key.to(compute), value.to(compute)
+        # Values narrower than keys (multi-head latent attention): the kernels want one width.
+        narrow = value.shape[-1]
+        value = torch.nn.functional.pad(value, (0, width - narrow)) if narrow < width else value
         out = varlen_attention(
             query.transpose(1, 2).reshape(batch * length, heads, width),
             key.transpose(1, 2).reshape(batch * length, -1, width),
@@ -78,7 +81,7 @@ def _attention_function(backend: str) -> Callable[..., tuple[Tensor, None]]:
             alibi_slopes=_slopes(module),
             backend=backend,
         )
-        return out.view(batch, length, heads, width), None
+        return out.view(batch, length, heads, width)[..., :narrow], None
 
     return megapack_attention
 

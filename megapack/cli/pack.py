@@ -49,7 +49,7 @@ __all__ = ["add_arguments", "run"]
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_dataset_argument(parser, many=False, help="only the .idx is read")
-    add_output(parser, help="(default: PREFIX.samples)")
+    add_output(parser, help="default: PREFIX.samples")
     add_overwrite(parser)
     parser.add_argument(
         "--strategy", metavar="NAME", default="bucket", help="see below (default: %(default)s)"

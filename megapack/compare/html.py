@@ -24,16 +24,16 @@ def render(comparison: Comparison) -> str:
         _answer(comparison),
         _figure(
             "How long the documents are",
-            "A document longer than the largest capacity must be cut; one that is much shorter "
-            "must be joined with others or padded. Few documents are long, but they hold many "
+            "A document longer than the largest capacity must be split; one that is much shorter "
+            "must be concatenated or padded. Few documents are long, but they hold many "
             "tokens.",
             charts.length_histogram(comparison),
         ),
         _figure(
             "What each strategy does to them",
             "Less is better in every column, and no strategy is best in all: short samples split "
-            "documents, long samples join unrelated ones, whole documents leave gaps. Log scales; "
-            "a dot at the left edge is at or below it.",
+            "documents, long samples concatenate unrelated ones, whole documents leave gaps. Log "
+            "scales; a dot at the left edge is at or below it.",
             charts.trade_off(comparison),
         ),
         _table(comparison),
@@ -106,7 +106,7 @@ def _answer(comparison: Comparison) -> str:
     tiles = (
         ("padding", percent(best.metrics["padding_ratio"]), "of positions"),
         ("truncated", percent(best.metrics["truncation_ratio"]), "of documents"),
-        ("joined", f"{best.metrics['concatenation_ratio']:.2f}", "documents per sample"),
+        ("concatenated", f"{best.metrics['concatenation_ratio']:.2f}", "documents per sample"),
         (
             "estimate",
             money(best.breakdown.cost),
@@ -144,7 +144,7 @@ def _table(comparison: Comparison) -> str:
         ("strategy", ""),
         ("padding", "%"),
         ("truncated", "%"),
-        ("joined", "docs/sample"),
+        ("concatenated", "docs/sample"),
         ("lost", "%"),
         ("repeated", "%"),
         ("samples", ""),

@@ -1,7 +1,7 @@
 """SampleIndex and documents in, batches out: schedule, sampler, gather, loader. Needs torch."""
 
 from megapack.data.batch import Batch, BatchLayout, MicroBatch, allocate
-from megapack.data.blend import BlendConfig, BlendEntry, load_blend
+from megapack.data.blend import BlendConfig, Source, load_blend
 from megapack.data.dataset import PackedDataset
 from megapack.data.loader import PackedLoader, build_loader
 from megapack.data.masks import block_diagonal_mask, flex_block_mask, segment_ids
@@ -11,13 +11,13 @@ from megapack.data.report import plan_run
 from megapack.data.sampler import BucketBatchSampler
 from megapack.data.schedule import Schedule
 from megapack.data.step import Draw, ScheduleConfig, Step
+from megapack.data.vocabulary import check_token_ids
 
 __all__ = [
     "ORDERS",
     "Batch",
     "BatchLayout",
     "BlendConfig",
-    "BlendEntry",
     "BucketBatchSampler",
     "Draw",
     "MicroBatch",
@@ -26,10 +26,12 @@ __all__ = [
     "RankChecker",
     "Schedule",
     "ScheduleConfig",
+    "Source",
     "Step",
     "allocate",
     "block_diagonal_mask",
     "build_loader",
+    "check_token_ids",
     "flex_block_mask",
     "load_blend",
     "plan_run",

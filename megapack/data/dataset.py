@@ -94,7 +94,7 @@ class PackedDataset(Dataset[Batch]):
             )
         for documents, samples in zip(self.datasets, indices, strict=True):
             samples.check_source(documents)
-        self._label_datasets = [
+        self.label_datasets = [
             open_labels(documents, labels)
             for documents, labels in zip(
                 self.datasets, _label_list(label_dataset, len(self.datasets)), strict=True
@@ -112,7 +112,7 @@ class PackedDataset(Dataset[Batch]):
     def _connect(self, indices: list[SampleIndex], about: dict[str, Any]) -> None:
         self._gatherer = _core.Gatherer(**self._options)
         self._max_cu_seqlens: dict[BatchLayout, int] = {}
-        triples = zip(self.datasets, self._label_datasets, indices, strict=True)
+        triples = zip(self.datasets, self.label_datasets, indices, strict=True)
         for dataset, labels, index in triples:
             self._gatherer.add_source(
                 tokens=dataset.tokens,

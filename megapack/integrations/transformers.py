@@ -15,6 +15,7 @@ A micro batch is one row of segments with the names that transformers' attention
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -22,11 +23,25 @@ import torch
 import transformers
 from torch.utils.data import DataLoader, Dataset
 
-from megapack.attention import varlen_arguments
-from megapack.data import BatchLayout, BucketBatchSampler, MicroBatch, PackedDataset, Schedule
-from megapack.errors import ConfigError
+from megapack.attention import check_architecture, varlen_arguments
+from megapack.data import (
+    BatchLayout,
+    BucketBatchSampler,
+    MicroBatch,
+    PackedDataset,
+    Schedule,
+    check_token_ids,
+)
+from megapack.errors import ConfigError, MegapackWarning
 
-__all__ = ["MicroBatches", "PackedTrainer", "PackedTrainerMixin", "model_inputs", "sft_trainer"]
+__all__ = [
+    "MicroBatches",
+    "PackedTrainer",
+    "PackedTrainerMixin",
+    "check_model",
+    "model_inputs",
+    "sft_trainer",
+]
 
 IGNORED = -100
 
@@ -52,6 +67,55 @@ def model_inputs(batch: Mapping[str, Any]) -> dict[str, Any]:
         "shift_labels": shift_labels,
         **varlen_arguments(batch["cu_seqlens"], batch["max_seqlen"]),
     }
+
+
+def check_model(
+    model: Any,
+    dataset: PackedDataset | None = None,
+    *,
+    device: torch.device | None = None,
+    dtype: torch.dtype | None = None,
+) -> None:
+    """Refuse a model that packed rows would train wrongly, or that lacks ids of the documents.
+
+    A tiny model of its architecture is tried with its attention; see ``attention.guard``. Takes a
+    second, moves no random state, and every rank may call it.
+
+    Args:
+        model: of transformers, plain or adapted by PEFT. Any other is not tried: a warning says so.
+        dataset: what it shall be trained on.
+        device, dtype: of the run; None: the model's.
+
+    Raises:
+        ConfigError: naming the architecture, the layer and the difference, or the ids.
+    """
+    bare = getattr(model, "_orig_mod", model)
+    bare = bare.get_base_model() if hasattr(bare, "get_base_model") else bare
+    if not isinstance(bare, transformers.PreTrainedModel):
+        warnings.warn(
+            f"{type(bare).__name__} is no transformers model: whether it keeps the documents of a "
+            "row apart was not tried",
+            MegapackWarning,
+            stacklevel=2,
+        )
+        return
+    if dataset is not None:
+        check_token_ids(dataset, bare.get_input_embeddings().num_embeddings)
+    text = bare.config.get_text_config(decoder=True)
+
+    def build(configuration: Any, implementation: str) -> Any:
+        options = {"attn_implementation": implementation, "dtype": torch.float32}
+        if text is bare.config:
+            return type(bare)._from_config(configuration, **options)
+        return transformers.AutoModelForCausalLM.from_config(configuration, **options)
+
+    check_architecture(
+        text,
+        attention=text._attn_implementation,
+        build=build,
+        device=bare.device if device is None else device,
+        dtype=bare.dtype if dtype is None else dtype,
+    )
 
 
 class MicroBatches(Dataset[dict[str, Any]]):
@@ -140,8 +204,15 @@ class PackedTrainerMixin:
     """
 
     args: Any
+    model: Any
     train_dataset: Any
     eval_dataset: Any
+    _checked: tuple[int, ...] = ()
+
+    def check_model(self, dataset: PackedDataset) -> None:
+        """Called before the first batch of a dataset; see ``check_model``."""
+        half = torch.bfloat16 if self.args.bf16 else torch.float16 if self.args.fp16 else None
+        check_model(self.model, dataset, device=self.args.device, dtype=half)
 
     def get_train_dataloader(self) -> Any:
         """A loader of this rank's micro batches.
@@ -192,6 +263,9 @@ class PackedTrainerMixin:
                 f"tensor, context and sequence parallel sizes are {sizes}; the micro batches are "
                 "dealt to data-parallel ranks only"
             )
+        if id(batches.dataset) not in self._checked:
+            self.check_model(batches.dataset)
+            self._checked = (*self._checked, id(batches.dataset))
         return batches.of_rank(self.args.process_index, self.args.world_size, num_steps)
 
     def _loader(self, batches: MicroBatches) -> DataLoader[dict[str, Any]]:

@@ -1,7 +1,7 @@
 """What `bucket` decides by itself: whether to promote, and whether refined samples are better.
 
-Both are decided on the histogram of lengths, which costs milliseconds (refine: seconds) and makes
-no sample; the choice and its reason stand in the index.
+Both are decided on the histogram of lengths, which costs milliseconds (refine: seconds to a minute)
+and makes no sample; the choice and its reason stand in the index.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from megapack.packing.refine import Refined, price_of_a_sample, refine
 
 __all__ = ["BucketWay", "choose_bucket_way"]
 
-# `promote="auto"` leaves a packing alone that pads less than one token in so many.
+# A packing that pads less than one token in so many is left alone.
 PADDING_WORTH_SAVING = 1000
 
 
@@ -83,6 +83,8 @@ def _try_to_refine(
     counts: NDArray[np.int64], buckets: list[int], rules: _core.BucketRules, tokens: int
 ) -> tuple[list[tuple[int, int, list[tuple[int, int]]]], str]:
     plain = _drained(counts, buckets, rules)
+    if (plain.slots - tokens) * PADDING_WORTH_SAVING <= plain.slots:
+        return [], f"left, not tried: {plain.padding(tokens)} padding is not worth saving"
     samples, left = refine(counts, buckets)
     rest = _drained(left, buckets, rules)
     refined = _Outcome(

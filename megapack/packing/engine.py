@@ -13,7 +13,6 @@ from numpy.typing import ArrayLike, NDArray
 from megapack import _core
 from megapack.errors import ConfigError, DataError
 from megapack.packing.alignment import check_alignment, rounded_up, with_true_lengths
-from megapack.packing.format import lengths_fingerprint
 from megapack.packing.index import SampleIndex
 from megapack.packing.metrics import DocumentTotals
 from megapack.packing.strategies import find_strategy
@@ -117,7 +116,8 @@ def pack(
     seed = _integer("seed", seed, 0, (1 << 64) - 1)
     threads = _integer("threads", threads, 1, _INT32_MAX)
     documents, checked = _check_lengths(lengths, method.buckets[-1])
-    totals = _totals(documents, checked)
+    # The array may be the caller's, who may change it later: these totals are all that is kept.
+    totals = DocumentTotals.of(documents, checked)
     if method.alignment > 1:
         rounded, documents = rounded_up(documents, method.alignment)
         checked = _core.DocumentLengths(rounded)
@@ -147,18 +147,6 @@ def pack(
         whole = _core.whole_documents(*index.segment_arrays(), documents)
         index = replace(index, documents=replace(totals, num_whole=whole))
     return index
-
-
-def _totals(lengths: Lengths, checked: _core.DocumentLengths) -> DocumentTotals:
-    """All that is kept of the lengths: the array belongs to the caller, who may change it."""
-    return DocumentTotals(
-        num_documents=len(lengths),
-        num_empty=checked.num_empty,
-        num_longer=checked.num_longer,
-        num_tokens=checked.num_tokens,
-        num_whole=None,
-        lengths_fingerprint=lengths_fingerprint(lengths),
-    )
 
 
 def _integer(name: str, value: Any, low: int, high: int) -> int:

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from megapack import _core
 from megapack.errors import FormatError, IndexMismatchError
 from megapack.packing import format as samples_format
+from megapack.packing.checksums import checksum, lengths_fingerprint
 from megapack.packing.metrics import DocumentTotals, compute_metrics
 from megapack.storage.replace import check_target
 
@@ -189,7 +190,7 @@ class SampleIndex:
     @cached_property
     def _checksums(self) -> dict[str, str]:
         """Of the arrays; of a loaded index those that its header promises."""
-        return {name: samples_format.checksum(a) for name, a in self._arrays.items()}
+        return {name: checksum(a) for name, a in self._arrays.items()}
 
     @property
     def _arrays(self) -> dict[str, NDArray[Any]]:
@@ -219,9 +220,7 @@ class SampleIndex:
                     f"fingerprint {recorded} ({source.get('prefix')}), this one has "
                     f"{dataset.fingerprint}; pack it again"
                 )
-        elif self.documents.lengths_fingerprint != samples_format.lengths_fingerprint(
-            dataset.document_lengths
-        ):
+        elif self.documents.lengths_fingerprint != lengths_fingerprint(dataset.document_lengths):
             raise IndexMismatchError(
                 f"{where} do not belong together: as many documents, but of other lengths; "
                 "pack the dataset again"

@@ -143,7 +143,7 @@ def pad(request: Request) -> Packing:
     check=_check_atom_size,
 )
 def concat(request: Request) -> Packing:
-    """concatenate and chunk: documents joined to one stream that is cut every capacity tokens"""
+    """concatenate and chunk: one stream of all documents, split every capacity tokens"""
     return _core.pack_concat(
         request.lengths,
         request.capacity,
@@ -297,8 +297,9 @@ def _bucket_llm(request: Request, *, pairs: bool) -> Packing:
         name="refine",
         kind=bool,
         default=False,
-        help="look for better samples with a linear program (needs scipy; REFINE_TIME), and take "
-        "them if they are worth it",
+        help="look for better samples with a linear program, and take them if they are worth it "
+        "(needs scipy; seconds, or a minute or two where there are a thousand different lengths, "
+        "for any number of documents)",
     ),
     many_buckets=True,
 )

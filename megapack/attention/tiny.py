@@ -1,0 +1,165 @@
+"""A tiny model of the same architecture: what a model does to boundaries shows in it at once.
+
+A transformers configuration is shrunk by the names of its fields: as many layers as it takes to
+have one of every kind, four heads of the model's own width, grouped as the model groups them, few
+experts, short windows. What was a multiple of the hidden size stays the same multiple of it.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from fractions import Fraction
+from typing import Any
+
+import torch
+from torch import nn
+
+__all__ = ["VOCABULARY", "WINDOW", "randomize", "tiny_configuration"]
+
+HEADS, EXPERTS, VOCABULARY, WINDOW, CHUNK, WIDTH, RANK, CAP = 4, 4, 128, 8, 16, 128, 32, 2
+
+# First match decides; the names are transformers' own. What matches nothing stays as it is.
+_RULES = {
+    r"dropout|pdrop|drop_rate|layerdrop|jitter": "off",
+    r"_token_(id|index)$": "last token",
+    r"vocab_size": "vocabulary",
+    r"(key_value|kv)_heads?$|n_head_kv$": "key heads",
+    r"^(num|n)_(.*_)?heads?$|_n_heads$|num_(.*_)?heads$|d_ssm": "heads",
+    r"(^|_)n_groups?$|^topk_group$|^num_groups$|shared_experts": "one",
+    r"experts_per_tok|top_?k(_experts)?$|moe_k$|num_selected_experts": "experts",
+    r"(num|n)_(.*_)?experts$": "experts",
+    r"lora_rank": "rank",
+    r"softcap": "cap",
+    r"window(_size)?$": "window",
+    r"chunk_size": "chunk",
+    r"^(hidden_size|n_embd|d_model)$": "hidden",
+    r"hidden_size|intermediate_size|n_inner|ffn_dim|ffn_hidden|d_ff|lru_width": "width",
+    r"embed_proj_dim|embedding_(dim|size)|(time_step|dt)_rank|(conv|inner)_dim": "width",
+}
+_PERIOD = re.compile(r"(period|_step|freq|interval|pattern|every_n_layers|first_k_dense_replace)$")
+
+
+def tiny_configuration(configuration: Any, *, all_layers: bool = False) -> Any:
+    """The configuration of a tiny model of the same architecture (of its text decoder).
+
+    Args:
+        configuration: of a transformers model.
+        all_layers: as many layers as the model, for architectures whose layers refer to others.
+
+    Raises:
+        Exception: whatever the configuration's class says against the result.
+    """
+    text = configuration.get_text_config(decoder=True)
+    fields = text.to_dict()
+    fields.pop("dtype", None)
+    layers = int(text.num_hidden_layers)
+    kept = layers if all_layers else _num_layers(fields, layers)
+    shrink = _Shrink(text)
+    tiny = {}
+    for name, value in fields.items():
+        if value == layers and re.search(r"layers?$", name):
+            tiny[name] = kept
+        elif re.search(r"shared_layers$", name) and not all_layers:
+            tiny[name] = kept // 2 if value else value
+        elif _per_layer(name, value, layers):
+            tiny[name] = shrink(name, value[:kept])
+        else:
+            tiny[name] = shrink(name, _of_first(kept, value))
+    tiny["use_cache"] = False
+    return type(text).from_dict(tiny)
+
+
+def _num_layers(fields: dict[str, Any], layers: int) -> int:
+    """The shortest beginning of the layers that has one of every kind; 2 at least."""
+    needed, shared = 2, False
+    for name, value in fields.items():
+        if _per_layer(name, value, layers):
+            kinds = [repr(kind) for kind in value]
+            if len(set(kinds)) < layers:  # else they are numbers of layers
+                needed = max(needed, *(kinds.index(kind) + 1 for kind in kinds))
+        elif isinstance(value, list) and value and isinstance(value[0], str):
+            needed = max(needed, len(value))  # kinds that are repeated
+        elif type(value) is int and _PERIOD.search(name) and value < layers:
+            needed = max(needed, value + 1)
+        elif value and name.endswith("shared_layers"):
+            shared = True
+    return min(needed * (1 + shared), layers)
+
+
+def _per_layer(name: str, value: Any, layers: int) -> bool:
+    """Whether a field says something of every layer: a list, or a pattern of letters."""
+    listed = isinstance(value, list) or (isinstance(value, str) and "pattern" in name)
+    return listed and len(value) == layers
+
+
+def _of_first(kept: int, value: Any) -> Any:
+    """Of what is said by number of layer, the part that is kept."""
+    numbered = isinstance(value, dict) and all(str(key).isdigit() for key in value)
+    return {k: v for k, v in value.items() if int(k) < kept} if numbered else value
+
+
+class _Shrink:
+    """The value of a field in the tiny configuration."""
+
+    def __init__(self, text: Any) -> None:
+        fields = text.to_dict()
+        heads = [
+            fields.get(name) for name in ("num_attention_heads", "num_heads", "n_heads", "n_head")
+        ]
+        self.heads = next((n for n in heads if isinstance(n, int) and n > 0), 0)
+        self.hidden = int(text.hidden_size)
+        self.head_ratio = Fraction(min(HEADS, self.heads or HEADS), self.heads or HEADS)
+        self.states = any(re.search("mamba|ssm|expand|state_size", name) for name in fields)
+        free = not self.heads or (fields.get("head_dim") and not self.states)
+        # Without a width of heads of its own, the hidden size is heads times their width.
+        width = Fraction(min(WIDTH, self.hidden), self.hidden)
+        self.ratio = width if free else self.head_ratio
+
+    def __call__(self, name: str, value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: self(str(key), inner) for key, inner in value.items()}
+        if isinstance(value, list):
+            return [self(name, inner) for inner in value]
+        rule = next((rule for pattern, rule in _RULES.items() if re.search(pattern, name)), None)
+        if rule is None or isinstance(value, bool) or not isinstance(value, int | float):
+            return value
+        return type(value)(0 if rule == "off" else self._number(rule, int(value)))
+
+    def _number(self, rule: str, value: int) -> int:
+        if value <= 0:
+            return value
+        if rule == "heads" or (rule == "key heads" and value == self.heads):
+            return math.ceil(value * self.head_ratio)
+        tied = value == self.hidden or (self.states and value % self.hidden == 0)
+        if rule == "hidden" or (rule == "width" and tied):
+            exact = value * self.ratio
+            return int(exact) if exact.denominator == 1 else _aligned(int(exact))
+        limit = {
+            "last token": VOCABULARY - 1,
+            "vocabulary": VOCABULARY,
+            "key heads": 2,
+            "one": 1,
+            "experts": EXPERTS,
+            "rank": RANK,
+            "window": WINDOW,
+            "chunk": CHUNK,
+            "cap": CAP,
+            "width": WIDTH,
+        }
+        return min(value, limit[rule])
+
+
+def _aligned(value: int) -> int:
+    """Up to a multiple of 16, which every kernel takes."""
+    return -(-value // 16) * 16
+
+
+def randomize(model: nn.Module, seed: int = 0) -> None:
+    """Weights with which every layer matters: initial ones would hide what attention does."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            scale = parameter.shape[-1] ** -0.5 if parameter.dim() > 1 else 0.1
+            noise = torch.randn(parameter.shape, generator=generator) * scale
+            parameter.add_(noise.to(parameter.device, parameter.dtype))

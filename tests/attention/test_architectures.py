@@ -1,0 +1,76 @@
+"""The table of docs/guides/transformers.md is what the guard finds, row by row.
+
+python -m tests.attention.test_architectures    # prints the table
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from megapack.attention import check_architecture, register
+from megapack.errors import ConfigError
+
+GUIDE = Path(__file__).parents[2] / "docs/guides/transformers.md"
+IMPLEMENTATIONS = ("megapack", "sdpa", "eager")
+
+# What the guard says -> the table's word.
+WORDS = {
+    "another document": "documents meet",
+    "logits before it": "sees the future",
+    "one document alone": "drops a rule",
+    "a row has other logits": "documents meet",
+    "no tiny model": "not offered",
+    "fails on a row": "fails",
+}
+
+
+def outcome(name: str, implementation: str) -> str:
+    """One cell: with the sizes that transformers gives an architecture by default."""
+    register("eager" if name.startswith("gemma") else "sdpa")  # a soft cap needs the formula
+
+    def build(configuration: object, attention: str) -> object:
+        return AutoModelForCausalLM.from_config(
+            configuration, attn_implementation=attention, dtype=torch.float32
+        )
+
+    try:
+        check_architecture(
+            AutoConfig.for_model(name),
+            attention=implementation,
+            build=build,
+            device=torch.device("cpu"),
+        )
+    except ConfigError as error:
+        return next(word for part, word in WORDS.items() if part in str(error))
+    return "right"
+
+
+def rows() -> dict[str, list[str]]:
+    """The table as it stands in the guide: architecture -> its cells."""
+    lines = re.findall(r"^\| `(\w+)` \| (.*) \|$", GUIDE.read_text(encoding="utf-8"), re.MULTILINE)
+    return {name: cells.split(" | ") for name, cells in lines}
+
+
+@pytest.mark.parametrize("name", sorted(rows()))
+def test_the_guide_says_what_the_guard_finds(name: str) -> None:
+    assert [outcome(name, implementation) for implementation in IMPLEMENTATIONS] == rows()[name]
+
+
+def test_the_table_has_the_architectures_that_people_train_and_those_that_leak() -> None:
+    right = (
+        "llama qwen2 qwen3 mistral phi3 olmo2 qwen3_moe mixtral gemma3_text deepseek_v3 gpt_neox"
+    )
+    assert all(rows()[name][0] == "right" for name in right.split())
+    wrong = "bloom mpt mamba mamba2 jamba gpt_oss llama4_text"
+    assert all(rows()[name][0] != "right" for name in wrong.split())
+
+
+if __name__ == "__main__":
+    for name in sorted(rows()):
+        cells = " | ".join(outcome(name, implementation) for implementation in IMPLEMENTATIONS)
+        print(f"| `{name}` | {cells} |")

@@ -1,0 +1,172 @@
+"""The guard finds what is wrong with a model on packed rows, and nothing where all is right."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
+
+from megapack.attention import check_architecture, register
+from megapack.attention.guard import LENGTHS
+from megapack.attention.tiny import CHUNK, EXPERTS, VOCABULARY, WINDOW, tiny_configuration
+from megapack.attention.transformers_interface import _attention_function
+from megapack.errors import ConfigError
+
+CPU = torch.device("cpu")
+
+
+def build(configuration: Any, implementation: str) -> Any:
+    return AutoModelForCausalLM.from_config(
+        configuration, attn_implementation=implementation, dtype=torch.float32
+    )
+
+
+def check(name: str, implementation: str, **fields: Any) -> None:
+    register("eager")  # the backend that applies every rule
+    configuration = AutoConfig.for_model(name, **fields)
+    check_architecture(configuration, attention=implementation, build=build, device=CPU)
+
+
+# --- an attention function with one thing wrong ---
+
+
+def broken(change: Callable[..., Any]) -> str:
+    """The name of megapack's attention after ``change(arguments, keywords)``."""
+    right = _attention_function("eager")
+
+    def attention(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **keys: Any):
+        query, key, value, keys = change(query, key, value, keys)
+        return right(module, query, key, value, mask, **keys)
+
+    AttentionInterface.register("broken", attention)
+    return "broken"
+
+
+def test_the_broken_attention_is_right_when_nothing_is_broken() -> None:
+    check("gemma2", broken(lambda q, k, v, keys: (q, k, v, keys)))
+
+
+def test_boundaries_that_are_dropped_are_found() -> None:
+    name = broken(lambda q, k, v, keys: (q, k, v, {**keys, "cu_seq_lens_q": None}))
+    with pytest.raises(ConfigError, match=r"another document.*layers\.0\.self_attn \(LlamaAtt"):
+        check("llama", name)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "dropped"),
+    [("mistral", "sliding_window"), ("gemma2", "sliding_window"), ("gemma2", "softcap")],
+)
+def test_a_window_or_cap_that_is_dropped_is_found(architecture: str, dropped: str) -> None:
+    name = broken(lambda q, k, v, keys: (q, k, v, {**keys, dropped: None}))
+    with pytest.raises(ConfigError, match=f"'{architecture}'.*one document alone has other logits"):
+        check(architecture, name)
+
+
+def test_a_window_of_one_kind_of_layer_only_names_that_layer() -> None:
+    """Gemma-3: five layers with a window, then one without; a window everywhere is wrong there."""
+    name = broken(lambda q, k, v, keys: (q, k, v, {**keys, "sliding_window": WINDOW}))
+    with pytest.raises(ConfigError, match=r"layers\.5\.self_attn \(Gemma3Attention, full_attent"):
+        check("gemma3_text", name)
+
+
+def test_an_attention_that_sees_the_future_is_found() -> None:
+    def mirrored(q: Tensor, k: Tensor, v: Tensor, keys: dict[str, Any]) -> Any:
+        return q, k.roll(-1, dims=2), v.roll(-1, dims=2), keys
+
+    with pytest.raises(ConfigError, match=r"'llama'.*changes logits before it"):
+        check("llama", broken(mirrored))
+
+
+class _NoGradient(torch.autograd.Function):
+    """The identity, whose gradient loses a factor 2."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad / 2
+
+
+def test_wrong_gradients_behind_right_logits_are_found() -> None:
+    name = broken(lambda q, k, v, keys: (q, _NoGradient.apply(k), v, keys))
+    with pytest.raises(ConfigError, match=r"'llama'.*gradients.*self_attn"):
+        check("llama", name)
+
+
+def test_a_loss_that_is_not_of_the_logits_is_found() -> None:
+    register("eager")
+    with pytest.raises(ConfigError, match=r"the loss is not that of its logits.*the head"):
+        check_architecture(
+            AutoConfig.for_model("llama"),
+            attention="megapack",
+            build=build,
+            device=CPU,
+            loss=lambda model, row: 2 * model(**row.arguments()).logits.logsumexp(-1).sum(),
+        )
+
+
+# --- what it leaves alone ---
+
+
+def test_the_random_state_and_the_configuration_of_the_run_are_left_alone() -> None:
+    configuration = AutoConfig.for_model("qwen3")
+    before, state = configuration.to_dict(), torch.get_rng_state()
+    register("eager")
+    check_architecture(configuration, attention="megapack", build=build, device=CPU)
+    assert configuration.to_dict() == before
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+# --- the tiny model ---
+
+
+@pytest.mark.parametrize(
+    ("name", "layers", "kinds"),
+    [
+        ("gemma3_text", 6, {"sliding_attention", "full_attention"}),
+        ("llama4_text", 4, {"chunked_attention", "full_attention"}),
+        ("jamba", 5, {"linear_attention", "full_attention"}),
+        ("gpt_oss", 2, {"sliding_attention", "full_attention"}),
+        ("qwen3_next", 4, {"linear_attention", "full_attention"}),
+    ],
+)
+def test_a_tiny_model_has_every_kind_of_layer(name: str, layers: int, kinds: set[str]) -> None:
+    configuration = AutoConfig.for_model(name)
+    tiny = tiny_configuration(configuration)
+    assert set(tiny.layer_types) == set(configuration.layer_types) == kinds
+    assert layers <= tiny.num_hidden_layers <= layers + 5
+
+
+def test_a_tiny_model_groups_its_heads_as_the_model_does() -> None:
+    def tiny(name: str, **fields: Any) -> Any:
+        return tiny_configuration(AutoConfig.for_model(name, **fields))
+
+    grouped = tiny("llama", num_attention_heads=32, num_key_value_heads=8)
+    assert (grouped.num_attention_heads, grouped.num_key_value_heads) == (4, 2)
+    alone = tiny("llama", num_attention_heads=32, num_key_value_heads=1)
+    assert (alone.num_attention_heads, alone.num_key_value_heads) == (4, 1)
+    each = tiny("llama", num_attention_heads=32, num_key_value_heads=32)
+    assert (each.num_attention_heads, each.num_key_value_heads) == (4, 4)
+    odd = tiny("qwen2", hidden_size=896, num_attention_heads=14, num_key_value_heads=2)
+    assert (odd.hidden_size, odd.num_attention_heads) == (4 * 64, 4)
+
+
+def test_windows_chunks_experts_and_vocabulary_are_small() -> None:
+    llama4, mixtral = (
+        tiny_configuration(AutoConfig.for_model(n)) for n in ("llama4_text", "mixtral")
+    )
+    assert llama4.attention_chunk_size == CHUNK < min(LENGTHS)
+    assert mixtral.num_local_experts == EXPERTS and mixtral.vocab_size == VOCABULARY
+    mistral = tiny_configuration(AutoConfig.for_model("mistral", sliding_window=4096))
+    assert mistral.sliding_window == WINDOW < min(LENGTHS)
+
+
+def test_an_architecture_that_cannot_be_shrunk_is_refused_with_the_reason() -> None:
+    with pytest.raises(ConfigError, match=r"'xlstm'.*no tiny model.*parameters"):
+        check("xlstm", "eager")

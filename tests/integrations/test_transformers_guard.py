@@ -1,0 +1,97 @@
+"""What a model cannot do right on packed rows is refused before the first step."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, TrainingArguments
+
+from megapack import attention
+from megapack.data import PackedDataset, Schedule
+from megapack.errors import ConfigError, MegapackWarning
+from megapack.integrations.transformers import MicroBatches, PackedTrainer, check_model
+from megapack.packing import pack
+from tests.integrations.samples import make_dataset
+
+LEAKS = [
+    ("mamba", "eager"),
+    ("mamba2", "eager"),
+    ("jamba", "sdpa"),
+    ("bloom", "eager"),
+    ("bloom", "megapack"),
+    ("mpt", "eager"),
+    ("mpt", "megapack"),
+    ("opt", "sdpa"),
+    ("opt", "eager"),
+    ("gpt_oss", "eager"),
+    ("llama4_text", "megapack"),
+]
+
+SMALL: dict[str, Any] = {
+    "vocab_size": 1000,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+ITS_OWN: dict[str, dict[str, Any]] = {
+    "mamba2": {"num_heads": 8, "head_dim": 16, "n_groups": 1},
+    "mamba": {"intermediate_size": 128},
+    "opt": {"word_embed_proj_dim": 64, "ffn_dim": 128},
+    "jamba": {"num_hidden_layers": 8, "num_experts": 2},
+    "gpt_oss": {"num_local_experts": 4, "head_dim": 16, "sliding_window": 16},
+    "llama4_text": {"head_dim": 16, "attention_chunk_size": 32, "num_local_experts": 2},
+}
+
+
+@pytest.fixture(autouse=True)
+def on_a_cpu() -> None:
+    attention.register("sdpa")
+
+
+@pytest.fixture(scope="module")
+def batches(tmp_path_factory: pytest.TempPathFactory) -> MicroBatches:
+    dataset = make_dataset(tmp_path_factory.mktemp("guard"), [40, 24, 50, 14, 64, 30, 34] * 4)
+    data = PackedDataset(dataset, pack(dataset.document_lengths, buckets=[64]))
+    return MicroBatches(data, Schedule(data, tokens_per_step=128), micro_batch_tokens=64)
+
+
+@pytest.mark.parametrize(("name", "implementation"), LEAKS)
+def test_models_whose_documents_meet_are_not_trained(
+    batches: MicroBatches, tmp_path: Path, name: str, implementation: str
+) -> None:
+    config = AutoConfig.for_model(name, **{**SMALL, **ITS_OWN.get(name, {})})
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=implementation)
+    arguments = TrainingArguments(
+        output_dir=str(tmp_path),
+        max_steps=1,
+        gradient_accumulation_steps=2,
+        use_cpu=True,
+        report_to=[],
+        save_strategy="no",
+        disable_tqdm=True,
+    )
+    trainer = PackedTrainer(model=model, args=arguments, train_dataset=batches)
+    with pytest.raises(ConfigError, match=name):
+        trainer.train()
+
+
+def test_ids_above_the_models_vocabulary_are_refused_at_start(tmp_path: Path) -> None:
+    """They would be an IndexError inside the model, on whatever step meets the first of them."""
+    config = AutoConfig.for_model("llama", **{**SMALL, "vocab_size": 500})
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
+    dataset = make_dataset(tmp_path, [40, 24, 501] * 4)
+    data = PackedDataset(dataset, pack(dataset.document_lengths, buckets=[64]))
+    with pytest.raises(ConfigError, match=r"text holds token id 999, .* ids below 500"):
+        check_model(model, data)
+    model.resize_token_embeddings(1000)
+    check_model(model, data)
+
+
+def test_what_is_no_transformers_model_is_not_tried_and_that_is_said() -> None:
+    with pytest.warns(MegapackWarning, match="Linear is no transformers model"):
+        check_model(torch.nn.Linear(2, 2))
