@@ -87,7 +87,6 @@ def test_core_program(
     binary = build(sanitizer)[name]
     done = subprocess.run([str(binary)], check=False, capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.endswith("ok\n")
 
 
 def test_the_core_knows_nothing_of_python() -> None:

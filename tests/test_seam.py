@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Callable
 from fractions import Fraction
 from typing import Any
@@ -252,3 +253,80 @@ def test_no_array_of_an_index_is_accepted_with_a_wrong_number() -> None:
                 except FormatError:
                     refused += 1
     assert refused > 100
+
+
+# --- the gather as strict as the reader -----------------------------------------------------------
+
+
+def _idx(lengths: list[int], pointers: list[int], documents: list[int]) -> np.ndarray:
+    head = b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", 1, 8, len(lengths), len(documents))
+    arrays = (np.array(lengths, "<i4"), np.array(pointers, "<i8"), np.array(documents, "<i8"))
+    return np.frombuffer(head + b"".join(a.tobytes() for a in arrays), np.uint8)
+
+
+def _gathered(idx: np.ndarray, samples: list[tuple[int, int, int]], wanted: int) -> list[int]:
+    """The tokens of sample `wanted`, each sample being one segment (document, begin, length)."""
+    document, begin, length = np.array(samples, np.int32).T.copy()
+    source = gatherer()
+    source.add_source(
+        tokens=np.arange(1000, dtype=np.uint16),
+        labels=None,
+        index_bytes=idx,
+        index_name="x.idx",
+        sample_segment_offsets=np.arange(len(samples) + 1),
+        segment_document=document,
+        segment_begin=begin,
+        segment_length=length,
+    )
+    tokens, labels, positions = np.zeros((3, 16), np.int64)
+    source.gather(
+        np.array([wanted]),
+        num_rows=1,
+        row_tokens=16,
+        capacity=16,
+        tokens=tokens,
+        labels=labels,
+        loss_mask=np.zeros(16, np.float32),
+        position_ids=positions,
+        per_row=False,
+        num_cu_seqlens=0,
+    )
+    return tokens[: length[wanted]].tolist()
+
+
+WHOLE = [(0, 0, 8), (1, 0, 4), (2, 0, 6)]  # documents of 8 (two sequences), 4 and 6 tokens
+SOUND = ([5, 3, 4, 6], [0, 10, 16, 24], [0, 2, 3, 4])
+
+
+def test_a_sound_index_is_gathered() -> None:
+    assert _gathered(_idx(*SOUND), WHOLE, 0) == list(range(8))
+    assert _gathered(_idx(*SOUND), WHOLE, 2) == list(range(12, 18))
+
+
+@pytest.mark.parametrize(
+    ("pointers", "document", "message"),
+    [
+        ([0, 10, 19, 24], 1, "sequence 2 points at byte 19, but .* end at 16"),
+        ([0, 10, 18, 24], 1, "sequence 2 points at byte 18, but .* end at 16"),
+        ([0, 10, 14, 24], 1, "sequence 2 points at byte 14"),
+        ([0, 10, 16, -8], 2, "sequence 3 points at byte -8"),
+        ([0, 10, 16, 2**63 - 1], 2, "sequence 3 points at byte 9223372036854775807"),
+        ([2, 10, 16, 24], 0, "sequence 0 points at byte 2, but .* end at 0"),
+        ([0, 12, 16, 24], 0, "sequence 1 points at byte 12, but .* end at 10"),  # no gap inside
+        ([0, 10, 18, 26], 0, "sequence 2 points at byte 18, but .* end at 16"),  # behind it
+        ([0, 10, 17, 25], 2, "sequence 3 begins at byte 25, inside of a token of 2 bytes"),
+    ],
+)
+def test_pointers_that_the_reader_refuses_are_refused_by_the_gather(
+    pointers: list[int], document: int, message: str
+) -> None:
+    idx = _idx(SOUND[0], pointers, SOUND[2])
+    with pytest.raises(FormatError, match="points at byte"):
+        _core.document_offsets(idx, "x.idx", 2)
+    with pytest.raises(FormatError, match=message):
+        _gathered(idx, WHOLE, document)
+
+
+def test_a_document_past_the_end_of_the_tokens_is_refused() -> None:
+    with pytest.raises(FormatError, match="document 0 ends at token 2000; the file has 1000"):
+        _gathered(_idx([2000], [0], [0, 1]), [(0, 0, 8)], 0)
