@@ -1,6 +1,8 @@
 # make demo   documents -> trained model, in a few minutes on a laptop
 # make test   every check this repository has: format, lint, types, tests
-# Both create .venv by themselves; PYTHON chooses the interpreter (>= 3.10), JOBS the test processes.
+# make test-data PYTHON=python3.13   what builds data, on another Python, without torch
+# All create their environment by themselves; PYTHON chooses the interpreter (>= 3.10), JOBS the test
+# processes.
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -11,7 +13,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
 .DEFAULT_GOAL := help
-.PHONY: help venv build demo test lint format pytest gpu fuzz clean
+.PHONY: help venv build demo test test-data lint format pytest gpu fuzz clean
 
 help:
 	@sed -n 's/^# make/make/p' Makefile
@@ -22,7 +24,7 @@ $(VENV)/.train: pyproject.toml setup.py constraints.txt
 	$(PIP) --upgrade "pip>=24" wheel ninja "setuptools>=77" "pybind11>=2.12"
 	$(PIP) -c constraints.txt torch numpy
 	DS_BUILD_OPS=0 $(PIP) -c constraints.txt --no-build-isolation deepspeed
-	MEGAPACK_NO_EXTENSION=1 $(PIP) -c constraints.txt --no-build-isolation -e '.[train,plot]'
+	MEGAPACK_NO_EXTENSION=1 $(PIP) -c constraints.txt --no-build-isolation -e '.[train,plot,gigatoken]'
 	touch $@
 
 $(VENV)/.dev: $(VENV)/.train
@@ -53,6 +55,9 @@ format: $(VENV)/.dev
 
 pytest: build $(VENV)/.dev
 	$(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal
+
+test-data:
+	PYTHON=$(PYTHON) JOBS=$(JOBS) bash tests/data_only.sh
 
 # make bench-packing, bench-build, bench-merge, bench-data, bench-schedule, bench-train, ...; QUICK=1
 # takes less than a minute, and the table comes last.

@@ -10,6 +10,7 @@ import os
 import platform
 import resource
 import socket
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -21,9 +22,23 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table as RichTable
 
-__all__ = ["Table", "best_of", "in_child", "large", "peak_rss", "quick", "write_results"]
+__all__ = [
+    "Table",
+    "best_of",
+    "commit",
+    "in_child",
+    "large",
+    "peak_rss",
+    "quick",
+    "versions",
+    "write_results",
+]
 
 RESULTS = Path(__file__).parent / "results"
+PACKAGES = (
+    *("megapack", "numpy", "scipy", "torch", "deepspeed", "transformers", "trl", "megatron-core"),
+    *("tokenizers", "gigatoken", "sentencepiece", "pyarrow", "zstandard", "orjson", "ray"),
+)
 
 
 def quick() -> bool:
@@ -113,16 +128,30 @@ def write_results(name: str, results: Any) -> Path:
         "cpu": _cpu_name(),
         "num_cpus": os.cpu_count(),
         "python": platform.python_version(),
-        "versions": _versions("megapack", "numpy", "torch", "trl", "megatron-core", "scipy"),
+        "commit": commit(),
+        "versions": versions(),
     }
     path.write_text(json.dumps({**about, "results": results}, indent=1, default=str) + "\n")
     print(f"\nwritten: {path}")
     return path
 
 
-def _versions(*packages: str) -> dict[str, str]:
+def commit() -> str | None:
+    """Of this checkout, with "+changes" where files differ from it; None outside of git."""
+    git = ["git", "-C", str(Path(__file__).parent)]
+    try:
+        head = subprocess.run([*git, "rev-parse", "HEAD"], check=True, capture_output=True)
+        status = [*git, "status", "--porcelain", "--untracked-files=no"]
+        changed = subprocess.run(status, check=True, capture_output=True).stdout
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return head.stdout.decode().strip() + ("+changes" if changed else "")
+
+
+def versions() -> dict[str, str]:
+    """Of every package that a benchmark measures or measures with, as far as it is installed."""
     found = {}
-    for package in packages:
+    for package in PACKAGES:
         try:
             found[package] = metadata.version(package)
         except metadata.PackageNotFoundError:

@@ -13,9 +13,9 @@ nothing up and makes no cu_seqlens.
 The contenders take turns in short windows, and the best window of each counts: the machine may be
 busy, and what it was busy with is nobody's speed.
 
-Then torch's DataLoader over theirs and our loader over ours, with 0 and 2 workers, and what it
-takes to begin: seconds to the first batch and memory, with 2e7 documents (LARGE=1: 1e8). And both
-inside Megatron, through its own builder (data_megatron.py).
+Then torch's DataLoader over theirs with 0 and 2 workers beside our loader and its thread, and what
+it takes to begin: seconds to the first batch and memory, with 2e7 documents (LARGE=1: 1e8). And
+both inside Megatron, through its own builder (data_megatron.py).
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ def _copies(size: int) -> Callable[[], int]:
 def loader_rates(
     dataset: IndexedDataset, index: SampleIndex, gpt: dict[str, Any], windows: int
 ) -> list[dict[str, Any]]:
-    """Rows per second out of data loaders, micro batches of 4 rows."""
+    """Rows per second out of data loaders, micro batches of 4 rows; ours has a thread, always."""
     packed, size = PackedDataset(dataset, index), BATCHES[0]
     schedule = Schedule(packed, tokens_per_step=16 * size * ROW)
     rows = []
@@ -124,7 +124,7 @@ def loader_rates(
             name: iter(DataLoader(theirs, batch_sampler=_rows(theirs, size), num_workers=workers))
             for name, theirs in gpt.items()
         }
-        for name, reuse in (("ours", False), ("ours, reused buffers", True)):
+        for name, reuse in (("ours (thread)", False), ("ours (thread), reused buffers", True)):
             batches[name] = iter(
                 build_loader(
                     packed,
@@ -133,7 +133,6 @@ def loader_rates(
                     data_parallel_size=1,
                     micro_batch_tokens=size * ROW,
                     num_steps=10**9,
-                    num_workers=workers,
                     reuse_buffers=reuse,
                 )
             )

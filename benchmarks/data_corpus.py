@@ -54,7 +54,7 @@ def write_large_corpus(prefix: Path, num_documents: int) -> None:
         file.truncate(int(pointers[-1]))
     del pointers
     index = pack(lengths, "bucket", buckets=BUCKETS)
-    index.save(f"{prefix}.samples", source=IndexedDataset(prefix))
+    index.save(f"{prefix}.samples", source=IndexedDataset(prefix), overwrite=True)
 
 
 def megatron_train(

@@ -103,11 +103,12 @@ def section(run: dict[str, Any]) -> str:
 
 
 def provenance(run: dict[str, Any]) -> str:
-    """Date, hardware and versions."""
+    """Date, hardware, commit and versions; runs of before 2026-11-22 do not say their commit."""
+    commit = f"commit {run['commit'][:12]}, " if run.get("commit") else ""
     versions = ", ".join(f"{name} {version}" for name, version in run["versions"].items())
     return (
         f"{run['date']}, {run['num_cpus']} x {run['cpu']} ({run['machine']}), "
-        f"Python {run['python']}, {versions}"
+        f"{commit}Python {run['python']}, {versions}"
     )
 
 

@@ -56,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> list[float]:
     for batch in loader:
         last = batch["micro_step"] + 1 == batch["num_micro_steps"]
         accelerator.gradient_state._set_sync_gradients(last)
-        # The divisor is that of the whole step; DDP averages over ranks, which is undone here.
+        # The loss denominator is the whole step's; DDP averages over ranks, which is undone here.
         loss = model(**model_inputs(batch), num_items_in_batch=batch["num_step_label_tokens"]).loss
         accelerator.backward(loss * accelerator.num_processes)
         total += loss.detach()

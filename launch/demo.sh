@@ -32,11 +32,11 @@ for split in train valid; do
         --tokenizer "$OUT/tokenizer.model" --output-prefix "$OUT/$split"
 done
 
-say "3/7 samples: concatenate and cut, the usual way"
+say "3/7 samples: concatenate-and-chunk, the usual way"
 megapack-build pack --data-prefix "$OUT/train" --strategy concat --buckets 4096 \
     --output "$OUT/train.concat.samples"
 
-say "4/7 samples: buckets, no document cut unless it is longer than all of them"
+say "4/7 samples: buckets, a document is split only if it is longer than the largest"
 megapack-build pack --data-prefix "$OUT/train" --strategy bucket --buckets "$BUCKETS" \
     --output "$OUT/train.samples"
 say "both, side by side"
@@ -59,7 +59,7 @@ wait "$launch" 2>/dev/null || true
 set +m
 cp "$OUT/run/log.jsonl" "$OUT/killed.jsonl"
 
-say "6/7 the same command again: it goes on from the last checkpoint"
+say "6/7 the same command again: it resumes from the last checkpoint"
 train
 
 say "7/7 the picture"

@@ -203,7 +203,6 @@ class Trainer:
                 num_steps=max(0, inputs.num_steps - start),
                 uneven=config.data.uneven,
                 cu_seqlens="padded" if config.engine.compile else "exact",
-                num_workers=config.data.num_workers,
                 pin_memory=here.device.type == "cuda",
                 device=here.device,
                 check_ranks_every=config.data.check_ranks_every,

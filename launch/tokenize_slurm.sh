@@ -6,7 +6,7 @@
 #
 # submits an array of 16 tasks, each building every 16th shard with all CPUs of its allocation, and
 # one task behind it that joins the shards. Inputs and output must lie on a shared file system.
-# A task that fails can be submitted again: it goes on behind its last finished shard.
+# A task that fails can be submitted again: it resumes behind its last finished shard.
 #
 # Options of sbatch (partition, account, time) come from SBATCH_* variables, as sbatch reads them;
 # TASK_OPTIONS adds others, for example TASK_OPTIONS="--cpus-per-task=32 --mem=64G".

@@ -61,12 +61,27 @@ def frame_documents_int32(
     vocab_size: int,
 ) -> tuple[NDArray[np.int32], NDArray[np.int64], int]: ...
 
-# --- register_packing.cpp -----------------------------------------------------------------------
-# `lengths`: int32 or int64 (num_documents,), not negative. A strategy gives a dict of the arrays of
-# SampleIndex, "dropped_tokens" and "repeated_tokens".
+# --- register_lengths.cpp, register_packing.cpp -------------------------------------------------
+# A strategy gives a dict of the arrays of SampleIndex, "dropped_tokens" and "repeated_tokens".
+# Wrong scalars and names are ValueErrors that name the argument and what it may be.
 
-_Lengths = NDArray[np.int32] | NDArray[np.int64]
 _Packing = dict[str, Any]
+_Ratio = tuple[int, int]  # numerator, denominator; from 0 to 1
+
+# int32, int64 or uint64 (num_documents,), viewed and read once: DataError for a length below 0 and
+# for more than 2**62 tokens in all. num_longer: documents longer than `capacity`.
+class DocumentLengths:
+    num_tokens: int
+    num_empty: int
+    num_longer: int
+    longest: int
+    def __init__(
+        self,
+        lengths: NDArray[np.int32] | NDArray[np.int64] | NDArray[np.uint64],
+        *,
+        capacity: int = ...,
+    ) -> None: ...
+    def __len__(self) -> int: ...
 
 # `wide_ids` asks for int64 document numbers where int32 would do (tests).
 class PackingCommon:
@@ -85,13 +100,13 @@ class BucketRules:
         *,
         capacities: list[int],
         overflow: str = "pad",  # "pad", "head" or "promote"
-        padding_threshold: float = 0.0,
+        padding_threshold: _Ratio = (0, 1),
         pairs: bool = False,
         shuffle_segments: bool = False,
     ) -> None: ...
 
 def pack_concat(
-    lengths: _Lengths,
+    lengths: DocumentLengths,
     capacity: int,
     atom_size: int,
     drop_last: bool,
@@ -99,57 +114,55 @@ def pack_concat(
     common: PackingCommon,
 ) -> _Packing: ...
 def pack_bucket_naive(
-    lengths: _Lengths, buckets: list[int], shuffle: bool, common: PackingCommon
+    lengths: DocumentLengths, buckets: list[int], shuffle: bool, common: PackingCommon
 ) -> _Packing: ...
 def pack_pad(
-    lengths: _Lengths, capacity: int, atom_size: int, common: PackingCommon
+    lengths: DocumentLengths, capacity: int, atom_size: int, common: PackingCommon
 ) -> _Packing: ...
 def pack_next_fit(
-    lengths: _Lengths, capacity: int, shuffle: bool, common: PackingCommon
+    lengths: DocumentLengths, capacity: int, shuffle: bool, common: PackingCommon
 ) -> _Packing: ...
-def pack_length_sorted(lengths: _Lengths, capacity: int, common: PackingCommon) -> _Packing: ...
+def pack_length_sorted(
+    lengths: DocumentLengths, capacity: int, common: PackingCommon
+) -> _Packing: ...
 def pack_fit_decreasing(
-    lengths: _Lengths, capacity: int, extra_capacity: int, best: bool, common: PackingCommon
+    lengths: DocumentLengths, capacity: int, extra_capacity: int, best: bool, common: PackingCommon
 ) -> _Packing: ...
 def pack_seamless(
-    lengths: _Lengths,
+    lengths: DocumentLengths,
     capacity: int,
-    r_max: float,
+    r_max: _Ratio,
     placement: str,
     extra_capacity: int,
     drop_last: bool,
     common: PackingCommon,
 ) -> _Packing: ...
 def seamless_stage_one(
-    lengths: _Lengths, capacity: int, r_max: float, placement: str
+    lengths: DocumentLengths, capacity: int, r_max: _Ratio, placement: str
 ) -> dict[str, int]: ...
-def pack_decompose(lengths: _Lengths, buckets: list[int], common: PackingCommon) -> _Packing: ...
+def pack_decompose(
+    lengths: DocumentLengths, buckets: list[int], common: PackingCommon
+) -> _Packing: ...
 
 # given: patterns (bucket, count, [(length, copies), ...]), longest first; used before draining.
 def drain_buckets(
-    lengths: _Lengths,
+    lengths: DocumentLengths,
     rules: BucketRules,
     given: list[tuple[int, int, list[tuple[int, int]]]],
     pool_size: int,
     common: PackingCommon,
 ) -> _Packing: ...
 def stream_buckets(
-    lengths: _Lengths, rules: BucketRules, pool_size: int, common: PackingCommon
+    lengths: DocumentLengths, rules: BucketRules, pool_size: int, common: PackingCommon
 ) -> _Packing: ...
 
 # Documents cut at `capacity`: counts of the rests by length (capacity,), number of full chunks.
 def length_histogram(
-    lengths: _Lengths, capacity: int, threads: int
+    lengths: DocumentLengths, capacity: int, threads: int
 ) -> tuple[NDArray[np.int64], int]: ...
 
 # Samples per bucket if a pool of counts[l] documents of length l is drained.
 def count_bucket_samples(counts: NDArray[np.int64], rules: BucketRules) -> list[int]: ...
-
-# All lengths joined bit by bit: negative if one of them is, above 2**31 - 1 if one of them is.
-def or_of_lengths(lengths: _Lengths) -> int: ...
-
-# num_tokens, num_empty, num_longer (than `capacity`).
-def count_documents(lengths: _Lengths, capacity: int) -> dict[str, int]: ...
 
 # --- register_samples.cpp -----------------------------------------------------------------------
 # SampleIndex.segment_arrays, then the lengths in the dtype of segment_begin.

@@ -21,6 +21,25 @@ settings.register_profile("nightly", settings.get_profile("default"), max_exampl
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--at-least", type=int, default=0, metavar="N", help="fewer passing tests are a failure"
+    )
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """A run that collected next to nothing must not look like one that passed."""
+    reporter = session.config.pluginmanager.get_plugin("terminalreporter")
+    wanted = session.config.getoption("--at-least")
+    if wanted == 0 or reporter is None or hasattr(session.config, "workerinput"):
+        return
+    passed = len(reporter.stats.get("passed", []))
+    if passed < wanted and session.exitstatus == pytest.ExitCode.OK:
+        reporter.write_line(f"only {passed} tests passed; at least {wanted} are there", red=True)
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
 @pytest.fixture
 def free_port() -> int:
     """A TCP port of the loopback interface that nobody listened on a moment ago."""

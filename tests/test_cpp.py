@@ -1,48 +1,133 @@
-"""The core without Python: every tests/cpp/test_*.cpp runs under AddressSanitizer and UBSan."""
+"""The core without Python: tests/cpp/test_*.cpp under the sanitizers.
+
+All under AddressSanitizer and UBSan, those that start threads under ThreadSanitizer, too; both with
+libstdc++'s assertions. Every source is compiled once per set, two at a time.
+"""
 
 from __future__ import annotations
 
 import shutil
 import subprocess
+import sys
+import sysconfig
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from pathlib import Path
 
+import pybind11
 import pytest
 
 ROOT = Path(__file__).parents[1]
+CORE = ROOT / "csrc" / "core"
 PROGRAMS = sorted((ROOT / "tests" / "cpp").glob("test_*.cpp"))
-FLAGS = ["-std=c++17", "-O1", "-g", "-Wall", "-Wextra", "-Wconversion", "-Werror", "-pthread"]
-SANITIZERS = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
+THREADED = [path for path in PROGRAMS if path.stem in ("test_packing", "test_parallel")]
+THREADED_CORE = ("packing_", "parallel", "lengths")  # the sources they need
+# Parts of a few documents: small inputs then have many parts, and threads something to do.
+FLAGS = ["-std=c++17", "-g1", "-Wall", "-Wextra", "-Wconversion", "-Werror", "-pthread"]
+FLAGS += ["-D_GLIBCXX_ASSERTIONS", "-DMEGAPACK_PART_SIZE=32", f"-I{ROOT / 'csrc'}"]
+# Compiling takes longer than running: the optimizer would spend minutes on instrumented code.
+SANITIZERS = {
+    "address": ["-O0", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"],
+    "thread": ["-O1", "-fsanitize=thread"],
+}
+
+
+def compiler() -> str:
+    found = shutil.which("g++") or shutil.which("c++")
+    if found is None:
+        pytest.skip("no C++ compiler")
+    return found
+
+
+def compile_all(sources: list[Path], out: Path, flags: list[str]) -> list[str]:
+    """Object files of the sources, warnings being errors."""
+
+    def compile_one(source: Path) -> str:
+        target = out / f"{source.stem}.o"
+        command = [compiler(), *FLAGS, *flags, "-c", str(source), "-o", str(target)]
+        done = subprocess.run(command, check=False, capture_output=True, text=True)
+        assert done.returncode == 0, f"{source.name} does not compile cleanly:\n{done.stderr}"
+        return str(target)
+
+    with ThreadPoolExecutor(2) as pool:
+        return list(pool.map(compile_one, sources))
 
 
 @pytest.fixture(scope="session")
-def core_objects(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """Every source of csrc/core, compiled once with the sanitizers on."""
-    compiler = shutil.which("g++") or shutil.which("c++")
-    if compiler is None:
-        pytest.skip("no C++ compiler")
-    out = tmp_path_factory.mktemp("core")
-    running = []
-    for source in sorted((ROOT / "csrc" / "core").glob("*.cpp")):
-        target = out / f"{source.stem}.o"
-        command = [compiler, *FLAGS, *SANITIZERS, "-I", str(ROOT / "csrc"), "-c", str(source)]
-        running.append((target, subprocess.Popen([*command, "-o", str(target)])))
-    for target, process in running:
-        assert process.wait() == 0, f"{target.stem}.cpp does not compile cleanly"
-    return [target for target, _ in running]
+def build(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dict[str, Path]]:
+    """Sanitizers -> name -> binary of every program that belongs under them."""
+
+    @cache
+    def binaries(sanitizer: str) -> dict[str, Path]:
+        flags = SANITIZERS[sanitizer]
+        out = tmp_path_factory.mktemp(sanitizer)
+        chosen, sources = PROGRAMS, sorted(CORE.glob("*.cpp"))
+        if sanitizer == "thread":
+            chosen, sources = THREADED, [s for s in sources if s.stem.startswith(THREADED_CORE)]
+        objects = compile_all([*sources, *chosen], out, flags)
+        core = objects[: len(sources)]
+        made = {}
+        for path, object_file in zip(chosen, objects[len(sources) :], strict=True):
+            made[path.stem] = out / path.stem
+            link = [compiler(), *flags, "-pthread", object_file, *core, "-o", str(out / path.stem)]
+            subprocess.run(link, check=True)
+        return made
+
+    return binaries
 
 
-@pytest.mark.parametrize("program", PROGRAMS, ids=lambda p: p.stem)
-def test_core_program(program: Path, core_objects: list[Path], tmp_path: Path) -> None:
-    binary = tmp_path / program.stem
-    command = ["g++", *FLAGS, *SANITIZERS, "-I", str(ROOT / "csrc"), str(program)]
-    subprocess.run([*command, *map(str, core_objects), "-o", str(binary)], check=True)
+@pytest.mark.parametrize(
+    ("sanitizer", "name"),
+    [("address", path.stem) for path in PROGRAMS] + [("thread", path.stem) for path in THREADED],
+)
+def test_core_program(
+    sanitizer: str, name: str, build: Callable[[str], dict[str, Path]], tmp_path: Path
+) -> None:
+    binary = build(sanitizer)[name]
     done = subprocess.run([str(binary)], check=False, capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.endswith("ok\n")
 
 
 def test_the_core_knows_nothing_of_python() -> None:
-    sources = sorted((ROOT / "csrc" / "core").glob("*.[ch]pp"))
+    sources = sorted(CORE.rglob("*.[ch]pp"))
     assert sources
     for path in sources:
         text = path.read_text(encoding="utf-8")
         assert "Python.h" not in text and "pybind11" not in text, path
+
+
+OTHER_MODULE = """
+#include <pybind11/pybind11.h>
+#include <system_error>
+PYBIND11_MODULE(other_module, m) {
+    m.def("fail", [] { throw std::system_error(ENOENT, std::generic_category(), "its own"); });
+}
+"""
+
+
+def test_exceptions_of_other_extensions_are_left_alone(tmp_path: Path) -> None:
+    source = tmp_path / "other_module.cpp"
+    source.write_text(OTHER_MODULE)
+    include = [pybind11.get_include(), sysconfig.get_paths()["include"]]
+    command = [compiler(), "-std=c++17", "-O0", "-shared", "-fPIC", "-fvisibility=hidden"]
+    command += [*(f"-I{path}" for path in include), str(source)]
+    command += ["-o", str(tmp_path / f"other_module{sysconfig.get_config_var('EXT_SUFFIX')}")]
+    subprocess.run(command, check=True)
+    program = (
+        "import megapack._core, other_module\n"
+        "try:\n"
+        "    other_module.fail()\n"
+        "except Exception as error:\n"
+        "    print(type(error).__name__)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        check=True,
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env={"PYTHONPATH": f"{tmp_path}:{ROOT}", "PATH": ""},
+    )
+    assert done.stdout.strip() == "RuntimeError"

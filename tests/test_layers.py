@@ -1,33 +1,40 @@
-"""The imports of megapack run in one direction, and data is built without torch."""
+"""Imports run in one direction and in no circle, as CONTRIBUTING says; no torch to build data."""
 
 from __future__ import annotations
 
 import ast
+import importlib
+import re
 import subprocess
 import sys
+from collections import defaultdict
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
 
-PACKAGE = Path(__file__).parents[1] / "megapack"
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "megapack"
+CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
 
-# Each room and the rooms it may stand on (itself and the ground floor are always allowed).
+# Each package and those it may import (itself and the ground floor are always allowed).
 GROUND = {"errors", "config", "_core", "__version__"}
 MAY_IMPORT: dict[str, set[str]] = {
     "storage": set(),
     "tokenization": {"storage"},
     "packing": {"storage"},
+    "compare": {"packing"},
     "data": {"storage", "packing"},
     "attention": set(),
     "training": {"storage", "packing", "data", "attention"},
     "integrations": {"storage", "packing", "data", "attention"},
-    "cli": {"storage", "tokenization", "packing"},
+    "cli": {"storage", "tokenization", "packing", "compare"},
 }
-TORCH_FREE = ("storage", "tokenization", "packing", "cli", "errors", "config")
+TORCH_FREE = ("storage", "tokenization", "packing", "compare", "cli", "errors", "config")
 
 
-def _imported_rooms(path: Path) -> set[str]:
-    rooms = set()
+def _imported_packages(path: Path) -> set[str]:
+    packages = set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         names: list[str] = []
         if isinstance(node, ast.Import):
@@ -36,29 +43,112 @@ def _imported_rooms(path: Path) -> set[str]:
             names = [node.module]
             if node.module == "megapack":
                 names = [f"megapack.{alias.name}" for alias in node.names]
-        rooms |= {name.split(".")[1] for name in names if name.startswith("megapack.")}
-    return rooms
+        packages |= {name.split(".")[1] for name in names if name.startswith("megapack.")}
+    return packages
 
 
-@pytest.mark.parametrize("room", sorted(MAY_IMPORT))
-def test_a_room_imports_only_the_rooms_below_it(room: str) -> None:
-    files = sorted((PACKAGE / room).rglob("*.py"))
-    assert files, f"room {room} has no files: the test would pass vacuously"
+@pytest.mark.parametrize("package", sorted(MAY_IMPORT))
+def test_a_package_imports_only_those_below_it(package: str) -> None:
+    files = sorted((PACKAGE / package).rglob("*.py"))
+    assert files, f"{package} has no files: the test would pass vacuously"
     for path in files:
-        above = _imported_rooms(path) - MAY_IMPORT[room] - {room} - GROUND
-        assert not above, f"{path} imports {sorted(above)}, which {room} may not stand on"
+        above = _imported_packages(path) - MAY_IMPORT[package] - {package} - GROUND
+        assert not above, f"{path} imports {sorted(above)}, which {package} may not import"
 
 
-def test_every_room_of_the_package_is_listed() -> None:
-    rooms = {p.parent.name for p in PACKAGE.glob("*/__init__.py")}
-    assert rooms == set(MAY_IMPORT)
+def test_every_package_is_listed() -> None:
+    assert {p.parent.name for p in PACKAGE.glob("*/__init__.py")} == set(MAY_IMPORT)
+
+
+def test_contributing_says_the_same() -> None:
+    rows = re.findall(r"^\| `megapack/(\w+)` \|.*\|([^|]*)\|$", CONTRIBUTING, re.MULTILINE)
+    assert {name: set(re.findall(r"\w+", allowed)) for name, allowed in rows} == MAY_IMPORT
+
+
+def test_the_places_that_contributing_names_exist() -> None:
+    layout = CONTRIBUTING[CONTRIBUTING.index("## Package layout") :]
+    quoted = set(re.findall(r"`([\w./]+)`", layout))
+    paths = {name for name in quoted if "/" in name}
+    names = {name for name in quoted if name.startswith("megapack.")}
+    assert len(paths) > 15 and len(names) >= 4
+    assert not [name for name in paths if not (ROOT / name).exists()]
+    for name in names:
+        module, _, attribute = name.rpartition(".")
+        assert hasattr(importlib.import_module(module), attribute), name
+
+
+def _modules() -> dict[str, Path]:
+    """Dotted name -> file, of megapack and of benchmarks/ (whose folder is on the path)."""
+    found = {}
+    for top, base in ((PACKAGE, ROOT), (ROOT / "benchmarks", ROOT / "benchmarks")):
+        for path in sorted(top.rglob("*.py")):
+            name = ".".join(path.relative_to(base).with_suffix("").parts)
+            found[name.removesuffix(".__init__")] = path
+    return found
+
+
+def _imported_modules(name: str, path: Path, known: dict[str, Path]) -> set[str]:
+    """Modules that a file imports anywhere, also inside functions, but not for types alone."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    for node in ast.walk(tree):
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            node.body = [ast.Pass()]
+    found = set()
+    for node in ast.walk(tree):
+        names: list[str] = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        found |= {_nearest(imported, known) for imported in names}
+    return found - {name, ""}
+
+
+def _nearest(name: str, known: dict[str, Path]) -> str:
+    """The module that holds a dotted name; "" if it is none of ours."""
+    while name and name not in known:
+        name = name.rpartition(".")[0]
+    return name
+
+
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    known = _modules()
+    assert len(known) > 150 and "papers.worker" in known
+    graph = {name: _imported_modules(name, path, known) for name, path in known.items()}
+    assert "megapack.storage.replace" in graph["megapack.packing.index"]
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        pytest.fail(" -> ".join(reversed(error.args[1])))
+
+
+# Two classes of one name, to be renamed; Megatron's IndexedDataset is subclassed under its name.
+SAME_NAME = {
+    "Evaluation",
+    "IndexedDataset",
+    "IndexedDatasetBuilder",
+    "Manifest",
+    "MicroBatch",
+    "ScheduleConfig",
+}
+
+
+def test_no_two_public_classes_have_one_name() -> None:
+    homes = defaultdict(list)
+    for path in sorted(PACKAGE.rglob("*.py")):
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                homes[node.name].append(str(path.relative_to(ROOT)))
+    assert len(homes) > 100
+    twice = {name: paths for name, paths in homes.items() if len(paths) > 1}
+    assert set(twice) <= SAME_NAME, twice
 
 
 def test_building_data_never_imports_torch_or_deepspeed() -> None:
     modules = []
     for name in TORCH_FREE:
-        room = PACKAGE / name
-        paths = sorted(room.rglob("*.py")) if room.is_dir() else [room.with_suffix(".py")]
+        place = PACKAGE / name
+        paths = sorted(place.rglob("*.py")) if place.is_dir() else [place.with_suffix(".py")]
         for path in paths:
             dotted = ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts)
             modules.append(dotted.removesuffix(".__init__"))

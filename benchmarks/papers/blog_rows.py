@@ -12,8 +12,8 @@ import numpy as np
 from lengths import LAWS
 from papers.rows import Lengths, Row, compared
 
+from megapack.compare import GPUS, MODELS
 from megapack.packing import pack
-from megapack.packing.compare import GPUS, MODELS
 
 __all__ = ["costs", "padding_waste", "strategies"]
 

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 from papers.rows import Lengths, Row, compared
 
+from megapack.compare import MODELS
 from megapack.packing import SampleIndex, pack
-from megapack.packing.compare import MODELS
 
 __all__ = ["speeds", "table_1", "table_3"]
 

@@ -13,9 +13,9 @@ from functools import partial
 import numpy as np
 from lengths import LAWS
 from papers.rows import Row, compared
+from papers.seamless_theory import expect_seamless, measure_seamless
 
 from megapack.packing import pack
-from megapack.packing.theory import expect_seamless, measure_seamless
 
 __all__ = ["dropping", "figure_3", "section_4_8", "table_9"]
 

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 import transformers
 from papers.corpus import remember
-from papers.runs import Run, Task
+from papers.run import Run, Task
 
 from megapack.attention import choose_backend
 from megapack.config import from_dict, to_dict
@@ -93,7 +93,8 @@ class _Training:
             seed=self.run_.seed,
             **self.run_.parameters,
         )
-        index.save(folder / "train.samples", source={"fingerprint": dataset.fingerprint})
+        source = {"fingerprint": dataset.fingerprint}
+        index.save(folder / "train.samples", source=source, overwrite=True)
         self.metrics = index.metrics()
         self.config = configuration(task, folder)
         (folder / "config.json").write_text(json.dumps(to_dict(self.config), default=str))

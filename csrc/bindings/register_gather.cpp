@@ -5,6 +5,7 @@
 #include <string>
 
 #include "bindings/integers.hpp"
+#include "bindings/scalars.hpp"
 #include "core/gather_fill.hpp"
 #include "core/gather_warm.hpp"
 
@@ -34,24 +35,26 @@ TokenArray token_array(const py::array& array, const char* name) {
     return {array.data(), array.size(), token_type(dtype)};
 }
 
-Extent extent(const std::string& name) {
-    check(name == "document" || name == "sample", "'", name, "' is neither document nor sample");
-    return name == "document" ? Extent::kDocument : Extent::kSample;
+Extent extent(const py::object& value, const char* name) {
+    return choice<Extent>(value, name,
+                          {{"document", Extent::kDocument}, {"sample", Extent::kSample}});
 }
 
-Positions positions(const std::string& name) {
-    if (name == "segment") return Positions::kSegment;
-    return extent(name) == Extent::kDocument ? Positions::kDocument : Positions::kSample;
+Positions positions(const py::object& value) {
+    return choice<Positions>(value, "positions",
+                             {{"segment", Positions::kSegment},
+                              {"document", Positions::kDocument},
+                              {"sample", Positions::kSample}});
 }
 
-void will_need_numpy(const py::array& array, std::int64_t begin, std::int64_t num_bytes) {
+void will_need_numpy(const py::array& array, const py::object& begin, const py::object& num_bytes) {
     const auto size = static_cast<std::int64_t>(array.nbytes());
-    check(0 <= begin && begin <= size && 0 <= num_bytes, "bytes [", begin, ", +", num_bytes,
-          ") of an array of ", size);
+    const std::int64_t at = integer(begin, "begin", 0, size);
+    const std::int64_t wanted = std::min(integer(num_bytes, "num_bytes", 0), size - at);
     const Span<const std::uint8_t> bytes(static_cast<const std::uint8_t*>(array.data()),
                                          static_cast<std::size_t>(size));
-    const auto first = static_cast<std::size_t>(begin);
-    const auto count = static_cast<std::size_t>(std::min(num_bytes, size - begin));
+    const auto first = static_cast<std::size_t>(at);
+    const auto count = static_cast<std::size_t>(wanted);
     const py::gil_scoped_release release;
     will_need(bytes.subspan(first, count));
 }
@@ -62,16 +65,17 @@ py::object optional_array(std::vector<std::int32_t>&& values, bool wanted) {
 
 class Gatherer {
   public:
-    Gatherer(const std::string& positions_name, const std::string& attention,
-             const std::string& labels, std::int64_t alignment, std::int64_t pad_token)
-        : options_{positions(positions_name), extent(attention), extent(labels), alignment,
-                   pad_token} {}
+    Gatherer(const py::object& positions_name, const py::object& attention,
+             const py::object& labels, const py::object& alignment, const py::object& pad_token)
+        : options_{positions(positions_name), extent(attention, "attention"),
+                   extent(labels, "labels"), integer(alignment, "alignment", 1),
+                   integer(pad_token, "pad_token")} {}
 
     void add_source(const py::array& tokens, const std::optional<py::array>& labels,
-                    const Array<std::uint8_t>& index_bytes, const std::string& index_name,
+                    const Array<std::uint8_t>& index_bytes, const py::object& index_name,
                     const py::array& sample_segment_offsets, const py::array& segment_document,
                     const py::array& segment_begin, const py::array& segment_length) {
-        GatherSource source(IndexView(view(index_bytes, "index_bytes"), index_name));
+        GatherSource source(IndexView(view(index_bytes, "index_bytes"), file_name(index_name)));
         source.tokens = token_array(tokens, "tokens");
         if (labels) source.labels = token_array(*labels, "labels");
         source.sample_segment_offsets = integers(sample_segment_offsets, "sample_segment_offsets");
@@ -84,12 +88,17 @@ class Gatherer {
                                        segment_document, segment_begin, segment_length));
     }
 
-    py::tuple gather(const Array<std::int64_t>& sample_ids, std::int64_t num_rows,
-                     std::int64_t row_tokens, std::int64_t capacity, Array<std::int64_t>& tokens,
-                     Array<std::int64_t>& labels, Array<float>& loss_mask,
-                     Array<std::int64_t>& position_ids, bool per_row,
-                     std::int64_t num_cu_seqlens) const {
+    py::tuple gather(const Array<std::int64_t>& sample_ids, const py::object& num_rows,
+                     const py::object& row_tokens, const py::object& capacity,
+                     Array<std::int64_t>& tokens, Array<std::int64_t>& labels,
+                     Array<float>& loss_mask, Array<std::int64_t>& position_ids,
+                     const py::object& per_row, const py::object& num_cu_seqlens) const {
         const auto samples = view(sample_ids, "sample_ids");
+        const GatherShape shape{integer(num_rows, "num_rows", 1),
+                                integer(row_tokens, "row_tokens", 1),
+                                integer(capacity, "capacity", 1)};
+        const bool by_row = flag(per_row, "per_row");
+        const std::int64_t entries = integer(num_cu_seqlens, "num_cu_seqlens", 0);
         const GatherOutput out{mutable_view(tokens, "tokens"), mutable_view(labels, "labels"),
                                mutable_view(loss_mask, "loss_mask"),
                                mutable_view(position_ids, "position_ids")};
@@ -101,11 +110,10 @@ class Gatherer {
         std::int64_t max_seqlen = 0;
         {
             const py::gil_scoped_release release;
-            const GatherPlan plan = plan_gather(sources_, locate_samples(sources_, samples),
-                                                {num_rows, row_tokens, capacity}, options_);
-            cu_seqlens = cumulative_lengths(plan, false, per_row, num_cu_seqlens);
-            if (aligned)
-                cu_seqlens_padded = cumulative_lengths(plan, true, per_row, num_cu_seqlens);
+            const GatherPlan plan =
+                plan_gather(sources_, locate_samples(sources_, samples), shape, options_);
+            cu_seqlens = cumulative_lengths(plan, false, by_row, entries);
+            if (aligned) cu_seqlens_padded = cumulative_lengths(plan, true, by_row, entries);
             if (blend) segment_sources = plan.sources();
             max_seqlen = plan.max_seqlen();
             fill_gather(plan, options_, out);
@@ -136,8 +144,8 @@ class Gatherer {
 void register_gather(py::module_& m) {
     m.def("will_need", &will_need_numpy, py::arg("array"), py::arg("begin"), py::arg("num_bytes"));
     py::class_<Gatherer>(m, "Gatherer")
-        .def(py::init<const std::string&, const std::string&, const std::string&, std::int64_t,
-                      std::int64_t>(),
+        .def(py::init<const py::object&, const py::object&, const py::object&, const py::object&,
+                      const py::object&>(),
              py::kw_only(), py::arg("positions"), py::arg("attention"), py::arg("labels"),
              py::arg("alignment"), py::arg("pad_token"))
         .def("add_source", &Gatherer::add_source, py::kw_only(), py::arg("tokens"),

@@ -1,9 +1,9 @@
-// packing: numpy views in, checked; GIL released; arrays out.
+// packing: lengths and scalars in, checked; GIL released; arrays out.
 #include <chrono>
 #include <limits>
-#include <tuple>
 
-#include "bindings/numpy_views.hpp"
+#include "bindings/document_lengths.hpp"
+#include "bindings/scalars.hpp"
 #include "core/packing_atoms.hpp"
 #include "core/packing_bucket.hpp"
 #include "core/packing_decompose.hpp"
@@ -59,262 +59,268 @@ struct Common {
     py::object progress;
 };
 
-// run(lengths, Id{}, progress) without the GIL; Id is int32 unless something is wider.
-template <typename Length, typename Run>
-py::dict run_strategy(const Array<Length>& lengths, const Common& common, Run run) {
-    const Span<const Length> documents = view(lengths, "lengths");
+Common common(const py::object& seed, const py::object& threads, const py::object& wide_ids,
+              const py::object& progress) {
+    if (!progress.is_none() && PyCallable_Check(progress.ptr()) == 0)
+        refuse(progress, "progress", "a function of (done, total), or None");
+    return {word(seed, "seed"), checked_threads(integer(threads, "threads")),
+            flag(wide_ids, "wide_ids"), progress};
+}
+
+// pack(lengths, Id{}, run) without the GIL; Id is int32 unless something is wider.
+template <typename Pack>
+py::dict run_strategy(const DocumentLengths& lengths, const Common& common, Pack pack) {
     Progress progress(report_to(common.progress));
-    const auto run_as = [&](auto id) {
-        Samples<decltype(id), Length> samples;
-        {
-            const py::gil_scoped_release unlocked;
-            samples = run(documents, id, progress);
-            progress.finish();
-        }
-        return samples_to_dict(std::move(samples));
-    };
-    constexpr auto kMaxNarrow = std::size_t{std::numeric_limits<std::int32_t>::max()};
-    if constexpr (sizeof(Length) == sizeof(std::int32_t))
-        if (!common.wide_ids && documents.size() <= kMaxNarrow) return run_as(std::int32_t{});
-    return run_as(std::int64_t{});
+    const Run run(common.seed, common.threads, progress);
+    return lengths.visit([&](const auto& documents) {
+        const auto run_as = [&](auto id) {
+            auto samples = [&] {
+                const py::gil_scoped_release unlocked;
+                auto packed = pack(documents, id, run);
+                progress.finish();
+                return packed;
+            }();
+            return samples_to_dict(std::move(samples));
+        };
+        constexpr bool kNarrow = std::is_same_v<decltype(documents), const Lengths<std::int32_t>&>;
+        constexpr auto kMaxNarrow = std::size_t{std::numeric_limits<std::int32_t>::max()};
+        if constexpr (kNarrow)
+            if (!common.wide_ids && documents.size() <= kMaxNarrow) return run_as(std::int32_t{});
+        return run_as(std::int64_t{});
+    });
 }
 
-// pack(documents, progress) on the documents in file order or, if asked, in seeded order.
-template <typename Length, typename Pack>
-py::dict run_in_order(const Array<Length>& lengths, bool shuffled, const Common& common,
+// pack(documents, run) on the documents in file order or, if asked, in seeded order.
+template <typename Pack>
+py::dict run_in_order(const DocumentLengths& lengths, bool shuffled, const Common& common,
                       Pack pack) {
-    return run_strategy(lengths, common, [&](auto documents, auto id, Progress& progress) {
+    return run_strategy(lengths, common, [&](const auto& checked, auto id, const Run& run) {
         using Id = decltype(id);
-        if (!shuffled) return pack(in_file_order<Id>(documents), progress);
+        auto documents = in_file_order<Id>(checked);
+        if (!shuffled) return pack(documents, run);
         const auto order =
-            shuffle<Id>(documents, random_for(common.seed, Purpose::kDocuments), common.threads);
-        return pack(Documents<Id, Length>{documents, order.data(), order.size()}, progress);
+            shuffle<Id>(documents.lengths, random_for(run.seed, Purpose::kDocuments), run.threads);
+        documents.items = order.data();
+        return pack(documents, run);
     });
 }
 
-template <typename Length>
-py::dict concat(const Array<Length>& lengths, std::int64_t capacity, std::int64_t atom_size,
-                bool drop_last, bool shuffled, const Common& common) {
-    const AtomRules rules{capacity, atom_size, common.seed};
-    return run_in_order(lengths, shuffled, common, [&](const auto& documents, Progress& progress) {
-        auto samples = pack_streams(documents, {rules.unit()}, common.threads, progress);
-        if (atom_size != capacity) samples = shuffle_atoms(samples, rules, common.threads);
-        if (drop_last) drop_partial_sample(samples);
+py::dict concat(const DocumentLengths& lengths, const py::object& capacity,
+                const py::object& atom_size, const py::object& drop_last,
+                const py::object& shuffled, const Common& common) {
+    const AtomRules rules{integer(capacity, "capacity"), integer(atom_size, "atom_size")};
+    const bool drop = flag(drop_last, "drop_last");
+    return run_in_order(lengths, flag(shuffled, "shuffle"), common,
+                        [&](const auto& documents, const Run& run) {
+                            rules.check_sizes();
+                            auto samples = pack_streams(documents, {rules.unit()}, run);
+                            if (rules.atom_size != rules.capacity)
+                                samples = shuffle_atoms(samples, rules, run);
+                            if (drop) drop_partial_sample(samples);
+                            return samples;
+                        });
+}
+
+py::dict bucket_naive(const DocumentLengths& lengths, const py::object& buckets,
+                      const py::object& shuffled, const Common& common) {
+    const auto capacities = integer_list(buckets, "buckets");
+    return run_in_order(lengths, flag(shuffled, "shuffle"), common,
+                        [&](const auto& documents, const Run& run) {
+                            return pack_streams(documents, capacities, run);
+                        });
+}
+
+py::dict pad(const DocumentLengths& lengths, const py::object& capacity,
+             const py::object& atom_size, const Common& common) {
+    const AtomRules rules{integer(capacity, "capacity"), integer(atom_size, "atom_size")};
+    return run_in_order(lengths, false, common, [&](const auto& documents, const Run& run) {
+        return pack_padded(documents, rules, run);
+    });
+}
+
+py::dict next_fit(const DocumentLengths& lengths, const py::object& capacity,
+                  const py::object& shuffled, const Common& common) {
+    const std::int64_t size = integer(capacity, "capacity");
+    return run_in_order(
+        lengths, flag(shuffled, "shuffle"), common,
+        [&](const auto& documents, const Run& run) { return pack_next_fit(documents, size, run); });
+}
+
+py::dict length_sorted(const DocumentLengths& lengths, const py::object& capacity,
+                       const Common& common) {
+    const std::int64_t size = integer(capacity, "capacity");
+    return run_in_order(lengths, false, common, [&](const auto& documents, const Run& run) {
+        return pack_length_sorted(documents, size, run);
+    });
+}
+
+py::dict fit_decreasing(const DocumentLengths& lengths, const py::object& capacity,
+                        const py::object& extra_capacity, const py::object& best,
+                        const Common& common) {
+    const std::int64_t size = integer(capacity, "capacity");
+    const std::int64_t extra = integer(extra_capacity, "extra_capacity");
+    const Fit fit = flag(best, "best") ? Fit::kBest : Fit::kFirst;
+    return run_in_order(lengths, false, common, [&](const auto& documents, const Run& run) {
+        return pack_fit(documents, size, extra, fit, run);
+    });
+}
+
+// (numerator, denominator): no float can say what 0.1 is.
+Ratio ratio(const py::object& value, const char* name) {
+    const auto parts = integer_list(value, name);
+    if (parts.size() != 2) refuse(value, name, "a numerator and a denominator");
+    return {parts[0], parts[1]};
+}
+
+SeamlessRules seamless_rules(const py::object& capacity, const py::object& r_max,
+                             const py::object& placement, std::int64_t extra_capacity) {
+    const auto kind = choice<Placement>(placement, "placement",
+                                        {{"exact", Placement::kExact},
+                                         {"paper", Placement::kPaper},
+                                         {"published", Placement::kPublished}});
+    return {integer(capacity, "capacity"), ratio(r_max, "r_max"), kind, extra_capacity};
+}
+
+py::dict seamless(const DocumentLengths& lengths, const py::object& capacity,
+                  const py::object& r_max, const py::object& placement,
+                  const py::object& extra_capacity, const py::object& drop_last,
+                  const Common& common) {
+    const SeamlessRules rules =
+        seamless_rules(capacity, r_max, placement, integer(extra_capacity, "extra_capacity"));
+    const bool drop = flag(drop_last, "drop_last");
+    return run_in_order(lengths, false, common, [&](const auto& documents, const Run& run) {
+        auto samples = pack_seamless(documents, rules, run);
+        if (drop) drop_partial_sample(samples);
         return samples;
     });
 }
 
-template <typename Length>
-py::dict bucket_naive(const Array<Length>& lengths, const std::vector<std::int64_t>& buckets,
-                      bool shuffled, const Common& common) {
-    return run_in_order(lengths, shuffled, common, [&](const auto& documents, Progress& progress) {
-        return pack_streams(documents, buckets, common.threads, progress);
-    });
-}
-
-template <typename Length>
-py::dict pad(const Array<Length>& lengths, std::int64_t capacity, std::int64_t atom_size,
-             const Common& common) {
-    const AtomRules rules{capacity, atom_size, common.seed};
-    return run_in_order(lengths, false, common, [&](const auto& documents, Progress& progress) {
-        return pack_padded(documents, rules, common.threads, progress);
-    });
-}
-
-template <typename Length>
-py::dict next_fit(const Array<Length>& lengths, std::int64_t capacity, bool shuffled,
-                  const Common& common) {
-    return run_in_order(lengths, shuffled, common, [&](const auto& documents, Progress& progress) {
-        return pack_next_fit(documents, capacity, progress);
-    });
-}
-
-template <typename Length>
-py::dict length_sorted(const Array<Length>& lengths, std::int64_t capacity, const Common& common) {
-    return run_in_order(lengths, false, common, [&](const auto& documents, Progress& progress) {
-        return pack_length_sorted(documents, capacity, common.threads, progress);
-    });
-}
-
-template <typename Length>
-py::dict fit_decreasing(const Array<Length>& lengths, std::int64_t capacity,
-                        std::int64_t extra_capacity, bool best, const Common& common) {
-    const Fit fit = best ? Fit::kBest : Fit::kFirst;
-    return run_in_order(lengths, false, common, [&](const auto& documents, Progress& progress) {
-        return pack_fit(documents, capacity, extra_capacity, fit, common.threads, progress);
-    });
-}
-
-SeamlessRules seamless_rules(std::int64_t capacity, double r_max, const std::string& placement,
-                             std::int64_t extra_capacity) {
-    Placement kind = Placement::kExact;
-    if (placement == "paper") kind = Placement::kPaper;
-    if (placement == "published") kind = Placement::kPublished;
-    return {capacity, r_max, kind, extra_capacity};
-}
-
-template <typename Length>
-py::dict seamless(const Array<Length>& lengths, std::int64_t capacity, double r_max,
-                  const std::string& placement, std::int64_t extra_capacity, bool drop_last,
-                  const Common& common) {
-    const SeamlessRules rules = seamless_rules(capacity, r_max, placement, extra_capacity);
-    return run_in_order(lengths, false, common, [&](const auto& documents, Progress& progress) {
-        auto samples = pack_seamless(documents, rules, common.threads, progress);
-        if (drop_last) drop_partial_sample(samples);
-        return samples;
-    });
-}
-
-template <typename Length>
-py::dict seamless_stage_one(const Array<Length>& lengths, std::int64_t capacity, double r_max,
-                            const std::string& placement) {
-    const auto documents = in_file_order<std::int64_t>(view(lengths, "lengths"));
+py::dict seamless_stage_one(const DocumentLengths& lengths, const py::object& capacity,
+                            const py::object& r_max, const py::object& placement) {
     const SeamlessRules rules = seamless_rules(capacity, r_max, placement, 0);
-    StageOne stage;
-    {
+    const StageOne stage = lengths.visit([&](const auto& documents) {
         const py::gil_scoped_release unlocked;
-        stage = count_stage_one(documents, rules, 1);
-    }
+        Progress silent;
+        return count_stage_one(in_file_order<std::int64_t>(documents), rules, Run(0, 1, silent));
+    });
     py::dict result;
     result["num_sliding"] = stage.num_sliding;
     result["short_tokens"] = stage.short_tokens;
     return result;
 }
 
-template <typename Length>
-py::dict decompose(const Array<Length>& lengths, const std::vector<std::int64_t>& buckets,
+py::dict decompose(const DocumentLengths& lengths, const py::object& buckets,
                    const Common& common) {
-    return run_in_order(lengths, false, common, [&](const auto& documents, Progress& progress) {
-        return pack_decompose(documents, buckets, common.threads, progress);
+    const auto capacities = integer_list(buckets, "buckets");
+    return run_in_order(lengths, false, common, [&](const auto& documents, const Run& run) {
+        return pack_decompose(documents, capacities, run);
     });
+}
+
+BucketRules bucket_rules(const py::object& capacities, const py::object& overflow,
+                         const py::object& padding_threshold, const py::object& pairs,
+                         const py::object& shuffle_segments) {
+    const auto kind = choice<Overflow>(
+        overflow, "overflow",
+        {{"pad", Overflow::kPad}, {"head", Overflow::kHead}, {"promote", Overflow::kPromote}});
+    BucketRules rules{integer_list(capacities, "capacities"), kind,
+                      ratio(padding_threshold, "padding_threshold"), flag(pairs, "pairs"),
+                      flag(shuffle_segments, "shuffle_segments")};
+    check_capacities(rules.capacities);
+    return rules;
 }
 
 // (bucket, count, [(length, copies), ...]), longest first.
-using PatternTuple =
-    std::tuple<std::int32_t, std::int64_t, std::vector<std::pair<std::int32_t, std::int32_t>>>;
+GivenPattern given_pattern(const py::handle& pattern) {
+    constexpr std::int64_t kLimit = std::numeric_limits<std::int32_t>::max();
+    if (!py::isinstance<py::sequence>(pattern) || py::len(pattern) != 3)
+        refuse(pattern, "given", "patterns (bucket, count, [(length, copies), ...])");
+    const auto parts = py::reinterpret_borrow<py::sequence>(pattern);
+    GivenPattern given{
+        static_cast<std::int32_t>(integer(py::object(parts[0]), "bucket", 0, kLimit)),
+        integer(py::object(parts[1]), "count", 1),
+        {}};
+    for (const py::handle content : py::object(parts[2])) {
+        const auto pair = integer_list(content, "given", 1, kLimit);
+        if (pair.size() != 2) refuse(content, "given", "pairs (length, copies)");
+        given.lengths.emplace_back(pair[0], pair[1]);
+    }
+    return given;
+}
 
-template <typename Length>
-py::dict drain_buckets(const Array<Length>& lengths, const BucketRules& rules,
-                       const std::vector<PatternTuple>& patterns, std::int64_t pool_size,
+py::dict drain_buckets(const DocumentLengths& lengths, const BucketRules& rules,
+                       const py::iterable& patterns, const py::object& pool_size,
                        const Common& common) {
     std::vector<GivenPattern> given;
-    for (const auto& [bucket, count, contents] : patterns)
-        given.push_back({bucket, count, contents});
-    return run_strategy(lengths, common, [&](auto documents, auto id, Progress& progress) {
-        return pack_buckets<decltype(id), Length>(documents, rules, given, pool_size, common.seed,
-                                                  common.threads, progress);
+    for (const py::handle pattern : patterns) given.push_back(given_pattern(pattern));
+    const std::int64_t size = integer(pool_size, "pool_size", 1);
+    return run_strategy(lengths, common, [&](const auto& documents, auto id, const Run& run) {
+        return pack_buckets<decltype(id)>(documents, rules, given, size, run);
     });
 }
 
-template <typename Length>
-py::dict stream_buckets(const Array<Length>& lengths, const BucketRules& rules,
-                        std::int64_t pool_size, const Common& common) {
-    return run_strategy(lengths, common, [&](auto documents, auto id, Progress& progress) {
-        return pack_bucket_stream<decltype(id), Length>(documents, rules, pool_size, common.seed,
-                                                        common.threads, progress);
+py::dict stream_buckets(const DocumentLengths& lengths, const BucketRules& rules,
+                        const py::object& pool_size, const Common& common) {
+    const std::int64_t size = integer(pool_size, "pool_size", 1);
+    return run_strategy(lengths, common, [&](const auto& documents, auto id, const Run& run) {
+        return pack_bucket_stream<decltype(id)>(documents, rules, size, run);
     });
-}
-
-template <typename Length>
-py::dict count_documents_of(const Array<Length>& lengths, std::int64_t capacity) {
-    const Span<const Length> documents = view(lengths, "lengths");
-    DocumentTotals totals;
-    {
-        const py::gil_scoped_release unlocked;
-        totals = count_documents(documents, capacity);
-    }
-    py::dict result;
-    result["num_tokens"] = totals.num_tokens;
-    result["num_empty"] = totals.num_empty;
-    result["num_longer"] = totals.num_longer;
-    return result;
 }
 
 // (counts of rests by length, number of full chunks) of documents cut at `capacity`.
-template <typename Length>
-py::tuple length_histogram(const Array<Length>& lengths, std::int64_t capacity, int threads) {
-    const auto documents = in_file_order<std::int64_t>(view(lengths, "lengths"));
+py::tuple length_histogram(const DocumentLengths& lengths, const py::object& capacity,
+                           const py::object& threads) {
+    const PlainCut cut{integer(capacity, "capacity")};
+    const int num_threads = checked_threads(integer(threads, "threads"));
+    check_capacity(cut.capacity);
     std::vector<std::int64_t> counts;
     std::int64_t chunks = 0;
-    {
+    lengths.visit([&](const auto& documents) {
         const py::gil_scoped_release unlocked;
-        const LengthSort<std::int64_t, Length> sort(documents, PlainCut{capacity}, threads);
+        const LengthSort sort(in_file_order<std::int64_t>(documents), cut, num_threads);
         counts = sort.counts();
         chunks = sort.num_chunks();
-    }
+    });
     return py::make_tuple(to_numpy(std::move(counts)), chunks);
 }
 
-template <typename Length>
-void register_strategies(py::module_& m) {
-    const auto lengths = py::arg("lengths").noconvert();
-    const auto common = py::arg("common");
-    m.def("pack_concat", &concat<Length>, lengths, py::arg("capacity"), py::arg("atom_size"),
-          py::arg("drop_last"), py::arg("shuffle"), common);
-    m.def("pack_bucket_naive", &bucket_naive<Length>, lengths, py::arg("buckets"),
-          py::arg("shuffle"), common);
-    m.def("pack_pad", &pad<Length>, lengths, py::arg("capacity"), py::arg("atom_size"), common);
-    m.def("pack_next_fit", &next_fit<Length>, lengths, py::arg("capacity"), py::arg("shuffle"),
-          common);
-    m.def("pack_length_sorted", &length_sorted<Length>, lengths, py::arg("capacity"), common);
-    m.def("pack_fit_decreasing", &fit_decreasing<Length>, lengths, py::arg("capacity"),
-          py::arg("extra_capacity"), py::arg("best"), common);
-    m.def("pack_seamless", &seamless<Length>, lengths, py::arg("capacity"), py::arg("r_max"),
-          py::arg("placement"), py::arg("extra_capacity"), py::arg("drop_last"), common);
-    m.def("seamless_stage_one", &seamless_stage_one<Length>, lengths, py::arg("capacity"),
-          py::arg("r_max"), py::arg("placement"));
-    m.def("pack_decompose", &decompose<Length>, lengths, py::arg("buckets"), common);
-    m.def("drain_buckets", &drain_buckets<Length>, lengths, py::arg("rules"), py::arg("given"),
-          py::arg("pool_size"), common);
-    m.def("stream_buckets", &stream_buckets<Length>, lengths, py::arg("rules"),
-          py::arg("pool_size"), common);
-    m.def("length_histogram", &length_histogram<Length>, lengths, py::arg("capacity"),
-          py::arg("threads"));
-    m.def(
-        "or_of_lengths",
-        [](const Array<Length>& values) {
-            const Span<const Length> documents = view(values, "lengths");
-            const py::gil_scoped_release unlocked;
-            return or_of(documents);
-        },
-        lengths);
-    m.def("count_documents", &count_documents_of<Length>, lengths, py::arg("capacity"));
+std::vector<std::int64_t> count_samples(const Array<std::int64_t>& counts,
+                                        const BucketRules& rules) {
+    const auto values = view(counts, "counts");
+    const py::gil_scoped_release unlocked;
+    return count_bucket_samples({values.begin(), values.end()}, rules);
 }
 
 }  // namespace
 
 void register_packing(py::module_& m) {
+    register_lengths(m);
     py::class_<Common>(m, "PackingCommon")
-        .def(py::init([](std::uint64_t seed, int threads, bool wide_ids, py::object progress) {
-                 return Common{seed, threads, wide_ids, std::move(progress)};
-             }),
-             py::kw_only(), py::arg("seed"), py::arg("threads"), py::arg("wide_ids"),
-             py::arg("progress"));
+        .def(py::init(&common), py::kw_only(), py::arg("seed"), py::arg("threads"),
+             py::arg("wide_ids"), py::arg("progress"));
     py::class_<BucketRules>(m, "BucketRules")
-        .def(py::init([](std::vector<std::int64_t> capacities, const std::string& overflow,
-                         double padding_threshold, bool pairs, bool shuffle_segments) {
-                 Overflow kind = Overflow::kPad;
-                 if (overflow == "head") kind = Overflow::kHead;
-                 if (overflow == "promote") kind = Overflow::kPromote;
-                 return BucketRules{std::move(capacities), kind, padding_threshold, pairs,
-                                    shuffle_segments};
-             }),
-             py::kw_only(), py::arg("capacities"), py::arg("overflow") = "pad",
-             py::arg("padding_threshold") = 0.0, py::arg("pairs") = false,
-             py::arg("shuffle_segments") = false);
-    m.def(
-        "count_bucket_samples",
-        [](const Array<std::int64_t>& counts, const BucketRules& rules) {
-            const auto values = view(counts, "counts");
-            check(static_cast<std::int64_t>(values.size()) <= rules.capacities.back(),
-                  "counts has ", values.size(), " classes; the largest bucket holds ",
-                  rules.capacities.back());
-            const py::gil_scoped_release unlocked;
-            return plan_buckets({values.begin(), values.end()}, rules).samples_in_bucket;
-        },
-        py::arg("counts").noconvert(), py::arg("rules"));
-    register_strategies<std::int32_t>(m);
-    register_strategies<std::int64_t>(m);
+        .def(py::init(&bucket_rules), py::kw_only(), py::arg("capacities"),
+             py::arg("overflow") = "pad", py::arg("padding_threshold") = py::make_tuple(0, 1),
+             py::arg("pairs") = false, py::arg("shuffle_segments") = false);
+    const py::arg lengths("lengths"), capacity("capacity"), buckets("buckets"), common("common");
+    const py::arg atom_size("atom_size"), shuffled("shuffle"), extra("extra_capacity");
+    const py::arg rules("rules"), pool_size("pool_size"), drop_last("drop_last");
+    m.def("pack_concat", &concat, lengths, capacity, atom_size, drop_last, shuffled, common);
+    m.def("pack_bucket_naive", &bucket_naive, lengths, buckets, shuffled, common);
+    m.def("pack_pad", &pad, lengths, capacity, atom_size, common);
+    m.def("pack_next_fit", &next_fit, lengths, capacity, shuffled, common);
+    m.def("pack_length_sorted", &length_sorted, lengths, capacity, common);
+    m.def("pack_fit_decreasing", &fit_decreasing, lengths, capacity, extra, py::arg("best"),
+          common);
+    m.def("pack_seamless", &seamless, lengths, capacity, py::arg("r_max"), py::arg("placement"),
+          extra, drop_last, common);
+    m.def("seamless_stage_one", &seamless_stage_one, lengths, capacity, py::arg("r_max"),
+          py::arg("placement"));
+    m.def("pack_decompose", &decompose, lengths, buckets, common);
+    m.def("drain_buckets", &drain_buckets, lengths, rules, py::arg("given"), pool_size, common);
+    m.def("stream_buckets", &stream_buckets, lengths, rules, pool_size, common);
+    m.def("length_histogram", &length_histogram, lengths, capacity, py::arg("threads"));
+    m.def("count_bucket_samples", &count_samples, py::arg("counts").noconvert(), rules);
 }
 
 }  // namespace megapack

@@ -1,5 +1,5 @@
 // What is counted from the arrays of a SampleIndex: numpy views in, checked; GIL released.
-#include "bindings/numpy_views.hpp"
+#include "bindings/scalars.hpp"
 #include "core/packing_metrics.hpp"
 
 namespace megapack {
@@ -16,6 +16,12 @@ SampleView<Id, Length> sample_view(const Array<std::int64_t>& bucket_sample_offs
             view(length, "segment_length")};
 }
 
+// Not negative.
+py::object python_int(Wide value) {
+    const auto high = static_cast<std::uint64_t>(value >> 64);
+    return (py::int_(high) << py::int_(64)) | py::int_(static_cast<std::uint64_t>(value));
+}
+
 template <typename Id, typename Length>
 void register_measures(py::module_& m) {
     using Offsets = Array<std::int64_t>;
@@ -29,19 +35,19 @@ void register_measures(py::module_& m) {
         "measure_samples",
         [](const Offsets& buckets, const Offsets& samples, const Array<Id>& document,
            const Array<Length>& begin, const Array<std::int32_t>& length,
-           std::int64_t num_documents) {
+           const py::object& num_documents) {
             const auto arrays = sample_view(buckets, samples, document, begin, length);
-            check(num_documents >= 0, "num_documents is ", num_documents);
+            const std::int64_t documents = integer(num_documents, "num_documents", 0);
             SegmentTotals totals;
             {
                 const py::gil_scoped_release unlocked;
-                totals = measure(arrays, num_documents);
+                totals = measure(arrays, documents);
             }
             py::dict result;
             result["tokens_per_bucket"] = totals.tokens_per_bucket;
             result["cut_documents"] = totals.cut_documents;
-            result["segment_squares"] = totals.segment_squares;
-            result["sample_squares"] = totals.sample_squares;
+            result["segment_squares"] = python_int(totals.segment_squares);
+            result["sample_squares"] = python_int(totals.sample_squares);
             return result;
         },
         py::arg("bucket_sample_offsets").noconvert(), py::arg("sample_segment_offsets").noconvert(),

@@ -1,5 +1,6 @@
 // schedule and balance: small pure functions; arrays out.
 #include "bindings/integers.hpp"
+#include "bindings/scalars.hpp"
 #include "core/balance_deal.hpp"
 #include "core/schedule_blend.hpp"
 #include "core/schedule_order.hpp"
@@ -11,26 +12,34 @@ namespace {
 
 constexpr std::int64_t kMaxPositions = std::int64_t{1} << 40;  // at a time: 8 TiB of ids
 
-py::array_t<std::int64_t> permute_range_numpy(std::uint64_t key, std::int64_t size,
-                                              std::int64_t first, std::int64_t count) {
-    check(count >= 0, "count is ", count, "; it must not be negative");
-    std::vector<std::int64_t> out(static_cast<std::size_t>(count));
+std::uint64_t random_bits_of(const py::object& key, const py::object& counter) {
+    return random_bits(word(key, "key"), word(counter, "counter"));
+}
+
+py::array_t<std::int64_t> permute_range_numpy(const py::object& key, const py::object& size,
+                                              const py::object& first, const py::object& count) {
+    const std::uint64_t chosen = word(key, "key");
+    const std::int64_t all = integer(size, "size", 1), begin = integer(first, "first", 0, all);
+    std::vector<std::int64_t> out(
+        static_cast<std::size_t>(integer(count, "count", 0, all - begin)));
     {
         const py::gil_scoped_release release;
-        permute_range(key, size, first, out);
+        permute_range(chosen, all, begin, out);
     }
     return to_numpy(std::move(out));
 }
 
 py::array_t<std::int32_t> order_cycle_numpy(const Array<std::int64_t>& counts,
-                                            const Array<double>& odds, std::uint64_t key,
-                                            bool spread) {
+                                            const Array<double>& odds, const py::object& key,
+                                            const py::object& spread) {
+    const std::uint64_t chosen = word(key, "key");
+    const bool spread_out = flag(spread, "spread");
     const auto counts_view = view(counts, "counts");
     const auto odds_view = view(odds, "odds");
     std::vector<std::int32_t> order;
     {
         const py::gil_scoped_release release;
-        order = order_cycle(counts_view, odds_view, key, spread);
+        order = order_cycle(counts_view, odds_view, chosen, spread_out);
     }
     return to_numpy(std::move(order));
 }
@@ -38,7 +47,9 @@ py::array_t<std::int32_t> order_cycle_numpy(const Array<std::int64_t>& counts,
 py::array_t<std::int64_t> permute_epochs_numpy(const Array<std::uint64_t>& keys,
                                                const Array<std::int64_t>& sizes,
                                                const Array<std::int64_t>& begins,
-                                               const Array<std::int64_t>& counts, bool shuffled) {
+                                               const Array<std::int64_t>& counts,
+                                               const py::object& shuffled) {
+    const bool in_random_order = flag(shuffled, "shuffled");
     const auto key = view(keys, "keys");
     const auto size = view(sizes, "sizes");
     const auto begin = view(begins, "begins");
@@ -59,19 +70,20 @@ py::array_t<std::int64_t> permute_epochs_numpy(const Array<std::uint64_t>& keys,
             total += count[i];
         }
         out.resize(static_cast<std::size_t>(total));
-        permute_epochs(runs, shuffled, out);
+        permute_epochs(runs, in_random_order, out);
     }
     return to_numpy(std::move(out));
 }
 
-py::tuple blend_range_numpy(const Blend& blend, std::int64_t begin, std::int64_t end) {
+py::tuple blend_range_numpy(const Blend& blend, const py::object& begin, const py::object& end) {
+    const std::int64_t first = integer(begin, "begin"), last = integer(end, "end");
     std::vector<std::int32_t> source;
     std::vector<std::int64_t> first_rank;
     std::vector<std::int64_t> count;
     Blend::Range range;
     {
         const py::gil_scoped_release release;
-        range = blend.range(begin, end);
+        range = blend.range(first, last);
         for (const Blend::Run& run : range.runs) {
             source.push_back(run.source);
             first_rank.push_back(run.first_rank);
@@ -82,8 +94,14 @@ py::tuple blend_range_numpy(const Blend& blend, std::int64_t begin, std::int64_t
                           to_numpy(std::move(count)), to_numpy(std::move(range.places)));
 }
 
-py::array_t<std::int64_t> blend_taken_numpy(const Blend& blend, std::int64_t end) {
-    return to_numpy(blend.taken(end));
+py::array_t<std::int64_t> blend_taken_numpy(const Blend& blend, const py::object& end) {
+    return to_numpy(blend.taken(integer(end, "end")));
+}
+
+std::int64_t blend_taken_of(const Blend& blend, const py::object& source, const py::object& end) {
+    return blend.taken_of(static_cast<std::int32_t>(integer(
+                              source, "source", 0, std::numeric_limits<std::int32_t>::max())),
+                          integer(end, "end"));
 }
 
 Blend make_blend(const Array<std::int64_t>& weights) {
@@ -95,7 +113,7 @@ void register_blend(py::module_& m) {
         .def(py::init(&make_blend), py::arg("weights").noconvert())
         .def("range", &blend_range_numpy, py::arg("begin"), py::arg("end"))
         .def("taken", &blend_taken_numpy, py::arg("end"))
-        .def("taken_of", &Blend::taken_of, py::arg("source"), py::arg("end"))
+        .def("taken_of", &blend_taken_of, py::arg("source"), py::arg("end"))
         .def(py::pickle(
             [](const Blend& blend) -> Array<std::int64_t> {
                 return to_numpy(std::vector<std::int64_t>(blend.weights()));
@@ -106,14 +124,17 @@ void register_blend(py::module_& m) {
 py::array_t<std::int64_t> attention_cost_of_numpy(const py::array& sample_segment_offsets,
                                                   const py::array& segment_length,
                                                   const Array<std::int64_t>& samples,
-                                                  std::int64_t capacity, bool whole) {
+                                                  const py::object& capacity,
+                                                  const py::object& whole) {
+    const std::int64_t size = integer(capacity, "capacity");
+    const bool as_one = flag(whole, "whole");
     const Integers offsets = integers(sample_segment_offsets, "sample_segment_offsets");
     const Integers lengths = integers(segment_length, "segment_length");
     const auto samples_view = view(samples, "samples");
     std::vector<std::int64_t> costs;
     {
         const py::gil_scoped_release release;
-        costs = attention_cost_of(offsets, lengths, samples_view, capacity, whole);
+        costs = attention_cost_of(offsets, lengths, samples_view, size, as_one);
     }
     return to_numpy(std::move(costs));
 }
@@ -133,7 +154,7 @@ py::array_t<std::int64_t> deal_evenly_numpy(const Array<std::int64_t>& costs,
 }  // namespace
 
 void register_schedule(py::module_& m) {
-    m.def("random_bits", &random_bits, py::arg("key"), py::arg("counter"));
+    m.def("random_bits", &random_bits_of, py::arg("key"), py::arg("counter"));
     m.def("permute_range", &permute_range_numpy, py::arg("key"), py::arg("size"), py::arg("first"),
           py::arg("count"));
     m.def("order_cycle", &order_cycle_numpy, py::arg("counts").noconvert(),

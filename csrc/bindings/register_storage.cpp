@@ -1,5 +1,5 @@
 // storage: numpy views in, checked; GIL released; arrays out.
-#include "bindings/numpy_views.hpp"
+#include "bindings/scalars.hpp"
 #include "core/mmididx.hpp"
 #include "core/mmididx_tokens.hpp"
 
@@ -63,8 +63,10 @@ std::pair<From, From> store(Span<const From> tokens, Span<To> out, std::int64_t 
     return range;
 }
 
-py::tuple store_tokens(const py::array& tokens, py::array& out, std::size_t begin, std::int64_t low,
-                       std::int64_t high) {
+py::tuple store_tokens(const py::array& tokens, py::array& out, const py::object& position,
+                       const py::object& lowest, const py::object& highest) {
+    const auto begin = static_cast<std::size_t>(integer(position, "begin", 0));
+    const std::int64_t low = integer(lowest, "low"), high = integer(highest, "high");
     if (!out.writeable()) throw py::type_error("out is read-only");
     return with_integer_type(out.dtype(), "out", [&](auto out_zero) -> py::tuple {
         using To = decltype(out_zero);
@@ -88,8 +90,8 @@ py::tuple store_tokens(const py::array& tokens, py::array& out, std::size_t begi
     });
 }
 
-IndexView open_view(const Bytes& bytes, const std::string& name) {
-    return {view(bytes, "bytes"), name};
+IndexView open_view(const Bytes& bytes, const py::object& name) {
+    return {view(bytes, "bytes"), file_name(name)};
 }
 
 // An uninitialised array filled by f(Span) without the GIL.
@@ -102,8 +104,16 @@ py::array_t<T> filled(std::size_t size, const F& f) {
     return out;
 }
 
-py::dict index_header(const Bytes& bytes, std::uint64_t file_bytes, const std::string& name) {
-    const IndexHeader header = parse_index_header(view(bytes, "bytes"), file_bytes, name);
+// Bytes per token of a .bin.
+std::size_t token_bytes(const py::object& itemsize) {
+    const std::int64_t bytes = integer(itemsize, "itemsize", 1, 8);
+    if ((bytes & (bytes - 1)) != 0) refuse(itemsize, "itemsize", "1, 2, 4 or 8");
+    return static_cast<std::size_t>(bytes);
+}
+
+py::dict index_header(const Bytes& bytes, const py::object& file_bytes, const py::object& name) {
+    const auto size = static_cast<std::uint64_t>(integer(file_bytes, "file_bytes", 0));
+    const IndexHeader header = parse_index_header(view(bytes, "bytes"), size, file_name(name));
     py::dict result;
     result["dtype_code"] = header.dtype_code;
     result["num_sequences"] = header.num_sequences;
@@ -117,7 +127,7 @@ py::dict index_header(const Bytes& bytes, std::uint64_t file_bytes, const std::s
     return result;
 }
 
-py::array document_lengths_of(const Bytes& bytes, const std::string& name) {
+py::array document_lengths_of(const Bytes& bytes, const py::object& name) {
     const IndexView index = open_view(bytes, name);
     bool fits = false;
     auto narrow = filled<std::int32_t>(index.num_documents(), [&](Span<std::int32_t> out) {
@@ -134,16 +144,17 @@ void register_reading(py::module_& m) {
     m.def("document_lengths", &document_lengths_of, py::arg("bytes").noconvert(), py::arg("name"));
     m.def(
         "document_offsets",
-        [](const Bytes& bytes, const std::string& name, std::size_t itemsize) {
+        [](const Bytes& bytes, const py::object& name, const py::object& itemsize) {
             const IndexView index = open_view(bytes, name);
+            const std::size_t width = token_bytes(itemsize);
             return filled<std::int64_t>(index.num_documents() + 1, [&](Span<std::int64_t> out) {
-                document_offsets(index, itemsize, out);
+                document_offsets(index, width, out);
             });
         },
         py::arg("bytes").noconvert(), py::arg("name"), py::arg("itemsize"));
     m.def(
         "sequence_lengths",
-        [](const Bytes& bytes, const std::string& name) {
+        [](const Bytes& bytes, const py::object& name) {
             const IndexView index = open_view(bytes, name);
             return filled<std::int32_t>(index.num_sequences(), [&](Span<std::int32_t> out) {
                 copy_sequence_lengths(index, out);
@@ -152,7 +163,7 @@ void register_reading(py::module_& m) {
         py::arg("bytes").noconvert(), py::arg("name"));
     m.def(
         "sequence_pointers",
-        [](const Bytes& bytes, const std::string& name) {
+        [](const Bytes& bytes, const py::object& name) {
             const IndexView index = open_view(bytes, name);
             return filled<std::int64_t>(index.num_sequences(), [&](Span<std::int64_t> out) {
                 copy_sequence_pointers(index, out);
@@ -161,7 +172,7 @@ void register_reading(py::module_& m) {
         py::arg("bytes").noconvert(), py::arg("name"));
     m.def(
         "document_indices",
-        [](const Bytes& bytes, const std::string& name) {
+        [](const Bytes& bytes, const py::object& name) {
             const IndexView index = open_view(bytes, name);
             return filled<std::int64_t>(index.num_documents() + 1, [&](Span<std::int64_t> out) {
                 copy_document_indices(index, out);
@@ -176,23 +187,29 @@ void register_writing(py::module_& m) {
           py::arg("low"), py::arg("high"));
     m.def(
         "scan_lengths",
-        [](const Array<std::int32_t>& lengths, std::size_t itemsize, std::int64_t begin) {
+        [](const Array<std::int32_t>& lengths, const py::object& itemsize,
+           const py::object& begin) {
             const auto span = view(lengths, "lengths");
+            const std::size_t width = token_bytes(itemsize);
+            const std::int64_t first = integer(begin, "begin", 0);
             std::int64_t end = 0;
             auto out = filled<std::int64_t>(span.size(), [&](Span<std::int64_t> pointers) {
-                end = scan_lengths(span, itemsize, begin, pointers);
+                end = scan_lengths(span, width, first, pointers);
             });
             return py::make_tuple(std::move(out), end);
         },
         py::arg("lengths").noconvert(), py::arg("itemsize"), py::arg("begin"));
     m.def(
         "shift_document_ends",
-        [](const Array<std::int64_t>& ends, std::int64_t num_sequences, std::int64_t previous,
-           std::int64_t begin) {
+        [](const Array<std::int64_t>& ends, const py::object& num_sequences,
+           const py::object& previous, const py::object& begin) {
             const auto span = view(ends, "ends");
+            const std::int64_t sequences = integer(num_sequences, "num_sequences", 0);
+            const std::int64_t before = integer(previous, "previous", 0);
+            const std::int64_t first = integer(begin, "begin", 0);
             std::int64_t last = 0;
             auto out = filled<std::int64_t>(span.size(), [&](Span<std::int64_t> shifted) {
-                last = shift_document_ends(span, num_sequences, previous, begin, shifted);
+                last = shift_document_ends(span, sequences, before, first, shifted);
             });
             return py::make_tuple(std::move(out), last);
         },

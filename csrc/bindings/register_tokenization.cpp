@@ -1,5 +1,5 @@
 // tokenization: numpy views in, checked; GIL released; arrays out.
-#include "bindings/numpy_views.hpp"
+#include "bindings/scalars.hpp"
 #include "core/document_text.hpp"
 #include "core/frame.hpp"
 #include "core/jsonl.hpp"
@@ -7,21 +7,18 @@
 namespace megapack {
 namespace {
 
-JsonValues json_values(const std::string& name) {
-    if (name == "strings") return JsonValues::strings;
-    if (name == "scalars") return JsonValues::scalars;
-    check(name == "lists", "values is '", name, "'; it must be strings, scalars or lists");
-    return JsonValues::lists;
-}
-
-py::tuple py_extract_jsonl(const Array<std::uint8_t>& buffer, const std::string& key,
-                           const std::string& values) {
+py::tuple py_extract_jsonl(const Array<std::uint8_t>& buffer, const py::object& key,
+                           const py::object& values) {
     const auto bytes = view(buffer, "buffer");
-    const JsonValues wanted = json_values(values);
+    const std::string name = text(key, "key");
+    const auto wanted = choice<JsonValues>(values, "values",
+                                           {{"strings", JsonValues::strings},
+                                            {"scalars", JsonValues::scalars},
+                                            {"lists", JsonValues::lists}});
     JsonlTexts texts;
     {
         const py::gil_scoped_release release;
-        texts = extract_jsonl(bytes, key, wanted);
+        texts = extract_jsonl(bytes, name, wanted);
     }
     return py::make_tuple(to_numpy(std::move(texts.text)), to_numpy(std::move(texts.offsets)),
                           to_numpy(std::move(texts.status)), to_numpy(std::move(texts.line_begin)));
@@ -67,16 +64,18 @@ py::array_t<std::uint8_t> py_has_characters(const Array<std::uint8_t>& text,
 
 template <typename Stored, typename Id>
 py::tuple py_frame_documents(const Array<Id>& ids, const Array<std::int64_t>& offsets,
-                             const std::vector<std::int64_t>& prefix,
-                             const std::vector<std::int64_t>& suffix, std::int64_t vocab_size) {
+                             const py::object& prefix, const py::object& suffix,
+                             const py::object& vocab_size) {
     const auto id_view = view(ids, "ids");
     const auto bounds = view(offsets, "offsets");
-    const Span<const std::int64_t> before(prefix);
-    const Span<const std::int64_t> behind(suffix);
+    const std::vector<std::int64_t> before = integer_list(prefix, "prefix");
+    const std::vector<std::int64_t> behind = integer_list(suffix, "suffix");
+    const std::int64_t size = integer(vocab_size, "vocab_size");
     FramedDocuments<Stored> framed;
     {
         const py::gil_scoped_release release;
-        framed = frame_documents<Stored>(id_view, bounds, before, behind, vocab_size);
+        framed = frame_documents<Stored>(id_view, bounds, Span<const std::int64_t>(before),
+                                         Span<const std::int64_t>(behind), size);
     }
     return py::make_tuple(to_numpy(std::move(framed.tokens)), to_numpy(std::move(framed.offsets)),
                           framed.max_token);

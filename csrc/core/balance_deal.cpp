@@ -1,6 +1,7 @@
 #include "core/balance_deal.hpp"
 
 #include <algorithm>
+#include <limits>
 #include <numeric>
 #include <queue>
 #include <tuple>
@@ -100,12 +101,32 @@ class Dealer {
     std::vector<std::int64_t> loads_;
 };
 
+void check_deal(Span<const std::int64_t> costs, Span<const std::int64_t> bin_sizes) {
+    constexpr std::int64_t kMost = std::int64_t{1} << 62;
+    const auto items = static_cast<std::int64_t>(costs.size());
+    std::int64_t room = 0, total = 0;
+    for (std::size_t b = 0; b < bin_sizes.size(); ++b) {
+        check(bin_sizes[b] >= 0, "bin ", b, " has ", bin_sizes[b], " places");
+        check(bin_sizes[b] <= items - room, items, " items for bins of more places in all");
+        room += bin_sizes[b];
+    }
+    check(room == items, items, " items for bins of ", room, " places in all");
+    for (std::size_t i = 0; i < costs.size(); ++i) {
+        check(costs[i] >= 0, "item ", i, " costs ", costs[i], "; costs are not negative");
+        check(costs[i] <= kMost - total, "the costs sum to more than 2^62");
+        total += costs[i];
+    }
+}
+
 }  // namespace
 
 std::vector<std::int64_t> attention_cost_of(const Integers& sample_segment_offsets,
                                             const Integers& segment_length,
                                             Span<const std::int64_t> samples, std::int64_t capacity,
                                             bool whole) {
+    constexpr std::int64_t kLongest = std::numeric_limits<std::int32_t>::max();
+    check(capacity > 0 && capacity <= kLongest, "capacity is ", capacity, "; it must be from 1 to ",
+          kLongest);
     std::vector<std::int64_t> costs;
     costs.reserve(samples.size());
     for (const std::int64_t sample : samples) {
@@ -133,9 +154,8 @@ std::vector<std::int64_t> attention_cost_of(const Integers& sample_segment_offse
 
 std::vector<std::int64_t> deal_evenly(Span<const std::int64_t> costs,
                                       Span<const std::int64_t> bin_sizes) {
-    const std::int64_t room = std::accumulate(bin_sizes.begin(), bin_sizes.end(), std::int64_t{0});
-    check(room == static_cast<std::int64_t>(costs.size()), costs.size(), " items for bins of ",
-          room, " in all");
+    check_deal(costs, bin_sizes);
+    if (costs.empty()) return {};
     Dealer dealer(costs, bin_sizes);
     dealer.deal_longest_first();
     dealer.exchange();

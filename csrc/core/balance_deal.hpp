@@ -21,6 +21,7 @@ std::vector<std::int64_t> attention_cost_of(const Integers& sample_segment_offse
 // Deals item i (costs[i] >= 0) to bins of prescribed sizes so that the largest total is small:
 // longest first to the least loaded bin that has room (LPT), then exchanges between the fullest bin
 // and others while they help. Returns the items bin by bin, each bin in order of falling cost.
+// Throws std::invalid_argument unless the sizes sum to the number of items.
 // Deterministic: ties go to the smaller item, then to the smaller bin.
 std::vector<std::int64_t> deal_evenly(Span<const std::int64_t> costs,
                                       Span<const std::int64_t> bin_sizes);

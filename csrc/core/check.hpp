@@ -2,11 +2,9 @@
 // bindings turn the type into Python's exception.
 #pragma once
 
-#include <cerrno>
 #include <sstream>
 #include <stdexcept>
 #include <string>
-#include <system_error>
 
 namespace megapack {
 
@@ -31,11 +29,6 @@ std::string concat_message(const Parts&... parts) {
 template <typename Error = std::invalid_argument, typename... Parts>
 void check(bool ok, const Parts&... parts) {
     if (!ok) throw Error(concat_message(parts...));
-}
-
-// OSError with errno and the file's name.
-[[noreturn]] inline void throw_errno(const std::string& path) {
-    throw std::system_error(errno, std::generic_category(), path);
 }
 
 }  // namespace megapack

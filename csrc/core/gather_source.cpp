@@ -17,26 +17,24 @@ struct Range {
     std::int64_t end;
 };
 
-// The sequences of a document follow each other in .bin: every writer does so, verify checks it.
+// What a reader of the whole .idx would refuse is refused here, too, as far as it concerns this
+// document: it begins where the one before it ends, and its sequences follow each other.
 Range document_range(const GatherSource& source, std::int64_t document) {
     const IndexView& index = source.documents;
     const auto d = static_cast<std::size_t>(document);
     const std::int64_t first = index.document_index(d);
-    const std::int64_t last = index.document_index(d + 1) - 1;
+    const std::int64_t last = index.document_index(d + 1);
     const auto num_sequences = static_cast<std::int64_t>(index.num_sequences());
-    check<FormatError>(first >= 0 && first <= last + 1 && last < num_sequences, index.name(),
-                       ": document ", document, " is sequences [", first, ", ", last + 1, ") of ",
+    check<FormatError>(first >= 0 && first <= last && last <= num_sequences, index.name(),
+                       ": document ", document, " is sequences [", first, ", ", last, ") of ",
                        num_sequences);
-    if (first > last) return {0, 0};
     const std::int64_t itemsize = bytes_of(source.tokens.type);
-    const std::int64_t begin = index.pointer(static_cast<std::size_t>(first)) / itemsize;
-    const std::int64_t final = index.pointer(static_cast<std::size_t>(last)) / itemsize;
-    const std::int32_t length = index.length(static_cast<std::size_t>(last));
-    const std::int64_t size = source.tokens.size;
-    check<FormatError>(0 <= begin && begin <= final && length >= 0 && final <= size - length,
-                       index.name(), ": document ", document, " begins at token ", begin,
-                       ", its last sequence at ", final, " with ", length, "; the file has ", size);
-    return {begin, final + length};
+    const auto [begin, end] =
+        check_sequences(index, static_cast<std::size_t>(first), static_cast<std::size_t>(last),
+                        static_cast<std::size_t>(itemsize));
+    check<FormatError>(end / itemsize <= source.tokens.size, index.name(), ": document ", document,
+                       " ends at token ", end / itemsize, "; the file has ", source.tokens.size);
+    return {begin / itemsize, end / itemsize};
 }
 
 Segment read_segment(const GatherSource& source, SampleRef ref, std::int64_t s) {

@@ -40,6 +40,18 @@ std::string printable(Span<const std::uint8_t> bytes) {
                                      index.length(sequence), "; lengths cannot be negative"));
 }
 
+// The byte behind a sequence.
+std::int64_t end_of_sequence(const IndexView& index, std::size_t sequence, std::size_t itemsize) {
+    const std::int32_t length = index.length(sequence);
+    if (length < 0) bad_length(index, sequence);
+    std::int64_t end = index.pointer(sequence);
+    const std::int64_t bytes = length * static_cast<std::int64_t>(itemsize);
+    check<FormatError>(end >= 0 && !__builtin_add_overflow(end, bytes, &end), index.name(),
+                       ": sequence ", sequence, " points at byte ", index.pointer(sequence),
+                       "; `megapack-build repair` recomputes pointers");
+    return end;
+}
+
 // Sum of the lengths of [begin, end).
 std::int64_t sum_lengths(const IndexView& index, std::size_t begin, std::size_t end) {
     std::int64_t sum = 0;
@@ -130,16 +142,24 @@ void copy_document_indices(const IndexView& index, Span<std::int64_t> out) {
 }
 
 void check_lengths_and_pointers(const IndexView& index, std::size_t itemsize) {
-    std::int64_t expected = 0;
-    for (std::size_t i = 0; i < index.num_sequences(); ++i) {
-        const std::int32_t length = index.length(i);
-        if (length < 0) bad_length(index, i);
-        check<FormatError>(index.pointer(i) == expected, index.name(), ": sequence ", i,
+    check_sequences(index, 0, index.num_sequences(), itemsize);
+}
+
+std::pair<std::int64_t, std::int64_t> check_sequences(const IndexView& index, std::size_t first,
+                                                      std::size_t last, std::size_t itemsize) {
+    const std::int64_t begin = first == 0 ? 0 : end_of_sequence(index, first - 1, itemsize);
+    check<FormatError>(begin % static_cast<std::int64_t>(itemsize) == 0, index.name(),
+                       ": sequence ", first, " begins at byte ", begin, ", inside of a token of ",
+                       itemsize, " bytes; `megapack-build repair` recomputes pointers");
+    std::int64_t end = begin;
+    for (std::size_t i = first; i <= last && i < index.num_sequences(); ++i) {
+        check<FormatError>(index.pointer(i) == end, index.name(), ": sequence ", i,
                            " points at byte ", index.pointer(i),
-                           ", but the sequences before it end at ", expected,
+                           ", but the sequences before it end at ", end,
                            "; `megapack-build repair` recomputes pointers");
-        expected += length * static_cast<std::int64_t>(itemsize);
+        if (i < last) end = end_of_sequence(index, i, itemsize);
     }
+    return {begin, end};
 }
 
 void check_document_indices(const IndexView& index) {
@@ -212,7 +232,8 @@ std::int64_t scan_lengths(Span<const std::int32_t> lengths, std::size_t itemsize
         check<FormatError>(lengths[i] >= 0, "a sequence has length ", lengths[i],
                            "; lengths cannot be negative");
         out[i] = begin;
-        begin += lengths[i] * bytes_per_token;
+        check<DataError>(!__builtin_add_overflow(begin, lengths[i] * bytes_per_token, &begin),
+                         "the sequences end past byte 2^63");
     }
     return begin;
 }
@@ -227,7 +248,8 @@ std::int64_t shift_document_ends(Span<const std::int64_t> ends, std::int64_t num
                            "a document ends at sequence ", ends[i], "; the one before it ended at ",
                            previous, " and there are ", num_sequences, " sequences");
         previous = ends[i];
-        out[i] = begin + ends[i];
+        check<DataError>(!__builtin_add_overflow(begin, ends[i], &out[i]),
+                         "there are more than 2^63 sequences");
     }
     return previous;
 }

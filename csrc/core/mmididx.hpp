@@ -8,6 +8,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <string>
+#include <utility>
 
 #include "core/check.hpp"
 #include "core/span.hpp"
@@ -75,6 +76,11 @@ void copy_document_indices(const IndexView& index, Span<std::int64_t> out);
 // What a reader relies on: no negative length, pointers that follow from the lengths, documents
 // that begin at 0, never go back and end at num_sequences. FormatError names the first violation.
 void check_lengths_and_pointers(const IndexView& index, std::size_t itemsize);
+// The same for sequences [first, last) and the neighbours they touch: the first begins where the
+// one before it ends, the one at `last` begins where they end. Returns the bytes [begin, end) they
+// take.
+std::pair<std::int64_t, std::int64_t> check_sequences(const IndexView& index, std::size_t first,
+                                                      std::size_t last, std::size_t itemsize);
 void check_document_indices(const IndexView& index);
 
 // True when document d is exactly sequence d, the layout of all but sentence-split corpora.

@@ -1,31 +1,40 @@
 #include "core/packing_atoms.hpp"
 
+#include <limits>
 #include <numeric>
 #include <utility>
 
 #include "core/packing_order.hpp"
 
 namespace megapack {
-namespace {
 
-constexpr std::size_t kPartSize = std::size_t{1} << 20;
+void AtomRules::check_sizes() const {
+    check_capacity(capacity);
+    constexpr std::int64_t kLimit = std::numeric_limits<std::int32_t>::max();
+    check(atom_size >= 1 && atom_size <= kLimit, "atom_size is ", atom_size,
+          "; it must be from 1 to ", kLimit);
+    check(capacity % atom_size == 0 || atom_size % capacity == 0, "atom_size is ", atom_size,
+          " and the capacity ", capacity, "; one must be a multiple of the other");
+}
+
+namespace {
 
 // Every document cut in units, one sample each, in the order of documents.
 template <typename Id, typename Length>
 Samples<Id, Length> cut_in_units(const Documents<Id, Length>& documents, std::int64_t unit,
-                                 int threads, Progress& progress) {
+                                 const Run& run) {
     const std::size_t n = documents.size(), parts = (n + kPartSize - 1) / kPartSize;
     std::vector<std::int64_t> next(parts, 0);
-    parallel_for(threads, parts, [&](std::size_t p) {
+    parallel_for(run.threads, parts, [&](std::size_t p) {
         const Part range = part_of(n, parts, p);
         for (std::size_t i = range.begin; i < range.end; ++i)
             next[p] += (documents[i].length + unit - 1) / unit;
-        progress.advance(static_cast<std::int64_t>(range.end - range.begin));
+        run.progress.advance(static_cast<std::int64_t>(range.end - range.begin));
     });
     std::int64_t units = 0;
     for (std::int64_t& count : next) units += std::exchange(count, units);
     Samples<Id, Length> out({unit}, {units}, units);
-    parallel_for(threads, parts, [&](std::size_t p) {
+    parallel_for(run.threads, parts, [&](std::size_t p) {
         const Part range = part_of(n, parts, p);
         for (std::size_t i = range.begin; i < range.end; ++i) {
             const Item<Id, Length> item = documents[i];
@@ -36,7 +45,7 @@ Samples<Id, Length> cut_in_units(const Documents<Id, Length>& documents, std::in
                         static_cast<std::int32_t>(left < unit ? left : unit));
             }
         }
-        progress.advance(static_cast<std::int64_t>(range.end - range.begin));
+        run.progress.advance(static_cast<std::int64_t>(range.end - range.begin));
     });
     return out;
 }
@@ -46,10 +55,10 @@ Samples<Id, Length> cut_in_units(const Documents<Id, Length>& documents, std::in
 template <typename Id, typename Length>
 Samples<Id, Length> reorder(const Samples<Id, Length>& units,
                             const std::vector<std::int32_t>& sizes, std::size_t num_shuffled,
-                            const AtomRules& rules, int threads) {
+                            const AtomRules& rules, const Run& run) {
     const Span<const std::int32_t> shuffled{sizes.data(), num_shuffled};
     const auto order =
-        shuffle<std::int64_t>(shuffled, random_for(rules.seed, Purpose::kAtoms), threads);
+        shuffle<std::int64_t>(shuffled, random_for(run.seed, Purpose::kAtoms), run.threads);
     std::vector<std::int64_t> first_unit(sizes.size(), 0);
     std::exclusive_scan(sizes.begin(), sizes.end(), first_unit.begin(), std::int64_t{0});
 
@@ -77,9 +86,10 @@ Samples<Id, Length> reorder(const Samples<Id, Length>& units,
 
 template <typename Id, typename Length>
 Samples<Id, Length> pack_padded(const Documents<Id, Length>& documents, const AtomRules& rules,
-                                int threads, Progress& progress) {
-    progress.add_total(2 * static_cast<std::int64_t>(documents.size()));
-    Samples<Id, Length> units = cut_in_units(documents, rules.unit(), threads, progress);
+                                const Run& run) {
+    rules.check_sizes();
+    run.progress.add_total(2 * static_cast<std::int64_t>(documents.size()));
+    Samples<Id, Length> units = cut_in_units(documents, rules.unit(), run);
     if (rules.atom_size == rules.capacity) return units;
     std::vector<std::int32_t> sizes;
     if (rules.atom_size < rules.capacity) {
@@ -92,12 +102,13 @@ Samples<Id, Length> pack_padded(const Documents<Id, Length>& documents, const At
                     static_cast<std::int32_t>((tokens + rules.capacity - 1) / rules.capacity));
             }
     }
-    return reorder(units, sizes, sizes.size(), rules, threads);
+    return reorder(units, sizes, sizes.size(), rules, run);
 }
 
 template <typename Id, typename Length>
 Samples<Id, Length> shuffle_atoms(const Samples<Id, Length>& stream, const AtomRules& rules,
-                                  int threads) {
+                                  const Run& run) {
+    rules.check_sizes();
     const std::int64_t per_atom = rules.atom_size / rules.unit();
     std::int64_t tokens = 0;
     for (const std::int32_t length : Span<const std::int32_t>(stream.segment_length))
@@ -107,13 +118,14 @@ Samples<Id, Length> shuffle_atoms(const Samples<Id, Length>& stream, const AtomR
                                     static_cast<std::int32_t>(per_atom));
     const std::int64_t rest = stream.num_samples() - full * per_atom;
     if (rest > 0) sizes.push_back(static_cast<std::int32_t>(rest));
-    return reorder(stream, sizes, static_cast<std::size_t>(full), rules, threads);
+    return reorder(stream, sizes, static_cast<std::size_t>(full), rules, run);
 }
 
-#define MEGAPACK_INSTANTIATE(Id, Length)                                                          \
-    template Samples<Id, Length> pack_padded(const Documents<Id, Length>&, const AtomRules&, int, \
-                                             Progress&);                                          \
-    template Samples<Id, Length> shuffle_atoms(const Samples<Id, Length>&, const AtomRules&, int);
+#define MEGAPACK_INSTANTIATE(Id, Length)                                                     \
+    template Samples<Id, Length> pack_padded(const Documents<Id, Length>&, const AtomRules&, \
+                                             const Run&);                                    \
+    template Samples<Id, Length> shuffle_atoms(const Samples<Id, Length>&, const AtomRules&, \
+                                               const Run&);
 MEGAPACK_FOR_EACH_WIDTH(MEGAPACK_INSTANTIATE)
 
 }  // namespace megapack

@@ -12,21 +12,21 @@ namespace megapack {
 
 struct AtomRules {
     std::int64_t capacity, atom_size;
-    std::uint64_t seed;
 
     std::int64_t unit() const { return atom_size < capacity ? atom_size : capacity; }
+    void check_sizes() const;  // throws std::invalid_argument
 };
 
 // `pad`: atoms are pieces of documents, and a piece shorter than its unit is followed by padding
 // (all padding of a sample stands at its end, as everywhere).
 template <typename Id, typename Length>
 Samples<Id, Length> pack_padded(const Documents<Id, Length>& documents, const AtomRules& rules,
-                                int threads, Progress& progress);
+                                const Run& run);
 
 // `concat` with atoms: `stream` is the stream of all documents cut in units. Full atoms are
 // shuffled; a partial one stays last.
 template <typename Id, typename Length>
 Samples<Id, Length> shuffle_atoms(const Samples<Id, Length>& stream, const AtomRules& rules,
-                                  int threads);
+                                  const Run& run);
 
 }  // namespace megapack

@@ -144,19 +144,23 @@ class PoolWriter {
 }  // namespace
 
 template <typename Id, typename Length>
-Samples<Id, Length> pack_buckets(Span<const Length> lengths, const BucketRules& rules,
+Samples<Id, Length> pack_buckets(const Lengths<Length>& documents, const BucketRules& rules,
                                  const std::vector<GivenPattern>& given, std::int64_t pool_size,
-                                 std::uint64_t seed, int threads, Progress& progress) {
+                                 const Run& run) {
+    check_capacities(rules.capacities);
+    check_pool_size(pool_size);
+    const Span<const Length> lengths = documents;
     const auto n = static_cast<std::int64_t>(lengths.size());
-    const auto num_pools =
-        static_cast<std::size_t>(std::max<std::int64_t>((n + pool_size - 1) / pool_size, 1));
+    const auto num_pools = static_cast<std::size_t>(
+        std::max<std::int64_t>(n / pool_size + (n % pool_size > 0 ? 1 : 0), 1));
     check(given.empty() || num_pools == 1, "given patterns need one pool, not ", num_pools);
-    progress.add_total(2 * n);
+    run.progress.add_total(2 * n);
     Dealt<Id, Length> dealt;
     if (num_pools > 1)
-        dealt = deal<Id, Length>(lengths, num_pools, random_for(seed, Purpose::kPools), threads);
+        dealt = deal<Id, Length>(lengths, num_pools, random_for(run.seed, Purpose::kPools),
+                                 run.threads);
     const auto pool = [&](std::size_t p) -> Documents<Id, Length> {
-        if (num_pools == 1) return in_file_order<Id>(lengths);
+        if (num_pools == 1) return in_file_order<Id>(documents);
         return {lengths, dealt.items.data() + dealt.offsets[p],
                 dealt.offsets[p + 1] - dealt.offsets[p]};
     };
@@ -167,12 +171,12 @@ Samples<Id, Length> pack_buckets(Span<const Length> lengths, const BucketRules& 
     // Plans of many small pools outgrow the documents: what is beyond this is made a second time.
     const std::size_t kept_limit = (std::size_t{1} << 26) + lengths.size();
     std::atomic<std::size_t> kept_bytes{0};
-    parallel_for(threads, num_pools, [&](std::size_t p) {
+    parallel_for(run.threads, num_pools, [&](std::size_t p) {
         const LengthSort<Id, Length> sort(pool(p), PlainCut{rules.capacities.back()}, 1);
         plans[p] = plan_buckets(sort.counts(), rules, given);
         chunks[p] = sort.num_chunks();
         if ((kept_bytes += plans[p].num_bytes()) > kept_limit) plans[p].forget_samples();
-        progress.advance(static_cast<std::int64_t>(pool(p).size()));
+        run.progress.advance(static_cast<std::int64_t>(pool(p).size()));
     });
 
     // Bucket after bucket, and in a bucket pool after pool.
@@ -190,7 +194,7 @@ Samples<Id, Length> pack_buckets(Span<const Length> lengths, const BucketRules& 
         samples_in_bucket[b] = next.sample - first;
     }
     Samples<Id, Length> out(rules.capacities, samples_in_bucket, next.segment);
-    parallel_for(threads, num_pools, [&](std::size_t p) {
+    parallel_for(run.threads, num_pools, [&](std::size_t p) {
         LengthSort<Id, Length> sort(pool(p), PlainCut{rules.capacities.back()}, 1);
         BucketPlan plan = std::move(plans[p]);
         if (plan.patterns.empty()) plan = plan_buckets(sort.counts(), rules, given);
@@ -199,17 +203,17 @@ Samples<Id, Length> pack_buckets(Span<const Length> lengths, const BucketRules& 
             writer.write_chunk(chunk, document, begin);
         });
         writer.write_plan(sorted, sort.num_chunks(), rules.shuffle_segments,
-                          random_for(seed, Purpose::kSegments).child(p));
-        progress.advance(static_cast<std::int64_t>(pool(p).size()));
+                          random_for(run.seed, Purpose::kSegments).child(p));
+        run.progress.advance(static_cast<std::int64_t>(pool(p).size()));
         if (num_pools > 1) dealt.items.discard(dealt.offsets[p], dealt.offsets[p + 1]);
     });
     return out;
 }
 
 #define MEGAPACK_INSTANTIATE(Id, Length)                                                      \
-    template Samples<Id, Length> pack_buckets(Span<const Length>, const BucketRules&,         \
+    template Samples<Id, Length> pack_buckets(const Lengths<Length>&, const BucketRules&,     \
                                               const std::vector<GivenPattern>&, std::int64_t, \
-                                              std::uint64_t, int, Progress&);
+                                              const Run&);
 MEGAPACK_FOR_EACH_WIDTH(MEGAPACK_INSTANTIATE)
 
 }  // namespace megapack

@@ -13,18 +13,22 @@ namespace megapack {
 // pools are drained one after the other, each in file order among documents of equal length.
 // `given` patterns come first; they need a single pool.
 template <typename Id, typename Length>
-Samples<Id, Length> pack_buckets(Span<const Length> lengths, const BucketRules& rules,
+Samples<Id, Length> pack_buckets(const Lengths<Length>& lengths, const BucketRules& rules,
                                  const std::vector<GivenPattern>& given, std::int64_t pool_size,
-                                 std::uint64_t seed, int threads, Progress& progress);
+                                 const Run& run);
 
 // `pool="stream"`, Algorithm 1 to the letter: documents in shuffled order (Purpose::kDocuments)
 // enter one pool; from the pool_size-th on each is followed by one sample, and what is left in the
 // end is drained. A document longer than the largest bucket gives its first tokens when it is the
 // longest.
 template <typename Id, typename Length>
-Samples<Id, Length> pack_bucket_stream(Span<const Length> lengths, const BucketRules& rules,
-                                       std::int64_t pool_size, std::uint64_t seed, int threads,
-                                       Progress& progress);
+Samples<Id, Length> pack_bucket_stream(const Lengths<Length>& lengths, const BucketRules& rules,
+                                       std::int64_t pool_size, const Run& run);
+
+// Documents per pool, at least 1.
+inline void check_pool_size(std::int64_t pool_size) {
+    check(pool_size >= 1, "pool_size is ", pool_size, "; it must be at least 1");
+}
 
 // Puts the segments [begin, end) in seeded order: for k = size - 1 ... 1, segment k is swapped with
 // segment chance.below(k, k + 1).

@@ -4,7 +4,8 @@
 #include <limits>
 #include <utility>
 
-#include "core/check.hpp"
+#include "core/lengths.hpp"
+#include "core/packing_run.hpp"
 
 namespace megapack {
 
@@ -44,14 +45,17 @@ void BucketPlanner::apply(const GivenPattern& given) {
     bucket_ = static_cast<std::size_t>(given.bucket);
     space_ = rules_.capacities[bucket_];
     for (const auto& [length, copies] : given.lengths) {
-        check(length > 0 && length <= longest() && copies > 0 &&
-                  copies <= counts_[static_cast<std::size_t>(length)] / given.count,
-              "a given pattern needs ", given.count, " times ", copies, " documents of length ",
-              length);
+        check(length > 0 && copies > 0 && copies <= space_ / length, "a given pattern has ", copies,
+              " documents of length ", length, " where its bucket has room for ", space_,
+              " tokens");
         choose(length, copies);
     }
-    check(space_ >= 0, "a given pattern holds ", rules_.capacities[bucket_] - space_,
-          " tokens; its bucket holds ", rules_.capacities[bucket_]);
+    // A length may be named more than once: its documents are counted together.
+    for (const PatternEntry& entry : chosen_) {
+        const std::int64_t there = counts_[static_cast<std::size_t>(entry.length)];
+        check(entry.copies <= there / given.count, "a given pattern needs ", given.count, " times ",
+              entry.copies, " documents of length ", entry.length, "; there are ", there);
+    }
     take_chosen(given.count, false);
 }
 
@@ -187,10 +191,26 @@ std::int32_t BucketPlanner::take_head(std::int64_t tokens) {
 
 BucketPlan plan_buckets(std::vector<std::int64_t> counts, const BucketRules& rules,
                         const std::vector<GivenPattern>& given) {
+    check_capacities(rules.capacities);
     BucketPlanner planner(std::move(counts), rules);
     for (const GivenPattern& pattern : given) planner.apply(pattern);
     while (!planner.empty()) planner.next(std::numeric_limits<std::int64_t>::max());
     return std::move(planner.plan);
+}
+
+std::vector<std::int64_t> count_bucket_samples(std::vector<std::int64_t> counts,
+                                               const BucketRules& rules) {
+    check_capacities(rules.capacities);
+    const auto largest = static_cast<std::size_t>(rules.capacities.back());
+    check(counts.size() <= largest + 1, "counts has ", counts.size(),
+          " lengths from 0 on; the largest bucket holds ", largest);
+    Wide tokens = 0;
+    for (std::size_t l = 0; l < counts.size(); ++l) {
+        check(counts[l] >= 0, "counts has ", counts[l], " documents of length ", l);
+        tokens += Wide{counts[l]} * static_cast<std::int64_t>(l);
+    }
+    check(tokens <= kMaxTokens, "counts has more than 2^62 tokens in all");
+    return plan_buckets(std::move(counts), rules).samples_in_bucket;
 }
 
 }  // namespace megapack

@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "core/length_set.hpp"
+#include "core/ratio.hpp"
 
 namespace megapack {
 
@@ -26,15 +27,14 @@ enum class Overflow {
 struct BucketRules {
     std::vector<std::int64_t> capacities;  // ascending
     Overflow overflow = Overflow::kPad;
-    double padding_threshold = 0;  // as a share of the capacity
+    Ratio padding_threshold;  // as a share of the capacity
     // BucketLLM's pair search (Algorithm 2, lines 6 to 12).
     bool pairs = false;
     // The segments of a sample stand in seeded order (a head last), not longest first.
     bool shuffle_segments = false;
 
     bool exceeds_threshold(std::int64_t space, std::size_t bucket) const {
-        return static_cast<double>(space) >
-               padding_threshold * static_cast<double>(capacities[bucket]);
+        return padding_threshold.exceeded_by(space, capacities[bucket]);
     }
 };
 
@@ -130,5 +130,9 @@ class BucketPlanner {
 // The given patterns, then drains what they leave of a pool.
 BucketPlan plan_buckets(std::vector<std::int64_t> counts, const BucketRules& rules,
                         const std::vector<GivenPattern>& given = {});
+
+// Samples per bucket if a pool of counts[l] documents of length l is drained; counts from anywhere.
+std::vector<std::int64_t> count_bucket_samples(std::vector<std::int64_t> counts,
+                                               const BucketRules& rules);
 
 }  // namespace megapack

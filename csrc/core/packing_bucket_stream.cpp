@@ -173,26 +173,29 @@ class StreamingPool {
 }  // namespace
 
 template <typename Id, typename Length>
-Samples<Id, Length> pack_bucket_stream(Span<const Length> lengths, const BucketRules& rules,
-                                       std::int64_t pool_size, std::uint64_t seed, int threads,
-                                       Progress& progress) {
-    progress.add_total(static_cast<std::int64_t>(lengths.size()));
-    const auto order = shuffle<Id>(lengths, random_for(seed, Purpose::kDocuments), threads);
-    StreamingPool<Id, Length> pool(rules, random_for(seed, Purpose::kSegments));
+Samples<Id, Length> pack_bucket_stream(const Lengths<Length>& lengths, const BucketRules& rules,
+                                       std::int64_t pool_size, const Run& run) {
+    check_capacities(rules.capacities);
+    check_pool_size(pool_size);
+    run.progress.add_total(static_cast<std::int64_t>(lengths.size()));
+    const Span<const Length> documents = lengths;
+    const auto order =
+        shuffle<Id>(documents, random_for(run.seed, Purpose::kDocuments), run.threads);
+    StreamingPool<Id, Length> pool(rules, random_for(run.seed, Purpose::kSegments));
     for (std::size_t i = 0; i < order.size(); ++i) {
         if (order[i].length > 0) {
             pool.add(order[i].document, 0, order[i].length);
             if (pool.size() >= pool_size) pool.generate();
         }
-        if ((i + 1) % kReportEvery == 0) progress.advance(kReportEvery);
+        if ((i + 1) % kReportEvery == 0) run.progress.advance(kReportEvery);
     }
     while (pool.size() > 0) pool.generate();
     return pool.samples();
 }
 
-#define MEGAPACK_INSTANTIATE(Id, Length)                                                    \
-    template Samples<Id, Length> pack_bucket_stream(Span<const Length>, const BucketRules&, \
-                                                    std::int64_t, std::uint64_t, int, Progress&);
+#define MEGAPACK_INSTANTIATE(Id, Length)                                                        \
+    template Samples<Id, Length> pack_bucket_stream(const Lengths<Length>&, const BucketRules&, \
+                                                    std::int64_t, const Run&);
 MEGAPACK_FOR_EACH_WIDTH(MEGAPACK_INSTANTIATE)
 
 }  // namespace megapack

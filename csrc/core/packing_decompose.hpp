@@ -11,7 +11,6 @@ namespace megapack {
 // A piece is a sample. `capacities` are all powers of two from the smallest bucket to the largest.
 template <typename Id, typename Length>
 Samples<Id, Length> pack_decompose(const Documents<Id, Length>& documents,
-                                   const std::vector<std::int64_t>& capacities, int threads,
-                                   Progress& progress);
+                                   const std::vector<std::int64_t>& capacities, const Run& run);
 
 }  // namespace megapack

@@ -14,7 +14,10 @@ namespace megapack {
 
 template <typename Id, typename Length>
 Samples<Id, Length> pack_fit(const Documents<Id, Length>& documents, std::int64_t capacity,
-                             std::int64_t extra_capacity, Fit fit, int threads, Progress& progress);
+                             std::int64_t extra_capacity, Fit fit, const Run& run);
+
+// How far bins may exceed the capacity: 0 to kMaxCapacity.
+void check_extra_capacity(std::int64_t extra_capacity);
 
 // The segments of a run's bins, longest first; those past `limit` tokens are cut or left out.
 class BinContents {

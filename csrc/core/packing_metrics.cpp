@@ -1,5 +1,7 @@
 #include "core/packing_metrics.hpp"
 
+#include <limits>
+
 namespace megapack {
 namespace {
 
@@ -29,14 +31,20 @@ class SampleReader {
                            "the arrays of the index do not belong together");
     }
 
+    Part samples(std::size_t bucket) const {
+        return range_of(samples_.bucket_sample_offsets, bucket,
+                        samples_.sample_segment_offsets.size() - 1, "bucket ", " claims samples ");
+    }
     Part segments(std::size_t sample) const {
         return range_of(samples_.sample_segment_offsets, sample, samples_.segment_document.size(),
                         "sample ", " claims segments ");
     }
     std::int64_t document_length(std::size_t segment) const {
         const Span<const Id> documents = samples_.segment_document;
-        if (segment + kLookAhead < documents.size())
-            __builtin_prefetch(lengths_.data() + documents[segment + kLookAhead]);
+        if (segment + kLookAhead < documents.size()) {
+            const auto ahead = static_cast<std::size_t>(documents[segment + kLookAhead]);
+            if (ahead < lengths_.size()) __builtin_prefetch(lengths_.data() + ahead);
+        }
         const auto document = static_cast<std::size_t>(documents[segment]);
         check<FormatError>(document < lengths_.size(), "segment ", segment, " names document ",
                            documents[segment], " of ", lengths_.size());
@@ -73,17 +81,6 @@ class DocumentSet {
 
 }  // namespace
 
-template <typename Length>
-DocumentTotals count_documents(Span<const Length> lengths, std::int64_t capacity) {
-    DocumentTotals totals;
-    for (const std::int64_t length : lengths) {
-        totals.num_tokens += length;
-        totals.num_empty += length == 0;
-        totals.num_longer += length > capacity;
-    }
-    return totals;
-}
-
 template <typename Id, typename Length>
 SegmentTotals measure(const SampleView<Id, Length>& samples, std::int64_t num_documents) {
     const SampleReader<Id, Length> reader(samples, {});
@@ -91,18 +88,18 @@ SegmentTotals measure(const SampleView<Id, Length>& samples, std::int64_t num_do
     DocumentSet cut(num_documents);
     for (std::size_t b = 0; b + 1 < samples.bucket_sample_offsets.size(); ++b) {
         std::int64_t in_bucket = 0;
-        const auto end = static_cast<std::size_t>(samples.bucket_sample_offsets[b + 1]);
-        for (auto i = static_cast<std::size_t>(samples.bucket_sample_offsets[b]); i < end; ++i) {
+        const Part bucket = reader.samples(b);
+        for (std::size_t i = bucket.begin; i < bucket.end; ++i) {
             const Part segments = reader.segments(i);
             std::int64_t in_sample = 0;
             for (std::size_t s = segments.begin; s < segments.end; ++s) {
                 const std::int64_t length = samples.segment_length[s];
                 in_sample += length;
-                totals.segment_squares += length * length;
+                totals.segment_squares += Wide{length} * length;
                 if (samples.segment_begin[s] != 0) cut.insert(samples.segment_document[s]);
             }
             in_bucket += in_sample;
-            totals.sample_squares += in_sample * in_sample;
+            totals.sample_squares += Wide{in_sample} * in_sample;
         }
         totals.tokens_per_bucket.push_back(in_bucket);
     }
@@ -127,9 +124,11 @@ std::vector<std::int64_t> label_tokens(const SampleView<Id, Length>& samples,
     for (std::size_t i = 0; i < result.size(); ++i) {
         const Part segments = reader.segments(i);
         for (std::size_t s = segments.begin; s < segments.end; ++s) {
-            const std::int64_t end =
-                std::int64_t{samples.segment_begin[s]} + samples.segment_length[s];
-            result[i] += samples.segment_length[s] - (end == reader.document_length(s) ? 1 : 0);
+            // Unsigned: whatever a damaged index says, a sum that wraps is no document's length.
+            const std::uint64_t end = static_cast<std::uint64_t>(samples.segment_begin[s]) +
+                                      static_cast<std::uint64_t>(samples.segment_length[s]);
+            const auto length = static_cast<std::uint64_t>(reader.document_length(s));
+            result[i] += samples.segment_length[s] - (end == length ? 1 : 0);
         }
     }
     return result;
@@ -137,14 +136,26 @@ std::vector<std::int64_t> label_tokens(const SampleView<Id, Length>& samples,
 
 std::vector<std::int64_t> attention_cost(Span<const std::int64_t> sample_segment_offsets,
                                          Span<const std::int32_t> segment_length) {
+    check<FormatError>(!sample_segment_offsets.empty(), "sample_segment_offsets is empty");
+    constexpr Wide kMost = std::numeric_limits<std::int64_t>::max();
     std::vector<std::int64_t> result(sample_segment_offsets.size() - 1, 0);
     for (std::size_t i = 0; i < result.size(); ++i) {
         const Part segments = range_of(sample_segment_offsets, i, segment_length.size(), "sample ",
                                        " claims segments ");
+        Wide cost = 0;
         for (std::size_t s = segments.begin; s < segments.end; ++s)
-            result[i] += std::int64_t{segment_length[s]} * segment_length[s];
+            cost += Wide{segment_length[s]} * segment_length[s];
+        check<FormatError>(cost <= kMost, "sample ", i, " has more tokens than 64 bits can square");
+        result[i] = static_cast<std::int64_t>(cost);
     }
     return result;
+}
+
+// Offsets begin at 0 and end at `last`; that they ascend is seen when they are followed.
+void check_ends(Span<const std::int64_t> offsets, std::size_t last, const char* name) {
+    const std::int64_t begin = offsets[0], end = offsets[offsets.size() - 1];
+    check<FormatError>(begin == 0 && end == static_cast<std::int64_t>(last), name, " run from ",
+                       begin, " to ", end, "; they run from 0 to ", last);
 }
 
 template <typename Id, typename Length>
@@ -153,10 +164,12 @@ void check_laws(const SampleView<Id, Length>& samples, Span<const std::int64_t> 
     const SampleReader<Id, Length> reader(samples, lengths);
     check<FormatError>(samples.bucket_sample_offsets.size() == capacities.size() + 1,
                        "the arrays of the index do not belong together");
-    const std::size_t num_samples = samples.sample_segment_offsets.size() - 1;
+    std::int64_t before = 0;
     for (std::size_t b = 0; b < capacities.size(); ++b) {
-        const Part bucket =
-            range_of(samples.bucket_sample_offsets, b, num_samples, "bucket ", " claims samples ");
+        check<FormatError>(capacities[b] > before, "bucket ", b, " holds ", capacities[b],
+                           " tokens; capacities are positive and ascend");
+        before = capacities[b];
+        const Part bucket = reader.samples(b);
         for (std::size_t i = bucket.begin; i < bucket.end; ++i) {
             const Part segments = reader.segments(i);
             std::int64_t tokens = 0;
@@ -164,15 +177,20 @@ void check_laws(const SampleView<Id, Length>& samples, Span<const std::int64_t> 
                 const std::int64_t limit = reader.document_length(s);
                 const std::int64_t begin = samples.segment_begin[s];
                 const std::int64_t length = samples.segment_length[s];
-                check<FormatError>(begin >= 0 && length > 0 && length <= limit - begin, "segment ",
-                                   s, " is [", begin, ", ", begin + length, ") of document ",
-                                   samples.segment_document[s], ", which has ", limit, " tokens");
+                check<FormatError>(
+                    begin >= 0 && begin <= limit && length > 0 && length <= limit - begin,
+                    "segment ", s, " is [", begin, ", +", length, ") of document ",
+                    samples.segment_document[s], ", which has ", limit, " tokens");
                 tokens += length;
             }
             check<FormatError>(tokens > 0 && tokens <= capacities[b], "sample ", i, " holds ",
                                tokens, " tokens; its capacity is ", capacities[b]);
         }
     }
+    check_ends(samples.bucket_sample_offsets, samples.sample_segment_offsets.size() - 1,
+               "bucket_sample_offsets");
+    check_ends(samples.sample_segment_offsets, samples.segment_document.size(),
+               "sample_segment_offsets");
 }
 
 #define MEGAPACK_INSTANTIATE(Id, Length)                                                      \
@@ -184,7 +202,5 @@ void check_laws(const SampleView<Id, Length>& samples, Span<const std::int64_t> 
                              Span<const Length>);
 MEGAPACK_FOR_EACH_WIDTH(MEGAPACK_INSTANTIATE)
 MEGAPACK_INSTANTIATE(std::int32_t, std::int64_t)
-template DocumentTotals count_documents(Span<const std::int32_t>, std::int64_t);
-template DocumentTotals count_documents(Span<const std::int64_t>, std::int64_t);
 
 }  // namespace megapack

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "core/packing_types.hpp"
+#include "core/ratio.hpp"
 
 namespace megapack {
 
@@ -15,27 +16,11 @@ struct SampleView {
     Span<const std::int32_t> segment_length;
 };
 
-struct DocumentTotals {
-    std::int64_t num_tokens = 0, num_empty = 0;
-    std::int64_t num_longer = 0;  // than the capacity asked about
-};
-
-template <typename Length>
-DocumentTotals count_documents(Span<const Length> lengths, std::int64_t capacity);
-
-// All lengths joined bit by bit: negative if one of them is, above 2^31 - 1 if one of them is.
-template <typename Length>
-std::int64_t or_of(Span<const Length> lengths) {
-    Length bits = 0;
-    for (const Length length : lengths) bits |= length;
-    return bits;
-}
-
 struct SegmentTotals {
     std::vector<std::int64_t> tokens_per_bucket;  // placed, padding not counted
     std::int64_t cut_documents = 0;               // documents with a segment behind their first
-    std::int64_t segment_squares = 0;             // sum of segment length squared
-    std::int64_t sample_squares = 0;              // sum of (tokens in a sample) squared
+    Wide segment_squares = 0;                     // sum of segment length squared
+    Wide sample_squares = 0;                      // sum of (tokens in a sample) squared
 };
 
 // Needs no document lengths: reading them at random would take most of the time.
@@ -55,8 +40,9 @@ std::vector<std::int64_t> label_tokens(const SampleView<Id, Length>& samples,
 std::vector<std::int64_t> attention_cost(Span<const std::int64_t> sample_segment_offsets,
                                          Span<const std::int32_t> segment_length);
 
-// Throws FormatError at the first sample that breaks a law: offsets ascend, no sample is empty or
-// exceeds its capacity, no segment is empty or leaves its document.
+// Throws FormatError at the first number that breaks a law, whatever the arrays hold: capacities
+// and offsets ascend and cover all samples and segments, no sample is empty or exceeds its
+// capacity, no segment is empty or leaves its document.
 template <typename Id, typename Length>
 void check_laws(const SampleView<Id, Length>& samples, Span<const std::int64_t> capacities,
                 Span<const Length> lengths);

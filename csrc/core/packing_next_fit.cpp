@@ -5,9 +5,6 @@
 namespace megapack {
 namespace {
 
-// Documents between two reports of progress.
-constexpr std::size_t kPartSize = std::size_t{1} << 20;
-
 template <typename Id, typename Length>
 class NextFit {
   public:
@@ -35,9 +32,10 @@ class NextFit {
 
 template <typename Id, typename Length>
 Samples<Id, Length> pack_next_fit(const Documents<Id, Length>& documents, std::int64_t capacity,
-                                  Progress& progress) {
+                                  const Run& run) {
+    check_capacity(capacity);
     const std::size_t n = documents.size(), parts = n / kPartSize + 1;
-    progress.add_total(static_cast<std::int64_t>(n));
+    run.progress.add_total(static_cast<std::int64_t>(n));
     std::int64_t chunks = 0, rests = 0;
     for (std::size_t i = 0; i < n; ++i) {
         const std::int64_t length = documents[i].length;
@@ -59,7 +57,7 @@ Samples<Id, Length> pack_next_fit(const Documents<Id, Length>& documents, std::i
             }
             if (left > 0) open.push(item.document, static_cast<Length>(begin), left);
         }
-        progress.advance(static_cast<std::int64_t>(range.end - range.begin));
+        run.progress.advance(static_cast<std::int64_t>(range.end - range.begin));
     }
     out.truncate(open.num_samples(), open.num_segments());
     return out;
@@ -67,17 +65,18 @@ Samples<Id, Length> pack_next_fit(const Documents<Id, Length>& documents, std::i
 
 template <typename Id, typename Length>
 Samples<Id, Length> pack_length_sorted(const Documents<Id, Length>& documents,
-                                       std::int64_t capacity, int threads, Progress& progress) {
+                                       std::int64_t capacity, const Run& run) {
+    check_capacity(capacity);
     const auto n = static_cast<std::int64_t>(documents.size());
-    progress.add_total(2 * n);
-    LengthSort<Id, Length> sort(documents, PlainCut{capacity}, threads);
+    run.progress.add_total(2 * n);
+    LengthSort<Id, Length> sort(documents, PlainCut{capacity}, run.threads);
     const std::int64_t chunks = sort.num_chunks(), rests = sort.num_rests();
     Samples<Id, Length> out({capacity}, {chunks + rests}, chunks + rests);
     const SortedRests<Id> sorted = sort.sort([&](std::int64_t chunk, Id document, Length begin) {
         out.open_sample(chunk, chunk);
         out.put(chunk, document, begin, static_cast<std::int32_t>(capacity));
     });
-    progress.advance(n);
+    run.progress.advance(n);
     NextFit<Id, Length> open(out, capacity, chunks, chunks);
     std::size_t at = 0;
     for (std::size_t l = 1; l < sort.counts().size(); ++l) {
@@ -88,15 +87,15 @@ Samples<Id, Length> pack_length_sorted(const Documents<Id, Length>& documents,
         }
     }
     out.truncate(open.num_samples(), open.num_segments());
-    progress.advance(n);
+    run.progress.advance(n);
     return out;
 }
 
 #define MEGAPACK_INSTANTIATE(Id, Length)                                                        \
     template Samples<Id, Length> pack_next_fit(const Documents<Id, Length>&, std::int64_t,      \
-                                               Progress&);                                      \
+                                               const Run&);                                     \
     template Samples<Id, Length> pack_length_sorted(const Documents<Id, Length>&, std::int64_t, \
-                                                    int, Progress&);
+                                                    const Run&);
 MEGAPACK_FOR_EACH_WIDTH(MEGAPACK_INSTANTIATE)
 
 }  // namespace megapack

@@ -9,11 +9,11 @@ namespace megapack {
 // Rests in the order of `documents`.
 template <typename Id, typename Length>
 Samples<Id, Length> pack_next_fit(const Documents<Id, Length>& documents, std::int64_t capacity,
-                                  Progress& progress);
+                                  const Run& run);
 
 // Rests from short to long, equal lengths in the order of `documents`.
 template <typename Id, typename Length>
 Samples<Id, Length> pack_length_sorted(const Documents<Id, Length>& documents,
-                                       std::int64_t capacity, int threads, Progress& progress);
+                                       std::int64_t capacity, const Run& run);
 
 }  // namespace megapack

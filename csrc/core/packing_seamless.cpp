@@ -1,20 +1,23 @@
 #include "core/packing_seamless.hpp"
 
-#include <cmath>
-
 #include "core/packing_fit.hpp"
 #include "core/packing_stream.hpp"
 
 namespace megapack {
 
-// n = floor(length / L) samples are full; n + 1 windows must overlap by D tokens in all.
+SlidingCut::SlidingCut(const SeamlessRules& rules) : capacity(rules.capacity), rules_(rules) {
+    check_capacity(rules.capacity);
+    check_extra_capacity(rules.extra_capacity);
+}
+
+// n = floor(length / L) samples are full; n + 1 windows must overlap by D tokens in all: by at most
+// ceil(n r_max L) (equations 1 and 2), or by n floor(r_max L) in the authors' program.
 bool SlidingCut::slides(std::int64_t length) const {
     const std::int64_t n = length / capacity, overlap = (n + 1) * capacity - length;
     if (overlap == capacity) return false;  // exactly n samples
-    const auto L = static_cast<double>(capacity);
     if (rules_.placement == Placement::kPublished)
-        return overlap <= n * static_cast<std::int64_t>(rules_.r_max * L);
-    return static_cast<double>(overlap) <= std::ceil(static_cast<double>(n) * rules_.r_max * L);
+        return overlap <= n * rules_.r_max.floor_of(capacity);
+    return rules_.r_max.rounded_up_holds(overlap, n * capacity);
 }
 
 std::int64_t SlidingCut::begin(std::int64_t length, std::int64_t k) const {
@@ -26,7 +29,7 @@ std::int64_t SlidingCut::begin(std::int64_t length, std::int64_t k) const {
         case Placement::kPublished:
             return k < n ? k * (capacity - overlap / (n + 1) - 1) : length - capacity;
         default:
-            return k * (length - capacity) / n;
+            return static_cast<std::int64_t>(Wide{k} * (length - capacity) / n);
     }
 }
 
@@ -56,10 +59,10 @@ StageOne count_part(const Documents<Id, Length>& documents, const SlidingCut& cu
 
 template <typename Id, typename Length>
 StageOne count_stage_one(const Documents<Id, Length>& documents, const SeamlessRules& rules,
-                         int threads) {
+                         const Run& run) {
     const SlidingCut cut(rules);
-    std::vector<StageOne> parts(static_cast<std::size_t>(threads));
-    parallel_for(threads, parts.size(), [&](std::size_t p) {
+    std::vector<StageOne> parts(static_cast<std::size_t>(run.threads));
+    parallel_for(run.threads, parts.size(), [&](std::size_t p) {
         parts[p] = count_part(documents, cut, part_of(documents.size(), parts.size(), p));
     });
     StageOne sum;
@@ -160,14 +163,14 @@ class JoinedBins {
 
 template <typename Id, typename Length>
 Samples<Id, Length> pack_seamless(const Documents<Id, Length>& documents,
-                                  const SeamlessRules& rules, int threads, Progress& progress) {
+                                  const SeamlessRules& rules, const Run& run) {
     const auto n = static_cast<std::int64_t>(documents.size());
     const std::int64_t capacity = rules.capacity, bin_capacity = capacity + rules.extra_capacity;
     const SlidingCut cut(rules);
-    progress.add_total(3 * n);
-    LengthSort<Id, Length, SlidingCut> sort(documents, cut, threads);
+    run.progress.add_total(3 * n);
+    LengthSort<Id, Length, SlidingCut> sort(documents, cut, run.threads);
     const FitPlan plan = plan_fit(sort.counts(), bin_capacity, Fit::kFirst);
-    progress.advance(n);
+    run.progress.advance(n);
 
     std::vector<FitRun> full, leftover;
     std::int64_t bins = 0, left = 0;
@@ -185,26 +188,27 @@ Samples<Id, Length> pack_seamless(const Documents<Id, Length>& documents,
         out.open_sample(chunk, chunk);
         out.put(chunk, document, begin, static_cast<std::int32_t>(capacity));
     });
-    const StageOne stage = count_stage_one(documents, rules, threads);
+    const StageOne stage = count_stage_one(documents, rules, run);
     out.repeated_tokens = stage.repeated_tokens;
     out.dropped_tokens = stage.dropped_tokens;
-    progress.advance(n);
+    run.progress.advance(n);
 
     const BinWriter<Id, Length> writer(plan, full, sorted, documents.lengths, capacity);
-    writer.write(out, chunks, chunks, threads);
+    writer.write(out, chunks, chunks, run.threads);
     out.dropped_tokens += writer.lost_tokens();
     const JoinedBins<Id, Length> joined(plan, leftover, sorted, documents.lengths, capacity);
     const std::int64_t end =
-        joined.write(out, chunks + bins, chunks + writer.num_segments(), threads);
+        joined.write(out, chunks + bins, chunks + writer.num_segments(), run.threads);
     out.truncate(out.num_samples(), end);
-    progress.advance(n);
+    run.progress.advance(n);
     return out;
 }
 
 #define MEGAPACK_INSTANTIATE(Id, Length)                                                           \
-    template StageOne count_stage_one(const Documents<Id, Length>&, const SeamlessRules&, int);    \
+    template StageOne count_stage_one(const Documents<Id, Length>&, const SeamlessRules&,          \
+                                      const Run&);                                                 \
     template Samples<Id, Length> pack_seamless(const Documents<Id, Length>&, const SeamlessRules&, \
-                                               int, Progress&);
+                                               const Run&);
 MEGAPACK_FOR_EACH_WIDTH(MEGAPACK_INSTANTIATE)
 
 }  // namespace megapack

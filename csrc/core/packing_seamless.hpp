@@ -3,6 +3,7 @@
 #pragma once
 
 #include "core/packing_types.hpp"
+#include "core/ratio.hpp"
 
 namespace megapack {
 
@@ -14,14 +15,14 @@ enum class Placement { kExact, kPaper, kPublished };
 
 struct SeamlessRules {
     std::int64_t capacity;
-    double r_max;
+    Ratio r_max;  // largest share of a sample that is repeated
     Placement placement;
     std::int64_t extra_capacity;
 };
 
 template <typename Id, typename Length>
 Samples<Id, Length> pack_seamless(const Documents<Id, Length>& documents,
-                                  const SeamlessRules& rules, int threads, Progress& progress);
+                                  const SeamlessRules& rules, const Run& run);
 
 // What stage one makes of the documents.
 struct StageOne {
@@ -32,12 +33,12 @@ struct StageOne {
 
 template <typename Id, typename Length>
 StageOne count_stage_one(const Documents<Id, Length>& documents, const SeamlessRules& rules,
-                         int threads);
+                         const Run& run);
 
 // How stage one treats a document of at least `capacity` tokens.
 class SlidingCut {
   public:
-    explicit SlidingCut(const SeamlessRules& rules) : capacity(rules.capacity), rules_(rules) {}
+    explicit SlidingCut(const SeamlessRules& rules);
 
     bool slides(std::int64_t length) const;
     std::int64_t num_chunks(std::int64_t length) const {

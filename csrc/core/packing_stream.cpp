@@ -8,9 +8,6 @@
 namespace megapack {
 namespace {
 
-// Documents a task handles between two reports of progress.
-constexpr std::size_t kPartSize = std::size_t{1} << 20;
-
 // [part][bucket] -> a number; prefix sums run over the parts, bucket by bucket.
 using Table = std::vector<std::vector<std::int64_t>>;
 
@@ -49,40 +46,42 @@ class OneStream {
           position_(parts_ + 1, 0),
           segment_(parts_ + 1, 0) {}
 
-    Samples<Id, Length> pack(int threads, Progress& progress) {
-        find_positions(threads, progress);
+    Samples<Id, Length> pack(const Run& run) {
+        const int threads = run.threads;
+        find_positions(run);
         const std::int64_t samples = (position_[parts_] + capacity_ - 1) / capacity_;
         const auto n = static_cast<std::int64_t>(documents_.size());
         Samples<Id, Length> out({capacity_}, {samples}, n + samples);
         out.open_sample(0, 0);
-        if (threads > 1) find_segments(threads, progress);
+        if (threads > 1) find_segments(run);
         parallel_for(threads, parts_, [&](std::size_t p) {
             StreamCutter<Id, Length> cutter(out, capacity_, 0, segment_[p], position_[p]);
             cutter.push_range(documents_, part_of(documents_.size(), parts_, p), position_[p + 1]);
             if (threads == 1) segment_[p + 1] = cutter.num_segments();
-            progress.advance(part_size(p));
+            run.progress.advance(part_size(p));
         });
         out.truncate(samples, segment_[parts_]);
         return out;
     }
 
   private:
-    void find_positions(int threads, Progress& progress) {
-        progress.add_total((threads > 1 ? 3 : 2) * static_cast<std::int64_t>(documents_.size()));
-        parallel_for(threads, parts_, [&](std::size_t p) {
+    void find_positions(const Run& run) {
+        const std::int64_t passes = run.threads > 1 ? 3 : 2;
+        run.progress.add_total(passes * static_cast<std::int64_t>(documents_.size()));
+        parallel_for(run.threads, parts_, [&](std::size_t p) {
             std::uint64_t tokens = 0;  // lengths are not negative: unsigned numbers widen faster
             for_each(p, [&](auto item) { tokens += std::make_unsigned_t<Length>(item.length); });
             position_[p + 1] = static_cast<std::int64_t>(tokens);
-            progress.advance(part_size(p));
+            run.progress.advance(part_size(p));
         });
         for (std::size_t p = 0; p < parts_; ++p) position_[p + 1] += position_[p];
     }
-    void find_segments(int threads, Progress& progress) {
-        parallel_for(threads, parts_, [&](std::size_t p) {
+    void find_segments(const Run& run) {
+        parallel_for(run.threads, parts_, [&](std::size_t p) {
             SegmentCounter counter(capacity_, position_[p]);
             for_each(p, [&](auto item) { counter.push(item.length); });
             segment_[p + 1] = counter.num_segments();
-            progress.advance(part_size(p));
+            run.progress.advance(part_size(p));
         });
         for (std::size_t p = 0; p < parts_; ++p) segment_[p + 1] += segment_[p];
     }
@@ -108,24 +107,24 @@ class OneStream {
 
 template <typename Id, typename Length>
 Samples<Id, Length> pack_streams(const Documents<Id, Length>& documents,
-                                 const std::vector<std::int64_t>& capacities, int threads,
-                                 Progress& progress) {
-    if (capacities.size() == 1)
-        return OneStream<Id, Length>(documents, capacities[0]).pack(threads, progress);
+                                 const std::vector<std::int64_t>& capacities, const Run& run) {
+    check_capacities(capacities);
+    if (capacities.size() == 1) return OneStream<Id, Length>(documents, capacities[0]).pack(run);
+    Progress& progress = run.progress;
     const std::size_t n = documents.size(), buckets = capacities.size();
     const std::size_t parts = (n + kPartSize - 1) / kPartSize;
     progress.add_total(3 * static_cast<std::int64_t>(n));
 
     // Where each part begins: its token position in every stream, then its first segment there.
     Table position(parts, std::vector<std::int64_t>(buckets, 0)), segment = position;
-    parallel_for(threads, parts, [&](std::size_t p) {
+    parallel_for(run.threads, parts, [&](std::size_t p) {
         const Part range = part_of(n, parts, p);
         for_each_document(documents, capacities, range,
                           [&](std::size_t b, auto item) { position[p][b] += item.length; });
         progress.advance(static_cast<std::int64_t>(range.end - range.begin));
     });
     const std::vector<std::int64_t> tokens = exclusive_prefix(position, buckets);
-    parallel_for(threads, parts, [&](std::size_t p) {
+    parallel_for(run.threads, parts, [&](std::size_t p) {
         const Part range = part_of(n, parts, p);
         std::vector<SegmentCounter> counters;
         for (std::size_t b = 0; b < buckets; ++b)
@@ -146,7 +145,7 @@ Samples<Id, Length> pack_streams(const Documents<Id, Length>& documents,
     Samples<Id, Length> out(capacities, counts, num_segments);
     for (std::size_t b = 0; b < buckets; ++b)
         out.open_sample(out.bucket_sample_offsets[b], segment_base[b]);
-    parallel_for(threads, parts, [&](std::size_t p) {
+    parallel_for(run.threads, parts, [&](std::size_t p) {
         const Part range = part_of(n, parts, p);
         std::vector<StreamCutter<Id, Length>> cutters;
         for (std::size_t b = 0; b < buckets; ++b)
@@ -173,9 +172,9 @@ void drop_partial_sample(Samples<Id, Length>& samples) {
     samples.truncate(last, first);
 }
 
-#define MEGAPACK_INSTANTIATE(Id, Length)                                                         \
-    template Samples<Id, Length> pack_streams(const Documents<Id, Length>&,                      \
-                                              const std::vector<std::int64_t>&, int, Progress&); \
+#define MEGAPACK_INSTANTIATE(Id, Length)                                                     \
+    template Samples<Id, Length> pack_streams(const Documents<Id, Length>&,                  \
+                                              const std::vector<std::int64_t>&, const Run&); \
     template void drop_partial_sample(Samples<Id, Length>&);
 MEGAPACK_FOR_EACH_WIDTH(MEGAPACK_INSTANTIATE)
 

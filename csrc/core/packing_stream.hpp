@@ -116,8 +116,7 @@ class SegmentCounter {
 // With one bucket this is plain concatenation, with several BucketLLM's "Naive Bucketing".
 template <typename Id, typename Length>
 Samples<Id, Length> pack_streams(const Documents<Id, Length>& documents,
-                                 const std::vector<std::int64_t>& capacities, int threads,
-                                 Progress& progress);
+                                 const std::vector<std::int64_t>& capacities, const Run& run);
 
 // Removes the last sample of a one-bucket packing if it is not full; its tokens count as dropped.
 template <typename Id, typename Length>

@@ -7,7 +7,8 @@
 
 #include "core/buffer.hpp"
 #include "core/check.hpp"
-#include "core/parallel.hpp"
+#include "core/lengths.hpp"
+#include "core/packing_run.hpp"
 #include "core/span.hpp"
 
 namespace megapack {
@@ -49,7 +50,7 @@ struct Documents {
 };
 
 template <typename Id, typename Length>
-Documents<Id, Length> in_file_order(Span<const Length> lengths) {
+Documents<Id, Length> in_file_order(const Lengths<Length>& lengths) {
     return {lengths, nullptr, lengths.size()};
 }
 

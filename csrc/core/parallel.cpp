@@ -2,7 +2,6 @@
 
 #include <exception>
 #include <mutex>
-#include <system_error>
 #include <vector>
 
 namespace megapack {
@@ -24,10 +23,11 @@ void parallel_for(int threads, std::size_t count, const std::function<void(std::
     };
     const std::size_t helpers = std::min(count, static_cast<std::size_t>(std::max(threads, 1)));
     std::vector<std::thread> others;
+    others.reserve(helpers);  // growing with threads in it could fail, and a thread must be joined
     try {
         for (std::size_t t = 1; t < helpers; ++t) others.emplace_back(work);
-    } catch (const std::system_error&) {
-        // The system gives no more threads: those there are do all the work.
+    } catch (...) {
+        // No more threads, or no memory for one: those there are do all the work.
     }
     work();
     for (std::thread& thread : others) thread.join();

@@ -41,6 +41,13 @@ class Progress {
 // others. The first exception stops the tasks not yet begun and is thrown here.
 void parallel_for(int threads, std::size_t count, const std::function<void(std::size_t)>& task);
 
+// Documents a task handles between two reports of progress. The tests of the core take few, so that
+// small inputs have many parts.
+#ifndef MEGAPACK_PART_SIZE
+#define MEGAPACK_PART_SIZE (std::size_t{1} << 20)
+#endif
+constexpr std::size_t kPartSize = MEGAPACK_PART_SIZE;
+
 // [begin, end) of part i when `size` things are cut in `count` parts that differ by at most one.
 struct Part {
     std::size_t begin, end;

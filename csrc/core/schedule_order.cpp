@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <limits>
 
 #include "core/check.hpp"
 #include "core/schedule_random.hpp"
@@ -23,9 +24,13 @@ struct Draw {
 std::vector<std::int32_t> order_cycle(Span<const std::int64_t> counts, Span<const double> odds,
                                       std::uint64_t key, bool spread) {
     check(counts.size() == odds.size(), counts.size(), " counts and ", odds.size(), " odds");
+    constexpr std::int64_t kMostDraws = std::numeric_limits<std::int32_t>::max();
+    std::int64_t left = kMostDraws;
     std::vector<Draw> draws;
     for (std::size_t b = 0; b < counts.size(); ++b) {
-        check(counts[b] >= 0, "bucket ", b, " is drawn ", counts[b], " times");
+        check(counts[b] >= 0 && counts[b] <= left, "bucket ", b, " is drawn ", counts[b],
+              " times; a cycle has from 0 to ", kMostDraws, " draws in all");
+        left -= counts[b];
         check(std::isfinite(odds[b]) && odds[b] > 0, "bucket ", b, " has odds ", odds[b],
               "; they must be positive");
         const std::uint64_t bucket_key = random_bits(key, b);

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import os
 import re
+from collections.abc import Sequence
 from typing import NoReturn
 
 from megapack.errors import ConfigError
@@ -17,6 +18,7 @@ from megapack.errors import ConfigError
 __all__ = [
     "add_dataset_argument",
     "add_dry_run",
+    "add_dtype",
     "add_eod_token",
     "add_json",
     "add_output",
@@ -25,6 +27,7 @@ __all__ = [
     "add_seed",
     "add_threads",
     "add_tokenizer",
+    "add_vocab_size",
     "add_workers",
     "byte_count",
     "capacities",
@@ -80,6 +83,10 @@ def _prefix(text: str) -> str:
     return text.removesuffix(".idx")
 
 
+def _and(shared: str, own: str) -> str:
+    return f"{shared}; {own}" if own else shared
+
+
 def _refuse(message: str) -> NoReturn:
     raise argparse.ArgumentTypeError(message)
 
@@ -100,7 +107,7 @@ def add_dataset_argument(
     text = "datasets PREFIX.bin/.idx; also .idx files, or directories of them"
     if not many:
         text = "dataset PREFIX.bin/.idx"
-    text = f"{text}; {help}" if help else text
+    text = _and(text, help)
     # SUPPRESS: the positional, where it is absent, must not overwrite what the option gave.
     if many:
         group.add_argument(
@@ -141,7 +148,7 @@ def add_output(parser: Arguments, *, required: bool = False, help: str = "") -> 
         "--output",
         required=required,
         metavar="FILE",
-        help=f"{text} {help}" if help else text,
+        help=_and(text, help),
     )
 
 
@@ -200,18 +207,42 @@ def add_seed(parser: Arguments) -> None:
 
 def add_tokenizer(parser: Arguments, *, required: bool = False, help: str = "") -> None:
     """``args.tokenizer``, as megapack.tokenization.tokenizer opens it."""
-    text = "a sentencepiece .model, a tokenizer.json or its directory, or bytes"
+    text = "a .model, a tokenizer.json, a directory (also of vocab.json, merges.txt), or bytes"
+    parser.add_argument("--tokenizer", required=required, metavar="T", help=_and(text, help))
+
+
+def add_vocab_size(parser: Arguments, *, default: int | None = None, help: str = "") -> None:
+    """``args.vocab_size``, at least 1, or None."""
     parser.add_argument(
-        "--tokenizer", required=required, metavar="T", help=f"{text}; {help}" if help else text
+        "--vocab-size",
+        type=positive,
+        default=default,
+        metavar="N",
+        help=_and("number of token ids", help),
+    )
+
+
+def add_dtype(
+    parser: Arguments,
+    *,
+    choices: Sequence[str] | None = None,
+    default: str | None = None,
+    help: str = "",
+) -> None:
+    """``args.dtype``, a name or None."""
+    parser.add_argument(
+        "--dtype",
+        choices=choices,
+        default=default,
+        metavar="TYPE",
+        help=_and("type of the tokens on disk, as int32", help),
     )
 
 
 def add_eod_token(parser: Arguments, *, help: str = "") -> None:
     """``args.eod_token``: a name (str), an id (int) or None."""
     text = "token that ends documents: its name, or its id in decimal"
-    parser.add_argument(
-        "--eod-token", type=token_argument, metavar="T", help=f"{text}; {help}" if help else text
-    )
+    parser.add_argument("--eod-token", type=token_argument, metavar="T", help=_and(text, help))
 
 
 def token_id(token: str | int | None, tokenizer: str | None) -> int | None:

@@ -84,6 +84,6 @@ class BuildProgress:
         left = f"{seconds / share - seconds:,.0f} s left" if share else "..."
         return (
             f"{short(self._documents / seconds)} documents/s  "
-            f"{self._text_bytes / 1e6 / seconds:,.1f} MB/s  "
+            f"{size(int(self._text_bytes / seconds))}/s  "
             f"{short(self._tokens / seconds)} tokens/s  {left}"
         )

@@ -5,9 +5,9 @@ concatenation, lost and repeated tokens and attention work, estimates the imbala
 training time and cost, and recommends one with its reasons. Only lengths are read.
 
 examples:
-  megapack-build compare --data-prefix corpus_text_document --html report.html
+  megapack-build compare corpus_text_document --html report.html
   megapack-build compare --lengths lengths.npy --model 8b --gpu h100 --num-gpus 512 \\
-      --train-tokens 1e12 --json report.json
+      --train-tokens 1e12 --json > report.json
   megapack-build compare --lengths lengths.npy --buckets 2048,4096,8192 --strategies bucket \\
       bucket_llm:preset=paper concat@4096 seamless@2048:r_max=0.3,extra_capacity=50
 
@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -26,9 +25,18 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megapack.cli.report import Work, count, note, print_table
-from megapack.errors import ConfigError, DataError
-from megapack.packing.compare import (
+from megapack.cli.arguments import (
+    add_dataset_argument,
+    add_json,
+    add_overwrite,
+    add_seed,
+    add_threads,
+    capacities,
+    positive,
+)
+from megapack.cli.pack import add_alignment
+from megapack.cli.report import Work, count, counted, note, print_table
+from megapack.compare import (
     GPUS,
     MODELS,
     Comparison,
@@ -40,11 +48,13 @@ from megapack.packing.compare import (
     default_cases,
     parse_case,
 )
-from megapack.packing.compare.export import to_json
-from megapack.packing.compare.html import render
-from megapack.packing.compare.words import short_number
+from megapack.compare.export import to_json
+from megapack.compare.html import render
+from megapack.compare.words import short_number
+from megapack.errors import ConfigError, DataError
 from megapack.storage import read_document_lengths
 from megapack.storage.atomic import atomic_write
+from megapack.storage.replace import check_target
 
 __all__ = ["add_arguments", "run"]
 
@@ -52,15 +62,14 @@ __all__ = ["add_arguments", "run"]
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options, grouped by what they are about."""
     data = parser.add_argument_group("data")
-    source = data.add_mutually_exclusive_group(required=True)
-    source.add_argument("--data-prefix", metavar="PREFIX", help="dataset PREFIX.bin/.idx")
+    source = add_dataset_argument(data, many=False, help="only the .idx is read")
     source.add_argument(
         "--lengths", metavar="FILE.npy", type=Path, help="tokens per document, a 1-D integer array"
     )
     data.add_argument(
-        "--sample",
+        "--max-documents",
         metavar="N",
-        type=int,
+        type=positive,
         help="use a random sample of N documents (said in every output)",
     )
     packing = parser.add_argument_group("packing")
@@ -70,22 +79,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     packing.add_argument(
         "--buckets",
         metavar="L,L,...",
-        type=_capacities,
+        type=capacities,
         default="1024,2048,4096,8192,16384",
-        help="capacities of the bucket strategies (default: %(default)s)",
+        help="capacities in tokens; of the bucket strategies (default: %(default)s)",
     )
     packing.add_argument(
         "--capacity",
         metavar="L,L,...",
-        type=_capacities,
+        type=capacities,
         help="capacities of the fixed-length strategies (default: the largest bucket)",
     )
-    packing.add_argument("--seed", type=int, default=0, help="(default: %(default)s)")
-    packing.add_argument("--threads", type=int, default=os.cpu_count() or 1, help="(default: all)")
+    add_alignment(packing)
+    add_seed(packing)
+    add_threads(packing)
     _add_training(parser.add_argument_group("training, for the estimate of time and cost"))
     output = parser.add_argument_group("output")
-    output.add_argument("--json", metavar="FILE", type=Path, help="write every figure as JSON")
+    add_json(output)
     output.add_argument("--html", metavar="FILE", type=Path, help="write a page with plots")
+    add_overwrite(output)
 
 
 def _add_training(group: argparse._ArgumentGroup) -> None:
@@ -129,7 +140,8 @@ def _add_training(group: argparse._ArgumentGroup) -> None:
         "--dealing",
         choices=("balanced", "random"),
         default="balanced",
-        help="of a step's samples to the ranks (default: %(default)s)",
+        help="assignment of a step's samples to ranks: longest first to the least loaded, or at "
+        "random (default: %(default)s)",
     )
     group.add_argument(
         "--num-ranks", metavar="N", type=int, help="data-parallel ranks (default: --num-gpus)"
@@ -146,18 +158,24 @@ def _add_training(group: argparse._ArgumentGroup) -> None:
 def run(args: argparse.Namespace) -> int:
     """Compare, print, and write what was asked for."""
     training = _training_run(args)
-    capacities = args.capacity or [max(args.buckets)]
-    named = {"buckets": args.buckets, "capacities": capacities}
+    named: dict[str, Any] = {
+        "buckets": args.buckets,
+        "capacities": args.capacity or [max(args.buckets)],
+        "alignment": args.alignment,
+    }
     if args.strategies:
         cases = [case for text in args.strategies for case in parse_case(text, **named)]
+        left_out: dict[str, str] = {}
     else:
-        cases = default_cases(**named)
+        cases, left_out = default_cases(**named)
+    if args.html is not None:
+        check_target(args.html, overwrite=args.overwrite, difference="it is of another run")
     lengths, name = _read_lengths(args)
     sampled_from = None
-    if args.sample is not None and args.sample < len(lengths):
+    if args.max_documents is not None and args.max_documents < len(lengths):
         sampled_from = len(lengths)
-        lengths = _sample(lengths, args.sample, args.seed)
-    with Work(f"comparing {len(cases)} strategies on {len(lengths):,} documents") as work:
+        lengths = _sample(lengths, args.max_documents, args.seed)
+    with Work(f"{len(cases)} strategies on {counted(len(lengths), 'document')}") as work:
         comparison = compare(
             lengths,
             cases,
@@ -168,23 +186,19 @@ def run(args: argparse.Namespace) -> int:
             tokens_per_rank=args.tokens_per_rank,
             seed=args.seed,
             threads=args.threads,
+            left_out=left_out,
             progress=work,
         )
-    _print(comparison)
-    if args.json is not None:
-        _write(args.json, json.dumps(to_json(comparison), indent=1) + "\n")
+    prefix = "PREFIX" if args.prefix is None else args.prefix
+    if args.json:
+        print(json.dumps(to_json(comparison, prefix), indent=1))
+    else:
+        _print(comparison, prefix)
     if args.html is not None:
-        _write(args.html, render(comparison))
+        with atomic_write(args.html) as file:
+            file.write(render(comparison).encode())
+        note(f"wrote {args.html}")
     return 0
-
-
-def _capacities(text: str) -> list[int]:
-    try:
-        return sorted(int(part) for part in text.split(","))
-    except ValueError:
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is not a list of capacities (as in 1024,2048,4096)"
-        ) from None
 
 
 def _training_run(args: argparse.Namespace) -> TrainingRun:
@@ -219,8 +233,8 @@ def _training_run(args: argparse.Namespace) -> TrainingRun:
 
 def _read_lengths(args: argparse.Namespace) -> tuple[NDArray[Any], str]:
     """Document lengths and a name for the report."""
-    if args.data_prefix is not None:
-        return read_document_lengths(args.data_prefix), Path(args.data_prefix).name
+    if args.lengths is None:
+        return read_document_lengths(args.prefix), Path(args.prefix).name
     try:
         lengths = np.load(args.lengths, mmap_mode="r", allow_pickle=False)
     except (ValueError, EOFError) as error:
@@ -234,13 +248,11 @@ def _read_lengths(args: argparse.Namespace) -> tuple[NDArray[Any], str]:
 
 def _sample(lengths: NDArray[Any], count: int, seed: int) -> NDArray[Any]:
     """``count`` documents without replacement, in file order."""
-    if count < 1:
-        raise ConfigError(f"--sample is {count}; at least 1 document is needed")
     chosen = np.random.default_rng(seed).choice(len(lengths), count, replace=False, shuffle=False)
     return np.asarray(lengths[np.sort(chosen)])
 
 
-def _print(comparison: Comparison) -> None:
+def _print(comparison: Comparison, prefix: str) -> None:
     corpus, training = comparison.corpus, comparison.run
     print(
         f"{corpus.name}: {count(corpus.num_documents)} documents, {count(corpus.num_tokens)} "
@@ -261,15 +273,15 @@ def _print(comparison: Comparison) -> None:
             cells = [f"[dim]{cell}[/]" for cell in cells]
         rows.append(cells)
     print_table([head for head, _ in _COLUMNS], rows)
-    if comparison.left_out:
-        print(f"left out, they drop every token: {', '.join(comparison.left_out)}")
+    for label, reason in comparison.left_out.items():
+        print(f"left out: {label}: {reason}")
     print(
-        "pad: of the positions; cut: of the documents; docs: per sample; lost, rep(eated): of the\n"
-        f"tokens; imbal: attention work of the busiest of {comparison.num_ranks} ranks over the "
-        f"mean;\nGPU hours and cost: {short_number(training.model.parameters)} parameters, "
+        "pad: of the positions; split: of the documents; docs: per sample; lost, rep(eated): of\n"
+        f"the tokens; imbal: attention work of the busiest of {comparison.num_ranks} ranks over\n"
+        f"the mean; GPU hours and cost: {short_number(training.model.parameters)} parameters, "
         f"{training.gpu.name.upper()} at {training.utilization:.0%} of its peak"
     )
-    _print_recommendation(comparison)
+    _print_recommendation(comparison, prefix)
 
 
 def _share(name: str) -> Callable[[Evaluation], str]:
@@ -285,7 +297,7 @@ def _share(name: str) -> Callable[[Evaluation], str]:
 _COLUMNS: tuple[tuple[str, Callable[[Evaluation], str]], ...] = (
     ("strategy", lambda e: e.label),
     ("pad %", _share("padding_ratio")),
-    ("cut %", _share("truncation_ratio")),
+    ("split %", _share("truncation_ratio")),
     ("docs", lambda e: f"{e.metrics['concatenation_ratio']:.2f}"),
     ("lost %", _share("dropped_ratio")),
     ("rep %", _share("repeated_ratio")),
@@ -295,7 +307,7 @@ _COLUMNS: tuple[tuple[str, Callable[[Evaluation], str]], ...] = (
 )
 
 
-def _print_recommendation(comparison: Comparison) -> None:
+def _print_recommendation(comparison: Comparison, prefix: str) -> None:
     recommendation = comparison.recommendation
     best = comparison.evaluations[recommendation.best]
     print(f"\nrecommended: {best.label}")
@@ -306,9 +318,4 @@ def _print_recommendation(comparison: Comparison) -> None:
     fixed = recommendation.best_fixed
     if fixed is not None and fixed != recommendation.best:
         print(f"  With one sample shape only: {comparison.evaluations[fixed].label}.")
-
-
-def _write(path: Path, text: str) -> None:
-    with atomic_write(path) as file:
-        file.write(text.encode())
-    note(f"wrote {path}")
+    print(f"\n  {best.case.command(prefix, comparison.seed)}")

@@ -33,7 +33,10 @@ def add_corpus_arguments(parser: argparse.ArgumentParser) -> None:
         "--format", choices=FORMATS, help="what every file is (default: by its suffix)"
     )
     group.add_argument(
-        "--json-key", default="text", metavar="KEY", help="JSON key or parquet column (text)"
+        "--json-key",
+        default="text",
+        metavar="KEY",
+        help="JSON key or parquet column; data.text reaches into objects and structs (text)",
     )
     group.add_argument(
         "--max-input-bytes",

@@ -16,10 +16,12 @@ from __future__ import annotations
 import argparse
 
 from megapack.cli.arguments import (
+    add_dtype,
     add_eod_token,
     add_output_prefix,
     add_overwrite,
     add_tokenizer,
+    add_vocab_size,
     token_id,
 )
 from megapack.storage.foreign import KINDS
@@ -34,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--kind", choices=("auto", *KINDS), default="auto", help="of the source (default: auto)"
     )
-    parser.add_argument("--dtype", help="type of the tokens, as int32; where the file does not say")
+    add_dtype(parser, help="needed where the file does not say")
     add_eod_token(parser, help="needed by kinds without an index; a name needs --tokenizer")
     parser.add_argument(
         "--eod-at",
@@ -45,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--link", choices=LINKS, default="auto", help="how .bin gets the tokens (default: auto)"
     )
-    parser.add_argument("--vocab-size", type=int, help="number of token ids; larger are refused")
+    add_vocab_size(parser, help="larger ids are refused")
     add_overwrite(parser)
 
 

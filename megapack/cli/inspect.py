@@ -101,7 +101,7 @@ def _decoder(
     source: str, dataset: IndexedDataset, token_ids: Sequence[int]
 ) -> Callable[[Sequence[int]], str]:
     """Ids to text. Raises ConfigError if this cannot be the tokenizer that made the dataset."""
-    from megapack.tokenization.decode import load_decoder  # noqa: PLC0415
+    from megapack.tokenization.encoders import open_reference  # noqa: PLC0415
     from megapack.tokenization.tokenizer import TokenizerFiles  # noqa: PLC0415
 
     files = TokenizerFiles.open(source)
@@ -119,7 +119,7 @@ def _decoder(
         )
     if named.get("digest", files.digest) != files.digest:
         note(f"{source} is not the file that made {dataset.prefix}{told}")
-    return load_decoder(source)
+    return open_reference(files).decode
 
 
 def describe_dataset(dataset: IndexedDataset) -> dict[str, Any]:

@@ -11,7 +11,12 @@ from __future__ import annotations
 
 import argparse
 
-from megapack.cli.arguments import add_dataset_argument, add_output_prefix, add_overwrite
+from megapack.cli.arguments import (
+    add_dataset_argument,
+    add_dtype,
+    add_output_prefix,
+    add_overwrite,
+)
 from megapack.cli.datasets import dataset_prefixes
 from megapack.cli.report import Work, counted
 from megapack.storage import IndexedDataset
@@ -26,10 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--input", nargs=1, dest="prefixes", metavar="DIR", help="the same, as Megatron spells it"
     )
     add_output_prefix(parser)
-    parser.add_argument(
-        "--dtype",
-        help="type of the tokens, as int32; inputs of others are converted where all ids fit",
-    )
+    add_dtype(parser, help="inputs of others are converted where all ids fit")
     parser.add_argument("--multimodal", action="store_true", help="the inputs have modes")
     parser.add_argument(
         "--allow-mixed-tokenizers",

@@ -2,13 +2,13 @@
 
 Reads the document lengths of PREFIX.idx (never the tokens), packs them with a strategy and writes
 one .samples file, which training maps into memory. The same command always writes the same bytes;
-if they are there already, nothing is done.
+if they are there already, nothing is done, and anything else is replaced only with --overwrite.
 
 examples:
-  megapack-build pack --data-prefix corpus_text_document --buckets 1024,2048,4096,8192,16384
-  megapack-build pack --data-prefix corpus_text_document --output concat.samples \\
+  megapack-build pack corpus_text_document --buckets 1024,2048,4096,8192,16384
+  megapack-build pack corpus_text_document --output concat.samples \\
       --strategy concat --buckets 4096 --seed 7 --threads 16
-  megapack-build pack --data-prefix corpus_text_document --strategy seamless --buckets 2048 \\
+  megapack-build pack corpus_text_document --strategy seamless --buckets 2048 \\
       --preset paper
 """
 
@@ -16,112 +16,115 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import textwrap
 from pathlib import Path
-from typing import Any
 
-from megapack.cli.report import Work, count, note, percent, print_table
-from megapack.errors import FormatError
-from megapack.packing import STRATEGIES, Parameter, SampleIndex, find_strategy, pack
-from megapack.storage import IndexedDataset, read_document_lengths
+import xxhash
+
+from megapack.cli.arguments import (
+    Arguments,
+    add_dataset_argument,
+    add_json,
+    add_output,
+    add_overwrite,
+    add_seed,
+    add_threads,
+    capacities,
+    positive,
+)
+from megapack.cli.report import Work, count, counted, note, percent, print_table
+from megapack.packing import (
+    STRATEGIES,
+    Parameter,
+    SampleIndex,
+    check_packing,
+    how_it_differs,
+    pack,
+)
+from megapack.storage.mmididx import IndexFile
+from megapack.storage.replace import check_target
 
 __all__ = ["add_arguments", "run"]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--data-prefix", metavar="PREFIX", required=True, help="PREFIX.bin/.idx")
-    parser.add_argument("--output", metavar="FILE", help="default: PREFIX.samples")
+    add_dataset_argument(parser, many=False, help="only the .idx is read")
+    add_output(parser, help="default: PREFIX.samples")
+    add_overwrite(parser)
     parser.add_argument(
         "--strategy", metavar="NAME", default="bucket", help="see below (default: %(default)s)"
     )
     parser.add_argument(
         "--buckets",
         metavar="L,L,...",
-        type=_capacities,
+        type=capacities,
         required=True,
         help="capacities in tokens; one for the strategies of one length",
     )
-    parser.add_argument("--seed", type=int, default=0, help="(default: %(default)s)")
-    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1, help="(default: all)")
-    parser.add_argument(
-        "--alignment",
-        metavar="M",
-        type=int,
-        default=1,
-        help="leave room for segments that begin at multiples of M, which is 2 x context parallel "
-        "size (default: %(default)s, no room)",
-    )
+    add_seed(parser)
+    add_threads(parser)
+    add_alignment(parser)
     parser.add_argument("--preset", metavar="NAME", help="the parameters of a paper, see below")
-    parser.add_argument("--force", action="store_true", help="pack again even if FILE is the same")
-    parser.add_argument("--json", action="store_true", help="print the metrics as JSON")
+    add_json(parser)
     group = parser.add_argument_group("parameters of the strategies")
     for name, parameters in _parameters_by_name().items():
         _add_parameter(group, name, parameters)
     parser.epilog = _describe_strategies()
 
 
+def add_alignment(parser: Arguments) -> None:
+    """``args.alignment``; compare has it as well."""
+    parser.add_argument(
+        "--alignment",
+        metavar="M",
+        type=positive,
+        default=1,
+        help="leave room for segments that begin at multiples of M, which is 2 x context parallel "
+        "size (default: %(default)s, no room)",
+    )
+
+
 def run(args: argparse.Namespace) -> int:
-    strategy = find_strategy(args.strategy)
     known = _parameters_by_name()
     given = {name: value for name, value in vars(args).items() if name in known}
-    resolved = strategy.resolve(given, preset=args.preset, capacity=args.buckets[-1])
-    output = Path(args.output or f"{args.data_prefix}.samples")
-    dataset = IndexedDataset(args.data_prefix)
-    source = {"fingerprint": dataset.fingerprint, "prefix": str(args.data_prefix)}
-    aligned = {"alignment": args.alignment} if args.alignment != 1 else {}
-    wanted = {
-        "strategy": args.strategy,
-        "parameters": resolved | aligned,
-        "buckets": args.buckets,
-        "seed": args.seed,
-        "fingerprint": source["fingerprint"],
-    }
-    index = None if args.force else _existing(output, wanted)
-    if index is None:
-        lengths = read_document_lengths(args.data_prefix)
-        with Work(f"packing {len(lengths):,} documents") as work:
+    options = {"buckets": args.buckets, "preset": args.preset, "alignment": args.alignment}
+    method = check_packing(args.strategy, parameters=given, **options)
+    output = Path(args.output or f"{args.prefix}.samples")
+    documents = IndexFile(f"{args.prefix}.idx")
+    fingerprint = xxhash.xxh3_128(documents.bytes.data).hexdigest()
+
+    def difference() -> str | None:
+        return how_it_differs(
+            output,
+            strategy=args.strategy,
+            parameters=method.parameters,
+            buckets=method.buckets,
+            seed=args.seed,
+            dataset=fingerprint,
+        )
+
+    if check_target(output, overwrite=args.overwrite, difference=difference):
+        lengths = documents.document_lengths()
+        with Work(f"packing {counted(len(lengths), 'document')}") as work:
             index = pack(
                 lengths,
                 args.strategy,
-                buckets=args.buckets,
                 seed=args.seed,
                 threads=args.threads,
                 progress=work,
-                **resolved,
-                **aligned,
+                **options,
+                **given,
             )
-        index.save(output, source=source)
+        source = {"fingerprint": fingerprint, "prefix": args.prefix}
+        index.save(output, source=source, overwrite=True)
+    else:
+        note(f"nothing to do: {output} is there already, of the same documents and options")
+        index = SampleIndex.load(output)
     if args.json:
         print(json.dumps(index.metrics(), indent=2))
     else:
         _print_composition(index, output)
     return 0
-
-
-def _existing(output: Path, wanted: dict[str, Any]) -> SampleIndex | None:
-    """The index of an earlier run of the same command, if it stands at ``output``."""
-    if not output.exists():
-        return None
-    try:
-        index = SampleIndex.load(output)
-        index.verify()
-    except FormatError as error:
-        note(f"{error}; it is replaced")
-        return None
-    found = {
-        "strategy": index.strategy,
-        "parameters": index.parameters,
-        "buckets": index.buckets,
-        "seed": index.seed,
-        "fingerprint": (index.source or {}).get("fingerprint"),
-    }
-    different = [key for key in wanted if found[key] != wanted[key]]
-    if different:
-        note(f"{output} is replaced: it was packed with another {' and '.join(different)}")
-        return None
-    note(f"{output} is there already, packed from the same documents in the same way")
-    return index
 
 
 def _print_composition(index: SampleIndex, output: Path) -> None:
@@ -140,10 +143,10 @@ def _print_composition(index: SampleIndex, output: Path) -> None:
             )
         )
     print_table(("bucket", "samples", "tokens", "of all", "padding"), rows)
-    floor = f"{percent(m['truncation_floor'], 3)} is longer than the largest bucket"
+    bound = f"lower bound {percent(m['truncation_floor'], 3)}: longer than the largest bucket"
     facts = [
         ("padding ratio r_pad", percent(m["padding_ratio"], 3), ""),
-        ("truncation ratio r_tru", percent(m["truncation_ratio"], 3), floor),
+        ("truncation ratio r_tru", percent(m["truncation_ratio"], 3), bound),
         ("concatenation ratio r_cat", f"{m['concatenation_ratio']:.3f}", "documents per sample"),
         ("dropped tokens", count(m["dropped_tokens"]), percent(m["dropped_ratio"], 3)),
         ("repeated tokens", count(m["repeated_tokens"]), percent(m["repeated_ratio"], 3)),
@@ -157,15 +160,6 @@ def _print_composition(index: SampleIndex, output: Path) -> None:
         f"\n{output}: {count(m['num_documents'])} documents, {count(m['num_tokens'])} tokens -> "
         f"{count(m['num_samples'])} samples"
     )
-
-
-def _capacities(text: str) -> list[int]:
-    try:
-        return sorted(int(part) for part in text.split(","))
-    except ValueError:
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is not a list of capacities (as in 1024,2048)"
-        ) from None
 
 
 def _parameters_by_name() -> dict[str, dict[str, Parameter]]:

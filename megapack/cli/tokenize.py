@@ -1,12 +1,12 @@
 """Text to documents: <output-prefix>.bin/.idx, readable by Megatron, and what belongs to them.
 
   megapack-build tokenize --input 'corpus/*.jsonl.zst' --tokenizer tokenizer.json \\
-      --append-eod --output-prefix data/corpus --workers 16
+      --append-eod --output-prefix data/corpus
   megapack-build tokenize --input src/ --suffix .py --tokenizer bytes --output-prefix data/code
 
 The result is the same, byte for byte, for any number of workers and machines. Work is kept in
 <output-prefix>.build/ until it is done: after a crash, run the same command again and it goes on
-behind the last finished shard.
+behind the last finished shard. --dry-run says what would be done, and what it will take.
 
 Several machines: every machine runs the same command with its own --shard i/n; when all are done,
 one runs it with --finish. Or one command with --executor ray.
@@ -15,29 +15,47 @@ one runs it with --finish. Or one command with --executor ray.
 from __future__ import annotations
 
 import argparse
-import sys
+import dataclasses
 import time
+from collections.abc import Iterator
+from typing import Any
 
-from megapack.cli.arguments import byte_count
+from megapack.cli import arguments
 from megapack.cli.build_progress import BuildProgress
+from megapack.cli.build_report import print_previews, print_results
 from megapack.cli.corpus_arguments import add_corpus_arguments
-from megapack.cli.report import count, size
-from megapack.storage import IndexedDataset
-from megapack.tokenization.build import BuildResult, build
+from megapack.cli.report import note
+from megapack.errors import ConfigError
+from megapack.tokenization.build import build, preview
 from megapack.tokenization.config import BuildConfig
-from megapack.tokenization.plan import Plan
+from megapack.tokenization.tokenizer import Kind, TokenizerFiles
 
 __all__ = ["add_arguments", "run"]
+
+# Megatron's names of tokenizers that give the ids which the same files give here.
+_MEGATRON_TYPES: dict[str, Kind] = {
+    "GPT2BPETokenizer": "hf",
+    "HuggingFaceTokenizer": "hf",
+    "SentencePieceTokenizer": "sentencepiece",
+    "GPTSentencePieceTokenizer": "sentencepiece",
+}
+# Fields of BuildConfig whose options have another name.
+_OPTIONS = {"inputs": "input", "suffixes": "suffix", "shard_bytes": "shard_size"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_corpus_arguments(parser)
-    parser.add_argument("--output-prefix", required=True, metavar="PREFIX", help="PREFIX.bin/.idx")
+    arguments.add_output_prefix(parser)
+    arguments.add_overwrite(parser)
+    arguments.add_dry_run(parser)
+    arguments.add_json(parser)
     _add_filter_arguments(parser)
     _add_tokenizer_arguments(parser)
     _add_chat_arguments(parser)
     _add_split_arguments(parser)
+    _add_shard_arguments(parser)
     _add_execution_arguments(parser)
+    _add_megatron_arguments(parser)
 
 
 def _add_filter_arguments(parser: argparse.ArgumentParser) -> None:
@@ -50,12 +68,7 @@ def _add_filter_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _add_tokenizer_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("tokens")
-    group.add_argument(
-        "--tokenizer",
-        required=True,
-        metavar="T",
-        help="a sentencepiece .model, a tokenizer.json or its directory, or bytes",
-    )
+    arguments.add_tokenizer(group)
     group.add_argument(
         "--backend",
         choices=("auto", "gigatoken", "tokenizers", "sentencepiece", "bytes"),
@@ -78,13 +91,18 @@ def _add_tokenizer_arguments(parser: argparse.ArgumentParser) -> None:
         default="none",
         help="shorthand: eos_bos is both of the above, separator is EOD alone (none)",
     )
-    group.add_argument("--eod-token", metavar="T", help="its name, if the tokenizer does not say")
-    group.add_argument("--bos-token", metavar="T", help="its name, if the tokenizer does not say")
+    arguments.add_eod_token(group, help="needed where the tokenizer does not say it")
     group.add_argument(
-        "--dtype",
+        "--bos-token",
+        type=arguments.token_argument,
+        metavar="T",
+        help="the same for the token that begins documents",
+    )
+    arguments.add_dtype(
+        group,
         choices=("auto", "uint16", "int32"),
         default="auto",
-        help="of tokens on disk; auto is Megatron's rule: uint16 below 65,500 ids (auto)",
+        help="auto is Megatron's rule: uint16 below 65,500 ids (auto)",
     )
 
 
@@ -138,25 +156,37 @@ def _add_split_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _add_execution_arguments(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("execution (never changes the result)")
-    group.add_argument("--workers", type=int, default=1, metavar="N", help="processes (1)")
+def _add_shard_arguments(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("shards (the same for all parts of a build)")
     group.add_argument(
         "--shard-size",
-        type=byte_count,
+        type=arguments.byte_count,
         metavar="SIZE",
-        help="text per shard (default: 1M to 256M, about 64 shards)",
+        help="text per shard; another size gives the same documents, but cannot use the shards of "
+        "a build that was begun (default: 1M to 256M, about 64 shards)",
+    )
+    group.add_argument("--shard", type=_part, metavar="I/N", help="build the I-th of N parts only")
+    group.add_argument(
+        "--finish", action="store_true", help="join the parts that other machines built"
     )
     group.add_argument(
+        "--keep-shards", action="store_true", help="leave PREFIX.build/ when all is done"
+    )
+
+
+def _add_execution_arguments(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("execution (never changes the result)")
+    arguments.add_workers(group)
+    group.add_argument(
         "--block-bytes",
-        type=byte_count,
+        type=arguments.byte_count,
         default="4M",
         metavar="SIZE",
         help="text per batch; a worker holds about ten (4M)",
     )
     group.add_argument(
         "--worker-memory",
-        type=byte_count,
+        type=arguments.byte_count,
         default="2G",
         metavar="SIZE",
         help="a worker that grows beyond it forgets the words its tokenizer has seen (2G)",
@@ -168,16 +198,34 @@ def _add_execution_arguments(parser: argparse.ArgumentParser) -> None:
         help="processes of this machine, or one Ray task per shard (local)",
     )
     group.add_argument("--ray-address", metavar="A", help="of a running cluster (Ray's own rule)")
-    group.add_argument("--shard", type=_part, metavar="I/N", help="build the I-th of N parts only")
+
+
+def _add_megatron_arguments(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("spellings of Megatron's preprocess_data.py")
     group.add_argument(
-        "--finish", action="store_true", help="join the parts that other machines built"
+        "--json-keys",
+        nargs="+",
+        metavar="KEY",
+        help="one dataset per key, each with the name that Megatron gives it: PREFIX_KEY_document",
     )
     group.add_argument(
-        "--keep-shards", action="store_true", help="leave PREFIX.build/ when all is done"
+        "--tokenizer-model", dest="tokenizer", metavar="T", help="the same as --tokenizer"
     )
     group.add_argument(
-        "--overwrite", action="store_true", help="start over, whatever is there already"
+        "--vocab-file", metavar="FILE", help="GPT-2's vocab.json, with --merge-file merges.txt"
     )
+    group.add_argument("--merge-file", metavar="FILE", help="see --vocab-file")
+    group.add_argument(
+        "--tokenizer-type",
+        choices=tuple(_MEGATRON_TYPES),
+        help="refused where it is not what the files hold",
+    )
+    group.add_argument(
+        "--keep-sequential-samples",
+        action="store_true",
+        help="documents keep the order of the corpus, as they always do here",
+    )
+    group.add_argument("--partitions", metavar="N", help="refused: --workers shares out the work")
 
 
 def _part(text: str) -> tuple[int, int]:
@@ -188,81 +236,69 @@ def _part(text: str) -> tuple[int, int]:
 
 
 def run(args: argparse.Namespace) -> int:
-    config = BuildConfig(
-        inputs=tuple(args.input),
-        suffixes=tuple(args.suffix),
-        format=args.format,
-        json_key=args.json_key,
-        messages_key=args.messages_key,
-        max_input_bytes=args.max_input_bytes,
-        max_document_bytes=args.max_document_bytes,
-        on_error=args.on_error,
-        min_words=args.min_words,
-        max_words=args.max_words,
-        tokenizer=args.tokenizer,
-        backend=args.backend,
-        verify_fraction=args.verify_fraction,
-        boundary=args.boundary,
-        append_eod=args.append_eod,
-        prepend_bos=args.prepend_bos,
-        eod_token=args.eod_token,
-        bos_token=args.bos_token,
-        dtype=args.dtype,
-        chat_format=args.chat_format,
-        chat_loss=args.chat_loss,
-        split=args.split,
-        split_by=args.split_by,
-        split_key=args.split_key,
-        label_names=args.label_names,
-        output_prefix=args.output_prefix,
-        shard_bytes=args.shard_size,
-        workers=args.workers,
-        executor=args.executor,
-        ray_address=args.ray_address,
-        shard=args.shard,
-        finish=args.finish,
-        block_bytes=args.block_bytes,
-        worker_memory=args.worker_memory,
-        keep_shards=args.keep_shards,
-        overwrite=args.overwrite,
-    )
-    begin = time.perf_counter()
-    result = build(config, BuildProgress())
-    _print_result(result, time.perf_counter() - begin)
+    _translate(args)
+    progress = BuildProgress()
+    configs = list(_configs(args))
+    if args.dry_run:
+        print_previews([preview(config, progress) for config in configs], as_json=args.json)
+        return 0
+    done = []
+    for config in configs:
+        begin = time.perf_counter()
+        done.append((build(config, progress), time.perf_counter() - begin))
+        if not args.json:
+            print_results(done[-1:], as_json=False)
+    if args.json:
+        print_results(done, as_json=True)
     return 0
 
 
-def _print_result(result: BuildResult, seconds: float) -> None:
-    totals, plan = result.totals, result.plan
-    for line in totals.fault_lines():
-        print(f"skipped {line}", file=sys.stderr)
-    _print_tokens(plan)
-    print(
-        f"documents  {count(totals.num_documents)} ({size(totals.num_text_bytes)} of text, "
-        f"{count(totals.num_skipped)} skipped)"
-    )
-    print(f"tokens     {count(totals.num_tokens)} ({plan.dtype})")
-    if result.state == "found":
-        print("nothing to do: this very build is finished")
-    else:
-        kept = f" ({count(result.num_shards_kept)} kept from before)"
-        rate = f"{size(int(totals.num_text_bytes / seconds))}/s"
-        print(
-            f"shards     {count(result.num_shards)}{kept if result.num_shards_kept else ''} in "
-            f"{seconds:.1f} s, {rate}"
+def _configs(args: argparse.Namespace) -> Iterator[BuildConfig]:
+    """One, or one for every key of --json-keys."""
+    values: dict[str, Any] = {}
+    for field in dataclasses.fields(BuildConfig):
+        value = getattr(args, _OPTIONS.get(field.name, field.name))
+        values[field.name] = tuple(value) if isinstance(value, list) else value
+    config = BuildConfig(**values)
+    if args.json_keys is None:
+        yield config
+    for key in dict.fromkeys(args.json_keys or ()):
+        prefix = f"{config.output_prefix}_{key}_document"
+        yield dataclasses.replace(config, json_key=key, output_prefix=prefix)
+
+
+def _translate(args: argparse.Namespace) -> None:
+    """Megatron's spellings in our words, or a refusal."""
+    files = (args.vocab_file, args.merge_file)
+    if any(files):
+        if args.tokenizer is not None or not all(files):
+            raise ConfigError("--vocab-file and --merge-file name one tokenizer, both together")
+        args.tokenizer = ",".join(files)
+    if args.tokenizer is None:
+        raise ConfigError("--tokenizer is missing: a .model, a tokenizer.json, a directory, bytes")
+    if args.partitions is not None:
+        raise ConfigError(
+            "--partitions is not needed: leave it out. Shards are made by themselves "
+            "(--shard-size) and shared out to --workers, or to machines with --shard I/N"
         )
-    if result.state == "part":
-        print("this part is done; when all are, join them with --finish")
-        return
-    for prefix in result.prefixes.values():
-        dataset = IndexedDataset(prefix)
-        held = f"{count(dataset.num_documents)} documents, {count(dataset.num_tokens)} tokens"
-        print(f"dataset    {prefix}.bin, {prefix}.idx: {held}")
+    if args.json_keys and (args.messages_key is not None or args.json_key != "text"):
+        raise ConfigError("--json-keys stands for itself; leave out --json-key and --messages-key")
+    for key in args.json_keys or ():
+        if "/" in key:
+            raise ConfigError(
+                f"the key {key!r} cannot be part of a file's name; give --json-key {key} with an "
+                "--output-prefix of its own"
+            )
+    if args.tokenizer_type is not None:
+        _check_type(args.tokenizer_type, args.tokenizer)
 
 
-def _print_tokens(plan: Plan) -> None:
-    tokenizer = plan.tokenizer
-    print(f"tokenizer  {tokenizer.source} ({count(tokenizer.vocab_size)} ids, {plan.backend})")
-    for name, token in (("BOS", plan.bos), ("EOD", plan.eod)):
-        if token is not None:
-            print(f"{name}        {token.text} = {token.id}")
+def _check_type(megatron_type: str, tokenizer: str) -> None:
+    kind = TokenizerFiles.open(tokenizer).kind
+    if kind != _MEGATRON_TYPES[megatron_type]:
+        raise ConfigError(f"{tokenizer} is no {megatron_type}; leave out --tokenizer-type")
+    if megatron_type == "HuggingFaceTokenizer":
+        note(
+            "in Megatron this tokenizer may add special tokens of its own; here --prepend-bos and "
+            "--append-eod say what is added"
+        )

@@ -14,8 +14,9 @@ import argparse
 import sys
 import time
 
-from megapack.cli.arguments import byte_count
+from megapack.cli.arguments import add_output, add_overwrite, add_vocab_size, byte_count
 from megapack.cli.corpus_arguments import add_corpus_arguments
+from megapack.cli.report import counted, note, size
 from megapack.tokenization.faults import Faults, fault_lines
 from megapack.tokenization.pieces import ReadOptions
 from megapack.tokenization.sources import find_inputs
@@ -27,14 +28,15 @@ __all__ = ["add_arguments", "run"]
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_corpus_arguments(parser)
     group = parser.add_argument_group("tokenizer")
-    group.add_argument("--output", required=True, metavar="FILE", help="the file to write")
+    add_output(group, required=True)
+    add_overwrite(group)
     group.add_argument(
         "--type",
         choices=("sentencepiece", "bpe-json"),
         default="sentencepiece",
         help="a sentencepiece .model, or a byte-level BPE tokenizer.json (sentencepiece)",
     )
-    group.add_argument("--vocab-size", type=int, default=32000, metavar="N", help="(32000)")
+    add_vocab_size(group, default=32000, help="of the tokenizer to train (32000)")
     group.add_argument(
         "--sample-bytes",
         type=byte_count,
@@ -64,14 +66,24 @@ def run(args: argparse.Namespace) -> int:
         suffixes=args.suffix,
         format=args.format,
         max_bytes=args.max_input_bytes,
-        note=lambda text: print(text, file=sys.stderr),
+        note=note,
     )
     read = ReadOptions(json_key=args.json_key, max_document_bytes=args.max_document_bytes)
-    result = train_tokenizer(files, args.output, options, read=read, faults=Faults(args.on_error))
+    result = train_tokenizer(
+        files,
+        args.output,
+        options,
+        read=read,
+        faults=Faults(args.on_error),
+        overwrite=args.overwrite,
+    )
     for line in fault_lines(result.faults.counts, result.faults.places):
         print(f"skipped {line}", file=sys.stderr)
+    if not result.written:
+        print(f"nothing to do: {result.path} is there already")
     print(
-        f"{result.path}: {result.vocab_size:,} tokens, learned from {result.num_documents:,} "
-        f"documents ({result.num_text_bytes / 1e6:.1f} MB) in {time.perf_counter() - begin:.1f} s"
+        f"{result.path}: {counted(result.vocab_size, 'token')}, learned from "
+        f"{counted(result.num_documents, 'document')} ({size(result.num_text_bytes)}) in "
+        f"{time.perf_counter() - begin:.1f} s"
     )
     return 0

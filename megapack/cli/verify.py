@@ -22,6 +22,7 @@ from megapack.cli.arguments import (
     add_eod_token,
     add_json,
     add_tokenizer,
+    add_vocab_size,
     token_id,
 )
 from megapack.cli.datasets import dataset_prefixes, prefix_of_samples
@@ -38,9 +39,7 @@ __all__ = ["add_arguments", "print_findings", "run"]
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_dataset_argument(parser, many=True, help="or .samples files")
     parser.add_argument("--no-tokens", action="store_true", help="do not read .bin")
-    parser.add_argument(
-        "--vocab-size", type=int, help="number of token ids; larger are errors (default: meta file)"
-    )
+    add_vocab_size(parser, help="larger ids are errors (default: meta file)")
     add_eod_token(parser, help="must end every non-empty document (default: meta file)")
     add_tokenizer(parser, help="knows the name that --eod-token gives")
     add_json(parser)

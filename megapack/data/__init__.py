@@ -1,7 +1,7 @@
 """SampleIndex and documents in, batches out: schedule, sampler, gather, loader. Needs torch."""
 
 from megapack.data.batch import Batch, BatchLayout, MicroBatch, allocate
-from megapack.data.blend import BlendConfig, BlendEntry, load_blend
+from megapack.data.blend import BlendConfig, Source, load_blend
 from megapack.data.dataset import PackedDataset
 from megapack.data.loader import PackedLoader, build_loader
 from megapack.data.masks import block_diagonal_mask, flex_block_mask, segment_ids
@@ -18,7 +18,6 @@ __all__ = [
     "Batch",
     "BatchLayout",
     "BlendConfig",
-    "BlendEntry",
     "BucketBatchSampler",
     "Draw",
     "MicroBatch",
@@ -27,6 +26,7 @@ __all__ = [
     "RankChecker",
     "Schedule",
     "ScheduleConfig",
+    "Source",
     "Step",
     "allocate",
     "block_diagonal_mask",

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from megapack.errors import ConfigError
 
-__all__ = ["Batch", "BatchLayout", "Buffers", "MicroBatch", "SharedBuffers", "allocate"]
+__all__ = ["Batch", "BatchLayout", "Buffers", "MicroBatch", "allocate"]
 
 # tokens, labels, loss_mask, position_ids, cu_seqlens, ... and plain ints
 Batch: TypeAlias = dict[str, Any]
@@ -151,13 +151,6 @@ class Buffers(dict[str, torch.Tensor]):
             self._shaped[shape] = {name: tensor.view(shape) for name, tensor in self.items()}
         return self._shaped[shape]
 
-    def copy(self, pin_memory: bool = False) -> Buffers:
-        """The same in new memory."""
-        new = allocate(self["tokens"].numel(), pin_memory=pin_memory)
-        for name, tensor in self.items():
-            new[name].copy_(tensor)
-        return new
-
 
 def allocate(num_tokens: int, *, pin_memory: bool = False) -> Buffers:
     """New buffers for micro batches of ``num_tokens`` tokens."""
@@ -167,39 +160,3 @@ def allocate(num_tokens: int, *, pin_memory: bool = False) -> Buffers:
             for name, dtype in _DTYPES.items()
         }
     )
-
-
-class SharedBuffers:
-    """Memory of several micro batches that worker processes write and the trainer reads.
-
-    Made once, before the workers: to share new memory for every batch would cost more than its
-    gather many times over.
-
-    Args:
-        count: micro batches that there is room for.
-        num_tokens: tokens of each.
-    """
-
-    def __init__(self, count: int, num_tokens: int) -> None:
-        self.num_tokens = num_tokens
-        tokens_room = sum(dtype.itemsize for dtype in _DTYPES.values()) * num_tokens
-        room = -(-tokens_room // 64) * 64  # so that each begins aligned
-        storage = torch.UntypedStorage._new_shared(count * room)  # type: ignore[no-untyped-call]
-        self._memory = torch.empty(0, dtype=torch.uint8).set_(storage, 0, (count, room), (room, 1))
-        self._carved: dict[int, Buffers] = {}
-
-    def __len__(self) -> int:
-        return len(self._memory)
-
-    def __getitem__(self, i: int) -> Buffers:
-        if i not in self._carved:
-            tensors, at = {}, 0
-            for name, dtype in _DTYPES.items():
-                size = self.num_tokens * dtype.itemsize
-                tensors[name] = self._memory[i, at : at + size].view(dtype)
-                at += size
-            self._carved[i] = Buffers(tensors)
-        return self._carved[i]
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_carved": {}}

@@ -1,16 +1,14 @@
 """Several datasets in one run: the manifest that lists them, and what a run makes of it.
 
-    datasets:                      # YAML or JSON; paths are relative to this file
+    sources:                       # YAML or JSON; paths are relative to this file
       - {name: web,  prefix: web/docs,  index: web/docs.samples,  weight: 0.7}
       - {name: code, prefix: code/docs, index: code/docs.samples, weight: 0.2}
       - {name: chat, prefix: chat/docs, index: chat/docs.samples, weight: 0.1, labels: chat/turns}
-    max_epochs: 4                  # refuse to repeat a dataset more often
+    max_epochs: 4                  # refuse to repeat a source more often
 
-Weights are shares of tokens. Labels are a dataset beside the documents (see ``PackedDataset``);
-``auto``, the default, is <prefix>.labels where that exists, ``none`` gives every token its label.
-
-The blend happens inside every bucket, so that all ranks still have the same bucket at every micro
-step.
+The same file serves launch/ and the hosts of ``megapack.integrations``, which also pack sources
+that have no index (``megapack.integrations.manifest`` has their further keys). The blend happens
+inside every bucket, so that all ranks still have the same bucket at every micro step.
 """
 
 from __future__ import annotations
@@ -25,69 +23,95 @@ from megapack.config import load_config
 from megapack.data.dataset import PackedDataset
 from megapack.errors import ConfigError
 
-__all__ = ["BlendConfig", "BlendEntry", "load_blend"]
+__all__ = ["BlendConfig", "Source", "load_blend", "open_blend"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class BlendEntry:
-    """One dataset: prefix of its documents, path of its .samples, share of tokens, name, labels.
-
-    ``labels`` is the prefix of a label dataset, ``auto`` or ``none``.
-    """
+class Source:
+    """One dataset of a blend."""
 
     prefix: str
-    index: str
-    weight: float
+    """Of the .bin/.idx pair."""
+    index: str | None = None
+    """Path of its .samples; None, for hosts that pack: by the manifest's strategy."""
+    weight: float | None = None
+    """Share of the tokens seen in training; None for all sources: by their sizes."""
     name: str | None = None
+    """For reports; None: the prefix."""
     labels: str = "auto"
+    """Prefix of a label dataset, token by token beside the tokens, -100 where there is no loss.
+    ``auto``: <prefix>.labels where that exists; ``none``: every token has its label."""
 
-    def __post_init__(self) -> None:
-        if not self.weight > 0:
-            raise ConfigError(
-                f"weight of {self.name or self.prefix} is {self.weight}; it must be positive: "
-                "leave out what shall not be used"
-            )
+    def relative_to(self, folder: Path) -> Source:
+        """The source with paths relative to the manifest's folder."""
+        return replace(
+            self,
+            prefix=str(folder / self.prefix),
+            index=None if self.index is None else str(folder / self.index),
+            labels=self.labels if self.labels in ("auto", "none") else str(folder / self.labels),
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
 class BlendConfig:
-    """Datasets and how often each may be repeated (None: as often as the weights ask for)."""
+    """Sources and how often each may be repeated."""
 
-    datasets: tuple[BlendEntry, ...]
+    sources: tuple[Source, ...]
     max_epochs: float | None = None
+    """A run that would repeat a source more often is refused; None: no limit."""
 
     def __post_init__(self) -> None:
-        if not self.datasets:
-            raise ConfigError("a blend needs at least one dataset")
+        if not self.sources:
+            raise ConfigError("a manifest needs at least one source")
+        bare = [source.prefix for source in self.sources if source.weight is None]
+        if 0 < len(bare) < len(self.sources):
+            raise ConfigError(f"source {bare[0]!r} has no weight, others have: give all or none")
+        for source in self.sources:
+            if source.weight is not None and not source.weight > 0:
+                raise ConfigError(
+                    f"source {source.name or source.prefix!r} has weight {source.weight}; weights "
+                    "must be positive (leave a source out to switch it off)"
+                )
+
+    def relative_to(self, folder: Path) -> BlendConfig:
+        """The manifest with paths relative to its folder."""
+        return replace(self, sources=tuple(source.relative_to(folder) for source in self.sources))
 
     def open(self, **options: Any) -> PackedDataset:
-        """The blend as one dataset; options are those of ``PackedDataset``."""
-        return PackedDataset(
-            [entry.prefix for entry in self.datasets],
-            [entry.index for entry in self.datasets],
-            weights=[entry.weight for entry in self.datasets],
-            names=[entry.name or entry.prefix for entry in self.datasets],
+        """The blend as one dataset; options are those of ``PackedDataset``.
+
+        Raises:
+            ConfigError: a source has no index.
+        """
+        for source in self.sources:
+            if source.index is None:
+                raise ConfigError(
+                    f"source {source.prefix!r} has no index; make one with megapack-build pack"
+                )
+        return open_blend(
+            self.sources,
+            [source.prefix for source in self.sources],
+            [source.index for source in self.sources],
             max_epochs=self.max_epochs,
-            label_dataset=[
-                None if entry.labels == "none" else entry.labels for entry in self.datasets
-            ],
             **options,
         )
 
 
+def open_blend(
+    sources: Sequence[Source], datasets: Sequence[Any], indices: Sequence[Any], **options: Any
+) -> PackedDataset:
+    """Sources with their documents and samples, open or by name, as one dataset."""
+    weights = [source.weight for source in sources if source.weight is not None]
+    return PackedDataset(
+        datasets,
+        indices,
+        weights=weights or None,
+        names=[source.name or source.prefix for source in sources],
+        label_dataset=[None if s.labels == "none" else s.labels for s in sources],
+        **options,
+    )
+
+
 def load_blend(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> BlendConfig:
     """Read a manifest. Raises ConfigError and OSError as ``load_config`` does."""
-    config = load_config(BlendConfig, Path(path), overrides)
-    base = Path(path).parent
-    return replace(config, datasets=tuple(_placed(entry, base) for entry in config.datasets))
-
-
-def _placed(entry: BlendEntry, base: Path) -> BlendEntry:
-    """The entry with paths relative to the manifest."""
-    labels = entry.labels
-    return replace(
-        entry,
-        prefix=str(base / entry.prefix),
-        index=str(base / entry.index),
-        labels=labels if labels in ("auto", "none") else str(base / labels),
-    )
+    return load_config(BlendConfig, Path(path), overrides).relative_to(Path(path).parent)

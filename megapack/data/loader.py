@@ -1,4 +1,9 @@
-"""build_loader: the batches of one rank, prepared ahead by a thread or by worker processes."""
+"""build_loader: the batches of one rank, prepared ahead by a thread.
+
+The gather holds no GIL, so a thread keeps up with any trainer; worker processes would copy every
+batch between processes instead. Whoever wants them all the same gives PackedDataset and
+BucketBatchSampler to torch's DataLoader.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +12,8 @@ from collections.abc import Iterator
 from typing import Any, Literal
 
 import torch
-from torch.utils.data import DataLoader, Dataset
 
-from megapack.data.batch import Batch, BatchLayout, MicroBatch, SharedBuffers, allocate
+from megapack.data.batch import Batch, BatchLayout, allocate
 from megapack.data.dataset import PackedDataset
 from megapack.data.prefetch import ThreadPrefetcher, to_device
 from megapack.data.rank_check import RankChecker
@@ -39,12 +43,10 @@ def build_loader(
     cu_seqlens: Literal["exact", "padded"] = "exact",
     num_cu_seqlens: int | None = None,
     cu_seqlens_per_row: bool = False,
-    num_workers: int = 0,
     prefetch: int = 2,
     pin_memory: bool = False,
     reuse_buffers: bool = False,
     device: torch.device | str | None = None,
-    timeout_seconds: float = 0,
     check_ranks_every: int = 0,
 ) -> PackedLoader:
     """A loader of the micro batches of one rank.
@@ -54,14 +56,11 @@ def build_loader(
         schedule: the same on all ranks.
         data_parallel_rank .. uneven: see ``BucketBatchSampler``.
         layout .. cu_seqlens_per_row: see ``BatchLayout``; row_tokens is the schedule's by default.
-        num_workers: worker processes; 0: a thread of this process, which is faster unless Python
-            itself is the bottleneck (the gather holds no GIL).
-        prefetch: batches prepared ahead (per worker); 0 (without workers): none.
+        prefetch: batches that the thread prepares ahead; 0: none, and no thread.
         pin_memory: batches in page-locked memory, where there is CUDA.
         reuse_buffers: write into the same few buffers again and again. A batch is then valid until
-            the next one is asked for. Not with a device; with workers the memory is not pinned.
+            the next one is asked for. Not with a device.
         device: move the tensors there, one batch ahead on a CUDA stream of its own.
-        timeout_seconds: a worker that prepares a batch for longer is an error; 0: none.
         check_ranks_every: compare ranks every so many steps (``RankChecker``); 0: never. Needs
             torch.distributed.
 
@@ -113,12 +112,10 @@ def build_loader(
         dataset,
         sampler,
         shape,
-        num_workers=num_workers,
         prefetch=prefetch,
         pin_memory=pin_memory,
         reuse_buffers=reuse_buffers,
         device=device,
-        timeout_seconds=timeout_seconds,
         check_ranks_every=check_ranks_every,
     )
 
@@ -141,24 +138,20 @@ class PackedLoader:
         sampler: BucketBatchSampler,
         layout: BatchLayout,
         *,
-        num_workers: int = 0,
         prefetch: int = 2,
         pin_memory: bool = False,
         reuse_buffers: bool = False,
         device: torch.device | str | None = None,
-        timeout_seconds: float = 0,
         check_ranks_every: int = 0,
     ) -> None:
         self.dataset = dataset
         self.sampler = sampler
         self.layout = layout
         self.schedule = sampler.schedule
-        self._num_workers = num_workers
         self._prefetch = prefetch
         self._pin_memory = pin_memory and torch.cuda.is_available()
         self._reuse_buffers = reuse_buffers
         self._device = None if device is None else torch.device(device)
-        self._timeout = timeout_seconds
         self._check_ranks_every = check_ranks_every
 
     def __len__(self) -> int:
@@ -170,7 +163,7 @@ class PackedLoader:
         return self.schedule.state_dict(step)
 
     def __iter__(self) -> Iterator[Batch]:
-        batches = self._from_workers() if self._num_workers > 0 else self._from_thread()
+        batches = self._from_thread() if self._prefetch else self._gathered()
         if self._check_ranks_every:
             batches = self._checked(batches)
         return batches if self._device is None else to_device(batches, self._device)
@@ -183,12 +176,7 @@ class PackedLoader:
                 checker.check(batch["step"])
             yield batch
 
-    # --- without workers ------------------------------------------------------------------------
-
     def _from_thread(self) -> Iterator[Batch]:
-        if self._prefetch == 0:
-            yield from self._gathered()
-            return
         ahead = ThreadPrefetcher(self._gathered(), self._prefetch)
         try:
             yield from ahead
@@ -210,79 +198,3 @@ class PackedLoader:
             )
             yield {**batch, **item.about()}
             next(warm, None)
-
-    # --- with workers ---------------------------------------------------------------------------
-
-    def _from_workers(self) -> Iterator[Batch]:
-        ahead = max(1, self._prefetch)
-        # As many as the loader has under way, and one that is read by the trainer.
-        ring = SharedBuffers(ahead * self._num_workers + 1, self.layout.micro_batch_tokens)
-        loader: DataLoader[Any] = DataLoader(
-            _WorkerDataset(self.dataset, self.layout, ring),
-            sampler=((i % len(ring), item) for i, item in enumerate(self.sampler)),
-            batch_size=None,
-            collate_fn=_as_it_is,
-            num_workers=self._num_workers,
-            prefetch_factor=ahead,
-            timeout=self._timeout,
-        )
-        batches = iter(loader)
-        warm = self.dataset.warm()
-        count = 0
-        while True:
-            try:
-                slot, item, rest = next(batches)
-            except StopIteration:
-                return
-            except RuntimeError as error:
-                if not _is_death(error):
-                    raise
-                step = self.sampler.start_step + count // self.sampler.num_micro_steps
-                cause = error.__cause__ or error.__context__
-                raise RuntimeError(
-                    f"rank {self.sampler.data_parallel_rank}: a data worker failed before step "
-                    f"{step}: {error}" + (f" ({cause})" if cause else "") + ". Killed by signal 9 "
-                    "mostly means that the node ran out of memory, signal 7 (bus error) that "
-                    "shared memory did or that a mapped file became shorter"
-                ) from error
-            count += 1
-            big = ring[slot] if self._reuse_buffers else ring[slot].copy(self._pin_memory)
-            small = {name: _as_tensor(value) for name, value in rest.items()}
-            yield {**big.shaped(self.layout.shape(item.capacity)), **small, **item.about()}
-            next(warm, None)
-
-
-def _is_death(error: RuntimeError) -> bool:
-    """Of the worker, or its silence; errors that it raised come with their own type and message."""
-    return "DataLoader worker (pid" in str(error) or "DataLoader timed out" in str(error)
-
-
-class _WorkerDataset(Dataset[Any]):
-    """Of worker processes: the big tensors come over in memory that is shared from the start."""
-
-    def __init__(self, dataset: PackedDataset, layout: BatchLayout, ring: SharedBuffers) -> None:
-        self.dataset = dataset
-        self.layout = layout
-        self.ring = ring
-
-    def __getitem__(self, task: tuple[int, MicroBatch]) -> tuple[int, MicroBatch, Batch]:
-        slot, item = task
-        out = self.ring[slot]
-        batch = self.dataset.micro_batch(
-            item.sample_ids, layout=self.layout, capacity=item.capacity, out=out
-        )
-        # Small arrays are pickled: a shared file for each would cost more than they do.
-        rest = {
-            name: value.numpy() if isinstance(value, torch.Tensor) else value
-            for name, value in batch.items()
-            if name not in out
-        }
-        return slot, item, rest
-
-
-def _as_it_is(value: Any) -> Any:
-    return value
-
-
-def _as_tensor(value: Any) -> Any:
-    return value if isinstance(value, int) else torch.from_numpy(value)

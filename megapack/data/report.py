@@ -96,11 +96,12 @@ def _plan_datasets(schedule: Schedule, samples: Sequence[int]) -> tuple[DatasetP
         taken[stream.datasets] += stream.taken(end) * stream.capacity
         there[stream.datasets] += stream.sizes * stream.capacity
     weights = np.asarray(source.weights or there, np.float64)
+    total = max(1, int(taken.sum()))
     return tuple(
         DatasetPlan(
             name=name,
             weight=float(weight),
-            realised=float(used / max(1, taken.sum())),
+            realised=float(used / total),
             num_samples=index.num_samples,
             epochs=float(used / tokens),
         )

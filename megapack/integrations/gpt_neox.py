@@ -113,7 +113,7 @@ class NeoXProvider:
             if manifest is None:
                 built.append([])
                 continue
-            with_labels = any(source.labels for source in manifest.sources)
+            with_labels = any(source.labels not in ("auto", "none") for source in manifest.sources)
             rows = build_text_rows(
                 manifest,
                 self._options(manifest, neox_args.seq_length, neox_args.seed),
@@ -218,7 +218,7 @@ def _manifest_of(neox_args: Any, split: str) -> Manifest | None:
     labels = getattr(neox_args, f"{split}_label_data_paths", None) or [None] * len(paths)
     return Manifest(
         sources=tuple(
-            Source(prefix=path, weight=weight, labels=label)
+            Source(prefix=path, weight=weight, labels=label or "auto")
             for path, weight, label in zip(paths, weights, labels, strict=True)
         )
     )

@@ -1,4 +1,4 @@
-"""What stands behind a host's data path: sources with weights, and how they are packed.
+"""What stands behind a host's data path: the manifest of a blend, and how its sources are packed.
 
 A host's --data-path may be a plain prefix (everything default), the name of a manifest file, or a
 manifest itself (JSON text, what a folded blend becomes):
@@ -6,18 +6,20 @@ manifest itself (JSON text, what a folded blend becomes):
     {"sources": [{"prefix": "web_text_document", "weight": 0.7},
                  {"prefix": "code_text_document", "weight": 0.3}],
      "strategy": "bucket", "buckets": [1024, 2048, 4096, 8192], "cache_directory": "/scratch/idx"}
+
+A source that names its index is not packed again (``megapack.data.blend``).
 """
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from megapack.config import from_dict, load_config, to_dict
+from megapack.data.blend import BlendConfig, Source
 from megapack.errors import ConfigError
 
 __all__ = ["MANIFEST_SUFFIXES", "Manifest", "Source", "default_buckets", "is_manifest"]
@@ -28,22 +30,9 @@ MOST_DEFAULT_BUCKETS = 5
 
 
 @dataclass(frozen=True, kw_only=True)
-class Source:
-    """One dataset of a blend."""
-
-    prefix: str
-    """Of the .bin/.idx pair; relative to the manifest's folder."""
-    weight: float | None = None
-    """Share of the tokens seen in training; None for all sources: by their sizes."""
-    labels: str | None = None
-    """Prefix of a label dataset, token by token beside the tokens, -100 where there is no loss."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Manifest:
+class Manifest(BlendConfig):
     """Sources and packing options; every field but ``sources`` has a default."""
 
-    sources: tuple[Source, ...]
     strategy: str = "bucket"
     parameters: dict[str, Any] = field(default_factory=dict)
     """Of the strategy (``megapack-build pack --help`` lists them)."""
@@ -56,8 +45,6 @@ class Manifest:
     rows_per_block: int | None = None
     """Rows that share a bucket, a multiple of micro batch size x data-parallel size; None: the
     host's global batch size."""
-    max_epochs: float | None = None
-    """A run that would repeat a source more often is refused; None: no limit."""
     cu_seqlens: Literal["auto", "exact", "padded"] = "auto"
     """Exact length (one row per micro batch) or padded to sequence length + 1 (several rows)."""
     align: int | None = None
@@ -68,18 +55,7 @@ class Manifest:
     """The cache directory is a disk of each node, not shared: one process of each node builds."""
 
     def __post_init__(self) -> None:
-        if not self.sources:
-            raise ConfigError("a manifest needs at least one source")
-        given = [source.weight is not None for source in self.sources]
-        if any(given) and not all(given):
-            bare = next(s.prefix for s in self.sources if s.weight is None)
-            raise ConfigError(f"source {bare!r} has no weight, others have: give all or none")
-        for source in self.sources:
-            if source.weight is not None and not source.weight > 0:
-                raise ConfigError(
-                    f"source {source.prefix!r} has weight {source.weight}; weights are above 0 "
-                    "(leave a source out to switch it off)"
-                )
+        super().__post_init__()
         for name in ("rows_per_block", "align"):
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -101,7 +77,7 @@ class Manifest:
             return from_dict(cls, tree, where="data path")
         if data_path.endswith(MANIFEST_SUFFIXES):
             path = Path(data_path)
-            return load_config(cls, path)._relative_to(path.parent)
+            return load_config(cls, path).relative_to(path.parent)
         return cls(sources=(Source(prefix=data_path),))
 
     @classmethod
@@ -126,17 +102,11 @@ class Manifest:
         """One line that ``read`` turns into an equal manifest."""
         return json.dumps(to_dict(self))
 
-    def _relative_to(self, folder: Path) -> Manifest:
-        def place(text: str | None) -> str | None:
-            return None if text is None else str(folder / text)
-
-        sources = tuple(
-            dataclasses.replace(s, prefix=str(folder / s.prefix), labels=place(s.labels))
-            for s in self.sources
-        )
-        return dataclasses.replace(
-            self, sources=sources, cache_directory=place(self.cache_directory)
-        )
+    def relative_to(self, folder: Path) -> Manifest:
+        """The manifest with paths relative to its folder."""
+        cache = None if self.cache_directory is None else str(folder / self.cache_directory)
+        sources = super().relative_to(folder).sources
+        return replace(self, sources=sources, cache_directory=cache)
 
 
 def is_manifest(data_path: str) -> bool:

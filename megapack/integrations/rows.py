@@ -24,11 +24,12 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from megapack.data import BatchLayout, PackedDataset, Schedule
+from megapack.data.blend import open_blend
 from megapack.data.dealing import equal_groups
 from megapack.data.report import check_epochs, plan_run
 from megapack.errors import ConfigError
 from megapack.integrations.index_cache import Recipe, cached_index, is_first_rank
-from megapack.integrations.manifest import Manifest, default_buckets
+from megapack.integrations.manifest import Manifest, Source, default_buckets
 from megapack.packing import SampleIndex
 from megapack.storage import IndexedDataset
 
@@ -222,7 +223,7 @@ def open_rows(
     used = [
         (source, dataset, index)
         for source, dataset in zip(manifest.sources, datasets, strict=True)
-        if (index := _index_of(dataset, manifest, options, split, directory)) is not None
+        if (index := _index_of(source, dataset, manifest, options, split, directory)) is not None
     ]
     if not used:
         raise ConfigError(
@@ -230,14 +231,9 @@ def open_rows(
             f"{', '.join(source.prefix for source in manifest.sources)} hold no tokens; change "
             "--split"
         )
-    weights = [source.weight for source, _, _ in used if source.weight is not None]
-    packed = PackedDataset(
-        [dataset for _, dataset, _ in used],
-        [index for _, _, index in used],
-        weights=weights or None,
-        max_epochs=manifest.max_epochs,
-        label_dataset=[source.labels or "auto" for source, _, _ in used],
-        alignment=options.align,
+    sources, documents, indices = zip(*used, strict=True)
+    packed = open_blend(
+        sources, documents, indices, max_epochs=manifest.max_epochs, alignment=options.align
     )
     rows = RowDataset(packed, options, order=manifest.order, num_rows=num_rows)
     num_blocks = -(-len(rows) // options.rows_per_block)
@@ -250,6 +246,7 @@ def open_rows(
 
 
 def _index_of(
+    source: Source,
     dataset: IndexedDataset,
     manifest: Manifest,
     options: RowOptions,
@@ -257,15 +254,17 @@ def _index_of(
     directory: Path,
 ) -> SampleIndex | None:
     """The samples of one source's split, None where it has no tokens."""
+    begin, end = (round(part * dataset.num_documents) for part in split)
+    if begin == end:
+        return None
+    if source.index is not None:
+        return _index_given(source, options, whole=(begin, end) == (0, dataset.num_documents))
     buckets = manifest.buckets or default_buckets(options.sequence_length, options.align)
     if max(buckets) > options.sequence_length:
         raise ConfigError(
             f"bucket {max(buckets)} is longer than the host's sequence length "
             f"{options.sequence_length}; raise --seq-length or drop the bucket"
         )
-    begin, end = (round(part * dataset.num_documents) for part in split)
-    if begin == end:
-        return None
     recipe = Recipe(
         begin=begin,
         end=end,
@@ -277,6 +276,24 @@ def _index_of(
     )
     index = cached_index(dataset, recipe, directory, node_local=manifest.node_local)
     return index if index.num_samples else None
+
+
+def _index_given(source: Source, options: RowOptions, *, whole: bool) -> SampleIndex:
+    """The .samples that a source names."""
+    if not whole:
+        raise ConfigError(
+            f"source {source.prefix!r} names index {source.index}, which has all its documents, "
+            "and the host asks for a part: give one split all of them (--split 100,0,0), or leave "
+            "out index"
+        )
+    assert source.index is not None
+    index = SampleIndex.load(source.index)
+    if index.parameters.get("alignment", 1) % options.align:
+        raise ConfigError(
+            f"index {source.index} has no room for segments at multiples of {options.align}: pack "
+            f"it with --alignment {options.align}, or leave out index"
+        )
+    return index
 
 
 def _overruled(options: RowOptions, manifest: Manifest) -> RowOptions:

@@ -1,8 +1,18 @@
 """Lengths in, SampleIndex out: strategies, the .samples file, metrics. Stands on storage."""
 
-from megapack.packing.engine import pack
-from megapack.packing.index import SampleIndex
+from megapack.packing.engine import PackingMethod, check_packing, pack
+from megapack.packing.index import SampleIndex, how_it_differs
 from megapack.packing.strategies import STRATEGIES, find_strategy
 from megapack.packing.strategy import Parameter, Strategy
 
-__all__ = ["STRATEGIES", "Parameter", "SampleIndex", "Strategy", "find_strategy", "pack"]
+__all__ = [
+    "STRATEGIES",
+    "PackingMethod",
+    "Parameter",
+    "SampleIndex",
+    "Strategy",
+    "check_packing",
+    "find_strategy",
+    "how_it_differs",
+    "pack",
+]

@@ -15,6 +15,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from megapack.errors import ConfigError
+
 __all__ = ["check_alignment", "rounded_up", "with_true_lengths"]
 
 Lengths = NDArray[np.int32] | NDArray[np.int64]
@@ -24,14 +26,12 @@ _PIECES = ("atom_size", "min_bucket")  # parameters that say where documents are
 
 
 def check_alignment(alignment: int, capacities: list[int], parameters: Mapping[str, Any]) -> None:
-    """Refuse what would cut documents elsewhere than at multiples. Raises ValueError."""
-    if isinstance(alignment, bool) or alignment != int(alignment) or alignment < 1:
-        raise ValueError(f"alignment is {alignment!r}; it must be an integer of at least 1")
+    """Refuse what would cut documents elsewhere than at multiples. Raises ConfigError."""
     sizes = [("bucket", capacity) for capacity in capacities]
     sizes += [(name, parameters[name]) for name in _PIECES if parameters.get(name) is not None]
     for name, size in sizes:
         if size % alignment:
-            raise ValueError(f"{name} {size} is no multiple of the alignment {alignment}")
+            raise ConfigError(f"{name} {size:,} is no multiple of the alignment {alignment:,}")
 
 
 def rounded_up(lengths: Lengths, alignment: int) -> tuple[Lengths, Lengths]:
@@ -43,25 +43,13 @@ def rounded_up(lengths: Lengths, alignment: int) -> tuple[Lengths, Lengths]:
     return (lengths + (alignment - 1)) // alignment * alignment, lengths
 
 
-def with_true_lengths(
-    arrays: Mapping[str, Any], lengths: Lengths, alignment: int
-) -> dict[str, Any]:
+def with_true_lengths(arrays: Mapping[str, Any], lengths: Lengths) -> dict[str, Any]:
     """What a strategy made of rounded lengths, with segments that end where documents do.
 
     Args:
-        arrays: of a runner.
+        arrays: of a strategy.
         lengths: the documents' own.
-        alignment: what they were rounded up to.
-
-    Raises:
-        ValueError: the strategy made a bucket of its own that is no multiple of the alignment.
     """
-    for capacity in arrays["bucket_capacity"].tolist():
-        if capacity % alignment:
-            raise ValueError(
-                f"the strategy makes buckets of {capacity} tokens, no multiple of the alignment "
-                f"{alignment}; give min_bucket"
-            )
     documents, begin = arrays["segment_document"], arrays["segment_begin"]
     length = np.minimum(arrays["segment_length"], lengths[documents] - begin).astype(np.int32)
     # Dropped and repeated tokens were counted with the roundings.

@@ -1,7 +1,7 @@
 """What `bucket` decides by itself: whether to promote, and whether refined samples are better.
 
-Both are decided on the histogram of lengths, which costs milliseconds (refine: seconds) and makes
-no sample; the choice and its reason stand in the index.
+Both are decided on the histogram of lengths, which costs milliseconds (refine: seconds to a minute)
+and makes no sample; the choice and its reason stand in the index.
 """
 
 from __future__ import annotations
@@ -12,11 +12,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megapack import _core
+from megapack.packing.ratios import exact_ratio
 from megapack.packing.refine import Refined, price_of_a_sample, refine
 
 __all__ = ["BucketWay", "choose_bucket_way"]
 
-# `promote="auto"` leaves a packing alone that pads less than one token in so many.
+# A packing that pads less than one token in so many is left alone.
 PADDING_WORTH_SAVING = 1000
 
 
@@ -41,7 +42,7 @@ class _Outcome:
 
 
 def choose_bucket_way(
-    lengths: NDArray[np.int32] | NDArray[np.int64],
+    lengths: _core.DocumentLengths,
     buckets: list[int],
     *,
     promote: str,
@@ -53,7 +54,9 @@ def choose_bucket_way(
     rules = {
         "off": _core.BucketRules(capacities=buckets),
         "on": _core.BucketRules(
-            capacities=buckets, overflow="promote", padding_threshold=padding_threshold
+            capacities=buckets,
+            overflow="promote",
+            padding_threshold=exact_ratio(padding_threshold),
         ),
     }
     if promote != "auto" and not refine:
@@ -80,6 +83,8 @@ def _try_to_refine(
     counts: NDArray[np.int64], buckets: list[int], rules: _core.BucketRules, tokens: int
 ) -> tuple[list[tuple[int, int, list[tuple[int, int]]]], str]:
     plain = _drained(counts, buckets, rules)
+    if (plain.slots - tokens) * PADDING_WORTH_SAVING <= plain.slots:
+        return [], f"left, not tried: {plain.padding(tokens)} padding is not worth saving"
     samples, left = refine(counts, buckets)
     rest = _drained(left, buckets, rules)
     refined = _Outcome(

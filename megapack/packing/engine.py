@@ -3,27 +3,72 @@
 from __future__ import annotations
 
 import numbers
-from collections.abc import Callable, Iterable
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from megapack import _core
-from megapack.errors import DataError
+from megapack.errors import ConfigError, DataError
 from megapack.packing.alignment import check_alignment, rounded_up, with_true_lengths
-from megapack.packing.format import lengths_fingerprint
 from megapack.packing.index import SampleIndex
 from megapack.packing.metrics import DocumentTotals
-from megapack.packing.runners import Request
 from megapack.packing.strategies import find_strategy
+from megapack.packing.strategy import Request, Strategy
 
-__all__ = ["pack"]
+__all__ = ["PackingMethod", "check_packing", "pack"]
 
 # A histogram of 8 bytes per token of the largest capacity is kept for every pool in work.
 MAX_CAPACITY = 1 << 24
 _INT32_MAX = (1 << 31) - 1
+
+Lengths = NDArray[np.int32] | NDArray[np.int64]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PackingMethod:
+    """How to pack, checked: everything of a packing but its documents and its seed.
+
+    Attributes:
+        strategy: of ``STRATEGIES``.
+        buckets: capacities in tokens, ascending.
+        parameters: all of the strategy's, as an index keeps them; ``alignment`` if it is above 1.
+    """
+
+    strategy: Strategy
+    buckets: list[int]
+    parameters: dict[str, Any]
+
+    @property
+    def alignment(self) -> int:
+        return int(self.parameters.get("alignment", 1))
+
+
+def check_packing(
+    strategy: str,
+    *,
+    buckets: int | Iterable[int],
+    alignment: int = 1,
+    preset: str | None = None,
+    parameters: Mapping[str, Any] | None = None,
+) -> PackingMethod:
+    """Refuse what ``pack`` refuses, before any document is looked at; the arguments are its own.
+
+    Raises:
+        ConfigError: unknown strategy, parameter or preset, a value out of range, bad buckets.
+    """
+    chosen = find_strategy(strategy)
+    capacities = _check_buckets(buckets, chosen)
+    resolved = chosen.resolve(parameters or {}, preset=preset, capacity=capacities[-1])
+    alignment = _integer("alignment", alignment, 1, MAX_CAPACITY)
+    check_alignment(alignment, capacities, resolved)
+    if alignment > 1:
+        resolved["alignment"] = alignment
+    if chosen.check is not None:
+        chosen.check(capacities, resolved)
+    return PackingMethod(strategy=chosen, buckets=capacities, parameters=resolved)
 
 
 def pack(
@@ -44,7 +89,8 @@ def pack(
 
     Args:
         lengths: (num_documents,) integers, tokens per document, its end-of-document token
-            included. Documents of length 0 give no segment. int32 is taken without a copy.
+            included. Documents of length 0 give no segment. int32 is taken without a copy; the
+            index keeps nothing of the array.
         strategy: a name of ``megapack.packing.STRATEGIES``.
         buckets: capacities in tokens; one for the strategies of fixed length.
         seed: every random choice comes from it; 0 to 2**64 - 1.
@@ -60,42 +106,41 @@ def pack(
         The index, in memory; ``save`` writes it.
 
     Raises:
-        ValueError: unknown strategy, parameter or preset, a value out of range, bad buckets.
-        DataError: a negative length.
+        ConfigError: unknown strategy, parameter or preset, a value out of range, bad buckets.
+        DataError: lengths that are no integers of one dimension, a negative length, or more than
+            2**62 tokens in all.
     """
-    chosen = find_strategy(strategy)
-    capacities = _check_buckets(buckets, chosen.many_buckets, strategy)
-    if isinstance(seed, bool) or not 0 <= seed < 1 << 64:
-        raise ValueError(f"seed is {seed}; it must be from 0 to 2**64 - 1")
-    if threads < 1:
-        raise ValueError(f"threads is {threads}; it must be at least 1")
-    resolved = chosen.resolve(parameters, preset=preset, capacity=capacities[-1])
-    check_alignment(alignment, capacities, resolved)
-    documents = _check_lengths(lengths)
-    totals = _totals(documents, capacities[-1])
-    rounded, documents = rounded_up(documents, alignment)
-    arrays = chosen.run(
+    method = check_packing(
+        strategy, buckets=buckets, alignment=alignment, preset=preset, parameters=parameters
+    )
+    seed = _integer("seed", seed, 0, (1 << 64) - 1)
+    threads = _integer("threads", threads, 1, _INT32_MAX)
+    documents, checked = _check_lengths(lengths, method.buckets[-1])
+    # The array may be the caller's, who may change it later: these totals are all that is kept.
+    totals = DocumentTotals.of(documents, checked)
+    if method.alignment > 1:
+        rounded, documents = rounded_up(documents, method.alignment)
+        checked = _core.DocumentLengths(rounded)
+    arrays = method.strategy.run(
         Request(
-            lengths=rounded,
-            buckets=capacities,
-            parameters=resolved,
-            seed=int(seed),
-            threads=int(threads),
+            lengths=checked,
+            buckets=method.buckets,
+            parameters=method.parameters,
+            seed=seed,
+            threads=threads,
             progress=progress,
-            wide_ids=False,
         )
     )
     if len(documents) <= _INT32_MAX:  # the core is wide in both if it is wide in one
         arrays["segment_document"] = arrays["segment_document"].astype(np.int32, copy=False)
-    if alignment > 1:
-        arrays = with_true_lengths(arrays, documents, alignment)
-        resolved["alignment"] = int(alignment)
+    if method.alignment > 1:
+        arrays = with_true_lengths(arrays, documents)
     index = SampleIndex(
         **{"decisions": {}, **arrays},
         strategy=strategy,
-        parameters=resolved,
-        buckets=capacities,
-        seed=int(seed),
+        parameters=method.parameters,
+        buckets=method.buckets,
+        seed=seed,
         documents=totals,
     )
     if index.dropped_tokens:  # its arrays alone do not tell which documents lost tokens
@@ -104,51 +149,44 @@ def pack(
     return index
 
 
-def _totals(lengths: NDArray[np.int32] | NDArray[np.int64], capacity: int) -> DocumentTotals:
-    """All that is kept of the lengths: the array belongs to the caller, who may change it."""
-    counted = _core.count_documents(lengths, capacity)
-    return DocumentTotals(
-        num_documents=len(lengths),
-        num_empty=counted["num_empty"],
-        num_longer=counted["num_longer"],
-        num_tokens=counted["num_tokens"],
-        num_whole=None,
-        lengths_fingerprint=lengths_fingerprint(lengths),
-    )
+def _integer(name: str, value: Any, low: int, high: int) -> int:
+    """A Python or numpy integer in range; no bool, no float that happens to be whole."""
+    if isinstance(value, (bool, np.bool_)) or not isinstance(value, numbers.Integral):
+        raise ConfigError(f"{name} is {value!r}; it must be an integer")
+    if not low <= int(value) <= high:
+        raise ConfigError(f"{name} is {int(value):,}; it must be from {low} to {high:,}")
+    return int(value)
 
 
-def _check_buckets(buckets: int | Iterable[int], many: bool, strategy: str) -> list[int]:
+def _check_buckets(buckets: int | Iterable[int], strategy: Strategy) -> list[int]:
     given = list(buckets) if isinstance(buckets, Iterable) else [buckets]
     if not given:
-        raise ValueError("buckets is empty; give at least one capacity in tokens")
-    for capacity in given:
-        integral = isinstance(capacity, numbers.Integral)
-        if not integral or not 1 <= int(capacity) <= MAX_CAPACITY:
-            raise ValueError(f"bucket {capacity} is not a capacity from 1 to {MAX_CAPACITY} tokens")
-    capacities = sorted({int(capacity) for capacity in given})
+        raise ConfigError("buckets is empty; give at least one capacity in tokens")
+    capacities = sorted({_integer("bucket", capacity, 1, MAX_CAPACITY) for capacity in given})
     if len(capacities) != len(given):
-        raise ValueError(f"buckets {given} names a capacity twice")
-    if len(capacities) > 1 and not many:
-        raise ValueError(f"strategy {strategy!r} has samples of one length; buckets is {given}")
+        raise ConfigError(f"buckets {given} names a capacity twice")
+    if len(capacities) > 1 and not strategy.many_buckets:
+        raise ConfigError(
+            f"strategy {strategy.name!r} has samples of one length; buckets is {given}"
+        )
     return capacities
 
 
-def _check_lengths(lengths: ArrayLike) -> NDArray[np.int32] | NDArray[np.int64]:
+def _check_lengths(lengths: ArrayLike, capacity: int) -> tuple[Lengths, _core.DocumentLengths]:
+    """The lengths as int32, or int64 where one needs it, and their one check in the core."""
     array = np.asarray(lengths)
     if array.size == 0:
         array = array.astype(np.int32)
     if array.ndim != 1 or array.dtype.kind not in "iu":
-        raise ValueError(
+        raise DataError(
             f"lengths is of dtype {array.dtype} and shape {array.shape}; it must be a "
             "one-dimensional array of integers, tokens per document"
         )
-    if array.dtype not in (np.dtype(np.int32), np.dtype(np.int64)):
+    if array.dtype not in (np.int32, np.int64, np.uint64):
         array = array.astype(np.int64)
     array = np.ascontiguousarray(array)
-    bits = _core.or_of_lengths(array)
-    if bits < 0:
-        document = int(np.argmax(array < 0))
-        raise DataError(f"document {document} has length {array[document]}; it must not be below 0")
-    if array.dtype == np.dtype(np.int64) and bits <= _INT32_MAX:
-        array = array.astype(np.int32)
-    return array
+    checked = _core.DocumentLengths(array, capacity=capacity)
+    if array.dtype == np.int32:
+        return array, checked
+    array = array.astype(np.int32 if checked.longest <= _INT32_MAX else np.int64)
+    return array, _core.DocumentLengths(array, capacity=capacity)

@@ -30,17 +30,17 @@ from numpy.typing import NDArray
 
 from megapack import __version__
 from megapack.errors import FormatError
+from megapack.packing.checksums import blocks, checksum
 from megapack.packing.header import find_fault
 from megapack.storage.atomic import atomic_write
 
-__all__ = ["ARRAYS", "checksum", "lengths_fingerprint", "read", "verify_array", "write"]
+__all__ = ["ARRAYS", "CREATED_BY", "read", "verify_array", "write"]
 
 CREATED_BY = f"megapack {__version__}"
 MAGIC = b"MEGASAMP"
 VERSION = 1
 ALIGNMENT = 64
 _PREAMBLE = struct.Struct("<8sIIQQ")
-_BLOCK = 1 << 26  # bytes hashed or written at a time
 
 # name -> dtypes it may have
 ARRAYS: dict[str, tuple[str, ...]] = {
@@ -55,25 +55,6 @@ ARRAYS: dict[str, tuple[str, ...]] = {
 SMALL = ("bucket_capacity", "bucket_sample_offsets")  # read whenever a file is opened
 _SEGMENT_COLUMNS = ("document", "begin", "length")
 _LONGEST = (1 << 31) - 1  # tokens of a sample
-
-
-def checksum(array: NDArray[Any]) -> str:
-    """xxh3_64 of an array's bytes, as 16 hex digits."""
-    digest = xxhash.xxh3_64()
-    for block in _blocks(array):
-        digest.update(block)
-    return digest.hexdigest()
-
-
-def lengths_fingerprint(lengths: NDArray[Any]) -> str:
-    """Identity of document lengths, whatever integer type they are held in."""
-    wide = lengths.dtype.itemsize > 4 and len(lengths) and int(lengths.max()) > (1 << 31) - 1
-    return checksum(np.ascontiguousarray(lengths, dtype="<i8" if wide else "<i4"))
-
-
-def _blocks(array: NDArray[Any]) -> list[memoryview]:
-    data = np.ascontiguousarray(array).data.cast("B") if array.size else memoryview(b"")
-    return [data[i : i + _BLOCK] for i in range(0, len(data), _BLOCK)]
 
 
 def write(
@@ -107,7 +88,7 @@ def write(
         file.write(encoded)
         for name, array in arrays.items():
             file.write(bytes(int(table[name]["offset"]) - file.tell()))
-            for block in _blocks(array):
+            for block in blocks(array):
                 file.write(block)
 
 

@@ -14,11 +14,13 @@ import xxhash
 from numpy.typing import NDArray
 
 from megapack import _core
-from megapack.errors import IndexMismatchError
+from megapack.errors import FormatError, IndexMismatchError
 from megapack.packing import format as samples_format
+from megapack.packing.checksums import checksum, lengths_fingerprint
 from megapack.packing.metrics import DocumentTotals, compute_metrics
+from megapack.storage.replace import check_target
 
-__all__ = ["SampleIndex"]
+__all__ = ["SampleIndex", "how_it_differs"]
 
 Lengths = NDArray[np.int32] | NDArray[np.int64]
 
@@ -188,7 +190,7 @@ class SampleIndex:
     @cached_property
     def _checksums(self) -> dict[str, str]:
         """Of the arrays; of a loaded index those that its header promises."""
-        return {name: samples_format.checksum(a) for name, a in self._arrays.items()}
+        return {name: checksum(a) for name, a in self._arrays.items()}
 
     @property
     def _arrays(self) -> dict[str, NDArray[Any]]:
@@ -218,9 +220,7 @@ class SampleIndex:
                     f"fingerprint {recorded} ({source.get('prefix')}), this one has "
                     f"{dataset.fingerprint}; pack it again"
                 )
-        elif self.documents.lengths_fingerprint != samples_format.lengths_fingerprint(
-            dataset.document_lengths
-        ):
+        elif self.documents.lengths_fingerprint != lengths_fingerprint(dataset.document_lengths):
             raise IndexMismatchError(
                 f"{where} do not belong together: as many documents, but of other lengths; "
                 "pack the dataset again"
@@ -228,21 +228,35 @@ class SampleIndex:
 
     # --- file -----------------------------------------------------------------------------------
 
-    def save(self, path: str | os.PathLike[str], *, source: Any = None) -> None:
+    def save(
+        self, path: str | os.PathLike[str], *, source: Any = None, overwrite: bool = False
+    ) -> bool:
         """Write the ``.samples`` file; it appears under its name when it is complete.
 
         Args:
-            path: the file; replaced if it exists.
+            path: the file.
             source: the IndexedDataset (or a dict with ``fingerprint`` and ``prefix``) it was
                 packed from; ``check_source`` compares with it.
+            overwrite: replace a file that is another index, or damaged.
+
+        Returns:
+            Whether it was written; False: the same index stands there already.
 
         Raises:
+            ConfigError: another file stands there and ``overwrite`` is False, or something that is
+                no regular file; there is no such directory; the name is too long.
             IndexMismatchError: ``source`` has another number of documents.
             OSError: the file cannot be written.
         """
         if source is not None and not isinstance(source, Mapping):
             self.check_source(source)
             source = {"fingerprint": source.fingerprint, "prefix": str(source.prefix)}
+        source = self.source if source is None else dict(source)
+        recorded = (source or {}).get("fingerprint")
+        if not check_target(
+            path, overwrite=overwrite, difference=lambda: self._difference(path, recorded)
+        ):
+            return False
         header = {
             "created_by": self.created_by,
             "strategy": self.strategy,
@@ -253,11 +267,19 @@ class SampleIndex:
             "num_documents": self.num_documents,
             "dropped_tokens": self.dropped_tokens,
             "repeated_tokens": self.repeated_tokens,
-            "source": self.source if source is None else dict(source),
+            "source": source,
             "metrics": self._metrics,
             "lengths_fingerprint": self.documents.lengths_fingerprint,
         }
         samples_format.write(Path(path), header, self._arrays, self._checksums)
+        return True
+
+    def _difference(self, path: str | os.PathLike[str], recorded: str | None) -> str | None:
+        same = {n: getattr(self, n) for n in ("strategy", "parameters", "buckets", "seed")}
+        different = how_it_differs(path, **same, dataset=recorded)
+        if different is None and SampleIndex.load(path).fingerprint != self.fingerprint:
+            return "it holds other samples"
+        return different
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], *, verify: bool = False) -> SampleIndex:
@@ -308,6 +330,39 @@ class SampleIndex:
         if self.path is not None:  # worker processes map the same file
             return SampleIndex.load, (str(self.path),)
         return _remake, ({f.name: getattr(self, f.name) for f in fields(self)},)
+
+
+def how_it_differs(
+    path: str | os.PathLike[str],
+    *,
+    strategy: str,
+    parameters: Mapping[str, Any],
+    buckets: list[int],
+    seed: int,
+    dataset: str | None,
+) -> str | None:
+    """What the index in a file was packed from or with instead of this, as a sentence.
+
+    Args:
+        dataset: fingerprint of the documents, or None.
+
+    Returns:
+        None: it is what ``pack`` makes of all that, by this release, and it is whole.
+    """
+    try:
+        found = SampleIndex.load(path, verify=True)
+    except FormatError as error:
+        return str(error)
+    pairs = {
+        "another dataset": ((found.source or {}).get("fingerprint"), dataset),
+        "another strategy": (found.strategy, strategy),
+        "other parameters": (found.parameters, parameters),
+        "other buckets": (found.buckets, buckets),
+        "another seed": (found.seed, seed),
+        f"another release ({found.created_by})": (found.created_by, samples_format.CREATED_BY),
+    }
+    different = [what for what, (there, wanted) in pairs.items() if there != wanted]
+    return f"it was packed with {' and '.join(different)}" if different else None
 
 
 def _remake(values: dict[str, Any]) -> SampleIndex:

@@ -14,8 +14,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megapack import _core
+from megapack.packing.checksums import lengths_fingerprint
 
 __all__ = ["COUNTS", "LISTS", "RATIOS", "DocumentTotals", "compute_metrics"]
+
+Lengths = NDArray[np.int32] | NDArray[np.int64]
 
 COUNTS = (
     "num_documents",
@@ -65,6 +68,20 @@ class DocumentTotals:
     num_tokens: int
     num_whole: int | None
     lengths_fingerprint: str
+
+    @classmethod
+    def of(cls, lengths: Lengths, checked: _core.DocumentLengths) -> DocumentTotals:
+        """Of lengths (num_documents,) that the core has checked and counted against the capacity
+        of the largest bucket; ``num_whole`` is left open.
+        """
+        return cls(
+            num_documents=len(lengths),
+            num_empty=checked.num_empty,
+            num_longer=checked.num_longer,
+            num_tokens=checked.num_tokens,
+            num_whole=None,
+            lengths_fingerprint=lengths_fingerprint(lengths),
+        )
 
 
 def compute_metrics(

@@ -1,4 +1,4 @@
-"""What a packing strategy is: a name, a meaning, parameters that are checked, and a runner."""
+"""What a packing strategy is: a name, a meaning, parameters that are checked, and a function."""
 
 from __future__ import annotations
 
@@ -8,9 +8,36 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from megapack.packing.runners import Request
+from megapack import _core
+from megapack.errors import ConfigError
 
-__all__ = ["Parameter", "Strategy", "name_nearest"]
+__all__ = ["Packing", "Parameter", "Request", "Strategy", "name_nearest"]
+
+# The arrays of SampleIndex, dropped_tokens, repeated_tokens and, of some strategies, decisions.
+Packing = dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """What a strategy works on; ``buckets`` ascends."""
+
+    lengths: _core.DocumentLengths
+    buckets: list[int]
+    parameters: dict[str, Any]
+    seed: int
+    threads: int
+    progress: Callable[[int, int], None] | None = None
+    wide_ids: bool = False
+
+    @property
+    def capacity(self) -> int:
+        return self.buckets[-1]
+
+    @property
+    def common(self) -> _core.PackingCommon:
+        return _core.PackingCommon(
+            seed=self.seed, threads=self.threads, wide_ids=self.wide_ids, progress=self.progress
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,26 +53,26 @@ class Parameter:
     maximum: float | None = None
 
     def check(self, value: Any) -> Any:
-        """``value`` as ``kind``, or ValueError with the name, the value and the limit."""
+        """``value`` as ``kind``, or ConfigError with the name, the value and the limit."""
         if value is None and self.default is None:
             return None
         if self.choices:
             if value not in self.choices:
                 known = ", ".join(self.choices)
-                raise ValueError(f"{self.name} is {value!r}; it must be one of {known}")
+                raise ConfigError(f"{self.name} is {value!r}; it must be one of {known}")
             return value
         if self.kind is bool:
             if not isinstance(value, bool):
-                raise ValueError(f"{self.name} is {value!r}; it must be True or False")
+                raise ConfigError(f"{self.name} is {value!r}; it must be True or False")
             return value
         accepted = numbers.Integral if self.kind is int else numbers.Real
         if isinstance(value, bool) or not isinstance(value, accepted):
-            raise ValueError(f"{self.name} is {value!r}; it must be of type {self.kind.__name__}")
+            raise ConfigError(f"{self.name} is {value!r}; it must be of type {self.kind.__name__}")
         number = self.kind(value)
         above = self.minimum is None or number >= self.minimum
         below = self.maximum is None or number <= self.maximum
         if not (above and below):
-            raise ValueError(f"{self.name} is {value}; it must be {self._range()}")
+            raise ConfigError(f"{self.name} is {value}; it must be {self._range()}")
         return number
 
     def _range(self) -> str:
@@ -65,16 +92,18 @@ class Strategy:
         many_buckets: whether ``buckets`` may hold more than one capacity.
         parameters: its keywords, in the order of the table in docs.
         presets: name -> function of the largest capacity that gives the parameters of a paper.
-        run: the runner (``megapack.packing.runners``).
+        check: refuses, before any work, buckets (ascending) that do not go with the parameters.
+        run: the function that packs.
     """
 
     name: str
     description: str
     source: str
     many_buckets: bool
-    run: Callable[[Request], dict[str, Any]]
+    run: Callable[[Request], Packing]
     parameters: tuple[Parameter, ...] = ()
     presets: Mapping[str, Callable[[int], dict[str, Any]]] = field(default_factory=dict)
+    check: Callable[[list[int], Mapping[str, Any]], None] | None = None
 
     def resolve(
         self, values: Mapping[str, Any], *, preset: str | None = None, capacity: int = 0
@@ -82,14 +111,14 @@ class Strategy:
         """Defaults, then the preset, then ``values``; checked.
 
         Raises:
-            ValueError: an unknown parameter or preset (the nearest known one is named), or a value
-                out of range.
+            ConfigError: an unknown parameter or preset (the nearest known one is named), or a
+                value out of range.
         """
         known = {parameter.name: parameter for parameter in self.parameters}
         resolved = {name: parameter.default for name, parameter in known.items()}
         if preset is not None:
             if preset not in self.presets:
-                raise ValueError(
+                raise ConfigError(
                     f"strategy {self.name!r} has no preset {preset!r}"
                     f"{name_nearest(preset, list(self.presets))}"
                 )
@@ -97,7 +126,7 @@ class Strategy:
         for name, value in values.items():
             if name not in known:
                 hint = name_nearest(name, list(known))
-                raise ValueError(f"strategy {self.name!r} has no parameter {name!r}{hint}")
+                raise ConfigError(f"strategy {self.name!r} has no parameter {name!r}{hint}")
             resolved[name] = known[name].check(value)
         return resolved
 

@@ -12,11 +12,11 @@ from numpy.typing import DTypeLike, NDArray
 
 from megapack.errors import DataError
 from megapack.storage.document_log import MAX_SEQUENCE_LENGTH, DocumentLog
+from megapack.storage.input_dataset import InputDataset
 from megapack.storage.lock import writer_lock
 from megapack.storage.meta import check_metadata
 from megapack.storage.mmididx import path_of, pick_dtype, prefix_of
 from megapack.storage.publishing import DatasetContent, check_prefix, publish_dataset
-from megapack.storage.shard import Shard
 from megapack.storage.token_writer import TokenWriter
 from megapack.storage.tokens import TokenLimits, as_tokens
 
@@ -174,14 +174,14 @@ class IndexedDatasetBuilder:
         """
         self._require_open()
         self._log.require_closed()
-        shard = Shard(prefix, self.multimodal)
-        if shard.dtype != self.dtype:
+        dataset = InputDataset(prefix, self.multimodal)
+        if dataset.dtype != self.dtype:
             raise DataError(
-                f"{shard.prefix} has {shard.dtype.name} tokens, this dataset {self.dtype.name}; "
-                "merge(..., dtype=...) converts"
+                f"{dataset.prefix} has {dataset.dtype.name} tokens, this dataset "
+                f"{self.dtype.name}; merge(..., dtype=...) converts"
             )
-        self._tokens.append_shard(shard)
-        self._log.add_part(shard.part)
+        self._tokens.append_dataset(dataset)
+        self._log.add_part(dataset.part)
 
     def end_document(self) -> None:
         """The sequences added since the last end are one document (possibly an empty one)."""

@@ -121,7 +121,7 @@ class IndexedDataset(HostNames):
         return views if self._modes is None else (views, self._modes[rows])
 
     def get(self, idx: int, offset: int = 0, length: int | None = None) -> Any:
-        """Part of one sequence: tokens ``[offset, offset + length)``, to its end by default.
+        """IndexPart of one sequence: tokens ``[offset, offset + length)``, to its end by default.
 
         Raises:
             IndexError: the sequence, or that range of it, does not exist.

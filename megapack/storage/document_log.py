@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megapack.errors import DataError
-from megapack.storage.index_writer import ArrayPart, Part
+from megapack.storage.index_writer import ArrayIndexPart, IndexPart
 
 __all__ = ["MAX_SEQUENCE_LENGTH", "DocumentLog"]
 
@@ -74,7 +74,7 @@ class DocumentLog:
             self._ends = _counted(first - 1)
         self._ends.frombytes(ends.tobytes())
 
-    def add_part(self, part: Part) -> None:
+    def add_part(self, part: IndexPart) -> None:
         """All sequences and documents of another index, found sound before."""
         before = len(self._lengths)
         for lengths in part.lengths():
@@ -93,12 +93,12 @@ class DocumentLog:
                 f"{self.num_documents - 1} ended; call end_document() first"
             )
 
-    def part(self) -> ArrayPart:
+    def part(self) -> ArrayIndexPart:
         """Views of everything logged; log nothing while they live."""
         ends = None if self._ends is None else np.frombuffer(self._ends, np.int64)
         lengths = np.frombuffer(self._lengths, np.int32) if self._lengths else np.zeros(0, np.int32)
         modes = np.frombuffer(self._modes, np.int8) if self._modes else np.zeros(0, np.int8)
-        return ArrayPart(lengths, ends, modes if self.multimodal else None)
+        return ArrayIndexPart(lengths, ends, modes if self.multimodal else None)
 
 
 def _counted(num_documents: int) -> array[int]:

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from megapack.errors import FormatError
+from megapack.errors import ConfigError, FormatError
 from megapack.storage.meta import TokenFacts
 from megapack.storage.mmididx import MAGIC, path_of, prefix_of
 from megapack.storage.opening import identity_of, open_regular
@@ -113,11 +113,11 @@ def open_foreign(
     Raises:
         FormatError: the file is damaged or not of that kind.
         DataError: the token that ends documents never occurs.
-        ValueError: an argument that this kind needs is missing.
+        ConfigError: an argument that this kind needs is missing.
         OSError: a file cannot be read.
     """
     if kind not in KINDS:
-        raise ValueError(f"kind is {kind!r}; it is one of {', '.join(KINDS)}")
+        raise ConfigError(f"kind is {kind!r}; it is one of {', '.join(KINDS)}")
     path = Path(source)
     if kind in _INDEXED:
         return _INDEXED[kind](path)

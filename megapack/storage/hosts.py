@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from typing import Any
 
 import numpy as np
@@ -22,21 +21,13 @@ class BinReader:
         return np.frombuffer(self._bytes, dtype, count, offset)
 
 
-class HostNames(ABC):
+class HostNames:
     """Aliases only; the facts are IndexedDataset's."""
 
     prefix: str
     tokens: NDArray[Any]
-
-    @property
-    @abstractmethod
-    def sequence_lengths(self) -> NDArray[np.int32]:
-        """Tokens per sequence."""
-
-    @property
-    @abstractmethod
-    def document_indices(self) -> NDArray[np.int64]:
-        """First sequence of every document, and the number of sequences."""
+    sequence_lengths: Any  # cached properties of IndexedDataset
+    document_indices: Any
 
     @property
     def path_prefix(self) -> str:
@@ -54,14 +45,14 @@ class HostNames(ABC):
 
     @property
     def sequence_count(self) -> int:
-        return self.sequence_lengths.size
+        return int(self.sequence_lengths.size)
 
     @property
     def document_count(self) -> int:
         """Length of document_indices, as in the header: documents + 1."""
-        return self.document_indices.size
+        return int(self.document_indices.size)
 
-    def get_document_indices(self) -> NDArray[np.int64]:
+    def get_document_indices(self) -> Any:
         return self.document_indices
 
     def set_document_indices(self, document_indices: NDArray[np.int64]) -> None:
@@ -69,14 +60,14 @@ class HostNames(ABC):
         self.__dict__["document_indices"] = document_indices
 
     @property
-    def sizes(self) -> NDArray[np.int32]:
+    def sizes(self) -> Any:
         return self.sequence_lengths
 
     @property
-    def doc_idx(self) -> NDArray[np.int64]:
+    def doc_idx(self) -> Any:
         return self.document_indices
 
-    def get_doc_idx(self) -> NDArray[np.int64]:
+    def get_doc_idx(self) -> Any:
         return self.document_indices
 
     @property

@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike
 
-from megapack.errors import DataError, FormatError
+from megapack.errors import ConfigError, DataError, FormatError
 from megapack.storage.atomic import AtomicFile, Publishable
 from megapack.storage.foreign import Foreign, detect, open_foreign, tokens_path
-from megapack.storage.index_writer import ArrayPart
+from megapack.storage.index_writer import ArrayIndexPart
 from megapack.storage.lock import writer_lock
 from megapack.storage.meta import TokenFacts, check_metadata
 from megapack.storage.mmididx import path_of, prefix_of
@@ -25,9 +25,8 @@ from megapack.storage.publishing import (
     check_prefix_names,
     publish_dataset,
 )
-from megapack.storage.token_scan import scan_tokens
 from megapack.storage.token_writer import TokenWriter
-from megapack.storage.tokens import TokenLimits, as_tokens
+from megapack.storage.tokens import TokenLimits, as_tokens, scan_tokens
 
 __all__ = ["LINKS", "import_dataset"]
 
@@ -71,23 +70,23 @@ def import_dataset(
     Raises:
         ConfigError: another dataset stands at ``output``, or its files cannot be written there.
         LockedError: another process writes ``output``.
-        DataError, FormatError, ValueError: see ``open_foreign``.
+        DataError, FormatError, ConfigError: see ``open_foreign``.
         OSError: a file cannot be read, linked or written; nothing has the output's name then.
     """
     if link not in LINKS:
-        raise ValueError(f"link is {link!r}; it is one of {', '.join(LINKS)}")
+        raise ConfigError(f"link is {link!r}; it is one of {', '.join(LINKS)}")
     output = prefix_of(output)
     kind = detect(source) if kind == "auto" else kind
     eod_at = ("start" if kind == "llm.c" else "end") if eod_at is None else eod_at
     if eod_at not in ("end", "start"):
-        raise ValueError(f"eod_at is {eod_at!r}; it is 'end' or 'start'")
+        raise ConfigError(f"eod_at is {eod_at!r}; it is 'end' or 'start'")
     bin_path = path_of(output, ".bin")
     in_place = _is_same(bin_path, tokens_path(source, kind))
     with writer_lock(output, what="import"):
         check_prefix_names(output, keeps_bin=in_place)
         foreign = open_foreign(source, kind, dtype=dtype, eod_token=eod_token, eod_at=eod_at)
         if in_place and foreign.begin_byte:
-            raise ValueError(f"{bin_path} is the source and has a header; choose another output")
+            raise ConfigError(f"{bin_path} is the source and has a header; choose another output")
         facts = {"imported_from": kind, **foreign.metadata, **(metadata or {})}
         check_metadata(facts)
         limits = TokenLimits(foreign.dtype, vocab_size, foreign.allow_negative)
@@ -125,7 +124,7 @@ def _import(
             tokens = _checked(foreign, limits)
         content = DatasetContent(
             dtype=foreign.dtype,
-            parts=[ArrayPart(foreign.lengths, foreign.ends)],
+            parts=[ArrayIndexPart(foreign.lengths, foreign.ends)],
             tokens=tokens,
             vocab_size=limits.vocab_size,
             metadata=metadata,

@@ -1,6 +1,6 @@
 """Writing an .idx from parts, block by block, so that memory does not grow with the corpus.
 
-A builder has one part in memory; a merge has one per shard, read from its .idx again for every
+A builder has one part in memory; a merge has one per input, read from its .idx again for every
 array; repair and import bring arrays of their own. All of them come out of ``write_index``.
 """
 
@@ -19,14 +19,14 @@ from numpy.typing import NDArray
 from megapack import _core
 from megapack.errors import FormatError
 from megapack.storage.atomic import Buffer
-from megapack.storage.meta import Piece
+from megapack.storage.meta import Checksum
 from megapack.storage.mmididx import CODE_OF_DTYPE, MAGIC, read_header
 from megapack.storage.opening import BLOCK, identity_of, is_at, open_regular, read_blocks
 
-__all__ = ["ArrayPart", "FilePart", "Part", "write_index"]
+__all__ = ["ArrayIndexPart", "FileIndexPart", "IndexPart", "write_index"]
 
 
-class Part(Protocol):
+class IndexPart(Protocol):
     """Consecutive sequences and documents of one source, in blocks of any size."""
 
     num_sequences: int
@@ -45,7 +45,7 @@ class Part(Protocol):
         ...
 
 
-class ArrayPart:
+class ArrayIndexPart:
     """A part in memory. Without ``document_ends`` every sequence is one document."""
 
     def __init__(
@@ -70,7 +70,7 @@ class ArrayPart:
         return _blocks(self._modes)
 
 
-class FilePart:
+class FileIndexPart:
     """An .idx on disk, opened only while it is read, so that thousands can be merged."""
 
     def __init__(self, path: str | os.PathLike[str], multimodal: bool = False) -> None:
@@ -119,10 +119,10 @@ class FilePart:
 def write_index(
     write: Callable[[Buffer], object],
     dtype: np.dtype[Any],
-    parts: Sequence[Part],
+    parts: Sequence[IndexPart],
     *,
     multimodal: bool = False,
-) -> Piece:
+) -> Checksum:
     """Write a whole .idx, byte for byte as megatron-core does.
 
     Args:
@@ -144,11 +144,11 @@ def write_index(
         write(data)
         hasher.update(data)
         num_bytes += data.nbytes
-    return num_bytes, hasher.hexdigest()
+    return Checksum(num_bytes, hasher.hexdigest())
 
 
 def _index_blocks(
-    dtype: np.dtype[Any], parts: Sequence[Part], multimodal: bool
+    dtype: np.dtype[Any], parts: Sequence[IndexPart], multimodal: bool
 ) -> Iterator[Buffer]:
     num_sequences = sum(part.num_sequences for part in parts)
     num_documents = sum(part.num_documents for part in parts)
@@ -171,7 +171,7 @@ def _index_blocks(
             yield from part.modes()
 
 
-def shifted_ends(part: Part, begin: int) -> Iterator[NDArray[np.int64]]:
+def shifted_ends(part: IndexPart, begin: int) -> Iterator[NDArray[np.int64]]:
     """Document ends of a part whose first sequence has number ``begin``.
 
     Raises:

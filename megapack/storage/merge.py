@@ -1,7 +1,7 @@
 """Many datasets -> one, in memory that does not depend on their size.
 
 Tokens are concatenated (inside the kernel where nothing has to be converted) and the index is
-computed block by block from the shards' own, so the result is what one builder would have written.
+computed block by block from the inputs' own, so the result is what one builder would have written.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from megapack.errors import ConfigError, DataError
+from megapack.storage.input_dataset import InputDataset
 from megapack.storage.lock import writer_lock
 from megapack.storage.meta import TokenFacts, check_metadata, meta_path, own_metadata
 from megapack.storage.mmididx import path_of, pick_dtype, prefix_of
 from megapack.storage.publishing import DatasetContent, check_prefix, publish_dataset
-from megapack.storage.shard import Shard
 from megapack.storage.token_writer import TokenWriter
 from megapack.storage.tokens import TokenLimits
 
@@ -70,19 +70,19 @@ def merge(
     if not prefixes:
         raise ConfigError("merge needs at least one dataset")
     output = prefix_of(output)
-    shards = [Shard(prefix, multimodal) for prefix in prefixes]
-    _check_output(shards, output)
-    result_dtype = _common_dtype(shards) if dtype is None else pick_dtype(dtype)
+    inputs = [InputDataset(prefix, multimodal) for prefix in prefixes]
+    _check_output(inputs, output)
+    result_dtype = _common_dtype(inputs) if dtype is None else pick_dtype(dtype)
     if not allow_mixed_tokenizers:
-        _check_tokenizers(shards)
-    limits = TokenLimits(result_dtype, _common_vocab_size(shards), result_dtype.kind == "i")
-    metadata = {**_common_metadata(shards), **(metadata or {})}
+        _check_tokenizers(inputs)
+    limits = TokenLimits(result_dtype, _common_vocab_size(inputs), result_dtype.kind == "i")
+    metadata = {**_common_metadata(inputs), **(metadata or {})}
     check_metadata(metadata)
 
     def content(tokens: TokenFacts) -> DatasetContent:
         return DatasetContent(
             dtype=result_dtype,
-            parts=[shard.part for shard in shards],
+            parts=[dataset.part for dataset in inputs],
             tokens=tokens,
             vocab_size=limits.vocab_size,
             metadata=metadata,
@@ -90,7 +90,7 @@ def merge(
         )
 
     def difference() -> str | None:
-        tokens = _vouched(shards, result_dtype)
+        tokens = _vouched(inputs, result_dtype)
         if isinstance(tokens, str):
             return tokens
         return content(tokens).difference_from(output)
@@ -100,83 +100,85 @@ def merge(
         if is_new:
             tokens = TokenWriter(path_of(output, ".bin"), limits)
             try:
-                _concatenate(shards, tokens, progress)
+                _concatenate(inputs, tokens, progress)
                 publish_dataset(output, content(tokens.finish()), tokens.target)
             finally:
                 tokens.target.discard()
     if remove_inputs:
-        for shard in shards:
-            _remove(shard)
+        for dataset in inputs:
+            _remove(dataset)
     return is_new
 
 
-def _concatenate(shards: list[Shard], tokens: TokenWriter, progress: Progress | None) -> None:
-    num_tokens = sum(shard.num_tokens for shard in shards)
-    for shard in shards:
-        tokens.append_shard(shard)
+def _concatenate(
+    inputs: list[InputDataset], tokens: TokenWriter, progress: Progress | None
+) -> None:
+    num_tokens = sum(dataset.num_tokens for dataset in inputs)
+    for dataset in inputs:
+        tokens.append_dataset(dataset)
         if progress is not None:
             progress(tokens.num_tokens, num_tokens)
 
 
-def _vouched(shards: list[Shard], dtype: np.dtype[Any]) -> TokenFacts | str:
+def _vouched(inputs: list[InputDataset], dtype: np.dtype[Any]) -> TokenFacts | str:
     """What the meta files say of all tokens; a sentence when they do not say it."""
-    ranges = [shard.token_range for shard in shards if shard.num_tokens]
-    pieces = [shard.pieces if shard.dtype == dtype else None for shard in shards]
-    for shard, known in zip(shards, pieces, strict=True):
+    ranges = [dataset.token_range for dataset in inputs if dataset.num_tokens]
+    checksums = [dataset.checksums if dataset.dtype == dtype else None for dataset in inputs]
+    for dataset, known in zip(inputs, checksums, strict=True):
         if known is None:
-            return f"{shard.prefix} has no checksums as {dtype.name} to compare it with"
+            return f"{dataset.prefix} has no checksums as {dtype.name} to compare it with"
     return TokenFacts(
-        sum(shard.num_tokens for shard in shards),
-        [piece for known in pieces for piece in known or ()],
+        sum(dataset.num_tokens for dataset in inputs),
+        [checksum for known in checksums for checksum in known or ()],
         min((low for low, _ in filter(None, ranges)), default=None),
         max((high for _, high in filter(None, ranges)), default=None),
     )
 
 
-def _check_output(shards: list[Shard], output: str) -> None:
+def _check_output(inputs: list[InputDataset], output: str) -> None:
     target = path_of(output, ".bin")
-    for shard in shards:
-        if target.exists() and target.samefile(shard.bin_path):
+    for dataset in inputs:
+        if target.exists() and target.samefile(dataset.bin_path):
             raise ConfigError(f"the output {output} is also an input; merge writes a new dataset")
 
 
-def _common_dtype(shards: list[Shard]) -> np.dtype[Any]:
-    dtypes = {shard.dtype.name: shard for shard in shards}
+def _common_dtype(inputs: list[InputDataset]) -> np.dtype[Any]:
+    dtypes = {dataset.dtype.name: dataset for dataset in inputs}
     if len(dtypes) > 1:
-        examples = ", ".join(f"{name} ({shard.prefix})" for name, shard in dtypes.items())
+        examples = ", ".join(f"{name} ({dataset.prefix})" for name, dataset in dtypes.items())
         raise DataError(
             f"the inputs have different dtypes: {examples}; pass dtype= (--dtype int32)"
         )
-    return shards[0].dtype
+    return inputs[0].dtype
 
 
-def _check_tokenizers(shards: list[Shard]) -> None:
+def _check_tokenizers(inputs: list[InputDataset]) -> None:
     """Only inputs of which none names its tokenizer pass unseen."""
-    first = shards[0]
-    for shard in shards[1:]:
-        if _tokenizer(shard) != _tokenizer(first):
+    first = inputs[0]
+    for dataset in inputs[1:]:
+        if _tokenizer(dataset) != _tokenizer(first):
             raise DataError(
-                f"{first.prefix} and {shard.prefix} name different tokenizers "
-                f"({_tokenizer(first) or 'none'} and {_tokenizer(shard) or 'none'}); pass "
+                f"{first.prefix} and {dataset.prefix} name different tokenizers "
+                f"({_tokenizer(first) or 'none'} and {_tokenizer(dataset) or 'none'}); pass "
                 "allow_mixed_tokenizers=True (--allow-mixed-tokenizers) if their ids mean the same"
             )
 
 
-def _tokenizer(shard: Shard) -> Any:
+def _tokenizer(dataset: InputDataset) -> Any:
     """What tells tokenizers apart: the digest of the model where there is one; None: not named."""
-    described = None if shard.meta is None else shard.meta.get("tokenizer")
+    described = None if dataset.meta is None else dataset.meta.get("tokenizer")
     return described.get("digest", described) if isinstance(described, dict) else described
 
 
-def _common_vocab_size(shards: list[Shard]) -> int | None:
+def _common_vocab_size(inputs: list[InputDataset]) -> int | None:
     """The largest, when all inputs know theirs."""
-    sizes = [None if shard.meta is None else shard.meta["vocab_size"] for shard in shards]
+    sizes = [None if dataset.meta is None else dataset.meta["vocab_size"] for dataset in inputs]
     return None if None in sizes else max(size for size in sizes if size is not None)
 
 
-def _common_metadata(shards: list[Shard]) -> dict[str, Any]:
+def _common_metadata(inputs: list[InputDataset]) -> dict[str, Any]:
     """What all inputs say alike."""
-    first, *others = [own_metadata(shard.meta or {}) for shard in shards]
+    first, *others = [own_metadata(dataset.meta or {}) for dataset in inputs]
     return {
         key: value
         for key, value in first.items()
@@ -184,8 +186,8 @@ def _common_metadata(shards: list[Shard]) -> dict[str, Any]:
     }
 
 
-def _remove(shard: Shard) -> None:
+def _remove(dataset: InputDataset) -> None:
     """.idx first: without it the rest is no dataset."""
-    shard.idx_path.unlink(missing_ok=True)  # it may have been named twice
-    shard.bin_path.unlink(missing_ok=True)
-    meta_path(shard.prefix).unlink(missing_ok=True)
+    dataset.idx_path.unlink(missing_ok=True)  # it may have been named twice
+    dataset.bin_path.unlink(missing_ok=True)
+    meta_path(dataset.prefix).unlink(missing_ok=True)

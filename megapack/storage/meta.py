@@ -9,13 +9,13 @@ num_tokens
 min_token_id,        null without tokens
 max_token_id
 vocab_size           number of token ids of the tokenizer; null when unknown
-bin, idx             ``bytes`` and ``xxh3_128``; of .bin a list of pieces, ``"bytes checksum"``
+bin, idx             ``bytes`` and ``xxh3_128``; of .bin a list, ``"bytes checksum"`` by stretches
 metadata's keys      what the builder was told: ``tokenizer``, ``command``, ...; verify knows
                      ``document_end_token``, the id with which every non-empty document ends
 ===================  ===========================================================================
 
-A merge takes the pieces of its shards over: it reads no token twice, and a shard that was damaged
-before the merge is still found after it.
+A merge takes the checksums of its inputs over: it reads no token twice, and an input that was
+damaged before the merge is still found after it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple
 
 import numpy as np
 import xxhash
@@ -38,9 +38,9 @@ __all__ = [
     "FORMAT",
     "OWN_KEYS",
     "VERSION",
-    "Piece",
+    "Checksum",
     "TokenFacts",
-    "bin_pieces",
+    "bin_checksums",
     "check_metadata",
     "checksum",
     "difference_from_files",
@@ -49,7 +49,12 @@ __all__ = [
     "read_meta",
 ]
 
-Piece: TypeAlias = tuple[int, str]  # bytes, xxh3_128 in hexadecimal
+
+class Checksum(NamedTuple):
+    """Of a file, or of one of the stretches that follow each other in it."""
+
+    num_bytes: int
+    xxh3_128: str  # hexadecimal
 
 
 @dataclass(frozen=True)
@@ -57,7 +62,7 @@ class TokenFacts:
     """What a .bin holds."""
 
     num_tokens: int
-    pieces: list[Piece]
+    checksums: list[Checksum]
     min_token_id: int | None  # None without tokens
     max_token_id: int | None
 
@@ -131,10 +136,10 @@ def checksum(path: Path) -> str:
     return digest.hexdigest()
 
 
-def bin_pieces(meta: Mapping[str, Any]) -> list[Piece]:
-    """The checksums of consecutive pieces of .bin."""
-    pieces = [line.split() for line in meta["bin"]["xxh3_128"]]
-    return [(int(size), digest) for size, digest in pieces]
+def bin_checksums(meta: Mapping[str, Any]) -> list[Checksum]:
+    """Of the stretches of .bin, one behind the other."""
+    lines = [line.split() for line in meta["bin"]["xxh3_128"]]
+    return [Checksum(int(size), digest) for size, digest in lines]
 
 
 def difference_from_files(meta: Mapping[str, Any], **found: str | int) -> str | None:
@@ -157,7 +162,7 @@ def difference_from_files(meta: Mapping[str, Any], **found: str | int) -> str | 
 def _is_complete(content: dict[str, Any]) -> bool:
     try:
         idx, low, high, vocab_size = (content[key] for key in ("idx", *LIMITS))
-        sizes = [size for size, _ in bin_pieces(content)]
+        sizes = [size for size, _ in bin_checksums(content)]
         largest = np.iinfo(pick_dtype(content["dtype"])).max
         return (
             content.keys() >= OWN_KEYS

@@ -18,7 +18,7 @@ import xxhash
 from numpy.typing import DTypeLike, NDArray
 
 from megapack import _core
-from megapack.errors import FormatError
+from megapack.errors import ConfigError, FormatError
 from megapack.storage.opening import Identity, identity_of, is_at, open_regular
 
 __all__ = [
@@ -77,14 +77,16 @@ def dtype_of_code(code: int, name: str | os.PathLike[str]) -> np.dtype[Any]:
 
 
 def pick_dtype(dtype: DTypeLike) -> np.dtype[Any]:
-    """A dtype that token files can have; ValueError for all others."""
+    """A dtype that token files can have; ConfigError for all others."""
     try:
         result = np.dtype(dtype)
     except TypeError:
         result = None
     if result is None or result.name not in CODE_OF_DTYPE:
         name = dtype if result is None else result.name
-        raise ValueError(f"dtype is {name}; tokens are stored as one of {', '.join(CODE_OF_DTYPE)}")
+        raise ConfigError(
+            f"dtype is {name}; tokens are stored as one of {', '.join(CODE_OF_DTYPE)}"
+        )
     return result
 
 

@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from megapack.errors import DataError, FormatError
+from megapack.errors import ConfigError, DataError, FormatError
 from megapack.storage.document_log import MAX_SEQUENCE_LENGTH
 from megapack.storage.meta import TokenFacts
 from megapack.storage.mmididx import Tokens, pick_dtype
 from megapack.storage.opening import identity_of, open_regular
-from megapack.storage.token_scan import scan_tokens
+from megapack.storage.tokens import scan_tokens
 
 __all__ = [
     "LLM_C_DTYPES",
@@ -50,7 +50,7 @@ def open_plain(path: Path, kind: str, dtype: DTypeLike | None) -> PlainTokens:
 
     Raises:
         FormatError: it is not of that kind, or damaged.
-        ValueError: dtype is needed (``flat``) or no token type.
+        ConfigError: dtype is needed (``flat``) or no token type.
         OSError: it cannot be read.
     """
     with open_regular(path) as file:
@@ -63,7 +63,7 @@ def open_plain(path: Path, kind: str, dtype: DTypeLike | None) -> PlainTokens:
             raise FormatError(f"{path} has shape {array.shape}; tokens are 1-D")
         return PlainTokens(path, array.offset, _token_dtype(array.dtype), array.size)
     if dtype is None:
-        raise ValueError(f"{path} has no header: say what its tokens are (--dtype uint16)")
+        raise ConfigError(f"{path} has no header: say what its tokens are (--dtype uint16)")
     chosen = _token_dtype(dtype)
     num_tokens, rest = divmod(num_bytes, chosen.itemsize)
     if rest:
@@ -77,15 +77,15 @@ def split_documents(
     """Lengths of the documents, what the tokens are, and what the meta file may promise.
 
     Raises:
-        ValueError: eod_token is missing.
+        ConfigError: eod_token is missing.
         DataError: it never occurs, or a document is too long.
     """
     if eod_token is None:
-        raise ValueError(f"{plain.path} has no index: say which id ends documents (--eod-token)")
+        raise ConfigError(f"{plain.path} has no index: say which id ends documents (--eod-token)")
     found: list[NDArray[Any]] = [np.zeros(0, np.int64)]
     position = 0
 
-    def look(block: Tokens) -> None:
+    def look(block: Tokens, *_: int) -> None:
         nonlocal position
         found.append(np.flatnonzero(block == eod_token) + position)
         position += block.size

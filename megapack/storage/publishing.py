@@ -13,11 +13,11 @@ import numpy as np
 
 from megapack.errors import ConfigError, FormatError
 from megapack.storage.atomic import AtomicFile, Publishable, publish
-from megapack.storage.index_writer import Part, write_index
+from megapack.storage.index_writer import IndexPart, write_index
 from megapack.storage.meta import (
     FORMAT,
     VERSION,
-    Piece,
+    Checksum,
     TokenFacts,
     checksum,
     meta_path,
@@ -36,17 +36,17 @@ class DatasetContent:
     """What a dataset will hold: its .bin described, its .idx and its meta file in full."""
 
     dtype: np.dtype[Any]
-    parts: Sequence[Part]
+    parts: Sequence[IndexPart]
     tokens: TokenFacts
     vocab_size: int | None
     metadata: Mapping[str, Any]
     multimodal: bool = False
 
-    def write_index(self, write: Callable[[Any], object]) -> Piece:
+    def write_index(self, write: Callable[[Any], object]) -> Checksum:
         """Write the .idx; its size and checksum."""
         return write_index(write, self.dtype, self.parts, multimodal=self.multimodal)
 
-    def meta(self, idx: Piece) -> dict[str, Any]:
+    def meta(self, idx: Checksum) -> dict[str, Any]:
         """The content of the meta file; ``meta.py`` explains it."""
         tokens = self.tokens
         return {
@@ -60,10 +60,10 @@ class DatasetContent:
             "max_token_id": tokens.max_token_id,
             "vocab_size": self.vocab_size,
             "bin": {
-                "bytes": sum(size for size, _ in tokens.pieces),
-                "xxh3_128": [f"{size} {digest}" for size, digest in tokens.pieces],
+                "bytes": sum(size for size, _ in tokens.checksums),
+                "xxh3_128": [f"{size} {digest}" for size, digest in tokens.checksums],
             },
-            "idx": {"bytes": idx[0], "xxh3_128": idx[1]},
+            "idx": {"bytes": idx.num_bytes, "xxh3_128": idx.xxh3_128},
             **self.metadata,
         }
 

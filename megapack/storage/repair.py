@@ -17,15 +17,15 @@ from numpy.typing import NDArray
 
 from megapack.errors import FormatError
 from megapack.storage.atomic import AtomicFile, atomic_write, publish
-from megapack.storage.index_writer import ArrayPart, write_index
+from megapack.storage.index_writer import ArrayIndexPart, write_index
 from megapack.storage.lock import writer_lock
-from megapack.storage.meta import TokenFacts, bin_pieces, checksum, own_metadata, read_meta
+from megapack.storage.meta import TokenFacts, bin_checksums, checksum, own_metadata, read_meta
 from megapack.storage.mmididx import DTYPE_OF_CODE, HEADER_BYTES, MAGIC, path_of, prefix_of
 from megapack.storage.opening import identity_of, open_regular
 from megapack.storage.publishing import DatasetContent, publish_dataset
 from megapack.storage.replace import target_of
 from megapack.storage.survey import Survey, survey
-from megapack.storage.token_scan import scan_tokens
+from megapack.storage.tokens import scan_tokens
 
 __all__ = ["repair"]
 
@@ -239,7 +239,10 @@ def _replace(prefix: str, index: _Index, cut: int | None, done: list[str]) -> No
     idx_path, bin_path = path_of(prefix, ".idx"), path_of(prefix, ".bin")
     meta = _meta_of(prefix, done)
     _keep_original(idx_path)
-    part, multimodal = ArrayPart(index.lengths, index.ends, index.modes), index.modes is not None
+    part, multimodal = (
+        ArrayIndexPart(index.lengths, index.ends, index.modes),
+        index.modes is not None,
+    )
     if meta is None:
         with atomic_write(idx_path) as file:
             write_index(file.write, index.dtype, [part], multimodal=multimodal)
@@ -261,7 +264,7 @@ def _token_facts(meta: dict[str, Any], bin_path: Path, index: _Index) -> TokenFa
     """What the meta file knew, when the same bytes still mean the same tokens."""
     if meta["bin"]["bytes"] == index.num_bytes and meta["dtype"] == index.dtype.name:
         low, high = meta["min_token_id"], meta["max_token_id"]
-        return TokenFacts(meta["num_tokens"], bin_pieces(meta), low, high)
+        return TokenFacts(meta["num_tokens"], bin_checksums(meta), low, high)
     return scan_tokens(bin_path, index.dtype, index.num_bytes // index.dtype.itemsize)
 
 

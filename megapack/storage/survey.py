@@ -16,7 +16,7 @@ import numpy as np
 
 from megapack import _core
 from megapack.errors import FormatError
-from megapack.storage.index_writer import FilePart
+from megapack.storage.index_writer import FileIndexPart
 from megapack.storage.mmididx import DTYPE_OF_CODE
 from megapack.storage.opening import identity_of, open_regular, read_blocks
 
@@ -41,7 +41,7 @@ _LARGEST_TOKEN_ID = 1 << 29
 class Survey:
     """Facts about one pair; nothing here is believed that was not counted."""
 
-    part: FilePart
+    part: FileIndexPart
     bin_path: Path
     bin_bytes: int
     num_tokens: int = 0
@@ -118,7 +118,7 @@ def survey(idx_path: str | os.PathLike[str], bin_path: str | os.PathLike[str]) -
         FormatError: not an .idx, truncated, or a negative length.
         OSError: a file cannot be read.
     """
-    part = FilePart(idx_path)
+    part = FileIndexPart(idx_path)
     with open_regular(bin_path) as file:
         result = Survey(part, Path(bin_path), identity_of(file).num_bytes)
     _survey_sequences(result)

@@ -14,10 +14,10 @@ from numpy.typing import NDArray
 from megapack import _core
 from megapack.errors import DataError
 from megapack.storage.atomic import AtomicFile
-from megapack.storage.meta import Piece, TokenFacts
+from megapack.storage.input_dataset import InputDataset
+from megapack.storage.meta import Checksum, TokenFacts
 from megapack.storage.mmididx import Tokens
 from megapack.storage.opening import read_blocks
-from megapack.storage.shard import Shard
 from megapack.storage.tokens import TokenLimits
 
 __all__ = ["TokenWriter"]
@@ -39,7 +39,7 @@ class TokenWriter:
         self._min_token_id: int | None = None
         self._max_token_id: int | None = None
         self.target = AtomicFile(path)
-        self._pieces: list[Piece] = []
+        self._checksums: list[Checksum] = []
         self._hasher = xxhash.xxh3_128()
         self._hashed_bytes = 0
         self._buffer: Tokens = np.empty(BUFFER_BYTES // limits.dtype.itemsize, limits.dtype)
@@ -79,7 +79,7 @@ class TokenWriter:
         self._fill += tokens.size
         self._count(tokens.size, low, high)
 
-    def append_shard(self, shard: Shard) -> None:
+    def append_dataset(self, dataset: InputDataset) -> None:
         """Write the tokens of another dataset: inside the kernel when its meta file vouches for
         their range and checksums and the dtype is the same, else read, checked and converted.
 
@@ -87,26 +87,26 @@ class TokenWriter:
             DataError: an id outside of the limits.
             OSError: either file fails.
         """
-        with shard.open_tokens() as source:
-            if shard.dtype == self.limits.dtype and shard.pieces and shard.token_range:
-                low, high = shard.token_range
+        with dataset.open_tokens() as source:
+            if dataset.dtype == self.limits.dtype and dataset.checksums and dataset.token_range:
+                low, high = dataset.token_range
                 if not self.limits.hold(low, high):
                     raise DataError(
-                        f"{shard.prefix} has token ids from {low} to {high}, outside of "
+                        f"{dataset.prefix} has token ids from {low} to {high}, outside of "
                         f"{self.limits.describe()}"
                     )
                 self.flush()
-                self.target.copy_from(source, shard.num_bytes)
-                self._end_piece()
-                self._pieces += shard.pieces
-                self._count(shard.num_tokens, low, high)
+                self.target.copy_from(source, dataset.num_bytes)
+                self._end_checksum()
+                self._checksums += dataset.checksums
+                self._count(dataset.num_tokens, low, high)
                 return
 
             def error_at(position: int, token: int) -> DataError:
-                document, inside = shard.document_at(position)
-                return self.limits.error(f"{document} of {shard.prefix}", inside, token)
+                document, inside = dataset.document_at(position)
+                return self.limits.error(f"{document} of {dataset.prefix}", inside, token)
 
-            blocks = read_blocks(source, shard.dtype, shard.num_tokens, self._buffer.size)
+            blocks = read_blocks(source, dataset.dtype, dataset.num_tokens, self._buffer.size)
             self._append_blocks(blocks, error_at)
 
     def flush(self) -> None:
@@ -117,8 +117,8 @@ class TokenWriter:
     def finish(self) -> TokenFacts:
         """Write what is buffered; what the file then holds."""
         self.flush()
-        self._end_piece()
-        return TokenFacts(self.num_tokens, self._pieces, self._min_token_id, self._max_token_id)
+        self._end_checksum()
+        return TokenFacts(self.num_tokens, self._checksums, self._min_token_id, self._max_token_id)
 
     def _append_blocks(
         self, blocks: Iterable[Tokens], error_at: Callable[[int, int], DataError]
@@ -164,7 +164,7 @@ class TokenWriter:
         self._hasher.update(data.data)
         self._hashed_bytes += data.nbytes
 
-    def _end_piece(self) -> None:
+    def _end_checksum(self) -> None:
         if self._hashed_bytes:
-            self._pieces.append((self._hashed_bytes, self._hasher.hexdigest()))
+            self._checksums.append(Checksum(self._hashed_bytes, self._hasher.hexdigest()))
             self._hasher, self._hashed_bytes = xxhash.xxh3_128(), 0

@@ -1,17 +1,23 @@
-"""Token ids from whatever holds them, and the limits a dataset sets to them."""
+"""Token ids from whatever holds them, what a file of them holds, and the limits set to them."""
 
 from __future__ import annotations
 
+import os
 from array import array
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import xxhash
 from numpy.typing import NDArray
 
-from megapack.errors import DataError
+from megapack import _core
+from megapack.errors import ConfigError, DataError
+from megapack.storage.meta import Checksum, TokenFacts
 from megapack.storage.mmididx import Tokens
+from megapack.storage.opening import open_regular, read_blocks
 
-__all__ = ["TokenLimits", "as_tokens"]
+__all__ = ["TokenLimits", "as_tokens", "scan_tokens"]
 
 
 def as_tokens(tokens: Any) -> Tokens:
@@ -51,6 +57,37 @@ def _to_array(tokens: Any) -> NDArray[Any]:
     return values
 
 
+def scan_tokens(
+    path: str | os.PathLike[str],
+    dtype: np.dtype[Any],
+    num_tokens: int,
+    look: Callable[[Tokens, int, int], object] | None = None,
+    *,
+    begin_byte: int = 0,
+) -> TokenFacts:
+    """Read ``num_tokens`` tokens of a file; ``look`` is shown every block, its smallest and its
+    largest id.
+
+    Raises:
+        FormatError: the file is shorter.
+        OSError: it cannot be read.
+    """
+    digest = xxhash.xxh3_128()
+    lowest, highest = 2**63, -(2**63)
+    with open_regular(path) as file:
+        file.seek(begin_byte)
+        for block in read_blocks(file, dtype, num_tokens):
+            digest.update(block.data)
+            low, high = _core.token_range(block)
+            lowest, highest = min(lowest, low), max(highest, high)
+            if look is not None:
+                look(block, low, high)
+    if num_tokens == 0:
+        return TokenFacts(0, [], None, None)
+    checksum = Checksum(num_tokens * dtype.itemsize, digest.hexdigest())
+    return TokenFacts(num_tokens, [checksum], lowest, highest)
+
+
 class TokenLimits:
     """The ids a dataset accepts: ``[low, high]``.
 
@@ -60,7 +97,7 @@ class TokenLimits:
         allow_negative: accept what the dtype has below zero.
 
     Raises:
-        ValueError: vocab_size is not positive or exceeds the dtype, or negative values in an
+        ConfigError: vocab_size is not positive or exceeds the dtype, or negative values in an
             unsigned dtype.
     """
 
@@ -70,12 +107,12 @@ class TokenLimits:
         info = np.iinfo(dtype)
         self.dtype, self.vocab_size = dtype, vocab_size
         if vocab_size is not None and not 0 < vocab_size <= int(info.max) + 1:
-            raise ValueError(
+            raise ConfigError(
                 f"vocab_size is {vocab_size}; {dtype.name} holds ids from 0 to {info.max}: "
                 "choose int32"
             )
         if allow_negative and dtype.kind == "u":
-            raise ValueError(f"{dtype.name} has no negative values; choose int32")
+            raise ConfigError(f"{dtype.name} has no negative values; choose int32")
         self.low = int(info.min) if allow_negative else 0
         self.high = int(info.max) if vocab_size is None else vocab_size - 1
 

@@ -13,7 +13,7 @@ import xxhash
 
 from megapack.errors import FormatError
 from megapack.storage.findings import Finding, has_errors
-from megapack.storage.meta import bin_pieces, checksum, difference_from_files, read_meta
+from megapack.storage.meta import bin_checksums, checksum, difference_from_files, read_meta
 from megapack.storage.mmididx import MAGIC, path_of, prefix_of
 from megapack.storage.opening import identity_of, open_regular
 from megapack.storage.survey import LEGACY_MAGIC, Survey, survey
@@ -200,7 +200,7 @@ def _meta(prefix: str, facts: Survey) -> tuple[dict[str, Any] | None, list[Findi
     )
     if difference is not None:
         return None, [Finding("error", "meta", f"{prefix}: {difference}")]
-    sizes = [size for size, _ in bin_pieces(meta)]
+    sizes = [size for size, _ in bin_checksums(meta)]
     if sum(sizes) != facts.num_tokens * width or any(size % width for size in sizes):
         text = "the meta file's checksums are of another .bin"
         return None, [Finding("error", "meta", text, "delete it")]

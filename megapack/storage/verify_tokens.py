@@ -7,14 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import xxhash
 from numpy.typing import NDArray
 
-from megapack import _core
 from megapack.storage.findings import Finding
-from megapack.storage.meta import bin_pieces
+from megapack.storage.meta import Checksum, bin_checksums
 from megapack.storage.mmididx import IndexFile, Tokens, path_of
-from megapack.storage.opening import open_regular, read_blocks
+from megapack.storage.tokens import scan_tokens
 
 __all__ = ["TokenChecks", "check_tokens"]
 
@@ -50,20 +48,24 @@ def check_tokens(
     """
     reader = _Reader(prefix, dtype, checks)
     total = int(reader.offsets[-1]) * dtype.itemsize
-    pieces = [(total, "")] if meta is None else bin_pieces(meta)
-    with open_regular(path_of(prefix, ".bin")) as file:
-        done = 0
-        for size, expected in pieces:
-            digest, begin = xxhash.xxh3_128(), done
-            for block in read_blocks(file, dtype, size // dtype.itemsize):
-                digest.update(block.data)
-                reader.read(block)
-                done += block.nbytes
-                if progress is not None:
-                    progress(done, total)
-            if expected and digest.hexdigest() != expected:
-                reader.add_checksum_error(begin, done)
-    return [*reader.findings(), *_compare_range(reader, meta)]
+    stretches = [Checksum(total, "")] if meta is None else bin_checksums(meta)
+    ranges, begin = [], 0
+
+    def look(block: Tokens, low: int, high: int) -> None:
+        reader.read(block, low, high)
+        if progress is not None:
+            progress(reader.num_tokens * dtype.itemsize, total)
+
+    for num_bytes, expected in stretches:
+        facts = scan_tokens(
+            path_of(prefix, ".bin"), dtype, num_bytes // dtype.itemsize, look, begin_byte=begin
+        )
+        ranges += [facts.min_token_id, facts.max_token_id]
+        if expected and facts.checksums[0].xxh3_128 != expected:
+            reader.add_checksum_error(begin, begin + num_bytes)
+        begin += num_bytes
+    known = [token for token in ranges if token is not None]
+    return [*reader.findings(), *_ranges(known, checks, meta)]
 
 
 class _Reader:
@@ -72,8 +74,8 @@ class _Reader:
     def __init__(self, prefix: str, dtype: np.dtype[Any], checks: TokenChecks) -> None:
         index = IndexFile(path_of(prefix, ".idx"))
         self.offsets = index.document_offsets(dtype.itemsize)
-        self.lowest, self.highest = 2**63, -(2**63)
-        self._itemsize, self._checks, self._position = dtype.itemsize, checks, 0
+        self.num_tokens = 0  # read so far
+        self._itemsize, self._checks = dtype.itemsize, checks
         self._first: dict[str, str] = {}
         self._count: dict[str, int] = {}
         filled = self.offsets[:-1] < self.offsets[1:]
@@ -82,9 +84,7 @@ class _Reader:
         if checks.document_end_token is not None:
             self._ends = self.offsets[1:][filled] - 1
 
-    def read(self, tokens: Tokens) -> None:
-        low, high = _core.token_range(tokens)
-        self.lowest, self.highest = min(self.lowest, low), max(self.highest, high)
+    def read(self, tokens: Tokens, low: int, high: int) -> None:
         limit = self._checks.vocab_size
         if low < 0 and not self._checks.allow_negative:
             self._add("negative-id", np.flatnonzero(tokens < 0), tokens)
@@ -95,12 +95,12 @@ class _Reader:
             self._compare("document-end", self._ends, ends, tokens)
         if begins is not None:
             self._compare("document-begin", self._begins, begins, tokens)
-        self._position += tokens.size
+        self.num_tokens += tokens.size
 
     def _compare(self, code: str, positions: NDArray[Any], wanted: int, tokens: Tokens) -> None:
         """Tokens at some positions of .bin must be ``wanted``."""
-        bounds = np.searchsorted(positions, [self._position, self._position + tokens.size])
-        here = positions[bounds[0] : bounds[1]] - self._position
+        bounds = np.searchsorted(positions, [self.num_tokens, self.num_tokens + tokens.size])
+        here = positions[bounds[0] : bounds[1]] - self.num_tokens
         self._add(code, here[tokens[here] != wanted], tokens)
 
     def _add(self, code: str, where: NDArray[Any], tokens: Tokens) -> None:
@@ -108,7 +108,7 @@ class _Reader:
             return
         self._count[code] = self._count.get(code, 0) + where.size
         if code not in self._first:
-            position = self._position + int(where[0])
+            position = self.num_tokens + int(where[0])
             document = int(np.searchsorted(self.offsets, position, side="right")) - 1
             inside = position - int(self.offsets[document])
             self._first[code] = (
@@ -126,9 +126,6 @@ class _Reader:
 
     def findings(self) -> Iterator[Finding]:
         checks = self._checks
-        if self.lowest < 0 and checks.allow_negative:
-            text = f"ids go from {self.lowest} to {self.highest}: labels, no tokens to train on"
-            yield Finding("note", "negative-ids", text)
         for code, text, remedy in (
             ("checksum", "do not have the checksum of the meta file", RESTORE),
             ("negative-id", "is negative", "if these are labels, build with allow_negative=True"),
@@ -142,15 +139,19 @@ class _Reader:
                 yield Finding("error", code, f"{self._first[code]} {text}{also}", remedy)
 
 
-def _compare_range(reader: _Reader, meta: dict[str, Any] | None) -> Iterator[Finding]:
-    if meta is None or reader.lowest > reader.highest:
+def _ranges(
+    known: list[int], checks: TokenChecks, meta: dict[str, Any] | None
+) -> Iterator[Finding]:
+    """What the smallest and largest ids (of every stretch) tell."""
+    if not known:
         return
-    stated = (meta["min_token_id"], meta["max_token_id"])
-    if stated != (reader.lowest, reader.highest):
-        yield Finding(
-            "error",
-            "token-range",
-            f"token ids go from {reader.lowest} to {reader.highest}; the meta file says from "
-            f"{stated[0]} to {stated[1]}",
-            RESTORE,
+    low, high = min(known), max(known)
+    if low < 0 and checks.allow_negative:
+        text = f"ids go from {low} to {high}: labels, no tokens to train on"
+        yield Finding("note", "negative-ids", text)
+    stated = None if meta is None else (meta["min_token_id"], meta["max_token_id"])
+    if stated is not None and stated != (low, high):
+        text = (
+            f"token ids go from {low} to {high}; the meta file says from {stated[0]} to {stated[1]}"
         )
+        yield Finding("error", "token-range", text, RESTORE)

@@ -67,11 +67,11 @@ class TextBlock:
         hashes = None if self.hashes is None else self.hashes[keep]
         return TextBlock(text, offsets, self.positions[keep], self.locate, hashes)
 
-    def text_hashes(self) -> NDArray[np.uint64]:
-        """xxh3-64 of every document's text."""
+    def text_hashes(self, *, seed: int = 0) -> NDArray[np.uint64]:
+        """xxh3-64 of every document's text; independent for different seeds."""
         data, bounds = self.text.data, self.offsets.tolist()
         pairs = itertools.pairwise(bounds)
-        return np.array([xxhash.xxh3_64_intdigest(data[a:b]) for a, b in pairs], np.uint64)
+        return np.array([xxhash.xxh3_64_intdigest(data[a:b], seed) for a, b in pairs], np.uint64)
 
     def drop(self, bad: NDArray[np.bool_], kind: str, faults: Faults) -> TextBlock:
         """Without the documents where ``bad`` is true; each is recorded as ``kind``."""

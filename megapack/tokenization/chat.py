@@ -36,6 +36,7 @@ ChatLoss = Literal["content", "turn"]
 
 ASSISTANT = "assistant"
 NO_LOSS = -100
+_START, _END, _EOT = _MARKERS = "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"
 
 
 class CodedChat(NamedTuple):
@@ -116,9 +117,22 @@ class HeaderChats(Chats):
     section 8.1.
     """
 
-    def __init__(self, encoder: Encoder, loss: ChatLoss) -> None:
+    def __init__(self, encoder: Encoder, loss: ChatLoss, source: str) -> None:
+        """``source`` is the tokenizer, which must have the three markers.
+
+        Raises:
+            ConfigError: it does not, and would store one in pieces.
+        """
         self._encoder = encoder
         self._loss = loss
+        for marker in _MARKERS:
+            ids = encoder.encode(TextBlock.of_strings([marker]))[0].tolist()
+            if marker not in [encoder.decode([token]) for token in ids]:
+                raise ConfigError(
+                    f"{source} has no token {marker}, which --chat-format headers writes: it would "
+                    f"be stored in {len(ids)} pieces; choose a tokenizer that has it, train one "
+                    "with --special-token, or use --chat-format template"
+                )
 
     def code(self, messages: Sequence[Message]) -> CodedChat:
         texts: list[str] = []
@@ -127,8 +141,8 @@ class HeaderChats(Chats):
             content = message["content"]
             if not isinstance(content, str):
                 raise DataError(f"content is {json_kind(content)}; role headers need a string")
-            header = f"<|start_header_id|>{message['role']}<|end_header_id|>\n\n"
-            answer = f"{content}<|eot_id|>"
+            header = f"{_START}{message['role']}{_END}\n\n"
+            answer = f"{content}{_EOT}"
             if message["role"] != ASSISTANT:
                 texts.append(header + answer)
                 given.append(None)

@@ -15,6 +15,7 @@ import numpy as np
 
 from megapack.errors import ConfigError, DataError
 from megapack.tokenization.chat import ASSISTANT, ChatLoss, Chats, CodedChat, Message
+from megapack.tokenization.encoders import load_tokenizers
 from megapack.tokenization.optional import require
 from megapack.tokenization.tokenizer import TokenizerFiles
 
@@ -51,10 +52,8 @@ class TemplateChats(Chats):
             )
         self._loss = loss
         self._special = tuple(files.special)
-        tokenizers = require("tokenizers", "tokenizers", f"tokenizer {files.source}")
-        self._tokenizer = tokenizers.Tokenizer.from_file(str(files.path))
-        self._tokenizer.no_truncation()
-        self._tokenizer.no_padding()
+        tokenizers = require("tokenizers", f"tokenizer {files.source}")
+        self._tokenizer = load_tokenizers(files)
         # Nothing is added to a rendered text, and offsets shall cover white space, too.
         self._tokenizer.post_processor = tokenizers.processors.ByteLevel(trim_offsets=False)
         source = _template_of(files)
@@ -148,9 +147,9 @@ def _compile(files: TokenizerFiles, source: str) -> tuple[tuple[type[Exception],
     templates have a fixed date for hosts without it.
     """
     why = f"the chat template of {files.source}"
-    jinja2 = require("jinja2", "tokenizers", why)
-    extensions = require("jinja2.ext", "tokenizers", why)
-    sandbox = require("jinja2.sandbox", "tokenizers", why)
+    jinja2 = require("jinja2", why)
+    extensions = require("jinja2.ext", why)
+    sandbox = require("jinja2.sandbox", why)
 
     class Generation(extensions.Extension):  # type: ignore[misc, name-defined]
         tags = frozenset({"generation"})

@@ -60,7 +60,6 @@ class TextCoder(Coder):
     Args:
         reference: when given, ``verify_fraction`` of the documents is encoded by it as well, and a
             difference is a DataError.
-        source: the tokenizer, for the message of that error.
     """
 
     def __init__(
@@ -70,13 +69,11 @@ class TextCoder(Coder):
         *,
         reference: Encoder | None = None,
         verify_fraction: float = 0.0,
-        source: str = "",
     ) -> None:
         self._encoder = encoder
         self._storage = storage
         self._reference = reference
         self._verify_fraction = verify_fraction
-        self._source = source
 
     def code(self, block: TextBlock, faults: Faults) -> Coded:
         ids, offsets = self._encoder.encode(block)
@@ -90,14 +87,14 @@ class TextCoder(Coder):
         return Coded(tokens, framed, None)
 
     def _verify(self, block: TextBlock, reference: Encoder) -> None:
-        # Chosen by their text, so that every run checks the same documents.
-        chosen = hashed_split(
-            (self._verify_fraction, 1 - self._verify_fraction), block.text_hashes()
-        )
+        # Chosen by their text, so that every run checks the same documents; by another hash than
+        # the one that splits the corpus, or all of them would be training documents.
+        hashes = block.text_hashes(seed=1)
+        chosen = hashed_split((self._verify_fraction, 1 - self._verify_fraction), hashes)
         sample = block.select(chosen == 0)
         if not len(sample):
             return
-        difference = first_difference(sample, reference, self._encoder, self._source)
+        difference = first_difference(sample, reference, self._encoder)
         if difference is not None:
             raise DataError(
                 f"{self._encoder.backend} is not what it was on the first sample: {difference}; "

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from megapack.errors import ConfigError
+from megapack.storage.mmididx import prefix_of
 from megapack.tokenization.chat import ChatLoss
 from megapack.tokenization.faults import OnError
 from megapack.tokenization.pieces import Format
@@ -63,8 +64,8 @@ class BuildConfig:
     boundary: Boundary = "none"
     append_eod: bool = False
     prepend_bos: bool = False
-    eod_token: str | None = None
-    bos_token: str | None = None
+    eod_token: str | int | None = None  # a name or an id
+    bos_token: str | int | None = None
     dtype: Literal["auto", "uint16", "int32"] = "auto"
     chat_format: ChatFormat = "template"
     chat_loss: ChatLoss | None = None  # None: content with a template, turn with headers
@@ -89,6 +90,8 @@ class BuildConfig:
     overwrite: bool = False
 
     def __post_init__(self) -> None:
+        # PREFIX.bin or .idx, as a shell completes it, names the same dataset everywhere.
+        object.__setattr__(self, "output_prefix", prefix_of(self.output_prefix))
         if self.workers < 1:
             raise ConfigError(f"workers is {self.workers}; it must be at least 1")
         if not 0 <= self.verify_fraction <= 1:

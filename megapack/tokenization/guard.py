@@ -10,12 +10,21 @@ Two differences were found (docs/tokenization.md tells how); both are decided by
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 from numpy.typing import NDArray
 
 from megapack import _core
 from megapack.tokenization.blocks import TextBlock
-from megapack.tokenization.encoders import BACKENDS, Encoder, Ids, Limits, open_encoder
+from megapack.tokenization.encoders import (
+    BACKENDS,
+    Encoder,
+    Ids,
+    Limits,
+    open_encoder,
+    open_reference,
+)
 from megapack.tokenization.tokenizer import TokenizerFiles
 
 __all__ = ["GuardedEncoder", "guarded_name", "open_any"]
@@ -75,9 +84,11 @@ class GuardedEncoder(Encoder):
     def _reference(self) -> Encoder:
         """Loaded when the first document needs it; most corpora have none."""
         if self._loaded_reference is None:
-            name = BACKENDS[self._files.kind][0]
-            self._loaded_reference = open_encoder(self._files, name, self._limits)
+            self._loaded_reference = open_reference(self._files, self._limits)
         return self._loaded_reference
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return self._reference.decode(ids)
 
     def encode(self, block: TextBlock) -> tuple[Ids, NDArray[np.int64]]:
         guarded = self._guarded(block)

@@ -10,11 +10,10 @@ from megapack.errors import MegapackError
 __all__ = ["require"]
 
 
-def require(module: str, extra: str | None, why: str) -> Any:
+def require(module: str, why: str) -> Any:
     """Import an optional package.
 
     Args:
-        extra: the extra of megapack that installs it; None where megapack itself does.
         why: what needs it, for the message.
 
     Raises:
@@ -24,7 +23,6 @@ def require(module: str, extra: str | None, why: str) -> Any:
         return importlib.import_module(module)
     except ImportError as error:
         package = module.partition(".")[0]
-        wanted = package if extra is None else f"'megapack[{extra}]'"
         raise MegapackError(
-            f"{why} needs the package {package} ({error}): pip install {wanted}"
+            f"{why} needs the package {package} ({error}): pip install {package}"
         ) from error

@@ -52,9 +52,9 @@ def read_parquet(piece: Piece, options: ReadOptions, faults: Faults) -> Iterator
 
 def open_parquet(file: InputFile) -> Any:
     """A pyarrow ParquetFile. Damage is a DataError that names the file."""
-    pyarrow = require("pyarrow", "parquet", f"reading {file.path}")
-    parquet = require("pyarrow.parquet", "parquet", f"reading {file.path}")
-    require_unchanged(file, Path(file.path).stat().st_size)
+    pyarrow = require("pyarrow", f"reading {file.path}")
+    parquet = require("pyarrow.parquet", f"reading {file.path}")
+    require_unchanged(file, Path(file.path).stat())
     try:
         return parquet.ParquetFile(file.path, page_checksum_verification=True)
     except pyarrow.ArrowInvalid as error:
@@ -74,7 +74,7 @@ def text_bytes(group: Any, key: str) -> int:
 def _batches(
     file: Any, piece: Piece, options: ReadOptions, columns: Sequence[Sequence[str]]
 ) -> Iterator[Any]:
-    pyarrow = require("pyarrow", "parquet", "reading parquet")
+    pyarrow = require("pyarrow", "reading parquet")
     groups = range(piece.begin, piece.end)
     metadata = [file.metadata.row_group(i) for i in groups]
     rows = sum(group.num_rows for group in metadata)
@@ -125,7 +125,7 @@ def _is_struct(type: Any) -> bool:
 
 
 def _column(batch: Any, names: Sequence[str]) -> Any:
-    compute = require("pyarrow.compute", "parquet", "reading parquet")
+    compute = require("pyarrow.compute", "reading parquet")
     column = batch.column(names[0])
     return compute.struct_field(column, list(names[1:])) if names[1:] else column
 
@@ -137,7 +137,7 @@ def _arrow_text(
 
     Lists of messages become JSON, the form in which .jsonl has them.
     """
-    pyarrow = require("pyarrow", "parquet", f"reading {path}")
+    pyarrow = require("pyarrow", f"reading {path}")
     if pyarrow.types.is_dictionary(array.type):
         array = array.dictionary_decode()
     kind, lists = str(array.type), options.values == "lists"

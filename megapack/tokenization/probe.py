@@ -9,8 +9,7 @@ import numpy as np
 
 from megapack.errors import ConfigError, MegapackError
 from megapack.tokenization.blocks import TextBlock
-from megapack.tokenization.decode import load_decoder
-from megapack.tokenization.encoders import BACKENDS, Encoder, open_encoder, require_backend
+from megapack.tokenization.encoders import BACKENDS, Encoder, open_reference, require_backend
 from megapack.tokenization.faults import Faults, Place
 from megapack.tokenization.guard import GuardedEncoder
 from megapack.tokenization.pieces import ReadOptions
@@ -71,7 +70,7 @@ def choose_backend(
     except MegapackError as error:
         note(f"{reference} is used; gigatoken is many times faster ({error})")
         return reference
-    difference = _compare(open_encoder(files, reference), guarded, files, shards, read)
+    difference = _compare(open_reference(files), guarded, files, shards, read)
     if difference is None:
         return guarded.backend
     note(f"gigatoken differs from {reference}, which is used instead: {difference}")
@@ -86,7 +85,7 @@ def _compare(
     read: ReadOptions,
 ) -> Difference | None:
     for block in (TextBlock.of_strings(hard_texts(files)), *sample_blocks(shards, read)):
-        difference = first_difference(block, reference, other, files.source)
+        difference = first_difference(block, reference, other)
         if difference is not None:
             return difference
     return None
@@ -106,13 +105,8 @@ def sample_blocks(shards: Sequence[Shard], read: ReadOptions) -> list[TextBlock]
     return blocks
 
 
-def first_difference(
-    block: TextBlock, reference: Encoder, other: Encoder, source: str
-) -> Difference | None:
-    """The first token of the first document that ``other`` encodes unlike ``reference``.
-
-    ``source`` is the tokenizer of both, by which the text around it is found.
-    """
+def first_difference(block: TextBlock, reference: Encoder, other: Encoder) -> Difference | None:
+    """The first token of the first document that ``other`` encodes unlike ``reference``."""
     expected, expected_at = reference.encode(block)
     found, found_at = other.encode(block)
     for i in range(len(block)):
@@ -124,7 +118,7 @@ def first_difference(
         unequal = np.flatnonzero(a[:common] != b[:common])
         at = int(unequal[0]) if len(unequal) else common
         text = block.strings([i])[0]
-        begin = max(0, len(load_decoder(source)(a[:at].tolist())) - 16)
+        begin = max(0, len(reference.decode(a[:at].tolist())) - 16)
         return Difference(
             place=block.place(i),
             position=at,

@@ -30,7 +30,7 @@ def run_ray(
         DataError, OSError: what a task raised; the tasks that have not begun are cancelled.
         MegapackError: ray is not installed.
     """
-    ray = require("ray", "ray", "--executor ray")
+    ray = require("ray", "--executor ray")
     own_connection = not ray.is_initialized()
     if own_connection:
         ray.init(address=address, log_to_driver=False)

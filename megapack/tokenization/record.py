@@ -11,7 +11,7 @@ from typing import Any, BinaryIO
 import xxhash
 
 from megapack.storage.atomic import AtomicFile, publish
-from megapack.storage.meta import bin_pieces, read_meta
+from megapack.storage.meta import bin_checksums, read_meta
 from megapack.storage.mmididx import path_of
 from megapack.tokenization.faults import BENIGN, Faults, Place, fault_lines
 
@@ -134,7 +134,7 @@ def _is_whole(dataset: str) -> bool:
     if tokens.stat().st_size != meta["bin"]["bytes"]:
         return False
     pieces = [(meta["idx"]["bytes"], meta["idx"]["xxh3_128"])]
-    return _holds(index, pieces) and _holds(tokens, bin_pieces(meta))
+    return _holds(index, pieces) and _holds(tokens, bin_checksums(meta))
 
 
 def _holds(path: Path, pieces: Sequence[tuple[int, str]]) -> bool:

@@ -18,7 +18,7 @@ from megapack.tokenization.blocks import TextBlock
 from megapack.tokenization.chat import ChatCoder, HeaderChats
 from megapack.tokenization.chat_template import TemplateChats
 from megapack.tokenization.coding import Coded, Coder, TextCoder
-from megapack.tokenization.encoders import BACKENDS, Limits, open_encoder
+from megapack.tokenization.encoders import Limits, open_reference
 from megapack.tokenization.faults import Faults
 from megapack.tokenization.guard import open_any
 from megapack.tokenization.plan import Plan
@@ -76,16 +76,13 @@ def open_coder(plan: Plan, limits: Limits = Limits()) -> Coder:  # noqa: B008
         if plan.chat_format == "template":
             return ChatCoder(TemplateChats(plan.tokenizer, plan.chat_loss), plan.storage)
         encoder = open_any(plan.tokenizer, plan.backend, limits)
-        return ChatCoder(HeaderChats(encoder, plan.chat_loss), plan.storage)
-    reference = None
-    if plan.verify_fraction > 0:
-        reference = open_encoder(plan.tokenizer, BACKENDS[plan.tokenizer.kind][0])
+        chats = HeaderChats(encoder, plan.chat_loss, plan.tokenizer.source)
+        return ChatCoder(chats, plan.storage)
     return TextCoder(
         open_any(plan.tokenizer, plan.backend, limits),
         plan.storage,
-        reference=reference,
+        reference=open_reference(plan.tokenizer) if plan.verify_fraction > 0 else None,
         verify_fraction=plan.verify_fraction,
-        source=plan.tokenizer.source,
     )
 
 

@@ -46,7 +46,7 @@ def open_stream(file: InputFile) -> Iterator[BinaryIO]:
             says. Damage may show only while it is read.
     """
     with Path(file.path).open("rb") as raw:
-        require_unchanged(file, os.fstat(raw.fileno()).st_size)
+        require_unchanged(file, os.fstat(raw.fileno()))
         _require_compression(file, raw.read(_HEAD_BYTES))
         raw.seek(0)
         stream: BinaryIO = raw
@@ -62,12 +62,12 @@ def open_stream(file: InputFile) -> Iterator[BinaryIO]:
             )
 
 
-def require_unchanged(file: InputFile, size: int) -> None:
-    """DataError unless a file has the size with which its pieces were planned."""
-    if size != file.size:
+def require_unchanged(file: InputFile, facts: os.stat_result) -> None:
+    """DataError unless a file is the one whose pieces were planned."""
+    if (facts.st_size, facts.st_mtime_ns) != (file.size, file.mtime_ns):
         raise DataError(
-            f"{file.path} has {size:,} bytes and had {file.size:,} when the build was planned; "
-            "run the command again when nothing writes to it"
+            f"{file.path} changed after the build was planned ({file.size:,} bytes then, "
+            f"{facts.st_size:,} now); run the command again when nothing writes to it"
         )
 
 
@@ -134,7 +134,7 @@ class _ZstReader:
     """zstandard's stream reader, which takes a file cut inside a frame for a complete one."""
 
     def __init__(self, raw: BinaryIO, path: str) -> None:
-        zstandard = require("zstandard", "zst", f"reading {path}")
+        zstandard = require("zstandard", f"reading {path}")
         self._error: type[Exception] = zstandard.ZstdError
         # Corpora are packed with --long, whose windows the library refuses unless told.
         decompressor = zstandard.ZstdDecompressor(max_window_size=_ZST_WINDOW_BYTES)

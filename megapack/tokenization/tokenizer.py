@@ -15,7 +15,8 @@ from typing import Any, Literal
 
 import xxhash
 
-from megapack.errors import ConfigError, FormatError
+from megapack.errors import ConfigError, DataError, FormatError
+from megapack.tokenization.gpt2 import GPT2_CONFIG, gpt2_definition
 from megapack.tokenization.optional import require
 
 __all__ = ["Kind", "SpecialToken", "TokenizerFiles", "library_versions"]
@@ -28,6 +29,14 @@ Role = Literal["bos", "eod"]
 
 # The byte tokenizer: ids 0..255 are bytes, these follow.
 _BYTE_SPECIALS = ("<eod>", "<bos>", "<pad>")
+
+# What may be in a directory, the first that is there.
+_IN_DIRECTORY = (
+    ("tokenizer.json",),
+    ("tokenizer.model",),
+    ("spiece.model",),
+    ("vocab.json", "merges.txt"),
+)
 
 # Names by which published tokenizers call their first and last token, for a tokenizer.json that
 # comes without the tokenizer_config.json that would say so.
@@ -61,12 +70,12 @@ class TokenizerFiles:
     """A tokenizer on disk, small enough to be sent to every worker.
 
     ``vocab_size`` is one more than the largest id, added tokens included. ``digest`` is xxh3-128 of
-    the tokenizer's file: two builds belong together when their digests agree.
+    the tokenizer's own files: two builds belong together when their digests agree.
     """
 
     kind: Kind
     source: str  # as the user named it
-    path: Path | None  # tokenizer.json or .model; None for bytes
+    paths: tuple[Path, ...] = ()  # tokenizer.json, a .model, or vocab.json and merges.txt
     vocab_size: int
     digest: str
     special: Mapping[str, int] = field(default_factory=dict)  # text -> id of special tokens
@@ -88,7 +97,8 @@ class TokenizerFiles:
 
     @staticmethod
     def open(source: str) -> TokenizerFiles:
-        """Find out what ``source`` is: ``bytes``, a .model, a tokenizer.json, or a directory.
+        """Find out what ``source`` is: ``bytes``, a .model, a tokenizer.json, a directory that
+        holds one of them or GPT-2's vocab.json and merges.txt, or these two with a comma between.
 
         Raises:
             ConfigError: there is no such tokenizer.
@@ -99,40 +109,65 @@ class TokenizerFiles:
             return TokenizerFiles(
                 kind="bytes",
                 source=source,
-                path=None,
                 vocab_size=256 + len(special),
                 digest="bytes",
                 special=special,
             )
-        path = _tokenizer_file(Path(source))
+        paths = _tokenizer_files(source)
         digests: dict[str, str] = {}
-        data = _read(path, digests)
-        kind: Kind = "sentencepiece" if path.suffix == ".model" else "hf"
-        read = _read_sentencepiece if kind == "sentencepiece" else _read_hf
-        vocab_size, special = read(path, data)
+        data = [_read(path, digests) for path in paths]
+        config = _read_config(paths[0].parent, digests)
+        kind: Kind = "sentencepiece" if paths[0].suffix == ".model" else "hf"
+        if len(paths) == 2:
+            added = _read_json(paths[0].parent / "added_tokens.json", digests)
+            config = {**GPT2_CONFIG, **config, "added_tokens": added}
+            vocab_size, special = _read_hf(paths[0], gpt2_definition(paths, data, config))
+        else:
+            read = _read_sentencepiece if kind == "sentencepiece" else _read_hf
+            vocab_size, special = read(paths[0], data[0])
         return TokenizerFiles(
             kind=kind,
             source=source,
-            path=path,
+            paths=paths,
             vocab_size=vocab_size,
-            digest=digests[path.name],
+            digest=xxhash.xxh3_128_hexdigest(b"".join(data)),
             special=special,
-            config=_read_config(path.parent, digests),
+            config=config,
             file_digests=digests,
         )
 
-    def special_token(self, role: Role, text: str | None = None) -> SpecialToken:
+    def definition(self) -> bytes:
+        """The .model or tokenizer.json, made of vocab.json and merges.txt where these are given.
+
+        Raises:
+            DataError: a file is no longer what it was when it was opened.
+        """
+        digests: dict[str, str] = {}
+        data = [_read(path, digests) for path in self.paths]
+        for name, digest in digests.items():
+            if digest != self.file_digests[name]:
+                raise DataError(f"{name} of tokenizer {self.source} was changed; start again")
+        return gpt2_definition(self.paths, data, self.config) if len(data) == 2 else data[0]
+
+    def special_token(self, role: Role, token: str | int | None = None) -> SpecialToken:
         """The token that begins (``bos``) or ends (``eod``) a document.
 
         Args:
-            text: the token's own name; without it, what the tokenizer's configuration says, or the
-                one usual name that is among its special tokens.
+            token: the token's own name, or its id; without it, what the tokenizer's configuration
+                says, or the one usual name that is among its special tokens.
 
         Raises:
             ConfigError: there is none, or several could be meant.
         """
-        if text is None:
-            text = self._configured(role)
+        if isinstance(token, int):
+            if not 0 <= token < self.vocab_size:
+                raise ConfigError(
+                    f"the {role} token is {token}, and the ids of {self.source} end at "
+                    f"{self.vocab_size - 1}"
+                )
+            names = [text for text, token_id in self.special.items() if token_id == token]
+            return SpecialToken([*names, str(token)][0], token)
+        text = token or self._configured(role)
         if text is not None:
             if text not in self.special:
                 raise self._no_special(f"{text!r} is not a special token of {self.source}")
@@ -155,20 +190,25 @@ class TokenizerFiles:
         return ConfigError(f"{problem}; name it with --eod-token or --bos-token (special: {known})")
 
 
-def _tokenizer_file(source: Path) -> Path:
-    if source.is_dir():
-        for name in ("tokenizer.json", "tokenizer.model", "spiece.model"):
-            if (source / name).is_file():
-                return source / name
-        raise ConfigError(f"directory {source} holds neither tokenizer.json nor tokenizer.model")
-    if not source.is_file():
+def _tokenizer_files(source: str) -> tuple[Path, ...]:
+    path = Path(source)
+    if path.is_dir():
+        for names in _IN_DIRECTORY:
+            if all((path / name).is_file() for name in names):
+                return tuple(path / name for name in names)
+        choices = ", ".join(" with ".join(names) for names in _IN_DIRECTORY)
+        raise ConfigError(f"directory {source} holds no tokenizer: none of {choices}")
+    vocab, comma, merges = source.partition(",")
+    if comma and Path(vocab).is_file() and Path(merges).is_file():
+        return Path(vocab), Path(merges)
+    if not path.is_file():
         raise ConfigError(
             f"there is no tokenizer at {source}; give a sentencepiece .model, a tokenizer.json, a "
             "directory that holds one, or the word bytes (nothing is downloaded)"
         )
-    if source.suffix not in (".json", ".model"):
+    if path.suffix not in (".json", ".model"):
         raise ConfigError(f"{source}: a tokenizer is a .model or a tokenizer.json")
-    return source
+    return (path,)
 
 
 def _read(path: Path, digests: dict[str, str]) -> bytes:
@@ -178,16 +218,20 @@ def _read(path: Path, digests: dict[str, str]) -> bytes:
     return data
 
 
+def _read_json(path: Path, digests: dict[str, str]) -> dict[str, Any]:
+    """The mapping in a file, empty where there is none."""
+    if not path.is_file():
+        return {}
+    try:
+        return dict(json.loads(_read(path, digests)))
+    except (ValueError, TypeError) as error:
+        raise FormatError(f"{path} is not valid JSON of a mapping ({error})") from error
+
+
 def _read_config(directory: Path, digests: dict[str, str]) -> dict[str, Any]:
     """What the files beside a tokenizer say; where two speak, the later one is heard."""
-    config: dict[str, Any] = {}
-    for name in ("special_tokens_map.json", "tokenizer_config.json"):
-        path = directory / name
-        if path.is_file():
-            try:
-                config |= dict(json.loads(_read(path, digests)))
-            except (ValueError, TypeError) as error:
-                raise FormatError(f"{path} is not valid JSON of a mapping ({error})") from error
+    config = _read_json(directory / "special_tokens_map.json", digests)
+    config |= _read_json(directory / "tokenizer_config.json", digests)
     template = directory / "chat_template.jinja"
     if template.is_file():
         config["chat_template"] = _read(template, digests).decode("utf-8")
@@ -209,7 +253,7 @@ def _read_hf(path: Path, data: bytes) -> tuple[int, dict[str, int]]:
 
 
 def _read_sentencepiece(path: Path, data: bytes) -> tuple[int, dict[str, int]]:
-    processor = require("sentencepiece", None, f"tokenizer {path}").SentencePieceProcessor()
+    processor = require("sentencepiece", f"tokenizer {path}").SentencePieceProcessor()
     try:
         processor.LoadFromSerializedProto(data)
     except RuntimeError as error:
@@ -233,7 +277,6 @@ def library_versions(backend: str, *, template: bool = False) -> dict[str, str]:
     if template:
         packages |= {"tokenizers", "jinja2"}
     for package in packages:
-        extra = None if package == "sentencepiece" else "tokenizers"
-        require(package, "gigatoken" if package == "gigatoken" else extra, f"backend {backend}")
+        require(package, f"backend {backend}")
     versions = {package: importlib.metadata.version(package) for package in sorted(packages)}
     return {**versions, "megapack": str(_IDS_VERSION)}

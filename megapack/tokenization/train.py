@@ -11,6 +11,7 @@ from typing import Literal
 
 from megapack.errors import ConfigError, DataError
 from megapack.storage.atomic import atomic_write
+from megapack.storage.replace import check_target, target_of
 from megapack.tokenization.faults import Faults
 from megapack.tokenization.optional import require
 from megapack.tokenization.pieces import InputFile, ReadOptions
@@ -49,6 +50,7 @@ class TrainOptions:
 @dataclass(frozen=True, kw_only=True)
 class TrainResult:
     path: Path
+    written: bool  # False: the same tokenizer was there already
     vocab_size: int
     num_documents: int
     num_text_bytes: int
@@ -59,26 +61,37 @@ def train_tokenizer(
     files: Sequence[InputFile],
     output: str,
     options: TrainOptions,
+    *,
     read: ReadOptions,
     faults: Faults,
+    overwrite: bool = False,
 ) -> TrainResult:
     """Train on a sample of ``files`` and write ``output`` (.model, or tokenizer.json).
 
     The sample is slices at even distances, so the result depends on the inputs and options
-    alone.
+    alone; whether the same tokenizer is there already shows when it is trained.
 
     Raises:
-        ConfigError: the vocabulary is larger than the text can fill.
+        ConfigError: ``output`` is no name for a file, or holds another tokenizer and ``overwrite``
+            is False; the vocabulary is larger than the text can fill.
         DataError: a document that may not pass; no text at all.
     """
+    path = target_of(output)
     counted = _Counted(_sample(files, options.sample_bytes, read, faults))
     train = _sentencepiece if options.type == "sentencepiece" else _bpe_json
     data, vocab_size = train(counted, options)
-    path = Path(output)
-    with atomic_write(path) as file:
-        file.write(data)
+
+    def difference() -> str | None:
+        same = path.read_bytes() == data
+        return None if same else "it is not the tokenizer that these inputs and options give"
+
+    written = check_target(output, overwrite=overwrite, difference=difference)
+    if written:
+        with atomic_write(path) as file:
+            file.write(data)
     return TrainResult(
-        path=path,
+        path=Path(output),
+        written=written,
         vocab_size=vocab_size,
         num_documents=counted.num_documents,
         num_text_bytes=counted.num_text_bytes,
@@ -128,7 +141,7 @@ def _lines(texts: Iterator[str]) -> Iterator[str]:
 
 
 def _sentencepiece(texts: _Counted, options: TrainOptions) -> tuple[bytes, int]:
-    module = require("sentencepiece", None, "training a sentencepiece model")
+    module = require("sentencepiece", "training a sentencepiece model")
     model = io.BytesIO()
     try:
         module.SentencePieceTrainer.Train(
@@ -158,7 +171,7 @@ def _sentencepiece(texts: _Counted, options: TrainOptions) -> tuple[bytes, int]:
 
 
 def _bpe_json(texts: _Counted, options: TrainOptions) -> tuple[bytes, int]:
-    tokenizers = require("tokenizers", "tokenizers", "training a tokenizer.json")
+    tokenizers = require("tokenizers", "training a tokenizer.json")
     byte_level = tokenizers.pre_tokenizers.ByteLevel
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Sequence(

@@ -60,6 +60,7 @@ class Workspace:
         if not self.root.parent.is_dir():
             return None
         overwrite = self._config.overwrite
+        check_target(self._manifest, overwrite=overwrite, difference=None)  # may it be written?
         before = None if overwrite else _read(self._manifest)
         for prefix in self._outputs:
             check_prefix(
@@ -67,7 +68,6 @@ class Workspace:
                 overwrite=overwrite,
                 difference=functools.partial(self._difference, before, prefix),
             )
-        check_target(self._manifest, overwrite=overwrite, difference=None)
         if before is None or not all(map(IndexedDataset.exists, self._outputs)):
             return None
         return Totals.of_manifest(before)

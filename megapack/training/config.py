@@ -91,8 +91,6 @@ class DataConfig:
     """What attention may see: its own document, or the whole sample (the baseline)."""
     labels: Literal["document", "sample"] = "document"
     """Whether the last token of a document predicts the next document's first (the baseline)."""
-    num_workers: int = 0
-    """Processes that gather batches per rank; 0: a thread, which is enough for most models."""
     uneven: Literal["error", "pad"] = "error"
     """When ranks do not divide the micro batches of a step: stop, or give some an empty one."""
     check_ranks_every: int = 100
@@ -108,8 +106,6 @@ class DataConfig:
         neither = self.prefix is None and self.index is None
         if not (neither if self.blend else alone):
             raise ConfigError("data: give prefix and index, or blend, and not both")
-        if self.num_workers < 0:
-            raise ConfigError(f"data: num_workers is {self.num_workers}; it must be 0 or more")
         if self.tokens_per_step % self.micro_batch_tokens:
             raise ConfigError(
                 f"data: tokens_per_step {self.tokens_per_step} is not a multiple of "

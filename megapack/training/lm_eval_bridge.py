@@ -44,9 +44,7 @@ def run_lm_eval(
         from lm_eval.models.huggingface import HFLM  # noqa: PLC0415
         from lm_eval.tasks import TaskManager  # noqa: PLC0415
     except ImportError as error:
-        raise ConfigError(
-            f"--lm-eval needs the harness: pip install megapack[lm-eval] ({error})"
-        ) from error
+        raise ConfigError(f"--lm-eval needs the harness: pip install lm-eval ({error})") from error
     manager = TaskManager(include_path=None if task_directory is None else str(task_directory))
     unknown = sorted(set(tasks) - set(manager.all_tasks))
     if unknown:

@@ -236,7 +236,7 @@ class _WeightsAndBiases:
             import wandb  # noqa: PLC0415
         except ImportError as error:
             raise ConfigError(
-                f"logging.wandb_project is {project!r}; that needs pip install megapack[wandb]"
+                f"logging.wandb_project is {project!r}; that needs pip install wandb"
             ) from error
         name = directory.path.name
         # The name is the id: a resumed run continues its curves.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -16,9 +17,13 @@ from megapack.storage import IndexedDatasetBuilder
 SMALL = ["--buckets", "64,128,256", "--tokens-per-rank", "512", "--num-gpus", "8"]
 
 
-def compare(*arguments: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "megapack.cli.main", "compare", *map(str, arguments)]
+def run_megapack(*arguments: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "megapack.cli.main", *map(str, arguments)]
     return subprocess.run(command, check=False, capture_output=True, text=True)
+
+
+def compare(*arguments: object) -> subprocess.CompletedProcess[str]:
+    return run_megapack("compare", *arguments)
 
 
 @pytest.fixture
@@ -29,10 +34,10 @@ def lengths(tmp_path: Path) -> Path:
 
 
 def test_table_json_and_page_from_bare_lengths(lengths: Path, tmp_path: Path) -> None:
-    report, page = tmp_path / "report.json", tmp_path / "report.html"
-    done = compare("--lengths", lengths, *SMALL, "--json", report, "--html", page, "--seed", 9)
+    page = tmp_path / "report.html"
+    done = compare("--lengths", lengths, *SMALL, "--html", page, "--seed", 9)
     assert done.returncode == 0, done.stderr
-    tree = json.loads(report.read_text())
+    tree = json.loads(compare("--lengths", lengths, *SMALL, "--json", "--seed", 9).stdout)
     assert [row["strategy"] for row in tree["strategies"]] == list(STRATEGIES)
     for row in tree["strategies"]:
         index = pack(np.load(lengths), row["strategy"], buckets=row["buckets"], seed=9)
@@ -42,6 +47,9 @@ def test_table_json_and_page_from_bare_lengths(lengths: Path, tmp_path: Path) ->
     last = done.stdout[done.stdout.index("recommended:") :]
     assert tree["recommendation"]["label"] in last
     assert tree["recommendation"]["reasons"][0] in last
+    assert tree["recommendation"]["command"] in last
+    again = compare("--lengths", lengths, *SMALL, "--html", page)
+    assert again.returncode == 2 and "Replace it with --overwrite" in again.stderr
     assert not list(tmp_path.glob("*.tmp-*"))
 
 
@@ -54,11 +62,10 @@ def test_a_dataset_gives_what_its_lengths_give(tmp_path: Path) -> None:
             builder.add_document(generator.integers(0, 9, length))
     np.save(tmp_path / "bare.npy", lengths)
     options = [*SMALL, "--strategies", "bucket", "concat@128", "--json"]
-    assert compare("--data-prefix", prefix, *options, tmp_path / "a.json").returncode == 0
-    assert (
-        compare("--lengths", tmp_path / "bare.npy", *options, tmp_path / "b.json").returncode == 0
-    )
-    first, second = (json.loads((tmp_path / name).read_text()) for name in ("a.json", "b.json"))
+    Path(f"{prefix}.bin").unlink()  # only the .idx is read
+    done = [compare(prefix, *options), compare("--lengths", tmp_path / "bare.npy", *options)]
+    assert [one.returncode for one in done] == [0, 0]
+    first, second = (json.loads(one.stdout) for one in done)
     assert first["corpus"]["name"] == "corpus"
     for one, other in zip(first["strategies"], second["strategies"], strict=True):
         assert one["metrics"] == other["metrics"]
@@ -66,27 +73,53 @@ def test_a_dataset_gives_what_its_lengths_give(tmp_path: Path) -> None:
 
 
 def test_a_sample_is_stated_and_reproducible(lengths: Path, tmp_path: Path) -> None:
-    options = ["--lengths", lengths, *SMALL, "--strategies", "bucket", "--sample", 100]
-    first = compare(*options, "--json", tmp_path / "1.json", "--html", tmp_path / "1.html")
-    second = compare(*options, "--json", tmp_path / "2.json")
+    options = ["--lengths", lengths, *SMALL, "--strategies", "bucket", "--max-documents"]
+    first = compare(*options, 100, "--html", tmp_path / "1.html")
     assert "a random sample of 100 of 500 documents" in first.stdout
     assert "random sample of 100 of 500 documents" in (tmp_path / "1.html").read_text()
-    one, two = (json.loads((tmp_path / f"{i}.json").read_text()) for i in (1, 2))
+    one, two = (json.loads(compare(*options, 100, "--json").stdout) for _ in range(2))
     assert one["corpus"] == two["corpus"]
     assert one["corpus"]["sampled_from"] == 500
-    whole = compare("--lengths", lengths, *SMALL, "--strategies", "bucket", "--sample", 500)
-    assert "sample of" not in whole.stdout
-    assert second.returncode == whole.returncode == 0
+    whole = compare(*options, 500)
+    assert "sample of" not in whole.stdout and whole.returncode == 0
 
 
-def test_training_options_reach_the_estimate(lengths: Path, tmp_path: Path) -> None:
+def test_the_command_it_recommends_packs_what_it_reported(tmp_path: Path) -> None:
+    prefix = tmp_path / "corpus"
+    with IndexedDatasetBuilder(prefix, dtype=np.uint16) as builder:
+        for length in np.random.default_rng(2).integers(1, 300, 60):
+            builder.add_document(np.zeros(length, np.uint16))
+    cases = ("bucket:promote=off", "seamless@64:preset=paper,last=pad", "next_fit@32:shuffle=no")
+    for case in cases:
+        options = [prefix, *SMALL, "--strategies", case, "--alignment", 8, "--seed", 3]
+        tree = json.loads(compare(*options, "--json").stdout)
+        command = shlex.split(tree["recommendation"]["command"])
+        assert command[:2] == ["megapack-build", "pack"]
+        output = ["--output", str(tmp_path / "x.samples"), "--overwrite", "--json"]
+        packed = run_megapack(*command[1:], *output)
+        assert packed.returncode == 0, packed.stderr
+        assert json.loads(packed.stdout) == tree["strategies"][0]["metrics"], case
+
+
+def test_strategies_that_cannot_serve_are_left_out_before_any_work(lengths: Path) -> None:
+    options = ["--lengths", lengths, "--buckets", "100,300", "--tokens-per-rank", "512"]
+    done = compare(*options)
+    assert done.returncode == 0, done.stderr
+    assert "left out: decompose: bucket is 100; decompose needs powers of two" in done.stdout
+    refused = compare(*options, "--strategies", "bucket", "decompose", "--html", "x.html")
+    assert refused.returncode == 2 and "needs powers of two" in refused.stderr
+    unaligned = compare(*options, "--alignment", 8)
+    assert unaligned.returncode == 2 and "no strategy" in unaligned.stderr
+
+
+def test_training_options_reach_the_estimate(lengths: Path) -> None:
     done = compare(
-        "--lengths", lengths, *SMALL, "--strategies", "concat@64", "--json", tmp_path / "r.json",
+        "--lengths", lengths, *SMALL, "--strategies", "concat@64", "--json",
         "--model-shape", "2e9,10,1000", "--gpu-tflops", 100, "--gpu-price", 3, "--utilization",
         0.5, "--train-tokens", "1e9", "--attention", "sample",
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    tree = json.loads((tmp_path / "r.json").read_text())
+    tree = json.loads(done.stdout)
     (row,) = tree["strategies"]
     metrics = row["metrics"]
     positions = metrics["placed_tokens"] + metrics["padding_tokens"]
@@ -97,22 +130,22 @@ def test_training_options_reach_the_estimate(lengths: Path, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("arguments", "status", "message"),
     [
-        (["--lengths", "missing.npy"], "missing.npy"),
-        (["--lengths", "text.npy"], "text.npy is not a .npy file of numbers"),
-        (["--lengths", "floats.npy"], "does not hold a one-dimensional array of integers"),
-        (["--lengths", "good.npy", "--strategies", "buket"], "did you mean 'bucket'?"),
-        (["--lengths", "good.npy", "--model-shape", "2e9,10"], "is not PARAMETERS,LAYERS,WIDTH"),
-        (["--lengths", "good.npy", "--utilization", "40"], "it is a share"),
-        (["--lengths", "good.npy", "--sample", "0"], "--sample is 0"),
-        (["--lengths", "negative.npy"], "document 1 has length -3"),
-        (["--lengths", "zeros.npy"], "holds no document with a token"),
-        (["--data-prefix", "nowhere"], "nowhere.idx"),
+        (["--lengths", "missing.npy"], 1, "missing.npy"),
+        (["--lengths", "text.npy"], 1, "text.npy is not a .npy file of numbers"),
+        (["--lengths", "floats.npy"], 1, "does not hold a one-dimensional array of integers"),
+        (["--lengths", "good.npy", "--strategies", "buket"], 2, "did you mean 'bucket'?"),
+        (["--lengths", "good.npy", "--model-shape", "2e9,10"], 2, "is not PARAMETERS,LAYERS,WIDTH"),
+        (["--lengths", "good.npy", "--utilization", "40"], 2, "it is a share"),
+        (["--lengths", "good.npy", "--max-documents", "0"], 2, "'0' is not a whole number"),
+        (["--lengths", "negative.npy"], 1, "document 1 has length -3"),
+        (["--lengths", "zeros.npy"], 1, "holds no document with a token"),
+        (["--data-prefix", "nowhere"], 1, "nowhere.idx"),
     ],
 )
 def test_bad_input_is_named_and_leaves_no_report(
-    arguments: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    arguments: list[str], status: int, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     root = Path(__file__).parents[2]
     monkeypatch.setenv("PYTHONPATH", str(root))
@@ -122,10 +155,10 @@ def test_bad_input_is_named_and_leaves_no_report(
     np.save("good.npy", np.arange(1, 9))
     np.save("negative.npy", np.array([4, -3, 5]))
     np.save("zeros.npy", np.zeros(4, np.int32))
-    done = compare(*arguments, "--json", "report.json")
-    assert done.returncode in (1, 2), done.stdout
+    done = compare(*arguments, "--html", "report.html")
+    assert done.returncode == status, done.stderr
     assert message in done.stderr
-    assert not Path("report.json").exists()
+    assert not Path("report.html").exists()
 
 
 def test_a_command_line_that_cannot_be_parsed_exits_with_2(lengths: Path) -> None:

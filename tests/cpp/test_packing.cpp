@@ -5,6 +5,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <functional>
+#include <limits>
 #include <numeric>
 #include <set>
 #include <string>
@@ -23,11 +24,16 @@
 namespace {
 
 using megapack::BucketRules;
+using megapack::Lengths;
 using megapack::Overflow;
 using megapack::Progress;
 using megapack::Random;
+using megapack::Ratio;
+using megapack::Run;
 using megapack::Samples;
 using megapack::Span;
+
+constexpr std::int64_t kLargest = std::int64_t{1} << 62;
 
 void require(bool ok, const std::string& what) {
     if (ok) return;
@@ -36,7 +42,7 @@ void require(bool ok, const std::string& what) {
 }
 
 template <typename Id, typename Length>
-using Pack = std::function<Samples<Id, Length>(Span<const Length>, int threads, Progress&)>;
+using Pack = std::function<Samples<Id, Length>(const Lengths<Length>&, const Run&)>;
 
 template <typename Id, typename Length>
 megapack::SampleView<Id, Length> view_of(const Samples<Id, Length>& samples) {
@@ -74,10 +80,11 @@ template <typename Id, typename Length>
 void run(const std::string& name, const Pack<Id, Length>& pack,
          const std::vector<Length>& lengths) {
     Progress silent;
-    const Samples<Id, Length> one = pack(lengths, 1, silent);
+    const Lengths<Length> checked{Span<const Length>(lengths)};
+    const Samples<Id, Length> one = pack(checked, Run(3, 1, silent));
     check_packing(name, one, lengths);
     for (const int threads : {2, 7}) {
-        const Samples<Id, Length> other = pack(lengths, threads, silent);
+        const Samples<Id, Length> other = pack(checked, Run(3, threads, silent));
         require(one.bucket_sample_offsets == other.bucket_sample_offsets &&
                     equal(one.sample_segment_offsets, other.sample_segment_offsets) &&
                     equal(one.segment_document, other.segment_document) &&
@@ -89,68 +96,69 @@ void run(const std::string& name, const Pack<Id, Length>& pack,
 
 template <typename Id, typename Length>
 void run_all(const std::vector<Length>& lengths, std::int64_t capacity) {
-    using Lengths = Span<const Length>;
-    const auto in_order = [](Lengths x) { return megapack::in_file_order<Id>(x); };
+    using Checked = Lengths<Length>;
+    const auto in_order = [](const Checked& x) { return megapack::in_file_order<Id>(x); };
     const std::vector<std::int64_t> buckets{capacity, 2 * capacity + 1, 5 * capacity};
     run<Id, Length>(
         "concat",
-        [&](Lengths x, int threads, Progress& p) {
-            const auto order = megapack::shuffle<Id>(x, Random(7), threads);
-            const megapack::Documents<Id, Length> documents{x, order.data(), order.size()};
-            auto samples = megapack::pack_streams(documents, {capacity}, threads, p);
+        [&](const Checked& x, const Run& r) {
+            auto documents = in_order(x);
+            const auto order = megapack::shuffle<Id>(documents.lengths, Random(7), r.threads);
+            documents.items = order.data();
+            auto samples = megapack::pack_streams(documents, {capacity}, r);
             megapack::drop_partial_sample(samples);
             return samples;
         },
         lengths);
     run<Id, Length>(
         "bucket_naive",
-        [&](Lengths x, int threads, Progress& p) {
-            return megapack::pack_streams(in_order(x), buckets, threads, p);
+        [&](const Checked& x, const Run& r) {
+            return megapack::pack_streams(in_order(x), buckets, r);
         },
         lengths);
     for (const std::int64_t atom : {std::int64_t{1}, capacity, 3 * capacity}) {
-        const megapack::AtomRules rules{capacity, atom, 5};
+        const megapack::AtomRules rules{capacity, atom};
         run<Id, Length>(
             "pad",
-            [&](Lengths x, int threads, Progress& p) {
-                return megapack::pack_padded(in_order(x), rules, threads, p);
+            [&](const Checked& x, const Run& r) {
+                return megapack::pack_padded(in_order(x), rules, r);
             },
             lengths);
         run<Id, Length>(
             "concat with atoms",
-            [&](Lengths x, int threads, Progress& p) {
-                const auto stream = megapack::pack_streams(in_order(x), {rules.unit()}, threads, p);
-                return megapack::shuffle_atoms(stream, rules, threads);
+            [&](const Checked& x, const Run& r) {
+                const auto stream = megapack::pack_streams(in_order(x), {rules.unit()}, r);
+                return megapack::shuffle_atoms(stream, rules, r);
             },
             lengths);
     }
     run<Id, Length>(
         "next_fit",
-        [&](Lengths x, int, Progress& p) {
-            return megapack::pack_next_fit(in_order(x), capacity, p);
+        [&](const Checked& x, const Run& r) {
+            return megapack::pack_next_fit(in_order(x), capacity, r);
         },
         lengths);
     run<Id, Length>(
         "length_sorted",
-        [&](Lengths x, int threads, Progress& p) {
-            return megapack::pack_length_sorted(in_order(x), capacity, threads, p);
+        [&](const Checked& x, const Run& r) {
+            return megapack::pack_length_sorted(in_order(x), capacity, r);
         },
         lengths);
     for (const std::int64_t extra : {0, 3}) {
         for (const auto fit : {megapack::Fit::kFirst, megapack::Fit::kBest})
             run<Id, Length>(
                 "fit_decreasing",
-                [&](Lengths x, int threads, Progress& p) {
-                    return megapack::pack_fit(in_order(x), capacity, extra, fit, threads, p);
+                [&](const Checked& x, const Run& r) {
+                    return megapack::pack_fit(in_order(x), capacity, extra, fit, r);
                 },
                 lengths);
         for (const auto placement : {megapack::Placement::kExact, megapack::Placement::kPaper,
                                      megapack::Placement::kPublished}) {
-            const megapack::SeamlessRules rules{capacity, 0.4, placement, extra};
+            const megapack::SeamlessRules rules{capacity, Ratio(2, 5), placement, extra};
             run<Id, Length>(
                 "seamless",
-                [&](Lengths x, int threads, Progress& p) {
-                    return megapack::pack_seamless(in_order(x), rules, threads, p);
+                [&](const Checked& x, const Run& r) {
+                    return megapack::pack_seamless(in_order(x), rules, r);
                 },
                 lengths);
         }
@@ -158,27 +166,25 @@ void run_all(const std::vector<Length>& lengths, std::int64_t capacity) {
     for (const std::int64_t pool_size : {1, 7, 1000}) {
         for (const auto overflow : {Overflow::kPad, Overflow::kHead, Overflow::kPromote}) {
             const bool head = overflow == Overflow::kHead;
-            const BucketRules rules{buckets, overflow, 0.05, head, head};
+            const BucketRules rules{buckets, overflow, Ratio(1, 20), head, head};
             run<Id, Length>(
                 "drained buckets",
-                [&](Lengths x, int threads, Progress& p) {
-                    return megapack::pack_buckets<Id, Length>(x, rules, {}, pool_size, 3, threads,
-                                                              p);
+                [&](const Checked& x, const Run& r) {
+                    return megapack::pack_buckets<Id>(x, rules, {}, pool_size, r);
                 },
                 lengths);
             run<Id, Length>(
                 "streamed buckets",
-                [&](Lengths x, int threads, Progress& p) {
-                    return megapack::pack_bucket_stream<Id, Length>(x, rules, pool_size, 3, threads,
-                                                                    p);
+                [&](const Checked& x, const Run& r) {
+                    return megapack::pack_bucket_stream<Id>(x, rules, pool_size, r);
                 },
                 lengths);
         }
     }
     run<Id, Length>(
         "decompose",
-        [&](Lengths x, int threads, Progress& p) {
-            return megapack::pack_decompose(in_order(x), {4, 8, 16}, threads, p);
+        [&](const Checked& x, const Run& r) {
+            return megapack::pack_decompose(in_order(x), {4, 8, 16}, r);
         },
         lengths);
 }
@@ -232,8 +238,9 @@ void test_length_set() {
 std::string fault_of(const std::function<void(Samples<std::int32_t, std::int32_t>&)>& damage) {
     const std::vector<std::int32_t> lengths{5, 9};
     Progress silent;
-    const auto documents = megapack::in_file_order<std::int32_t>(Span<const std::int32_t>(lengths));
-    auto samples = megapack::pack_next_fit(documents, 16, silent);
+    const Lengths<std::int32_t> checked{Span<const std::int32_t>(lengths)};
+    auto samples = megapack::pack_next_fit(megapack::in_file_order<std::int32_t>(checked), 16,
+                                           Run(0, 1, silent));
     damage(samples);
     const std::vector<std::int64_t> capacity{16};
     try {
@@ -253,9 +260,9 @@ void test_faults_are_found() {
     is(fault_of([](Damaged s) { s.segment_document[0] = 2; }), "segment 0 names document 2 of 2");
     is(fault_of([](Damaged s) { s.segment_document[0] = -1; }), "segment 0 names document -1 of 2");
     is(fault_of([](Damaged s) { s.segment_begin[1] = 1; }),
-       "segment 1 is [1, 10) of document 1, which has 9 tokens");
+       "segment 1 is [1, +9) of document 1, which has 9 tokens");
     is(fault_of([](Damaged s) { s.segment_length[1] = 0; }),
-       "segment 1 is [0, 0) of document 1, which has 9 tokens");
+       "segment 1 is [0, +0) of document 1, which has 9 tokens");
     is(fault_of([](Damaged s) {
            s.segment_document[0] = 1;
            s.segment_length[0] = 8;
@@ -269,18 +276,146 @@ void test_faults_are_found() {
        "bucket 0 claims samples 0 to 9 of 1");
 }
 
-void test_an_exception_in_a_task_arrives() {
-    for (const int threads : {1, 4}) {
-        bool arrived = false;
-        try {
-            megapack::parallel_for(threads, 100, [](std::size_t i) {
-                if (i == 5) throw std::runtime_error("five");
-            });
-        } catch (const std::runtime_error&) {
-            arrived = true;
-        }
-        require(arrived, "the exception of a task is thrown to the caller");
+// Whatever the arrays of an index hold, they are refused or they keep the laws.
+void test_random_damage_is_found() {
+    const Random random(9);
+    int refused = 0;
+    for (std::uint64_t round = 0; round < 3000; ++round) {
+        const Random chance = random.child(round);
+        constexpr std::int64_t kOdd[] = {-1,
+                                         0,
+                                         1,
+                                         2,
+                                         3,
+                                         9,
+                                         17,
+                                         1 << 30,
+                                         -(std::int64_t{1} << 62),
+                                         std::numeric_limits<std::int64_t>::max()};
+        const std::int64_t odd = kOdd[chance.below(0, std::size(kOdd))];
+        const auto narrow = static_cast<std::int32_t>(odd);
+        const auto which = chance.below(1, 6), at = chance.below(2, 2);
+        const std::string fault = fault_of([&](Samples<std::int32_t, std::int32_t>& s) {
+            if (which == 0) s.bucket_capacity[0] = odd;
+            if (which == 1) s.bucket_sample_offsets[at] = odd;
+            if (which == 2) s.sample_segment_offsets[at] = odd;
+            if (which == 3) s.segment_document[at] = narrow;
+            if (which == 4) s.segment_begin[at] = narrow;
+            if (which == 5) s.segment_length[at] = narrow;
+        });
+        refused += fault.empty() ? 0 : 1;
     }
+    require(refused > 2000, "damage was accepted");
+}
+
+// The message of what `run` throws as Error.
+template <typename Error>
+std::string message_of(const std::function<void()>& run) {
+    try {
+        run();
+    } catch (const Error& error) {
+        return error.what();
+    }
+    return "nothing was thrown";
+}
+
+void expect(const std::string& message, const std::string& part) {
+    require(message.find(part) != std::string::npos, "'" + message + "' should say '" + part + "'");
+}
+
+template <typename Length>
+std::string refusal_of_lengths(const std::vector<Length>& lengths) {
+    return message_of<megapack::DataError>([&] { Lengths<Length>{Span<const Length>(lengths)}; });
+}
+
+void test_lengths_are_checked() {
+    expect(refusal_of_lengths<std::int32_t>({3, -7}), "document 1 has length -7");
+    expect(refusal_of_lengths<std::int64_t>({3, 4, -kLargest}), "document 2 has length -46116860");
+    expect(refusal_of_lengths<std::int64_t>({kLargest, kLargest, kLargest, kLargest}),
+           "more than 2^62");
+    expect(refusal_of_lengths<std::int64_t>({kLargest, 1}), "2 documents have more than 2^62");
+    expect(refusal_of_lengths<std::int64_t>({kLargest}), "nothing was thrown");
+    expect(message_of<megapack::DataError>([] {
+               const std::vector<std::uint64_t> lengths{~std::uint64_t{0}};
+               megapack::check_lengths(Span<const std::uint64_t>(lengths));
+           }),
+           "the longest has 18446744073709551615");
+    std::vector<std::int32_t> many(200000, 2147483647);
+    many[5] = 0, many[6] = 12;
+    const auto totals = megapack::check_lengths(Span<const std::int32_t>(many), 12);
+    require(totals.num_tokens == 199998 * std::int64_t{2147483647} + 12 &&
+                totals.longest == 2147483647 && totals.num_empty == 1 &&
+                totals.num_longer == 199998,
+            "totals of lengths");
+}
+
+// What the seam lets through as numbers, the strategies refuse as arguments.
+void test_wrong_arguments_are_refused() {
+    const std::vector<std::int32_t> lengths{5, 9, 40};
+    const Lengths<std::int32_t> checked{Span<const std::int32_t>(lengths)};
+    const auto documents = megapack::in_file_order<std::int32_t>(checked);
+    Progress silent;
+    const Run run(0, 2, silent);
+    const auto refusal = [](const std::function<void()>& call, const std::string& part) {
+        expect(message_of<std::invalid_argument>(call), part);
+    };
+    refusal([&] { Run(0, 0, silent); }, "threads is 0; it must be from 1");
+    refusal([&] { Run(0, std::int64_t{1} << 40, silent); }, "threads is 1099511627776");
+    refusal([&] { megapack::pack_streams(documents, {}, run); }, "there are no buckets");
+    refusal([&] { megapack::pack_streams(documents, {8, 8}, run); }, "8 follows 8");
+    for (const std::int64_t capacity : {std::int64_t{0}, std::int64_t{-3}, std::int64_t{1} << 40}) {
+        const std::string part = "a capacity is " + std::to_string(capacity);
+        refusal([&] { megapack::pack_streams(documents, {capacity}, run); }, part);
+        refusal([&] { megapack::pack_next_fit(documents, capacity, run); }, part);
+        refusal([&] { megapack::pack_length_sorted(documents, capacity, run); }, part);
+        refusal([&] { megapack::pack_fit(documents, capacity, 0, megapack::Fit::kBest, run); },
+                part);
+        const megapack::SeamlessRules seamless{capacity, {}, megapack::Placement::kExact, 0};
+        refusal([&] { megapack::pack_seamless(documents, seamless, run); }, part);
+        refusal([&] { megapack::pack_padded(documents, {capacity, 1}, run); }, part);
+        BucketRules rules;
+        rules.capacities = {capacity};
+        refusal([&] { megapack::pack_buckets<std::int32_t>(checked, rules, {}, 9, run); }, part);
+        refusal([&] { megapack::count_bucket_samples({0, 1}, rules); }, part);
+    }
+    refusal([&] { megapack::pack_padded(documents, {8, 3}, run); }, "one must be a multiple");
+    refusal([&] { megapack::pack_padded(documents, {8, 0}, run); }, "atom_size is 0");
+    refusal([&] { megapack::pack_fit(documents, 8, -1, megapack::Fit::kBest, run); },
+            "extra_capacity is -1");
+    refusal([&] { megapack::pack_decompose(documents, {4, 16}, run); }, "bucket 16 follows 4");
+    refusal([&] { megapack::pack_decompose(documents, {6, 12}, run); }, "6 is no power of two");
+    refusal([&] { Ratio(3, 2); }, "3 / 2 is no share");
+    refusal([&] { Ratio(0, 0); }, "0 / 0 is no share");
+    BucketRules rules;
+    rules.capacities = {8, 16};
+    refusal([&] { megapack::pack_buckets<std::int32_t>(checked, rules, {}, 0, run); },
+            "pool_size is 0");
+    refusal([&] { megapack::count_bucket_samples({0, -1}, rules); }, "-1 documents of length 1");
+    refusal([&] { megapack::count_bucket_samples({0, std::int64_t{1} << 62, 1}, rules); }, "2^62");
+    const auto given = [&](megapack::GivenPattern pattern) {
+        return [&, pattern] {
+            megapack::pack_buckets<std::int32_t>(checked, rules, {pattern}, 9, run);
+        };
+    };
+    refusal(given({2, 1, {{5, 1}}}), "bucket 2 of 2");
+    refusal(given({0, 1, {{5, 2}}}), "2 documents of length 5");
+    refusal(given({1, 1, {{5, 2}}}), "1 times 2 documents of length 5; there are 1");
+    refusal(given({1, 1, {{5, 1}, {5, 1}}}), "1 times 2 documents of length 5; there are 1");
+    refusal(given({1, 1, {{9, 2147483647}, {9, 2147483647}}}), "room for 16");
+    require(
+        message_of<std::invalid_argument>(given({1, 1, {{9, 1}, {5, 1}}})) == "nothing was thrown",
+        "a sound pattern is taken");
+}
+
+// 3 tenths of 1000 are 300 tokens, whatever 0.3 is in binary.
+void test_shares_do_not_round() {
+    const Ratio tenth(1, 10), most(1, 1), odd(333333333333333333, 1000000000000000000);
+    require(!tenth.exceeded_by(100, 1000) && tenth.exceeded_by(101, 1000), "0.1 of 1000");
+    require(tenth.rounded_up_holds(300, 3000) && !tenth.rounded_up_holds(301, 3000), "3 tenths");
+    require(tenth.rounded_up_holds(1, 5) && !tenth.rounded_up_holds(2, 5), "ceil of a half");
+    require(tenth.rounded_up_holds(0, 0) && !tenth.rounded_up_holds(1, 0), "of nothing");
+    require(most.floor_of(kLargest) == kLargest && odd.floor_of(kLargest) < kLargest / 3,
+            "no overflow");
 }
 
 }  // namespace
@@ -288,7 +423,10 @@ void test_an_exception_in_a_task_arrives() {
 int main() {
     test_length_set();
     test_faults_are_found();
-    test_an_exception_in_a_task_arrives();
+    test_random_damage_is_found();
+    test_lengths_are_checked();
+    test_wrong_arguments_are_refused();
+    test_shares_do_not_round();
     for (const auto& lengths : inputs()) {
         const std::vector<std::int32_t> narrow(lengths.begin(), lengths.end());
         run_all<std::int32_t, std::int32_t>(narrow, 16);

@@ -8,8 +8,10 @@ from typing import Any
 
 import numpy as np
 
+from megapack import _core
 from megapack.data import PackedDataset, PackedLoader, Schedule, build_loader
 from megapack.packing import SampleIndex, pack
+from megapack.packing.metrics import DocumentTotals
 from megapack.storage import IndexedDataset, IndexedDatasetBuilder
 
 Segment = tuple[int, int, int]  # document, begin, length
@@ -47,13 +49,18 @@ def index_of(
         "segment_begin": columns[1].astype(begin_dtype),
         "segment_length": columns[2].astype(np.int32),
     }
-    return SampleIndex.from_packing(
-        {**arrays, "dropped_tokens": 0, "repeated_tokens": 0},
-        np.asarray(lengths, np.int32),
+    packed = np.asarray(lengths, np.int32)
+    checked = _core.DocumentLengths(packed, capacity=max(buckets))
+    return SampleIndex(
+        **arrays,
         strategy="by hand",
         parameters={},
         buckets=sorted(buckets),
         seed=0,
+        decisions={},
+        documents=DocumentTotals.of(packed, checked),
+        dropped_tokens=0,
+        repeated_tokens=0,
     )
 
 

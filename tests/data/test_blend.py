@@ -14,10 +14,10 @@ from megatron.core.datasets import helpers
 from megapack import _core
 from megapack.data import (
     BlendConfig,
-    BlendEntry,
     BucketBatchSampler,
     PackedDataset,
     Schedule,
+    Source,
     build_loader,
     load_blend,
     plan_run,
@@ -165,7 +165,7 @@ def test_a_manifest_becomes_batches_that_say_where_segments_come_from(
         {"name": f"n{v}", "prefix": f"d{v}", "index": f"d{v}.samples", "weight": w}
         for v, w in ((5, 0.5), (6, 0.3), (7, 0.2))
     ]
-    (tmp_path / "blend.yaml").write_text(dump({"datasets": entries, "max_epochs": 9}))
+    (tmp_path / "blend.yaml").write_text(dump({"sources": entries, "max_epochs": 9}))
     config = load_blend(tmp_path / "blend.yaml", ["max_epochs=8"])
     assert config.max_epochs == 8
     packed = config.open()
@@ -203,7 +203,7 @@ def test_every_dataset_of_a_blend_has_its_own_labels_or_none(tmp_path: Path) -> 
         {"prefix": f"d{v}", "index": f"d{v}.samples", "weight": 1, **more}
         for v, more in ((5, {}), (6, {"labels": "turns"}), (7, {"labels": "none"}), (8, {}))
     ]
-    (tmp_path / "blend.yaml").write_text(yaml.safe_dump({"datasets": entries}))
+    (tmp_path / "blend.yaml").write_text(yaml.safe_dump({"sources": entries}))
     packed = load_blend(tmp_path / "blend.yaml").open()
     assert len(packed.datasets) == 4
     labelled = {5: True, 6: True, 7: False, 8: False}
@@ -219,12 +219,14 @@ def test_every_dataset_of_a_blend_has_its_own_labels_or_none(tmp_path: Path) -> 
 
 def test_bad_manifests_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="at least one"):
-        BlendConfig(datasets=())
+        BlendConfig(sources=())
     with pytest.raises(ConfigError, match="must be positive"):
-        BlendEntry(prefix="a", index="b", weight=0.0)
-    (tmp_path / "b.yaml").write_text("datasets: [{prefix: a, index: b, wieght: 1}]")
+        BlendConfig(sources=(Source(prefix="a", index="b", weight=0.0),))
+    (tmp_path / "b.yaml").write_text("sources: [{prefix: a, index: b, wieght: 1}]")
     with pytest.raises(ConfigError, match="did you mean 'weight'"):
         load_blend(tmp_path / "b.yaml")
+    with pytest.raises(ConfigError, match="source 'a' has no index; make one with"):
+        BlendConfig(sources=(Source(prefix="a"),)).open()
     one = _write(tmp_path, 0, 9, 5)
     with pytest.raises(ConfigError, match="2 datasets and 1 indices"):
         PackedDataset([one, one], [f"{one}.samples"])

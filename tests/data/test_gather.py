@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -237,8 +238,7 @@ def test_an_index_that_points_outside_the_documents_raises(
 def _damaged(index: SampleIndex, array: str, at: int, value: int) -> SampleIndex:
     values = getattr(index, array).copy()
     values[at] = value
-    setattr(index, array, values)
-    return index
+    return replace(index, **{array: values})
 
 
 def test_samples_that_do_not_exist_or_do_not_fit_are_refused(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,6 @@ import pytest
 import torch
 
 from megapack.data import BatchLayout, PackedDataset, Schedule
-from megapack.data.batch import SharedBuffers
 from megapack.errors import ConfigError, IndexMismatchError
 from megapack.packing import pack
 from tests.data.corpora import STEP_TOKENS, packed_lengths, random_documents, write_documents
@@ -44,9 +42,7 @@ def assert_same(a: list[dict[str, Any]], b: list[dict[str, Any]]) -> None:
         {},
         {"reuse_buffers": True},
         {"reuse_buffers": True, "prefetch": 0},
-        pytest.param({"num_workers": 1}, marks=pytest.mark.multiprocess),
-        pytest.param({"num_workers": 2, "prefetch": 4}, marks=pytest.mark.multiprocess),
-        pytest.param({"num_workers": 2, "reuse_buffers": True}, marks=pytest.mark.multiprocess),
+        {"prefetch": 4},
         {"device": "cpu"},
     ],
 )
@@ -119,34 +115,12 @@ def test_options_that_contradict_each_other_are_refused(packed: PackedDataset) -
         loader(packed, layout="columns")
 
 
-@pytest.mark.multiprocess
-@pytest.mark.parametrize("num_workers", [0, 2])
-def test_a_batch_is_the_trainers_own_unless_it_asked_for_reuse(
-    packed: PackedDataset, num_workers: int
-) -> None:
+def test_a_batch_is_the_trainers_own_unless_it_asked_for_reuse(packed: PackedDataset) -> None:
     plain = list(loader(packed, prefetch=0))
-    assert_same(plain, list(loader(packed, num_workers=num_workers, prefetch=1)))
-    batches = iter(loader(packed, num_workers=num_workers, prefetch=1, reuse_buffers=True))
+    assert_same(plain, list(loader(packed, prefetch=1)))
+    batches = iter(loader(packed, prefetch=1, reuse_buffers=True))
     kept = [batch["tokens"] for batch in batches]
     assert len({tokens.data_ptr() for tokens in kept}) == 3 < len(kept)
-
-
-@pytest.mark.multiprocess
-def test_spawned_workers_share_the_same_memory(packed: PackedDataset) -> None:
-    ring = SharedBuffers(2, 128)
-    context = multiprocessing.get_context("spawn")
-    for slot in (0, 1):
-        child = context.Process(target=_fill, args=(ring, slot))
-        child.start()
-        child.join()
-        assert child.exitcode == 0
-        for tensor in ring[slot].values():
-            assert (tensor == slot + 1).all()
-
-
-def _fill(ring: SharedBuffers, slot: int) -> None:
-    for tensor in ring[slot].values():
-        tensor.fill_(slot + 1)
 
 
 def test_every_rank_row_and_layout_holds_the_same_tokens(packed: PackedDataset) -> None:

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
-import signal
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -93,49 +89,23 @@ def test_a_program_that_ends_amid_an_iteration_ends_cleanly(packed: PackedDatase
         assert (done.returncode, done.stderr) == (0, "")
 
 
-class _Dies(PackedDataset):
-    def micro_batch(self, sample_ids: Any, **options: Any) -> Any:
-        if self.deadly in sample_ids:  # type: ignore[attr-defined]
-            os.kill(os.getpid(), signal.SIGKILL)
-        return super().micro_batch(sample_ids, **options)
-
-
 @pytest.mark.multiprocess
-def test_a_worker_that_is_killed_is_reported_with_its_signal(packed: PackedDataset) -> None:
-    mortal = _Dies.__new__(_Dies)
-    mortal.__dict__.update(packed.__dict__)
-    batches = loader(mortal, num_workers=1, prefetch=1)
-    mortal.deadly = int(list(batches.sampler)[4].sample_ids[0])
-    with pytest.raises(
-        RuntimeError, match=r"(?s)data worker failed.*signal: Killed.*out of memory"
-    ):
-        list(batches)
-
-
-class _Sleeps(PackedDataset):
-    def micro_batch(self, sample_ids: Any, **options: Any) -> Any:
-        time.sleep(2)
-        return super().micro_batch(sample_ids, **options)
-
-
-@pytest.mark.multiprocess
-def test_a_worker_that_hangs_is_an_error_after_the_given_time(packed: PackedDataset) -> None:
-    silent = _Sleeps.__new__(_Sleeps)
-    silent.__dict__.update(packed.__dict__)
-    with pytest.raises(RuntimeError, match=r"before step 0.*timed out after 0\.3"):
-        list(loader(silent, num_workers=1, timeout_seconds=0.3))
-
-
-@pytest.mark.multiprocess
-def test_an_error_in_a_worker_keeps_its_type_and_message(packed: PackedDataset) -> None:
+@pytest.mark.parametrize("num_workers", [None, 0, 1])
+def test_an_error_keeps_its_type_and_message(
+    packed: PackedDataset, num_workers: int | None
+) -> None:
+    """In the loader's thread, and in torch's DataLoader with worker processes or without."""
     damaged = PackedDataset(packed.datasets[0], packed.samples.indices[0])
-    index = damaged.samples.indices[0]
-    lengths = index.segment_length.copy()
+    lengths = damaged.samples.indices[0].segment_length.copy()
     lengths[:] = 10_000
-    broken = loader(damaged, num_workers=1, dealing="in_order")
+    batches: Iterable[Any] = loader(damaged, dealing="in_order")
+    if num_workers is not None:
+        batches = DataLoader(
+            damaged, batch_sampler=_sampler(packed), num_workers=num_workers, collate_fn=_stacked
+        )
     damaged._gatherer = _gatherer_with(damaged, lengths)
     with pytest.raises(FormatError, match="pack again"):
-        list(broken)
+        list(batches)
 
 
 def _gatherer_with(packed: PackedDataset, lengths: Any) -> Any:
@@ -156,24 +126,6 @@ def _gatherer_with(packed: PackedDataset, lengths: Any) -> Any:
     return gatherer
 
 
-@pytest.mark.multiprocess
-def test_workers_end_with_the_iteration(packed: PackedDataset) -> None:
-    before = set(_children())
-    batches = iter(loader(packed, num_workers=2))
-    next(batches)
-    assert len(set(_children()) - before) == 2
-    del batches
-    assert not set(_children()) - before
-
-
-def _children() -> list[int]:
-    children = []
-    for task in Path(f"/proc/{os.getpid()}/task").iterdir():
-        with contextlib.suppress(FileNotFoundError):  # a thread that has just ended
-            children += [int(pid) for pid in (task / "children").read_text().split()]
-    return children
-
-
 def _sampler(packed: PackedDataset, **options: Any) -> BucketBatchSampler:
     return BucketBatchSampler(
         Schedule(packed, tokens_per_step=STEP_TOKENS, seed=2),
@@ -189,11 +141,17 @@ def _stacked(samples: list[dict[str, Any]]) -> torch.Tensor:
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("num_workers", [0, 2])
-def test_the_sampler_is_a_batch_sampler_of_torch(packed: PackedDataset, num_workers: int) -> None:
+@pytest.mark.parametrize(("num_workers", "start"), [(0, None), (2, "fork"), (1, "spawn")])
+def test_the_sampler_is_a_batch_sampler_of_torch(
+    packed: PackedDataset, num_workers: int, start: str | None
+) -> None:
     ours = loader(packed, rank=1, layout="rows")
     theirs = DataLoader(
-        packed, batch_sampler=_sampler(packed), num_workers=num_workers, collate_fn=_stacked
+        packed,
+        batch_sampler=_sampler(packed),
+        num_workers=num_workers,
+        collate_fn=_stacked,
+        multiprocessing_context=start,
     )
     assert len(theirs) == len(ours)
     for tokens, batch in zip(theirs, ours, strict=True):

@@ -11,8 +11,8 @@ import xxhash
 
 from fuzz.mutate import mutate
 from megapack.storage import IndexedDataset
+from megapack.storage.input_dataset import InputDataset
 from megapack.storage.repair import repair
-from megapack.storage.shard import Shard
 from megapack.storage.verify import verify
 
 BIN = np.arange(40, dtype=np.uint16).tobytes()
@@ -66,7 +66,11 @@ def run(data: bytes, directory: Path) -> str:
     (directory / "data.bin").write_bytes(BIN)
     prefix = directory / "data"
     sound = not any(finding.severity == "error" for finding in verify(prefix))
-    steps = [lambda: _read(prefix), lambda: Shard(prefix), lambda: repair(prefix, dry_run=True)]
+    steps = [
+        lambda: _read(prefix),
+        lambda: InputDataset(prefix),
+        lambda: repair(prefix, dry_run=True),
+    ]
     refused = []
     for step in steps:
         try:

@@ -13,8 +13,8 @@ import numpy as np
 from fuzz.mutate import mutate
 from megapack.errors import MegapackError
 from megapack.storage import IndexedDataset, IndexedDatasetBuilder
+from megapack.storage.input_dataset import InputDataset
 from megapack.storage.merge import merge
-from megapack.storage.shard import Shard
 from megapack.storage.verify import verify
 
 _VALUES: list[Any] = [
@@ -93,7 +93,7 @@ def run(data: bytes, directory: Path) -> str:
         assert not sound, "verify calls sound what a reader refuses"
         return "refused at load"
     try:
-        Shard(prefix)
+        InputDataset(prefix)
         merge([prefix], directory / "merged")
         merged = IndexedDataset(directory / "merged")
         assert np.array_equal(merged.tokens, _TOKENS)

@@ -2,11 +2,14 @@
 
     make fuzz                                   # or: FUZZ_SECONDS=3600 make fuzz
     python tests/fuzz/run.py idx                # one target
+    python tests/fuzz/run.py --changes 2000 samples idx meta     # so many changes, and what became
     python tests/fuzz/run.py idx tests/fuzz/corpus/idx/some-input     # one input
 
 A target is a file here: ``fuzz_<name>.py`` with ``SEEDS`` (inputs near which to look) and
 ``run(data, directory)`` that may raise ValueError or OSError (megapack's errors are ValueErrors)
-and nothing else; or ``fuzz_<name>.cpp`` with ``LLVMFuzzerTestOneInput`` (libFuzzer's entry point;
+and nothing else; it may have ``change(rng)``, which gives an input by a change of its own, and its
+``run`` then says in a word what became of it and raises only megapack's errors and OSError; or
+``fuzz_<name>.cpp`` with ``LLVMFuzzerTestOneInput`` (libFuzzer's entry point;
 driver.cpp mutates and runs it, so that no clang is needed) and a line ``// core: a.cpp b.cpp`` that
 names what it needs of csrc/core. What fails is kept in ``corpus/<name>``, and
 tests/fuzz/test_corpus.py runs all of it from then on.
@@ -14,8 +17,10 @@ tests/fuzz/test_corpus.py runs all of it from then on.
 
 from __future__ import annotations
 
+import faulthandler
 import hashlib
 import importlib
+import itertools
 import os
 import random
 import re
@@ -24,6 +29,8 @@ import sys
 import tempfile
 import time
 import traceback
+from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -32,6 +39,9 @@ ROOT = HERE.parents[1]
 sys.path[:0] = [str(ROOT), str(HERE.parent)]
 
 from fuzz.mutate import mutate  # noqa: E402
+from megapack.errors import MegapackError  # noqa: E402
+
+SECONDS_TO_HANG = 60.0  # for one input; most take milliseconds
 
 
 def python_targets() -> dict[str, ModuleType]:
@@ -49,14 +59,22 @@ def corpus(name: str) -> list[Path]:
 
 def run_one(target: ModuleType, data: bytes) -> str | None:
     """What went wrong, None when the input was handled."""
+    return handle(target, data)[1]
+
+
+def handle(target: ModuleType, data: bytes) -> tuple[str, str | None]:
+    """What became of an input, and what went wrong (None: nothing). A hang ends the process."""
+    typed = (MegapackError, OSError) if hasattr(target, "change") else (ValueError, OSError)
+    faulthandler.dump_traceback_later(SECONDS_TO_HANG, exit=True)
     with tempfile.TemporaryDirectory() as directory:
         try:
-            target.run(data, Path(directory))
-        except (ValueError, OSError):
-            return None
+            return str(target.run(data, Path(directory))), None
+        except typed:
+            return "refused at load", None
         except BaseException:
-            return traceback.format_exc()
-    return None
+            return "failed", traceback.format_exc()
+        finally:
+            faulthandler.cancel_dump_traceback_later()
 
 
 def keep(name: str, data: bytes) -> Path:
@@ -66,18 +84,30 @@ def keep(name: str, data: bytes) -> Path:
     return path
 
 
-def fuzz_python(name: str, target: ModuleType, seconds: float) -> bool:
+def inputs(name: str, target: ModuleType) -> Iterator[bytes]:
+    """Without end; the same ones every time."""
     rng = random.Random(name)
     seeds = [*target.SEEDS, *(path.read_bytes() for path in corpus(name))]
-    deadline, count = time.monotonic() + seconds, 0
-    while time.monotonic() < deadline:
-        data = mutate(rng, seeds)
-        count += 1
-        problem = run_one(target, data)
+    while True:
+        yield target.change(rng) if hasattr(target, "change") else mutate(rng, seeds)
+
+
+def fuzz_python(
+    name: str, target: ModuleType, seconds: float = 1e9, most: int | None = None
+) -> bool:
+    begin, became = time.monotonic(), Counter[str]()
+    for count, data in enumerate(itertools.islice(inputs(name, target), most), 1):
+        word, problem = handle(target, data)
         if problem is not None:
             print(f"{problem}\n{name}: input {count} failed; kept as {keep(name, data)}")
             return False
-    print(f"{name} (Python): {count} inputs in {seconds:.0f} s, nothing found")
+        became[word] += 1
+        if time.monotonic() - begin > seconds:
+            break
+    print(f"{name} (Python): {count:,} inputs in {time.monotonic() - begin:.0f} s")
+    for word, times in became.most_common():
+        print(f"  {times:6,}  {'handled' if word == 'None' else word}")
+    print("       0  wrong, untyped or without end")
     return True
 
 
@@ -115,10 +145,14 @@ def fuzz_cpp(name: str, source: Path, seconds: float) -> bool:
 
 
 def main() -> int:
-    chosen = sys.argv[1:2] or sorted({*python_targets(), *cpp_targets()})
-    if len(sys.argv) > 2:
+    arguments = sys.argv[1:]
+    if arguments[:1] == ["--changes"]:
+        chosen = {n: t for n, t in python_targets().items() if n in arguments[2:]}
+        return int(not all([fuzz_python(n, t, most=int(arguments[1])) for n, t in chosen.items()]))
+    chosen = arguments[:1] or sorted({*python_targets(), *cpp_targets()})
+    if len(arguments) > 1:
         problems = [
-            run_one(python_targets()[chosen[0]], Path(p).read_bytes()) for p in sys.argv[2:]
+            run_one(python_targets()[chosen[0]], Path(p).read_bytes()) for p in arguments[1:]
         ]
         print(*filter(None, problems), sep="\n")
         return int(any(problems))

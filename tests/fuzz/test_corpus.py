@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-import random
+import itertools
 import subprocess
 from pathlib import Path
 
 import pytest
 
-from fuzz.mutate import mutate
-from fuzz.run import build_cpp, corpus, cpp_targets, python_targets, run_one, seed_files
+from fuzz.run import (
+    build_cpp,
+    corpus,
+    cpp_targets,
+    inputs,
+    python_targets,
+    run_one,
+    seed_files,
+)
 
 NEW_INPUTS = 150
 
@@ -18,8 +25,7 @@ NEW_INPUTS = 150
 def test_kept_and_new_inputs_are_handled(name: str) -> None:
     target = python_targets()[name]
     kept = [path.read_bytes() for path in corpus(name)]
-    rng = random.Random(f"test {name}")
-    new = [mutate(rng, [*target.SEEDS, *kept]) for _ in range(NEW_INPUTS)]
+    new = itertools.islice(inputs(name, target), NEW_INPUTS)
     for data in [*target.SEEDS, *kept, *new]:
         problem = run_one(target, data)
         assert problem is None, f"{data!r}\n{problem}"

@@ -38,7 +38,7 @@ def make_row(lengths: list[int], first_token: int = 1, entries: int = 0) -> dict
 def make_dataset(folder: Path, lengths: list[int], name: str = "text") -> IndexedDataset:
     """Documents of these lengths with tokens 0, 1, 2, ... modulo 1000."""
     offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
-    with IndexedDatasetBuilder(folder / name, np.uint16) as builder:
+    with IndexedDatasetBuilder(folder / name, np.uint16, overwrite=True) as builder:
         builder.add_documents(np.arange(offsets[-1]) % 1000, offsets)
     return IndexedDataset(folder / name)
 

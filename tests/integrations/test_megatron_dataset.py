@@ -255,16 +255,20 @@ def test_all_ranks_read_one_bucket_in_every_micro_step(
 def test_a_resume_with_other_ranks_reads_on_where_the_run_stopped(
     corpus: Path, tmp_path: Path, before: tuple[int, int], after: tuple[int, int]
 ) -> None:
-    train, _, _ = build(config(str(corpus / "web.json"), tmp_path), [200, 0, 0])
+    settings = config(str(corpus / "web.json"), tmp_path)
+    whole, _, _ = build(settings, [200, 0, 0])
+    reference = [whole[i]["tokens"].tolist() for i in range(200)]
+    assert len({str(row) for row in reference}) > 190, "rows can be told apart"
     consumed = 5 * GLOBAL_BATCH
-    reference = list(range(200))
-    read: list[int] = []
+    read: list[list[int]] = []
     for (mbs, dp), begin, end in ((before, 0, consumed), (after, consumed, 200)):
+        # Every rank of every launch opens the dataset anew, as a restarted process does.
+        parts = [build(settings, [200, 0, 0])[0] for _ in range(dp)]
         samplers = [iter(SingleSampler(200, begin, mbs, rank, dp)) for rank in range(dp)]
         for _ in range((end - begin) // (mbs * dp)):
-            step = [next(sampler) for sampler in samplers]
-            assert len({train.bucket_of(i) for batch in step for i in batch}) == 1
-            read += [i for batch in step for i in batch]
+            step = [(part, next(sampler)) for part, sampler in zip(parts, samplers, strict=True)]
+            assert len({part.bucket_of(i) for part, batch in step for i in batch}) == 1
+            read += [part[i]["tokens"].tolist() for part, batch in step for i in batch]
     assert read == reference
 
 

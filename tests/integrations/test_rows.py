@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import pickle
 from dataclasses import replace
 from pathlib import Path
@@ -15,10 +16,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
-from megapack.data import PackedDataset, Schedule
+from megapack.data import PackedDataset, Schedule, load_blend
 from megapack.data.dealing import equal_groups
+from megapack.errors import ConfigError
 from megapack.integrations.manifest import Manifest, Source
 from megapack.integrations.rows import RowDataset, RowOptions, open_rows, open_sources
+from megapack.packing import pack
 from megapack.storage import IndexedDataset, IndexedDatasetBuilder
 from tests.integrations.samples import make_dataset
 
@@ -255,3 +258,29 @@ def test_labels_of_every_source_of_a_blend_are_its_own(
     rows = open_rows(manifest, open_sources(manifest), OPTIONS)
     labelled = [bool(rows[i]["loss_mask"].any()) for i in range(40)]
     assert labelled.count(True) == labelled.count(False) == 20
+
+
+def test_one_manifest_serves_training_and_hosts_and_a_named_index_is_not_packed_again(
+    corpus: IndexedDataset, tmp_path: Path
+) -> None:
+    index = pack(corpus.document_lengths, "bucket", buckets=[16, 32, 64], seed=OPTIONS.seed)
+    index.save(tmp_path / "d.samples", source=corpus)
+    (tmp_path / "mix.json").write_text(
+        json.dumps({"sources": [{"prefix": corpus.prefix, "index": "d.samples", "name": "web"}]})
+    )
+    manifest = Manifest.read(str(tmp_path / "mix.json"))
+    rows = open_rows(manifest, open_sources(manifest), OPTIONS, cache_directory=tmp_path / "cache")
+    assert not (tmp_path / "cache").exists()
+    packed_here = rows_of(corpus)
+    for number in (0, 9, 77):
+        for name, value in packed_here[number].items():
+            assert torch.equal(value, rows[number][name]), name
+    packed = load_blend(tmp_path / "mix.json").open()
+    assert packed.samples.names == rows.packed.samples.names == ["web"]
+    assert packed.samples.fingerprints == rows.packed.samples.fingerprints
+    with pytest.raises(ConfigError, match="has all its documents, and the host asks for a part"):
+        open_rows(manifest, open_sources(manifest), OPTIONS, split=(0.0, 0.9))
+    with pytest.raises(ConfigError, match="no room for segments at multiples of 4: pack it with"):
+        open_rows(manifest, open_sources(manifest), replace(OPTIONS, align=4))
+    with pytest.raises(ConfigError, match="hold no tokens"):
+        open_rows(manifest, open_sources(manifest), OPTIONS, split=(1.0, 1.0))

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from packing_inputs import as_packing, lengths, packings, same_arrays
+from peers import peer
 from reference import DEFINITIONS, aligned
 
 from megapack.packing import STRATEGIES, SampleIndex, pack
@@ -57,7 +58,7 @@ def test_core_equals_the_definition_over_rounded_lengths(name: str, data: st.Dat
 
 @pytest.mark.parametrize("name", NAMES)
 def test_every_sample_can_be_gathered_aligned(name: str) -> None:
-    pytest.importorskip("torch")
+    peer("torch")
     from megapack.data import PackedDataset  # noqa: PLC0415
     from tests.data.corpora import random_documents, write_documents  # noqa: PLC0415
 
@@ -117,7 +118,7 @@ def test_lengths_near_the_limit_of_32_bits_are_rounded_exactly() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"alignment": 0}, "alignment is 0; it must be an integer of at least 1"),
+        ({"alignment": 0}, "alignment is 0; it must be from 1"),
         ({"alignment": True}, "alignment is True"),
         ({"alignment": 2.5}, "alignment is 2.5"),
         ({"alignment": 3}, "bucket 8 is no multiple of the alignment 3"),

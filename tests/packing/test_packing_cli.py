@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import pytest
 from packing_inputs import same_arrays
 
 from megapack.cli import report
+from megapack.errors import ConfigError
 from megapack.packing import STRATEGIES, SampleIndex, pack
 from megapack.storage import IndexedDataset, IndexedDatasetBuilder
 
@@ -42,27 +44,58 @@ def test_it_packs_as_pack_does_and_names_the_dataset(prefix: Path) -> None:
     assert "padding ratio r_pad" in done.stdout and "promote" in done.stdout
 
 
-def test_the_same_command_again_does_nothing_and_another_replaces(prefix: Path) -> None:
+def test_the_same_command_again_does_nothing_and_another_needs_overwrite(prefix: Path) -> None:
     command = ("--data-prefix", prefix, "--buckets", "32,64")
     output = Path(f"{prefix}.samples")
     assert run(*command).returncode == 0
     written, before = output.read_bytes(), output.stat().st_mtime_ns
 
     again = run(*command)
-    assert "there already, packed from the same documents in the same way" in again.stderr
+    assert again.returncode == 0 and "nothing to do" in again.stderr
     assert output.stat().st_mtime_ns == before and "padding ratio" in again.stdout
 
-    assert run(*command, "--force").returncode == 0
-    assert output.stat().st_mtime_ns > before and output.read_bytes() == written
-
-    other = run(*command, "--seed", 1, "--promote", "off")
-    assert "replaced: it was packed with another parameters and seed" in other.stderr
+    other = (*command, "--seed", 1, "--promote", "off")
+    refused = run(*other)
+    assert refused.returncode == 2 and output.read_bytes() == written
+    assert "packed with other parameters and another seed. Replace it with --ov" in refused.stderr
+    assert run(*other, "--overwrite").returncode == 0
     assert SampleIndex.load(output).seed == 1
 
     output.write_bytes(written[:-1])
-    mended = run(*command)
-    assert "truncated" in mended.stderr and "it is replaced" in mended.stderr
+    damaged = run(*command)
+    assert damaged.returncode == 2 and "truncated" in damaged.stderr
+    assert run(*command, "--overwrite").returncode == 0
     assert output.read_bytes() == written
+
+
+def test_an_index_of_another_release_is_not_taken_for_ours(prefix: Path) -> None:
+    output = Path(f"{prefix}.samples")
+    index = pack(LENGTHS, buckets=[32, 64])
+    dataclasses.replace(index, created_by="megapack 0.0.9").save(
+        output, source=IndexedDataset(prefix)
+    )
+    done = run("--data-prefix", prefix, "--buckets", "32,64")
+    assert done.returncode == 2
+    assert "packed with another release (megapack 0.0.9)" in done.stderr
+
+
+def test_only_the_idx_is_needed_and_a_prefix_may_stand_alone(prefix: Path) -> None:
+    Path(f"{prefix}.bin").unlink()
+    done = run(prefix, "--buckets", "32,64")
+    assert done.returncode == 0, done.stderr
+    assert SampleIndex.load(f"{prefix}.samples").num_documents == len(LENGTHS)
+
+
+def test_a_device_is_refused_before_any_work(prefix: Path) -> None:
+    done = run(prefix, "--buckets", "32,64", "--output", "/dev/full")
+    assert done.returncode == 2 and "/dev/full is a device" in done.stderr
+    with pytest.raises(ConfigError, match="a device"):
+        pack([1], buckets=8).save("/dev/full")
+    with pytest.raises(ConfigError, match="packed with another seed"):
+        path = prefix.with_name("x.samples")
+        assert pack([1], buckets=8).save(path)
+        assert not pack([1], buckets=8).save(path)
+        pack([1], buckets=8, seed=1).save(path)
 
 
 def test_parameters_and_presets_reach_the_strategy(prefix: Path, tmp_path: Path) -> None:
@@ -79,7 +112,7 @@ def test_parameters_and_presets_reach_the_strategy(prefix: Path, tmp_path: Path)
     }
     assert json.loads(done.stdout) == index.metrics()
     concat = ("--data-prefix", prefix, "--output", output, "--strategy", "concat")
-    assert run(*concat, "--buckets", 32, "--no-shuffle").returncode == 0
+    assert run(*concat, "--buckets", 32, "--no-shuffle", "--overwrite").returncode == 0
     assert same_arrays(SampleIndex.load(output), pack(LENGTHS, "concat", buckets=32, shuffle=False))
 
 
@@ -87,29 +120,32 @@ def test_alignment_is_part_of_what_a_file_was_packed_with(prefix: Path) -> None:
     command = ("--data-prefix", prefix, "--buckets", "32,64")
     assert run(*command).returncode == 0
     done = run(*command, "--alignment", 8)
-    assert "replaced: it was packed with another parameters" in done.stderr
+    assert "it was packed with other parameters" in done.stderr
+    assert run(*command, "--alignment", 8, "--overwrite").returncode == 0
     index = SampleIndex.load(f"{prefix}.samples")
     assert index.alignment == 8
     assert same_arrays(index, pack(LENGTHS, buckets=[32, 64], alignment=8))
-    assert "there already" in run(*command, "--alignment", 8).stderr
+    assert "nothing to do" in run(*command, "--alignment", 8).stderr
 
 
 @pytest.mark.parametrize(
-    ("arguments", "status", "message"),
+    ("arguments", "message"),
     [
-        (("--strategy", "bucket-llm"), 1, "no packing strategy 'bucket-llm'; did you mean 'buck"),
-        (("--r-max", "0.3"), 1, "strategy 'bucket' has no parameter 'r_max'"),
-        (("--alignment", "6"), 1, "bucket 8 is no multiple of the alignment 6"),
-        (("--pool-size", "0"), 1, "pool_size is 0; it must be at least 1"),
-        (("--preset", "paper"), 1, "has no preset 'paper'"),
-        (("--buckets", "8,x"), 2, "'8,x' is not a list of capacities"),
+        (("--strategy", "bucket-llm"), "no packing strategy 'bucket-llm'; did you mean 'buck"),
+        (("--r-max", "0.3"), "strategy 'bucket' has no parameter 'r_max'"),
+        (("--alignment", "6"), "bucket 8 is no multiple of the alignment 6"),
+        (("--pool-size", "0"), "pool_size is 0; it must be from 1 to"),
+        (("--preset", "paper"), "has no preset 'paper'"),
+        (("--buckets", "8,x"), "'8,x' is not a list of capacities"),
+        (("--seed", "-1"), "seed is -1; it must be from 0"),
+        (("--threads", "1.5"), "'1.5' is not a whole number"),
     ],
 )
 def test_mistakes_are_answered_in_one_line(
-    prefix: Path, arguments: tuple[str, ...], status: int, message: str
+    prefix: Path, arguments: tuple[str, ...], message: str
 ) -> None:
     done = run("--data-prefix", prefix, "--buckets", "8,16", *arguments)
-    assert done.returncode == status
+    assert done.returncode == 2
     assert message in done.stderr and "Traceback" not in done.stderr
     assert not Path(f"{prefix}.samples").exists()
 

@@ -13,7 +13,7 @@ import pytest
 import xxhash
 from packing_inputs import same_arrays
 
-from megapack.errors import FormatError
+from megapack.errors import ConfigError, FormatError
 from megapack.packing import SampleIndex, pack
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "samples"
@@ -168,9 +168,9 @@ def test_a_table_that_lies_is_refused(path: Path, entry: dict | None, message: s
 
 def test_nothing_is_left_behind_when_the_disk_refuses(tmp_path: Path) -> None:
     index = pack([1, 2, 3], buckets=8)
-    with pytest.raises(OSError):
+    with pytest.raises(ConfigError, match="there is no directory"):
         index.save(tmp_path / "no such directory" / "x.samples")
     (tmp_path / "dir.samples").mkdir()
-    with pytest.raises(OSError):
+    with pytest.raises(ConfigError, match="is a directory"):
         index.save(tmp_path / "dir.samples")
     assert [p.name for p in tmp_path.iterdir()] == ["dir.samples"]

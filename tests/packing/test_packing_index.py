@@ -141,3 +141,12 @@ def test_a_damaged_index_is_refused_before_memory_is_read_out_of_place() -> None
         if name == "sample_segment_offsets":
             with pytest.raises(FormatError, match=message):
                 damaged.attention_cost()
+
+
+def test_a_repr_is_one_short_line_for_any_number_of_buckets() -> None:
+    many = pack(LENGTHS, "bucket", buckets=range(1, 2000))
+    assert repr(many) == (
+        f"SampleIndex(bucket, 1,999 buckets of 1 to 1,999 tokens, {many.num_samples} samples, "
+        "10 documents)"
+    )
+    assert "bucket of 8 tokens, " in repr(pack(LENGTHS, "concat", buckets=8))

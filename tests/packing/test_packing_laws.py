@@ -160,7 +160,7 @@ def test_promote_auto_takes_the_better_way_and_says_so() -> None:
 
 def test_the_core_can_count_the_samples_of_a_histogram_without_making_them() -> None:
     documents = web_like(5000)
-    counts, chunks = _core.length_histogram(documents, 256, 2)
+    counts, chunks = _core.length_histogram(_core.DocumentLengths(documents), 256, 2)
     rules = _core.BucketRules(capacities=[64, 256])
     samples = pack(documents, buckets=[64, 256], promote="off").metrics()["samples_per_bucket"]
     planned = _core.count_bucket_samples(counts, rules)

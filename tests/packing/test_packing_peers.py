@@ -5,10 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pyarrow as pa
 import pytest
-from megatron.core.datasets import helpers
-from trl.data_utils import _pack_bfd
+from peers import peer
 
 from megapack.packing import pack
+
+helpers = peer("megatron.core.datasets.helpers")
+_pack_bfd = peer("trl.data_utils")._pack_bfd
 
 
 def documents(seed: int, count: int = 3000) -> np.ndarray:

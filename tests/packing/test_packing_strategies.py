@@ -13,6 +13,7 @@ from packing_inputs import ADVERSARIAL, as_packing, lengths, packings, same_arra
 from reference import DEFINITIONS
 from reference.random import DOCUMENTS, random_for, shuffled
 
+from megapack import _core
 from megapack.packing import STRATEGIES, pack
 
 NAMES = sorted(STRATEGIES)
@@ -90,7 +91,7 @@ def test_a_million_documents_come_out_alike_on_any_number_of_threads(name: str) 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_wide_document_numbers_and_lengths_give_the_same_samples(name: str) -> None:
-    from megapack.packing.runners import Request  # noqa: PLC0415
+    from megapack.packing.strategy import Request  # noqa: PLC0415
 
     documents = np.random.default_rng(1).integers(0, 90, 500)
     buckets = [8, 16, 32] if STRATEGIES[name].many_buckets else [32]
@@ -98,7 +99,7 @@ def test_wide_document_numbers_and_lengths_give_the_same_samples(name: str) -> N
     packed = [
         strategy.run(
             Request(
-                lengths=documents.astype(dtype),
+                lengths=_core.DocumentLengths(documents.astype(dtype)),
                 buckets=buckets,
                 parameters=strategy.resolve({}),
                 seed=2,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from fractions import Fraction
 
 from reference.common import Packing, Sample, Segment, cut, head_and_rest, tokens, whole
 from reference.random import (
@@ -47,7 +48,7 @@ class Pool:
         sample: Sample = []
         while True:
             space = capacity - tokens(sample)
-            threshold = self.rules.padding_threshold * capacity
+            threshold = Fraction(repr(float(self.rules.padding_threshold))) * capacity
             fitting = [d for d in self.documents if d.length <= space]
             if fitting:
                 chosen = max(fitting, key=lambda d: d.length)
@@ -84,7 +85,7 @@ class Pool:
         needed = tokens(sample) + min(d.length for d in self.documents)
         return min((b for b in self.rules.buckets if b >= needed), default=None)
 
-    def better_pair(self, single: Segment, space: int, threshold: float) -> Sample | None:
+    def better_pair(self, single: Segment, space: int, threshold: Fraction) -> Sample | None:
         """Lines 6 to 12, with the space before ``single`` as the limit of the pair."""
         others = [d for d in self.documents if d is not single]
         rest = space - single.length

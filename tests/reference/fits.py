@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from fractions import Fraction
 
 from reference.common import (
     Packing,
@@ -78,7 +79,7 @@ def window_begins(length: int, capacity: int, r_max: float, placement: str) -> l
             return None
         stride = capacity - (overlap // (n + 1) + 1)
         return [i * stride for i in range(n)] + [length - capacity]
-    if overlap > math.ceil(n * r_max * capacity):  # equations 1 and 2
+    if overlap > math.ceil(n * Fraction(repr(float(r_max))) * capacity):  # equations 1 and 2
         return None
     if placement == "paper":  # equation 3
         stride = capacity - math.ceil(overlap / n)

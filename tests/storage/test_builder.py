@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from peers import peer
 
 from megapack.errors import DataError
 from megapack.storage import IndexedDataset, IndexedDatasetBuilder
@@ -96,6 +97,15 @@ def test_tokens_may_come_in_any_form_that_holds_integers(tmp_path: Path, tokens:
     with IndexedDatasetBuilder(tmp_path / "data", np.uint16) as builder:
         builder.add_document(tokens)
     np.testing.assert_array_equal(IndexedDataset(tmp_path / "data")[0], [3, 1, 2])
+
+
+def test_tokens_may_come_as_tensors(tmp_path: Path) -> None:
+    torch = peer("torch")
+    strided = torch.tensor([[3.0, 9], [1, 9], [2, 9]], requires_grad=True)[:, 0].long()
+    for name, tokens in (("plain", torch.tensor([3, 1, 2])), ("strided", strided)):
+        with IndexedDatasetBuilder(tmp_path / name, np.uint16) as builder:
+            builder.add_document(tokens)
+        np.testing.assert_array_equal(IndexedDataset(tmp_path / name)[0], [3, 1, 2])
 
 
 @pytest.mark.parametrize("tokens", [[0.5], ["x"], [None], [2**70], np.zeros(3), np.zeros(3, bool)])

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import warnings
 from pathlib import Path
 
 import numpy as np
 import pytest
+from peers import peer
 
 from megapack.errors import FormatError
 from megapack.storage.importing import import_dataset
@@ -14,11 +14,8 @@ from megapack.storage.verify import verify
 from storage.strategies import files, write
 from storage.test_importing import DOCUMENTS, check, same_file
 
-torch = pytest.importorskip("torch")
-pytest.importorskip("deepspeed")
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")
-    from deepspeed.runtime.data_pipeline.data_sampling import indexed_dataset as deepspeed
+torch = peer("torch")
+deepspeed = peer("deepspeed.runtime.data_pipeline.data_sampling.indexed_dataset")
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -10,20 +9,18 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from peers import peer
 
 from megapack.storage import IndexedDataset, IndexedDatasetBuilder
 from megapack.storage.merge import merge
 from storage.strategies import SMALL, corpora, files, write
 
-torch = pytest.importorskip("torch")
-pytest.importorskip("megatron.core")
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")
-    from megatron.core.datasets import gpt_dataset
-    from megatron.core.datasets import indexed_dataset as megatron
-    from megatron.core.datasets.blended_megatron_dataset_builder import (
-        BlendedMegatronDatasetBuilder,
-    )
+torch = peer("torch")
+gpt_dataset = peer("megatron.core.datasets.gpt_dataset")
+megatron = peer("megatron.core.datasets.indexed_dataset")
+BlendedMegatronDatasetBuilder = peer(
+    "megatron.core.datasets.blended_megatron_dataset_builder"
+).BlendedMegatronDatasetBuilder
 
 DTYPES = [np.uint16, np.int32, np.int64, np.uint8, np.int8, np.int16]
 

@@ -58,7 +58,7 @@ def test_import_then_verify(tmp_path: Path) -> None:
     np.array([1, 2, 0, 3, 0], np.uint16).tofile(tmp_path / "train.bin")
     arguments = [tmp_path / "train.bin", "--output-prefix", tmp_path / "data"]
     done = build("import", *arguments)
-    assert done.returncode == 1 and "--dtype uint16" in done.stderr
+    assert done.returncode == 2 and "--dtype uint16" in done.stderr
     done = build("import", *arguments, "--dtype", "uint16", "--eod-token", 0)
     assert done.returncode == 0 and "2 documents, 5 uint16 tokens" in done.stdout
     assert build("verify", tmp_path / "data").returncode == 0

@@ -13,10 +13,10 @@ import pytest
 from megapack.errors import ConfigError, FormatError, LockedError
 from megapack.storage import IndexedDataset, IndexedDatasetBuilder
 from megapack.storage.importing import import_dataset
+from megapack.storage.input_dataset import InputDataset
 from megapack.storage.lock import writer_lock
 from megapack.storage.merge import merge
 from megapack.storage.repair import repair
-from megapack.storage.shard import Shard
 from megapack.storage.verify import find_duplicates, verify
 from storage.strategies import SMALL, files, write
 
@@ -189,7 +189,7 @@ def test_a_special_file_is_no_dataset_and_nothing_hangs(
         path.symlink_to("/dev/zero")
     for read in (
         lambda: IndexedDataset(prefix),
-        lambda: Shard(prefix),
+        lambda: InputDataset(prefix),
         lambda: repair(prefix),
         lambda: import_dataset(prefix, tmp_path / "out", kind="mmididx"),
     ):
@@ -246,7 +246,7 @@ def test_a_worker_refuses_another_dataset_than_its_parent_read(tmp_path: Path) -
 
 def test_an_input_replaced_while_it_is_merged_is_an_error(tmp_path: Path) -> None:
     write(tmp_path / "a", SMALL)
-    shard = Shard(tmp_path / "a")
+    shard = InputDataset(tmp_path / "a")
     write(tmp_path / "a", SMALL[::-1], overwrite=True)
     with pytest.raises(FormatError, match="was replaced while it was read; start again"):
         list(shard.part.lengths())

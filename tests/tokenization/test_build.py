@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from peers import peer
 from tokenizers import Tokenizer
 
 from megapack import IndexedDataset
@@ -59,11 +60,19 @@ def test_the_bytes_do_not_depend_on_workers_blocks_or_parts(
 
     tokenizer = Tokenizer.from_file(str(bpe_json))
     eod = tokenizer.token_to_id("<|endoftext|>")
-    peer = pytest.importorskip("megatron.core.datasets.indexed_dataset")
-    megatron = peer.IndexedDataset(str(tmp_path / "w1"))
-    assert len(megatron) == len(source_texts)
-    for tokens, text in zip(megatron[:], source_texts, strict=True):
+    dataset = IndexedDataset(tmp_path / "w1")
+    assert len(dataset) == len(source_texts)
+    for tokens, text in zip(dataset[:], source_texts, strict=True):
         assert tokens.tolist() == [*tokenizer.encode(text, add_special_tokens=False).ids, eod]
+
+
+def test_megatron_reads_what_a_build_writes(tmp_path: Path, corpus: Path, run_build: Build) -> None:
+    run_build(corpus, append_eod=True)
+    theirs = peer("megatron.core.datasets.indexed_dataset").IndexedDataset(str(tmp_path / "out"))
+    ours = IndexedDataset(tmp_path / "out")
+    assert len(theirs) == len(ours) > 0
+    for i in range(len(ours)):
+        np.testing.assert_array_equal(theirs[i], ours[i])
 
 
 def test_shards_do_not_change_the_documents(tmp_path: Path, corpus: Path, run_build: Build) -> None:

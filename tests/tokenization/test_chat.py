@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -11,18 +12,24 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from tokenizers import Tokenizer
-from transformers import PreTrainedTokenizerFast
+import sentencepiece
+from peers import peer
+from sentencepiece import sentencepiece_model_pb2
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from megapack import IndexedDataset
 from megapack.errors import ConfigError, DataError
 from megapack.tokenization.build import BuildResult
+from megapack.tokenization.faults import Faults
+from megapack.tokenization.pieces import InputFile, ReadOptions
+from megapack.tokenization.train import TrainOptions, train_tokenizer
 
 from .helpers import WriteJsonl
 
 Build = Callable[..., BuildResult]
 Messages = list[dict[str, Any]]
 
+MARKERS = ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")
 CHAT: Messages = [
     {"role": "system", "content": "Be brief."},
     {"role": "user", "content": "Which loop?\n"},
@@ -40,10 +47,33 @@ def documents(prefix: Path) -> list[tuple[list[int], list[int]]]:
 
 
 def learned_text(tokens: list[int], labels: list[int]) -> str:
-    """The bytes on which loss falls, runs separated by ``|``; labels must be the tokens."""
+    """The text on which loss falls, runs separated by ``~``; labels must be the tokens."""
     assert all(label in (-100, token) for token, label in zip(tokens, labels, strict=True))
-    runs = bytes(c if n != -100 else 0 for c, n in zip(tokens, labels, strict=True))
-    return "|".join(part.decode() for part in runs.split(b"\0") if part)
+    runs = itertools.groupby(labels, lambda label: label == -100)
+    return "~".join(text_of(list(run)) for outside, run in runs if not outside)
+
+
+SPECIAL = ("<|endoftext|>", "<|begin_of_text|>", *MARKERS)
+
+
+def text_of(ids: list[int]) -> str:
+    """What ids of ``byte_json`` say: 0 to 255 are bytes, ``SPECIAL`` follow."""
+    return b"".join(bytes([i]) if i < 256 else SPECIAL[i - 256].encode() for i in ids).decode()
+
+
+@pytest.fixture
+def byte_json(tmp_path: Path) -> str:
+    """A tokenizer whose ids can be read: bytes, and the tokens of ``SPECIAL``."""
+    plain = [*range(33, 127), *range(161, 173), *range(174, 256)]  # GPT-2's table of bytes
+    others = [byte for byte in range(256) if byte not in plain]
+    character = {**{b: chr(b) for b in plain}, **{b: chr(256 + i) for i, b in enumerate(others)}}
+    tokenizer = Tokenizer(models.BPE({character[b]: b for b in range(256)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([*SPECIAL])
+    path = tmp_path / "bytes.json"
+    tokenizer.save(str(path))
+    return str(path)
 
 
 @pytest.fixture
@@ -53,26 +83,69 @@ def chats(tmp_path: Path, write_jsonl: WriteJsonl) -> Path:
 
 
 def test_role_headers_teach_turns_but_for_their_first_token(
-    tmp_path: Path, chats: Path, run_build: Build
+    tmp_path: Path, chats: Path, run_build: Build, byte_json: str
 ) -> None:
-    run_build(chats, messages_key="messages", chat_format="headers")
+    run_build(chats, messages_key="messages", chat_format="headers", tokenizer=byte_json)
     tokens, labels = documents(tmp_path / "out")[0]
     text = "".join(
         f"<|start_header_id|>{m['role']}<|end_header_id|>\n\n{m['content']}<|eot_id|>" for m in CHAT
     )
-    assert bytes(tokens).decode() == text
-    header = "|start_header_id|>assistant<|end_header_id|>\n\n"  # "<", its first byte, is given
+    assert text_of(tokens) == text
+    header = "assistant<|end_header_id|>\n\n"  # its first token is given
     answers = [header + m["content"] + "<|eot_id|>" for m in CHAT if m["role"] == "assistant"]
-    assert learned_text(tokens, labels) == "|".join(answers)
+    assert learned_text(tokens, labels) == "~".join(answers)
 
 
 def test_role_headers_can_teach_the_content_alone(
-    tmp_path: Path, chats: Path, run_build: Build
+    tmp_path: Path, chats: Path, run_build: Build, byte_json: str
 ) -> None:
-    run_build(chats, messages_key="messages", chat_format="headers", chat_loss="content")
+    options: dict[str, Any] = {"messages_key": "messages", "chat_format": "headers"}
+    run_build(chats, tokenizer=byte_json, chat_loss="content", **options)
     tokens, labels = documents(tmp_path / "out")[0]
     answers = [m["content"] + "<|eot_id|>" for m in CHAT if m["role"] == "assistant"]
-    assert learned_text(tokens, labels) == "|".join(answers)
+    assert learned_text(tokens, labels) == "~".join(answers)
+
+
+def test_role_headers_are_refused_where_the_tokenizer_has_no_such_token(
+    tmp_path: Path, chats: Path, run_build: Build, byte_json: str, sp_model: Path
+) -> None:
+    """They were stored in pieces: 19 bytes instead of <|start_header_id|>."""
+    options: dict[str, Any] = {"messages_key": "messages", "chat_format": "headers"}
+    for tokenizer in ("bytes", str(sp_model)):
+        with pytest.raises(ConfigError, match=r"has no token <\|start_header_id\|>.*pieces; "):
+            run_build(chats, tokenizer=tokenizer, **options)
+    tree = json.loads(Path(byte_json).read_bytes())
+    tree["added_tokens"] = [t for t in tree["added_tokens"] if t["content"] != "<|eot_id|>"]
+    lacking = tmp_path / "lacking.json"
+    lacking.write_text(json.dumps(tree))
+    for backend in ("tokenizers", "gigatoken"):
+        with pytest.raises(ConfigError, match=r"lacking\.json has no token <\|eot_id\|>.* 10 p"):
+            run_build(chats, tokenizer=str(lacking), backend=backend, **options)
+    assert not list(tmp_path.glob("out*.bin"))
+
+
+def test_role_headers_need_a_token_and_not_a_special_one(
+    tmp_path: Path, chats: Path, run_build: Build, source_files: list[InputFile]
+) -> None:
+    """A sentencepiece model may write a space before a text: the token comes second then."""
+    path = tmp_path / "m.model"
+    special = TrainOptions(vocab_size=400, sample_bytes=1 << 18, special_tokens=MARKERS)
+    train_tokenizer(source_files, str(path), special, read=ReadOptions(), faults=Faults("skip"))
+    for prefix in (False, True):
+        proto = sentencepiece_model_pb2.ModelProto()
+        proto.ParseFromString(path.read_bytes())
+        proto.normalizer_spec.add_dummy_prefix = prefix
+        path.write_bytes(proto.SerializeToString())
+        run_build(
+            chats,
+            tokenizer=str(path),
+            messages_key="messages",
+            chat_format="headers",
+            output_prefix=str(tmp_path / f"out{prefix}"),
+        )
+        tokens = IndexedDataset(tmp_path / f"out{prefix}")[1].tolist()
+        processor = sentencepiece.SentencePieceProcessor(model_file=str(path))
+        assert tokens.count(processor.piece_to_id("<|eot_id|>")) == 2
 
 
 def source_code_of_section_8(messages: Messages, encode: Callable[[str], list[int]]) -> Any:
@@ -107,11 +180,12 @@ def test_role_headers_are_those_of_the_article(
 
 
 def test_the_end_token_is_learned_behind_a_learned_answer_only(
-    tmp_path: Path, write_jsonl: WriteJsonl, run_build: Build
+    tmp_path: Path, write_jsonl: WriteJsonl, run_build: Build, byte_json: str
 ) -> None:
     open_end = [*CHAT, {"role": "user", "content": "?"}]
     corpus = write_jsonl(tmp_path / "x.jsonl", [{"messages": CHAT}, {"messages": open_end}])
-    run_build(corpus, messages_key="messages", chat_format="headers", boundary="eos_bos")
+    options: dict[str, Any] = {"messages_key": "messages", "chat_format": "headers"}
+    run_build(corpus, tokenizer=byte_json, boundary="eos_bos", **options)
     answered, asked = documents(tmp_path / "out")
     assert (answered[0][0], answered[1][0]) == (257, -100)
     assert (answered[0][-1], answered[1][-1]) == (256, 256)
@@ -154,8 +228,8 @@ def tokenizer_with(tmp_path: Path, bpe_json: Path) -> Callable[[str], Path]:
     return make
 
 
-def transformers_tokenizer(directory: Path, template: str) -> PreTrainedTokenizerFast:
-    return PreTrainedTokenizerFast(
+def transformers_tokenizer(directory: Path, template: str) -> Any:
+    return peer("transformers").PreTrainedTokenizerFast(
         tokenizer_file=str(directory / "tokenizer.json"),
         chat_template=template,
         bos_token="<|begin_of_text|>",
@@ -260,34 +334,40 @@ BAD_CHATS: list[tuple[Any, str]] = [
 
 @pytest.mark.parametrize(("messages", "reason"), BAD_CHATS)
 def test_a_conversation_that_is_none_is_named(
-    tmp_path: Path, write_jsonl: WriteJsonl, run_build: Build, messages: Any, reason: str
+    tmp_path: Path,
+    write_jsonl: WriteJsonl,
+    run_build: Build,
+    byte_json: str,
+    messages: Any,
+    reason: str,
 ) -> None:
     corpus = write_jsonl(tmp_path / "x.jsonl", [{"messages": CHAT}])
     with corpus.open("a") as file:
         file.write(json.dumps({"messages": messages}) + "\n")
     options: dict[str, Any] = {"messages_key": "messages", "chat_format": "headers"}
     with pytest.raises(DataError, match=rf"x\.jsonl:2: unusable chat \({reason}"):
-        run_build(corpus, **options)
+        run_build(corpus, tokenizer=byte_json, **options)
 
 
 def test_conversations_without_an_answer_are_left_out_and_counted(
-    tmp_path: Path, write_jsonl: WriteJsonl, run_build: Build
+    tmp_path: Path, write_jsonl: WriteJsonl, run_build: Build, byte_json: str
 ) -> None:
     corpus = write_jsonl(tmp_path / "x.jsonl", [{"messages": CHAT[:2]}, {"messages": CHAT}])
-    result = run_build(corpus, messages_key="messages", chat_format="headers")
+    options: dict[str, Any] = {"chat_format": "headers", "tokenizer": byte_json}
+    result = run_build(corpus, messages_key="messages", **options)
     assert result.totals.skipped == {"chat without assistant": 1}
     assert len(documents(tmp_path / "out")) == 1
     with pytest.raises(DataError, match=r"x\.jsonl:1: wrong type .*'n' holds a number, not a list"):
         run_build(
             write_jsonl(corpus, [{"n": 5}]),
             messages_key="n",
-            chat_format="headers",
             output_prefix=str(tmp_path / "other"),
+            **options,
         )
 
 
 def test_chats_of_parquet_with_splits_workers_and_neox_names(
-    tmp_path: Path, run_build: Build
+    tmp_path: Path, run_build: Build, byte_json: str
 ) -> None:
     chats = [[{"role": "user", "content": f"q{i}"}, {"role": "assistant", "content": f"a{i}"}]
              for i in range(60)]  # fmt: skip
@@ -296,6 +376,7 @@ def test_chats_of_parquet_with_splits_workers_and_neox_names(
     options: dict[str, Any] = {
         "messages_key": "conversation",
         "chat_format": "headers",
+        "tokenizer": byte_json,
         "split": "80,20",
         "shard_bytes": 300,
         "label_names": "neox",

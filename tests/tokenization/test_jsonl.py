@@ -96,5 +96,5 @@ def test_scalars_stand_for_their_spelling_and_lists_for_their_json() -> None:
     assert [status for status, _ in extract(data, "k", "scalars")] == [0, 0, WRONG_TYPE, 0, MISSING]
     assert [text for _, text in extract(data, "k", "scalars")] == [b"17", b"x", b"", b"null", b""]
     assert extract(data, "k", "lists")[2] == (OK, b'[1, {"a": "\\n"}]')
-    with pytest.raises(ValueError, match="strings, scalars or lists"):
+    with pytest.raises(ValueError, match="one of strings, scalars, lists"):
         extract(data, "k", "everything")

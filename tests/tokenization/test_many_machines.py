@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from peers import peer
 
 from megapack import IndexedDataset
 from megapack.errors import DataError
@@ -128,13 +129,13 @@ def test_the_script_submits_an_array_and_a_finish_behind_it(
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Any]:
     """Two nodes of one CPU each, beside a head that does no work."""
-    ray = pytest.importorskip("ray")
-    cluster_utils = pytest.importorskip("ray.cluster_utils")
+    ray, cluster_utils = peer("ray"), peer("ray.cluster_utils")
     # Workers must find megapack, and need no authentication between processes of one machine.
     settings = {
         "PYTHONPATH": str(ROOT),
         "RAY_AUTH_MODE": "disabled",
         "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+        "RAY_raylet_start_wait_time_s": "300",  # a busy machine takes longer than 60
     }
     before = {name: os.environ.get(name) for name in settings}
     os.environ.update(settings)
@@ -180,7 +181,7 @@ def test_a_ray_cluster_that_loses_a_node_makes_the_same_dataset(
     assert result.num_shards > 10
     assert len(progress.counted) == result.num_shards
     assert files_of(tmp_path / "out") == alone
-    nodes = pytest.importorskip("ray").nodes
+    nodes = peer("ray").nodes
     deadline = time.monotonic() + 30
     while time.monotonic() < deadline and sum(n["Alive"] for n in nodes()) > 2:
         time.sleep(0.2)

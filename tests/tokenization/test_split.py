@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from numpy.typing import NDArray
+from peers import peer
 
 from megapack import IndexedDataset
 from megapack.errors import ConfigError, DataError
+from megapack.tokenization.blocks import TextBlock
 from megapack.tokenization.build import BuildResult
+from megapack.tokenization.coding import Storage, TextCoder
+from megapack.tokenization.encoders import Encoder, Ids
+from megapack.tokenization.faults import Faults
 from megapack.tokenization.split import hashed_split, ordered_split, parse_split
 
 from .helpers import WriteJsonl
@@ -26,9 +32,9 @@ NAMES = ("train", "valid", "test")
     num_documents=st.integers(0, 10**9),
 )
 def test_consecutive_splits_are_megatrons(weights: list[int], num_documents: int) -> None:
-    peer = pytest.importorskip("megatron.core.datasets.blended_megatron_dataset_config")
+    megatron = peer("megatron.core.datasets.blended_megatron_dataset_config")
     text = ",".join(map(str, weights))
-    matrix = peer.convert_split_vector_to_split_matrix(peer.parse_and_normalize_split(text))
+    matrix = megatron.convert_split_vector_to_split_matrix(megatron.parse_and_normalize_split(text))
     expected = [
         range(0)
         if bounds is None
@@ -50,6 +56,38 @@ def test_hashed_splits_follow_the_weights() -> None:
     ends = np.array([0, 2**64 - 1], np.uint64)
     assert hashed_split((1.0, 1.0, 0.0), ends).tolist() == [0, 1], "weight 0 is never chosen"
     assert hashed_split((0.0, 0.0, 1.0), ends).tolist() == [2, 2]
+
+
+class Recorder(Encoder):
+    """Bytes, and the texts that it was given."""
+
+    backend = "bytes"
+
+    def __init__(self) -> None:
+        self.texts: list[str] = []
+
+    def encode(self, block: TextBlock) -> tuple[Ids, NDArray[np.int64]]:
+        self.texts += block.strings()
+        return block.text.astype(np.int32), block.offsets
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return bytes(ids).decode()
+
+
+def test_documents_of_every_split_are_verified() -> None:
+    reference = Recorder()
+    storage = Storage(dtype="uint16", vocab_size=256, prefix=(), suffix=())
+    coder = TextCoder(Recorder(), storage, reference=reference, verify_fraction=0.2)
+    block = TextBlock.of_strings([f"document {i}" for i in range(4000)])
+    coder.code(block, Faults())
+    assert 600 < len(reference.texts) < 1000
+    sample = TextBlock.of_strings(reference.texts)
+    split = hashed_split((90.0, 5.0, 5.0), sample.text_hashes())
+    shares = np.bincount(split, minlength=3) / len(sample)
+    np.testing.assert_allclose(shares, (0.9, 0.05, 0.05), atol=0.03)
+    again = Recorder()
+    TextCoder(Recorder(), storage, reference=again, verify_fraction=0.2).code(block, Faults())
+    assert again.texts == reference.texts, "every run checks the same documents"
 
 
 @pytest.mark.parametrize("text", ["", "1,2,3,4", "-1,2", "0,0,0", "a", "inf,1", "nan"])

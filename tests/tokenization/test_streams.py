@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bz2
 import gzip
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,6 +12,9 @@ import pytest
 import zstandard
 
 from megapack.errors import DataError
+from megapack.tokenization.faults import Faults
+from megapack.tokenization.pieces import Piece, ReadOptions
+from megapack.tokenization.readers import read_blocks
 from megapack.tokenization.sources import find_inputs
 from megapack.tokenization.streams import open_stream
 
@@ -106,12 +110,24 @@ def test_a_file_that_is_not_what_its_name_says_is_called_what_it_is(
         read_all(path)
 
 
-def test_a_file_that_grew_since_the_build_was_planned_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["x.jsonl", "x.txt", "x.jsonl.gz", "x.parquet"])
+def test_a_file_that_changed_since_the_build_was_planned_is_refused(
+    tmp_path: Path, name: str
+) -> None:
     """Its pieces would end in the middle of a line, or leave the new ones out."""
-    path = tmp_path / "x.jsonl"
+    path = tmp_path / name
     path.write_bytes(JSON)
     [file] = find_inputs([str(path)])
+    options = ReadOptions()
+
+    def read() -> None:
+        for _ in read_blocks([Piece(file, 0, file.size)], options, Faults()):
+            pass
+
     path.write_bytes(JSON * 2)
-    changed = pytest.raises(DataError, match=r"x\.jsonl has 68 bytes and had 34 .* planned")
-    with changed, open_stream(file) as stream:
-        stream.read(1)
+    with pytest.raises(DataError, match=rf"{name} changed .* \(34 bytes then, 68 now\)"):
+        read()
+    path.write_bytes(JSON)
+    os.utime(path, ns=(0, 0))
+    with pytest.raises(DataError, match=rf"{name} changed after the build was planned"):
+        read()

@@ -11,7 +11,7 @@ import xxhash
 from tokenizers import Tokenizer
 
 from megapack.errors import ConfigError, FormatError
-from megapack.tokenization.tokenizer import TokenizerFiles, library_versions
+from megapack.tokenization.tokenizer import SpecialToken, TokenizerFiles, library_versions
 
 
 def test_the_byte_tokenizer_has_its_specials_behind_the_bytes() -> None:
@@ -68,10 +68,20 @@ def test_an_end_token_is_never_guessed(tmp_path: Path, bpe_json: Path) -> None:
     assert files.special_token("eod", "<eos>").text == "<eos>"
 
 
+def test_a_special_token_may_be_named_by_its_id(bpe_json: Path) -> None:
+    files = TokenizerFiles.open(str(bpe_json))
+    end = files.special["<|endoftext|>"]
+    assert files.special_token("eod", end) == SpecialToken("<|endoftext|>", end)
+    assert files.special_token("eod", 1999) == SpecialToken("1999", 1999)
+    for outside in (2000, -1):
+        with pytest.raises(ConfigError, match=rf"eod token is {outside}, .* end at 1999"):
+            files.special_token("eod", outside)
+
+
 def test_what_is_no_tokenizer_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"no tokenizer at some/model; .*nothing is downloaded"):
         TokenizerFiles.open("some/model")
-    with pytest.raises(ConfigError, match=r"holds neither tokenizer\.json"):
+    with pytest.raises(ConfigError, match=r"holds no tokenizer: none of tokenizer\.json, "):
         TokenizerFiles.open(str(tmp_path))
     (tmp_path / "x.txt").write_text("x")
     with pytest.raises(ConfigError, match=r"x\.txt: a tokenizer is"):

@@ -17,13 +17,16 @@ from megapack.tokenization.train import TrainOptions, TrainResult, train_tokeniz
 HARD = "if x:\n\treturn  3.14  # \u00e9\u4e2d\u6587 \U0001f600\x00\r\n    end"
 
 
-def train(files: list[InputFile], output: Path, **options: object) -> TrainResult:
+def train(
+    files: list[InputFile], output: Path, *, overwrite: bool = False, **options: object
+) -> TrainResult:
     return train_tokenizer(
         files,
         str(output),
         TrainOptions(**{"vocab_size": 600, "sample_bytes": 1 << 18, **options}),  # type: ignore[arg-type]
         read=ReadOptions(),
         faults=Faults("skip"),
+        overwrite=overwrite,
     )
 
 
@@ -81,3 +84,26 @@ def test_what_cannot_be_trained_is_said(tmp_path: Path, source_files: list[Input
     with pytest.raises(DataError, match="no documents to train"):
         train(find_inputs([str(tmp_path / "empty.txt")]), tmp_path / "x.model")
     assert not (tmp_path / "x.model").exists()
+
+
+def test_a_tokenizer_is_replaced_only_when_that_is_asked_for(
+    tmp_path: Path, source_files: list[InputFile]
+) -> None:
+    path = tmp_path / "m.json"
+    small: dict[str, object] = {"type": "bpe-json", "sample_bytes": 1 << 16}
+    assert train(source_files, path, **small).written
+    before = path.read_bytes()
+    again = train(source_files, path, **small)
+    assert (again.written, again.vocab_size) == (False, 600)
+    with pytest.raises(ConfigError, match=r"m\.json is there already: .* --overwrite"):
+        train(source_files, path, vocab_size=500, **small)
+    assert path.read_bytes() == before
+    assert train(source_files, path, vocab_size=500, overwrite=True, **small).written
+    assert path.read_bytes() != before
+
+
+def test_a_name_that_is_no_file_is_refused_before_anything_is_read(tmp_path: Path) -> None:
+    nothing: list[InputFile] = []
+    for output, message in ((tmp_path, "is a directory"), (tmp_path / ("x" * 250), "250 bytes")):
+        with pytest.raises(ConfigError, match=message):
+            train(nothing, output, overwrite=True)

@@ -60,7 +60,7 @@ def test_one_plain_process_trains_a_blend_the_classic_way(
     source = {"prefix": str(corpus.train), "index": f"{corpus.train}.samples"}
     other = {"prefix": str(corpus.valid), "index": f"{corpus.valid}.samples"}
     blend.write_text(
-        yaml.safe_dump({"datasets": [{**source, "weight": 0.9}, {**other, "weight": 0.1}]})
+        yaml.safe_dump({"sources": [{**source, "weight": 0.9}, {**other, "weight": 0.1}]})
     )
     classic = {"attention": "sample", "positions": "sample", "labels": "sample"}
     config = corpus.config(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import yaml
 
 from megapack.errors import ConfigError
-from megapack.packing.strategies import STRATEGIES, find_strategy
+from megapack.packing import STRATEGIES, check_packing, find_strategy
 
 __all__ = ["Case", "default_cases", "parse_case"]
 
@@ -23,24 +24,39 @@ class Case:
         strategy: name in ``STRATEGIES``.
         buckets: capacities, ascending.
         parameters: keywords of ``pack``; ``preset`` is one of them.
+        alignment: as in ``pack``.
     """
 
     label: str
     strategy: str
     buckets: tuple[int, ...]
     parameters: Mapping[str, Any] = field(default_factory=dict)
+    alignment: int = 1
 
     def __post_init__(self) -> None:
         """Refuse what ``pack`` would refuse, before anything else of a comparison has run."""
-        strategy = find_strategy(self.strategy)
         values = dict(self.parameters)
-        preset = values.pop("preset", None)
-        strategy.resolve(values, preset=preset, capacity=max(self.buckets))
-        if len(self.buckets) > 1 and not strategy.many_buckets:
-            raise ConfigError(
-                f"{self.label}: strategy {self.strategy!r} has samples of one length; "
-                f"give one capacity instead of {list(self.buckets)}"
-            )
+        check_packing(
+            self.strategy,
+            buckets=self.buckets,
+            alignment=self.alignment,
+            preset=values.pop("preset", None),
+            parameters=values,
+        )
+
+    def command(self, prefix: str, seed: int) -> str:
+        """The command that packs the dataset at ``prefix`` like this."""
+        words = ["megapack-build", "pack", prefix, "--strategy", self.strategy]
+        words += ["--buckets", ",".join(map(str, self.buckets))]
+        for name, value in self.parameters.items():
+            option = name.replace("_", "-")
+            if isinstance(value, bool):
+                words.append(f"--{'' if value else 'no-'}{option}")
+            else:
+                words += [f"--{option}", str(value)]
+        words += ["--alignment", str(self.alignment)] if self.alignment > 1 else []
+        words += ["--seed", str(seed)] if seed else []
+        return shlex.join(words)
 
     @property
     def is_fixed_length(self) -> bool:
@@ -48,16 +64,20 @@ class Case:
         return len(self.buckets) == 1
 
 
-def parse_case(text: str, *, buckets: Sequence[int], capacities: Sequence[int]) -> list[Case]:
+def parse_case(
+    text: str, *, buckets: Sequence[int], capacities: Sequence[int], alignment: int = 1
+) -> list[Case]:
     """Read ``NAME[@CAPACITY[+CAPACITY...]][:KEY=VALUE[,KEY=VALUE...]]``.
 
     Args:
         text: for instance ``bucket``, ``concat@4096``, ``seamless@2048:preset=paper,last=drop``.
         buckets: capacities of a bucket strategy that names none.
         capacities: a fixed-length strategy that names none becomes one case for each of these.
+        alignment: as in ``pack``.
 
     Raises:
-        ValueError: the text is not of this form, or names no strategy or no parameter of it.
+        ConfigError: the text is not of this form, names no strategy or no parameter of it, or the
+            strategy cannot serve these capacities.
     """
     head, _, tail = text.partition(":")
     name, at, places = head.partition("@")
@@ -71,7 +91,13 @@ def parse_case(text: str, *, buckets: Sequence[int], capacities: Sequence[int]) 
     else:
         chosen = [(f"{name}@{capacity}", (capacity,)) for capacity in capacities]
     return [
-        Case(label=label + suffix, strategy=name, buckets=given, parameters=parameters)
+        Case(
+            label=label + suffix,
+            strategy=name,
+            buckets=given,
+            parameters=parameters,
+            alignment=alignment,
+        )
         for label, given in chosen
     ]
 
@@ -96,10 +122,24 @@ def _parse_capacities(text: str, whole: str) -> tuple[int, ...]:
         ) from None
 
 
-def default_cases(*, buckets: Sequence[int], capacities: Sequence[int]) -> list[Case]:
-    """Every strategy of the registry with its default parameters."""
-    return [
-        case
-        for name in STRATEGIES
-        for case in parse_case(name, buckets=buckets, capacities=capacities)
-    ]
+def default_cases(
+    *, buckets: Sequence[int], capacities: Sequence[int], alignment: int = 1
+) -> tuple[list[Case], dict[str, str]]:
+    """Every strategy of the registry with its default parameters.
+
+    Returns:
+        The cases, and for each strategy that cannot serve these capacities why: name -> sentence.
+
+    Raises:
+        ConfigError: none can.
+    """
+    cases: list[Case] = []
+    left_out: dict[str, str] = {}
+    for name in STRATEGIES:
+        try:
+            cases += parse_case(name, buckets=buckets, capacities=capacities, alignment=alignment)
+        except ConfigError as error:
+            left_out[name] = str(error)
+    if not cases:
+        raise ConfigError(f"no strategy can serve: {next(iter(left_out.values()))}")
+    return cases, left_out

@@ -15,7 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megapack import _core
-from megapack.packing.index import SampleIndex
+from megapack.errors import ConfigError
+from megapack.packing import SampleIndex
 
 __all__ = ["NUM_STEPS", "BucketWork", "measure_work"]
 
@@ -79,7 +80,7 @@ def measure_work(
             takes more than 64 samples, the dealing longest first is tried with 64.
     """
     if num_ranks < 1 or tokens_per_rank < 1 or num_steps < 1:
-        raise ValueError(
+        raise ConfigError(
             f"num_ranks is {num_ranks}, tokens_per_rank {tokens_per_rank}, num_steps {num_steps}; "
             "all must be at least 1"
         )

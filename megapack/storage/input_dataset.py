@@ -10,10 +10,10 @@ import numpy as np
 
 from megapack import _core
 from megapack.errors import FormatError
-from megapack.storage.index_writer import FilePart, shifted_ends
+from megapack.storage.index_writer import FileIndexPart, shifted_ends
 from megapack.storage.meta import (
-    Piece,
-    bin_pieces,
+    Checksum,
+    bin_checksums,
     checksum,
     difference_from_files,
     read_meta,
@@ -21,10 +21,10 @@ from megapack.storage.meta import (
 from megapack.storage.mmididx import IndexFile, dtype_of_code, path_of, prefix_of
 from megapack.storage.opening import identity_of, open_regular
 
-__all__ = ["Shard"]
+__all__ = ["InputDataset"]
 
 
-class Shard:
+class InputDataset:
     """A dataset whose index was read once from end to end and found sound.
 
     Args:
@@ -40,7 +40,7 @@ class Shard:
     def __init__(self, prefix: str | os.PathLike[str], multimodal: bool = False) -> None:
         self.prefix = prefix_of(prefix)
         self.idx_path, self.bin_path = path_of(self.prefix, ".idx"), path_of(self.prefix, ".bin")
-        self.part = FilePart(self.idx_path, multimodal)
+        self.part = FileIndexPart(self.idx_path, multimodal)
         self.dtype: np.dtype[Any] = dtype_of_code(self.part.header.dtype_code, self.idx_path)
         try:
             self.num_bytes = self._check_sequences()
@@ -55,9 +55,9 @@ class Shard:
         self.meta = self._trusted_meta()
 
     @property
-    def pieces(self) -> list[Piece] | None:
+    def checksums(self) -> list[Checksum] | None:
         """Checksums of .bin, None when nobody vouches for them."""
-        return None if self.meta is None else bin_pieces(self.meta)
+        return None if self.meta is None else bin_checksums(self.meta)
 
     @property
     def token_range(self) -> tuple[int, int] | None:

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
 import numpy as np
 import pytest
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+
+from papers.seamless_theory import expect_seamless, measure_seamless
+
 from megapack.packing import pack
-from megapack.packing.theory import expect_seamless, measure_seamless
 
 # Table 13: PubMed documents with a length in (2048 k, 2048 (k + 1)], k = 1 ... 9.
 PUBMED = [3906, 4095, 1789, 763, 355, 150, 73, 47, 90]

@@ -9,7 +9,7 @@ from html.parser import HTMLParser
 import numpy as np
 import pytest
 
-from megapack.packing.compare import (
+from megapack.compare import (
     GPUS,
     MODELS,
     Comparison,
@@ -18,17 +18,17 @@ from megapack.packing.compare import (
     default_cases,
     parse_case,
 )
-from megapack.packing.compare.export import to_json
-from megapack.packing.compare.html import render
-from megapack.packing.compare.svg import Scale
-from megapack.packing.compare.words import duration, money, percent, short_number
+from megapack.compare.export import to_json
+from megapack.compare.html import render
+from megapack.compare.svg import Scale
+from megapack.compare.words import duration, money, percent, short_number
 
 RUN = TrainingRun(model=MODELS["125m"], gpu=GPUS["a100"], num_gpus=8, train_tokens=1e9)
 
 
 def compared(name: str = "corpus", **options: object) -> Comparison:
     lengths = np.rint(np.exp(np.random.default_rng(0).normal(4, 1, 300))).clip(1).astype(np.int32)
-    cases = default_cases(buckets=[64, 128, 256], capacities=[64, 256])
+    cases, _ = default_cases(buckets=[64, 128, 256], capacities=[64, 256])
     return compare(lengths, cases, run=RUN, name=name, tokens_per_rank=512, **options)
 
 
@@ -132,7 +132,7 @@ def test_a_name_cannot_smuggle_markup() -> None:
 
 
 def test_one_document_and_one_strategy_make_a_page_too() -> None:
-    cases = default_cases(buckets=[64], capacities=[64])[:1]
+    cases = default_cases(buckets=[64], capacities=[64])[0][:1]
     page = render(compare(np.array([5]), cases, run=RUN))
     assert Nesting(page).open == []
     assert "1</b> documents" in page

@@ -5,13 +5,14 @@ from __future__ import annotations
 from html import escape
 
 from megapack import __version__
-from megapack.packing.compare import charts
-from megapack.packing.compare.evaluate import Comparison, Evaluation
-from megapack.packing.compare.recommend import MAX_DROPPED, MAX_EXTRA_TRUNCATION, SAME_TIME
-from megapack.packing.compare.style import STYLE
-from megapack.packing.compare.svg import Drawing
-from megapack.packing.compare.words import duration, money, percent, short_number
-from megapack.packing.compare.workload import NUM_STEPS
+from megapack.compare import charts
+from megapack.compare.comparison import Comparison
+from megapack.compare.evaluation import Evaluation
+from megapack.compare.recommend import MAX_DROPPED, MAX_EXTRA_TRUNCATION, SAME_TIME
+from megapack.compare.style import STYLE
+from megapack.compare.svg import Drawing
+from megapack.compare.words import duration, money, percent, short_number
+from megapack.compare.workload import NUM_STEPS
 
 __all__ = ["render"]
 
@@ -23,16 +24,16 @@ def render(comparison: Comparison) -> str:
         _answer(comparison),
         _figure(
             "How long the documents are",
-            "A document longer than the largest capacity must be cut; one that is much shorter "
-            "must be joined with others or padded. Few documents are long, but they hold many "
+            "A document longer than the largest capacity must be split; one that is much shorter "
+            "must be concatenated or padded. Few documents are long, but they hold many "
             "tokens.",
             charts.length_histogram(comparison),
         ),
         _figure(
             "What each strategy does to them",
             "Less is better in every column, and no strategy is best in all: short samples split "
-            "documents, long samples join unrelated ones, whole documents leave gaps. Log scales; "
-            "a dot at the left edge is at or below it.",
+            "documents, long samples concatenate unrelated ones, whole documents leave gaps. Log "
+            "scales; a dot at the left edge is at or below it.",
             charts.trade_off(comparison),
         ),
         _table(comparison),
@@ -105,7 +106,7 @@ def _answer(comparison: Comparison) -> str:
     tiles = (
         ("padding", percent(best.metrics["padding_ratio"]), "of positions"),
         ("truncated", percent(best.metrics["truncation_ratio"]), "of documents"),
-        ("joined", f"{best.metrics['concatenation_ratio']:.2f}", "documents per sample"),
+        ("concatenated", f"{best.metrics['concatenation_ratio']:.2f}", "documents per sample"),
         (
             "estimate",
             money(best.breakdown.cost),
@@ -143,7 +144,7 @@ def _table(comparison: Comparison) -> str:
         ("strategy", ""),
         ("padding", "%"),
         ("truncated", "%"),
-        ("joined", "docs/sample"),
+        ("concatenated", "docs/sample"),
         ("lost", "%"),
         ("repeated", "%"),
         ("samples", ""),
@@ -174,11 +175,8 @@ def _table(comparison: Comparison) -> str:
 
 
 def _left_out(comparison: Comparison) -> str:
-    if not comparison.left_out:
-        return ""
-    return (
-        f"<p>Left out because they drop every token: {escape(', '.join(comparison.left_out))}.</p>"
-    )
+    said = [f"{escape(label)}: {escape(why)}" for label, why in comparison.left_out.items()]
+    return f"<p>Left out: {'; '.join(said)}.</p>" if said else ""
 
 
 def _table_row(evaluation: Evaluation, *, chosen: bool, out: str) -> str:

@@ -14,12 +14,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from megapack.packing.compare.words import percent
-
-if TYPE_CHECKING:
-    from megapack.packing.compare.evaluate import Evaluation
+from megapack.compare.evaluation import Evaluation
+from megapack.compare.words import percent
 
 __all__ = ["Recommendation", "recommend"]
 
@@ -49,8 +47,8 @@ class Recommendation:
 
 def recommend(evaluations: Sequence[Evaluation]) -> Recommendation:
     """Apply the rule of this module's text to at least one evaluation."""
-    floor = min(e.metrics["truncation_floor"] for e in evaluations)
-    out = tuple(_why_out(e, floor) for e in evaluations)
+    lower_bound = min(e.metrics["truncation_floor"] for e in evaluations)
+    out = tuple(_why_out(e, lower_bound) for e in evaluations)
     best = _cheapest(evaluations, range(len(evaluations)), out)
     fixed = [i for i, e in enumerate(evaluations) if e.case.is_fixed_length]
     best_fixed = _cheapest(evaluations, fixed, out) if fixed else None
@@ -58,11 +56,11 @@ def recommend(evaluations: Sequence[Evaluation]) -> Recommendation:
     return Recommendation(best=best, best_fixed=best_fixed, reasons=reasons, out=out)
 
 
-def _why_out(evaluation: Evaluation, floor: float) -> str:
+def _why_out(evaluation: Evaluation, lower_bound: float) -> str:
     metrics = evaluation.metrics
     if metrics["dropped_ratio"] > MAX_DROPPED:
         return f"loses {percent(metrics['dropped_ratio'])} of the tokens"
-    if metrics["truncation_ratio"] > floor + MAX_EXTRA_TRUNCATION:
+    if metrics["truncation_ratio"] > lower_bound + MAX_EXTRA_TRUNCATION:
         return f"splits {percent(metrics['truncation_ratio'])} of the documents"
     return ""
 
@@ -136,7 +134,7 @@ def _but(chosen: Mapping[str, Any], rival: Mapping[str, Any]) -> str:
     """The first criterion of rule 3 on which the rival is worse."""
     joined = rival["concatenation_ratio"]
     if joined > chosen["concatenation_ratio"] * (1 + SAME_CONCATENATION):
-        return f" but joins {joined:.2f} documents per sample"
+        return f" but concatenates {joined:.2f} documents per sample"
     if rival["num_truncated_documents"] > chosen["num_truncated_documents"]:
         return f" but splits {percent(rival['truncation_ratio'])} of the documents"
     if rival["padding_ratio"] > chosen["padding_ratio"]:

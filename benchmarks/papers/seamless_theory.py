@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from fractions import Fraction
 
 import numpy as np
 from numpy.typing import NDArray
 
 from megapack import _core
+from megapack.packing.ratios import exact_ratio, largest_overlap
 
 __all__ = ["SeamlessStageOne", "expect_seamless", "measure_seamless"]
 
@@ -45,7 +47,7 @@ def expect_seamless(
     """
     if not 0 < r_max <= 1:
         raise ValueError(f"r_max is {r_max}; it must be above 0 and at most 1")
-    all_slide_from = math.ceil(1 / r_max)
+    all_slide_from = math.ceil(1 / Fraction(*exact_ratio(r_max)))
     sliding = short = 0.0
     for k, count in enumerate(num_documents, start=1):
         share = k * r_max if k < all_slide_from else 1.0
@@ -67,6 +69,8 @@ def measure_seamless(
     """
     long = lengths[lengths > capacity]
     counts = np.bincount((long - 1) // capacity)[1:]
-    stage = _core.seamless_stage_one(long, capacity, r_max, placement)
+    share = largest_overlap(r_max, placement, capacity)
+    checked = _core.DocumentLengths(np.ascontiguousarray(long))
+    stage = _core.seamless_stage_one(checked, capacity, share, placement)
     done = SeamlessStageOne(num_sliding=stage["num_sliding"], short_tokens=stage["short_tokens"])
     return expect_seamless(counts, capacity, r_max), done

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megapack.compare.workload import measure_work
 from megapack.packing import SampleIndex, pack
-from megapack.packing.compare.workload import measure_work
 
 
 def index_of(capacities: list[int], samples: list[list[list[int]]]) -> SampleIndex:

@@ -8,9 +8,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
-from megapack.packing.compare.evaluate import Comparison, Evaluation
-from megapack.packing.compare.svg import Drawing, Scale
-from megapack.packing.compare.words import money, percent, short_number
+from megapack.compare.comparison import Comparison
+from megapack.compare.evaluation import Evaluation
+from megapack.compare.svg import Drawing, Scale
+from megapack.compare.words import money, percent, short_number
 
 __all__ = [
     "attention_cost",
@@ -181,7 +182,7 @@ def attention_cost(comparison: Comparison) -> Drawing:
 
 
 def rank_imbalance(comparison: Comparison) -> Drawing:
-    """Attention work of the busiest rank over the mean: random dealing against longest first."""
+    """Attention work of the busiest rank over the mean: random assignment against longest first."""
     rows = comparison.evaluations
     left_edge = _label_room(rows)
     drawing = _rows(rows, "Imbalance of attention work over the ranks", comparison)
@@ -215,7 +216,7 @@ def rank_imbalance(comparison: Comparison) -> Drawing:
         left_edge,
         bottom + 54,
         [
-            ("c3", "random dealing"),
+            ("c3", "random assignment"),
             ("c2", "longest first to the least loaded"),
             ("c0", "small dots: single buckets"),
         ],

@@ -3,11 +3,13 @@
 Lengths and cases in, a Comparison out; ``html.render`` turns it into a page. Stands on packing.
 """
 
-from megapack.packing.compare.cases import Case, default_cases, parse_case
-from megapack.packing.compare.cost import GPUS, MODELS, Breakdown, Gpu, Model, TrainingRun, estimate
-from megapack.packing.compare.evaluate import Comparison, Corpus, Evaluation, compare
-from megapack.packing.compare.recommend import Recommendation, recommend
-from megapack.packing.compare.workload import BucketWork, measure_work
+from megapack.compare.cases import Case, default_cases, parse_case
+from megapack.compare.comparison import Comparison, compare
+from megapack.compare.corpus import Corpus
+from megapack.compare.cost import GPUS, MODELS, Breakdown, Gpu, Model, TrainingRun, estimate
+from megapack.compare.evaluation import Evaluation
+from megapack.compare.recommend import Recommendation, recommend
+from megapack.compare.workload import BucketWork, measure_work
 
 __all__ = [
     "GPUS",

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from megapack.packing.compare.cost import (
+from megapack.compare.cost import (
     GPUS,
     MODELS,
     Breakdown,
@@ -15,7 +15,7 @@ from megapack.packing.compare.cost import (
     TrainingRun,
     estimate,
 )
-from megapack.packing.compare.workload import BucketWork
+from megapack.compare.workload import BucketWork
 
 # One parameter, one layer of width one: operations are 6 per token and 7 per squared token.
 UNIT = Model(name="unit", parameters=1, num_layers=1, attention_width=1)

@@ -6,13 +6,18 @@ import dataclasses
 from typing import Any
 
 from megapack import __version__
-from megapack.packing.compare.evaluate import Comparison, Evaluation
+from megapack.compare.comparison import Comparison
+from megapack.compare.evaluation import Evaluation
 
 __all__ = ["to_json"]
 
 
-def to_json(comparison: Comparison) -> dict[str, Any]:
-    """The comparison as JSON values; units are those of the dataclasses' documentation."""
+def to_json(comparison: Comparison, prefix: str = "PREFIX") -> dict[str, Any]:
+    """The comparison as JSON values; units are those of the dataclasses' documentation.
+
+    Args:
+        prefix: of the dataset, for the command that packs it as recommended.
+    """
     corpus = dataclasses.asdict(comparison.corpus)
     for name in ("edges", "documents_per_interval", "tokens_per_interval"):
         corpus[name] = corpus[name].tolist()
@@ -33,6 +38,9 @@ def to_json(comparison: Comparison) -> dict[str, Any]:
         "left_out": comparison.left_out,
         "recommendation": {
             "label": labels[recommendation.best],
+            "command": comparison.evaluations[recommendation.best].case.command(
+                prefix, comparison.seed
+            ),
             "fixed_length": None if fixed is None else labels[fixed],
             "reasons": list(recommendation.reasons),
         },

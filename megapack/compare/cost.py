@@ -20,7 +20,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from megapack.packing.compare.workload import BucketWork
+from megapack.compare.workload import BucketWork
+from megapack.errors import ConfigError
 
 __all__ = ["GPUS", "MODELS", "Breakdown", "Dealing", "Gpu", "Model", "TrainingRun", "estimate"]
 
@@ -46,7 +47,7 @@ class Model:
 
     def __post_init__(self) -> None:
         if min(self.parameters, self.num_layers, self.attention_width) <= 0:
-            raise ValueError(
+            raise ConfigError(
                 f"model {self.name!r} has {self.parameters:g} parameters, {self.num_layers} layers "
                 f"and attention width {self.attention_width}; all three must be positive"
             )
@@ -71,7 +72,7 @@ class Gpu:
 
     def __post_init__(self) -> None:
         if self.peak_flops <= 0:
-            raise ValueError(f"GPU {self.name!r} has a peak of {self.peak_flops:g}; must be > 0")
+            raise ConfigError(f"GPU {self.name!r} has a peak of {self.peak_flops:g}; must be > 0")
 
 
 MODELS: dict[str, Model] = {
@@ -130,13 +131,13 @@ class TrainingRun:
 
     def __post_init__(self) -> None:
         if self.num_gpus < 1:
-            raise ValueError(f"num_gpus is {self.num_gpus}; at least 1 is needed")
+            raise ConfigError(f"num_gpus is {self.num_gpus}; at least 1 is needed")
         if not 0 < self.utilization <= 1:
-            raise ValueError(f"utilization is {self.utilization}; it is a share, 0 < share <= 1")
+            raise ConfigError(f"utilization is {self.utilization}; it is a share, 0 < share <= 1")
         if self.price_per_gpu_hour < 0:
-            raise ValueError(f"price_per_gpu_hour is {self.price_per_gpu_hour}; it must be >= 0")
+            raise ConfigError(f"price_per_gpu_hour is {self.price_per_gpu_hour}; it must be >= 0")
         if self.train_tokens is not None and self.train_tokens <= 0:
-            raise ValueError(f"train_tokens is {self.train_tokens:g}; it must be positive")
+            raise ConfigError(f"train_tokens is {self.train_tokens:g}; it must be positive")
 
     @property
     def flops_per_gpu_hour(self) -> float:
@@ -210,11 +211,11 @@ def estimate(
         run: model, hardware and habits.
 
     Raises:
-        ValueError: the index holds no token, so no number of passes reaches `train_tokens`.
+        ConfigError: the index holds no token, so no number of passes reaches `train_tokens`.
     """
     distinct_tokens = num_tokens - dropped_tokens
     if distinct_tokens <= 0:
-        raise ValueError("the index holds no document token; there is nothing to train on")
+        raise ConfigError("the index holds no document token; there is nothing to train on")
     target = num_tokens if run.train_tokens is None else run.train_tokens
     num_passes = target / distinct_tokens
     hours = num_passes / run.flops_per_gpu_hour

@@ -1,0 +1,125 @@
+"""Pack the same lengths with many strategies and keep what can be said about each.
+
+An index lives only while its numbers are taken, so memory is that of one strategy at a time.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megapack.compare.cases import Case
+from megapack.compare.corpus import Corpus
+from megapack.compare.cost import TrainingRun
+from megapack.compare.evaluation import Evaluation
+from megapack.compare.recommend import Recommendation, recommend
+from megapack.compare.workload import measure_work
+from megapack.errors import ConfigError, DataError
+from megapack.packing import pack
+
+__all__ = ["Comparison", "compare"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """The whole answer: what was compared, under which assumptions, and what is recommended.
+
+    Attributes:
+        left_out: label -> why it was not compared.
+    """
+
+    corpus: Corpus
+    run: TrainingRun
+    num_ranks: int
+    tokens_per_rank: int
+    seed: int
+    evaluations: list[Evaluation]
+    left_out: dict[str, str]
+    recommendation: Recommendation
+
+
+def compare(
+    lengths: NDArray[np.integer[Any]],
+    cases: Sequence[Case],
+    *,
+    run: TrainingRun,
+    name: str = "lengths",
+    sampled_from: int | None = None,
+    num_ranks: int | None = None,
+    tokens_per_rank: int = 49_152,
+    seed: int = 0,
+    threads: int = 1,
+    left_out: Mapping[str, str] | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> Comparison:
+    """Run every case on the same lengths.
+
+    Args:
+        lengths: int32 or int64 (num_documents,), tokens per document.
+        cases: what to run, in the order of the tables.
+        run: model, hardware and habits of the cost estimate.
+        name: where the lengths come from, for the report.
+        sampled_from: documents of the whole dataset if ``lengths`` is a sample of it.
+        num_ranks: data-parallel ranks of the imbalance estimate; None is ``run.num_gpus``.
+        tokens_per_rank: tokens of one rank in one step.
+        seed, threads: passed to ``pack``.
+        left_out: cases that were refused (``default_cases``), for the report.
+        progress: called with (work done, all work) a few times a second while packing.
+
+    Raises:
+        ConfigError: no case.
+        DataError: no token, or none that a case places.
+    """
+    if not cases:
+        raise ConfigError("no strategy to compare; name at least one")
+    corpus = Corpus.of(lengths, name=name, sampled_from=sampled_from)
+    num_ranks = run.num_gpus if num_ranks is None else num_ranks
+    evaluations = []
+    without = dict(left_out or {})
+    for position, case in enumerate(cases):
+        begin = time.perf_counter()
+        index = pack(
+            lengths,
+            case.strategy,
+            buckets=case.buckets,
+            alignment=case.alignment,
+            seed=seed,
+            threads=threads,
+            progress=_share_of(progress, position, len(cases)),
+            **case.parameters,
+        )
+        seconds = time.perf_counter() - begin
+        if index.num_samples == 0:
+            without[case.label] = "it drops every token"
+            continue
+        work = measure_work(index, num_ranks=num_ranks, tokens_per_rank=tokens_per_rank)
+        evaluations.append(Evaluation.of(case, index, work, run, seconds))
+        del index  # before the next one is made
+    if not evaluations:
+        raise DataError(f"no strategy places a token of {name} in buckets of this size")
+    return Comparison(
+        corpus=corpus,
+        run=run,
+        num_ranks=num_ranks,
+        tokens_per_rank=tokens_per_rank,
+        seed=seed,
+        evaluations=evaluations,
+        left_out=without,
+        recommendation=recommend(evaluations),
+    )
+
+
+def _share_of(
+    progress: Callable[[int, int], None] | None, position: int, num_cases: int
+) -> Callable[[int, int], None] | None:
+    """Progress of one case as progress of all, in thousandths of a case."""
+    if progress is None:
+        return None
+    return lambda done, total: progress(
+        1000 * position + 1000 * done // max(1, total), 1000 * num_cases
+    )

@@ -1,0 +1,106 @@
+// Threads: every task once, the first exception to the caller, and no end of the process where
+// memory or threads run out.
+#include <atomic>
+#include <cstdio>
+#include <cstdlib>
+#include <new>
+#include <stdexcept>
+#include <vector>
+
+#include "core/parallel.hpp"
+
+namespace {
+
+// The allocation after this many fails, on the thread that set it; below 0: none does.
+thread_local int allocations_left = -1;
+
+void require(bool ok, const char* what) {
+    if (ok) return;
+    std::printf("failed: %s\n", what);
+    std::exit(1);
+}
+
+}  // namespace
+
+void* operator new(std::size_t size) {
+    if (allocations_left == 0) throw std::bad_alloc();
+    if (allocations_left > 0) --allocations_left;
+    if (void* memory = std::malloc(size)) return memory;
+    throw std::bad_alloc();
+}
+void operator delete(void* memory) noexcept {
+    std::free(memory);
+}
+void operator delete(void* memory, std::size_t) noexcept {
+    std::free(memory);
+}
+
+namespace {
+
+constexpr std::size_t kTasks = 1000;
+
+void test_every_task_runs_once() {
+    for (const int threads : {-1, 0, 1, 2, 7}) {
+        std::vector<std::atomic<int>> done(kTasks);
+        megapack::parallel_for(threads, kTasks, [&](std::size_t i) { ++done[i]; });
+        for (const auto& count : done) require(count == 1, "a task ran not once");
+    }
+    megapack::parallel_for(4, 0, [](std::size_t) { require(false, "a task of none ran"); });
+}
+
+void test_an_exception_in_a_task_arrives() {
+    for (const int threads : {1, 4}) {
+        bool arrived = false;
+        try {
+            megapack::parallel_for(threads, 100, [](std::size_t i) {
+                if (i == 5) throw std::runtime_error("five");
+            });
+        } catch (const std::runtime_error&) {
+            arrived = true;
+        }
+        require(arrived, "the exception of a task is thrown to the caller");
+    }
+}
+
+// Wherever memory runs out while the threads are started: all is done, or bad_alloc is thrown.
+void test_no_memory_for_threads() {
+    int thrown = 0, finished = 0;
+    for (int allowed = 0; allowed < 30; ++allowed) {
+        std::atomic<std::size_t> done{0};
+        const std::function<void(std::size_t)> task = [&](std::size_t) { ++done; };
+        allocations_left = allowed;
+        bool failed = false;
+        try {
+            megapack::parallel_for(9, kTasks, task);
+        } catch (const std::bad_alloc&) {
+            failed = true;
+        }
+        allocations_left = -1;
+        require(failed || done == kTasks, "tasks were left out without a word");
+        (failed ? thrown : finished) += 1;
+    }
+    require(thrown > 0 && finished > 0, "memory ran out too late or too early to show anything");
+}
+
+void test_parts_tile_the_whole() {
+    for (const std::size_t size : {0, 1, 6, 7, 8, 1000}) {
+        std::size_t end = 0;
+        for (std::size_t i = 0; i < 7; ++i) {
+            const megapack::Part part = megapack::part_of(size, 7, i);
+            require(part.begin == end && part.end - part.begin <= size / 7 + 1, "parts");
+            end = part.end;
+        }
+        require(end == size, "parts leave something out");
+    }
+}
+
+}  // namespace
+
+int main() {
+    test_every_task_runs_once();
+    test_an_exception_in_a_task_arrives();
+    test_no_memory_for_threads();
+    test_parts_tile_the_whole();
+    std::puts("ok");
+    return 0;
+}

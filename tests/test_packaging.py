@@ -1,0 +1,86 @@
+"""What is shipped: an sdist that builds, a wheel of the package alone, words that are true."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+
+def _setup(*words: str) -> None:
+    subprocess.run(
+        [sys.executable, "setup.py", "--quiet", *words],
+        check=True,
+        cwd=ROOT,
+        capture_output=True,
+        env={**os.environ, "MEGAPACK_NO_EXTENSION": "1"},
+    )
+
+
+@pytest.fixture(scope="module")
+def sdist(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
+    """Names in the source distribution, without its folder."""
+    out = tmp_path_factory.mktemp("sdist")
+    _setup("egg_info", "--egg-base", str(out), "sdist", "-d", str(out))
+    (archive,) = out.glob("*.tar.gz")
+    with tarfile.open(archive) as file:
+        return {name.partition("/")[2] for name in file.getnames()}
+
+
+def test_an_sdist_has_all_that_a_build_needs(sdist: set[str]) -> None:
+    needed = {"setup.py", "pyproject.toml", "README.md", "LICENSE", "megapack/_core.pyi"}
+    for folder, pattern in (("csrc", "*.[ch]pp"), ("megapack", "*.py")):
+        found = {str(path.relative_to(ROOT)) for path in (ROOT / folder).rglob(pattern)}
+        assert len(found) > 50
+        needed |= found
+    assert needed <= sdist
+
+
+def test_an_sdist_has_programs_to_copy_from_and_no_half_of_a_test_suite(sdist: set[str]) -> None:
+    assert {"launch/pretrain.py", "configs/demo_cpu.yaml", "examples/pytorch_loop.py"} <= sdist
+    stray = {name for name in sdist if re.match(r"tests|benchmarks|runs|demo|\.", name)}
+    assert not stray
+    assert not {name for name in sdist if name.endswith((".so", ".pyc"))}
+
+
+def test_a_wheel_has_the_package_and_nothing_else(tmp_path: Path) -> None:
+    _setup(
+        *("egg_info", "--egg-base", str(tmp_path)),
+        *("build", "--build-base", str(tmp_path / "build")),
+        *("bdist_wheel", "--bdist-dir", str(tmp_path / "wheel"), "-d", str(tmp_path)),
+    )
+    (archive,) = tmp_path.glob("*.whl")
+    with zipfile.ZipFile(archive) as file:
+        names = set(file.namelist())
+        (entry,) = (name for name in names if name.endswith("entry_points.txt"))
+        assert "megapack-build = megapack.cli.main:main" in file.read(entry).decode()
+    sources = {str(path.relative_to(ROOT)) for path in (ROOT / "megapack").rglob("*.py")}
+    assert sources | {"megapack/py.typed", "megapack/_core.pyi"} <= names
+    assert {name.partition("/")[0] for name in names} <= {
+        "megapack",
+        entry.partition("/")[0],
+    }
+
+
+def test_nobody_is_told_to_install_a_package_that_is_not_published() -> None:
+    """`pip install megapack` fails; a checkout or a wheel of it is what can be installed."""
+    files = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("megapack/**/*.py")]
+    assert len(files) > 100
+    wrong = re.compile(r"pip3? install[^\n]*['\" ]megapack\b")
+    told = [f"{path}: {hit[0]}" for path in files for hit in wrong.finditer(path.read_text())]
+    assert not told
+
+
+def test_the_demo_has_the_fast_tokenizer() -> None:
+    """Otherwise it tells its user, twice, that gigatoken would be faster."""
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    (extras,) = re.findall(r"-e '\.\[([\w,-]*train[\w,-]*)\]'", makefile)
+    assert "gigatoken" in extras.split(",")
