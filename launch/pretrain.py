@@ -13,6 +13,7 @@ Exit codes: 0 done, 75 stopped by a signal after saving (start again), 76 anothe
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import logging
 import os
 import sys
@@ -23,7 +24,7 @@ from typing import Any
 import torch
 
 from megapack.attention import choose_backend
-from megapack.data import Batch, build_loader
+from megapack.data import Batch, build_loader, check_token_ids
 from megapack.errors import ConfigError, MegapackError
 from megapack.training.agreement import PREEMPTED, Agreement, StopSignals
 from megapack.training.checkpoint import CheckpointStore
@@ -32,7 +33,7 @@ from megapack.training.distributed import World, join, world
 from megapack.training.dry_run import dry_run
 from megapack.training.engine import compute_dtype, start_engine, train_step
 from megapack.training.evaluate import evaluate
-from megapack.training.export import export_model
+from megapack.training.export import end_token, export_model, open_tokenizer
 from megapack.training.flops import ModelFlops
 from megapack.training.heartbeat import LOST_CONTACT, Heartbeat
 from megapack.training.inputs import Inputs, TimedBatches, check_positions, open_inputs
@@ -43,6 +44,7 @@ from megapack.training.model import (
     build_model,
     model_configuration,
     position_limit,
+    try_model,
 )
 from megapack.training.monitor import BatchTrace, Monitor
 from megapack.training.run_dir import RunDirectory
@@ -52,6 +54,7 @@ logger = logging.getLogger("megapack")
 
 
 def main() -> int:
+    faulthandler.enable()  # a mapped file that was truncated ends a process with SIGBUS
     args = parse_arguments()
     config = load_config(PretrainConfig, args.config, args.set)
     if args.dry_run:
@@ -81,9 +84,19 @@ def train(config: PretrainConfig, here: World, signals: StopSignals) -> int:
 
     architecture = model_configuration(config.model, inputs.vocab_size)
     check_positions(inputs, config.data.positions, position_limit(architecture))
+    for data in filter(None, (inputs.data, inputs.valid)):
+        check_token_ids(data, architecture.vocab_size)
     needs = attention_needs(architecture, here.device, compute_dtype(config.engine))
     attention = choose_backend(needs, config.model.attention)
+    source = config.model.tokenizer or config.model.pretrained
+    tokenizer = source and open_tokenizer(source, required=source == config.model.tokenizer)
     logger.info("attention: %s, %s", attention.name, attention.reason)
+    try_model(
+        architecture,
+        backend=attention.name,
+        device=here.device,
+        dtype=compute_dtype(config.engine),
+    )
     with here.device:
         model = build_model(
             config.model,
@@ -117,7 +130,9 @@ def train(config: PretrainConfig, here: World, signals: StopSignals) -> int:
     )
     stopped = trainer.run(signals)
     if not stopped and config.checkpoint.export:
-        export_model(engine, run.model, here, tokenizer=config.model.pretrained)
+        export_model(
+            engine, run.model, here, tokenizer=tokenizer, end=end_token(inputs.data.datasets)
+        )
         logger.info("model for from_pretrained: %s", run.model)
     if here.is_first:
         run.end({"step": trainer.done, "reason": "signal" if stopped else "done"})

@@ -129,6 +129,8 @@ class _Shrink:
     def _number(self, rule: str, value: int) -> int:
         if value <= 0:
             return value
+        if rule == "vocabulary":
+            return VOCABULARY
         if rule == "heads" or (rule == "key heads" and value == self.heads):
             return math.ceil(value * self.head_ratio)
         tied = value == self.hidden or (self.states and value % self.hidden == 0)
@@ -137,7 +139,6 @@ class _Shrink:
             return int(exact) if exact.denominator == 1 else _aligned(int(exact))
         limit = {
             "last token": VOCABULARY - 1,
-            "vocabulary": VOCABULARY,
             "key heads": 2,
             "one": 1,
             "experts": EXPERTS,

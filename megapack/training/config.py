@@ -33,9 +33,13 @@ class ModelConfig:
     preset: str | None = None
     """A name of ``megapack.training.presets.PRESETS``."""
     pretrained: str | None = None
-    """A directory (or hub name) that ``from_pretrained`` loads: Llama, Qwen2.5, Gemma-2, GPT-2."""
+    """A directory (or hub name) that ``from_pretrained`` loads, of any architecture that packed
+    rows train right: it is tried at start."""
     overrides: dict[str, Any] = field(default_factory=dict)
     """Fields of the transformers configuration to set, as in ``num_hidden_layers: 4``."""
+    tokenizer: str | None = None
+    """What the documents were tokenized with (directory, tokenizer.json or .model): it goes along
+    with the exported model; null takes the checkpoint's."""
     vocab_size: int | None = None
     """Tokens of the vocabulary; null takes the dataset's."""
     vocab_multiple: int = 128

@@ -10,6 +10,7 @@ import yaml
 
 from megapack.attention import choose_backend
 from megapack.config import to_dict
+from megapack.data import check_token_ids
 from megapack.errors import ConfigError
 from megapack.training.config import PretrainConfig
 from megapack.training.engine import compute_dtype
@@ -22,6 +23,7 @@ from megapack.training.model import (
     build_model,
     model_configuration,
     position_limit,
+    try_model,
 )
 from megapack.training.run_dir import plain
 from megapack.training.work import segment_lengths
@@ -47,6 +49,8 @@ def dry_run(config: PretrainConfig, *, world_size: int | None, device: str | Non
     inputs = open_inputs(config)
     architecture = model_configuration(config.model, inputs.vocab_size)
     check_positions(inputs, config.data.positions, position_limit(architecture))
+    for data in filter(None, (inputs.data, inputs.valid)):
+        check_token_ids(data, architecture.vocab_size)
     _check_ranks(config, ranks)
     with torch.device("meta"):
         model = build_model(config.model, architecture, backend="eager", seed=0)
@@ -75,6 +79,8 @@ def _model(config: PretrainConfig, architecture: Any, model: torch.nn.Module) ->
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     needs = attention_needs(architecture, device, compute_dtype(config.engine))
     choice = choose_backend(needs, config.model.attention if device.type == "cuda" else "auto")
+    dtype = compute_dtype(config.engine)
+    try_model(architecture, backend=choice.name, device=device, dtype=dtype)
     count = sum(p.numel() for p in model.parameters())
     return "\n".join(
         [

@@ -4,21 +4,29 @@ from __future__ import annotations
 
 import logging
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
 
+from megapack.errors import ConfigError
+from megapack.storage import IndexedDataset
 from megapack.training.distributed import World
 
-__all__ = ["export_model"]
+__all__ = ["end_token", "export_model", "open_tokenizer"]
 
 logger = logging.getLogger("megapack")
 
 
 def export_model(
-    engine: Any, directory: Path, world: World, *, tokenizer: str | None = None
+    engine: Any,
+    directory: Path,
+    world: World,
+    *,
+    tokenizer: Any = None,
+    end: int | None = None,
 ) -> None:
     """Write the engine's model; collective, since ZeRO-3 gathers its parameters.
 
@@ -28,27 +36,70 @@ def export_model(
         engine: of ``start_engine``.
         directory: replaced if it exists.
         world: this process.
-        tokenizer: the checkpoint the model began from; its tokenizer goes along, if it has one.
+        tokenizer: of ``open_tokenizer``; goes along.
+        end: the token with which documents end, where ``generate`` stops; it also fills rows.
     """
     weights = _gather(engine, world)
     if world.is_first:
         partial = directory.with_name(f"{directory.name}.partial")
         shutil.rmtree(partial, ignore_errors=True)
+        if end is not None:
+            _end_with(engine.module.model, end)
         engine.module.save(partial, weights)
         if tokenizer is not None:
-            _copy_tokenizer(tokenizer, partial)
+            if end is not None:
+                tokenizer.eos_token = tokenizer.convert_ids_to_tokens(end)
+                tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+            tokenizer.save_pretrained(partial)
         shutil.rmtree(directory, ignore_errors=True)
         partial.rename(directory)
     dist.barrier()
 
 
-def _copy_tokenizer(source: str, target: Path) -> None:
-    from transformers import AutoTokenizer  # noqa: PLC0415
+def _end_with(model: Any, end: int) -> None:
+    """Not ``config.pad_token_id``: an embedding does not train the row that it names."""
+    model.config.eos_token_id = end
+    generation = model.generation_config
+    generation.eos_token_id = end
+    if generation.pad_token_id is None:
+        generation.pad_token_id = end
 
+
+def end_token(datasets: Sequence[IndexedDataset]) -> int | None:
+    """The id with which documents end, as the meta files of all datasets say; None if none does."""
+    found = {(dataset.meta or {}).get("document_end_token") for dataset in datasets}
+    if len(found) > 1:
+        logger.warning("the datasets end their documents differently (%s): no eos_token_id", found)
+    return found.pop() if len(found) == 1 else None
+
+
+def open_tokenizer(source: str, *, required: bool) -> Any:
+    """A transformers tokenizer of a directory, a hub name, a tokenizer.json or a .model.
+
+    Args:
+        source: where it is.
+        required: it was asked for; otherwise the log says that there is none.
+
+    Raises:
+        ConfigError: there is none and it is required.
+    """
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast  # noqa: PLC0415
+
+    path = Path(source)
     try:
-        AutoTokenizer.from_pretrained(source).save_pretrained(target)
+        if path.is_file() and path.suffix == ".json":
+            return PreTrainedTokenizerFast(tokenizer_file=str(path))
+        if path.is_file():
+            from transformers import LlamaTokenizer  # noqa: PLC0415
+
+            return LlamaTokenizer(vocab_file=str(path))
+        return AutoTokenizer.from_pretrained(source)
     except (OSError, ValueError) as error:
-        logger.info("no tokenizer goes with the model: %s", str(error).split("\n")[0])
+        reason = str(error).split("\n")[0]
+        if required:
+            raise ConfigError(f"model: tokenizer {source!r} cannot be loaded: {reason}") from error
+        logger.info("no tokenizer goes with the model: %s", reason)
+        return None
 
 
 def _gather(engine: Any, world: World) -> dict[str, Tensor] | None:

@@ -71,7 +71,12 @@ class ModelFlops:
     def of(model: nn.Module, configuration: Any) -> ModelFlops:
         """Count a causal language model of transformers."""
         embedding = configuration.vocab_size * configuration.hidden_size
-        weights = sum(p.numel() for p in model.parameters() if p.dim() >= 2)
+        active = _active_experts(configuration)
+        weights = sum(
+            p.numel() * (active if ".experts." in name else 1.0)
+            for name, p in model.named_parameters()
+            if p.dim() >= 2
+        )
         if not configuration.tie_word_embeddings:
             weights -= embedding  # reading a row is no multiplication; a tied table is the head
         if configuration.model_type == "gpt2":
@@ -102,3 +107,11 @@ class ModelFlops:
     def step(self, num_tokens: int, lengths: ArrayLike) -> float:
         """Of a step: every token through the weights, every segment through attention."""
         return self.per_token * num_tokens + self.attention(lengths)
+
+
+def _active_experts(configuration: Any) -> float:
+    """The share of a mixture's routed experts that a token goes through."""
+    names = ("num_local_experts", "num_experts", "n_routed_experts")
+    count = next((n for n in (getattr(configuration, x, None) for x in names) if n), None)
+    chosen = getattr(configuration, "num_experts_per_tok", None)
+    return chosen / count if chosen and count else 1.0

@@ -16,6 +16,7 @@ from megapack.attention import (
     ATTENTION_NAME,
     AttentionNeeds,
     alibi_slopes,
+    check_architecture,
     register,
     varlen_arguments,
 )
@@ -25,17 +26,17 @@ from megapack.training.loss import linear_cross_entropy_sum
 from megapack.training.presets import PRESETS
 
 __all__ = [
-    "ARCHITECTURES",
     "TrainingModel",
     "attention_needs",
     "build_model",
     "model_configuration",
     "position_limit",
     "register_architectures",
+    "try_model",
 ]
 
-# Architectures whose packed logits and gradients are tested against their documents one by one.
-ARCHITECTURES = ("llama", "qwen2", "gemma2", "gpt2", "gpt2_alibi")
+# Position embeddings with a row per position; all others reach any length.
+_LEARNED_POSITIONS = ("gpt2", "gpt_bigcode", "gpt_neo", "opt", "biogpt")
 
 _DROPOUTS = ("attention_dropout", "attn_pdrop", "embd_pdrop", "resid_pdrop")
 
@@ -49,20 +50,13 @@ def model_configuration(config: ModelConfig, vocab_size: int) -> Any:
             ``vocab_multiple``; a checkpoint must hold it.
 
     Raises:
-        ConfigError: unknown preset, an architecture that is not tested, a vocabulary too small, or
-            attention dropout.
+        ConfigError: unknown preset, a vocabulary too small, or attention dropout.
     """
     vocab_size = config.vocab_size or vocab_size
     if config.preset is not None:
         result = _preset_configuration(config, vocab_size)
     else:
         result = _pretrained_configuration(config)
-    if result.model_type not in ARCHITECTURES:
-        known = ", ".join(ARCHITECTURES)
-        raise ConfigError(
-            f"model: architecture {result.model_type!r} is not tested with packed attention; "
-            f"tested are {known}"
-        )
     if result.vocab_size < vocab_size:
         raise ConfigError(
             f"model: the vocabulary has {result.vocab_size} tokens, the dataset {vocab_size}; "
@@ -132,15 +126,17 @@ def register_architectures() -> None:
 def attention_needs(configuration: Any, device: torch.device, dtype: torch.dtype) -> AttentionNeeds:
     """What the architecture asks of attention: heads, window, soft cap, ALiBi."""
     heads = configuration.num_attention_heads
-    width = getattr(configuration, "head_dim", None) or configuration.hidden_size // heads
-    layer_types = getattr(configuration, "layer_types", None) or []
+    width = getattr(configuration, "qk_head_dim", None) or getattr(configuration, "head_dim", None)
+    width = width or configuration.hidden_size // heads
+    window = getattr(configuration, "sliding_window", None)
+    layer_types = getattr(configuration, "layer_types", None)
     return AttentionNeeds(
         device=device,
         dtype=dtype,
         head_dim=width,
         num_heads=heads,
         num_key_value_heads=getattr(configuration, "num_key_value_heads", None) or heads,
-        window="sliding_attention" in layer_types,
+        window="sliding_attention" in layer_types if layer_types else bool(window),
         softcap=bool(getattr(configuration, "attn_logit_softcapping", None)),
         alibi=configuration.model_type == "gpt2_alibi",
     )
@@ -148,7 +144,50 @@ def attention_needs(configuration: Any, device: torch.device, dtype: torch.dtype
 
 def position_limit(configuration: Any) -> int | None:
     """The longest document (tokens) that learned position embeddings can number, if there are."""
-    return int(configuration.n_positions) if configuration.model_type == "gpt2" else None
+    learned = configuration.model_type in _LEARNED_POSITIONS
+    return int(configuration.max_position_embeddings) if learned else None
+
+
+def try_model(
+    configuration: Any, *, backend: str, device: torch.device, dtype: torch.dtype
+) -> None:
+    """Refuse an architecture that packed rows would train wrongly; see ``attention.guard``.
+
+    Raises:
+        ConfigError: naming the architecture, the layer and the difference.
+    """
+    register_architectures()
+    register(backend)
+
+    def loss(model: Any, row: Any) -> Tensor:
+        wrapped = TrainingModel(model, chunk_tokens=32)
+        result: Tensor = wrapped(
+            row.tokens, row.labels, row.position_ids, row.cu_seqlens, max_seqlen=row.max_seqlen
+        )
+        return result
+
+    check_architecture(
+        configuration,
+        attention=ATTENTION_NAME,
+        build=_from_scratch,
+        device=device,
+        dtype=dtype,
+        loss=loss,
+    )
+
+
+def _from_scratch(configuration: Any, implementation: str) -> Any:
+    from transformers import AutoModelForCausalLM  # noqa: PLC0415
+
+    alibi = configuration.model_type == "gpt2_alibi"
+    if alibi:
+        configuration.alibi_slopes = alibi_slopes(configuration.n_head).tolist()
+    model = AutoModelForCausalLM.from_config(
+        configuration, attn_implementation=implementation, dtype=torch.float32
+    )
+    if alibi:
+        _give_slopes(model, configuration.alibi_slopes)
+    return model
 
 
 def build_model(
@@ -180,10 +219,8 @@ def build_model(
         mine = [torch.cuda.current_device()] if torch.cuda.is_available() else []
         with torch.random.fork_rng(devices=mine):
             torch.manual_seed(seed)
-            model = AutoModelForCausalLM.from_config(
-                configuration, attn_implementation=ATTENTION_NAME, dtype=torch.float32
-            )
-    if configuration.model_type == "gpt2_alibi":
+            model = _from_scratch(configuration, ATTENTION_NAME)
+    if config.pretrained is not None and configuration.model_type == "gpt2_alibi":
         _give_slopes(model, configuration.alibi_slopes)
     # from_pretrained gives a model in evaluation mode, which would not checkpoint activations.
     return TrainingModel(model, chunk_tokens=chunk_tokens, fused_loss=fused_loss).train()
@@ -218,9 +255,9 @@ class TrainingModel(nn.Module):
     @property
     def layers(self) -> nn.ModuleList:
         """The decoder layers."""
-        base: Any = self.model.base_model
-        layers: nn.ModuleList = base.h if hasattr(base, "h") else base.layers
-        return layers
+        count = self.configuration.num_hidden_layers
+        lists = (m for m in self.model.modules() if isinstance(m, nn.ModuleList))
+        return next(layers for layers in lists if len(layers) == count)
 
     def hidden_states(
         self, tokens: Tensor, position_ids: Tensor, cu_seqlens: Tensor, max_seqlen: int
@@ -247,6 +284,8 @@ class TrainingModel(nn.Module):
         """``scale`` times the summed loss of one micro batch; see ``linear_cross_entropy_sum``."""
         hidden = self.hidden_states(tokens, position_ids, cu_seqlens, max_seqlen)
         head: Any = self.model.get_output_embeddings()  # type: ignore[operator]
+        if (factor := _logit_factor(self.configuration)) != 1:
+            hidden = hidden * factor
         return linear_cross_entropy_sum(
             hidden,
             head.weight,
@@ -284,3 +323,10 @@ class TrainingModel(nn.Module):
             state = {name.removeprefix("model."): value for name, value in weights.items()}
         model: Any = self.model
         model.save_pretrained(directory, state_dict=state)
+
+
+def _logit_factor(configuration: Any) -> float:
+    """What an architecture multiplies its logits with: Cohere's scale, Granite's divisor."""
+    scale = getattr(configuration, "logit_scale", None) or 1.0
+    divisor = getattr(configuration, "logits_scaling", None) or 1.0
+    return float(scale) / float(divisor)

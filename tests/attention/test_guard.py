@@ -123,6 +123,11 @@ def test_the_random_state_and_the_configuration_of_the_run_are_left_alone() -> N
     assert torch.equal(torch.get_rng_state(), state)
 
 
+def test_a_model_smaller_than_the_tiny_one_is_tried_as_well() -> None:
+    small = {"vocab_size": 40, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    check("qwen3", "megapack", **small, num_key_value_heads=1, head_dim=16)
+
+
 # --- the tiny model ---
 
 

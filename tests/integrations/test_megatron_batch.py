@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from torch import Tensor
 from torch.utils.data import default_collate
 
 from megapack.errors import ConfigError
+from megapack.integrations.megatron import batch, packed
 from megapack.integrations.megatron.batch import get_batch
 from megapack.integrations.megatron.packed import (
     context_parallel_indices,
@@ -52,6 +54,37 @@ def test_packed_parameters_refuse_what_kernels_would_misread() -> None:
         to_packed_seq_params(cu_seqlens.repeat(2, 1), 5)
     with pytest.raises(ValueError, match="same segments"):
         to_packed_seq_params(cu_seqlens, 5, torch.tensor([0, 8], dtype=torch.int32))
+
+
+def test_mamba_layers_are_told_the_segments_where_megatron_has_a_place_for_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """megatron-core 0.16 has none; from 0.17 on ``total_tokens`` is what seq_idx is made of."""
+    rows = iter([default_collate(ROWS)])
+    monkeypatch.setattr(batch, "flatten_rows", lambda collated: flatten_rows(next(rows)))
+    for name, value in (
+        ("get_tensor_model_parallel_rank", 0),
+        ("get_pipeline_model_parallel_world_size", 1),
+        ("get_context_parallel_world_size", 1),
+        ("get_tensor_model_parallel_group", None),
+        ("get_tensor_model_parallel_src_rank", 0),
+    ):
+        monkeypatch.setattr(parallel_state, name, lambda value=value: value)
+    monkeypatch.setattr(batch, "broadcast_batch", lambda flat, **where: flat)
+
+    @dataclass
+    class NewerPackedSeqParams(packed.PackedSeqParams):  # type: ignore[misc]
+        total_tokens: int | None = None
+
+        def __post_init__(self) -> None:
+            lengths = self.cu_seqlens_q.diff()
+            segments = torch.arange(lengths.numel())
+            self.seq_idx = segments.repeat_interleave(lengths, output_size=self.total_tokens)
+
+    monkeypatch.setattr(packed, "PackedSeqParams", NewerPackedSeqParams)
+    params = get_batch(iter([{"tokens": torch.zeros(2, 16)}]))[5]
+    assert params.total_tokens == 32
+    assert params.seq_idx.tolist() == [0] * 3 + [1] * 5 + [2] * 8 + [3] * 16
 
 
 @given(

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import AutoModelForCausalLM, OPTConfig
+from transformers import AutoModelForCausalLM
 
 from megapack.errors import ConfigError
 from megapack.training.config import ModelConfig
@@ -270,12 +270,6 @@ def test_what_a_model_asks_of_attention_is_read_from_its_configuration() -> None
 def test_a_model_that_cannot_be_is_refused(arguments: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         model_configuration(ModelConfig(**arguments), VOCAB)  # type: ignore[arg-type]
-
-
-def test_an_untested_architecture_is_refused(tmp_path: Path) -> None:
-    OPTConfig().save_pretrained(tmp_path)
-    with pytest.raises(ConfigError, match="'opt' is not tested with packed attention"):
-        model_configuration(ModelConfig(pretrained=str(tmp_path)), 10)
 
 
 def test_a_mask_dropout_or_cache_is_refused_by_the_attention_function() -> None:

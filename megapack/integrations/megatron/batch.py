@@ -78,7 +78,12 @@ def get_batch(data_iterator: Iterator[Any] | None, vp_stage: int | None = None) 
     # Transformer Engine wants the aligned boundaries in both places (Megatron's main does so
     # too); padding behind a segment is never seen by it under a causal mask.
     boundaries = batch.get("cu_seqlens_padded", batch["cu_seqlens"])
-    params = to_packed_seq_params(boundaries, batch["max_seqlen"], batch.get("cu_seqlens_padded"))
+    params = to_packed_seq_params(
+        boundaries,
+        batch["max_seqlen"],
+        batch.get("cu_seqlens_padded"),
+        total_tokens=batch["tokens"].numel(),
+    )
     if not _embeds_or_computes_loss(vp_stage):
         return None, None, None, None, None, params
     held = _slice_for_context_parallel(batch, boundaries)

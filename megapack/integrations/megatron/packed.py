@@ -49,7 +49,11 @@ def _join(cu_seqlens: Tensor) -> Tensor:
 
 
 def to_packed_seq_params(
-    cu_seqlens: Tensor, max_seqlen: int | Tensor, cu_seqlens_padded: Tensor | None = None
+    cu_seqlens: Tensor,
+    max_seqlen: int | Tensor,
+    cu_seqlens_padded: Tensor | None = None,
+    *,
+    total_tokens: int | None = None,
 ) -> PackedSeqParams:
     """The "thd" parameters of megatron-core for one flat row.
 
@@ -57,6 +61,8 @@ def to_packed_seq_params(
         cu_seqlens: 1-D int32, or ``(1, n)`` as collated; on the device of the attention.
         max_seqlen: the longest segment in tokens. A tensor is read, so pass it from the CPU.
         cu_seqlens_padded: boundaries with the alignment padding; None where there is none.
+        total_tokens: of the whole row. From 0.17 on Megatron makes of it the ``seq_idx`` by which
+            Mamba layers tell segments apart; older ones have no place for it.
 
     Returns:
         PackedSeqParams. RoPE and attention restart at ``cu_seqlens_padded`` where given.
@@ -74,6 +80,7 @@ def to_packed_seq_params(
                 f"{padded.numel()}; they describe the same segments"
             )
     longest = int(max_seqlen)
+    known = "total_tokens" in PackedSeqParams.__dataclass_fields__
     return PackedSeqParams(
         qkv_format="thd",
         cu_seqlens_q=boundaries,
@@ -82,6 +89,7 @@ def to_packed_seq_params(
         cu_seqlens_kv_padded=padded,
         max_seqlen_q=longest,
         max_seqlen_kv=longest,
+        **({"total_tokens": total_tokens} if known else {}),
     )
 
 

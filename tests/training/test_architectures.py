@@ -1,0 +1,78 @@
+"""Any architecture that is right on packed rows trains; what is not is refused at start."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from megapack.attention import choose_backend
+from megapack.errors import ConfigError
+from megapack.training.config import ModelConfig
+from megapack.training.model import attention_needs, model_configuration, try_model
+
+from .conftest import Corpus
+from .processes import PRETRAIN, Zygote
+
+RIGHT = [
+    *("llama", "qwen2", "qwen3", "mistral", "phi3", "olmo2", "qwen3_moe", "mixtral"),
+    *("gemma2", "gemma3_text", "deepseek_v3", "gpt_neox", "gpt2", "granite", "cohere"),
+]
+CPU = torch.device("cpu")
+
+
+def attempt(configuration: Any) -> None:
+    needs = attention_needs(configuration, CPU, torch.float32)
+    try_model(configuration, backend=choose_backend(needs).name, device=CPU, dtype=torch.float32)
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_an_architecture_that_is_right_on_packed_rows_is_taken(name: str, tmp_path: Path) -> None:
+    """With the loss that training uses, of which the guard compares value and gradients."""
+    AutoConfig.for_model(name).save_pretrained(tmp_path)
+    attempt(model_configuration(ModelConfig(pretrained=str(tmp_path)), 1000))
+
+
+def test_gpt2_with_alibi_is_taken() -> None:
+    attempt(model_configuration(ModelConfig(preset="gpt2_124m_alibi"), 1000))
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("bloom", "changes logits before it"),
+        ("mpt", "fails on a row"),
+        ("jamba", "another document.*JambaMambaMixer"),
+        ("llama4_text", "one document alone.*chunked_attention"),
+        ("gpt_oss", "sinks"),
+        ("phi", "gradients.*the head"),  # which has a bias
+    ],
+)
+def test_an_architecture_that_is_not_is_refused(name: str, reason: str) -> None:
+    with pytest.raises(ConfigError, match=rf"'{name}'.*{reason}"):
+        attempt(AutoConfig.for_model(name))
+
+
+def test_a_run_of_qwen3_trains_and_one_of_bloom_does_not_begin(
+    zygote: Zygote, corpus: Corpus, tmp_path: Path
+) -> None:
+    small = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+    for name, more in (("qwen3", {"num_key_value_heads": 2}), ("bloom", {})):
+        configuration = AutoConfig.for_model(name, **small, **more)
+        AutoModelForCausalLM.from_config(configuration).save_pretrained(tmp_path / name)
+        config = corpus.config(
+            tmp_path / f"run_{name}",
+            num_steps=2,
+            model={"preset": None, "pretrained": str(tmp_path / name)},
+            engine={"precision": "fp32", "timeout_minutes": 5},
+        )
+        argv = [str(PRETRAIN), "--config", str(config)]
+        ranks = zygote.start(argv, 1, tmp_path / name, {0: {"env": {}}})
+        if name == "qwen3":
+            assert "step 2/2" in ranks.succeed()
+        else:
+            assert ranks.wait() != [0]
+            assert "'bloom'" in ranks.output() and "changes logits before it" in ranks.output()
