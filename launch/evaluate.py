@@ -13,6 +13,7 @@ compared by their logs: final perplexity and mean rank over the last epoch.
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import json
 import logging
 import sys
@@ -35,6 +36,7 @@ from megapack.training.runs import compare, read_curve
 
 
 def main() -> int:
+    faulthandler.enable()  # a mapped file that was truncated ends a process with SIGBUS
     args = parse_arguments()
     results: dict[str, Any] = {}
     if args.model and args.data:
