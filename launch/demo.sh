@@ -46,7 +46,8 @@ train() {
     deepspeed --num_accelerators "$RANKS" --master_port "${PORT:-29611}" launch/pretrain.py \
         --config configs/demo_cpu.yaml --set "run_dir=$OUT/run" --set "num_steps=$STEPS" \
         --set "data.prefix=$OUT/train" --set "data.index=$OUT/train.samples" \
-        --set "data.valid_prefix=$OUT/valid" --set "checkpoint.every=$((STEPS / 8))"
+        --set "data.valid_prefix=$OUT/valid" --set "checkpoint.every=$((STEPS / 8))" \
+        --set "model.tokenizer=$OUT/tokenizer.model"
 }
 
 say "5/7 training on $RANKS ranks, killed in the middle on purpose"
@@ -68,7 +69,7 @@ say "7/7 the picture"
 cat <<EOF
 
 made     $OUT/demo.png        loss, bucket of every step, document lengths
-         $OUT/run/model       the trained model, for transformers' from_pretrained
+         $OUT/run/model       the trained model and its tokenizer, for transformers' from_pretrained
          $OUT/run/log.jsonl   one line per step;  tensorboard --logdir $OUT/run
          $OUT/train.samples   the packed corpus;  $OUT/train.bin/.idx, the documents
 
