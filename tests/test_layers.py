@@ -12,6 +12,7 @@ from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
+from peers import peer
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "megapack"
@@ -72,6 +73,7 @@ def test_the_places_that_contributing_names_exist() -> None:
     names = {name for name in quoted if name.startswith("megapack.")}
     assert len(paths) > 15 and len(names) >= 4
     assert not [name for name in paths if not (ROOT / name).exists()]
+    peer("torch")  # which megapack.data needs
     for name in names:
         module, _, attribute = name.rpartition(".")
         assert hasattr(importlib.import_module(module), attribute), name
