@@ -13,6 +13,7 @@ from pathlib import Path
 from types import TracebackType
 
 from megapack.errors import LockedError, MegapackWarning
+from megapack.storage.atomic import naming
 from megapack.storage.replace import target_of
 
 __all__ = ["WriterLock", "writer_lock"]
@@ -35,17 +36,22 @@ class WriterLock:
     Raises:
         LockedError: another writer holds it; names its host and process.
         ConfigError: the directory does not exist, or the name is too long.
-        OSError: the lock file cannot be made.
+        OSError: the lock file cannot be made or written; names it.
     """
 
     def __init__(self, path: str | os.PathLike[str], what: str, *, shared: bool = False) -> None:
         self.path = target_of(f"{os.path.realpath(path)}.lock")
         descriptor = _acquire(self.path, os.fspath(path), shared)
-        if not shared:
-            os.truncate(descriptor, 0)  # who stood there is gone
-        owner = f"process {os.getpid()} on {socket.gethostname()} ({what})\n"
-        os.write(descriptor, owner.encode())
         self._release = weakref.finalize(self, _release, descriptor, self.path, os.getpid())
+        owner = f"process {os.getpid()} on {socket.gethostname()} ({what})\n"
+        try:
+            with naming(self.path):
+                if not shared:
+                    os.truncate(descriptor, 0)  # who stood there is gone
+                os.write(descriptor, owner.encode())
+        except OSError:
+            self.release()
+            raise
 
     def release(self) -> None:
         """Let the next writer in. May be called twice."""

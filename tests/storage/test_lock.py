@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import os
 import signal
@@ -123,3 +124,20 @@ def test_no_two_processes_hold_it_at_once(tmp_path: Path) -> None:
     processes = [subprocess.Popen(command) for _ in range(3)]
     assert [process.wait() for process in processes] == [0, 0, 0]
     assert counter.read_text() == "600"
+
+
+def test_a_disk_without_room_for_the_lock_is_named_and_nothing_is_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """os.write names no file: "No space left on device" alone would say nothing."""
+
+    def full(descriptor: int, data: bytes) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "write", full)
+    with pytest.raises(OSError, match=r"while writing: '.*data\.lock'"):
+        writer_lock(tmp_path / "data", what="test")
+    assert not list(tmp_path.iterdir())
+    monkeypatch.undo()
+    with writer_lock(tmp_path / "data", what="test"):
+        pass
