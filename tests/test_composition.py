@@ -12,9 +12,9 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 
 from lengths import LAWS, expected_truncation_ratio
-from megapack.packing.theory import expect_seamless
 from papers import atom_size_rows, blog_rows, bucketllm_rows, seamless_rows
 from papers.rows import Row, compared, python_sources
+from papers.seamless_theory import expect_seamless
 
 from megapack.packing import pack
 

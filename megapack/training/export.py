@@ -6,6 +6,7 @@ import logging
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch.distributed as dist
@@ -18,6 +19,9 @@ from megapack.training.distributed import World
 __all__ = ["end_token", "export_model", "open_tokenizer"]
 
 logger = logging.getLogger("megapack")
+
+# Spaces, lines, digits, letters of several scripts: where two tokenizers differ, they differ here.
+_PROBES = ("Two words", "  a  b\n\n\tc = 1234.5 ", "na\u00efve \u4e2d\u6587 \U0001f600")
 
 
 def export_model(
@@ -90,9 +94,7 @@ def open_tokenizer(source: str, *, required: bool) -> Any:
         if path.is_file() and path.suffix == ".json":
             return PreTrainedTokenizerFast(tokenizer_file=str(path))
         if path.is_file():
-            from transformers import LlamaTokenizer  # noqa: PLC0415
-
-            return LlamaTokenizer(vocab_file=str(path))
+            return _of_sentencepiece(path)
         return AutoTokenizer.from_pretrained(source)
     except (OSError, ValueError) as error:
         reason = str(error).split("\n")[0]
@@ -114,3 +116,22 @@ def _gather(engine: Any, world: World) -> dict[str, Tensor] | None:
             if world.is_first:
                 weights[name] = parameter.detach().cpu().clone()
     return weights
+
+
+def _of_sentencepiece(path: Path) -> Any:
+    """The transformers tokenizer of a .model, which gives the same ids or is none."""
+    from sentencepiece import SentencePieceProcessor  # noqa: PLC0415
+    from transformers import LlamaTokenizer  # noqa: PLC0415
+
+    model = SentencePieceProcessor(model_file=str(path))
+    with TemporaryDirectory() as folder:
+        shutil.copy(path, Path(folder) / "tokenizer.model")
+        for add_prefix_space in (False, True):
+            tokenizer = LlamaTokenizer.from_pretrained(folder, add_prefix_space=add_prefix_space)
+            ids = (tokenizer(text, add_special_tokens=False)["input_ids"] for text in _PROBES)
+            if list(ids) == [model.encode(text) for text in _PROBES]:
+                return tokenizer
+    raise ValueError(
+        "transformers gives other ids than sentencepiece with it; name the directory of a "
+        "transformers tokenizer instead"
+    )

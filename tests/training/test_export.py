@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import sentencepiece
 import yaml
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -95,3 +96,33 @@ def test_a_tokenizer_that_was_asked_for_must_be_there(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"tokenizer .*nowhere.* cannot be loaded"):
         open_tokenizer(str(tmp_path / "nowhere"), required=True)
     assert open_tokenizer(str(tmp_path / "nowhere"), required=False) is None
+
+
+def _sentencepiece_model(path: Path, *, add_dummy_prefix: bool) -> str:
+    sentencepiece.SentencePieceTrainer.Train(
+        sentence_iterator=iter([f"a line of {i} words, (with) signs" for i in range(300)]),
+        model_prefix=str(path),
+        vocab_size=330,
+        model_type="bpe",
+        byte_fallback=True,
+        normalization_rule_name="identity",
+        remove_extra_whitespaces=False,
+        add_dummy_prefix=add_dummy_prefix,
+        minloglevel=2,
+    )
+    return f"{path}.model"
+
+
+def test_a_sentencepiece_model_goes_along_with_its_own_ids_or_not_at_all(tmp_path: Path) -> None:
+    """transformers puts a space before a text unless it is told; our documents have none."""
+    path = _sentencepiece_model(tmp_path / "own", add_dummy_prefix=False)
+    model = sentencepiece.SentencePieceProcessor(model_file=path)
+    open_tokenizer(path, required=True).save_pretrained(tmp_path / "saved")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "saved")
+    for text in ("a line", " of\n\n  12 words\t(x)", "na\u00efve \u4e2d"):
+        assert tokenizer(text, add_special_tokens=False)["input_ids"] == model.encode(text)
+        assert len(model.encode(text)) > 1
+    # Before a text that begins with a space transformers adds none, sentencepiece does.
+    other = _sentencepiece_model(tmp_path / "other", add_dummy_prefix=True)
+    with pytest.raises(ConfigError, match="gives other ids than sentencepiece"):
+        open_tokenizer(other, required=True)
