@@ -35,12 +35,12 @@ from megapack.training.config import (
     ModelConfig,
     PretrainConfig,
 )
-from megapack.training.distributed import World, join, world
-from megapack.training.engine import compute_dtype, start_engine, train_step
-from megapack.training.flops import ModelFlops, peak_flops
-from megapack.training.inputs import TimedBatches
-from megapack.training.model import attention_needs, build_model, model_configuration
-from megapack.training.work import StepWork
+from megapack.training.model.architecture import attention_needs, build_model, model_configuration
+from megapack.training.model.flops import ModelFlops, peak_flops
+from megapack.training.run.engine import compute_dtype, start_engine, train_step
+from megapack.training.run.inputs import TimedBatches
+from megapack.training.run.world import World, join, world
+from megapack.training.watch.work import StepWork
 
 SPEED = "useful_tokens_per_second"
 

@@ -27,12 +27,12 @@ from megapack.errors import MegapackError
 from megapack.storage import IndexedDataset
 from megapack.storage.atomic import atomic_write
 from megapack.training.config import EngineConfig, ModelConfig
-from megapack.training.distributed import World, join, world
-from megapack.training.evaluate import evaluate, open_validation, perplexity_by_context
-from megapack.training.lm_eval_bridge import run_lm_eval
-from megapack.training.model import attention_needs, build_model, model_configuration
-from megapack.training.plots import plot_contexts, plot_curves
-from megapack.training.runs import compare, read_curve
+from megapack.training.judge.curves import compare, read_curve
+from megapack.training.judge.lm_eval_bridge import run_lm_eval
+from megapack.training.judge.plots import plot_contexts, plot_curves
+from megapack.training.judge.validation import evaluate, open_validation, perplexity_by_context
+from megapack.training.model.architecture import attention_needs, build_model, model_configuration
+from megapack.training.run.world import World, join, world
 
 
 def main() -> int:

@@ -26,19 +26,10 @@ import torch
 from megapack.attention import choose_backend
 from megapack.data import Batch, build_loader, check_token_ids
 from megapack.errors import ConfigError, MegapackError
-from megapack.training.agreement import PREEMPTED, Agreement, StopSignals
-from megapack.training.checkpoint import CheckpointStore
 from megapack.training.config import PretrainConfig, load_config
-from megapack.training.distributed import World, join, world
 from megapack.training.dry_run import dry_run
-from megapack.training.engine import compute_dtype, start_engine, train_step
-from megapack.training.evaluate import evaluate
-from megapack.training.export import end_token, export_model, open_tokenizer
-from megapack.training.flops import ModelFlops
-from megapack.training.heartbeat import LOST_CONTACT, Heartbeat
-from megapack.training.inputs import Inputs, TimedBatches, check_positions, open_inputs
-from megapack.training.lr import learning_rate
-from megapack.training.model import (
+from megapack.training.judge.validation import evaluate
+from megapack.training.model.architecture import (
     TrainingModel,
     attention_needs,
     build_model,
@@ -46,9 +37,18 @@ from megapack.training.model import (
     position_limit,
     try_model,
 )
-from megapack.training.monitor import BatchTrace, Monitor
-from megapack.training.run_dir import RunDirectory
-from megapack.training.work import StepWork
+from megapack.training.model.flops import ModelFlops
+from megapack.training.run.checkpoint import CheckpointStore
+from megapack.training.run.directory import RunDirectory
+from megapack.training.run.engine import compute_dtype, start_engine, train_step
+from megapack.training.run.export import end_token, export_model, open_tokenizer
+from megapack.training.run.inputs import Inputs, TimedBatches, check_positions, open_inputs
+from megapack.training.run.learning_rate import learning_rate
+from megapack.training.run.world import World, join, world
+from megapack.training.watch.heartbeat import LOST_CONTACT, Heartbeat
+from megapack.training.watch.monitor import BatchTrace, Monitor
+from megapack.training.watch.signals import PREEMPTED, Agreement, StopSignals
+from megapack.training.watch.work import StepWork
 
 logger = logging.getLogger("megapack")
 

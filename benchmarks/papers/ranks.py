@@ -22,9 +22,9 @@ from megapack.data import Batch, PackedDataset, PackedLoader, Schedule, build_lo
 from megapack.packing import pack
 from megapack.storage import IndexedDataset
 from megapack.training.config import EngineConfig, ModelConfig
-from megapack.training.distributed import World
-from megapack.training.engine import compute_dtype, on_device
-from megapack.training.model import TrainingModel, attention_needs, build_model
+from megapack.training.model.architecture import TrainingModel, attention_needs, build_model
+from megapack.training.run.engine import compute_dtype, on_device
+from megapack.training.run.world import World
 
 __all__ = ["ARMS", "NUM_RANKS", "mean_of_ranks", "step_times"]
 

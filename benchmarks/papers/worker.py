@@ -30,15 +30,15 @@ from megapack.data import build_loader
 from megapack.packing import pack
 from megapack.storage import IndexedDataset
 from megapack.training.config import PretrainConfig
-from megapack.training.distributed import World, join, world
-from megapack.training.engine import compute_dtype, start_engine, train_step
-from megapack.training.evaluate import evaluate, open_validation, perplexity_by_context
-from megapack.training.export import export_model
-from megapack.training.flops import ModelFlops
-from megapack.training.inputs import Inputs, TimedBatches, open_inputs
-from megapack.training.lr import learning_rate
-from megapack.training.model import attention_needs, build_model, model_configuration
-from megapack.training.work import StepWork
+from megapack.training.judge.validation import evaluate, open_validation, perplexity_by_context
+from megapack.training.model.architecture import attention_needs, build_model, model_configuration
+from megapack.training.model.flops import ModelFlops
+from megapack.training.run.engine import compute_dtype, start_engine, train_step
+from megapack.training.run.export import export_model
+from megapack.training.run.inputs import Inputs, TimedBatches, open_inputs
+from megapack.training.run.learning_rate import learning_rate
+from megapack.training.run.world import World, join, world
+from megapack.training.watch.work import StepWork
 
 __all__ = ["begin", "train"]
 

@@ -31,7 +31,7 @@ class ModelConfig:
     """What is trained: a preset from scratch, or a checkpoint further (continual pretraining)."""
 
     preset: str | None = None
-    """A name of ``megapack.training.presets.PRESETS``."""
+    """A name of ``megapack.training.model.presets.PRESETS``."""
     pretrained: str | None = None
     """A directory (or hub name) that ``from_pretrained`` loads, of any architecture that packed
     rows train right: it is tried at start."""
@@ -137,7 +137,7 @@ class OptimizerConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduleConfig:
-    """The learning rate over the run; see ``megapack.training.lr``."""
+    """The learning rate over the run; see ``megapack.training.run.learning_rate``."""
 
     kind: Literal["cosine", "linear", "wsd", "constant"] = "cosine"
     warmup_steps: int | None = None

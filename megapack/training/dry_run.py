@@ -13,20 +13,20 @@ from megapack.config import to_dict
 from megapack.data import check_token_ids
 from megapack.errors import ConfigError
 from megapack.training.config import PretrainConfig
-from megapack.training.engine import compute_dtype
-from megapack.training.flops import ModelFlops, peak_by_name, peak_flops
-from megapack.training.inputs import Inputs, check_positions, open_inputs
-from megapack.training.lr import num_warmup_steps
-from megapack.training.memory import estimate_memory
-from megapack.training.model import (
+from megapack.training.model.architecture import (
     attention_needs,
     build_model,
     model_configuration,
     position_limit,
     try_model,
 )
-from megapack.training.run_dir import plain
-from megapack.training.work import segment_lengths
+from megapack.training.model.flops import ModelFlops, peak_by_name, peak_flops
+from megapack.training.model.memory import estimate_memory
+from megapack.training.run.directory import plain
+from megapack.training.run.engine import compute_dtype
+from megapack.training.run.inputs import Inputs, check_positions, open_inputs
+from megapack.training.run.learning_rate import num_warmup_steps
+from megapack.training.watch.work import segment_lengths
 
 __all__ = ["dry_run"]
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from megapack.training.config import ModelConfig
-from megapack.training.model import TrainingModel, build_model, model_configuration
+from megapack.training.model.architecture import TrainingModel, build_model, model_configuration
 
 VOCAB = 257
 

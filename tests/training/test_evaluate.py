@@ -14,14 +14,14 @@ from megapack.errors import ConfigError
 from megapack.packing import pack
 from megapack.storage import IndexedDataset
 from megapack.training.config import EngineConfig
-from megapack.training.distributed import World, free_port
-from megapack.training.evaluate import (
+from megapack.training.judge.validation import (
     Evaluation,
     evaluate,
     open_validation,
     perplexity_by_context,
 )
-from megapack.training.model import TrainingModel
+from megapack.training.model.architecture import TrainingModel
+from megapack.training.run.world import World, free_port
 
 from .conftest import BUCKETS, Corpus
 from .packing_helpers import tiny_model

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megapack.training.config import ScheduleConfig
-from megapack.training.lr import learning_rate, num_warmup_steps
+from megapack.training.run.learning_rate import learning_rate, num_warmup_steps
 
 KINDS = ["cosine", "linear", "wsd", "constant"]
 

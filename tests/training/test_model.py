@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from megapack.errors import ConfigError
 from megapack.training.config import ModelConfig
-from megapack.training.model import (
+from megapack.training.model.architecture import (
     TrainingModel,
     attention_needs,
     build_model,

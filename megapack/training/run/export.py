@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megapack.errors import ConfigError
 from megapack.storage import IndexedDataset
-from megapack.training.distributed import World
+from megapack.training.run.world import World
 
 __all__ = ["end_token", "export_model", "open_tokenizer"]
 

@@ -64,7 +64,7 @@ def _load_model(directory: str | Path) -> Any:
     import torch  # noqa: PLC0415
     from transformers import AutoModelForCausalLM  # noqa: PLC0415
 
-    from megapack.training.model import register_architectures  # noqa: PLC0415
+    from megapack.training.model.architecture import register_architectures  # noqa: PLC0415
 
     register_architectures()
     model = AutoModelForCausalLM.from_pretrained(directory)

@@ -16,7 +16,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from megapack.training.distributed import World, free_port
+from megapack.training.run.world import World, free_port
 
 __all__ = ["LOST_CONTACT", "Heartbeat"]
 

@@ -22,8 +22,8 @@ from megapack.errors import ConfigError
 from megapack.packing import SampleIndex, pack
 from megapack.storage import IndexedDataset
 from megapack.training.config import EngineConfig
-from megapack.training.distributed import World
-from megapack.training.engine import on_device
+from megapack.training.run.engine import on_device
+from megapack.training.run.world import World
 
 __all__ = ["Evaluation", "evaluate", "open_validation", "perplexity_by_context"]
 

@@ -23,7 +23,7 @@ import xxhash
 
 from megapack.errors import ResumeError
 from megapack.storage.atomic import atomic_write
-from megapack.training.distributed import World
+from megapack.training.run.world import World
 
 __all__ = ["CheckpointStore", "Manifest", "Resume"]
 

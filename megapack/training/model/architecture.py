@@ -22,8 +22,8 @@ from megapack.attention import (
 )
 from megapack.errors import ConfigError
 from megapack.training.config import ModelConfig
-from megapack.training.loss import linear_cross_entropy_sum
-from megapack.training.presets import PRESETS
+from megapack.training.model.loss import linear_cross_entropy_sum
+from megapack.training.model.presets import PRESETS
 
 __all__ = [
     "TrainingModel",
@@ -71,7 +71,7 @@ def model_configuration(config: ModelConfig, vocab_size: int) -> Any:
 def _preset_configuration(config: ModelConfig, vocab_size: int) -> Any:
     from transformers import AutoConfig  # noqa: PLC0415
 
-    from megapack.training.modeling_gpt2_alibi import GPT2AlibiConfig  # noqa: PLC0415
+    from megapack.training.model.modeling_gpt2_alibi import GPT2AlibiConfig  # noqa: PLC0415
 
     preset = PRESETS.get(str(config.preset))
     if preset is None:
@@ -115,7 +115,7 @@ def register_architectures() -> None:
     """Make transformers' Auto classes know the architectures that are ours."""
     from transformers import AutoConfig, AutoModelForCausalLM  # noqa: PLC0415
 
-    from megapack.training import modeling_gpt2_alibi as ours  # noqa: PLC0415
+    from megapack.training.model import modeling_gpt2_alibi as ours  # noqa: PLC0415
 
     AutoConfig.register("gpt2_alibi", ours.GPT2AlibiConfig, exist_ok=True)
     AutoModelForCausalLM.register(ours.GPT2AlibiConfig, ours.GPT2AlibiLMHeadModel, exist_ok=True)

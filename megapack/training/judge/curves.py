@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megapack.errors import DataError
-from megapack.training.run_dir import RunDirectory, read_jsonl
+from megapack.training.run.directory import RunDirectory, read_jsonl
 
 __all__ = ["Curve", "Standing", "compare", "read_curve", "smooth"]
 

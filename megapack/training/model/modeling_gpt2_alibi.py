@@ -34,7 +34,7 @@ class GPT2AlibiLMHeadModel(GPT2LMHeadModel):  # type: ignore[misc]
     """GPT-2 whose attention scores get ``-slope * (i - j)``.
 
     For the attention implementations of transformers (eager, sdpa) the bias is part of the mask;
-    megapack's adds it itself, from slopes that ``megapack.training.model`` gives every layer.
+    megapack's adds it itself, from slopes that ``build_model`` gives every layer.
     """
 
     config_class = GPT2AlibiConfig

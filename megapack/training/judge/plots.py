@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megapack.training.runs import Curve, smooth
+from megapack.training.judge.curves import Curve, smooth
 
 __all__ = ["plot_contexts", "plot_curves"]
 

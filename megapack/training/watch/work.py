@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megapack.data import Schedule, Step
-from megapack.training.flops import ModelFlops
+from megapack.training.model.flops import ModelFlops
 
 __all__ = ["StepWork", "sample_digest", "segment_lengths"]
 

@@ -14,7 +14,7 @@ from megapack.data import Batch, PackedDataset, PackedLoader, Schedule, load_ble
 from megapack.errors import ConfigError
 from megapack.packing import SampleIndex
 from megapack.training.config import DataConfig, PretrainConfig
-from megapack.training.evaluate import open_validation
+from megapack.training.judge.validation import open_validation
 
 __all__ = ["Inputs", "TimedBatches", "check_positions", "open_inputs"]
 

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from megapack.data import Batch
 from megapack.training.config import EngineConfig, OptimizerConfig, PretrainConfig
-from megapack.training.distributed import World
-from megapack.training.model import TrainingModel
+from megapack.training.model.architecture import TrainingModel
+from megapack.training.run.world import World
 
 __all__ = [
     "StepResult",

@@ -20,11 +20,11 @@ import torch.distributed as dist
 from megapack.data import Batch, Step
 from megapack.errors import ConfigError
 from megapack.training.config import LoggingConfig
-from megapack.training.distributed import World
-from megapack.training.engine import StepResult
-from megapack.training.flops import peak_flops
-from megapack.training.run_dir import RunDirectory
-from megapack.training.work import StepWork, sample_digest
+from megapack.training.model.flops import peak_flops
+from megapack.training.run.directory import RunDirectory
+from megapack.training.run.engine import StepResult
+from megapack.training.run.world import World
+from megapack.training.watch.work import StepWork, sample_digest
 
 __all__ = ["BatchTrace", "Monitor"]
 
