@@ -17,11 +17,11 @@ __all__ = [
     "DataConfig",
     "EngineConfig",
     "EvaluationConfig",
+    "LearningRateConfig",
     "LoggingConfig",
     "ModelConfig",
     "OptimizerConfig",
     "PretrainConfig",
-    "ScheduleConfig",
     "load_config",
 ]
 
@@ -136,7 +136,7 @@ class OptimizerConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ScheduleConfig:
+class LearningRateConfig:
     """The learning rate over the run; see ``megapack.training.run.learning_rate``."""
 
     kind: Literal["cosine", "linear", "wsd", "constant"] = "cosine"
@@ -259,7 +259,7 @@ class PretrainConfig:
     model: ModelConfig
     data: DataConfig
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
-    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    schedule: LearningRateConfig = field(default_factory=LearningRateConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)

@@ -16,8 +16,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from megapack.attention import choose_backend
-from megapack.training.model.architecture import TrainingModel, attention_needs
+from megapack.training.model.architecture import attention_needs
 from megapack.training.model.loss import linear_cross_entropy_sum
+from megapack.training.model.training_model import TrainingModel
 from megapack.training.run.directory import RunDirectory, read_jsonl
 
 from .conftest import Corpus

@@ -15,12 +15,12 @@ from transformers import AutoModelForCausalLM
 from megapack.errors import ConfigError
 from megapack.training.config import ModelConfig
 from megapack.training.model.architecture import (
-    TrainingModel,
     attention_needs,
-    build_model,
     model_configuration,
     position_limit,
 )
+from megapack.training.model.opening import build_model
+from megapack.training.model.training_model import TrainingModel
 
 from .packing_helpers import VOCAB, documents, pack_documents, tiny_model
 

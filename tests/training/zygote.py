@@ -25,7 +25,7 @@ from torch.utils.tensorboard import SummaryWriter  # noqa: F401
 
 import megapack.training.dry_run
 import megapack.training.run.export  # noqa: F401
-from megapack.training.run.inputs import TimedBatches
+from megapack.training.watch.batches import TimedBatches
 
 
 def run_child(request: dict[str, Any]) -> None:

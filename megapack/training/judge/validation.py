@@ -18,18 +18,17 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 
 from megapack.data import BatchLayout, PackedDataset
-from megapack.errors import ConfigError
-from megapack.packing import SampleIndex, pack
+from megapack.packing import pack
 from megapack.storage import IndexedDataset
 from megapack.training.config import EngineConfig
-from megapack.training.run.engine import on_device
+from megapack.training.model.training_model import on_device
 from megapack.training.run.world import World
 
-__all__ = ["Evaluation", "evaluate", "open_validation", "perplexity_by_context"]
+__all__ = ["ValidationResult", "evaluate", "perplexity_by_context"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Evaluation:
+class ValidationResult:
     """Summed losses and counts per capacity."""
 
     loss_sums: dict[int, float]
@@ -60,39 +59,6 @@ def _exp(loss: float) -> float:
     return math.exp(loss) if loss < 700 else math.inf
 
 
-def open_validation(
-    prefix: str,
-    index: str | None,
-    *,
-    buckets: Sequence[int],
-    positions: Literal["segment", "document"] = "segment",
-) -> PackedDataset:
-    """Held-out documents with their samples, packed here when there is no index.
-
-    Args:
-        prefix: of the documents.
-        index: their .samples file.
-        buckets: capacities to pack into, without an index.
-        positions: as in training; a document is always scored alone.
-
-    Raises:
-        ConfigError: the index repeats or drops tokens, so it does not score each token once.
-    """
-    dataset = IndexedDataset(prefix)
-    if index is not None:
-        samples = SampleIndex.load(index)
-    else:
-        samples = pack(dataset.document_lengths, "bucket", buckets=list(buckets))
-    metrics = samples.metrics()
-    for name in ("repeated_tokens", "dropped_tokens"):
-        if metrics[name]:
-            raise ConfigError(
-                f"{index}: strategy {samples.strategy!r} has {metrics[name]:,} {name}; evaluate "
-                "with an index that places every token once (strategy bucket)"
-            )
-    return PackedDataset(dataset, samples, positions=positions)
-
-
 def evaluate(
     model: Any,
     data: PackedDataset,
@@ -101,7 +67,7 @@ def evaluate(
     config: EngineConfig,
     micro_batch_tokens: int,
     max_tokens: int | None = None,
-) -> Evaluation:
+) -> ValidationResult:
     """Score samples on all ranks together; collective.
 
     Args:
@@ -131,7 +97,7 @@ def evaluate(
         model.train(training)
     dist.all_reduce(sums)
     losses, counts = sums.tolist()
-    return Evaluation(
+    return ValidationResult(
         loss_sums=dict(zip(capacities, losses, strict=True)),
         label_tokens={c: int(n) for c, n in zip(capacities, counts, strict=True)},
     )
@@ -146,7 +112,7 @@ def perplexity_by_context(
     config: EngineConfig,
     micro_batch_tokens: int,
     max_tokens: int | None = None,
-) -> dict[int, Evaluation]:
+) -> dict[int, ValidationResult]:
     """The same documents seen through contexts of different length (BucketLLM, Figure 3).
 
     With context C, a document longer than C is scored in pieces of C tokens that do not see each

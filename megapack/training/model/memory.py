@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megapack.training.config import PretrainConfig
-from megapack.training.model.architecture import TrainingModel
+from megapack.training.model.training_model import TrainingModel
 
 __all__ = ["estimate_memory", "saved_activations"]
 

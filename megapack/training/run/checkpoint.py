@@ -25,7 +25,7 @@ from megapack.errors import ResumeError
 from megapack.storage.atomic import atomic_write
 from megapack.training.run.world import World
 
-__all__ = ["CheckpointStore", "Manifest", "Resume"]
+__all__ = ["CheckpointManifest", "CheckpointStore", "Resume"]
 
 _MANIFEST = "manifest.json"
 _VERSION = 1
@@ -35,7 +35,7 @@ Verify = Literal["size", "checksum"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Manifest:
+class CheckpointManifest:
     """What a checkpoint is, readable without loading it."""
 
     step: int
@@ -54,7 +54,7 @@ class Resume:
     """A checkpoint that was found good, and how it must be loaded."""
 
     tag: str
-    manifest: Manifest
+    manifest: CheckpointManifest
     universal: bool
     """Another world size or ZeRO stage: load the universal form."""
     rejected: list[str] = field(default_factory=list)
@@ -80,11 +80,11 @@ class CheckpointStore:
         found = self.directory.glob("step_*")
         return sorted(p.name for p in found if p.is_dir() and "." not in p.name)
 
-    def read(self, tag: str) -> Manifest:
+    def read(self, tag: str) -> CheckpointManifest:
         """The manifest of one checkpoint. Raises ResumeError when it cannot be read."""
         path = self.directory / tag / _MANIFEST
         try:
-            return Manifest(**json.loads(path.read_text(encoding="utf-8")))
+            return CheckpointManifest(**json.loads(path.read_text(encoding="utf-8")))
         except (OSError, ValueError, TypeError) as error:
             raise ResumeError(f"{path} cannot be read: {error}") from error
 
@@ -112,7 +112,7 @@ class CheckpointStore:
             problem = f"rank {self.world.rank} on {self.world.host}: {error}"
         self._raise_together(problem, f"checkpoint {tag} could not be written")
         files = self._measure(self.directory / partial)
-        manifest = Manifest(
+        manifest = CheckpointManifest(
             step=step,
             world_size=self.world.size,
             zero_stage=self.zero_stage,
@@ -128,7 +128,7 @@ class CheckpointStore:
             for leftover in self.directory.glob(f"step_*.{kind}"):
                 shutil.rmtree(leftover, ignore_errors=True)
 
-    def _publish(self, partial: str, tag: str, manifest: Manifest) -> None:
+    def _publish(self, partial: str, tag: str, manifest: CheckpointManifest) -> None:
         with atomic_write(self.directory / partial / _MANIFEST, "w") as file:
             json.dump(manifest.__dict__, file, indent=1)
         target = self.directory / tag
@@ -191,7 +191,7 @@ class CheckpointStore:
             shutil.rmtree(target, ignore_errors=True)
             (self.directory / tag).rename(target)
 
-    def _needs_universal(self, manifest: Manifest) -> bool:
+    def _needs_universal(self, manifest: CheckpointManifest) -> bool:
         """Whether a checkpoint must be rewritten for this number of ranks and ZeRO stage."""
         before, now = manifest.zero_stage, self.zero_stage
         if before != now and not {before, now} <= {1, 2}:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from megapack.data import Batch
 from megapack.training.config import EngineConfig, OptimizerConfig, PretrainConfig
-from megapack.training.model.architecture import TrainingModel
+from megapack.training.model.training_model import TrainingModel, on_device
 from megapack.training.run.world import World
 
 __all__ = [
@@ -95,11 +95,6 @@ def _merge(ours: dict[str, Any], theirs: dict[str, Any]) -> dict[str, Any]:
     return result
 
 
-def compute_dtype(engine: EngineConfig) -> torch.dtype:
-    """The dtype of activations, which decides the attention backend."""
-    return torch.bfloat16 if engine.precision == "bf16" else torch.float32
-
-
 def parameter_groups(model: nn.Module, optimizer: OptimizerConfig) -> list[dict[str, Any]]:
     """Matrices with weight decay; norms, biases and (if asked) embeddings without."""
     embeddings = {
@@ -174,15 +169,6 @@ def _compile_layers(model: TrainingModel, *, fullgraph: bool) -> None:
         layer.compile(fullgraph=fullgraph, dynamic=False)
 
 
-def longest_segment(batch: Batch, config: EngineConfig) -> int:
-    """The ``max_seqlen`` a forward is given.
-
-    The exact one keeps the attention grid tight. A compiled layer is specialised on it, so there
-    it is the bucket's capacity: one graph per bucket instead of one per batch.
-    """
-    return int(batch["capacity"] if config.compile else batch["max_seqlen"])
-
-
 def train_step(
     engine: Any, micro_batches: Iterable[Batch], *, world: World, config: EngineConfig, lr: float
 ) -> StepResult:
@@ -209,10 +195,3 @@ def train_step(
         losses.append(loss.detach() / scale)
     engine.step()
     return StepResult(loss_sum=torch.stack(losses).sum(), grad_norm=engine.get_global_grad_norm())
-
-
-def on_device(batch: Batch, device: torch.device, config: EngineConfig) -> dict[str, Any]:
-    """The arguments of ``TrainingModel.forward`` for one micro batch."""
-    names = ("tokens", "labels", "position_ids", "cu_seqlens")
-    moved = {name: batch[name].to(device, non_blocking=True) for name in names}
-    return {**moved, "max_seqlen": longest_segment(batch, config)}

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import itertools
-import time
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
-from megapack.data import Batch, PackedDataset, PackedLoader, Schedule, load_blend
+from megapack.data import PackedDataset, Schedule, check_token_ids, load_blend
 from megapack.errors import ConfigError
-from megapack.packing import SampleIndex
+from megapack.packing import SampleIndex, pack
+from megapack.storage import IndexedDataset
 from megapack.training.config import DataConfig, PretrainConfig
-from megapack.training.judge.validation import open_validation
+from megapack.training.model.architecture import position_limit
 
-__all__ = ["Inputs", "TimedBatches", "check_positions", "open_inputs"]
+__all__ = ["Inputs", "check_inputs", "open_inputs", "open_validation"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,23 +107,29 @@ def _vocab_size(config: PretrainConfig, data: PackedDataset) -> int:
     return max(known, default=1)
 
 
-def check_positions(inputs: Inputs, positions: str, limit: int | None) -> None:
-    """Refuse positions that a model with learned position embeddings does not have.
+def check_inputs(inputs: Inputs, architecture: Any, positions: str) -> None:
+    """Refuse data that a model cannot take.
+
+    Args:
+        inputs: of ``open_inputs``.
+        architecture: of ``model_configuration``.
+        positions: of the training data (``data.positions``).
 
     Raises:
-        ConfigError: some position would reach ``limit``.
+        ConfigError: a token id or a position (of learned position embeddings) is beyond its table.
     """
-    if limit is None:
-        return
+    limit = position_limit(architecture)
     valid = "document" if positions == "document" else "segment"
     for data, kind in ((inputs.data, positions), (inputs.valid, valid)):
-        indices = [] if data is None else data.samples.indices
-        longest = max((_longest_position(index, kind) for index in indices), default=0)
-        if longest > limit:
+        if data is None:
+            continue
+        longest = max((_longest_position(index, kind) for index in data.samples.indices), default=0)
+        if limit is not None and longest > limit:
             raise ConfigError(
                 f"the model has {limit} positions and {data} needs {longest} (positions: {kind}); "
                 f"pack into buckets of at most {limit}, or take a model with RoPE or ALiBi"
             )
+        check_token_ids(data, architecture.vocab_size)
 
 
 def _longest_position(index: SampleIndex, positions: str) -> int:
@@ -137,31 +142,34 @@ def _longest_position(index: SampleIndex, positions: str) -> int:
     return int(ends.max(initial=0))
 
 
-class TimedBatches:
-    """Batches of a loader, step by step, and how long the trainer waited for them."""
+def open_validation(
+    prefix: str,
+    index: str | None,
+    *,
+    buckets: Sequence[int],
+    positions: Literal["segment", "document"] = "segment",
+) -> PackedDataset:
+    """Held-out documents with their samples, packed here when there is no index.
 
-    def __init__(self, loader: PackedLoader) -> None:
-        self._loader = loader
-        self._waited = 0.0
-        self.imbalance = 1.0
-        """Of the step before: largest over mean attention work of the ranks."""
+    Args:
+        prefix: of the documents.
+        index: their .samples file.
+        buckets: capacities to pack into, without an index.
+        positions: as in training; a document is always scored alone.
 
-    def steps(self) -> Iterator[tuple[int, Iterator[Batch]]]:
-        """Every step with its micro batches of this rank, each gathered when it is asked for."""
-        return itertools.groupby(self._batches(), key=lambda batch: int(batch["step"]))
-
-    def _batches(self) -> Iterator[Batch]:
-        batches = iter(self._loader)
-        while True:
-            begin = time.perf_counter()
-            batch = next(batches, None)
-            self._waited += time.perf_counter() - begin
-            if batch is None:
-                return
-            self.imbalance = batch["imbalance"]
-            yield batch
-
-    def waited(self) -> float:
-        """Seconds waited since this was last asked."""
-        waited, self._waited = self._waited, 0.0
-        return waited
+    Raises:
+        ConfigError: the index repeats or drops tokens, so it does not score each token once.
+    """
+    dataset = IndexedDataset(prefix)
+    if index is not None:
+        samples = SampleIndex.load(index)
+    else:
+        samples = pack(dataset.document_lengths, "bucket", buckets=list(buckets))
+    metrics = samples.metrics()
+    for name in ("repeated_tokens", "dropped_tokens"):
+        if metrics[name]:
+            raise ConfigError(
+                f"{index}: strategy {samples.strategy!r} has {metrics[name]:,} {name}; evaluate "
+                "with an index that places every token once (strategy bucket)"
+            )
+    return PackedDataset(dataset, samples, positions=positions)

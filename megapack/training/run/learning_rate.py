@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 
-from megapack.training.config import ScheduleConfig
+from megapack.training.config import LearningRateConfig
 
 __all__ = ["learning_rate", "num_warmup_steps"]
 
 
-def learning_rate(step: int, *, num_steps: int, peak: float, schedule: ScheduleConfig) -> float:
+def learning_rate(step: int, *, num_steps: int, peak: float, schedule: LearningRateConfig) -> float:
     """The learning rate of optimizer step ``step`` (the first one is 0) of ``num_steps``.
 
     Warmup rises linearly and reaches ``peak`` at its last step, so step 0 already learns. After it:
@@ -38,7 +38,7 @@ def learning_rate(step: int, *, num_steps: int, peak: float, schedule: ScheduleC
     return lowest + (peak - lowest) * 0.5 * (1 + math.cos(math.pi * progress))
 
 
-def num_warmup_steps(num_steps: int, schedule: ScheduleConfig) -> int:
+def num_warmup_steps(num_steps: int, schedule: LearningRateConfig) -> int:
     """Steps of warmup: given, or a fraction of the run; never more than the run has."""
     if schedule.warmup_steps is not None:
         return min(schedule.warmup_steps, num_steps)

@@ -11,13 +11,12 @@ import math
 import resource
 import sys
 import time
-from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from megapack.data import Batch, Step
+from megapack.data import Step
 from megapack.errors import ConfigError
 from megapack.training.config import LoggingConfig
 from megapack.training.model.flops import peak_flops
@@ -26,7 +25,7 @@ from megapack.training.run.engine import StepResult
 from megapack.training.run.world import World
 from megapack.training.watch.work import StepWork, sample_digest
 
-__all__ = ["BatchTrace", "Monitor"]
+__all__ = ["Monitor"]
 
 logger = logging.getLogger("megapack")
 
@@ -198,23 +197,6 @@ class Monitor:
         self.flush()
         for writer in self._writers:
             writer.close()
-
-
-class BatchTrace:
-    """What every rank was fed, one line per micro batch: ``batches/rank_00000.jsonl``."""
-
-    def __init__(self, directory: RunDirectory, world: World) -> None:
-        directory.batches.mkdir(parents=True, exist_ok=True)
-        self._path = directory.batches / f"rank_{world.rank:05d}.jsonl"
-
-    def follow(self, batches: Iterable[Batch]) -> Iterator[Batch]:
-        """Pass batches on, and write down what they are."""
-        for batch in batches:
-            line = {name: batch[name] for name in ("step", "micro_step", "bucket", "capacity")}
-            line["sample_ids"] = batch["sample_ids"].tolist()
-            with self._path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(line) + "\n")
-            yield batch
 
 
 class _TensorBoard:
