@@ -25,8 +25,8 @@ from papers.corpus import Corpus
 from papers.plain import WHOLE, engine
 from papers.runs import Result, Run, Scale, by_name
 
-from megapack.training.plots import plot_curves
-from megapack.training.runs import Curve
+from megapack.training.judge.curves import Curve
+from megapack.training.judge.plots import plot_curves
 
 __all__ = ["EQUAL", "TITLE", "claims", "plots", "rows", "runs"]
 

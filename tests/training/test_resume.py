@@ -13,9 +13,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from megapack.training.agreement import PREEMPTED
-from megapack.training.heartbeat import LOST_CONTACT
-from megapack.training.run_dir import RunDirectory, read_jsonl
+from megapack.training.run.directory import RunDirectory, read_jsonl
+from megapack.training.watch.heartbeat import LOST_CONTACT
+from megapack.training.watch.signals import PREEMPTED
 
 from .conftest import Corpus
 from .processes import PRETRAIN, Ranks, Zygote, wait_for

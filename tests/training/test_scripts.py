@@ -13,8 +13,8 @@ import torch
 import yaml
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from megapack.training.flops import ModelFlops
-from megapack.training.run_dir import read_jsonl
+from megapack.training.model.flops import ModelFlops
+from megapack.training.run.directory import read_jsonl
 
 from .conftest import BUCKETS, Corpus
 from .packing_helpers import tiny_model
