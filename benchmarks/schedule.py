@@ -56,8 +56,8 @@ def balance(lengths: Lengths, steps_per_bucket: int) -> list[dict[str, Any]]:
     schedule = Schedule(index, tokens_per_step=RANKS * TOKENS_PER_RANK, seed=1)
     sampler = sampler_of(schedule, TOKENS_PER_RANK)
     found: dict[int, list[Any]] = {capacity: [] for capacity in BUCKETS}
-    for step, bucket in enumerate(schedule.bucket_of_draws(0, schedule.num_steps())):
-        own = found[schedule.buckets[bucket].capacity]
+    for step, bucket in enumerate(schedule.stages[0].draws.buckets(0, schedule.num_steps())):
+        own = found[schedule.capacities[bucket]]
         if len(own) < steps_per_bucket:
             own += sampler.imbalance(step)
     return [
@@ -150,7 +150,7 @@ def speed(lengths: Lengths) -> list[dict[str, Any]]:
     rows = []
     for order in ("proportional", "uniform", "grow-p2"):
         schedule = Schedule(index, tokens_per_step=BUCKETS[-1], order=order)
-        seconds, buckets = timed(lambda schedule=schedule: schedule.bucket_of_draws(0, 1_000_000))
+        seconds, buckets = timed(lambda draws=schedule.stages[0].draws: draws.buckets(0, 1_000_000))
         assert len(buckets) == 1_000_000
         one, _ = timed(lambda schedule=schedule: [schedule.step(i) for i in steps])
         rows.append(

@@ -92,7 +92,7 @@ def train(config: PretrainConfig, here: World, signals: StopSignals) -> int:
         run.checkpoints, here, keep=config.checkpoint.keep, zero_stage=config.engine.zero_stage
     )
     flops = ModelFlops.of(model, architecture)  # before ZeRO-3 divides the parameters
-    engine, start = start_or_continue(config, here, inputs, model, store)
+    engine, start, changes = start_or_continue(config, here, inputs, model, store)
     if here.is_first:
         facts = {
             "step": start,
@@ -100,6 +100,8 @@ def train(config: PretrainConfig, here: World, signals: StopSignals) -> int:
             "attention": attention.__dict__,
             "parameters": model.num_parameters,
             "fingerprints": inputs.fingerprints(),
+            "data_order": inputs.schedule.identity(),
+            "data_order_changes": changes,
         }
         run.begin(config, facts)
         run.forget_after(start)
@@ -124,8 +126,9 @@ def start_or_continue(
     inputs: Inputs,
     model: TrainingModel,
     store: CheckpointStore,
-) -> tuple[Any, int]:
-    """The engine, and the first step to take: 0, or that of the newest good checkpoint."""
+) -> tuple[Any, int, list[str]]:
+    """The engine, the first step to take (0, or that of the newest good checkpoint), and what is
+    drawn otherwise than that checkpoint's run would have."""
     found = None
     if config.checkpoint.resume == "never" and store.tags():
         raise ConfigError(
@@ -135,11 +138,14 @@ def start_or_continue(
     if config.checkpoint.resume == "auto":
         found = store.find(verify=config.checkpoint.verify, fallback=config.checkpoint.fallback)
     if found is None:
-        return start_engine(model, config, here), 0
+        return start_engine(model, config, here), 0, []
     for problem in found.rejected:
         logger.warning("%s; falling back to %s", problem, found.tag)
     saved = found.manifest.state["data"]
     start = inputs.schedule.resume_step(saved, config.checkpoint.allow_change)
+    changes = inputs.schedule.check_state(saved, config.checkpoint.allow_change)
+    for change in changes:
+        logger.warning("the data order is changed: %s", change)
     engine = start_engine(model, config, here, universal=found.universal)
     store.load(engine, found)
     logger.info(
@@ -149,7 +155,7 @@ def start_or_continue(
         found.manifest.world_size,
         found.manifest.zero_stage,
     )
-    return engine, start
+    return engine, start, changes
 
 
 class Trainer:
@@ -224,8 +230,8 @@ class Trainer:
         self.done = step + 1
         line = {
             "step": step,
-            "epoch": step / inputs.steps_per_epoch,
-            "epoch_end": self.done / inputs.steps_per_epoch,
+            "epoch": inputs.schedule.epochs(step),
+            "epoch_end": inputs.schedule.epochs(self.done),
             "lr": lr,
             "data_wait": self.batches.waited(),
             "imbalance": self.batches.imbalance,

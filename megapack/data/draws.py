@@ -33,6 +33,7 @@ class DrawOrder:
         order: of the draws inside a cycle.
         num_cycles: per epoch.
         seed: of the order.
+        largest_first: draw 0 takes the largest bucket, where the order is shuffled.
     """
 
     samples_per_epoch: tuple[int, ...]
@@ -40,6 +41,7 @@ class DrawOrder:
     order: Order
     num_cycles: int
     seed: int
+    largest_first: bool = True
 
     def locate(self, draw: int) -> tuple[int, int]:
         """(bucket of a draw, how often that bucket was drawn before)."""
@@ -105,7 +107,7 @@ def _cycle(draws: DrawOrder, cycle: int) -> tuple[NDArray[np.int32], NDArray[np.
     buckets = range(len(draws.samples_per_draw))
     counts = np.array([draws.drawn(b, cycle + 1) - draws.drawn(b, cycle) for b in buckets])
     bucket = draws.order.cycle(counts, fold_key(draws.seed, 2, cycle))
-    if cycle == 0 and draws.order.shuffled:  # running out of memory shall happen at once
+    if cycle == 0 and draws.largest_first and draws.order.shuffled:
         at = int(np.argmax(bucket == bucket.max()))
         bucket[[0, at]] = bucket[[at, 0]]
     rank = np.empty(len(bucket), np.int64)

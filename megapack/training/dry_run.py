@@ -11,6 +11,7 @@ import yaml
 
 from megapack.attention import Choice
 from megapack.config import to_dict
+from megapack.data.stage import StageDraws
 from megapack.errors import ConfigError
 from megapack.training.config import PretrainConfig
 from megapack.training.model.architecture import model_configuration
@@ -55,7 +56,7 @@ def dry_run(config: PretrainConfig, *, world_size: int | None, device: str | Non
         _length(config, inputs),
         _buckets(config, inputs, ranks),
         _memory(config, model, inputs, ranks),
-        _time(config, inputs, flops, ranks, device),
+        _time(inputs, flops, ranks, device),
     ]
     return "\n\n".join(sections)
 
@@ -80,62 +81,69 @@ def _model(architecture: Any, model: TrainingModel, attention: Choice) -> str:
 
 
 def _length(config: PretrainConfig, inputs: Inputs) -> str:
-    tokens = inputs.num_steps * config.data.tokens_per_step
-    epochs = inputs.num_steps / inputs.steps_per_epoch
+    tokens = inputs.schedule.num_tokens(inputs.num_steps)
     warmup = num_warmup_steps(inputs.num_steps, config.schedule)
     return "\n".join(
         [
             f"steps: {inputs.num_steps:,} ({warmup:,} of warmup), "
             f"{inputs.steps_per_epoch:,} per epoch",
             f"tokens: {tokens:,} ({config.data.tokens_per_step:,} per step)",
-            f"epochs: {epochs:.3f}",
+            f"epochs: {inputs.schedule.epochs(inputs.num_steps):.3f}",
         ]
     )
 
 
 def _buckets(config: PretrainConfig, inputs: Inputs, ranks: int) -> str:
-    micro_steps = -(-config.data.tokens_per_step // (config.data.micro_batch_tokens * ranks))
-    draws = inputs.schedule.num_draws(inputs.num_steps)
+    """Of every stage."""
+    stages = inputs.schedule.spans(inputs.num_steps)
+    return "\n".join(_stage(config, stage, end, ranks) for stage, end in stages)
+
+
+def _stage(config: PretrainConfig, stage: StageDraws, end: int, ranks: int) -> str:
+    settings, micro = stage.config, config.data.micro_batch_tokens
+    micro_steps = -(-settings.tokens_per_step // (micro * ranks))
+    draws = stage.num_draws(end)
     rows = [
         f"{'bucket':>8} {'steps':>10} {'share':>7} {'samples/step':>13} {'per micro batch':>16}"
     ]
     for stream, samples, count in zip(
-        inputs.schedule.buckets, inputs.schedule.samples_per_draw, draws.tolist(), strict=True
+        stage.buckets, stage.samples_per_draw, draws.tolist(), strict=True
     ):
         share = count / max(1, int(draws.sum()))
-        per_batch = config.data.micro_batch_tokens // stream.capacity
+        per_batch = micro // stream.capacity
         rows.append(
             f"{stream.capacity:>8,} {count:>10,} {share:>7.2%} {samples:>13,} {per_batch:>16,}"
         )
-    first = inputs.schedule.bucket_of_draws(0, min(12, int(draws.sum()))).tolist()
-    order = " ".join(str(inputs.capacities[b]) for b in first)
+    shown = min(stage.begin + 12, end)
+    order = " ".join(
+        str(draw.capacity) for i in range(stage.begin, shown) for draw in stage.step_draws(i)
+    )
     return "\n".join(
         [
-            f"ranks: {ranks}, {micro_steps} micro steps of "
-            f"{config.data.micro_batch_tokens:,} tokens each",
+            *([f"steps {stage.begin:,} to {end - 1:,}:"] if stage.begin else []),
+            f"ranks: {ranks}, {micro_steps} micro steps of {micro:,} tokens each",
             *rows,
-            f"order: {config.data.order}; the first draws: {order}",
+            f"order: {settings.order}; the first draws: {order}",
         ]
     )
 
 
 def _memory(config: PretrainConfig, model: Any, inputs: Inputs, ranks: int) -> str:
-    parts = estimate_memory(model, config, ranks, longest=max(inputs.capacities))
+    parts = estimate_memory(model, config, ranks, longest=inputs.schedule.capacities[-1])
     lines = [f"{name:>22}: {size / 2**30:8.2f} GiB" for name, size in parts.items()]
     total = sum(parts.values()) / 2**30
     return "\n".join(["memory per rank, estimated:", *lines, f"{'together':>22}: {total:8.2f} GiB"])
 
 
-def _time(
-    config: PretrainConfig, inputs: Inputs, flops: ModelFlops, ranks: int, device: str | None
-) -> str:
+def _time(inputs: Inputs, flops: ModelFlops, ranks: int, device: str | None) -> str:
     steps = min(_STEPS_LOOKED_AT, inputs.num_steps)
     total = 0.0
     for i in range(steps):
         content = inputs.schedule.step(i)
         lengths = segment_lengths(inputs.schedule, content.sample_ids)
-        total += flops.step(config.data.tokens_per_step, lengths)
-    run = total / steps * inputs.num_steps
+        tokens = inputs.schedule.stage_at(i).config.tokens_per_step
+        total += flops.step(tokens, lengths)
+    run = total * inputs.schedule.num_tokens(inputs.num_steps) / inputs.schedule.num_tokens(steps)
     peak = peak_by_name(device) if device is not None else _own_peak()
     text = f"arithmetic: {run:.3e} FLOP ({run / inputs.num_steps:.3e} per step)"
     if peak is None:

@@ -30,11 +30,6 @@ class Inputs:
     steps_per_epoch: int
     vocab_size: int
 
-    @property
-    def capacities(self) -> list[int]:
-        """Tokens per sample of every bucket, ascending."""
-        return [stream.capacity for stream in self.schedule.buckets]
-
     def fingerprints(self) -> dict[str, Any]:
         """Identities of documents and samples, for the run directory."""
         return {
@@ -65,7 +60,7 @@ def open_inputs(config: PretrainConfig) -> Inputs:
     )
     valid = None
     if config.data.valid_prefix is not None:
-        buckets = config.evaluation.buckets or [stream.capacity for stream in schedule.buckets]
+        buckets = config.evaluation.buckets or schedule.capacities
         valid = open_validation(
             config.data.valid_prefix,
             config.data.valid_index,
