@@ -18,12 +18,13 @@ import logging
 import os
 import sys
 import traceback
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 
 from megapack.data import Batch, build_loader
+from megapack.data.streams import fold_key
 from megapack.errors import ConfigError, MegapackError
 from megapack.training.config import PretrainConfig, load_config
 from megapack.training.dry_run import dry_run
@@ -58,22 +59,30 @@ def main() -> int:
     join(args.local_rank)
     with world(timeout_minutes=config.engine.timeout_minutes) as here:
         show_log(here)
-        with (
-            StopSignals() as signals,
-            Heartbeat(here, silence=config.engine.silence_seconds) as heart,
-        ):
+        run = RunDirectory(config.run_dir)
+        heart = Heartbeat(
+            here,
+            silence=config.engine.silence_seconds,
+            stall=config.engine.stall_seconds,
+            on_loss=run.fail,
+        )
+        with StopSignals() as signals, heart:
             try:
-                return train(config, here, signals)
+                with run.held(here):
+                    return train(config, here, run, signals)
             except (MegapackError, OSError) as error:
-                leave(here, f"{type(error).__name__}: {error}", code=exit_code(error))
+                leave(here, run, f"{type(error).__name__}: {error}", code=exit_code(error))
             except Exception as error:  # a rank that fails must not leave the others waiting
                 traceback.print_exc()
                 # torch's errors of collectives are RuntimeErrors; so are a device's own.
                 lost = heart.explain() if isinstance(error, RuntimeError) else None
-                leave(here, lost or "this rank failed", code=LOST_CONTACT if lost else 1)
+                message = lost or f"this rank failed: {type(error).__name__}: {error}"
+                leave(here, run, message, code=LOST_CONTACT if lost else 1)
+            except KeyboardInterrupt:
+                leave(here, run, "interrupted before it could save", code=130)
 
 
-def train(config: PretrainConfig, here: World, signals: StopSignals) -> int:
+def train(config: PretrainConfig, here: World, run: RunDirectory, signals: StopSignals) -> int:
     inputs = open_inputs(config)
     if config.data.verify:
         verify_samples(inputs, here)
@@ -88,7 +97,6 @@ def train(config: PretrainConfig, here: World, signals: StopSignals) -> int:
     logger.info("attention: %s, %s", attention.name, attention.reason)
     logger.info("model: %s, %s parameters", architecture.model_type, f"{model.num_parameters:,}")
 
-    run = RunDirectory(config.run_dir)
     store = CheckpointStore(
         run.checkpoints, here, keep=config.checkpoint.keep, zero_stage=config.engine.zero_stage
     )
@@ -103,7 +111,7 @@ def train(config: PretrainConfig, here: World, signals: StopSignals) -> int:
             "fingerprints": inputs.fingerprints(),
         }
         run.begin(config, facts)
-        run.forget_after(start)
+        run.forget_after(start * config.data.tokens_per_step)
 
     trainer = Trainer(
         config, here, inputs, engine=engine, run=run, store=store, flops=flops, start=start
@@ -115,7 +123,7 @@ def train(config: PretrainConfig, here: World, signals: StopSignals) -> int:
         )
         logger.info("model for from_pretrained: %s", run.model)
     if here.is_first:
-        run.end({"step": trainer.done, "reason": "signal" if stopped else "done"})
+        run.end("signal" if stopped else "done")
     return PREEMPTED if stopped else 0
 
 
@@ -140,7 +148,10 @@ def start_or_continue(
     for problem in found.rejected:
         logger.warning("%s; falling back to %s", problem, found.tag)
     saved = found.manifest.state["data"]
-    start = inputs.schedule.resume_step(saved, config.checkpoint.allow_change)
+    allowed = config.checkpoint.allow_change
+    for change in inputs.schedule.check_state(saved, allowed):
+        logger.info("%s", change)
+    start = inputs.schedule.resume_step(saved, allowed)
     engine = start_engine(model, config, here, universal=found.universal)
     store.load(engine, found)
     logger.info(
@@ -169,9 +180,9 @@ class Trainer:
         start: int,
     ) -> None:
         self.config, self.here, self.inputs, self.engine = config, here, inputs, engine
-        self.store, self.flops = store, flops
-        self.done = start  # optimizer steps
-        self.saved = start  # of them, in a checkpoint
+        self.run_dir, self.store, self.flops = run, store, flops
+        self.saved = start  # steps that are in a checkpoint
+        self.note(start)
         self.batches = TimedBatches(
             build_loader(
                 inputs.data,
@@ -188,8 +199,23 @@ class Trainer:
                 check_ranks_every=config.data.check_ranks_every,
             )
         )
-        self.monitor = Monitor(run, config.logging, here, num_steps=inputs.num_steps, start=start)
-        self.trace = BatchTrace(run, here) if config.logging.batches else None
+        self.monitor = Monitor(
+            run,
+            config.logging,
+            here,
+            num_steps=inputs.num_steps,
+            start=start,
+            max_skipped=config.optimizer.max_skipped,
+        )
+        self.trace = (
+            BatchTrace(run, here, config.data.tokens_per_step) if config.logging.batches else None
+        )
+
+    def note(self, done: int) -> None:
+        """So many optimizer steps are done."""
+        self.done, self.tokens_seen = done, done * self.config.data.tokens_per_step
+        self.run_dir.at = {"step": done, "saved": self.saved}
+        self.here.progress.at(f"the end of step {done - 1}")
 
     def run(self, signals: StopSignals) -> bool:
         """Train to the end, or to the step after a signal; whether it was a signal."""
@@ -216,15 +242,16 @@ class Trainer:
         lr = learning_rate(
             step, num_steps=inputs.num_steps, peak=config.optimizer.lr, schedule=config.schedule
         )
-        torch.manual_seed(random_seed(config.seed, step, self.here.rank))  # dropout, if there is
+        torch.manual_seed(fold_key(config.seed, step, self.here.rank))  # dropout, if there is
         if self.trace is not None:
             micro_batches = self.trace.follow(micro_batches)
         result = train_step(
-            self.engine, micro_batches, world=self.here, config=config.engine, lr=lr
+            self.engine, self.marked(micro_batches), world=self.here, config=config.engine, lr=lr
         )
-        self.done = step + 1
+        self.note(step + 1)
         line = {
             "step": step,
+            "tokens_seen": self.tokens_seen,
             "epoch": step / inputs.steps_per_epoch,
             "epoch_end": self.done / inputs.steps_per_epoch,
             "lr": lr,
@@ -233,6 +260,12 @@ class Trainer:
         }
         work = StepWork.of(inputs.schedule, content, self.flops)
         self.monitor.step(line, content=content, work=work, result=result)
+
+    def marked(self, micro_batches: Iterable[Batch]) -> Iterator[Batch]:
+        """Say how far this rank is, for the heartbeat of all."""
+        for batch in micro_batches:
+            self.here.progress.at(f"micro step {batch['micro_step']} of step {batch['step']}")
+            yield batch
 
     def validate(self) -> None:
         """Perplexity of the held-out documents."""
@@ -248,7 +281,7 @@ class Trainer:
             max_tokens=self.config.evaluation.max_tokens,
         )
         logger.info("after step %d: validation perplexity %.4f", self.done - 1, result.perplexity)
-        self.monitor.evaluation(self.done, result.report())
+        self.monitor.evaluation(self.done, self.tokens_seen, result.report())
         self.monitor.skip_time()
 
     def save(self) -> None:
@@ -257,15 +290,11 @@ class Trainer:
             return
         self.monitor.flush()
         state = {"data": self.inputs.schedule.state_dict(self.done)}
-        tag = self.store.save(self.engine, self.done, state)
+        tag = self.store.save(self.engine, self.done, self.tokens_seen, state)
         self.saved = self.done
+        self.note(self.done)
         logger.info("saved %s", self.store.directory / tag)
         self.monitor.skip_time()
-
-
-def random_seed(seed: int, step: int, rank: int) -> int:
-    """Of torch's generators, so that a resumed run draws what it would have drawn."""
-    return hash((seed, step, rank)) & 0x7FFFFFFFFFFFFFFF
 
 
 def due(every: int | None, done: int) -> bool:
@@ -277,9 +306,10 @@ def exit_code(error: Exception) -> int:
     return 2 if isinstance(error, ConfigError) else 1
 
 
-def leave(here: World, message: str, code: int) -> None:
+def leave(here: World, run: RunDirectory, message: str, code: int) -> None:
     """End this process now: the others may be gone, and nothing may wait for them."""
     print(f"megapack: rank {here.rank} on {here.host}: {message}", file=sys.stderr, flush=True)
+    run.fail(message)
     logging.shutdown()
     os._exit(code)
 
