@@ -1,6 +1,6 @@
 """The configuration of a training run: frozen dataclasses, read from YAML by ``megapack.config``.
 
-Every field has one meaning, written under it. ``launch/pretrain.py --config x.yaml --set a.b=v``
+Every field has one meaning, written under it. ``megapack-pretrain --config x.yaml --set a.b=v``
 reads a file and overrides; ``--dry-run`` prints the result.
 """
 

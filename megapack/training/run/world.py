@@ -19,12 +19,12 @@ import torch.distributed as dist
 
 from megapack.errors import ConfigError, MegapackError, ResumeError
 
-__all__ = ["Progress", "World", "free_port", "join", "world"]
+__all__ = ["RankProgress", "World", "free_port", "join", "world"]
 
 T = TypeVar("T")
 
 
-class Progress:
+class RankProgress:
     """How far this process is: a count that all ranks drive alike, and the place in words."""
 
     def __init__(self) -> None:
@@ -46,7 +46,7 @@ class World:
     host: str
     group: Any = None
     """Of CPU messages between ranks (gloo), in which waiting costs nothing; None: the default."""
-    progress: Progress = field(default_factory=Progress)
+    progress: RankProgress = field(default_factory=RankProgress)
     """What the heartbeat watches."""
 
     @property

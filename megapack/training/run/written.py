@@ -17,7 +17,7 @@ import torch
 import xxhash
 
 from megapack.storage.atomic import AtomicFile, Buffer, publish
-from megapack.training.run.world import Progress
+from megapack.training.run.world import RankProgress
 
 __all__ = ["WrittenFiles", "written_files"]
 
@@ -30,7 +30,7 @@ class WrittenFiles:
         problem: the first failure; nothing is written after it.
     """
 
-    def __init__(self, directory: Path, progress: Progress) -> None:
+    def __init__(self, directory: Path, progress: RankProgress) -> None:
         self.directory, self.progress = directory, progress
         self.files: dict[str, dict[str, Any]] = {}
         self.problem: str | None = None
@@ -55,7 +55,7 @@ class WrittenFiles:
 class _SummedFile:
     """As much of a file as ``torch.save`` asks for."""
 
-    def __init__(self, path: str, progress: Progress) -> None:
+    def __init__(self, path: str, progress: RankProgress) -> None:
         self._progress = progress
         self.file = AtomicFile(path)
         self.sum = xxhash.xxh3_128()
@@ -79,7 +79,7 @@ class _SummedFile:
 
 
 @contextmanager
-def written_files(engine: Any, directory: Path, progress: Progress) -> Iterator[WrittenFiles]:
+def written_files(engine: Any, directory: Path, progress: RankProgress) -> Iterator[WrittenFiles]:
     """While this lasts, files of a DeepSpeed engine's checkpoint are written here."""
     written, theirs = WrittenFiles(directory, progress), engine.checkpoint_engine
     original = theirs.save
