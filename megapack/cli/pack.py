@@ -19,8 +19,6 @@ import json
 import textwrap
 from pathlib import Path
 
-import xxhash
-
 from megapack.cli.arguments import (
     Arguments,
     add_dataset_argument,
@@ -91,7 +89,6 @@ def run(args: argparse.Namespace) -> int:
     method = check_packing(args.strategy, parameters=given, **options)
     output = Path(args.output or f"{args.prefix}.samples")
     documents = IndexFile(f"{args.prefix}.idx")
-    fingerprint = xxhash.xxh3_128(documents.bytes.data).hexdigest()
 
     def difference() -> str | None:
         return how_it_differs(
@@ -100,7 +97,7 @@ def run(args: argparse.Namespace) -> int:
             parameters=method.parameters,
             buckets=method.buckets,
             seed=args.seed,
-            dataset=fingerprint,
+            dataset=documents.fingerprint,
         )
 
     if check_target(output, overwrite=args.overwrite, difference=difference):
@@ -115,7 +112,7 @@ def run(args: argparse.Namespace) -> int:
                 **options,
                 **given,
             )
-        source = {"fingerprint": fingerprint, "prefix": args.prefix}
+        source = {"fingerprint": documents.fingerprint, "prefix": args.prefix}
         index.save(output, source=source, overwrite=True)
     else:
         note(f"nothing to do: {output} is there already, of the same documents and options")

@@ -7,7 +7,6 @@ import os
 import sys
 import time
 from collections.abc import Iterable, Sequence
-from types import TracebackType
 from typing import Any, NoReturn
 
 from rich.console import Console
@@ -125,11 +124,6 @@ class Work:
             share = done / total if total else 1.0
             print(f"{self._title}: {share:4.0%} after {now - self._begin:,.0f} s", file=sys.stderr)
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._bar is not None:
             self._bar.stop()

@@ -18,7 +18,7 @@ from typing import Any
 from megapack.errors import FormatError, LockedError
 from megapack.storage import IndexedDataset
 from megapack.storage.atomic import atomic_write
-from megapack.storage.lock import writer_lock
+from megapack.storage.lock import WriterLock
 from megapack.storage.meta import read_meta
 from megapack.storage.publishing import check_prefix
 from megapack.storage.replace import check_target
@@ -106,14 +106,14 @@ class Workspace:
         part = self._config.shard
         self.root.mkdir(exist_ok=True)
         with contextlib.ExitStack() as stack:
-            stack.enter_context(writer_lock(self.root, what="tokenize", shared=part is not None))
+            stack.enter_context(WriterLock(self.root, what="tokenize", shared=part is not None))
             if self._config.overwrite and part is None and not self._config.finish:
                 for directory in self._plans():
                     shutil.rmtree(directory)
             self.directory.mkdir(parents=True, exist_ok=True)
             if part is not None:
                 name = f"part-{part[0]}-of-{part[1]}"
-                stack.enter_context(writer_lock(self.directory / name, what="tokenize"))
+                stack.enter_context(WriterLock(self.directory / name, what="tokenize"))
                 if self._config.overwrite:
                     for shard in self._plan.shards[part[0] :: part[1]]:
                         _remove_shard(self.directory, shard.index)
@@ -164,7 +164,7 @@ class Workspace:
         """All was done before; a run may have been killed before it removed its shards."""
         if self.root.exists():
             # Else somebody works there, and removes what is to be removed.
-            with contextlib.suppress(LockedError), writer_lock(self.root, what="tokenize"):
+            with contextlib.suppress(LockedError), WriterLock(self.root, what="tokenize"):
                 self._remove()
 
     def _remove(self) -> None:

@@ -15,7 +15,7 @@ import pytest
 
 from megapack import IndexedDataset
 from megapack.errors import ConfigError, MegapackError
-from megapack.storage.lock import writer_lock
+from megapack.storage.lock import WriterLock
 from megapack.tokenization.build.plan import Plan
 from megapack.tokenization.build.run import BuildResult
 
@@ -247,7 +247,7 @@ def test_shards_are_not_removed_while_somebody_works_on_them(
     options: dict[str, Any] = {"shard_bytes": 4000}
     result = run_build(corpus, keep_shards=True, **options)
     directory = tmp_path / "out.build" / result.plan.digest
-    with writer_lock(tmp_path / "out.build", what="a test", shared=True):
+    with WriterLock(tmp_path / "out.build", what="a test", shared=True):
         assert run_build(corpus, **options).state == "found"
         assert directory.exists()
     assert run_build(corpus, **options).state == "found"
