@@ -46,6 +46,7 @@ __all__ = [
     "checksum",
     "checksum_of",
     "difference_from_files",
+    "has_its_checksums",
     "joined_range",
     "meta_path",
     "own_metadata",
@@ -154,6 +155,26 @@ def checksum_of(file: io.FileIO, num_bytes: int) -> str:
     for block in read_blocks(file, np.uint8, num_bytes, 1 << 20):
         digest.update(block.data)
     return digest.hexdigest()
+
+
+def has_its_checksums(prefix: str | os.PathLike[str]) -> bool:
+    """Whether .idx and .bin of a dataset have the sizes and checksums that its meta file says.
+
+    Raises:
+        FormatError: the meta file is damaged.
+        OSError: a file cannot be read.
+    """
+    meta = read_meta(prefix)
+    if meta is None:
+        return False
+    idx = Checksum(meta["idx"]["bytes"], meta["idx"]["xxh3_128"])
+    for suffix, stretches in ((".idx", [idx]), (".bin", bin_checksums(meta))):
+        with open_regular(path_of(prefix, suffix)) as file:
+            if identity_of(file).num_bytes != sum(size for size, _ in stretches):
+                return False
+            if any(checksum_of(file, size) != digest for size, digest in stretches):
+                return False
+    return True
 
 
 def bin_checksums(meta: Mapping[str, Any]) -> list[Checksum]:
