@@ -16,11 +16,11 @@ import numpy as np
 import orjson
 from tokenizers import Tokenizer
 
-from megapack.tokenization.faults import Faults
-from megapack.tokenization.jsonl import read_jsonl
-from megapack.tokenization.lines import line_blocks
-from megapack.tokenization.pieces import Piece, ReadOptions
-from megapack.tokenization.sources import find_inputs
+from megapack.tokenization.corpus.faults import Faults
+from megapack.tokenization.corpus.inputs import find_inputs
+from megapack.tokenization.corpus.jsonl import read_jsonl
+from megapack.tokenization.corpus.lines import line_blocks
+from megapack.tokenization.corpus.pieces import Piece, ReadOptions
 
 WORKERS = 2
 PROCESSES = str(WORKERS)

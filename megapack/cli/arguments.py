@@ -206,7 +206,7 @@ def add_seed(parser: Arguments) -> None:
 
 
 def add_tokenizer(parser: Arguments, *, required: bool = False, help: str = "") -> None:
-    """``args.tokenizer``, as megapack.tokenization.tokenizer opens it."""
+    """``args.tokenizer``, as megapack.tokenization.tokenizers.tokenizer opens it."""
     text = "a .model, a tokenizer.json, a directory (also of vocab.json, merges.txt), or bytes"
     parser.add_argument("--tokenizer", required=required, metavar="T", help=_and(text, help))
 
@@ -255,6 +255,6 @@ def token_id(token: str | int | None, tokenizer: str | None) -> int | None:
         return token
     if tokenizer is None:
         raise ConfigError(f"--eod-token {token!r} is a name: add --tokenizer, or give its id")
-    from megapack.tokenization.tokenizer import TokenizerFiles  # noqa: PLC0415
+    from megapack.tokenization.tokenizers.tokenizer import TokenizerFiles  # noqa: PLC0415
 
     return TokenizerFiles.open(tokenizer).special_token("eod", token).id

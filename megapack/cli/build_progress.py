@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
 
 from megapack.cli.report import Work, counted, note, short, size
-from megapack.tokenization.shard import Counted
+from megapack.tokenization.build.worker import Counted
 
 __all__ = ["BuildProgress"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from megapack.cli.arguments import byte_count
-from megapack.tokenization.pieces import FORMATS
+from megapack.tokenization.corpus.pieces import FORMATS
 
 __all__ = ["add_corpus_arguments"]
 

@@ -101,8 +101,8 @@ def _decoder(
     source: str, dataset: IndexedDataset, token_ids: Sequence[int]
 ) -> Callable[[Sequence[int]], str]:
     """Ids to text. Raises ConfigError if this cannot be the tokenizer that made the dataset."""
-    from megapack.tokenization.encoders import open_reference  # noqa: PLC0415
-    from megapack.tokenization.tokenizer import TokenizerFiles  # noqa: PLC0415
+    from megapack.tokenization.tokenizers.encoders import open_reference  # noqa: PLC0415
+    from megapack.tokenization.tokenizers.tokenizer import TokenizerFiles  # noqa: PLC0415
 
     files = TokenizerFiles.open(source)
     named = (dataset.meta or {}).get("tokenizer") or {}

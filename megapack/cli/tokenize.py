@@ -26,9 +26,9 @@ from megapack.cli.build_report import print_previews, print_results
 from megapack.cli.corpus_arguments import add_corpus_arguments
 from megapack.cli.report import note
 from megapack.errors import ConfigError
-from megapack.tokenization.build import build, preview
-from megapack.tokenization.config import BuildConfig
-from megapack.tokenization.tokenizer import Kind, TokenizerFiles
+from megapack.tokenization.build.config import BuildConfig
+from megapack.tokenization.build.run import build, preview
+from megapack.tokenization.tokenizers.tokenizer import Kind, TokenizerFiles
 
 __all__ = ["add_arguments", "run"]
 

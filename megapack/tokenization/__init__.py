@@ -1,1 +1,5 @@
-"""Text in, documents out: corpus readers, tokenizers, the parallel build. Stands on storage."""
+"""Text in, documents out. Stands on storage.
+
+Three wings, each of which imports only those before it: ``corpus`` reads, ``tokenizers`` turn what
+was read into tokens, ``build`` does both for every shard and makes one dataset of them.
+"""

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from megapack.tokenization.build import BuildResult, build
-from megapack.tokenization.config import BuildConfig
-from megapack.tokenization.faults import Faults
-from megapack.tokenization.pieces import InputFile, ReadOptions
-from megapack.tokenization.sources import find_inputs
-from megapack.tokenization.train import TrainOptions, train_tokenizer
+from megapack.tokenization.build.config import BuildConfig
+from megapack.tokenization.build.run import BuildResult, build
+from megapack.tokenization.corpus.faults import Faults
+from megapack.tokenization.corpus.inputs import find_inputs
+from megapack.tokenization.corpus.pieces import InputFile, ReadOptions
+from megapack.tokenization.tokenizers.train import TrainOptions, train_tokenizer
 
 from .helpers import Silence, WriteJsonl
 

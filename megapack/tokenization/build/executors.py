@@ -1,0 +1,138 @@
+"""Who builds the shards: this process, worker processes, or a Ray cluster.
+
+Every executor gives the records in the order of the shards and calls ``report`` as work goes on.
+Shards go to whoever is free, so that one with long documents holds nobody up.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import multiprocessing
+import multiprocessing.connection
+import os
+import queue
+import signal
+import threading
+from collections.abc import Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from multiprocessing import forkserver
+from multiprocessing.connection import Connection
+from typing import Any
+
+from megapack.errors import MegapackError
+from megapack.tokenization.build.record import ShardRecord
+from megapack.tokenization.build.worker import Counted, Execution, Report, Worker
+
+__all__ = ["prepare_processes", "run_here", "run_processes"]
+
+_POLL_SECONDS = 0.2
+
+
+def run_here(worker: Worker, indices: Sequence[int], report: Report) -> list[ShardRecord]:
+    """One after the other, in this process."""
+    return [worker.build(index, report) for index in indices]
+
+
+def run_processes(
+    execution: Execution, indices: Sequence[int], report: Report, *, workers: int
+) -> list[ShardRecord]:
+    """In ``workers`` processes of this machine.
+
+    Raises:
+        MegapackError: a worker was killed (out of memory, as a rule).
+        DataError, OSError: what a worker raised; the others stop at their next shard.
+    """
+    context = multiprocessing.get_context("forkserver")
+    counters = context.Array("q", len(Counted._fields))
+    alive, here = context.Pipe(duplex=False)  # nobody writes: it ends with this process
+    with (
+        here,
+        ProcessPoolExecutor(
+            workers,
+            mp_context=context,
+            initializer=_start_worker,
+            initargs=(execution, counters, alive),
+        ) as pool,
+    ):
+        futures = [pool.submit(_work, index) for index in indices]
+        try:
+            _watch(futures, counters, report)
+            return [future.result() for future in futures]
+        except BrokenProcessPool as error:
+            raise MegapackError(
+                "a worker process was killed; the usual reason is memory: use fewer --workers or "
+                "smaller --block-bytes. Finished shards are kept; run the same command to go on"
+            ) from error
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+def prepare_processes(backend: str) -> None:
+    """Start what will fork the workers: a server without threads that imports what they need, while
+    the build is still being planned. It leaves with this process.
+    """
+    packages = ["gigatoken", "awkward"] if backend in ("auto", "gigatoken") else []
+    forkserver.set_forkserver_preload([__name__, *packages])
+    forkserver.ensure_running()
+
+
+def _watch(futures: Sequence[Future[ShardRecord]], counters: Any, report: Report) -> None:
+    """Report what is counted until all shards are done. Raises what a worker raised."""
+    done: queue.SimpleQueue[Future[ShardRecord]] = queue.SimpleQueue()
+    for future in futures:
+        future.add_done_callback(done.put)
+    num_pending = len(futures)
+    reported = Counted(0, 0, 0)
+    while num_pending:
+        with contextlib.suppress(queue.Empty):
+            done.get(timeout=_POLL_SECONDS).result()
+            num_pending -= 1
+        with counters.get_lock():
+            now = Counted(*counters)
+        report(Counted(*(a - b for a, b in zip(now, reported, strict=True))))
+        reported = now
+
+
+# The worker process, and what it counts. One coder per process, loaded by the first task: an error
+# there reaches the parent, unlike one at the start.
+_worker: Worker
+_counters: Any
+
+
+def _start_worker(execution: Execution, counters: Any, parent: Connection) -> None:
+    global _worker, _counters
+    _end_with(parent)
+    _worker, _counters = Worker(execution), counters
+
+
+def _work(index: int) -> ShardRecord:
+    return _worker.build(index, _count)
+
+
+def _count(counted: Counted) -> None:
+    with _counters.get_lock():
+        for i, value in enumerate(counted):
+            _counters[i] += value
+
+
+def _end_with(parent: Connection) -> None:
+    """End this process when the one that holds the other end of the pipe ends, in whatever way.
+
+    Linux ends it at once, whatever it is busy with: a thread would have to wait for the
+    interpreter's lock. PR_SET_PDEATHSIG would follow the server that forked this process instead.
+    """
+    if hasattr(fcntl, "F_SETSIG"):
+        with contextlib.suppress(OSError):  # no /proc
+            # The workers share one open file, and an open file signals one process: open it again.
+            own = os.open(f"/proc/self/fd/{parent.fileno()}", os.O_RDONLY | os.O_NONBLOCK)
+            fcntl.fcntl(own, fcntl.F_SETOWN, os.getpid())
+            fcntl.fcntl(own, fcntl.F_SETSIG, signal.SIGKILL)
+            fcntl.fcntl(own, fcntl.F_SETFL, os.O_ASYNC | os.O_NONBLOCK)
+    threading.Thread(target=_wait_for_end, args=(parent,), daemon=True).start()
+
+
+def _wait_for_end(parent: Connection) -> None:
+    multiprocessing.connection.wait([parent])
+    os._exit(1)

@@ -1,0 +1,74 @@
+"""Shards on a Ray cluster: one task each, tried again where a node dies.
+
+Every node must see the inputs and the output directory under the same paths.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from megapack.tokenization.build.record import ShardRecord
+from megapack.tokenization.build.worker import Counted, Execution, Report, Worker
+from megapack.tokenization.optional import require
+
+__all__ = ["run_ray"]
+
+_RETRIES = 10  # of a task whose process or node died; an error in the data is not tried again
+
+
+def run_ray(
+    execution: Execution, indices: Sequence[int], report: Report, *, address: str | None
+) -> list[ShardRecord]:
+    """Build shards on the cluster at ``address``, records in the order of ``indices``.
+
+    Args:
+        address: as ``ray.init`` takes it; None is Ray's own rule (RAY_ADDRESS, or a cluster of this
+            machine alone). A connection that exists already is used.
+
+    Raises:
+        DataError, OSError: what a task raised; the tasks that have not begun are cancelled.
+        MegapackError: ray is not installed.
+    """
+    ray = require("ray", "--executor ray")
+    own_connection = not ray.is_initialized()
+    if own_connection:
+        ray.init(address=address, log_to_driver=False)
+    try:
+        return _run(ray, execution, indices, report)
+    finally:
+        if own_connection:
+            ray.shutdown()
+
+
+def _run(
+    ray: Any, execution: Execution, indices: Sequence[int], report: Report
+) -> list[ShardRecord]:
+    task = ray.remote(num_cpus=execution.limits.threads, max_retries=_RETRIES)(_build)
+    everywhere = ray.put(execution)
+    running = [task.remote(everywhere, index) for index in indices]
+    pending = list(running)
+    try:
+        while pending:
+            done, pending = ray.wait(pending)
+            for record in ray.get(done):
+                report(Counted(record.num_documents, record.num_text_bytes, record.num_tokens))
+        records: list[ShardRecord] = ray.get(running)
+        return records
+    except ray.exceptions.RayTaskError as error:
+        cause = error.cause
+        raise (cause if isinstance(cause, Exception) else error) from None
+    finally:
+        for reference in pending:
+            ray.cancel(reference)
+
+
+# Of a process, which Ray uses for many tasks.
+_worker: Worker | None = None
+
+
+def _build(execution: Execution, index: int) -> ShardRecord:
+    global _worker  # noqa: PLW0603 (a task has no other place that outlives it)
+    if _worker is None or _worker.execution != execution:
+        _worker = Worker(execution)
+    return _worker.build(index, lambda _: None)

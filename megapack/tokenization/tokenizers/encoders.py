@@ -1,0 +1,252 @@
+"""Who runs a tokenizer: one class per backend, all giving the same flat arrays of token ids.
+
+Each backend is fed the form it takes fastest and asked for the form that makes no Python object per
+token, where it has one. None of them adds special tokens: megapack frames documents itself.
+"""
+
+from __future__ import annotations
+
+import abc
+import itertools
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megapack.errors import ConfigError, DataError, MegapackError
+from megapack.tokenization.corpus.blocks import TextBlock
+from megapack.tokenization.optional import require
+from megapack.tokenization.tokenizers.tokenizer import TokenizerFiles
+
+__all__ = [
+    "BACKENDS",
+    "Encoder",
+    "Ids",
+    "Limits",
+    "load_tokenizers",
+    "open_encoder",
+    "open_reference",
+    "require_backend",
+]
+
+Ids = NDArray[np.int32] | NDArray[np.uint32]
+
+# kind of tokenizer -> its backends, the reference first.
+BACKENDS: dict[str, tuple[str, ...]] = {
+    "bytes": ("bytes",),
+    "sentencepiece": ("sentencepiece", "gigatoken"),
+    "hf": ("tokenizers", "gigatoken"),
+}
+
+
+class Encoder(abc.ABC):
+    """A loaded tokenizer."""
+
+    backend: str
+
+    @abc.abstractmethod
+    def encode(self, block: TextBlock) -> tuple[Ids, NDArray[np.int64]]:
+        """Token ids of all documents, and where each begins (int64, ``len(block) + 1``)."""
+
+    @abc.abstractmethod
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of token ids, for people; special tokens are shown by name.
+
+        Raises:
+            DataError: an id that the tokenizer does not have.
+        """
+
+
+class Limits(NamedTuple):
+    """What an encoder may use; the ids do not depend on it."""
+
+    threads: int = 1
+    memory_bytes: int = 2 << 30  # of the process, above which caches are dropped
+
+
+def open_encoder(files: TokenizerFiles, backend: str, limits: Limits = Limits()) -> Encoder:  # noqa: B008
+    """Load ``files`` with a backend of its kind.
+
+    Args:
+        backend: one of ``BACKENDS[files.kind]``; ``auto`` is decided elsewhere (probe.py).
+
+    Raises:
+        ConfigError: the backend does not run this kind of tokenizer, or cannot run this one.
+        MegapackError: the backend is not installed.
+    """
+    require_backend(files, backend)
+    classes: dict[str, type[_Loaded]] = {
+        "bytes": _Bytes,
+        "sentencepiece": _SentencePiece,
+        "tokenizers": _HuggingFace,
+        "gigatoken": _Gigatoken,
+    }
+    return classes[backend](files, limits)
+
+
+def open_reference(files: TokenizerFiles, limits: Limits = Limits()) -> Encoder:  # noqa: B008
+    """The backend whose ids the others must give. Raises as ``open_encoder``."""
+    return open_encoder(files, BACKENDS[files.kind][0], limits)
+
+
+def require_backend(files: TokenizerFiles, backend: str) -> None:
+    """ConfigError when a backend does not run tokenizers of this kind."""
+    if backend not in BACKENDS[files.kind]:
+        choices = ", ".join(BACKENDS[files.kind])
+        raise ConfigError(
+            f"backend {backend!r} does not run {files.source}, a {files.kind} tokenizer; "
+            f"choose from {choices}"
+        )
+
+
+class _Loaded(Encoder):
+    def __init__(self, files: TokenizerFiles, limits: Limits) -> None:
+        self._files = files
+        self._limits = limits
+        # Read by the Rust libraries when their thread pool first starts.
+        os.environ["RAYON_NUM_THREADS"] = str(limits.threads)
+        self._load()
+
+    @abc.abstractmethod
+    def _load(self) -> None: ...
+
+    @abc.abstractmethod
+    def _decode(self, ids: list[int]) -> str:
+        """Of ids that are in the vocabulary."""
+
+    def decode(self, ids: Sequence[int]) -> str:
+        size = self._files.vocab_size
+        outside = [token for token in ids if not 0 <= token < size]
+        if outside:
+            raise DataError(
+                f"token id {outside[0]} is not one of the {size:,} of {self._files.source}: "
+                "another tokenizer made it"
+            )
+        return self._decode(list(ids))
+
+    def _named(self, ids: list[int], decode: Callable[[list[int]], str]) -> str:
+        """Special tokens, which ``decode`` would drop, by name; runs between them decoded."""
+        names = {token: text for text, token in self._files.special.items()}
+        runs = itertools.groupby(ids, lambda token: token in names)
+        return "".join(
+            "".join(names[token] for token in run) if special else decode(list(run))
+            for special, run in runs
+        )
+
+
+class _Bytes(_Loaded):
+    backend = "bytes"
+
+    def _load(self) -> None:
+        pass
+
+    def encode(self, block: TextBlock) -> tuple[Ids, NDArray[np.int64]]:
+        return block.text.astype(np.int32), block.offsets
+
+    def _decode(self, ids: list[int]) -> str:
+        return self._named(ids, lambda run: bytes(run).decode("utf-8", errors="replace"))
+
+
+class _SentencePiece(_Loaded):
+    backend = "sentencepiece"
+
+    def _load(self) -> None:
+        module = require("sentencepiece", f"tokenizer {self._files.source}")
+        self._processor = module.SentencePieceProcessor(model_proto=self._files.definition())
+        self._returns_arrays = hasattr(self._processor, "EncodeAsNumpy")  # 0.2.1 and later
+
+    def encode(self, block: TextBlock) -> tuple[Ids, NDArray[np.int64]]:
+        texts = block.strings()
+        if not texts:
+            return _joined([])
+        kind: Any = "numpy" if self._returns_arrays else int
+        rows = self._processor.Encode(texts, out_type=kind, num_threads=self._limits.threads)
+        return _joined(rows)
+
+    def _decode(self, ids: list[int]) -> str:
+        return self._named(ids, self._processor.decode)
+
+
+class _HuggingFace(_Loaded):
+    backend = "tokenizers"
+
+    def _load(self) -> None:
+        os.environ["TOKENIZERS_PARALLELISM"] = "true" if self._limits.threads > 1 else "false"
+        self._tokenizer = load_tokenizers(self._files)
+
+    def encode(self, block: TextBlock) -> tuple[Ids, NDArray[np.int64]]:
+        rows = self._tokenizer.encode_batch_fast(block.strings(), add_special_tokens=False)
+        return _joined([np.array(row.ids, np.int32) for row in rows])
+
+    def _decode(self, ids: list[int]) -> str:
+        return str(self._tokenizer.decode(ids, skip_special_tokens=False))
+
+
+class _Gigatoken(_Loaded):
+    backend = "gigatoken"
+
+    def _load(self) -> None:
+        source = self._files.source
+        gigatoken = require("gigatoken", f"backend gigatoken of {source}")
+        self._awkward = require("awkward", f"backend gigatoken of {source}")
+        kind = gigatoken.Tokenizer
+        load = kind.from_json if self._files.kind == "hf" else kind.from_sentencepiece
+        try:
+            self._tokenizer = load(self._files.definition())
+        except (RuntimeError, ValueError, NotImplementedError, KeyError, TypeError) as error:
+            if isinstance(error, MegapackError):
+                raise
+            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+            raise ConfigError(f"gigatoken cannot run {source}: {reason}") from error
+        # It remembers every word it has seen; half the limit is left to it at least.
+        half = self._limits.memory_bytes // 2
+        self._ceiling = max(self._limits.memory_bytes, resident_bytes() + half)
+
+    def encode(self, block: TextBlock) -> tuple[Ids, NDArray[np.int64]]:
+        if resident_bytes() > self._ceiling:
+            del self._tokenizer  # first, so that two are never there
+            self._load()
+        rows = self._tokenizer.encode_batch(self._array(block), parallel=self._limits.threads > 1)
+        layout = self._awkward.to_packed(rows).layout
+        return np.asarray(layout.content.data), np.asarray(layout.offsets.data, np.int64)
+
+    def _decode(self, ids: list[int]) -> str:
+        return bytes(self._tokenizer.decode(ids)).decode("utf-8", errors="replace")
+
+    def _array(self, block: TextBlock) -> Any:
+        """The block as an awkward array of strings; no byte is copied."""
+        contents = self._awkward.contents
+        characters = contents.NumpyArray(block.text, parameters={"__array__": "char"})
+        offsets = self._awkward.index.Index64(block.offsets)
+        strings = contents.ListOffsetArray(offsets, characters, parameters={"__array__": "string"})
+        return self._awkward.Array(strings)
+
+
+def load_tokenizers(files: TokenizerFiles) -> Any:
+    """The `tokenizers.Tokenizer` of a tokenizer.json, which adds and cuts nothing."""
+    module = require("tokenizers", f"tokenizer {files.source}")
+    tokenizer = module.Tokenizer.from_buffer(files.definition())
+    # A file saved after fine-tuning may carry both; either would corrupt a corpus.
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
+
+
+def resident_bytes() -> int:
+    """Memory of this process; 0 where the system does not tell."""
+    try:
+        pages = Path("/proc/self/statm").read_bytes().split()[1]
+    except OSError:
+        return 0
+    return int(pages) * os.sysconf("SC_PAGESIZE")
+
+
+def _joined(rows: list[Any]) -> tuple[Ids, NDArray[np.int64]]:
+    offsets = np.zeros(len(rows) + 1, np.int64)
+    np.cumsum([len(row) for row in rows], out=offsets[1:])
+    if not rows:
+        return np.zeros(0, np.int32), offsets
+    return np.concatenate([np.asarray(row, np.int32) for row in rows]), offsets

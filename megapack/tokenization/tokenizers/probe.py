@@ -1,0 +1,160 @@
+"""`--backend auto`: the fastest backend that gives the reference's token ids, found by trying."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from megapack.errors import ConfigError, MegapackError
+from megapack.tokenization.corpus.blocks import TextBlock
+from megapack.tokenization.corpus.faults import Faults, Place
+from megapack.tokenization.corpus.pieces import ReadOptions
+from megapack.tokenization.corpus.readers import read_blocks
+from megapack.tokenization.corpus.shards import Shard
+from megapack.tokenization.tokenizers.encoders import (
+    BACKENDS,
+    Encoder,
+    open_reference,
+    require_backend,
+)
+from megapack.tokenization.tokenizers.guard import GuardedEncoder
+from megapack.tokenization.tokenizers.tokenizer import TokenizerFiles
+
+__all__ = ["Difference", "choose_backend", "first_difference", "hard_texts", "sample_blocks"]
+
+_SAMPLE_BYTES = 1 << 19
+_SAMPLE_SHARDS = 4
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Where two backends part: the document, the token, and the text around it."""
+
+    place: Place
+    position: int
+    expected: tuple[int, ...]
+    found: tuple[int, ...]
+    text: str
+
+    def __str__(self) -> str:
+        return (
+            f"{self.place}, token {self.position}, near {self.text!r}: the reference gives "
+            f"{list(self.expected)} ..., the other {list(self.found)} ..."
+        )
+
+
+def choose_backend(
+    files: TokenizerFiles,
+    backend: str,
+    shards: Sequence[Shard],
+    read: ReadOptions,
+    note: Callable[[str], None],
+) -> str:
+    """The backend to use. ``auto`` takes gigatoken if it is there and agrees with the reference.
+
+    It is compared on texts known to be hard (``hard_texts``) and on half a megabyte of this corpus;
+    documents on which it is known to differ go to the reference in any case (guard.py). Whatever is
+    decided against it is said through ``note``.
+
+    Raises:
+        ConfigError: a backend that does not run this kind of tokenizer.
+    """
+    if backend != "auto":
+        require_backend(files, backend)
+        return backend
+    reference, *others = BACKENDS[files.kind]
+    if "gigatoken" not in others:
+        return reference
+    try:
+        guarded = GuardedEncoder(files)
+    except ConfigError as error:
+        note(f"{error}; {reference} is used instead")
+        return reference
+    except MegapackError as error:
+        note(f"{reference} is used; gigatoken is many times faster ({error})")
+        return reference
+    difference = _compare(open_reference(files), guarded, files, shards, read)
+    if difference is None:
+        return guarded.backend
+    note(f"gigatoken differs from {reference}, which is used instead: {difference}")
+    return reference
+
+
+def _compare(
+    reference: Encoder,
+    other: Encoder,
+    files: TokenizerFiles,
+    shards: Sequence[Shard],
+    read: ReadOptions,
+) -> Difference | None:
+    for block in (TextBlock.of_strings(hard_texts(files)), *sample_blocks(shards, read)):
+        difference = first_difference(block, reference, other)
+        if difference is not None:
+            return difference
+    return None
+
+
+def sample_blocks(shards: Sequence[Shard], read: ReadOptions) -> list[TextBlock]:
+    """The beginnings of a few shards, spread over the corpus."""
+    chosen = shards[:: max(1, len(shards) // _SAMPLE_SHARDS)][:_SAMPLE_SHARDS]
+    blocks = []
+    for shard in chosen:
+        for block in read_blocks(shard.pieces, read, Faults("skip")):
+            end = int(np.searchsorted(block.offsets, _SAMPLE_BYTES // len(chosen), "right"))
+            rows = np.arange(len(block)) < max(1, end)
+            if len(block):
+                blocks.append(block.select(rows))
+                break
+    return blocks
+
+
+def first_difference(block: TextBlock, reference: Encoder, other: Encoder) -> Difference | None:
+    """The first token of the first document that ``other`` encodes unlike ``reference``."""
+    expected, expected_at = reference.encode(block)
+    found, found_at = other.encode(block)
+    for i in range(len(block)):
+        a = expected[expected_at[i] : expected_at[i + 1]].astype(np.int64)
+        b = found[found_at[i] : found_at[i + 1]].astype(np.int64)
+        if np.array_equal(a, b):
+            continue
+        common = min(len(a), len(b))
+        unequal = np.flatnonzero(a[:common] != b[:common])
+        at = int(unequal[0]) if len(unequal) else common
+        text = block.strings([i])[0]
+        begin = max(0, len(reference.decode(a[:at].tolist())) - 16)
+        return Difference(
+            place=block.place(i),
+            position=at,
+            expected=tuple(a[at : at + 6].tolist()),
+            found=tuple(b[at : at + 6].tolist()),
+            text=text[begin : begin + 48],
+        )
+    return None
+
+
+def hard_texts(files: TokenizerFiles) -> list[str]:
+    """Texts on which implementations of one tokenizer part most easily."""
+    special = list(files.special)
+    spaces = " \t\n\r\x0b\x0c\x1c\x85\xa0\u2003\u2028\u3000"
+    return [
+        *special,
+        "".join(special),
+        " a ".join(special),
+        "".join(f"{space}a{space}{space}b" for space in spaces),
+        "\n\n\n    \t\t  x\r\n\r\n  \n y   ",
+        "don't DON'T we'll WE'LL I'm 'tis o'clock '\u017ft it\u2019s '' 's",
+        "e\u0301 n\u0303 \u0301 \ufb01 \u1e9e \u0130 \u0131 \u01c5 \ufffd \ufeff x\u200bx\u200dx",
+        "\u4eca\u5929\u5929\u6c14\u5f88\u597d\u3002\u3072\u3089\u304c\u306a\u30ab\u30ca\ud55c\uad6d",
+        "\u0645\u0631\u062d\u0628\u0627 \u0928\u092e\u0938\u094d\u0924\u0947 \u0e2a\u0e27\u0e31",
+        "\U0001f600\U0001f468\u200d\U0001f469\u200d\U0001f467\U0001f1e9\U0001f1ea\U0001f3fd",
+        "1 12 123 1234 12345678901234567890 3.14e-10 \u0663\u0664 \u00b2\u00bd \u2167 0x1F",
+        "".join(map(chr, range(1, 160))),
+        "a\u088f 1\U00011de1 \U00010940b\n\U000323b0\n",  # letters and a digit of Unicode 17
+        "a" * 3000,
+        "=" * 3000,
+        " " * 3000 + "x",
+        "ab1_" * 1000,
+        "\u4e00" * 1000,
+    ]

@@ -1,0 +1,282 @@
+"""What a tokenizer is: its files, its vocabulary, its special tokens.
+
+Who runs it is another matter (encoders.py): the same tokenizer.json is run by `tokenizers` or
+gigatoken, the same .model by sentencepiece or gigatoken.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import xxhash
+
+from megapack.errors import ConfigError, DataError, FormatError
+from megapack.tokenization.optional import require
+from megapack.tokenization.tokenizers.gpt2 import GPT2_CONFIG, gpt2_definition
+
+__all__ = ["Kind", "SpecialToken", "TokenizerFiles", "library_versions"]
+
+# Raised whenever megapack itself makes other ids of the same text, files and libraries.
+_IDS_VERSION = 1
+
+Kind = Literal["bytes", "sentencepiece", "hf"]
+Role = Literal["bos", "eod"]
+
+# The byte tokenizer: ids 0..255 are bytes, these follow.
+_BYTE_SPECIALS = ("<eod>", "<bos>", "<pad>")
+
+# What may be in a directory, the first that is there.
+_IN_DIRECTORY = (
+    ("tokenizer.json",),
+    ("tokenizer.model",),
+    ("spiece.model",),
+    ("vocab.json", "merges.txt"),
+)
+
+# Names by which published tokenizers call their first and last token, for a tokenizer.json that
+# comes without the tokenizer_config.json that would say so.
+_USUAL: dict[Role, tuple[str, ...]] = {
+    "bos": (
+        "<s>",
+        "<|begin_of_text|>",
+        "<bos>",
+        "<|begin\u2581of\u2581sentence|>",
+        "[CLS]",
+    ),
+    "eod": (
+        "<|endoftext|>",
+        "</s>",
+        "<|end_of_text|>",
+        "<eos>",
+        "<|end\u2581of\u2581sentence|>",
+        "[SEP]",
+    ),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class SpecialToken:
+    text: str
+    id: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenizerFiles:
+    """A tokenizer on disk, small enough to be sent to every worker.
+
+    ``vocab_size`` is one more than the largest id, added tokens included. ``digest`` is xxh3-128 of
+    the tokenizer's own files: two builds belong together when their digests agree.
+    """
+
+    kind: Kind
+    source: str  # as the user named it
+    paths: tuple[Path, ...] = ()  # tokenizer.json, a .model, or vocab.json and merges.txt
+    vocab_size: int
+    digest: str
+    special: Mapping[str, int] = field(default_factory=dict)  # text -> id of special tokens
+    config: Mapping[str, Any] = field(default_factory=dict)  # tokenizer_config.json
+    file_digests: Mapping[str, str] = field(default_factory=dict)  # file name -> xxh3-128
+
+    def identity(self) -> dict[str, Any]:
+        """What two tokenizers share that give the same ids and write the same chats; JSON-able.
+
+        ``files`` are the digests of every file that was read: the tokenizer's own, and what says
+        its special tokens and its chat template. Which packages run it is another matter
+        (``library_versions``). To check a machine, open the same source there and compare.
+        """
+        return {
+            "kind": self.kind,
+            "vocab_size": self.vocab_size,
+            "files": dict(sorted(self.file_digests.items())),
+        }
+
+    @staticmethod
+    def open(source: str) -> TokenizerFiles:
+        """Find out what ``source`` is: ``bytes``, a .model, a tokenizer.json, a directory that
+        holds one of them or GPT-2's vocab.json and merges.txt, or these two with a comma between.
+
+        Raises:
+            ConfigError: there is no such tokenizer.
+            FormatError: the file is not a tokenizer.
+        """
+        if source == "bytes":
+            special = {text: 256 + i for i, text in enumerate(_BYTE_SPECIALS)}
+            return TokenizerFiles(
+                kind="bytes",
+                source=source,
+                vocab_size=256 + len(special),
+                digest="bytes",
+                special=special,
+            )
+        paths = _tokenizer_files(source)
+        digests: dict[str, str] = {}
+        data = [_read(path, digests) for path in paths]
+        config = _read_config(paths[0].parent, digests)
+        kind: Kind = "sentencepiece" if paths[0].suffix == ".model" else "hf"
+        if len(paths) == 2:
+            added = _read_json(paths[0].parent / "added_tokens.json", digests)
+            config = {**GPT2_CONFIG, **config, "added_tokens": added}
+            vocab_size, special = _read_hf(paths[0], gpt2_definition(paths, data, config))
+        else:
+            read = _read_sentencepiece if kind == "sentencepiece" else _read_hf
+            vocab_size, special = read(paths[0], data[0])
+        return TokenizerFiles(
+            kind=kind,
+            source=source,
+            paths=paths,
+            vocab_size=vocab_size,
+            digest=xxhash.xxh3_128_hexdigest(b"".join(data)),
+            special=special,
+            config=config,
+            file_digests=digests,
+        )
+
+    def definition(self) -> bytes:
+        """The .model or tokenizer.json, made of vocab.json and merges.txt where these are given.
+
+        Raises:
+            DataError: a file is no longer what it was when it was opened.
+        """
+        digests: dict[str, str] = {}
+        data = [_read(path, digests) for path in self.paths]
+        for name, digest in digests.items():
+            if digest != self.file_digests[name]:
+                raise DataError(f"{name} of tokenizer {self.source} was changed; start again")
+        return gpt2_definition(self.paths, data, self.config) if len(data) == 2 else data[0]
+
+    def special_token(self, role: Role, token: str | int | None = None) -> SpecialToken:
+        """The token that begins (``bos``) or ends (``eod``) a document.
+
+        Args:
+            token: the token's own name, or its id; without it, what the tokenizer's configuration
+                says, or the one usual name that is among its special tokens.
+
+        Raises:
+            ConfigError: there is none, or several could be meant.
+        """
+        if isinstance(token, int):
+            if not 0 <= token < self.vocab_size:
+                raise ConfigError(
+                    f"the {role} token is {token}, and the ids of {self.source} end at "
+                    f"{self.vocab_size - 1}"
+                )
+            names = [text for text, token_id in self.special.items() if token_id == token]
+            return SpecialToken([*names, str(token)][0], token)
+        text = token or self._configured(role)
+        if text is not None:
+            if text not in self.special:
+                raise self._no_special(f"{text!r} is not a special token of {self.source}")
+            return SpecialToken(text, self.special[text])
+        found = [name for name in _USUAL[role] if name in self.special]
+        if len(found) == 1:
+            return SpecialToken(found[0], self.special[found[0]])
+        problem = f"could be {' or '.join(found)}" if found else "is not declared"
+        raise self._no_special(f"the {role} token of {self.source} {problem}")
+
+    def _configured(self, role: Role) -> str | None:
+        if self.kind == "bytes":
+            return f"<{role}>"
+        value = self.config.get("bos_token" if role == "bos" else "eos_token")
+        text = value.get("content") if isinstance(value, Mapping) else value
+        return text if isinstance(text, str) else None
+
+    def _no_special(self, problem: str) -> ConfigError:
+        known = ", ".join(sorted(self.special)[:20]) or "none"
+        return ConfigError(f"{problem}; name it with --eod-token or --bos-token (special: {known})")
+
+
+def _tokenizer_files(source: str) -> tuple[Path, ...]:
+    path = Path(source)
+    if path.is_dir():
+        for names in _IN_DIRECTORY:
+            if all((path / name).is_file() for name in names):
+                return tuple(path / name for name in names)
+        choices = ", ".join(" with ".join(names) for names in _IN_DIRECTORY)
+        raise ConfigError(f"directory {source} holds no tokenizer: none of {choices}")
+    vocab, comma, merges = source.partition(",")
+    if comma and Path(vocab).is_file() and Path(merges).is_file():
+        return Path(vocab), Path(merges)
+    if not path.is_file():
+        raise ConfigError(
+            f"there is no tokenizer at {source}; give a sentencepiece .model, a tokenizer.json, a "
+            "directory that holds one, or the word bytes (nothing is downloaded)"
+        )
+    if path.suffix not in (".json", ".model"):
+        raise ConfigError(f"{source}: a tokenizer is a .model or a tokenizer.json")
+    return (path,)
+
+
+def _read(path: Path, digests: dict[str, str]) -> bytes:
+    """The bytes of a file, whose digest is noted under its name."""
+    data = path.read_bytes()
+    digests[path.name] = xxhash.xxh3_128_hexdigest(data)
+    return data
+
+
+def _read_json(path: Path, digests: dict[str, str]) -> dict[str, Any]:
+    """The mapping in a file, empty where there is none."""
+    if not path.is_file():
+        return {}
+    try:
+        return dict(json.loads(_read(path, digests)))
+    except (ValueError, TypeError) as error:
+        raise FormatError(f"{path} is not valid JSON of a mapping ({error})") from error
+
+
+def _read_config(directory: Path, digests: dict[str, str]) -> dict[str, Any]:
+    """What the files beside a tokenizer say; where two speak, the later one is heard."""
+    config = _read_json(directory / "special_tokens_map.json", digests)
+    config |= _read_json(directory / "tokenizer_config.json", digests)
+    template = directory / "chat_template.jinja"
+    if template.is_file():
+        config["chat_template"] = _read(template, digests).decode("utf-8")
+    return config
+
+
+def _read_hf(path: Path, data: bytes) -> tuple[int, dict[str, int]]:
+    try:
+        tree = json.loads(data)
+        vocab = tree["model"]["vocab"]
+        added = {str(token["content"]): int(token["id"]) for token in tree.get("added_tokens", [])}
+        ids: Iterable[int] = vocab.values() if isinstance(vocab, dict) else range(len(vocab))
+        largest = max([*ids, *added.values()])
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise FormatError(
+            f"{path} is not the tokenizer.json of a tokenizer with a vocabulary ({error!r})"
+        ) from error
+    return largest + 1, added
+
+
+def _read_sentencepiece(path: Path, data: bytes) -> tuple[int, dict[str, int]]:
+    processor = require("sentencepiece", f"tokenizer {path}").SentencePieceProcessor()
+    try:
+        processor.LoadFromSerializedProto(data)
+    except RuntimeError as error:
+        raise FormatError(f"{path} is not a sentencepiece model ({error})") from error
+    size = processor.GetPieceSize()
+    special = {processor.IdToPiece(i): i for i in range(size) if processor.IsControl(i)}
+    return size, special
+
+
+def library_versions(backend: str, *, template: bool = False) -> dict[str, str]:
+    """The versions of what makes ids of text: package -> version, with megapack's own.
+
+    Args:
+        backend: as ``choose_backend`` gives it ("tokenizers", "gigatoken+sentencepiece", ...).
+        template: chats go through the tokenizer's chat template.
+
+    Raises:
+        MegapackError: one of them is not installed.
+    """
+    packages = {name for name in backend.split("+") if name != "bytes"}
+    if template:
+        packages |= {"tokenizers", "jinja2"}
+    for package in packages:
+        require(package, f"backend {backend}")
+    versions = {package: importlib.metadata.version(package) for package in sorted(packages)}
+    return {**versions, "megapack": str(_IDS_VERSION)}

@@ -1,0 +1,192 @@
+"""Train a tokenizer on the corpus it will encode, read as a build reads it."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from megapack.errors import ConfigError, DataError
+from megapack.storage.atomic import atomic_write
+from megapack.storage.replace import check_target, target_of
+from megapack.tokenization.corpus.faults import Faults
+from megapack.tokenization.corpus.pieces import InputFile, ReadOptions
+from megapack.tokenization.corpus.readers import read_blocks
+from megapack.tokenization.corpus.shards import plan_shards
+from megapack.tokenization.optional import require
+
+__all__ = ["TrainOptions", "TrainResult", "train_tokenizer"]
+
+_SLICE_BYTES = 1 << 20
+_MAX_SENTENCE_BYTES = 4096
+
+# Runs of letters, up to three digits, punctuation with its line end, white space; contractions
+# apart. The split of Llama 3's published tokenizer.
+_PATTERN = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|"
+    r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainOptions:
+    """What kind of tokenizer, and how much text it sees."""
+
+    type: Literal["sentencepiece", "bpe-json"] = "sentencepiece"
+    vocab_size: int = 32000
+    sample_bytes: int = 64 << 20  # of text, spread evenly over the corpus
+    special_tokens: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.vocab_size < 300:
+            raise ConfigError(
+                f"vocabulary size {self.vocab_size} is below 300; 256 are needed for single bytes"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainResult:
+    path: Path
+    written: bool  # False: the same tokenizer was there already
+    vocab_size: int
+    num_documents: int
+    num_text_bytes: int
+    faults: Faults
+
+
+def train_tokenizer(
+    files: Sequence[InputFile],
+    output: str,
+    options: TrainOptions,
+    *,
+    read: ReadOptions,
+    faults: Faults,
+    overwrite: bool = False,
+) -> TrainResult:
+    """Train on a sample of ``files`` and write ``output`` (.model, or tokenizer.json).
+
+    The sample is slices at even distances, so the result depends on the inputs and options
+    alone; whether the same tokenizer is there already shows when it is trained.
+
+    Raises:
+        ConfigError: ``output`` is no name for a file, or holds another tokenizer and ``overwrite``
+            is False; the vocabulary is larger than the text can fill.
+        DataError: a document that may not pass; no text at all.
+    """
+    path = target_of(output)
+    counted = _Counted(_sample(files, options.sample_bytes, read, faults))
+    train = _sentencepiece if options.type == "sentencepiece" else _bpe_json
+    data, vocab_size = train(counted, options)
+
+    def difference() -> str | None:
+        same = path.read_bytes() == data
+        return None if same else "it is not the tokenizer that these inputs and options give"
+
+    written = check_target(output, overwrite=overwrite, difference=difference)
+    if written:
+        with atomic_write(path) as file:
+            file.write(data)
+    return TrainResult(
+        path=Path(output),
+        written=written,
+        vocab_size=vocab_size,
+        num_documents=counted.num_documents,
+        num_text_bytes=counted.num_text_bytes,
+        faults=faults,
+    )
+
+
+class _Counted:
+    """The texts, counted as they pass. Refuses to end without one."""
+
+    def __init__(self, texts: Iterator[str]) -> None:
+        self._texts = texts
+        self.num_documents = 0
+        self.num_text_bytes = 0
+
+    def __iter__(self) -> Iterator[str]:
+        for text in self._texts:
+            self.num_documents += 1
+            self.num_text_bytes += len(text.encode("utf-8"))
+            yield text
+        if not self.num_documents:
+            raise DataError("the corpus has no documents to train a tokenizer on")
+
+
+def _sample(
+    files: Sequence[InputFile], sample_bytes: int, read: ReadOptions, faults: Faults
+) -> Iterator[str]:
+    shards = plan_shards(files, shard_bytes=_SLICE_BYTES, json_key=read.json_key)
+    wanted = min(len(shards), max(1, sample_bytes // _SLICE_BYTES))
+    left = sample_bytes
+    for i in range(wanted):
+        for block in read_blocks(shards[i * len(shards) // wanted].pieces, read, faults):
+            yield from block.strings()
+            left -= len(block.text)
+            if left <= 0:
+                return
+
+
+def _lines(texts: Iterator[str]) -> Iterator[str]:
+    """sentencepiece learns from sentences: lines, long ones in parts, line breaks kept."""
+    for text in texts:
+        for line in text.splitlines(keepends=True):
+            for begin in range(0, len(line), _MAX_SENTENCE_BYTES // 4):
+                part = line[begin : begin + _MAX_SENTENCE_BYTES // 4].replace("\x00", "")
+                if part:
+                    yield part
+
+
+def _sentencepiece(texts: _Counted, options: TrainOptions) -> tuple[bytes, int]:
+    module = require("sentencepiece", "training a sentencepiece model")
+    model = io.BytesIO()
+    try:
+        module.SentencePieceTrainer.Train(
+            sentence_iterator=_lines(iter(texts)),
+            model_writer=model,
+            model_type="bpe",
+            vocab_size=options.vocab_size,
+            byte_fallback=True,
+            # What goes in comes out: code keeps its indentation, text its width of space.
+            normalization_rule_name="identity",
+            remove_extra_whitespaces=False,
+            add_dummy_prefix=False,
+            allow_whitespace_only_pieces=True,
+            split_digits=True,
+            character_coverage=0.9995,
+            max_sentence_length=_MAX_SENTENCE_BYTES,
+            num_threads=1,
+            user_defined_symbols=[*options.special_tokens],
+            minloglevel=2,
+        )
+    except RuntimeError as error:
+        raise ConfigError(f"sentencepiece cannot train: {error}; try a smaller --vocab-size") from (
+            error
+        )
+    data = model.getvalue()
+    return data, int(module.SentencePieceProcessor(model_proto=data).GetPieceSize())
+
+
+def _bpe_json(texts: _Counted, options: TrainOptions) -> tuple[bytes, int]:
+    tokenizers = require("tokenizers", "training a tokenizer.json")
+    byte_level = tokenizers.pre_tokenizers.ByteLevel
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Sequence(
+        [
+            tokenizers.pre_tokenizers.Split(tokenizers.Regex(_PATTERN), "isolated"),
+            byte_level(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=options.vocab_size,
+        special_tokens=["<|endoftext|>", "<|begin_of_text|>", *options.special_tokens],
+        initial_alphabet=sorted(byte_level.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(iter(texts), trainer)
+    text = json.dumps(json.loads(tokenizer.to_str()), ensure_ascii=False)
+    return text.encode("utf-8"), int(tokenizer.get_vocab_size())

@@ -1,0 +1,310 @@
+"""kill -9, a full disk, a broken worker: what is finished stays, and the end is the same bytes."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megapack import IndexedDataset
+
+from ..helpers import WriteJsonl
+
+pytestmark = pytest.mark.multiprocess
+
+# Slow enough to be killed in the middle: every shard waits a little before it is finished.
+SLOW_CLI = """
+import sys, time
+from megapack.cli.main import main
+from megapack.tokenization.build import worker
+original = worker.write_record
+def slow(*args):
+    time.sleep(0.1)
+    original(*args)
+worker.write_record = slow
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
+"""
+
+
+ROOT = Path(__file__).parents[3]
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT)}
+
+
+def start(
+    tmp_path: Path, program: str, arguments: list[str], **options: Any
+) -> subprocess.Popen[str]:
+    """``arguments`` of ``command``, run by a program that stands for the command line."""
+    script = tmp_path / "cli.py"
+    script.write_text(program)
+    return subprocess.Popen(
+        [sys.executable, str(script), *arguments[3:]], env=ENVIRONMENT, text=True, **options
+    )
+
+
+def command(corpus: Path, prefix: Path, *more: str) -> list[str]:
+    arguments = ["tokenize", "--input", str(corpus), "--tokenizer", "bytes", "--append-eod"]
+    arguments += ["--output-prefix", str(prefix), "--shard-size", "20K", "--workers", "1", *more]
+    return [sys.executable, "-m", "megapack.cli.main", *arguments]
+
+
+def run(arguments: list[str]) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        arguments, check=False, capture_output=True, text=True, env=ENVIRONMENT, timeout=120
+    )
+
+
+def files_of(prefix: Path) -> tuple[bytes, bytes]:
+    return Path(f"{prefix}.bin").read_bytes(), Path(f"{prefix}.idx").read_bytes()
+
+
+def finished(prefix: Path) -> set[str]:
+    return {path.name for path in Path(f"{prefix}.build").glob("*/shard-??????.json")}
+
+
+@pytest.fixture
+def corpus(tmp_path: Path, write_jsonl: WriteJsonl, source_texts: list[str]) -> Path:
+    return write_jsonl(tmp_path / "corpus.jsonl", [{"text": text} for text in source_texts])
+
+
+@pytest.mark.parametrize("workers", ["1", "3"])
+def test_kill_9_and_the_same_command_again_give_the_bytes_of_an_undisturbed_run(
+    tmp_path: Path, corpus: Path, workers: str
+) -> None:
+    done = run(command(corpus, tmp_path / "calm"))
+    assert done.returncode == 0, done.stderr
+    prefix = tmp_path / "killed"
+    arguments = command(corpus, prefix, "--workers", workers)
+    for already in (0, 4):  # killed twice, the second time behind what the first run finished
+        process = start(tmp_path, SLOW_CLI, arguments)
+        while len(finished(prefix)) < already + 3:
+            assert process.poll() is None, "the build ended before it could be killed"
+            time.sleep(0.01)
+        children = below(process.pid)
+        process.kill()
+        process.wait()
+        wait_for_end(children)
+        assert not IndexedDataset.exists(prefix)
+    kept = finished(prefix)
+    done = run(command(corpus, prefix, "--workers", workers))
+    assert done.returncode == 0, done.stderr
+    assert f"({len(kept)} kept from before)" in done.stdout
+    assert files_of(prefix) == files_of(tmp_path / "calm")
+
+
+# Workers that notice nothing: in the middle of a shard they hold the interpreter's lock for good.
+STUCK_CLI = """
+import ctypes, os, pathlib, sys
+from megapack.cli.main import main
+from megapack.tokenization.build import worker
+def stuck(*args):
+    pathlib.Path(sys.argv[0] + f".{os.getpid()}").touch()
+    ctypes.PyDLL(None).sleep(600)
+worker.write_record = stuck
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
+"""
+
+
+def test_the_workers_of_a_killed_build_leave_at_once_whatever_they_do(
+    tmp_path: Path, corpus: Path
+) -> None:
+    arguments = command(corpus, tmp_path / "out", "--workers", "2")
+    process = start(tmp_path, STUCK_CLI, arguments)
+    while len(list(tmp_path.glob("cli.py.*"))) < 2:
+        assert process.poll() is None
+        time.sleep(0.01)
+    children = below(process.pid)
+    assert len(workers_of(process.pid)) == 2
+    process.kill()
+    process.wait()
+    wait_for_end(children)
+    assert not finished(tmp_path / "out")
+
+
+def wait_for_end(pids: Sequence[int]) -> None:
+    deadline = time.monotonic() + 60
+    while any(is_alive(pid) for pid in pids) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not [pid for pid in pids if is_alive(pid)], "workers outlive the build"
+
+
+def below(pid: int) -> list[int]:
+    """All processes below one: the server of workers, and the workers."""
+    children: dict[int, list[int]] = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            parent = int(stat.read_text().rpartition(")")[2].split()[1])
+        except OSError:
+            continue
+        children.setdefault(parent, []).append(int(stat.parent.name))
+    found = list(children.get(pid, ()))
+    for child in found:
+        found += children.get(child, ())
+    return found
+
+
+def workers_of(pid: int) -> list[int]:
+    """Those of ``below`` that have a process of Python above them, which forked them."""
+    return [child for direct in below(pid) for child in below(direct)]
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def test_a_killed_worker_is_an_error_that_says_what_to_do(tmp_path: Path, corpus: Path) -> None:
+    arguments = command(corpus, tmp_path / "out", "--workers", "2")
+    process = start(tmp_path, SLOW_CLI, arguments, stderr=subprocess.PIPE)
+    while not finished(tmp_path / "out"):
+        assert process.poll() is None
+        time.sleep(0.01)
+    os.kill(workers_of(process.pid)[0], signal.SIGKILL)
+    _, stderr = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert "a worker process was killed" in stderr
+    assert "Traceback" not in stderr
+    done = run(command(corpus, tmp_path / "out"))
+    assert done.returncode == 0, done.stderr
+    assert "kept from before" in done.stdout
+
+
+def test_a_disk_that_is_full_is_a_clear_error_and_finished_shards_are_kept(
+    tmp_path: Path, write_jsonl: WriteJsonl
+) -> None:
+    # The second shard's .bin is larger than a file may be; the kernel refuses the write as it
+    # refuses one on a full disk.
+    records = [{"text": "small"}] * 2000 + [{"text": "x" * 400_000}] * 3
+    corpus = write_jsonl(tmp_path / "corpus.jsonl", records)
+    prefix = tmp_path / "out"
+    limited = f"ulimit -f 300; exec {' '.join(command(corpus, prefix))}"
+    done = run(["bash", "-c", limited])
+    assert done.returncode == 1, (done.returncode, done.stderr)
+    assert "File too large" in done.stderr
+    assert ".bin" in done.stderr, "the message names the file"
+    assert "Traceback" not in done.stderr
+    kept = len(finished(prefix))
+    assert kept >= 1
+    assert not list(Path(f"{prefix}.build").glob("**/*.tmp-*")), "nothing half-written is left"
+    done = run(command(corpus, prefix))
+    assert done.returncode == 0, done.stderr
+    assert f"({kept} kept from before)" in done.stdout
+
+
+# A disk of 8 MB with $2 MB of something else on it, which is removed before the second run.
+FULL_DISK = """
+disk=$1; ballast=$2; shift 2
+mount -t tmpfs -o size=8m none "$disk" || exit 77
+head -c "${ballast}M" /dev/zero > "$disk/ballast"
+"$@" > full.out 2> full.err; echo $? > full.status
+ls -R "$disk" > full.files
+rm "$disk/ballast"
+"$@" > again.out 2> again.err; echo $? > again.status
+cp "$disk"/out.* . 2> /dev/null
+true
+"""
+
+
+# Takes the disk for empty, as if somebody else filled it later.
+UNAWARE_CLI = """
+import shutil, sys
+from megapack.cli.main import main
+shutil.disk_usage = lambda path: shutil._ntuple_diskusage(1 << 60, 0, 1 << 60)
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
+"""
+
+
+def on_small_disk(tmp_path: Path, ballast: int, build: list[str]) -> dict[str, str]:
+    """Run a build twice on a real file system of 8 MB in a mount namespace of its own; what it
+    said, by file name. The corpus makes about 2 MB of shards, and 2 MB of result.
+    """
+    if shutil.which("unshare") is None:
+        pytest.skip("no unshare")
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    build = [*build[:-1], str(disk / "out")]
+    script = ["unshare", "-rm", "sh", "-c", FULL_DISK, "sh", str(disk), str(ballast), *build]
+    done = subprocess.run(
+        script, check=False, cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True
+    )
+    if done.returncode == 77 or "unshare failed" in done.stderr:
+        pytest.skip(f"mounting is not allowed here: {done.stderr.strip()}")
+    said = {path.name: path.read_text() for path in tmp_path.glob("*.*") if path.suffix in SAID}
+    assert "Traceback" not in said["full.err"] + said["again.err"], said
+    assert ".tmp-" not in said["full.files"], "nothing half-written is left"
+    return said
+
+
+SAID = (".status", ".err", ".out", ".files")
+
+
+@pytest.mark.parametrize("workers", ["1", "2"])
+@pytest.mark.parametrize(("ballast", "missing"), [(7, "shards"), (5, "the result")])
+def test_after_a_disk_was_full_the_same_command_goes_on_and_gives_the_same_bytes(
+    tmp_path: Path, corpus: Path, workers: str, ballast: int, missing: str
+) -> None:
+    assert run(command(corpus, tmp_path / "calm")).returncode == 0
+    (tmp_path / "cli.py").write_text(UNAWARE_CLI)
+    arguments = command(corpus, Path(), "--workers", workers)[3:]
+    program = [sys.executable, str(tmp_path / "cli.py"), *arguments]
+    said = on_small_disk(tmp_path, ballast, [*program, "--output-prefix", ""])
+    assert said["full.status"] == "1\n", said
+    assert "No space left on device while writing" in said["full.err"]
+    files = said["full.files"].split()
+    kept = len([name for name in files if re.fullmatch(r"shard-\d{6}\.json", name)])
+    assert kept >= 1 and "out.bin" not in files
+    assert said["again.status"] == "0\n", said
+    found = re.search(r"shards +(\d+) \((\d+) kept from before\)", said["again.out"])
+    assert found is not None, said
+    assert int(found[2]) == kept
+    assert (kept == int(found[1])) == (missing == "the result")
+    assert files_of(tmp_path / "out") == files_of(tmp_path / "calm")
+
+
+def test_a_disk_that_cannot_hold_the_result_is_refused_before_the_first_shard(
+    tmp_path: Path, corpus: Path
+) -> None:
+    build = command(corpus, Path(), "--output-prefix", "")
+    said = on_small_disk(tmp_path, 7, build)
+    assert said["full.status"] == "1\n"
+    assert re.search(
+        r"has 1\.0\d MB free, and the build needs about [12]\.\d+ MB", said["full.err"]
+    )
+    assert "shard-" not in said["full.files"]
+    assert said["again.status"] == "0\n"
+
+
+def test_where_two_copies_have_no_room_shards_are_removed_as_they_are_joined(
+    tmp_path: Path, corpus: Path
+) -> None:
+    assert run(command(corpus, tmp_path / "calm")).returncode == 0
+    build = command(corpus, Path(), "--output-prefix", "")
+    said = on_small_disk(tmp_path, 5, build)
+    assert said["full.status"] == "0\n", said
+    assert "each is removed once it is joined" in said["full.err"]
+    assert "nothing to do" in said["again.out"]
+    assert files_of(tmp_path / "out") == files_of(tmp_path / "calm")
+
+
+def test_two_runs_of_one_build_do_not_work_at_the_same_time(tmp_path: Path, corpus: Path) -> None:
+    process = start(tmp_path, SLOW_CLI, command(corpus, tmp_path / "out"))
+    while not finished(tmp_path / "out"):
+        assert process.poll() is None
+        time.sleep(0.01)
+    done = run(command(corpus, tmp_path / "out"))
+    assert done.returncode != 0
+    assert re.search(r"out\.build is being written by process \d+ on .*tokenize", done.stderr)
+    assert process.wait(timeout=120) == 0

@@ -1,0 +1,332 @@
+"""A build gives the same bytes whoever does the work, and Megatron reads them."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from peers import peer
+from tokenizers import Tokenizer
+
+from megapack import IndexedDataset
+from megapack.errors import ConfigError, DataError, MegapackError
+from megapack.tokenization.build.run import BuildResult
+
+from ..helpers import Silence, WriteJsonl
+
+Build = Callable[..., BuildResult]
+
+
+def files_of(prefix: object) -> tuple[bytes, bytes]:
+    return Path(f"{prefix}.bin").read_bytes(), Path(f"{prefix}.idx").read_bytes()
+
+
+@pytest.fixture
+def corpus(tmp_path: Path, write_jsonl: WriteJsonl, source_texts: list[str]) -> Path:
+    return write_jsonl(tmp_path / "corpus.jsonl", [{"text": text} for text in source_texts])
+
+
+@pytest.mark.multiprocess
+def test_the_bytes_do_not_depend_on_workers_blocks_or_parts(
+    tmp_path: Path, corpus: Path, bpe_json: Path, run_build: Build, source_texts: list[str]
+) -> None:
+    def run(name: str, **options: Any) -> tuple[bytes, bytes]:
+        prefix = str(tmp_path / name)
+        run_build(
+            corpus,
+            tokenizer=str(bpe_json),
+            append_eod=True,
+            output_prefix=prefix,
+            shard_bytes=50_000,
+            **options,
+        )
+        return files_of(prefix)
+
+    alone = run("w1")
+    assert run("w2", workers=2) == alone
+    assert run("w3", workers=3, block_bytes=7000) == alone
+    for i in range(3):
+        part = {"tokenizer": str(bpe_json), "append_eod": True, "shard_bytes": 50_000}
+        result = run_build(corpus, output_prefix=str(tmp_path / "parts"), shard=(i, 3), **part)
+        assert result.state == "part"
+        assert not IndexedDataset.exists(tmp_path / "parts")
+    assert run("parts", finish=True) == alone
+
+    tokenizer = Tokenizer.from_file(str(bpe_json))
+    eod = tokenizer.token_to_id("<|endoftext|>")
+    dataset = IndexedDataset(tmp_path / "w1")
+    assert len(dataset) == len(source_texts)
+    for tokens, text in zip(dataset[:], source_texts, strict=True):
+        assert tokens.tolist() == [*tokenizer.encode(text, add_special_tokens=False).ids, eod]
+
+
+def test_megatron_reads_what_a_build_writes(tmp_path: Path, corpus: Path, run_build: Build) -> None:
+    run_build(corpus, append_eod=True)
+    theirs = peer("megatron.core.datasets.indexed_dataset").IndexedDataset(str(tmp_path / "out"))
+    ours = IndexedDataset(tmp_path / "out")
+    assert len(theirs) == len(ours) > 0
+    for i in range(len(ours)):
+        np.testing.assert_array_equal(theirs[i], ours[i])
+
+
+def test_shards_do_not_change_the_documents(tmp_path: Path, corpus: Path, run_build: Build) -> None:
+    results = []
+    for shard_bytes in (1 << 14, 1 << 18, 1 << 30):
+        prefix = tmp_path / str(shard_bytes)
+        run_build(corpus, output_prefix=str(prefix), shard_bytes=shard_bytes)
+        results.append(files_of(prefix))
+    assert results[0] == results[1] == results[2]
+
+
+BOUNDARIES: list[tuple[dict[str, Any], list[list[int]]]] = [
+    ({}, [[97, 98], [99]]),
+    ({"append_eod": True}, [[97, 98, 256], [99, 256]]),
+    ({"prepend_bos": True}, [[257, 97, 98], [257, 99]]),
+    ({"boundary": "eos_bos"}, [[257, 97, 98, 256], [257, 99, 256]]),
+    ({"boundary": "separator"}, [[97, 98, 256], [99, 256]]),
+    ({"boundary": "separator", "eod_token": "<pad>"}, [[97, 98, 258], [99, 258]]),
+]
+
+
+@pytest.mark.parametrize(("options", "documents"), BOUNDARIES)
+def test_documents_begin_and_end_as_asked(
+    write_jsonl: WriteJsonl,
+    tmp_path: Path,
+    run_build: Build,
+    options: dict[str, Any],
+    documents: list[list[int]],
+) -> None:
+    corpus = write_jsonl(tmp_path / "x.jsonl", [{"text": "ab"}, {"text": "c"}])
+    run_build(corpus, **options)
+    assert [tokens.tolist() for tokens in IndexedDataset(tmp_path / "out")[:]] == documents
+
+
+def test_the_stored_dtype_follows_megatrons_rule_and_the_request(
+    tmp_path: Path, corpus: Path, run_build: Build
+) -> None:
+    assert run_build(corpus).plan.dtype == "uint16"
+    result = run_build(corpus, dtype="int32", output_prefix=str(tmp_path / "wide"))
+    assert result.plan.dtype == "int32"
+    wide, narrow = IndexedDataset(tmp_path / "wide"), IndexedDataset(tmp_path / "out")
+    assert (wide.dtype, narrow.dtype) == (np.int32, np.uint16)
+    np.testing.assert_array_equal(wide.tokens, narrow.tokens)
+
+
+def test_meta_and_manifest_say_what_was_built(
+    tmp_path: Path, corpus: Path, bpe_json: Path, run_build: Build, source_texts: list[str]
+) -> None:
+    result = run_build(corpus, tokenizer=str(bpe_json), append_eod=True)
+    meta = IndexedDataset(tmp_path / "out").meta
+    assert meta is not None
+    assert meta["tokenizer"]["digest"] == result.plan.tokenizer.digest
+    assert meta["document_end_token"] == result.plan.eod.id  # type: ignore[union-attr]
+    assert meta["command"].startswith("megapack-build tokenize --input ")
+    assert "--append-eod" in meta["command"]
+    manifest = json.loads((tmp_path / "out.manifest.json").read_text())
+    assert manifest["inputs"][0][:2] == [str(corpus), corpus.stat().st_size]
+    assert manifest["num_documents"] == len(source_texts)
+    assert manifest["num_text_bytes"] == sum(len(text.encode()) for text in source_texts)
+    assert manifest["num_tokens"] == len(IndexedDataset(tmp_path / "out").tokens)
+    assert not (tmp_path / "out.build").exists(), "the shards are gone when all is done"
+
+
+def test_word_limits_leave_out_and_count(
+    tmp_path: Path, write_jsonl: WriteJsonl, run_build: Build
+) -> None:
+    texts = ["w " * n for n in (49, 50, 51, 100, 101)]
+    corpus = write_jsonl(tmp_path / "x.jsonl", [{"text": text} for text in texts])
+    result = run_build(corpus, min_words=50, max_words=100)
+    assert result.totals.num_documents == 3
+    assert result.totals.skipped == {"too few words": 1, "too many words": 1}
+    assert result.totals.skipped_at["too many words"] == [f"{corpus}:5"]
+
+
+def test_a_corpus_without_documents_is_an_error_that_leaves_no_dataset(
+    tmp_path: Path, write_jsonl: WriteJsonl, run_build: Build
+) -> None:
+    corpus = write_jsonl(tmp_path / "x.jsonl", [{"text": ""}] * 3)
+    with pytest.raises(DataError, match=r"no documents .*3 x empty document"):
+        run_build(corpus)
+    (tmp_path / "empty.jsonl").write_bytes(b"")
+    with pytest.raises(DataError, match="no documents"):
+        run_build(tmp_path / "empty.jsonl", output_prefix=str(tmp_path / "other"))
+    assert not list(tmp_path.glob("o*.bin"))
+
+
+def test_a_build_that_is_finished_is_found_and_another_is_not_overwritten(
+    tmp_path: Path, corpus: Path, run_build: Build
+) -> None:
+    run_build(corpus)
+    before = files_of(tmp_path / "out")
+    again = run_build(corpus)
+    assert again.state == "found"
+    assert again.totals.num_documents == len(IndexedDataset(tmp_path / "out"))
+    with pytest.raises(ConfigError, match=r"eod was None, is \['<eod>', 256\]\n.*--overwrite"):
+        run_build(corpus, append_eod=True)
+    assert files_of(tmp_path / "out") == before
+    assert run_build(corpus, append_eod=True, overwrite=True).state == "built"
+    assert files_of(tmp_path / "out") != before
+
+
+def test_a_foreign_dataset_under_the_outputs_name_is_not_overwritten(
+    tmp_path: Path, corpus: Path, run_build: Build
+) -> None:
+    for suffix in ("bin", "idx"):
+        (tmp_path / f"out.{suffix}").write_bytes(b"somebody's")
+    with pytest.raises(ConfigError, match=r"out\.bin is there already: .*--overwrite"):
+        run_build(corpus)
+    run_build(corpus, overwrite=True)
+    assert len(IndexedDataset(tmp_path / "out"))
+
+
+def test_a_build_stopped_by_a_bad_document_goes_on_when_told_to_skip_it(
+    tmp_path: Path, write_jsonl: WriteJsonl, run_build: Build
+) -> None:
+    records: list[Any] = [{"text": "x" * 500}] * 100
+    corpus = write_jsonl(tmp_path / "x.jsonl", [*records, {"no": "text"}, *records])
+    with pytest.raises(DataError, match="missing key"):
+        run_build(corpus, shard_bytes=5000)
+    result = run_build(corpus, shard_bytes=5000, on_error="skip")
+    assert result.num_shards_kept >= 5
+    assert (result.totals.num_documents, result.totals.num_skipped) == (200, 1)
+    with pytest.raises(ConfigError, match="on_error was 'skip', is 'fail'"):
+        run_build(corpus, shard_bytes=5000, on_error="fail")
+
+
+def test_finish_builds_nothing_that_is_missing(
+    tmp_path: Path, corpus: Path, run_build: Build
+) -> None:
+    run_build(corpus, shard=(0, 2), shard_bytes=100_000)
+    with pytest.raises(MegapackError, match="shard 1 is not finished; --finish joins"):
+        run_build(corpus, finish=True, shard_bytes=100_000)
+    assert run_build(corpus, shard_bytes=100_000).num_shards_kept > 0
+
+
+@pytest.mark.parametrize("damage", ["bin", "idx", "meta.json", "json", "gone", "longer"])
+def test_a_finished_shard_is_used_again_only_if_it_is_whole(
+    tmp_path: Path, corpus: Path, run_build: Build, damage: str
+) -> None:
+    options: dict[str, Any] = {"shard_bytes": 100_000, "keep_shards": True}
+    result = run_build(corpus, **options)
+    whole = files_of(tmp_path / "out")
+    (tmp_path / "out.manifest.json").unlink()
+    shard = tmp_path / "out.build" / result.plan.digest / "shard-000001"
+    if damage == "gone":
+        Path(f"{shard}.bin").unlink()
+    elif damage == "longer":
+        with Path(f"{shard}.bin").open("ab") as file:
+            file.write(b"\0\0")
+    else:
+        path = Path(f"{shard}.{damage}")
+        data = bytearray(path.read_bytes())
+        data[len(data) // 2] ^= 1
+        path.write_bytes(data if damage in ("bin", "idx") else data[: len(data) // 2])
+    result = run_build(corpus, **options)
+    assert result.num_shards_kept == result.num_shards - 1
+    assert files_of(tmp_path / "out") == whole
+
+
+class StopsWhileJoining(Silence):
+    """Ctrl-C in the middle of the last act."""
+
+    def join(self, done: int, total: int) -> None:
+        super().join(done, total)
+        if 2 * done > total:
+            raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("split", [None, "60,20,20"])
+def test_a_join_that_gives_shards_up_as_it_goes_can_be_stopped_and_loses_nothing(
+    tmp_path: Path,
+    corpus: Path,
+    run_build: Build,
+    monkeypatch: pytest.MonkeyPatch,
+    split: str | None,
+) -> None:
+    options: dict[str, Any] = {"shard_bytes": 50_000, "split": split}
+    calm = run_build(corpus, output_prefix=str(tmp_path / "calm"), **options)
+    monkeypatch.setattr("megapack.tokenization.build.assemble.free_bytes", lambda path: 0)
+    progress = StopsWhileJoining()
+    with pytest.raises(KeyboardInterrupt):
+        run_build(corpus, progress=progress, **options)
+    progress = Silence()
+    again = run_build(corpus, progress=progress, **options)
+    assert 0 < again.num_shards_kept < again.num_shards, "some had been given up"
+    assert progress.joined[-1][0] == progress.joined[-1][1] == len(progress.joined)
+    for stream, prefix in again.prefixes.items():
+        assert files_of(prefix) == files_of(calm.prefixes[stream])
+
+
+def test_progress_counts_every_document_once(
+    corpus: Path, run_build: Build, source_texts: list[str]
+) -> None:
+    for workers in (1, 2):
+        progress = Silence()
+        run_build(corpus, workers=workers, shard_bytes=1 << 17, overwrite=True, progress=progress)
+        assert sum(counted.documents for counted in progress.counted) == len(source_texts)
+
+
+def test_the_check_along_the_way_stops_at_a_difference(
+    tmp_path: Path, write_jsonl: WriteJsonl, run_build: Build, sp_model: Path
+) -> None:
+    texts = ["harmless"] * 50 + ["a control symbol <s> in the text"]
+    corpus = write_jsonl(tmp_path / "x.jsonl", [{"text": text} for text in texts])
+    options: dict[str, Any] = {"tokenizer": str(sp_model), "verify_fraction": 1.0}
+    with pytest.raises(DataError, match=r"x\.jsonl:51, token .*--backend sentencepiece"):
+        run_build(corpus, backend="gigatoken", **options)
+    result = run_build(corpus, backend="auto", overwrite=True, **options)
+    assert result.plan.backend == "gigatoken+sentencepiece"
+
+
+CONTRADICTIONS: list[tuple[dict[str, Any], str]] = [
+    ({"workers": 0}, "workers is 0"),
+    ({"verify_fraction": 2.0}, r"must be in \[0, 1\]"),
+    ({"shard": (3, 3)}, "shard is 3/3"),
+    ({"shard": (0, 2), "finish": True}, "give one of them"),
+    ({"boundary": "separator", "append_eod": True}, "leave out --append-eod"),
+    ({"messages_key": "m", "min_words": 5}, "--min-words"),
+    ({"split_key": "id"}, "--split-key needs"),
+    ({"label_names": "neox"}, "give --messages-key"),
+    ({"split": "1,x"}, "not a list of numbers"),
+    ({"shard_bytes": 0}, "at least 1 byte"),
+]
+
+
+@pytest.mark.parametrize(("options", "message"), CONTRADICTIONS)
+def test_options_that_contradict_each_other_are_refused(
+    corpus: Path, run_build: Build, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        run_build(corpus, **options)
+
+
+PEAK = """
+import pathlib, re, sys
+from megapack.cli.main import main
+assert main(sys.argv[1:]) == 0
+# Not ru_maxrss, which a process inherits from the one that started it.
+print(re.search(r"VmHWM:\\s+(\\d+)", pathlib.Path("/proc/self/status").read_text())[1])
+"""
+
+
+def test_memory_does_not_follow_the_size_of_the_corpus(
+    tmp_path: Path, write_jsonl: WriteJsonl
+) -> None:
+    peaks = []
+    for megabytes in (4, 40):
+        text = "x = 1\n" * 5000  # 30 kB
+        corpus = write_jsonl(tmp_path / f"{megabytes}.jsonl", [{"text": text}] * (33 * megabytes))
+        command = [sys.executable, "-c", PEAK, "tokenize", "--input", str(corpus)]
+        command += ["--tokenizer", "bytes", "--output-prefix", str(tmp_path / f"out{megabytes}")]
+        command += ["--shard-size", "1G", "--block-bytes", "1M"]
+        done = subprocess.run(
+            command, check=True, capture_output=True, text=True, cwd=Path(__file__).parents[3]
+        )
+        peaks.append(int(done.stdout.split()[-1]) / 1024)
+    assert peaks[1] - peaks[0] < 25, f"MiB: {peaks}"

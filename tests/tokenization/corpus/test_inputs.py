@@ -1,0 +1,210 @@
+"""What the user names becomes one list of files, in one order."""
+
+from __future__ import annotations
+
+import gzip
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megapack.errors import ConfigError, DataError
+from megapack.tokenization.corpus.inputs import find_inputs
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    for name in ("b/2.py", "b/1.py", "a/x.jsonl", "a/notes.txt", ".git/config.py", "b/.hidden.py"):
+        path = tmp_path / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(name)
+    (tmp_path / "b" / "big.json.gz").write_bytes(b"x" * 1000)
+    return tmp_path
+
+
+def names(root: Path, *inputs: str, **options: object) -> list[str]:
+    found = find_inputs([str(root / name) for name in inputs], **options)  # type: ignore[arg-type]
+    return [str(Path(file.path).relative_to(root)) for file in found]
+
+
+def test_a_directory_gives_known_data_files_sorted_and_nothing_hidden(tree: Path) -> None:
+    assert names(tree, "") == ["a/notes.txt", "a/x.jsonl", "b/big.json.gz"]
+
+
+def test_suffixes_and_patterns_choose_from_directories(tree: Path) -> None:
+    assert names(tree, "", suffixes=[".py"]) == ["b/1.py", "b/2.py"]
+    assert names(tree, "", suffixes=["1.*", "x*"]) == ["a/x.jsonl", "b/1.py"]
+
+
+def test_inputs_keep_the_order_in_which_they_are_named_and_count_once(tree: Path) -> None:
+    assert names(tree, "b/2.py", "b/*.py", "a/x.jsonl") == ["b/2.py", "b/1.py", "a/x.jsonl"]
+    assert names(tree, "**/*.py") == ["b/1.py", "b/2.py"]
+
+
+def test_the_format_follows_the_suffix_unless_it_is_said(tree: Path) -> None:
+    found = find_inputs([str(tree / "a"), str(tree / "b" / "big.json.gz"), str(tree / "b/1.py")])
+    assert [(file.format, file.compression) for file in found] == [
+        ("text", ""),
+        ("jsonl", ""),
+        ("jsonl", "gz"),
+        ("text", ""),
+    ]
+    assert find_inputs([str(tree / "b/1.py")], format="jsonl")[0].format == "jsonl"
+
+
+def test_the_size_limit_takes_whole_files_in_order(tree: Path) -> None:
+    assert names(tree, "", max_bytes=500) == ["a/notes.txt", "a/x.jsonl"]
+    assert names(tree, "b/big.json.gz", max_bytes=1) == ["b/big.json.gz"], "never nothing at all"
+
+
+def test_inputs_that_give_nothing_are_errors_that_name_them(tree: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"gone\.jsonl"):
+        find_inputs([str(tree / "gone.jsonl")])
+    with pytest.raises(ConfigError, match=r"no file matches .*\*\.csv"):
+        find_inputs([str(tree / "*.csv")])
+    with pytest.raises(ConfigError, match=r"holds no files with \.rs"):
+        find_inputs([str(tree)], suffixes=[".rs"])
+    with pytest.raises(DataError, match="--input"):
+        find_inputs([])
+
+
+@pytest.mark.parametrize("name", ["corpus.tar.gz", "x.jsonl.bz2", "x.parquet.gz", "x.zip"])
+def test_a_compressed_format_that_is_not_read_is_refused(tree: Path, name: str) -> None:
+    (tree / name).write_bytes(b"")
+    with pytest.raises(ConfigError, match=rf"{name}: of compressed files \.gz and \.zst are read"):
+        find_inputs([str(tree / name)])
+
+
+def notes(*inputs: object, **options: Any) -> tuple[list[str], list[str]]:
+    """The paths that were found, and what was said."""
+    said: list[str] = []
+    found = find_inputs([str(name) for name in inputs], note=said.append, **options)
+    return [file.path for file in found], said
+
+
+def test_a_file_is_read_once_whatever_names_lead_to_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """x.jsonl and ./x.jsonl were two files, and x.jsonl twice was one."""
+    monkeypatch.chdir(tmp_path)
+    Path("x.jsonl").write_text("{}\n")
+    Path("folder").mkdir()
+    Path("folder/y.jsonl").write_text("{}\n")
+    Path("linked.jsonl").symlink_to("x.jsonl")
+    Path("hard.jsonl").hardlink_to("x.jsonl")
+    for again in ("x.jsonl", "./x.jsonl", str(tmp_path / "x.jsonl"), "linked.jsonl", "hard.jsonl"):
+        said = f"named again and read once: 1 file (first: {again} is x.jsonl)"
+        assert notes("x.jsonl", again) == (["x.jsonl"], [said])
+    paths, said = notes("folder", ".", "folder")
+    assert paths == ["folder/y.jsonl", "hard.jsonl"], "one of the three names of x.jsonl"
+    assert said == ["named again and read once: 4 files (first: linked.jsonl is hard.jsonl)"]
+
+
+def test_two_copies_of_one_content_are_two_files(tmp_path: Path) -> None:
+    for name in ("a.jsonl", "b.jsonl"):
+        (tmp_path / name).write_text("{}\n")
+    assert notes(tmp_path) == ([str(tmp_path / "a.jsonl"), str(tmp_path / "b.jsonl")], [])
+
+
+def test_linked_folders_are_followed_and_loops_end(tmp_path: Path) -> None:
+    """A corpus is often a folder of links to disks; they were skipped without a word."""
+    disk, corpus = tmp_path / "disk", tmp_path / "corpus"
+    (disk / "part").mkdir(parents=True)
+    (disk / "part" / "x.jsonl").write_text("{}\n")
+    corpus.mkdir()
+    (corpus / "a").symlink_to(disk)
+    (disk / "part" / "back").symlink_to(corpus)
+    (disk / "up").symlink_to(disk)
+    paths, said = notes(corpus)
+    assert paths == [str(corpus / "a" / "part" / "x.jsonl")]
+    assert said == [
+        f"linked to, but entered already: 2 folders (first: {corpus}/a/up)",
+    ]
+
+
+def test_what_a_folder_holds_besides_is_counted_by_suffix(tmp_path: Path) -> None:
+    (tmp_path / "only.json").write_text("{}\n")
+    for i in range(751):
+        (tmp_path / f"{i}.rst").write_text("text")
+    for name in ("a.tar.gz", "LICENSE", ".hidden"):
+        (tmp_path / name).write_text("text")
+    (tmp_path / "gone.txt").symlink_to(tmp_path / "nowhere.txt")
+    (tmp_path / "empty.jsonl").write_text("")
+    paths, said = notes(tmp_path)
+    assert [Path(path).name for path in paths] == ["empty.jsonl", "only.json"]
+    assert said == [
+        f"broken links or special files, left out: 1 file (first: {tmp_path}/gone.txt)",
+        f"hidden, left out: 1 name (first: {tmp_path}/.hidden)",
+        f"empty: 1 file (first: {tmp_path}/empty.jsonl)",
+        "not taken from folders: 753 files (.rst 751, no suffix 1, .tar.gz 1); "
+        "choose with --suffix",
+    ]
+    _, said = notes(tmp_path, suffixes=[".rst"])
+    assert said[-1] == "one document each: 751 files (.rst 751)"
+    with pytest.raises(ConfigError, match=r"no files with \.rs; it holds 756 files \(\.rst 751, "):
+        find_inputs([str(tmp_path)], suffixes=[".rs"])
+
+
+def test_folders_that_a_pattern_matches_are_mentioned(tree: Path) -> None:
+    (tree / "x.txt").write_text("text")
+    paths, said = notes(f"{tree}/*")
+    assert paths == [str(tree / "x.txt")]
+    assert "matched by a pattern without ** and not entered: 2 folders" in said[0]
+    with pytest.raises(ConfigError, match=r"\[ab\]', but 2 folders; name them"):
+        find_inputs([f"{tree}/[ab]"])
+
+
+def test_a_folder_that_cannot_be_listed_is_an_error(
+    tree: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    listed = os.scandir
+
+    def refused(path: str) -> Any:
+        if str(path).endswith("/b"):
+            raise PermissionError(13, "Permission denied", path)
+        return listed(path)
+
+    monkeypatch.setattr(os, "scandir", refused)
+    with pytest.raises(PermissionError, match=r"/b"):
+        find_inputs([str(tree)])
+
+
+def test_a_pipe_is_refused_before_anybody_waits_for_it(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "x.jsonl")
+    with pytest.raises(ConfigError, match=r"x\.jsonl is no regular file"):
+        find_inputs([str(tmp_path / "x.jsonl")])
+
+
+JSON_LINES = b'{"text": "a"}\n{"text": "b"}\n'
+LOOKS: list[tuple[str, bytes, str | None]] = [
+    ("part-00000", JSON_LINES, "jsonl"),
+    ("part-00000", b'{"text": "the only line"}', "jsonl"),
+    ("part-00000", b'{"text": "' + b"x" * 100_000 + b'"}\n', "jsonl"),
+    ("part-00000.gz", gzip.compress(JSON_LINES), "jsonl"),
+    ("part-00000", b"PAR1 and so on", "parquet"),
+    ("data.jl", JSON_LINES, "jsonl"),
+    ("README", b"{curly} words\n{and} more\n", None),
+    ("notebook.ipynb", b'{"cells": []}\n', None),
+    ("pretty.map", b'{\n "version": 3\n}\n', None),
+    ("said.txt", JSON_LINES, None),
+]
+
+
+@pytest.mark.parametrize(("name", "data", "looks"), LOOKS, ids=range(len(LOOKS)))
+def test_a_file_of_many_documents_does_not_become_one_for_want_of_a_suffix(
+    tmp_path: Path, name: str, data: bytes, looks: str | None
+) -> None:
+    """Spark writes part-00000; the first of them is often empty."""
+    empty = tmp_path / f"a{Path(name).suffix}"
+    empty.write_bytes(b"")
+    path = tmp_path / name
+    path.write_bytes(data)
+    inputs = [str(empty), str(path)]
+    if looks is None:
+        assert [file.format for file in find_inputs(inputs)] == ["text", "text"]
+        return
+    with pytest.raises(ConfigError, match=rf"{name} would be one document.* --format {looks}"):
+        find_inputs(inputs)
+    assert find_inputs(inputs, format="text")[1].format == "text"
+    assert find_inputs(inputs, format="jsonl")[1].format == "jsonl"

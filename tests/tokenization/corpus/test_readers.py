@@ -1,0 +1,362 @@
+"""Every format gives the same documents, and every bad one is named by file and line."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Sequence
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import zstandard
+
+from megapack.errors import ConfigError, DataError
+from megapack.tokenization.corpus.blocks import TextBlock
+from megapack.tokenization.corpus.faults import Faults
+from megapack.tokenization.corpus.inputs import find_inputs
+from megapack.tokenization.corpus.pieces import Piece, ReadOptions
+from megapack.tokenization.corpus.readers import read_blocks
+from megapack.tokenization.corpus.shards import plan_shards
+
+from ..helpers import WriteJsonl
+
+TEXTS = [f"document {i} \u00e9\u4e2d\U0001f600 " * (1 + i % 7) for i in range(300)]
+
+
+def read(
+    *paths: Path, shard_bytes: int = 1000, on_error: Any = "fail", **options: Any
+) -> tuple[list[str], Faults]:
+    """All documents, read shard by shard as a build does."""
+    read_options = ReadOptions(block_bytes=2048, **options)
+    faults = Faults(on_error)
+    texts: list[str] = []
+    files = find_inputs([str(path) for path in paths])
+    for shard in plan_shards(files, shard_bytes=shard_bytes, json_key=read_options.json_key):
+        for block in read_blocks(shard.pieces, read_options, faults):
+            texts += block.strings()
+    return texts, faults
+
+
+def compressed(path: Path) -> list[Path]:
+    data = path.read_bytes()
+    gz, zst = path.with_name("x.jsonl.gz"), path.with_name("x.json.zst")
+    gz.write_bytes(gzip.compress(data))
+    zst.write_bytes(zstandard.ZstdCompressor().compress(data))
+    return [gz, zst]
+
+
+def test_every_format_gives_the_same_documents(tmp_path: Path, write_jsonl: WriteJsonl) -> None:
+    plain = write_jsonl(tmp_path / "x.jsonl", [{"id": i, "text": t} for i, t in enumerate(TEXTS)])
+    parquet = tmp_path / "x.parquet"
+    pq.write_table(pa.table({"text": TEXTS}), parquet, row_group_size=37)
+    directory = tmp_path / "texts"
+    directory.mkdir()
+    for i, text in enumerate(TEXTS):
+        (directory / f"{i:05d}.txt").write_text(text, encoding="utf-8")
+    for path in (plain, *compressed(plain), parquet, directory):
+        assert read(path)[0] == TEXTS, path
+
+
+@pytest.mark.parametrize(
+    "type",
+    [pa.string(), pa.large_string(), pa.string_view(), pa.binary(), pa.large_binary(),
+     pa.dictionary(pa.int32(), pa.string())],
+    ids=str,
+)  # fmt: skip
+def test_every_parquet_type_that_holds_text_is_read(tmp_path: Path, type: pa.DataType) -> None:
+    binary = pa.types.is_binary(type) or pa.types.is_large_binary(type)
+    values = [t.encode() for t in TEXTS] if binary else TEXTS
+    path = tmp_path / "x.parquet"
+    column = pa.array(values)
+    pq.write_table(pa.table({"body": column.cast(type)}), path, row_group_size=100)
+    assert read(path, json_key="body")[0] == TEXTS
+
+
+def test_parquet_rows_without_a_value_are_faults_and_other_columns_are_not_text(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "x.parquet"
+    pq.write_table(pa.table({"text": ["a", None, "", "b"], "n": [1, 2, 3, 4]}), path)
+    with pytest.raises(DataError, match=r"x\.parquet row 1: missing value"):
+        read(path)
+    texts, faults = read(path, on_error="skip")
+    assert texts == ["a", "b"]
+    assert faults.counts == {"missing value": 1, "empty document": 1}
+    with pytest.raises(DataError, match=r"no column 'body' among: text, n"):
+        read(path, json_key="body")
+    with pytest.raises(DataError, match=r"'n' holds int64; it must hold strings"):
+        read(path, json_key="n")
+    path.write_bytes(b"PAR1 nonsense")
+    with pytest.raises(DataError, match="is not a parquet file"):
+        read(path)
+
+
+BAD_LINES = [
+    (b'{"text": "x"', "malformed JSON", "delimiter"),
+    (b'["text"]', "not a JSON object", "holds a list"),
+    (b'{"texts": "x"}', "missing key", "no key 'text' among: texts"),
+    (b'{"text": 5}', "wrong type", "'text' holds a number, not a string"),
+    (b'{"text": null}', "wrong type", "'text' holds null, not a string"),
+    (b'{"text": "\xff"}', "invalid UTF-8", "can't decode byte 0xff"),
+    (b'{"text": "\\ud800"}', "invalid UTF-8", "half of a surrogate pair"),
+]
+
+
+@pytest.mark.parametrize(("line", "kind", "detail"), BAD_LINES, ids=range(len(BAD_LINES)))
+@pytest.mark.parametrize("suffix", ["jsonl", "gz", "zst"])
+def test_a_bad_line_stops_the_build_with_its_file_line_and_reason(
+    tmp_path: Path, line: bytes, kind: str, detail: str, suffix: str
+) -> None:
+    path = tmp_path / "x.jsonl"
+    good = b'{"text": "good"}\n'
+    path.write_bytes(good * 500 + line + b"\n" + good * 3)
+    if suffix != "jsonl":
+        path = compressed(path)[suffix == "zst"]
+    with pytest.raises(DataError, match=rf"{path.name}:501: {kind} \(.*{detail}.*--on-error skip"):
+        read(path)
+
+
+def test_skipped_lines_are_counted_by_kind_with_their_first_places(tmp_path: Path) -> None:
+    path = tmp_path / "x.jsonl"
+    lines = [b'{"text": "good"}']
+    for line, _, _ in BAD_LINES:
+        lines += [line, b"", b'{"text": ""}', b'{"text": "good"}'] * 2
+    path.write_bytes(b"\n".join(lines) + b"\n")
+    texts, faults = read(path, on_error="skip", shard_bytes=50)
+    assert texts == ["good"] * 15
+    assert faults.counts == {
+        "malformed JSON": 2,
+        "not a JSON object": 2,
+        "missing key": 2,
+        "wrong type": 4,
+        "invalid UTF-8": 4,
+        "blank line": 14,
+        "empty document": 14,
+    }
+    assert [str(place) for place in faults.places["malformed JSON"]] == [f"{path}:2", f"{path}:6"]
+    assert len(faults.places["blank line"]) == 3, "examples are few"
+
+
+def test_empty_documents_and_blank_lines_never_stop_a_build(tmp_path: Path) -> None:
+    path = tmp_path / "x.jsonl"
+    path.write_bytes(b'\n{"text": ""}\n{"text": "a"}\n   \n')
+    texts, faults = read(path)
+    assert texts == ["a"]
+    assert faults.counts == {"blank line": 2, "empty document": 1}
+
+
+def test_a_text_file_that_is_no_text_is_named(tmp_path: Path) -> None:
+    (tmp_path / "good.txt").write_bytes(b"\xef\xbb\xbfgood")
+    (tmp_path / "latin.txt").write_bytes(b"caf\xe9")
+    (tmp_path / "none.txt").write_bytes(b"")
+    with pytest.raises(DataError, match=r"latin\.txt: invalid UTF-8"):
+        read(tmp_path)
+    texts, faults = read(tmp_path, on_error="skip")
+    assert texts == ["good"], "a byte order mark is not text"
+    assert faults.counts == {"invalid UTF-8": 1, "empty document": 1}
+
+
+def test_a_document_above_the_limit_is_refused_or_skipped(tmp_path: Path) -> None:
+    path = tmp_path / "x.jsonl"
+    lines = [json.dumps({"text": "a" * n}).encode() for n in (10, 5000, 20)]
+    path.write_bytes(b"\n".join(lines) + b"\n")
+    with pytest.raises(DataError, match=r"x\.jsonl:2: too long .*--max-document-bytes"):
+        read(path, max_document_bytes=3000)
+    for source in (path, *compressed(path)):
+        texts, faults = read(source, max_document_bytes=3000, on_error="skip")
+        assert [len(text) for text in texts] == [10, 20]
+        assert [str(place) for place in faults.places["too long"]] == [f"{source}:2"]
+    big = tmp_path / "big.txt"
+    big.write_bytes(b"x" * 4000)
+    with pytest.raises(DataError, match=r"big\.txt: too long"):
+        read(big, max_document_bytes=3000)
+    with pytest.raises(ConfigError, match="block_bytes"):
+        ReadOptions(block_bytes=5000, max_document_bytes=3000)
+
+
+def test_the_hash_of_a_split_key_travels_with_its_document(
+    tmp_path: Path, write_jsonl: WriteJsonl
+) -> None:
+    records: list[dict[str, Any]] = [{"text": t, "id": i % 10} for i, t in enumerate(TEXTS)]
+    plain = write_jsonl(tmp_path / "x.jsonl", records)
+    parquet = tmp_path / "x.parquet"
+    pq.write_table(pa.table({"id": [r["id"] for r in records], "text": TEXTS}), parquet)
+
+    def hashes(path: Path) -> list[int]:
+        pieces = [Piece(file, 0, 1 if file.format == "parquet" else file.size)
+                  for file in find_inputs([str(path)])]  # fmt: skip
+        blocks: Sequence[TextBlock] = list(
+            read_blocks(pieces, ReadOptions(split_key="id"), Faults())
+        )
+        assert all(block.hashes is not None for block in blocks)
+        return [int(h) for block in blocks for h in block.hashes]  # type: ignore[union-attr]
+
+    found = hashes(plain)
+    assert found == hashes(parquet)
+    assert len(set(found)) == 10
+    assert found[3] == found[13]
+    write_jsonl(plain, [{"text": "x"}])
+    with pytest.raises(DataError, match=r"x\.jsonl:1: no split key"):
+        hashes(plain)
+
+
+def test_a_dotted_key_is_read_alike_from_json_and_parquet(
+    tmp_path: Path, write_jsonl: WriteJsonl
+) -> None:
+    records = [{"data": {"text": t, "id": i, "deep": {"n": "x"}}} for i, t in enumerate(TEXTS)]
+    plain = write_jsonl(tmp_path / "x.jsonl", records)
+    parquet = tmp_path / "x.parquet"
+    pq.write_table(pa.Table.from_pylist(records), parquet, row_group_size=37)
+    for path in (plain, *compressed(plain), parquet):
+        assert read(path, json_key="data.text", split_key="data.id")[0] == TEXTS, path
+    for path in (plain, parquet):
+        with pytest.raises(
+            DataError,
+            match=r"'data\.body' among: .*data\.deep\.n.*; see --json-key",
+        ):
+            read(path, json_key="data.body")
+
+
+def test_a_key_that_is_there_as_a_whole_comes_before_a_nested_one(
+    tmp_path: Path, write_jsonl: WriteJsonl
+) -> None:
+    record = {"data": {"text": "nested"}, "data.text": "whole"}
+    plain = write_jsonl(tmp_path / "x.jsonl", [record])
+    parquet = tmp_path / "x.parquet"
+    pq.write_table(pa.Table.from_pylist([record]), parquet)
+    for path in (plain, parquet):
+        assert read(path, json_key="data.text")[0] == ["whole"]
+
+
+def test_parquet_structs_without_a_value_are_faults(tmp_path: Path) -> None:
+    path = tmp_path / "x.parquet"
+    rows = [{"text": "a"}, None, {"text": None}, {"text": "b"}]
+    pq.write_table(pa.table({"data": rows}), path)
+    texts, faults = read(path, json_key="data.text", on_error="skip")
+    assert texts == ["a", "b"]
+    assert faults.counts == {"missing value": 2}
+
+
+def test_a_parquet_column_is_the_one_that_was_asked_for(tmp_path: Path) -> None:
+    """pyarrow selects columns by the beginning of their names; two may be called alike."""
+    path = tmp_path / "x.parquet"
+    pq.write_table(pa.table({"text.lang": ["en"], "text": ["hello"]}), path)
+    assert read(path)[0] == ["hello"]
+    twice = pa.Table.from_arrays([pa.array(["a"]), pa.array(["b"])], names=["text", "text"])
+    pq.write_table(twice, path)
+    with pytest.raises(DataError, match=r"x\.parquet: there is more than one column 'text'"):
+        read(path)
+
+
+def test_a_damaged_page_of_a_parquet_file_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "x.parquet"
+    table = pa.table({"text": TEXTS})
+    for options in (
+        {"compression": "snappy"},
+        {"compression": "none", "write_page_checksum": True},
+    ):
+        pq.write_table(table, path, use_dictionary=False, **options)
+        data = bytearray(path.read_bytes())
+        for at in range(400, 800):
+            data[at] ^= 0x55
+        path.write_bytes(bytes(data))
+        with pytest.raises(DataError, match=r"x\.parquet is damaged .*; fetch it again"):
+            read(path)
+
+
+def test_a_row_of_parquet_above_the_limit_is_a_fault_as_a_line_is(tmp_path: Path) -> None:
+    path = tmp_path / "x.parquet"
+    pq.write_table(pa.table({"text": ["a" * n for n in (10, 5000, 20)]}), path)
+    texts, faults = read(path, max_document_bytes=3000, on_error="skip")
+    assert [len(text) for text in texts] == [10, 20]
+    assert [str(place) for place in faults.places["too long"]] == [f"{path} row 1"]
+
+
+def test_columns_of_messages_are_lists(tmp_path: Path) -> None:
+    """Rows may hold what JSON has no value for, as the time of a message."""
+    path = tmp_path / "x.parquet"
+    pq.write_table(pa.table({"chat": ['[{"role": "user", "content": "as a string"}]']}), path)
+    with pytest.raises(DataError, match=r"'chat' holds string; it must hold lists of messages"):
+        read(path, json_key="chat", values="lists")
+    message = {"role": "user", "content": "a", "at": datetime(2024, 5, 6, tzinfo=timezone.utc)}
+    pq.write_table(pa.table({"chat": [[message]]}), path)
+    [text] = read(path, json_key="chat", values="lists")[0]
+    assert json.loads(text) == [{**message, "at": str(message["at"])}]
+
+
+def test_a_missing_key_names_the_option_that_says_it(
+    tmp_path: Path, write_jsonl: WriteJsonl
+) -> None:
+    plain = write_jsonl(tmp_path / "x.jsonl", [{"chats": [], "url": "u"}])
+    parquet = tmp_path / "x.parquet"
+    pq.write_table(pa.table({"chats": [[1]], "url": ["u"]}), parquet)
+    for path in (plain, parquet):
+        with pytest.raises(DataError, match=r"'messages' among: chats, url; see --messages-key"):
+            read(path, json_key="messages", values="lists")
+        with pytest.raises(DataError, match=r"'id' among: chats, url; see --split-key"):
+            read(path, json_key="url", split_key="id")
+
+
+@pytest.mark.parametrize("suffix", ["txt.gz", "rst.gz", "py.zst", "txt.zstd"])
+def test_compressed_text_files_are_documents(tmp_path: Path, suffix: str) -> None:
+    compress = gzip.compress if suffix.endswith("gz") else zstandard.ZstdCompressor().compress
+    for i, text in enumerate(TEXTS[:20]):
+        (tmp_path / f"{i:02d}.{suffix}").write_bytes(compress(b"\xef\xbb\xbf" + text.encode()))
+    paths = sorted(tmp_path.iterdir())
+    assert read(*paths)[0] == TEXTS[:20]
+    data = paths[3].read_bytes()
+    paths[3].write_bytes(data[:-5])
+    with pytest.raises(DataError, match=rf"03\.{suffix} is truncated"):
+        read(*paths)
+
+
+def test_a_text_file_with_nul_bytes_is_binary_or_utf_16(tmp_path: Path) -> None:
+    """The UTF-16 of English without a byte order mark is valid UTF-8, twice as long."""
+    (tmp_path / "good.txt").write_text("good")
+    (tmp_path / "wide.txt").write_bytes("plain English".encode("utf-16-le"))
+    with pytest.raises(DataError, match=r"wide\.txt: NUL bytes .*UTF-16 .*iconv"):
+        read(tmp_path)
+    texts, faults = read(tmp_path, on_error="skip")
+    assert (texts, faults.counts) == (["good"], {"NUL bytes": 1})
+
+
+ODD_LINES: list[tuple[bytes, list[str]]] = [
+    (b'{"text": "a"}\r\n{"text": "b\\r\\n"}\r\n', ["a", "b\r\n"]),
+    (b'\xef\xbb\xbf{"text": "a"}\n{"text": "no line end"}', ["a", "no line end"]),
+    (b'{"text": "first", "text": "last"}\n', ["last"]),
+    (b'{"text": "nul \\u0000 stays"}\n', ["nul \x00 stays"]),
+    (b'{"text": "' + b"x" * 100_000 + b'"}\n{"text": "b"}\n', ["x" * 100_000, "b"]),
+    (
+        b'{"text": "\xe2\x80\xa8 is no line end, nor \xc2\x85"}\n',
+        ["\u2028 is no line end, nor \x85"],
+    ),
+]
+
+
+@pytest.mark.parametrize(("data", "texts"), ODD_LINES, ids=range(len(ODD_LINES)))
+def test_odd_lines_are_read_as_python_reads_them_however_the_file_is_cut(
+    tmp_path: Path, data: bytes, texts: list[str]
+) -> None:
+    path = tmp_path / "x.jsonl"
+    path.write_bytes(data)
+    for shard_bytes in (len(data) // 30 + 1, len(data) // 3, 1 << 20):
+        assert read(path, shard_bytes=shard_bytes)[0] == texts
+    for packed in compressed(path):
+        assert read(packed)[0] == texts
+    lines = data.removeprefix(b"\xef\xbb\xbf").decode().rstrip("\r\n").split("\n")
+    assert [json.loads(line)["text"] for line in lines] == texts, "the definition"
+
+
+def test_a_json_array_is_told_from_json_lines(tmp_path: Path) -> None:
+    path = tmp_path / "x.json"
+    for data in ('[\n {"text": "a"},\n {"text": "b"}\n]\n', '[{"text": "a"}, {"text": "b"}]'):
+        path.write_text(data)
+        with pytest.raises(DataError, match=r"x\.json:1: .*one object per line.*jq -c"):
+            read(path)
+    path.write_text('{\n "text": "a"\n}\n')
+    with pytest.raises(DataError, match=r"x\.json:1: malformed JSON .*one object per line"):
+        read(path)

@@ -1,0 +1,396 @@
+"""Loss falls on the assistant's tokens alone, for headers and for real chat templates."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import sentencepiece
+from peers import peer
+from sentencepiece import sentencepiece_model_pb2
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from megapack import IndexedDataset
+from megapack.errors import ConfigError, DataError
+from megapack.tokenization.build.run import BuildResult
+from megapack.tokenization.corpus.faults import Faults
+from megapack.tokenization.corpus.pieces import InputFile, ReadOptions
+from megapack.tokenization.tokenizers.train import TrainOptions, train_tokenizer
+
+from ..helpers import WriteJsonl
+
+Build = Callable[..., BuildResult]
+Messages = list[dict[str, Any]]
+
+MARKERS = ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")
+CHAT: Messages = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "Which loop?\n"},
+    {"role": "assistant", "content": "for i in range(3):\n    print(i)\n"},
+    {"role": "user", "content": "  Why? \u00e9\u4e2d"},
+    {"role": "assistant", "content": "Because."},
+]
+
+
+def documents(prefix: Path) -> list[tuple[list[int], list[int]]]:
+    tokens, labels = IndexedDataset(prefix), IndexedDataset(f"{prefix}.labels")
+    np.testing.assert_array_equal(tokens.document_lengths, labels.document_lengths)
+    assert labels.dtype == np.int32
+    return [(t.tolist(), n.tolist()) for t, n in zip(tokens[:], labels[:], strict=True)]
+
+
+def learned_text(tokens: list[int], labels: list[int]) -> str:
+    """The text on which loss falls, runs separated by ``~``; labels must be the tokens."""
+    assert all(label in (-100, token) for token, label in zip(tokens, labels, strict=True))
+    runs = itertools.groupby(labels, lambda label: label == -100)
+    return "~".join(text_of(list(run)) for outside, run in runs if not outside)
+
+
+SPECIAL = ("<|endoftext|>", "<|begin_of_text|>", *MARKERS)
+
+
+def text_of(ids: list[int]) -> str:
+    """What ids of ``byte_json`` say: 0 to 255 are bytes, ``SPECIAL`` follow."""
+    return b"".join(bytes([i]) if i < 256 else SPECIAL[i - 256].encode() for i in ids).decode()
+
+
+@pytest.fixture
+def byte_json(tmp_path: Path) -> str:
+    """A tokenizer whose ids can be read: bytes, and the tokens of ``SPECIAL``."""
+    plain = [*range(33, 127), *range(161, 173), *range(174, 256)]  # GPT-2's table of bytes
+    others = [byte for byte in range(256) if byte not in plain]
+    character = {**{b: chr(b) for b in plain}, **{b: chr(256 + i) for i, b in enumerate(others)}}
+    tokenizer = Tokenizer(models.BPE({character[b]: b for b in range(256)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([*SPECIAL])
+    path = tmp_path / "bytes.json"
+    tokenizer.save(str(path))
+    return str(path)
+
+
+@pytest.fixture
+def chats(tmp_path: Path, write_jsonl: WriteJsonl) -> Path:
+    single = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    return write_jsonl(tmp_path / "chats.jsonl", [{"messages": CHAT}, {"messages": single}])
+
+
+def test_role_headers_teach_turns_but_for_their_first_token(
+    tmp_path: Path, chats: Path, run_build: Build, byte_json: str
+) -> None:
+    run_build(chats, messages_key="messages", chat_format="headers", tokenizer=byte_json)
+    tokens, labels = documents(tmp_path / "out")[0]
+    text = "".join(
+        f"<|start_header_id|>{m['role']}<|end_header_id|>\n\n{m['content']}<|eot_id|>" for m in CHAT
+    )
+    assert text_of(tokens) == text
+    header = "assistant<|end_header_id|>\n\n"  # its first token is given
+    answers = [header + m["content"] + "<|eot_id|>" for m in CHAT if m["role"] == "assistant"]
+    assert learned_text(tokens, labels) == "~".join(answers)
+
+
+def test_role_headers_can_teach_the_content_alone(
+    tmp_path: Path, chats: Path, run_build: Build, byte_json: str
+) -> None:
+    options: dict[str, Any] = {"messages_key": "messages", "chat_format": "headers"}
+    run_build(chats, tokenizer=byte_json, chat_loss="content", **options)
+    tokens, labels = documents(tmp_path / "out")[0]
+    answers = [m["content"] + "<|eot_id|>" for m in CHAT if m["role"] == "assistant"]
+    assert learned_text(tokens, labels) == "~".join(answers)
+
+
+def test_role_headers_are_refused_where_the_tokenizer_has_no_such_token(
+    tmp_path: Path, chats: Path, run_build: Build, byte_json: str, sp_model: Path
+) -> None:
+    """They were stored in pieces: 19 bytes instead of <|start_header_id|>."""
+    options: dict[str, Any] = {"messages_key": "messages", "chat_format": "headers"}
+    for tokenizer in ("bytes", str(sp_model)):
+        with pytest.raises(ConfigError, match=r"has no token <\|start_header_id\|>.*pieces; "):
+            run_build(chats, tokenizer=tokenizer, **options)
+    tree = json.loads(Path(byte_json).read_bytes())
+    tree["added_tokens"] = [t for t in tree["added_tokens"] if t["content"] != "<|eot_id|>"]
+    lacking = tmp_path / "lacking.json"
+    lacking.write_text(json.dumps(tree))
+    for backend in ("tokenizers", "gigatoken"):
+        with pytest.raises(ConfigError, match=r"lacking\.json has no token <\|eot_id\|>.* 10 p"):
+            run_build(chats, tokenizer=str(lacking), backend=backend, **options)
+    assert not list(tmp_path.glob("out*.bin"))
+
+
+def test_role_headers_need_a_token_and_not_a_special_one(
+    tmp_path: Path, chats: Path, run_build: Build, source_files: list[InputFile]
+) -> None:
+    """A sentencepiece model may write a space before a text: the token comes second then."""
+    path = tmp_path / "m.model"
+    special = TrainOptions(vocab_size=400, sample_bytes=1 << 18, special_tokens=MARKERS)
+    train_tokenizer(source_files, str(path), special, read=ReadOptions(), faults=Faults("skip"))
+    for prefix in (False, True):
+        proto = sentencepiece_model_pb2.ModelProto()
+        proto.ParseFromString(path.read_bytes())
+        proto.normalizer_spec.add_dummy_prefix = prefix
+        path.write_bytes(proto.SerializeToString())
+        run_build(
+            chats,
+            tokenizer=str(path),
+            messages_key="messages",
+            chat_format="headers",
+            output_prefix=str(tmp_path / f"out{prefix}"),
+        )
+        tokens = IndexedDataset(tmp_path / f"out{prefix}")[1].tolist()
+        processor = sentencepiece.SentencePieceProcessor(model_file=str(path))
+        assert tokens.count(processor.piece_to_id("<|eot_id|>")) == 2
+
+
+def source_code_of_section_8(messages: Messages, encode: Callable[[str], list[int]]) -> Any:
+    """The article's loop, with labels put back under their own tokens (it shifts them)."""
+    tokens: list[int] = []
+    shifted: list[int] = []
+    for turn in messages:
+        ids = encode(
+            f"<|start_header_id|>{turn['role']}<|end_header_id|>\n\n{turn['content']}<|eot_id|>"
+        )
+        tokens += ids
+        shifted += ids[1:] + [-100] if turn["role"] == "assistant" else [-100] * len(ids)
+    return tokens, [-100, *shifted[:-1]]
+
+
+@pytest.mark.parametrize("backend", ["tokenizers", "auto"])
+def test_role_headers_are_those_of_the_article(
+    tmp_path: Path, chats: Path, bpe_json: Path, run_build: Build, backend: str
+) -> None:
+    run_build(
+        chats,
+        messages_key="messages",
+        chat_format="headers",
+        tokenizer=str(bpe_json),
+        backend=backend,
+    )
+    tokenizer = Tokenizer.from_file(str(bpe_json))
+    expected = source_code_of_section_8(
+        CHAT, lambda text: tokenizer.encode(text, add_special_tokens=False).ids
+    )
+    assert documents(tmp_path / "out")[0] == expected
+
+
+def test_the_end_token_is_learned_behind_a_learned_answer_only(
+    tmp_path: Path, write_jsonl: WriteJsonl, run_build: Build, byte_json: str
+) -> None:
+    open_end = [*CHAT, {"role": "user", "content": "?"}]
+    corpus = write_jsonl(tmp_path / "x.jsonl", [{"messages": CHAT}, {"messages": open_end}])
+    options: dict[str, Any] = {"messages_key": "messages", "chat_format": "headers"}
+    run_build(corpus, tokenizer=byte_json, boundary="eos_bos", **options)
+    answered, asked = documents(tmp_path / "out")
+    assert (answered[0][0], answered[1][0]) == (257, -100)
+    assert (answered[0][-1], answered[1][-1]) == (256, 256)
+    assert (asked[0][-1], asked[1][-1]) == (256, -100)
+
+
+CHATML = (
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] "
+    "+ '<|im_end|>' + '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+MARKED = (
+    "{{ bos_token }}{% for message in messages %}\n"
+    "{% if message['role'] == 'assistant' %}\n"
+    "A: {% generation %}{{ message['content'] }}{{ eos_token }}{% endgeneration %}\n"
+    "{% else %}\n"
+    "{{ message['role'] | upper }}: {{ message['content'] | trim }}\n"
+    "{% endif %}{% endfor %}"
+)
+
+
+@pytest.fixture
+def tokenizer_with(tmp_path: Path, bpe_json: Path) -> Callable[[str], Path]:
+    """A tokenizer directory with a chat template."""
+
+    def make(template: str) -> Path:
+        directory = tmp_path / "tokenizer"
+        directory.mkdir(exist_ok=True)
+        tokenizer = Tokenizer.from_file(str(bpe_json))
+        tokenizer.add_special_tokens(["<|im_start|>", "<|im_end|>"])
+        tokenizer.save(str(directory / "tokenizer.json"))
+        config = {
+            "chat_template": template,
+            "bos_token": "<|begin_of_text|>",
+            "eos_token": {"content": "<|endoftext|>", "lstrip": False},
+        }
+        (directory / "tokenizer_config.json").write_text(json.dumps(config))
+        return directory
+
+    return make
+
+
+def transformers_tokenizer(directory: Path, template: str) -> Any:
+    return peer("transformers").PreTrainedTokenizerFast(
+        tokenizer_file=str(directory / "tokenizer.json"),
+        chat_template=template,
+        bos_token="<|begin_of_text|>",
+        eos_token="<|endoftext|>",
+    )
+
+
+def test_a_template_with_marks_gives_what_transformers_gives(
+    tmp_path: Path, chats: Path, run_build: Build, tokenizer_with: Callable[[str], Path]
+) -> None:
+    directory = tokenizer_with(MARKED)
+    run_build(chats, messages_key="messages", tokenizer=str(directory))
+    host = transformers_tokenizer(directory, MARKED)
+    expected = host.apply_chat_template(CHAT, return_dict=True, return_assistant_tokens_mask=True)
+    tokens, labels = documents(tmp_path / "out")[0]
+    assert tokens == expected["input_ids"]
+    masks = expected["assistant_masks"]
+    assert labels == [t if m else -100 for t, m in zip(tokens, masks, strict=True)]
+    assert 0 < sum(masks) < len(masks)
+
+
+def test_a_token_that_the_template_writes_is_not_written_twice(
+    chats: Path, run_build: Build, tokenizer_with: Callable[[str], Path]
+) -> None:
+    options: dict[str, Any] = {"messages_key": "messages", "tokenizer": str(tokenizer_with(MARKED))}
+    with pytest.raises(ConfigError, match="leave out --prepend-bos"):
+        run_build(chats, prepend_bos=True, **options)
+
+
+def test_a_template_without_marks_is_compared_with_and_without_every_answer(
+    tmp_path: Path, chats: Path, run_build: Build, tokenizer_with: Callable[[str], Path]
+) -> None:
+    directory = tokenizer_with(CHATML)
+    run_build(chats, messages_key="messages", tokenizer=str(directory))
+    host = transformers_tokenizer(directory, CHATML)
+    tokens, labels = documents(tmp_path / "out")[0]
+    assert tokens == host.apply_chat_template(CHAT, return_dict=True)["input_ids"]
+    ids = [label for label in labels if label != -100]
+    answers = [m["content"] for m in CHAT if m["role"] == "assistant"]
+    assert host.decode(ids) == "".join(f"{answer}<|im_end|>" for answer in answers)
+    assert tokens[-1] == host.convert_tokens_to_ids("\u010a"), "a line end behind <|im_end|>"
+    assert labels[-1] == -100, "which no model writes"
+
+
+def test_a_template_can_teach_the_role_header_too(
+    tmp_path: Path, chats: Path, run_build: Build, tokenizer_with: Callable[[str], Path]
+) -> None:
+    directory = tokenizer_with(CHATML)
+    run_build(chats, messages_key="messages", tokenizer=str(directory), chat_loss="turn")
+    host = transformers_tokenizer(directory, CHATML)
+    labels = documents(tmp_path / "out")[1][1]
+    assert host.decode([label for label in labels if label != -100]) == "assistant\nb<|im_end|>"
+
+
+def test_a_template_that_rewrites_earlier_turns_is_refused_with_a_way_out(
+    chats: Path, run_build: Build, tokenizer_with: Callable[[str], Path]
+) -> None:
+    numbered = "{{ messages | length }} messages" + CHATML
+    directory = tokenizer_with(numbered)
+    with pytest.raises(DataError, match=r"chats\.jsonl:1: unusable chat .*headers"):
+        run_build(chats, messages_key="messages", tokenizer=str(directory))
+
+
+def test_a_template_may_refuse_a_conversation(
+    tmp_path: Path,
+    write_jsonl: WriteJsonl,
+    run_build: Build,
+    tokenizer_with: Callable[[str], Path],
+) -> None:
+    strict = (
+        "{% if messages[0]['role'] == 'tool' %}{{ raise_exception('no tools here') }}{% endif %}"
+    )
+    directory = tokenizer_with(strict + CHATML)
+    tool = [{"role": "tool", "content": "x"}, CHAT[2]]
+    corpus = write_jsonl(tmp_path / "x.jsonl", [{"messages": tool}, {"messages": CHAT}])
+    options: dict[str, Any] = {"messages_key": "messages", "tokenizer": str(directory)}
+    with pytest.raises(DataError, match=r"x\.jsonl:1: unusable chat .*no tools here"):
+        run_build(corpus, **options)
+    result = run_build(corpus, on_error="skip", overwrite=True, **options)
+    assert result.totals.skipped == {"unusable chat": 1}
+
+
+def test_a_tokenizer_without_template_points_to_headers(
+    chats: Path, bpe_json: Path, sp_model: Path, run_build: Build
+) -> None:
+    options: dict[str, Any] = {"messages_key": "messages", "overwrite": True, "shard_bytes": 100}
+    for tokenizer, message in ((bpe_json, "has no chat template"), (sp_model, "belong to")):
+        for workers in (1, 2):
+            with pytest.raises(ConfigError, match=rf"{message}.*--chat-format headers"):
+                run_build(chats, tokenizer=str(tokenizer), workers=workers, **options)
+
+
+BAD_CHATS: list[tuple[Any, str]] = [
+    ([], "the list of messages is empty"),
+    (["hello"], "message 0 is not of the form"),
+    ([{"role": 5, "content": "x"}], "message 0 is not of the form"),
+    ([{"role": "user"}], "message 0 has no content"),
+    ([{"role": "user", "content": None}], "content is null"),
+    ([{"role": "user", "content": "\ud800"}], "a message holds half of a surrogate pair"),
+]
+
+
+@pytest.mark.parametrize(("messages", "reason"), BAD_CHATS)
+def test_a_conversation_that_is_none_is_named(
+    tmp_path: Path,
+    write_jsonl: WriteJsonl,
+    run_build: Build,
+    byte_json: str,
+    messages: Any,
+    reason: str,
+) -> None:
+    corpus = write_jsonl(tmp_path / "x.jsonl", [{"messages": CHAT}])
+    with corpus.open("a") as file:
+        file.write(json.dumps({"messages": messages}) + "\n")
+    options: dict[str, Any] = {"messages_key": "messages", "chat_format": "headers"}
+    with pytest.raises(DataError, match=rf"x\.jsonl:2: unusable chat \({reason}"):
+        run_build(corpus, tokenizer=byte_json, **options)
+
+
+def test_conversations_without_an_answer_are_left_out_and_counted(
+    tmp_path: Path, write_jsonl: WriteJsonl, run_build: Build, byte_json: str
+) -> None:
+    corpus = write_jsonl(tmp_path / "x.jsonl", [{"messages": CHAT[:2]}, {"messages": CHAT}])
+    options: dict[str, Any] = {"chat_format": "headers", "tokenizer": byte_json}
+    result = run_build(corpus, messages_key="messages", **options)
+    assert result.totals.skipped == {"chat without assistant": 1}
+    assert len(documents(tmp_path / "out")) == 1
+    with pytest.raises(DataError, match=r"x\.jsonl:1: wrong type .*'n' holds a number, not a list"):
+        run_build(
+            write_jsonl(corpus, [{"n": 5}]),
+            messages_key="n",
+            output_prefix=str(tmp_path / "other"),
+            **options,
+        )
+
+
+def test_chats_of_parquet_with_splits_workers_and_neox_names(
+    tmp_path: Path, run_build: Build, byte_json: str
+) -> None:
+    chats = [[{"role": "user", "content": f"q{i}"}, {"role": "assistant", "content": f"a{i}"}]
+             for i in range(60)]  # fmt: skip
+    corpus = tmp_path / "x.parquet"
+    pq.write_table(pa.table({"conversation": chats}), corpus, row_group_size=10)
+    options: dict[str, Any] = {
+        "messages_key": "conversation",
+        "chat_format": "headers",
+        "tokenizer": byte_json,
+        "split": "80,20",
+        "shard_bytes": 300,
+        "label_names": "neox",
+    }
+    result = run_build(corpus, **options)
+    name = "out_train_conversation"
+    assert result.prefixes["_train.labels"] == str(tmp_path / f"{name}_label_document")
+    tokens = IndexedDataset(tmp_path / f"{name}_document")
+    labels = IndexedDataset(tmp_path / f"{name}_label_document")
+    assert len(tokens) == len(labels) == 48
+    for i in range(48):
+        learned = learned_text(tokens[i].tolist(), labels[i].tolist())
+        assert learned.endswith(f"<|end_header_id|>\n\na{i}<|eot_id|>")
+    run_build(corpus, workers=2, **{**options, "output_prefix": str(tmp_path / "two")})
+    for end in ("document", "label_document"):
+        first, second = (tmp_path / f"{p}_train_conversation_{end}.bin" for p in ("out", "two"))
+        assert first.read_bytes() == second.read_bytes()

@@ -1,0 +1,285 @@
+"""Every backend gives the reference's ids, and `auto` finds out when one does not."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+import gigatoken
+import numpy as np
+import pytest
+import sentencepiece
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, pre_tokenizers
+
+from megapack.errors import ConfigError, DataError, MegapackError
+from megapack.tokenization.corpus.blocks import TextBlock
+from megapack.tokenization.corpus.inputs import find_inputs
+from megapack.tokenization.corpus.pieces import InputFile, ReadOptions
+from megapack.tokenization.corpus.shards import plan_shards
+from megapack.tokenization.tokenizers.encoders import (
+    BACKENDS,
+    Encoder,
+    Limits,
+    open_encoder,
+    open_reference,
+    resident_bytes,
+)
+from megapack.tokenization.tokenizers.guard import GuardedEncoder, open_any
+from megapack.tokenization.tokenizers.probe import choose_backend, first_difference, hard_texts
+from megapack.tokenization.tokenizers.tokenizer import TokenizerFiles
+
+
+def encoded(encoder: Encoder, texts: list[str]) -> list[list[int]]:
+    ids, offsets = encoder.encode(TextBlock.of_strings(texts))
+    assert len(offsets) == len(texts) + 1
+    return [ids[a:b].tolist() for a, b in itertools.pairwise(offsets)]
+
+
+def test_bytes_are_their_own_ids() -> None:
+    encoder = open_encoder(TokenizerFiles.open("bytes"), "bytes")
+    assert encoded(encoder, ["a", "", "\u00e9"]) == [[97], [], [0xC3, 0xA9]]
+
+
+def test_sentencepiece_is_sentencepiece(sp_model: Path, source_texts: list[str]) -> None:
+    processor = sentencepiece.SentencePieceProcessor(model_file=str(sp_model))
+    encoder = open_encoder(TokenizerFiles.open(str(sp_model)), "sentencepiece")
+    texts = ["", *source_texts[:20], "\u65e5\u672c\u8a9e \x00 \U0001f600"]
+    assert encoded(encoder, texts) == processor.encode(texts)
+    assert encoded(encoder, []) == []
+
+
+def test_tokenizers_is_tokenizers_without_its_truncation_and_padding(
+    tmp_path: Path, bpe_json: Path, source_texts: list[str]
+) -> None:
+    tokenizer = Tokenizer.from_file(str(bpe_json))
+    expected = [e.ids for e in tokenizer.encode_batch(source_texts, add_special_tokens=False)]
+    tokenizer.enable_truncation(10)
+    tokenizer.enable_padding(length=12)
+    path = tmp_path / "tokenizer.json"
+    tokenizer.save(str(path))
+    files = TokenizerFiles.open(str(path))
+    for backend in ("tokenizers", "gigatoken"):
+        assert encoded(open_encoder(files, backend), source_texts) == expected, backend
+
+
+def test_threads_do_not_change_the_ids(bpe_json: Path, source_texts: list[str]) -> None:
+    files = TokenizerFiles.open(str(bpe_json))
+    alone = encoded(open_encoder(files, "gigatoken"), source_texts)
+    assert encoded(open_encoder(files, "gigatoken", Limits(threads=2)), source_texts) == alone
+
+
+@pytest.mark.parametrize("tokenizer", ["bpe_json", "sp_model"])
+def test_the_guarded_pair_gives_the_references_ids_on_hard_texts(
+    tokenizer: str, request: pytest.FixtureRequest
+) -> None:
+    files = TokenizerFiles.open(str(request.getfixturevalue(tokenizer)))
+    reference = open_encoder(files, {"hf": "tokenizers"}.get(files.kind, "sentencepiece"))
+    texts = hard_texts(files)
+    assert encoded(GuardedEncoder(files), texts) == encoded(reference, texts)
+
+
+@pytest.fixture(scope="module")
+def pair(bpe_json: Path) -> tuple[Encoder, Encoder]:
+    files = TokenizerFiles.open(str(bpe_json))
+    return GuardedEncoder(files), open_encoder(files, "tokenizers")
+
+
+@given(texts=st.lists(st.text(max_size=60), max_size=5))
+def test_gigatoken_and_tokenizers_agree_on_any_text(
+    pair: tuple[Encoder, Encoder], texts: list[str]
+) -> None:
+    assert encoded(pair[0], texts) == encoded(pair[1], texts)
+
+
+@pytest.fixture
+def letter_bpe(tmp_path: Path, bpe_json: Path) -> TokenizerFiles:
+    """A BPE whose only merge, ``a`` + 0xE0, shows whether a split runs before U+088F."""
+    tree = json.loads(bpe_json.read_bytes())
+    alphabet = {c: i for i, c in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    tree["model"]["vocab"] = {**alphabet, "a\u00e0": len(alphabet)}
+    tree["model"]["merges"] = [["a", "\u00e0"]]
+    tree["added_tokens"] = []
+    path = tmp_path / "letters.json"
+    path.write_text(json.dumps(tree), encoding="utf-8")
+    return TokenizerFiles.open(str(path))
+
+
+NEW_LETTER = "a\u088fb"  # U+088F came with Unicode 17
+
+
+def test_letters_of_unicode_17_go_to_the_reference(letter_bpe: TokenizerFiles) -> None:
+    reference = open_encoder(letter_bpe, "tokenizers")
+    texts = ["plain", NEW_LETTER, "", "more"]
+    assert encoded(open_encoder(letter_bpe, "gigatoken"), texts) != encoded(reference, texts), (
+        "the libraries agree now: the guard of guard.py can go"
+    )
+    assert encoded(GuardedEncoder(letter_bpe), texts) == encoded(reference, texts)
+
+
+def test_control_symbols_in_a_text_go_to_sentencepiece(sp_model: Path) -> None:
+    files = TokenizerFiles.open(str(sp_model))
+    texts = ["plain", "a <s> b", "</s", "s>", "</s></s>", "end"]
+    reference = encoded(open_encoder(files, "sentencepiece"), texts)
+    assert encoded(open_encoder(files, "gigatoken"), texts) != reference
+    assert encoded(GuardedEncoder(files), texts) == reference
+
+
+def shards_of(path: Path) -> tuple[list[Any], ReadOptions]:
+    read = ReadOptions()
+    return plan_shards(find_inputs([str(path)]), shard_bytes=1000, json_key="text"), read
+
+
+def test_auto_takes_the_guarded_gigatoken(
+    bpe_json: Path, sp_model: Path, source_files: list[InputFile]
+) -> None:
+    shards = plan_shards(source_files, shard_bytes=1 << 18, json_key="text")
+    notes: list[str] = []
+    for path, expected in (
+        (bpe_json, "gigatoken+tokenizers"),
+        (sp_model, "gigatoken+sentencepiece"),
+    ):
+        files = TokenizerFiles.open(str(path))
+        assert choose_backend(files, "auto", shards, ReadOptions(), notes.append) == expected
+        assert open_any(files, expected).backend == expected
+    assert notes == []
+
+
+def test_auto_says_what_differs_and_falls_back(
+    tmp_path: Path, bpe_json: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = tmp_path / "x.txt"
+    text.write_text("def function(argument):\n    return argument\n")
+    original = gigatoken.Tokenizer.encode_batch
+
+    def wrong_in_one_token(self: Any, *args: Any, **kwargs: Any) -> Any:
+        rows = original(self, *args, **kwargs).to_list()
+        return type(original(self, ["a"]))([[*row[:3], 5, *row[4:]] for row in rows])
+
+    monkeypatch.setattr(gigatoken.Tokenizer, "encode_batch", wrong_in_one_token)
+    notes: list[str] = []
+    files = TokenizerFiles.open(str(bpe_json))
+    shards, read = shards_of(text)
+    assert choose_backend(files, "auto", shards, read, notes.append) == "tokenizers"
+    assert len(notes) == 1
+    assert notes[0].startswith("gigatoken differs from tokenizers, which is used instead: ")
+
+
+def test_auto_falls_back_where_gigatoken_cannot_run_a_tokenizer(
+    tmp_path: Path, bpe_json: Path
+) -> None:
+    tokenizer = Tokenizer.from_file(str(bpe_json))
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel()]
+    )
+    path = tmp_path / "odd.json"
+    tokenizer.save(str(path))
+    files = TokenizerFiles.open(str(path))
+    notes: list[str] = []
+    assert choose_backend(files, "auto", [], ReadOptions(), notes.append) == "tokenizers"
+    assert "gigatoken cannot run" in notes[0]
+    with pytest.raises(ConfigError, match="gigatoken cannot run"):
+        open_encoder(files, "gigatoken")
+
+
+def test_a_difference_shows_the_place_the_token_and_the_text(letter_bpe: TokenizerFiles) -> None:
+    block = TextBlock.of_strings(["same", f"a longer text with {NEW_LETTER} in it"])
+    reference = open_encoder(letter_bpe, "tokenizers")
+    found = first_difference(block, reference, open_encoder(letter_bpe, "gigatoken"))
+    assert found is not None
+    assert str(found.place) == "text 1"
+    assert NEW_LETTER in found.text
+    assert found.expected != found.found
+    assert first_difference(block, reference, reference) is None
+
+
+def test_a_backend_of_another_kind_or_a_missing_package_is_named(
+    sp_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = TokenizerFiles.open(str(sp_model))
+    with pytest.raises(ConfigError, match=r"'tokenizers' does not run .*choose from sentencepiece"):
+        open_encoder(files, "tokenizers")
+    monkeypatch.setitem(__import__("sys").modules, "gigatoken", None)
+    with pytest.raises(MegapackError, match=r"pip install gigatoken"):
+        open_encoder(files, "gigatoken")
+    notes: list[str] = []
+    assert choose_backend(files, "auto", [], ReadOptions(), notes.append) == "sentencepiece"
+    assert "many times faster" in notes[0]
+
+
+def test_a_tokenizers_memory_of_words_is_bounded(
+    bpe_json: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    letters = np.random.default_rng(0).integers(97, 123, (600_000, 9), np.uint8)
+    letters[:, 0] = ord(" ")
+    parts = [chunk.tobytes().decode() for chunk in np.array_split(letters, 12)]
+    files = TokenizerFiles.open(str(bpe_json))
+    before = resident_bytes()
+    encoder = open_encoder(files, "gigatoken")
+    expected = [encoded(encoder, [part]) for part in parts]
+    grown = resident_bytes() - before
+    assert grown > 20 << 20, "gigatoken's cache is small now: Limits.memory_bytes can go"
+    loads: list[str] = []
+    load = gigatoken.Tokenizer.__init__
+
+    def counted(self: Any, source: Any) -> None:
+        loads.append(str(type(source)))
+        load(self, source)
+
+    monkeypatch.setattr(gigatoken.Tokenizer, "__init__", counted)
+    encoder = open_encoder(files, "gigatoken", Limits(memory_bytes=grown // 8))
+    assert [encoded(encoder, [part]) for part in parts] == expected
+    assert len(loads) > 1, "the cache was never dropped"
+
+
+def test_hashes_are_of_the_text(source_texts: list[str]) -> None:
+    block = TextBlock.of_strings(source_texts)
+    hashes = block.text_hashes()
+    assert hashes.dtype == np.uint64
+    assert len(set(hashes.tolist())) == len(set(source_texts))
+    kept = block.select(np.arange(len(block)) % 3 == 1)
+    assert kept.strings() == source_texts[1::3]
+    assert kept.text_hashes().tolist() == hashes[1::3].tolist()
+
+
+TEXT = "if x:\n    return 'caf\u00e9 \u4e2d\U0001f600'"
+
+
+@pytest.mark.parametrize("tokenizer", ["bytes", "bpe_json", "sp_model"])
+def test_every_backend_decodes_what_it_encodes_and_names_special_tokens(
+    tokenizer: str, request: pytest.FixtureRequest
+) -> None:
+    source = tokenizer if tokenizer == "bytes" else str(request.getfixturevalue(tokenizer))
+    files = TokenizerFiles.open(source)
+    end = files.special_token("eod")
+    for backend in (*BACKENDS[files.kind], "guarded"):
+        if backend == "guarded" and files.kind == "bytes":
+            continue
+        guarded = backend == "guarded"
+        encoder = GuardedEncoder(files) if guarded else open_encoder(files, backend)
+        [ids] = encoded(encoder, [TEXT])
+        assert encoder.decode(ids) == TEXT, backend
+        assert encoder.decode([*ids, end.id, end.id]) == TEXT + end.text * 2, backend
+
+
+def test_an_id_that_a_tokenizer_does_not_have_is_named(sp_model: Path) -> None:
+    """Data of another tokenizer gave "bytes must be in range(0, 256)"."""
+    for source, wrong in (("bytes", 259), (str(sp_model), 2000), ("bytes", -1)):
+        encoder = open_reference(TokenizerFiles.open(source))
+        with pytest.raises(DataError, match=rf"token id {wrong} is not one of the .* of {source}"):
+            encoder.decode([1, wrong, 5])
+
+
+def test_a_tokenizer_that_changed_since_it_was_opened_is_not_loaded(
+    tmp_path: Path, bpe_json: Path
+) -> None:
+    path = tmp_path / "tokenizer.json"
+    path.write_bytes(bpe_json.read_bytes())
+    files = TokenizerFiles.open(str(path))
+    path.write_bytes(bpe_json.read_bytes() + b" ")
+    for backend in BACKENDS["hf"]:
+        with pytest.raises(DataError, match=r"tokenizer\.json of tokenizer .* was changed"):
+            open_encoder(files, backend)

@@ -1,0 +1,142 @@
+"""What a tokenizer is, and which tokens begin and end its documents."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import sentencepiece
+import xxhash
+from tokenizers import Tokenizer
+
+from megapack.errors import ConfigError, FormatError
+from megapack.tokenization.tokenizers.tokenizer import (
+    SpecialToken,
+    TokenizerFiles,
+    library_versions,
+)
+
+
+def test_the_byte_tokenizer_has_its_specials_behind_the_bytes() -> None:
+    files = TokenizerFiles.open("bytes")
+    assert files.vocab_size == 259
+    assert files.special_token("eod").id == 256
+    assert files.special_token("bos").id == 257
+
+
+def test_a_sentencepiece_model_says_its_own_specials(sp_model: Path) -> None:
+    files = TokenizerFiles.open(str(sp_model))
+    processor = sentencepiece.SentencePieceProcessor(model_file=str(sp_model))
+    assert (files.kind, files.vocab_size) == ("sentencepiece", processor.vocab_size())
+    assert files.special_token("bos").id == processor.bos_id()
+    assert files.special_token("eod").id == processor.eos_id()
+
+
+def test_a_tokenizer_json_is_found_alone_or_in_its_directory(bpe_json: Path) -> None:
+    reference = Tokenizer.from_file(str(bpe_json))
+    for source in (bpe_json, bpe_json.parent):
+        files = TokenizerFiles.open(str(source))
+        assert (files.kind, files.vocab_size) == ("hf", reference.get_vocab_size())
+        assert files.special_token("eod").id == reference.token_to_id("<|endoftext|>")
+        assert files.special_token("bos").id == reference.token_to_id("<|begin_of_text|>")
+        assert files.special_token("eod", "<|eot_id|>").id == reference.token_to_id("<|eot_id|>")
+
+
+def test_the_configuration_beside_a_tokenizer_decides(tmp_path: Path, bpe_json: Path) -> None:
+    (tmp_path / "tokenizer.json").write_bytes(bpe_json.read_bytes())
+    config = {"bos_token": {"content": "<|eot_id|>"}, "eos_token": "<|end_header_id|>"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    files = TokenizerFiles.open(str(tmp_path))
+    assert files.special_token("bos").text == "<|eot_id|>"
+    assert files.special_token("eod").text == "<|end_header_id|>"
+    (tmp_path / "tokenizer_config.json").write_text("{")
+    with pytest.raises(FormatError, match=r"tokenizer_config\.json is not valid JSON"):
+        TokenizerFiles.open(str(tmp_path))
+
+
+def test_an_end_token_is_never_guessed(tmp_path: Path, bpe_json: Path) -> None:
+    tree = json.loads(bpe_json.read_bytes())
+    for token, replacement in zip(tree["added_tokens"], ("</s>", "<eos>"), strict=False):
+        tree["model"]["vocab"][replacement] = tree["model"]["vocab"].pop(token["content"])
+        token["content"] = replacement
+    path = tmp_path / "tokenizer.json"
+    path.write_text(json.dumps(tree))
+    files = TokenizerFiles.open(str(path))
+    with pytest.raises(ConfigError, match="could be </s> or <eos>; name it with --eod-token"):
+        files.special_token("eod")
+    with pytest.raises(ConfigError, match=r"bos token of .* is not declared"):
+        files.special_token("bos")
+    with pytest.raises(ConfigError, match="'<none>' is not a special token"):
+        files.special_token("eod", "<none>")
+    assert files.special_token("eod", "<eos>").text == "<eos>"
+
+
+def test_a_special_token_may_be_named_by_its_id(bpe_json: Path) -> None:
+    files = TokenizerFiles.open(str(bpe_json))
+    end = files.special["<|endoftext|>"]
+    assert files.special_token("eod", end) == SpecialToken("<|endoftext|>", end)
+    assert files.special_token("eod", 1999) == SpecialToken("1999", 1999)
+    for outside in (2000, -1):
+        with pytest.raises(ConfigError, match=rf"eod token is {outside}, .* end at 1999"):
+            files.special_token("eod", outside)
+
+
+def test_what_is_no_tokenizer_is_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"no tokenizer at some/model; .*nothing is downloaded"):
+        TokenizerFiles.open("some/model")
+    with pytest.raises(ConfigError, match=r"holds no tokenizer: none of tokenizer\.json, "):
+        TokenizerFiles.open(str(tmp_path))
+    (tmp_path / "x.txt").write_text("x")
+    with pytest.raises(ConfigError, match=r"x\.txt: a tokenizer is"):
+        TokenizerFiles.open(str(tmp_path / "x.txt"))
+    for name, content in (("x.json", "{}"), ("y.json", "["), ("x.model", "not a model")):
+        (tmp_path / name).write_text(content)
+        with pytest.raises(FormatError, match=f"{name} is not"):
+            TokenizerFiles.open(str(tmp_path / name))
+
+
+def test_the_identity_changes_with_every_file_that_decides_an_id(
+    tmp_path: Path, bpe_json: Path, sp_model: Path
+) -> None:
+    """A build is told from another one by this value: files it forgets would mix their ids."""
+    contents = {
+        "tokenizer.json": bpe_json.read_text(encoding="utf-8"),
+        "tokenizer_config.json": '{"eos_token": "<|endoftext|>"}',
+        "special_tokens_map.json": '{"bos_token": "<|begin_of_text|>"}',
+        "chat_template.jinja": "{{ messages }}",
+    }
+    for name, content in contents.items():
+        (tmp_path / name).write_text(content, encoding="utf-8")
+    before = TokenizerFiles.open(str(tmp_path)).identity()
+    assert json.loads(json.dumps(before)) == before, "it is stored as JSON"
+    assert set(before["files"]) == set(contents)
+    data = (tmp_path / "tokenizer.json").read_bytes()
+    assert before["files"]["tokenizer.json"] == xxhash.xxh3_128_hexdigest(data)
+    for name, content in contents.items():
+        (tmp_path / name).write_text(content + " ", encoding="utf-8")
+        changed = TokenizerFiles.open(str(tmp_path)).identity()["files"]
+        assert [n for n in contents if changed[n] != before["files"][n]] == [name]
+        (tmp_path / name).write_text(content, encoding="utf-8")
+    (tmp_path / "chat_template.jinja").unlink()
+    assert "chat_template.jinja" not in TokenizerFiles.open(str(tmp_path)).identity()["files"]
+    model = TokenizerFiles.open(str(sp_model)).identity()
+    assert (model["kind"], list(model["files"])) == ("sentencepiece", [sp_model.name])
+    assert TokenizerFiles.open("bytes").identity()["files"] == {}
+
+
+def test_special_tokens_are_also_found_in_their_own_file(tmp_path: Path, bpe_json: Path) -> None:
+    (tmp_path / "tokenizer.json").write_bytes(bpe_json.read_bytes())
+    (tmp_path / "special_tokens_map.json").write_text('{"eos_token": {"content": "<|eot_id|>"}}')
+    assert TokenizerFiles.open(str(tmp_path)).special_token("eod").text == "<|eot_id|>"
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<|endoftext|>"}')
+    assert TokenizerFiles.open(str(tmp_path)).special_token("eod").text == "<|endoftext|>"
+
+
+def test_the_versions_are_those_of_the_packages_that_make_the_ids() -> None:
+    version = sentencepiece.__version__
+    assert library_versions("bytes") == {"megapack": "1"}
+    assert library_versions("sentencepiece") == {"sentencepiece": version, "megapack": "1"}
+    assert set(library_versions("gigatoken+tokenizers")) == {"gigatoken", "tokenizers", "megapack"}
+    chats = library_versions("gigatoken", template=True)
+    assert set(chats) == {"gigatoken", "tokenizers", "jinja2", "megapack"}
