@@ -45,13 +45,13 @@ test: lint pytest
 lint: build $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/clang-format --dry-run --Werror csrc/*/*.[ch]pp tests/*/*.cpp
+	$(BIN)/clang-format --dry-run --Werror csrc/bindings/* csrc/core/*/* tests/*/*.cpp
 	$(BIN)/mypy
 
 format: $(VENV)/.dev
 	$(BIN)/ruff check --fix --quiet . || true
 	$(BIN)/ruff format .
-	$(BIN)/clang-format -i csrc/*/*.[ch]pp tests/*/*.cpp
+	$(BIN)/clang-format -i csrc/bindings/* csrc/core/*/* tests/*/*.cpp
 
 pytest: build $(VENV)/.dev
 	$(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal
@@ -61,15 +61,12 @@ test-data:
 
 # make bench-packing, bench-build, bench-merge, bench-data, bench-schedule, bench-train, ...; QUICK=1
 # takes less than a minute, and the table comes last.
-bench-composition: build $(VENV)/.dev
-	$(BIN)/python benchmarks/papers/composition.py
+bench-%: build $(VENV)/.dev
+	$(BIN)/python benchmarks/$*.py
 
 # What the papers claim, trained again: within 40 minutes; ONLY=atom_size,... chooses, SCALE=gpu.
 bench-papers: build $(VENV)/.dev
 	$(BIN)/python benchmarks/papers/all.py
-
-bench-%: build $(VENV)/.dev
-	$(BIN)/python benchmarks/$*.py
 
 # The day a GPU is at hand: the gpu tests, bench-train and the papers' recipes on it. OUT, PARTS.
 gpu: build $(VENV)/.dev

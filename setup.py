@@ -9,8 +9,8 @@ from pybind11.setup_helpers import ParallelCompile, Pybind11Extension, build_ext
 from setuptools import setup
 
 # Sorted, so that the same tree gives the same binary wherever it is built.
-SOURCES = sorted(str(path) for path in Path("csrc").glob("*/*.cpp"))
-HEADERS = sorted(str(path) for path in Path("csrc").glob("*/*.hpp"))
+SOURCES = sorted(str(path) for path in Path("csrc").rglob("*.cpp"))
+HEADERS = sorted(str(path) for path in Path("csrc").rglob("*.hpp"))
 
 # No -march=native: a wheel built on one node of a cluster must run on the others.
 COMPILE_ARGS = ["-O3", "-Wall", "-Wextra", "-Wconversion", "-fvisibility=hidden", "-pthread"]

@@ -25,7 +25,6 @@ import torch
 from common import Table, quick, write_results
 from lengths import fineweb_edu_like
 
-from megapack.attention import choose_backend
 from megapack.data import PackedDataset, Schedule, build_loader
 from megapack.packing import SampleIndex, pack
 from megapack.storage import IndexedDataset, IndexedDatasetBuilder
@@ -35,12 +34,13 @@ from megapack.training.config import (
     ModelConfig,
     PretrainConfig,
 )
-from megapack.training.distributed import World, join, world
-from megapack.training.engine import compute_dtype, start_engine, train_step
-from megapack.training.flops import ModelFlops, peak_flops
-from megapack.training.inputs import TimedBatches
-from megapack.training.model import attention_needs, build_model, model_configuration
-from megapack.training.work import StepWork
+from megapack.training.model.architecture import model_configuration
+from megapack.training.model.flops import ModelFlops, peak_flops
+from megapack.training.model.opening import open_model
+from megapack.training.run.engine import start_engine, train_step
+from megapack.training.run.world import World, join, world
+from megapack.training.watch.batches import TimedBatches
+from megapack.training.watch.work import StepWork
 
 SPEED = "useful_tokens_per_second"
 
@@ -81,19 +81,11 @@ class Bench:
             tokens_per_step=args.micro_batch_tokens,
             micro_batch_tokens=args.micro_batch_tokens,
         )
-        model = ModelConfig(preset=args.model)
+        model = ModelConfig(preset=args.model, attention=args.attention)
         self.config = PretrainConfig(run_dir="-", model=model, data=data, engine=engine)
         architecture = model_configuration(model, args.vocab_size)
-        needs = attention_needs(architecture, here.device, compute_dtype(engine))
-        self.attention = choose_backend(needs, args.attention).name
-        with here.device:
-            built = build_model(
-                model,
-                architecture,
-                backend=self.attention,
-                seed=0,
-                fused_loss=args.compile,
-            )
+        built, attention = open_model(model, engine, architecture, device=here.device)
+        self.attention = attention.name
         self.num_parameters = built.num_parameters
         self.flops = ModelFlops.of(built, architecture)
         self.engine = start_engine(built, self.config, here)

@@ -20,19 +20,18 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from megapack.attention import choose_backend
-from megapack.errors import MegapackError
+from megapack.errors import ConfigError, MegapackError
 from megapack.storage import IndexedDataset
 from megapack.storage.atomic import atomic_write
 from megapack.training.config import EngineConfig, ModelConfig
-from megapack.training.distributed import World, join, world
-from megapack.training.evaluate import evaluate, open_validation, perplexity_by_context
-from megapack.training.lm_eval_bridge import run_lm_eval
-from megapack.training.model import attention_needs, build_model, model_configuration
-from megapack.training.plots import plot_contexts, plot_curves
-from megapack.training.runs import compare, read_curve
+from megapack.training.judge.curves import compare, read_curve
+from megapack.training.judge.lm_eval_bridge import run_lm_eval
+from megapack.training.judge.plots import plot_contexts, plot_curves
+from megapack.training.judge.validation import evaluate, perplexity_by_context
+from megapack.training.model.architecture import model_configuration
+from megapack.training.model.opening import compute_dtype, open_model
+from megapack.training.run.inputs import open_validation
+from megapack.training.run.world import World, join, world
 
 
 def main() -> int:
@@ -63,15 +62,13 @@ def main() -> int:
 def score(directory: str, args: argparse.Namespace, here: World) -> dict[str, Any]:
     """Perplexity of one model: in all, per bucket, and by context length."""
     precision = args.precision or ("bf16" if here.device.type == "cuda" else "fp32")
-    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
     config = ModelConfig(pretrained=directory, attention=args.attention)
-    architecture = model_configuration(config, 1)
-    needs = attention_needs(architecture, here.device, dtype)
-    backend = choose_backend(needs, config.attention).name
-    model = build_model(config, architecture, backend=backend, seed=0).to(here.device).cast(dtype)
+    engine = EngineConfig(precision=precision)
+    model, _ = open_model(config, engine, model_configuration(config, 1), device=here.device)
+    model.cast(compute_dtype(engine))
     how = {
         "world": here,
-        "config": EngineConfig(precision=precision),
+        "config": engine,
         "micro_batch_tokens": args.micro_batch_tokens,
         "max_tokens": args.max_tokens,
     }
@@ -160,4 +157,4 @@ if __name__ == "__main__":
         sys.exit(main())
     except (MegapackError, OSError) as error:
         print(f"megapack: {type(error).__name__}: {error}", file=sys.stderr)
-        sys.exit(1)
+        sys.exit(2 if isinstance(error, ConfigError) else 1)

@@ -7,7 +7,7 @@
 
 The same command continues a run that stopped: from its newest checkpoint, on any number of ranks.
 Exit codes: 0 done, 75 stopped by a signal after saving (start again), 76 another rank was lost,
-1 an error that is printed.
+1 an error that is printed, 2 an error of the configuration or the command line.
 """
 
 from __future__ import annotations
@@ -23,32 +23,27 @@ from typing import Any
 
 import torch
 
-from megapack.attention import choose_backend
-from megapack.data import Batch, build_loader, check_token_ids
+from megapack.data import Batch, build_loader
 from megapack.errors import ConfigError, MegapackError
-from megapack.training.agreement import PREEMPTED, Agreement, StopSignals
-from megapack.training.checkpoint import CheckpointStore
 from megapack.training.config import PretrainConfig, load_config
-from megapack.training.distributed import World, join, world
 from megapack.training.dry_run import dry_run
-from megapack.training.engine import compute_dtype, start_engine, train_step
-from megapack.training.evaluate import evaluate
-from megapack.training.export import end_token, export_model, open_tokenizer
-from megapack.training.flops import ModelFlops
-from megapack.training.heartbeat import LOST_CONTACT, Heartbeat
-from megapack.training.inputs import Inputs, TimedBatches, check_positions, open_inputs
-from megapack.training.lr import learning_rate
-from megapack.training.model import (
-    TrainingModel,
-    attention_needs,
-    build_model,
-    model_configuration,
-    position_limit,
-    try_model,
-)
-from megapack.training.monitor import BatchTrace, Monitor
-from megapack.training.run_dir import RunDirectory
-from megapack.training.work import StepWork
+from megapack.training.judge.validation import evaluate
+from megapack.training.model.architecture import model_configuration
+from megapack.training.model.flops import ModelFlops
+from megapack.training.model.opening import open_model
+from megapack.training.model.training_model import TrainingModel
+from megapack.training.run.checkpoint import CheckpointStore
+from megapack.training.run.directory import RunDirectory
+from megapack.training.run.engine import start_engine, train_step
+from megapack.training.run.export import end_token, export_model, open_tokenizer
+from megapack.training.run.inputs import Inputs, check_inputs, open_inputs, verify_samples
+from megapack.training.run.learning_rate import learning_rate
+from megapack.training.run.world import World, join, world
+from megapack.training.watch.batches import BatchTrace, TimedBatches
+from megapack.training.watch.heartbeat import LOST_CONTACT, Heartbeat
+from megapack.training.watch.monitor import Monitor
+from megapack.training.watch.signals import PREEMPTED, Agreement, StopSignals
+from megapack.training.watch.work import StepWork
 
 logger = logging.getLogger("megapack")
 
@@ -70,7 +65,7 @@ def main() -> int:
             try:
                 return train(config, here, signals)
             except (MegapackError, OSError) as error:
-                leave(here, f"{type(error).__name__}: {error}", code=1)
+                leave(here, f"{type(error).__name__}: {error}", code=exit_code(error))
             except Exception as error:  # a rank that fails must not leave the others waiting
                 traceback.print_exc()
                 # torch's errors of collectives are RuntimeErrors; so are a device's own.
@@ -80,32 +75,17 @@ def main() -> int:
 
 def train(config: PretrainConfig, here: World, signals: StopSignals) -> int:
     inputs = open_inputs(config)
+    if config.data.verify:
+        verify_samples(inputs, here)
     logger.info("%s; %s steps", inputs.data, f"{inputs.num_steps:,}")
-
     architecture = model_configuration(config.model, inputs.vocab_size)
-    check_positions(inputs, config.data.positions, position_limit(architecture))
-    for data in filter(None, (inputs.data, inputs.valid)):
-        check_token_ids(data, architecture.vocab_size)
-    needs = attention_needs(architecture, here.device, compute_dtype(config.engine))
-    attention = choose_backend(needs, config.model.attention)
+    check_inputs(inputs, architecture, config.data.positions)
     source = config.model.tokenizer or config.model.pretrained
     tokenizer = source and open_tokenizer(source, required=source == config.model.tokenizer)
-    logger.info("attention: %s, %s", attention.name, attention.reason)
-    try_model(
-        architecture,
-        backend=attention.name,
-        device=here.device,
-        dtype=compute_dtype(config.engine),
+    model, attention = open_model(
+        config.model, config.engine, architecture, device=here.device, seed=config.seed
     )
-    with here.device:
-        model = build_model(
-            config.model,
-            architecture,
-            backend=attention.name,
-            seed=config.seed,
-            chunk_tokens=config.engine.loss_chunk_tokens,
-            fused_loss=config.engine.compile,
-        )
+    logger.info("attention: %s, %s", attention.name, attention.reason)
     logger.info("model: %s, %s parameters", architecture.model_type, f"{model.num_parameters:,}")
 
     run = RunDirectory(config.run_dir)
@@ -213,7 +193,7 @@ class Trainer:
 
     def run(self, signals: StopSignals) -> bool:
         """Train to the end, or to the step after a signal; whether it was a signal."""
-        agreement = Agreement()
+        agreement = Agreement(self.here.group)
         for step, micro_batches in self.batches.steps():
             self.take(step, micro_batches)
             if agreement.stop(signals.received is not None):
@@ -292,6 +272,11 @@ def due(every: int | None, done: int) -> bool:
     return every is not None and done % every == 0
 
 
+def exit_code(error: Exception) -> int:
+    """2: the command line or the configuration is at fault."""
+    return 2 if isinstance(error, ConfigError) else 1
+
+
 def leave(here: World, message: str, code: int) -> None:
     """End this process now: the others may be gone, and nothing may wait for them."""
     print(f"megapack: rank {here.rank} on {here.host}: {message}", file=sys.stderr, flush=True)
@@ -333,4 +318,4 @@ if __name__ == "__main__":
         sys.exit(main())
     except (MegapackError, OSError) as error:
         print(f"megapack: {type(error).__name__}: {error}", file=sys.stderr)
-        sys.exit(1)
+        sys.exit(exit_code(error))

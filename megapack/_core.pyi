@@ -35,7 +35,7 @@ def shift_document_ends(
 
 # --- register_tokenization.cpp ------------------------------------------------------------------
 
-# (text, offsets (lines + 1), status (lines), line_begin (lines)); see csrc/core/jsonl.hpp.
+# (text, offsets (lines + 1), status (lines), line_begin (lines)); see csrc/core/text/jsonl.hpp.
 def extract_jsonl(
     buffer: NDArray[np.uint8], key: str, values: str = "strings"
 ) -> tuple[NDArray[np.uint8], NDArray[np.int64], NDArray[np.uint8], NDArray[np.int64]]: ...
@@ -45,7 +45,7 @@ def has_characters(
     text: NDArray[np.uint8], offsets: NDArray[np.int64], ranges: NDArray[np.int64]
 ) -> NDArray[np.uint8]: ...
 
-# (tokens, offsets, largest id or -1); see csrc/core/frame.hpp.
+# (tokens, offsets, largest id or -1); see csrc/core/text/frame.hpp.
 def frame_documents_uint16(
     ids: NDArray[np.uint32] | NDArray[np.int32],
     offsets: NDArray[np.int64],

@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[1]
 CORE = ROOT / "csrc" / "core"
 PROGRAMS = sorted((ROOT / "tests" / "cpp").glob("test_*.cpp"))
 THREADED = [path for path in PROGRAMS if path.stem in ("test_packing", "test_parallel")]
-THREADED_CORE = ("packing_", "parallel", "lengths")  # the sources they need
+THREADED_CORE = ("base", "packing", "index")  # the folders they need
 # Parts of a few documents: small inputs then have many parts, and threads something to do.
 FLAGS = ["-std=c++17", "-g1", "-Wall", "-Wextra", "-Wconversion", "-Werror", "-pthread"]
 FLAGS += ["-D_GLIBCXX_ASSERTIONS", "-DMEGAPACK_PART_SIZE=32", f"-I{ROOT / 'csrc'}"]
@@ -44,7 +44,7 @@ def compile_all(sources: list[Path], out: Path, flags: list[str]) -> list[str]:
     """Object files of the sources, warnings being errors."""
 
     def compile_one(source: Path) -> str:
-        target = out / f"{source.stem}.o"
+        target = out / f"{source.parent.name}_{source.stem}.o"
         command = [compiler(), *FLAGS, *flags, "-c", str(source), "-o", str(target)]
         done = subprocess.run(command, check=False, capture_output=True, text=True)
         assert done.returncode == 0, f"{source.name} does not compile cleanly:\n{done.stderr}"
@@ -62,9 +62,9 @@ def build(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dict[str,
     def binaries(sanitizer: str) -> dict[str, Path]:
         flags = SANITIZERS[sanitizer]
         out = tmp_path_factory.mktemp(sanitizer)
-        chosen, sources = PROGRAMS, sorted(CORE.glob("*.cpp"))
+        chosen, sources = PROGRAMS, sorted(CORE.glob("*/*.cpp"))
         if sanitizer == "thread":
-            chosen, sources = THREADED, [s for s in sources if s.stem.startswith(THREADED_CORE)]
+            chosen, sources = THREADED, [s for s in sources if s.parent.name in THREADED_CORE]
         objects = compile_all([*sources, *chosen], out, flags)
         core = objects[: len(sources)]
         made = {}

@@ -8,7 +8,7 @@ import numpy as np
 from papers.claims import Claim, less, near, shown, together
 from papers.runs import Result, by_name
 
-from megapack.training.runs import Curve, compare
+from megapack.training.judge.curves import Curve, compare
 
 __all__ = ["ATOMS", "MSL", "STRATEGIES", "arm", "claims", "rows"]
 

@@ -16,15 +16,14 @@ from papers.corpus import prepare
 from papers.runs import Run
 from torch import Tensor
 
-from megapack.attention import choose_backend
 from megapack.config import from_dict
 from megapack.data import Batch, PackedDataset, PackedLoader, Schedule, build_loader
 from megapack.packing import pack
 from megapack.storage import IndexedDataset
 from megapack.training.config import EngineConfig, ModelConfig
-from megapack.training.distributed import World
-from megapack.training.engine import compute_dtype, on_device
-from megapack.training.model import TrainingModel, attention_needs, build_model
+from megapack.training.model.opening import compute_dtype, open_model
+from megapack.training.model.training_model import TrainingModel, on_device
+from megapack.training.run.world import World
 
 __all__ = ["ARMS", "NUM_RANKS", "mean_of_ranks", "step_times"]
 
@@ -64,8 +63,8 @@ def step_times(model: TrainingModel, here: World, engine: EngineConfig, run: Run
         lengths); ``gradient``: norm of the difference of one step's gradients under both dealings
         over the norm of either.
     """
-    bench = _Bench(model, here, engine, run)
     with torch.enable_grad():
+        bench = _Bench(model, here, engine, run)
         times = {name: bench.times(*arm) for name, arm in ARMS.items()}
         balanced, in_order = bench.gradient("balanced"), bench.gradient("in_order")
     difference = float((balanced - in_order).norm() / balanced.norm())
@@ -89,15 +88,15 @@ class _Bench:
             seed=run.seed,
             **run.parameters,
         )
-        dtype = compute_dtype(engine)
-        needs = attention_needs(model.configuration, here.device, dtype)
-        with here.device:  # not the trained one: DeepSpeed listens to its gradients
-            self.model = build_model(
-                from_dict(ModelConfig, dict(run.config["model"]), where="model"),
-                model.configuration,
-                backend=choose_backend(needs, "auto").name,
-                seed=run.seed,
-            ).cast(dtype)
+        # Not the trained one: DeepSpeed listens to its gradients.
+        fresh, _ = open_model(
+            from_dict(ModelConfig, dict(run.config["model"]), where="model"),
+            engine,
+            model.configuration,
+            device=here.device,
+            seed=run.seed,
+        )
+        self.model = fresh.cast(compute_dtype(engine))
 
     def times(self, attention: Attention, same: bool, dealing: Dealing) -> list[list[float]]:
         """(steps, ranks) seconds."""

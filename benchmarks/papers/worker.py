@@ -24,21 +24,22 @@ import transformers
 from papers.corpus import remember
 from papers.run import Run, Task
 
-from megapack.attention import choose_backend
 from megapack.config import from_dict, to_dict
 from megapack.data import build_loader
 from megapack.packing import pack
 from megapack.storage import IndexedDataset
 from megapack.training.config import PretrainConfig
-from megapack.training.distributed import World, join, world
-from megapack.training.engine import compute_dtype, start_engine, train_step
-from megapack.training.evaluate import evaluate, open_validation, perplexity_by_context
-from megapack.training.export import export_model
-from megapack.training.flops import ModelFlops
-from megapack.training.inputs import Inputs, TimedBatches, open_inputs
-from megapack.training.lr import learning_rate
-from megapack.training.model import attention_needs, build_model, model_configuration
-from megapack.training.work import StepWork
+from megapack.training.judge.validation import evaluate, perplexity_by_context
+from megapack.training.model.architecture import model_configuration
+from megapack.training.model.flops import ModelFlops
+from megapack.training.model.opening import open_model
+from megapack.training.run.engine import start_engine, train_step
+from megapack.training.run.export import export_model
+from megapack.training.run.inputs import Inputs, open_inputs, open_validation
+from megapack.training.run.learning_rate import learning_rate
+from megapack.training.run.world import World, join, world
+from megapack.training.watch.batches import TimedBatches
+from megapack.training.watch.work import StepWork
 
 __all__ = ["begin", "train"]
 
@@ -105,16 +106,9 @@ class _Training:
     def _start(self) -> tuple[Any, ModelFlops, int]:
         config = self.config
         architecture = model_configuration(config.model, self.inputs.vocab_size)
-        needs = attention_needs(architecture, self.here.device, compute_dtype(config.engine))
-        with self.here.device:
-            model = build_model(
-                config.model,
-                architecture,
-                backend=choose_backend(needs, config.model.attention).name,
-                seed=config.seed,
-                chunk_tokens=config.engine.loss_chunk_tokens,
-                fused_loss=config.engine.compile,
-            )
+        model, _ = open_model(
+            config.model, config.engine, architecture, device=self.here.device, seed=config.seed
+        )
         flops = ModelFlops.of(model, architecture)
         parameters = model.num_parameters
         return start_engine(model, config, self.here), flops, parameters

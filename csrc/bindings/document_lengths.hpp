@@ -1,11 +1,11 @@
-// Document lengths from numpy: checked when this is made (core/lengths.hpp), never copied. What
-// packs takes this and no array, so lengths are read for their check once.
+// Document lengths from numpy: checked when this is made (core/packing/lengths.hpp), never copied.
+// What packs takes this and no array, so lengths are read for their check once.
 #pragma once
 
 #include <variant>
 
 #include "bindings/numpy_views.hpp"
-#include "core/lengths.hpp"
+#include "core/packing/lengths.hpp"
 
 namespace megapack {
 

@@ -10,8 +10,8 @@
 #include <utility>
 #include <vector>
 
-#include "core/check.hpp"
-#include "core/span.hpp"
+#include "core/base/check.hpp"
+#include "core/base/span.hpp"
 
 namespace megapack {
 namespace py = pybind11;

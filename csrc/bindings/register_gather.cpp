@@ -6,8 +6,8 @@
 
 #include "bindings/integers.hpp"
 #include "bindings/scalars.hpp"
-#include "core/gather_fill.hpp"
-#include "core/gather_warm.hpp"
+#include "core/gather/fill.hpp"
+#include "core/gather/warm.hpp"
 
 namespace megapack {
 namespace {

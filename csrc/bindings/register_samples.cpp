@@ -1,6 +1,6 @@
 // What is counted from the arrays of a SampleIndex: numpy views in, checked; GIL released.
 #include "bindings/scalars.hpp"
-#include "core/packing_metrics.hpp"
+#include "core/index/metrics.hpp"
 
 namespace megapack {
 namespace {

@@ -1,11 +1,11 @@
 // schedule and balance: small pure functions; arrays out.
 #include "bindings/integers.hpp"
 #include "bindings/scalars.hpp"
-#include "core/balance_deal.hpp"
-#include "core/schedule_blend.hpp"
-#include "core/schedule_order.hpp"
-#include "core/schedule_permute.hpp"
-#include "core/schedule_random.hpp"
+#include "core/schedule/blend.hpp"
+#include "core/schedule/deal.hpp"
+#include "core/schedule/order.hpp"
+#include "core/schedule/permute.hpp"
+#include "core/schedule/random.hpp"
 
 namespace megapack {
 namespace {

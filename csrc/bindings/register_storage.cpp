@@ -1,7 +1,7 @@
 // storage: numpy views in, checked; GIL released; arrays out.
 #include "bindings/scalars.hpp"
-#include "core/mmididx.hpp"
-#include "core/mmididx_tokens.hpp"
+#include "core/storage/mmididx.hpp"
+#include "core/storage/tokens.hpp"
 
 namespace megapack {
 namespace {

@@ -1,8 +1,8 @@
 // tokenization: numpy views in, checked; GIL released; arrays out.
 #include "bindings/scalars.hpp"
-#include "core/document_text.hpp"
-#include "core/frame.hpp"
-#include "core/jsonl.hpp"
+#include "core/text/document_text.hpp"
+#include "core/text/frame.hpp"
+#include "core/text/jsonl.hpp"
 
 namespace megapack {
 namespace {

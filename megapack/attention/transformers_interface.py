@@ -91,7 +91,7 @@ def _slopes(module: nn.Module) -> Tensor | None:
     if slopes is None and getattr(getattr(module, "config", None), "alibi_slopes", None):
         raise ValueError(
             "the model's configuration has alibi_slopes and its attention layers have none; load "
-            "it with megapack.training.model.build_model, or with attn_implementation='sdpa'"
+            "it with megapack.training.model's build_model, or with attn_implementation='sdpa'"
         )
     return slopes
 

@@ -4,7 +4,7 @@ A dataset's stream of a bucket is the concatenation of its samples in a new orde
 range of it is computed without what lies before. A bucket's stream takes from the datasets by
 their exact weights (``_core.Blend``): of its first n samples every dataset has given n times its
 weight, within 1.69 samples, for any number of datasets and every n up to 2^53 (csrc/core/
-schedule_blend.hpp has the proof: 1.681, and 2^-9 because weights are whole numbers of 2^-62).
+schedule/blend.hpp has the proof: 1.681, and 2^-9 because weights are whole numbers of 2^-62).
 Sample ids are global: the samples of dataset 0, then those of dataset 1, and so on.
 """
 

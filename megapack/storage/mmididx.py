@@ -1,6 +1,6 @@
 """Names and numbers of Megatron's .bin/.idx pair, and one .idx opened for reading.
 
-The byte layout stands in csrc/core/mmididx.hpp; everything that interprets bytes happens there.
+The byte layout stands in csrc/core/storage/mmididx.hpp; all that interprets bytes happens there.
 """
 
 from __future__ import annotations

@@ -17,11 +17,11 @@ __all__ = [
     "DataConfig",
     "EngineConfig",
     "EvaluationConfig",
+    "LearningRateConfig",
     "LoggingConfig",
     "ModelConfig",
     "OptimizerConfig",
     "PretrainConfig",
-    "ScheduleConfig",
     "load_config",
 ]
 
@@ -31,7 +31,7 @@ class ModelConfig:
     """What is trained: a preset from scratch, or a checkpoint further (continual pretraining)."""
 
     preset: str | None = None
-    """A name of ``megapack.training.presets.PRESETS``."""
+    """A name of ``megapack.training.model.presets.PRESETS``."""
     pretrained: str | None = None
     """A directory (or hub name) that ``from_pretrained`` loads, of any architecture that packed
     rows train right: it is tried at start."""
@@ -93,6 +93,8 @@ class DataConfig:
     """Whether the last token of a document predicts the next document's first (the baseline)."""
     uneven: Literal["error", "pad"] = "error"
     """When ranks do not divide the micro batches of a step: stop, or give some an empty one."""
+    verify: bool = True
+    """Read the .samples files once per node at start and compare their checksums."""
     check_ranks_every: int = 100
     """Steps between comparisons of what the ranks are about to train on; 0 never compares."""
 
@@ -136,8 +138,8 @@ class OptimizerConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ScheduleConfig:
-    """The learning rate over the run; see ``megapack.training.lr``."""
+class LearningRateConfig:
+    """The learning rate over the run; see ``megapack.training.run.learning_rate``."""
 
     kind: Literal["cosine", "linear", "wsd", "constant"] = "cosine"
     warmup_steps: int | None = None
@@ -259,7 +261,7 @@ class PretrainConfig:
     model: ModelConfig
     data: DataConfig
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
-    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    schedule: LearningRateConfig = field(default_factory=LearningRateConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)

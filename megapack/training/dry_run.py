@@ -3,30 +3,25 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from typing import Any
 
 import torch
 import yaml
 
-from megapack.attention import choose_backend
+from megapack.attention import Choice
 from megapack.config import to_dict
-from megapack.data import check_token_ids
 from megapack.errors import ConfigError
 from megapack.training.config import PretrainConfig
-from megapack.training.engine import compute_dtype
-from megapack.training.flops import ModelFlops, peak_by_name, peak_flops
-from megapack.training.inputs import Inputs, check_positions, open_inputs
-from megapack.training.lr import num_warmup_steps
-from megapack.training.memory import estimate_memory
-from megapack.training.model import (
-    attention_needs,
-    build_model,
-    model_configuration,
-    position_limit,
-    try_model,
-)
-from megapack.training.run_dir import plain
-from megapack.training.work import segment_lengths
+from megapack.training.model.architecture import model_configuration
+from megapack.training.model.flops import ModelFlops, peak_by_name, peak_flops
+from megapack.training.model.memory import estimate_memory
+from megapack.training.model.opening import open_model
+from megapack.training.model.training_model import TrainingModel
+from megapack.training.run.directory import plain
+from megapack.training.run.inputs import Inputs, check_inputs, open_inputs
+from megapack.training.run.learning_rate import num_warmup_steps
+from megapack.training.watch.work import segment_lengths
 
 __all__ = ["dry_run"]
 
@@ -48,16 +43,15 @@ def dry_run(config: PretrainConfig, *, world_size: int | None, device: str | Non
     ranks = world_size or int(os.environ.get("WORLD_SIZE", "1"))
     inputs = open_inputs(config)
     architecture = model_configuration(config.model, inputs.vocab_size)
-    check_positions(inputs, config.data.positions, position_limit(architecture))
-    for data in filter(None, (inputs.data, inputs.valid)):
-        check_token_ids(data, architecture.vocab_size)
+    check_inputs(inputs, architecture, config.data.positions)
     _check_ranks(config, ranks)
-    with torch.device("meta"):
-        model = build_model(config.model, architecture, backend="eager", seed=0)
+    here = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    wanted = config.model if here.type == "cuda" else replace(config.model, attention="auto")
+    model, attention = open_model(wanted, config.engine, architecture, device=here, empty=True)
     flops = ModelFlops.of(model, architecture)
     sections = [
         yaml.safe_dump(plain(to_dict(config)), sort_keys=False).rstrip(),
-        _model(config, architecture, model),
+        _model(architecture, model, attention),
         _length(config, inputs),
         _buckets(config, inputs, ranks),
         _memory(config, model, inputs, ranks),
@@ -75,18 +69,12 @@ def _check_ranks(config: PretrainConfig, ranks: int) -> None:
         )
 
 
-def _model(config: PretrainConfig, architecture: Any, model: torch.nn.Module) -> str:
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    needs = attention_needs(architecture, device, compute_dtype(config.engine))
-    choice = choose_backend(needs, config.model.attention if device.type == "cuda" else "auto")
-    dtype = compute_dtype(config.engine)
-    try_model(architecture, backend=choice.name, device=device, dtype=dtype)
-    count = sum(p.numel() for p in model.parameters())
+def _model(architecture: Any, model: TrainingModel, attention: Choice) -> str:
     return "\n".join(
         [
-            f"model: {architecture.model_type}, {count:,} parameters, "
+            f"model: {architecture.model_type}, {model.num_parameters:,} parameters, "
             f"vocabulary {architecture.vocab_size:,}",
-            f"attention on this machine: {choice.name}, {choice.reason}",
+            f"attention on this machine: {attention.name}, {attention.reason}",
         ]
     )
 

@@ -19,7 +19,9 @@ from megapack.attention import eager, flex
 from megapack.attention.flash import TorchFlash
 from megapack.attention.problem import Forward, ScoreRule, Segments
 from megapack.training.config import ModelConfig
-from megapack.training.model import TrainingModel, build_model, model_configuration
+from megapack.training.model.architecture import model_configuration
+from megapack.training.model.opening import build_model
+from megapack.training.model.training_model import TrainingModel
 
 VOCAB = 256
 # preset -> a backend of the opaque operator that serves it on CUDA

@@ -3,8 +3,8 @@
 #include <cstdio>
 #include <string>
 
-#include "core/check.hpp"
-#include "core/span.hpp"
+#include "core/base/check.hpp"
+#include "core/base/span.hpp"
 
 int main() {
     try {

@@ -1,12 +1,12 @@
 // UTF-8, words, characters and framing over many documents in one buffer.
-#include "core/document_text.hpp"
+#include "core/text/document_text.hpp"
 
 #include <cstdio>
 #include <cstdlib>
 #include <string>
 
-#include "core/check.hpp"
-#include "core/frame.hpp"
+#include "core/base/check.hpp"
+#include "core/text/frame.hpp"
 
 namespace {
 

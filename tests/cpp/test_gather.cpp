@@ -5,7 +5,7 @@
 #include <random>
 #include <string>
 
-#include "core/gather_fill.hpp"
+#include "core/gather/fill.hpp"
 
 using namespace megapack;
 

@@ -1,5 +1,5 @@
 // extract_jsonl: what it takes, what it refuses, and that no byte outside of the line is touched.
-#include "core/jsonl.hpp"
+#include "core/text/jsonl.hpp"
 
 #include <cstdio>
 #include <cstdlib>

@@ -1,5 +1,5 @@
 // The .idx reader and writer arithmetic, from arbitrary bytes to the last overflow.
-#include "core/mmididx.hpp"
+#include "core/storage/mmididx.hpp"
 
 #include <cstdio>
 #include <cstring>
@@ -7,7 +7,7 @@
 #include <string>
 #include <vector>
 
-#include "core/mmididx_tokens.hpp"
+#include "core/storage/tokens.hpp"
 
 using namespace megapack;
 

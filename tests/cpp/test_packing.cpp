@@ -10,16 +10,16 @@
 #include <set>
 #include <string>
 
-#include "core/length_set.hpp"
-#include "core/packing_atoms.hpp"
-#include "core/packing_bucket.hpp"
-#include "core/packing_decompose.hpp"
-#include "core/packing_fit.hpp"
-#include "core/packing_metrics.hpp"
-#include "core/packing_next_fit.hpp"
-#include "core/packing_order.hpp"
-#include "core/packing_seamless.hpp"
-#include "core/packing_stream.hpp"
+#include "core/index/metrics.hpp"
+#include "core/packing/atoms.hpp"
+#include "core/packing/bucket.hpp"
+#include "core/packing/decompose.hpp"
+#include "core/packing/fit_decreasing.hpp"
+#include "core/packing/length_set.hpp"
+#include "core/packing/next_fit.hpp"
+#include "core/packing/order.hpp"
+#include "core/packing/seamless.hpp"
+#include "core/packing/stream.hpp"
 
 namespace {
 

@@ -7,7 +7,7 @@
 #include <stdexcept>
 #include <vector>
 
-#include "core/parallel.hpp"
+#include "core/base/parallel.hpp"
 
 namespace {
 

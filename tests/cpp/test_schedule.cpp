@@ -6,10 +6,10 @@
 #include <numeric>
 #include <random>
 
-#include "core/balance_deal.hpp"
-#include "core/schedule_blend.hpp"
-#include "core/schedule_order.hpp"
-#include "core/schedule_permute.hpp"
+#include "core/schedule/blend.hpp"
+#include "core/schedule/deal.hpp"
+#include "core/schedule/order.hpp"
+#include "core/schedule/permute.hpp"
 
 using namespace megapack;
 

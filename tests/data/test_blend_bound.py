@@ -20,7 +20,7 @@ from megapack.errors import ConfigError
 from megapack.packing import SampleIndex
 from tests.data.corpora import packed_index
 
-BOUND = 1.69  # proven in csrc/core/schedule_blend.hpp and megapack/data/streams.py
+BOUND = 1.69  # proven in csrc/core/schedule/blend.hpp and megapack/data/streams.py
 FAR = 2**53
 SMALL = packed_index(40, (16, 32), 5)
 BUCKETS = [(16, 32, 64), (32, 64), (16, 64)]

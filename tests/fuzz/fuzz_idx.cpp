@@ -1,9 +1,9 @@
 // Any bytes as an .idx: FormatError or consistent arrays, never a read outside of them.
-// core: mmididx.cpp
+// core: storage/mmididx.cpp
 #include <cstdlib>
 #include <vector>
 
-#include "core/mmididx.hpp"
+#include "core/storage/mmididx.hpp"
 
 using namespace megapack;
 

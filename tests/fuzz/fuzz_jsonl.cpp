@@ -1,10 +1,10 @@
 // Any bytes as JSON Lines: lines, texts and offsets that fit together, whatever they hold.
-// core: jsonl.cpp
+// core: text/jsonl.cpp
 #include <cstdlib>
 #include <string_view>
 
-#include "core/jsonl.hpp"
-#include "core/utf8.hpp"
+#include "core/text/jsonl.hpp"
+#include "core/text/utf8.hpp"
 
 using namespace megapack;
 

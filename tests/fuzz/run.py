@@ -10,7 +10,7 @@ A target is a file here: ``fuzz_<name>.py`` with ``SEEDS`` (inputs near which to
 and nothing else; it may have ``change(rng)``, which gives an input by a change of its own, and its
 ``run`` then says in a word what became of it and raises only megapack's errors and OSError; or
 ``fuzz_<name>.cpp`` with ``LLVMFuzzerTestOneInput`` (libFuzzer's entry point;
-driver.cpp mutates and runs it, so that no clang is needed) and a line ``// core: a.cpp b.cpp`` that
+driver.cpp mutates and runs it, so that no clang is needed) and a line ``// core: text/a.cpp`` that
 names what it needs of csrc/core. What fails is kept in ``corpus/<name>``, and
 tests/fuzz/test_corpus.py runs all of it from then on.
 """

@@ -1,4 +1,4 @@
-"""The seeded generator of csrc/core/random.hpp, and the two orders made from it."""
+"""The seeded generator of csrc/core/base/random.hpp, and the two orders made from it."""
 
 from __future__ import annotations
 

@@ -13,10 +13,11 @@ from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad
 
 from megapack.data import BucketBatchSampler
 from megapack.training.config import PretrainConfig, load_config
-from megapack.training.distributed import join, world
-from megapack.training.engine import start_engine, train_step
-from megapack.training.inputs import open_inputs
-from megapack.training.model import build_model, model_configuration
+from megapack.training.model.architecture import model_configuration
+from megapack.training.model.opening import build_model
+from megapack.training.run.engine import start_engine, train_step
+from megapack.training.run.inputs import open_inputs
+from megapack.training.run.world import join, world
 
 
 def main() -> None:

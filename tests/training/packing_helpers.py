@@ -8,7 +8,9 @@ import torch
 from torch import Tensor
 
 from megapack.training.config import ModelConfig
-from megapack.training.model import TrainingModel, build_model, model_configuration
+from megapack.training.model.architecture import model_configuration
+from megapack.training.model.opening import build_model
+from megapack.training.model.training_model import TrainingModel
 
 VOCAB = 257
 

@@ -12,7 +12,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from megapack.attention import choose_backend
 from megapack.errors import ConfigError
 from megapack.training.config import ModelConfig
-from megapack.training.model import attention_needs, model_configuration, try_model
+from megapack.training.model.architecture import attention_needs, model_configuration
+from megapack.training.model.opening import try_model
 
 from .conftest import Corpus
 from .processes import PRETRAIN, Zygote

@@ -16,9 +16,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from megapack.attention import choose_backend
-from megapack.training.loss import linear_cross_entropy_sum
-from megapack.training.model import TrainingModel, attention_needs
-from megapack.training.run_dir import RunDirectory, read_jsonl
+from megapack.training.model.architecture import attention_needs
+from megapack.training.model.loss import linear_cross_entropy_sum
+from megapack.training.model.training_model import TrainingModel
+from megapack.training.run.directory import RunDirectory, read_jsonl
 
 from .conftest import Corpus
 from .packing_helpers import documents, pack_documents, tiny_model

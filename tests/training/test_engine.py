@@ -15,9 +15,10 @@ from megapack.training.config import (
     PretrainConfig,
     load_config,
 )
-from megapack.training.engine import deepspeed_configuration, parameter_groups
-from megapack.training.inputs import open_inputs
-from megapack.training.model import build_model, model_configuration
+from megapack.training.model.architecture import model_configuration
+from megapack.training.model.opening import build_model
+from megapack.training.run.engine import deepspeed_configuration, parameter_groups
+from megapack.training.run.inputs import open_inputs
 
 from .conftest import Corpus
 from .packing_helpers import tiny_model

@@ -14,14 +14,14 @@ from megapack.errors import ConfigError
 from megapack.packing import pack
 from megapack.storage import IndexedDataset
 from megapack.training.config import EngineConfig
-from megapack.training.distributed import World, free_port
-from megapack.training.evaluate import (
-    Evaluation,
+from megapack.training.judge.validation import (
+    ValidationResult,
     evaluate,
-    open_validation,
     perplexity_by_context,
 )
-from megapack.training.model import TrainingModel
+from megapack.training.model.training_model import TrainingModel
+from megapack.training.run.inputs import open_validation
+from megapack.training.run.world import World, free_port
 
 from .conftest import BUCKETS, Corpus
 from .packing_helpers import tiny_model
@@ -136,6 +136,6 @@ def test_an_index_that_drops_or_repeats_tokens_cannot_evaluate(
 
 
 def test_a_loss_beyond_any_float_is_an_infinite_perplexity() -> None:
-    result = Evaluation(loss_sums={8: 1e6}, label_tokens={8: 10})
+    result = ValidationResult(loss_sums={8: 1e6}, label_tokens={8: 10})
     assert result.perplexity == math.inf
-    assert Evaluation(loss_sums={8: 0.0}, label_tokens={8: 0}).report()["bucket_loss"] == {}
+    assert ValidationResult(loss_sums={8: 0.0}, label_tokens={8: 0}).report()["bucket_loss"] == {}

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megapack.training.loss import _linear_cross_entropy, linear_cross_entropy_sum
+from megapack.training.model.loss import _linear_cross_entropy, linear_cross_entropy_sum
 
 
 def _inputs(num_tokens: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor]:

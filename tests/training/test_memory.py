@@ -15,8 +15,9 @@ from megapack.training.config import (
     PretrainConfig,
     load_config,
 )
-from megapack.training.memory import estimate_memory, saved_activations
-from megapack.training.model import build_model, model_configuration
+from megapack.training.model.architecture import model_configuration
+from megapack.training.model.memory import estimate_memory, saved_activations
+from megapack.training.model.opening import build_model
 
 from .packing_helpers import VOCAB, documents, pack_documents, tiny_model
 from .processes import ROOT

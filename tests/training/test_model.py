@@ -14,13 +14,13 @@ from transformers import AutoModelForCausalLM
 
 from megapack.errors import ConfigError
 from megapack.training.config import ModelConfig
-from megapack.training.model import (
-    TrainingModel,
+from megapack.training.model.architecture import (
     attention_needs,
-    build_model,
     model_configuration,
     position_limit,
 )
+from megapack.training.model.opening import build_model
+from megapack.training.model.training_model import TrainingModel
 
 from .packing_helpers import VOCAB, documents, pack_documents, tiny_model
 

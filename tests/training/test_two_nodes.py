@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from megapack.training.run_dir import read_jsonl
+from megapack.training.run.directory import read_jsonl
 
 from .conftest import Corpus
 from .processes import PRETRAIN, ROOT, Zygote, environment, free_port

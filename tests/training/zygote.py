@@ -24,8 +24,8 @@ import transformers.models.llama.modeling_llama  # noqa: F401
 from torch.utils.tensorboard import SummaryWriter  # noqa: F401
 
 import megapack.training.dry_run
-import megapack.training.export  # noqa: F401
-from megapack.training.inputs import TimedBatches
+import megapack.training.run.export  # noqa: F401
+from megapack.training.watch.batches import TimedBatches
 
 
 def run_child(request: dict[str, Any]) -> None:

@@ -19,7 +19,7 @@ from megapack.tokenization.corpus.streams import open_stream
 
 __all__ = ["read_jsonl"]
 
-# LineStatus of csrc/core/jsonl.hpp, from 1 on.
+# LineStatus of csrc/core/text/jsonl.hpp, from 1 on.
 _LINE_FAULTS = (
     "blank line",
     "malformed JSON",
@@ -112,7 +112,7 @@ def _line_detail(line: bytes, options: ReadOptions) -> str:
 
 
 def _value_at(record: object, key: str) -> object:
-    """As csrc/core/jsonl.cpp finds a key: the whole of it, else its first part and the rest."""
+    """As csrc/core/text/jsonl.cpp finds a key: all of it, else its first part and the rest."""
     first, dot, rest = key.partition(".")
     if not isinstance(record, dict):
         return _NOTHING

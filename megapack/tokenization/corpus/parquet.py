@@ -101,7 +101,7 @@ def _find_column(schema: Any, key: str, option: str, path: str) -> list[str]:
 
 
 def _names(fields: Any, key: str) -> list[str] | None:
-    """As csrc/core/jsonl.cpp finds a key: the whole of it, else its first part and the rest."""
+    """As csrc/core/text/jsonl.cpp finds a key: all of it, else its first part and the rest."""
     first, dot, rest = key.partition(".")
     types = {field.name: field.type for field in fields}
     if key in types:

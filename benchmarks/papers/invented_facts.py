@@ -1,0 +1,123 @@
+"""Seamless Packing 4.7: facts that a cut every 32 tokens tears from what they are facts about.
+
+The paper injects one invented event and looks at five completions. Here are 12 invented facts, "the
+A B value is C D", each in 16 documents of 56 tokens that have nothing else in common. Behind 28
+tokens of filler the cut after 32 tokens falls between "value" and "is": a sample that begins there
+holds C D without A B. Windows of Seamless Packing begin at 0 and 24 and the second one holds
+all of it. The loss of C D after "the A B value is" tells whether the fact was learned.
+"""
+
+from __future__ import annotations
+
+import functools
+import random
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import sentencepiece
+import torch
+from papers.corpus import tokenizer_file
+from papers.runs import Run
+
+from megapack.training.config import EngineConfig
+from megapack.training.model.training_model import TrainingModel
+from megapack.training.run.world import World
+
+__all__ = ["CAPACITY", "NUM_FACTS", "documents", "measure"]
+
+CAPACITY = 32
+NUM_FACTS = 12
+NUM_COPIES = 16
+NUM_WORDS = 60
+DOCUMENT_TOKENS = 56  # with the end-of-document token: two windows that overlap by 8
+TORN = 28  # tokens in front of "the A B value | is C D"
+
+
+@dataclass(frozen=True)
+class Fact:
+    """Three kinds of words, each one token with the blank before it."""
+
+    about: tuple[str, str]
+    value: tuple[str, str]
+
+    @property
+    def prompt(self) -> str:
+        return f" the {' '.join(self.about)} value is"
+
+    @property
+    def answer(self) -> str:
+        return f" {' '.join(self.value)}"
+
+
+@functools.cache
+def vocabulary() -> Any:
+    """The tokenizer of all corpora."""
+    return sentencepiece.SentencePieceProcessor(model_file=str(tokenizer_file()))
+
+
+def _words() -> list[str]:
+    """Words that are one token, in the order of the vocabulary."""
+    ours = vocabulary()
+    pieces = [ours.id_to_piece(i)[1:] for i in range(ours.get_piece_size())]
+    words = [w for w in pieces if len(w) >= 3 and w.isalpha() and w.islower() and w != "value"]
+    single = [w for w in dict.fromkeys(words) if len(ours.encode(f" {w}")) == 1]
+    if len(single) < NUM_WORDS:
+        raise SystemExit(f"the vocabulary has only {len(single)} words for invented facts")
+    return single[:NUM_WORDS]
+
+
+def facts() -> list[Fact]:
+    """The same on every call; no word of a value is about anything."""
+    words, generator = _words(), random.Random(0)
+    generator.shuffle(words)
+    about, value = words[: 2 * NUM_FACTS], words[2 * NUM_FACTS : 3 * NUM_FACTS]
+    return [
+        Fact((about[2 * i], about[2 * i + 1]), (generator.choice(value), generator.choice(value)))
+        for i in range(NUM_FACTS)
+    ]
+
+
+def documents() -> tuple[str, ...]:
+    """Every fact in ``NUM_COPIES`` documents."""
+    words, generator, result = _words(), random.Random(1), []
+    for fact in facts():
+        filler = [w for w in words if w not in (*fact.about, *fact.value)]
+        for _ in range(NUM_COPIES):
+            before = " ".join(["The", *generator.choices(filler, k=TORN - 1)])
+            after = generator.choices(filler, k=DOCUMENT_TOKENS - 1 - TORN - 7)
+            text = f"{before}{fact.prompt}{fact.answer} {' '.join(after)}"
+            count = len(vocabulary().encode(text))
+            if count != DOCUMENT_TOKENS - 1:
+                raise SystemExit(f"an invented fact has {count} tokens: {text}")
+            result.append(text)
+    return tuple(result)
+
+
+def measure(model: TrainingModel, here: World, config: EngineConfig, run: Run) -> dict[str, Any]:
+    """What a model knows: the probe of a run.
+
+    Returns:
+        loss: nats per fact, of both words of its value; right: share of facts of which both words
+        are the model's first choice.
+    """
+    del config, run
+    encode = vocabulary().encode
+    pairs = [(encode(fact.prompt), encode(fact.answer)) for fact in facts()]
+    lengths = [len(prompt) + len(answer) for prompt, answer in pairs]
+    device = here.device
+    ends = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
+    tokens = torch.tensor([t for pair in pairs for part in pair for t in part], device=device)
+    positions = torch.cat([torch.arange(n, device=device) for n in lengths])
+    dtype = next(model.parameters()).dtype
+    with torch.autocast(device.type, torch.bfloat16, enabled=dtype == torch.bfloat16):
+        hidden = model.hidden_states(tokens[None], positions[None], ends, max(lengths))
+        head = model.model.get_output_embeddings().weight  # type: ignore[operator]
+        scores = (hidden.to(head.dtype) @ head.T).float().log_softmax(-1)
+    loss, right = 0.0, 0
+    for (_, answer), end in zip(pairs, ends[1:].tolist(), strict=True):
+        places = torch.arange(end - len(answer), end, device=device)
+        before = scores[places - 1]  # the scores of a token are those of the position before it
+        loss -= float(before.gather(1, tokens[places, None]).sum())
+        right += bool((before.argmax(1) == tokens[places]).all())
+    return {"loss": loss / len(pairs), "right": right / len(pairs)}

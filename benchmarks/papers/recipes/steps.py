@@ -1,0 +1,225 @@
+"""Steps of one bucket, equal work for all ranks, a loss that weighs tokens: each on and off.
+
+BucketLLM (5.3) has the data of all GPUs in one bucket at every step, "facilitating efficient
+training". Times are those of four ranks' own forward and backward (``papers.ranks``): a step takes
+as long as its slowest rank. Losses are of training with four micro batches per step, which is the
+same computation as four ranks of one.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from papers import ranks
+from papers.claims import Claim, alike, difference, less, shown
+from papers.figures import lines
+from papers.runs import Result, Run, Scale, by_name
+from papers.settings import Setting
+
+__all__ = ["EQUAL", "ON", "TITLE", "claims", "plots", "rows", "runs", "spread"]
+
+TITLE = "Steps: buckets, dealing, weights of the loss"
+EQUAL = (
+    "model, initial weights, documents, optimizer, tokens per step and steps; lines that are "
+    "compared have the same samples"
+)
+ON, ANY, MEANS = "one bucket, tokens weigh equally (default)", "any buckets", "ranks weigh equally"
+PADDED, PADDED_MEANS = "padded, tokens weigh equally", "padded, ranks weigh equally"
+
+
+def runs(scale: Scale) -> list[Run]:
+    """Five ways to make a step times seeds; the first one measures the times as well."""
+    setting = Setting(scale)
+    largest = setting.ladder[-1]
+    step = ranks.NUM_RANKS * largest
+    one = {"tokens_per_step": step, "micro_batch_tokens": largest}
+    mixed = {**one, "mix": "micro_step", "micro_step_tokens": largest}
+    change = "papers.ranks:mean_of_ranks"
+    arms: list[tuple[str, str, tuple[int, ...], dict[str, Any], str | None]] = [
+        (ON, "bucket", setting.ladder, one, None),
+        (ANY, "bucket", setting.ladder, mixed, None),
+        (MEANS, "bucket", setting.ladder, one, change),
+        (PADDED, "pad", setting.ladder[-2:-1], one, None),
+        (PADDED_MEANS, "pad", setting.ladder[-2:-1], one, change),
+    ]
+    return [
+        Run(
+            recipe="steps",
+            name=name,
+            seed=seed,
+            corpus=setting.corpus,
+            strategy=strategy,
+            buckets=buckets,
+            config=setting.config(steps=scale.pick(cpu=200, quick=1, gpu=30), data=data),
+            validate={"documents": setting.corpus},
+            valid_bucket=largest,
+            change=changed,
+            probe="papers.ranks:step_times" if name == ON else None,
+        )
+        for name, strategy, buckets, data, changed in arms
+        for seed in scale.seeds
+    ]
+
+
+def spread(result: Result, arm: str) -> float:
+    """Seconds of the slowest rank over the mean of all, mean over the steps; 1 is perfect."""
+    times = result.summary["probe"]["times"][arm]
+    return fmean(max(step) / fmean(step) for step in times)
+
+
+def step_seconds(result: Result, arm: str) -> float:
+    """Seconds of a step, that is of its slowest rank, mean over the steps."""
+    return fmean(max(step) for step in result.summary["probe"]["times"][arm])
+
+
+def _work(timed: list[Result], arm: str) -> float | None:
+    found = [r.summary["probe"]["work"].get(arm) for r in timed]
+    return None if None in found else fmean(found)
+
+
+def _perplexities(group: list[Result]) -> list[float]:
+    return [result.perplexity("documents") for result in group]
+
+
+def rows(results: list[Result]) -> list[dict[str, Any]]:
+    """Times of steps, then losses."""
+    arms = by_name(results)
+    timed = arms[ON]
+    found: list[dict[str, Any]] = [
+        {
+            "arm": arm,
+            "slowest_over_mean_rank": shown([spread(r, arm) for r in timed], 3),
+            "step_seconds": shown([step_seconds(r, arm) for r in timed], 3),
+            "busiest_over_mean_attention": _work(timed, arm),
+        }
+        for arm in ranks.ARMS
+    ]
+    for name, group in arms.items():
+        base = arms[PADDED if name in (PADDED, PADDED_MEANS) else ON]
+        gap = difference(_perplexities(group), _perplexities(base))
+        mean = fmean(_perplexities(base))
+        found.append(
+            {
+                "arm": name,
+                "padding_%": 100 * group[0].summary["index"]["padding_ratio"],
+                "perplexity": shown(_perplexities(group)),
+                "against_first_%": 100 * gap.mean / mean,
+                "plus_minus_%": 100 * gap.half_width / mean if gap.num_seeds > 1 else None,
+            }
+        )
+    return found
+
+
+def claims(results: list[Result]) -> list[Claim]:
+    """Three switches, their times and their losses."""
+    arms = by_name(results)
+    return [*_times(arms[ON]), *_losses(arms)]
+
+
+def _times(timed: list[Result]) -> list[Claim]:
+    whole_same, whole_any = "whole samples, same bucket", "whole samples, any bucket"
+    dealt, undealt = "masked, same bucket, equal work", "masked, same bucket, in order"
+    masked_any = "masked, any bucket"
+
+    def of(arm: str) -> list[float]:
+        return [spread(result, arm) for result in timed]
+
+    def against(first: str, second: str) -> str:
+        return f"slowest over mean rank {shown(of(first), 3)} against {shown(of(second), 3)}"
+
+    why = (
+        f"seconds of forward and backward of {ranks.NUM_RANKS} ranks, every one measured; with "
+        "equal shapes the figure is the noise of the clock"
+    )
+    differences = [float(r.summary["probe"]["gradient"]) for r in timed]
+    rounding = {"fp32": 1e-5, "bf16": 2e-2}[timed[0].run.config["engine"]["precision"]]
+    return [
+        Claim(
+            source="BucketLLM 5.3",
+            claim="one bucket for all ranks makes steps even (attention over whole samples)",
+            paper="facilitates efficient training, no figure",
+            measured=against(whole_same, whole_any),
+            agrees=less(of(whole_same), of(whole_any)),
+            why=why,
+        ),
+        Claim(
+            source="BucketLLM 5.3",
+            claim="the same with attention inside documents, in order of the schedule",
+            paper="",
+            measured=against(undealt, masked_any),
+            agrees=less(of(undealt), of(masked_any)),
+            why="with masks a sample costs what its documents cost; its bucket bounds that only",
+        ),
+        Claim(
+            source="this project",
+            claim="equal-work dealing makes steps of one bucket more even",
+            paper="",
+            measured=against(dealt, undealt)
+            + f"; of attention work, {_work(timed, dealt):.3f} against {_work(timed, undealt):.3f}",
+            agrees=less(of(dealt), of(undealt)),
+            why=f"{why}; what dealing evens out is attention work (exact, from the lengths), which "
+            "is a part of these seconds only",
+        ),
+        Claim(
+            source="this project",
+            claim=f"dealing changes no gradient (relative difference below {rounding:g})",
+            paper="",
+            measured=f"at most {max(differences):.1e}",
+            agrees="yes" if max(differences) < rounding else "no",
+            why="the gradient of one whole step under both dealings, rounding apart",
+        ),
+    ]
+
+
+def _losses(arms: dict[str, list[Result]]) -> list[Claim]:
+    values = {name: _perplexities(group) for name, group in arms.items()}
+
+    def against(first: str, second: str) -> str:
+        return f"validation perplexity {shown(values[first])} against {shown(values[second])}"
+
+    return [
+        Claim(
+            source="BucketLLM 5.3",
+            claim="steps of one bucket cost no quality (within 1 %)",
+            paper="no figure",
+            measured=against(ON, ANY),
+            agrees=alike(values[ON], values[ANY], within=0.01),
+            why=f"a step has {ranks.NUM_RANKS} samples of the longest bucket, the paper's at least "
+            "192: the fewer, the more the texts of a step resemble each other",
+        ),
+        Claim(
+            source="this project",
+            claim="with full samples the weight of the loss hardly matters (within 0.5 %)",
+            paper="",
+            measured=against(MEANS, ON),
+            agrees=alike(values[MEANS], values[ON], within=0.005),
+            why="micro batches of packed samples have nearly equal numbers of labels",
+        ),
+        Claim(
+            source="this project",
+            claim="with padding, equal weights of tokens make a better model than means of ranks",
+            paper="",
+            measured=against(PADDED, PADDED_MEANS),
+            agrees=less(values[PADDED], values[PADDED_MEANS]),
+            why="the mean of a micro batch with few labels counts each of them more; perplexity "
+            "weighs tokens equally",
+        ),
+    ]
+
+
+def plots(results: list[Result], folder: Path) -> None:
+    """Slowest over mean rank, step after step, of the first seed."""
+    times = by_name(results)[ON][0].summary["probe"]["times"]
+    curves = {}
+    for arm, steps in times.items():
+        ratios = sorted(max(step) / fmean(step) for step in steps)
+        curves[arm] = ([100 * i / max(1, len(ratios) - 1) for i in range(len(ratios))], ratios)
+    lines(
+        folder / "steps_ranks.png",
+        curves,
+        x="steps, % (from the most even to the least)",
+        y="seconds of the slowest rank over the mean",
+        marker="o",
+    )

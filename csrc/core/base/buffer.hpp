@@ -1,0 +1,84 @@
+// Buffer<T>: an array that owns its memory, is not zeroed, and lies on huge pages when it is large.
+// A first touch of a fresh 4 KiB page costs about as much as packing a thousand tokens' worth of
+// documents; on 2 MiB pages that cost disappears.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <cstdlib>
+#include <memory>
+#include <new>
+#include <type_traits>
+
+#if defined(__linux__)
+#include <sys/mman.h>
+#endif
+
+#include "core/base/span.hpp"
+
+namespace megapack {
+
+template <typename T>
+class Buffer {
+    static_assert(std::is_trivially_copyable_v<T>, "Buffer memory is never initialised");
+
+  public:
+    Buffer() = default;
+    explicit Buffer(std::size_t size) : data_(allocate(size)), size_(size) {}
+
+    T* data() const { return data_.get(); }
+    std::size_t size() const { return size_; }
+    T& operator[](std::size_t i) const { return data_.get()[i]; }
+    operator Span<T>() const { return {data(), size_}; }
+    operator Span<const T>() const { return {data(), size_}; }
+
+    // Forgets the tail. What was never touched was never given by the system.
+    void truncate(std::size_t size) { size_ = size < size_ ? size : size_; }
+
+    // The elements [begin, end) are not needed any more: their memory goes back to the system as
+    // far as it is made of whole huge pages.
+    void discard(std::size_t begin, std::size_t end) const {
+#if defined(__linux__)
+        const auto first = reinterpret_cast<std::uintptr_t>(data() + begin) + kHugePage - 1;
+        const auto last = reinterpret_cast<std::uintptr_t>(data() + end);
+        const std::uintptr_t from = first / kHugePage * kHugePage,
+                             to = last / kHugePage * kHugePage;
+        if (from < to) madvise(reinterpret_cast<void*>(from), to - from, MADV_DONTNEED);
+#else
+        static_cast<void>(begin);
+        static_cast<void>(end);
+#endif
+    }
+
+    // Gives the memory away; free it with std::free.
+    T* release() {
+        size_ = 0;
+        return data_.release();
+    }
+
+  private:
+    static constexpr std::size_t kHugePage = std::size_t{1} << 21;
+
+    struct Free {
+        void operator()(T* p) const { std::free(p); }
+    };
+
+    static T* allocate(std::size_t size) {
+        constexpr std::size_t kCacheLine = 64;
+        if (size > (~std::size_t{0} >> 1) / sizeof(T)) throw std::bad_alloc();
+        const std::size_t bytes = size * sizeof(T);
+        const std::size_t alignment = bytes >= 2 * kHugePage ? kHugePage : kCacheLine;
+        const std::size_t rounded = (bytes / alignment + 1) * alignment;
+        void* memory = std::aligned_alloc(alignment, rounded);
+        if (memory == nullptr) throw std::bad_alloc();
+#if defined(__linux__)
+        if (alignment == kHugePage) madvise(memory, rounded, MADV_HUGEPAGE);
+#endif
+        return static_cast<T*>(memory);
+    }
+
+    std::unique_ptr<T, Free> data_;
+    std::size_t size_ = 0;
+};
+
+}  // namespace megapack

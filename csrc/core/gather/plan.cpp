@@ -1,0 +1,173 @@
+#include "core/gather/plan.hpp"
+
+#include <algorithm>
+#include <limits>
+
+#include "core/base/check.hpp"
+
+namespace megapack {
+namespace {
+
+std::int64_t align_up(std::int64_t n, std::int64_t multiple) {
+    return (n + multiple - 1) / multiple * multiple;
+}
+
+void check_shape(const GatherShape& shape, std::int64_t alignment, std::size_t num_samples) {
+    constexpr std::int64_t kLimit = std::numeric_limits<std::int32_t>::max();
+    check(shape.capacity > 0 && shape.num_rows > 0, "capacity ", shape.capacity, " and ",
+          shape.num_rows, " rows must be positive");
+    check(shape.row_tokens >= shape.capacity, "a row of ", shape.row_tokens,
+          " tokens cannot hold a sample of ", shape.capacity, "; make the row longer");
+    check(shape.row_tokens <= kLimit / shape.num_rows, shape.num_rows, " rows of ",
+          shape.row_tokens, " tokens exceed what cu_seqlens can count (2^31 - 1)");
+    check(alignment > 0 && shape.row_tokens % alignment == 0, "a row of ", shape.row_tokens,
+          " tokens is no multiple of the alignment ", alignment);
+    const auto slots = static_cast<std::size_t>(shape.num_rows * shape.slots_per_row());
+    check(num_samples <= slots, num_samples, " samples of ", shape.capacity, " tokens for ", slots,
+          " slots (", shape.num_rows, " rows of ", shape.row_tokens, ")");
+}
+
+class Planner {
+  public:
+    Planner(Span<const GatherSource> sources, const GatherShape& shape,
+            const GatherOptions& options)
+        : sources_(sources), shape_(shape), options_(options), plan_{shape, {}, {}} {}
+
+    // One slot of `slot` tokens holding `ref`.
+    void add_sample(SampleRef ref, std::int64_t slot) {
+        const GatherSource& source = sources_[ref.source];
+        segments_.clear();
+        read_segments(source, ref, segments_);
+        const std::int64_t used = add_segments(source, ref, slot);
+        add_padding(slot - used, options_.positions == Positions::kSample ? used : 0);
+    }
+
+    void add_padding(std::int64_t room, std::int64_t first_position) {
+        if (room == 0) return;
+        plan_.pieces.push_back({nullptr, 0, 0, room, first_position, -1});
+        plan_.segments.push_back({room, room, -1});
+    }
+
+    GatherPlan take() { return std::move(plan_); }
+
+  private:
+    std::int64_t add_segments(const GatherSource& source, SampleRef ref, std::int64_t slot) {
+        const bool whole = options_.attention == Extent::kSample;
+        std::int64_t used = 0;    // tokens of the sample so far
+        std::int64_t placed = 0;  // the same with alignment
+        for (std::size_t i = 0; i < segments_.size(); ++i) {
+            const Segment& segment = segments_[i];
+            const bool last = i + 1 == segments_.size();
+            check<FormatError>(segment.length <= shape_.capacity - used, "source ", ref.source,
+                               ", sample ", ref.sample, " has more than ", shape_.capacity,
+                               " tokens, the capacity it is asked for with");
+            used += segment.length;
+            const std::int64_t end = whole ? used : placed + segment.length;
+            const std::int64_t next = !whole || last ? align_up(end, options_.alignment) : end;
+            check(next <= slot, "source ", ref.source, ", sample ", ref.sample, " needs ", next,
+                  " of ", slot, " tokens when its ", segments_.size(), " segments are aligned to ",
+                  options_.alignment, "; pack with alignment=", options_.alignment,
+                  " (megapack-build pack --alignment ", options_.alignment,
+                  "), or make the row longer");
+            add_piece(source, i, next - placed, whole ? used - segment.length : placed);
+            if (!whole) {
+                add_segment(segment.length, next - placed, ref);
+            }
+            placed = next;
+        }
+        if (whole && used > 0) {
+            add_segment(used, placed, ref);
+        }
+        return placed;
+    }
+
+    void add_segment(std::int64_t length, std::int64_t room, SampleRef ref) {
+        plan_.segments.push_back({length, room, static_cast<std::int32_t>(ref.source)});
+    }
+
+    void add_piece(const GatherSource& source, std::size_t i, std::int64_t room,
+                   std::int64_t position_in_sample) {
+        const Segment& segment = segments_[i];
+        std::int64_t first_position = 0;
+        if (options_.positions == Positions::kDocument) first_position = segment.begin;
+        if (options_.positions == Positions::kSample) first_position = position_in_sample;
+        const Segment* next = i + 1 < segments_.size() ? &segments_[i + 1] : nullptr;
+        const std::int64_t label_at = last_label_position(segment, next, options_.labels);
+        plan_.pieces.push_back(
+            {&source, segment.token_begin, segment.length, room, first_position, label_at});
+    }
+
+    Span<const GatherSource> sources_;
+    GatherShape shape_;
+    GatherOptions options_;
+    GatherPlan plan_;
+    std::vector<Segment> segments_;
+};
+
+}  // namespace
+
+std::int64_t last_label_position(const Segment& segment, const Segment* next, Extent labels) {
+    if (!segment.ends_document) return segment.token_begin + segment.length;
+    return labels == Extent::kSample && next != nullptr ? next->token_begin : -1;
+}
+
+std::int64_t GatherPlan::max_seqlen() const {
+    std::int64_t longest = 0;
+    for (const AttentionSegment& segment : segments) longest = std::max(longest, segment.room);
+    return longest;
+}
+
+std::vector<std::int32_t> GatherPlan::sources() const {
+    std::vector<std::int32_t> result;
+    result.reserve(segments.size());
+    for (const AttentionSegment& segment : segments) result.push_back(segment.source);
+    return result;
+}
+
+GatherPlan plan_gather(Span<const GatherSource> sources, Span<const SampleRef> samples,
+                       const GatherShape& shape, const GatherOptions& options) {
+    check_shape(shape, options.alignment, samples.size());
+    const std::int64_t slots = shape.slots_per_row();
+    const std::int64_t slot = shape.row_tokens / slots / options.alignment * options.alignment;
+    check(slot >= shape.capacity, "capacity ", shape.capacity, " is no multiple of the alignment ",
+          options.alignment, " and fills a row of ", shape.row_tokens,
+          "; make the row longer or the alignment smaller");
+    Planner planner(sources, shape, options);
+    for (std::int64_t i = 0; i < shape.num_rows * slots; ++i) {
+        const bool ends_row = (i + 1) % slots == 0;
+        const std::int64_t room = ends_row ? shape.row_tokens - (slots - 1) * slot : slot;
+        if (static_cast<std::size_t>(i) < samples.size()) {
+            planner.add_sample(samples[static_cast<std::size_t>(i)], room);
+        } else {
+            planner.add_padding(room, 0);
+        }
+    }
+    return planner.take();
+}
+
+std::vector<std::int32_t> cumulative_lengths(const GatherPlan& plan, bool padded, bool per_row,
+                                             std::int64_t entries) {
+    check(entries >= 0, "num_cu_seqlens is ", entries, "; it must not be negative");
+    std::vector<std::vector<std::int32_t>> lists(1, {0});
+    std::int64_t at = 0;  // by rooms, to see where a row ends
+    for (const AttentionSegment& segment : plan.segments) {
+        if (per_row && at > 0 && at % plan.shape.row_tokens == 0) lists.push_back({0});
+        at += segment.room;
+        const std::int64_t step = padded ? segment.room : segment.length;
+        lists.back().push_back(static_cast<std::int32_t>(lists.back().back() + step));
+    }
+    std::size_t longest = 0;
+    for (const auto& list : lists) longest = std::max(longest, list.size());
+    const std::size_t size = entries == 0 ? longest : static_cast<std::size_t>(entries);
+    check(longest <= size, longest - 1, " segments need ", longest,
+          " entries of cu_seqlens; it has ", size, "; raise num_cu_seqlens");
+    std::vector<std::int32_t> result;
+    result.reserve(size * lists.size());
+    for (const auto& list : lists) {
+        result.insert(result.end(), list.begin(), list.end());
+        result.insert(result.end(), size - list.size(), list.back());
+    }
+    return result;
+}
+
+}  // namespace megapack

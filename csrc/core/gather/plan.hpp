@@ -1,0 +1,76 @@
+// Where every token of a micro batch goes: decided and checked in full before the first is copied.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "core/base/span.hpp"
+#include "core/gather/source.hpp"
+
+namespace megapack {
+
+enum class Positions { kSegment, kDocument, kSample };  // where position_ids restart
+enum class Extent { kDocument, kSample };  // attention, labels: stay in the document or cross it
+
+struct GatherOptions {
+    Positions positions = Positions::kSegment;
+    Extent attention = Extent::kDocument;
+    Extent labels = Extent::kDocument;
+    std::int64_t alignment = 1;  // attention segments start at multiples of this
+    std::int64_t pad_token = 0;
+};
+
+// A row is cut into row_tokens / capacity equal slots, one sample each; what a slot has beyond its
+// sample is padding.
+struct GatherShape {
+    std::int64_t num_rows;
+    std::int64_t row_tokens;
+    std::int64_t capacity;
+
+    std::int64_t num_tokens() const { return num_rows * row_tokens; }
+    std::int64_t slots_per_row() const { return row_tokens / capacity; }
+};
+
+// A run of one document, or (source == nullptr) of padding, and where it goes.
+struct Piece {
+    const GatherSource* source;
+    std::int64_t token_begin;
+    std::int64_t length;
+    std::int64_t room;            // length and the padding behind it
+    std::int64_t first_position;  // position id of its first token
+    std::int64_t last_label_at;   // token position of the label of its last token, or -1
+};
+
+// Token position of the label of a segment's last token: the next token of its document, or with
+// labels = kSample the first of the `next` segment of the sample; -1 where there is none.
+std::int64_t last_label_position(const Segment& segment, const Segment* next, Extent labels);
+
+// What attends to itself only; source is -1 for padding.
+struct AttentionSegment {
+    std::int64_t length;
+    std::int64_t room;
+    std::int32_t source;
+};
+
+struct GatherPlan {
+    GatherShape shape;
+    std::vector<Piece> pieces;  // their rooms tile the rows, and so do the segments'
+    std::vector<AttentionSegment> segments;
+
+    std::int64_t max_seqlen() const;
+    std::vector<std::int32_t> sources() const;  // of every segment
+};
+
+// Samples fill the slots in order; slots without a sample are padding, one segment each.
+// Throws what read_segments throws, and std::invalid_argument for a shape or an alignment that
+// cannot hold the samples.
+GatherPlan plan_gather(Span<const GatherSource> sources, Span<const SampleRef> samples,
+                       const GatherShape& shape, const GatherOptions& options);
+
+// cu_seqlens of all rows in one run (per_row = false: one list) or of each row (num_rows lists).
+// Every list is filled with its last value up to `entries`; 0 means as many as the longest has.
+// `padded` counts rooms instead of lengths.
+std::vector<std::int32_t> cumulative_lengths(const GatherPlan& plan, bool padded, bool per_row,
+                                             std::int64_t entries);
+
+}  // namespace megapack

@@ -1,0 +1,94 @@
+// What the gather reads: token arrays and the sample index, memory-mapped as they lie on disk.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+#include <vector>
+
+#include "core/base/span.hpp"
+#include "core/storage/mmididx.hpp"
+
+namespace megapack {
+
+// The integer types of .bin files (and of label files beside them).
+enum class TokenType : std::uint8_t { kUint8, kInt8, kInt16, kUint16, kInt32, kInt64 };
+
+std::int64_t bytes_of(TokenType type);
+
+struct TokenArray {
+    const void* data = nullptr;
+    std::int64_t size = 0;
+    TokenType type = TokenType::kUint16;
+};
+
+// int32 or int64 numbers, possibly unaligned (inside a mapped file), read as int64.
+class Integers {
+  public:
+    Integers() = default;
+    Integers(const void* data, std::int64_t size, bool wide)
+        : data_(static_cast<const unsigned char*>(data)), size_(size), wide_(wide) {}
+
+    std::int64_t size() const { return size_; }
+    std::int64_t operator[](std::int64_t i) const {
+        if (wide_) return read<std::int64_t>(i);
+        return read<std::int32_t>(i);
+    }
+
+  private:
+    template <typename T>
+    T read(std::int64_t i) const {
+        T value;
+        std::memcpy(&value, data_ + static_cast<std::size_t>(i) * sizeof(T), sizeof(T));
+        return value;
+    }
+
+    const unsigned char* data_ = nullptr;
+    std::int64_t size_ = 0;
+    bool wide_ = false;
+};
+
+// One dataset with its sample index. Nothing in it is trusted: every number that is used as an
+// address is checked at the moment it is read.
+struct GatherSource {
+    explicit GatherSource(IndexView index) : documents(std::move(index)) {}
+
+    IndexView documents;              // the mapped .idx: no table per process, nothing to build
+    TokenArray tokens;                // the mapped .bin
+    TokenArray labels;                // beside the tokens, not shifted, -100 = none; may be absent
+    Integers sample_segment_offsets;  // num_samples + 1
+    Integers segment_document;
+    Integers segment_begin;
+    Integers segment_length;
+
+    std::int64_t num_samples() const { return sample_segment_offsets.size() - 1; }
+    bool has_labels() const { return labels.data != nullptr; }
+};
+
+// A segment that has been checked: it lies inside its document, and the document inside the file.
+struct Segment {
+    std::int64_t document;
+    std::int64_t begin;  // position in the document
+    std::int64_t length;
+    std::int64_t token_begin;  // position in the file
+    bool ends_document;
+};
+
+// A sample of one of several sources; the source exists.
+struct SampleRef {
+    std::size_t source;
+    std::int64_t sample;
+};
+
+// Refuses arrays whose sizes contradict each other. Costs nothing: no element is read.
+void check_source(const GatherSource& source);
+
+// Sample ids count through the sources: those of source 0, then those of source 1, and so on.
+// Throws std::out_of_range for a sample that does not exist.
+std::vector<SampleRef> locate_samples(Span<const GatherSource> sources,
+                                      Span<const std::int64_t> sample_ids);
+
+// The segments of a sample in order, appended to `out`. Throws std::out_of_range for a sample that
+// does not exist and FormatError for an index that points outside its dataset.
+void read_segments(const GatherSource& source, SampleRef ref, std::vector<Segment>& out);
+
+}  // namespace megapack

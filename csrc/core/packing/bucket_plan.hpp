@@ -1,0 +1,138 @@
+// Which lengths share a sample: the bucket strategies decided on a histogram of lengths.
+//
+// A pool is drained bucket by bucket: the smallest bucket that holds the longest document, then the
+// largest document that still fits, again and again (BucketLLM, Algorithm 2). Which document of a
+// length is taken plays no part in the choice, so that choice is made once for as many samples as
+// the histogram can repeat: a plan of some ten thousand patterns, whatever the number of documents.
+// Documents of a class are taken in order, so the plan's samples are those of the rule applied
+// document by document.
+#pragma once
+
+#include <cstdint>
+#include <utility>
+#include <vector>
+
+#include "core/base/ratio.hpp"
+#include "core/packing/length_set.hpp"
+
+namespace megapack {
+
+// What becomes of a sample in which nothing fits any more and whose space exceeds the threshold.
+enum class Overflow {
+    kPad,      // it is padded, as below the threshold
+    kHead,     // it takes the head of the shortest document (BucketLLM)
+    kPromote,  // it moves to a larger bucket
+};
+
+struct BucketRules {
+    std::vector<std::int64_t> capacities;  // ascending
+    Overflow overflow = Overflow::kPad;
+    Ratio padding_threshold;  // as a share of the capacity
+    // BucketLLM's pair search (Algorithm 2, lines 6 to 12).
+    bool pairs = false;
+    // The segments of a sample stand in seeded order (a head last), not longest first.
+    bool shuffle_segments = false;
+
+    bool exceeds_threshold(std::int64_t space, std::size_t bucket) const {
+        return padding_threshold.exceeded_by(space, capacities[bucket]);
+    }
+};
+
+// `copies` documents of `length`, from number `rank` of that class on.
+struct PatternEntry {
+    std::int32_t length, copies;
+    std::int64_t rank;
+};
+
+// `count` samples of the same lengths; sample i takes entry.rank + i * entry.copies and following.
+struct Pattern {
+    std::int64_t count;
+    std::uint32_t end_entry;  // its entries follow those of the pattern before
+    std::int32_t bucket;
+    std::int32_t head;  // index of the head that fills the sample, or -1
+};
+
+// `count` samples of `bucket` decided elsewhere: (length, copies) each, longest first.
+struct GivenPattern {
+    std::int32_t bucket;
+    std::int64_t count;
+    std::vector<std::pair<std::int32_t, std::int32_t>> lengths;
+};
+
+// The first `tokens` tokens of document `rank` of class `length`; the rest of the document becomes
+// number `rest_rank` of class `length - tokens`.
+struct Head {
+    std::int32_t length, tokens;
+    std::int64_t rank, rest_rank;
+};
+
+struct BucketPlan {
+    std::vector<Pattern> patterns;
+    std::vector<PatternEntry> entries;
+    std::vector<Head> heads;
+    std::vector<std::int64_t> samples_in_bucket, segments_in_bucket;
+
+    // Keeps the numbers alone. (`= {}` would empty the vectors and keep their memory.)
+    void forget_samples() {
+        patterns = std::vector<Pattern>();
+        entries = std::vector<PatternEntry>();
+        heads = std::vector<Head>();
+    }
+    std::size_t num_bytes() const {
+        return patterns.size() * sizeof(Pattern) + entries.size() * sizeof(PatternEntry) +
+               heads.size() * sizeof(Head);
+    }
+};
+
+// Decides one pattern after the other. Documents of a class are taken in the order in which they
+// came: first those the planner was made with, then those added.
+class BucketPlanner {
+  public:
+    // counts[l] documents of length l; counts.size() - 1 <= the largest capacity.
+    BucketPlanner(std::vector<std::int64_t> counts, const BucketRules& rules);
+
+    void add(std::int64_t length);
+    bool empty() const { return present_.empty(); }
+    std::int64_t longest() const { return present_.at_most(rules_.capacities.back()); }
+
+    // Appends the next pattern to the plan, at most `max_repeats` samples of it.
+    void next(std::int64_t max_repeats);
+
+    // Appends a pattern decided elsewhere. Throws if it does not fit or the documents are not
+    // there.
+    void apply(const GivenPattern& given);
+
+    BucketPlan plan;
+
+  private:
+    void choose_lengths();
+    void take_chosen(std::int64_t repeats, bool with_head);
+    void choose(std::int64_t length, std::int64_t copies);
+    bool replace_last_by_pair();
+    bool promote();
+    std::int64_t left(std::int64_t length) const;
+    std::int64_t longest_left(std::int64_t limit) const;
+    std::int64_t shortest_left() const;
+    std::int64_t take(std::int64_t length, std::int64_t amount);
+    std::int32_t take_head(std::int64_t tokens);
+
+    const BucketRules& rules_;
+    std::vector<std::int64_t> counts_;  // documents there are, by length
+    std::vector<std::int64_t> taken_;   // documents taken so far, by length
+    LengthSet present_;                 // lengths of which there are documents
+
+    // The sample being chosen. Its documents are taken when it is complete.
+    std::vector<PatternEntry> chosen_;
+    std::size_t bucket_ = 0;
+    std::int64_t space_ = 0;
+};
+
+// The given patterns, then drains what they leave of a pool.
+BucketPlan plan_buckets(std::vector<std::int64_t> counts, const BucketRules& rules,
+                        const std::vector<GivenPattern>& given = {});
+
+// Samples per bucket if a pool of counts[l] documents of length l is drained; counts from anywhere.
+std::vector<std::int64_t> count_bucket_samples(std::vector<std::int64_t> counts,
+                                               const BucketRules& rules);
+
+}  // namespace megapack

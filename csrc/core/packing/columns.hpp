@@ -1,0 +1,117 @@
+// Many samples of the same lengths, written column by column: segment k of all of them, then
+// segment k + 1. Such a loop reads one class in order and does nothing else.
+#pragma once
+
+#include <algorithm>
+#include <array>
+#include <vector>
+
+#include "core/packing/sort.hpp"
+
+namespace megapack {
+
+// Sample i has `kept` tokens of the rest ids[first + i * stride], which is `length` tokens long.
+struct Column {
+    std::int64_t first, stride;
+    std::int32_t length, kept;
+};
+
+// A block of segments stays in the nearest cache while its columns are filled in.
+inline std::int64_t samples_in_block(const std::vector<Column>& columns) {
+    return std::max<std::int64_t>(1024 / static_cast<std::int64_t>(columns.size()), 1);
+}
+
+// Asks for the rests of samples [begin, end), as many as one block has, before they are needed:
+// hardware follows a column only once it has seen some of it, and columns are short.
+template <typename Id>
+void prefetch_columns(const std::vector<Column>& columns, const SortedRests<Id>& sorted,
+                      std::int64_t begin, std::int64_t end) {
+    constexpr std::int64_t kLine = 64 / sizeof(Id);
+    for (const Column& column : columns) {
+        const Id* ids = sorted.ids.data() + column.first;
+        for (std::int64_t i = begin * column.stride; i < end * column.stride; i += kLine)
+            prefetch(ids + i);
+    }
+}
+
+// Where a tail begins follows from the length of its document, which lies anywhere in memory: it is
+// asked for when the tail is met and used some tails later.
+template <typename Id, typename Length>
+class TailBegins {
+  public:
+    TailBegins(const Samples<Id, Length>& out, Span<const Length> lengths)
+        : begins_(out.segment_begin.data()), lengths_(lengths) {}
+
+    void put(std::int64_t segment, Id document, std::int32_t tail) {
+        if (met_ - done_ == kWaiting) write_oldest();
+        waiting_[met_++ % kWaiting] = {segment, document, tail};
+        prefetch(lengths_.data() + document);
+    }
+    void finish() {
+        while (done_ < met_) write_oldest();
+    }
+
+  private:
+    struct Tail {
+        std::int64_t segment;
+        Id document;
+        std::int32_t length;
+    };
+    static constexpr std::size_t kWaiting = 16;
+
+    void write_oldest() {
+        const Tail& tail = waiting_[done_++ % kWaiting];
+        const Length length = lengths_[static_cast<std::size_t>(tail.document)];
+        begins_[tail.segment] = static_cast<Length>(length - tail.length);
+    }
+
+    Length* begins_;
+    Span<const Length> lengths_;
+    std::array<Tail, kWaiting> waiting_;
+    std::size_t met_ = 0, done_ = 0;
+};
+
+// Segments [segment, segment + rows * columns.size()) get what a plan knows without looking at the
+// documents: their lengths, which repeat from sample to sample, and that they begin at 0.
+template <typename Id, typename Length>
+void write_pattern(const Samples<Id, Length>& out, const std::vector<Column>& columns,
+                   std::int64_t segment, std::int64_t rows) {
+    const std::size_t width = columns.size(), size = static_cast<std::size_t>(rows) * width;
+    std::int32_t* const length = out.segment_length.data() + segment;
+    for (std::size_t k = 0; k < width; ++k) length[k] = columns[k].kept;
+    for (std::size_t done = width; done < size; done *= 2)
+        std::copy_n(length, std::min(done, size - done), length + done);
+    std::fill_n(out.segment_begin.data() + segment, size, Length{0});
+}
+
+// Samples [begin, end) of `columns` to sample `sample`, segment `segment` of `out` and following.
+template <typename Id, typename Length>
+void write_columns(const Samples<Id, Length>& out, const std::vector<Column>& columns,
+                   const SortedRests<Id>& sorted, Span<const Length> lengths, std::int64_t begin,
+                   std::int64_t end, std::int64_t sample, std::int64_t segment) {
+    const auto width = static_cast<std::int64_t>(columns.size());
+    const std::int64_t block = samples_in_block(columns);
+    TailBegins<Id, Length> tails(out, lengths);
+    for (; begin < end; begin += block, sample += block, segment += block * width) {
+        const std::int64_t count = std::min(block, end - begin);
+        prefetch_columns(columns, sorted, begin + count, std::min(begin + count + block, end));
+        for (std::int64_t i = 0; i < count; ++i) out.open_sample(sample + i, segment + i * width);
+        write_pattern(out, columns, segment, count);
+        std::int64_t at = segment;
+        for (const Column& column : columns) {
+            const Id* ids = sorted.ids.data() + column.first + begin * column.stride;
+            Id* document = out.segment_document.data() + at;
+            for (std::int64_t i = 0; i < count; ++i) {
+                const Id id = ids[i * column.stride];
+                document[i * width] = id;
+                if (id >= 0) continue;
+                document[i * width] = static_cast<Id>(~id);
+                tails.put(at + i * width, static_cast<Id>(~id), column.length);
+            }
+            ++at;
+        }
+    }
+    tails.finish();
+}
+
+}  // namespace megapack

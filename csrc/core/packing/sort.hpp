@@ -1,0 +1,159 @@
+// Documents cut at a capacity, and what is left of them in order of length: a stable counting sort.
+//
+// A document of length len gives floor(len / capacity) full chunks, which are samples of their own,
+// and a rest of len mod capacity tokens: the whole document if it is shorter than the capacity, its
+// tail otherwise. The rests are what the packers pack; class l holds the rests of length l.
+#pragma once
+
+#include <algorithm>
+#include <utility>
+
+#include "core/packing/types.hpp"
+
+namespace megapack {
+
+inline void prefetch([[maybe_unused]] const void* address) {
+#if defined(__GNUC__)
+    __builtin_prefetch(address);
+#endif
+}
+
+inline void prefetch_for_write([[maybe_unused]] const void* address) {
+#if defined(__GNUC__)
+    __builtin_prefetch(address, 1);
+#endif
+}
+
+// How a document of at least `capacity` tokens is cut.
+struct PlainCut {
+    std::int64_t capacity;
+
+    std::int64_t num_chunks(std::int64_t length) const { return length / capacity; }
+    std::int64_t tail(std::int64_t length) const { return length % capacity; }
+    // Where chunk k of a document begins.
+    std::int64_t begin(std::int64_t /*length*/, std::int64_t k) const { return k * capacity; }
+};
+
+// Rests in order of length, equal lengths in order of documents; a tail stands as ~document.
+template <typename Id>
+struct SortedRests {
+    Buffer<Id> ids;
+    std::vector<std::int64_t> class_begin;  // of class l in `ids`; one more than classes
+};
+
+template <typename Id, typename Length, typename Cut = PlainCut>
+class LengthSort {
+  public:
+    // Counts the classes; documents are read in `threads` parts, the result is the same for any.
+    LengthSort(const Documents<Id, Length>& documents, Cut cut, int threads)
+        : documents_(documents),
+          cut_(cut),
+          capacity_(cut.capacity),
+          threads_(threads),
+          next_(static_cast<std::size_t>(std::max(threads, 1))),
+          next_chunk_(next_.size(), 0),
+          counts_(static_cast<std::size_t>(capacity_), 0) {
+        parallel_for(threads, next_.size(), [&](std::size_t p) { count(p); });
+        for (std::size_t p = 0; p < next_.size(); ++p) {
+            for (std::size_t l = 1; l < counts_.size(); ++l) counts_[l] += next_[p][l];
+            num_chunks_ += std::exchange(next_chunk_[p], num_chunks_);
+        }
+    }
+
+    // counts()[l] rests of length l, for l in [1, capacity); counts()[0] is 0.
+    const std::vector<std::int64_t>& counts() const { return counts_; }
+    std::int64_t num_chunks() const { return num_chunks_; }
+    std::int64_t num_rests() const {
+        std::int64_t sum = 0;
+        for (const std::int64_t count : counts_) sum += count;
+        return sum;
+    }
+
+    // Sorts; on_chunk(chunk, document, begin) for every full chunk, numbered in document order.
+    // May be called once.
+    template <typename OnChunk>
+    SortedRests<Id> sort(OnChunk on_chunk) {
+        SortedRests<Id> sorted{Buffer<Id>(static_cast<std::size_t>(num_rests())), {}};
+        std::int64_t position = 0;
+        for (std::size_t l = 0; l < counts_.size(); ++l) {
+            sorted.class_begin.push_back(position);
+            for (auto& part : next_) position += std::exchange(part[l], static_cast<Id>(position));
+        }
+        sorted.class_begin.push_back(position);
+        parallel_for(threads_, next_.size(),
+                     [&](std::size_t p) { scatter(p, sorted.ids.data(), on_chunk); });
+        return sorted;
+    }
+
+  private:
+    // The classes together are larger than the nearest caches.
+    static constexpr std::size_t kAhead = 128;
+
+    void count(std::size_t p) {
+        next_[p].assign(counts_.size(), 0);
+        Id* counts = next_[p].data();
+        const Part range = part_of(documents_.size(), next_.size(), p);
+        for (std::size_t i = range.begin; i < range.end; ++i) {
+            const std::int64_t length = documents_[i].length;
+            if (length < capacity_) {
+                ++counts[length];
+            } else {
+                next_chunk_[p] += cut_.num_chunks(length);
+                ++counts[cut_.tail(length)];
+            }
+        }
+        counts[0] = 0;
+    }
+
+    template <typename OnChunk>
+    void scatter(std::size_t p, Id* ids, OnChunk on_chunk) {
+        const Part range = part_of(documents_.size(), next_.size(), p);
+        Id* const next = next_[p].data();
+        std::int64_t chunk = next_chunk_[p];
+        const Cut cut = cut_;
+        const auto place = [=, &chunk](Item<Id, Length> item) {
+            const std::int64_t length = item.length;
+            if (length < cut.capacity) {
+                if (length > 0) ids[next[length]++] = item.document;
+                return;
+            }
+            const std::int64_t chunks = cut.num_chunks(length), tail = cut.tail(length);
+            for (std::int64_t k = 0; k < chunks; ++k)
+                on_chunk(chunk++, item.document, static_cast<Length>(cut.begin(length, k)));
+            if (tail > 0) ids[next[tail]++] = static_cast<Id>(~item.document);
+        };
+        documents_.in_order([&](auto item_at) {
+            std::size_t i = range.begin;
+            for (; i + kAhead < range.end; ++i) {
+                const std::int64_t ahead = item_at(i + kAhead).length;
+                prefetch_for_write(ids + next[std::min(ahead, cut.capacity - 1)]);
+                place(item_at(i));
+            }
+            for (; i < range.end; ++i) place(item_at(i));
+        });
+    }
+
+    Documents<Id, Length> documents_;
+    Cut cut_;
+    std::int64_t capacity_;
+    int threads_;
+    std::vector<std::vector<Id>> next_;  // per part: counts, then positions
+    std::vector<std::int64_t> next_chunk_;
+    std::vector<std::int64_t> counts_;
+    std::int64_t num_chunks_ = 0;
+};
+
+// Where in its document the rest `id` (see SortedRests) of `length` tokens begins, and which it is.
+template <typename Id, typename Length>
+struct Rest {
+    Id document;
+    Length begin;
+
+    Rest(Id id, std::int64_t length, Span<const Length> lengths) : document(id), begin(0) {
+        if (id >= 0) return;
+        document = static_cast<Id>(~id);
+        begin = static_cast<Length>(lengths[static_cast<std::size_t>(document)] - length);
+    }
+};
+
+}  // namespace megapack

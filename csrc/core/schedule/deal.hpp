@@ -1,0 +1,29 @@
+// Equal work: samples of one step dealt to ranks and micro batches.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "core/base/span.hpp"
+#include "core/gather/source.hpp"
+
+namespace megapack {
+
+// Attention work of samples in units of token pairs: the sum over segments of length^2, the padding
+// of a sample being a segment too. With whole = true the sample is one segment.
+// Multiply by one layer's head work to get FLOPs; the linear layers' work is the same for all
+// samples of one capacity.
+std::vector<std::int64_t> attention_cost_of(const Integers& sample_segment_offsets,
+                                            const Integers& segment_length,
+                                            Span<const std::int64_t> samples, std::int64_t capacity,
+                                            bool whole);
+
+// Deals item i (costs[i] >= 0) to bins of prescribed sizes so that the largest total is small:
+// longest first to the least loaded bin that has room (LPT), then exchanges between the fullest bin
+// and others while they help. Returns the items bin by bin, each bin in order of falling cost.
+// Throws std::invalid_argument unless the sizes sum to the number of items.
+// Deterministic: ties go to the smaller item, then to the smaller bin.
+std::vector<std::int64_t> deal_evenly(Span<const std::int64_t> costs,
+                                      Span<const std::int64_t> bin_sizes);
+
+}  // namespace megapack

@@ -1,0 +1,35 @@
+// Token ids on their way to disk: in which range they lie, and their narrowing to the file's type.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <limits>
+#include <utility>
+
+#include "core/base/check.hpp"
+#include "core/base/span.hpp"
+
+namespace megapack {
+
+// Smallest and largest id; without tokens {largest T, smallest T}, which lies inside any limits.
+template <typename T>
+std::pair<T, T> token_range(Span<const T> tokens) {
+    // Local accumulators: the compiler then keeps them in vector registers.
+    T low = std::numeric_limits<T>::max();
+    T high = std::numeric_limits<T>::min();
+    for (const T token : tokens) {
+        low = std::min(low, token);
+        high = std::max(high, token);
+    }
+    return {low, high};
+}
+
+// out[i] = tokens[i]; every id was found to fit To before (token_range).
+template <typename From, typename To>
+void narrow_tokens(Span<const From> tokens, Span<To> out) {
+    check(out.size() == tokens.size(), "out has ", out.size(), " elements; it must have ",
+          tokens.size());
+    for (std::size_t i = 0; i < tokens.size(); ++i) out[i] = static_cast<To>(tokens[i]);
+}
+
+}  // namespace megapack

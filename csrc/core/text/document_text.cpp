@@ -1,0 +1,112 @@
+#include "core/text/document_text.hpp"
+
+#include <algorithm>
+
+#include "core/base/check.hpp"
+#include "core/text/utf8.hpp"
+
+namespace megapack {
+namespace {
+
+template <typename Result, typename Measure>
+std::vector<Result> for_each_document(Span<const std::uint8_t> text,
+                                      Span<const std::int64_t> offsets, Measure measure) {
+    check(!offsets.empty(),
+          "offsets is empty; it must have one entry more than there are documents");
+    std::vector<Result> result;
+    result.reserve(offsets.size() - 1);
+    for (std::size_t i = 0; i + 1 < offsets.size(); ++i) {
+        const std::int64_t begin = offsets[i];
+        const std::int64_t end = offsets[i + 1];
+        check(begin >= 0 && begin <= end && static_cast<std::size_t>(end) <= text.size(),
+              "document ", i, " is bytes [", begin, ", ", end, ") of a text of ", text.size());
+        result.push_back(measure(
+            text.subspan(static_cast<std::size_t>(begin), static_cast<std::size_t>(end - begin))));
+    }
+    return result;
+}
+
+// Length in bytes of the white space character at p, or 0: str.isspace() of Python.
+std::size_t white_space(const std::uint8_t* p, const std::uint8_t* end) {
+    const std::uint8_t c = p[0];
+    if (c < 0x80) return c == ' ' || (c >= 0x09 && c <= 0x0D) || (c >= 0x1C && c <= 0x1F) ? 1 : 0;
+    const auto room = end - p;
+    if (c == 0xC2) return room >= 2 && (p[1] == 0x85 || p[1] == 0xA0) ? 2 : 0;
+    if (room < 3 || c < 0xE1 || c > 0xE3) return 0;
+    const unsigned rest = (static_cast<unsigned>(p[1]) << 8) | p[2];
+    if (c == 0xE1) return rest == 0x9A80 ? 3 : 0;  // U+1680
+    if (c == 0xE3) return rest == 0x8080 ? 3 : 0;  // U+3000
+    const bool space = (rest >= 0x8080 && rest <= 0x808A) || rest == 0x80A8 || rest == 0x80A9 ||
+                       rest == 0x80AF || rest == 0x819F;  // U+2000..200A, 2028, 2029, 202F, 205F
+    return space ? 3 : 0;
+}
+
+std::int64_t words(Span<const std::uint8_t> document) {
+    std::int64_t count = 0;
+    bool inside = false;
+    for (const std::uint8_t* p = document.begin(); p != document.end();) {
+        const std::size_t space = white_space(p, document.end());
+        count += space == 0 && !inside ? 1 : 0;
+        inside = space == 0;
+        p += space == 0 ? 1 : space;  // continuation bytes are never white space
+    }
+    return count;
+}
+
+// Whether c lies in one of the ranges (first, last), which are ascending.
+bool in_ranges(std::int64_t c, Span<const std::int64_t> ranges) {
+    const std::int64_t* above = std::upper_bound(ranges.begin(), ranges.end(), c);
+    const auto bounds_passed = above - ranges.begin();  // odd: between a first and its last
+    return bounds_passed % 2 == 1 || (bounds_passed > 0 && *(above - 1) == c);
+}
+
+// Whether one of eight bytes is 0xE0 or above: the first of a character of three or four bytes.
+bool has_long_lead(std::uint64_t word) {
+    return (word & (word << 1) & (word << 2) & kHighBits) != 0;
+}
+
+bool has_any(Span<const std::uint8_t> document, Span<const std::int64_t> ranges) {
+    const std::uint8_t* p = document.begin();
+    const std::uint8_t* const end = document.end();
+    while (p != end) {
+        if (end - p >= 8 && !has_long_lead(load_8_bytes(p))) {
+            p += 8;
+        } else if (*p < 0xE0) {  // below U+0800, or a byte inside a character
+            ++p;
+        } else {
+            const std::size_t length = *p < 0xF0 ? 3 : 4;
+            if (static_cast<std::size_t>(end - p) < length) return false;
+            std::int64_t c = *p & (length == 3 ? 0x0F : 0x07);
+            for (std::size_t i = 1; i < length; ++i) c = (c << 6) | (p[i] & 0x3F);
+            if (in_ranges(c, ranges)) return true;
+            p += length;
+        }
+    }
+    return false;
+}
+
+}  // namespace
+
+std::vector<std::uint8_t> valid_utf8(Span<const std::uint8_t> text,
+                                     Span<const std::int64_t> offsets) {
+    return for_each_document<std::uint8_t>(text, offsets, [](Span<const std::uint8_t> document) {
+        return static_cast<std::uint8_t>(is_utf8(document));
+    });
+}
+
+std::vector<std::int64_t> count_words(Span<const std::uint8_t> text,
+                                      Span<const std::int64_t> offsets) {
+    return for_each_document<std::int64_t>(text, offsets, words);
+}
+
+std::vector<std::uint8_t> has_characters(Span<const std::uint8_t> text,
+                                         Span<const std::int64_t> offsets,
+                                         Span<const std::int64_t> ranges) {
+    check(ranges.size() % 2 == 0 && std::is_sorted(ranges.begin(), ranges.end()),
+          "ranges must be ascending pairs (first, last)");
+    return for_each_document<std::uint8_t>(text, offsets, [&](Span<const std::uint8_t> document) {
+        return static_cast<std::uint8_t>(has_any(document, ranges));
+    });
+}
+
+}  // namespace megapack

@@ -1,0 +1,1 @@
+"""How good a model is: perplexity, benchmarks, comparisons of runs."""

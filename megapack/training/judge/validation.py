@@ -1,0 +1,168 @@
+"""Validation: the perplexity of documents, each token scored once, given its own document.
+
+Samples come from a packed index, so evaluation runs at the speed of training. Whatever the
+capacity, the same tokens are scored: every token but the first of a document has a label, also
+where a segment begins inside a document. So figures of different capacities compare.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+
+from megapack.data import BatchLayout, PackedDataset
+from megapack.packing import pack
+from megapack.storage import IndexedDataset
+from megapack.training.config import EngineConfig
+from megapack.training.model.training_model import on_device
+from megapack.training.run.world import World
+
+__all__ = ["ValidationResult", "evaluate", "perplexity_by_context"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ValidationResult:
+    """Summed losses and counts per capacity."""
+
+    loss_sums: dict[int, float]
+    label_tokens: dict[int, int]
+
+    @property
+    def loss(self) -> float:
+        """Mean over all label tokens, nats per token."""
+        return sum(self.loss_sums.values()) / max(1, sum(self.label_tokens.values()))
+
+    @property
+    def perplexity(self) -> float:
+        """``exp(loss)``."""
+        return _exp(self.loss)
+
+    def report(self) -> dict[str, Any]:
+        """For a log: loss, perplexity, label tokens, and the loss per bucket."""
+        scored = {c: n for c, n in self.label_tokens.items() if n}
+        return {
+            "loss": self.loss,
+            "perplexity": self.perplexity,
+            "label_tokens": sum(self.label_tokens.values()),
+            "bucket_loss": {str(c): self.loss_sums[c] / n for c, n in scored.items()},
+        }
+
+
+def _exp(loss: float) -> float:
+    return math.exp(loss) if loss < 700 else math.inf
+
+
+def evaluate(
+    model: Any,
+    data: PackedDataset,
+    *,
+    world: World,
+    config: EngineConfig,
+    micro_batch_tokens: int,
+    max_tokens: int | None = None,
+) -> ValidationResult:
+    """Score samples on all ranks together; collective.
+
+    Args:
+        model: a ``TrainingModel``, or the DeepSpeed engine around one.
+        data: of ``open_validation``.
+        world: this process.
+        config: how batches are handed to the model.
+        micro_batch_tokens: tokens of a forward; at least one sample is taken.
+        max_tokens: of every bucket, score samples up to this many tokens.
+
+    Returns:
+        The same on every rank.
+    """
+    capacities = _capacities(data)
+    sums = torch.zeros(2, len(capacities), dtype=torch.float64, device=world.device)
+    training = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            for number, capacity in enumerate(capacities):
+                layout = _layout(capacity, micro_batch_tokens, config)
+                for batch in _batches(data, capacity, layout, max_tokens, world):
+                    loss = model(**on_device(batch, world.device, config))
+                    sums[0, number] += loss
+                    sums[1, number] += int((batch["labels"] >= 0).sum())
+    finally:
+        model.train(training)
+    dist.all_reduce(sums)
+    losses, counts = sums.tolist()
+    return ValidationResult(
+        loss_sums=dict(zip(capacities, losses, strict=True)),
+        label_tokens={c: int(n) for c, n in zip(capacities, counts, strict=True)},
+    )
+
+
+def perplexity_by_context(
+    model: Any,
+    dataset: IndexedDataset,
+    contexts: Sequence[int],
+    *,
+    world: World,
+    config: EngineConfig,
+    micro_batch_tokens: int,
+    max_tokens: int | None = None,
+) -> dict[int, ValidationResult]:
+    """The same documents seen through contexts of different length (BucketLLM, Figure 3).
+
+    With context C, a document longer than C is scored in pieces of C tokens that do not see each
+    other; the tokens scored are the same for every C.
+    """
+    result = {}
+    for context in contexts:
+        samples = pack(dataset.document_lengths, "bucket", buckets=[context])
+        result[context] = evaluate(
+            model,
+            PackedDataset(dataset, samples),
+            world=world,
+            config=config,
+            micro_batch_tokens=micro_batch_tokens,
+            max_tokens=max_tokens,
+        )
+    return result
+
+
+def _capacities(data: PackedDataset) -> list[int]:
+    return [int(c) for c in data.samples.indices[0].bucket_capacity]
+
+
+def _layout(capacity: int, micro_batch_tokens: int, config: EngineConfig) -> BatchLayout:
+    """One stream; compiled layers want ``cu_seqlens`` of one shape."""
+    size = max(1, micro_batch_tokens // capacity)
+    kind: Literal["padded", "exact"] = "padded" if config.compile else "exact"
+    return BatchLayout(micro_batch_tokens=size * capacity, cu_seqlens=kind)
+
+
+def _batches(
+    data: PackedDataset, capacity: int, layout: BatchLayout, max_tokens: int | None, world: World
+) -> Iterator[Any]:
+    """This rank's micro batches of one bucket; the same number on every rank."""
+    ids = _sample_ids(data, capacity, max_tokens)
+    size = layout.num_samples(capacity)
+    rounds = -(-len(ids) // (size * world.size))
+    for i in range(rounds):
+        # Past the end a rank scores an empty batch: ZeRO-3 needs everybody in every forward.
+        mine = (i * world.size + world.rank) * size
+        batch = data.micro_batch(ids[mine : mine + size], layout=layout, capacity=capacity)
+        yield {**batch, "capacity": capacity}
+
+
+def _sample_ids(data: PackedDataset, capacity: int, max_tokens: int | None) -> NDArray[np.int64]:
+    index = data.samples.indices[0]
+    bucket = [int(c) for c in index.bucket_capacity].index(capacity)
+    begin, end = (int(x) for x in index.bucket_sample_offsets[bucket : bucket + 2])
+    count = end - begin
+    if max_tokens is not None:
+        count = min(count, max(1, max_tokens // capacity))
+    # Evenly spaced: neighbours in an index are of like length.
+    return np.linspace(begin, end, count, endpoint=False).astype(np.int64)

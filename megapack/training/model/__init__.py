@@ -1,0 +1,1 @@
+"""What is trained: architecture, loss, and what a step of it costs."""

@@ -1,0 +1,75 @@
+"""How much memory a rank will need, counted before it is taken.
+
+Activations are counted, not guessed: the forward runs on tensors without storage ("meta"), and
+what autograd keeps for the backward is added up.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from megapack.training.config import PretrainConfig
+from megapack.training.model.training_model import TrainingModel
+
+__all__ = ["estimate_memory", "saved_activations"]
+
+
+def estimate_memory(
+    model: TrainingModel, config: PretrainConfig, world_size: int, *, longest: int
+) -> dict[str, int]:
+    """Bytes per rank by what they hold.
+
+    Args:
+        model: on the meta device; its dtype is changed.
+        config: the run.
+        world_size: ranks, over which ZeRO divides.
+        longest: tokens of the largest bucket.
+    """
+    engine = config.engine
+    if engine.precision == "bf16":  # under autocast activations are bfloat16 as well
+        model.cast(torch.bfloat16)
+    count = sum(p.numel() for p in model.parameters())
+    low = engine.precision == "bf16" and engine.zero_stage > 0
+    over = {stage: world_size if engine.zero_stage >= stage else 1 for stage in (1, 2, 3)}
+    head = model.model.get_output_embeddings().weight  # type: ignore[operator]
+    activations = saved_activations(model, config.data.micro_batch_tokens, longest)
+    if engine.activation_checkpointing:  # kept inputs, and one layer at a time recomputed
+        recomputed = activations // len(model.layers)
+        model.checkpoint_activations()
+        kept = saved_activations(model, config.data.micro_batch_tokens, longest)
+        activations = kept + recomputed
+    parts = {
+        "parameters": count * (2 if low else 4) // over[3],
+        "gradients": count * 4 // over[2] + (count * 2 // over[2] if low else 0),
+        "master weights": count * 4 // over[1] if low else 0,
+        "optimizer state": count * 8 // over[1],
+        "activations": activations,
+        # float32 logits of a chunk, their copy in the products' dtype, the weight's gradient.
+        "loss": min(engine.loss_chunk_tokens, config.data.micro_batch_tokens) * head.shape[0] * 6
+        + head.numel() * 4,
+    }
+    return {name: size for name, size in parts.items() if size}
+
+
+def saved_activations(model: TrainingModel, num_tokens: int, longest: int) -> int:
+    """Bytes that autograd keeps between forward and backward of one micro batch.
+
+    Uncompiled: a compiled layer keeps less.
+    """
+    own = {p.untyped_storage()._cdata for p in model.parameters()}
+    kept: dict[int, tuple[Tensor, int]] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in own:
+            # Holding the tensor keeps the address from being used again.
+            kept[storage._cdata] = (tensor, storage.nbytes())
+        return tensor
+
+    tokens = torch.empty(1, num_tokens, dtype=torch.int64, device="meta")
+    cu_seqlens = torch.empty(2, dtype=torch.int32, device="meta")
+    hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
+    with hooks:
+        model.train()(tokens, tokens, tokens, cu_seqlens, max_seqlen=longest)
+    return sum(size for _, size in kept.values())

@@ -1,0 +1,149 @@
+"""The model of a run: an architecture from transformers, our attention, our loss."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megapack.attention import (
+    ATTENTION_NAME,
+    Choice,
+    alibi_slopes,
+    check_architecture,
+    choose_backend,
+    register,
+)
+from megapack.training.config import EngineConfig, ModelConfig
+from megapack.training.model.architecture import attention_needs, register_architectures
+from megapack.training.model.training_model import TrainingModel
+
+__all__ = ["build_model", "compute_dtype", "open_model", "try_model"]
+
+
+def open_model(
+    config: ModelConfig,
+    engine: EngineConfig,
+    architecture: Any,
+    *,
+    device: torch.device,
+    seed: int = 0,
+    empty: bool = False,
+) -> tuple[TrainingModel, Choice]:
+    """The model of a run in float32, and the attention that was chosen for it.
+
+    Args:
+        config: which weights and which attention.
+        engine: in which precision it will compute, and how its loss is cut.
+        architecture: of ``model_configuration``.
+        device: where it will compute.
+        seed: of weights from scratch.
+        empty: shapes without numbers (the meta device), for an estimate.
+
+    Raises:
+        ConfigError: no attention can serve it, or packed rows would train it wrongly.
+    """
+    dtype = compute_dtype(engine)
+    choice = choose_backend(attention_needs(architecture, device, dtype), config.attention)
+    try_model(architecture, backend=choice.name, device=device, dtype=dtype)
+    with torch.device("meta") if empty else device:
+        model = build_model(
+            config,
+            architecture,
+            backend="eager" if empty else choice.name,
+            seed=seed,
+            chunk_tokens=engine.loss_chunk_tokens,
+            fused_loss=engine.compile,
+        )
+    return model, choice
+
+
+def compute_dtype(engine: EngineConfig) -> torch.dtype:
+    """The dtype of activations, which decides the attention backend."""
+    return torch.bfloat16 if engine.precision == "bf16" else torch.float32
+
+
+def try_model(
+    configuration: Any, *, backend: str, device: torch.device, dtype: torch.dtype
+) -> None:
+    """Refuse an architecture that packed rows would train wrongly; see ``attention.guard``.
+
+    Raises:
+        ConfigError: naming the architecture, the layer and the difference.
+    """
+    register_architectures()
+    register(backend)
+
+    def loss(model: Any, row: Any) -> Tensor:
+        wrapped = TrainingModel(model, chunk_tokens=32)
+        result: Tensor = wrapped(
+            row.tokens, row.labels, row.position_ids, row.cu_seqlens, max_seqlen=row.max_seqlen
+        )
+        return result
+
+    check_architecture(
+        configuration,
+        attention=ATTENTION_NAME,
+        build=_from_scratch,
+        device=device,
+        dtype=dtype,
+        loss=loss,
+    )
+
+
+def _from_scratch(configuration: Any, implementation: str) -> Any:
+    from transformers import AutoModelForCausalLM  # noqa: PLC0415
+
+    alibi = configuration.model_type == "gpt2_alibi"
+    if alibi:
+        configuration.alibi_slopes = alibi_slopes(configuration.n_head).tolist()
+    model = AutoModelForCausalLM.from_config(
+        configuration, attn_implementation=implementation, dtype=torch.float32
+    )
+    if alibi:
+        _give_slopes(model, configuration.alibi_slopes)
+    return model
+
+
+def build_model(
+    config: ModelConfig,
+    configuration: Any,
+    *,
+    backend: str,
+    seed: int,
+    chunk_tokens: int = 2048,
+    fused_loss: bool = False,
+) -> TrainingModel:
+    """The model in float32 on the current default device.
+
+    From scratch, the weights are a function of ``seed``, the architecture and the kind of device.
+    """
+    from transformers import AutoModelForCausalLM  # noqa: PLC0415
+
+    register_architectures()
+    register(backend)
+    if config.pretrained is not None:
+        model = AutoModelForCausalLM.from_pretrained(
+            config.pretrained,
+            config=configuration,
+            dtype=torch.float32,
+            attn_implementation=ATTENTION_NAME,
+        )
+    else:
+        # The generators of this process's device only: the others' would be initialised for it.
+        mine = [torch.cuda.current_device()] if torch.cuda.is_available() else []
+        with torch.random.fork_rng(devices=mine):
+            torch.manual_seed(seed)
+            model = _from_scratch(configuration, ATTENTION_NAME)
+    if config.pretrained is not None and configuration.model_type == "gpt2_alibi":
+        _give_slopes(model, configuration.alibi_slopes)
+    # from_pretrained gives a model in evaluation mode, which would not checkpoint activations.
+    return TrainingModel(model, chunk_tokens=chunk_tokens, fused_loss=fused_loss).train()
+
+
+def _give_slopes(model: Any, slopes: list[float]) -> None:
+    """After loading, which leaves buffers that no file holds without values."""
+    for block in model.transformer.h:
+        values = torch.tensor(slopes, dtype=torch.float32, device=block.attn.c_attn.weight.device)
+        block.attn.register_buffer("alibi_slopes", values, persistent=False)

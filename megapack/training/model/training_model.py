@@ -1,0 +1,131 @@
+"""What DeepSpeed wraps: one stream of tokens in, the scaled sum of its losses out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megapack.attention import varlen_arguments
+from megapack.data import Batch
+from megapack.training.config import EngineConfig
+from megapack.training.model.loss import linear_cross_entropy_sum
+
+__all__ = ["TrainingModel", "on_device"]
+
+
+class TrainingModel(nn.Module):
+    """A causal language model that takes one stream of tokens and gives the sum of its losses."""
+
+    def __init__(self, model: nn.Module, *, chunk_tokens: int, fused_loss: bool = False) -> None:
+        super().__init__()
+        self.model = model
+        self.chunk_tokens = chunk_tokens
+        self.fused_loss = fused_loss
+
+    @property
+    def configuration(self) -> Any:
+        """The transformers configuration."""
+        return self.model.config
+
+    @property
+    def num_parameters(self) -> int:
+        """Trained numbers, tied ones once, wherever ZeRO-3 keeps them."""
+        return sum(int(getattr(p, "ds_numel", p.numel())) for p in self.parameters())
+
+    @property
+    def layers(self) -> nn.ModuleList:
+        """The decoder layers."""
+        count = self.configuration.num_hidden_layers
+        lists = (m for m in self.model.modules() if isinstance(m, nn.ModuleList))
+        return next(layers for layers in lists if len(layers) == count)
+
+    def hidden_states(
+        self, tokens: Tensor, position_ids: Tensor, cu_seqlens: Tensor, max_seqlen: int
+    ) -> Tensor:
+        """``[T, width]``: the states before the head, of ``tokens [1, T]``."""
+        base: Any = self.model.base_model
+        result: Tensor = base(
+            input_ids=tokens,
+            position_ids=position_ids,
+            **varlen_arguments(cu_seqlens, max_seqlen),
+        ).last_hidden_state
+        return result.flatten(0, 1)
+
+    def forward(
+        self,
+        tokens: Tensor,
+        labels: Tensor,
+        position_ids: Tensor,
+        cu_seqlens: Tensor,
+        *,
+        max_seqlen: int,
+        scale: float = 1.0,
+    ) -> Tensor:
+        """``scale`` times the summed loss of one micro batch; see ``linear_cross_entropy_sum``."""
+        hidden = self.hidden_states(tokens, position_ids, cu_seqlens, max_seqlen)
+        head: Any = self.model.get_output_embeddings()  # type: ignore[operator]
+        if (factor := _logit_factor(self.configuration)) != 1:
+            hidden = hidden * factor
+        return linear_cross_entropy_sum(
+            hidden,
+            head.weight,
+            labels.flatten(),
+            scale=scale,
+            softcap=getattr(self.configuration, "final_logit_softcapping", None) or 0.0,
+            chunk_tokens=self.chunk_tokens,
+            fused=self.fused_loss,
+        )
+
+    def cast(self, dtype: torch.dtype) -> TrainingModel:
+        """Parameters in ``dtype``; buffers (RoPE frequencies) keep their precision."""
+        for parameter in self.parameters():
+            parameter.data = parameter.data.to(dtype)
+        return self
+
+    def checkpoint_activations(self) -> None:
+        """Recompute every layer in the backward instead of keeping its activations."""
+        model: Any = self.model
+        enable = getattr(model, "activation_checkpointing_enable", None)
+        if enable is None:  # transformers before 5.20
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        else:
+            enable()
+
+    def save(self, directory: str | Path, weights: dict[str, Tensor] | None = None) -> None:
+        """Write what ``from_pretrained`` loads.
+
+        Args:
+            directory: created when missing.
+            weights: full parameters by name in this module, when they are not held here (ZeRO-3).
+        """
+        state = None
+        if weights is not None:
+            state = {name.removeprefix("model."): value for name, value in weights.items()}
+        model: Any = self.model
+        model.save_pretrained(directory, state_dict=state)
+
+
+def _logit_factor(configuration: Any) -> float:
+    """What an architecture multiplies its logits with: Cohere's scale, Granite's divisor."""
+    scale = getattr(configuration, "logit_scale", None) or 1.0
+    divisor = getattr(configuration, "logits_scaling", None) or 1.0
+    return float(scale) / float(divisor)
+
+
+def on_device(batch: Batch, device: torch.device, config: EngineConfig) -> dict[str, Any]:
+    """The arguments of ``TrainingModel.forward`` for one micro batch."""
+    names = ("tokens", "labels", "position_ids", "cu_seqlens")
+    moved = {name: batch[name].to(device, non_blocking=True) for name in names}
+    return {**moved, "max_seqlen": longest_segment(batch, config)}
+
+
+def longest_segment(batch: Batch, config: EngineConfig) -> int:
+    """The ``max_seqlen`` a forward is given.
+
+    The exact one keeps the attention grid tight. A compiled layer is specialised on it, so there
+    it is the bucket's capacity: one graph per bucket instead of one per batch.
+    """
+    return int(batch["capacity"] if config.compile else batch["max_seqlen"])

@@ -1,0 +1,197 @@
+"""DeepSpeed around a model, and one optimizer step of it.
+
+The loss of a step is the mean over the label tokens of all ranks and micro batches. Every micro
+batch contributes the sum of its losses times ``data_parallel_size / label tokens of the step``;
+DeepSpeed averages over ranks, which takes the factor back out. So the gradient is the same for any
+split of the step into ranks and micro batches, and clipping sees the gradient of the mean.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megapack.data import Batch
+from megapack.training.config import EngineConfig, OptimizerConfig, PretrainConfig
+from megapack.training.model.training_model import TrainingModel, on_device
+from megapack.training.run.world import World
+
+__all__ = [
+    "StepResult",
+    "deepspeed_configuration",
+    "parameter_groups",
+    "start_engine",
+    "train_step",
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepResult:
+    """What one rank knows after a step, without having waited for its device."""
+
+    loss_sum: Tensor
+    """Scalar on the device: losses of this rank's label tokens, summed."""
+    grad_norm: float | Tensor | None
+    """Norm of the whole gradient before clipping."""
+
+
+def deepspeed_configuration(
+    config: PretrainConfig, world_size: int, *, universal: bool = False
+) -> dict[str, Any]:
+    """What ``deepspeed.initialize`` gets; ``engine.deepspeed`` is merged over it.
+
+    Args:
+        config: the run.
+        world_size: data parallel size.
+        universal: the state will be loaded from a universal checkpoint.
+    """
+    engine = config.engine
+    micro_steps = max(
+        1, config.data.tokens_per_step // (config.data.micro_batch_tokens * world_size)
+    )
+    ours: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 1,  # one stream of micro_batch_tokens
+        "gradient_accumulation_steps": micro_steps,
+        "gradient_clipping": config.optimizer.clip,
+        "steps_per_print": 10**9,  # the monitor prints
+        "zero_allow_untested_optimizer": True,
+        "zero_optimization": _zero(engine),
+        **_precision(engine),
+    }
+    if universal:
+        ours["checkpoint"] = {"load_universal": True}
+    return _merge(ours, engine.deepspeed)
+
+
+def _zero(engine: EngineConfig) -> dict[str, Any]:
+    overlap = torch.cuda.is_available() and engine.zero_stage > 0
+    return {
+        "stage": engine.zero_stage,
+        "overlap_comm": overlap,
+        "contiguous_gradients": True,
+    }
+
+
+def _precision(engine: EngineConfig) -> dict[str, Any]:
+    if engine.precision == "fp32":
+        return {}
+    if engine.zero_stage == 0:
+        # DeepSpeed has no float32 accumulation of bfloat16 gradients without ZeRO; autocast over
+        # float32 parameters has, and computes in bfloat16 as well.
+        return {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}
+    return {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}
+
+
+def _merge(ours: dict[str, Any], theirs: dict[str, Any]) -> dict[str, Any]:
+    result = dict(ours)
+    for key, value in theirs.items():
+        mine = result.get(key)
+        both = isinstance(mine, dict) and isinstance(value, dict)
+        result[key] = _merge(mine, value) if isinstance(mine, dict) and both else value
+    return result
+
+
+def parameter_groups(model: nn.Module, optimizer: OptimizerConfig) -> list[dict[str, Any]]:
+    """Matrices with weight decay; norms, biases and (if asked) embeddings without."""
+    embeddings = {
+        id(parameter)
+        for module in model.modules()
+        if isinstance(module, nn.Embedding)
+        for parameter in module.parameters(recurse=False)
+    }
+    decayed: list[nn.Parameter] = []
+    kept: list[nn.Parameter] = []
+    for parameter in model.parameters():
+        if not parameter.requires_grad:
+            continue
+        spared = id(parameter) in embeddings and not optimizer.decay_embeddings
+        (kept if parameter.dim() < 2 or spared else decayed).append(parameter)
+    groups = [
+        {"params": decayed, "weight_decay": optimizer.weight_decay},
+        {"params": kept, "weight_decay": 0.0},
+    ]
+    return [group for group in groups if group["params"]]
+
+
+def start_engine(
+    model: TrainingModel, config: PretrainConfig, world: World, *, universal: bool = False
+) -> Any:
+    """A DeepSpeed engine around ``model``, ready for ``train_step`` or a checkpoint."""
+    import deepspeed  # noqa: PLC0415
+
+    if config.engine.activation_checkpointing:
+        model.checkpoint_activations()
+    buffers = {
+        name: buffer.clone() for name, buffer in model.named_buffers() if buffer.is_floating_point()
+    }
+    optimizer = torch.optim.AdamW(
+        parameter_groups(model, config.optimizer),
+        lr=config.optimizer.lr,
+        betas=config.optimizer.betas,
+        eps=config.optimizer.eps,
+        fused=world.device.type == "cuda",
+    )
+    engine, *_ = deepspeed.initialize(
+        model=model,
+        optimizer=optimizer,
+        config=deepspeed_configuration(config, world.size, universal=universal),
+        dist_init_required=False,
+    )
+    _restore_buffers(model, buffers, world.device)
+    if config.engine.zero_stage == 3:
+        # The loss reads the head's weight outside of the head's own forward.
+        head = model.model.get_output_embeddings()  # type: ignore[operator]
+        deepspeed.zero.register_external_parameter(model, head.weight)
+    if config.engine.compile:
+        # ZeRO-3 fetches parameters between the parts of a layer, which no single graph can hold.
+        _compile_layers(model, fullgraph=config.engine.zero_stage < 3)
+    return engine
+
+
+def _restore_buffers(model: nn.Module, buffers: dict[str, Tensor], device: torch.device) -> None:
+    """RoPE frequencies rounded to bfloat16 are wrong by 32 positions at 16k.
+
+    Some DeepSpeed versions cast buffers with the parameters; float32 comes back here.
+    """
+    for name, buffer in model.named_buffers():
+        if name in buffers and buffer.dtype != buffers[name].dtype:
+            buffer.data = buffers[name].to(device)
+
+
+def _compile_layers(model: TrainingModel, *, fullgraph: bool) -> None:
+    """Layer by layer: all layers share one graph per longest segment (see ``longest_segment``)."""
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)
+    for layer in model.layers:
+        layer.compile(fullgraph=fullgraph, dynamic=False)
+
+
+def train_step(
+    engine: Any, micro_batches: Iterable[Batch], *, world: World, config: EngineConfig, lr: float
+) -> StepResult:
+    """Forward and backward of this rank's micro batches, then the optimizer, once.
+
+    Args:
+        engine: of ``start_engine``.
+        micro_batches: of one step, on the host, in order; the same number on every rank.
+        world: this process.
+        config: decides how batches are handed to the model.
+        lr: learning rate of this step.
+    """
+    for group in engine.optimizer.param_groups:
+        group["lr"] = lr
+    losses = []
+    for batch in micro_batches:
+        scale = world.size / max(1, batch["num_step_label_tokens"])
+        last = batch["micro_step"] == batch["num_micro_steps"] - 1
+        engine.set_gradient_accumulation_boundary(last)
+        loss = engine(**on_device(batch, world.device, config), scale=scale)
+        # A new tensor: without ZeRO, DeepSpeed 0.19 divides by the accumulation steps all the same
+        # when backward starts at the very tensor that its forward returned.
+        engine.backward(loss.clone(), scale_wrt_gas=False)
+        losses.append(loss.detach() / scale)
+    engine.step()
+    return StepResult(loss_sum=torch.stack(losses).sum(), grad_norm=engine.get_global_grad_norm())

@@ -1,0 +1,193 @@
+"""What a run reads: its documents, their samples, and the order of its steps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+from megapack.data import PackedDataset, Schedule, check_token_ids, load_blend
+from megapack.errors import ConfigError, FormatError
+from megapack.packing import SampleIndex, pack
+from megapack.storage import IndexedDataset
+from megapack.training.config import DataConfig, PretrainConfig
+from megapack.training.model.architecture import position_limit
+from megapack.training.run.world import World
+
+__all__ = ["Inputs", "check_inputs", "open_inputs", "open_validation", "verify_samples"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inputs:
+    """Open files of a run."""
+
+    data: PackedDataset
+    schedule: Schedule
+    valid: PackedDataset | None
+    num_steps: int
+    """Of the whole run."""
+    steps_per_epoch: int
+    vocab_size: int
+
+    @property
+    def capacities(self) -> list[int]:
+        """Tokens per sample of every bucket, ascending."""
+        return [stream.capacity for stream in self.schedule.buckets]
+
+    def fingerprints(self) -> dict[str, Any]:
+        """Identities of documents and samples, for the run directory."""
+        return {
+            "documents": [dataset.fingerprint for dataset in self.data.datasets],
+            "samples": list(self.schedule.samples.fingerprints),
+        }
+
+
+def open_inputs(config: PretrainConfig) -> Inputs:
+    """Open training and validation data and compute the length of the run.
+
+    Raises:
+        ConfigError: sizes that do not fit, or an unknown vocabulary.
+        IndexMismatchError: an index of other documents.
+        FormatError, OSError: a file is damaged or missing.
+    """
+    data = _open_training_data(config.data)
+    schedule = Schedule(
+        data,
+        tokens_per_step=config.data.tokens_per_step,
+        seed=config.seed,
+        order=config.data.order,
+        num_cycles=config.data.num_cycles,
+        mix=config.data.mix,
+        micro_step_tokens=config.data.micro_step_tokens,
+        row_tokens=config.data.row_tokens,
+        cost_window=config.data.cost_window,
+    )
+    valid = None
+    if config.data.valid_prefix is not None:
+        buckets = config.evaluation.buckets or [stream.capacity for stream in schedule.buckets]
+        valid = open_validation(
+            config.data.valid_prefix,
+            config.data.valid_index,
+            buckets=buckets,
+            positions="document" if config.data.positions == "document" else "segment",
+        )
+    return Inputs(
+        data=data,
+        schedule=schedule,
+        valid=valid,
+        num_steps=config.num_steps or schedule.num_steps(config.num_epochs),
+        steps_per_epoch=schedule.num_steps(1),
+        vocab_size=_vocab_size(config, data),
+    )
+
+
+def _open_training_data(config: DataConfig) -> PackedDataset:
+    options: dict[str, Any] = {
+        "positions": config.positions,
+        "attention": config.attention,
+        "labels": config.labels,
+    }
+    if config.blend is not None:
+        return load_blend(config.blend).open(**options)
+    assert config.prefix is not None and config.index is not None  # DataConfig checked it
+    return PackedDataset(config.prefix, config.index, **options)
+
+
+def _vocab_size(config: PretrainConfig, data: PackedDataset) -> int:
+    if config.model.vocab_size is not None:
+        return config.model.vocab_size
+    sizes = [dataset.vocab_size for dataset in data.datasets]
+    known = [size for size in sizes if size is not None]
+    if len(known) < len(sizes) and config.model.pretrained is None:
+        nameless = data.datasets[sizes.index(None)].prefix
+        raise ConfigError(
+            f"{nameless}.meta.json does not tell the size of the vocabulary; set model.vocab_size"
+        )
+    return max(known, default=1)
+
+
+def verify_samples(inputs: Inputs, world: World) -> None:
+    """Read every .samples file once per host and compare its checksums; collective.
+
+    Raises:
+        FormatError: a file is damaged; on all ranks.
+    """
+    problem = None
+    if world.rank == world.gather(world.host).index(world.host):
+        try:
+            for data in filter(None, (inputs.data, inputs.valid)):
+                for index in data.samples.indices:
+                    index.verify()
+        except FormatError as error:
+            problem = str(error)
+    world.fail_together(problem, "samples", FormatError)
+
+
+def check_inputs(inputs: Inputs, architecture: Any, positions: str) -> None:
+    """Refuse data that a model cannot take.
+
+    Args:
+        inputs: of ``open_inputs``.
+        architecture: of ``model_configuration``.
+        positions: of the training data (``data.positions``).
+
+    Raises:
+        ConfigError: a token id or a position (of learned position embeddings) is beyond its table.
+    """
+    limit = position_limit(architecture)
+    valid = "document" if positions == "document" else "segment"
+    for data, kind in ((inputs.data, positions), (inputs.valid, valid)):
+        if data is None:
+            continue
+        longest = max((_longest_position(index, kind) for index in data.samples.indices), default=0)
+        if limit is not None and longest > limit:
+            raise ConfigError(
+                f"the model has {limit} positions and {data} needs {longest} (positions: {kind}); "
+                f"pack into buckets of at most {limit}, or take a model with RoPE or ALiBi"
+            )
+        check_token_ids(data, architecture.vocab_size)
+
+
+def _longest_position(index: SampleIndex, positions: str) -> int:
+    """One more than the highest position id of an index."""
+    if positions == "sample":
+        return int(index.bucket_capacity.max())
+    ends = np.asarray(index.segment_length, dtype=np.int64)
+    if positions == "document":
+        ends = ends + index.segment_begin
+    return int(ends.max(initial=0))
+
+
+def open_validation(
+    prefix: str,
+    index: str | None,
+    *,
+    buckets: Sequence[int],
+    positions: Literal["segment", "document"] = "segment",
+) -> PackedDataset:
+    """Held-out documents with their samples, packed here when there is no index.
+
+    Args:
+        prefix: of the documents.
+        index: their .samples file.
+        buckets: capacities to pack into, without an index.
+        positions: as in training; a document is always scored alone.
+
+    Raises:
+        ConfigError: the index repeats or drops tokens, so it does not score each token once.
+    """
+    dataset = IndexedDataset(prefix)
+    if index is not None:
+        samples = SampleIndex.load(index)
+    else:
+        samples = pack(dataset.document_lengths, "bucket", buckets=list(buckets))
+    metrics = samples.metrics()
+    for name in ("repeated_tokens", "dropped_tokens"):
+        if metrics[name]:
+            raise ConfigError(
+                f"{index}: strategy {samples.strategy!r} has {metrics[name]:,} {name}; evaluate "
+                "with an index that places every token once (strategy bucket)"
+            )
+    return PackedDataset(dataset, samples, positions=positions)

@@ -1,0 +1,150 @@
+"""Processes of a run: who they are, how they start, how they agree, how they stop.
+
+The same script works under ``deepspeed``, ``torchrun``, ``srun`` (one task per device) and as one
+plain process; they differ only in the environment variables they set.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from megapack.errors import ConfigError, MegapackError, ResumeError
+
+__all__ = ["World", "free_port", "join", "world"]
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True)
+class World:
+    """This process among all processes of the run."""
+
+    rank: int
+    size: int
+    local_rank: int
+    device: torch.device
+    host: str
+    group: Any = None
+    """Of CPU messages between ranks (gloo), in which waiting costs nothing; None: the default."""
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this process writes the files that only one may write."""
+        return self.rank == 0
+
+    def gather(self, value: T) -> list[T]:
+        """What every rank says, by rank; collective."""
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value, group=self.group)
+        return values
+
+    def fail_together(
+        self, problem: str | None, what: str, error: type[Exception] = ResumeError
+    ) -> None:
+        """Raise ``error`` on all ranks when any of them has a problem; collective."""
+        found = sorted({text for text in self.gather(problem) if text})
+        if found:
+            raise error(f"{what}: {'; '.join(found)}")
+
+    def on_first(self, action: Callable[[], T]) -> T:
+        """Run ``action`` on the first rank while the others wait; what it gives, on all ranks.
+
+        Raises:
+            MegapackError, OSError: of ``action``, of its class and on all ranks.
+        """
+        value: Any = None
+        problem: Exception | None = None
+        if self.is_first:
+            try:
+                value = action()
+            except (OSError, MegapackError) as error:
+                problem = error
+        found, raised = self.gather((value, problem))[0]
+        if raised is not None:
+            raise raised
+        result: T = found
+        return result
+
+
+def join(local_rank: int | None = None) -> None:
+    """Complete the environment from which ranks are read.
+
+    Args:
+        local_rank: what the launcher gave on the command line, if it did.
+
+    Raises:
+        ConfigError: a launcher set some of the variables and not the others.
+    """
+    env = os.environ
+    if local_rank is not None:
+        env.setdefault("LOCAL_RANK", str(local_rank))
+    if "RANK" not in env and int(env.get("SLURM_NTASKS", "1")) > 1 and "SLURM_PROCID" in env:
+        env["RANK"] = env["SLURM_PROCID"]
+        env["WORLD_SIZE"] = env["SLURM_NTASKS"]
+        env["LOCAL_RANK"] = env["SLURM_LOCALID"]
+    if "RANK" not in env and "WORLD_SIZE" not in env:  # one plain process
+        env.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1")
+        env["MASTER_PORT"] = str(free_port())
+    if env.get("WORLD_SIZE") == "1":
+        env.setdefault("LOCAL_RANK", "0")
+    needed = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+    missing = [name for name in needed if not env.get(name)]
+    if missing:
+        raise ConfigError(
+            f"the launcher did not set {', '.join(missing)}; start with deepspeed, torchrun, "
+            "launch/slurm.sh, or as one plain process"
+        )
+
+
+@contextmanager
+def world(*, timeout_minutes: float) -> Iterator[World]:
+    """Join the other processes; leave them in order.
+
+    Every rank waits for the others at the end, so that none is killed by its launcher while it
+    still writes. After an exception nobody waits: the others may be gone.
+    """
+    import deepspeed  # noqa: PLC0415
+    import deepspeed.ops  # noqa: PLC0415
+
+    # This operator serves inference only, and building it takes a compiler and a minute.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    local_rank = int(os.environ["LOCAL_RANK"])
+    use_cuda = torch.cuda.is_available()
+    if use_cuda:
+        # Slurm may show every task one device only; DeepSpeed reads the variable again.
+        local_rank %= torch.cuda.device_count()
+        os.environ["LOCAL_RANK"] = str(local_rank)
+        torch.cuda.set_device(local_rank)
+    deepspeed.init_distributed(
+        "nccl" if use_cuda else "gloo",
+        auto_mpi_discovery=False,
+        verbose=False,
+        timeout=timedelta(minutes=timeout_minutes),
+    )
+    yield World(
+        rank=dist.get_rank(),
+        size=dist.get_world_size(),
+        local_rank=local_rank,
+        device=torch.device("cuda", local_rank) if use_cuda else torch.device("cpu"),
+        host=socket.gethostname(),
+        # Without a limit of its own: the heartbeat ends a run in which somebody is lost.
+        group=dist.new_group(backend="gloo", timeout=timedelta(days=7)),
+    )
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def free_port() -> int:
+    """A TCP port of this machine that nobody listened on a moment ago."""
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return int(probe.getsockname()[1])

@@ -1,0 +1,248 @@
+"""What a run shows: one JSON line per step, a log line now and then, TensorBoard, W&B.
+
+The device is waited for only when a log line is due: until then losses stay where they are.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import resource
+import sys
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megapack.data import Step
+from megapack.errors import ConfigError
+from megapack.training.config import LoggingConfig
+from megapack.training.model.flops import peak_flops
+from megapack.training.run.directory import RunDirectory
+from megapack.training.run.engine import StepResult
+from megapack.training.run.world import World
+from megapack.training.watch.work import StepWork, sample_digest
+
+__all__ = ["Monitor"]
+
+logger = logging.getLogger("megapack")
+
+
+class Monitor:
+    """Collects steps and writes them. ``step`` and ``flush`` are called on every rank.
+
+    Args:
+        directory: of the run.
+        config: how often, and where to.
+        world: this process; the first one writes.
+        num_steps: of the whole run, for the time that is left.
+        start: the first step, after which older curves are cut.
+    """
+
+    def __init__(
+        self,
+        directory: RunDirectory,
+        config: LoggingConfig,
+        world: World,
+        *,
+        num_steps: int,
+        start: int = 0,
+    ) -> None:
+        self.directory, self.config, self.world = directory, config, world
+        self.num_steps, self.start = num_steps, start
+        self._peak = peak_flops(world.device)
+        self._lines: list[dict[str, Any]] = []
+        self._results: list[StepResult] = []
+        self._since = time.perf_counter()
+        self._writers = self._open_writers() if world.is_first else []
+
+    def _open_writers(self) -> list[Any]:
+        writers: list[Any] = []
+        if self.config.tensorboard:
+            from torch.utils.tensorboard import SummaryWriter  # noqa: PLC0415
+
+            path = str(self.directory.tensorboard)
+            writers.append(_TensorBoard(SummaryWriter(path, purge_step=self.start)))
+        if self.config.wandb_project is not None:
+            writers.append(_WeightsAndBiases(self.config.wandb_project, self.directory))
+        return writers
+
+    def skip_time(self) -> None:
+        """What passed since the last step (an evaluation, a checkpoint) was no training."""
+        self._since = time.perf_counter()
+
+    def step(
+        self, line: dict[str, Any], *, content: Step, work: StepWork, result: StepResult
+    ) -> None:
+        """Record a step; writes when a log line is due.
+
+        Args:
+            line: ``step``, ``epoch``, ``lr``, ``data_wait`` (seconds), ``imbalance``.
+            content: what the step held.
+            work: tokens and operations of the step.
+            result: of this rank, on the device.
+        """
+        now = time.perf_counter()
+        seconds, self._since = now - self._since, now
+        about = {
+            "bucket": content.bucket,
+            "capacity": content.capacity,
+            "label_tokens": content.num_label_tokens,
+            "samples": sample_digest(content),
+        }
+        self._lines.append({**line, **about, "seconds": seconds, **work.__dict__})
+        self._results.append(result)
+        if len(self._lines) == self.config.every:
+            self.flush()
+
+    def flush(self) -> None:
+        """Write what was recorded; all ranks.
+
+        Raises:
+            FloatingPointError: a loss is infinite or not a number, on all ranks alike.
+        """
+        if not self._lines:
+            return
+        losses = torch.stack([r.loss_sum for r in self._results]).to(torch.float64)
+        dist.all_reduce(losses)
+        values = losses.tolist()
+        norms = [None if r.grad_norm is None else float(r.grad_norm) for r in self._results]
+        # The device may have worked on after the last step was recorded: its time counts too.
+        self._lines[-1]["seconds"] += time.perf_counter() - self._since
+        self._since = time.perf_counter()
+        lines = [
+            self._finish(line, value, norm)
+            for line, value, norm in zip(self._lines, values, norms, strict=True)
+        ]
+        self._lines, self._results = [], []
+        if self.world.is_first:
+            with self.directory.log.open("a", encoding="utf-8") as file:
+                file.writelines(json.dumps(line) + "\n" for line in lines)
+            for line in lines:
+                self._show(line)
+            logger.info(self._sentence(lines))
+        for line in lines:
+            if line["loss"] is None:
+                raise FloatingPointError(
+                    f"the loss of step {line['step']} is not a number; everything from here on "
+                    "would be lost time. Continue from the last checkpoint with a lower "
+                    "optimizer.lr or a smaller optimizer.clip"
+                )
+
+    def _finish(self, line: dict[str, Any], loss_sum: float, norm: float | None) -> dict[str, Any]:
+        seconds, flops = line.pop("seconds"), line.pop("flops")
+        naive, tokens = line.pop("naive_flops"), line["tokens"]
+        label_tokens = max(1, line["label_tokens"])
+        available = self._peak * self.world.size * seconds if self._peak else None
+        return {
+            **line,
+            "loss": loss_sum / label_tokens if math.isfinite(loss_sum) else None,
+            "grad_norm": norm if norm is not None and math.isfinite(norm) else None,
+            "padding": 1 - line["useful_tokens"] / tokens,
+            "seconds": round(seconds, 6),
+            "tokens_per_second": tokens / seconds,
+            "useful_tokens_per_second": line["useful_tokens"] / seconds,
+            "data_wait_share": line["data_wait"] / seconds,
+            "tflops_per_rank": flops / seconds / self.world.size / 1e12,
+            "mfu": flops / available if available else None,
+            "naive_mfu": naive / available if available else None,
+            "memory_gib": _memory_gib(self.world.device),
+        }
+
+    def _show(self, line: dict[str, Any]) -> None:
+        step = line["step"]
+        for writer in self._writers:
+            scalars = {f"train/{k}": v for k, v in line.items() if isinstance(v, (int, float))}
+            if line["loss"] is not None:
+                scalars[f"bucket_loss/{line['capacity']}"] = line["loss"]
+            writer.write(scalars, step)
+
+    def evaluation(self, step: int, result: dict[str, Any]) -> None:
+        """Write an evaluation after ``step`` steps; all ranks may call it."""
+        if not self.world.is_first:
+            return
+        with self.directory.evaluation.open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"step": step, **result}) + "\n")
+        for writer in self._writers:
+            scalars = {f"valid/{k}": v for k, v in result.items() if isinstance(v, float)}
+            writer.write(scalars, step)
+
+    def _sentence(self, lines: list[dict[str, Any]]) -> str:
+        last, seconds = lines[-1], sum(line["seconds"] for line in lines)
+        useful = sum(line["useful_tokens"] for line in lines) / seconds
+        tokens = sum(line["tokens"] for line in lines) / seconds
+        losses = [line["loss"] for line in lines if line["loss"] is not None]
+        loss = sum(losses) / len(losses) if losses else math.nan
+        left = (self.num_steps - 1 - last["step"]) * seconds / len(lines)
+        wait = sum(line["data_wait"] for line in lines) / seconds
+        parts = [
+            f"step {last['step'] + 1}/{self.num_steps}",
+            f"loss {loss:.4f}",
+            f"lr {last['lr']:.2e}",
+            f"bucket {last['capacity']}",
+            f"{tokens:,.0f} tok/s ({useful:,.0f} useful)",
+            f"wait {wait:.1%}",
+        ]
+        if last["mfu"] is not None:
+            mean = sum(line["mfu"] * line["seconds"] for line in lines) / seconds
+            naive = sum(line["naive_mfu"] * line["seconds"] for line in lines) / seconds
+            parts.append(f"MFU {mean:.1%} (naive {naive:.1%})")
+        parts.append(f"{last['memory_gib']:.1f} GiB")
+        return ", ".join([*parts, f"{_duration(left)} left"])
+
+    def close(self) -> None:
+        """Write the rest; all ranks."""
+        self.flush()
+        for writer in self._writers:
+            writer.close()
+
+
+class _TensorBoard:
+    def __init__(self, writer: Any) -> None:
+        self._writer = writer
+
+    def write(self, scalars: dict[str, Any], step: int) -> None:
+        for name, value in scalars.items():
+            self._writer.add_scalar(name, value, step)
+        self._writer.flush()
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class _WeightsAndBiases:
+    def __init__(self, project: str, directory: RunDirectory) -> None:
+        try:
+            import wandb  # noqa: PLC0415
+        except ImportError as error:
+            raise ConfigError(
+                f"logging.wandb_project is {project!r}; that needs pip install wandb"
+            ) from error
+        name = directory.path.name
+        # The name is the id: a resumed run continues its curves.
+        self._run = wandb.init(
+            project=project, name=name, id=name, resume="allow", dir=str(directory.path)
+        )
+
+    def write(self, scalars: dict[str, Any], step: int) -> None:
+        self._run.log(scalars, step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+def _memory_gib(device: torch.device) -> float:
+    """The most this process ever held: on the device, or resident on the host."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**30
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
+
+
+def _duration(seconds: float) -> str:
+    if not math.isfinite(seconds):
+        return "?"
+    hours, rest = divmod(round(seconds), 3600)
+    return f"{hours}:{rest // 60:02d}:{rest % 60:02d}"

@@ -1,0 +1,62 @@
+"""What a step holds and how much arithmetic it is, from the index alone."""
+
+from __future__ import annotations
+
+import zlib
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megapack.data import Schedule, Step
+from megapack.training.model.flops import ModelFlops
+
+__all__ = ["StepWork", "sample_digest", "segment_lengths"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepWork:
+    """What a step holds, from the index alone."""
+
+    tokens: int
+    """Padding included."""
+    useful_tokens: int
+    """Tokens of documents."""
+    flops: float
+    """Of the model: every token of a document, attention inside segments."""
+    naive_flops: float
+    """Had every sample been one document of its capacity: the figure that flatters packing."""
+
+    @staticmethod
+    def of(schedule: Schedule, step: Step, flops: ModelFlops) -> StepWork:
+        """Count one step."""
+        lengths = segment_lengths(schedule, step.sample_ids)
+        samples = [np.full(len(d.sample_ids), d.capacity, np.int64) for d in step.draws]
+        capacities = np.concatenate(samples)
+        tokens = schedule.config.tokens_per_step
+        useful = int(lengths.sum())
+        return StepWork(
+            tokens=tokens,
+            useful_tokens=useful,
+            flops=flops.step(useful, lengths),
+            naive_flops=flops.step(tokens, capacities),
+        )
+
+
+def segment_lengths(schedule: Schedule, sample_ids: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Lengths of all segments of some samples, tokens; global sample ids, any order."""
+    source, local = schedule.samples.locate(sample_ids)
+    parts = []
+    for number, index in enumerate(schedule.samples.indices):
+        ids = local[source == number]
+        first = np.asarray(index.sample_segment_offsets[ids])
+        counts = np.asarray(index.sample_segment_offsets[ids + 1]) - first
+        before = np.cumsum(counts) - counts
+        where = np.repeat(first - before, counts) + np.arange(counts.sum())
+        parts.append(np.asarray(index.segment_length[where], dtype=np.int64))
+    return np.concatenate(parts)
+
+
+def sample_digest(content: Step) -> str:
+    """Eight hexadecimal digits that change when the samples of a step do."""
+    return f"{zlib.crc32(np.ascontiguousarray(content.sample_ids, np.int64).tobytes()):08x}"
