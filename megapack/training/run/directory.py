@@ -29,7 +29,7 @@ import megapack
 from megapack.config import to_dict
 from megapack.errors import FormatError
 from megapack.storage.atomic import atomic_write
-from megapack.storage.lock import WriterLock, writer_lock
+from megapack.storage.lock import WriterLock
 from megapack.training.run.world import World
 
 __all__ = ["RunDirectory", "environment", "git_state", "plain", "read_jsonl"]
@@ -73,7 +73,7 @@ class RunDirectory:
 
     def _hold(self) -> None:
         self.path.mkdir(parents=True, exist_ok=True)
-        self._lock = writer_lock(self.path, what="training")
+        self._lock = WriterLock(self.path, what="training")
         self._write_end("running")
 
     def release(self) -> None:
