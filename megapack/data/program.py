@@ -25,7 +25,7 @@ from megapack.data.order import order_named
 from megapack.data.step import ScheduleConfig
 from megapack.errors import ConfigError
 
-__all__ = ["Program", "Stage", "StageSettings", "Weights", "num_tokens", "resolve", "spans"]
+__all__ = ["Program", "Stage", "StageSettings", "Weights", "resolve", "spans", "tokens_before"]
 
 # Of every source: a share of the tokens, 0 for none, None for its size.
 Weights = tuple[float | None, ...]
@@ -98,11 +98,10 @@ def spans(stages: Sequence[S], num_steps: int) -> Iterator[tuple[S, int]]:
             yield stage, min(end, num_steps)
 
 
-def num_tokens(program: Program, num_steps: int) -> int:
-    """Tokens of the first ``num_steps`` steps, padding included."""
+def tokens_before(program: Program, step: int) -> int:
+    """Tokens of the steps before ``step``, padding included."""
     return sum(
-        (end - stage.begin) * stage.config.tokens_per_step
-        for stage, end in spans(program, num_steps)
+        (end - stage.begin) * stage.config.tokens_per_step for stage, end in spans(program, step)
     )
 
 
@@ -154,7 +153,7 @@ def _begin(program: Program, stage: Stage) -> int:
         return stage.from_step
     assert stage.from_tokens is not None
     last = program[-1]
-    missing = stage.from_tokens - num_tokens(program, last.begin)
+    missing = stage.from_tokens - tokens_before(program, last.begin)
     return last.begin + -(-missing // last.config.tokens_per_step)
 
 

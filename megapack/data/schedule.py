@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 from megapack.config import to_dict
 from megapack.data import resume
-from megapack.data.program import Stage, num_tokens, resolve, spans
+from megapack.data.program import Stage, resolve, spans, tokens_before
 from megapack.data.source import HasSamples, SampleSource
 from megapack.data.stage import StageDraws, open_stages
 from megapack.data.step import ScheduleConfig, Step
@@ -97,9 +97,9 @@ class Schedule:
         """The first stage and all that begin before ``num_steps``, and where each of them ends."""
         return spans(self.stages, num_steps)
 
-    def num_tokens(self, num_steps: int) -> int:
-        """Tokens of the first ``num_steps`` steps, padding included."""
-        return num_tokens(self.program, num_steps)
+    def tokens_before(self, step: int) -> int:
+        """Tokens of the steps before ``step``, padding included."""
+        return tokens_before(self.program, step)
 
     def epochs(self, num_steps: int) -> float:
         """How many epochs the first ``num_steps`` steps are, each stage measured by its own.

@@ -81,7 +81,7 @@ def _model(architecture: Any, model: TrainingModel, attention: Choice) -> str:
 
 
 def _length(config: PretrainConfig, inputs: Inputs) -> str:
-    tokens = inputs.schedule.num_tokens(inputs.num_steps)
+    tokens = inputs.schedule.tokens_before(inputs.num_steps)
     warmup = num_warmup_steps(inputs.num_steps, config.schedule)
     return "\n".join(
         [
@@ -143,7 +143,11 @@ def _time(inputs: Inputs, flops: ModelFlops, ranks: int, device: str | None) -> 
         lengths = segment_lengths(inputs.schedule, content.sample_ids)
         tokens = inputs.schedule.stage_at(i).config.tokens_per_step
         total += flops.step(tokens, lengths)
-    run = total * inputs.schedule.num_tokens(inputs.num_steps) / inputs.schedule.num_tokens(steps)
+    run = (
+        total
+        * inputs.schedule.tokens_before(inputs.num_steps)
+        / inputs.schedule.tokens_before(steps)
+    )
     peak = peak_by_name(device) if device is not None else _own_peak()
     text = f"arithmetic: {run:.3e} FLOP ({run / inputs.num_steps:.3e} per step)"
     if peak is None:

@@ -43,7 +43,7 @@ def test_a_stage_may_begin_at_a_number_of_tokens() -> None:
         Stage(from_tokens=96 * 10 + 144 + 48 * 3 - 1, weights={"s0": 1}),
     )
     assert [stage.begin for stage in by_tokens.stages] == [0, 10, 11, 14]
-    assert [by_tokens.num_tokens(n) for n in (0, 10, 11, 14, 15)] == [0, 960, 1104, 1248, 1296]
+    assert [by_tokens.tokens_before(n) for n in (0, 10, 11, 14, 15)] == [0, 960, 1104, 1248, 1296]
     assert by_tokens.stages[-1].weights == (1.0, 0.0)
 
 
