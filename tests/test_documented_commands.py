@@ -17,7 +17,7 @@ PLACES = (
     "docs/guides/*.md",
     "launch/*.sh",
     "launch/README.md",
-    "configs/*.yaml",
+    "megapack/configs/*.yaml",
     "examples/*",
     "megapack/cli/*.py",
 )
