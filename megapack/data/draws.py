@@ -50,6 +50,14 @@ class DrawOrder:
         at = draw - self.begin(cycle)
         return int(bucket[at]), self.drawn(int(bucket[at]), cycle) + int(rank[at])
 
+    def draw_at(self, bucket: int, turn: int) -> int:
+        """The inverse of ``locate``: which draw is the ``turn``-th of a bucket."""
+        cycle = turn * self.num_cycles * self.samples_per_draw[bucket]
+        cycle //= self.samples_per_epoch[bucket]  # the last one with drawn(bucket, cycle) <= turn
+        buckets, rank = _cycle(self, cycle)
+        place = (buckets == bucket) & (rank == turn - self.drawn(bucket, cycle))
+        return self.begin(cycle) + int(np.flatnonzero(place)[0])
+
     def drawn(self, bucket: int, cycles: int) -> int:
         """Draws of a bucket in the first ``cycles`` cycles."""
         samples = cycles * self.samples_per_epoch[bucket]

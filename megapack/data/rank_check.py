@@ -45,6 +45,7 @@ class RankChecker:
             "check_ranks_every": every,
             **sampler.launch,
             "last_step": sampler.start_step + sampler.num_steps,
+            "stages": [],  # the same fields on all ranks, whatever each was given
             **sampler.schedule.identity(),
         }
 

@@ -135,6 +135,21 @@ class SampleSource:
                     capacities.append(capacity)
         return starts, capacities
 
+    def segments(self, sample: int) -> tuple[int, list[tuple[int, int, int]]]:
+        """(number of the index, its segments (document, begin, length)) of a global id."""
+        source, local = (int(part[0]) for part in self.locate(np.array([sample])))
+        return source, self.indices[source].sample(local)[1]
+
+    def samples_of(self, source: int, document: int) -> list[int]:
+        """Global ids of the samples that hold a piece of a document of an index, ascending.
+
+        Reads all of the index's ``segment_document``: 4 bytes per segment.
+        """
+        index = self.indices[source]
+        segments = np.flatnonzero(np.asarray(index.segment_document) == document)
+        local = np.searchsorted(index.sample_segment_offsets, segments, side="right") - 1
+        return [int(self.bases[source]) + int(sample) for sample in np.unique(local)]
+
     def attention_cost(self, ids: Ids, capacity: int) -> Ids:
         """Token pairs per sample: sum of squared segment lengths, its padding included."""
         costs = np.empty(len(ids), np.int64)

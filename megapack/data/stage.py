@@ -155,6 +155,36 @@ class StageDraws:
         bucket, turn = self.draws.locate(draw)
         return Draw(bucket, self.buckets[bucket].capacity, self.ids(bucket, turn))
 
+    def steps_of(self, sample: int, end: int) -> list[int]:
+        """In which steps of the stage before ``end`` a global sample id is drawn, ascending."""
+        capacity = self.samples.capacity_of(sample)
+        dataset = self.samples.locate(np.array([sample]))[0][0]
+        found = [
+            self.draws.draw_at(b, turn)
+            for b, stream in enumerate(self.buckets)
+            if stream.capacity == capacity and dataset in stream.datasets
+            for turn in self._turns_of(b, sample, int(self.draws.counts(self.draw_of(end))[b]))
+        ]
+        steps = [self.step_of(draw) for draw in sorted(found)]
+        return [step for step in steps if step is not None and step < end]
+
+    def _turns_of(self, bucket: int, sample: int, num_turns: int) -> list[int]:
+        """Which of the first turns of a bucket have a sample; with windows some later ones too."""
+        stream, count = self.buckets[bucket], self.samples_per_draw[bucket]
+        if self.config.cost_window == 1:
+            return [p // count for p in stream.positions(sample, num_turns * count)]
+        if num_turns == 0:
+            return []
+        _, num_turns = self.draws.window(bucket, num_turns - 1, self.config.cost_window)
+        near = {p // count for p in stream.positions(sample, num_turns * count)}
+        windows = {self.draws.window(bucket, turn, self.config.cost_window) for turn in near}
+        return [
+            turn
+            for begin, end in windows
+            for turn in range(begin, end)
+            for _ in range(int((self.ids(bucket, turn) == sample).sum()))
+        ]
+
     def ids(self, bucket: int, turn: int) -> Ids:
         """Samples of the ``turn``-th draw of a bucket."""
         stream, count = self.buckets[bucket], self.samples_per_draw[bucket]

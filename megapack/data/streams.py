@@ -11,6 +11,7 @@ Sample ids are global: the samples of dataset 0, then those of dataset 1, and so
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import NamedTuple
@@ -84,6 +85,31 @@ class BucketStream:
         ids = np.empty_like(own)
         ids[places] = own + np.repeat(self.first_sample[which], count)
         return ids
+
+    def positions(self, sample: int, end: int) -> list[int]:
+        """Where a global sample id stands in positions ``[0, end)``; once per epoch."""
+        [i] = np.flatnonzero(
+            (self.first_sample <= sample) & (sample < self.first_sample + self.sizes)
+        ).tolist()
+        key, size, place = (
+            int(self._keys[i]),
+            int(self.sizes[i]),
+            sample - int(self.first_sample[i]),
+        )
+        first = int(self.starts[i])
+        last = first + self.blend.taken_of(i, end)
+        found = []
+        for epoch in range(first // size, -(-last // size)):
+            if self._shuffled:
+                cursor = epoch * size + _core.permute_inverse(fold_key(key, epoch), size, place)
+            else:
+                cursor = epoch * size + place
+            if first <= cursor < last:  # the position at which the source is taken once more
+                turn = cursor - first
+                found.append(
+                    bisect_right(range(end), turn, key=lambda n: self.blend.taken_of(i, n)) - 1
+                )
+        return found
 
     def taken(self, end: int) -> NDArray[np.int64]:
         """How many of the first ``end`` samples each of ``datasets`` gave; shape (D,)."""
