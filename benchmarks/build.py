@@ -169,7 +169,13 @@ def build(corpus: Path, tokenizer: Path, prefix: Path, backend: str) -> Side:
     command = [sys.executable, "-m", "megapack.cli.main", "tokenize", "--input", str(corpus)]
     command += ["--tokenizer", str(tokenizer), "--append-eod", "--eod-token", "<|endoftext|>"]
     command += ["--output-prefix", str(prefix), "--workers", PROCESSES, "--backend", backend]
-    return lambda: run_command([*command, "--overwrite"])[:2]
+
+    def run() -> tuple[float, int]:
+        for path in prefix.parent.glob(f"{prefix.name}.*"):
+            path.unlink()  # what is there already is not built again
+        return run_command(command)[:2]
+
+    return run
 
 
 class Corpora:

@@ -68,12 +68,14 @@ def measure(
                       for name in ("shard", "unknown"))  # fmt: skip
     sides = {
         MEGATRON: partial(merge_with_megatron, theirs, known, directory / "theirs"),
-        OURS: partial(merge, known, directory / "ours", overwrite=True),
-        UNKNOWN: partial(merge, unknown, directory / "unknown", overwrite=True),
+        OURS: partial(merge, known, directory / "ours"),
+        UNKNOWN: partial(merge, unknown, directory / "unknown"),
         COPY: partial(copy_tokens, known, directory / "copied"),
     }
-    memory = {name: in_child(partial(_nothing_more, side)) for name, side in sides.items()}
-    found = take_turns(sides)
+    # What stands there already would not be merged again.
+    fresh = {name: partial(removed_first, side) for name, side in sides.items()}
+    memory = {name: in_child(side) for name, side in fresh.items()}
+    found = take_turns(fresh)
     for suffix in (".bin", ".idx"):
         same = filecmp.cmp(directory / f"ours{suffix}", directory / f"theirs{suffix}", False)
         assert same, f"the two {suffix} files differ"
@@ -92,7 +94,11 @@ def measure(
     ]
 
 
-def _nothing_more(side: Any) -> dict[str, Any]:
+def removed_first(side: partial[Any]) -> dict[str, Any]:
+    """Merge as if for the first time."""
+    output: Path = side.args[-1]
+    for path in output.parent.glob(f"{output.name}.*"):
+        path.unlink()
     side()
     return {}
 
