@@ -90,6 +90,7 @@ def evaluate(
             for number, capacity in enumerate(capacities):
                 layout = _layout(capacity, micro_batch_tokens, config)
                 for batch in _batches(data, capacity, layout, max_tokens, world):
+                    world.progress.at(f"validation, bucket {capacity}")
                     loss = model(**on_device(batch, world.device, config))
                     sums[0, number] += loss
                     sums[1, number] += int((batch["labels"] >= 0).sum())
