@@ -12,7 +12,6 @@ import importlib.util
 import json
 import os
 import re
-import runpy
 import shlex
 import subprocess
 import sys
@@ -30,6 +29,8 @@ from megapack.cli.main import COMMANDS
 from megapack.integrations import index as integrations_index
 from megapack.packing import pack
 from megapack.storage import IndexedDataset, IndexedDatasetBuilder
+from megapack.training import pretrain
+from megapack.training.recipes import read_config
 
 ROOT = Path(__file__).parents[1]
 # docs/concepts.md is run by test_concepts.py; docs/results.md is written by a command.
@@ -270,7 +271,8 @@ LINES = words_of_lines()
 
 def test_every_command_is_one_that_a_test_knows() -> None:
     """megapack-build is read by test_documented_commands.py, the others below."""
-    known = {"megapack-build", "python", "torchrun", "deepspeed", "make", "pip"}
+    known = {"megapack-build", "megapack-pretrain", "python", "torchrun", "deepspeed"}
+    known |= {"make", "pip"}
     programs = {words[0] for _, words in LINES}
     scripts = {name for name in programs if (ROOT / name).is_file()}
     assert programs - scripts <= known, programs
@@ -282,24 +284,28 @@ def test_every_command_is_one_that_a_test_knows() -> None:
             assert words[1] in COMMANDS
 
 
-def test_scripts_and_modules_that_are_launched_exist_and_take_these_options(
+def test_modules_that_are_launched_exist_and_take_these_options(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    namespace = runpy.run_path(str(ROOT / "launch" / "pretrain.py"), run_name="read")
     read = 0
-    for block, words in LINES:
-        if words[0] not in ("python", "torchrun", "deepspeed"):
-            continue
-        if "launch/pretrain.py" in words:
-            rest = words[words.index("launch/pretrain.py") + 1 :]
-            monkeypatch.setattr(sys, "argv", ["pretrain.py", *rest])
-            config = namespace["parse_arguments"]().config
-            assert config == "..." or (ROOT / config).is_file(), f"{block.name}: {config}"
-            read += 1
+    for _, words in LINES:
+        if pretrain.__name__ in words:
+            rest = words[words.index(pretrain.__name__) + 1 :]
+        elif words[0] == "megapack-pretrain":
+            rest = words[1:]
         elif "-m" in words:
             assert importlib.util.find_spec(words[words.index("-m") + 1]), words
+            continue
         else:
-            assert any(word.endswith(".py") for word in words), words  # the host's own script
+            launched = words[0] in ("python", "torchrun", "deepspeed")
+            # The host's own script.
+            assert not launched or any(word.endswith(".py") for word in words), words
+            continue
+        monkeypatch.setattr(sys, "argv", ["megapack-pretrain", *rest])
+        config = pretrain.parse_arguments().config
+        if config != "...":
+            read_config(str(ROOT / config) if "/" in config else config)  # raises
+        read += 1
     assert read >= 5
 
 
