@@ -17,7 +17,7 @@ PLACES = (
     "docs/guides/*.md",
     "launch/*.sh",
     "launch/README.md",
-    "megapack/configs/*.yaml",
+    "configs/*.yaml",
     "examples/*",
     "megapack/cli/*.py",
 )

@@ -5,7 +5,7 @@
     torchrun --nproc-per-node 8 -m megapack.training.pretrain --config x.yaml --set seed=7
     deepspeed --hostfile hosts --module megapack.training.pretrain --config llama_1b_bucket_h100
 
-``--config`` is a file, or the name of one in ``megapack/configs``. The same command continues a
+``--config`` is a file, or the name of one in ``configs``. The same command continues a
 run that stopped: from its newest checkpoint, on any number of ranks.
 Exit codes: 0 done, 75 stopped by a signal after saving (start again), 76 another rank was lost,
 1 an error that is printed, 2 an error of the configuration or the command line.

@@ -18,7 +18,7 @@ def read_config(name: str, overrides: Sequence[str] = ()) -> PretrainConfig:
     """A run's configuration from a YAML file, or from a recipe that comes with the package.
 
     Args:
-        name: a path, or the name of a file of ``megapack/configs`` without ``.yaml``.
+        name: a path, or the name of a file of ``configs/`` without ``.yaml``.
         overrides: ``"a.b=value"``.
 
     Raises:
