@@ -119,7 +119,7 @@ def train(config: PretrainConfig, here: World, run: RunDirectory, signals: StopS
             "fingerprints": inputs.fingerprints(),
         }
         run.begin(config, facts)
-        run.forget_after(start * config.data.tokens_per_step)
+        run.forget_after(inputs.schedule.tokens_before(start))
 
     trainer = Trainer(
         config, here, inputs, engine=engine, run=run, store=store, flops=flops, start=start
