@@ -56,15 +56,15 @@ class Foreign:
     allow_negative: bool = False
 
 
-def detect(source: str | os.PathLike[str]) -> str:
+def detect(path: str | os.PathLike[str]) -> str:
     """The kind of a file or prefix, by what stands in it and beside it.
 
     Raises:
         FileNotFoundError: there is no such file.
         FormatError: it is no regular file.
     """
-    path = Path(source)
-    idx_path = path_of(prefix_of(source), ".idx")
+    path = Path(path)
+    idx_path = path_of(prefix_of(path), ".idx")
     if idx_path.is_file():
         with open_regular(idx_path) as file:
             magic = file.read(len(MAGIC))
@@ -83,14 +83,14 @@ def detect(source: str | os.PathLike[str]) -> str:
     return "flat"
 
 
-def tokens_path(source: str | os.PathLike[str], kind: str) -> Path:
+def tokens_path(path: str | os.PathLike[str], kind: str) -> Path:
     """The file that holds the tokens."""
     is_pair = kind in ("mmididx", "tntidx")
-    return path_of(prefix_of(source), ".bin") if is_pair else Path(source)
+    return path_of(prefix_of(path), ".bin") if is_pair else Path(path)
 
 
 def open_foreign(
-    source: str | os.PathLike[str],
+    path: str | os.PathLike[str],
     kind: str,
     *,
     dtype: DTypeLike | None = None,
@@ -100,7 +100,7 @@ def open_foreign(
     """Find the documents of a file.
 
     Args:
-        source: file or prefix.
+        path: file or prefix.
         kind: one of ``KINDS``.
         dtype: of the tokens, where the file does not say it.
         eod_token: the id that ends documents, for kinds without an index.
@@ -114,7 +114,7 @@ def open_foreign(
     """
     if kind not in KINDS:
         raise ConfigError(f"kind is {kind!r}; it is one of {', '.join(KINDS)}")
-    path = Path(source)
+    path = Path(path)
     if kind in _INDEXED:
         return _INDEXED[kind](path)
     plain = open_plain(path, kind, dtype)

@@ -116,7 +116,7 @@ def perplexity_by_context(
 ) -> dict[int, ValidationResult]:
     """The same documents seen through contexts of different length (BucketLLM, Figure 3).
 
-    With context C, a document longer than C is scored in pieces of C tokens that do not see each
+    With context C, a document longer than C is scored in chunks of C tokens that do not see each
     other; the tokens scored are the same for every C.
     """
     result = {}
