@@ -61,15 +61,12 @@ test-data:
 
 # make bench-packing, bench-build, bench-merge, bench-data, bench-schedule, bench-train, ...; QUICK=1
 # takes less than a minute, and the table comes last.
-bench-composition: build $(VENV)/.dev
-	$(BIN)/python benchmarks/papers/composition.py
+bench-%: build $(VENV)/.dev
+	$(BIN)/python benchmarks/$*.py
 
 # What the papers claim, trained again: within 40 minutes; ONLY=atom_size,... chooses, SCALE=gpu.
 bench-papers: build $(VENV)/.dev
 	$(BIN)/python benchmarks/papers/all.py
-
-bench-%: build $(VENV)/.dev
-	$(BIN)/python benchmarks/$*.py
 
 # The day a GPU is at hand: the gpu tests, bench-train and the papers' recipes on it. OUT, PARTS.
 gpu: build $(VENV)/.dev

@@ -20,12 +20,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import numpy as np
 from common import Table, best_of, in_child, large, quick, write_results
+from composition import show
 from lengths import LAWS
 from numpy.typing import NDArray
 from packing_peers import PEERS, TRL_PLAN, TRL_WHOLE
-from papers import blog_rows, bucketllm_rows, seamless_rows
-from papers.composition import show
-from papers.rows import Row
+from papers.composition import blog, bucketllm, seamless
+from papers.composition.rows import Row
 
 from megapack.packing import STRATEGIES, pack
 
@@ -83,11 +83,11 @@ def quality_rows(num_documents: int) -> list[Row]:
     """BucketLLM Table 1; Seamless 4.8, I.1 and Table 9; the blog's utilization; our goals."""
     law = LAWS["fineweb_edu_like"](num_documents)
     return [
-        *bucketllm_rows.table_1(law, "fineweb_edu_like"),
-        *seamless_rows.section_4_8(),
-        *seamless_rows.dropping(),
-        *seamless_rows.table_9(num_documents=num_documents // 10),
-        *blog_rows.strategies(),
+        *bucketllm.table_1(law, "fineweb_edu_like"),
+        *seamless.section_4_8(),
+        *seamless.dropping(),
+        *seamless.table_9(num_documents=num_documents // 10),
+        *blog.strategies(),
         *goals(num_documents),
     ]
 

@@ -20,7 +20,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from megapack.errors import MegapackError
+from megapack.errors import ConfigError, MegapackError
 from megapack.storage import IndexedDataset
 from megapack.storage.atomic import atomic_write
 from megapack.training.config import EngineConfig, ModelConfig
@@ -157,4 +157,4 @@ if __name__ == "__main__":
         sys.exit(main())
     except (MegapackError, OSError) as error:
         print(f"megapack: {type(error).__name__}: {error}", file=sys.stderr)
-        sys.exit(1)
+        sys.exit(2 if isinstance(error, ConfigError) else 1)

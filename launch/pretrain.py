@@ -7,7 +7,7 @@
 
 The same command continues a run that stopped: from its newest checkpoint, on any number of ranks.
 Exit codes: 0 done, 75 stopped by a signal after saving (start again), 76 another rank was lost,
-1 an error that is printed.
+1 an error that is printed, 2 an error of the configuration or the command line.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from megapack.training.run.checkpoint import CheckpointStore
 from megapack.training.run.directory import RunDirectory
 from megapack.training.run.engine import start_engine, train_step
 from megapack.training.run.export import end_token, export_model, open_tokenizer
-from megapack.training.run.inputs import Inputs, check_inputs, open_inputs
+from megapack.training.run.inputs import Inputs, check_inputs, open_inputs, verify_samples
 from megapack.training.run.learning_rate import learning_rate
 from megapack.training.run.world import World, join, world
 from megapack.training.watch.batches import BatchTrace, TimedBatches
@@ -65,7 +65,7 @@ def main() -> int:
             try:
                 return train(config, here, signals)
             except (MegapackError, OSError) as error:
-                leave(here, f"{type(error).__name__}: {error}", code=1)
+                leave(here, f"{type(error).__name__}: {error}", code=exit_code(error))
             except Exception as error:  # a rank that fails must not leave the others waiting
                 traceback.print_exc()
                 # torch's errors of collectives are RuntimeErrors; so are a device's own.
@@ -75,8 +75,9 @@ def main() -> int:
 
 def train(config: PretrainConfig, here: World, signals: StopSignals) -> int:
     inputs = open_inputs(config)
+    if config.data.verify:
+        verify_samples(inputs, here)
     logger.info("%s; %s steps", inputs.data, f"{inputs.num_steps:,}")
-
     architecture = model_configuration(config.model, inputs.vocab_size)
     check_inputs(inputs, architecture, config.data.positions)
     source = config.model.tokenizer or config.model.pretrained
@@ -192,7 +193,7 @@ class Trainer:
 
     def run(self, signals: StopSignals) -> bool:
         """Train to the end, or to the step after a signal; whether it was a signal."""
-        agreement = Agreement()
+        agreement = Agreement(self.here.group)
         for step, micro_batches in self.batches.steps():
             self.take(step, micro_batches)
             if agreement.stop(signals.received is not None):
@@ -271,6 +272,11 @@ def due(every: int | None, done: int) -> bool:
     return every is not None and done % every == 0
 
 
+def exit_code(error: Exception) -> int:
+    """2: the command line or the configuration is at fault."""
+    return 2 if isinstance(error, ConfigError) else 1
+
+
 def leave(here: World, message: str, code: int) -> None:
     """End this process now: the others may be gone, and nothing may wait for them."""
     print(f"megapack: rank {here.rank} on {here.host}: {message}", file=sys.stderr, flush=True)
@@ -312,4 +318,4 @@ if __name__ == "__main__":
         sys.exit(main())
     except (MegapackError, OSError) as error:
         print(f"megapack: {type(error).__name__}: {error}", file=sys.stderr)
-        sys.exit(1)
+        sys.exit(exit_code(error))

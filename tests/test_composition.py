@@ -12,9 +12,9 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 
 from lengths import LAWS, expected_truncation_ratio
-from papers import atom_size_rows, blog_rows, bucketllm_rows, seamless_rows
-from papers.rows import Row, compared, python_sources
-from papers.seamless_theory import expect_seamless
+from papers.composition import atom_size, blog, bucketllm, seamless
+from papers.composition.rows import Row, compared, python_sources
+from papers.composition.seamless_theory import expect_seamless
 
 from megapack.packing import pack
 
@@ -56,7 +56,7 @@ def test_laws_have_the_means_and_the_limits_of_their_sources() -> None:
 
 
 def test_section_4_8_comes_out_where_the_equations_decide() -> None:
-    rows = by_item(seamless_rows.section_4_8())
+    rows = by_item(seamless.section_4_8())
     assert rows["eq. 6 on Table 13", "texts that slide"].measured == pytest.approx(6716.9)
     assert rows["eq. 7 on Table 13", "short tokens, M"].measured == pytest.approx(2.649, rel=1e-3)
     slid = rows["seamless", "texts that slide"]
@@ -69,7 +69,7 @@ def test_section_4_8_comes_out_where_the_equations_decide() -> None:
 
 
 def test_figure_3_rises_and_falls_ever_more_slowly() -> None:
-    rows = by_item(seamless_rows.figure_3((0.1, 0.2, 0.3, 0.4, 0.5)))
+    rows = by_item(seamless.figure_3((0.1, 0.2, 0.3, 0.4, 0.5)))
     items = [f"r_max {r:g}" for r in (0.1, 0.2, 0.3, 0.4, 0.5)]
     texts = np.array([rows[item, "texts that slide"].measured for item in items])
     tokens = np.array([rows[item, "short tokens, M"].measured for item in items])
@@ -78,7 +78,7 @@ def test_figure_3_rises_and_falls_ever_more_slowly() -> None:
 
 
 def test_bucketllm_table_1_comes_out_except_its_concatenation_ratio() -> None:
-    rows = by_item(bucketllm_rows.table_1(LAWS["fineweb_edu_like"](1_000_000), "law"))
+    rows = by_item(bucketllm.table_1(LAWS["fineweb_edu_like"](1_000_000), "law"))
     disagree = {key for key, row in rows.items() if row.agrees is False}
     assert disagree == {
         ("DD, pieces from 1 on", "r_tru %"),
@@ -94,15 +94,15 @@ def test_bucketllm_table_1_comes_out_except_its_concatenation_ratio() -> None:
 
 
 def test_speeds_by_context_length_are_predicted() -> None:
-    assert all(row.agrees for row in bucketllm_rows.speeds())
+    assert all(row.agrees for row in bucketllm.speeds())
 
 
 def test_steps_of_padding_follow_from_the_lengths() -> None:
-    assert all(row.agrees for row in atom_size_rows.table_3_steps())
+    assert all(row.agrees for row in atom_size.table_3_steps())
 
 
 def test_the_blogs_row_is_reproduced_and_its_means_refuted() -> None:
-    rows = blog_rows.padding_waste(50_000)
+    rows = blog.padding_waste(50_000)
     assert all(row.agrees for row in rows if row.corpus == "web_blog_table")
     refuted = [row for row in rows if row.corpus in ("code, mean 300", "books, mean 50,000")]
     assert len(refuted) == 12 and not any(row.agrees for row in refuted)
@@ -112,8 +112,8 @@ def test_the_blogs_row_is_reproduced_and_its_means_refuted() -> None:
 def _reasons() -> list[tuple[str, Callable[[Row], bool]]]:
     """What a reason says, and whether it is so; figures of a paper are typed in again here."""
     pubmed, web, edu = LAWS["pubmed"](11_268), LAWS["web_800"](20_000), LAWS["fineweb_edu_like"]
-    blog = LAWS["web_blog_table"](20_000)  # whose row "no packing" agrees
-    expected = expect_seamless(seamless_rows.TABLE_13, 2048, 0.3)
+    wide = LAWS["web_blog_table"](20_000)  # whose row "no packing" agrees
+    expected = expect_seamless(seamless.TABLE_13, 2048, 0.3)
     lengths = edu(100_000)
     ladder = {1024: 6.52, 2048: 16.58, 4096: 32.34, 8192: 27.17, 16384: 17.39}
     samples_per_token = sum(share / 100 / n for n, share in ladder.items())
@@ -122,7 +122,7 @@ def _reasons() -> list[tuple[str, Callable[[Row], bool]]]:
     def all_dropped(row: Row) -> int:
         """Tokens, if every sample of seamless dropped c_extra."""
         name = row.corpus.split()[0]
-        count, capacity, extra = seamless_rows.CORPORA[name]
+        count, capacity, extra = seamless.CORPORA[name]
         options = {"r_max": 0.3, "last": "drop", "extra_capacity": extra}
         index = pack(LAWS[name](count), "seamless", buckets=[capacity], **options)
         return index.num_samples * extra
@@ -152,7 +152,7 @@ def _reasons() -> list[tuple[str, Callable[[Row], bool]]]:
         ("remainders are uniform here", lambda row: row.measured < row.paper),
         (
             "a mean of 800 fills 19.5 % at most; the row needs a mean of about 4,800",
-            lambda row: 100 * web.mean() / 4096 < 20 and 4700 < blog.mean() < 4900,
+            lambda row: 100 * web.mean() / 4096 < 20 and 4700 < wide.mean() < 4900,
         ),
         ("batches of 8 from documents sorted", lambda row: row.measured > 99),
         ("the blog's code splits documents", lambda row: row.measured > 99.9),
@@ -161,7 +161,7 @@ def _reasons() -> list[tuple[str, Callable[[Row], bool]]]:
             lambda row: (
                 not any(
                     abs(other.measured - row.paper) <= 0.01 * row.paper
-                    for other in blog_rows.strategies(20_000)
+                    for other in blog.strategies(20_000)
                     if other.item in ("random packing, whole", "length-sorted")
                 )
             ),
@@ -188,11 +188,11 @@ def _reasons() -> list[tuple[str, Callable[[Row], bool]]]:
 
 def test_every_disagreement_has_a_reason_and_the_reason_is_true() -> None:
     rows = [
-        *seamless_rows.section_4_8(),
-        *seamless_rows.dropping(),
-        *blog_rows.strategies(20_000),
-        *blog_rows.costs(),
-        *bucketllm_rows.table_3(LAWS["fineweb_edu_like"](100_000), "law"),
+        *seamless.section_4_8(),
+        *seamless.dropping(),
+        *blog.strategies(20_000),
+        *blog.costs(),
+        *bucketllm.table_3(LAWS["fineweb_edu_like"](100_000), "law"),
     ]
     assert len(rows) > 50
     disagreeing = [row for row in rows if row.agrees is False]

@@ -12,9 +12,10 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 
-from papers import ranks, recipe_bucketllm, recipe_masking, recipe_steps
+from papers import ranks
 from papers.bucketllm_results import CURRICULUM, MASKED
-from papers.recipe_masking import (
+from papers.recipes import bucketllm, masking, steps
+from papers.recipes.masking import (
     ACROSS,
     CLASSIC,
     DEFAULT,
@@ -24,7 +25,7 @@ from papers.recipe_masking import (
     RESTARTED,
     UNBROKEN,
 )
-from papers.recipe_steps import ANY, MEANS, ON, PADDED, PADDED_MEANS
+from papers.recipes.steps import ANY, MEANS, ON, PADDED, PADDED_MEANS
 from papers.runs import SCALES, Result, Run
 
 SEEDS = (0, 1, 2, 3)
@@ -33,14 +34,14 @@ Values = dict[str, float]
 
 # What must hold for "yes": the first arm lies below the second one.
 BELOW: dict[ModuleType, dict[str, tuple[str, str]]] = {
-    recipe_masking: {
+    masking: {
         "attention across documents makes a worse model": (UNBROKEN, ACROSS),
         "a trained label at the boundary makes a worse model": (DEFAULT, LABELS),
         "all masks together make a better model than none": (DEFAULT, CLASSIC),
         "restarting positions without masking attention does not help": (ACROSS, RESTARTED),
         "learned positions: restarting them is better": (LEARNED, LEARNED_UNBROKEN),
     },
-    recipe_bucketllm: {
+    bucketllm: {
         **{
             f"BucketLLM trains a better model than {name}": ("BucketLLM", name)
             for name in ("DD", "Fixed-2048", "Fixed-4096", "Fixed-8192")
@@ -53,7 +54,7 @@ BELOW: dict[ModuleType, dict[str, tuple[str, str]]] = {
         "its curriculum grow-P2": (CURRICULUM, "DD"),
         "attention inside documents makes bucket better": (MASKED, "bucket"),
     },
-    recipe_steps: {
+    steps: {
         "with padding, equal weights of tokens make a better model": (PADDED, PADDED_MEANS),
         "one bucket for all ranks makes steps even": (
             "whole samples, same bucket",
@@ -71,15 +72,15 @@ BELOW: dict[ModuleType, dict[str, tuple[str, str]]] = {
 }
 # What must hold for "yes": both arms are alike.
 ALIKE: dict[ModuleType, dict[str, tuple[str, str]]] = {
-    recipe_masking: {
+    masking: {
         "masking attention changes less than": (UNBROKEN, ACROSS),
         "with RoPE and masked attention positions need not restart": (UNBROKEN, DEFAULT),
     },
-    recipe_bucketllm: {
+    bucketllm: {
         "BucketLLM and v0 train equally good models": ("BucketLLM", "BucketLLM-v0"),
         "bucket, the default here, is as good as BucketLLM": ("bucket", "BucketLLM"),
     },
-    recipe_steps: {
+    steps: {
         "steps of one bucket cost no quality": (ON, ANY),
         "with full samples the weight of the loss hardly matters": (MEANS, ON),
     },

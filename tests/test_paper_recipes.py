@@ -13,16 +13,17 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 
-from papers import bucketllm_results, corpus, recipe_bucketllm, recipe_masking, recipe_steps
+from papers import bucketllm_results, corpus
 from papers import runs as harness
 from papers.corpus import Corpus
 from papers.ranks import mean_of_ranks
+from papers.recipes import bucketllm, masking, steps
 from papers.runs import SCALES, Result, Run, run_all, worker_pool
 
 RECIPES = {
-    "bucketllm": recipe_bucketllm,
-    "masking": recipe_masking,
-    "steps": recipe_steps,
+    "bucketllm": bucketllm,
+    "masking": masking,
+    "steps": steps,
 }
 # What an arm may change, and nothing else.
 SWITCHES = {
@@ -77,7 +78,7 @@ class Written(Result):
 
 
 def test_time_to_equal_loss_lies_on_the_line_between_two_evaluations() -> None:
-    run = recipe_bucketllm.runs(SCALES["quick"])[0]
+    run = bucketllm.runs(SCALES["quick"])[0]
     result = Written(run, Path(), {})
     assert bucketllm_results.speed_by_bucket(result) == {64: 100.0, 128: 50.0}
     assert bucketllm_results.seconds_to(result, 100.0) == pytest.approx(6.0)
@@ -124,7 +125,7 @@ def test_each_recipe_runs_measures_claims_and_draws(work: Path) -> None:
         for name, recipe in RECIPES.items()
     }
     # One arm of each is trained; what is computed from arms takes its results for all of them.
-    arms = ("BucketLLM", recipe_masking.DEFAULT, recipe_steps.ON)
+    arms = ("BucketLLM", masking.DEFAULT, steps.ON)
     chosen = [
         next(r for r in g if r.name == arm) for g, arm in zip(runs.values(), arms, strict=True)
     ]

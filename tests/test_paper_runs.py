@@ -18,9 +18,10 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 
 import report
 from papers import all as everything
-from papers import corpus, recipe_atom_size, recipe_seamless, runs, seamless_facts
+from papers import corpus, invented_facts, runs
 from papers.claims import alike, difference, less, near, shown
 from papers.corpus import Corpus
+from papers.recipes import atom_size, seamless
 from papers.runs import SCALES, Result, Run, run_all, worker_pool
 from papers.shifted_labels import shifted
 
@@ -51,7 +52,7 @@ RUN = Run(
 def work(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """An empty cache, and a tokenizer that is trained in a second."""
     folder = tmp_path_factory.mktemp("work")
-    caches = (corpus.prepare, corpus.tokenizer, seamless_facts.vocabulary)
+    caches = (corpus.prepare, corpus.tokenizer, invented_facts.vocabulary)
     with pytest.MonkeyPatch.context() as patch:
         for module in (corpus, runs):
             patch.setattr(module, "WORK", folder)
@@ -97,17 +98,17 @@ def test_a_run_is_done_once_and_a_run_that_continues_it_begins_with_its_weights(
 def test_the_cut_tears_every_invented_fact_and_a_window_of_seamless_packing_holds_it(
     work: Path,
 ) -> None:
-    encode = seamless_facts.vocabulary().encode
-    facts, texts = seamless_facts.facts(), seamless_facts.documents()
-    assert len(texts) == len(facts) * seamless_facts.NUM_COPIES
+    encode = invented_facts.vocabulary().encode
+    facts, texts = invented_facts.facts(), invented_facts.documents()
+    assert len(texts) == len(facts) * invented_facts.NUM_COPIES
     assert len({fact.about for fact in facts}) == len(facts)
-    lengths = np.full(3, seamless_facts.DOCUMENT_TOKENS, np.int32)
-    capacity = seamless_facts.CAPACITY
-    strategy, parameters = recipe_seamless.CASES["SP"]
+    lengths = np.full(3, invented_facts.DOCUMENT_TOKENS, np.int32)
+    capacity = invented_facts.CAPACITY
+    strategy, parameters = seamless.CASES["SP"]
     windows = pack(lengths, strategy, buckets=[capacity], **parameters)
     begins = {begin for i in range(windows.num_samples) for _, begin, _ in windows.sample(i)[1]}
     assert begins == {0, 24}
-    for fact, text in zip(facts, texts[:: seamless_facts.NUM_COPIES], strict=True):
+    for fact, text in zip(facts, texts[:: invented_facts.NUM_COPIES], strict=True):
         tokens, wanted = encode(text), encode(fact.prompt + fact.answer)
         [place] = [i for i in range(len(tokens)) if tokens[i : i + len(wanted)] == wanted]
         assert place >= 24 and place + len(wanted) <= len(tokens)  # whole in the second window
@@ -160,22 +161,22 @@ def test_atom_sizes_are_judged_by_what_was_measured(tmp_path: Path) -> None:
         share = float(name.split(", atom ")[1].split(maxsplit=1)[0])
         return 4.0 + 0.2 * abs(math.log2(share)) - (0.1 if "padding" in name else 0.0)
 
-    runs = recipe_atom_size.runs(SCALES["cpu"])
+    runs = atom_size.runs(SCALES["cpu"])
     assert len({run.name for run in runs}) == 2 * 5 + 2 * 2 + 3 and len(runs) == 3 * 17
     results = [made_up(run, tmp_path / str(i), loss(run.name)) for i, run in enumerate(runs)]
-    assert len(recipe_atom_size.rows(results)) == 17
-    claims = recipe_atom_size.claims(results)
+    assert len(atom_size.rows(results)) == 17
+    claims = atom_size.claims(results)
     assert len(claims) == 3 * 5 + 3 * 3 + 1
     steps = [claim for claim in claims if "more steps" in claim.claim]
     assert ["1.25 times" in claim.measured for claim in steps] == [True] * 3
     assert {claim.agrees for claim in claims if claim not in steps[::2]} == {"yes"}
     assert steps[2].agrees == "no"  # 1.46 times in the paper
     worse = [made_up(run, tmp_path / f"w{i}", -loss(run.name)) for i, run in enumerate(runs)]
-    verdicts = [claim.agrees for claim in recipe_atom_size.claims(worse)]
+    verdicts = [claim.agrees for claim in atom_size.claims(worse)]
     exact = [claim.claim for claim in claims].index(steps[1].claim)
     assert verdicts[:15] == ["no"] * 15 and verdicts[exact : exact + 3] == ["yes", "no", "no"]
     assert verdicts[-1] == "yes"  # evaluations are written as they are in both
-    recipe_atom_size.plots(results, tmp_path / "images")
+    atom_size.plots(results, tmp_path / "images")
     assert len(list((tmp_path / "images").glob("atom_size_*.png"))) == 2
 
 
@@ -186,16 +187,16 @@ def test_seamless_packing_is_judged_by_what_was_measured(work: Path) -> None:
         place = [i for i, word in enumerate(order) if name.startswith((word, f"facts, {word}"))]
         return 4.0 + 0.005 * min(place, default=0) + (0.1 if "SP, " in name else 0.0)
 
-    runs = recipe_seamless.runs(dataclasses.replace(SCALES["quick"], seeds=(0, 1, 2)))
+    runs = seamless.runs(dataclasses.replace(SCALES["quick"], seeds=(0, 1, 2)))
     results = [made_up(run, work / "r" / str(i), loss(run.name)) for i, run in enumerate(runs)]
-    claims = recipe_seamless.claims(results)
+    claims = seamless.claims(results)
     verdicts = {claim.claim: claim.agrees for claim in claims}
     assert len(verdicts) == 12
     against = [claim.agrees for claim in claims if "placement" in claim.claim]
     assert against == ["no"]  # 10 % worse, and within 1 % was asked
     assert {v for claim, v in verdicts.items() if "placement" not in claim} == {"yes"}
-    assert {row["strategy"] for row in recipe_seamless.rows(results)} == {r.name for r in runs}
-    recipe_seamless.plots(results, work / "images")
+    assert {row["strategy"] for row in seamless.rows(results)} == {r.name for r in runs}
+    seamless.plots(results, work / "images")
     assert len(list((work / "images").glob("seamless_*.png"))) == 2
 
 

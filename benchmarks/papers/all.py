@@ -5,10 +5,10 @@
     SCALE=gpu make bench-papers            # larger models on one GPU
     ONLY=atom_size,seamless make bench-papers
 
-A recipe is a module ``recipe_NAME.py`` with ``TITLE``, ``EQUAL`` (what its runs have in common),
-``runs(scale)``, ``rows(results)`` (what was measured), ``claims(results)`` and
-``plots(results, folder)``. ``composition`` trains nothing (``papers.composition``). Runs are cached
-in ``benchmarks/papers/.work``: an interrupted command goes on where it stopped.
+A recipe is a module of ``papers.recipes`` with ``TITLE``, ``EQUAL`` (what its runs have in
+common), ``runs(scale)``, ``rows(results)`` (what was measured), ``claims(results)`` and
+``plots(results, folder)``. ``composition`` trains nothing (``benchmarks/composition.py``). Runs are
+cached in ``benchmarks/papers/.work``: an interrupted command resumes where it stopped.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+import composition
 from common import quick, write_results
-from papers import composition
 from papers.claims import Claim
+from papers.composition.rows import Row
 from papers.corpus import WORK
-from papers.rows import Row
 from papers.runs import SCALES, Scale, run_all, worker_pool
 from rich.console import Console
 from rich.table import Table
@@ -63,7 +63,7 @@ def compose() -> tuple[dict[str, Any], list[Claim]]:
 
 def replay(name: str, scale: Scale, pool: Executor) -> tuple[dict[str, Any], list[Claim]]:
     """Train what a recipe asks for, and let it say what came out."""
-    recipe = importlib.import_module(f"papers.recipe_{name}")
+    recipe = importlib.import_module(f"papers.recipes.{name}")
     runs = recipe.runs(scale)
     print(f"\n{recipe.TITLE}: {len(runs)} runs", flush=True)
     results = run_all(runs, pool)
@@ -109,7 +109,7 @@ def chosen_scale() -> Scale:
 
 def chosen_recipes() -> list[str]:
     """ONLY=a,b, or all of them in a fixed order."""
-    known = ["composition", *sorted(p.stem[len("recipe_") :] for p in HERE.glob("recipe_*.py"))]
+    known = ["composition", *sorted(path.stem for path in HERE.glob("recipes/*.py"))]
     only = [name for name in os.environ.get("ONLY", "").split(",") if name]
     unknown = sorted(set(only) - set(known))
     if unknown:

@@ -6,8 +6,8 @@ import itertools
 from statistics import fmean, median
 
 import numpy as np
-from papers.bucketllm_rows import SPEEDS
 from papers.claims import Claim, alike, less, shown, together
+from papers.composition.bucketllm import SPEEDS
 from papers.runs import Result, by_name
 
 __all__ = [

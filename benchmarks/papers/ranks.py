@@ -63,8 +63,8 @@ def step_times(model: TrainingModel, here: World, engine: EngineConfig, run: Run
         lengths); ``gradient``: norm of the difference of one step's gradients under both dealings
         over the norm of either.
     """
-    bench = _Bench(model, here, engine, run)
     with torch.enable_grad():
+        bench = _Bench(model, here, engine, run)
         times = {name: bench.times(*arm) for name, arm in ARMS.items()}
         balanced, in_order = bench.gradient("balanced"), bench.gradient("in_order")
     difference = float((balanced - in_order).norm() / balanced.norm())

@@ -1,4 +1,4 @@
-"""What the runs of ``papers.recipe_seamless`` say to Tables 2, 7, 10, 11 and section 4.7."""
+"""What the runs of ``papers.recipes.seamless`` say to Tables 2, 7, 10, 11 and section 4.7."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from papers import seamless_facts
+from papers import invented_facts
 from papers.claims import Claim, alike, less, shown, together
 from papers.figures import lines
 from papers.runs import Result, by_name
@@ -147,7 +147,7 @@ def _case_study(groups: dict[str, list[Result]]) -> list[Claim]:
             measured=f"{shown(loss[0])} against {shown(loss[1])} nats per fact; "
             f"{shown(right[0], 1)} % against {shown(right[1], 1)} % right",
             agrees=less(*loss),
-            why=f"{seamless_facts.NUM_FACTS} invented facts in place of one, L_seq 32",
+            why=f"{invented_facts.NUM_FACTS} invented facts in place of one, L_seq 32",
         )
 
     return [

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from megapack.errors import ConfigError
+from megapack.storage.mmididx import prefix_of
 
 __all__ = [
     "add_dataset_argument",
@@ -78,11 +79,6 @@ def token_argument(text: str) -> str | int:
     return int(text) if text.isascii() and text.isdecimal() else text
 
 
-def _prefix(text: str) -> str:
-    """``corpus.idx`` (as the shell completes it) -> ``corpus``."""
-    return text.removesuffix(".idx")
-
-
 def _and(shared: str, own: str) -> str:
     return f"{shared}; {own}" if own else shared
 
@@ -120,13 +116,13 @@ def add_dataset_argument(
         group.add_argument(
             "prefix",
             nargs="?",
-            type=_prefix,
+            type=prefix_of,
             metavar="PREFIX",
             default=argparse.SUPPRESS,
             help=text,
         )
         group.add_argument(
-            "--data-prefix", type=_prefix, dest="prefix", metavar="PREFIX", help="the same"
+            "--data-prefix", type=prefix_of, dest="prefix", metavar="PREFIX", help="the same"
         )
     return group
 

@@ -35,7 +35,7 @@ from megapack.cli.arguments import (
     positive,
 )
 from megapack.cli.pack import add_alignment
-from megapack.cli.report import Work, count, counted, note, print_table
+from megapack.cli.report import Work, note, print_table
 from megapack.compare import (
     GPUS,
     MODELS,
@@ -55,6 +55,7 @@ from megapack.errors import ConfigError, DataError
 from megapack.storage import read_document_lengths
 from megapack.storage.atomic import atomic_write
 from megapack.storage.replace import check_target
+from megapack.words import count, counted
 
 __all__ = ["add_arguments", "run"]
 

@@ -22,12 +22,15 @@ from typing import Any
 import numpy as np
 
 from megapack.cli.arguments import add_json, add_tokenizer
-from megapack.cli.datasets import dataset_prefixes, prefix_of_samples
+from megapack.cli.composition import print_composition
+from megapack.cli.datasets import dataset_prefixes
 from megapack.cli.inspect_sample import print_sample, view_sample
-from megapack.cli.report import Screen, counted, note, print_table
+from megapack.cli.report import Screen, note, print_table
 from megapack.errors import ConfigError
 from megapack.packing import SampleIndex
+from megapack.packing.verify import prefix_of_samples
 from megapack.storage import IndexedDataset
+from megapack.words import counted
 
 __all__ = ["add_arguments", "run"]
 
@@ -73,13 +76,16 @@ def run(args: argparse.Namespace) -> int:
             )
         _show_sample(console, names[0], prefixes, args)
         return 0
-    facts = [describe_index(name, SampleIndex.load(name)) for name in names]
-    facts += [describe_dataset(IndexedDataset(prefix)) for prefix in prefixes]
+    indices = {name: SampleIndex.load(name) for name in names}
+    datasets = [describe_dataset(IndexedDataset(prefix)) for prefix in prefixes]
     if args.json:
+        facts = [*(describe_index(name, index) for name, index in indices.items()), *datasets]
         print(json.dumps(facts[0] if len(facts) == 1 else facts, indent=2))
         return 0
-    for described in facts:
-        (_print_index if "strategy" in described else _print_dataset)(console, described)
+    for name, index in indices.items():
+        _print_index(console, name, index)
+    for described in datasets:
+        _print_dataset(console, described)
     return 0
 
 
@@ -186,36 +192,9 @@ def _print_histogram(console: Screen, counts: dict[str, int]) -> None:
             console.write_line(f"{'<= ' + format(int(upper), ','):>14} {bar:{BAR}} {count:,}")
 
 
-def _print_index(console: Screen, facts: dict[str, Any]) -> None:
-    metrics = facts["metrics"]
-    source = (facts["source"] or {}).get("prefix", "bare lengths")
-    console.write_line(f"{facts['path']}: {facts['strategy']} of {source}", style="bold")
-    chosen = ", ".join(f"{k}={v}" for k, v in sorted(facts["parameters"].items()))
-    console.write_line(f"seed={facts['seed']}, {chosen}")
-    for name, why in facts["decisions"].items():
-        console.write_line(f"{name}: {why}")
-    columns = (
-        facts["bucket_capacity"],
-        metrics["samples_per_bucket"],
-        metrics["tokens_per_bucket"],
-    )
-    print_table(
-        ("bucket", "samples", "tokens", "share of tokens", "filled"),
-        [
-            (
-                f"{capacity:,}",
-                f"{samples:,}",
-                f"{tokens:,}",
-                f"{tokens / max(1, metrics['placed_tokens']):.1%}",
-                f"{tokens / max(1, samples * capacity):.3%}",
-            )
-            for capacity, samples, tokens in zip(*columns, strict=True)
-        ],
-    )
-    console.write_line(
-        f"padding {metrics['padding_ratio']:.3%}, truncated documents "
-        f"{metrics['truncation_ratio']:.3%} (longer than the largest bucket: "
-        f"{metrics['truncation_floor']:.3%}), documents per sample "
-        f"{metrics['concatenation_ratio']:.3f}, dropped tokens {metrics['dropped_tokens']:,}, "
-        f"repeated tokens {metrics['repeated_tokens']:,}"
-    )
+def _print_index(console: Screen, path: str, index: SampleIndex) -> None:
+    dataset = (index.source or {}).get("prefix", "bare lengths")
+    console.write_line(f"{path}: {index.strategy} of {dataset}", style="bold")
+    chosen = ", ".join(f"{k}={v}" for k, v in sorted(index.parameters.items()))
+    console.write_line(f"seed={index.seed}, {chosen}")
+    print_composition(index)

@@ -18,9 +18,10 @@ from megapack.cli.arguments import (
     add_overwrite,
 )
 from megapack.cli.datasets import dataset_prefixes
-from megapack.cli.report import Work, counted
+from megapack.cli.report import Work
 from megapack.storage import IndexedDataset
 from megapack.storage.merge import merge
+from megapack.words import counted
 
 __all__ = ["add_arguments", "run"]
 

@@ -8,7 +8,7 @@ The result is the same, byte for byte, for any number of workers and machines. W
 <output-prefix>.build/ until it is done: after a crash, run the same command again and it goes on
 behind the last finished shard. --dry-run says what would be done, and what it will take.
 
-Several machines: every machine runs the same command with its own --shard i/n; when all are done,
+Several machines: every machine runs the same command with its own --part i/n; when all are done,
 one runs it with --finish. Or one command with --executor ray.
 """
 
@@ -26,7 +26,7 @@ from megapack.cli.build_report import print_previews, print_results
 from megapack.cli.corpus_arguments import add_corpus_arguments
 from megapack.cli.report import note
 from megapack.errors import ConfigError
-from megapack.tokenization.build.config import BuildConfig
+from megapack.tokenization.build.config import OPTIONS, BuildConfig
 from megapack.tokenization.build.run import build, preview
 from megapack.tokenization.tokenizers.tokenizer import Kind, TokenizerFiles
 
@@ -39,8 +39,6 @@ _MEGATRON_TYPES: dict[str, Kind] = {
     "SentencePieceTokenizer": "sentencepiece",
     "GPTSentencePieceTokenizer": "sentencepiece",
 }
-# Fields of BuildConfig whose options have another name.
-_OPTIONS = {"inputs": "input", "suffixes": "suffix", "shard_bytes": "shard_size"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -159,13 +157,15 @@ def _add_split_arguments(parser: argparse.ArgumentParser) -> None:
 def _add_shard_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("shards (the same for all parts of a build)")
     group.add_argument(
-        "--shard-size",
+        "--shard-bytes",
         type=arguments.byte_count,
         metavar="SIZE",
         help="text per shard; another size gives the same documents, but cannot use the shards of "
         "a build that was begun (default: 1M to 256M, about 64 shards)",
     )
-    group.add_argument("--shard", type=_part, metavar="I/N", help="build the I-th of N parts only")
+    group.add_argument(
+        "--part", type=_part, metavar="I/N", help="build the I-th of N parts of the shards"
+    )
     group.add_argument(
         "--finish", action="store_true", help="join the parts that other machines built"
     )
@@ -257,7 +257,7 @@ def _configs(args: argparse.Namespace) -> Iterator[BuildConfig]:
     """One, or one for every key of --json-keys."""
     values: dict[str, Any] = {}
     for field in dataclasses.fields(BuildConfig):
-        value = getattr(args, _OPTIONS.get(field.name, field.name))
+        value = getattr(args, OPTIONS.get(field.name, field.name))
         values[field.name] = tuple(value) if isinstance(value, list) else value
     config = BuildConfig(**values)
     if args.json_keys is None:
@@ -279,7 +279,7 @@ def _translate(args: argparse.Namespace) -> None:
     if args.partitions is not None:
         raise ConfigError(
             "--partitions is not needed: leave it out. Shards are made by themselves "
-            "(--shard-size) and shared out to --workers, or to machines with --shard I/N"
+            "(--shard-bytes) and shared out to --workers, or to machines with --part I/N"
         )
     if args.json_keys and (args.messages_key is not None or args.json_key != "text"):
         raise ConfigError("--json-keys stands for itself; leave out --json-key and --messages-key")

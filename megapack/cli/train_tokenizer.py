@@ -16,11 +16,12 @@ import time
 
 from megapack.cli.arguments import add_output, add_overwrite, add_vocab_size, byte_count
 from megapack.cli.corpus_arguments import add_corpus_arguments
-from megapack.cli.report import counted, note, size
+from megapack.cli.report import note
 from megapack.tokenization.corpus.faults import Faults, fault_lines
 from megapack.tokenization.corpus.inputs import find_inputs
 from megapack.tokenization.corpus.pieces import ReadOptions
 from megapack.tokenization.tokenizers.train import TrainOptions, train_tokenizer
+from megapack.words import counted, size
 
 __all__ = ["add_arguments", "run"]
 

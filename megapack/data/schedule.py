@@ -96,7 +96,8 @@ class Schedule:
             if stream.num_samples < count:
                 log.warning(
                     "bucket %d has %d samples and a draw takes %d of them: it repeats samples. "
-                    "Lower tokens_per_step, or pack without this bucket",
+                    "Make steps smaller (tokens_per_step; elsewhere rows_per_block or the global "
+                    "batch size), or pack without this bucket",
                     *(stream.capacity, stream.num_samples, count),
                 )
         self._windows: OrderedDict[tuple[int, int], Ids] = OrderedDict()

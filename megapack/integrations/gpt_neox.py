@@ -27,7 +27,7 @@ from megapack.integrations.text_rows import TextRowDataset, build_text_rows, spl
 
 __all__ = ["NeoXProvider", "install", "uninstall"]
 
-_rebinding = Rebinding()
+_rebinding = Rebinding("GPT-NeoX")
 
 SPLITS = ("train", "valid", "test")
 

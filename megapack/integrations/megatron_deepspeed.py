@@ -30,7 +30,7 @@ from megapack.integrations.text_rows import (
 
 __all__ = ["build_train_valid_test_datasets", "install", "uninstall"]
 
-_rebinding = Rebinding()
+_rebinding = Rebinding("Megatron-DeepSpeed")
 
 Datasets = tuple[TextRowDataset | None, TextRowDataset | None, TextRowDataset | None]
 

@@ -5,25 +5,43 @@ from __future__ import annotations
 from types import ModuleType
 from typing import Any
 
+from megapack.errors import ConfigError
+
 __all__ = ["Rebinding"]
 
 
 class Rebinding:
-    """A set of replaced names; ``undo()`` restores them, last first."""
+    """A set of replaced names; ``undo()`` restores them, last first.
 
-    def __init__(self) -> None:
-        self._replaced: list[tuple[ModuleType, str, Any]] = []
+    Args:
+        host: its name and release, for the message about a name that it does not have.
+    """
+
+    def __init__(self, host: str) -> None:
+        self.host = host
+        self._replaced: list[tuple[ModuleType | type, str, Any]] = []
 
     def __bool__(self) -> bool:
         return bool(self._replaced)
 
-    def replace(self, module: ModuleType, name: str, value: Any) -> None:
-        """Bind ``module.name`` to ``value``. AttributeError where the host has no such name."""
-        self._replaced.append((module, name, getattr(module, name)))
-        setattr(module, name, value)
+    def replace(self, owner: ModuleType | type, name: str, value: Any) -> None:
+        """Bind ``owner.name`` to ``value``.
+
+        Raises:
+            ConfigError: the host has no such name; what was replaced before is given back.
+        """
+        if not hasattr(owner, name):
+            self.undo()
+            raise ConfigError(
+                f"{self.host} has no {owner.__name__}.{name} "
+                f"({getattr(owner, '__file__', 'a class')}): megapack does not know this release; "
+                "docs/guides names those it was tried with"
+            )
+        self._replaced.append((owner, name, getattr(owner, name)))
+        setattr(owner, name, value)
 
     def undo(self) -> None:
         """Give every module its own names back."""
         while self._replaced:
-            module, name, original = self._replaced.pop()
-            setattr(module, name, original)
+            owner, name, original = self._replaced.pop()
+            setattr(owner, name, original)

@@ -1,6 +1,6 @@
 """What `bucket` decides by itself: whether to promote, and whether refined samples are better.
 
-Both are decided on the histogram of lengths, which costs milliseconds (refine: seconds to a minute)
+Both are decided on the histogram of lengths, which costs milliseconds (refine: seconds)
 and makes no sample; the choice and its reason stand in the index.
 """
 

@@ -11,15 +11,15 @@ The program's answer is then carried out with the true lengths: each pattern tak
 documents of its classes and ends with the longest document that fits the space left, so that what
 rounding gave away is mostly won back. What remains is packed again, and in the end greedily.
 
-This costs seconds whatever the number of documents, because only the histogram is looked at; a
-minute or two where a thousand different lengths make the programs large. It needs scipy.
+This costs seconds whatever the number of documents, because only the histogram is looked at. It
+needs highspy.
 """
 
 from __future__ import annotations
 
 import bisect
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,7 +63,7 @@ def refine(counts: Counts, buckets: list[int]) -> tuple[list[Refined], Counts]:
         The samples, and the counts of the documents that they leave.
 
     Raises:
-        ConfigError: scipy is not installed.
+        ConfigError: highspy is not installed.
     """
     unit = -(-buckets[-1] // GRID_CLASSES)
     left = _Pool(counts)
@@ -83,7 +83,10 @@ def price_of_a_sample(buckets: list[int]) -> float:
 
 
 class _Program:
-    """minimise sum x_p (capacity_p - price) so that every class is placed, by column generation."""
+    """minimise sum x_p (capacity_p - price) so that every class is placed, by column generation.
+
+    The solver keeps its basis while patterns are added, so that each solution starts at the last.
+    """
 
     def __init__(self, demand: NDArray[np.float64], buckets: list[int], unit: int) -> None:
         self._buckets = buckets
@@ -91,60 +94,82 @@ class _Program:
         self._costs = np.array(buckets) - price_of_a_sample(buckets)
         # A class that only rounding up makes longer than the largest bucket is not placed.
         self._classes = np.nonzero(demand[: self._units[-1] + 1])[0]
-        self._demand = demand[self._classes] / demand.sum() * 1e4  # HiGHS has absolute tolerances
-        self._scale = demand.sum() / 1e4
-        self._row = np.zeros(self._units[-1] + 1, np.int64)
+        self._scale = demand.sum() / 1e4  # HiGHS has absolute tolerances
+        self._row = np.zeros(self._units[-1] + 1, np.int32)
         self._row[self._classes] = np.arange(len(self._classes))
         self._columns: dict[Column, None] = {}  # in order of discovery
-        for g in self._classes.tolist():
-            for bucket, room in enumerate(self._units):
-                if g <= room:
-                    self._columns[bucket, (g,) * (room // g)] = None
-                    self._columns[bucket, (g,)] = None
+        self._solver = _solver(demand[self._classes] / self._scale)
+        self._add(
+            (bucket, pattern)
+            for g in self._classes.tolist()
+            for bucket, room in enumerate(self._units)
+            if g <= room
+            for pattern in ((g,) * (room // g), (g,))
+        )
 
     def solve(self) -> list[tuple[Column, int]]:
         """How often to use which pattern."""
         amounts, prices = self._solve_columns()
         for _ in range(MAX_ITERATIONS):
-            if not self._find_columns(prices):
+            if not self._add(self._worth_adding(prices)):
                 break
             amounts, prices = self._solve_columns()
         used = np.rint(amounts * self._scale).astype(np.int64)
-        return [(column, int(n)) for column, n in zip(self._columns, used, strict=False) if n > 0]
+        return [(column, int(n)) for column, n in zip(self._columns, used, strict=True) if n > 0]
+
+    def _add(self, columns: Iterable[Column]) -> int:
+        """Give the solver the columns that it has not; returns how many."""
+        new = [c for c in dict.fromkeys(columns) if c not in self._columns]
+        self._columns.update(dict.fromkeys(new))
+        counts = [Counter(pattern) for _, pattern in new]
+        sizes = [len(count) for count in counts]
+        costs = np.array([self._costs[bucket] for bucket, _ in new]) / self._buckets[-1]
+        self._solver.addCols(
+            len(new),
+            costs,
+            np.zeros(len(new)),
+            np.full(len(new), np.inf),
+            sum(sizes),
+            np.cumsum([0, *sizes[:-1]], dtype=np.int32),
+            self._row[[g for count in counts for g in count]],
+            np.array([copies for count in counts for copies in count.values()], np.float64),
+        )
+        return len(new)
 
     def _solve_columns(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        try:
-            from scipy.optimize import linprog  # noqa: PLC0415
-            from scipy.sparse import csc_matrix  # noqa: PLC0415
-        except ImportError as error:
-            raise ConfigError(
-                "refine needs scipy; pip install scipy, or pack without refine"
-            ) from error
-        rows = self._row[np.concatenate([pattern for _, pattern in self._columns])]
-        columns = np.repeat(
-            np.arange(len(self._columns)), [len(pattern) for _, pattern in self._columns]
-        )
-        shape = (len(self._classes), len(self._columns))
-        matrix = csc_matrix((np.ones(len(rows)), (rows, columns)), shape=shape)
-        costs = np.array([self._costs[bucket] for bucket, _ in self._columns])
-        costs /= self._buckets[-1]
-        answer: Any = linprog(costs, A_ub=-matrix, b_ub=-self._demand, method="highs-ds")
-        assert answer.x is not None, answer.message  # every class has a pattern of its own
+        self._solver.run()
+        answer = self._solver.getSolution()
+        assert answer.value_valid and answer.dual_valid  # every class has a pattern of its own
         prices = np.full(self._units[-1] + 1, -np.inf)
-        prices[self._classes] = -answer.ineqlin.marginals * self._buckets[-1]
-        return answer.x, prices
+        prices[self._classes] = np.array(answer.row_dual) * self._buckets[-1]
+        return np.array(answer.col_value), prices
 
-    def _find_columns(self, prices: NDArray[np.float64]) -> bool:
+    def _worth_adding(self, prices: NDArray[np.float64]) -> Iterator[Column]:
         """For every class and bucket the best pattern, if its prices exceed its capacity."""
         best, choice = _knapsack(prices)
-        before = len(self._columns)
         for bucket, room in enumerate(self._units):
             for g in self._classes[self._classes <= room].tolist():
                 gain = prices[g] + best[room - g] - self._costs[bucket]
                 if gain > 1e-6 * self._buckets[-1]:
-                    pattern = sorted((g, *_unfold(choice, room - g)), reverse=True)
-                    self._columns[bucket, tuple(pattern)] = None
-        return len(self._columns) > before
+                    yield bucket, tuple(sorted((g, *_unfold(choice, room - g)), reverse=True))
+
+
+def _solver(demand: NDArray[np.float64]) -> Any:
+    """A linear program of one row per class, >= its demand, and no column yet."""
+    try:
+        import highspy  # noqa: PLC0415
+    except ImportError as error:
+        raise ConfigError(
+            "refine needs highspy; pip install highspy, or pack without refine"
+        ) from error
+    solver = highspy.Highs()
+    # Primal: the last answer stays feasible when columns come, its prices do not.
+    options = {"output_flag": False, "solver": "simplex", "simplex_strategy": 4, "parallel": "off"}
+    for option, value in options.items():
+        solver.setOptionValue(option, value)
+    empty = np.zeros(0, np.int32)
+    solver.addRows(len(demand), demand, np.full(len(demand), np.inf), 0, empty, empty, np.zeros(0))
+    return solver
 
 
 def _knapsack(prices: NDArray[np.float64]) -> tuple[NDArray[np.float64], list[int]]:

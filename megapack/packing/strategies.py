@@ -256,8 +256,7 @@ def _bucket_llm(request: Request, *, pairs: bool) -> Packing:
         name="refine",
         default=False,
         help="look for better samples with a linear program, and take them if they are worth it "
-        "(needs scipy; seconds, or a minute or two where there are a thousand different lengths, "
-        "for any number of documents)",
+        "(needs highspy; seconds, whatever the number of documents)",
     ),
     many_buckets=True,
 )

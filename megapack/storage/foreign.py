@@ -23,6 +23,7 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from megapack.errors import ConfigError, FormatError
+from megapack.storage.layout import ArrayLayout
 from megapack.storage.meta import TokenFacts
 from megapack.storage.mmididx import MAGIC, path_of, prefix_of
 from megapack.storage.opening import identity_of, open_regular
@@ -46,18 +47,13 @@ class Foreign:
     tokens_path: Path
     begin_byte: int  # of the first token
     dtype: np.dtype[Any]
-    lengths: NDArray[np.int32]  # tokens per sequence
-    ends: NDArray[np.int64] | None = None  # of documents, in sequences; None: one each
+    layout: ArrayLayout
     # Byte of every sequence in tokens_path, when they are not stored in order.
     pointers: NDArray[np.int64] | None = None
     facts: TokenFacts | None = None  # when the tokens had to be read anyway
     metadata: dict[str, Any] = field(default_factory=dict)
     # Negative values are labels; False where a negative id would be an unsigned one too large.
     allow_negative: bool = False
-
-    @property
-    def num_tokens(self) -> int:
-        return int(self.lengths.sum(dtype=np.int64))
 
 
 def detect(source: str | os.PathLike[str]) -> str:
@@ -128,7 +124,7 @@ def open_foreign(
         tokens_path=path,
         begin_byte=plain.begin_byte,
         dtype=plain.dtype,
-        lengths=lengths,
+        layout=ArrayLayout(lengths),
         facts=facts,
         metadata=metadata,
     )
@@ -137,21 +133,18 @@ def open_foreign(
 def _mmididx(path: Path) -> Foreign:
     prefix = prefix_of(path)
     facts = survey(path_of(prefix, ".idx"), path_of(prefix, ".bin"))
+    layout = facts.layout
     dtype, text = facts.meaning()
     if dtype is None:
-        raise FormatError(f"{prefix}: dtype code {facts.part.header.dtype_code} means {text}")
-    ends = None
-    if not facts.part.header.lacks_document_indices:
-        ends = np.concatenate([np.zeros(0, np.int64), *facts.part.document_ends()])
-    pointers = np.concatenate([np.zeros(0, np.int64), *facts.part.pointers()])
+        raise FormatError(f"{prefix}: dtype code {layout.header.dtype_code} means {text}")
+    ends = None if layout.header.lacks_document_indices else layout.ends()
     return Foreign(
         kind="mmididx",
         tokens_path=path_of(prefix, ".bin"),
         begin_byte=0,
         dtype=dtype,
-        lengths=np.concatenate([np.zeros(0, np.int32), *facts.part.lengths()]),
-        ends=ends,
-        pointers=None if facts.widths else pointers,
+        layout=ArrayLayout(layout.lengths(), ends),
+        pointers=None if facts.widths else layout.pointers(),
         allow_negative=dtype.kind == "i",
     )
 
@@ -180,8 +173,9 @@ def _tntidx(path: Path) -> Foreign:
         tokens_path=bin_path,
         begin_byte=0,
         dtype=dtype,
-        lengths=as_lengths(sizes, "a sequence"),
-        ends=indices[1:] if indices.size > 1 else None,
+        layout=ArrayLayout(
+            as_lengths(sizes, "a sequence"), indices[1:] if indices.size > 1 else None
+        ),
         allow_negative=dtype.kind == "i",
     )
 
@@ -205,7 +199,7 @@ def _datatrove(path: Path) -> Foreign:
         tokens_path=path,
         begin_byte=0,
         dtype=np.dtype(np.uint16 if width == 2 else np.int32),
-        lengths=as_lengths(lengths, "a document"),
+        layout=ArrayLayout(as_lengths(lengths, "a document")),
     )
 
 

@@ -14,8 +14,7 @@ from numpy.typing import DTypeLike
 from megapack.errors import ConfigError, DataError, FormatError
 from megapack.storage.atomic import AtomicFile, Publishable
 from megapack.storage.foreign import Foreign, detect, open_foreign, tokens_path
-from megapack.storage.index_writer import ArrayIndexPart
-from megapack.storage.lock import writer_lock
+from megapack.storage.lock import WriterLock
 from megapack.storage.meta import TokenFacts, check_metadata
 from megapack.storage.mmididx import path_of, prefix_of
 from megapack.storage.opening import open_regular
@@ -82,7 +81,7 @@ def import_dataset(
         raise ConfigError(f"eod_at is {eod_at!r}; it is 'end' or 'start'")
     bin_path = path_of(output, ".bin")
     in_place = _is_same(bin_path, tokens_path(source, kind))
-    with writer_lock(output, what="import"):
+    with WriterLock(output, what="import"):
         check_prefix_names(output, keeps_bin=in_place)
         foreign = open_foreign(source, kind, dtype=dtype, eod_token=eod_token, eod_at=eod_at)
         if in_place and foreign.begin_byte:
@@ -93,10 +92,10 @@ def import_dataset(
         how = _import(foreign, output, limits, link=link, metadata=facts, overwrite=overwrite)
     if how is None:
         return f"nothing to do: {output} is there already"
-    num_documents = foreign.lengths.size if foreign.ends is None else foreign.ends.size
+    layout = foreign.layout
     return (
-        f"{output}: {num_documents} documents, {foreign.num_tokens} {foreign.dtype.name} tokens "
-        f"({kind}, .bin {how})"
+        f"{output}: {layout.num_documents} documents, {layout.num_tokens} "
+        f"{foreign.dtype.name} tokens ({kind}, .bin {how})"
     )
 
 
@@ -124,7 +123,7 @@ def _import(
             tokens = _checked(foreign, limits)
         content = DatasetContent(
             dtype=foreign.dtype,
-            parts=[ArrayIndexPart(foreign.lengths, foreign.ends)],
+            layouts=[foreign.layout],
             tokens=tokens,
             vocab_size=limits.vocab_size,
             metadata=metadata,
@@ -149,10 +148,10 @@ def _import(
 def _checked(foreign: Foreign, limits: TokenLimits) -> TokenFacts:
     """What the tokens are; DataError when an id is outside of the limits."""
     tokens = foreign.facts or scan_tokens(
-        foreign.tokens_path, foreign.dtype, foreign.num_tokens, begin_byte=foreign.begin_byte
+        foreign.tokens_path, foreign.dtype, foreign.layout.num_tokens, begin_byte=foreign.begin_byte
     )
-    low, high = tokens.min_token_id, tokens.max_token_id
-    if low is not None and high is not None and not limits.hold(low, high):
+    if tokens.token_range is not None and not limits.hold(*tokens.token_range):
+        low, high = tokens.token_range
         raise DataError(
             f"{foreign.tokens_path} has ids from {low} to {high}, outside of {limits.describe()}"
         )
@@ -168,7 +167,7 @@ def _bring(foreign: Foreign, bin_path: Path, link: str) -> tuple[Publishable, st
     file = AtomicFile(bin_path)
     with open_regular(foreign.tokens_path) as tokens:
         tokens.seek(foreign.begin_byte)
-        file.copy_from(tokens, foreign.num_tokens * foreign.dtype.itemsize)
+        file.copy_from(tokens, foreign.layout.num_tokens * foreign.dtype.itemsize)
     return file, "copied"
 
 
@@ -217,10 +216,10 @@ def _in_order(
     size = foreign.tokens_path.stat().st_size // width
     tokens = np.memmap(foreign.tokens_path, foreign.dtype, "r", shape=(size,))
     begins, rest = np.divmod(foreign.pointers, width)
-    if rest.any() or (begins < 0).any() or (begins + foreign.lengths > size).any():
+    if rest.any() or (begins < 0).any() or (begins + foreign.layout.lengths > size).any():
         raise FormatError(f"{foreign.tokens_path}: sequences lie outside of the file")
     writer = TokenWriter(bin_path, limits)
-    extents = zip(begins.tolist(), foreign.lengths.tolist(), strict=True)
+    extents = zip(begins.tolist(), foreign.layout.lengths.tolist(), strict=True)
     for sequence, (begin, length) in enumerate(extents):
         writer.append(as_tokens(tokens[begin : begin + length]), first_document=sequence)
     return writer.finish(), writer.target

@@ -93,6 +93,8 @@ class DataConfig:
     """Whether the last token of a document predicts the next document's first (the baseline)."""
     uneven: Literal["error", "pad"] = "error"
     """When ranks do not divide the micro batches of a step: stop, or give some an empty one."""
+    verify: bool = True
+    """Read the .samples files once per node at start and compare their checksums."""
     check_ranks_every: int = 100
     """Steps between comparisons of what the ranks are about to train on; 0 never compares."""
 

@@ -21,7 +21,8 @@ from megapack.integrations.megatron import install, uninstall
 from megapack.integrations.megatron.__main__ import main as launch
 from megapack.integrations.megatron.builder import PackedDatasetBuilder
 from megapack.integrations.megatron.dataset import PackedGPTDataset
-from megapack.integrations.megatron.install import _with_own_get_batch, needs_own_get_batch
+from megapack.integrations.megatron.host import version
+from megapack.integrations.megatron.swap import _with_own_get_batch, needs_own_get_batch
 from tests.integrations.harness import run_forked
 from tests.integrations.samples import make_dataset
 
@@ -49,7 +50,9 @@ def test_installing_twice_and_uninstalling_leaves_megatron_as_it_was(installed: 
 
 def test_only_releases_with_a_broken_path_get_our_get_batch() -> None:
     broken = {
-        v for v in ("0.16.1", "0.17.1", "0.18.2", "0.19.0", "0.20.0rc1") if needs_own_get_batch(v)
+        v
+        for v in ("0.16.1", "0.17.1", "0.18.2", "0.19.0", "0.20.0rc1")
+        if needs_own_get_batch(version(v))
     }
     assert broken == {"0.16.1", "0.17.1"}
     with pytest.raises(ConfigError, match="must be auto, yes or no"):

@@ -128,6 +128,60 @@ def test_numbers_as_strings_and_negative_labels_are_stored_as_megatron_stores_th
         assert ours.read_bytes() == theirs.read_bytes()
 
 
+def test_documents_without_tokens_keep_their_entry(tmp_path: Path) -> None:
+    for name, builder_class in (
+        ("theirs", stock.IndexedDatasetBuilder),
+        ("ours", IndexedDatasetBuilder),
+    ):
+        builder = builder_class(f"{tmp_path / name}.bin", dtype=np.uint16)
+        for tokens, lengths in (([], []), ([1, 2], [2]), ([], []), ([], [0]), ([3], [1])):
+            builder.add_document(tokens, lengths)
+        assert builder.sequence_lengths == [2, 0, 1]
+        assert builder.document_indices == [0, 0, 1, 1, 2, 3]
+        builder.finalize(f"{tmp_path / name}.idx")
+    for suffix in ("bin", "idx"):
+        ours, theirs = (tmp_path / f"{name}.{suffix}" for name in ("ours", "theirs"))
+        assert ours.read_bytes() == theirs.read_bytes()
+
+
+def test_the_builder_shows_what_was_added_so_far(tmp_path: Path) -> None:
+    for name, builder_class in (
+        ("theirs", stock.IndexedDatasetBuilder),
+        ("ours", IndexedDatasetBuilder),
+    ):
+        builder = builder_class(f"{tmp_path / name}.bin", dtype=np.int32, multimodal=True)
+        builder.add_document([1, 2, 3], [1, 2], [0, 4])
+        builder.add_item(torch.tensor([5, 6]), 2)
+        assert builder.sequence_lengths == [1, 2, 2]
+        assert builder.sequence_modes == [0, 4, 2]
+        assert builder.document_indices == [0, 2], "the item is part of no document yet"
+        builder.end_document()
+        assert builder.document_indices == [0, 2, 3]
+    plain = IndexedDatasetBuilder(str(tmp_path / "plain.bin"))
+    plain.add_item([1])
+    assert plain.sequence_modes is None and plain.document_indices == [0]
+
+
+@pytest.mark.parametrize("chunk_size", [1, 2, 100])
+@pytest.mark.parametrize("eod_token", [None, 9])
+@pytest.mark.parametrize("modes", [None, [0, 4, 1, 2]])
+def test_many_documents_at_once_are_megatrons_documents_one_by_one(
+    tmp_path: Path, chunk_size: int, eod_token: int | None, modes: list[int] | None
+) -> None:
+    documents = [[1, 2, 3], [], [4], [5, 6]]
+    theirs = stock.IndexedDatasetBuilder(f"{tmp_path}/theirs.bin", np.uint16, modes is not None)
+    for i, document in enumerate(documents):
+        tokens = document + [] if eod_token is None else [*document, eod_token]
+        theirs.add_document(tokens, [len(tokens)], modes and [modes[i]])
+    theirs.finalize(f"{tmp_path}/theirs.idx")
+    ours = IndexedDatasetBuilder(f"{tmp_path}/ours.bin", np.uint16, modes is not None)
+    ours.add_documents(documents, modes=modes, eod_token=eod_token, chunk_size=chunk_size)
+    ours.finalize(f"{tmp_path}/ours.idx")
+    for suffix in ("bin", "idx"):
+        written = [(tmp_path / f"{name}.{suffix}").read_bytes() for name in ("ours", "theirs")]
+        assert written[0] == written[1]
+
+
 def test_merging_reads_what_megatron_wrote(tmp_path: Path) -> None:
     content = [[[1, 2], [3]], [[4]], [[5, 6, 7]]]
     write(stock.IndexedDatasetBuilder, tmp_path / "part", content, np.uint16, False)

@@ -88,9 +88,9 @@ def test_adversarial_lengths_are_packed(documents: list[int]) -> None:
     assert metrics["truncation_ratio"] == metrics["truncation_floor"]
 
 
-def test_without_scipy_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "scipy.optimize", None)
-    with pytest.raises(ConfigError, match="pip install scipy"):
+def test_without_highspy_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "highspy", None)
+    with pytest.raises(ConfigError, match="pip install highspy"):
         pack([30, 40, 50], buckets=BUCKETS, refine=True)
 
 

@@ -205,7 +205,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_tried_when_asked(
     _same_curve(_log(run_dir), _log(whole), rel=1e-9)
     assert (run_dir / "checkpoints" / f"{newest.name}.damaged").is_dir(), "nothing is deleted"
     ranks = _start(zygote, config, "never", "checkpoint.resume=never")
-    assert ranks.wait() == [1, 1]
+    assert ranks.wait() == [2, 2]
     assert "has checkpoints and checkpoint.resume is never" in ranks.output()
 
 

@@ -97,31 +97,48 @@ def test_a_dry_run_prints_the_plan_and_starts_nothing(
         assert part in output, part
     assert not (tmp_path / "run").exists()
     refused = zygote.start([*argv, "--world-size", "3"], 1, tmp_path / "refused", {0: {"env": {}}})
-    assert refused.wait() == [1]
+    assert refused.wait() == [2]
     assert "3 ranks do not divide the 4 micro batches of a step" in refused.output()
 
 
 @pytest.mark.parametrize(
-    ("override", "message"),
+    ("override", "message", "code"),
     [
-        ("optimizer.learning_rate=1", "unknown key 'learning_rate'"),
-        ("data.tokens_per_step=1000", "not a multiple of"),
-        ("data.prefix=/nowhere", "/nowhere"),
-        ("model.attention=flash2", "cannot serve"),
-        ("model.preset=gpt2_tiny model.overrides={n_positions: 100}", "100 positions"),
+        ("optimizer.learning_rate=1", "unknown key 'learning_rate'", 2),
+        ("data.tokens_per_step=1000", "not a multiple of", 2),
+        ("data.prefix=/nowhere", "/nowhere", 1),
+        ("model.attention=flash2", "cannot serve", 2),
+        ("model.preset=gpt2_tiny model.overrides={n_positions: 100}", "100 positions", 2),
     ],
 )
 def test_a_configuration_that_cannot_run_is_one_line_without_a_traceback(
-    zygote: Zygote, corpus: Corpus, tmp_path: Path, override: str, message: str
+    zygote: Zygote, corpus: Corpus, tmp_path: Path, override: str, message: str, code: int
 ) -> None:
     config = corpus.config(tmp_path / "run")
     argv = [str(PRETRAIN), "--config", str(config)]
     for item in override.split(" model."):
         argv += ["--set", item if "." in item.split("=")[0] else f"model.{item}"]
     ranks = zygote.start(argv, 1, tmp_path / "log", {0: {"env": {}}})
-    assert ranks.wait() == [1]
+    assert ranks.wait() == [code]
     assert message in ranks.output(), ranks.output()
     assert "Traceback" not in ranks.output()
+
+
+def test_a_damaged_index_is_refused_before_anything_is_trained_on_it(
+    zygote: Zygote, corpus: Corpus, tmp_path: Path
+) -> None:
+    """A changed segment start would be trained without a word: batches of other tokens."""
+    index = tmp_path / "train.samples"
+    data = bytearray(Path(f"{corpus.train}.samples").read_bytes())
+    data[-5] ^= 1  # in the array along the segments, which loading does not read
+    index.write_bytes(data)
+    config = corpus.config(tmp_path / "run", data={"index": str(index)}, num_steps=1)
+    argv = [str(PRETRAIN), "--config", str(config)]
+    ranks = zygote.start(argv, 2, tmp_path / "log")
+    assert ranks.wait() == [1, 1], ranks.output()[-3000:]
+    assert f"{index}" in ranks.output() and "checksum" in ranks.output()
+    assert "Traceback" not in ranks.output()
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.fixture(scope="module")
@@ -196,7 +213,7 @@ def test_lm_eval_scores_an_exported_model_on_a_local_task(
     assert accuracy == pytest.approx(_accuracy(exported, ["CDEF", "KJIH", "ABAB"]))
     unknown = [*argv[:4], "no_such_task", *argv[5:]]
     refused = zygote.start(unknown, 1, tmp_path / "refused", {0: {"env": env}})
-    assert refused.wait() == [1]
+    assert refused.wait() == [2]
     assert "has no task no_such_task" in refused.output()
 
 

@@ -2,19 +2,28 @@
 
 ``python -m megapack.integrations.megatron pretrain_gpt.py ...`` is the whole swap; ``install()``
 does the same from inside a script. docs/guides/megatron.md says what changes in a launch command.
+
+A name imports the module that it lives in and nothing else of this package: a release that lacks
+what one part needs has all the others.
 """
 
-from megapack.integrations.megatron.attention import PackedCoreAttention, with_packed_attention
-from megapack.integrations.megatron.batch import forward_step, get_batch
-from megapack.integrations.megatron.builder import PackedDatasetBuilder
-from megapack.integrations.megatron.dataset import PackedGPTDataset
-from megapack.integrations.megatron.install import install, uninstall
-from megapack.integrations.megatron.packed import flatten_rows, to_packed_seq_params
-from megapack.integrations.megatron.storage import (
-    IndexedDataset,
-    IndexedDatasetBuilder,
-    rebind_storage,
-)
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from megapack.integrations.megatron.attention import PackedCoreAttention, with_packed_attention
+    from megapack.integrations.megatron.batch import forward_step, get_batch
+    from megapack.integrations.megatron.builder import PackedDatasetBuilder
+    from megapack.integrations.megatron.dataset import PackedGPTDataset
+    from megapack.integrations.megatron.packed import flatten_rows, to_packed_seq_params
+    from megapack.integrations.megatron.storage import (
+        IndexedDataset,
+        IndexedDatasetBuilder,
+        rebind_storage,
+    )
+    from megapack.integrations.megatron.swap import install, uninstall
 
 __all__ = [
     "IndexedDataset",
@@ -31,3 +40,20 @@ __all__ = [
     "uninstall",
     "with_packed_attention",
 ]
+
+_HOMES = {
+    "attention": ("PackedCoreAttention", "with_packed_attention"),
+    "batch": ("forward_step", "get_batch"),
+    "builder": ("PackedDatasetBuilder",),
+    "dataset": ("PackedGPTDataset",),
+    "packed": ("flatten_rows", "to_packed_seq_params"),
+    "storage": ("IndexedDataset", "IndexedDatasetBuilder", "rebind_storage"),
+    "swap": ("install", "uninstall"),
+}
+
+
+def __getattr__(name: str) -> Any:
+    for module, names in _HOMES.items():
+        if name in names:
+            return getattr(importlib.import_module(f"{__name__}.{module}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from megapack.integrations.megatron.install import install
+from megapack.integrations.megatron.swap import install
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -9,13 +9,16 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
+import torch.distributed as dist
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.utils import Split
 
+from megapack.errors import ConfigError
 from megapack.integrations.manifest import Manifest
 from megapack.integrations.megatron.dataset import PackedGPTDataset
+from megapack.integrations.megatron.host import HOST, script_arguments, version
 
 __all__ = ["PackedDatasetBuilder", "fold_blends"]
 
@@ -23,7 +26,14 @@ Blend = tuple[Sequence[str], Sequence[float] | None]
 
 
 class PackedDatasetBuilder(BlendedMegatronDatasetBuilder):  # type: ignore[misc]  # no stubs
-    """BlendedMegatronDatasetBuilder that folds blends of packed datasets; else unchanged."""
+    """BlendedMegatronDatasetBuilder that folds blends of packed datasets; else unchanged.
+
+    Raises:
+        ConfigError: flags of Megatron-LM's script under which rows would be misread.
+    """
+
+    needs_boundary_flag: ClassVar[bool] = False
+    """Whether Megatron's own get_batch is to read the boundaries (``install()`` knows)."""
 
     def __init__(
         self,
@@ -31,10 +41,32 @@ class PackedDatasetBuilder(BlendedMegatronDatasetBuilder):  # type: ignore[misc]
         sizes: list[int | None],
         is_built_on_rank: Callable[[], bool],
         config: Any,
+        *more: Any,
+        **newer: Any,
     ) -> None:
         if isinstance(cls, type) and issubclass(cls, PackedGPTDataset):
+            _check_flags(script_arguments(), boundaries=self.needs_boundary_flag)
             config = fold_blends(config)
-        super().__init__(cls, sizes, is_built_on_rank, config)
+        super().__init__(cls, sizes, is_built_on_rank, config, *more, **newer)
+
+
+def _check_flags(args: Any | None, *, boundaries: bool) -> None:
+    """Refuse what would train on wrong rows without a word."""
+    if args is None or not dist.is_initialized():  # nothing is going to be trained here
+        return
+    if getattr(args, "dataloader_type", None) == "cyclic":
+        raise ConfigError(
+            "--dataloader-type is cyclic, which would shuffle buckets over ranks; rows are ordered "
+            "already: --dataloader-type single"
+        )
+    flags = ["sft"] if version() < (0, 19) else ["sft", "dataloader_inter_document_masking"]
+    if boundaries and not any(getattr(args, flag, False) for flag in flags):
+        options = " or ".join(f"--{flag.replace('_', '-')}" for flag in reversed(flags))
+        raise ConfigError(
+            f"get_batch of {HOST} drops cu_seqlens without {options}: attention would cross "
+            f"documents. Add {options}, or run with --own-get-batch no if the script reads "
+            "boundaries by itself"
+        )
 
 
 def fold_blends(config: Any) -> Any:

@@ -6,14 +6,11 @@ keys, and beside them cu_seqlens and max_seqlen as Megatron's packed-sequence pa
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
-from megatron.core import __version__ as release
-from megatron.core import num_microbatches_calculator as calculator
 from megatron.core.datasets.megatron_dataset import MegatronDataset
 from megatron.core.datasets.utils import Split
 from numpy.typing import NDArray
@@ -21,6 +18,7 @@ from torch import Tensor
 
 from megapack.errors import ConfigError
 from megapack.integrations.manifest import Manifest
+from megapack.integrations.megatron.host import HOST, BatchSizes, batch_sizes, version
 from megapack.integrations.rows import RowDataset, RowOptions, open_rows, open_sources
 from megapack.storage import IndexedDataset
 
@@ -72,15 +70,17 @@ class PackedGPTDataset(MegatronDataset):  # type: ignore[misc]  # megatron-core 
         self.sources = dataset
         self.rows: RowDataset | None = None
         if num_samples != 0:
+            sizes = batch_sizes(evaluation=index_split is not Split.train)
             self.rows = open_rows(
                 dataset.manifest,
                 dataset.datasets,
-                row_options(dataset.manifest, config),
+                row_options(dataset.manifest, config, sizes),
                 split=_fractions(indices),
                 num_rows=num_samples,
                 cache_directory=config.path_to_cache,
             )
-            _check_blocks(self.rows.options.rows_per_block)
+            if sizes is not None:
+                _check_blocks(self.rows.options.rows_per_block, sizes)
 
     @staticmethod
     def numel_low_level_dataset(low_level_dataset: PackedSources) -> int:
@@ -136,14 +136,14 @@ def _fractions(indices: NDArray[np.int32] | None) -> tuple[float, float]:
     return int(indices[0]) / SPLIT_UNITS, (int(indices[-1]) + 1) / SPLIT_UNITS
 
 
-def row_options(manifest: Manifest, config: Any) -> RowOptions:
-    """What Megatron's configuration and its micro batch calculator ask of the rows."""
+def row_options(manifest: Manifest, config: Any, sizes: BatchSizes | None) -> RowOptions:
+    """What Megatron's configuration and the batch sizes of a split ask of its rows."""
     return RowOptions(
         sequence_length=config.sequence_length,
-        rows_per_block=manifest.rows_per_block or _rows_per_block(),
+        rows_per_block=manifest.rows_per_block or _rows_per_block(sizes),
         seed=config.random_seed,
         align=context_parallel_alignment(config),
-        cu_seqlens=_cu_seqlens_format(manifest),
+        cu_seqlens=_cu_seqlens_format(manifest, sizes),
     )
 
 
@@ -159,53 +159,38 @@ def context_parallel_alignment(config: Any) -> int:
     return 2 * int(cp_size)
 
 
-def _rows_per_block() -> int:
-    """The global batch size; with a linear ramp-up, the rows that all its batch sizes share."""
-    state = calculator._GLOBAL_NUM_MICROBATCHES_CALCULATOR
-    kind = type(state).__name__
-    if kind == "ConstantNumMicroBatchesCalculator":
-        return int(state.get_current_global_batch_size())
-    if kind == "RampupBatchsizeNumMicroBatchesCalculator":
-        return math.gcd(state.start_global_batch_size, state.batch_size_increment)
-    problem = "is not initialized" if state is None else f"is a {kind}"
-    raise ConfigError(
-        f"the batch sizes of this run are not known (Megatron's micro batch calculator {problem}); "
-        'give "rows_per_block" in the manifest: a multiple of micro_batch_size x data_parallel_size'
-    )
+def _rows_per_block(sizes: BatchSizes | None) -> int:
+    if sizes is None or sizes.shared is None:
+        problem = "is not initialized" if sizes is None else "is of an unknown kind"
+        raise ConfigError(
+            f"the batch sizes of this run are not known (the micro batch calculator of {HOST} "
+            f'{problem}); give "rows_per_block" in the manifest: a multiple of micro_batch_size x '
+            "data_parallel_size"
+        )
+    return sizes.shared
 
 
-def _check_blocks(rows_per_block: int) -> None:
+def _check_blocks(rows_per_block: int, sizes: BatchSizes) -> None:
     """Every micro step of all ranks must lie in one block."""
-    state = calculator._GLOBAL_NUM_MICROBATCHES_CALCULATOR
-    if state is None:
-        return
-    at_once = _rows_at_once(state)
-    if rows_per_block % at_once:
+    if rows_per_block % sizes.rows_at_once:
         raise ConfigError(
             f"rows_per_block is {rows_per_block}, but micro_batch_size x data_parallel_size is "
-            f"{at_once}: micro steps would straddle blocks of different buckets. Choose a multiple "
-            f"of {at_once}"
+            f"{sizes.rows_at_once}: micro steps would straddle blocks of different buckets. Choose "
+            f"a multiple of {sizes.rows_at_once}"
         )
 
 
-def _rows_at_once(state: Any) -> int:
-    """micro_batch_size x data_parallel_size."""
-    return int(state.get_current_running_global_batch_size() // state.get())
-
-
-def _cu_seqlens_format(manifest: Manifest) -> Any:
+def _cu_seqlens_format(manifest: Manifest, sizes: BatchSizes | None) -> Any:
     """One row per micro batch takes exact boundaries on every release; several must stack."""
-    state = calculator._GLOBAL_NUM_MICROBATCHES_CALCULATOR
-    rows = None if state is None else state.get_micro_batch_size()
     if manifest.cu_seqlens != "auto":
         return manifest.cu_seqlens
-    if rows == 1:
+    if sizes is not None and sizes.micro_batch_size == 1:
         return "exact"
-    major, minor = (int(part) for part in release.split(".")[:2])
-    if rows is not None and (major, minor) == (0, 18):
+    if sizes is not None and version() == (0, 18):
         raise ConfigError(
-            f"micro_batch_size is {rows}; packed sequences of megatron-core {release} take one row "
-            "per micro batch: set --micro-batch-size 1 (and --seq-length to the tokens you want)"
+            f"micro_batch_size is {sizes.micro_batch_size}; packed sequences of {HOST} take one "
+            "row per micro batch: set --micro-batch-size 1 and --eval-micro-batch-size 1 (and "
+            "--seq-length to the tokens you want)"
         )
     return "padded"
 

@@ -9,16 +9,18 @@ from __future__ import annotations
 
 import importlib
 import os
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
 from megatron.core.datasets import indexed_dataset as stock
 from megatron.core.datasets.object_storage_utils import is_object_storage_path
-from numpy.typing import DTypeLike
+from numpy.typing import DTypeLike, NDArray
 
 from megapack import storage
 from megapack.errors import FormatError
+from megapack.integrations.megatron.host import HOST
 from megapack.integrations.rebinding import Rebinding
 
 __all__ = ["IndexedDataset", "IndexedDatasetBuilder", "rebind_storage"]
@@ -151,10 +153,71 @@ class IndexedDatasetBuilder(storage.IndexedDatasetBuilder, stock.IndexedDatasetB
             self, bin_path, dtype, multimodal, allow_negative=signed, overwrite=True
         )
 
+    @property
+    def sequence_lengths(self) -> list[int]:
+        """Tokens of every sequence so far, a copy."""
+        return _listed(self._log.layout().length_blocks())
+
+    @property
+    def document_indices(self) -> list[int]:
+        """Where every document begins, counted in sequences, and the end; a copy."""
+        return [0, *_listed(self._log.layout().end_blocks())][: self.num_documents + 1]
+
+    @property
+    def sequence_modes(self) -> list[int] | None:
+        """Mode of every sequence so far, a copy; None without modes."""
+        return _listed(self._log.layout().mode_blocks()) if self.multimodal else None
+
+    def add_documents(
+        self,
+        documents: Any,
+        modes: Sequence[int] | None = None,
+        eod_token: int | None = None,
+        chunk_size: int = 1_000_000,
+    ) -> None:
+        """Many documents of one sequence each, as megatron-core 0.20 adds them.
+
+        Args:
+            documents: ``awkward.Array`` of token ids, or a sequence of lists of them.
+            modes: of every document, when multimodal; zeros when not given.
+            eod_token: written behind every document.
+            chunk_size: documents that are in memory at once, one behind the other.
+
+        Raises:
+            DataError: an id outside of the dtype.
+        """
+        for begin in range(0, len(documents), chunk_size):
+            ids, ends = _joined(documents[begin : begin + chunk_size])
+            if eod_token is not None:
+                ids = np.insert(ids, ends, eod_token)
+                ends += np.arange(1, len(ends) + 1)
+            offsets = np.concatenate([[0], ends])
+            if modes is None:
+                storage.IndexedDatasetBuilder.add_documents(self, ids, offsets)
+                continue
+            for i, mode in enumerate(modes[begin : begin + chunk_size]):
+                document = ids[offsets[i] : offsets[i + 1]]
+                self.add_document(document, [len(document)], [mode])
+
+
+def _joined(documents: Any) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """All token ids one behind the other, and where every document ends."""
+    awkward = sys.modules.get("awkward")
+    if awkward is not None and isinstance(documents, awkward.Array):
+        flat, lengths = awkward.flatten(documents), awkward.num(documents, axis=1)
+    else:
+        flat = [token for document in documents for token in document]
+        lengths = [len(document) for document in documents]
+    return np.asarray(flat, np.int64), np.cumsum(np.asarray(lengths, np.int64))
+
+
+def _listed(arrays: Iterable[NDArray[Any]]) -> list[int]:
+    return [value for array in arrays for value in array.tolist()]
+
 
 def rebind_storage() -> Rebinding:
     """Make megatron-core's own modules use the two classes above; ``.undo()`` ends it."""
-    rebinding = Rebinding()
+    rebinding = Rebinding(HOST)
     ours = {"IndexedDataset": IndexedDataset, "IndexedDatasetBuilder": IndexedDatasetBuilder}
     theirs = {name: getattr(stock, name) for name in ours}
     for holder in HOLDERS:

@@ -13,7 +13,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -101,7 +101,7 @@ class CheckpointStore:
         """
         tag = f"step_{step:08d}"
         partial = f"{tag}.partial"
-        self._on_first(self._clear_partial)
+        self.world.on_first(self._clear_partial)
         problem = None
         try:
             # No `latest` from DeepSpeed: it would name a directory before it is complete.
@@ -110,7 +110,7 @@ class CheckpointStore:
             )
         except (OSError, RuntimeError) as error:
             problem = f"rank {self.world.rank} on {self.world.host}: {error}"
-        self._raise_together(problem, f"checkpoint {tag} could not be written")
+        self.world.fail_together(problem, f"checkpoint {tag} could not be written")
         files = self._measure(self.directory / partial)
         manifest = CheckpointManifest(
             step=step,
@@ -119,7 +119,7 @@ class CheckpointStore:
             state=state,
             files=files,
         )
-        self._on_first(lambda: self._publish(partial, tag, manifest))
+        self.world.on_first(lambda: self._publish(partial, tag, manifest))
         return tag
 
     def _clear_partial(self) -> None:
@@ -171,7 +171,7 @@ class CheckpointStore:
             if not problems:
                 manifest = self.read(tag)
                 universal = self._needs_universal(manifest)
-                self._on_first(lambda: self._set_aside(list(rejected)))
+                self.world.on_first(lambda: self._set_aside(list(rejected)))
                 found = list(rejected.values())
                 return Resume(tag=tag, manifest=manifest, universal=universal, rejected=found)
             rejected[tag] = f"{self.directory / tag} is damaged: {'; '.join(problems)}"
@@ -214,15 +214,16 @@ class CheckpointStore:
         problem = None
         if resume.universal:
             tag = f"{resume.tag}.universal"
-            self._on_first(lambda: self._convert(resume.tag, tag))
+            self.world.on_first(lambda: self._convert(resume.tag, tag))
         try:
             path, _ = engine.load_checkpoint(str(self.directory), tag=tag)
             problem = None if path else "DeepSpeed found nothing to load"
         except (OSError, RuntimeError, ValueError, KeyError, AssertionError) as error:
             problem = f"{type(error).__name__}: {error}"
-        self._raise_together(problem, f"checkpoint {self.directory / tag} does not fit this run")
+        where = f"checkpoint {self.directory / tag}"
+        self.world.fail_together(problem, f"{where} does not fit this run")
         if resume.universal:
-            self._on_first(lambda: self._forget_universal(tag))
+            self.world.on_first(lambda: self._forget_universal(tag))
 
     def _convert(self, tag: str, universal: str) -> None:
         shutil.rmtree(self.directory / universal, ignore_errors=True)
@@ -263,23 +264,6 @@ class CheckpointStore:
 
     def _share(self, names: list[str]) -> list[str]:
         return sorted(names)[self.world.rank :: self.world.size]
-
-    def _on_first(self, action: Callable[[], None]) -> None:
-        """Run ``action`` on the first rank while the others wait; its error is everybody's."""
-        problem = None
-        if self.world.is_first:
-            try:
-                action()
-            except (OSError, ResumeError) as error:
-                problem = str(error)
-        self._raise_together(problem, "the first rank failed")
-
-    def _raise_together(self, problem: str | None, what: str) -> None:
-        problems: list[str | None] = [None] * self.world.size
-        dist.all_gather_object(problems, problem)
-        found = sorted({text for text in problems if text})
-        if found:
-            raise ResumeError(f"{what}: {'; '.join(found)}")
 
 
 def _file_names(directory: Path) -> list[str]:

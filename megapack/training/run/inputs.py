@@ -9,13 +9,14 @@ from typing import Any, Literal
 import numpy as np
 
 from megapack.data import PackedDataset, Schedule, check_token_ids, load_blend
-from megapack.errors import ConfigError
+from megapack.errors import ConfigError, FormatError
 from megapack.packing import SampleIndex, pack
 from megapack.storage import IndexedDataset
 from megapack.training.config import DataConfig, PretrainConfig
 from megapack.training.model.architecture import position_limit
+from megapack.training.run.world import World
 
-__all__ = ["Inputs", "check_inputs", "open_inputs", "open_validation"]
+__all__ = ["Inputs", "check_inputs", "open_inputs", "open_validation", "verify_samples"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,6 +106,23 @@ def _vocab_size(config: PretrainConfig, data: PackedDataset) -> int:
             f"{nameless}.meta.json does not tell the size of the vocabulary; set model.vocab_size"
         )
     return max(known, default=1)
+
+
+def verify_samples(inputs: Inputs, world: World) -> None:
+    """Read every .samples file once per host and compare its checksums; collective.
+
+    Raises:
+        FormatError: a file is damaged; on all ranks.
+    """
+    problem = None
+    if world.rank == world.gather(world.host).index(world.host):
+        try:
+            for data in filter(None, (inputs.data, inputs.valid)):
+                for index in data.samples.indices:
+                    index.verify()
+        except FormatError as error:
+            problem = str(error)
+    world.fail_together(problem, "samples", FormatError)
 
 
 def check_inputs(inputs: Inputs, architecture: Any, positions: str) -> None:

@@ -1,4 +1,4 @@
-"""Processes of a run: who they are, how they start, how they stop.
+"""Processes of a run: who they are, how they start, how they agree, how they stop.
 
 The same script works under ``deepspeed``, ``torchrun``, ``srun`` (one task per device) and as one
 plain process; they differ only in the environment variables they set.
@@ -8,17 +8,20 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from megapack.errors import ConfigError
+from megapack.errors import ConfigError, MegapackError, ResumeError
 
 __all__ = ["World", "free_port", "join", "world"]
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,11 +33,46 @@ class World:
     local_rank: int
     device: torch.device
     host: str
+    group: Any = None
+    """Of CPU messages between ranks (gloo), in which waiting costs nothing; None: the default."""
 
     @property
     def is_first(self) -> bool:
         """Whether this process writes the files that only one may write."""
         return self.rank == 0
+
+    def gather(self, value: T) -> list[T]:
+        """What every rank says, by rank; collective."""
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value, group=self.group)
+        return values
+
+    def fail_together(
+        self, problem: str | None, what: str, error: type[Exception] = ResumeError
+    ) -> None:
+        """Raise ``error`` on all ranks when any of them has a problem; collective."""
+        found = sorted({text for text in self.gather(problem) if text})
+        if found:
+            raise error(f"{what}: {'; '.join(found)}")
+
+    def on_first(self, action: Callable[[], T]) -> T:
+        """Run ``action`` on the first rank while the others wait; what it gives, on all ranks.
+
+        Raises:
+            MegapackError, OSError: of ``action``, of its class and on all ranks.
+        """
+        value: Any = None
+        problem: Exception | None = None
+        if self.is_first:
+            try:
+                value = action()
+            except (OSError, MegapackError) as error:
+                problem = error
+        found, raised = self.gather((value, problem))[0]
+        if raised is not None:
+            raise raised
+        result: T = found
+        return result
 
 
 def join(local_rank: int | None = None) -> None:
@@ -98,6 +136,8 @@ def world(*, timeout_minutes: float) -> Iterator[World]:
         local_rank=local_rank,
         device=torch.device("cuda", local_rank) if use_cuda else torch.device("cpu"),
         host=socket.gethostname(),
+        # Without a limit of its own: the heartbeat ends a run in which somebody is lost.
+        group=dist.new_group(backend="gloo", timeout=timedelta(days=7)),
     )
     dist.barrier()
     dist.destroy_process_group()

@@ -40,19 +40,17 @@ class Heartbeat:
         self._lock = threading.Lock()
         self._seen: dict[int, tuple[bytes, float]] = {}
         self._lost: str | None = None
-        ports = [free_port() if world.is_first else 0]
-        dist.broadcast_object_list(ports, src=0)
+        port = world.gather(free_port() if world.is_first else 0)[0]
         # A store of our own: waiting in the one of torch.distributed would block its users.
         self._store = dist.TCPStore(  # type: ignore[attr-defined]  # public, but not exported
             os.environ["MASTER_ADDR"],
-            ports[0],
+            port,
             world.size,
             is_master=world.is_first,
             timeout=timedelta(seconds=30),
             wait_for_workers=False,
         )
-        self._hosts: list[str] = [""] * world.size
-        dist.all_gather_object(self._hosts, world.host)
+        self._hosts = world.gather(world.host)
         self._beat()
         self._thread = threading.Thread(target=self._run, daemon=True, name="heartbeat")
 

@@ -46,10 +46,14 @@ class StopSignals:
 
 
 class Agreement:
-    """Whether any rank asked to stop. All ranks call ``stop`` once per step."""
+    """Whether any rank asked to stop. All ranks call ``stop`` once per step.
 
-    def __init__(self) -> None:
-        self._group = dist.new_group(backend="gloo")
+    Args:
+        group: of CPU messages (``World.group``).
+    """
+
+    def __init__(self, group: Any) -> None:
+        self._group = group
         self._pending: tuple[Any, torch.Tensor] | None = None
 
     def stop(self, asked: bool) -> bool:

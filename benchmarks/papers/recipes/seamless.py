@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from papers import seamless_facts
+from papers import invented_facts
 from papers.corpus import Corpus, prepare
 from papers.plain import WHOLE, engine
 from papers.runs import Run, Scale
@@ -94,7 +94,7 @@ def runs(scale: Scale) -> list[Run]:
     """Per seed a base, every variant of continuing, and the case study."""
     steps = scale.pick(cpu=None, quick=6, gpu=None)
     documents = prose(scale)
-    facts = prose(scale, injected=seamless_facts.documents())
+    facts = prose(scale, injected=invented_facts.documents())
     validate = {"prose": documents, "code": code(scale)}
     result = []
     for seed in scale.seeds:
@@ -142,11 +142,11 @@ def runs(scale: Scale) -> list[Run]:
                 seed=seed,
                 corpus=facts,
                 strategy=strategy,
-                buckets=(seamless_facts.CAPACITY,),
+                buckets=(invented_facts.CAPACITY,),
                 parameters=parameters,
                 config={**often, "num_steps": steps},
                 start=base,
-                probe="papers.seamless_facts:measure",
+                probe="papers.invented_facts:measure",
             )
             result.append(run)
     return result

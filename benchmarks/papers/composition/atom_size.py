@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 import numpy as np
-from papers.rows import Row, compared
+from papers.composition.rows import Row, compared
 
 from megapack.packing import pack
 

@@ -13,13 +13,12 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any, Literal
 
-from megatron.core import __version__ as release
 from megatron.core import parallel_state
 
 from megapack.errors import ConfigError
-from megapack.integrations.megatron import batch
 from megapack.integrations.megatron.builder import PackedDatasetBuilder
 from megapack.integrations.megatron.dataset import PackedGPTDataset
+from megapack.integrations.megatron.host import HOST, version
 from megapack.integrations.rebinding import Rebinding
 
 __all__ = ["install", "needs_own_get_batch", "uninstall"]
@@ -33,14 +32,15 @@ DATASET_NAMES = (
 )
 # Subclasses of the stock dataset must be defined before its name is rebound.
 SUBCLASSING_MODULES = ("megatron.training.datasets.fim_dataset",)
+# Megatron-LM's own code, which is no part of the megatron-core package.
+TRAINING = "megatron.training"
 
-_rebinding = Rebinding()
+_rebinding = Rebinding(HOST)
 
 
-def needs_own_get_batch(version: str = release) -> bool:
+def needs_own_get_batch(release: tuple[int, int]) -> bool:
     """Whether this megatron-core's own varlen path is broken (0.16 and 0.17)."""
-    major, minor = (int(part) for part in version.split(".")[:2])
-    return (major, minor) < (0, 18)
+    return release < (0, 18)
 
 
 def install(*, own_get_batch: OwnGetBatch = "auto") -> None:
@@ -48,13 +48,21 @@ def install(*, own_get_batch: OwnGetBatch = "auto") -> None:
 
     Args:
         own_get_batch: replace the script's ``get_batch`` by ours: ``auto`` does so where
-            ``needs_own_get_batch()``; ``yes`` and ``no`` overrule it.
+            ``needs_own_get_batch()``, and elsewhere asks for the flag by which Megatron's reads
+            boundaries; ``no`` leaves the script as it is, whatever it does with them.
 
     Raises:
-        ConfigError: own_get_batch is none of the three.
+        ConfigError: own_get_batch is none of the three, or not for this release; or this release
+            lacks a name that is to be replaced.
     """
     if own_get_batch not in ("auto", "yes", "no"):
         raise ConfigError(f"own_get_batch is {own_get_batch!r}; it must be auto, yes or no")
+    broken = needs_own_get_batch(version())
+    if own_get_batch == "yes" and not broken:
+        raise ConfigError(
+            f"own_get_batch is 'yes', but the scripts of {HOST} unpack another tuple than those of "
+            "0.16 and 0.17, for which megapack's get_batch is made; leave it at 'auto'"
+        )
     if _rebinding:
         return
     for name in SUBCLASSING_MODULES:
@@ -63,12 +71,20 @@ def install(*, own_get_batch: OwnGetBatch = "auto") -> None:
         module = _import_if_present(module_name)
         if module is not None:
             _rebinding.replace(module, class_name, PackedGPTDataset)
+        elif module_name.startswith(TRAINING) and _import_if_present(TRAINING) is not None:
+            _rebinding.undo()
+            raise ConfigError(
+                f"{HOST} has no module {module_name}, from where its scripts imported {class_name} "
+                "until now: megapack does not know this release"
+            )
     builder = importlib.import_module("megatron.core.datasets.blended_megatron_dataset_builder")
     _rebinding.replace(builder, "BlendedMegatronDatasetBuilder", PackedDatasetBuilder)
-    if own_get_batch == "yes" or (own_get_batch == "auto" and needs_own_get_batch()):
-        training = _import_if_present("megatron.training")
-        if training is not None:
-            _rebinding.replace(training, "pretrain", _with_own_get_batch(training.pretrain))
+    if own_get_batch == "no":
+        return
+    if not broken:
+        _rebinding.replace(PackedDatasetBuilder, "needs_boundary_flag", True)
+    elif (training := _import_if_present(TRAINING)) is not None:
+        _rebinding.replace(training, "pretrain", _with_own_get_batch(training.pretrain))
 
 
 def uninstall() -> None:
@@ -91,6 +107,7 @@ def _with_own_get_batch(stock: Callable[..., Any]) -> Callable[..., Any]:
 
     The functions of the script see each other through its globals; two names change there.
     """
+    get_batch = importlib.import_module("megapack.integrations.megatron.batch").get_batch
 
     @functools.wraps(stock)
     def pretrain(*args: Any, **kwargs: Any) -> Any:
@@ -101,12 +118,15 @@ def _with_own_get_batch(stock: Callable[..., Any]) -> Callable[..., Any]:
         ]
         if not scripts:
             raise ConfigError(
-                f"megatron-core {release} needs megapack's get_batch, but the script passes "
+                f"{HOST} needs megapack's get_batch, but the script passes "
                 "pretrain() no function of a module with a get_batch; import "
                 "megapack.integrations.megatron.get_batch in it and run with --own-get-batch no"
             )
         for names in scripts:
-            names["get_batch"] = batch.get_batch
+            if "MambaModel" in names:
+                _take_hybrid_script()
+                continue
+            names["get_batch"] = get_batch
             if "is_dataset_built_on_rank" in names:
                 names["is_dataset_built_on_rank"] = _is_dataset_built_on_rank
         return stock(*args, **kwargs)
@@ -114,7 +134,21 @@ def _with_own_get_batch(stock: Callable[..., Any]) -> Callable[..., Any]:
     return pretrain
 
 
-def _is_dataset_built_on_rank(vp_stage: int | None = None) -> bool:
-    """All pipeline stages read boundaries, so all build the dataset (a memory-mapped index)."""
-    del vp_stage
+def _take_hybrid_script() -> None:
+    """pretrain_mamba.py: another tuple than ours, and layers that need to know segments."""
+    if version() < (0, 17):
+        raise ConfigError(
+            f"Mamba layers of {HOST} have no seq_idx: their state would run on from document to "
+            "document in a packed row. Train hybrid models with 0.17 or later"
+        )
+    # Its own get_batch works in 0.17, with --sft and one row per micro batch.
+    _rebinding.replace(PackedDatasetBuilder, "needs_boundary_flag", True)
+
+
+def _is_dataset_built_on_rank(*args: Any, **kwargs: Any) -> bool:
+    """All pipeline stages read boundaries, so all build the dataset (a memory-mapped index).
+
+    Whatever a release calls it with (vp_stage, from 0.17 on is_packed_sequence) changes nothing.
+    """
+    del args, kwargs
     return bool(parallel_state.get_tensor_model_parallel_rank() == 0)

@@ -15,8 +15,8 @@ from typing import Any
 
 from papers.claims import Claim, Verdict, alike, difference, less, shown
 from papers.figures import lines
-from papers.llama import Setting
 from papers.runs import Result, Run, Scale, by_name
+from papers.settings import Setting
 
 __all__ = ["ARMS", "DEFAULT", "EQUAL", "TITLE", "claims", "plots", "rows", "runs"]
 

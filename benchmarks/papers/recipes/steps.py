@@ -15,8 +15,8 @@ from typing import Any
 from papers import ranks
 from papers.claims import Claim, alike, difference, less, shown
 from papers.figures import lines
-from papers.llama import Setting
 from papers.runs import Result, Run, Scale, by_name
+from papers.settings import Setting
 
 __all__ = ["EQUAL", "ON", "TITLE", "claims", "plots", "rows", "runs", "spread"]
 

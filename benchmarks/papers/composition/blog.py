@@ -10,7 +10,7 @@ from functools import partial
 
 import numpy as np
 from lengths import LAWS
-from papers.rows import Lengths, Row, compared
+from papers.composition.rows import Lengths, Row, compared
 
 from megapack.compare import GPUS, MODELS
 from megapack.packing import pack

@@ -21,13 +21,13 @@ from papers.bucketllm_results import (
     speed_by_bucket,
     time_ratios,
 )
-from papers.bucketllm_rows import LLM, V0
 from papers.claims import shown
+from papers.composition.bucketllm import LLM, V0
 from papers.corpus import Corpus
 from papers.figures import lines
-from papers.llama import Setting
 from papers.plain import WHOLE
 from papers.runs import Result, Run, Scale, by_name
+from papers.settings import Setting
 
 __all__ = ["EQUAL", "TITLE", "claims", "plots", "rows", "runs"]
 

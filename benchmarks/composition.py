@@ -10,14 +10,11 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from common import quick, write_results
 from lengths import LAWS
-from papers import atom_size_rows, blog_rows, bucketllm_rows, seamless_rows
-from papers.rows import Row, python_sources
+from papers.composition import atom_size, blog, bucketllm, seamless
+from papers.composition.rows import Row, python_sources
 from rich.console import Console
 from rich.table import Table
 
@@ -27,19 +24,19 @@ def all_rows(*, num_documents: int, num_files: int | None) -> list[Row]:
     law = LAWS["fineweb_edu_like"](num_documents)
     name, sources = python_sources(num_files)
     return [
-        *bucketllm_rows.table_1(law, "fineweb_edu_like"),
-        *bucketllm_rows.table_1(sources, name, calibrated=False),
-        *bucketllm_rows.table_3(law, "fineweb_edu_like"),
-        *bucketllm_rows.table_3(sources, name, calibrated=False),
-        *bucketllm_rows.speeds(),
-        *seamless_rows.section_4_8(),
-        *seamless_rows.figure_3(),
-        *seamless_rows.table_9(num_documents=num_documents // 10),
-        *seamless_rows.dropping(),
-        *atom_size_rows.table_3_steps(),
-        *blog_rows.padding_waste(),
-        *blog_rows.strategies(),
-        *blog_rows.costs(),
+        *bucketllm.table_1(law, "fineweb_edu_like"),
+        *bucketllm.table_1(sources, name, calibrated=False),
+        *bucketllm.table_3(law, "fineweb_edu_like"),
+        *bucketllm.table_3(sources, name, calibrated=False),
+        *bucketllm.speeds(),
+        *seamless.section_4_8(),
+        *seamless.figure_3(),
+        *seamless.table_9(num_documents=num_documents // 10),
+        *seamless.dropping(),
+        *atom_size.table_3_steps(),
+        *blog.padding_waste(),
+        *blog.strategies(),
+        *blog.costs(),
     ]
 
 

@@ -12,8 +12,8 @@ from functools import partial
 
 import numpy as np
 from lengths import LAWS
-from papers.rows import Row, compared
-from papers.seamless_theory import expect_seamless, measure_seamless
+from papers.composition.rows import Row, compared
+from papers.composition.seamless_theory import expect_seamless, measure_seamless
 
 from megapack.packing import pack
 

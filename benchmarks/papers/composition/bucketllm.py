@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-from papers.rows import Lengths, Row, compared
+from papers.composition.rows import Lengths, Row, compared
 
 from megapack.compare import MODELS
 from megapack.packing import SampleIndex, pack

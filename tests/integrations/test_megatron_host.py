@@ -1,0 +1,185 @@
+"""What changes from release to release: names, signatures, flags, batch sizes of evaluation.
+
+Megatron-LM's own code is no part of the megatron-core package. ``script`` stands for the one
+function of it that is called here, ``get_args()``; tests/hosts asks the real ones.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+from megatron.core import parallel_state
+
+from megapack.errors import ConfigError
+from megapack.integrations.megatron import builder, dataset, swap
+from megapack.integrations.megatron.builder import PackedDatasetBuilder
+from megapack.integrations.megatron.host import batch_sizes
+from megapack.integrations.rebinding import Rebinding
+from tests.integrations.samples import make_dataset
+from tests.integrations.test_megatron_dataset import build, config
+
+Script = Callable[..., SimpleNamespace]
+
+
+@pytest.fixture
+def script(monkeypatch: pytest.MonkeyPatch) -> Script:
+    """``script(**flags)``: Megatron-LM has parsed these arguments."""
+
+    def parsed(**flags: Any) -> SimpleNamespace:
+        module = ModuleType("megatron.training.global_vars")
+        defaults = {"micro_batch_size": 1, "data_parallel_size": 2, "global_batch_size": 8}
+        args = SimpleNamespace(**(defaults | flags))
+        module.get_args = lambda: args  # type: ignore[attr-defined]
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+        return args
+
+    return parsed
+
+
+@pytest.mark.parametrize(
+    ("part", "others"),
+    [
+        ("PackedGPTDataset", ("attention", "batch", "storage", "swap")),
+        ("IndexedDatasetBuilder", ("attention", "batch", "dataset", "swap")),
+        ("install", ("attention", "batch", "storage")),
+    ],
+)
+def test_one_part_is_imported_without_the_others(part: str, others: tuple[str, ...]) -> None:
+    package = "megapack.integrations.megatron"
+    program = (
+        f"import sys; from {package} import {part}\n"
+        f"print([name for name in {others} if f'{package}.{{name}}' in sys.modules])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", program], check=True, capture_output=True, text=True
+    )
+    assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize(
+    "called_with",
+    [{}, {"vp_stage": 0}, {"vp_stage": None, "is_packed_sequence": True}, {"not_yet_known": 1}],
+)
+def test_all_stages_build_the_dataset_whatever_the_release_asks_with(
+    called_with: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for rank in (0, 1):
+        monkeypatch.setattr(
+            parallel_state, "get_tensor_model_parallel_rank", lambda rank=rank: rank
+        )
+        assert swap._is_dataset_built_on_rank(**called_with) == (rank == 0)
+
+
+def test_a_name_that_a_host_no_longer_has_is_named_with_its_release() -> None:
+    host = ModuleType("megatron.core.datasets.gpt_dataset")
+    host.Kept = 1  # type: ignore[attr-defined]
+    rebinding = Rebinding("megatron-core 9.1")
+    rebinding.replace(host, "Kept", 2)
+    with pytest.raises(ConfigError, match=r"megatron-core 9\.1 has no .*gpt_dataset\.GPTDataset"):
+        rebinding.replace(host, "GPTDataset", 3)
+    assert host.Kept == 1 and not rebinding, "what was replaced before is given back"
+
+
+def test_our_get_batch_is_refused_where_scripts_unpack_another_tuple(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(swap, "version", lambda: (0, 19))
+    with pytest.raises(ConfigError, match="unpack another tuple"):
+        swap.install(own_get_batch="yes")
+
+
+@pytest.mark.parametrize(("release", "refused"), [((0, 16), True), ((0, 17), False)])
+def test_hybrid_models_are_refused_where_mamba_layers_cannot_be_told_segments(
+    release: tuple[int, int], refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(swap, "version", lambda: release)
+    names: dict[str, Any] = {"MambaModel": object, "get_batch": "its own"}
+    exec("def forward_step(): ...", names)
+    pretrain = swap._with_own_get_batch(lambda step: names["get_batch"])
+    try:
+        if refused:
+            with pytest.raises(ConfigError, match=r"Mamba layers of .* no seq_idx"):
+                pretrain(names["forward_step"])
+        else:
+            assert pretrain(names["forward_step"]) == "its own"
+            assert PackedDatasetBuilder.needs_boundary_flag, "it reads boundaries with --sft only"
+    finally:
+        swap.uninstall()
+    assert not PackedDatasetBuilder.needs_boundary_flag
+
+
+def test_evaluation_has_its_own_batch_sizes_and_blocks(script: Script, tmp_path: Path) -> None:
+    make_dataset(tmp_path, [20, 40, 7, 64, 100, 30] * 40, "web")
+    script(eval_micro_batch_size=3, eval_global_batch_size=12)
+    train, valid, _ = build(config(str(tmp_path / "web"), tmp_path / "cache"), [16, 24, 0])
+    found = [
+        (part.rows.options.rows_per_block, part.rows.options.cu_seqlens) for part in (train, valid)
+    ]
+    assert found == [(8, "exact"), (12, "padded")]
+    shapes = {tuple(valid[i]["cu_seqlens"].shape) for i in range(24)}
+    assert shapes == {(65,)}, "rows of one micro batch stack"
+
+    script(eval_micro_batch_size=3, eval_global_batch_size=8)
+    with pytest.raises(ConfigError, match=r"rows_per_block is 8.*multiple of 6"):
+        build(config(str(tmp_path / "web"), tmp_path / "cache"), [16, 16, 0])
+
+
+def test_a_release_without_sizes_of_its_own_evaluates_with_those_of_training(
+    script: Script,
+) -> None:
+    script()
+    assert batch_sizes(evaluation=True) == batch_sizes() is not None
+
+
+def test_the_cache_is_prepared_without_a_run(script: Script, tmp_path: Path) -> None:
+    """tools/prepare_cache.py parses a run's arguments and starts no micro batch calculator."""
+    make_dataset(tmp_path, [20, 40, 7, 64, 100, 30] * 40, "web")
+    script(global_batch_size=16, dataloader_type="cyclic")
+    settings = config([str(tmp_path / "web")], tmp_path / "cache")
+    [train, _, _] = build(settings, [32, 0, 0], PackedDatasetBuilder)
+    assert train.rows.options.rows_per_block == 16
+    assert list((tmp_path / "cache").glob("*.samples"))
+
+
+@pytest.mark.parametrize(
+    ("release", "flags", "message"),
+    [
+        ((0, 19), {"dataloader_type": "cyclic", "sft": True}, "--dataloader-type single"),
+        ((0, 19), {}, "--dataloader-inter-document-masking or --sft"),
+        ((0, 18), {"dataloader_inter_document_masking": True}, "Add --sft"),
+        ((0, 18), {"sft": True, "dataloader_type": "single"}, None),
+        ((0, 20), {"dataloader_inter_document_masking": True}, None),
+    ],
+)
+def test_flags_under_which_rows_would_be_misread_are_refused(
+    release: tuple[int, int],
+    flags: dict[str, Any],
+    message: str | None,
+    script: Script,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(builder, "version", lambda: release)
+    monkeypatch.setattr(builder.dist, "is_initialized", lambda: True)
+    args = script(**flags)
+    if message is None:
+        builder._check_flags(args, boundaries=True)
+    else:
+        with pytest.raises(ConfigError, match=message):
+            builder._check_flags(args, boundaries=True)
+    builder._check_flags(script(), boundaries=False)
+
+
+def test_one_row_per_micro_batch_is_asked_for_where_the_release_takes_no_more(
+    script: Script, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dataset, "version", lambda: (0, 18))
+    make_dataset(tmp_path, [20, 40, 7, 64, 100, 30] * 40, "web")
+    script(eval_micro_batch_size=2, eval_global_batch_size=8)
+    with pytest.raises(ConfigError, match="--eval-micro-batch-size 1"):
+        build(config(str(tmp_path / "web"), tmp_path / "cache"), [16, 16, 0])
