@@ -179,7 +179,7 @@ class SampleIndex:
                 f"the index was packed from {self.num_documents:,} documents; the lengths given "
                 f"are of {len(lengths):,}"
             )
-        array = np.ascontiguousarray(lengths)
+        array: Any = np.ascontiguousarray(lengths)
         return array if array.dtype in (np.int32, np.int64) else array.astype(np.int64)
 
     # --- identity -------------------------------------------------------------------------------

@@ -27,7 +27,7 @@ def check_atom_size(buckets: list[int], parameters: Mapping[str, Any]) -> None:
 
 
 def decompose_buckets(buckets: list[int], parameters: Mapping[str, Any]) -> list[int]:
-    """All powers of two from the smallest piece to the largest bucket."""
+    """All powers of two from the smallest segment to the largest bucket."""
     smallest = parameters["min_bucket"]
     if smallest is None:
         smallest = min(256, buckets[0])

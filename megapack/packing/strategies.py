@@ -62,7 +62,8 @@ _ATOM_SIZE = Parameter(
     name="atom_size",
     default=None,
     minimum=1,
-    help="tokens per shuffled piece, a divisor or a multiple of the capacity (the default)",
+    help="tokens per atom, which is what is shuffled: a divisor or a multiple of the capacity "
+    "(the default)",
 )
 _LAST = Parameter(
     name="last",
@@ -277,7 +278,7 @@ def bucket(request: Request) -> Packing:
         name="min_bucket",
         default=None,
         minimum=1,
-        help="smallest piece in tokens, a power of two; shorter pieces are dropped (default: 256, "
+        help="smallest segment in tokens, a power of two; shorter ones are dropped (default: 256, "
         "or the smallest bucket if that is less)",
     ),
     many_buckets=True,
@@ -285,5 +286,5 @@ def bucket(request: Request) -> Packing:
     may_drop=True,
 )
 def decompose(request: Request) -> Packing:
-    """documents cut by the binary digits of their length, a piece per sample"""
+    """documents cut by the binary digits of their length, a segment per sample"""
     return request.pack("decompose", buckets=decompose_buckets(request.buckets, request.parameters))
