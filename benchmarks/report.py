@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from common import RESULTS
+from common import RESULTS, cell
 
 TARGET = Path(__file__).parents[1] / "docs" / "results.md"
 PAPERS = "papers-"
@@ -136,7 +136,9 @@ def table(rows: list[dict[str, Any]], title: str) -> Iterator[str]:
     yield "| " + " | ".join(column.replace("_", " ") for column in columns) + " |"
     yield "|" + "---|" * len(columns)
     for row in rows:
-        yield "| " + " | ".join(cell(row.get(column)) for column in columns) + " |"
+        yield (
+            "| " + " | ".join(cell(row.get(column)).replace("|", "/") for column in columns) + " |"
+        )
     yield ""
 
 
@@ -144,18 +146,6 @@ def per_document(row: dict[str, Any]) -> dict[str, float]:
     if not row.get("num_documents") or not isinstance(row.get("seconds"), float):
         return {}
     return {"ns_per_document": 1e9 * row["seconds"] / row["num_documents"]}
-
-
-def cell(value: Any) -> str:
-    if value in (None, {}):
-        return ""
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    if isinstance(value, float):
-        return f"{value:.4g}" if abs(value) < 1e5 else f"{value:,.0f}"
-    if isinstance(value, int):
-        return f"{value:,}"
-    return str(value).replace("|", "/")
 
 
 if __name__ == "__main__":

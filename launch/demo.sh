@@ -39,12 +39,12 @@ megapack-build pack --data-prefix "$OUT/train" --strategy concat --buckets 4096 
 say "4/7 samples: buckets, a document is split only if it is longer than the largest"
 megapack-build pack --data-prefix "$OUT/train" --strategy bucket --buckets "$BUCKETS" \
     --output "$OUT/train.samples"
-say "both, side by side"
-megapack-build compare --data-prefix "$OUT/train" --strategies concat@4096 bucket --buckets "$BUCKETS"
+say "all strategies, side by side"
+megapack-build compare --data-prefix "$OUT/train" --buckets "$BUCKETS"
 
 train() {
     deepspeed --num_accelerators "$RANKS" --master_port "${PORT:-29611}" launch/pretrain.py \
-        --config configs/demo_cpu.yaml --set "run_dir=$OUT/run" --set "num_steps=$STEPS" \
+        --config demo_cpu --set "run_dir=$OUT/run" --set "num_steps=$STEPS" \
         --set "data.prefix=$OUT/train" --set "data.index=$OUT/train.samples" \
         --set "data.valid_prefix=$OUT/valid" --set "checkpoint.every=$((STEPS / 8))" \
         --set "model.tokenizer=$OUT/tokenizer.model"

@@ -157,7 +157,7 @@ def _counts(prefix: str) -> dict[str, int]:
 
 def _print_tokens(plan: Plan) -> None:
     tokenizer = plan.tokenizer
-    print(f"tokenizer  {tokenizer.source} ({count(tokenizer.vocab_size)} ids, {plan.backend})")
+    print(f"tokenizer  {tokenizer.name} ({count(tokenizer.vocab_size)} ids, {plan.backend})")
     for name, token in (("BOS", plan.bos), ("EOD", plan.eod)):
         if token is not None:
             print(f"{name}        {token.text} = {token.id}")

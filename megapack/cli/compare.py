@@ -25,15 +25,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megapack.cli.arguments import (
-    add_dataset_argument,
-    add_json,
-    add_overwrite,
-    add_seed,
-    add_threads,
-    capacities,
-    positive,
-)
+from megapack.cli.arguments import add_dataset_argument, add_shared, capacities, positive
 from megapack.cli.pack import add_alignment
 from megapack.cli.report import Work, note, print_table
 from megapack.compare import (
@@ -51,9 +43,10 @@ from megapack.compare import (
 from megapack.compare.export import to_json
 from megapack.compare.html import render
 from megapack.compare.words import short_number
-from megapack.errors import ConfigError, DataError
+from megapack.errors import ConfigError
 from megapack.storage import read_document_lengths
 from megapack.storage.atomic import atomic_write
+from megapack.storage.lengths import read_lengths_file
 from megapack.storage.replace import check_target
 from megapack.words import count, counted
 
@@ -91,13 +84,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="capacities of the fixed-length strategies (default: the largest bucket)",
     )
     add_alignment(packing)
-    add_seed(packing)
-    add_threads(packing)
+    add_shared(packing, "--seed", "--threads")
     _add_training(parser.add_argument_group("training, for the estimate of time and cost"))
     output = parser.add_argument_group("output")
-    add_json(output)
+    add_shared(output, "--json")
     output.add_argument("--html", metavar="FILE", type=Path, help="write a page with plots")
-    add_overwrite(output)
+    add_shared(output, "--overwrite")
 
 
 def _add_training(group: argparse._ArgumentGroup) -> None:
@@ -236,15 +228,7 @@ def _read_lengths(args: argparse.Namespace) -> tuple[NDArray[Any], str]:
     """Document lengths and a name for the report."""
     if args.lengths is None:
         return read_document_lengths(args.prefix), Path(args.prefix).name
-    try:
-        lengths = np.load(args.lengths, mmap_mode="r", allow_pickle=False)
-    except (ValueError, EOFError) as error:
-        raise DataError(f"{args.lengths} is not a .npy file of numbers: {error}") from error
-    if not isinstance(lengths, np.ndarray) or lengths.ndim != 1 or lengths.dtype.kind not in "iu":
-        raise DataError(
-            f"{args.lengths} does not hold a one-dimensional array of integers, tokens per document"
-        )
-    return lengths, args.lengths.name
+    return read_lengths_file(args.lengths), args.lengths.name
 
 
 def _sample(lengths: NDArray[Any], count: int, seed: int) -> NDArray[Any]:

@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from megapack.cli.arguments import add_json, add_tokenizer
+from megapack.cli.arguments import add_shared
 from megapack.cli.composition import print_composition
 from megapack.cli.datasets import dataset_prefixes
 from megapack.cli.inspect_sample import print_sample, view_sample
@@ -57,9 +57,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="the same; beside a .samples file its dataset (default: where it lay when packed)",
     )
     parser.add_argument("--sample", type=int, metavar="I", help="show sample I of a .samples file")
-    add_tokenizer(parser, help="turns ids into text")
+    add_shared(parser, "--tokenizer", help="turns ids into text")
     parser.add_argument("--full", action="store_true", help="do not shorten the text of segments")
-    add_json(parser)
+    add_shared(parser, "--json")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -104,27 +104,27 @@ def _show_sample(console: Screen, path: str, prefixes: list[str], args: argparse
 
 
 def _decoder(
-    source: str, dataset: IndexedDataset, token_ids: Sequence[int]
+    name: str, dataset: IndexedDataset, token_ids: Sequence[int]
 ) -> Callable[[Sequence[int]], str]:
     """Ids to text. Raises ConfigError if this cannot be the tokenizer that made the dataset."""
     from megapack.tokenization.tokenizers.encoders import open_reference  # noqa: PLC0415
     from megapack.tokenization.tokenizers.tokenizer import TokenizerFiles  # noqa: PLC0415
 
-    files = TokenizerFiles.open(source)
+    files = TokenizerFiles.open(name)
     named = (dataset.meta or {}).get("tokenizer") or {}
-    told = f"; its metadata names {named['source']}" if "source" in named else ""
+    told = f"; its metadata names {named['name']}" if "name" in named else ""
     if named.get("vocab_size", files.vocab_size) != files.vocab_size:
         raise ConfigError(
-            f"{dataset.prefix} was not made by {source} ({files.vocab_size:,} ids): its metadata "
-            f"names {named.get('source')} ({named['vocab_size']:,} ids); give that as --tokenizer"
+            f"{dataset.prefix} was not made by {name} ({files.vocab_size:,} ids): its metadata "
+            f"names {named.get('name')} ({named['vocab_size']:,} ids); give that as --tokenizer"
         )
     if max(token_ids, default=0) >= files.vocab_size:
         raise ConfigError(
-            f"{dataset.prefix} was not made by {source}: token id {max(token_ids)} is not one of "
+            f"{dataset.prefix} was not made by {name}: token id {max(token_ids)} is not one of "
             f"its {files.vocab_size:,} ids{told}; give the tokenizer that made it"
         )
     if named.get("digest", files.digest) != files.digest:
-        note(f"{source} is not the file that made {dataset.prefix}{told}")
+        note(f"{name} is not the file that made {dataset.prefix}{told}")
     return open_reference(files).decode
 
 

@@ -19,17 +19,7 @@ import json
 import textwrap
 from pathlib import Path
 
-from megapack.cli.arguments import (
-    Arguments,
-    add_dataset_argument,
-    add_json,
-    add_output,
-    add_overwrite,
-    add_seed,
-    add_threads,
-    capacities,
-    positive,
-)
+from megapack.cli.arguments import Arguments, add_dataset_argument, add_shared, capacities, positive
 from megapack.cli.composition import print_composition
 from megapack.cli.report import Work, note
 from megapack.packing import (
@@ -49,8 +39,8 @@ __all__ = ["add_arguments", "run"]
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_dataset_argument(parser, many=False, help="only the .idx is read")
-    add_output(parser, help="default: PREFIX.samples")
-    add_overwrite(parser)
+    add_shared(parser, "--output", help="default: PREFIX.samples")
+    add_shared(parser, "--overwrite")
     parser.add_argument(
         "--strategy", metavar="NAME", default="bucket", help="see below (default: %(default)s)"
     )
@@ -61,11 +51,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         required=True,
         help="capacities in tokens; one for the strategies of one length",
     )
-    add_seed(parser)
-    add_threads(parser)
+    add_shared(parser, "--seed", "--threads")
     add_alignment(parser)
     parser.add_argument("--preset", metavar="NAME", help="the parameters of a paper, see below")
-    add_json(parser)
+    add_shared(parser, "--json")
     group = parser.add_argument_group("parameters of the strategies")
     for name, parameters in _parameters_by_name().items():
         _add_parameter(group, name, parameters)

@@ -14,13 +14,13 @@ import argparse
 import sys
 import time
 
-from megapack.cli.arguments import add_output, add_overwrite, add_vocab_size, byte_count
-from megapack.cli.corpus_arguments import add_corpus_arguments
+from megapack.cli.arguments import add_shared, byte_count
+from megapack.cli.config_arguments import add_corpus_arguments
 from megapack.cli.report import note
 from megapack.tokenization.corpus.faults import Faults, fault_lines
 from megapack.tokenization.corpus.inputs import find_inputs
 from megapack.tokenization.corpus.pieces import ReadOptions
-from megapack.tokenization.tokenizers.train import TrainOptions, train_tokenizer
+from megapack.tokenization.tokenizers.train import train_tokenizer
 from megapack.words import counted, size
 
 __all__ = ["add_arguments", "run"]
@@ -29,15 +29,15 @@ __all__ = ["add_arguments", "run"]
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_corpus_arguments(parser)
     group = parser.add_argument_group("tokenizer")
-    add_output(group, required=True)
-    add_overwrite(group)
+    add_shared(group, "--output", required=True)
+    add_shared(group, "--overwrite")
     group.add_argument(
         "--type",
         choices=("sentencepiece", "bpe-json"),
         default="sentencepiece",
         help="a sentencepiece .model, or a byte-level BPE tokenizer.json (sentencepiece)",
     )
-    add_vocab_size(group, default=32000, help="of the tokenizer to train (32000)")
+    add_shared(group, "--vocab-size", default=32000, help="of the tokenizer to train (32000)")
     group.add_argument(
         "--sample-bytes",
         type=byte_count,
@@ -56,12 +56,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     begin = time.perf_counter()
-    options = TrainOptions(
-        type=args.type,
-        vocab_size=args.vocab_size,
-        sample_bytes=args.sample_bytes,
-        special_tokens=tuple(args.special_token),
-    )
     files = find_inputs(
         args.input,
         suffixes=args.suffix,
@@ -73,9 +67,12 @@ def run(args: argparse.Namespace) -> int:
     result = train_tokenizer(
         files,
         args.output,
-        options,
         read=read,
         faults=Faults(args.on_error),
+        type=args.type,
+        vocab_size=args.vocab_size,
+        sample_bytes=args.sample_bytes,
+        special_tokens=args.special_token,
         overwrite=args.overwrite,
     )
     for line in fault_lines(result.faults.counts, result.faults.places):

@@ -17,14 +17,7 @@ import argparse
 import dataclasses
 import json
 
-from megapack.cli.arguments import (
-    add_dataset_argument,
-    add_eod_token,
-    add_json,
-    add_tokenizer,
-    add_vocab_size,
-    token_id,
-)
+from megapack.cli.arguments import add_dataset_argument, add_shared, token_id
 from megapack.cli.datasets import dataset_prefixes
 from megapack.cli.report import Work
 from megapack.packing.verify import verify_samples
@@ -37,10 +30,10 @@ __all__ = ["add_arguments", "print_findings", "run"]
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_dataset_argument(parser, many=True, help="or .samples files")
     parser.add_argument("--no-tokens", action="store_true", help="do not read .bin")
-    add_vocab_size(parser, help="larger ids are errors (default: meta file)")
-    add_eod_token(parser, help="must end every non-empty document (default: meta file)")
-    add_tokenizer(parser, help="knows the name that --eod-token gives")
-    add_json(parser)
+    add_shared(parser, "--vocab-size", help="larger ids are errors (default: meta file)")
+    add_shared(parser, "--eod-token", help="must end every non-empty document (default: meta file)")
+    add_shared(parser, "--tokenizer", help="knows the name that --eod-token gives")
+    add_shared(parser, "--json")
 
 
 def run(args: argparse.Namespace) -> int:

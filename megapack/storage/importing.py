@@ -33,7 +33,7 @@ LINKS = ("auto", "hard", "symbolic", "copy")
 
 
 def import_dataset(
-    source: str | os.PathLike[str],
+    path: str | os.PathLike[str],
     output: str | os.PathLike[str],
     *,
     kind: str = "auto",
@@ -47,14 +47,14 @@ def import_dataset(
 ) -> str:
     """Make a dataset of another tool's tokens.
 
-    The .bin is a link to the source where that holds plain tokens from its first byte on; else
+    The .bin is a link to the file where that holds plain tokens from its first byte on; else
     tokens are copied. Documents keep their order and sequences. All tokens are read once, for
     their checksum and range.
 
     Args:
-        source: file or prefix; may be ``<output>.bin`` itself, which then stays as it is.
+        path: file or prefix; may be ``<output>.bin`` itself, which then stays as it is.
         output: prefix of the dataset.
-        kind: of the source (see ``foreign``); found out by default.
+        kind: of the file (see ``foreign``); found out by default.
         dtype: of tokens in files that do not say it.
         eod_token: the id that ends a document, for files without an index.
         eod_at: ``"end"`` of a document, or ``"start"`` (the default for llm.c).
@@ -75,17 +75,17 @@ def import_dataset(
     if link not in LINKS:
         raise ConfigError(f"link is {link!r}; it is one of {', '.join(LINKS)}")
     output = prefix_of(output)
-    kind = detect(source) if kind == "auto" else kind
+    kind = detect(path) if kind == "auto" else kind
     eod_at = ("start" if kind == "llm.c" else "end") if eod_at is None else eod_at
     if eod_at not in ("end", "start"):
         raise ConfigError(f"eod_at is {eod_at!r}; it is 'end' or 'start'")
     bin_path = path_of(output, ".bin")
-    in_place = _is_same(bin_path, tokens_path(source, kind))
+    in_place = _is_same(bin_path, tokens_path(path, kind))
     with WriterLock(output, what="import"):
         check_prefix_names(output, keeps_bin=in_place)
-        foreign = open_foreign(source, kind, dtype=dtype, eod_token=eod_token, eod_at=eod_at)
+        foreign = open_foreign(path, kind, dtype=dtype, eod_token=eod_token, eod_at=eod_at)
         if in_place and foreign.begin_byte:
-            raise ConfigError(f"{bin_path} is the source and has a header; choose another output")
+            raise ConfigError(f"{bin_path} is imported and has a header; choose another output")
         facts = {"imported_from": kind, **foreign.metadata, **(metadata or {})}
         check_metadata(facts)
         limits = TokenLimits(foreign.dtype, vocab_size, foreign.allow_negative)
@@ -99,8 +99,8 @@ def import_dataset(
     )
 
 
-def _is_same(bin_path: Path, source: Path) -> bool:
-    return bin_path.exists() and bin_path.samefile(source)
+def _is_same(bin_path: Path, foreign: Path) -> bool:
+    return bin_path.exists() and bin_path.samefile(foreign)
 
 
 def _import(
@@ -179,18 +179,18 @@ class _Link:
         self.temporary = path.with_name(f"{path.name}.tmp-{secrets.token_hex(4)}")
 
     @staticmethod
-    def make(source: Path, path: Path, link: str) -> tuple[_Link, str] | None:
+    def make(tokens: Path, path: Path, link: str) -> tuple[_Link, str] | None:
         """As asked; auto: what the file systems allow, None when they allow nothing."""
         result = _Link(path)
         if link in ("auto", "hard"):
             try:
-                os.link(source.resolve(), result.temporary)
+                os.link(tokens.resolve(), result.temporary)
                 return result, "hard link"
             except OSError:
                 if link == "hard":
                     raise
         try:
-            result.temporary.symlink_to(source.resolve())
+            result.temporary.symlink_to(tokens.resolve())
             return result, "symbolic link"
         except OSError:
             if link == "symbolic":

@@ -6,6 +6,7 @@ stays as ``<prefix>.idx.orig``. Tokens are never changed; .bin is only ever cut,
 
 from __future__ import annotations
 
+import contextlib
 import os
 import struct
 from pathlib import Path
@@ -71,33 +72,21 @@ def repair(
         OSError: a file cannot be read or written; the old .idx stands as it was.
     """
     prefix = prefix_of(prefix)
-    if dry_run:
-        return _repair(prefix, drop_truncated, drop_trailing, one_document_per_sequence, dry_run)
-    with WriterLock(prefix, what="repair"):
-        return _repair(prefix, drop_truncated, drop_trailing, one_document_per_sequence, dry_run)
-
-
-def _repair(
-    prefix: str,
-    drop_truncated: bool,
-    drop_trailing: bool,
-    one_document_per_sequence: bool,
-    dry_run: bool,
-) -> list[str]:
     idx_path, bin_path = path_of(prefix, ".idx"), path_of(prefix, ".bin")
     done: list[str] = []
-    try:
-        facts = survey(idx_path, bin_path)
-    except FormatError:
-        salvaged = _salvage(idx_path, bin_path, done)
-        if salvaged is None:
-            raise
-        index = salvaged
-    else:
-        index = _mend(facts, one_document_per_sequence, done)
-    index, cut = _fit(index, bin_path, drop_truncated, drop_trailing, done)
-    if done and not dry_run:
-        _replace(prefix, index, cut, done)
+    with contextlib.nullcontext() if dry_run else WriterLock(prefix, what="repair"):
+        try:
+            facts = survey(idx_path, bin_path)
+        except FormatError:
+            salvaged = _salvage(idx_path, bin_path, done)
+            if salvaged is None:
+                raise
+            index = salvaged
+        else:
+            index = _mend(facts, one_document_per_sequence, done)
+        index, cut = _fit(index, bin_path, drop_truncated, drop_trailing, done)
+        if done and not dry_run:
+            _replace(prefix, index, cut, done)
     return done
 
 
@@ -277,13 +266,13 @@ def _meta_of(prefix: str, done: list[str]) -> dict[str, Any] | None:
 
 def _keep_original(idx_path: Path) -> None:
     """Give the old .idx a second name, which a crash leaves whole or absent."""
-    original, source = idx_path.with_name(idx_path.name + ".orig"), target_of(idx_path)
+    original, old = idx_path.with_name(idx_path.name + ".orig"), target_of(idx_path)
     if original.exists():
         return
     try:
-        os.link(source, original)
+        os.link(old, original)
     except OSError:  # another file system, or one without links
         copy = AtomicFile(original)
-        with open_regular(source) as file:
+        with open_regular(old) as file:
             copy.copy_from(file, identity_of(file).num_bytes)
         publish(copy)

@@ -86,7 +86,7 @@ class TokenWriter:
             DataError: an id outside of the limits.
             OSError: either file fails.
         """
-        with dataset.open_tokens() as source:
+        with dataset.open_tokens() as file:
             facts = dataset.facts
             if dataset.dtype == self.limits.dtype and facts is not None and facts.token_range:
                 low, high = facts.token_range
@@ -96,7 +96,7 @@ class TokenWriter:
                         f"{self.limits.describe()}"
                     )
                 self.flush()
-                self.target.copy_from(source, dataset.num_bytes)
+                self.target.copy_from(file, dataset.num_bytes)
                 self._end_checksum()
                 self._checksums += facts.checksums
                 self._count(dataset.num_tokens, low, high)
@@ -106,7 +106,7 @@ class TokenWriter:
                 document, inside = dataset.document_at(position)
                 return self.limits.error(f"{document} of {dataset.prefix}", inside, token)
 
-            blocks = read_blocks(source, dataset.dtype, dataset.num_tokens, self._buffer.size)
+            blocks = read_blocks(file, dataset.dtype, dataset.num_tokens, self._buffer.size)
             self._append_blocks(blocks, error_at)
 
     def flush(self) -> None:

@@ -76,7 +76,7 @@ def test_a_merge_done_twice_does_nothing_the_second_time(tmp_path: Path) -> None
 
 def test_an_import_done_twice_does_nothing_the_second_time(tmp_path: Path) -> None:
     np.array([1, 2, 0, 3, 0], np.uint16).tofile(tmp_path / "flat")
-    flat = {"source": tmp_path / "flat", "dtype": "uint16", "output": tmp_path / "out"}
+    flat = {"path": tmp_path / "flat", "dtype": "uint16", "output": tmp_path / "out"}
     for link in ("hard", "symbolic", "copy"):
         for path in tmp_path.glob("out*"):
             path.unlink()

@@ -125,7 +125,7 @@ class Plan:
         """How tokens, or their labels, are stored: arguments of ``IndexedDatasetBuilder``."""
         metadata: dict[str, Any] = {
             "tokenizer": {
-                "source": Path(self.tokenizer.source).name,
+                "name": Path(self.tokenizer.name).name,
                 "kind": self.tokenizer.kind,
                 "digest": self.tokenizer.digest,
                 "vocab_size": self.tokenizer.vocab_size,
@@ -149,7 +149,7 @@ class Plan:
                 difference.
         """
         here = {
-            "tokenizer": TokenizerFiles.open(self.tokenizer.source).identity(),
+            "tokenizer": TokenizerFiles.open(self.tokenizer.name).identity(),
             "libraries": _libraries(self.backend, self.chat_format),
         }
         planned = {"tokenizer": self.tokenizer.identity(), "libraries": dict(self.libraries)}

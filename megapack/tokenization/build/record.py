@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megapack.storage.atomic import AtomicFile, publish
+from megapack.storage.atomic import atomic_write
 from megapack.storage.meta import has_its_checksums
 from megapack.storage.mmididx import path_of
 from megapack.tokenization.corpus.faults import Faults, Place, fault_lines, lacks_documents
@@ -101,12 +101,8 @@ def write_record(prefix: str, plan: str, record: ShardRecord) -> None:
     faults_tree = {"fault_counts": faults.counts, "fault_places": places}
     tree = {"plan": plan, **record.counted._asdict(), **faults_tree}
     # Not durable, like the datasets it speaks of: a damaged record is one that is not there.
-    target = AtomicFile(record_path(prefix))
-    try:
-        target.write(json.dumps(tree).encode())
-        publish(target, durable=False)
-    finally:
-        target.discard()
+    with atomic_write(record_path(prefix), "w", durable=False) as file:
+        json.dump(tree, file)
 
 
 def read_record(prefix: str, plan: str, datasets: Sequence[str]) -> ShardRecord | None:

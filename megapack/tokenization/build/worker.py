@@ -51,7 +51,7 @@ def open_coder(plan: Plan, limits: Limits = Limits()) -> Coder:  # noqa: B008
         if plan.chat_format == "template":
             return ChatCoder(TemplateChats(plan.tokenizer, plan.chat_loss), plan.frame)
         encoder = open_any(plan.tokenizer, plan.backend, limits)
-        return ChatCoder(HeaderChats(encoder, plan.chat_loss, plan.tokenizer.source), plan.frame)
+        return ChatCoder(HeaderChats(encoder, plan.chat_loss, plan.tokenizer.name), plan.frame)
     return TextCoder(
         open_any(plan.tokenizer, plan.backend, limits),
         plan.frame,

@@ -193,9 +193,7 @@ def _walk(root: Path, suffixes: Sequence[str], aside: _Aside) -> Iterator[str]:
             path = Path(directory, name)
             if name.startswith("."):
                 aside.hidden.append(str(path))
-            elif not (
-                any(fnmatch.fnmatchcase(name, p) for p in patterns) if patterns else is_data(name)
-            ):
+            elif not wanted(name):
                 aside.unwanted.append(str(path))
             elif path.is_file():
                 yield str(path)

@@ -117,8 +117,8 @@ class HeaderChats(Chats):
     section 8.1.
     """
 
-    def __init__(self, encoder: Encoder, loss: ChatLoss, source: str) -> None:
-        """``source`` is the tokenizer, which must have the three markers.
+    def __init__(self, encoder: Encoder, loss: ChatLoss, name: str) -> None:
+        """``name`` is the tokenizer, which must have the three markers.
 
         Raises:
             ConfigError: it does not, and would store one in pieces.
@@ -129,7 +129,7 @@ class HeaderChats(Chats):
             ids = encoder.encode(TextBlock.of_strings([marker]))[0].tolist()
             if marker not in [encoder.decode([token]) for token in ids]:
                 raise ConfigError(
-                    f"{source} has no token {marker}, which --chat-format headers writes: it would "
+                    f"{name} has no token {marker}, which --chat-format headers writes: it would "
                     f"be stored in {len(ids)} pieces; choose a tokenizer that has it, train one "
                     "with --special-token, or use --chat-format template"
                 )
