@@ -153,16 +153,11 @@ class SampleIndex:
         )
 
     def label_tokens(self, document_lengths: Lengths) -> NDArray[np.int64]:
-        """Per sample, how many of its tokens have a label.
+        """Per sample, how many of its tokens have a label: int64 (num_samples,).
 
         The label of a token is the next token of its document, also where the segment ends before
-        the document does; only the last token of a document has none.
-
-        Args:
-            document_lengths: (num_documents,) of the documents this index was packed from.
-
-        Returns:
-            int64 (num_samples,).
+        the document does; only the last token of a document has none. ``document_lengths``
+        (num_documents,) are those of the documents this index was packed from.
 
         Raises:
             IndexMismatchError: another number of documents.
@@ -179,8 +174,9 @@ class SampleIndex:
                 f"the index was packed from {self.num_documents:,} documents; the lengths given "
                 f"are of {len(lengths):,}"
             )
-        array: Any = np.ascontiguousarray(lengths)
-        return array if array.dtype in (np.int32, np.int64) else array.astype(np.int64)
+        if np.asarray(lengths).dtype == np.int32:
+            return np.ascontiguousarray(lengths, dtype=np.int32)
+        return np.ascontiguousarray(lengths, dtype=np.int64)
 
     # --- identity -------------------------------------------------------------------------------
 
