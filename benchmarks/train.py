@@ -64,7 +64,7 @@ def cases(buckets: list[int]) -> list[Case]:
         Case(f"pad to {usual}", "pad", (usual,), "document"),
         Case(f"concat {short}, across documents", "concat", (short,), "sample"),
         Case(f"concat {usual}, across documents", "concat", (usual,), "sample"),
-        Case(f"concat {largest}, across documents", "concat", (largest,), "sample"),
+        Case(f"concat {usual}", "concat", (usual,), "document"),
         Case(f"concat {largest}", "concat", (largest,), "document"),
         Case(f"best fit {largest}", "best_fit_decreasing", (largest,), "document"),
         Case(f"bucket {buckets[0]}..{largest}", "bucket", tuple(buckets), "document"),
