@@ -51,8 +51,10 @@ class LengthLookup {
 
     // Of the document that a segment names.
     std::int64_t operator[](std::int64_t segment) const {
-        if (segment + kAhead < segment_document_.size())
-            lengths_.prefetch(segment_document_[segment + kAhead]);
+        if (segment + kAhead < segment_document_.size()) {
+            const std::int64_t ahead = segment_document_[segment + kAhead];
+            if (ahead >= 0 && ahead < lengths_.size()) __builtin_prefetch(lengths_.address(ahead));
+        }
         const std::int64_t document = segment_document_[segment];
         check<FormatError>(document >= 0 && document < lengths_.size(), "segment ", segment,
                            " names document ", document, " of ", lengths_.size());
