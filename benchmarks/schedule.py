@@ -57,8 +57,8 @@ def balance(lengths: Lengths, steps_per_bucket: int) -> list[dict[str, Any]]:
     schedule = Schedule(index, tokens_per_step=RANKS * TOKENS_PER_RANK, seed=1)
     sampler = sampler_of(schedule, TOKENS_PER_RANK)
     found: dict[int, list[Any]] = {capacity: [] for capacity in BUCKETS}
-    for step, bucket in enumerate(schedule.bucket_of_draws(0, schedule.num_steps())):
-        own = found[schedule.buckets[bucket].capacity]
+    for step, bucket in enumerate(schedule.stages[0].draws.buckets(0, schedule.num_steps())):
+        own = found[schedule.capacities[bucket]]
         if len(own) < steps_per_bucket:
             own += sampler.imbalance(step)
     return [
@@ -156,7 +156,7 @@ def speed(lengths: Lengths) -> list[dict[str, Any]]:
         schedule = Schedule(index, tokens_per_step=BUCKETS[-1], order=order)
         found = take_turns(
             {
-                "all": lambda schedule=schedule: schedule.bucket_of_draws(0, 1_000_000),
+                "all": lambda draws=schedule.stages[0].draws: draws.buckets(0, 1_000_000),
                 "one": lambda schedule=schedule: [schedule.step(i) for i in steps],
                 "shuffle": lambda: np.random.default_rng(0).permutation(1_000_000),
             }

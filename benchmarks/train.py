@@ -97,7 +97,7 @@ class Bench:
         """Speed over ``num_steps`` steps after a warm-up, in all and per bucket."""
         data = PackedDataset(self.dataset, index, attention=attention)  # type: ignore[arg-type]
         schedule = Schedule(data, tokens_per_step=self.args.micro_batch_tokens)
-        warmup = 8 * len(schedule.buckets) if self.args.compile else 2
+        warmup = 8 * len(schedule.capacities) if self.args.compile else 2
         loader = build_loader(
             data,
             schedule,

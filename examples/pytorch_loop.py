@@ -91,7 +91,7 @@ def main(argv: Sequence[str] | None = None) -> list[float]:
         num_steps=args.steps,
         device=device,
     )
-    longest = max(stream.capacity for stream in schedule.buckets)
+    longest = schedule.capacities[-1]
     needs = AttentionNeeds(
         device=torch.device(device),
         dtype=torch.float32,

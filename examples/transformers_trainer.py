@@ -38,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> list[float]:
             intermediate_size=128,
             num_hidden_layers=2,
             num_attention_heads=4,
-            max_position_embeddings=max(stream.capacity for stream in schedule.buckets),
+            max_position_embeddings=schedule.capacities[-1],
             # With a GPU and flash-attn installed: "flash_attention_2".
             attn_implementation="sdpa",
         )

@@ -41,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> list[float]:
         intermediate_size=128,
         num_hidden_layers=2,
         num_attention_heads=4,
-        max_position_embeddings=max(stream.capacity for stream in schedule.buckets),
+        max_position_embeddings=schedule.capacities[-1],
     )
     trainer = sft_trainer(
         model=LlamaForCausalLM(config),  # or a checkpoint

@@ -29,7 +29,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "attention": set(),
     "training": {"storage", "packing", "data", "attention"},
     "integrations": {"storage", "packing", "data", "attention"},
-    "cli": {"storage", "tokenization", "packing", "compare"},
+    "cli": {"storage", "tokenization", "packing", "compare", "data"},
 }
 TORCH_FREE = ("storage", "tokenization", "packing", "compare", "cli", "errors", "config", "words")
 

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -24,8 +23,9 @@ import numpy as np
 from megapack.cli.arguments import add_shared
 from megapack.cli.composition import print_composition
 from megapack.cli.datasets import dataset_prefixes
+from megapack.cli.decoding import decoder
 from megapack.cli.inspect_sample import print_sample, view_sample
-from megapack.cli.report import Screen, note, print_table
+from megapack.cli.report import Screen, print_table
 from megapack.errors import ConfigError
 from megapack.packing import SampleIndex
 from megapack.packing.verify import prefix_of_samples
@@ -99,33 +99,8 @@ def _show_sample(console: Screen, path: str, prefixes: list[str], args: argparse
     segments = view_sample(dataset, index, args.sample)
     decode = None
     if args.tokenizer is not None:
-        decode = _decoder(args.tokenizer, dataset, [i for view in segments for i in view.token_ids])
+        decode = decoder(args.tokenizer, dataset, [i for view in segments for i in view.token_ids])
     print_sample(console, index, args.sample, segments, decode, full=args.full)
-
-
-def _decoder(
-    name: str, dataset: IndexedDataset, token_ids: Sequence[int]
-) -> Callable[[Sequence[int]], str]:
-    """Ids to text. Raises ConfigError if this cannot be the tokenizer that made the dataset."""
-    from megapack.tokenization.tokenizers.encoders import open_reference  # noqa: PLC0415
-    from megapack.tokenization.tokenizers.tokenizer import TokenizerFiles  # noqa: PLC0415
-
-    files = TokenizerFiles.open(name)
-    named = (dataset.meta or {}).get("tokenizer") or {}
-    told = f"; its metadata names {named['name']}" if "name" in named else ""
-    if named.get("vocab_size", files.vocab_size) != files.vocab_size:
-        raise ConfigError(
-            f"{dataset.prefix} was not made by {name} ({files.vocab_size:,} ids): its metadata "
-            f"names {named.get('name')} ({named['vocab_size']:,} ids); give that as --tokenizer"
-        )
-    if max(token_ids, default=0) >= files.vocab_size:
-        raise ConfigError(
-            f"{dataset.prefix} was not made by {name}: token id {max(token_ids)} is not one of "
-            f"its {files.vocab_size:,} ids{told}; give the tokenizer that made it"
-        )
-    if named.get("digest", files.digest) != files.digest:
-        note(f"{name} is not the file that made {dataset.prefix}{told}")
-    return open_reference(files).decode
 
 
 def describe_dataset(dataset: IndexedDataset) -> dict[str, Any]:

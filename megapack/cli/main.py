@@ -29,6 +29,7 @@ COMMANDS = {
     "pack": ("megapack.cli.pack", "documents -> samples in buckets (.samples)"),
     "compare": ("megapack.cli.compare", "what each strategy would make of a dataset"),
     "inspect": ("megapack.cli.inspect", "look inside .idx and .samples files"),
+    "trace": ("megapack.cli.trace", "which documents a run sees, and when"),
     "merge": ("megapack.cli.merge", "many .bin/.idx pairs -> one"),
     "verify": ("megapack.cli.verify", "is this dataset whole and what it claims to be?"),
     "repair": ("megapack.cli.repair", "mend what can be mended in a damaged .idx"),

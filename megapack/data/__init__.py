@@ -6,6 +6,7 @@ from megapack.data.dataset import PackedDataset
 from megapack.data.loader import PackedLoader, build_loader
 from megapack.data.masks import block_diagonal_mask, flex_block_mask, segment_ids
 from megapack.data.order import ORDERS
+from megapack.data.program import Stage
 from megapack.data.rank_check import RankChecker
 from megapack.data.report import plan_run
 from megapack.data.sampler import BucketBatchSampler
@@ -27,6 +28,7 @@ __all__ = [
     "Schedule",
     "ScheduleConfig",
     "Source",
+    "Stage",
     "Step",
     "allocate",
     "block_diagonal_mask",

@@ -5,6 +5,7 @@
       - {name: code, prefix: code/docs, index: code/docs.samples, weight: 0.2}
       - {name: chat, prefix: chat/docs, index: chat/docs.samples, weight: 0.1, labels: chat/turns}
     max_epochs: 4                  # refuse to repeat a source more often
+    stages: []                     # what changes at later steps: megapack.data.program
 
 The same file serves launch/ and the hosts of ``megapack.integrations``, which also pack sources
 that have no index (``megapack.integrations.manifest`` has their further keys). The blend happens
@@ -21,6 +22,7 @@ from typing import Any
 
 from megapack.config import load_config
 from megapack.data.dataset import PackedDataset
+from megapack.data.program import Stage
 from megapack.errors import ConfigError
 
 __all__ = ["BlendConfig", "Source", "load_blend", "open_blend"]
@@ -35,9 +37,10 @@ class Source:
     index: str | None = None
     """Path of its .samples; None, for hosts that pack: by the manifest's strategy."""
     weight: float | None = None
-    """Share of the tokens seen in training; None for all sources: by their sizes."""
+    """Share of the tokens seen in training; None for all sources: by their sizes. 0: nothing, until
+    a stage gives the source another weight."""
     name: str | None = None
-    """For reports; None: the prefix."""
+    """For stages and reports; None: the prefix."""
     labels: str = "auto"
     """Prefix of a label dataset, token by token beside the tokens, -100 where there is no loss.
     ``auto``: <prefix>.labels where that exists; ``none``: every token has its label."""
@@ -59,18 +62,22 @@ class BlendConfig:
     sources: tuple[Source, ...]
     max_epochs: float | None = None
     """A run that would repeat a source more often is refused; None: no limit."""
+    stages: tuple[Stage, ...] = ()
+    """What changes at later steps, in order."""
 
     def __post_init__(self) -> None:
         if not self.sources:
             raise ConfigError("a manifest needs at least one source")
-        bare = [source.prefix for source in self.sources if source.weight is None]
-        if 0 < len(bare) < len(self.sources):
+        drawn = [source for source in self.sources if source.weight != 0]
+        bare = [source.prefix for source in drawn if source.weight is None]
+        if 0 < len(bare) < len(drawn):
             raise ConfigError(f"source {bare[0]!r} has no weight, others have: give all or none")
         for source in self.sources:
-            if source.weight is not None and not source.weight > 0:
+            weight = source.weight
+            if weight is not None and not (weight > 0 or (weight == 0 and self.stages)):
                 raise ConfigError(
-                    f"source {source.name or source.prefix!r} has weight {source.weight}; weights "
-                    "must be positive (leave a source out to switch it off)"
+                    f"source {source.name or source.prefix!r} has weight {weight}; weights must be "
+                    "positive (leave a source out to switch it off)"
                 )
 
     def relative_to(self, folder: Path) -> BlendConfig:
@@ -93,6 +100,7 @@ class BlendConfig:
             [source.prefix for source in self.sources],
             [source.index for source in self.sources],
             max_epochs=self.max_epochs,
+            stages=self.stages,
             **options,
         )
 
@@ -101,11 +109,11 @@ def open_blend(
     sources: Sequence[Source], datasets: Sequence[Any], indices: Sequence[Any], **options: Any
 ) -> PackedDataset:
     """Sources with their documents and samples, open or by name, as one dataset."""
-    weights = [source.weight for source in sources if source.weight is not None]
+    weights = [source.weight for source in sources]
     return PackedDataset(
         datasets,
         indices,
-        weights=weights or None,
+        weights=None if set(weights) == {None} else weights,
         names=[source.name or source.prefix for source in sources],
         label_dataset=[None if s.labels == "none" else s.labels for s in sources],
         **options,

@@ -13,6 +13,7 @@ from torch.utils.data import Dataset
 
 from megapack import _core
 from megapack.data.batch import Batch, BatchLayout, Buffers, allocate
+from megapack.data.program import Stage
 from megapack.data.source import SampleSource
 from megapack.errors import ConfigError
 from megapack.packing import SampleIndex
@@ -36,7 +37,8 @@ class PackedDataset(Dataset[Batch]):
         dataset: the documents, or their prefix; several for a blend.
         index: the samples, or the path of a .samples file; one per dataset.
         weights: of a blend, shares of tokens; None: in proportion to the tokens.
-        names: of the datasets, for reports; None: their prefixes.
+        names: of the datasets, for stages and reports; None: their prefixes.
+        stages: what changes at later steps of a run (``megapack.data.program``).
         max_epochs: a run that would repeat a dataset more often is refused; None: no limit.
         positions: where position_ids restart: at every ``segment``, never inside a ``document``
             (a segment continues its document's count), or at every ``sample``.
@@ -63,8 +65,9 @@ class PackedDataset(Dataset[Batch]):
         dataset: Documents | Sequence[Documents],
         index: Index | Sequence[Index],
         *,
-        weights: Sequence[float] | None = None,
+        weights: Sequence[float | None] | None = None,
         names: Sequence[str] | None = None,
+        stages: Sequence[Stage] = (),
         max_epochs: float | None = None,
         positions: Literal["segment", "document", "sample"] = "segment",
         attention: Literal["document", "sample"] = "document",
@@ -105,6 +108,7 @@ class PackedDataset(Dataset[Batch]):
             {
                 "weights": weights,
                 "names": names or [item.prefix for item in self.datasets],
+                "stages": stages,
                 "max_epochs": max_epochs,
             },
         )
@@ -134,7 +138,8 @@ class PackedDataset(Dataset[Batch]):
     def __getstate__(self) -> dict[str, Any]:
         state = {k: v for k, v in self.__dict__.items() if k not in ("_gatherer", "samples")}
         samples = self.samples
-        about = {name: getattr(samples, name) for name in ("weights", "names", "max_epochs")}
+        names = ("weights", "names", "stages", "max_epochs")
+        about = {name: getattr(samples, name) for name in names}
         return {**state, "indices": samples.indices, "about": about}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -33,6 +33,7 @@ class DrawOrder:
         order: of the draws inside a cycle.
         num_cycles: per epoch.
         seed: of the order.
+        largest_first: draw 0 takes the largest bucket, where the order is shuffled.
     """
 
     samples_per_epoch: tuple[int, ...]
@@ -40,6 +41,7 @@ class DrawOrder:
     order: Order
     num_cycles: int
     seed: int
+    largest_first: bool = True
 
     def locate(self, draw: int) -> tuple[int, int]:
         """(bucket of a draw, how often that bucket was drawn before)."""
@@ -47,6 +49,14 @@ class DrawOrder:
         bucket, rank = _cycle(self, cycle)
         at = draw - self.begin(cycle)
         return int(bucket[at]), self.drawn(int(bucket[at]), cycle) + int(rank[at])
+
+    def draw_at(self, bucket: int, turn: int) -> int:
+        """The inverse of ``locate``: which draw is the ``turn``-th of a bucket."""
+        cycle = turn * self.num_cycles * self.samples_per_draw[bucket]
+        cycle //= self.samples_per_epoch[bucket]  # the last one with drawn(bucket, cycle) <= turn
+        buckets, rank = _cycle(self, cycle)
+        place = (buckets == bucket) & (rank == turn - self.drawn(bucket, cycle))
+        return self.begin(cycle) + int(np.flatnonzero(place)[0])
 
     def drawn(self, bucket: int, cycles: int) -> int:
         """Draws of a bucket in the first ``cycles`` cycles."""
@@ -105,7 +115,7 @@ def _cycle(draws: DrawOrder, cycle: int) -> tuple[NDArray[np.int32], NDArray[np.
     buckets = range(len(draws.samples_per_draw))
     counts = np.array([draws.drawn(b, cycle + 1) - draws.drawn(b, cycle) for b in buckets])
     bucket = draws.order.cycle(counts, fold_key(draws.seed, 2, cycle))
-    if cycle == 0 and draws.order.shuffled:  # running out of memory shall happen at once
+    if cycle == 0 and draws.largest_first and draws.order.shuffled:
         at = int(np.argmax(bucket == bucket.max()))
         bucket[[0, at]] = bucket[[at, 0]]
     rank = np.empty(len(bucket), np.int64)

@@ -104,8 +104,8 @@ def build_loader(
         num_cu_seqlens=num_cu_seqlens,
         cu_seqlens_per_row=cu_seqlens_per_row,
     )
-    for stream in schedule.buckets:
-        shape.rows(stream.capacity)  # refuse now what would be refused at some step
+    for capacity in schedule.capacities:
+        shape.rows(capacity)  # refuse now what would be refused at some step
     if data_parallel_rank == 0 and log.isEnabledFor(logging.INFO):
         log.info("%s", plan_run(schedule, sampler.start_step + sampler.num_steps))
     return PackedLoader(

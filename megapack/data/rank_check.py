@@ -44,8 +44,8 @@ class RankChecker:
         self._fixed: dict[str, Any] = {
             "check_ranks_every": every,
             **sampler.launch,
-            "num_micro_steps": sampler.num_micro_steps,
             "last_step": sampler.start_step + sampler.num_steps,
+            "stages": [],  # the same fields on all ranks, whatever each was given
             **sampler.schedule.identity(),
         }
 
@@ -63,6 +63,7 @@ class RankChecker:
         fields = {
             "step": step,
             **self._fixed,
+            "num_micro_steps": self._sampler.num_micro_steps(step),
             "bucket": content.bucket,
             "sample_ids": xxhash.xxh3_64_intdigest(content.sample_ids.tobytes()),
         }

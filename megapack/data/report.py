@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from megapack.data.schedule import Schedule
+from megapack.data.stage import StageDraws
 from megapack.errors import ConfigError
 
-__all__ = ["BucketPlan", "DatasetPlan", "RunPlan", "check_epochs", "plan_run"]
+__all__ = ["BucketPlan", "DatasetPlan", "RunPlan", "StagePlan", "check_epochs", "plan_run"]
 
 
 @dataclass(frozen=True)
 class BucketPlan:
-    """One bucket: samples it has, samples per draw, draws and share of tokens of the run."""
+    """One bucket: samples it has, samples per draw, draws and share of tokens of the stage."""
 
     capacity: int
     num_samples: int
@@ -32,7 +32,33 @@ class DatasetPlan:
     weight: float
     realised: float
     num_samples: int
+    tokens: int
     epochs: float
+
+
+@dataclass(frozen=True)
+class StagePlan:
+    """Steps ``[begin, end)``."""
+
+    begin: int
+    end: int
+    steps_per_epoch: int
+    tokens_per_step: int
+    buckets: tuple[BucketPlan, ...]
+
+    def __str__(self) -> str:
+        return "\n".join(
+            [
+                f"{self.end - self.begin:,} steps of {self.tokens_per_step:,} tokens "
+                f"(one epoch: {self.steps_per_epoch:,} steps)",
+                f"{'bucket':>8} {'samples':>14} {'per draw':>9} {'draws':>12} {'tokens':>8}",
+            ]
+            + [
+                f"{b.capacity:>8} {b.num_samples:>14,} {b.samples_per_draw:>9,} {b.num_draws:>12,} "
+                f"{b.share:>8.2%}"
+                for b in self.buckets
+            ]
+        )
 
 
 @dataclass(frozen=True)
@@ -40,22 +66,15 @@ class RunPlan:
     """The first ``num_steps`` steps of a schedule."""
 
     num_steps: int
-    steps_per_epoch: int
-    tokens_per_step: int
-    buckets: tuple[BucketPlan, ...]
+    stages: tuple[StagePlan, ...]
     datasets: tuple[DatasetPlan, ...]
 
     def __str__(self) -> str:
-        lines = [
-            f"{self.num_steps:,} steps of {self.tokens_per_step:,} tokens "
-            f"(one epoch: {self.steps_per_epoch:,} steps)",
-            f"{'bucket':>8} {'samples':>14} {'per draw':>9} {'draws':>12} {'tokens':>8}",
-        ]
-        lines += [
-            f"{b.capacity:>8} {b.num_samples:>14,} {b.samples_per_draw:>9,} {b.num_draws:>12,} "
-            f"{b.share:>8.2%}"
-            for b in self.buckets
-        ]
+        lines = []
+        for stage in self.stages:
+            if len(self.stages) > 1:
+                lines.append(f"steps {stage.begin:,} to {stage.end - 1:,}:")
+            lines.append(str(stage))
         lines.append(f"{'weight':>8} {'realised':>14} {'epochs':>9} {'samples':>12}  dataset")
         lines += [
             f"{d.weight:>8.2%} {d.realised:>14.4%} {d.epochs:>9.3f} {d.num_samples:>12,}  {d.name}"
@@ -66,47 +85,60 @@ class RunPlan:
 
 def plan_run(schedule: Schedule, num_steps: int) -> RunPlan:
     """Count what the first ``num_steps`` steps hold; costs nothing that grows with the data."""
-    draws = schedule.num_draws(num_steps)
-    samples = draws * np.asarray(schedule.samples_per_draw)
-    tokens = samples * [stream.capacity for stream in schedule.buckets]
-    buckets = tuple(
-        BucketPlan(stream.capacity, stream.num_samples, per_draw, int(count), float(share))
-        for stream, per_draw, count, share in zip(
-            schedule.buckets,
-            schedule.samples_per_draw,
-            draws,
-            tokens / max(1, tokens.sum()),
-            strict=True,
-        )
-    )
     return RunPlan(
         num_steps=num_steps,
-        steps_per_epoch=schedule.num_steps(),
-        tokens_per_step=schedule.config.tokens_per_step,
-        buckets=buckets,
-        datasets=_plan_datasets(schedule, samples.tolist()),
+        stages=tuple(_plan_stage(stage, end) for stage, end in schedule.spans(num_steps)),
+        datasets=_plan_datasets(schedule, num_steps),
     )
 
 
-def _plan_datasets(schedule: Schedule, samples: Sequence[int]) -> tuple[DatasetPlan, ...]:
+def _plan_stage(stage: StageDraws, end: int) -> StagePlan:
+    draws = stage.num_draws(end)
+    capacities = [stream.capacity for stream in stage.buckets]
+    tokens = draws * stage.samples_per_draw * capacities
+    return StagePlan(
+        begin=stage.begin,
+        end=end,
+        steps_per_epoch=stage.steps_per_epoch,
+        tokens_per_step=stage.config.tokens_per_step,
+        buckets=tuple(
+            BucketPlan(stream.capacity, stream.num_samples, per_draw, int(count), float(share))
+            for stream, per_draw, count, share in zip(
+                stage.buckets,
+                stage.samples_per_draw,
+                draws,
+                tokens / max(1, tokens.sum()),
+                strict=True,
+            )
+        ),
+    )
+
+
+def _plan_datasets(schedule: Schedule, num_steps: int) -> tuple[DatasetPlan, ...]:
+    """Weights are the mean over the stages, by their tokens."""
     source = schedule.samples
-    taken = np.zeros(len(source.indices), np.int64)
-    there = np.zeros(len(source.indices), np.int64)
-    for stream, end in zip(schedule.buckets, samples, strict=True):
-        taken[stream.datasets] += stream.taken(end) * stream.capacity
-        there[stream.datasets] += stream.sizes * stream.capacity
-    weights = np.asarray(source.weights or there, np.float64)
+    there = source.tokens_per_epoch
+    taken, wanted = np.zeros(len(there), np.int64), np.zeros(len(there))
+    for stage, end in schedule.spans(num_steps):
+        before = int(taken.sum())
+        for capacity, datasets, samples in stage.taken(end):
+            taken[datasets] += samples * capacity
+        shares = np.array(
+            [t if w is None else w for w, t in zip(stage.weights, there.tolist(), strict=True)]
+        )
+        wanted += shares / shares.sum() * (int(taken.sum()) - before)
     total = max(1, int(taken.sum()))
     return tuple(
         DatasetPlan(
             name=name,
-            weight=float(weight),
+            weight=float(weight / total),
             realised=float(used / total),
             num_samples=index.num_samples,
+            tokens=int(used),
             epochs=float(used / tokens),
         )
         for name, index, weight, used, tokens in zip(
-            source.names, source.indices, weights / weights.sum(), taken, there, strict=True
+            source.names, source.indices, wanted, taken, there, strict=True
         )
     )
 
@@ -114,7 +146,7 @@ def _plan_datasets(schedule: Schedule, samples: Sequence[int]) -> tuple[DatasetP
 def check_epochs(schedule: Schedule, num_steps: int) -> None:
     """Refuse a run that repeats a dataset more often than allowed.
 
-    A draw per bucket more is granted: the last one of an epoch reaches into the next.
+    A draw per bucket and stage more is granted: the last one of an epoch reaches into the next.
 
     Raises:
         ConfigError: names the dataset, how often it would be repeated, and the remedies.
@@ -123,7 +155,7 @@ def check_epochs(schedule: Schedule, num_steps: int) -> None:
     if limit is None or num_steps == 0:
         return
     worst = max(plan_run(schedule, num_steps).datasets, key=lambda dataset: dataset.epochs)
-    slack = len(schedule.buckets) / num_steps
+    slack = sum(len(stage.buckets) for stage in schedule.stages) / num_steps
     if worst.epochs > limit * (1 + slack):
         raise ConfigError(
             f"{num_steps} steps would repeat dataset {worst.name} {worst.epochs:.2f} times; "

@@ -1,18 +1,22 @@
-"""What a checkpoint keeps of the data: a step number and the identity of the order of samples.
+"""What a checkpoint keeps of the data: a step number and the program of the run.
 
-There is no generator state: any step is computed from (index, configuration, step). So a state
-fits every number of ranks, micro batch size and number of workers, and all a resume has to do is
-to refuse when the order is not the one the run began with.
+There is no generator state: any step is computed from (indices, program, step). So a state fits
+every number of ranks, micro batch size and number of workers. All a resume has to do is to refuse a
+program that rewrites what was done, and to say what another one changes from now on.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
+from megapack.config import to_dict
+from megapack.data.order import order_named
+from megapack.data.program import Program, StageSettings
+from megapack.data.source import SampleSource
 from megapack.errors import ConfigError, ResumeError
 
-__all__ = ["ORDER_VERSION", "check_state", "resume_step"]
+__all__ = ["ORDER_VERSION", "check_state", "identity", "resume_step"]
 
 # Raised whenever the same (index, configuration, step) would give other samples than before.
 # 2: blends take from their datasets by exact weights.
@@ -31,24 +35,63 @@ _CONSEQUENCE = {
     "cost_window": "samples of a window are grouped differently; " + _RESHUFFLED,
     "indices": "other data; the epochs counted so far no longer mean anything",
     "weights": "datasets are taken in other proportions; " + _RESHUFFLED,
+    "skip_steps": _RESHUFFLED,
+    "from_step": _RESHUFFLED,
 }
+# What a stage cannot change.
+_WHOLE_RUN = ("order_version", "seed", "row_tokens", "cost_window", "indices")
+_STAGE = ("tokens_per_step", "order", "num_cycles", "mix", "micro_step_tokens", "weights")
+
+State = Mapping[str, Any]
+_Difference = tuple[str, str]  # the field, and both values in words
 
 
-def check_state(
-    current: Mapping[str, Any], state: Mapping[str, Any], allow_change: Collection[str] = ()
-) -> list[str]:
+def identity(program: Program, samples: SampleSource) -> dict[str, Any]:
+    """Everything that decides the order of samples: numbers, names and fingerprints (JSON).
+
+    The first stage's settings stand beside those of the whole run; the later ones in ``stages``,
+    each in full, if there are any.
+    """
+    first, *later = (_plain(stage) for stage in program)
+    whole = {
+        "order_version": ORDER_VERSION,
+        **to_dict(program[0].config),
+        "num_cycles": first["num_cycles"],
+        "indices": list(samples.fingerprints),
+        "weights": samples.weights,
+    }
+    return {**whole, "stages": later} if later else whole
+
+
+def _plain(stage: StageSettings) -> dict[str, Any]:
+    config = stage.config
+    return {
+        "from_step": stage.begin,
+        "skip_steps": stage.skip_steps,
+        "tokens_per_step": config.tokens_per_step,
+        "order": config.order,
+        "num_cycles": config.num_cycles or order_named(config.order).num_cycles,
+        "mix": config.mix,
+        "micro_step_tokens": config.micro_step_tokens,
+        "weights": list(stage.weights),
+    }
+
+
+def check_state(current: State, state: State, allow_change: Collection[str] = ()) -> list[str]:
     """Compare a saved state with what decides the order of samples now.
 
     Args:
         current: of this run, ``Schedule.identity()``.
         state: of the run to continue, ``Schedule.state_dict(step)``.
-        allow_change: names of fields that may differ.
+        allow_change: names of fields that may differ before the step of the state.
 
     Returns:
-        One sentence per field that differs and may, saying what the change does.
+        One sentence per field that differs and may, saying what the change does; and one per stage
+        that differs from the step of the state on, where everything may.
 
     Raises:
-        ResumeError: another field differs; all of them are named with both values.
+        ResumeError: something else differs, that is, what was done would be done otherwise; all of
+            it is named with both values and the first step that differs.
         ConfigError: allow_change names a field that does not exist.
     """
     unknown = set(allow_change) - set(_CONSEQUENCE)
@@ -56,32 +99,103 @@ def check_state(
         raise ConfigError(
             f"allow_change has {', '.join(sorted(unknown))}; fields are {', '.join(_CONSEQUENCE)}"
         )
-    differing = [
-        (name, f"{name} was {state.get(name)!r} and is {value!r}")
-        for name, value in current.items()
-        if state.get(name) != value
-    ]
+    step = int(state["step"])
+    done = max(step, 1)  # a run that has not begun has a first stage nevertheless
+    differing = list(_whole_run(current, state, done))
+    changes = list(_stages(current, state, done))
+    past = [change for change in changes if change[0] < done]
+    differing += past[0][1] if past else []
     refused = [(name, text) for name, text in differing if name not in allow_change]
     if refused:
         names = ", ".join(name for name, _ in refused)
         remedy = "Restore the former configuration"
         if "order_version" in names:
             remedy = "Continue with the version of megapack that began the run"
+        elif past and past[0][0] > 0:
+            remedy += f" of the stages before step {step} (the first difference is at {past[0][0]})"
+        elif past and len(refused) == len(past[0][1]):
+            remedy += f", make the change a stage from step {step} on"
         raise ResumeError(
             "this run would not see the samples the checkpoint's run would have seen: "
             + "; ".join(text for _, text in refused)
             + f". {remedy}, or allow_change=({names}) to go on regardless"
         )
-    return [f"{text}: {_CONSEQUENCE[name]}" for name, text in differing]
+    return [f"{text}: {_CONSEQUENCE[name]}" for name, text in differing] + [
+        f"from step {begin} on {', '.join(text for _, text in fields)}"
+        for begin, fields in changes
+        if begin >= done
+    ]
 
 
-def resume_step(
-    current: Mapping[str, Any], state: Mapping[str, Any], allow_change: Collection[str] = ()
-) -> int:
+def _whole_run(current: State, state: State, step: int) -> Iterator[_Difference]:
+    """What differs and holds for the whole run; of the sources, those drawn before ``step``."""
+    stages = (*_all_stages(current), *_all_stages(state))
+    num_drawn = max(len(stage["weights"]) for stage in stages if stage["from_step"] < step)
+    for name in _WHOLE_RUN:
+        then: Any = state.get(name)
+        now = current[name]
+        same = then[:num_drawn] == now[:num_drawn] if name == "indices" else then == now
+        if not same:
+            yield name, _both(name, then, now)
+
+
+def _stages(current: State, state: State, step: int) -> Iterator[tuple[int, list[_Difference]]]:
+    """(step from which on, what differs) wherever something else differs than before it."""
+    now, then = _all_stages(current), _all_stages(state)
+    last: list[_Difference] = []
+    for begin in sorted({stage["from_step"] for stage in (*now, *then)} | {step}):
+        ours, theirs = _at(now, begin), _at(then, begin)
+        fields = [name for name in ours if ours[name] != theirs[name]]
+        if len(fields) > 1 and "from_step" in fields:
+            fields.remove("from_step")  # of two stages that differ anyway
+        found = [(name, _both(name, theirs[name], ours[name])) for name in fields]
+        if found and found != last:
+            yield begin, found
+        last = found
+
+
+def _all_stages(state: State) -> list[dict[str, Any]]:
+    """The stages of a state in full; without what it does not draw at the end of the weights."""
+    first: dict[str, Any] = {"from_step": 0, "skip_steps": 0}
+    first |= {name: state.get(name) for name in _STAGE}
+    first["weights"] = first["weights"] or [None] * len(state["indices"])
+    stages = [first, *state.get("stages", ())]
+    return [{**stage, "weights": _drawn(stage["weights"])} for stage in stages]
+
+
+def _drawn(weights: Sequence[float | None]) -> list[float | None]:
+    """Weights up to the last source that is drawn: later sources may have come since."""
+    return list(weights[: max(i + 1 for i, weight in enumerate(weights) if weight != 0)])
+
+
+def _at(stages: Sequence[dict[str, Any]], step: int) -> dict[str, Any]:
+    return [stage for stage in stages if stage["from_step"] <= step][-1]
+
+
+def _both(name: str, then: Any, now: Any) -> str:
+    return f"{name} was {then!r} and is {now!r}"
+
+
+def resume_step(current: State, state: State, allow_change: Collection[str] = ()) -> int:
     """The step to continue with, after ``check_state``.
 
-    With another tokens_per_step it is the first one not wholly covered by the tokens seen.
+    Where another tokens_per_step was allowed for the past, it is the first step that is not wholly
+    covered by the tokens seen.
     """
     check_state(current, state, allow_change)
-    seen = int(state["step"]) * int(state["tokens_per_step"])
-    return seen // int(current["tokens_per_step"])
+    step = int(state["step"])
+    seen = _tokens(_all_stages(state), step)
+    now = _all_stages(current)
+    if _tokens(now, step) == seen:
+        return step
+    begin = [stage for stage in now if _tokens(now, stage["from_step"]) <= seen][-1]
+    missing = seen - _tokens(now, begin["from_step"])
+    return int(begin["from_step"]) + missing // int(begin["tokens_per_step"])
+
+
+def _tokens(stages: Sequence[dict[str, Any]], step: int) -> int:
+    ends = [stage["from_step"] for stage in stages[1:]] + [step]
+    return sum(
+        max(0, min(end, step) - stage["from_step"]) * int(stage["tokens_per_step"])
+        for stage, end in zip(stages, ends, strict=True)
+    )

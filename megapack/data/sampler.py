@@ -13,7 +13,8 @@ from megapack.data.batch import MicroBatch
 from megapack.data.dealing import Deal, Imbalance, deal
 from megapack.data.report import check_epochs
 from megapack.data.schedule import Schedule
-from megapack.data.step import Draw
+from megapack.data.stage import StageDraws
+from megapack.data.step import Draw, Step
 from megapack.errors import ConfigError, ResumeError
 
 __all__ = ["BucketBatchSampler"]
@@ -78,41 +79,39 @@ class BucketBatchSampler(Sampler[MicroBatch]):
         self.dealing = dealing
         self.hidden_size = hidden_size
         self._count_labels = count_labels or schedule.samples.count_labels
-        self.micro_batches_per_draw = self._check_sizes(uneven)
+        for stage in schedule.stages:
+            self._check_sizes(stage, uneven)
         check_epochs(schedule, self.start_step + self.num_steps)
 
-    def _check_sizes(self, uneven: str) -> int:
-        draw_tokens = self.schedule.config.draw_tokens
+    def _check_sizes(self, stage: StageDraws, uneven: str) -> None:
+        draw_tokens = stage.config.draw_tokens
         size, tokens = self.data_parallel_size, self.micro_batch_tokens
         if tokens < 1 or draw_tokens % tokens:
             raise ConfigError(
-                f"micro_batch_tokens {tokens} does not divide the {draw_tokens} tokens of a draw; "
-                f"with {size} ranks {_divisors(draw_tokens // size)} would"
+                f"{stage}micro_batch_tokens {tokens} does not divide the {draw_tokens} tokens of "
+                f"a draw; with {size} ranks {_divisors(draw_tokens // size)} would"
             )
         count = draw_tokens // tokens
         if count % size and uneven != "pad":
             raise ConfigError(
-                f"{size} ranks do not divide the {count} micro batches of {tokens} tokens in a "
-                f"draw of {draw_tokens}; use {_divisors(count)} ranks, another micro_batch_tokens, "
-                "or uneven='pad', which gives some ranks an empty micro batch"
+                f"{stage}{size} ranks do not divide the {count} micro batches of {tokens} tokens "
+                f"in a draw of {draw_tokens}; use {_divisors(count)} ranks, another "
+                "micro_batch_tokens, or uneven='pad', which gives some ranks an empty micro batch"
             )
-        row = self.schedule.config.row_tokens
-        for stream, samples in zip(
-            self.schedule.buckets, self.schedule.samples_per_draw, strict=True
-        ):
+        row = stage.config.row_tokens
+        for stream, samples in zip(stage.buckets, stage.samples_per_draw, strict=True):
             if samples % count or (row is not None and tokens % row):
                 unit = row or stream.capacity
                 raise ConfigError(
-                    f"a micro batch of {tokens} tokens cannot hold whole samples of "
+                    f"{stage}a micro batch of {tokens} tokens cannot hold whole samples of "
                     f"{stream.capacity}: make micro_batch_tokens a multiple of {unit}"
                 )
-        return count
 
-    @property
-    def num_micro_steps(self) -> int:
-        """Micro steps per optimizer step, the same on all ranks."""
-        per_draw = -(-self.micro_batches_per_draw // self.data_parallel_size)
-        return per_draw * self.schedule.config.draws_per_step
+    def num_micro_steps(self, step: int) -> int:
+        """Micro steps of an optimizer step, the same on all ranks."""
+        config = self.schedule.stage_at(step).config
+        per_draw = -(-config.draw_tokens // (self.micro_batch_tokens * self.data_parallel_size))
+        return per_draw * config.draws_per_step
 
     @property
     def launch(self) -> dict[str, Any]:
@@ -125,56 +124,59 @@ class BucketBatchSampler(Sampler[MicroBatch]):
 
     def __len__(self) -> int:
         """Micro batches of this rank from start_step on."""
-        return self.num_steps * self.num_micro_steps
+        return sum(
+            max(0, end - max(stage.begin, self.start_step)) * self.num_micro_steps(stage.begin)
+            for stage, end in self.schedule.spans(self.start_step + self.num_steps)
+        )
 
     def __iter__(self) -> MicroBatchIterator:
         return MicroBatchIterator(self)
 
     def micro_batches(self, step: int) -> list[MicroBatch]:
-        """This rank's micro batches of one step; ``num_micro_steps`` of them."""
+        """This rank's micro batches of one step; ``num_micro_steps(step)`` of them."""
         content = self.schedule.step(step)
         num_labels = int(self._count_labels(content.sample_ids).sum())
+        num_micro_steps = self.num_micro_steps(step)
         result: list[MicroBatch] = []
-        for draw in content.draws:
-            result += self._micro_batches(step, num_labels, draw, len(result))
+        for draw, dealt in self._deals(content):
+            imbalance = dealt.imbalance()
+            positions = dealt.micro_batches(self.data_parallel_rank)
+            per_draw = num_micro_steps // len(content.draws)
+            positions += [np.zeros(0, np.int64)] * (per_draw - len(positions))
+            result += [
+                MicroBatch(
+                    sample_ids=draw.sample_ids[mine],
+                    capacity=draw.capacity,
+                    bucket=draw.bucket,
+                    step=step,
+                    micro_step=len(result) + m,
+                    num_micro_steps=num_micro_steps,
+                    num_step_label_tokens=num_labels,
+                    imbalance=imbalance.attention,
+                    imbalance_undealt=imbalance.attention_undealt,
+                )
+                for m, mine in enumerate(positions)
+            ]
         return result
 
-    def _micro_batches(
-        self, step: int, num_labels: int, draw: Draw, first: int
-    ) -> list[MicroBatch]:
-        dealt = self._deal(draw)
-        imbalance = dealt.imbalance()
-        positions = dealt.micro_batches(self.data_parallel_rank)
-        per_draw = self.num_micro_steps // self.schedule.config.draws_per_step
-        positions += [np.zeros(0, np.int64)] * (per_draw - len(positions))
-        return [
-            MicroBatch(
-                sample_ids=draw.sample_ids[mine],
-                capacity=draw.capacity,
-                bucket=draw.bucket,
-                step=step,
-                micro_step=first + m,
-                num_micro_steps=self.num_micro_steps,
-                num_step_label_tokens=num_labels,
-                imbalance=imbalance.attention,
-                imbalance_undealt=imbalance.attention_undealt,
+    def _deals(self, content: Step) -> Iterator[tuple[Draw, Deal]]:
+        draw_tokens = self.schedule.stage_at(content.index).config.draw_tokens
+        for draw in content.draws:
+            yield (
+                draw,
+                deal(
+                    self.schedule.samples.attention_cost(draw.sample_ids, draw.capacity),
+                    num_ranks=self.data_parallel_size,
+                    num_micro_batches=draw_tokens // self.micro_batch_tokens,
+                    capacity=draw.capacity,
+                    how=self.dealing,
+                ),
             )
-            for m, mine in enumerate(positions)
-        ]
-
-    def _deal(self, draw: Draw) -> Deal:
-        return deal(
-            self.schedule.samples.attention_cost(draw.sample_ids, draw.capacity),
-            num_ranks=self.data_parallel_size,
-            num_micro_batches=self.micro_batches_per_draw,
-            capacity=draw.capacity,
-            how=self.dealing,
-        )
 
     def imbalance(self, step: int) -> list[Imbalance]:
         """Work of the ranks at a step, one entry per draw."""
-        draws = self.schedule.step(step).draws
-        return [self._deal(draw).imbalance(self.hidden_size) for draw in draws]
+        dealt = self._deals(self.schedule.step(step))
+        return [deal.imbalance(self.hidden_size) for _, deal in dealt]
 
 
 class MicroBatchIterator(Iterator[MicroBatch]):

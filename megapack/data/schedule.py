@@ -10,33 +10,21 @@ the next one.
 
 from __future__ import annotations
 
-import logging
-from collections import OrderedDict
-from collections.abc import Collection, Mapping, Sequence
-from contextlib import suppress
+from bisect import bisect_right
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from fractions import Fraction
+from math import ceil
 from typing import Any, Literal
 
-import numpy as np
-from numpy.typing import NDArray
-
-from megapack import _core
 from megapack.config import to_dict
 from megapack.data import resume
-from megapack.data.draws import DrawOrder
-from megapack.data.order import order_named
+from megapack.data.program import Stage, resolve, spans, tokens_before
 from megapack.data.source import HasSamples, SampleSource
-from megapack.data.step import Draw, ScheduleConfig, Step
-from megapack.data.streams import BucketStream, bucket_streams, fold_key
-from megapack.errors import ConfigError
+from megapack.data.stage import StageDraws, open_stages
+from megapack.data.step import ScheduleConfig, Step
 from megapack.packing import SampleIndex
 
 __all__ = ["Schedule"]
-
-Ids = NDArray[np.int64]
-
-log = logging.getLogger(__name__)
-
-_WINDOWS = 4  # remembered: a run needs one, a look back two
 
 
 class Schedule:
@@ -47,6 +35,8 @@ class Schedule:
             PackedDataset brings its blend weights and counts label tokens exactly; bare indices
             know where documents end as long as their strategy dropped no tokens.
         weights: shares of tokens of several indices; None: in proportion to their tokens.
+        names: of the indices, for stages and reports.
+        stages: what changes at later steps (``megapack.data.program``).
 
     The other arguments are those of ``ScheduleConfig``.
 
@@ -67,6 +57,8 @@ class Schedule:
         row_tokens: int | None = None,
         cost_window: int = 1,
         weights: Sequence[float] | None = None,
+        names: Sequence[str] | None = None,
+        stages: Sequence[Stage] = (),
     ) -> None:
         self.config = ScheduleConfig(
             tokens_per_step=tokens_per_step,
@@ -78,29 +70,11 @@ class Schedule:
             row_tokens=row_tokens,
             cost_window=cost_window,
         )
-        named = order_named(order)
-        self.num_cycles = num_cycles or named.num_cycles
-        self.samples = SampleSource.of(index, weights)
-        self.buckets: list[BucketStream] = bucket_streams(
-            self.samples.indices, self.samples.weights, seed, shuffled=named.shuffled
-        )
-        self.samples_per_draw = [self._samples_per_draw(b.capacity) for b in self.buckets]
-        self.draws = DrawOrder(
-            samples_per_epoch=tuple(stream.samples_per_epoch for stream in self.buckets),
-            samples_per_draw=tuple(self.samples_per_draw),
-            order=named,
-            num_cycles=self.num_cycles,
-            seed=seed,
-        )
-        for stream, count in zip(self.buckets, self.samples_per_draw, strict=True):
-            if stream.num_samples < count:
-                log.warning(
-                    "bucket %d has %d samples and a draw takes %d of them: it repeats samples. "
-                    "Make steps smaller (tokens_per_step; elsewhere rows_per_block or the global "
-                    "batch size), or pack without this bucket",
-                    *(stream.capacity, stream.num_samples, count),
-                )
-        self._windows: OrderedDict[tuple[int, int], Ids] = OrderedDict()
+        self.samples = SampleSource.of(index, weights, names, stages)
+        shares = self.samples.weights or [None] * len(self.samples.indices)
+        self.program = resolve(self.config, tuple(shares), self.samples.names, self.samples.stages)
+        self.stages = open_stages(self.program, self.samples)
+        self.capacities = sorted({b.capacity for stage in self.stages for b in stage.buckets})
 
     @classmethod
     def from_config(
@@ -113,45 +87,46 @@ class Schedule:
         """The same from a configuration read from YAML."""
         return cls(index, weights=weights, **to_dict(config))
 
-    def _samples_per_draw(self, capacity: int) -> int:
-        tokens, row = self.config.draw_tokens, self.config.row_tokens
-        if row is None:
-            if tokens % capacity:
-                raise ConfigError(
-                    f"a draw of {tokens} tokens cannot consist of samples of {capacity}. Choose a "
-                    f"multiple of {capacity} ({tokens // capacity * capacity} or "
-                    f"{(tokens // capacity + 1) * capacity}), or set row_tokens: a row holds as "
-                    "many whole samples as fit, the rest of it is padding"
-                )
-            return tokens // capacity
-        if tokens % row:
-            raise ConfigError(f"row_tokens {row} does not divide the {tokens} tokens of a draw")
-        if capacity > row:
-            raise ConfigError(f"a row of {row} tokens cannot hold a sample of {capacity}")
-        return tokens // row * (row // capacity)
-
     # --- counting -------------------------------------------------------------------------------
+
+    def stage_at(self, step: int) -> StageDraws:
+        """The stage that a step belongs to."""
+        return self.stages[bisect_right(self.stages, step, key=lambda stage: stage.begin) - 1]
+
+    def spans(self, num_steps: int) -> Iterator[tuple[StageDraws, int]]:
+        """The first stage and all that begin before ``num_steps``, and where each of them ends."""
+        return spans(self.stages, num_steps)
+
+    def tokens_before(self, step: int) -> int:
+        """Tokens of the steps before ``step``, padding included."""
+        return tokens_before(self.program, step)
+
+    def epochs(self, num_steps: int) -> float:
+        """How many epochs the first ``num_steps`` steps are, each stage measured by its own.
+
+        An epoch of a blend is as many tokens as its datasets have together; what that means for
+        each of them, ``plan_run`` tells.
+        """
+        return sum(((end - s.begin) / s.steps_per_epoch for s, end in self.spans(num_steps)), 0.0)
 
     def num_steps(self, num_epochs: int = 1) -> int:
         """Steps after which every sample was seen at least ``num_epochs`` times.
 
         At most ``samples_per_draw - 1`` samples per bucket are seen once more: the first of the
-        next epoch, which fill the last draw. An epoch of a blend is as many tokens as its datasets
-        have together; what that means for each of them, ``plan_run`` tells.
+        next epoch, which fill the last draw. With several stages, the steps that ``epochs`` calls
+        ``num_epochs``.
         """
-        return -(-self.draws.begin(num_epochs * self.num_cycles) // self.config.draws_per_step)
-
-    def tokens_before(self, step: int) -> int:
-        """Tokens of the first ``step`` steps, padding included."""
-        return step * self.config.tokens_per_step
-
-    def num_draws(self, step: int) -> Ids:
-        """(num_buckets,) how often every bucket is drawn in the first ``step`` steps."""
-        return self.draws.counts(step * self.config.draws_per_step)
-
-    def bucket_of_draws(self, begin: int, end: int) -> NDArray[np.int32]:
-        """Bucket of draws ``[begin, end)``; with ``mix="step"`` draws are steps."""
-        return self.draws.buckets(begin, end)
+        if len(self.stages) == 1:
+            [stage] = self.stages
+            draws = stage.draws.begin(num_epochs * stage.num_cycles)
+            return -(-draws // stage.config.draws_per_step)
+        missing = Fraction(num_epochs)
+        for stage, following in zip(self.stages[:-1], self.stages[1:], strict=True):
+            epochs = Fraction(following.begin - stage.begin, stage.steps_per_epoch)
+            if missing <= epochs:
+                return stage.begin + ceil(missing * stage.steps_per_epoch)
+            missing -= epochs
+        return self.stages[-1].begin + ceil(missing * self.stages[-1].steps_per_epoch)
 
     # --- the content of steps -------------------------------------------------------------------
 
@@ -159,51 +134,22 @@ class Schedule:
         """Step ``i``, counted from 0; any step at any time."""
         if i < 0:
             raise IndexError(f"step {i}; steps are counted from 0")
-        n = self.config.draws_per_step
-        draws = tuple(self._draw(j) for j in range(i * n, (i + 1) * n))
-        return Step(i, draws, self.samples.count_labels)
+        return Step(i, self.stage_at(i).step_draws(i), self.samples.count_labels)
 
-    def _draw(self, draw: int) -> Draw:
-        bucket, turn = self.draws.locate(draw)
-        return Draw(bucket, self.buckets[bucket].capacity, self._samples(bucket, turn))
+    def steps_of(self, sample: int, num_steps: int) -> list[int]:
+        """Which of the first ``num_steps`` steps draw a global sample id, without looking at them.
 
-    def _samples(self, bucket: int, turn: int) -> Ids:
-        """Samples of the ``turn``-th draw of a bucket."""
-        stream, count = self.buckets[bucket], self.samples_per_draw[bucket]
-        if self.config.cost_window == 1:
-            return stream.ids(turn * count, (turn + 1) * count)
-        begin, end = self.draws.window(bucket, turn, self.config.cost_window)
-        rows: Ids = self._window(bucket, begin, end)[turn - begin]
-        return rows
-
-    def _window(self, bucket: int, begin: int, end: int) -> Ids:
-        """(end - begin, samples) ids of some draws, sorted by cost, draws in random order."""
-        known = self._windows.get((bucket, begin))
-        if known is not None:
-            return known
-        stream, count = self.buckets[bucket], self.samples_per_draw[bucket]
-        ids = stream.ids(begin * count, end * count)
-        by_cost = np.argsort(self.samples.attention_cost(ids, stream.capacity), kind="stable")
-        key = fold_key(self.config.seed, 3, bucket, begin)
-        order = _core.permute_range(key, end - begin, 0, end - begin)
-        rows: Ids = ids[by_cost].reshape(end - begin, count)[order]
-        self._windows[bucket, begin] = rows
-        while len(self._windows) > _WINDOWS:  # threads may do so at once: nothing is lost
-            with suppress(KeyError):
-                self._windows.popitem(last=False)
-        return rows
+        The shuffle, the blend and the order of draws are inverted; a step comes twice where it
+        draws the sample twice.
+        """
+        spans = self.spans(num_steps)
+        return [step for stage, end in spans for step in stage.steps_of(sample, end)]
 
     # --- resume ---------------------------------------------------------------------------------
 
     def identity(self) -> dict[str, Any]:
         """Everything that decides the order of samples: numbers, names and fingerprints (JSON)."""
-        return {
-            "order_version": resume.ORDER_VERSION,
-            **to_dict(self.config),
-            "num_cycles": self.num_cycles,
-            "indices": list(self.samples.fingerprints),
-            "weights": self.samples.weights,
-        }
+        return resume.identity(self.program, self.samples)
 
     def state_dict(self, step: int) -> dict[str, Any]:
         """What a checkpoint keeps before ``step`` is taken: that number and ``identity``; JSON."""

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megapack import _core
+from megapack.data.program import Stage
 from megapack.errors import ConfigError
 from megapack.packing import SampleIndex
 
@@ -31,7 +32,9 @@ class SampleSource:
 
     Args:
         indices: at least one.
-        weights: shares of tokens for a blend; None: in proportion to the tokens.
+        weights: shares of tokens for a blend; None: in proportion to the tokens. A source of weight
+            0 is not drawn until a stage gives it another.
+        stages: what changes at later steps of a run.
         attention: ``document`` or ``sample``: what a token attends to, which decides the cost.
         names: of the indices, for people; None: their files.
         max_epochs: a run that would repeat an index more often is refused; None: no limit.
@@ -42,9 +45,10 @@ class SampleSource:
     def __init__(
         self,
         indices: Sequence[SampleIndex],
-        weights: Sequence[float] | None = None,
+        weights: Sequence[float | None] | None = None,
         *,
         names: Sequence[str] | None = None,
+        stages: Sequence[Stage] = (),
         max_epochs: float | None = None,
         attention: Literal["document", "sample"] = "document",
         counter: Callable[[Ids], Ids] | None = None,
@@ -52,7 +56,10 @@ class SampleSource:
         if not indices:
             raise ConfigError("no sample index was given; give at least one")
         self.indices = list(indices)
-        self.weights = None if weights is None else [float(weight) for weight in weights]
+        self.weights = weights and [None if weight is None else float(weight) for weight in weights]
+        if weights is not None and len(weights) != len(indices):
+            raise ConfigError(f"{len(weights)} weights for {len(indices)} indices; one for each")
+        self.stages = tuple(stages)
         self.names = list(names) if names else [str(i.path or i.strategy) for i in self.indices]
         self.max_epochs = max_epochs
         self.attention = attention
@@ -62,15 +69,18 @@ class SampleSource:
     @staticmethod
     def of(
         index: SampleIndex | Sequence[SampleIndex] | HasSamples,
-        weights: Sequence[float] | None = None,
+        weights: Sequence[float | None] | None = None,
+        names: Sequence[str] | None = None,
+        stages: Sequence[Stage] = (),
     ) -> SampleSource:
         """What a schedule accepts, as a SampleSource."""
-        if isinstance(index, SampleIndex):
-            return SampleSource([index], weights)
-        if isinstance(index, Sequence):
-            return SampleSource(index, weights)
-        if weights is not None:
-            raise ConfigError("a PackedDataset brings its weights; give them when it is made")
+        if isinstance(index, (SampleIndex, Sequence)):
+            indices = [index] if isinstance(index, SampleIndex) else index
+            return SampleSource(indices, weights, names=names, stages=stages)
+        if weights is not None or names or stages:
+            raise ConfigError(
+                "a PackedDataset brings its weights, names and stages; give them when it is made"
+            )
         return index.samples
 
     @cached_property
@@ -81,6 +91,17 @@ class SampleSource:
     def fingerprints(self) -> list[str]:
         """Content identity of every index."""
         return [index.fingerprint for index in self.indices]
+
+    @cached_property
+    def tokens_per_epoch(self) -> Ids:
+        """(indices,) samples x capacity of every index, padding included."""
+        return np.array(
+            [
+                int(np.diff(index.bucket_sample_offsets) @ np.asarray(index.bucket_capacity))
+                for index in self.indices
+            ],
+            np.int64,
+        )
 
     def locate(self, ids: Ids) -> tuple[Ids, Ids]:
         """Global ids -> (number of the index, sample id there), int64 both.
@@ -113,6 +134,21 @@ class SampleSource:
                     starts.append(base + offsets[b])
                     capacities.append(capacity)
         return starts, capacities
+
+    def segments(self, sample: int) -> tuple[int, list[tuple[int, int, int]]]:
+        """(number of the index, its segments (document, begin, length)) of a global id."""
+        source, local = (int(part[0]) for part in self.locate(np.array([sample])))
+        return source, self.indices[source].sample(local)[1]
+
+    def samples_of(self, source: int, document: int) -> list[int]:
+        """Global ids of the samples that hold a piece of a document of an index, ascending.
+
+        Reads all of the index's ``segment_document``: 4 bytes per segment.
+        """
+        index = self.indices[source]
+        segments = np.flatnonzero(np.asarray(index.segment_document) == document)
+        local = np.searchsorted(index.sample_segment_offsets, segments, side="right") - 1
+        return [int(self.bases[source]) + int(sample) for sample in np.unique(local)]
 
     def attention_cost(self, ids: Ids, capacity: int) -> Ids:
         """Token pairs per sample: sum of squared segment lengths, its padding included."""

@@ -11,7 +11,9 @@ Sample ids are global: the samples of dataset 0, then those of dataset 1, and so
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import NamedTuple
 
 import numpy as np
@@ -43,6 +45,7 @@ class BucketStream:
         datasets: (D,) int64, numbers of the datasets that have samples of this capacity.
         first_sample, sizes: (D,) int64, the first global id of each and how many it has; the ids
             are consecutive.
+        starts: (D,) int64, how many of its samples each gave before this stream began.
         blend: whose turn it is, by the exact weights.
         samples_per_epoch: samples that the schedule counts as one epoch of this bucket. With one
             dataset, its samples; with several, a share of the blend's tokens.
@@ -54,12 +57,15 @@ class BucketStream:
         samples: Sequence[_Samples],
         parts: Sequence[int],
         samples_per_epoch: int,
+        *,
         key: int | None,
+        starts: Mapping[tuple[int, int], int],
     ) -> None:
         self.capacity = capacity
         self.datasets = np.array([item.dataset for item in samples], np.int64)
         self.first_sample = np.array([item.first for item in samples], np.int64)
         self.sizes = np.array([item.size for item in samples], np.int64)
+        self.starts = np.array([starts.get((i.dataset, capacity), 0) for i in samples], np.int64)
         self.blend = _core.Blend(whole_shares(parts))
         self.samples_per_epoch = samples_per_epoch
         self._shuffled = key is not None
@@ -74,11 +80,36 @@ class BucketStream:
         """Global sample ids at positions ``[begin, end)``; shape (end - begin,)."""
         which, first, count, places = self.blend.range(begin, end)
         own = _core.permute_epochs(
-            self._keys[which], self.sizes[which], first, count, self._shuffled
+            self._keys[which], self.sizes[which], self.starts[which] + first, count, self._shuffled
         )
         ids = np.empty_like(own)
         ids[places] = own + np.repeat(self.first_sample[which], count)
         return ids
+
+    def positions(self, sample: int, end: int) -> list[int]:
+        """Where a global sample id stands in positions ``[0, end)``; once per epoch."""
+        [i] = np.flatnonzero(
+            (self.first_sample <= sample) & (sample < self.first_sample + self.sizes)
+        ).tolist()
+        key, size, place = (
+            int(self._keys[i]),
+            int(self.sizes[i]),
+            sample - int(self.first_sample[i]),
+        )
+        first = int(self.starts[i])
+        last = first + self.blend.taken_of(i, end)
+        found = []
+        for epoch in range(first // size, -(-last // size)):
+            if self._shuffled:
+                cursor = epoch * size + _core.permute_inverse(fold_key(key, epoch), size, place)
+            else:
+                cursor = epoch * size + place
+            if first <= cursor < last:  # the position at which the source is taken once more
+                turn = cursor - first
+                found.append(
+                    bisect_right(range(end), turn, key=lambda n: self.blend.taken_of(i, n)) - 1
+                )
+        return found
 
     def taken(self, end: int) -> NDArray[np.int64]:
         """How many of the first ``end`` samples each of ``datasets`` gave; shape (D,)."""
@@ -95,12 +126,20 @@ class _Samples(NamedTuple):
 
 def bucket_streams(
     indices: Sequence[SampleIndex],
-    weights: Sequence[float] | None,
+    weights: Sequence[float | None],
     seed: int,
     *,
     shuffled: bool = True,
+    starts: Mapping[tuple[int, int], int] = MappingProxyType({}),
 ) -> list[BucketStream]:
     """One stream per capacity, ascending, of all indices together.
+
+    Args:
+        indices: at least one.
+        weights: of every index: a share of the tokens, 0 to leave it out, None for its tokens.
+        seed: of the shuffles.
+        shuffled: False: samples in the order of their index.
+        starts: (number of the index, capacity) -> samples taken before; 0 where it is missing.
 
     Weights are shares of tokens (samples x capacity). Every dataset keeps its own distribution over
     buckets: bucket b of dataset d is given ``weight[d] * tokens[d, b] / tokens[d]`` of the tokens,
@@ -112,13 +151,17 @@ def bucket_streams(
         for dataset, _, size in samples:
             tokens[dataset] += capacity * size
     exact = _exact_weights(weights, tokens)
-    epoch_tokens, scale = sum(tokens), sum(exact) << _PART_BITS
+    epoch_tokens = sum(size for size, weight in zip(tokens, exact, strict=True) if weight)
+    scale = sum(exact) << _PART_BITS
     result = []
-    for capacity, samples in sorted(table.items()):
+    for capacity, there in sorted(table.items()):
+        samples = [item for item in there if exact[item.dataset]]
+        if not samples:
+            continue
         parts = [(exact[d] * capacity * size << _PART_BITS) // tokens[d] for d, _, size in samples]
         epoch = _rounded(sum(parts) * epoch_tokens, scale * capacity)
         key = fold_key(seed, 1, capacity) if shuffled else None
-        result.append(BucketStream(capacity, samples, parts, max(1, epoch), key))
+        result.append(BucketStream(capacity, samples, parts, max(1, epoch), key=key, starts=starts))
     return result
 
 
@@ -150,20 +193,21 @@ def _samples_by_capacity(indices: Sequence[SampleIndex]) -> dict[int, list[_Samp
     return found
 
 
-def _exact_weights(weights: Sequence[float] | None, tokens: Sequence[int]) -> list[int]:
-    """Whole numbers in the weights' exact proportions; without weights, the tokens."""
+def _exact_weights(weights: Sequence[float | None], tokens: Sequence[int]) -> list[int]:
+    """Whole numbers in the weights' exact proportions; the tokens where a weight is None."""
     if not tokens:
         raise ConfigError("a schedule needs at least one sample index")
     if min(tokens) == 0:
         raise ConfigError(f"index {tokens.index(0)} has no samples; leave it out")
-    if weights is None:
-        return list(tokens)  # as one dataset
     if len(weights) != len(tokens):
         raise ConfigError(f"{len(weights)} weights for {len(tokens)} indices; give one for each")
-    for d, weight in enumerate(weights):
-        if not (math.isfinite(weight) and weight > 0):
+    given = [t if weight is None else weight for weight, t in zip(weights, tokens, strict=True)]
+    for d, weight in enumerate(given):
+        if not (math.isfinite(weight) and weight >= 0):
             raise ConfigError(f"weight of index {d} is {weight}; it must be a positive number")
-    ratios = [weight.as_integer_ratio() for weight in weights]  # denominators are powers of two
+    if not any(given):
+        raise ConfigError(f"all {len(given)} weights are 0; give at least one index a weight")
+    ratios = [weight.as_integer_ratio() for weight in given]  # denominators are powers of two
     common = max(denominator for _, denominator in ratios)
     return [numerator * (common // denominator) for numerator, denominator in ratios]
 

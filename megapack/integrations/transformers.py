@@ -174,8 +174,19 @@ class MicroBatches(Dataset[dict[str, Any]]):
 
     @property
     def num_micro_steps(self) -> int:
-        """Forwards of a rank per optimizer step: ``gradient_accumulation_steps``."""
-        return self.sampler.num_micro_steps
+        """Forwards of a rank per optimizer step: ``gradient_accumulation_steps``.
+
+        Raises:
+            ConfigError: stages differ in it, and Trainer has one number for all steps.
+        """
+        stages = self.schedule.stages
+        counts = {stage.begin: self.sampler.num_micro_steps(stage.begin) for stage in stages}
+        if len(set(counts.values())) > 1:
+            raise ConfigError(
+                f"stages (first step: micro steps) take {counts}, and Trainer accumulates the same "
+                "number at every step: keep tokens_per_step the same in all stages"
+            )
+        return counts[0]
 
     def __len__(self) -> int:
         return len(self.sampler)

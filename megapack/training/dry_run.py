@@ -12,6 +12,7 @@ import yaml
 
 from megapack.attention import Choice
 from megapack.config import to_dict
+from megapack.data.stage import StageDraws
 from megapack.errors import ConfigError
 from megapack.training.config import PretrainConfig
 from megapack.training.model.architecture import model_configuration
@@ -65,7 +66,7 @@ def dry_run(
     here = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     wanted = config.model if here.type == "cuda" else replace(config.model, attention="auto")
     model, attention = open_model(wanted, config.engine, architecture, device=here, empty=True)
-    total = _flops_of_run(config, steps, ModelFlops.of(model, architecture))
+    total = _flops_of_run(steps, ModelFlops.of(model, architecture))
     sections = [
         _model(architecture, model, attention),
         _length(config, steps),
@@ -112,59 +113,69 @@ def _model(architecture: Any, model: TrainingModel, attention: Choice) -> str:
 
 
 def _length(config: PretrainConfig, plan: PlannedSteps) -> str:
-    tokens = plan.num_steps * config.data.tokens_per_step
-    epochs = plan.num_steps / plan.steps_per_epoch
+    schedule = plan.schedule
     warmup = num_warmup_steps(plan.num_steps, config.schedule)
     return "\n".join(
         [
             f"steps: {plan.num_steps:,} ({warmup:,} of warmup), {plan.steps_per_epoch:,} per epoch",
-            f"tokens: {tokens:,} ({config.data.tokens_per_step:,} per step)",
-            f"epochs: {epochs:.3f}",
+            f"tokens: {schedule.tokens_before(plan.num_steps):,} "
+            f"({config.data.tokens_per_step:,} per step)",
+            f"epochs: {schedule.epochs(plan.num_steps):.3f}",
         ]
     )
 
 
 def _buckets(config: PretrainConfig, plan: PlannedSteps, ranks: int) -> str:
-    micro_steps = -(-config.data.tokens_per_step // (config.data.micro_batch_tokens * ranks))
-    draws = plan.schedule.num_draws(plan.num_steps)
+    """Of every stage."""
+    stages = plan.schedule.spans(plan.num_steps)
+    return "\n".join(_stage(config, stage, end, ranks) for stage, end in stages)
+
+
+def _stage(config: PretrainConfig, stage: StageDraws, end: int, ranks: int) -> str:
+    settings, micro = stage.config, config.data.micro_batch_tokens
+    micro_steps = -(-settings.tokens_per_step // (micro * ranks))
+    draws = stage.num_draws(end)
     rows = [
         f"{'bucket':>8} {'steps':>10} {'share':>7} {'samples/step':>13} {'per micro batch':>16}"
     ]
     for stream, samples, count in zip(
-        plan.schedule.buckets, plan.schedule.samples_per_draw, draws.tolist(), strict=True
+        stage.buckets, stage.samples_per_draw, draws.tolist(), strict=True
     ):
         share = count / max(1, int(draws.sum()))
-        per_batch = config.data.micro_batch_tokens // stream.capacity
+        per_batch = micro // stream.capacity
         rows.append(
             f"{stream.capacity:>8,} {count:>10,} {share:>7.2%} {samples:>13,} {per_batch:>16,}"
         )
-    first = plan.schedule.bucket_of_draws(0, min(12, int(draws.sum()))).tolist()
-    order = " ".join(str(plan.capacities[b]) for b in first)
+    shown = min(stage.begin + 12, end)
+    order = " ".join(
+        str(draw.capacity) for i in range(stage.begin, shown) for draw in stage.step_draws(i)
+    )
     return "\n".join(
         [
-            f"ranks: {ranks}, {micro_steps} micro steps of "
-            f"{config.data.micro_batch_tokens:,} tokens each",
+            *([f"steps {stage.begin:,} to {end - 1:,}:"] if stage.begin else []),
+            f"ranks: {ranks}, {micro_steps} micro steps of {micro:,} tokens each",
             *rows,
-            f"order: {config.data.order}; the first draws: {order}",
+            f"order: {settings.order}; the first draws: {order}",
         ]
     )
 
 
 def _memory(config: PretrainConfig, model: Any, plan: PlannedSteps, ranks: int) -> str:
-    parts = estimate_memory(model, config, ranks, longest=max(plan.capacities))
+    parts = estimate_memory(model, config, ranks, longest=plan.schedule.capacities[-1])
     lines = [f"{name:>22}: {size / 2**30:8.2f} GiB" for name, size in parts.items()]
     total = sum(parts.values()) / 2**30
     return "\n".join(["memory per rank, estimated:", *lines, f"{'together':>22}: {total:8.2f} GiB"])
 
 
-def _flops_of_run(config: PretrainConfig, plan: PlannedSteps, flops: ModelFlops) -> float:
+def _flops_of_run(plan: PlannedSteps, flops: ModelFlops) -> float:
     """From the first steps; padding is computed like any token."""
     total = 0.0
     steps = min(_STEPS_LOOKED_AT, plan.num_steps)
+    schedule = plan.schedule
     for i in range(steps):
-        lengths = segment_lengths(plan.schedule, plan.schedule.step(i).sample_ids)
-        total += flops.step(config.data.tokens_per_step, lengths)
-    return total / steps * plan.num_steps
+        lengths = segment_lengths(schedule, schedule.step(i).sample_ids)
+        total += flops.step(schedule.stage_at(i).config.tokens_per_step, lengths)
+    return total / schedule.tokens_before(steps) * schedule.tokens_before(plan.num_steps)
 
 
 def _time(run: float, num_steps: int, ranks: int, device: str | None, price: float | None) -> str:

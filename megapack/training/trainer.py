@@ -115,8 +115,8 @@ class Trainer:
         line = {
             "step": step,
             "tokens_seen": self.tokens_seen,
-            "epoch": step / inputs.steps_per_epoch,
-            "epoch_end": self.done / inputs.steps_per_epoch,
+            "epoch": inputs.schedule.epochs(step),
+            "epoch_end": inputs.schedule.epochs(self.done),
             "lr": lr,
             "data_wait": self.batches.waited(),
             "imbalance": self.batches.imbalance,

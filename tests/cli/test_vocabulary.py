@@ -12,6 +12,7 @@ from megapack.cli.main import COMMANDS, build_parser
 
 ALL = sorted(COMMANDS)
 READ_DATASETS = {"pack", "compare", "merge", "verify", "repair", "inspect"}
+READ_RUNS = {"trace"}
 WRITE = {"tokenize", "train-tokenizer", "pack", "compare", "merge", "import"}
 # Spellings that another word of the vocabulary has taken over.
 GIVEN_UP = ("--document-end-token", "--force", "--output-file", "--num-workers", "--num-threads")
@@ -34,8 +35,8 @@ def _meaning(action: argparse.Action) -> tuple[object, ...]:
     return (type(action), action.type, action.nargs, action.metavar, _stem(action))
 
 
-def test_every_command_reads_datasets_or_writes_or_both() -> None:
-    assert set(COMMANDS) == READ_DATASETS | WRITE
+def test_every_command_reads_datasets_or_runs_or_writes() -> None:
+    assert set(COMMANDS) == READ_DATASETS | WRITE | READ_RUNS
 
 
 def test_no_option_has_two_meanings() -> None:

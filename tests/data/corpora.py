@@ -64,6 +64,16 @@ def index_of(
     )
 
 
+def samples_of_buckets(counts: dict[int, int]) -> SampleIndex:
+    """An index with ``counts[capacity]`` full samples of one document each."""
+    buckets: dict[int, list[list[Segment]]] = {}
+    lengths: list[int] = []
+    for capacity, count in sorted(counts.items()):
+        buckets[capacity] = [[(len(lengths) + i, 0, capacity)] for i in range(count)]
+        lengths += [capacity] * count
+    return index_of(buckets, lengths)
+
+
 def packed_lengths(num_documents: int, longest: int, seed: int = 0) -> np.ndarray:
     """Log-normal lengths between 1 and ``longest``: many short documents, some long ones."""
     rng = np.random.default_rng(seed)

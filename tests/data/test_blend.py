@@ -84,7 +84,7 @@ def test_the_order_of_a_blend_is_the_same_for_ever() -> None:
     first = schedule.step(0)
     assert first.capacity == 64 and dataset_of(first.sample_ids).tolist() == GOLDEN_DATASETS
     assert schedule.step(5).sample_ids.tolist() == GOLDEN_STEP
-    far = schedule.buckets[2].blend.taken(2**53)
+    far = schedule.stages[0].buckets[2].blend.taken(2**53)
     assert far.tolist() == GOLDEN_FAR
 
 
@@ -138,7 +138,7 @@ def test_a_dataset_that_would_repeat_too_often_is_refused_by_name() -> None:
 
 def test_a_tiny_weight_is_realised_and_never_zero() -> None:
     schedule = blended([1.0, 1e-9])
-    for stream in schedule.buckets[1:]:
+    for stream in schedule.stages[0].buckets[1:]:
         assert stream.blend.taken_of(1, 10**11) > 0
     with pytest.raises(ConfigError, match="positive"):
         blended([1.0, 0.0])

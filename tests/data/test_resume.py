@@ -130,7 +130,7 @@ def test_a_loader_may_stop_amid_a_step_but_not_change_its_ranks_there() -> None:
     assert [batch.sample_ids.tolist() for batch in same] == whole[1:]
     with pytest.raises(ResumeError, match="micro step 1 of a step dealt with"):
         iter(sampler(4, 64)).load_state_dict(state)  # as many micro steps, other samples
-    for _ in range(sampler(2, 128).num_micro_steps - 1):
+    for _ in range(sampler(2, 128).num_micro_steps(0) - 1):
         next(begun)
     other = iter(sampler(4, 64))
     other.load_state_dict(begun.state_dict())

@@ -61,7 +61,7 @@ def test_ranks_share_a_bucket_at_every_micro_step_and_cover_the_step(
     )
     assert len({len(rank) for rank in ranks}) == 1
     rows = list(zip(*ranks, strict=True))
-    assert len(rows) == len(ranks[0]) == 4 * ranks[0].num_micro_steps
+    assert len(rows) == len(ranks[0]) == 4 * ranks[0].num_micro_steps(0)
     seen: dict[int, list[int]] = {}
     for row in rows:
         about = {(b.step, b.micro_step, b.bucket, b.capacity, b.num_step_label_tokens) for b in row}

@@ -15,18 +15,9 @@ from megapack.config import load_config
 from megapack.data import ORDERS, Schedule, ScheduleConfig, plan_run
 from megapack.errors import ConfigError
 from megapack.packing import pack
-from tests.data.corpora import index_of, packed_index
+from tests.data.corpora import packed_index, samples_of_buckets
 
 CURRICULA = [name for name in ORDERS if name.startswith(("grow", "shrink"))]
-
-
-def samples_of_buckets(counts: dict[int, int]) -> object:
-    """An index with ``counts[capacity]`` full samples of one document each."""
-    buckets, lengths = {}, []
-    for capacity, count in sorted(counts.items()):
-        buckets[capacity] = [[(len(lengths) + i, 0, capacity)] for i in range(count)]
-        lengths += [capacity] * count
-    return index_of(buckets, lengths)
 
 
 @st.composite
@@ -91,7 +82,7 @@ def test_every_sample_comes_once_per_epoch_and_steps_hold_constant_tokens(
         assert (
             len(stream)
             >= num_epochs * count
-            > len(stream) - schedule.samples_per_draw[sorted(counts).index(capacity)]
+            > len(stream) - schedule.stages[0].samples_per_draw[sorted(counts).index(capacity)]
         )
         if options["cost_window"] == 1:  # epoch after epoch, to the sample
             for epoch in range(num_epochs):
@@ -114,7 +105,9 @@ def test_a_step_does_not_depend_on_the_steps_asked_for_before(
     for i in data.draw(st.lists(st.integers(0, last), max_size=12)):
         assert np.array_equal(once.step(i).sample_ids, other.step(i).sample_ids)
         other = Schedule(index, **options) if i % 2 else other
-    assert once.bucket_of_draws(0, last).tolist() == [once.step(i).bucket for i in range(last)]
+    assert once.stages[0].draws.buckets(0, last).tolist() == [
+        once.step(i).bucket for i in range(last)
+    ]
 
 
 @given(counts=bucket_counts(), seed=st.integers(0, 99), data=st.data())
@@ -124,7 +117,9 @@ def test_every_window_holds_the_buckets_in_proportion(
     """Stratified draws: off by less than 2 + 2 B p per epoch that the window touches."""
     schedule = Schedule(samples_of_buckets(counts), tokens_per_step=32, seed=seed)
     epochs = 3
-    buckets = schedule.bucket_of_draws(1, schedule.num_steps(epochs))  # 0 is the largest bucket's
+    buckets = schedule.stages[0].draws.buckets(
+        1, schedule.num_steps(epochs)
+    )  # 0 is the largest bucket's
     if len(buckets) < 2:
         return
     begin = data.draw(st.integers(0, len(buckets) - 2))
@@ -140,7 +135,7 @@ def test_every_window_holds_the_buckets_in_proportion(
 def test_a_long_run_is_in_proportion_to_a_tenth_of_a_percent() -> None:
     counts = {1: 60_000, 2: 50_000, 4: 20_000, 8: 3_000}
     schedule = Schedule(samples_of_buckets(counts), tokens_per_step=16, seed=5)
-    buckets = schedule.bucket_of_draws(0, schedule.num_steps())
+    buckets = schedule.stages[0].draws.buckets(0, schedule.num_steps())
     share = np.array([count * capacity for capacity, count in counts.items()]) / 264_000
     for window in np.array_split(buckets, 8):
         found = np.bincount(window, minlength=4) / len(window)
@@ -159,7 +154,7 @@ def test_the_largest_bucket_comes_first(order: str) -> None:
 def test_a_curriculum_moves_from_one_end_to_the_other_in_every_cycle(order: str) -> None:
     counts = {1: 6400, 2: 3200, 4: 1600, 8: 800}
     schedule = Schedule(samples_of_buckets(counts), tokens_per_step=8, order=order, num_cycles=4)
-    capacities = 2 ** schedule.bucket_of_draws(0, schedule.num_steps())
+    capacities = 2 ** schedule.stages[0].draws.buckets(0, schedule.num_steps())
     for cycle in np.array_split(capacities, 4):
         begin, end = (part.mean() for part in np.array_split(cycle[1:], 2))
         assert begin < end if order.startswith("grow") else begin > end
@@ -179,10 +174,10 @@ def test_curricula_work_for_any_bucket_sizes(sizes: list[int], order: str, cycle
         samples_of_buckets(counts), tokens_per_step=2 ** (len(sizes) - 1) * 2, order=order,
         num_cycles=cycles,
     )  # fmt: skip
-    draws = schedule.bucket_of_draws(0, schedule.num_steps())
+    draws = schedule.stages[0].draws.buckets(0, schedule.num_steps())
     expected = [
         -(-size // per_draw)
-        for size, per_draw in zip(sizes, schedule.samples_per_draw, strict=True)
+        for size, per_draw in zip(sizes, schedule.stages[0].samples_per_draw, strict=True)
     ]
     assert np.bincount(draws, minlength=len(sizes)).tolist() == expected
 
@@ -190,7 +185,7 @@ def test_curricula_work_for_any_bucket_sizes(sizes: list[int], order: str, cycle
 def test_the_order_is_the_same_for_ever() -> None:
     """Golden: a change of these numbers changes every run in progress; raise ORDER_VERSION."""
     schedule = Schedule(samples_of_buckets({2: 50, 4: 30, 8: 9}), tokens_per_step=16, seed=1234)
-    assert schedule.bucket_of_draws(0, 12).tolist() == GOLDEN_BUCKETS
+    assert schedule.stages[0].draws.buckets(0, 12).tolist() == GOLDEN_BUCKETS
     assert schedule.step(7).sample_ids.tolist() == GOLDEN_STEP
 
 
@@ -226,7 +221,7 @@ def test_capacities_that_do_not_divide_the_step_are_refused_with_a_remedy() -> N
     with pytest.raises(ConfigError, match=r"multiple of 7 \(63 or 70\), or set row_tokens"):
         Schedule(index, tokens_per_step=64)
     schedule = Schedule(index, tokens_per_step=64, row_tokens=32)
-    assert schedule.samples_per_draw == [2 * 4, 2 * 2]
+    assert schedule.stages[0].samples_per_draw == [2 * 4, 2 * 2]
     with pytest.raises(ConfigError, match="cannot hold a sample of 16"):
         Schedule(index, tokens_per_step=64, row_tokens=8)
     with pytest.raises(ConfigError, match="does not divide"):
@@ -303,7 +298,9 @@ def test_a_plan_counts_what_the_steps_hold(counts: dict[int, int], num_steps: in
     schedule = Schedule(samples_of_buckets(counts), tokens_per_step=32, seed=4)
     plan = plan_run(schedule, num_steps)
     drawn = Counter(schedule.step(i).capacity for i in range(num_steps))
-    assert {b.capacity: b.num_draws for b in plan.buckets if b.num_draws} == dict(drawn)
+    assert {b.capacity: b.num_draws for s in plan.stages for b in s.buckets if b.num_draws} == dict(
+        drawn
+    )
     total = sum(count * capacity for capacity, count in counts.items())
     assert plan.datasets[0].epochs == pytest.approx(num_steps * 32 / total)
     assert f"{num_steps} steps" in str(plan)

@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
-from megapack.data import PackedDataset, Schedule, load_blend
+from megapack.data import PackedDataset, Schedule, Stage, load_blend
 from megapack.data.dealing import equal_groups
 from megapack.errors import ConfigError
 from megapack.integrations.manifest import Manifest, Source
@@ -42,6 +42,12 @@ def rows_of(
     manifest = {"buckets": (16, 32, 64), **(manifest or {})}
     manifest = Manifest(sources=(Source(prefix=corpus.prefix),), **manifest)
     return open_rows(manifest, open_sources(manifest), options, **more)
+
+
+def test_stages_are_refused_where_rows_have_one(corpus: IndexedDataset) -> None:
+    stages = (Stage(from_step=5, skip_steps=1),)
+    with pytest.raises(ConfigError, match="the manifest has 1 stages, and rows for a host have"):
+        rows_of(corpus, manifest={"stages": stages})
 
 
 def segments_of(row: dict[str, torch.Tensor]) -> list[tuple[int, int]]:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
 
 from megapack import attention
-from megapack.data import PackedDataset, Schedule, build_loader
+from megapack.data import PackedDataset, Schedule, Stage, build_loader
 from megapack.errors import ConfigError
 from megapack.integrations.transformers import (
     MicroBatches,
@@ -53,6 +53,19 @@ def micro_batches(folder: Path, **options: Any) -> MicroBatches:
     dataset = PackedDataset(IndexedDataset(folder / "text"), folder / "text.samples")
     schedule = Schedule(dataset, tokens_per_step=STEP)
     return MicroBatches(dataset, schedule, micro_batch_tokens=MICRO, **options)
+
+
+def test_stages_of_other_steps_are_refused_and_stages_of_the_same_are_taken(folder: Path) -> None:
+    def staged(**change: Any) -> MicroBatches:
+        stages = [Stage(from_step=2, **change)]
+        dataset = PackedDataset(folder / "text", folder / "text.samples", stages=stages)
+        schedule = Schedule(dataset, tokens_per_step=STEP)
+        return MicroBatches(dataset, schedule, micro_batch_tokens=MICRO)
+
+    with pytest.raises(ConfigError, match=r"micro steps\) take {0: 4, 2: 8}, and Trainer"):
+        assert staged(tokens_per_step=2 * STEP).num_micro_steps
+    skipping, plain = staged(skip_steps=1), micro_batches(folder)
+    assert torch.equal(skipping[2 * 4]["input_ids"], plain[3 * 4]["input_ids"])
 
 
 def tiny_llama(implementation: str = "megapack") -> LlamaForCausalLM:

@@ -38,6 +38,14 @@ class FeistelPermutation {
         return static_cast<std::int64_t>(x);
     }
 
+    std::int64_t inverse(std::int64_t value) const {
+        auto x = static_cast<std::uint64_t>(value);
+        do {
+            x = decrypt(x);
+        } while (x >= size_);
+        return static_cast<std::int64_t>(x);
+    }
+
   private:
     std::uint64_t encrypt(std::uint64_t x) const {
         std::uint64_t left = x >> right_bits_;
@@ -45,6 +53,16 @@ class FeistelPermutation {
         for (int i = 0; i < 2 * kRounds; i += 2) {
             right = (right ^ mix64(left ^ round_keys_[i])) & right_mask_;
             left = (left ^ mix64(right ^ round_keys_[i + 1])) & left_mask_;
+        }
+        return (left << right_bits_) | right;
+    }
+
+    std::uint64_t decrypt(std::uint64_t x) const {
+        std::uint64_t left = x >> right_bits_;
+        std::uint64_t right = x & right_mask_;
+        for (int i = 2 * kRounds; i > 0; i -= 2) {
+            left = (left ^ mix64(right ^ round_keys_[i - 1])) & left_mask_;
+            right = (right ^ mix64(left ^ round_keys_[i - 2])) & right_mask_;
         }
         return (left << right_bits_) | right;
     }
@@ -86,6 +104,15 @@ void permute_range(std::uint64_t key, std::int64_t size, std::int64_t first,
     for (std::int64_t i = 0; i < count; ++i) {
         out[i] = permutation(first + i);
     }
+}
+
+std::int64_t permute_inverse(std::uint64_t key, std::int64_t size, std::int64_t value) {
+    check(value >= 0 && value < size, "value ", value, " of a permutation of ", size);
+    if (size <= kShuffled) {
+        const std::vector<std::int64_t> order = shuffled(key, static_cast<std::size_t>(size));
+        return std::find(order.begin(), order.end(), value) - order.begin();
+    }
+    return FeistelPermutation(key, size).inverse(value);
 }
 
 void permute_epochs(Span<const EpochRun> runs, bool shuffled, Span<std::int64_t> out) {

@@ -37,11 +37,6 @@ class PlannedSteps:
     steps_per_epoch: int
     vocab_size: int
 
-    @property
-    def capacities(self) -> list[int]:
-        """Tokens per sample of every bucket, ascending."""
-        return [stream.capacity for stream in self.schedule.buckets]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Inputs(PlannedSteps):
@@ -70,7 +65,7 @@ def open_inputs(config: PretrainConfig) -> Inputs:
     steps = plan_steps(config, data, _vocab_size(config, data))
     valid = None
     if config.data.valid_prefix is not None:
-        buckets = config.evaluation.buckets or steps.capacities
+        buckets = config.evaluation.buckets or steps.schedule.capacities
         valid = open_validation(
             config.data.valid_prefix,
             config.data.valid_index,

@@ -33,7 +33,7 @@ class StepWork:
         lengths = segment_lengths(schedule, step.sample_ids)
         samples = [np.full(len(d.sample_ids), d.capacity, np.int64) for d in step.draws]
         capacities = np.concatenate(samples)
-        tokens = schedule.config.tokens_per_step
+        tokens = schedule.stage_at(step.index).config.tokens_per_step
         useful = int(lengths.sum())
         return StepWork(
             tokens=tokens,

@@ -1,0 +1,203 @@
+"""A run as a program: stages, each of which changes something from a step on.
+
+    sources:                                  # of the manifest, megapack.data.blend
+      - {name: web,  prefix: web/docs,  index: web/docs.samples,  weight: 0.8}
+      - {name: code, prefix: code/docs, index: code/docs.samples, weight: 0.2}
+      - {name: math, prefix: math/docs, index: math/docs.samples, weight: 0}  # not yet
+    stages:
+      - {from_tokens: 2_000_000_000, tokens_per_step: 1048576}
+      - {from_step: 9000, skip_steps: 200}    # data that made the loss spike
+      - {from_step: 12000, weights: {web: 0.5, math: 0.5}, order: grow-p2}
+
+What a stage does not say stays as it was. Its weights replace all weights: a source that they do
+not name is not drawn from then on. Every bucket of every source keeps one cursor through all stages
+(``megapack.data.stage``), so whatever stages do, each of its samples comes once per epoch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal, NamedTuple, Protocol, TypeVar
+
+from megapack.data.order import order_named
+from megapack.data.step import ScheduleConfig
+from megapack.errors import ConfigError
+
+__all__ = ["Program", "Stage", "StageSettings", "Weights", "resolve", "spans", "tokens_before"]
+
+# Of every source: a share of the tokens, 0 for none, None for its size.
+Weights = tuple[float | None, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stage:
+    """What changes from a step on. Everything but where it begins may be left out."""
+
+    from_step: int | None = None
+    """The first step of the stage, counted from the beginning of the run."""
+    from_tokens: int | None = None
+    """Instead of from_step: the first step before which so many tokens were taken, with padding."""
+    weights: dict[str, float] | None = None
+    """Source name -> share of the tokens; a source that is not named is not drawn."""
+    tokens_per_step: int | None = None
+    """As in ``ScheduleConfig``, like all below."""
+    order: str | None = None
+    num_cycles: int | None = None
+    """Goes with order: a stage that gives another order and not this takes the order's own."""
+    mix: Literal["step", "micro_step"] | None = None
+    micro_step_tokens: int | None = None
+    skip_steps: int = 0
+    """Before the stage begins, what the stage before it would have drawn in so many steps is passed
+    over: those samples count as seen, and come again with the next epoch."""
+
+    def __post_init__(self) -> None:
+        if (self.from_step is None) == (self.from_tokens is None):
+            raise ConfigError("a stage begins at from_step or at from_tokens: give one of them")
+        if self.skip_steps < 0:
+            raise ConfigError(f"skip_steps is {self.skip_steps}; it must be 0 (none) or more")
+
+    def __str__(self) -> str:
+        if self.from_tokens is None:
+            return f"the stage from step {self.from_step}"
+        return f"the stage from {self.from_tokens} tokens"
+
+
+class StageSettings(NamedTuple):
+    """A stage in full: everything that decides its draws, beside what was drawn before it."""
+
+    begin: int
+    """Its first step."""
+    skip_steps: int
+    config: ScheduleConfig
+    weights: Weights
+
+    def same_draws(self, other: StageSettings) -> bool:
+        """Whether it goes on as the other one would have, but for what it skips."""
+        return (self.config, self.weights) == (other.config, other.weights)
+
+
+# The stages of a run in order; the first begins at step 0, each later one changes something.
+Program = tuple[StageSettings, ...]
+
+
+class _HasBegin(Protocol):
+    @property
+    def begin(self) -> int: ...
+
+
+S = TypeVar("S", bound=_HasBegin)
+
+
+def spans(stages: Sequence[S], num_steps: int) -> Iterator[tuple[S, int]]:
+    """The first stage and all that begin before ``num_steps``, and the step at which each ends."""
+    ends = [stage.begin for stage in stages[1:]] + [num_steps]
+    for stage, end in zip(stages, ends, strict=True):
+        if stage.begin < max(1, num_steps):
+            yield stage, min(end, num_steps)
+
+
+def tokens_before(program: Program, step: int) -> int:
+    """Tokens of the steps before ``step``, padding included."""
+    return sum(
+        (end - stage.begin) * stage.config.tokens_per_step for stage, end in spans(program, step)
+    )
+
+
+def resolve(
+    config: ScheduleConfig, weights: Weights, names: Sequence[str], stages: Sequence[Stage]
+) -> Program:
+    """Stages in full, in order; those that change nothing are left out.
+
+    Args:
+        config, weights: from step 0 on.
+        names: of the sources, in the order of the weights.
+        stages: the changes, in order.
+
+    Raises:
+        ConfigError: names the stage, what is wrong with it, and the remedy.
+    """
+    given = [weight for weight in weights if weight is None or weight != 0]
+    if None in given and any(weight is not None for weight in given):
+        raise ConfigError(
+            f"source {names[weights.index(None)]!r} has no weight, others have: give all or none"
+        )
+    program: Program = (StageSettings(0, 0, config, weights),)
+    for stage in stages:
+        last = program[-1]
+        begin = _begin(program, stage)
+        if begin <= (last.begin if len(program) > 1 else 0):
+            raise ConfigError(
+                f"{stage} begins at step {begin}, and the one before it at {last.begin}: list "
+                "stages in order, and what holds from step 0 on outside of them"
+            )
+        chosen = last.weights if stage.weights is None else _weights(stage, names)
+        settings = StageSettings(begin, stage.skip_steps, _config(stage, last.config), chosen)
+        if not settings.same_draws(last):
+            _check_transition(stage, last.config, settings.config)
+        elif not stage.skip_steps:
+            continue
+        program = (*program, settings)
+    for number, name in enumerate(names):
+        if not any(stage.weights[number] != 0 for stage in program):
+            raise ConfigError(
+                f"source {name!r} has weight 0 in every stage; give it a positive one in some "
+                "stage, or leave it out"
+            )
+    return program
+
+
+def _begin(program: Program, stage: Stage) -> int:
+    if stage.from_step is not None:
+        return stage.from_step
+    assert stage.from_tokens is not None
+    last = program[-1]
+    missing = stage.from_tokens - tokens_before(program, last.begin)
+    return last.begin + -(-missing // last.config.tokens_per_step)
+
+
+def _weights(stage: Stage, names: Sequence[str]) -> Weights:
+    assert stage.weights is not None
+    for name, weight in stage.weights.items():
+        if list(names).count(name) != 1:
+            there = ", ".join(names[:20])
+            raise ConfigError(f"{stage} gives {name!r} a weight; sources are {there}")
+        if not isinstance(weight, (int, float)) or not (math.isfinite(weight) and weight > 0):
+            raise ConfigError(
+                f"{stage} gives {name!r} the weight {weight!r}; it must be a positive number "
+                "(leave a source out to draw nothing from it)"
+            )
+    if not stage.weights:
+        raise ConfigError(f"{stage} has empty weights; name at least one source")
+    return tuple(float(stage.weights.get(name, 0)) for name in names)
+
+
+def _config(stage: Stage, before: ScheduleConfig) -> ScheduleConfig:
+    changes: dict[str, Any] = {
+        name: value
+        for name in ("tokens_per_step", "order", "num_cycles", "mix", "micro_step_tokens")
+        if (value := getattr(stage, name)) is not None
+    }
+    if stage.order not in (None, before.order):
+        changes.setdefault("num_cycles", None)
+    if stage.mix == "step":
+        changes.setdefault("micro_step_tokens", None)
+    try:
+        return replace(before, **changes)
+    except ConfigError as error:
+        raise ConfigError(f"{stage}: {error}") from error
+
+
+def _check_transition(stage: Stage, before: ScheduleConfig, after: ScheduleConfig) -> None:
+    if before.cost_window > 1:
+        raise ConfigError(
+            f"{stage} ends one with cost_window {before.cost_window}: a window that is cut has "
+            "drawn some of its samples and not others, which no cursor can tell; set cost_window "
+            "to 1"
+        )
+    if order_named(before.order).shuffled != order_named(after.order).shuffled:
+        raise ConfigError(
+            f"{stage} goes from order {before.order} to {after.order}: an epoch cannot be both "
+            "sequential and shuffled; use shuffled orders in all stages"
+        )

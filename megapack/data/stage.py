@@ -1,0 +1,249 @@
+"""The draws of one stage: which samples each of them takes, computed without those before it.
+
+Every bucket of every source has one cursor, the number of its samples that were taken since the
+run began. A stage knows the cursors at its first draw, and inside it they follow from the order of
+draws and the blend, both in closed form; the next stage begins with those at its end. At cursor c a
+bucket of n samples gives element ``c mod n`` of the shuffle of its epoch ``c div n``. So inside an
+epoch of a source's bucket no sample is repeated or missed, whatever the stages do.
+
+In every stage the blend is exact: of the first n samples of a bucket a source has given n times its
+weight there, within 1.69 (``megapack.data.streams``). Over k stages these errors add up, so what it
+has given is within 1.69 k of the sum of samples x weight over the stages.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megapack import _core
+from megapack.data.draws import DrawOrder
+from megapack.data.order import order_named
+from megapack.data.program import Program, StageSettings
+from megapack.data.source import SampleSource
+from megapack.data.step import Draw, ScheduleConfig
+from megapack.data.streams import bucket_streams, fold_key
+from megapack.errors import ConfigError
+
+__all__ = ["Cursors", "StageDraws", "open_stages"]
+
+Ids = NDArray[np.int64]
+Cursors = Mapping[tuple[int, int], int]  # (number of the index, capacity) -> samples taken
+
+log = logging.getLogger(__name__)
+
+_WINDOWS = 4  # remembered: a run needs one, a look back two
+
+
+class StageDraws:
+    """See the module.
+
+    Args:
+        settings: the stage.
+        samples: of the whole run.
+        cursors: at its first draw.
+        largest: capacity of the largest bucket of the stages before; the first draw takes a larger
+            one, so that running out of memory happens at once.
+
+    Attributes:
+        begin: first step.
+        config, weights: those of the settings.
+        buckets: streams of samples, by rising capacity.
+        samples_per_draw: of every bucket.
+        num_cycles: per epoch of the order.
+        draws: the order of draws.
+
+    Raises:
+        ConfigError: capacities and tokens_per_step do not fit; the message names the remedy.
+    """
+
+    def __init__(
+        self, settings: StageSettings, samples: SampleSource, cursors: Cursors, largest: int
+    ) -> None:
+        self.begin, _, self.config, self.weights = settings
+        self.samples = samples
+        order = order_named(self.config.order)
+        seed = self.config.seed
+        self.buckets = bucket_streams(
+            samples.indices, self.weights, seed, shuffled=order.shuffled, starts=cursors
+        )
+        self.samples_per_draw = [
+            _samples_per_draw(self.config, stream.capacity) for stream in self.buckets
+        ]
+        self.num_cycles = self.config.num_cycles or order.num_cycles
+        self.draws = DrawOrder(
+            samples_per_epoch=tuple(stream.samples_per_epoch for stream in self.buckets),
+            samples_per_draw=tuple(self.samples_per_draw),
+            order=order,
+            num_cycles=self.num_cycles,
+            seed=fold_key(seed, 4, self.begin) if self.begin else seed,
+            largest_first=self.buckets[-1].capacity > largest,
+        )
+        self._first_draw = 0
+        self._cursors = cursors
+        self._windows: OrderedDict[tuple[int, int], Ids] = OrderedDict()
+        for stream, count in zip(self.buckets, self.samples_per_draw, strict=True):
+            if stream.num_samples < count:
+                log.warning(
+                    "bucket %d has %d samples and a draw takes %d of them: it repeats samples. "
+                    "Make steps smaller (tokens_per_step; elsewhere rows_per_block or the global "
+                    "batch size), or pack without this bucket",
+                    *(stream.capacity, stream.num_samples, count),
+                )
+
+    def __str__(self) -> str:
+        """How messages about it begin."""
+        return f"the stage from step {self.begin}: " if self.begin else ""
+
+    def continued(self, begin: int, skip_steps: int) -> StageDraws:
+        """The same draws, of which ``skip_steps`` steps are passed over before step ``begin``."""
+        result = copy.copy(self)
+        result.begin, result._first_draw = begin, self.draw_of(begin + skip_steps)
+        return result
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Steps that see every sample at least once, beginning at the stage's first draw."""
+        return -(-self.draws.begin(self.num_cycles) // self.config.draws_per_step)
+
+    def draw_of(self, step: int) -> int:
+        """The first draw of a step of the run."""
+        return self._first_draw + (step - self.begin) * self.config.draws_per_step
+
+    def step_of(self, draw: int) -> int | None:
+        """The step of a draw; None: it was passed over."""
+        step = self.begin + (draw - self._first_draw) // self.config.draws_per_step
+        return step if draw >= self._first_draw else None
+
+    def num_draws(self, step: int) -> Ids:
+        """(buckets,) how often each is drawn from the stage's begin up to a step."""
+        return self.draws.counts(self.draw_of(step)) - self.draws.counts(self._first_draw)
+
+    def taken(self, step: int) -> Iterator[tuple[int, Ids, Ids]]:
+        """Of every bucket: capacity, numbers of its indices, samples that each gives up to a step.
+
+        Counted from the stage's begin; what was passed over is not among them.
+        """
+        first, last = (
+            self.draws.counts(draw) * self.samples_per_draw
+            for draw in (self._first_draw, self.draw_of(step))
+        )
+        for stream, begin, end in zip(self.buckets, first.tolist(), last.tolist(), strict=True):
+            yield stream.capacity, stream.datasets, stream.taken(end) - stream.taken(begin)
+
+    def cursors(self, step: int) -> Cursors:
+        """Cursors before a step, also of those that the stage does not move."""
+        result = dict(self._cursors)
+        ends = self.draws.counts(self.draw_of(step)) * self.samples_per_draw
+        for stream, end in zip(self.buckets, ends.tolist(), strict=True):
+            keys = [(dataset, stream.capacity) for dataset in stream.datasets.tolist()]
+            result.update(zip(keys, (stream.starts + stream.taken(end)).tolist(), strict=True))
+        return result
+
+    def step_draws(self, step: int) -> tuple[Draw, ...]:
+        """What a step of the run holds, if it is one of the stage."""
+        first = self.draw_of(step)
+        return tuple(self._draw(first + i) for i in range(self.config.draws_per_step))
+
+    def _draw(self, draw: int) -> Draw:
+        bucket, turn = self.draws.locate(draw)
+        return Draw(bucket, self.buckets[bucket].capacity, self.ids(bucket, turn))
+
+    def steps_of(self, sample: int, end: int) -> list[int]:
+        """In which steps of the stage before ``end`` a global sample id is drawn, ascending."""
+        capacity = self.samples.capacity_of(sample)
+        dataset = self.samples.locate(np.array([sample]))[0][0]
+        found = [
+            self.draws.draw_at(b, turn)
+            for b, stream in enumerate(self.buckets)
+            if stream.capacity == capacity and dataset in stream.datasets
+            for turn in self._turns_of(b, sample, int(self.draws.counts(self.draw_of(end))[b]))
+        ]
+        steps = [self.step_of(draw) for draw in sorted(found)]
+        return [step for step in steps if step is not None and step < end]
+
+    def _turns_of(self, bucket: int, sample: int, num_turns: int) -> list[int]:
+        """Which of the first turns of a bucket have a sample; with windows some later ones too."""
+        stream, count = self.buckets[bucket], self.samples_per_draw[bucket]
+        if self.config.cost_window == 1:
+            return [p // count for p in stream.positions(sample, num_turns * count)]
+        if num_turns == 0:
+            return []
+        _, num_turns = self.draws.window(bucket, num_turns - 1, self.config.cost_window)
+        near = {p // count for p in stream.positions(sample, num_turns * count)}
+        windows = {self.draws.window(bucket, turn, self.config.cost_window) for turn in near}
+        return [
+            turn
+            for begin, end in windows
+            for turn in range(begin, end)
+            for _ in range(int((self.ids(bucket, turn) == sample).sum()))
+        ]
+
+    def ids(self, bucket: int, turn: int) -> Ids:
+        """Samples of the ``turn``-th draw of a bucket."""
+        stream, count = self.buckets[bucket], self.samples_per_draw[bucket]
+        if self.config.cost_window == 1:
+            return stream.ids(turn * count, (turn + 1) * count)
+        begin, end = self.draws.window(bucket, turn, self.config.cost_window)
+        rows: Ids = self._window(bucket, begin, end)[turn - begin]
+        return rows
+
+    def _window(self, bucket: int, begin: int, end: int) -> Ids:
+        """(end - begin, samples) ids of some draws, sorted by cost, draws in random order."""
+        known = self._windows.get((bucket, begin))
+        if known is not None:
+            return known
+        stream, count = self.buckets[bucket], self.samples_per_draw[bucket]
+        ids = stream.ids(begin * count, end * count)
+        by_cost = np.argsort(self.samples.attention_cost(ids, stream.capacity), kind="stable")
+        key = fold_key(self.config.seed, 3, bucket, begin)
+        order = _core.permute_range(key, end - begin, 0, end - begin)
+        rows: Ids = ids[by_cost].reshape(end - begin, count)[order]
+        self._windows[bucket, begin] = rows
+        while len(self._windows) > _WINDOWS:  # threads may do so at once: nothing is lost
+            with suppress(KeyError):
+                self._windows.popitem(last=False)
+        return rows
+
+
+def open_stages(program: Program, samples: SampleSource) -> list[StageDraws]:
+    """The draws of every stage. Raises ConfigError as ``StageDraws`` does, naming the stage."""
+    stages: list[StageDraws] = []
+    largest = 0
+    for before, settings in zip((None, *program[:-1]), program, strict=True):
+        if before is None:
+            stages.append(StageDraws(settings, samples, {}, largest))
+        elif settings.same_draws(before):
+            stages.append(stages[-1].continued(settings.begin, settings.skip_steps))
+        else:
+            cursors = stages[-1].cursors(settings.begin + settings.skip_steps)
+            try:
+                stages.append(StageDraws(settings, samples, cursors, largest))
+            except ConfigError as error:
+                raise ConfigError(f"the stage from step {settings.begin}: {error}") from error
+        largest = max(largest, stages[-1].buckets[-1].capacity)
+    return stages
+
+
+def _samples_per_draw(config: ScheduleConfig, capacity: int) -> int:
+    tokens, row = config.draw_tokens, config.row_tokens
+    if row is None:
+        if tokens % capacity:
+            raise ConfigError(
+                f"a draw of {tokens} tokens cannot consist of samples of {capacity}. Choose a "
+                f"multiple of {capacity} ({tokens // capacity * capacity} or "
+                f"{(tokens // capacity + 1) * capacity}), or set row_tokens: a row holds as "
+                "many whole samples as fit, the rest of it is padding"
+            )
+        return tokens // capacity
+    if tokens % row:
+        raise ConfigError(f"row_tokens {row} does not divide the {tokens} tokens of a draw")
+    if capacity > row:
+        raise ConfigError(f"a row of {row} tokens cannot hold a sample of {capacity}")
+    return tokens // row * (row // capacity)

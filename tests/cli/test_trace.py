@@ -1,0 +1,129 @@
+"""megapack-build trace: its answers are what the steps of the run hold."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from peers import peer
+
+from megapack import IndexedDataset, IndexedDatasetBuilder, pack
+from megapack.cli.main import main
+
+peer("torch")  # which megapack.data needs
+
+NAMES = ("web", "code")
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of two sources of bytes with a stage; documents say who they are."""
+    folder = tmp_path_factory.mktemp("trace")
+    for name in NAMES:
+        with IndexedDatasetBuilder(folder / name, dtype="uint16", vocab_size=259) as builder:
+            for number in range(60):
+                text = f"{name} {number} " * (1 + number * 7 % 11)
+                builder.add_document([*text.encode(), 256])
+        dataset = IndexedDataset(folder / name)
+        index = pack(dataset.document_lengths, "bucket", buckets=[32, 64])
+        index.save(folder / f"{name}.samples", source=dataset)
+    sources = [
+        {"name": name, "prefix": name, "index": f"{name}.samples", "weight": weight}
+        for name, weight in zip(NAMES, (1, 0), strict=True)
+    ]
+    stages = [{"from_step": 6, "weights": {"web": 1, "code": 2}}]
+    (folder / "blend.yaml").write_text(yaml.safe_dump({"sources": sources, "stages": stages}))
+    data = {"blend": str(folder / "blend.yaml"), "tokens_per_step": 256, "micro_batch_tokens": 64}
+    path = folder / "run.yaml"
+    path.write_text(yaml.safe_dump({"seed": 3, "num_steps": 40, "data": data, "model": {}}))
+    return path
+
+
+def schedule_of(config: Path) -> Any:
+    from megapack.data import Schedule, load_blend  # noqa: PLC0415
+
+    packed = load_blend(config.with_name("blend.yaml")).open()
+    return Schedule(packed, tokens_per_step=256, seed=3)
+
+
+def ask(capsys: pytest.CaptureFixture[str], config: Path, *words: str) -> Any:
+    assert main(["trace", str(config), *words, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_the_documents_of_a_step(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    schedule = schedule_of(config)
+    found = ask(capsys, config, "--step", "9")
+    bases = dict(zip(NAMES, schedule.samples.bases.tolist(), strict=False))
+    ids = [bases[s["source"]] + s["sample"] for s in found["samples"]]
+    assert ids == schedule.step(9).sample_ids.tolist()
+    assert (found["tokens_before"], found["stage_from_step"]) == (9 * 256, 6)
+    for shown in found["samples"]:
+        index = schedule.samples.indices[NAMES.index(shown["source"])]
+        assert [tuple(s) for s in shown["segments"]] == index.sample(shown["sample"])[1]
+    assert main(["trace", str(config), "--step", "9", "--tokenizer", "bytes", "--full"]) == 0
+    text = capsys.readouterr().out
+    for shown in found["samples"]:
+        document, begin, _ = shown["segments"][0]
+        if begin == 0:
+            assert f"{shown['source']} {document} " in text
+    assert main(["trace", str(config), "--step", "9"]) == 0
+    assert "of the stage from step 6" in capsys.readouterr().out
+
+
+def test_ranks_have_the_step_among_them(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    whole = ask(capsys, config, "--step", "7")["samples"]
+    dealt = ask(capsys, config, "--step", "7", "--ranks", "2")["samples"]
+    places = {(s["rank"], s["micro_step"]) for s in dealt}
+    assert places == {(0, 0), (0, 1), (1, 0), (1, 1)}
+    one = ask(capsys, config, "--step", "7", "--ranks", "2", "--rank", "1")["samples"]
+    assert one == [s for s in dealt if s["rank"] == 1]
+    key = ("source", "sample")
+    assert sorted([s[k] for k in key] for s in dealt) == sorted([s[k] for k in key] for s in whole)
+
+
+def test_the_steps_of_a_document(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    schedule = schedule_of(config)
+    held: dict[tuple[int, int], set[int]] = {}
+    for step in range(40):
+        for sample in schedule.step(step).sample_ids.tolist():
+            source, segments = schedule.samples.segments(sample)
+            for document, _, _ in segments:
+                held.setdefault((source, document), set()).add(step)
+    for source, document in ((0, 0), (0, 59), (1, 8), (1, 31)):
+        found = ask(capsys, config, "--document", f"{NAMES[source]}:{document}")
+        assert {i for s in found["samples"] for i in s["steps"]} == held[source, document]
+        assert found["until"] == 40
+    few = ask(capsys, config, "--document", "code:8", "--until", "6")
+    assert [s["steps"] for s in few["samples"]] == [[] for _ in few["samples"]]
+    assert main(["trace", str(config), "--document", "web:7000"]) == 0
+    assert "no sample holds it" in capsys.readouterr().out
+
+
+def test_tokens_of_every_source(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before, after = (ask(capsys, config, "--until", n)["datasets"] for n in ("6", "40"))
+    assert [d["name"] for d in after] == list(NAMES)
+    assert before[1]["tokens"] == 0 and sum(d["tokens"] for d in after) == 40 * 256
+    other = ask(capsys, config, "--until", "6", "--set", "data.tokens_per_step=512")["datasets"]
+    assert other[0]["tokens"] == 2 * before[0]["tokens"]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--document", "web"], "'web' is not SOURCE:D with a number D and one of the sources web"),
+        (["--document", "wep:3"], "one of the sources web, code"),
+        (["--step", "-1"], "steps are counted from 0"),
+        (["--step", "1", "--rank", "0"], "--rank 0 of how many? Give --ranks, too"),
+        (["--step", "1", "--ranks", "3"], "3 ranks do not divide the 4 micro batches"),
+        (["--set", "data.blend=null"], "data has neither prefix and index nor blend"),
+    ],
+)
+def test_what_cannot_be_answered_is_the_command_lines_fault(
+    config: Path, words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["trace", str(config), *words]) == 2
+    assert message in capsys.readouterr().err

@@ -1,0 +1,270 @@
+"""A run as a program: stages change what is drawn, and no cursor is ever lost or set back."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from typing import Any
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+from reference import programs
+
+from megapack.data import BucketBatchSampler, Schedule, Stage, plan_run
+from tests.data.corpora import (
+    samples_of_buckets,
+)
+
+CAPACITIES = (4, 8, 16)
+TOKENS = (32, 48, 96, 144)
+NAMES = [f"s{number}" for number in range(6)]
+POOL_COUNTS = [{4: 9, 8: 30, 16: 3}, {8: 11}, {4: 2, 16: 25}, {16: 1}, {4: 40, 8: 5}, {4: 1, 8: 1}]
+POOL = [samples_of_buckets(counts) for counts in POOL_COUNTS]
+
+
+@st.composite
+def written_programs(draw: st.DrawFn) -> dict[str, Any]:
+    num_sources = draw(st.integers(1, 4))
+    weights = st.sampled_from([0.0, 0.1, 1.0, 3.0])
+    blends = st.lists(weights, min_size=num_sources, max_size=num_sources).filter(any)
+    stages = [programs.Stage(0, draw(st.sampled_from(TOKENS)), tuple(draw(blends)))]
+    for begin in sorted(draw(st.sets(st.integers(1, 40), max_size=4))):
+        stages.append(
+            programs.Stage(
+                begin,
+                draw(st.sampled_from([stages[-1].tokens_per_step, *TOKENS])),
+                draw(st.sampled_from([stages[-1].weights, tuple(draw(blends))])),
+                draw(st.sampled_from([0, 0, 1, 5])),
+            )
+        )
+    used = [s for s in range(num_sources) if any(stage.weights[s] for stage in stages)]
+    return {
+        "used": used,
+        "stages": [
+            programs.Stage(
+                s.begin, s.tokens_per_step, tuple(s.weights[u] for u in used), s.skip_steps
+            )
+            for s in stages
+        ],
+        "seed": draw(st.integers(0, 2**63)),
+    }
+
+
+@given(program=written_programs())
+def test_steps_are_those_of_the_definition(program: dict[str, Any]) -> None:
+    """tests/reference/programs.py draws one sample after the other; here any step by itself."""
+    used, (first, *later) = program["used"], program["stages"]
+    names = [NAMES[s] for s in used]
+    schedule = Schedule(
+        [POOL[s] for s in used],
+        names=names,
+        weights=first.weights,
+        tokens_per_step=first.tokens_per_step,
+        seed=program["seed"],
+        stages=[
+            Stage(
+                from_step=stage.begin,
+                weights={n: w for n, w in zip(names, stage.weights, strict=True) if w},
+                tokens_per_step=stage.tokens_per_step,
+                skip_steps=stage.skip_steps,
+            )
+            for stage in later
+        ],
+    )
+    counts = [POOL_COUNTS[s] for s in used]
+    expected = programs.steps(counts, program["stages"], program["seed"], 50)
+    assert len(expected) == 50
+    for i in (49, *range(50)):  # any order of asking
+        step = schedule.step(i)
+        assert (step.capacity, own_numbers(schedule, step.sample_ids)) == expected[i]
+
+
+def own_numbers(schedule: Schedule, ids: np.ndarray) -> list[tuple[int, int]]:
+    """(source, number among its samples of the capacity) of global ids."""
+    found = []
+    for source, local in zip(
+        *(part.tolist() for part in schedule.samples.locate(ids)), strict=True
+    ):
+        offsets = schedule.samples.indices[source].bucket_sample_offsets
+        found.append((source, local - max(o for o in offsets.tolist() if o <= local)))
+    return found
+
+
+class Run:
+    """One run of random length, edited while it goes; what every step held is written down."""
+
+    def __init__(self, number: int) -> None:
+        self.random = np.random.default_rng(number)
+        order = self.random.permutation(len(POOL))
+        self.sources = order[: self.random.integers(1, 4)].tolist()
+        self.unused = order[len(self.sources) :].tolist()
+        self.weights: list[float | None] = [self.weight() for _ in self.sources]
+        if self.random.random() < 0.3:
+            self.weights = [None] * len(self.sources)
+        self.tokens = int(self.random.choice(TOKENS))
+        self.order = str(self.random.choice(["proportional", "grow-p2", "uniform"]))
+        self.stages: list[Stage] = []
+        self.step = 0
+        self.seen: list[list[int]] = []
+
+    def weight(self) -> float:
+        return float(self.random.choice([0.05, 1, 1, 4]))
+
+    def schedule(self, stages: list[Stage] | None = None) -> Schedule:
+        return Schedule(
+            [POOL[s] for s in self.sources],
+            names=[NAMES[s] for s in self.sources],
+            weights=self.weights,
+            tokens_per_step=self.tokens,
+            order=self.order,
+            seed=7,
+            stages=self.stages if stages is None else stages,
+        )
+
+    def edit(self) -> None:
+        """Something else from the present step on, or somewhat later."""
+        if self.random.random() < 0.5:  # what was planned is given up
+            self.stages = [stage for stage in self.stages if stage.from_step < self.step]
+            named = {name for stage in self.stages for name in stage.weights or ()}
+            while self.weights[-1] == 0 and NAMES[self.sources[-1]] not in named:
+                self.weights.pop()
+                self.unused.append(self.sources.pop())
+        begin = self.step + int(self.random.integers(0, 8))
+        if begin <= max((stage.from_step for stage in self.stages), default=0):
+            return
+        what = self.random.choice(["reweight", "add", "remove", "tokens", "skip", "order"])
+        change: dict[str, Any] = {}
+        drawn = [NAMES[s] for s, w in zip(self.sources, self.weights, strict=True) if w != 0]
+        for stage in self.stages:
+            drawn = list(stage.weights or drawn)
+        if what == "add" and self.unused:
+            drawn.append(NAMES[self.unused[0]])
+            self.sources.append(self.unused.pop(0))
+            self.weights.append(0.0)
+        if what == "remove" and len(drawn) > 1:
+            drawn.remove(str(self.random.choice(drawn)))
+        if what in ("reweight", "add", "remove"):
+            change["weights"] = {name: self.weight() for name in drawn}
+        if what == "tokens":
+            change["tokens_per_step"] = int(self.random.choice(TOKENS))
+        if what == "order":
+            change["order"] = str(self.random.choice(["proportional", "grow-p2", "uniform"]))
+        if what == "skip":
+            change["skip_steps"] = int(self.random.integers(1, 9))
+        self.stages = [*self.stages, Stage(from_step=begin, **change)]
+
+    def advance(self, schedule: Schedule, num_steps: int) -> None:
+        for _ in range(num_steps):
+            self.seen.append(schedule.step(self.step).sample_ids.tolist())
+            self.step += 1
+
+
+def test_a_thousand_edited_runs_keep_every_law() -> None:
+    """Chains of reweight, add, remove, other steps, other order, skip, stop and resume on other
+    ranks. The laws: a step once taken is never another, from a state or from scratch; no sample is
+    repeated or missed inside an epoch of its source's bucket; shares are within their bound; all
+    ranks have one bucket at a time and together the step."""
+    kinds: set[str] = set()
+    for number in range(1000):
+        run = Run(number)
+        schedule = run.schedule()
+        for _ in range(int(run.random.integers(1, 5))):
+            run.advance(schedule, int(run.random.integers(0, 12)))
+            state = json.loads(json.dumps(schedule.state_dict(run.step)))
+            run.edit()
+            schedule = run.schedule()
+            assert schedule.resume_step(state) == run.step, number
+        run.advance(schedule, 8)
+        scratch = run.schedule()
+        assert [scratch.step(i).sample_ids.tolist() for i in range(run.step)] == run.seen, number
+        check_epochs_of_sources(scratch, run.seen)
+        check_shares(scratch, run.seen)
+        check_ranks(scratch, int(run.random.integers(0, run.step)))
+        kinds |= {name for stage in run.stages for name in vars(stage) if vars(stage)[name]}
+    assert kinds == {"from_step", "weights", "tokens_per_step", "order", "skip_steps"}
+
+
+def check_epochs_of_sources(schedule: Schedule, seen: list[list[int]]) -> None:
+    """Per bucket of a source: the samples in the order drawn (or passed over) are whole epochs."""
+    streams: dict[tuple[int, int], list[int]] = defaultdict(list)
+    passed = {  # what the stage before would have drawn on
+        stage.begin: [before.step_draws(stage.begin + i) for i in range(settings.skip_steps)]
+        for before, stage, settings in zip(
+            schedule.stages[:-1], schedule.stages[1:], schedule.program[1:], strict=True
+        )
+    }
+    for i, ids in enumerate(seen):
+        for ahead in passed.get(i, ()):
+            follow(schedule, streams, np.concatenate([draw.sample_ids for draw in ahead]))
+        follow(schedule, streams, np.array(ids))
+    for (source, capacity), numbers in streams.items():
+        size = POOL_COUNTS[NAMES.index(schedule.samples.names[source])][capacity]
+        for begin in range(0, len(numbers), size):
+            epoch = numbers[begin : begin + size]
+            assert len(set(epoch)) == len(epoch)
+            assert len(epoch) < size or len(set(epoch)) == size
+
+
+def follow(schedule: Schedule, streams: dict[tuple[int, int], list[int]], ids: np.ndarray) -> None:
+    capacity = schedule.samples.capacity_of(int(ids[0]))
+    source, _ = schedule.samples.locate(ids)
+    for s, sample in zip(source.tolist(), ids.tolist(), strict=True):
+        streams[s, capacity].append(sample)
+
+
+def check_shares(schedule: Schedule, seen: list[list[int]]) -> None:
+    """At every step of k stages: |samples given - samples x weight| < 1.69 k in every bucket."""
+    num_sources = len(schedule.samples.indices)
+    tokens = schedule.samples.tokens_per_epoch
+    given_so_far: dict[int, np.ndarray] = defaultdict(lambda: np.zeros(num_sources))
+    wanted: dict[int, np.ndarray] = defaultdict(lambda: np.zeros(num_sources))
+    for stage, end in schedule.spans(len(seen)):
+        own_given: dict[int, np.ndarray] = defaultdict(lambda: np.zeros(num_sources))
+        own_wanted: dict[int, np.ndarray] = defaultdict(lambda: np.zeros(num_sources))
+        skipping = stage is not schedule.stages[0] and stage.draw_of(stage.begin) > 0
+        for i in range(stage.begin, end):
+            ids = np.array(seen[i])
+            capacity = schedule.samples.capacity_of(int(ids[0]))
+            source, _ = schedule.samples.locate(ids)
+            weights = np.array(
+                [t if w is None else w for w, t in zip(stage.weights, tokens, strict=True)], float
+            )
+            there = [
+                int(np.diff(index.bucket_sample_offsets)[index.bucket_capacity == capacity].sum())
+                for index in schedule.samples.indices
+            ]
+            share = weights * there / tokens
+            own_given[capacity] += np.bincount(source, minlength=num_sources)
+            own_wanted[capacity] += share / share.sum() * len(ids)
+            # A stage that goes on behind a gap is bounded at both ends of what it draws.
+            bound = 2 * 1.69 if skipping else 1.69
+            assert np.abs(own_given[capacity] - own_wanted[capacity]).max() < bound
+        for capacity, amount in own_given.items():
+            given_so_far[capacity] += amount
+            wanted[capacity] += own_wanted[capacity]
+    taken = sum(given_so_far[capacity] * capacity for capacity in given_so_far)
+    plan = plan_run(schedule, len(seen))
+    assert [dataset.tokens for dataset in plan.datasets] == np.asarray(taken).tolist()
+    bound = 2 * 1.69 * len(schedule.stages)
+    assert all(np.abs(given_so_far[c] - wanted[c]).max() < bound for c in wanted)
+
+
+def check_ranks(schedule: Schedule, step: int) -> None:
+    """Any world size and micro batch that fit: one bucket at a time, together the step."""
+    for size, micro in ((1, 16), (3, 16)):
+        ranks = [
+            BucketBatchSampler(
+                schedule,
+                data_parallel_rank=rank,
+                data_parallel_size=size,
+                micro_batch_tokens=micro,
+                uneven="pad",
+                num_steps=step + 1,
+            ).micro_batches(step)
+            for rank in range(size)
+        ]
+        for row in zip(*ranks, strict=True):
+            assert len({(b.bucket, b.capacity, b.num_step_label_tokens) for b in row}) == 1
+        dealt = sorted(i for batches in ranks for batch in batches for i in batch)
+        assert dealt == sorted(schedule.step(step).sample_ids.tolist())

@@ -1,0 +1,246 @@
+"""Stages: where they begin, what they refuse, and what a run may become when it resumes."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megapack.data import BucketBatchSampler, Schedule, Stage, load_blend, plan_run
+from megapack.errors import ConfigError, ResumeError
+from megapack.packing import pack
+from tests.data.corpora import packed_lengths, random_documents, write_documents
+from tests.data.test_programs import NAMES, POOL
+
+
+def schedule_of(*stages: Stage, sources: int = 2, **options: Any) -> Schedule:
+    arguments = {"tokens_per_step": 96, "weights": [1.0, 3.0, 0.0][:sources], "seed": 1, **options}
+    return Schedule(POOL[:sources], names=NAMES[:sources], stages=stages, **arguments)
+
+
+def ids(schedule: Schedule, steps: range) -> list[list[int]]:
+    return [schedule.step(i).sample_ids.tolist() for i in steps]
+
+
+def test_a_program_of_one_stage_is_a_plain_schedule() -> None:
+    """Also where a stage is written that changes nothing; its identity does not speak of stages."""
+    plain = schedule_of()
+    same = schedule_of(
+        Stage(from_step=5, tokens_per_step=96, weights={"s0": 1, "s1": 3}),
+        Stage(from_step=9, order="proportional", mix="step", skip_steps=0),
+    )
+    assert len(same.stages) == 1
+    assert same.identity() == plain.identity() and "stages" not in plain.identity()
+
+
+def test_a_stage_may_begin_at_a_number_of_tokens() -> None:
+    by_tokens = schedule_of(
+        Stage(from_tokens=96 * 10, tokens_per_step=144),
+        Stage(from_tokens=96 * 10 + 1, tokens_per_step=48),  # the first step not before it
+        Stage(from_tokens=96 * 10 + 144 + 48 * 3 - 1, weights={"s0": 1}),
+    )
+    assert [stage.begin for stage in by_tokens.stages] == [0, 10, 11, 14]
+    assert [by_tokens.tokens_before(n) for n in (0, 10, 11, 14, 15)] == [0, 960, 1104, 1248, 1296]
+    assert by_tokens.stages[-1].weights == (1.0, 0.0)
+
+
+def test_skipped_steps_are_those_that_would_have_come() -> None:
+    plain, skipping = schedule_of(), schedule_of(Stage(from_step=7, skip_steps=5))
+    assert ids(skipping, range(7)) == ids(plain, range(7))
+    assert ids(skipping, range(7, 30)) == ids(plain, range(12, 35))
+    taken = sum(dataset.tokens for dataset in plan_run(skipping, 30).datasets)
+    assert taken == 30 * 96  # what was passed over is not counted
+
+
+def test_epochs_and_steps_of_a_program() -> None:
+    """Each stage measured by its own epoch: the whole of what it draws from."""
+    plain = schedule_of()
+    per_epoch = plain.num_steps()
+    assert plain.epochs(2 * per_epoch) == 2.0
+    begin = per_epoch // 2
+    halved = schedule_of(Stage(from_step=begin, tokens_per_step=48))
+    later = halved.stages[1].steps_per_epoch
+    assert later > 1.5 * per_epoch
+    end = halved.num_steps()
+    assert halved.epochs(end - 1) < 1 <= halved.epochs(end)
+    assert halved.num_steps(3) - end == pytest.approx(2 * later, abs=1)
+
+
+def test_a_sampler_counts_the_micro_steps_of_every_stage() -> None:
+    schedule = schedule_of(
+        Stage(from_step=4, tokens_per_step=144), Stage(from_step=6, tokens_per_step=48)
+    )
+    sampler = BucketBatchSampler(
+        schedule,
+        data_parallel_rank=1,
+        data_parallel_size=3,
+        micro_batch_tokens=16,
+        start_step=3,
+        num_steps=5,
+    )
+    batches = list(sampler)
+    assert [sampler.num_micro_steps(i) for i in range(3, 8)] == [2, 3, 3, 1, 1]
+    assert len(sampler) == len(batches) == 2 + 3 + 3 + 1 + 1
+    assert [b.micro_step for b in batches if b.step == 4] == [0, 1, 2]
+    with pytest.raises(
+        ConfigError, match=r"^the stage from step 4: micro_batch_tokens 32 does not divide"
+    ):
+        BucketBatchSampler(
+            schedule, data_parallel_rank=0, data_parallel_size=1, micro_batch_tokens=32
+        )
+
+
+def test_a_new_largest_bucket_comes_first() -> None:
+    """So that running out of memory happens when it joins; not again when weights change."""
+    schedule = Schedule(
+        [POOL[4], POOL[2]],
+        names=["short", "long"],
+        weights=[1, 0],
+        tokens_per_step=96,
+        stages=[
+            Stage(from_step=20, weights={"short": 1000, "long": 1}),
+            Stage(from_step=30, weights={"short": 1001, "long": 1}),
+        ],
+    )
+    assert schedule.capacities == [4, 8, 16]
+    assert schedule.step(20).capacity == 16
+    assert schedule.step(30).capacity < 16
+
+
+@pytest.mark.parametrize(
+    ("stages", "message"),
+    [
+        ([Stage(from_step=0)], "begins at step 0, and the one before it at 0: list stages in"),
+        ([Stage(from_step=5, skip_steps=1), Stage(from_step=5)], "begins at step 5, and the one"),
+        ([Stage(from_step=5, weights={"s9": 1})], "step 5 gives 's9' a weight; sources are s0, s1"),
+        ([Stage(from_step=5, weights={"s0": 0})], "gives 's0' the weight 0; it must be a positive"),
+        ([Stage(from_step=5, weights={})], "from step 5 has empty weights; name at least one"),
+        ([Stage(from_step=5, order="grow-p3")], "from step 5: order is 'grow-p3'; it must be one"),
+        ([Stage(from_step=5, order="sequential")], "cannot be both sequential and shuffled"),
+        ([Stage(from_tokens=500, tokens_per_step=90)], "from step 6: a draw of 90 tokens cannot"),
+        ([Stage(from_step=5, mix="micro_step")], "step 5: mix='micro_step' and micro_step_tokens"),
+    ],
+)
+def test_stages_without_a_meaning_are_refused_by_name(stages: list[Stage], message: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        schedule_of(*stages)
+    assert message in str(refused.value)
+
+
+def test_other_refusals() -> None:
+    with pytest.raises(ConfigError, match="at from_step or at from_tokens: give one of them"):
+        Stage(from_step=1, from_tokens=96)
+    with pytest.raises(ConfigError, match="skip_steps is -1"):
+        Stage(from_step=1, skip_steps=-1)
+    with pytest.raises(ConfigError, match="ends one with cost_window 4: a window that is cut"):
+        schedule_of(Stage(from_step=9, weights={"s0": 1}), cost_window=4)
+    windows = schedule_of(Stage(from_step=9, skip_steps=2), cost_window=4)  # cuts no window
+    assert ids(windows, range(9, 12)) == ids(schedule_of(cost_window=4), range(11, 14))
+    with pytest.raises(ConfigError, match="source 's2' has weight 0 in every stage; give it"):
+        schedule_of(sources=3)
+
+
+REWEIGHT = Stage(from_step=20, weights={"s0": 1, "s1": 1})
+
+
+@pytest.mark.parametrize(
+    ("now", "refusal"),
+    [
+        ({"weights": [2.0, 3.0]}, r"weights was \[1.0, 3.0\] and is \[2.0, 3.0\]"),
+        (
+            {"stages": [Stage(from_step=19, weights={"s0": 1, "s1": 1})]},
+            "first difference is at 19",
+        ),
+        (
+            {"stages": [Stage(from_step=20, weights={"s0": 2, "s1": 1})]},
+            "first difference is at 20",
+        ),
+        ({"stages": []}, r"stages before step 25 \(the first difference is at 20\)"),
+        ({"stages": [Stage(from_step=9, skip_steps=1), REWEIGHT]}, "first difference is at 9"),
+        ({"stages": [REWEIGHT, Stage(from_step=24, tokens_per_step=48)]}, "difference is at 24"),
+        ({"stages": [REWEIGHT, Stage(from_step=25, tokens_per_step=48)]}, None),
+        ({"stages": [REWEIGHT, Stage(from_step=40, order="uniform")]}, None),
+        ({"stages": [REWEIGHT, Stage(from_step=30, weights={"s2": 1})], "sources": 3}, None),
+    ],
+)
+def test_the_past_is_never_rewritten(now: dict[str, Any], refusal: str | None) -> None:
+    state = json.loads(json.dumps(schedule_of(REWEIGHT).state_dict(25)))
+    stages = now.pop("stages", [REWEIGHT])
+    changed = schedule_of(*stages, **now)
+    if refusal:
+        with pytest.raises(ResumeError, match=refusal):
+            changed.resume_step(state)
+        return
+    assert changed.resume_step(state) == 25
+    [text] = changed.check_state(state)
+    assert text.startswith(f"from step {stages[-1].from_step} on ")
+    assert ids(changed, range(25)) == ids(schedule_of(REWEIGHT), range(25))
+
+
+def test_a_run_without_stages_may_get_one_and_is_told_so_when_it_is_changed_as_a_whole() -> None:
+    state = schedule_of().state_dict(12)
+    with pytest.raises(ResumeError, match="configuration, make the change a stage from step 12 on"):
+        schedule_of(tokens_per_step=48).check_state(state)
+    edited = schedule_of(Stage(from_step=12, tokens_per_step=48))
+    assert edited.check_state(state) == ["from step 12 on tokens_per_step was 96 and is 48"]
+    with pytest.raises(ResumeError, match="the first difference is at 12"):
+        schedule_of().check_state(edited.state_dict(13))
+    assert schedule_of().check_state(edited.state_dict(12)) == [
+        "from step 12 on tokens_per_step was 48 and is 96"
+    ]
+
+
+def test_a_source_may_join_a_run_that_takes_its_sources_by_size() -> None:
+    state = Schedule(POOL[:2], tokens_per_step=96).state_dict(9)
+    joined = Schedule(
+        POOL[:3],
+        names=NAMES[:3],
+        weights=[None, None, 0],
+        tokens_per_step=96,
+        stages=[Stage(from_step=9, weights={"s0": 1, "s1": 1, "s2": 1})],
+    )
+    assert joined.resume_step(state) == 9
+    assert ids(joined, range(9)) == ids(Schedule(POOL[:2], tokens_per_step=96), range(9))
+    with pytest.raises(ResumeError, match="weights was"):  # it would have been drawn from step 0
+        Schedule(POOL[:3], tokens_per_step=96).check_state(state)
+    with pytest.raises(ConfigError, match="'s0' has no weight, others have: give all or none"):
+        Schedule(POOL[:2], names=NAMES[:2], weights=[None, 1], tokens_per_step=96)
+
+
+def test_a_manifest_lists_stages_beside_sources(tmp_path: Path) -> None:
+    for number in range(2):
+        lengths = packed_lengths(60, 16, number)
+        dataset = write_documents(tmp_path / f"d{number}", random_documents(lengths))
+        index = pack(dataset.document_lengths, "bucket", buckets=[8, 16])
+        index.save(tmp_path / f"d{number}.samples", source=dataset)
+    text = """
+    sources:
+      - {name: web, prefix: d0, index: d0.samples, weight: 1}
+      - {name: code, prefix: d1, index: d1.samples, weight: 0}
+    stages:
+      - {from_tokens: 320, weights: {web: 1, code: 2.5}}
+      - {from_step: 15, tokens_per_step: 64, order: grow-p2, num_cycles: 2}
+    """
+    path = tmp_path / "run.yaml"
+    path.write_text(text)
+    packed = load_blend(path).open()
+    for data in (packed, pickle.loads(pickle.dumps(packed))):
+        schedule = Schedule(data, tokens_per_step=32)
+        assert [stage.begin for stage in schedule.stages] == [0, 10, 15]
+        assert [stage.weights for stage in schedule.stages] == [(1, 0), (1, 2.5), (1, 2.5)]
+        assert schedule.stages[2].num_cycles == 2
+        assert (schedule.step(9).sample_ids < packed.samples.bases[1]).all()
+    path.write_text(text.replace("from_step", "form_step"))
+    with pytest.raises(ConfigError, match=r"stages\[1\]: unknown key 'form_step'; did you mean"):
+        load_blend(path)
+    path.write_text(text.replace("code: 2.5", "cod: 2.5"))
+    with pytest.raises(ConfigError, match="from 320 tokens gives 'cod' a weight; sources are web"):
+        Schedule(load_blend(path).open(), tokens_per_step=32)
+    path.write_text(text[: text.index("stages")])
+    with pytest.raises(
+        ConfigError, match=r"source 'code' has weight 0.0; weights must be positive"
+    ):
+        load_blend(path)

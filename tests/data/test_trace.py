@@ -1,0 +1,86 @@
+"""Questions about a run, answered without going through it."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megapack import _core
+from megapack.data import Schedule, Stage
+from tests.data.corpora import packed_index, samples_of_buckets
+from tests.data.test_programs import Run
+
+
+@given(size=st.integers(1, 5000), key=st.integers(0, 2**64 - 1), data=st.data())
+def test_a_permutation_is_inverted(size: int, key: int, data: st.DataObject) -> None:
+    position = data.draw(st.integers(0, size - 1))
+    value = int(_core.permute_range(key, size, position, 1)[0])
+    assert _core.permute_inverse(key, size, value) == position
+
+
+@pytest.mark.parametrize("number", range(40))
+def test_the_steps_of_every_sample_are_those_that_hold_it(number: int) -> None:
+    """Random programs (reweight, add, remove, other steps, orders, skip), every sample of them."""
+    run = Run(number)
+    for _ in range(4):
+        run.step += int(run.random.integers(0, 15))
+        run.edit()
+    check(run.schedule(), run.step + 10)
+
+
+@pytest.mark.parametrize("order", ["proportional", "grow-p2", "sequential"])
+@pytest.mark.parametrize(("window", "skip"), [(1, 0), (3, 0), (3, 4)])
+def test_windows_orders_and_micro_steps_are_inverted_too(
+    order: str, window: int, skip: int
+) -> None:
+    schedule = Schedule(
+        [samples_of_buckets({4: 9, 8: 30, 16: 3}), samples_of_buckets({8: 7})],
+        weights=[1, 2],
+        tokens_per_step=64,
+        mix="micro_step",
+        micro_step_tokens=32,
+        order=order,
+        cost_window=window,
+        stages=[Stage(from_step=5, skip_steps=skip)],
+    )
+    check(schedule, 33)
+
+
+def check(schedule: Schedule, num_steps: int) -> None:
+    held: dict[int, list[int]] = defaultdict(list)
+    for step in range(num_steps):
+        for sample in schedule.step(step).sample_ids.tolist():
+            held[sample].append(step)
+    for sample in range(schedule.samples.num_samples):
+        assert schedule.steps_of(sample, num_steps) == held[sample]
+
+
+def test_a_sample_far_ahead_is_found_by_itself() -> None:
+    index = samples_of_buckets({8: 2000, 16: 1500})
+    schedule = Schedule([index, index], weights=[1, 1e-3], tokens_per_step=160)
+    far = 10**9
+    step = schedule.step(far)
+    sample = int(step.sample_ids[3])
+    stage = schedule.stages[0]
+    bucket, turn = stage.draws.locate(far)
+    assert stage.draws.draw_at(bucket, turn) == far
+    stream, count = stage.buckets[bucket], stage.samples_per_draw[bucket]
+    assert stream.ids(turn * count + 3, turn * count + 4).tolist() == [sample]
+
+
+def test_every_sample_of_a_document_is_found() -> None:
+    schedule = Schedule(
+        [packed_index(300, (16, 32)), packed_index(200, (16, 32), 1)], tokens_per_step=64
+    )
+    held: dict[tuple[int, int], set[int]] = defaultdict(set)
+    for sample in range(schedule.samples.num_samples):
+        source, segments = schedule.samples.segments(sample)
+        for document, _, _ in segments:
+            held[source, document].add(sample)
+    for (source, document), samples in held.items():
+        assert schedule.samples.samples_of(source, document) == sorted(samples)
+    assert any(len(samples) > 1 for samples in held.values())
+    assert schedule.samples.samples_of(0, 10**6) == []
