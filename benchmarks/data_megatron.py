@@ -45,7 +45,7 @@ def measure(*, quick: bool = False) -> list[dict[str, Any]]:
 
 
 KINDS = ("GPTDataset", "GPTDataset, positions", "PackedGPTDataset")
-LOADERS = ((1, 0), (4, 0), (4, 2))  # micro batch size, workers
+LOADERS = ((1, 0), (4, 0), (1, 2), (4, 2))  # micro batch size, workers
 
 
 def measure_kind(kind: str, folder: Path, seconds: float) -> list[dict[str, Any]]:
