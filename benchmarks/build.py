@@ -161,7 +161,9 @@ def run_build(corpus: Path, tokenizer: Path, prefix: Path, backend: str) -> tupl
     command = [sys.executable, "-m", "megapack.cli.main", "tokenize", "--input", str(corpus)]
     command += ["--tokenizer", str(tokenizer), "--append-eod", "--eod-token", "<|endoftext|>"]
     command += ["--output-prefix", str(prefix), "--workers", PROCESSES, "--backend", backend]
-    return run_command([*command, "--overwrite"])[:2]
+    for path in prefix.parent.glob(f"{prefix.name}.*"):
+        path.unlink()  # what is there already is not built again
+    return run_command(command)[:2]
 
 
 def best(run: Callable[[], tuple[float, int]]) -> tuple[float, int]:

@@ -26,9 +26,10 @@ from typing import Any
 import numpy as np
 from common import quick, write_results
 
-from megapack.cli.report import count, print_table
+from megapack.cli.report import print_table
 from megapack.storage import IndexedDatasetBuilder
 from megapack.storage.merge import merge
+from megapack.words import count
 
 MEAN_TOKENS = 64  # short documents: the index, not the copying of tokens, is what differs
 VOCABULARY = 60_000

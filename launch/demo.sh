@@ -44,7 +44,7 @@ megapack-build compare --data-prefix "$OUT/train" --strategies concat@4096 bucke
 
 train() {
     deepspeed --num_accelerators "$RANKS" --master_port "${PORT:-29611}" launch/pretrain.py \
-        --config configs/demo_cpu.yaml --set "run_dir=$OUT/run" --set "num_steps=$STEPS" \
+        --config demo_cpu --set "run_dir=$OUT/run" --set "num_steps=$STEPS" \
         --set "data.prefix=$OUT/train" --set "data.index=$OUT/train.samples" \
         --set "data.valid_prefix=$OUT/valid" --set "checkpoint.every=$((STEPS / 8))" \
         --set "model.tokenizer=$OUT/tokenizer.model"

@@ -1,7 +1,7 @@
 #!/bin/bash
 # One task per GPU on several nodes; Slurm's warning before the end saves and queues again.
 #
-#   CONFIG=configs/llama_1b_bucket.yaml sbatch --nodes 8 launch/slurm.sh
+#   CONFIG=llama_1b_bucket sbatch --nodes 8 launch/slurm.sh
 #   CONFIG=... sbatch --nodes 8 launch/slurm.sh --set optimizer.lr=1e-4
 #
 # The run continues from its newest checkpoint, on whatever number of nodes the job has then.
@@ -17,7 +17,7 @@
 #SBATCH --output=%x-%j.log
 set -uo pipefail
 
-CONFIG=${CONFIG:?give CONFIG=configs/....yaml}
+CONFIG=${CONFIG:?give CONFIG=a file or a recipe}
 VENV=${VENV:-.venv}
 MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 MASTER_PORT=${MASTER_PORT:-$((20000 + SLURM_JOB_ID % 20000))}
@@ -27,7 +27,7 @@ export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 export TORCH_NCCL_ASYNC_ERROR_HANDLING=1
 
 # --kill-on-bad-exit: a rank that fails ends the step; the log names the rank that was lost.
-srun --kill-on-bad-exit=1 "$VENV/bin/python" launch/pretrain.py --config "$CONFIG" "$@"
+srun --kill-on-bad-exit=1 "$VENV/bin/python" -m megapack.training.pretrain --config "$CONFIG" "$@"
 code=$?
 
 # 75: stopped by a signal after saving. Anything else is final.

@@ -17,7 +17,7 @@ read -r -a build <<<"${MEGAPACK_BUILD:-megapack-build}"
 if [[ -n "${SLURM_ARRAY_TASK_ID:-}" ]]; then
     part=$((SLURM_ARRAY_TASK_ID - ${SLURM_ARRAY_TASK_MIN:-0}))
     exec "${build[@]}" tokenize "$@" \
-        --shard "${part}/${SLURM_ARRAY_TASK_COUNT}" \
+        --part "${part}/${SLURM_ARRAY_TASK_COUNT}" \
         --workers "${SLURM_CPUS_PER_TASK:-${SLURM_CPUS_ON_NODE:-1}}"
 fi
 

@@ -19,7 +19,7 @@ PACKAGE = ROOT / "megapack"
 CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
 
 # Each package and those it may import (itself and the ground floor are always allowed).
-GROUND = {"errors", "config", "_core", "__version__"}
+GROUND = {"errors", "config", "words", "_core", "__version__"}
 MAY_IMPORT: dict[str, set[str]] = {
     "storage": set(),
     "tokenization": {"storage"},
@@ -31,7 +31,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "integrations": {"storage", "packing", "data", "attention"},
     "cli": {"storage", "tokenization", "packing", "compare"},
 }
-TORCH_FREE = ("storage", "tokenization", "packing", "compare", "cli", "errors", "config")
+TORCH_FREE = ("storage", "tokenization", "packing", "compare", "cli", "errors", "config", "words")
 
 
 def _imported_packages(path: Path) -> set[str]:

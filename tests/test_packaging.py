@@ -45,7 +45,8 @@ def test_an_sdist_has_all_that_a_build_needs(sdist: set[str]) -> None:
 
 
 def test_an_sdist_has_programs_to_copy_from_and_no_half_of_a_test_suite(sdist: set[str]) -> None:
-    assert {"launch/pretrain.py", "configs/demo_cpu.yaml", "examples/pytorch_loop.py"} <= sdist
+    programs = {"launch/pretrain.py", "launch/slurm.sh", "examples/pytorch_loop.py"}
+    assert programs | {"configs/demo_cpu.yaml"} <= sdist
     stray = {name for name in sdist if re.match(r"tests|benchmarks|runs|demo|\.", name)}
     assert not stray
     assert not {name for name in sdist if name.endswith((".so", ".pyc"))}
@@ -61,7 +62,13 @@ def test_a_wheel_has_the_package_and_nothing_else(tmp_path: Path) -> None:
     with zipfile.ZipFile(archive) as file:
         names = set(file.namelist())
         (entry,) = (name for name in names if name.endswith("entry_points.txt"))
-        assert "megapack-build = megapack.cli.main:main" in file.read(entry).decode()
+        commands = file.read(entry).decode()
+    assert "megapack-build = megapack.cli.main:main" in commands
+    for name in ("pretrain", "evaluate"):
+        assert f"megapack-{name} = megapack.training.{name}:main" in commands
+    # megapack/configs is a link to configs: one copy in the checkout, files in a wheel.
+    recipes = {f"megapack/configs/{path.name}" for path in ROOT.glob("configs/*.yaml")}
+    assert len(recipes) > 5 and recipes <= names
     sources = {str(path.relative_to(ROOT)) for path in (ROOT / "megapack").rglob("*.py")}
     assert sources | {"megapack/py.typed", "megapack/_core.pyi"} <= names
     assert {name.partition("/")[0] for name in names} <= {

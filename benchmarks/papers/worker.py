@@ -1,7 +1,7 @@
 """One training run in this process, with the parts of ``megapack.training`` that any run has.
 
 The inputs, loader, schedule, model, loss, engine and evaluation are those of
-``launch/pretrain.py``; left out are checkpoints, heartbeat and the monitor, which have no influence
+``megapack-pretrain``; left out are checkpoints, heartbeat and the monitor, which have no influence
 on a number. A process joins a world of one and does run after run.
 """
 
@@ -239,7 +239,7 @@ def _named(path: str) -> Any:
 
 
 def configuration(task: Task, folder: Path) -> PretrainConfig:
-    """The configuration of a run, as ``launch/pretrain.py`` would read it."""
+    """The configuration of a run, as ``megapack-pretrain`` would read it."""
     given = {key: dict(v) if isinstance(v, dict) else v for key, v in task.run.config.items()}
     given["run_dir"] = str(folder)
     given["seed"] = task.run.seed

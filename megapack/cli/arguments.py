@@ -1,6 +1,6 @@
 """The vocabulary of all commands: one option, one meaning, one help text.
 
-A command declares a shared option through its function here and nowhere else;
+A command declares a shared option through ``add_shared`` and nowhere else;
 tests/cli/test_vocabulary.py walks all parsers and holds that. Help of a command's own is added
 after the shared text, never instead of it.
 """
@@ -10,25 +10,16 @@ from __future__ import annotations
 import argparse
 import os
 import re
-from collections.abc import Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from megapack.errors import ConfigError
+from megapack.storage.mmididx import prefix_of
 
 __all__ = [
+    "SHARED",
+    "Arguments",
     "add_dataset_argument",
-    "add_dry_run",
-    "add_dtype",
-    "add_eod_token",
-    "add_json",
-    "add_output",
-    "add_output_prefix",
-    "add_overwrite",
-    "add_seed",
-    "add_threads",
-    "add_tokenizer",
-    "add_vocab_size",
-    "add_workers",
+    "add_shared",
     "byte_count",
     "capacities",
     "positive",
@@ -60,10 +51,10 @@ def byte_count(text: str) -> int:
 
 def capacities(text: str) -> list[int]:
     """``2048,1024`` -> [1024, 2048], in tokens."""
-    parts = text.split(",")
-    if not all(part.strip().isdecimal() and int(part) > 0 for part in parts):
+    numbers = text.split(",")
+    if not all(number.strip().isdecimal() and int(number) > 0 for number in numbers):
         _refuse(f"{text!r} is not a list of capacities; write 1024,2048,4096 (tokens, 1 or more)")
-    return sorted(map(int, parts))
+    return sorted(map(int, numbers))
 
 
 def positive(text: str) -> int:
@@ -78,20 +69,66 @@ def token_argument(text: str) -> str | int:
     return int(text) if text.isascii() and text.isdecimal() else text
 
 
-def _prefix(text: str) -> str:
-    """``corpus.idx`` (as the shell completes it) -> ``corpus``."""
-    return text.removesuffix(".idx")
-
-
-def _and(shared: str, own: str) -> str:
-    return f"{shared}; {own}" if own else shared
-
-
 def _refuse(message: str) -> NoReturn:
     raise argparse.ArgumentTypeError(message)
 
 
-# ---- what is read and written ----------------------------------------------------------------
+# ---- options that several commands have --------------------------------------------------------
+
+_ALL_CORES = "the result is the same for any number (default: all usable cores)"
+
+SHARED: dict[str, dict[str, Any]] = {
+    "--output-prefix": {
+        "required": True,
+        "metavar": "PREFIX",
+        "help": "dataset to write: PREFIX.bin/.idx and what belongs to it",
+    },
+    "--output": {"metavar": "FILE", "help": "file to write"},
+    "--overwrite": {
+        "action": "store_true",
+        "help": "replace what is there with other content; without it that is an error",
+    },
+    "--dry-run": {"action": "store_true", "help": "say what would be done, and write nothing"},
+    "--json": {"action": "store_true", "help": "print the result as JSON on stdout"},
+    "--threads": {
+        "type": positive,
+        "default": usable_cores(),
+        "metavar": "N",
+        "help": f"threads; {_ALL_CORES}",
+    },
+    "--workers": {
+        "type": positive,
+        "default": usable_cores(),
+        "metavar": "N",
+        "help": f"processes; {_ALL_CORES}",
+    },
+    "--seed": {
+        "type": int,
+        "default": 0,
+        "metavar": "N",
+        "help": "of every random choice (default: 0)",
+    },
+    "--tokenizer": {
+        "metavar": "T",
+        "help": "a .model, a tokenizer.json, a directory (also of vocab.json, merges.txt), or "
+        "bytes",
+    },
+    "--vocab-size": {"type": positive, "metavar": "N", "help": "number of token ids"},
+    "--dtype": {"metavar": "TYPE", "help": "type of the tokens on disk, as int32"},
+    "--eod-token": {
+        "type": token_argument,
+        "metavar": "T",
+        "help": "token that ends documents: its name, or its id in decimal",
+    },
+}
+
+
+def add_shared(parser: Arguments, *names: str, help: str = "", **changes: Any) -> None:
+    """Declare shared options; ``help`` is added to theirs, ``changes`` are argparse's."""
+    for name in names:
+        option = {**SHARED[name], **changes}
+        option["help"] = f"{option['help']}; {help}" if help else option["help"]
+        parser.add_argument(name, **option)
 
 
 def add_dataset_argument(
@@ -104,145 +141,22 @@ def add_dataset_argument(
     one string. The group that is returned takes alternatives, as --lengths of compare.
     """
     group = parser.add_mutually_exclusive_group(required=True)
-    text = "datasets PREFIX.bin/.idx; also .idx files, or directories of them"
-    if not many:
-        text = "dataset PREFIX.bin/.idx"
-    text = _and(text, help)
+    more = f"; {help}" if help else ""
     # SUPPRESS: the positional, where it is absent, must not overwrite what the option gave.
+    how: dict[str, Any] = {"metavar": "PREFIX", "default": argparse.SUPPRESS}
     if many:
-        group.add_argument(
-            "prefixes", nargs="*", metavar="PREFIX", default=argparse.SUPPRESS, help=text
-        )
+        text = f"datasets PREFIX.bin/.idx; also .idx files, or directories of them{more}"
+        group.add_argument("prefixes", nargs="*", help=text, **how)
         group.add_argument(
             "--data-prefix", nargs="+", dest="prefixes", metavar="PREFIX", help="the same"
         )
     else:
+        text = f"dataset PREFIX.bin/.idx{more}"
+        group.add_argument("prefix", nargs="?", type=prefix_of, help=text, **how)
         group.add_argument(
-            "prefix",
-            nargs="?",
-            type=_prefix,
-            metavar="PREFIX",
-            default=argparse.SUPPRESS,
-            help=text,
-        )
-        group.add_argument(
-            "--data-prefix", type=_prefix, dest="prefix", metavar="PREFIX", help="the same"
+            "--data-prefix", type=prefix_of, dest="prefix", metavar="PREFIX", help="the same"
         )
     return group
-
-
-def add_output_prefix(parser: Arguments, *, required: bool = True) -> None:
-    """``args.output_prefix``."""
-    parser.add_argument(
-        "--output-prefix",
-        required=required,
-        metavar="PREFIX",
-        help="dataset to write: PREFIX.bin/.idx and what belongs to it",
-    )
-
-
-def add_output(parser: Arguments, *, required: bool = False, help: str = "") -> None:
-    """``args.output``, a file name or None."""
-    text = "file to write"
-    parser.add_argument(
-        "--output",
-        required=required,
-        metavar="FILE",
-        help=_and(text, help),
-    )
-
-
-def add_overwrite(parser: Arguments) -> None:
-    """``args.overwrite``; every command that writes has it."""
-    parser.add_argument(
-        "--overwrite",
-        action="store_true",
-        help="replace what is there with other content; without it that is an error",
-    )
-
-
-def add_dry_run(parser: Arguments) -> None:
-    """``args.dry_run``."""
-    parser.add_argument(
-        "--dry-run", action="store_true", help="say what would be done, and write nothing"
-    )
-
-
-def add_json(parser: Arguments) -> None:
-    """``args.json``: a switch; stdout is then one JSON value and nothing else."""
-    parser.add_argument("--json", action="store_true", help="print the result as JSON on stdout")
-
-
-# ---- how it is done --------------------------------------------------------------------------
-
-
-def add_threads(parser: Arguments) -> None:
-    """``args.threads``, at least 1."""
-    parser.add_argument(
-        "--threads",
-        type=positive,
-        default=usable_cores(),
-        metavar="N",
-        help="threads; the result is the same for any number (default: all usable cores)",
-    )
-
-
-def add_workers(parser: Arguments) -> None:
-    """``args.workers``, at least 1."""
-    parser.add_argument(
-        "--workers",
-        type=positive,
-        default=usable_cores(),
-        metavar="N",
-        help="processes; the result is the same for any number (default: all usable cores)",
-    )
-
-
-def add_seed(parser: Arguments) -> None:
-    """``args.seed``."""
-    parser.add_argument(
-        "--seed", type=int, default=0, metavar="N", help="of every random choice (default: 0)"
-    )
-
-
-def add_tokenizer(parser: Arguments, *, required: bool = False, help: str = "") -> None:
-    """``args.tokenizer``, as megapack.tokenization.tokenizers.tokenizer opens it."""
-    text = "a .model, a tokenizer.json, a directory (also of vocab.json, merges.txt), or bytes"
-    parser.add_argument("--tokenizer", required=required, metavar="T", help=_and(text, help))
-
-
-def add_vocab_size(parser: Arguments, *, default: int | None = None, help: str = "") -> None:
-    """``args.vocab_size``, at least 1, or None."""
-    parser.add_argument(
-        "--vocab-size",
-        type=positive,
-        default=default,
-        metavar="N",
-        help=_and("number of token ids", help),
-    )
-
-
-def add_dtype(
-    parser: Arguments,
-    *,
-    choices: Sequence[str] | None = None,
-    default: str | None = None,
-    help: str = "",
-) -> None:
-    """``args.dtype``, a name or None."""
-    parser.add_argument(
-        "--dtype",
-        choices=choices,
-        default=default,
-        metavar="TYPE",
-        help=_and("type of the tokens on disk, as int32", help),
-    )
-
-
-def add_eod_token(parser: Arguments, *, help: str = "") -> None:
-    """``args.eod_token``: a name (str), an id (int) or None."""
-    text = "token that ends documents: its name, or its id in decimal"
-    parser.add_argument("--eod-token", type=token_argument, metavar="T", help=_and(text, help))
 
 
 def token_id(token: str | int | None, tokenizer: str | None) -> int | None:

@@ -10,12 +10,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megapack.cli.report import count, counted, percent, short, size
 from megapack.storage.meta import read_meta
 from megapack.tokenization.build.plan import Plan
 from megapack.tokenization.build.run import BuildResult, Preview
 from megapack.tokenization.build.space import free_bytes
 from megapack.tokenization.corpus.split import SPLIT_NAMES
+from megapack.words import count, counted, percent, short, size
 
 __all__ = ["print_previews", "print_results"]
 
@@ -157,7 +157,7 @@ def _counts(prefix: str) -> dict[str, int]:
 
 def _print_tokens(plan: Plan) -> None:
     tokenizer = plan.tokenizer
-    print(f"tokenizer  {tokenizer.source} ({count(tokenizer.vocab_size)} ids, {plan.backend})")
+    print(f"tokenizer  {tokenizer.name} ({count(tokenizer.vocab_size)} ids, {plan.backend})")
     for name, token in (("BOS", plan.bos), ("EOD", plan.eod)):
         if token is not None:
             print(f"{name}        {token.text} = {token.id}")

@@ -25,17 +25,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megapack.cli.arguments import (
-    add_dataset_argument,
-    add_json,
-    add_overwrite,
-    add_seed,
-    add_threads,
-    capacities,
-    positive,
-)
+from megapack.cli.arguments import add_dataset_argument, add_shared, capacities, positive
 from megapack.cli.pack import add_alignment
-from megapack.cli.report import Work, count, counted, note, print_table
+from megapack.cli.report import Work, note, print_table
 from megapack.compare import (
     GPUS,
     MODELS,
@@ -55,6 +47,7 @@ from megapack.errors import ConfigError, DataError
 from megapack.storage import read_document_lengths
 from megapack.storage.atomic import atomic_write
 from megapack.storage.replace import check_target
+from megapack.words import count, counted
 
 __all__ = ["add_arguments", "run"]
 
@@ -90,13 +83,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="capacities of the fixed-length strategies (default: the largest bucket)",
     )
     add_alignment(packing)
-    add_seed(packing)
-    add_threads(packing)
+    add_shared(packing, "--seed", "--threads")
     _add_training(parser.add_argument_group("training, for the estimate of time and cost"))
     output = parser.add_argument_group("output")
-    add_json(output)
+    add_shared(output, "--json")
     output.add_argument("--html", metavar="FILE", type=Path, help="write a page with plots")
-    add_overwrite(output)
+    add_shared(output, "--overwrite")
 
 
 def _add_training(group: argparse._ArgumentGroup) -> None:

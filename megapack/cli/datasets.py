@@ -6,10 +6,8 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from megapack.errors import ConfigError
-from megapack.packing import SampleIndex
-from megapack.storage import IndexedDataset
 
-__all__ = ["dataset_prefixes", "prefix_of_samples"]
+__all__ = ["dataset_prefixes"]
 
 COMPANIONS = (".bin", ".meta.json", ".idx.orig", ".lock", ".manifest.json")
 
@@ -35,16 +33,3 @@ def dataset_prefixes(names: Iterable[str]) -> list[str]:
         elif name.endswith(".bin") and not Path(name.removesuffix(".bin") + ".idx").exists():
             prefixes[name.removesuffix(".bin")] = None  # verify says that its .idx is missing
     return list(prefixes)
-
-
-def prefix_of_samples(path: str, index: SampleIndex) -> str:
-    """Where the dataset of a .samples file lies: where it was packed, or beside the file.
-
-    Raises:
-        ConfigError: the file does not say.
-    """
-    prefix = (index.source or {}).get("prefix")
-    if prefix is None:
-        raise ConfigError(f"{path} does not say which dataset it is of; give --data-prefix")
-    # A dataset and its index often travel together.
-    return prefix if IndexedDataset.exists(prefix) else str(Path(path).with_name(Path(prefix).name))

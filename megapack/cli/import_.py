@@ -6,8 +6,8 @@
 
 Kinds: mmididx (Megatron, Megatron-DeepSpeed, GPT-NeoX, DeepSpeed), tntidx (the format before it),
 datatrove (.ds with .ds.index), llm.c (.bin with a header), npy, and flat (nothing but tokens:
-nanoGPT's .bin, OLMo's headerless .npy). The .bin becomes a hard or symbolic link where the source
-holds plain tokens from its first byte on; an output prefix that names the source itself
+nanoGPT's .bin, OLMo's headerless .npy). The .bin becomes a hard or symbolic link where the file
+holds plain tokens from its first byte on; an output prefix that names the file itself
 (train.bin -> train) only adds the .idx.
 """
 
@@ -15,15 +15,7 @@ from __future__ import annotations
 
 import argparse
 
-from megapack.cli.arguments import (
-    add_dtype,
-    add_eod_token,
-    add_output_prefix,
-    add_overwrite,
-    add_tokenizer,
-    add_vocab_size,
-    token_id,
-)
+from megapack.cli.arguments import add_shared, token_id
 from megapack.storage.foreign import KINDS
 from megapack.storage.importing import LINKS, import_dataset
 
@@ -31,30 +23,34 @@ __all__ = ["add_arguments", "run"]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("source", metavar="SOURCE", help="file or prefix")
-    add_output_prefix(parser)
+    parser.add_argument("path", metavar="PATH", help="file or prefix of another tool")
+    add_shared(parser, "--output-prefix")
     parser.add_argument(
-        "--kind", choices=("auto", *KINDS), default="auto", help="of the source (default: auto)"
+        "--kind", choices=("auto", *KINDS), default="auto", help="of the file (default: auto)"
     )
-    add_dtype(parser, help="needed where the file does not say")
-    add_eod_token(parser, help="needed by kinds without an index; a name needs --tokenizer")
+    add_shared(parser, "--dtype", help="needed where the file does not say")
+    add_shared(
+        parser,
+        "--eod-token",
+        help="needed by kinds without an index; a name needs --tokenizer",
+    )
     parser.add_argument(
         "--eod-at",
         choices=("end", "start"),
         help="where that id stands (default: start for llm.c, else end)",
     )
-    add_tokenizer(parser, help="knows the name that --eod-token gives")
+    add_shared(parser, "--tokenizer", help="knows the name that --eod-token gives")
     parser.add_argument(
         "--link", choices=LINKS, default="auto", help="how .bin gets the tokens (default: auto)"
     )
-    add_vocab_size(parser, help="larger ids are refused")
-    add_overwrite(parser)
+    add_shared(parser, "--vocab-size", help="larger ids are refused")
+    add_shared(parser, "--overwrite")
 
 
 def run(args: argparse.Namespace) -> int:
     print(
         import_dataset(
-            args.source,
+            args.path,
             args.output_prefix,
             kind=args.kind,
             dtype=args.dtype,

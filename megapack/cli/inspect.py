@@ -21,13 +21,16 @@ from typing import Any
 
 import numpy as np
 
-from megapack.cli.arguments import add_json, add_tokenizer
-from megapack.cli.datasets import dataset_prefixes, prefix_of_samples
+from megapack.cli.arguments import add_shared
+from megapack.cli.composition import print_composition
+from megapack.cli.datasets import dataset_prefixes
 from megapack.cli.inspect_sample import print_sample, view_sample
-from megapack.cli.report import Screen, counted, note, print_table
+from megapack.cli.report import Screen, note, print_table
 from megapack.errors import ConfigError
 from megapack.packing import SampleIndex
+from megapack.packing.verify import prefix_of_samples
 from megapack.storage import IndexedDataset
+from megapack.words import counted
 
 __all__ = ["add_arguments", "run"]
 
@@ -54,9 +57,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="the same; beside a .samples file its dataset (default: where it lay when packed)",
     )
     parser.add_argument("--sample", type=int, metavar="I", help="show sample I of a .samples file")
-    add_tokenizer(parser, help="turns ids into text")
+    add_shared(parser, "--tokenizer", help="turns ids into text")
     parser.add_argument("--full", action="store_true", help="do not shorten the text of segments")
-    add_json(parser)
+    add_shared(parser, "--json")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -73,13 +76,16 @@ def run(args: argparse.Namespace) -> int:
             )
         _show_sample(console, names[0], prefixes, args)
         return 0
-    facts = [describe_index(name, SampleIndex.load(name)) for name in names]
-    facts += [describe_dataset(IndexedDataset(prefix)) for prefix in prefixes]
+    indices = {name: SampleIndex.load(name) for name in names}
+    datasets = [describe_dataset(IndexedDataset(prefix)) for prefix in prefixes]
     if args.json:
+        facts = [*(describe_index(name, index) for name, index in indices.items()), *datasets]
         print(json.dumps(facts[0] if len(facts) == 1 else facts, indent=2))
         return 0
-    for described in facts:
-        (_print_index if "strategy" in described else _print_dataset)(console, described)
+    for name, index in indices.items():
+        _print_index(console, name, index)
+    for described in datasets:
+        _print_dataset(console, described)
     return 0
 
 
@@ -98,27 +104,27 @@ def _show_sample(console: Screen, path: str, prefixes: list[str], args: argparse
 
 
 def _decoder(
-    source: str, dataset: IndexedDataset, token_ids: Sequence[int]
+    name: str, dataset: IndexedDataset, token_ids: Sequence[int]
 ) -> Callable[[Sequence[int]], str]:
     """Ids to text. Raises ConfigError if this cannot be the tokenizer that made the dataset."""
     from megapack.tokenization.tokenizers.encoders import open_reference  # noqa: PLC0415
     from megapack.tokenization.tokenizers.tokenizer import TokenizerFiles  # noqa: PLC0415
 
-    files = TokenizerFiles.open(source)
+    files = TokenizerFiles.open(name)
     named = (dataset.meta or {}).get("tokenizer") or {}
-    told = f"; its metadata names {named['source']}" if "source" in named else ""
+    told = f"; its metadata names {named['name']}" if "name" in named else ""
     if named.get("vocab_size", files.vocab_size) != files.vocab_size:
         raise ConfigError(
-            f"{dataset.prefix} was not made by {source} ({files.vocab_size:,} ids): its metadata "
-            f"names {named.get('source')} ({named['vocab_size']:,} ids); give that as --tokenizer"
+            f"{dataset.prefix} was not made by {name} ({files.vocab_size:,} ids): its metadata "
+            f"names {named.get('name')} ({named['vocab_size']:,} ids); give that as --tokenizer"
         )
     if max(token_ids, default=0) >= files.vocab_size:
         raise ConfigError(
-            f"{dataset.prefix} was not made by {source}: token id {max(token_ids)} is not one of "
+            f"{dataset.prefix} was not made by {name}: token id {max(token_ids)} is not one of "
             f"its {files.vocab_size:,} ids{told}; give the tokenizer that made it"
         )
     if named.get("digest", files.digest) != files.digest:
-        note(f"{source} is not the file that made {dataset.prefix}{told}")
+        note(f"{name} is not the file that made {dataset.prefix}{told}")
     return open_reference(files).decode
 
 
@@ -186,36 +192,9 @@ def _print_histogram(console: Screen, counts: dict[str, int]) -> None:
             console.write_line(f"{'<= ' + format(int(upper), ','):>14} {bar:{BAR}} {count:,}")
 
 
-def _print_index(console: Screen, facts: dict[str, Any]) -> None:
-    metrics = facts["metrics"]
-    source = (facts["source"] or {}).get("prefix", "bare lengths")
-    console.write_line(f"{facts['path']}: {facts['strategy']} of {source}", style="bold")
-    chosen = ", ".join(f"{k}={v}" for k, v in sorted(facts["parameters"].items()))
-    console.write_line(f"seed={facts['seed']}, {chosen}")
-    for name, why in facts["decisions"].items():
-        console.write_line(f"{name}: {why}")
-    columns = (
-        facts["bucket_capacity"],
-        metrics["samples_per_bucket"],
-        metrics["tokens_per_bucket"],
-    )
-    print_table(
-        ("bucket", "samples", "tokens", "share of tokens", "filled"),
-        [
-            (
-                f"{capacity:,}",
-                f"{samples:,}",
-                f"{tokens:,}",
-                f"{tokens / max(1, metrics['placed_tokens']):.1%}",
-                f"{tokens / max(1, samples * capacity):.3%}",
-            )
-            for capacity, samples, tokens in zip(*columns, strict=True)
-        ],
-    )
-    console.write_line(
-        f"padding {metrics['padding_ratio']:.3%}, truncated documents "
-        f"{metrics['truncation_ratio']:.3%} (longer than the largest bucket: "
-        f"{metrics['truncation_floor']:.3%}), documents per sample "
-        f"{metrics['concatenation_ratio']:.3f}, dropped tokens {metrics['dropped_tokens']:,}, "
-        f"repeated tokens {metrics['repeated_tokens']:,}"
-    )
+def _print_index(console: Screen, path: str, index: SampleIndex) -> None:
+    dataset = (index.source or {}).get("prefix", "bare lengths")
+    console.write_line(f"{path}: {index.strategy} of {dataset}", style="bold")
+    chosen = ", ".join(f"{k}={v}" for k, v in sorted(index.parameters.items()))
+    console.write_line(f"seed={index.seed}, {chosen}")
+    print_composition(index)

@@ -8,10 +8,11 @@ from itertools import groupby
 
 from rich.text import Text
 
-from megapack.cli.report import Screen, counted
+from megapack.cli.report import Screen
 from megapack.packing import SampleIndex
 from megapack.storage import IndexedDataset
 from megapack.storage.labels import open_labels
+from megapack.words import counted
 
 __all__ = ["SegmentView", "print_sample", "view_sample"]
 

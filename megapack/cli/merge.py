@@ -11,16 +11,12 @@ from __future__ import annotations
 
 import argparse
 
-from megapack.cli.arguments import (
-    add_dataset_argument,
-    add_dtype,
-    add_output_prefix,
-    add_overwrite,
-)
+from megapack.cli.arguments import add_dataset_argument, add_shared
 from megapack.cli.datasets import dataset_prefixes
-from megapack.cli.report import Work, counted
+from megapack.cli.report import Work
 from megapack.storage import IndexedDataset
 from megapack.storage.merge import merge
+from megapack.words import counted
 
 __all__ = ["add_arguments", "run"]
 
@@ -30,8 +26,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     inputs.add_argument(
         "--input", nargs=1, dest="prefixes", metavar="DIR", help="the same, as Megatron spells it"
     )
-    add_output_prefix(parser)
-    add_dtype(parser, help="inputs of others are converted where all ids fit")
+    add_shared(parser, "--output-prefix")
+    add_shared(parser, "--dtype", help="inputs of others are converted where all ids fit")
     parser.add_argument("--multimodal", action="store_true", help="the inputs have modes")
     parser.add_argument(
         "--allow-mixed-tokenizers",
@@ -41,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--remove-inputs", action="store_true", help="delete the inputs once the result stands"
     )
-    add_overwrite(parser)
+    add_shared(parser, "--overwrite")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -19,20 +19,9 @@ import json
 import textwrap
 from pathlib import Path
 
-import xxhash
-
-from megapack.cli.arguments import (
-    Arguments,
-    add_dataset_argument,
-    add_json,
-    add_output,
-    add_overwrite,
-    add_seed,
-    add_threads,
-    capacities,
-    positive,
-)
-from megapack.cli.report import Work, count, counted, note, percent, print_table
+from megapack.cli.arguments import Arguments, add_dataset_argument, add_shared, capacities, positive
+from megapack.cli.composition import print_composition
+from megapack.cli.report import Work, note
 from megapack.packing import (
     STRATEGIES,
     Parameter,
@@ -43,14 +32,15 @@ from megapack.packing import (
 )
 from megapack.storage.mmididx import IndexFile
 from megapack.storage.replace import check_target
+from megapack.words import count, counted
 
 __all__ = ["add_arguments", "run"]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_dataset_argument(parser, many=False, help="only the .idx is read")
-    add_output(parser, help="default: PREFIX.samples")
-    add_overwrite(parser)
+    add_shared(parser, "--output", help="default: PREFIX.samples")
+    add_shared(parser, "--overwrite")
     parser.add_argument(
         "--strategy", metavar="NAME", default="bucket", help="see below (default: %(default)s)"
     )
@@ -61,11 +51,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         required=True,
         help="capacities in tokens; one for the strategies of one length",
     )
-    add_seed(parser)
-    add_threads(parser)
+    add_shared(parser, "--seed", "--threads")
     add_alignment(parser)
     parser.add_argument("--preset", metavar="NAME", help="the parameters of a paper, see below")
-    add_json(parser)
+    add_shared(parser, "--json")
     group = parser.add_argument_group("parameters of the strategies")
     for name, parameters in _parameters_by_name().items():
         _add_parameter(group, name, parameters)
@@ -91,7 +80,6 @@ def run(args: argparse.Namespace) -> int:
     method = check_packing(args.strategy, parameters=given, **options)
     output = Path(args.output or f"{args.prefix}.samples")
     documents = IndexFile(f"{args.prefix}.idx")
-    fingerprint = xxhash.xxh3_128(documents.bytes.data).hexdigest()
 
     def difference() -> str | None:
         return how_it_differs(
@@ -100,7 +88,7 @@ def run(args: argparse.Namespace) -> int:
             parameters=method.parameters,
             buckets=method.buckets,
             seed=args.seed,
-            dataset=fingerprint,
+            dataset=documents.fingerprint,
         )
 
     if check_target(output, overwrite=args.overwrite, difference=difference):
@@ -115,7 +103,7 @@ def run(args: argparse.Namespace) -> int:
                 **options,
                 **given,
             )
-        source = {"fingerprint": fingerprint, "prefix": args.prefix}
+        source = {"fingerprint": documents.fingerprint, "prefix": args.prefix}
         index.save(output, source=source, overwrite=True)
     else:
         note(f"nothing to do: {output} is there already, of the same documents and options")
@@ -123,43 +111,12 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(index.metrics(), indent=2))
     else:
-        _print_composition(index, output)
-    return 0
-
-
-def _print_composition(index: SampleIndex, output: Path) -> None:
-    m = index.metrics()
-    rows = []
-    columns = (index.bucket_capacity.tolist(), m["samples_per_bucket"], m["tokens_per_bucket"])
-    for capacity, samples, tokens in zip(*columns, strict=True):
-        padding = samples * capacity - tokens
-        rows.append(
-            (
-                count(capacity),
-                count(samples),
-                count(tokens),
-                percent(tokens / max(1, m["placed_tokens"])),
-                percent(padding / max(1, samples * capacity), 3),
-            )
+        print_composition(index)
+        print(
+            f"\n{output}: {count(index.num_documents)} documents, "
+            f"{count(index.metrics()['num_tokens'])} tokens -> {count(index.num_samples)} samples"
         )
-    print_table(("bucket", "samples", "tokens", "of all", "padding"), rows)
-    bound = f"lower bound {percent(m['truncation_floor'], 3)}: longer than the largest bucket"
-    facts = [
-        ("padding ratio r_pad", percent(m["padding_ratio"], 3), ""),
-        ("truncation ratio r_tru", percent(m["truncation_ratio"], 3), bound),
-        ("concatenation ratio r_cat", f"{m['concatenation_ratio']:.3f}", "documents per sample"),
-        ("dropped tokens", count(m["dropped_tokens"]), percent(m["dropped_ratio"], 3)),
-        ("repeated tokens", count(m["repeated_tokens"]), percent(m["repeated_ratio"], 3)),
-    ]
-    print()
-    for name, value, remark in facts:
-        print(f"{name:26} {value:>16}  {remark}".rstrip())
-    for name, reason in index.decisions.items():
-        print(f"{name:26} {reason}")
-    print(
-        f"\n{output}: {count(m['num_documents'])} documents, {count(m['num_tokens'])} tokens -> "
-        f"{count(m['num_samples'])} samples"
-    )
+    return 0
 
 
 def _parameters_by_name() -> dict[str, dict[str, Parameter]]:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import argparse
 
-from megapack.cli.arguments import add_dataset_argument, add_dry_run
+from megapack.cli.arguments import add_dataset_argument, add_shared
 from megapack.cli.datasets import dataset_prefixes
 from megapack.cli.report import Work
 from megapack.cli.verify import print_findings
@@ -26,7 +26,7 @@ __all__ = ["add_arguments", "run"]
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_dataset_argument(parser, many=True)
-    add_dry_run(parser)
+    add_shared(parser, "--dry-run")
     parser.add_argument("--no-tokens", action="store_true", help="do not read .bin")
     parser.add_argument(
         "--drop-truncated",

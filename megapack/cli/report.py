@@ -1,4 +1,4 @@
-"""The look all commands share: tables and numbers on stdout, progress on stderr."""
+"""The look all commands share: tables on stdout, progress and remarks on stderr."""
 
 from __future__ import annotations
 
@@ -7,24 +7,13 @@ import os
 import sys
 import time
 from collections.abc import Iterable, Sequence
-from types import TracebackType
 from typing import Any, NoReturn
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
 
-__all__ = [
-    "Screen",
-    "Work",
-    "count",
-    "counted",
-    "note",
-    "percent",
-    "print_table",
-    "short",
-    "size",
-]
+__all__ = ["Screen", "Work", "note", "print_table"]
 
 _SECONDS_BETWEEN_LINES = 10.0
 
@@ -61,75 +50,39 @@ def note(text: str) -> None:
     print(f"note: {text}", file=sys.stderr)
 
 
-def count(number: int) -> str:
-    """1234567 -> 1,234,567"""
-    return f"{number:,}"
-
-
-def counted(number: int, noun: str) -> str:
-    """1, "shard" -> 1 shard; 1234, "shard" -> 1,234 shards"""
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"
-
-
-def size(num_bytes: int) -> str:
-    """512 -> 512 B; 1234567 -> 1.23 MB"""
-    return f"{num_bytes} B" if num_bytes < 1000 else f"{short(num_bytes)}B"
-
-
-def short(number: float) -> str:
-    """1234567 -> 1.23 M"""
-    for limit, unit in ((1e12, " T"), (1e9, " G"), (1e6, " M"), (1e3, " k")):
-        if abs(number) >= limit:
-            return f"{number / limit:.3g}{unit}"
-    return f"{number:.3g}"
-
-
-def percent(fraction: float, digits: int = 2) -> str:
-    """0.00123 -> 0.12 %"""
-    return f"{100 * fraction:.{digits}f} %"
-
-
 class Work:
     """How far a long run has come: a bar on a terminal, a line now and then elsewhere.
 
-    Use as a context manager and hand it to whoever calls ``progress(done, total)``.
+    ``with Work(title) as work:`` and hand it to whoever calls ``progress(done, total)``.
     """
 
     def __init__(self, title: str) -> None:
         self._title = title
         self._shown = self._begin = time.monotonic()
         self._bar: Progress | None = None
-        self._task = TaskID(0)
+        if sys.stderr.isatty():
+            shown = "{task.percentage:3.0f} %  {task.fields[said]}"
+            columns = (TextColumn("{task.description}"), BarColumn(), TextColumn(shown))
+            self._bar = Progress(*columns, console=Console(stderr=True), transient=True)
+            self._task = self._bar.add_task(title, total=None, said="")
+            self._bar.start()
 
     def __enter__(self) -> Work:
-        if sys.stderr.isatty():
-            self._bar = Progress(
-                TextColumn("{task.description}"),
-                BarColumn(),
-                TextColumn("{task.percentage:3.0f} %"),
-                TimeRemainingColumn(),
-                console=Console(stderr=True),
-                transient=True,
-            )
-            self._task = self._bar.add_task(self._title, total=None)
-            self._bar.start()
         return self
 
-    def __call__(self, done: int, total: int) -> None:
-        if self._bar is not None:
-            self._bar.update(self._task, completed=done, total=total)
-            return
-        now = time.monotonic()
-        if now - self._shown >= _SECONDS_BETWEEN_LINES:
-            self._shown = now
-            share = done / total if total else 1.0
-            print(f"{self._title}: {share:4.0%} after {now - self._begin:,.0f} s", file=sys.stderr)
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._bar is not None:
             self._bar.stop()
+
+    def __call__(self, done: int, total: int, rates: str = "") -> None:
+        """``rates`` are shown beside the share that is done."""
+        now = time.monotonic()
+        seconds, share = now - self._begin, min(1.0, done / total) if total else 1.0
+        left = f"{seconds / share - seconds:,.0f} s left" if share else ""
+        if self._bar is not None:
+            said = f"{rates}  {left}" if rates else left
+            self._bar.update(self._task, completed=share, total=1.0, said=said)
+        elif now - self._shown >= _SECONDS_BETWEEN_LINES:
+            self._shown = now
+            more = f", {rates}, {left}" if rates else ""
+            print(f"{self._title}: {share:4.0%} after {seconds:,.0f} s{more}", file=sys.stderr)

@@ -8,7 +8,7 @@ The result is the same, byte for byte, for any number of workers and machines. W
 <output-prefix>.build/ until it is done: after a crash, run the same command again and it goes on
 behind the last finished shard. --dry-run says what would be done, and what it will take.
 
-Several machines: every machine runs the same command with its own --shard i/n; when all are done,
+Several machines: every machine runs the same command with its own --part i/n; when all are done,
 one runs it with --finish. Or one command with --executor ray.
 """
 
@@ -18,12 +18,11 @@ import argparse
 import dataclasses
 import time
 from collections.abc import Iterator
-from typing import Any
 
-from megapack.cli import arguments
+from megapack.cli.arguments import Arguments, add_shared, byte_count, token_argument
 from megapack.cli.build_progress import BuildProgress
 from megapack.cli.build_report import print_previews, print_results
-from megapack.cli.corpus_arguments import add_corpus_arguments
+from megapack.cli.config_arguments import add_corpus_arguments, add_fields, values_of
 from megapack.cli.report import note
 from megapack.errors import ConfigError
 from megapack.tokenization.build.config import BuildConfig
@@ -39,169 +38,112 @@ _MEGATRON_TYPES: dict[str, Kind] = {
     "SentencePieceTokenizer": "sentencepiece",
     "GPTSentencePieceTokenizer": "sentencepiece",
 }
-# Fields of BuildConfig whose options have another name.
-_OPTIONS = {"inputs": "input", "suffixes": "suffix", "shard_bytes": "shard_size"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_corpus_arguments(parser)
-    arguments.add_output_prefix(parser)
-    arguments.add_overwrite(parser)
-    arguments.add_dry_run(parser)
-    arguments.add_json(parser)
-    _add_filter_arguments(parser)
-    _add_tokenizer_arguments(parser)
-    _add_chat_arguments(parser)
-    _add_split_arguments(parser)
-    _add_shard_arguments(parser)
-    _add_execution_arguments(parser)
-    _add_megatron_arguments(parser)
+    add_shared(parser, "--output-prefix", "--overwrite", "--dry-run", "--json")
+    add_fields(
+        parser.add_argument_group("documents to keep"),
+        min_words={"metavar": "N", "help": "drop documents of fewer words, and count them"},
+        max_words={"metavar": "N", "help": "the same for more words"},
+    )
+    _add_tokens(parser.add_argument_group("tokens"))
+    _add_chats(parser.add_argument_group("conversations"))
+    add_fields(
+        parser.add_argument_group("training, validation and test documents"),
+        split={
+            "metavar": "W,W,W",
+            "help": "as 98,1,1: write PREFIX_train, PREFIX_valid and PREFIX_test",
+        },
+        split_by="consecutive documents, as Megatron splits, or a hash of each document (order)",
+        split_key={
+            "metavar": "KEY",
+            "help": "hash this JSON key or column (an id, a URL) instead of the text",
+        },
+    )
+    add_fields(
+        parser.add_argument_group("shards (the same for all parts of a build)"),
+        shard_bytes={
+            "type": byte_count,
+            "metavar": "SIZE",
+            "help": "text per shard; another size gives the same documents, but cannot use the "
+            "shards of a build that was begun (default: 1M to 256M, about 64 shards)",
+        },
+        part={"type": _part, "metavar": "I/N", "help": "build the I-th of N parts only"},
+        finish="join the parts that other machines built",
+        keep_shards="leave PREFIX.build/ when all is done",
+    )
+    _add_execution(parser.add_argument_group("execution (never changes the result)"))
+    _add_megatron(parser.add_argument_group("spellings of Megatron's preprocess_data.py"))
 
 
-def _add_filter_arguments(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("documents to keep")
-    group.add_argument(
-        "--min-words", type=int, metavar="N", help="drop documents of fewer words, and count them"
-    )
-    group.add_argument("--max-words", type=int, metavar="N", help="the same for more words")
-
-
-def _add_tokenizer_arguments(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("tokens")
-    arguments.add_tokenizer(group)
-    group.add_argument(
-        "--backend",
-        choices=("auto", "gigatoken", "tokenizers", "sentencepiece", "bytes"),
-        default="auto",
-        help="who runs the tokenizer; auto takes gigatoken if it gives the reference's ids on a "
-        "sample of this corpus (auto)",
-    )
-    group.add_argument(
-        "--verify-fraction",
-        type=float,
-        default=0.0,
-        metavar="F",
-        help="encode this fraction of the documents again with the reference and compare (0)",
-    )
-    group.add_argument("--append-eod", action="store_true", help="end every document with EOD")
-    group.add_argument("--prepend-bos", action="store_true", help="begin every document with BOS")
-    group.add_argument(
-        "--boundary",
-        choices=("eos_bos", "separator", "none"),
-        default="none",
-        help="shorthand: eos_bos is both of the above, separator is EOD alone (none)",
-    )
-    arguments.add_eod_token(group, help="needed where the tokenizer does not say it")
-    group.add_argument(
-        "--bos-token",
-        type=arguments.token_argument,
-        metavar="T",
-        help="the same for the token that begins documents",
-    )
-    arguments.add_dtype(
+def _add_tokens(group: Arguments) -> None:
+    add_shared(group, "--tokenizer")
+    add_fields(
         group,
+        backend={
+            "choices": ("auto", "gigatoken", "tokenizers", "sentencepiece", "bytes"),
+            "help": "who runs the tokenizer; auto takes gigatoken if it gives the reference's ids "
+            "on a sample of this corpus (auto)",
+        },
+        verify_fraction={
+            "metavar": "F",
+            "help": "encode this fraction of the documents again with the reference and compare "
+            "(0)",
+        },
+        append_eod="end every document with EOD",
+        prepend_bos="begin every document with BOS",
+        boundary="shorthand: eos_bos is both of the above, separator is EOD alone (none)",
+        bos_token={
+            "type": token_argument,
+            "metavar": "T",
+            "help": "as --eod-token, for the token that begins documents",
+        },
+    )
+    add_shared(group, "--eod-token", help="needed where the tokenizer does not say it")
+    add_shared(
+        group,
+        "--dtype",
         choices=("auto", "uint16", "int32"),
         default="auto",
         help="auto is Megatron's rule: uint16 below 65,500 ids (auto)",
     )
 
 
-def _add_chat_arguments(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("conversations")
-    group.add_argument(
-        "--messages-key",
-        metavar="KEY",
-        help="documents are conversations: KEY holds a list of {role, content}; writes a second "
-        "dataset, PREFIX.labels, with -100 where a token carries no loss",
-    )
-    group.add_argument(
-        "--chat-format",
-        choices=("template", "headers"),
-        default="template",
-        help="the tokenizer's own chat template, or <|start_header_id|>role<|end_header_id|> "
-        "(template)",
-    )
-    group.add_argument(
-        "--chat-loss",
-        choices=("content", "turn"),
-        help="learn what the assistant writes, or its role header as well (content with a "
+def _add_chats(group: Arguments) -> None:
+    add_fields(
+        group,
+        messages_key={
+            "metavar": "KEY",
+            "help": "documents are conversations: KEY holds a list of {role, content}; writes a "
+            "second dataset, PREFIX.labels, with -100 where a token carries no loss",
+        },
+        chat_format="the tokenizer's own chat template, or "
+        "<|start_header_id|>role<|end_header_id|> (template)",
+        chat_loss="learn what the assistant writes, or its role header as well (content with a "
         "template, turn with headers)",
-    )
-    group.add_argument(
-        "--label-names",
-        choices=("megapack", "neox"),
-        default="megapack",
-        help="PREFIX and PREFIX.labels, or GPT-NeoX's PREFIX_KEY_document and "
+        label_names="PREFIX and PREFIX.labels, or GPT-NeoX's PREFIX_KEY_document and "
         "PREFIX_KEY_label_document (megapack)",
     )
 
 
-def _add_split_arguments(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("training, validation and test documents")
-    group.add_argument(
-        "--split",
-        metavar="W,W,W",
-        help="as 98,1,1: write PREFIX_train, PREFIX_valid and PREFIX_test",
-    )
-    group.add_argument(
-        "--split-by",
-        choices=("order", "hash"),
-        default="order",
-        help="consecutive documents, as Megatron splits, or a hash of each document (order)",
-    )
-    group.add_argument(
-        "--split-key",
-        metavar="KEY",
-        help="hash this JSON key or column (an id, a URL) instead of the text",
+def _add_execution(group: Arguments) -> None:
+    add_shared(group, "--workers")
+    size = {"type": byte_count, "metavar": "SIZE"}
+    add_fields(
+        group,
+        block_bytes={**size, "help": "text per batch; a worker holds about ten (4M)"},
+        worker_memory={
+            **size,
+            "help": "a worker that grows beyond it forgets the words its tokenizer has seen (2G)",
+        },
+        executor="processes of this machine, or one Ray task per shard (local)",
+        ray_address={"metavar": "A", "help": "of a running cluster (Ray's own rule)"},
     )
 
 
-def _add_shard_arguments(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("shards (the same for all parts of a build)")
-    group.add_argument(
-        "--shard-size",
-        type=arguments.byte_count,
-        metavar="SIZE",
-        help="text per shard; another size gives the same documents, but cannot use the shards of "
-        "a build that was begun (default: 1M to 256M, about 64 shards)",
-    )
-    group.add_argument("--shard", type=_part, metavar="I/N", help="build the I-th of N parts only")
-    group.add_argument(
-        "--finish", action="store_true", help="join the parts that other machines built"
-    )
-    group.add_argument(
-        "--keep-shards", action="store_true", help="leave PREFIX.build/ when all is done"
-    )
-
-
-def _add_execution_arguments(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("execution (never changes the result)")
-    arguments.add_workers(group)
-    group.add_argument(
-        "--block-bytes",
-        type=arguments.byte_count,
-        default="4M",
-        metavar="SIZE",
-        help="text per batch; a worker holds about ten (4M)",
-    )
-    group.add_argument(
-        "--worker-memory",
-        type=arguments.byte_count,
-        default="2G",
-        metavar="SIZE",
-        help="a worker that grows beyond it forgets the words its tokenizer has seen (2G)",
-    )
-    group.add_argument(
-        "--executor",
-        choices=("local", "ray"),
-        default="local",
-        help="processes of this machine, or one Ray task per shard (local)",
-    )
-    group.add_argument("--ray-address", metavar="A", help="of a running cluster (Ray's own rule)")
-
-
-def _add_megatron_arguments(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("spellings of Megatron's preprocess_data.py")
+def _add_megatron(group: Arguments) -> None:
     group.add_argument(
         "--json-keys",
         nargs="+",
@@ -255,11 +197,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _configs(args: argparse.Namespace) -> Iterator[BuildConfig]:
     """One, or one for every key of --json-keys."""
-    values: dict[str, Any] = {}
-    for field in dataclasses.fields(BuildConfig):
-        value = getattr(args, _OPTIONS.get(field.name, field.name))
-        values[field.name] = tuple(value) if isinstance(value, list) else value
-    config = BuildConfig(**values)
+    config = BuildConfig(**values_of(args))
     if args.json_keys is None:
         yield config
     for key in dict.fromkeys(args.json_keys or ()):
@@ -279,7 +217,7 @@ def _translate(args: argparse.Namespace) -> None:
     if args.partitions is not None:
         raise ConfigError(
             "--partitions is not needed: leave it out. Shards are made by themselves "
-            "(--shard-size) and shared out to --workers, or to machines with --shard I/N"
+            "(--shard-bytes) and shared out to --workers, or to machines with --part I/N"
         )
     if args.json_keys and (args.messages_key is not None or args.json_key != "text"):
         raise ConfigError("--json-keys stands for itself; leave out --json-key and --messages-key")

@@ -14,13 +14,14 @@ import argparse
 import sys
 import time
 
-from megapack.cli.arguments import add_output, add_overwrite, add_vocab_size, byte_count
-from megapack.cli.corpus_arguments import add_corpus_arguments
-from megapack.cli.report import counted, note, size
+from megapack.cli.arguments import add_shared, byte_count
+from megapack.cli.config_arguments import add_corpus_arguments
+from megapack.cli.report import note
 from megapack.tokenization.corpus.faults import Faults, fault_lines
 from megapack.tokenization.corpus.inputs import find_inputs
 from megapack.tokenization.corpus.pieces import ReadOptions
 from megapack.tokenization.tokenizers.train import TrainOptions, train_tokenizer
+from megapack.words import counted, size
 
 __all__ = ["add_arguments", "run"]
 
@@ -28,15 +29,15 @@ __all__ = ["add_arguments", "run"]
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_corpus_arguments(parser)
     group = parser.add_argument_group("tokenizer")
-    add_output(group, required=True)
-    add_overwrite(group)
+    add_shared(group, "--output", required=True)
+    add_shared(group, "--overwrite")
     group.add_argument(
         "--type",
         choices=("sentencepiece", "bpe-json"),
         default="sentencepiece",
         help="a sentencepiece .model, or a byte-level BPE tokenizer.json (sentencepiece)",
     )
-    add_vocab_size(group, default=32000, help="of the tokenizer to train (32000)")
+    add_shared(group, "--vocab-size", default=32000, help="of the tokenizer to train (32000)")
     group.add_argument(
         "--sample-bytes",
         type=byte_count,

@@ -17,19 +17,10 @@ import argparse
 import dataclasses
 import json
 
-from megapack.cli.arguments import (
-    add_dataset_argument,
-    add_eod_token,
-    add_json,
-    add_tokenizer,
-    add_vocab_size,
-    token_id,
-)
-from megapack.cli.datasets import dataset_prefixes, prefix_of_samples
+from megapack.cli.arguments import add_dataset_argument, add_shared, token_id
+from megapack.cli.datasets import dataset_prefixes
 from megapack.cli.report import Work
-from megapack.errors import FormatError, IndexMismatchError
-from megapack.packing import SampleIndex
-from megapack.storage import IndexedDataset
+from megapack.packing.verify import verify_samples
 from megapack.storage.findings import Finding, has_errors
 from megapack.storage.verify import find_duplicates, verify
 
@@ -39,10 +30,10 @@ __all__ = ["add_arguments", "print_findings", "run"]
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_dataset_argument(parser, many=True, help="or .samples files")
     parser.add_argument("--no-tokens", action="store_true", help="do not read .bin")
-    add_vocab_size(parser, help="larger ids are errors (default: meta file)")
-    add_eod_token(parser, help="must end every non-empty document (default: meta file)")
-    add_tokenizer(parser, help="knows the name that --eod-token gives")
-    add_json(parser)
+    add_shared(parser, "--vocab-size", help="larger ids are errors (default: meta file)")
+    add_shared(parser, "--eod-token", help="must end every non-empty document (default: meta file)")
+    add_shared(parser, "--tokenizer", help="knows the name that --eod-token gives")
+    add_shared(parser, "--json")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -61,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
             )
     for prefix, duplicate in find_duplicates(prefixes).items():
         findings[prefix].append(duplicate)
-    findings |= {name: _verify_samples(name) for name in names}
+    findings |= {name: verify_samples(name) for name in names}
     if args.json:
         print(json.dumps({p: [dataclasses.asdict(f) for f in fs] for p, fs in findings.items()}))
     else:
@@ -76,22 +67,3 @@ def print_findings(findings: list[Finding]) -> None:
     for finding in findings:
         remedy = f"\n           -> {finding.remedy}" if finding.remedy else ""
         print(f"  {finding.severity:7}  {finding.message}{remedy}")
-
-
-def _verify_samples(name: str) -> list[Finding]:
-    remedy = "pack the dataset again"
-    try:
-        index = SampleIndex.load(name)
-        index.verify()
-        prefix = prefix_of_samples(name, index) if index.source else None
-        if prefix is None or not IndexedDataset.exists(prefix):
-            text = f"{prefix or 'its dataset'} is not there: segments were not compared with it"
-            return [Finding("note", "no-dataset", text)]
-        dataset = IndexedDataset(prefix)
-        index.check_source(dataset)
-        index.verify(dataset.document_lengths)
-    except FormatError as error:
-        return [Finding("error", "samples", str(error), remedy)]
-    except IndexMismatchError as error:
-        return [Finding("error", "samples-source", str(error), remedy)]
-    return []

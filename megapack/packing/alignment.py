@@ -3,8 +3,8 @@
 A strategy is given every document length rounded up to the alignment, and afterwards the segments
 their true lengths. Capacities are multiples, so strategies cut at multiples only (the windows of
 `seamless` begin anywhere, but each is a sample by itself): a document ends inside of its last
-piece, every other piece is full, and a sample whose rounded pieces fit holds its segments with each
-of them at a multiple of the alignment. What lies between two of them is padding like any other.
+segment, every other one is full, and a sample whose rounded segments fit holds them with each at
+a multiple of the alignment. What lies between two of them is padding like any other.
 """
 
 from __future__ import annotations

@@ -76,7 +76,7 @@ class AtomicFile:
             while remaining:
                 remaining = remaining[self.file.write(remaining) :]
 
-    def copy_from(self, source: io.RawIOBase, num_bytes: int) -> None:
+    def copy_from(self, file: io.RawIOBase, num_bytes: int) -> None:
         """Append bytes of an unbuffered file from its position, inside the kernel if possible.
 
         Raises:
@@ -85,21 +85,21 @@ class AtomicFile:
         with self.all_or_nothing():
             remaining = num_bytes
             while remaining:
-                copied = self._copy_some(source, remaining)
+                copied = self._copy_some(file, remaining)
                 if copied == 0:
-                    raise OSError(errno.EIO, f"the source ended {remaining} bytes early")
+                    raise OSError(errno.EIO, f"the file ended {remaining} bytes early")
                 remaining -= copied
 
-    def _copy_some(self, source: io.RawIOBase, count: int) -> int:
+    def _copy_some(self, file: io.RawIOBase, count: int) -> int:
         try:
-            copied = os.copy_file_range(source.fileno(), self.file.fileno(), count)
+            copied = os.copy_file_range(file.fileno(), self.file.fileno(), count)
             if copied:
                 return copied
         except OSError as error:
             if error.errno not in _CANNOT_COPY_IN_KERNEL:
                 raise
         # Some file systems only say "nothing copied"; reading tells whether that is the end.
-        data = os.read(source.fileno(), min(count, COPY_BLOCK))
+        data = os.read(file.fileno(), min(count, COPY_BLOCK))
         self.write(data)
         return len(data)
 
@@ -154,13 +154,18 @@ def publish(*files: Publishable, durable: bool = True) -> None:
 
 @contextlib.contextmanager
 def atomic_write(
-    path: str | os.PathLike[str], mode: str = "wb", *, encoding: str | None = None
+    path: str | os.PathLike[str],
+    mode: str = "wb",
+    *,
+    encoding: str | None = None,
+    durable: bool = True,
 ) -> Iterator[IO[Any]]:
     """``with atomic_write(path) as file``: ``path`` changes when the block ends without an error.
 
     Args:
         path: the final name; its directory must exist.
         mode: ``"wb"`` or ``"w"`` (text, UTF-8 unless ``encoding`` says otherwise).
+        durable: as of ``publish``.
 
     Raises:
         OSError: the file cannot be written (its name is in the message); nothing is left behind.
@@ -175,7 +180,7 @@ def atomic_write(
             open(target.file.fileno(), mode, encoding=encoding, closefd=False) as file,
         ):
             yield file
-        publish(target)
+        publish(target, durable=durable)
     finally:
         target.discard()
 

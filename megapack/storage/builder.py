@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -13,7 +12,7 @@ from numpy.typing import DTypeLike, NDArray
 from megapack.errors import DataError
 from megapack.storage.document_log import MAX_SEQUENCE_LENGTH, DocumentLog
 from megapack.storage.input_dataset import InputDataset
-from megapack.storage.lock import writer_lock
+from megapack.storage.lock import WriterLock
 from megapack.storage.meta import check_metadata
 from megapack.storage.mmididx import path_of, pick_dtype, prefix_of
 from megapack.storage.publishing import DatasetContent, check_prefix, publish_dataset
@@ -71,7 +70,7 @@ class IndexedDatasetBuilder:
         check_metadata(self.metadata)
         limits = TokenLimits(self.dtype, vocab_size, allow_negative)
         self._log = DocumentLog(multimodal)
-        self._lock = writer_lock(self.prefix, what="a builder")
+        self._lock = WriterLock(self.prefix, what="a builder")
         try:
             check_prefix(self.prefix, overwrite=overwrite, difference="a builder writes all anew")
             self._tokens = TokenWriter(path_of(self.prefix, ".bin"), limits)
@@ -181,7 +180,7 @@ class IndexedDatasetBuilder:
                 f"{self.dtype.name}; merge(..., dtype=...) converts"
             )
         self._tokens.append_dataset(dataset)
-        self._log.add_part(dataset.part)
+        self._log.add_layout(dataset.layout)
 
     def end_document(self) -> None:
         """The sequences added since the last end are one document (possibly an empty one)."""
@@ -203,7 +202,7 @@ class IndexedDatasetBuilder:
         try:
             content = DatasetContent(
                 dtype=self.dtype,
-                parts=[self._log.part()],
+                layouts=[self._log.layout()],
                 tokens=self._tokens.finish(),
                 vocab_size=self._tokens.limits.vocab_size,
                 metadata=self.metadata,
@@ -224,12 +223,7 @@ class IndexedDatasetBuilder:
     def __enter__(self) -> IndexedDatasetBuilder:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None and self._open:
             self.finalize()
         self.abort()

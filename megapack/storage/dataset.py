@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from megapack import _core
 from megapack.errors import FormatError
 from megapack.storage.hosts import HostNames
 from megapack.storage.meta import difference_from_files, read_meta
@@ -121,7 +122,7 @@ class IndexedDataset(HostNames):
         return views if self._modes is None else (views, self._modes[rows])
 
     def get(self, idx: int, offset: int = 0, length: int | None = None) -> Any:
-        """IndexPart of one sequence: tokens ``[offset, offset + length)``, to its end by default.
+        """Part of one sequence: tokens ``[offset, offset + length)``, to its end by default.
 
         Raises:
             IndexError: the sequence, or that range of it, does not exist.
@@ -161,17 +162,17 @@ class IndexedDataset(HostNames):
     @cached_property
     def sequence_lengths(self) -> NDArray[np.int32]:
         """int32 (num_sequences,), tokens."""
-        return _frozen(self._index.sequence_lengths())
+        return _frozen(_core.sequence_lengths(self._index.bytes, self._index.name))
 
     @cached_property
     def sequence_pointers(self) -> NDArray[np.int64]:
         """int64 (num_sequences,), bytes."""
-        return _frozen(self._index.sequence_pointers())
+        return _frozen(_core.sequence_pointers(self._index.bytes, self._index.name))
 
     @cached_property
     def document_indices(self) -> NDArray[np.int64]:
         """int64 (num_documents + 1,), the sequence at which each document begins."""
-        return _frozen(self._index.document_indices())
+        return _frozen(_core.document_indices(self._index.bytes, self._index.name))
 
     @cached_property
     def document_lengths(self) -> NDArray[np.int32] | NDArray[np.int64]:
@@ -209,12 +210,7 @@ class IndexedDataset(HostNames):
         if not self._index.has_its_name():
             raise FormatError(f"{self.prefix} was replaced since it was opened; open it again")
         difference = difference_from_files(
-            meta,
-            dtype=self.dtype.name,
-            num_sequences=len(self),
-            num_documents=self.num_documents,
-            num_tokens=self.num_tokens,
-            idx_bytes=self._index.header.file_bytes,
+            meta, self.dtype.name, self._index.header, self.num_tokens
         )
         if difference is not None:
             raise FormatError(f"{self.prefix}: {difference}")

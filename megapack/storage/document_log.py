@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megapack.errors import DataError
-from megapack.storage.index_writer import ArrayIndexPart, IndexPart
+from megapack.storage.layout import ArrayLayout, Layout
 
 __all__ = ["MAX_SEQUENCE_LENGTH", "DocumentLog"]
 
@@ -74,15 +74,15 @@ class DocumentLog:
             self._ends = _counted(first - 1)
         self._ends.frombytes(ends.tobytes())
 
-    def add_part(self, part: IndexPart) -> None:
+    def add_layout(self, layout: Layout) -> None:
         """All sequences and documents of another index, found sound before."""
         before = len(self._lengths)
-        for lengths in part.lengths():
+        for lengths in layout.length_blocks():
             self._lengths.frombytes(lengths.tobytes())
-        for ends in part.document_ends():
+        for ends in layout.end_blocks():
             self._add_ends(before + ends)
         if self.multimodal:
-            for modes in part.modes():
+            for modes in layout.mode_blocks():
                 self._modes.frombytes(modes.tobytes())
 
     def require_closed(self) -> None:
@@ -93,12 +93,12 @@ class DocumentLog:
                 f"{self.num_documents - 1} ended; call end_document() first"
             )
 
-    def part(self) -> ArrayIndexPart:
+    def layout(self) -> ArrayLayout:
         """Views of everything logged; log nothing while they live."""
         ends = None if self._ends is None else np.frombuffer(self._ends, np.int64)
         lengths = np.frombuffer(self._lengths, np.int32) if self._lengths else np.zeros(0, np.int32)
         modes = np.frombuffer(self._modes, np.int8) if self._modes else np.zeros(0, np.int8)
-        return ArrayIndexPart(lengths, ends, modes if self.multimodal else None)
+        return ArrayLayout(lengths, ends, modes if self.multimodal else None)
 
 
 def _counted(num_documents: int) -> array[int]:

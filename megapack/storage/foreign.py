@@ -23,6 +23,7 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from megapack.errors import ConfigError, FormatError
+from megapack.storage.layout import ArrayLayout
 from megapack.storage.meta import TokenFacts
 from megapack.storage.mmididx import MAGIC, path_of, prefix_of
 from megapack.storage.opening import identity_of, open_regular
@@ -46,8 +47,7 @@ class Foreign:
     tokens_path: Path
     begin_byte: int  # of the first token
     dtype: np.dtype[Any]
-    lengths: NDArray[np.int32]  # tokens per sequence
-    ends: NDArray[np.int64] | None = None  # of documents, in sequences; None: one each
+    layout: ArrayLayout
     # Byte of every sequence in tokens_path, when they are not stored in order.
     pointers: NDArray[np.int64] | None = None
     facts: TokenFacts | None = None  # when the tokens had to be read anyway
@@ -55,20 +55,16 @@ class Foreign:
     # Negative values are labels; False where a negative id would be an unsigned one too large.
     allow_negative: bool = False
 
-    @property
-    def num_tokens(self) -> int:
-        return int(self.lengths.sum(dtype=np.int64))
 
-
-def detect(source: str | os.PathLike[str]) -> str:
+def detect(path: str | os.PathLike[str]) -> str:
     """The kind of a file or prefix, by what stands in it and beside it.
 
     Raises:
         FileNotFoundError: there is no such file.
         FormatError: it is no regular file.
     """
-    path = Path(source)
-    idx_path = path_of(prefix_of(source), ".idx")
+    path = Path(path)
+    idx_path = path_of(prefix_of(path), ".idx")
     if idx_path.is_file():
         with open_regular(idx_path) as file:
             magic = file.read(len(MAGIC))
@@ -87,14 +83,14 @@ def detect(source: str | os.PathLike[str]) -> str:
     return "flat"
 
 
-def tokens_path(source: str | os.PathLike[str], kind: str) -> Path:
+def tokens_path(path: str | os.PathLike[str], kind: str) -> Path:
     """The file that holds the tokens."""
     is_pair = kind in ("mmididx", "tntidx")
-    return path_of(prefix_of(source), ".bin") if is_pair else Path(source)
+    return path_of(prefix_of(path), ".bin") if is_pair else Path(path)
 
 
 def open_foreign(
-    source: str | os.PathLike[str],
+    path: str | os.PathLike[str],
     kind: str,
     *,
     dtype: DTypeLike | None = None,
@@ -104,7 +100,7 @@ def open_foreign(
     """Find the documents of a file.
 
     Args:
-        source: file or prefix.
+        path: file or prefix.
         kind: one of ``KINDS``.
         dtype: of the tokens, where the file does not say it.
         eod_token: the id that ends documents, for kinds without an index.
@@ -118,7 +114,7 @@ def open_foreign(
     """
     if kind not in KINDS:
         raise ConfigError(f"kind is {kind!r}; it is one of {', '.join(KINDS)}")
-    path = Path(source)
+    path = Path(path)
     if kind in _INDEXED:
         return _INDEXED[kind](path)
     plain = open_plain(path, kind, dtype)
@@ -128,7 +124,7 @@ def open_foreign(
         tokens_path=path,
         begin_byte=plain.begin_byte,
         dtype=plain.dtype,
-        lengths=lengths,
+        layout=ArrayLayout(lengths),
         facts=facts,
         metadata=metadata,
     )
@@ -137,21 +133,18 @@ def open_foreign(
 def _mmididx(path: Path) -> Foreign:
     prefix = prefix_of(path)
     facts = survey(path_of(prefix, ".idx"), path_of(prefix, ".bin"))
+    layout = facts.layout
     dtype, text = facts.meaning()
     if dtype is None:
-        raise FormatError(f"{prefix}: dtype code {facts.part.header.dtype_code} means {text}")
-    ends = None
-    if not facts.part.header.lacks_document_indices:
-        ends = np.concatenate([np.zeros(0, np.int64), *facts.part.document_ends()])
-    pointers = np.concatenate([np.zeros(0, np.int64), *facts.part.pointers()])
+        raise FormatError(f"{prefix}: dtype code {layout.header.dtype_code} means {text}")
+    ends = None if layout.header.lacks_document_indices else layout.ends()
     return Foreign(
         kind="mmididx",
         tokens_path=path_of(prefix, ".bin"),
         begin_byte=0,
         dtype=dtype,
-        lengths=np.concatenate([np.zeros(0, np.int32), *facts.part.lengths()]),
-        ends=ends,
-        pointers=None if facts.widths else pointers,
+        layout=ArrayLayout(layout.lengths(), ends),
+        pointers=None if facts.widths else layout.pointers(),
         allow_negative=dtype.kind == "i",
     )
 
@@ -180,8 +173,9 @@ def _tntidx(path: Path) -> Foreign:
         tokens_path=bin_path,
         begin_byte=0,
         dtype=dtype,
-        lengths=as_lengths(sizes, "a sequence"),
-        ends=indices[1:] if indices.size > 1 else None,
+        layout=ArrayLayout(
+            as_lengths(sizes, "a sequence"), indices[1:] if indices.size > 1 else None
+        ),
         allow_negative=dtype.kind == "i",
     )
 
@@ -205,7 +199,7 @@ def _datatrove(path: Path) -> Foreign:
         tokens_path=path,
         begin_byte=0,
         dtype=np.dtype(np.uint16 if width == 2 else np.int32),
-        lengths=as_lengths(lengths, "a document"),
+        layout=ArrayLayout(as_lengths(lengths, "a document")),
     )
 
 

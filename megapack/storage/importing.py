@@ -14,8 +14,7 @@ from numpy.typing import DTypeLike
 from megapack.errors import ConfigError, DataError, FormatError
 from megapack.storage.atomic import AtomicFile, Publishable
 from megapack.storage.foreign import Foreign, detect, open_foreign, tokens_path
-from megapack.storage.index_writer import ArrayIndexPart
-from megapack.storage.lock import writer_lock
+from megapack.storage.lock import WriterLock
 from megapack.storage.meta import TokenFacts, check_metadata
 from megapack.storage.mmididx import path_of, prefix_of
 from megapack.storage.opening import open_regular
@@ -34,7 +33,7 @@ LINKS = ("auto", "hard", "symbolic", "copy")
 
 
 def import_dataset(
-    source: str | os.PathLike[str],
+    path: str | os.PathLike[str],
     output: str | os.PathLike[str],
     *,
     kind: str = "auto",
@@ -48,14 +47,14 @@ def import_dataset(
 ) -> str:
     """Make a dataset of another tool's tokens.
 
-    The .bin is a link to the source where that holds plain tokens from its first byte on; else
+    The .bin is a link to the file where that holds plain tokens from its first byte on; else
     tokens are copied. Documents keep their order and sequences. All tokens are read once, for
     their checksum and range.
 
     Args:
-        source: file or prefix; may be ``<output>.bin`` itself, which then stays as it is.
+        path: file or prefix; may be ``<output>.bin`` itself, which then stays as it is.
         output: prefix of the dataset.
-        kind: of the source (see ``foreign``); found out by default.
+        kind: of the file (see ``foreign``); found out by default.
         dtype: of tokens in files that do not say it.
         eod_token: the id that ends a document, for files without an index.
         eod_at: ``"end"`` of a document, or ``"start"`` (the default for llm.c).
@@ -76,32 +75,32 @@ def import_dataset(
     if link not in LINKS:
         raise ConfigError(f"link is {link!r}; it is one of {', '.join(LINKS)}")
     output = prefix_of(output)
-    kind = detect(source) if kind == "auto" else kind
+    kind = detect(path) if kind == "auto" else kind
     eod_at = ("start" if kind == "llm.c" else "end") if eod_at is None else eod_at
     if eod_at not in ("end", "start"):
         raise ConfigError(f"eod_at is {eod_at!r}; it is 'end' or 'start'")
     bin_path = path_of(output, ".bin")
-    in_place = _is_same(bin_path, tokens_path(source, kind))
-    with writer_lock(output, what="import"):
+    in_place = _is_same(bin_path, tokens_path(path, kind))
+    with WriterLock(output, what="import"):
         check_prefix_names(output, keeps_bin=in_place)
-        foreign = open_foreign(source, kind, dtype=dtype, eod_token=eod_token, eod_at=eod_at)
+        foreign = open_foreign(path, kind, dtype=dtype, eod_token=eod_token, eod_at=eod_at)
         if in_place and foreign.begin_byte:
-            raise ConfigError(f"{bin_path} is the source and has a header; choose another output")
+            raise ConfigError(f"{bin_path} is imported and has a header; choose another output")
         facts = {"imported_from": kind, **foreign.metadata, **(metadata or {})}
         check_metadata(facts)
         limits = TokenLimits(foreign.dtype, vocab_size, foreign.allow_negative)
         how = _import(foreign, output, limits, link=link, metadata=facts, overwrite=overwrite)
     if how is None:
         return f"nothing to do: {output} is there already"
-    num_documents = foreign.lengths.size if foreign.ends is None else foreign.ends.size
+    layout = foreign.layout
     return (
-        f"{output}: {num_documents} documents, {foreign.num_tokens} {foreign.dtype.name} tokens "
-        f"({kind}, .bin {how})"
+        f"{output}: {layout.num_documents} documents, {layout.num_tokens} "
+        f"{foreign.dtype.name} tokens ({kind}, .bin {how})"
     )
 
 
-def _is_same(bin_path: Path, source: Path) -> bool:
-    return bin_path.exists() and bin_path.samefile(source)
+def _is_same(bin_path: Path, foreign: Path) -> bool:
+    return bin_path.exists() and bin_path.samefile(foreign)
 
 
 def _import(
@@ -124,7 +123,7 @@ def _import(
             tokens = _checked(foreign, limits)
         content = DatasetContent(
             dtype=foreign.dtype,
-            parts=[ArrayIndexPart(foreign.lengths, foreign.ends)],
+            layouts=[foreign.layout],
             tokens=tokens,
             vocab_size=limits.vocab_size,
             metadata=metadata,
@@ -149,10 +148,10 @@ def _import(
 def _checked(foreign: Foreign, limits: TokenLimits) -> TokenFacts:
     """What the tokens are; DataError when an id is outside of the limits."""
     tokens = foreign.facts or scan_tokens(
-        foreign.tokens_path, foreign.dtype, foreign.num_tokens, begin_byte=foreign.begin_byte
+        foreign.tokens_path, foreign.dtype, foreign.layout.num_tokens, begin_byte=foreign.begin_byte
     )
-    low, high = tokens.min_token_id, tokens.max_token_id
-    if low is not None and high is not None and not limits.hold(low, high):
+    if tokens.token_range is not None and not limits.hold(*tokens.token_range):
+        low, high = tokens.token_range
         raise DataError(
             f"{foreign.tokens_path} has ids from {low} to {high}, outside of {limits.describe()}"
         )
@@ -168,7 +167,7 @@ def _bring(foreign: Foreign, bin_path: Path, link: str) -> tuple[Publishable, st
     file = AtomicFile(bin_path)
     with open_regular(foreign.tokens_path) as tokens:
         tokens.seek(foreign.begin_byte)
-        file.copy_from(tokens, foreign.num_tokens * foreign.dtype.itemsize)
+        file.copy_from(tokens, foreign.layout.num_tokens * foreign.dtype.itemsize)
     return file, "copied"
 
 
@@ -180,18 +179,18 @@ class _Link:
         self.temporary = path.with_name(f"{path.name}.tmp-{secrets.token_hex(4)}")
 
     @staticmethod
-    def make(source: Path, path: Path, link: str) -> tuple[_Link, str] | None:
+    def make(tokens: Path, path: Path, link: str) -> tuple[_Link, str] | None:
         """As asked; auto: what the file systems allow, None when they allow nothing."""
         result = _Link(path)
         if link in ("auto", "hard"):
             try:
-                os.link(source.resolve(), result.temporary)
+                os.link(tokens.resolve(), result.temporary)
                 return result, "hard link"
             except OSError:
                 if link == "hard":
                     raise
         try:
-            result.temporary.symlink_to(source.resolve())
+            result.temporary.symlink_to(tokens.resolve())
             return result, "symbolic link"
         except OSError:
             if link == "symbolic":
@@ -217,10 +216,10 @@ def _in_order(
     size = foreign.tokens_path.stat().st_size // width
     tokens = np.memmap(foreign.tokens_path, foreign.dtype, "r", shape=(size,))
     begins, rest = np.divmod(foreign.pointers, width)
-    if rest.any() or (begins < 0).any() or (begins + foreign.lengths > size).any():
+    if rest.any() or (begins < 0).any() or (begins + foreign.layout.lengths > size).any():
         raise FormatError(f"{foreign.tokens_path}: sequences lie outside of the file")
     writer = TokenWriter(bin_path, limits)
-    extents = zip(begins.tolist(), foreign.lengths.tolist(), strict=True)
+    extents = zip(begins.tolist(), foreign.layout.lengths.tolist(), strict=True)
     for sequence, (begin, length) in enumerate(extents):
         writer.append(as_tokens(tokens[begin : begin + length]), first_document=sequence)
     return writer.finish(), writer.target

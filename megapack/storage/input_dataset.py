@@ -1,4 +1,4 @@
-"""One dataset as the source of another: checked, never mapped, so that thousands can take part."""
+"""One dataset as the input of another: checked, never mapped, so that thousands can take part."""
 
 from __future__ import annotations
 
@@ -10,14 +10,8 @@ import numpy as np
 
 from megapack import _core
 from megapack.errors import FormatError
-from megapack.storage.index_writer import FileIndexPart, shifted_ends
-from megapack.storage.meta import (
-    Checksum,
-    bin_checksums,
-    checksum,
-    difference_from_files,
-    read_meta,
-)
+from megapack.storage.layout import FileLayout, shifted_ends
+from megapack.storage.meta import TokenFacts, checksum, difference_from_files, read_meta
 from megapack.storage.mmididx import IndexFile, dtype_of_code, path_of, prefix_of
 from megapack.storage.opening import identity_of, open_regular
 
@@ -40,13 +34,13 @@ class InputDataset:
     def __init__(self, prefix: str | os.PathLike[str], multimodal: bool = False) -> None:
         self.prefix = prefix_of(prefix)
         self.idx_path, self.bin_path = path_of(self.prefix, ".idx"), path_of(self.prefix, ".bin")
-        self.part = FileIndexPart(self.idx_path, multimodal)
-        self.dtype: np.dtype[Any] = dtype_of_code(self.part.header.dtype_code, self.idx_path)
+        self.layout = FileLayout(self.idx_path, multimodal)
+        self.dtype: np.dtype[Any] = dtype_of_code(self.layout.header.dtype_code, self.idx_path)
         try:
             self.num_bytes = self._check_sequences()
-            for _ in shifted_ends(self.part, 0):  # documents end with the sequences
+            for _ in shifted_ends(self.layout, 0):  # documents end with the sequences
                 pass
-            if first := self.part.first_document_index():
+            if first := self.layout.first_document_index():
                 raise FormatError(f"document 0 begins at sequence {first} instead of 0")
         except FormatError as error:
             raise FormatError(f"{self.idx_path}: {error}") from error
@@ -55,16 +49,9 @@ class InputDataset:
         self.meta = self._trusted_meta()
 
     @property
-    def checksums(self) -> list[Checksum] | None:
-        """Checksums of .bin, None when nobody vouches for them."""
-        return None if self.meta is None else bin_checksums(self.meta)
-
-    @property
-    def token_range(self) -> tuple[int, int] | None:
-        """Smallest and largest id, None when nobody vouches for them."""
-        if self.meta is None:
-            return None
-        return self.meta["min_token_id"], self.meta["max_token_id"]
+    def facts(self) -> TokenFacts | None:
+        """What .bin holds, None when nobody vouches for it."""
+        return None if self.meta is None else TokenFacts.of_meta(self.meta)
 
     def open_tokens(self) -> io.FileIO:
         """The .bin that belongs to the index.
@@ -73,7 +60,7 @@ class InputDataset:
             FormatError: a writer replaced the dataset since its index was read.
         """
         file = open_regular(self.bin_path)
-        if not self.part.has_its_name():
+        if not self.layout.has_its_name():
             file.close()
             raise FormatError(f"{self.prefix} was replaced while it was read; start again")
         return file
@@ -87,7 +74,8 @@ class InputDataset:
     def _check_sequences(self) -> int:
         """Bytes of .bin that the index speaks of."""
         begin, sequence = 0, 0
-        for lengths, pointers in zip(self.part.lengths(), self.part.pointers(), strict=True):
+        blocks = zip(self.layout.length_blocks(), self.layout.pointer_blocks(), strict=True)
+        for lengths, pointers in blocks:
             expected, begin = _core.scan_lengths(lengths, self.dtype.itemsize, begin)
             if not np.array_equal(expected, pointers):
                 wrong = int((expected != pointers).argmax())
@@ -112,12 +100,7 @@ class InputDataset:
         """The meta file, unless the .idx it describes is not the one that stands beside it."""
         meta = read_meta(self.prefix)
         if meta is None or difference_from_files(
-            meta,
-            dtype=self.dtype.name,
-            num_sequences=self.part.num_sequences,
-            num_documents=self.part.num_documents,
-            num_tokens=self.num_tokens,
-            idx_bytes=self.part.header.file_bytes,
+            meta, self.dtype.name, self.layout.header, self.num_tokens
         ):
             return None
         return meta if checksum(self.idx_path) == meta["idx"]["xxh3_128"] else None

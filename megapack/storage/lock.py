@@ -10,13 +10,12 @@ import socket
 import warnings
 import weakref
 from pathlib import Path
-from types import TracebackType
 
 from megapack.errors import LockedError, MegapackWarning
 from megapack.storage.atomic import naming
 from megapack.storage.replace import target_of
 
-__all__ = ["WriterLock", "writer_lock"]
+__all__ = ["WriterLock"]
 
 _NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL}
 
@@ -39,7 +38,7 @@ class WriterLock:
         OSError: the lock file cannot be made or written; names it.
     """
 
-    def __init__(self, path: str | os.PathLike[str], what: str, *, shared: bool = False) -> None:
+    def __init__(self, path: str | os.PathLike[str], *, what: str, shared: bool = False) -> None:
         self.path = target_of(f"{os.path.realpath(path)}.lock")
         descriptor = _acquire(self.path, os.fspath(path), shared)
         self._release = weakref.finalize(self, _release, descriptor, self.path, os.getpid())
@@ -60,18 +59,8 @@ class WriterLock:
     def __enter__(self) -> WriterLock:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.release()
-
-
-def writer_lock(path: str | os.PathLike[str], *, what: str, shared: bool = False) -> WriterLock:
-    """``with writer_lock(path, what="merge"):`` (see ``WriterLock``)."""
-    return WriterLock(path, what, shared=shared)
 
 
 def _acquire(path: Path, name: str, shared: bool) -> int:
@@ -96,7 +85,7 @@ def _acquire(path: Path, name: str, shared: bool) -> int:
                 f"{path.parent} is on a file system without locks ({error.strerror}); make sure "
                 f"that nobody else writes {name}",
                 MegapackWarning,
-                stacklevel=4,
+                stacklevel=3,
             )
             return descriptor
         if _is_at(descriptor, path):

@@ -15,8 +15,14 @@ from numpy.typing import DTypeLike
 
 from megapack.errors import ConfigError, DataError
 from megapack.storage.input_dataset import InputDataset
-from megapack.storage.lock import writer_lock
-from megapack.storage.meta import TokenFacts, check_metadata, meta_path, own_metadata
+from megapack.storage.lock import WriterLock
+from megapack.storage.meta import (
+    TokenFacts,
+    check_metadata,
+    joined_range,
+    meta_path,
+    own_metadata,
+)
 from megapack.storage.mmididx import path_of, pick_dtype, prefix_of
 from megapack.storage.publishing import DatasetContent, check_prefix, publish_dataset
 from megapack.storage.token_writer import TokenWriter
@@ -82,7 +88,7 @@ def merge(
     def content(tokens: TokenFacts) -> DatasetContent:
         return DatasetContent(
             dtype=result_dtype,
-            parts=[dataset.part for dataset in inputs],
+            layouts=[dataset.layout for dataset in inputs],
             tokens=tokens,
             vocab_size=limits.vocab_size,
             metadata=metadata,
@@ -95,7 +101,7 @@ def merge(
             return tokens
         return content(tokens).difference_from(output)
 
-    with writer_lock(output, what="merge"):
+    with WriterLock(output, what="merge"):
         is_new = check_prefix(output, overwrite=overwrite, difference=difference)
         if is_new:
             tokens = TokenWriter(path_of(output, ".bin"), limits)
@@ -122,16 +128,15 @@ def _concatenate(
 
 def _vouched(inputs: list[InputDataset], dtype: np.dtype[Any]) -> TokenFacts | str:
     """What the meta files say of all tokens; a sentence when they do not say it."""
-    ranges = [dataset.token_range for dataset in inputs if dataset.num_tokens]
-    checksums = [dataset.checksums if dataset.dtype == dtype else None for dataset in inputs]
-    for dataset, known in zip(inputs, checksums, strict=True):
-        if known is None:
+    known: list[TokenFacts] = []
+    for dataset in inputs:
+        if dataset.facts is None or dataset.dtype != dtype:
             return f"{dataset.prefix} has no checksums as {dtype.name} to compare it with"
+        known.append(dataset.facts)
     return TokenFacts(
-        sum(dataset.num_tokens for dataset in inputs),
-        [checksum for known in checksums for checksum in known or ()],
-        min((low for low, _ in filter(None, ranges)), default=None),
-        max((high for _, high in filter(None, ranges)), default=None),
+        sum(facts.num_tokens for facts in known),
+        [checksum for facts in known for checksum in facts.checksums],
+        joined_range(facts.token_range for facts in known),
     )
 
 

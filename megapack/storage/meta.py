@@ -20,9 +20,10 @@ damaged before the merge is still found after it.
 
 from __future__ import annotations
 
+import io
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -31,7 +32,7 @@ import numpy as np
 import xxhash
 
 from megapack.errors import FormatError
-from megapack.storage.mmididx import path_of, pick_dtype
+from megapack.storage.mmididx import IndexHeader, path_of, pick_dtype
 from megapack.storage.opening import identity_of, open_regular, read_blocks
 
 __all__ = [
@@ -43,7 +44,10 @@ __all__ = [
     "bin_checksums",
     "check_metadata",
     "checksum",
+    "checksum_of",
     "difference_from_files",
+    "has_its_checksums",
+    "joined_range",
     "meta_path",
     "own_metadata",
     "read_meta",
@@ -63,8 +67,20 @@ class TokenFacts:
 
     num_tokens: int
     checksums: list[Checksum]
-    min_token_id: int | None  # None without tokens
-    max_token_id: int | None
+    token_range: tuple[int, int] | None  # smallest and largest id; None without tokens
+
+    @staticmethod
+    def of_meta(meta: Mapping[str, Any]) -> TokenFacts:
+        """As a meta file has them."""
+        low, high = meta["min_token_id"], meta["max_token_id"]
+        known = None if low is None else (low, high)
+        return TokenFacts(meta["num_tokens"], bin_checksums(meta), known)
+
+
+def joined_range(ranges: Iterable[tuple[int, int] | None]) -> tuple[int, int] | None:
+    """The range that holds all of them."""
+    known = [ends for ends in ranges if ends is not None]
+    return (min(low for low, _ in known), max(high for _, high in known)) if known else None
 
 
 FORMAT = "megapack dataset"
@@ -129,11 +145,36 @@ def read_meta(prefix: str | os.PathLike[str]) -> dict[str, Any] | None:
 
 def checksum(path: Path) -> str:
     """xxh3_128 of a whole file, in hexadecimal."""
-    digest = xxhash.xxh3_128()
     with open_regular(path) as file:
-        for block in read_blocks(file, np.uint8, identity_of(file).num_bytes, 1 << 20):
-            digest.update(block.data)
+        return checksum_of(file, identity_of(file).num_bytes)
+
+
+def checksum_of(file: io.FileIO, num_bytes: int) -> str:
+    """xxh3_128 of the bytes from the file's position on. FormatError where it ends before."""
+    digest = xxhash.xxh3_128()
+    for block in read_blocks(file, np.uint8, num_bytes, 1 << 20):
+        digest.update(block.data)
     return digest.hexdigest()
+
+
+def has_its_checksums(prefix: str | os.PathLike[str]) -> bool:
+    """Whether .idx and .bin of a dataset have the sizes and checksums that its meta file says.
+
+    Raises:
+        FormatError: the meta file is damaged.
+        OSError: a file cannot be read.
+    """
+    meta = read_meta(prefix)
+    if meta is None:
+        return False
+    idx = Checksum(meta["idx"]["bytes"], meta["idx"]["xxh3_128"])
+    for suffix, stretches in ((".idx", [idx]), (".bin", bin_checksums(meta))):
+        with open_regular(path_of(prefix, suffix)) as file:
+            if identity_of(file).num_bytes != sum(size for size, _ in stretches):
+                return False
+            if any(checksum_of(file, size) != digest for size, digest in stretches):
+                return False
+    return True
 
 
 def bin_checksums(meta: Mapping[str, Any]) -> list[Checksum]:
@@ -142,15 +183,18 @@ def bin_checksums(meta: Mapping[str, Any]) -> list[Checksum]:
     return [Checksum(int(size), digest) for size, digest in lines]
 
 
-def difference_from_files(meta: Mapping[str, Any], **found: str | int) -> str | None:
-    """How the files at the prefix differ from those a meta file is about; None when they do not.
-
-    Args:
-        found: the files' ``dtype``, ``num_sequences``, ``num_documents``, ``num_tokens`` and
-            ``idx_bytes``.
-    """
+def difference_from_files(
+    meta: Mapping[str, Any], dtype: str, header: IndexHeader, num_tokens: int
+) -> str | None:
+    """How the files at the prefix differ from those a meta file is about; None when they do not."""
     said = {**meta, "idx_bytes": meta["idx"]["bytes"]}
-    for key, value in found.items():
+    for key, value in (
+        ("dtype", dtype),
+        ("num_sequences", header.num_sequences),
+        ("num_documents", header.num_documents),
+        ("num_tokens", num_tokens),
+        ("idx_bytes", header.file_bytes),
+    ):
         if said[key] != value:
             return (
                 f"the meta file is about other files: it says {key} {said[key]}, they have "

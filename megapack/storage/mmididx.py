@@ -172,18 +172,6 @@ class IndexFile:
         at = self.header.pointers_at + 8 * sequence
         return int(_POINTER.unpack_from(self._buffer, at)[0])
 
-    def sequence_lengths(self) -> NDArray[np.int32]:
-        """int32 (num_sequences,), tokens."""
-        return _core.sequence_lengths(self.bytes, self.name)
-
-    def sequence_pointers(self) -> NDArray[np.int64]:
-        """int64 (num_sequences,), bytes."""
-        return _core.sequence_pointers(self.bytes, self.name)
-
-    def document_indices(self) -> NDArray[np.int64]:
-        """int64 (num_documents + 1,), the sequence at which each document begins."""
-        return _core.document_indices(self.bytes, self.name)
-
     def document_lengths(self) -> NDArray[np.int32] | NDArray[np.int64]:
         """(num_documents,), tokens; int64 only when a document has more than 2^31 - 1."""
         return _core.document_lengths(self.bytes, self.name)

@@ -13,7 +13,7 @@ import numpy as np
 
 from megapack.errors import ConfigError, FormatError
 from megapack.storage.atomic import AtomicFile, Publishable, publish
-from megapack.storage.index_writer import IndexPart, write_index
+from megapack.storage.layout import Layout, write_index
 from megapack.storage.meta import (
     FORMAT,
     VERSION,
@@ -36,7 +36,7 @@ class DatasetContent:
     """What a dataset will hold: its .bin described, its .idx and its meta file in full."""
 
     dtype: np.dtype[Any]
-    parts: Sequence[IndexPart]
+    layouts: Sequence[Layout]
     tokens: TokenFacts
     vocab_size: int | None
     metadata: Mapping[str, Any]
@@ -44,20 +44,21 @@ class DatasetContent:
 
     def write_index(self, write: Callable[[Any], object]) -> Checksum:
         """Write the .idx; its size and checksum."""
-        return write_index(write, self.dtype, self.parts, multimodal=self.multimodal)
+        return write_index(write, self.dtype, self.layouts, multimodal=self.multimodal)
 
     def meta(self, idx: Checksum) -> dict[str, Any]:
         """The content of the meta file; ``meta.py`` explains it."""
         tokens = self.tokens
+        low, high = tokens.token_range or (None, None)
         return {
             "format": FORMAT,
             "version": VERSION,
             "dtype": self.dtype.name,
-            "num_sequences": sum(part.num_sequences for part in self.parts),
-            "num_documents": sum(part.num_documents for part in self.parts),
+            "num_sequences": sum(layout.num_sequences for layout in self.layouts),
+            "num_documents": sum(layout.num_documents for layout in self.layouts),
             "num_tokens": tokens.num_tokens,
-            "min_token_id": tokens.min_token_id,
-            "max_token_id": tokens.max_token_id,
+            "min_token_id": low,
+            "max_token_id": high,
             "vocab_size": self.vocab_size,
             "bin": {
                 "bytes": sum(size for size, _ in tokens.checksums),
@@ -154,7 +155,8 @@ def publish_dataset(
     idx = AtomicFile(path_of(prefix, ".idx") if idx_path is None else idx_path)
     meta = AtomicFile(meta_path(prefix))
     try:
-        meta.write(_encoded(content.meta(content.write_index(idx.write))))
+        described = content.meta(content.write_index(idx.write))
+        meta.write((json.dumps(described, indent=1, ensure_ascii=False) + "\n").encode())
         files = [*([] if bin_file is None else [bin_file]), meta, idx]
         if durable:
             for file in files:  # the longest part, while the old dataset still stands
@@ -164,7 +166,3 @@ def publish_dataset(
     finally:
         idx.discard()
         meta.discard()
-
-
-def _encoded(meta: Mapping[str, Any]) -> bytes:
-    return (json.dumps(meta, indent=1, ensure_ascii=False) + "\n").encode()

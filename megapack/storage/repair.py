@@ -6,20 +6,20 @@ stays as ``<prefix>.idx.orig``. Tokens are never changed; .bin is only ever cut,
 
 from __future__ import annotations
 
+import contextlib
 import os
 import struct
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from megapack.errors import FormatError
 from megapack.storage.atomic import AtomicFile, atomic_write, publish
-from megapack.storage.index_writer import ArrayIndexPart, write_index
-from megapack.storage.lock import writer_lock
-from megapack.storage.meta import TokenFacts, bin_checksums, checksum, own_metadata, read_meta
+from megapack.storage.layout import ArrayLayout, write_index
+from megapack.storage.lock import WriterLock
+from megapack.storage.meta import TokenFacts, checksum, own_metadata, read_meta
 from megapack.storage.mmididx import DTYPE_OF_CODE, HEADER_BYTES, MAGIC, path_of, prefix_of
 from megapack.storage.opening import identity_of, open_regular
 from megapack.storage.publishing import DatasetContent, publish_dataset
@@ -30,18 +30,15 @@ from megapack.storage.tokens import scan_tokens
 __all__ = ["repair"]
 
 
-@dataclass
-class _Index:
+class _Index(NamedTuple):
     """What will be written."""
 
     dtype: np.dtype[Any]
-    lengths: NDArray[np.int32]
-    ends: NDArray[np.int64] | None  # None: every sequence is one document
-    modes: NDArray[np.int8] | None = None
+    layout: ArrayLayout
 
     @property
     def num_bytes(self) -> int:
-        return int(self.lengths.sum(dtype=np.int64)) * self.dtype.itemsize
+        return self.layout.num_tokens * self.dtype.itemsize
 
 
 def repair(
@@ -75,38 +72,26 @@ def repair(
         OSError: a file cannot be read or written; the old .idx stands as it was.
     """
     prefix = prefix_of(prefix)
-    if dry_run:
-        return _repair(prefix, drop_truncated, drop_trailing, one_document_per_sequence, dry_run)
-    with writer_lock(prefix, what="repair"):
-        return _repair(prefix, drop_truncated, drop_trailing, one_document_per_sequence, dry_run)
-
-
-def _repair(
-    prefix: str,
-    drop_truncated: bool,
-    drop_trailing: bool,
-    one_document_per_sequence: bool,
-    dry_run: bool,
-) -> list[str]:
     idx_path, bin_path = path_of(prefix, ".idx"), path_of(prefix, ".bin")
     done: list[str] = []
-    try:
-        facts = survey(idx_path, bin_path)
-    except FormatError:
-        salvaged = _salvage(idx_path, bin_path, done)
-        if salvaged is None:
-            raise
-        index = salvaged
-    else:
-        index = _mend(facts, one_document_per_sequence, done)
-    cut = _fit(index, bin_path, drop_truncated, drop_trailing, done)
-    if done and not dry_run:
-        _replace(prefix, index, cut, done)
+    with contextlib.nullcontext() if dry_run else WriterLock(prefix, what="repair"):
+        try:
+            facts = survey(idx_path, bin_path)
+        except FormatError:
+            salvaged = _salvage(idx_path, bin_path, done)
+            if salvaged is None:
+                raise
+            index = salvaged
+        else:
+            index = _mend(facts, one_document_per_sequence, done)
+        index, cut = _fit(index, bin_path, drop_truncated, drop_trailing, done)
+        if done and not dry_run:
+            _replace(prefix, index, cut, done)
     return done
 
 
 def _mend(facts: Survey, one_document_per_sequence: bool, done: list[str]) -> _Index:
-    header, name = facts.part.header, facts.part.path
+    header, name = facts.layout.header, facts.layout.path
     dtype, text = facts.meaning()
     if dtype is None:
         raise FormatError(f"{name} cannot be mended: dtype code {header.dtype_code} means {text}")
@@ -118,18 +103,17 @@ def _mend(facts: Survey, one_document_per_sequence: bool, done: list[str]) -> _I
     behind = header.file_bytes - header.modes_at
     modes = None
     if behind and behind == header.num_sequences:
-        modes = np.concatenate([*facts.part.modes()])
+        modes = np.concatenate([*facts.layout.mode_blocks()])
     elif behind:
         done.append(f"dropped {behind} bytes behind the end of the index")
-    lengths = np.concatenate([np.zeros(0, np.int32), *facts.part.lengths()])
     ends = _mend_documents(facts, one_document_per_sequence, done)
-    return _Index(dtype, lengths, ends, modes)
+    return _Index(dtype, ArrayLayout(facts.layout.lengths(), ends, modes))
 
 
 def _mend_documents(
     facts: Survey, one_document_per_sequence: bool, done: list[str]
 ) -> NDArray[np.int64] | None:
-    header, name = facts.part.header, facts.part.path
+    header, name = facts.layout.header, facts.layout.path
     if header.lacks_document_indices:
         done.append(f"made each of the {header.num_sequences} sequences a document")
         return None
@@ -143,8 +127,7 @@ def _mend_documents(
         return None
     if facts.first_document_index:
         done.append(f"document 0 began at sequence {facts.first_document_index}: now at 0")
-    ends = np.concatenate([np.zeros(0, np.int64), *facts.part.document_ends()])
-    return _complete(ends, header.num_sequences, done)
+    return _complete(facts.layout.ends(), header.num_sequences, done)
 
 
 def _complete(ends: NDArray[np.int64], num_sequences: int, done: list[str]) -> NDArray[np.int64]:
@@ -158,13 +141,12 @@ def _complete(ends: NDArray[np.int64], num_sequences: int, done: list[str]) -> N
 
 def _refuse_other_order(facts: Survey, width: int) -> None:
     """Pointers that only name another order are not damaged; recomputing them would scramble."""
-    lengths = np.concatenate([np.zeros(0, np.int64), *facts.part.lengths()])
-    pointers = np.concatenate([np.zeros(0, np.int64), *facts.part.pointers()])
+    lengths, pointers = facts.layout.lengths().astype(np.int64), facts.layout.pointers()
     order = np.lexsort((lengths, pointers))  # an empty sequence comes before its neighbour
     expected = np.cumsum(lengths[order]) - lengths[order]
     if np.array_equal(pointers[order], expected * width):
         raise FormatError(
-            f"{facts.part.path} is not damaged: its sequences stand in .bin in another order; "
+            f"{facts.layout.path} is not damaged: its sequences stand in .bin in another order; "
             "`megapack-build import` rewrites them in order"
         )
 
@@ -190,13 +172,13 @@ def _salvage(idx_path: Path, bin_path: Path, done: list[str]) -> _Index | None:
     if dtype is None or not sensible or num_tokens * dtype.itemsize != bin_path.stat().st_size:
         return None
     done.append(f"completed an .idx that ended after {size} bytes")
-    return _Index(dtype, lengths, _complete(indices[1:], num_sequences, done))
+    return _Index(dtype, ArrayLayout(lengths, _complete(indices[1:], num_sequences, done)))
 
 
 def _fit(
     index: _Index, bin_path: Path, drop_truncated: bool, drop_trailing: bool, done: list[str]
-) -> int | None:
-    """Make the index speak of what .bin has; the size to which .bin is to be cut, if any."""
+) -> tuple[_Index, int | None]:
+    """The index of what .bin has; the size to which .bin is to be cut, if any."""
     size, needed = bin_path.stat().st_size, index.num_bytes
     if size < needed:
         documents, sequences = _whole(index, size)
@@ -205,51 +187,53 @@ def _fit(
                 f"{bin_path} has {size} of {needed} bytes; pass drop_truncated "
                 f"(--drop-truncated) to keep the {documents} documents that are whole"
             )
-        dropped = (index.lengths.size if index.ends is None else index.ends.size) - documents
+        lengths, ends, modes = index.layout.lengths, index.layout.ends, index.layout.modes
+        dropped = index.layout.num_documents - documents
         done.append(f"dropped {dropped} documents that .bin no longer has, kept {documents}")
-        index.lengths = index.lengths[:sequences]
-        index.ends = None if index.ends is None else index.ends[:documents]
-        index.modes = None if index.modes is None else index.modes[:sequences]
+        kept = ArrayLayout(
+            lengths[:sequences],
+            None if ends is None else ends[:documents],
+            None if modes is None else modes[:sequences],
+        )
+        index = index._replace(layout=kept)
         needed = index.num_bytes
     elif size > needed and drop_trailing:
         done.append(f"cut {size - needed} bytes of .bin that belonged to no sequence")
     elif size > needed:
-        return None
+        return index, None
     if needed == size:
-        return None
+        return index, None
     if bin_path.is_symlink() or bin_path.stat().st_nlink > 1:
         raise FormatError(
             f"{bin_path} has another name (a link); cutting it would change that file as well: "
             "replace it by a copy first"
         )
-    return needed
+    return index, needed
 
 
 def _whole(index: _Index, num_bytes: int) -> tuple[int, int]:
     """Documents that end within ``num_bytes`` of .bin, and their sequences."""
-    ends = np.cumsum(index.lengths, dtype=np.int64) * index.dtype.itemsize
-    sequences = int(np.searchsorted(ends, num_bytes, side="right"))
-    if index.ends is None:
+    bytes_before = np.cumsum(index.layout.lengths, dtype=np.int64) * index.dtype.itemsize
+    sequences = int(np.searchsorted(bytes_before, num_bytes, side="right"))
+    ends = index.layout.ends
+    if ends is None:
         return sequences, sequences
-    documents = int(np.searchsorted(index.ends, sequences, side="right"))
-    return documents, int(index.ends[documents - 1]) if documents else 0
+    documents = int(np.searchsorted(ends, sequences, side="right"))
+    return documents, int(ends[documents - 1]) if documents else 0
 
 
 def _replace(prefix: str, index: _Index, cut: int | None, done: list[str]) -> None:
     idx_path, bin_path = path_of(prefix, ".idx"), path_of(prefix, ".bin")
     meta = _meta_of(prefix, done)
     _keep_original(idx_path)
-    part, multimodal = (
-        ArrayIndexPart(index.lengths, index.ends, index.modes),
-        index.modes is not None,
-    )
+    multimodal = index.layout.modes is not None
     if meta is None:
         with atomic_write(idx_path) as file:
-            write_index(file.write, index.dtype, [part], multimodal=multimodal)
+            write_index(file.write, index.dtype, [index.layout], multimodal=multimodal)
     else:
         content = DatasetContent(
             dtype=index.dtype,
-            parts=[part],
+            layouts=[index.layout],
             tokens=_token_facts(meta, bin_path, index),
             vocab_size=meta["vocab_size"],
             metadata=own_metadata(meta),
@@ -263,8 +247,7 @@ def _replace(prefix: str, index: _Index, cut: int | None, done: list[str]) -> No
 def _token_facts(meta: dict[str, Any], bin_path: Path, index: _Index) -> TokenFacts:
     """What the meta file knew, when the same bytes still mean the same tokens."""
     if meta["bin"]["bytes"] == index.num_bytes and meta["dtype"] == index.dtype.name:
-        low, high = meta["min_token_id"], meta["max_token_id"]
-        return TokenFacts(meta["num_tokens"], bin_checksums(meta), low, high)
+        return TokenFacts.of_meta(meta)
     return scan_tokens(bin_path, index.dtype, index.num_bytes // index.dtype.itemsize)
 
 
@@ -283,13 +266,13 @@ def _meta_of(prefix: str, done: list[str]) -> dict[str, Any] | None:
 
 def _keep_original(idx_path: Path) -> None:
     """Give the old .idx a second name, which a crash leaves whole or absent."""
-    original, source = idx_path.with_name(idx_path.name + ".orig"), target_of(idx_path)
+    original, old = idx_path.with_name(idx_path.name + ".orig"), target_of(idx_path)
     if original.exists():
         return
     try:
-        os.link(source, original)
+        os.link(old, original)
     except OSError:  # another file system, or one without links
         copy = AtomicFile(original)
-        with open_regular(source) as file:
+        with open_regular(old) as file:
             copy.copy_from(file, identity_of(file).num_bytes)
         publish(copy)

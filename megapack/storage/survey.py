@@ -16,7 +16,7 @@ import numpy as np
 
 from megapack import _core
 from megapack.errors import FormatError
-from megapack.storage.index_writer import FileIndexPart
+from megapack.storage.layout import FileLayout
 from megapack.storage.mmididx import DTYPE_OF_CODE
 from megapack.storage.opening import identity_of, open_regular, read_blocks
 
@@ -41,7 +41,7 @@ _LARGEST_TOKEN_ID = 1 << 29
 class Survey:
     """Facts about one pair; nothing here is believed that was not counted."""
 
-    part: FileIndexPart
+    layout: FileLayout
     bin_path: Path
     bin_bytes: int
     num_tokens: int = 0
@@ -58,7 +58,7 @@ class Survey:
     @property
     def declared_dtype(self) -> np.dtype[Any] | None:
         """What the dtype code means in Megatron's table, None when that is no token type."""
-        return DTYPE_OF_CODE.get(self.part.header.dtype_code)
+        return DTYPE_OF_CODE.get(self.layout.header.dtype_code)
 
     @property
     def width(self) -> int | None:
@@ -77,7 +77,7 @@ class Survey:
 
         None when they are floats, or when nothing tells how wide they are.
         """
-        code, width = self.part.header.dtype_code, self.width
+        code, width = self.layout.header.dtype_code, self.width
         if width is None:
             return None, "nothing that the size of .bin agrees with"
         return meaning_of(code, width, self.bin_path)
@@ -118,9 +118,9 @@ def survey(idx_path: str | os.PathLike[str], bin_path: str | os.PathLike[str]) -
         FormatError: not an .idx, truncated, or a negative length.
         OSError: a file cannot be read.
     """
-    part = FileIndexPart(idx_path)
+    layout = FileLayout(idx_path)
     with open_regular(bin_path) as file:
-        result = Survey(part, Path(bin_path), identity_of(file).num_bytes)
+        result = Survey(layout, Path(bin_path), identity_of(file).num_bytes)
     _survey_sequences(result)
     _survey_documents(result)
     return result
@@ -129,12 +129,13 @@ def survey(idx_path: str | os.PathLike[str], bin_path: str | os.PathLike[str]) -
 def _survey_sequences(result: Survey) -> None:
     begin = sequence = 0
     widths, wrapped = set(WIDTHS), set(WIDTHS)
-    for lengths, pointers in zip(result.part.lengths(), result.part.pointers(), strict=True):
+    blocks = zip(result.layout.length_blocks(), result.layout.pointer_blocks(), strict=True)
+    for lengths, pointers in blocks:
         try:
             positions, begin = _core.scan_lengths(lengths, 1, begin)
         except FormatError as error:
             bad = sequence + int((lengths < 0).argmax())
-            raise FormatError(f"{result.part.path}: sequence {bad}: {error}") from error
+            raise FormatError(f"{result.layout.path}: sequence {bad}: {error}") from error
         widths = {k for k in widths if np.array_equal(positions * k, pointers)}
         wrapped = {k for k in wrapped if np.array_equal((positions * k).astype(np.int32), pointers)}
         result.num_empty_sequences += int((lengths == 0).sum())
@@ -144,10 +145,10 @@ def _survey_sequences(result: Survey) -> None:
 
 
 def _survey_documents(result: Survey) -> None:
-    count, result.first_document_index = 0, result.part.first_document_index()
-    for ends in result.part.document_ends():
+    count, result.first_document_index = 0, result.layout.first_document_index()
+    for ends in result.layout.end_blocks():
         before = np.concatenate([[result.last_document_end], ends[:-1]])
-        bad = (ends < before) | (ends > result.part.num_sequences)
+        bad = (ends < before) | (ends > result.layout.num_sequences)
         if result.first_bad_document is None and bad.any():
             result.first_bad_document = count + int(bad.argmax())
         count += ends.size

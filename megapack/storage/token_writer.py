@@ -36,8 +36,7 @@ class TokenWriter:
     def __init__(self, path: str | os.PathLike[str], limits: TokenLimits) -> None:
         self.limits = limits
         self.num_tokens = 0
-        self._min_token_id: int | None = None
-        self._max_token_id: int | None = None
+        self._range: tuple[int, int] | None = None
         self.target = AtomicFile(path)
         self._checksums: list[Checksum] = []
         self._hasher = xxhash.xxh3_128()
@@ -87,18 +86,19 @@ class TokenWriter:
             DataError: an id outside of the limits.
             OSError: either file fails.
         """
-        with dataset.open_tokens() as source:
-            if dataset.dtype == self.limits.dtype and dataset.checksums and dataset.token_range:
-                low, high = dataset.token_range
+        with dataset.open_tokens() as file:
+            facts = dataset.facts
+            if dataset.dtype == self.limits.dtype and facts is not None and facts.token_range:
+                low, high = facts.token_range
                 if not self.limits.hold(low, high):
                     raise DataError(
                         f"{dataset.prefix} has token ids from {low} to {high}, outside of "
                         f"{self.limits.describe()}"
                     )
                 self.flush()
-                self.target.copy_from(source, dataset.num_bytes)
+                self.target.copy_from(file, dataset.num_bytes)
                 self._end_checksum()
-                self._checksums += dataset.checksums
+                self._checksums += facts.checksums
                 self._count(dataset.num_tokens, low, high)
                 return
 
@@ -106,7 +106,7 @@ class TokenWriter:
                 document, inside = dataset.document_at(position)
                 return self.limits.error(f"{document} of {dataset.prefix}", inside, token)
 
-            blocks = read_blocks(source, dataset.dtype, dataset.num_tokens, self._buffer.size)
+            blocks = read_blocks(file, dataset.dtype, dataset.num_tokens, self._buffer.size)
             self._append_blocks(blocks, error_at)
 
     def flush(self) -> None:
@@ -118,7 +118,7 @@ class TokenWriter:
         """Write what is buffered; what the file then holds."""
         self.flush()
         self._end_checksum()
-        return TokenFacts(self.num_tokens, self._checksums, self._min_token_id, self._max_token_id)
+        return TokenFacts(self.num_tokens, self._checksums, self._range)
 
     def _append_blocks(
         self, blocks: Iterable[Tokens], error_at: Callable[[int, int], DataError]
@@ -151,13 +151,10 @@ class TokenWriter:
         return _core.store_tokens(tokens, self._buffer, begin, self.limits.low, self.limits.high)
 
     def _count(self, num_tokens: int, low: int, high: int) -> None:
-        if num_tokens == 0:
-            return
-        self.num_tokens += num_tokens
-        if self._max_token_id is None or high > self._max_token_id:
-            self._max_token_id = high
-        if self._min_token_id is None or low < self._min_token_id:
-            self._min_token_id = low
+        if num_tokens:
+            self.num_tokens += num_tokens
+            lowest, highest = self._range or (low, high)
+            self._range = min(low, lowest), max(high, highest)
 
     def _write(self, data: Tokens) -> None:
         self.target.write(data)

@@ -83,9 +83,9 @@ def scan_tokens(
             if look is not None:
                 look(block, low, high)
     if num_tokens == 0:
-        return TokenFacts(0, [], None, None)
+        return TokenFacts(0, [], None)
     checksum = Checksum(num_tokens * dtype.itemsize, digest.hexdigest())
-    return TokenFacts(num_tokens, [checksum], lowest, highest)
+    return TokenFacts(num_tokens, [checksum], (lowest, highest))
 
 
 class TokenLimits:

@@ -120,7 +120,7 @@ def _unreadable(idx_path: Path, error: FormatError) -> Finding:
 
 
 def _documents(facts: Survey) -> Iterator[Finding]:
-    name, header = facts.part.path, facts.part.header
+    name, header = facts.layout.path, facts.layout.header
     if header.lacks_document_indices:
         text = f"{name} has no documents (GPT-NeoX's merge loses them)"
         yield Finding("error", "documents-lost", text, f"{REPAIR} makes every sequence one")
@@ -141,17 +141,17 @@ def _documents(facts: Survey) -> Iterator[Finding]:
 
 
 def _trailing(facts: Survey) -> Iterator[Finding]:
-    header = facts.part.header
+    header = facts.layout.header
     behind = header.file_bytes - header.modes_at
     if behind and behind == header.num_sequences:
-        yield Finding("note", "multimodal", f"{facts.part.path} has a mode for every sequence")
+        yield Finding("note", "multimodal", f"{facts.layout.path} has a mode for every sequence")
     elif behind:
-        text = f"{facts.part.path} has {behind} bytes behind its end"
+        text = f"{facts.layout.path} has {behind} bytes behind its end"
         yield Finding("warning", "trailing-idx", text, REPAIR)
 
 
 def _sizes(facts: Survey, bin_path: Path) -> Iterator[Finding]:
-    name, width = facts.part.path, facts.width
+    name, width = facts.layout.path, facts.width
     if not facts.widths:
         overflowed = " (they overflowed 32 bits)" if facts.wrapped_widths else ""
         text = f"{name}: pointers do not follow from the lengths{overflowed}"
@@ -159,7 +159,7 @@ def _sizes(facts: Survey, bin_path: Path) -> Iterator[Finding]:
     dtype, text = facts.meaning()
     if dtype is None or dtype != facts.declared_dtype:
         remedy = REPAIR if dtype is not None else "these are no token ids"
-        code = facts.part.header.dtype_code
+        code = facts.layout.header.dtype_code
         yield Finding("error", "dtype", f"{name}: dtype code {code} means {text}", remedy)
     if width is None:
         return
@@ -184,20 +184,14 @@ def _meta(prefix: str, facts: Survey) -> tuple[dict[str, Any] | None, list[Findi
     if meta is None:
         text = "no meta file: checksums, tokenizer and vocabulary are unknown"
         return None, [Finding("note", "no-meta", text)]
-    if checksum(facts.part.path) != meta["idx"]["xxh3_128"]:
-        text = f"{facts.part.path} does not have the checksum of the meta file"
+    if checksum(facts.layout.path) != meta["idx"]["xxh3_128"]:
+        text = f"{facts.layout.path} does not have the checksum of the meta file"
         remedy = "restore it from a copy, or delete the meta file if the dataset was rewritten"
         return None, [Finding("error", "checksum", text, remedy)]
-    width, header = facts.width or 1, facts.part.header
+    width, header = facts.width or 1, facts.layout.header
     declared = facts.declared_dtype
-    difference = difference_from_files(
-        meta,
-        dtype=meta["dtype"] if declared is None else declared.name,
-        num_sequences=header.num_sequences,
-        num_documents=header.num_documents,
-        num_tokens=facts.num_tokens,
-        idx_bytes=header.file_bytes,
-    )
+    dtype = meta["dtype"] if declared is None else declared.name
+    difference = difference_from_files(meta, dtype, header, facts.num_tokens)
     if difference is not None:
         return None, [Finding("error", "meta", f"{prefix}: {difference}")]
     sizes = [size for size, _ in bin_checksums(meta)]

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megapack.storage.findings import Finding
-from megapack.storage.meta import Checksum, bin_checksums
+from megapack.storage.meta import Checksum, bin_checksums, joined_range
 from megapack.storage.mmididx import IndexFile, Tokens, path_of
 from megapack.storage.tokens import scan_tokens
 
@@ -49,7 +49,8 @@ def check_tokens(
     reader = _Reader(prefix, dtype, checks)
     total = int(reader.offsets[-1]) * dtype.itemsize
     stretches = [Checksum(total, "")] if meta is None else bin_checksums(meta)
-    ranges, begin = [], 0
+    ranges: list[tuple[int, int] | None] = []
+    begin = 0
 
     def look(block: Tokens, low: int, high: int) -> None:
         reader.read(block, low, high)
@@ -60,12 +61,11 @@ def check_tokens(
         facts = scan_tokens(
             path_of(prefix, ".bin"), dtype, num_bytes // dtype.itemsize, look, begin_byte=begin
         )
-        ranges += [facts.min_token_id, facts.max_token_id]
+        ranges.append(facts.token_range)
         if expected and facts.checksums[0].xxh3_128 != expected:
             reader.add_checksum_error(begin, begin + num_bytes)
         begin += num_bytes
-    known = [token for token in ranges if token is not None]
-    return [*reader.findings(), *_ranges(known, checks, meta)]
+    return [*reader.findings(), *_ranges(joined_range(ranges), checks, meta)]
 
 
 class _Reader:
@@ -140,12 +140,12 @@ class _Reader:
 
 
 def _ranges(
-    known: list[int], checks: TokenChecks, meta: dict[str, Any] | None
+    known: tuple[int, int] | None, checks: TokenChecks, meta: dict[str, Any] | None
 ) -> Iterator[Finding]:
-    """What the smallest and largest ids (of every stretch) tell."""
-    if not known:
+    """What the smallest and largest id tell."""
+    if known is None:
         return
-    low, high = min(known), max(known)
+    low, high = known
     if low < 0 and checks.allow_negative:
         text = f"ids go from {low} to {high}: labels, no tokens to train on"
         yield Finding("note", "negative-ids", text)

@@ -1,6 +1,6 @@
 """The configuration of a training run: frozen dataclasses, read from YAML by ``megapack.config``.
 
-Every field has one meaning, written under it. ``launch/pretrain.py --config x.yaml --set a.b=v``
+Every field has one meaning, written under it. ``megapack-pretrain --config x.yaml --set a.b=v``
 reads a file and overrides; ``--dry-run`` prints the result.
 """
 
@@ -128,11 +128,13 @@ class OptimizerConfig:
     """Whether embedding matrices are decayed like the other matrices."""
     clip: float = 1.0
     """Largest norm of the whole gradient; 0 clips nothing."""
+    max_skipped: int = 10
+    """Updates in a row that may be skipped because the gradient is not finite."""
 
     def __post_init__(self) -> None:
         _positive("optimizer", lr=self.lr, eps=self.eps)
-        if self.weight_decay < 0 or self.clip < 0:
-            raise ConfigError("optimizer: weight_decay and clip must be 0 (off) or more")
+        if self.weight_decay < 0 or self.clip < 0 or self.max_skipped < 0:
+            raise ConfigError("optimizer: weight_decay, clip and max_skipped must be 0 or more")
         if len(self.betas) != 2 or not all(0 <= b < 1 for b in self.betas):
             raise ConfigError(f"optimizer: betas are {self.betas}; two numbers in [0, 1)")
 
@@ -236,6 +238,9 @@ class EngineConfig:
     """How long a collective waits for the other ranks before the job ends with an error."""
     silence_seconds: float = 300.0
     """How long a rank may show no sign of life before the job ends and names it."""
+    stall_seconds: float = 1800.0
+    """How long no rank may get on (a batch, a part of a checkpoint) before the job ends and names
+    those that are behind."""
     deepspeed: dict[str, Any] = field(default_factory=dict)
     """Any further DeepSpeed configuration; merged over ours, key by key."""
 
@@ -245,6 +250,7 @@ class EngineConfig:
             loss_chunk_tokens=self.loss_chunk_tokens,
             timeout_minutes=self.timeout_minutes,
             silence_seconds=self.silence_seconds,
+            stall_seconds=self.stall_seconds,
         )
 
 

@@ -21,14 +21,16 @@ def _parser(*adders: Callable[[argparse.ArgumentParser], object]) -> argparse.Ar
 @pytest.fixture
 def reader_of_many() -> argparse.ArgumentParser:
     return _parser(
-        lambda parser: arguments.add_dataset_argument(parser, many=True), arguments.add_overwrite
+        lambda parser: arguments.add_dataset_argument(parser, many=True),
+        lambda parser: arguments.add_shared(parser, "--overwrite"),
     )
 
 
 @pytest.fixture
 def reader_of_one() -> argparse.ArgumentParser:
     return _parser(
-        lambda parser: arguments.add_dataset_argument(parser, many=False), arguments.add_overwrite
+        lambda parser: arguments.add_dataset_argument(parser, many=False),
+        lambda parser: arguments.add_shared(parser, "--overwrite"),
     )
 
 
@@ -80,7 +82,7 @@ def test_no_dataset_and_two_ways_at_once_are_refused(
     assert message in capsys.readouterr().err
 
 
-def test_another_source_of_the_same_thing_joins_the_group() -> None:
+def test_another_way_to_name_the_same_thing_joins_the_group() -> None:
     """As --lengths of compare."""
     parser = argparse.ArgumentParser()
     arguments.add_dataset_argument(parser, many=False).add_argument("--lengths")
@@ -118,12 +120,13 @@ def test_a_wrong_value_is_named_with_what_would_be_right(
 
 
 def test_a_token_is_a_name_or_an_id() -> None:
-    parser = _parser(arguments.add_eod_token)
+    parser = _parser(lambda parser: arguments.add_shared(parser, "--eod-token"))
     assert parser.parse_args(["--eod-token", "50256"]).eod_token == 50256
     assert parser.parse_args(["--eod-token", "<|endoftext|>"]).eod_token == "<|endoftext|>"
     assert parser.parse_args([]).eod_token is None
 
 
 def test_threads_and_workers_are_all_cores_that_may_be_used() -> None:
-    args = _parser(arguments.add_threads, arguments.add_workers).parse_args([])
+    parser = _parser(lambda parser: arguments.add_shared(parser, "--threads", "--workers"))
+    args = parser.parse_args([])
     assert args.threads == args.workers == len(os.sched_getaffinity(0))

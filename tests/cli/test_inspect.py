@@ -136,9 +136,9 @@ def test_labels_of_other_documents_are_refused(
 @pytest.mark.parametrize(
     ("recorded", "token", "message"),
     [
-        ({"source": "llama.model", "vocab_size": 32000}, 65, "names llama.model (32,000 ids)"),
+        ({"name": "llama.model", "vocab_size": 32000}, 65, "names llama.model (32,000 ids)"),
         (None, 300, "token id 300 is not one of its 259 ids"),
-        ({"source": "llama.model"}, 300, "its metadata names llama.model"),
+        ({"name": "llama.model"}, 300, "its metadata names llama.model"),
     ],
 )
 def test_another_tokenizer_than_the_one_that_made_the_dataset_is_refused(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megapack.cli.report import counted, short, size
+from megapack.words import counted, short, size
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,7 @@ def tokenize(corpus: Path, prefix: Path, *more: str) -> int:
 def test_text_becomes_a_dataset_and_the_report_says_what_it_holds(
     tmp_path: Path, corpus: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert tokenize(corpus, tmp_path / "out", "--append-eod", "--shard-size", "10K") == 0
+    assert tokenize(corpus, tmp_path / "out", "--append-eod", "--shard-bytes", "10K") == 0
     out, err = capsys.readouterr()
     assert "tokenizer  bytes (259 ids, bytes)" in out
     assert "EOD        <eod> = 256" in out
@@ -40,7 +40,7 @@ def test_text_becomes_a_dataset_and_the_report_says_what_it_holds(
     assert f"tokens     {IndexedDataset(tmp_path / 'out').num_tokens:,} (uint16)" in out
     assert f"dataset    {tmp_path}/out.bin, {tmp_path}/out.idx" in out
     assert "48.4 kB in 5 shards; about " in err
-    assert tokenize(corpus, tmp_path / "out", "--append-eod", "--shard-size", "10K") == 0
+    assert tokenize(corpus, tmp_path / "out", "--append-eod", "--shard-bytes", "10K") == 0
     assert "nothing to do" in capsys.readouterr().out
 
 
@@ -48,7 +48,7 @@ def test_a_dry_run_says_what_would_be_done_and_writes_nothing(
     tmp_path: Path, corpus: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     prefix = tmp_path / "not" / "yet" / "out"
-    options = ("--append-eod", "--shard-size", "10K", "--split", "90,10", "--dry-run")
+    options = ("--append-eod", "--shard-bytes", "10K", "--split", "90,10", "--dry-run")
     before = sorted(tmp_path.rglob("*"))
     assert tokenize(corpus, prefix, *options) == 0
     out = capsys.readouterr().out
@@ -223,14 +223,14 @@ def test_wrong_arguments_are_named(
         (("--input", str(tmp_path / "*.csv")), 2, "no file matches"),
         (("--tokenizer", "no/such"), 2, "there is no tokenizer at no/such"),
         (("--backend", "tokenizers"), 2, "'tokenizers' does not run bytes"),
-        (("--shard", "2/2"), 2, "shard is 2/2"),
+        (("--part", "2/2"), 2, "part is 2/2"),
         (("--split", "1,2,3,4"), 2, "split '1,2,3,4'"),
     ):
         assert tokenize(corpus, tmp_path / "out", *more) == status, more
         assert message in capsys.readouterr().err
     for more, message in (
-        (("--shard", "half"), "'half' is not of the form I/N"),
-        (("--shard-size", "many"), "'many' is not a size"),
+        (("--part", "half"), "'half' is not of the form I/N"),
+        (("--shard-bytes", "many"), "'many' is not a size"),
         (("--boundary", "wall"), "invalid choice"),
     ):
         with pytest.raises(SystemExit) as stopped:
@@ -240,14 +240,16 @@ def test_wrong_arguments_are_named(
 
 
 def test_the_command_in_the_meta_file_builds_the_same_dataset(tmp_path: Path, corpus: Path) -> None:
-    more = ("--append-eod", "--min-words", "5", "--dtype", "int32", "--shard-size", "10K")
+    more = ("--append-eod", "--min-words", "5", "--dtype", "int32", "--shard-bytes", "10K")
     assert tokenize(corpus, tmp_path / "out", *more, "--workers", "2") == 0
     first = (tmp_path / "out.bin").read_bytes()
     meta = IndexedDataset(tmp_path / "out").meta
     assert meta is not None
     program, *arguments = meta["command"].split()
     assert program == "megapack-build"
-    assert main([*arguments, "--overwrite"]) == 0
+    for path in tmp_path.glob("out.*"):
+        path.unlink()
+    assert main(arguments) == 0
     assert (tmp_path / "out.bin").read_bytes() == first
 
 
@@ -255,9 +257,9 @@ def test_source_files_parts_and_finish(tmp_path: Path, corpus: Path) -> None:
     for i in range(7):
         (tmp_path / f"{i}.py").write_text(f"x = {i}\n" * 100)
     common = ["tokenize", "--input", str(tmp_path), "--suffix", ".py", "--tokenizer", "bytes"]
-    common += ["--shard-size", "1K"]
+    common += ["--shard-bytes", "1K"]
     for i in range(3):
-        part = [*common, "--output-prefix", str(tmp_path / "parts"), "--shard", f"{i}/3"]
+        part = [*common, "--output-prefix", str(tmp_path / "parts"), "--part", f"{i}/3"]
         assert main(part) == 0
     assert main([*common, "--output-prefix", str(tmp_path / "parts"), "--finish"]) == 0
     assert main([*common, "--output-prefix", str(tmp_path / "whole")]) == 0
@@ -269,7 +271,7 @@ def test_source_files_parts_and_finish(tmp_path: Path, corpus: Path) -> None:
 
 
 def test_merge_joins_the_shards_that_were_kept(tmp_path: Path, corpus: Path) -> None:
-    assert tokenize(corpus, tmp_path / "out", "--keep-shards", "--shard-size", "10K") == 0
+    assert tokenize(corpus, tmp_path / "out", "--keep-shards", "--shard-bytes", "10K") == 0
     shards = sorted(str(path)[:-4] for path in (tmp_path / "out.build").glob("*/shard-*.idx"))
     assert len(shards) > 3
     assert main(["merge", *shards, "--output-prefix", str(tmp_path / "merged")]) == 0

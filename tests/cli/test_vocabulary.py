@@ -16,18 +16,8 @@ WRITE = {"tokenize", "train-tokenizer", "pack", "compare", "merge", "import"}
 # Spellings that another word of the vocabulary has taken over.
 GIVEN_UP = ("--document-end-token", "--force", "--output-file", "--num-workers", "--num-threads")
 SHARED = {
-    "--overwrite": arguments.add_overwrite,
-    "--dry-run": arguments.add_dry_run,
-    "--json": arguments.add_json,
-    "--threads": arguments.add_threads,
-    "--workers": arguments.add_workers,
-    "--seed": arguments.add_seed,
-    "--output-prefix": arguments.add_output_prefix,
-    "--output": arguments.add_output,
-    "--tokenizer": arguments.add_tokenizer,
-    "--eod-token": arguments.add_eod_token,
-    "--vocab-size": arguments.add_vocab_size,
-    "--dtype": arguments.add_dtype,
+    *("--overwrite", "--dry-run", "--json", "--threads", "--workers", "--seed", "--output-prefix"),
+    *("--output", "--tokenizer", "--eod-token", "--vocab-size", "--dtype"),
 }
 
 
@@ -67,7 +57,7 @@ def test_a_shared_option_is_the_shared_one(command: str) -> None:
     for action in _actions(command):
         for option in set(action.option_strings) & set(SHARED):
             parser = argparse.ArgumentParser()
-            SHARED[option](parser)
+            arguments.add_shared(parser, option)
             (shared,) = (a for a in parser._actions if option in a.option_strings)
             assert _meaning(action) == _meaning(shared), f"{command} {option}"
 
@@ -90,6 +80,7 @@ def test_a_command_that_writes_can_overwrite(command: str) -> None:
 def test_no_other_word_for_the_same_thing_is_left(command: str) -> None:
     options = {option for action in _actions(command) for option in action.option_strings}
     assert not options & set(GIVEN_UP)
+    assert set(arguments.SHARED) == SHARED
     assert "--output-prefix" not in options or "--output" not in options
 
 

@@ -98,7 +98,7 @@ def test_llm_c_files_lose_their_header(tmp_path: Path) -> None:
     assert "llm.c, .bin copied" in said
     dataset = check(tmp_path / "ours", [[0, 5, 6], [0, 7], [0, 8, 9]])
     assert dataset.meta["document_begin_token"] == 0
-    with pytest.raises(ValueError, match="is the source"):
+    with pytest.raises(ValueError, match="is imported and has a header"):
         import_dataset(tmp_path / "val.bin", tmp_path / "val", eod_token=0)
     header[2] = 1000
     (tmp_path / "val.bin").write_bytes(header.tobytes() + tokens.tobytes())

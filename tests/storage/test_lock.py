@@ -14,12 +14,12 @@ from pathlib import Path
 import pytest
 
 from megapack.errors import LockedError
-from megapack.storage.lock import writer_lock
+from megapack.storage.lock import WriterLock
 
 HOLD = """
 import sys
-from megapack.storage.lock import writer_lock
-with writer_lock(sys.argv[1], what="a test", shared="shared" in sys.argv):
+from megapack.storage.lock import WriterLock
+with WriterLock(sys.argv[1], what="a test", shared="shared" in sys.argv):
     print("held", flush=True)
     sys.stdin.read()
 """
@@ -37,27 +37,27 @@ def test_the_second_writer_is_told_host_process_and_purpose(tmp_path: Path) -> N
     process = hold(tmp_path / "data")
     who = f"data is being written by process {process.pid} on {socket.gethostname()} .a test.; wait"
     with pytest.raises(LockedError, match=who):
-        writer_lock(tmp_path / "data", what="another")
+        WriterLock(tmp_path / "data", what="another")
     (tmp_path / "link").symlink_to(tmp_path)
     with pytest.raises(LockedError):
-        writer_lock(tmp_path / "link" / "data", what="through a link")
-    with writer_lock(tmp_path / "data2", what="another name"):
+        WriterLock(tmp_path / "link" / "data", what="through a link")
+    with WriterLock(tmp_path / "data2", what="another name"):
         pass
     process.communicate("")
-    with writer_lock(tmp_path / "data", what="the next"):
+    with WriterLock(tmp_path / "data", what="the next"):
         assert f"process {os.getpid()} on" in (tmp_path / "data.lock").read_text()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["link"]
 
 
 def test_two_writers_of_one_process_exclude_each_other(tmp_path: Path) -> None:
     with (
-        writer_lock(tmp_path / "data", what="one"),
+        WriterLock(tmp_path / "data", what="one"),
         pytest.raises(LockedError, match=f"process {os.getpid()} "),
     ):
-        writer_lock(tmp_path / "data", what="two")
-    writer_lock(tmp_path / "data", what="dropped")
+        WriterLock(tmp_path / "data", what="two")
+    WriterLock(tmp_path / "data", what="dropped")
     gc.collect()
-    held = writer_lock(tmp_path / "data", what="three")
+    held = WriterLock(tmp_path / "data", what="three")
     held.release()
     held.release()
     assert not list(tmp_path.iterdir())
@@ -68,19 +68,19 @@ def test_a_killed_writer_locks_nobody_out(tmp_path: Path) -> None:
     process.kill()
     assert process.wait() == -signal.SIGKILL
     assert (tmp_path / "data.lock").exists()
-    with writer_lock(tmp_path / "data", what="the next"):
+    with WriterLock(tmp_path / "data", what="the next"):
         assert f"process {process.pid} " not in (tmp_path / "data.lock").read_text()
 
 
 def test_a_forked_child_does_not_unlock_its_parent(tmp_path: Path) -> None:
-    held = writer_lock(tmp_path / "data", what="the parent")
+    held = WriterLock(tmp_path / "data", what="the parent")
     child = os.fork()
     if child == 0:
         held.release()
         os._exit(0)
     assert os.waitpid(child, 0)[1] == 0
     with pytest.raises(LockedError):
-        writer_lock(tmp_path / "data", what="another")
+        WriterLock(tmp_path / "data", what="another")
     held.release()
 
 
@@ -88,14 +88,14 @@ def test_many_share_it_and_nobody_holds_it_alone_then(tmp_path: Path) -> None:
     first, second = hold(tmp_path / "data", "shared"), hold(tmp_path / "data", "shared")
     for leaves, stays in ((first, second), (second, None)):
         with pytest.raises(LockedError, match=f"{leaves.pid} .*" if stays is None else "; proc"):
-            writer_lock(tmp_path / "data", what="alone")
+            WriterLock(tmp_path / "data", what="alone")
         leaves.communicate("")
     assert not list(tmp_path.iterdir())
     with (
-        writer_lock(tmp_path / "data", what="alone"),
+        WriterLock(tmp_path / "data", what="alone"),
         pytest.raises(LockedError, match=f"process {os.getpid()} .*alone"),
     ):
-        writer_lock(tmp_path / "data", what="shared", shared=True)
+        WriterLock(tmp_path / "data", what="shared", shared=True)
     assert not list(tmp_path.iterdir())
 
 
@@ -103,12 +103,12 @@ COUNT = """
 import sys
 from pathlib import Path
 from megapack.errors import LockedError
-from megapack.storage.lock import writer_lock
+from megapack.storage.lock import WriterLock
 counter = Path(sys.argv[1])
 done = 0
 while done < 200:
     try:
-        with writer_lock(counter, what="counting"):
+        with WriterLock(counter, what="counting"):
             counter.write_text(str(int(counter.read_text()) + 1))
             done += 1
     except LockedError:
@@ -136,8 +136,8 @@ def test_a_disk_without_room_for_the_lock_is_named_and_nothing_is_left(
 
     monkeypatch.setattr(os, "write", full)
     with pytest.raises(OSError, match=r"while writing: '.*data\.lock'"):
-        writer_lock(tmp_path / "data", what="test")
+        WriterLock(tmp_path / "data", what="test")
     assert not list(tmp_path.iterdir())
     monkeypatch.undo()
-    with writer_lock(tmp_path / "data", what="test"):
+    with WriterLock(tmp_path / "data", what="test"):
         pass

@@ -14,7 +14,7 @@ from megapack.errors import ConfigError, FormatError, LockedError
 from megapack.storage import IndexedDataset, IndexedDatasetBuilder
 from megapack.storage.importing import import_dataset
 from megapack.storage.input_dataset import InputDataset
-from megapack.storage.lock import writer_lock
+from megapack.storage.lock import WriterLock
 from megapack.storage.merge import merge
 from megapack.storage.repair import repair
 from megapack.storage.verify import find_duplicates, verify
@@ -76,7 +76,7 @@ def test_a_merge_done_twice_does_nothing_the_second_time(tmp_path: Path) -> None
 
 def test_an_import_done_twice_does_nothing_the_second_time(tmp_path: Path) -> None:
     np.array([1, 2, 0, 3, 0], np.uint16).tofile(tmp_path / "flat")
-    flat = {"source": tmp_path / "flat", "dtype": "uint16", "output": tmp_path / "out"}
+    flat = {"path": tmp_path / "flat", "dtype": "uint16", "output": tmp_path / "out"}
     for link in ("hard", "symbolic", "copy"):
         for path in tmp_path.glob("out*"):
             path.unlink()
@@ -116,7 +116,7 @@ def test_every_writer_of_a_prefix_waits_for_nobody(tmp_path: Path) -> None:
     damaged[34 + 4 * len(SMALL) + 12] ^= 1  # a pointer
     write(tmp_path / "out", SMALL)
     (tmp_path / "out.idx").write_bytes(damaged)
-    with writer_lock(tmp_path / "out", what="somebody"):
+    with WriterLock(tmp_path / "out", what="somebody"):
         for attempt in (
             lambda: IndexedDatasetBuilder(tmp_path / "out", overwrite=True),
             lambda: merge([tmp_path / "a"], tmp_path / "out", overwrite=True),
@@ -249,6 +249,6 @@ def test_an_input_replaced_while_it_is_merged_is_an_error(tmp_path: Path) -> Non
     shard = InputDataset(tmp_path / "a")
     write(tmp_path / "a", SMALL[::-1], overwrite=True)
     with pytest.raises(FormatError, match="was replaced while it was read; start again"):
-        list(shard.part.lengths())
+        list(shard.layout.length_blocks())
     with pytest.raises(FormatError, match="was replaced while it was read; start again"):
         shard.open_tokens()

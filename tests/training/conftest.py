@@ -34,7 +34,7 @@ class Corpus:
         return self.directory / "valid"
 
     def config(self, run_dir: Path, **sections: object) -> Path:
-        """A YAML for ``launch/pretrain.py``; sections are merged one level deep."""
+        """A YAML for ``megapack-pretrain``; sections are merged one level deep."""
         tree: dict[str, object] = {
             "run_dir": str(run_dir),
             "num_steps": 8,

@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from megapack.training.run.directory import read_jsonl
+
 ROOT = Path(__file__).parents[2]
 PRETRAIN = ROOT / "launch" / "pretrain.py"
 
@@ -66,7 +68,7 @@ class Zygote:
     ) -> Ranks:
         """All ranks of a run; their output goes to ``log.<rank>``.
 
-        ``of_rank`` changes the request of single ranks (``argv``, ``kill_before_step``).
+        ``of_rank`` changes the request of single ranks (``argv``, ``faults`` of sabotage.py).
         """
         port = str(free_port())
         ranks = Ranks(self, [log.with_suffix(f".{rank}") for rank in range(world_size)])
@@ -112,6 +114,20 @@ class Ranks:
 
     def output(self) -> str:
         return "\n".join(log.read_text() for log in self.logs if log.exists())
+
+
+def start_run(
+    zygote: Zygote, config: Path, name: str, *overrides: str, ranks: int = 2, **more: Any
+) -> Ranks:
+    """Ranks of launch/pretrain.py; ``more`` as in ``Zygote.start``."""
+    argv = [str(PRETRAIN), "--config", str(config)]
+    for override in overrides:
+        argv += ["--set", override]
+    return zygote.start(argv, ranks, config.with_name(f"{config.stem}-{name}.log"), **more)
+
+
+def read_log(run_dir: Path) -> list[dict[str, Any]]:
+    return list(read_jsonl(run_dir / "log.jsonl"))
 
 
 def wait_for(condition: Callable[[], bool], what: str, seconds: float = 120.0) -> None:

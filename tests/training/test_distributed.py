@@ -89,6 +89,7 @@ def test_the_slurm_script_queues_again_only_what_was_stopped(code: int, tmp_path
     done = subprocess.run(command, check=False, env=env, capture_output=True, text=True)
     assert done.returncode == code, done.stderr
     calls = (tmp_path / "calls").read_text()
-    assert "srun first-node --kill-on-bad-exit=1 .venv/bin/python launch/pretrain.py" in calls
+    python = ".venv/bin/python -m megapack.training.pretrain"
+    assert f"srun first-node --kill-on-bad-exit=1 {python}" in calls
     assert "--config x.yaml --set seed=3" in calls
     assert ("requeue 7" in calls) == (code == 75)

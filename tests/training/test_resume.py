@@ -18,22 +18,9 @@ from megapack.training.watch.heartbeat import LOST_CONTACT
 from megapack.training.watch.signals import PREEMPTED
 
 from .conftest import Corpus
-from .processes import PRETRAIN, Ranks, Zygote, wait_for
+from .processes import PRETRAIN, Zygote, read_log, start_run, wait_for
 
 RANKS = 2
-
-
-def _start(
-    zygote: Zygote, config: Path, name: str, *overrides: str, ranks: int = RANKS, **more: Any
-) -> Ranks:
-    argv = [str(PRETRAIN), "--config", str(config)]
-    for override in overrides:
-        argv += ["--set", override]
-    return zygote.start(argv, ranks, config.with_name(f"{config.stem}-{name}.log"), **more)
-
-
-def _log(run_dir: Path) -> list[dict[str, Any]]:
-    return list(read_jsonl(run_dir / "log.jsonl"))
 
 
 def _samples(run_dir: Path) -> dict[int, list[int]]:
@@ -58,7 +45,7 @@ def whole(zygote: Zygote, corpus: Corpus, tmp_path_factory: pytest.TempPathFacto
     """A run of two ranks that nobody disturbed; checkpoints at steps 3, 6 and 8."""
     run_dir = tmp_path_factory.mktemp("whole") / "run"
     config = corpus.config(run_dir, checkpoint={"every": 3, "keep": 3, "export": True})
-    _start(zygote, config, "all").succeed()
+    start_run(zygote, config, "all").succeed()
     return run_dir
 
 
@@ -78,7 +65,7 @@ def test_all_ranks_have_the_same_bucket_and_no_sample_is_dealt_twice(whole: Path
     assert len(ranks) == RANKS
     places = [[(b["step"], b["micro_step"], b["bucket"]) for b in rank] for rank in ranks]
     assert places[0] == places[1]
-    log = _log(whole)
+    log = read_log(whole)
     assert len(log) == 8 and len({line["bucket"] for line in log}) > 1
     assert [line["bucket"] for line in log] == [p[2] for p in places[0] if p[1] == 0]
     for step, ids in _samples(whole).items():
@@ -93,19 +80,19 @@ def test_a_run_killed_in_the_middle_continues_as_if_nothing_had_happened(
 ) -> None:
     run_dir = tmp_path / "run"
     config = corpus.config(run_dir)
-    ranks = _start(zygote, config, "killed", of_rank={1: {"kill_before_step": 4}})
+    ranks = start_run(zygote, config, "killed", of_rank={1: {"faults": {"kill_before_step": [4]}}})
     assert ranks.wait() == [LOST_CONTACT, -signal.SIGKILL]
     assert "lost contact to rank 1 on " in ranks.output()
-    assert (run_dir / "checkpoints" / "latest").read_text() == "step_00000003"
+    assert (run_dir / "checkpoints" / "latest").read_text() == "step_00000003_tokens_3072"
     # What a kill in the middle of saving would leave behind.
     (run_dir / "checkpoints" / "step_00000006.partial").mkdir()
-    output = _start(zygote, config, "resumed").succeed()
-    assert "continuing at step 3 from step_00000003" in output
-    _same_curve(_log(run_dir), _log(whole), rel=1e-9)
+    output = start_run(zygote, config, "resumed").succeed()
+    assert "continuing at step 3 from step_00000003_tokens_3072" in output
+    _same_curve(read_log(run_dir), read_log(whole), rel=1e-9)
     assert _samples(run_dir) == _samples(whole)
     assert sorted(p.name for p in (run_dir / "checkpoints").glob("step_*")) == [
-        "step_00000006",
-        "step_00000008",
+        "step_00000006_tokens_6144",
+        "step_00000008_tokens_8192",
     ], "keep=2 keeps two, and nothing half-written"
 
 
@@ -123,9 +110,9 @@ def test_another_number_of_ranks_or_zero_stage_continues_the_same_curve(
     run_dir = _copy(whole, tmp_path, corpus, after=6, engine=_engine(stage))
     config = run_dir.with_suffix(".yaml")
     # Three ranks do not divide the four micro batches of a step.
-    output = _start(zygote, config, "moved", "data.uneven=pad", ranks=ranks).succeed()
+    output = start_run(zygote, config, "moved", "data.uneven=pad", ranks=ranks).succeed()
     assert "written by 2 ranks with ZeRO-1" in output
-    _same_curve(_log(run_dir), _log(whole), rel=2e-3)
+    _same_curve(read_log(run_dir), read_log(whole), rel=2e-3)
     assert _samples(run_dir) == _samples(whole)
     leftovers = [p.name for p in (run_dir / "checkpoints").iterdir() if "universal" in p.name]
     assert not leftovers
@@ -138,8 +125,8 @@ def test_without_zero_and_with_zero_3_the_number_of_ranks_may_change_too(
     run_dir = tmp_path / "run"
     export = {"every": 6, "keep": 2, "export": stage == 3}
     config = corpus.config(run_dir, engine=_engine(stage), checkpoint=export)
-    _start(zygote, config, "whole").succeed()
-    _same_curve(_log(run_dir), _log(whole), rel=2e-3)
+    start_run(zygote, config, "whole").succeed()
+    _same_curve(read_log(run_dir), read_log(whole), rel=2e-3)
     ours, theirs = (next(read_jsonl(d / "evaluation.jsonl")) for d in (run_dir, whole))
     assert ours["perplexity"] == pytest.approx(theirs["perplexity"], rel=5e-3)
     assert ours["label_tokens"] == theirs["label_tokens"]
@@ -148,10 +135,10 @@ def test_without_zero_and_with_zero_3_the_number_of_ranks_may_change_too(
         theirs = load_file(whole / "model" / "model.safetensors")
         assert ours.keys() == theirs.keys()
         assert all(torch.allclose(ours[n], theirs[n], atol=2e-3) for n in theirs)
-    shutil.rmtree(run_dir / "checkpoints" / "step_00000008")
-    _start(zygote, config, "moved", "checkpoint.export=false", ranks=1).succeed()
-    _same_curve(_log(run_dir), _log(whole), rel=2e-3)
-    ranks = _start(zygote, config, "refused", "engine.zero_stage=1")
+    shutil.rmtree(run_dir / "checkpoints" / "step_00000008_tokens_8192")
+    start_run(zygote, config, "moved", "checkpoint.export=false", ranks=1).succeed()
+    _same_curve(read_log(run_dir), read_log(whole), rel=2e-3)
+    ranks = start_run(zygote, config, "refused", "engine.zero_stage=1")
     assert ranks.wait() == [1, 1]
     assert f"written with ZeRO-{stage} and this run has ZeRO-1" in ranks.output()
 
@@ -162,18 +149,18 @@ def test_a_signal_to_one_rank_saves_and_leaves_with_the_known_code(
 ) -> None:
     run_dir = tmp_path / "run"
     config = corpus.config(run_dir, checkpoint={"every": None, "export": False})
-    ranks = _start(zygote, config, "stopped", "num_steps=100000")
+    ranks = start_run(zygote, config, "stopped", "num_steps=100000")
     batches = run_dir / "batches" / "rank_00000.jsonl"
     wait_for(lambda: batches.exists() and '"step": 1' in batches.read_text(), "two steps", 120)
     ranks.signal(number, [1])
     assert ranks.wait() == [PREEMPTED] * RANKS, ranks.output()
     end = json.loads((run_dir / "end.json").read_text())
     assert end["reason"] == "signal" and 2 <= end["step"] < 100000
-    assert len(_log(run_dir)) == end["step"], "all steps that were done are in the log"
+    assert len(read_log(run_dir)) == end["step"], "all steps that were done are in the log"
     if number == signal.SIGTERM and end["step"] < 8:
-        _start(zygote, config, "resumed").succeed()
+        start_run(zygote, config, "resumed").succeed()
         # The learning rate of the first steps was that of a longer run.
-        ours, theirs = _log(run_dir), _log(whole)
+        ours, theirs = read_log(run_dir), read_log(whole)
         assert [line["samples"] for line in ours] == [line["samples"] for line in theirs]
 
 
@@ -182,29 +169,29 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_tried_when_asked(
 ) -> None:
     run_dir = _copy(whole, tmp_path, corpus, after=8)
     config = run_dir.with_suffix(".yaml")
-    newest = run_dir / "checkpoints" / "step_00000008"
+    newest = run_dir / "checkpoints" / "step_00000008_tokens_8192"
     shard = next(newest.glob("*rank_1*optim_states.pt"))
     data = bytearray(shard.read_bytes())
     data[len(data) // 2] ^= 255
     shard.write_bytes(data)
 
-    ranks = _start(zygote, config, "refused")
+    ranks = start_run(zygote, config, "refused")
     assert ranks.wait() == [1, 1]
     assert f"{shard.name} has another checksum" in ranks.output()
     assert "checkpoint.fallback=true" in ranks.output()
     assert "Traceback" not in ranks.output()
 
     shard.unlink()
-    middle = run_dir / "checkpoints" / "step_00000006"
+    middle = run_dir / "checkpoints" / "step_00000006_tokens_6144"
     manifest = middle / "manifest.json"
     manifest.write_text(manifest.read_text()[:100])
-    output = _start(zygote, config, "fallback", "checkpoint.fallback=true").succeed()
+    output = start_run(zygote, config, "fallback", "checkpoint.fallback=true").succeed()
     assert f"{shard.name} is missing" in output
     assert "manifest.json cannot be read" in output
     assert "continuing at step 3" in output
-    _same_curve(_log(run_dir), _log(whole), rel=1e-9)
+    _same_curve(read_log(run_dir), read_log(whole), rel=1e-9)
     assert (run_dir / "checkpoints" / f"{newest.name}.damaged").is_dir(), "nothing is deleted"
-    ranks = _start(zygote, config, "never", "checkpoint.resume=never")
+    ranks = start_run(zygote, config, "never", "checkpoint.resume=never")
     assert ranks.wait() == [2, 2]
     assert "has checkpoints and checkpoint.resume is never" in ranks.output()
 
@@ -214,13 +201,13 @@ def test_another_order_of_samples_is_refused_unless_allowed(
 ) -> None:
     run_dir = _copy(whole, tmp_path, corpus, after=6, seed=5)
     config = run_dir.with_suffix(".yaml")
-    ranks = _start(zygote, config, "refused")
+    ranks = start_run(zygote, config, "refused")
     assert ranks.wait() == [1, 1]
     assert "seed was 0 and is 5" in ranks.output()
     allow = "checkpoint.allow_change=[seed]"
-    output = _start(zygote, config, "allowed", allow).succeed()
+    output = start_run(zygote, config, "allowed", allow).succeed()
     assert "continuing at step 6" in output
-    ours, theirs = _log(run_dir), _log(whole)
+    ours, theirs = read_log(run_dir), read_log(whole)
     assert [line["samples"] for line in ours[:6]] == [line["samples"] for line in theirs[:6]]
     assert ours[6]["samples"] != theirs[6]["samples"]
 
@@ -231,10 +218,10 @@ def test_a_loss_that_is_no_number_ends_the_run_and_is_named(
     run_dir = tmp_path / "run"
     clip = {"lr": 1e9, "clip": 0.0}
     config = corpus.config(run_dir, optimizer=clip, num_steps=40, schedule={"warmup_steps": 0})
-    ranks = _start(zygote, config, "nan")
+    ranks = start_run(zygote, config, "nan")
     assert ranks.wait() == [1, 1], ranks.output()[-3000:]
     assert "is not a number; everything from here on would be lost time" in ranks.output()
-    log = _log(run_dir)
+    log = read_log(run_dir)
     assert log[0]["loss"] > 0 and log[-1]["loss"] is None
 
 
@@ -243,7 +230,7 @@ def test_a_model_that_does_not_fit_the_checkpoint_is_refused(
 ) -> None:
     model = {"preset": "llama_tiny", "overrides": {"num_hidden_layers": 3}}
     run_dir = _copy(whole, tmp_path, corpus, after=6, model=model)
-    ranks = _start(zygote, run_dir.with_suffix(".yaml"), "refused")
+    ranks = start_run(zygote, run_dir.with_suffix(".yaml"), "refused")
     assert ranks.wait() == [1, 1]
     assert "does not fit this run" in ranks.output()
 
@@ -253,7 +240,7 @@ def test_ranks_with_different_data_stop_at_once_and_say_what_differs(
 ) -> None:
     config = corpus.config(tmp_path / "run")
     other = [str(PRETRAIN), "--config", str(config), "--set", "seed=9"]
-    ranks = _start(zygote, config, "mixed", of_rank={1: {"argv": other}})
+    ranks = start_run(zygote, config, "mixed", of_rank={1: {"argv": other}})
     assert all(code != 0 for code in ranks.wait())
     assert "seed is 9 on rank 1 and 0 on the other 1" in ranks.output()
 
@@ -262,10 +249,12 @@ def test_a_resumed_run_keeps_the_evaluations_of_the_steps_it_keeps(tmp_path: Pat
     run = RunDirectory(tmp_path)
     run.batches.mkdir()
     for path in (run.log, run.evaluation, run.batches / "rank_00000.jsonl"):
-        path.write_text("".join(json.dumps({"step": i}) + "\n" for i in range(6)))
-    run.forget_after(3)
+        # An evaluation after step 2 stands at step 3: as many tokens are seen.
+        shift = 0 if path == run.evaluation else 1
+        lines = ({"step": i, "tokens_seen": 100 * (i + shift)} for i in range(6))
+        path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    run.forget_after(300)
     assert [line["step"] for line in read_jsonl(run.log)] == [0, 1, 2]
-    # An evaluation of step 3 is about three steps done, which are not done again.
     assert [line["step"] for line in read_jsonl(run.evaluation)] == [0, 1, 2, 3]
     assert len(list(read_jsonl(run.batches / "rank_00000.jsonl"))) == 3
 
@@ -279,7 +268,7 @@ def test_the_run_directory_says_what_was_run(whole: Path, corpus: Corpus) -> Non
     assert start["git"] is None or len(start["git"]["commit"]) == 40
     assert len(start["fingerprints"]["documents"]) == len(start["fingerprints"]["samples"]) == 1
     assert "num_steps: 8" in (whole / "config.yaml").read_text()
-    line = _log(whole)[3]
+    line = read_log(whole)[3]
     assert 0 < line["useful_tokens"] <= line["tokens"] == 1024
     assert line["padding"] == pytest.approx(1 - line["useful_tokens"] / 1024)
     assert 0 <= line["data_wait_share"] < 1 and line["imbalance"] >= 1

@@ -44,7 +44,7 @@ def test_the_deepspeed_launcher_trains_two_ranks(corpus: Corpus, tmp_path: Path)
     )
     port = str(free_port())
     launcher = ["deepspeed", "--num_accelerators", "2", "--master_port", port]
-    output = _run(*launcher, PRETRAIN, "--config", config)
+    output = _run(*launcher, "--module", "megapack.training.pretrain", "--config", config)
     assert "step 4/4" in output and "validation perplexity" in output
     lines = list(read_jsonl(tmp_path / "run" / "log.jsonl"))
     assert [line["step"] for line in lines] == [0, 1, 2, 3]

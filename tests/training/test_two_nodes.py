@@ -63,12 +63,12 @@ def test_the_loss_of_a_node_is_named_and_the_other_continues_alone(
     code, output = _command(
         ["bash", str(SCRIPT), str(PRETRAIN), "--config", str(config)],
         KILL_NODE="1",
-        KILL_WHEN=str(run_dir / "checkpoints" / "step_00000003"),
+        KILL_WHEN=str(run_dir / "checkpoints" / "step_00000003_tokens_3072"),
         PORT=str(free_port()),
     )
     assert code != 0
     assert "lost contact to rank 1 on node1" in output, output[-4000:]
-    done = int((run_dir / "checkpoints" / "latest").read_text().removeprefix("step_"))
+    done = int((run_dir / "checkpoints" / "latest").read_text().split("_")[1])
     start = next(read_jsonl(run_dir / "starts.jsonl"))
     assert start["world_size"] == 2 and start["host"] == "node0"
 

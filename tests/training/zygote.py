@@ -10,14 +10,13 @@ from __future__ import annotations
 import json
 import os
 import runpy
-import signal
 import sys
 import traceback
-from collections.abc import Iterator
 from typing import Any
 
 # Everything the scripts need, imported before the first fork and before any thread exists.
 import deepspeed  # noqa: F401
+import sabotage
 import torch
 import transformers.models.gpt2.modeling_gpt2
 import transformers.models.llama.modeling_llama  # noqa: F401
@@ -25,7 +24,6 @@ from torch.utils.tensorboard import SummaryWriter  # noqa: F401
 
 import megapack.training.dry_run
 import megapack.training.run.export  # noqa: F401
-from megapack.training.watch.batches import TimedBatches
 
 
 def run_child(request: dict[str, Any]) -> None:
@@ -35,8 +33,8 @@ def run_child(request: dict[str, Any]) -> None:
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.environ.update(request["env"])
     sys.argv = request["argv"]
-    if "kill_before_step" in request:
-        kill_before_step(request["kill_before_step"])
+    for fault, arguments in request.get("faults", {}).items():
+        sabotage.FAULTS[fault](*arguments)
     code = 1
     try:
         runpy.run_path(request["argv"][0], run_name="__main__")
@@ -48,19 +46,6 @@ def run_child(request: dict[str, Any]) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
-
-
-def kill_before_step(victim: int) -> None:
-    """kill -9 of this process, exactly when it is about to take a step."""
-    original = TimedBatches.steps
-
-    def steps(self: TimedBatches) -> Iterator[tuple[int, Any]]:
-        for step, batches in original(self):
-            if step == victim:
-                os.kill(os.getpid(), signal.SIGKILL)
-            yield step, batches
-
-    TimedBatches.steps = steps  # type: ignore[method-assign]
 
 
 def main() -> None:

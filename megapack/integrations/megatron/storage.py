@@ -156,17 +156,17 @@ class IndexedDatasetBuilder(storage.IndexedDatasetBuilder, stock.IndexedDatasetB
     @property
     def sequence_lengths(self) -> list[int]:
         """Tokens of every sequence so far, a copy."""
-        return _listed(self._log.part().lengths())
+        return _listed(self._log.layout().length_blocks())
 
     @property
     def document_indices(self) -> list[int]:
         """Where every document begins, counted in sequences, and the end; a copy."""
-        return [0, *_listed(self._log.part().document_ends())][: self.num_documents + 1]
+        return [0, *_listed(self._log.layout().end_blocks())][: self.num_documents + 1]
 
     @property
     def sequence_modes(self) -> list[int] | None:
         """Mode of every sequence so far, a copy; None without modes."""
-        return _listed(self._log.part().modes()) if self.multimodal else None
+        return _listed(self._log.layout().mode_blocks()) if self.multimodal else None
 
     def add_documents(
         self,

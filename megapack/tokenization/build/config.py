@@ -11,10 +11,10 @@ from megapack.errors import ConfigError
 from megapack.storage.mmididx import prefix_of
 from megapack.tokenization.corpus.faults import OnError
 from megapack.tokenization.corpus.pieces import Format
-from megapack.tokenization.corpus.split import parse_split
+from megapack.tokenization.corpus.split import SPLIT_NAMES, parse_split
 from megapack.tokenization.tokenizers.chat import ChatLoss
 
-__all__ = ["Boundary", "BuildConfig", "ChatFormat", "LabelNames"]
+__all__ = ["LABELS", "OPTIONS", "Boundary", "BuildConfig", "ChatFormat", "LabelNames"]
 
 Boundary = Literal["eos_bos", "separator", "none"]
 ChatFormat = Literal["template", "headers"]
@@ -27,7 +27,7 @@ _EXECUTION = frozenset(
         "workers",
         "executor",
         "ray_address",
-        "shard",
+        "part",
         "finish",
         "block_bytes",
         "worker_memory",
@@ -35,7 +35,9 @@ _EXECUTION = frozenset(
         "overwrite",
     }
 )
-_FLAG = {"suffixes": "suffix", "shard_bytes": "shard-size"}
+# Fields whose options have another name.
+OPTIONS = {"inputs": "input", "suffixes": "suffix"}
+LABELS = ".labels"  # ends the stream, and the prefix, of a dataset of labels
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +84,7 @@ class BuildConfig:
     workers: int = 1
     executor: Literal["local", "ray"] = "local"
     ray_address: str | None = None
-    shard: tuple[int, int] | None = None  # (i, n): this machine's part of the shards
+    part: tuple[int, int] | None = None  # (i, n): the shards i, i + n, ... are this machine's
     finish: bool = False  # join shards that other machines built
     block_bytes: int = 4 << 20
     worker_memory: int = 2 << 30  # bytes, above which a worker drops its tokenizer's cache
@@ -96,9 +98,9 @@ class BuildConfig:
             raise ConfigError(f"workers is {self.workers}; it must be at least 1")
         if not 0 <= self.verify_fraction <= 1:
             raise ConfigError(f"verify fraction is {self.verify_fraction}; it must be in [0, 1]")
-        if self.shard is not None and not 0 <= self.shard[0] < self.shard[1]:
-            i, n = self.shard
-            raise ConfigError(f"shard is {i}/{n}; it must be i/n with 0 <= i < n")
+        if self.part is not None and not 0 <= self.part[0] < self.part[1]:
+            i, n = self.part
+            raise ConfigError(f"part is {i}/{n}; it must be i/n with 0 <= i < n")
         if self.split is not None:
             parse_split(self.split)
         for wrong, remedy in self._contradictions():
@@ -112,8 +114,8 @@ class BuildConfig:
         chat = self.messages_key is not None
         return [
             (
-                self.shard is not None and self.finish,
-                "--shard builds a part, --finish joins all parts; give one of them",
+                self.part is not None and self.finish,
+                "--part builds one part, --finish joins all parts; give one of them",
             ),
             (
                 self.boundary != "none" and framed,
@@ -150,6 +152,28 @@ class BuildConfig:
         """Weights of train, valid and test."""
         return None if self.split is None else parse_split(self.split)
 
+    @property
+    def outputs(self) -> dict[str, str]:
+        """The datasets a build makes: stream (``""``, ``"_valid"``, ``"_valid.labels"``) -> prefix.
+
+        GPT-NeoX names the tokens ``<prefix>_<key>_document`` and the labels
+        ``<prefix>_<key>_label_document``.
+        """
+        splits = [""]
+        if self.split_weights is not None:
+            chosen = zip(SPLIT_NAMES, self.split_weights, strict=True)
+            splits = [f"_{name}" for name, weight in chosen if weight > 0]
+        tokens, labels = "", LABELS
+        if self.label_names == "neox":
+            tokens = f"_{self.messages_key}_document"
+            labels = f"_{self.messages_key}_label_document"
+        outputs = {}
+        for split in splits:
+            outputs[split] = self.output_prefix + split + tokens
+            if self.messages_key is not None:
+                outputs[split + LABELS] = self.output_prefix + split + labels
+        return outputs
+
     def command(self) -> str:
         """A command line that builds the same dataset."""
         words = ["megapack-build", "tokenize", "--input", *self.inputs]
@@ -159,7 +183,7 @@ class BuildConfig:
             skipped = field.name in _EXECUTION or field.name == "inputs"
             if skipped or value is None or value == field.default:
                 continue
-            words.append("--" + _FLAG.get(field.name, field.name.replace("_", "-")))
+            words.append("--" + OPTIONS.get(field.name, field.name).replace("_", "-"))
             if isinstance(value, tuple):
                 words += map(str, value)
             elif value is not True:

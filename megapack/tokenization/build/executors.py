@@ -1,6 +1,6 @@
-"""Who builds the shards: this process, worker processes, or a Ray cluster.
+"""Worker processes that build the shards; ray_executor.py is the same on a Ray cluster.
 
-Every executor gives the records in the order of the shards and calls ``report`` as work goes on.
+Both give the records in the order of the shards and call ``report`` as work goes on.
 Shards go to whoever is free, so that one with long documents holds nobody up.
 """
 
@@ -22,23 +22,18 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from megapack.errors import MegapackError
-from megapack.tokenization.build.record import ShardRecord
-from megapack.tokenization.build.worker import Counted, Execution, Report, Worker
+from megapack.tokenization.build.record import Counted, ShardRecord
+from megapack.tokenization.build.worker import Report, Worker
 
-__all__ = ["prepare_processes", "run_here", "run_processes"]
+__all__ = ["prepare_processes", "run_processes"]
 
 _POLL_SECONDS = 0.2
 
 
-def run_here(worker: Worker, indices: Sequence[int], report: Report) -> list[ShardRecord]:
-    """One after the other, in this process."""
-    return [worker.build(index, report) for index in indices]
-
-
 def run_processes(
-    execution: Execution, indices: Sequence[int], report: Report, *, workers: int
+    worker: Worker, indices: Sequence[int], report: Report, *, num_processes: int
 ) -> list[ShardRecord]:
-    """In ``workers`` processes of this machine.
+    """In ``num_processes`` processes of this machine.
 
     Raises:
         MegapackError: a worker was killed (out of memory, as a rule).
@@ -50,10 +45,10 @@ def run_processes(
     with (
         here,
         ProcessPoolExecutor(
-            workers,
+            num_processes,
             mp_context=context,
             initializer=_start_worker,
-            initargs=(execution, counters, alive),
+            initargs=(worker, counters, alive),
         ) as pool,
     ):
         futures = [pool.submit(_work, index) for index in indices]
@@ -84,7 +79,7 @@ def _watch(futures: Sequence[Future[ShardRecord]], counters: Any, report: Report
     for future in futures:
         future.add_done_callback(done.put)
     num_pending = len(futures)
-    reported = Counted(0, 0, 0)
+    reported = Counted()
     while num_pending:
         with contextlib.suppress(queue.Empty):
             done.get(timeout=_POLL_SECONDS).result()
@@ -101,10 +96,10 @@ _worker: Worker
 _counters: Any
 
 
-def _start_worker(execution: Execution, counters: Any, parent: Connection) -> None:
+def _start_worker(worker: Worker, counters: Any, parent: Connection) -> None:
     global _worker, _counters
     _end_with(parent)
-    _worker, _counters = Worker(execution), counters
+    _worker, _counters = worker, counters
 
 
 def _work(index: int) -> ShardRecord:

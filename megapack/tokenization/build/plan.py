@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import xxhash
 
 from megapack.errors import ConfigError
@@ -24,7 +25,7 @@ from megapack.tokenization.corpus.pieces import InputFile, ReadOptions
 from megapack.tokenization.corpus.shards import Shard, default_shard_bytes, plan_shards
 from megapack.tokenization.corpus.split import SPLIT_NAMES
 from megapack.tokenization.tokenizers.chat import ChatLoss
-from megapack.tokenization.tokenizers.coding import Storage
+from megapack.tokenization.tokenizers.coding import Frame
 from megapack.tokenization.tokenizers.probe import choose_backend
 from megapack.tokenization.tokenizers.tokenizer import (
     SpecialToken,
@@ -93,14 +94,13 @@ class Plan:
             "shards": len(self.shards),
         }
 
-    def num_bytes(self, indices: Iterable[int] | None = None) -> int:
-        """Of text, about, in some shards or all."""
-        chosen = range(len(self.shards)) if indices is None else indices
-        return sum(self.shards[index].num_bytes for index in chosen)
+    def num_bytes(self, indices: Iterable[int]) -> int:
+        """Of text, about, in some shards."""
+        return sum(self.shards[index].num_bytes for index in indices)
 
     @property
-    def storage(self) -> Storage:
-        return Storage(
+    def frame(self) -> Frame:
+        return Frame(
             dtype=self.dtype,
             vocab_size=self.tokenizer.vocab_size,
             prefix=() if self.bos is None else (self.bos.id,),
@@ -121,29 +121,25 @@ class Plan:
         """What a shard writes: one dataset, or one per split; name endings of their prefixes."""
         return tuple(f"_{name}" for name in SPLIT_NAMES) if self.split_while_writing else ("",)
 
-    @property
-    def metadata(self) -> dict[str, Any]:
-        """Of the meta files of tokens."""
-        described: dict[str, Any] = {
+    def stored(self, *, labels: bool) -> dict[str, Any]:
+        """How tokens, or their labels, are stored: arguments of ``IndexedDatasetBuilder``."""
+        metadata: dict[str, Any] = {
             "tokenizer": {
-                "source": Path(self.tokenizer.source).name,
+                "name": Path(self.tokenizer.name).name,
                 "kind": self.tokenizer.kind,
                 "digest": self.tokenizer.digest,
                 "vocab_size": self.tokenizer.vocab_size,
             },
             "plan": self.digest,
         }
-        if self.bos is not None:
-            described["document_begin_token"] = self.bos.id
-        if self.eod is not None:
-            described["document_end_token"] = self.eod.id
-        return described
-
-    @property
-    def label_metadata(self) -> dict[str, Any]:
-        """Of the meta files of labels, whose documents end with labels."""
-        kept = {k: v for k, v in self.metadata.items() if not k.startswith("document_")}
-        return {**kept, "labels": "token id where it carries loss, -100 elsewhere; not shifted"}
+        if labels:
+            metadata["labels"] = "token id where it carries loss, -100 elsewhere; not shifted"
+            return {"dtype": np.int32, "allow_negative": True, "metadata": metadata}
+        for key, token in (("document_begin_token", self.bos), ("document_end_token", self.eod)):
+            if token is not None:
+                metadata[key] = token.id
+        vocab_size = self.tokenizer.vocab_size
+        return {"dtype": self.dtype, "vocab_size": vocab_size, "metadata": metadata}
 
     def check_machine(self) -> None:
         """Whether this machine would give the ids that were planned.
@@ -153,7 +149,7 @@ class Plan:
                 difference.
         """
         here = {
-            "tokenizer": TokenizerFiles.open(self.tokenizer.source).identity(),
+            "tokenizer": TokenizerFiles.open(self.tokenizer.name).identity(),
             "libraries": _libraries(self.backend, self.chat_format),
         }
         planned = {"tokenizer": self.tokenizer.identity(), "libraries": dict(self.libraries)}

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from megapack.tokenization.build.record import ShardRecord
-from megapack.tokenization.build.worker import Counted, Execution, Report, Worker
+from megapack.tokenization.build.worker import Report, Worker
 from megapack.tokenization.optional import require
 
 __all__ = ["run_ray"]
@@ -18,7 +18,7 @@ _RETRIES = 10  # of a task whose process or node died; an error in the data is n
 
 
 def run_ray(
-    execution: Execution, indices: Sequence[int], report: Report, *, address: str | None
+    worker: Worker, indices: Sequence[int], report: Report, *, address: str | None
 ) -> list[ShardRecord]:
     """Build shards on the cluster at ``address``, records in the order of ``indices``.
 
@@ -35,24 +35,22 @@ def run_ray(
     if own_connection:
         ray.init(address=address, log_to_driver=False)
     try:
-        return _run(ray, execution, indices, report)
+        return _run(ray, worker, indices, report)
     finally:
         if own_connection:
             ray.shutdown()
 
 
-def _run(
-    ray: Any, execution: Execution, indices: Sequence[int], report: Report
-) -> list[ShardRecord]:
-    task = ray.remote(num_cpus=execution.limits.threads, max_retries=_RETRIES)(_build)
-    everywhere = ray.put(execution)
+def _run(ray: Any, worker: Worker, indices: Sequence[int], report: Report) -> list[ShardRecord]:
+    task = ray.remote(num_cpus=worker.limits.threads, max_retries=_RETRIES)(_build)
+    everywhere = ray.put(worker)
     running = [task.remote(everywhere, index) for index in indices]
     pending = list(running)
     try:
         while pending:
             done, pending = ray.wait(pending)
             for record in ray.get(done):
-                report(Counted(record.num_documents, record.num_text_bytes, record.num_tokens))
+                report(record.counted)
         records: list[ShardRecord] = ray.get(running)
         return records
     except ray.exceptions.RayTaskError as error:
@@ -67,8 +65,8 @@ def _run(
 _worker: Worker | None = None
 
 
-def _build(execution: Execution, index: int) -> ShardRecord:
+def _build(worker: Worker, index: int) -> ShardRecord:
     global _worker  # noqa: PLW0603 (a task has no other place that outlives it)
-    if _worker is None or _worker.execution != execution:
-        _worker = Worker(execution)
+    if _worker is None or _worker != worker:
+        _worker = worker
     return _worker.build(index, lambda _: None)

@@ -1,22 +1,21 @@
-"""The record of a finished shard, and whether its files are still what it says."""
+"""The record of a finished shard, whether its files are still what it says, and the sum of all."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, NamedTuple
 
-import xxhash
-
-from megapack.storage.atomic import AtomicFile, publish
-from megapack.storage.meta import bin_checksums, read_meta
+from megapack.storage.atomic import atomic_write
+from megapack.storage.meta import has_its_checksums
 from megapack.storage.mmididx import path_of
-from megapack.tokenization.corpus.faults import BENIGN, Faults, Place, fault_lines
+from megapack.tokenization.corpus.faults import Faults, Place, fault_lines, lacks_documents
 
 __all__ = [
-    "LABELS",
+    "Counted",
     "ShardRecord",
     "Totals",
     "read_record",
@@ -25,31 +24,29 @@ __all__ = [
     "write_record",
 ]
 
-LABELS = ".labels"  # ends the prefix of a dataset of labels
+
+class Counted(NamedTuple):
+    """Work that was done."""
+
+    documents: int = 0
+    text_bytes: int = 0
+    tokens: int = 0
+
+    def plus(self, more: Counted) -> Counted:
+        return Counted(*(a + b for a, b in zip(self, more, strict=True)))
 
 
-@dataclass(frozen=True, kw_only=True)
-class ShardRecord:
-    """Counts of a shard. Written last, so where it stands the shard was complete."""
+class ShardRecord(NamedTuple):
+    """A shard, built. Written last, so where it stands the shard was complete."""
 
-    plan: str  # digest
-    index: int
-    num_documents: int
-    num_tokens: int
-    num_text_bytes: int
-    fault_counts: dict[str, int]
-    fault_places: dict[str, list[Place]]
+    counted: Counted
+    faults: Faults
     kept: bool = False  # found finished by this run; not on disk
-
-    @property
-    def lacks_documents(self) -> bool:
-        """Whether some were left out that only ``--on-error skip`` leaves out."""
-        return not BENIGN.issuperset(self.fault_counts)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Totals:
-    """Counts over many shards, JSON-able."""
+    """Counts over many shards, as the manifest has them."""
 
     num_documents: int
     num_tokens: int
@@ -57,27 +54,28 @@ class Totals:
     skipped: dict[str, int]  # by kind
     skipped_at: dict[str, list[str]]  # the first places of each kind
 
-    @property
-    def lacks_documents(self) -> bool:
-        """As ``ShardRecord.lacks_documents``."""
-        return not BENIGN.issuperset(self.skipped)
-
     @staticmethod
     def of_records(records: Sequence[ShardRecord]) -> Totals:
-        faults = Faults("skip")
+        counted, faults = Counted(), Faults("skip")
         for record in records:
-            faults.add(record.fault_counts, record.fault_places)
+            counted = counted.plus(record.counted)
+            faults.add(record.faults)
         return Totals(
-            num_documents=sum(record.num_documents for record in records),
-            num_tokens=sum(record.num_tokens for record in records),
-            num_text_bytes=sum(record.num_text_bytes for record in records),
+            num_documents=counted.documents,
+            num_tokens=counted.tokens,
+            num_text_bytes=counted.text_bytes,
             skipped=faults.counts,
             skipped_at={kind: [str(p) for p in found] for kind, found in faults.places.items()},
         )
 
     @staticmethod
     def of_manifest(content: Mapping[str, Any]) -> Totals:
-        return Totals(**{f.name: content[f.name] for f in fields(Totals)})
+        return Totals(**{field.name: content[field.name] for field in dataclasses.fields(Totals)})
+
+    @property
+    def lacks_documents(self) -> bool:
+        """Whether some were left out that only ``--on-error skip`` leaves out."""
+        return lacks_documents(self.skipped)
 
     @property
     def num_skipped(self) -> int:
@@ -87,64 +85,37 @@ class Totals:
         return fault_lines(self.skipped, self.skipped_at)
 
 
-def shard_prefix(directory: str, index: int) -> str:
+def shard_prefix(directory: Path, index: int) -> str:
     """Where a shard's datasets lie; their names go on with the stream and ``LABELS``."""
-    return str(Path(directory) / f"shard-{index:06d}")
-
-
-def write_record(prefix: str, record: ShardRecord) -> None:
-    tree = asdict(record)
-    del tree["kept"]
-    tree["fault_places"] = {
-        kind: [[place.path, place.unit, place.position] for place in places]
-        for kind, places in record.fault_places.items()
-    }
-    # Not durable, like the datasets it speaks of: a damaged record is one that is not there.
-    target = AtomicFile(record_path(prefix))
-    try:
-        target.write(json.dumps(tree).encode())
-        publish(target, durable=False)
-    finally:
-        target.discard()
-
-
-def read_record(prefix: str, datasets: Sequence[str], plan: str) -> ShardRecord | None:
-    """The record at ``prefix``, if it is of this plan (a digest) and its ``datasets`` have the
-    sizes and checksums they had.
-    """
-    try:
-        tree = json.loads(record_path(prefix).read_bytes())
-        if tree["plan"] != plan or not all(_is_whole(dataset) for dataset in datasets):
-            return None
-    except (OSError, ValueError, KeyError):  # cut short by a crash of the machine
-        return None
-    places = {kind: [Place(*at) for at in found] for kind, found in tree["fault_places"].items()}
-    return ShardRecord(**{**tree, "fault_places": places}, kept=True)
+    return str(directory / f"shard-{index:06d}")
 
 
 def record_path(prefix: str) -> Path:
     return path_of(prefix, ".json")
 
 
-def _is_whole(dataset: str) -> bool:
-    meta = read_meta(dataset)
-    if meta is None:
-        return False
-    index, tokens = path_of(dataset, ".idx"), path_of(dataset, ".bin")
-    if tokens.stat().st_size != meta["bin"]["bytes"]:
-        return False
-    pieces = [(meta["idx"]["bytes"], meta["idx"]["xxh3_128"])]
-    return _holds(index, pieces) and _holds(tokens, bin_checksums(meta))
+def write_record(prefix: str, plan: str, record: ShardRecord) -> None:
+    """Write the record of a shard of a plan (a digest)."""
+    faults = record.faults
+    places = {kind: list(map(dataclasses.astuple, at)) for kind, at in faults.places.items()}
+    faults_tree = {"fault_counts": faults.counts, "fault_places": places}
+    tree = {"plan": plan, **record.counted._asdict(), **faults_tree}
+    # Not durable, like the datasets it speaks of: a damaged record is one that is not there.
+    with atomic_write(record_path(prefix), "w", durable=False) as file:
+        json.dump(tree, file)
 
 
-def _holds(path: Path, pieces: Sequence[tuple[int, str]]) -> bool:
-    with path.open("rb") as file:
-        return all(_digest(file, size) == digest for size, digest in pieces) and not file.read(1)
-
-
-def _digest(file: BinaryIO, size: int) -> str:
-    hasher = xxhash.xxh3_128()
-    while size > 0 and (block := file.read(min(size, 1 << 24))):
-        hasher.update(block)
-        size -= len(block)
-    return hasher.hexdigest()
+def read_record(prefix: str, plan: str, datasets: Sequence[str]) -> ShardRecord | None:
+    """The record at ``prefix``, if it is of this plan (a digest) and its ``datasets`` have the
+    sizes and checksums they had.
+    """
+    try:
+        tree = json.loads(record_path(prefix).read_bytes())
+        if tree["plan"] != plan or not all(map(has_its_checksums, datasets)):
+            return None
+        counted = Counted(*(tree[name] for name in Counted._fields))
+        places = {kind: [Place(*p) for p in at] for kind, at in tree["fault_places"].items()}
+        faults = Faults("skip", counts=tree["fault_counts"], places=places)
+    except (OSError, ValueError, KeyError):  # cut short by a crash of the machine
+        return None
+    return ShardRecord(counted, faults, kept=True)

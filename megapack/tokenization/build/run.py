@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from megapack.errors import DataError, MegapackError
-from megapack.tokenization.build.assemble import assemble, output_prefixes
+from megapack.tokenization.build.assemble import assemble
 from megapack.tokenization.build.config import BuildConfig
-from megapack.tokenization.build.executors import prepare_processes, run_here, run_processes
+from megapack.tokenization.build.executors import prepare_processes, run_processes
 from megapack.tokenization.build.plan import Plan, make_plan
 from megapack.tokenization.build.ray_executor import run_ray
-from megapack.tokenization.build.record import ShardRecord, Totals
+from megapack.tokenization.build.record import Counted, ShardRecord, Totals
 from megapack.tokenization.build.space import Estimate, check_space, estimate
-from megapack.tokenization.build.worker import Counted, Execution, Worker, open_coder
+from megapack.tokenization.build.worker import Worker, open_coder
 from megapack.tokenization.build.workspace import Workspace
 from megapack.tokenization.corpus.inputs import find_inputs
 from megapack.tokenization.corpus.pieces import InputFile
@@ -48,11 +50,20 @@ class BuildResult:
     """What a build made, or found made."""
 
     plan: Plan
-    prefixes: Mapping[str, str]  # stream -> prefix; see ``output_prefixes``
+    prefixes: Mapping[str, str]  # stream -> prefix; see ``BuildConfig.outputs``
     totals: Totals
-    num_shards: int  # of this run
-    num_shards_kept: int  # of those, finished by an earlier run
     state: Literal["built", "part", "found"]  # part: other machines' shards are missing
+    records: Sequence[ShardRecord] = ()  # of this run's shards
+
+    @property
+    def num_shards(self) -> int:
+        """Of this run."""
+        return len(self.records)
+
+    @property
+    def num_shards_kept(self) -> int:
+        """Of those, finished by an earlier run."""
+        return sum(record.kept for record in self.records)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,11 +81,10 @@ class Preview:
 def preview(config: BuildConfig, progress: Progress) -> Preview:
     """Plan a build and look at what is there; write nothing. Raises as ``build`` before it runs."""
     plan = make_plan(config, _inputs(config, progress), progress.note)
-    outputs = output_prefixes(config)
-    workspace = Workspace(config, plan, tuple(outputs.values()))
+    workspace = Workspace(config, plan)
     return Preview(
         plan=plan,
-        prefixes=outputs,
+        prefixes=config.outputs,
         estimate=estimate(plan, open_coder(plan)),
         finished=workspace.finished() is not None,
         num_missing=len(workspace.missing()),
@@ -101,34 +111,28 @@ def build(config: BuildConfig, progress: Progress) -> BuildResult:
     if config.workers > 1 and config.executor == "local" and several:
         prepare_processes(config.backend)
     plan = make_plan(config, inputs, progress.note)
-    outputs = output_prefixes(config)
-    workspace = Workspace(config, plan, tuple(outputs.values()))
+    workspace = Workspace(config, plan)
     workspace.root.parent.mkdir(parents=True, exist_ok=True)
+    result = functools.partial(BuildResult, plan=plan, prefixes=config.outputs)
     totals = workspace.finished()
     if totals is not None:
         workspace.found()
-        return _result(plan, outputs, totals, [], "found")
+        return result(totals=totals, state="found")
     with workspace.locked(progress.note):
         try:
-            records = _run(plan, workspace, config, progress)
+            records = _build_shards(plan, workspace, config, progress)
             totals = Totals.of_records(records)
-            if config.shard is not None:
-                return _result(plan, outputs, totals, records, "part")
+            if config.part is not None:
+                return result(totals=totals, state="part", records=records)
             if not totals.num_documents:
                 skipped = "; ".join(totals.fault_lines()) or "the files are empty"
                 raise DataError(f"the corpus has no documents ({skipped})")
-            assemble(
-                plan,
-                workspace,
-                outputs,
-                [record.num_documents for record in records],
-                metadata={"command": config.command()},
-                progress=progress.join,
-            )
+            counts = [record.counted.documents for record in records]
+            assemble(plan, config, workspace, counts, progress.join)
         finally:
             progress.stop()
         workspace.finish(totals)
-    return _result(plan, outputs, totals, records, "built")
+    return result(totals=totals, state="built", records=records)
 
 
 def _inputs(config: BuildConfig, progress: Progress) -> list[InputFile]:
@@ -141,53 +145,37 @@ def _inputs(config: BuildConfig, progress: Progress) -> list[InputFile]:
     )
 
 
-def _run(
+def _build_shards(
     plan: Plan, workspace: Workspace, config: BuildConfig, progress: Progress
 ) -> list[ShardRecord]:
-    i, n = config.shard or (0, 1)
+    i, n = config.part or (0, 1)
     indices = range(i, len(plan.shards), n)
-    missing = [index for index in workspace.missing() if index % n == i]
+    missing = [index for index in workspace.missing() if index in indices]
     if config.finish and missing:
         raise MegapackError(
             f"shard {missing[0]} is not finished; --finish joins shards that all are, and of this "
             f"plan {len(missing)} of {len(plan.shards)} are missing: run the missing parts (with "
             "the same options and inputs), or leave out --finish to build them here"
         )
-    workers = min(config.workers, max(1, len(indices)))
-    execution = Execution(
+    num_processes = min(config.workers, max(1, len(indices)))
+    worker = Worker(
         plan=plan,
-        directory=str(workspace.directory),
+        directory=workspace.directory,
         # More workers than shards: the spare ones work inside of a shard.
-        limits=Limits(config.workers // workers, config.worker_memory),
+        limits=Limits(config.workers // num_processes, config.worker_memory),
         finish_only=config.finish,
     )
-    worker = Worker(execution)
     disk_bytes = 0
     if missing:
         whole = estimate(plan, worker.coder).num_bytes
-        disk_bytes = round(whole * plan.num_bytes(missing) / max(1, plan.num_bytes()))
-        to_join = whole if config.shard is None else 0
+        everything = plan.num_bytes(range(len(plan.shards)))
+        disk_bytes = round(whole * plan.num_bytes(missing) / max(1, everything))
+        to_join = whole if config.part is None else 0
         check_space(workspace.root.parent, disk_bytes, to_join=to_join, note=progress.note)
     progress.start(plan.num_bytes(indices), len(indices), disk_bytes)
+    if config.executor == "local" and num_processes == 1:
+        return [worker.build(index, progress.advance) for index in indices]
+    worker = dataclasses.replace(worker)  # without the coder, which every process loads itself
     if config.executor == "ray":
-        return run_ray(execution, indices, progress.advance, address=config.ray_address)
-    if workers == 1:
-        return run_here(worker, indices, progress.advance)
-    return run_processes(execution, indices, progress.advance, workers=workers)
-
-
-def _result(
-    plan: Plan,
-    prefixes: Mapping[str, str],
-    totals: Totals,
-    records: Sequence[ShardRecord],
-    state: Literal["built", "part", "found"],
-) -> BuildResult:
-    return BuildResult(
-        plan=plan,
-        prefixes=prefixes,
-        totals=totals,
-        num_shards=len(records),
-        num_shards_kept=sum(record.kept for record in records),
-        state=state,
-    )
+        return run_ray(worker, indices, progress.advance, address=config.ray_address)
+    return run_processes(worker, indices, progress.advance, num_processes=num_processes)

@@ -17,8 +17,9 @@ from megapack.tokenization.corpus.blocks import TextBlock
 from megapack.tokenization.corpus.faults import Faults
 from megapack.tokenization.tokenizers.coding import Coder
 from megapack.tokenization.tokenizers.probe import sample_blocks
+from megapack.words import size
 
-__all__ = ["Estimate", "check_space", "directory_bytes", "estimate", "free_bytes", "size"]
+__all__ = ["Estimate", "check_space", "directory_bytes", "estimate", "free_bytes"]
 
 _INDEX_BYTES = 20  # of a document in .idx
 _LABEL_BYTES = 4
@@ -42,7 +43,7 @@ def estimate(plan: Plan, coder: Coder) -> Estimate:
         read += _bytes_read(block)
         documents += len(coded.offsets) - 1
         tokens += len(coded.tokens)
-    whole = sum(shard.num_bytes for shard in plan.shards) / max(1, read)
+    whole = plan.num_bytes(range(len(plan.shards))) / max(1, read)
     token_bytes = np.dtype(plan.dtype).itemsize + (_LABEL_BYTES if plan.has_labels else 0)
     num_bytes = tokens * token_bytes + documents * _INDEX_BYTES
     return Estimate(num_tokens=round(tokens * whole), num_bytes=math.ceil(num_bytes * whole))
@@ -95,11 +96,3 @@ def directory_bytes(directory: Path) -> int:
         with contextlib.suppress(FileNotFoundError):
             total += path.stat().st_size
     return total
-
-
-def size(num_bytes: int) -> str:
-    """512 -> 512 B; 1234567 -> 1.23 MB"""
-    for limit, unit in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
-        if num_bytes >= limit:
-            return f"{num_bytes / limit:.3g} {unit}"
-    return f"{num_bytes} B"

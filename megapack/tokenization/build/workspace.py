@@ -18,14 +18,15 @@ from typing import Any
 from megapack.errors import FormatError, LockedError
 from megapack.storage import IndexedDataset
 from megapack.storage.atomic import atomic_write
-from megapack.storage.lock import writer_lock
+from megapack.storage.lock import WriterLock
 from megapack.storage.meta import read_meta
 from megapack.storage.publishing import check_prefix
 from megapack.storage.replace import check_target
 from megapack.tokenization.build.config import BuildConfig
 from megapack.tokenization.build.plan import Plan, differences
 from megapack.tokenization.build.record import Totals, record_path, shard_prefix
-from megapack.tokenization.build.space import directory_bytes, size
+from megapack.tokenization.build.space import directory_bytes
+from megapack.words import size
 
 __all__ = ["Workspace"]
 
@@ -35,16 +36,11 @@ _SHOWN = 5
 
 
 class Workspace:
-    """The files of one plan under one output prefix.
+    """The files of one plan under one output prefix."""
 
-    Args:
-        outputs: prefixes of the datasets that the build makes.
-    """
-
-    def __init__(self, config: BuildConfig, plan: Plan, outputs: Sequence[str]) -> None:
+    def __init__(self, config: BuildConfig, plan: Plan) -> None:
         self._config = config
         self._plan = plan
-        self._outputs = outputs
         self.root = Path(f"{config.output_prefix}.build")
         self.directory = self.root / plan.digest
         self._manifest = Path(f"{config.output_prefix}.manifest.json")
@@ -61,16 +57,22 @@ class Workspace:
             return None
         overwrite = self._config.overwrite
         check_target(self._manifest, overwrite=overwrite, difference=None)  # may it be written?
-        before = None if overwrite else _read(self._manifest)
-        for prefix in self._outputs:
+        try:
+            before = _read(self._manifest)
+        except FormatError:
+            if not overwrite:
+                raise
+            before = None
+        is_new = [
             check_prefix(
                 prefix,
                 overwrite=overwrite,
                 difference=functools.partial(self._difference, before, prefix),
             )
-        if before is None or not all(map(IndexedDataset.exists, self._outputs)):
-            return None
-        return Totals.of_manifest(before)
+            for prefix in self._config.outputs.values()
+        ]
+        whole = all(map(IndexedDataset.exists, self._config.outputs.values()))
+        return None if before is None or any(is_new) or not whole else Totals.of_manifest(before)
 
     def _difference(self, before: Mapping[str, Any] | None, prefix: str) -> str | None:
         """Between what stands at an output's prefix and what this plan makes; None: nothing."""
@@ -103,20 +105,18 @@ class Workspace:
         Raises:
             LockedError: another process works in it.
         """
-        part = self._config.shard
+        part = self._config.part
         self.root.mkdir(exist_ok=True)
         with contextlib.ExitStack() as stack:
-            stack.enter_context(writer_lock(self.root, what="tokenize", shared=part is not None))
-            if self._config.overwrite and part is None and not self._config.finish:
-                for directory in self._plans():
-                    shutil.rmtree(directory)
+            stack.enter_context(WriterLock(self.root, what="tokenize", shared=part is not None))
+            self._start_over()
             self.directory.mkdir(parents=True, exist_ok=True)
             if part is not None:
                 name = f"part-{part[0]}-of-{part[1]}"
-                stack.enter_context(writer_lock(self.directory / name, what="tokenize"))
+                stack.enter_context(WriterLock(self.directory / name, what="tokenize"))
                 if self._config.overwrite:
-                    for shard in self._plan.shards[part[0] :: part[1]]:
-                        _remove_shard(self.directory, shard.index)
+                    for index in range(part[0], len(self._plan.shards), part[1]):
+                        _remove_shard(self.directory, index)
             if not (self.directory / _PLAN).exists():
                 self._write(self.directory / _PLAN)
             for line in self.left_behind():
@@ -125,12 +125,8 @@ class Workspace:
 
     def missing(self) -> list[int]:
         """Shards that have no record."""
-        directory = str(self.directory)
-        return [
-            shard.index
-            for shard in self._plan.shards
-            if not record_path(shard_prefix(directory, shard.index)).exists()
-        ]
+        prefixes = [shard_prefix(self.directory, i) for i in range(len(self._plan.shards))]
+        return [i for i, prefix in enumerate(prefixes) if not record_path(prefix).exists()]
 
     def left_behind(self) -> list[str]:
         """A sentence for every other plan whose shards lie here."""
@@ -164,8 +160,14 @@ class Workspace:
         """All was done before; a run may have been killed before it removed its shards."""
         if self.root.exists():
             # Else somebody works there, and removes what is to be removed.
-            with contextlib.suppress(LockedError), writer_lock(self.root, what="tokenize"):
+            with contextlib.suppress(LockedError), WriterLock(self.root, what="tokenize"):
+                self._start_over()
                 self._remove()
+
+    def _start_over(self) -> None:
+        if self._config.overwrite and self._config.part is None and not self._config.finish:
+            for directory in self._plans():
+                shutil.rmtree(directory)
 
     def _remove(self) -> None:
         if not self._config.keep_shards:
@@ -209,7 +211,7 @@ def _plan_of(prefix: str) -> str | None:
 
 
 def _remove_shard(directory: Path, index: int) -> None:
-    record = record_path(shard_prefix(str(directory), index))
+    record = record_path(shard_prefix(directory, index))
     record.unlink(missing_ok=True)  # first: without it the rest is nothing
     for path in directory.glob(f"{record.stem}*"):
         path.unlink()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -12,13 +12,13 @@ from numpy.typing import NDArray
 
 from megapack.errors import DataError
 
-__all__ = ["BENIGN", "Faults", "OnError", "Place", "fault_lines", "json_kind"]
+__all__ = ["Faults", "OnError", "Place", "fault_lines", "json_kind", "lacks_documents"]
 
 OnError = Literal["fail", "skip"]
 
 # What never stops a build: ordinary text has it, and nobody can do anything about it. Everything
 # else stops it unless `--on-error skip` was given.
-BENIGN = frozenset(
+_BENIGN = frozenset(
     {"blank line", "chat without assistant", "empty document", "too few words", "too many words"}
 )
 
@@ -73,27 +73,35 @@ class Faults:
             place: the document.
             detail: what exactly is wrong; shown only when the build stops here.
         """
-        if kind not in BENIGN and self.on_error == "fail":
+        if kind not in _BENIGN and self.on_error == "fail":
             reason = f" ({detail})" if detail else ""
             raise DataError(
                 f"{place}: {kind}{reason}; mend the input, or drop such documents with "
                 "--on-error skip (they are counted and reported)"
             )
-        self.add({kind: 1}, {kind: [place]})
+        self._add(kind, 1, [place])
 
     def record_rows(self, kind: str, rows: NDArray[np.intp], place: Callable[[int], Place]) -> None:
         """Count many documents, of which ``place`` tells where they are. Raises as ``record``."""
         if len(rows):
             self.record(kind, place(int(rows[0])))
             shown = rows[1 : self.max_places]
-            self.add({kind: len(rows) - 1}, {kind: [place(int(row)) for row in shown]})
+            self._add(kind, len(rows) - 1, [place(int(row)) for row in shown])
 
-    def add(self, counts: Mapping[str, int], places: Mapping[str, list[Place]]) -> None:
-        """Take over what a later part of the corpus recorded."""
-        for kind, count in counts.items():
-            self.counts[kind] = self.counts.get(kind, 0) + count
-            mine = self.places.setdefault(kind, [])
-            mine += places.get(kind, [])[: self.max_places - len(mine)]
+    def add(self, later: Faults) -> None:
+        """Take over what was recorded later in the corpus."""
+        for kind, count in later.counts.items():
+            self._add(kind, count, later.places.get(kind, []))
+
+    def _add(self, kind: str, count: int, places: Sequence[Place]) -> None:
+        self.counts[kind] = self.counts.get(kind, 0) + count
+        mine = self.places.setdefault(kind, [])
+        mine += places[: self.max_places - len(mine)]
+
+
+def lacks_documents(kinds: Iterable[str]) -> bool:
+    """Whether some were left out that only ``--on-error skip`` leaves out."""
+    return not _BENIGN.issuperset(kinds)
 
 
 def json_kind(value: object) -> str:

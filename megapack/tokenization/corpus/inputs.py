@@ -17,6 +17,7 @@ from pathlib import Path
 from megapack.errors import ConfigError, DataError
 from megapack.tokenization.corpus.pieces import Format, InputFile, format_of, is_data, suffix_of
 from megapack.tokenization.corpus.streams import seems
+from megapack.words import counted
 
 __all__ = ["find_inputs"]
 
@@ -104,22 +105,18 @@ class _Aside:
             ("empty", empty, "file"),
         ):
             if paths:
-                yield f"{what}: {_count(len(paths), noun)} (first: {paths[0]})"
+                yield f"{what}: {counted(len(paths), noun)} (first: {paths[0]})"
         if self.unwanted:
             yield f"not taken from folders: {_by_suffix(self.unwanted)}; choose with --suffix"
         if texts:
             yield f"one document each: {_by_suffix(texts)}"
 
 
-def _count(number: int, noun: str) -> str:
-    return f"{number:,} {noun}{'s' * (number != 1)}"
-
-
 def _by_suffix(paths: Iterable[str]) -> str:
     counts = collections.Counter(map(suffix_of, paths))
     shown = [f"{suffix or 'no suffix'} {n:,}" for suffix, n in counts.most_common(_SHOWN)]
     more = ["..."] if len(counts) > _SHOWN else []
-    return f"{_count(counts.total(), 'file')} ({', '.join(shown + more)})"
+    return f"{counted(counts.total(), 'file')} ({', '.join(shown + more)})"
 
 
 def _require_format(files: Sequence[InputFile]) -> None:
@@ -162,7 +159,7 @@ def _paths(inputs: Sequence[str], suffixes: Sequence[str], aside: _Aside) -> Ite
             folders = [match for match in matches if Path(match).is_dir()]
             found = sorted(set(matches).difference(folders))
             if not found:
-                only = f", but {_count(len(folders), 'folder')}; name them" if folders else ""
+                only = f", but {counted(len(folders), 'folder')}; name them" if folders else ""
                 raise ConfigError(f"no file matches {name!r}{only}")
             aside.folders += [] if "**" in name else folders
         yield from found
@@ -196,9 +193,7 @@ def _walk(root: Path, suffixes: Sequence[str], aside: _Aside) -> Iterator[str]:
             path = Path(directory, name)
             if name.startswith("."):
                 aside.hidden.append(str(path))
-            elif not (
-                any(fnmatch.fnmatchcase(name, p) for p in patterns) if patterns else is_data(name)
-            ):
+            elif not wanted(name):
                 aside.unwanted.append(str(path))
             elif path.is_file():
                 yield str(path)

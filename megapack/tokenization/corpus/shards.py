@@ -26,7 +26,6 @@ _WANTED_SHARDS = 64
 class Shard:
     """Consecutive pieces of the corpus, of about ``num_bytes`` of text."""
 
-    index: int
     pieces: tuple[Piece, ...]
     num_bytes: int
 
@@ -57,7 +56,7 @@ def plan_shards(files: Sequence[InputFile], *, shard_bytes: int, json_key: str) 
     def close() -> None:
         nonlocal pieces, filled
         if pieces:
-            shards.append(Shard(len(shards), tuple(pieces), filled))
+            shards.append(Shard(tuple(pieces), filled))
         pieces, filled = [], 0
 
     for file in files:

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from megapack.errors import ConfigError, DataError
 from megapack.tokenization.corpus.blocks import TextBlock
 from megapack.tokenization.corpus.faults import Faults, json_kind
-from megapack.tokenization.tokenizers.coding import Coded, Coder, Storage
+from megapack.tokenization.tokenizers.coding import Coded, Coder, Frame
 from megapack.tokenization.tokenizers.encoders import Encoder
 
 __all__ = [
@@ -61,9 +61,9 @@ class ChatCoder(Coder):
     model that learns its last answer learns that it ends there.
     """
 
-    def __init__(self, chats: Chats, storage: Storage) -> None:
+    def __init__(self, chats: Chats, frame: Frame) -> None:
         self._chats = chats
-        self._storage = storage
+        self._frame = frame
 
     def code(self, block: TextBlock, faults: Faults) -> Coded:
         coded = []
@@ -80,7 +80,7 @@ class ChatCoder(Coder):
         return self._joined(coded)
 
     def _framed(self, chat: CodedChat) -> CodedChat:
-        prefix, suffix = self._storage.prefix, self._storage.suffix
+        prefix, suffix = self._frame.prefix, self._frame.suffix
         if (prefix and chat.ids[0] == prefix[0]) or (suffix and chat.ids[-1] == suffix[0]):
             raise ConfigError(
                 "the chat template writes the token that begins or ends a document itself; leave "
@@ -101,7 +101,7 @@ class ChatCoder(Coder):
         np.cumsum([len(chat.ids) for chat in chats], out=offsets[1:])
         ids = np.concatenate([np.zeros(0, np.int32), *(chat.ids for chat in chats)])
         learned = np.concatenate([np.zeros(0, np.bool_), *(chat.learned for chat in chats)])
-        tokens, offsets = self._storage.frame(ids, offsets, bare=True)
+        tokens, offsets = self._frame.put_around(ids, offsets, bare=True)
         labels = np.where(learned, ids, np.int32(NO_LOSS)).astype(np.int32)
         return Coded(tokens, offsets, labels)
 
@@ -117,8 +117,8 @@ class HeaderChats(Chats):
     section 8.1.
     """
 
-    def __init__(self, encoder: Encoder, loss: ChatLoss, source: str) -> None:
-        """``source`` is the tokenizer, which must have the three markers.
+    def __init__(self, encoder: Encoder, loss: ChatLoss, name: str) -> None:
+        """``name`` is the tokenizer, which must have the three markers.
 
         Raises:
             ConfigError: it does not, and would store one in pieces.
@@ -129,7 +129,7 @@ class HeaderChats(Chats):
             ids = encoder.encode(TextBlock.of_strings([marker]))[0].tolist()
             if marker not in [encoder.decode([token]) for token in ids]:
                 raise ConfigError(
-                    f"{source} has no token {marker}, which --chat-format headers writes: it would "
+                    f"{name} has no token {marker}, which --chat-format headers writes: it would "
                     f"be stored in {len(ids)} pieces; choose a tokenizer that has it, train one "
                     "with --special-token, or use --chat-format template"
                 )

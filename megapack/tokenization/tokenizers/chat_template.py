@@ -47,19 +47,19 @@ class TemplateChats(Chats):
     def __init__(self, files: TokenizerFiles, loss: ChatLoss) -> None:
         if files.kind != "hf":
             raise ConfigError(
-                f"{files.source} is a {files.kind} tokenizer; chat templates belong to a "
+                f"{files.name} is a {files.kind} tokenizer; chat templates belong to a "
                 "tokenizer.json: use --chat-format headers"
             )
         self._loss = loss
         self._special = tuple(files.special)
-        tokenizers = require("tokenizers", f"tokenizer {files.source}")
+        tokenizers = require("tokenizers", f"tokenizer {files.name}")
         self._tokenizer = load_tokenizers(files)
         # Nothing is added to a rendered text, and offsets shall cover white space, too.
         self._tokenizer.post_processor = tokenizers.processors.ByteLevel(trim_offsets=False)
-        source = _template_of(files)
+        text = _template_of(files)
         # Marks stand around the content; what a role header is they do not say.
-        self._marks_answers = "endgeneration" in source and loss == "content"
-        self._errors, self._template = _compile(files, source)
+        self._marks_answers = "endgeneration" in text and loss == "content"
+        self._errors, self._template = _compile(files, text)
         self._variables = _special_variables(files)
 
     def code(self, messages: Sequence[Message]) -> CodedChat:
@@ -124,7 +124,7 @@ def _template_of(files: TokenizerFiles) -> str:
         template = named.get("default")
     if not isinstance(template, str):
         raise ConfigError(
-            f"{files.source} has no chat template (tokenizer_config.json or chat_template.jinja "
+            f"{files.name} has no chat template (tokenizer_config.json or chat_template.jinja "
             "beside it); use --chat-format headers"
         )
     return template
@@ -140,13 +140,13 @@ def _special_variables(files: TokenizerFiles) -> dict[str, str]:
     return variables
 
 
-def _compile(files: TokenizerFiles, source: str) -> tuple[tuple[type[Exception], ...], Any]:
+def _compile(files: TokenizerFiles, text: str) -> tuple[tuple[type[Exception], ...], Any]:
     """The errors a template can raise, and the template.
 
     There is no ``strftime_now``: a corpus must not depend on the day it was built. Published
     templates have a fixed date for hosts without it.
     """
-    why = f"the chat template of {files.source}"
+    why = f"the chat template of {files.name}"
     jinja2 = require("jinja2", why)
     extensions = require("jinja2.ext", why)
     sandbox = require("jinja2.sandbox", why)
@@ -169,7 +169,7 @@ def _compile(files: TokenizerFiles, source: str) -> tuple[tuple[type[Exception],
 
     environment.globals["raise_exception"] = refuse
     try:
-        return (jinja2.TemplateError, *_WRONG), environment.from_string(source)
+        return (jinja2.TemplateError, *_WRONG), environment.from_string(text)
     except jinja2.TemplateError as error:
         raise ConfigError(f"{why} is broken: {error}") from error
 

@@ -16,7 +16,7 @@ from megapack.tokenization.corpus.split import hashed_split
 from megapack.tokenization.tokenizers.encoders import Encoder
 from megapack.tokenization.tokenizers.probe import first_difference
 
-__all__ = ["Coded", "Coder", "Storage", "TextCoder"]
+__all__ = ["Coded", "Coder", "Frame", "TextCoder"]
 
 
 class Coded(NamedTuple):
@@ -27,15 +27,15 @@ class Coded(NamedTuple):
     labels: NDArray[np.int32] | None  # aligned with tokens; None where every token is learned
 
 
-class Storage(NamedTuple):
-    """How tokens are stored."""
+class Frame(NamedTuple):
+    """What is made of a document's ids before they are stored."""
 
     dtype: str  # "uint16" or "int32"
     vocab_size: int
     prefix: tuple[int, ...]  # ids before every document
     suffix: tuple[int, ...]  # and behind it
 
-    def frame(
+    def put_around(
         self, ids: NDArray[Any], offsets: NDArray[np.int64], *, bare: bool = False
     ) -> tuple[NDArray[Any], NDArray[np.int64]]:
         """Check, narrow and (unless ``bare``) frame ids. Raises DataError for an id outside."""
@@ -65,13 +65,13 @@ class TextCoder(Coder):
     def __init__(
         self,
         encoder: Encoder,
-        storage: Storage,
+        frame: Frame,
         *,
         reference: Encoder | None = None,
         verify_fraction: float = 0.0,
     ) -> None:
         self._encoder = encoder
-        self._storage = storage
+        self._frame = frame
         self._reference = reference
         self._verify_fraction = verify_fraction
 
@@ -83,7 +83,7 @@ class TextCoder(Coder):
         if empty.any():  # text of which a tokenizer's normalization leaves nothing
             faults.record_rows("empty document", np.flatnonzero(empty), block.place)
             offsets = offsets[np.concatenate([~empty, [True]])]
-        tokens, framed = self._storage.frame(ids, offsets)
+        tokens, framed = self._frame.put_around(ids, offsets)
         return Coded(tokens, framed, None)
 
     def _verify(self, block: TextBlock, reference: Encoder) -> None:

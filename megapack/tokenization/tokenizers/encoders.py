@@ -97,7 +97,7 @@ def require_backend(files: TokenizerFiles, backend: str) -> None:
     if backend not in BACKENDS[files.kind]:
         choices = ", ".join(BACKENDS[files.kind])
         raise ConfigError(
-            f"backend {backend!r} does not run {files.source}, a {files.kind} tokenizer; "
+            f"backend {backend!r} does not run {files.name}, a {files.kind} tokenizer; "
             f"choose from {choices}"
         )
 
@@ -122,7 +122,7 @@ class _Loaded(Encoder):
         outside = [token for token in ids if not 0 <= token < size]
         if outside:
             raise DataError(
-                f"token id {outside[0]} is not one of the {size:,} of {self._files.source}: "
+                f"token id {outside[0]} is not one of the {size:,} of {self._files.name}: "
                 "another tokenizer made it"
             )
         return self._decode(list(ids))
@@ -154,7 +154,7 @@ class _SentencePiece(_Loaded):
     backend = "sentencepiece"
 
     def _load(self) -> None:
-        module = require("sentencepiece", f"tokenizer {self._files.source}")
+        module = require("sentencepiece", f"tokenizer {self._files.name}")
         self._processor = module.SentencePieceProcessor(model_proto=self._files.definition())
         self._returns_arrays = hasattr(self._processor, "EncodeAsNumpy")  # 0.2.1 and later
 
@@ -189,9 +189,9 @@ class _Gigatoken(_Loaded):
     backend = "gigatoken"
 
     def _load(self) -> None:
-        source = self._files.source
-        gigatoken = require("gigatoken", f"backend gigatoken of {source}")
-        self._awkward = require("awkward", f"backend gigatoken of {source}")
+        name = self._files.name
+        gigatoken = require("gigatoken", f"backend gigatoken of {name}")
+        self._awkward = require("awkward", f"backend gigatoken of {name}")
         kind = gigatoken.Tokenizer
         load = kind.from_json if self._files.kind == "hf" else kind.from_sentencepiece
         try:
@@ -200,7 +200,7 @@ class _Gigatoken(_Loaded):
             if isinstance(error, MegapackError):
                 raise
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-            raise ConfigError(f"gigatoken cannot run {source}: {reason}") from error
+            raise ConfigError(f"gigatoken cannot run {name}: {reason}") from error
         # It remembers every word it has seen; half the limit is left to it at least.
         half = self._limits.memory_bytes // 2
         self._ceiling = max(self._limits.memory_bytes, resident_bytes() + half)
@@ -227,7 +227,7 @@ class _Gigatoken(_Loaded):
 
 def load_tokenizers(files: TokenizerFiles) -> Any:
     """The `tokenizers.Tokenizer` of a tokenizer.json, which adds and cuts nothing."""
-    module = require("tokenizers", f"tokenizer {files.source}")
+    module = require("tokenizers", f"tokenizer {files.name}")
     tokenizer = module.Tokenizer.from_buffer(files.definition())
     # A file saved after fine-tuning may carry both; either would corrupt a corpus.
     tokenizer.no_truncation()

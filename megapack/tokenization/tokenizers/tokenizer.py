@@ -74,7 +74,7 @@ class TokenizerFiles:
     """
 
     kind: Kind
-    source: str  # as the user named it
+    name: str  # as the user named it
     paths: tuple[Path, ...] = ()  # tokenizer.json, a .model, or vocab.json and merges.txt
     vocab_size: int
     digest: str
@@ -87,7 +87,7 @@ class TokenizerFiles:
 
         ``files`` are the digests of every file that was read: the tokenizer's own, and what says
         its special tokens and its chat template. Which packages run it is another matter
-        (``library_versions``). To check a machine, open the same source there and compare.
+        (``library_versions``). To check a machine, open the same name there and compare.
         """
         return {
             "kind": self.kind,
@@ -96,24 +96,24 @@ class TokenizerFiles:
         }
 
     @staticmethod
-    def open(source: str) -> TokenizerFiles:
-        """Find out what ``source`` is: ``bytes``, a .model, a tokenizer.json, a directory that
+    def open(name: str) -> TokenizerFiles:
+        """Find out what ``name`` is: ``bytes``, a .model, a tokenizer.json, a directory that
         holds one of them or GPT-2's vocab.json and merges.txt, or these two with a comma between.
 
         Raises:
             ConfigError: there is no such tokenizer.
             FormatError: the file is not a tokenizer.
         """
-        if source == "bytes":
+        if name == "bytes":
             special = {text: 256 + i for i, text in enumerate(_BYTE_SPECIALS)}
             return TokenizerFiles(
                 kind="bytes",
-                source=source,
+                name=name,
                 vocab_size=256 + len(special),
                 digest="bytes",
                 special=special,
             )
-        paths = _tokenizer_files(source)
+        paths = _tokenizer_files(name)
         digests: dict[str, str] = {}
         data = [_read(path, digests) for path in paths]
         config = _read_config(paths[0].parent, digests)
@@ -127,7 +127,7 @@ class TokenizerFiles:
             vocab_size, special = read(paths[0], data[0])
         return TokenizerFiles(
             kind=kind,
-            source=source,
+            name=name,
             paths=paths,
             vocab_size=vocab_size,
             digest=xxhash.xxh3_128_hexdigest(b"".join(data)),
@@ -146,7 +146,7 @@ class TokenizerFiles:
         data = [_read(path, digests) for path in self.paths]
         for name, digest in digests.items():
             if digest != self.file_digests[name]:
-                raise DataError(f"{name} of tokenizer {self.source} was changed; start again")
+                raise DataError(f"{name} of tokenizer {self.name} was changed; start again")
         return gpt2_definition(self.paths, data, self.config) if len(data) == 2 else data[0]
 
     def special_token(self, role: Role, token: str | int | None = None) -> SpecialToken:
@@ -162,7 +162,7 @@ class TokenizerFiles:
         if isinstance(token, int):
             if not 0 <= token < self.vocab_size:
                 raise ConfigError(
-                    f"the {role} token is {token}, and the ids of {self.source} end at "
+                    f"the {role} token is {token}, and the ids of {self.name} end at "
                     f"{self.vocab_size - 1}"
                 )
             names = [text for text, token_id in self.special.items() if token_id == token]
@@ -170,13 +170,13 @@ class TokenizerFiles:
         text = token or self._configured(role)
         if text is not None:
             if text not in self.special:
-                raise self._no_special(f"{text!r} is not a special token of {self.source}")
+                raise self._no_special(f"{text!r} is not a special token of {self.name}")
             return SpecialToken(text, self.special[text])
         found = [name for name in _USUAL[role] if name in self.special]
         if len(found) == 1:
             return SpecialToken(found[0], self.special[found[0]])
         problem = f"could be {' or '.join(found)}" if found else "is not declared"
-        raise self._no_special(f"the {role} token of {self.source} {problem}")
+        raise self._no_special(f"the {role} token of {self.name} {problem}")
 
     def _configured(self, role: Role) -> str | None:
         if self.kind == "bytes":
@@ -190,24 +190,24 @@ class TokenizerFiles:
         return ConfigError(f"{problem}; name it with --eod-token or --bos-token (special: {known})")
 
 
-def _tokenizer_files(source: str) -> tuple[Path, ...]:
-    path = Path(source)
+def _tokenizer_files(name: str) -> tuple[Path, ...]:
+    path = Path(name)
     if path.is_dir():
         for names in _IN_DIRECTORY:
             if all((path / name).is_file() for name in names):
                 return tuple(path / name for name in names)
         choices = ", ".join(" with ".join(names) for names in _IN_DIRECTORY)
-        raise ConfigError(f"directory {source} holds no tokenizer: none of {choices}")
-    vocab, comma, merges = source.partition(",")
+        raise ConfigError(f"directory {name} holds no tokenizer: none of {choices}")
+    vocab, comma, merges = name.partition(",")
     if comma and Path(vocab).is_file() and Path(merges).is_file():
         return Path(vocab), Path(merges)
     if not path.is_file():
         raise ConfigError(
-            f"there is no tokenizer at {source}; give a sentencepiece .model, a tokenizer.json, a "
+            f"there is no tokenizer at {name}; give a sentencepiece .model, a tokenizer.json, a "
             "directory that holds one, or the word bytes (nothing is downloaded)"
         )
     if path.suffix not in (".json", ".model"):
-        raise ConfigError(f"{source}: a tokenizer is a .model or a tokenizer.json")
+        raise ConfigError(f"{name}: a tokenizer is a .model or a tokenizer.json")
     return (path,)
 
 

@@ -90,6 +90,7 @@ def evaluate(
             for number, capacity in enumerate(capacities):
                 layout = _layout(capacity, micro_batch_tokens, config)
                 for batch in _batches(data, capacity, layout, max_tokens, world):
+                    world.progress.at(f"validation, bucket {capacity}")
                     loss = model(**on_device(batch, world.device, config))
                     sums[0, number] += loss
                     sums[1, number] += int((batch["labels"] >= 0).sum())
@@ -115,7 +116,7 @@ def perplexity_by_context(
 ) -> dict[int, ValidationResult]:
     """The same documents seen through contexts of different length (BucketLLM, Figure 3).
 
-    With context C, a document longer than C is scored in pieces of C tokens that do not see each
+    With context C, a document longer than C is scored in chunks of C tokens that do not see each
     other; the tokens scored are the same for every C.
     """
     result = {}

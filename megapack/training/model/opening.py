@@ -95,15 +95,12 @@ def try_model(
 def _from_scratch(configuration: Any, implementation: str) -> Any:
     from transformers import AutoModelForCausalLM  # noqa: PLC0415
 
-    alibi = configuration.model_type == "gpt2_alibi"
-    if alibi:
+    if configuration.model_type == "gpt2_alibi":  # the guard's has fewer heads
         configuration.alibi_slopes = alibi_slopes(configuration.n_head).tolist()
     model = AutoModelForCausalLM.from_config(
         configuration, attn_implementation=implementation, dtype=torch.float32
     )
-    if alibi:
-        _give_slopes(model, configuration.alibi_slopes)
-    return model
+    return _with_slopes(model)
 
 
 def build_model(
@@ -124,11 +121,13 @@ def build_model(
     register_architectures()
     register(backend)
     if config.pretrained is not None:
-        model = AutoModelForCausalLM.from_pretrained(
-            config.pretrained,
-            config=configuration,
-            dtype=torch.float32,
-            attn_implementation=ATTENTION_NAME,
+        model = _with_slopes(
+            AutoModelForCausalLM.from_pretrained(
+                config.pretrained,
+                config=configuration,
+                dtype=torch.float32,
+                attn_implementation=ATTENTION_NAME,
+            )
         )
     else:
         # The generators of this process's device only: the others' would be initialised for it.
@@ -136,14 +135,18 @@ def build_model(
         with torch.random.fork_rng(devices=mine):
             torch.manual_seed(seed)
             model = _from_scratch(configuration, ATTENTION_NAME)
-    if config.pretrained is not None and configuration.model_type == "gpt2_alibi":
-        _give_slopes(model, configuration.alibi_slopes)
     # from_pretrained gives a model in evaluation mode, which would not checkpoint activations.
     return TrainingModel(model, chunk_tokens=chunk_tokens, fused_loss=fused_loss).train()
 
 
-def _give_slopes(model: Any, slopes: list[float]) -> None:
-    """After loading, which leaves buffers that no file holds without values."""
-    for block in model.transformer.h:
-        values = torch.tensor(slopes, dtype=torch.float32, device=block.attn.c_attn.weight.device)
-        block.attn.register_buffer("alibi_slopes", values, persistent=False)
+def _with_slopes(model: Any) -> Any:
+    """ALiBi's slopes in every layer; after loading, which leaves buffers of no file empty."""
+    if model.config.model_type == "gpt2_alibi":
+        for block in model.transformer.h:
+            values = torch.tensor(
+                model.config.alibi_slopes,
+                dtype=torch.float32,
+                device=block.attn.c_attn.weight.device,
+            )
+            block.attn.register_buffer("alibi_slopes", values, persistent=False)
+    return model

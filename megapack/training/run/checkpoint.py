@@ -1,52 +1,36 @@
 """Checkpoints: complete or absent, checked before they are loaded, for any number of ranks.
 
-``<directory>/step_00001000/`` holds DeepSpeed's files and ``manifest.json`` (step, world size,
-state of the data order, size and checksum of every file). It is written under another name and
-renamed when the manifest is complete; ``latest`` names the newest. With another number of ranks
-or another ZeRO stage the checkpoint is first rewritten as a DeepSpeed universal checkpoint.
+``<directory>/step_00001000_tokens_4194304000/`` holds DeepSpeed's files and ``manifest.json``
+(step, world size, state of the data order, size and checksum of every file). It is written under
+another name and renamed when everything is on the disk; ``latest`` names the newest. With another
+number of ranks or another ZeRO stage the checkpoint is first rewritten as a DeepSpeed universal
+checkpoint.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
-
-import torch.distributed as dist
-import xxhash
+from typing import Any
 
 from megapack.errors import ResumeError
 from megapack.storage.atomic import atomic_write
+from megapack.training.run.engine import not_finite
+from megapack.training.run.manifest import (
+    CheckpointManifest,
+    Verify,
+    compare_file,
+    tag_of,
+    tags_in,
+)
 from megapack.training.run.world import World
+from megapack.training.run.written import written_files
 
-__all__ = ["CheckpointManifest", "CheckpointStore", "Resume"]
-
-_MANIFEST = "manifest.json"
-_VERSION = 1
-_BLOCK = 1 << 22
-
-Verify = Literal["size", "checksum"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class CheckpointManifest:
-    """What a checkpoint is, readable without loading it."""
-
-    step: int
-    """Optimizer steps that were done."""
-    world_size: int
-    zero_stage: int
-    state: dict[str, Any]
-    """The caller's: the order of samples, the length of the run."""
-    files: dict[str, dict[str, Any]]
-    """Relative name -> ``bytes`` and ``xxh3``."""
-    version: int = _VERSION
+__all__ = ["CheckpointStore", "Resume"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +46,7 @@ class Resume:
 
 
 class CheckpointStore:
-    """The checkpoints of one run. All methods but ``tags`` and ``read`` are collective.
+    """The checkpoints of one run. All methods but ``tags`` are collective.
 
     Args:
         directory: shared by all nodes.
@@ -76,48 +60,54 @@ class CheckpointStore:
         self.zero_stage = zero_stage
 
     def tags(self) -> list[str]:
-        """Names of the checkpoints, oldest first, damaged ones included."""
-        found = self.directory.glob("step_*")
-        return sorted(p.name for p in found if p.is_dir() and "." not in p.name)
-
-    def read(self, tag: str) -> CheckpointManifest:
-        """The manifest of one checkpoint. Raises ResumeError when it cannot be read."""
-        path = self.directory / tag / _MANIFEST
-        try:
-            return CheckpointManifest(**json.loads(path.read_text(encoding="utf-8")))
-        except (OSError, ValueError, TypeError) as error:
-            raise ResumeError(f"{path} cannot be read: {error}") from error
+        """Names of the checkpoints by tokens seen, damaged ones included."""
+        return tags_in(self.directory)
 
     # --- saving ---------------------------------------------------------------------------------
 
-    def save(self, engine: Any, step: int, state: dict[str, Any]) -> str:
-        """Write the checkpoint of ``step`` and remove those beyond ``keep``.
+    def save(self, engine: Any, step: int, tokens: int, state: dict[str, Any]) -> str:
+        """Write a checkpoint and remove those beyond ``keep``.
+
+        Args:
+            engine: of ``start_engine``.
+            step: optimizer steps that were done.
+            tokens: of all these steps, padding included; decides which checkpoint is the newest.
+            state: goes into the manifest.
 
         Returns:
-            Its name. Saving a step again replaces it.
+            Its name. Saving the same again replaces it.
 
         Raises:
+            FloatingPointError: a weight is infinite or not a number.
             ResumeError: some rank could not write; nothing appears under the final name.
         """
-        tag = f"step_{step:08d}"
-        partial = f"{tag}.partial"
+        tag = tag_of(step, tokens)
+        partial = self.directory / f"{tag}.partial"
+        bad = not_finite(engine.module)
+        what = f"checkpoint {tag} is not written: weights are not finite"
+        self.world.fail_together(", ".join(bad[:3]) or None, what, FloatingPointError)
         self.world.on_first(self._clear_partial)
-        problem = None
-        try:
+        with written_files(engine, partial, self.world.progress) as written:
             # No `latest` from DeepSpeed: it would name a directory before it is complete.
+            client_state = {"megapack": state}
             engine.save_checkpoint(
-                str(self.directory), partial, client_state={"megapack": state}, save_latest=False
+                str(self.directory), partial.name, client_state=client_state, save_latest=False
             )
-        except (OSError, RuntimeError) as error:
-            problem = f"rank {self.world.rank} on {self.world.host}: {error}"
-        self.world.fail_together(problem, f"checkpoint {tag} could not be written")
-        files = self._measure(self.directory / partial)
+        problem = (
+            written.problem and f"rank {self.world.rank} on {self.world.host}: {written.problem}"
+        )
+        files = {name: v for part in self.world.gather(written.files) for name, v in part.items()}
+        try:
+            self.world.fail_together(problem, f"checkpoint {tag} could not be written")
+        except ResumeError:
+            self.world.on_first(self._clear_partial)  # half of it may fill the disk
+            raise
         manifest = CheckpointManifest(
             step=step,
             world_size=self.world.size,
             zero_stage=self.zero_stage,
             state=state,
-            files=files,
+            files=dict(sorted(files.items())),
         )
         self.world.on_first(lambda: self._publish(partial, tag, manifest))
         return tag
@@ -128,27 +118,21 @@ class CheckpointStore:
             for leftover in self.directory.glob(f"step_*.{kind}"):
                 shutil.rmtree(leftover, ignore_errors=True)
 
-    def _publish(self, partial: str, tag: str, manifest: CheckpointManifest) -> None:
-        with atomic_write(self.directory / partial / _MANIFEST, "w") as file:
-            json.dump(manifest.__dict__, file, indent=1)
-        target = self.directory / tag
-        if target.exists():
-            shutil.rmtree(target)
-        (self.directory / partial).rename(target)
-        with atomic_write(self.directory / "latest", "w") as file:
+    def _publish(self, partial: Path, tag: str, manifest: CheckpointManifest) -> None:
+        manifest.write(partial)
+        self._remove(tag)
+        partial.rename(self.directory / tag)
+        with atomic_write(self.directory / "latest", "w") as file:  # syncs the directory, too
             file.write(tag)
-        for old in self.tags()[: -self.keep]:
-            shutil.rmtree(self.directory / old)
+        newest = self.tags()
+        for old in newest[: max(0, newest.index(tag) + 1 - self.keep)]:
+            self._remove(old)
 
-    def _measure(self, directory: Path) -> dict[str, dict[str, Any]]:
-        """Sizes and checksums of all files; every rank reads its share of them."""
-        mine = {
-            name: {"bytes": (directory / name).stat().st_size, "xxh3": _xxh3(directory / name)}
-            for name in self._share(_file_names(directory))
-        }
-        parts: list[dict[str, dict[str, Any]]] = [{}] * self.world.size
-        dist.all_gather_object(parts, mine)
-        return dict(sorted((name, value) for part in parts for name, value in part.items()))
+    def _remove(self, tag: str) -> None:
+        """A checkpoint half removed must not look like one."""
+        if (self.directory / tag).exists():
+            gone = (self.directory / tag).rename(self.directory / f"{tag}.old.partial")
+            shutil.rmtree(gone)
 
     # --- finding and loading --------------------------------------------------------------------
 
@@ -164,12 +148,10 @@ class CheckpointStore:
                 ZeRO stage that cannot be carried over.
         """
         rejected: dict[str, str] = {}
-        tags: list[list[str]] = [self.tags()]
-        dist.broadcast_object_list(tags, src=0)  # one view, should a shared disk lag
-        for tag in reversed(tags[0]):
+        for tag in reversed(self.world.on_first(self.tags)):  # one view, if a shared disk lags
             problems = self._problems(tag, verify)
             if not problems:
-                manifest = self.read(tag)
+                manifest = CheckpointManifest.read(self.directory / tag)
                 universal = self._needs_universal(manifest)
                 self.world.on_first(lambda: self._set_aside(list(rejected)))
                 found = list(rejected.values())
@@ -248,48 +230,12 @@ class CheckpointStore:
         """What is wrong with a checkpoint, the same list on every rank."""
         mine: list[str] = []
         try:
-            manifest = self.read(tag)
+            manifest = CheckpointManifest.read(self.directory / tag)
         except ResumeError as error:
             mine = [str(error)]
         else:
-            for name in self._share(list(manifest.files)):
-                problem = _compare(self.directory / tag / name, manifest.files[name], verify)
+            for name in sorted(manifest.files)[self.world.rank :: self.world.size]:
+                problem = compare_file(self.directory / tag / name, manifest.files[name], verify)
                 if problem:
                     mine.append(f"{name} {problem}")
-        parts: list[list[str]] = [[]] * self.world.size
-        dist.all_gather_object(parts, mine)
-        return sorted({problem for part in parts for problem in part})
-
-    # --- together -------------------------------------------------------------------------------
-
-    def _share(self, names: list[str]) -> list[str]:
-        return sorted(names)[self.world.rank :: self.world.size]
-
-
-def _file_names(directory: Path) -> list[str]:
-    return sorted(str(p.relative_to(directory)) for p in directory.rglob("*") if p.is_file())
-
-
-def _compare(path: Path, expected: dict[str, Any], verify: Verify) -> str | None:
-    try:
-        size = path.stat().st_size
-    except OSError:
-        return "is missing"
-    if size != expected["bytes"]:
-        return f"has {size} bytes instead of {expected['bytes']}"
-    if verify == "checksum" and _xxh3(path) != expected["xxh3"]:
-        return "has another checksum than when it was written"
-    return None
-
-
-def _xxh3(path: Path) -> str:
-    state = xxhash.xxh3_128()
-    for block in _blocks(path):
-        state.update(block)
-    return state.hexdigest()
-
-
-def _blocks(path: Path) -> Iterator[bytes]:
-    with path.open("rb") as file:
-        while block := file.read(_BLOCK):
-            yield block
+        return sorted({problem for part in self.world.gather(mine) for problem in part})

@@ -2,19 +2,23 @@
 
 ``config.yaml`` the resolved configuration, ``starts.jsonl`` one line per start (versions, git,
 hosts, fingerprints, command), ``log.jsonl`` one line per step, ``evaluation.jsonl``,
-``checkpoints/``, ``tensorboard/``, ``model/`` (what ``from_pretrained`` loads), ``end.json``, and
-when asked for ``batches/``, what every rank was fed.
+``checkpoints/``, ``tensorboard/``, ``model/`` (what ``from_pretrained`` loads), ``end.json`` (why
+and where the run ended), and when asked for ``batches/``, what every rank was fed.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import json
+import os
 import platform
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +29,8 @@ import megapack
 from megapack.config import to_dict
 from megapack.errors import FormatError
 from megapack.storage.atomic import atomic_write
+from megapack.storage.lock import WriterLock
+from megapack.training.run.world import World
 
 __all__ = ["RunDirectory", "environment", "git_state", "plain", "read_jsonl"]
 
@@ -42,32 +48,69 @@ class RunDirectory:
         self.evaluation = self.path / "evaluation.jsonl"
         self.batches = self.path / "batches"
         self.tensorboard = self.path / "tensorboard"
+        self.at: dict[str, int] = {}
+        """``step`` and ``saved``: steps done and steps in a checkpoint, for ``end.json``."""
+        self._end = self.path / "end.json"
+        self._lock: WriterLock | None = None
+        self._is_held = False
+
+    @contextmanager
+    def held(self, world: World) -> Iterator[None]:
+        """Nobody else trains into this directory meanwhile; collective.
+
+        The lock is the first rank's and the kernel's: it ends with that process, however it ends.
+        ``end.json`` says "running" until something better is known, also after a SIGKILL.
+
+        Raises:
+            LockedError: another run does; names its host and process.
+        """
+        world.on_first(self._hold)
+        self._is_held = True
+        try:
+            yield
+        finally:
+            self.release()
+
+    def _hold(self) -> None:
+        self.path.mkdir(parents=True, exist_ok=True)
+        self._lock = WriterLock(self.path, what="training")
+        self._write_end("running")
+
+    def release(self) -> None:
+        """Let the next run in."""
+        if self._lock is not None:
+            self._lock.release()
 
     def begin(self, config: Any, facts: dict[str, Any]) -> None:
         """Record a start: the configuration in full, and one line of facts."""
-        self.path.mkdir(parents=True, exist_ok=True)
-        (self.path / "end.json").unlink(missing_ok=True)
         with atomic_write(self.path / "config.yaml", "w") as file:
             yaml.safe_dump(plain(to_dict(config)), file, sort_keys=False)
         line = {"time": time.time(), **environment(), **facts}
         with (self.path / "starts.jsonl").open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
 
-    def end(self, facts: dict[str, Any]) -> None:
-        """Record why and where the run ended."""
-        with atomic_write(self.path / "end.json", "w") as file:
-            json.dump({"time": time.time(), **facts}, file, indent=1)
+    def end(self, reason: str) -> None:
+        """Record how the run ended by itself: "done" or "signal"."""
+        self._write_end(reason)
 
-    def forget_after(self, step: int) -> None:
-        """Drop what a run that continues at ``step`` writes again.
+    def fail(self, message: str) -> None:
+        """Record why this process gives up; the first one that says so is believed."""
+        if not self._is_held:
+            return  # the directory is another run's
+        with contextlib.suppress(OSError, ValueError):  # "running" is all that can be said
+            if json.loads(self._end.read_text(encoding="utf-8"))["reason"] == "running":
+                self._write_end("error", message=message)
 
-        A line of a step is about that step; a line of an evaluation, about the steps before it.
-        """
-        kept = {self.evaluation: step + 1}
+    def _write_end(self, reason: str, **facts: Any) -> None:
+        where = {"host": socket.gethostname(), "pid": os.getpid()}
+        with atomic_write(self._end, "w") as file:
+            json.dump({"time": time.time(), "reason": reason, **where, **self.at, **facts}, file)
+
+    def forget_after(self, tokens: int) -> None:
+        """Drop what a run that continues after these tokens writes again."""
         for path in (self.log, self.evaluation, *self.batches.glob("*.jsonl")):
             if path.exists():
-                end = kept.get(path, step)
-                lines = [line for line in read_jsonl(path) if line["step"] < end]
+                lines = [line for line in read_jsonl(path) if line["tokens_seen"] <= tokens]
                 with atomic_write(path, "w") as file:
                     file.writelines(json.dumps(line) + "\n" for line in lines)
 

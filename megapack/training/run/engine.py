@@ -23,6 +23,7 @@ from megapack.training.run.world import World
 __all__ = [
     "StepResult",
     "deepspeed_configuration",
+    "not_finite",
     "parameter_groups",
     "start_engine",
     "train_step",
@@ -37,6 +38,8 @@ class StepResult:
     """Scalar on the device: losses of this rank's label tokens, summed."""
     grad_norm: float | Tensor | None
     """Norm of the whole gradient before clipping."""
+    skipped: bool
+    """The gradient was not finite: the weights are those of before, on all ranks."""
 
 
 def deepspeed_configuration(
@@ -128,7 +131,8 @@ def start_engine(
     buffers = {
         name: buffer.clone() for name, buffer in model.named_buffers() if buffer.is_floating_point()
     }
-    optimizer = torch.optim.AdamW(
+    kind = torch.optim.AdamW if config.engine.zero_stage else _CheckedAdamW
+    optimizer = kind(
         parameter_groups(model, config.optimizer),
         lr=config.optimizer.lr,
         betas=config.optimizer.betas,
@@ -150,6 +154,19 @@ def start_engine(
         # ZeRO-3 fetches parameters between the parts of a layer, which no single graph can hold.
         _compile_layers(model, fullgraph=config.engine.zero_stage < 3)
     return engine
+
+
+class _CheckedAdamW(torch.optim.AdamW):
+    """Skips what DeepSpeed's own optimizers skip; without ZeRO it asks for ``overflow`` only."""
+
+    overflow = False
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        params = (p for group in self.param_groups for p in group["params"])
+        norm = nn.utils.get_total_norm([p.grad for p in params if p.grad is not None])
+        self.overflow = not bool(torch.isfinite(norm))
+        return None if self.overflow else super().step(closure)
 
 
 def _restore_buffers(model: nn.Module, buffers: dict[str, Tensor], device: torch.device) -> None:
@@ -193,5 +210,18 @@ def train_step(
         # when backward starts at the very tensor that its forward returned.
         engine.backward(loss.clone(), scale_wrt_gas=False)
         losses.append(loss.detach() / scale)
+    skipped_before = engine.skipped_steps
     engine.step()
-    return StepResult(loss_sum=torch.stack(losses).sum(), grad_norm=engine.get_global_grad_norm())
+    return StepResult(
+        loss_sum=torch.stack(losses).sum(),
+        grad_norm=engine.get_global_grad_norm(),
+        skipped=engine.skipped_steps > skipped_before,
+    )
+
+
+def not_finite(model: nn.Module) -> list[str]:
+    """Names of parameters of which this rank's share holds an infinity or no number."""
+    shares = {name: getattr(p, "ds_tensor", p).detach() for name, p in model.named_parameters()}
+    sums = torch.stack([share.sum(dtype=torch.float32) for share in shares.values()])
+    bad = (~torch.isfinite(sums)).tolist()
+    return [name for name, is_bad in zip(shares, bad, strict=True) if is_bad]

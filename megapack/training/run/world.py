@@ -10,7 +10,7 @@ import os
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -19,9 +19,20 @@ import torch.distributed as dist
 
 from megapack.errors import ConfigError, MegapackError, ResumeError
 
-__all__ = ["World", "free_port", "join", "world"]
+__all__ = ["RankProgress", "World", "free_port", "join", "world"]
 
 T = TypeVar("T")
+
+
+class RankProgress:
+    """How far this process is: a count that all ranks drive alike, and the place in words."""
+
+    def __init__(self) -> None:
+        self.count, self.place = 0, "the start"
+
+    def at(self, place: str) -> None:
+        """The next place was reached."""
+        self.count, self.place = self.count + 1, place
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +46,8 @@ class World:
     host: str
     group: Any = None
     """Of CPU messages between ranks (gloo), in which waiting costs nothing; None: the default."""
+    progress: RankProgress = field(default_factory=RankProgress)
+    """What the heartbeat watches."""
 
     @property
     def is_first(self) -> bool:

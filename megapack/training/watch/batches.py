@@ -21,11 +21,17 @@ class TimedBatches:
         self._loader = loader
         self._waited = 0.0
         self.imbalance = 1.0
-        """Of the step before: largest over mean attention work of the ranks."""
+        """Of the step: largest over mean attention work of the ranks."""
 
     def steps(self) -> Iterator[tuple[int, Iterator[Batch]]]:
-        """Every step with its micro batches of this rank, each gathered when it is asked for."""
-        return itertools.groupby(self._batches(), key=lambda batch: int(batch["step"]))
+        """Every step with its micro batches of this rank, each gathered when it is asked for.
+
+        A step ends with its last micro batch: the next one's is not waited for before the update.
+        """
+        batches = self._batches()
+        for first in batches:
+            rest = itertools.islice(batches, first["num_micro_steps"] - 1)
+            yield int(first["step"]), itertools.chain([first], rest)
 
     def _batches(self) -> Iterator[Batch]:
         batches = iter(self._loader)
@@ -47,7 +53,8 @@ class TimedBatches:
 class BatchTrace:
     """What every rank was fed, one line per micro batch: ``batches/rank_00000.jsonl``."""
 
-    def __init__(self, directory: RunDirectory, world: World) -> None:
+    def __init__(self, directory: RunDirectory, world: World, tokens_per_step: int) -> None:
+        self._tokens_per_step = tokens_per_step
         directory.batches.mkdir(parents=True, exist_ok=True)
         self._path = directory.batches / f"rank_{world.rank:05d}.jsonl"
 
@@ -55,6 +62,7 @@ class BatchTrace:
         """Pass batches on, and write down what they are."""
         for batch in batches:
             line = {name: batch[name] for name in ("step", "micro_step", "bucket", "capacity")}
+            line["tokens_seen"] = (line["step"] + 1) * self._tokens_per_step
             line["sample_ids"] = batch["sample_ids"].tolist()
             with self._path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(line) + "\n")

@@ -23,6 +23,7 @@ from megapack.training.model.flops import peak_flops
 from megapack.training.run.directory import RunDirectory
 from megapack.training.run.engine import StepResult
 from megapack.training.run.world import World
+from megapack.training.watch.skipped import SkippedUpdates
 from megapack.training.watch.work import StepWork, sample_digest
 
 __all__ = ["Monitor"]
@@ -39,6 +40,7 @@ class Monitor:
         world: this process; the first one writes.
         num_steps: of the whole run, for the time that is left.
         start: the first step, after which older curves are cut.
+        max_skipped: updates in a row that may be skipped.
     """
 
     def __init__(
@@ -49,9 +51,11 @@ class Monitor:
         *,
         num_steps: int,
         start: int = 0,
+        max_skipped: int = 0,
     ) -> None:
         self.directory, self.config, self.world = directory, config, world
         self.num_steps, self.start = num_steps, start
+        self._skipped = SkippedUpdates(max_skipped)
         self._peak = peak_flops(world.device)
         self._lines: list[dict[str, Any]] = []
         self._results: list[StepResult] = []
@@ -79,10 +83,13 @@ class Monitor:
         """Record a step; writes when a log line is due.
 
         Args:
-            line: ``step``, ``epoch``, ``lr``, ``data_wait`` (seconds), ``imbalance``.
+            line: ``step``, ``tokens_seen``, ``epoch``, ``lr``, ``data_wait`` (s), ``imbalance``.
             content: what the step held.
             work: tokens and operations of the step.
             result: of this rank, on the device.
+
+        Raises:
+            FloatingPointError: as ``flush``, or too many updates in a row were skipped.
         """
         now = time.perf_counter()
         seconds, self._since = now - self._since, now
@@ -91,11 +98,15 @@ class Monitor:
             "capacity": content.capacity,
             "label_tokens": content.num_label_tokens,
             "samples": sample_digest(content),
+            "skipped": result.skipped,
         }
         self._lines.append({**line, **about, "seconds": seconds, **work.__dict__})
         self._results.append(result)
-        if len(self._lines) == self.config.every:
+        problem = self._skipped.note(line["step"], result.skipped)
+        if problem is not None or len(self._lines) == self.config.every:
             self.flush()
+        if problem is not None:
+            raise FloatingPointError(problem)
 
     def flush(self) -> None:
         """Write what was recorded; all ranks.
@@ -159,12 +170,13 @@ class Monitor:
                 scalars[f"bucket_loss/{line['capacity']}"] = line["loss"]
             writer.write(scalars, step)
 
-    def evaluation(self, step: int, result: dict[str, Any]) -> None:
+    def evaluation(self, step: int, tokens_seen: int, result: dict[str, Any]) -> None:
         """Write an evaluation after ``step`` steps; all ranks may call it."""
         if not self.world.is_first:
             return
         with self.directory.evaluation.open("a", encoding="utf-8") as file:
-            file.write(json.dumps({"step": step, **result}) + "\n")
+            line = {"step": step, "tokens_seen": tokens_seen, **result}
+            file.write(json.dumps(line) + "\n")
         for writer in self._writers:
             scalars = {f"valid/{k}": v for k, v in result.items() if isinstance(v, float)}
             writer.write(scalars, step)

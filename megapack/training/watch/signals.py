@@ -7,6 +7,7 @@ read at the next one, so that no device and no rank waits for it.
 
 from __future__ import annotations
 
+import os
 import signal
 import types
 from typing import Any
@@ -43,6 +44,8 @@ class StopSignals:
         if self.received is not None and number == signal.SIGINT:
             raise KeyboardInterrupt
         self.received = signal.Signals(number).name
+        again = "; once more leaves without saving" if number == signal.SIGINT else ""
+        os.write(2, f"megapack: {self.received}: saving after this step{again}\n".encode())
 
 
 class Agreement:

@@ -53,7 +53,7 @@ def start(
 
 def command(corpus: Path, prefix: Path, *more: str) -> list[str]:
     arguments = ["tokenize", "--input", str(corpus), "--tokenizer", "bytes", "--append-eod"]
-    arguments += ["--output-prefix", str(prefix), "--shard-size", "20K", "--workers", "1", *more]
+    arguments += ["--output-prefix", str(prefix), "--shard-bytes", "20K", "--workers", "1", *more]
     return [sys.executable, "-m", "megapack.cli.main", *arguments]
 
 

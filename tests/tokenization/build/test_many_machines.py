@@ -52,7 +52,7 @@ def environment(**more: str) -> dict[str, str]:
 
 def arguments(corpus: Path, prefix: Path) -> list[str]:
     common = ["--input", str(corpus), "--tokenizer", "bytes", "--append-eod"]
-    return [*common, "--output-prefix", str(prefix), "--shard-size", "30K"]
+    return [*common, "--output-prefix", str(prefix), "--shard-bytes", "30K"]
 
 
 def test_an_array_of_tasks_and_a_finish_make_the_same_dataset(

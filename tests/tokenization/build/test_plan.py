@@ -15,7 +15,7 @@ import pytest
 
 from megapack import IndexedDataset
 from megapack.errors import ConfigError, MegapackError
-from megapack.storage.lock import writer_lock
+from megapack.storage.lock import WriterLock
 from megapack.tokenization.build.plan import Plan
 from megapack.tokenization.build.run import BuildResult
 
@@ -51,8 +51,8 @@ def test_parts_of_two_plans_never_become_one_dataset(
     tmp_path: Path, corpus: Path, run_build: Build
 ) -> None:
     sharding: dict[str, Any] = {"shard_bytes": 4000}
-    plain = run_build(corpus, shard=(0, 2), **sharding)
-    other = run_build(corpus, shard=(1, 2), append_eod=True, **sharding)
+    plain = run_build(corpus, part=(0, 2), **sharding)
+    other = run_build(corpus, part=(1, 2), append_eod=True, **sharding)
     assert plain.plan.digest != other.plan.digest
     progress = Silence()
     with pytest.raises(MegapackError, match=r"shard 0 is not finished; .* of this plan \d+ of \d+"):
@@ -61,7 +61,7 @@ def test_parts_of_two_plans_never_become_one_dataset(
     assert "kB of another plan; --overwrite removes it" in said
     assert "eod was None, is ['<eod>', 256]" in said
     assert not IndexedDataset.exists(tmp_path / "out")
-    run_build(corpus, shard=(0, 2), append_eod=True, **sharding)
+    run_build(corpus, part=(0, 2), append_eod=True, **sharding)
     run_build(corpus, finish=True, append_eod=True, **sharding)
     assert all(tokens[-1] == 256 for tokens in IndexedDataset(tmp_path / "out")[:])
     meta = IndexedDataset(tmp_path / "out").meta
@@ -71,7 +71,7 @@ def test_parts_of_two_plans_never_become_one_dataset(
 def test_a_changed_plan_is_another_build_and_says_what_the_first_left_behind(
     tmp_path: Path, corpus: Path, write_jsonl: WriteJsonl, run_build: Build
 ) -> None:
-    run_build(corpus, shard=(0, 2), shard_bytes=4000)
+    run_build(corpus, part=(0, 2), shard_bytes=4000)
     changes: list[tuple[dict[str, Any], str]] = [
         ({"shard_bytes": 2000}, "shard_bytes was 4000, is 2000"),
         ({"prepend_bos": True}, "bos was None, is ['<bos>', 257]"),
@@ -96,15 +96,32 @@ def test_a_changed_plan_is_another_build_and_says_what_the_first_left_behind(
     assert not progress.notes and not (tmp_path / "out.build").exists(), "--overwrite removes all"
 
 
+def test_overwrite_leaves_the_same_dataset_alone_and_removes_what_other_plans_left(
+    tmp_path: Path, corpus: Path, run_build: Build
+) -> None:
+    """One rule for every command: replaced is what differs."""
+    run_build(corpus)
+    before = (tmp_path / "out.bin").stat()
+    left = tmp_path / "out.build" / "another"
+    left.mkdir(parents=True)
+    (left / "plan.json").write_text("{}")
+    assert run_build(corpus, overwrite=True).state == "found"
+    assert (tmp_path / "out.bin").stat() == before and not left.exists()
+    (tmp_path / "out.manifest.json").write_text("damaged")
+    assert run_build(corpus, overwrite=True).state == "built"
+    (tmp_path / "out.bin").unlink()
+    assert run_build(corpus, overwrite=True).state == "built", "half of a dataset is none"
+
+
 def test_a_part_that_starts_over_leaves_the_other_parts(corpus: Path, run_build: Build) -> None:
     options: dict[str, Any] = {"shard_bytes": 4000}
-    parts = [run_build(corpus, shard=(i, 2), **options) for i in range(2)]
-    again = run_build(corpus, shard=(0, 2), overwrite=True, **options)
+    parts = [run_build(corpus, part=(i, 2), **options) for i in range(2)]
+    again = run_build(corpus, part=(0, 2), overwrite=True, **options)
     assert (again.num_shards, again.num_shards_kept) == (parts[0].num_shards, 0)
-    other = run_build(corpus, shard=(1, 2), **options)
+    other = run_build(corpus, part=(1, 2), **options)
     assert other.num_shards_kept == other.num_shards == parts[1].num_shards
     assert run_build(corpus, finish=True, **options).state == "built"
-    found = run_build(corpus, shard=(0, 2), **options)
+    found = run_build(corpus, part=(0, 2), **options)
     assert found.state == "found", "all is done; a part has nothing to do"
 
 
@@ -247,7 +264,7 @@ def test_shards_are_not_removed_while_somebody_works_on_them(
     options: dict[str, Any] = {"shard_bytes": 4000}
     result = run_build(corpus, keep_shards=True, **options)
     directory = tmp_path / "out.build" / result.plan.digest
-    with writer_lock(tmp_path / "out.build", what="a test", shared=True):
+    with WriterLock(tmp_path / "out.build", what="a test", shared=True):
         assert run_build(corpus, **options).state == "found"
         assert directory.exists()
     assert run_build(corpus, **options).state == "found"
@@ -273,7 +290,7 @@ def test_shards_that_lack_documents_are_not_taken_for_whole_ones(
     records: list[Any] = [{"text": "x" * 500}] * 20
     corpus = write_jsonl(tmp_path / "x.jsonl", [*records, {"no": "text"}, *records])
     parts: dict[str, Any] = {"shard_bytes": 2000, "on_error": "skip"}
-    run_build(corpus, shard=(0, 1), **parts)
+    run_build(corpus, part=(0, 1), **parts)
     with pytest.raises(ConfigError, match=r"built with --on-error skip .*1 x missing key"):
         run_build(corpus, finish=True, shard_bytes=2000)
     assert not IndexedDataset.exists(tmp_path / "out")

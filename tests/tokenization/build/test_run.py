@@ -53,7 +53,7 @@ def test_the_bytes_do_not_depend_on_workers_blocks_or_parts(
     assert run("w3", workers=3, block_bytes=7000) == alone
     for i in range(3):
         part = {"tokenizer": str(bpe_json), "append_eod": True, "shard_bytes": 50_000}
-        result = run_build(corpus, output_prefix=str(tmp_path / "parts"), shard=(i, 3), **part)
+        result = run_build(corpus, output_prefix=str(tmp_path / "parts"), part=(i, 3), **part)
         assert result.state == "part"
         assert not IndexedDataset.exists(tmp_path / "parts")
     assert run("parts", finish=True) == alone
@@ -202,7 +202,7 @@ def test_a_build_stopped_by_a_bad_document_goes_on_when_told_to_skip_it(
 def test_finish_builds_nothing_that_is_missing(
     tmp_path: Path, corpus: Path, run_build: Build
 ) -> None:
-    run_build(corpus, shard=(0, 2), shard_bytes=100_000)
+    run_build(corpus, part=(0, 2), shard_bytes=100_000)
     with pytest.raises(MegapackError, match="shard 1 is not finished; --finish joins"):
         run_build(corpus, finish=True, shard_bytes=100_000)
     assert run_build(corpus, shard_bytes=100_000).num_shards_kept > 0
@@ -267,8 +267,9 @@ def test_progress_counts_every_document_once(
     corpus: Path, run_build: Build, source_texts: list[str]
 ) -> None:
     for workers in (1, 2):
-        progress = Silence()
-        run_build(corpus, workers=workers, shard_bytes=1 << 17, overwrite=True, progress=progress)
+        progress, prefix = Silence(), str(corpus.with_name(f"by-{workers}"))
+        options: dict[str, Any] = {"shard_bytes": 1 << 17, "output_prefix": prefix}
+        run_build(corpus, workers=workers, progress=progress, **options)
         assert sum(counted.documents for counted in progress.counted) == len(source_texts)
 
 
@@ -287,8 +288,8 @@ def test_the_check_along_the_way_stops_at_a_difference(
 CONTRADICTIONS: list[tuple[dict[str, Any], str]] = [
     ({"workers": 0}, "workers is 0"),
     ({"verify_fraction": 2.0}, r"must be in \[0, 1\]"),
-    ({"shard": (3, 3)}, "shard is 3/3"),
-    ({"shard": (0, 2), "finish": True}, "give one of them"),
+    ({"part": (3, 3)}, "part is 3/3"),
+    ({"part": (0, 2), "finish": True}, "give one of them"),
     ({"boundary": "separator", "append_eod": True}, "leave out --append-eod"),
     ({"messages_key": "m", "min_words": 5}, "--min-words"),
     ({"split_key": "id"}, "--split-key needs"),
@@ -324,7 +325,7 @@ def test_memory_does_not_follow_the_size_of_the_corpus(
         corpus = write_jsonl(tmp_path / f"{megabytes}.jsonl", [{"text": text}] * (33 * megabytes))
         command = [sys.executable, "-c", PEAK, "tokenize", "--input", str(corpus)]
         command += ["--tokenizer", "bytes", "--output-prefix", str(tmp_path / f"out{megabytes}")]
-        command += ["--shard-size", "1G", "--block-bytes", "1M"]
+        command += ["--shard-bytes", "1G", "--block-bytes", "1M"]
         done = subprocess.run(
             command, check=True, capture_output=True, text=True, cwd=Path(__file__).parents[3]
         )

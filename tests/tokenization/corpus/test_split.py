@@ -18,7 +18,7 @@ from megapack.tokenization.build.run import BuildResult
 from megapack.tokenization.corpus.blocks import TextBlock
 from megapack.tokenization.corpus.faults import Faults
 from megapack.tokenization.corpus.split import hashed_split, ordered_split, parse_split
-from megapack.tokenization.tokenizers.coding import Storage, TextCoder
+from megapack.tokenization.tokenizers.coding import Frame, TextCoder
 from megapack.tokenization.tokenizers.encoders import Encoder, Ids
 
 from ..helpers import WriteJsonl
@@ -76,8 +76,8 @@ class Recorder(Encoder):
 
 def test_documents_of_every_split_are_verified() -> None:
     reference = Recorder()
-    storage = Storage(dtype="uint16", vocab_size=256, prefix=(), suffix=())
-    coder = TextCoder(Recorder(), storage, reference=reference, verify_fraction=0.2)
+    frame = Frame(dtype="uint16", vocab_size=256, prefix=(), suffix=())
+    coder = TextCoder(Recorder(), frame, reference=reference, verify_fraction=0.2)
     block = TextBlock.of_strings([f"document {i}" for i in range(4000)])
     coder.code(block, Faults())
     assert 600 < len(reference.texts) < 1000
@@ -86,7 +86,7 @@ def test_documents_of_every_split_are_verified() -> None:
     shares = np.bincount(split, minlength=3) / len(sample)
     np.testing.assert_allclose(shares, (0.9, 0.05, 0.05), atol=0.03)
     again = Recorder()
-    TextCoder(Recorder(), storage, reference=again, verify_fraction=0.2).code(block, Faults())
+    TextCoder(Recorder(), frame, reference=again, verify_fraction=0.2).code(block, Faults())
     assert again.texts == reference.texts, "every run checks the same documents"
 
 

@@ -1,7 +1,8 @@
-"""Writing an .idx from parts, block by block, so that memory does not grow with the corpus.
+"""Layouts (lengths of sequences, ends of documents) and the .idx that is written of them.
 
-A builder has one part in memory; a merge has one per input, read from its .idx again for every
-array; repair and import bring arrays of their own. All of them come out of ``write_index``.
+It is written block by block, so that memory does not grow with the corpus: a builder has one layout
+in memory; a merge has one per input, read from its .idx again for every array; repair and import
+bring arrays of their own.
 """
 
 from __future__ import annotations
@@ -9,8 +10,9 @@ from __future__ import annotations
 import os
 import struct
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 import numpy as np
 import xxhash
@@ -23,55 +25,46 @@ from megapack.storage.meta import Checksum
 from megapack.storage.mmididx import CODE_OF_DTYPE, MAGIC, read_header
 from megapack.storage.opening import BLOCK, identity_of, is_at, open_regular, read_blocks
 
-__all__ = ["ArrayIndexPart", "FileIndexPart", "IndexPart", "write_index"]
+__all__ = ["ArrayLayout", "FileLayout", "Layout", "shifted_ends", "write_index"]
 
 
-class IndexPart(Protocol):
-    """Consecutive sequences and documents of one source, in blocks of any size."""
+@dataclass(frozen=True)
+class ArrayLayout:
+    """In memory. The blocks may be of any size."""
 
-    num_sequences: int
-    num_documents: int
+    lengths: NDArray[np.int32]  # tokens per sequence
+    ends: NDArray[np.int64] | None = None  # of documents, in sequences; None: one each
+    modes: NDArray[np.int8] | None = None  # per sequence; None: not multimodal
 
-    def lengths(self) -> Iterator[NDArray[np.int32]]:
+    @property
+    def num_sequences(self) -> int:
+        return self.lengths.size
+
+    @property
+    def num_documents(self) -> int:
+        return self.lengths.size if self.ends is None else self.ends.size
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.lengths.sum(dtype=np.int64))
+
+    def length_blocks(self) -> Iterator[NDArray[np.int32]]:
         """Tokens per sequence."""
-        ...
+        return _blocks(self.lengths)
 
-    def document_ends(self) -> Iterator[NDArray[np.int64]]:
-        """For every document the sequence behind its last one, counted within the part."""
-        ...
+    def end_blocks(self) -> Iterator[NDArray[np.int64]]:
+        """For every document the sequence behind its last one."""
+        return _identity_ends(self.num_sequences) if self.ends is None else _blocks(self.ends)
 
-    def modes(self) -> Iterator[NDArray[np.int8]]:
-        """Mode per sequence; asked only of multimodal parts."""
-        ...
-
-
-class ArrayIndexPart:
-    """A part in memory. Without ``document_ends`` every sequence is one document."""
-
-    def __init__(
-        self,
-        lengths: NDArray[np.int32],
-        document_ends: NDArray[np.int64] | None = None,
-        modes: NDArray[np.int8] | None = None,
-    ) -> None:
-        self._lengths, self._ends, self._modes = lengths, document_ends, modes
-        self.num_sequences = lengths.size
-        self.num_documents = lengths.size if document_ends is None else document_ends.size
-
-    def lengths(self) -> Iterator[NDArray[np.int32]]:
-        return _blocks(self._lengths)
-
-    def document_ends(self) -> Iterator[NDArray[np.int64]]:
-        return _identity_ends(self.num_sequences) if self._ends is None else _blocks(self._ends)
-
-    def modes(self) -> Iterator[NDArray[np.int8]]:
-        if self._modes is None:
-            raise ValueError("this part has no modes; it cannot be part of a multimodal dataset")
-        return _blocks(self._modes)
+    def mode_blocks(self) -> Iterator[NDArray[np.int8]]:
+        """Mode per sequence; asked only of multimodal layouts."""
+        if self.modes is None:
+            raise ValueError("these sequences have no modes; a multimodal dataset needs them")
+        return _blocks(self.modes)
 
 
-class FileIndexPart:
-    """An .idx on disk, opened only while it is read, so that thousands can be merged."""
+class FileLayout:
+    """Of an .idx on disk, opened only while it is read, so that thousands can be merged."""
 
     def __init__(self, path: str | os.PathLike[str], multimodal: bool = False) -> None:
         self.path = Path(path)
@@ -81,10 +74,10 @@ class FileIndexPart:
         self.num_sequences = self.header.num_sequences
         self.num_documents = self.header.num_documents
 
-    def lengths(self) -> Iterator[NDArray[np.int32]]:
+    def length_blocks(self) -> Iterator[NDArray[np.int32]]:
         return self._read(np.int32, self.header.lengths_at, self.num_sequences)
 
-    def pointers(self) -> Iterator[NDArray[np.int64]]:
+    def pointer_blocks(self) -> Iterator[NDArray[np.int64]]:
         """Byte of .bin at which each sequence begins, as the file has it."""
         return self._read(np.int64, self.header.pointers_at, self.num_sequences)
 
@@ -95,14 +88,24 @@ class FileIndexPart:
         (first,) = self._read(np.int64, self.header.document_indices_at, 1)
         return int(first[0])
 
-    def document_ends(self) -> Iterator[NDArray[np.int64]]:
+    def end_blocks(self) -> Iterator[NDArray[np.int64]]:
         if self.header.lacks_document_indices:
             return _identity_ends(self.num_sequences)
         at = self.header.document_indices_at + 8
         return self._read(np.int64, at, self.num_documents)
 
-    def modes(self) -> Iterator[NDArray[np.int8]]:
+    def mode_blocks(self) -> Iterator[NDArray[np.int8]]:
         return self._read(np.int8, self.header.modes_at, self.num_sequences)
+
+    def lengths(self) -> NDArray[np.int32]:
+        """All of them, in memory; so are the next two."""
+        return np.concatenate([np.zeros(0, np.int32), *self.length_blocks()])
+
+    def ends(self) -> NDArray[np.int64]:
+        return np.concatenate([np.zeros(0, np.int64), *self.end_blocks()])
+
+    def pointers(self) -> NDArray[np.int64]:
+        return np.concatenate([np.zeros(0, np.int64), *self.pointer_blocks()])
 
     def has_its_name(self) -> bool:
         """Whether the file at its name is still the one whose header was read."""
@@ -116,10 +119,13 @@ class FileIndexPart:
             yield from read_blocks(file, dtype, count)
 
 
+Layout: TypeAlias = ArrayLayout | FileLayout
+
+
 def write_index(
     write: Callable[[Buffer], object],
     dtype: np.dtype[Any],
-    parts: Sequence[IndexPart],
+    layouts: Sequence[Layout],
     *,
     multimodal: bool = False,
 ) -> Checksum:
@@ -128,18 +134,18 @@ def write_index(
     Args:
         write: takes the bytes in order.
         dtype: of the tokens; one of ``CODE_OF_DTYPE``.
-        parts: sources, in the order of their tokens in .bin. Pointers are recomputed.
+        layouts: in the order of their tokens in .bin. Pointers are recomputed.
         multimodal: append a mode per sequence.
 
     Returns:
         Its size and checksum.
 
     Raises:
-        FormatError: a part has a negative length, or documents that do not end at its last
+        FormatError: a layout has a negative length, or documents that do not end at its last
             sequence.
     """
     hasher, num_bytes = xxhash.xxh3_128(), 0
-    for block in _index_blocks(dtype, parts, multimodal):
+    for block in _index_blocks(dtype, layouts, multimodal):
         data = memoryview(block).cast("B")
         write(data)
         hasher.update(data)
@@ -148,42 +154,42 @@ def write_index(
 
 
 def _index_blocks(
-    dtype: np.dtype[Any], parts: Sequence[IndexPart], multimodal: bool
+    dtype: np.dtype[Any], layouts: Sequence[Layout], multimodal: bool
 ) -> Iterator[Buffer]:
-    num_sequences = sum(part.num_sequences for part in parts)
-    num_documents = sum(part.num_documents for part in parts)
+    num_sequences = sum(layout.num_sequences for layout in layouts)
+    num_documents = sum(layout.num_documents for layout in layouts)
     code = CODE_OF_DTYPE[dtype.name]
     yield MAGIC + struct.pack("<QBQQ", 1, code, num_sequences, num_documents + 1)
-    for part in parts:
-        yield from part.lengths()
+    for layout in layouts:
+        yield from layout.length_blocks()
     begin = 0
-    for part in parts:
-        for lengths in part.lengths():
+    for layout in layouts:
+        for lengths in layout.length_blocks():
             pointers, begin = _core.scan_lengths(lengths, dtype.itemsize, begin)
             yield pointers
     yield np.zeros(1, np.int64)
     begin = 0
-    for part in parts:
-        yield from shifted_ends(part, begin)
-        begin += part.num_sequences
+    for layout in layouts:
+        yield from shifted_ends(layout, begin)
+        begin += layout.num_sequences
     if multimodal:
-        for part in parts:
-            yield from part.modes()
+        for layout in layouts:
+            yield from layout.mode_blocks()
 
 
-def shifted_ends(part: IndexPart, begin: int) -> Iterator[NDArray[np.int64]]:
-    """Document ends of a part whose first sequence has number ``begin``.
+def shifted_ends(layout: Layout, begin: int) -> Iterator[NDArray[np.int64]]:
+    """Document ends of a layout whose first sequence has number ``begin``.
 
     Raises:
-        FormatError: they go back, go beyond the part's sequences or stop before their end.
+        FormatError: they go back, go beyond its sequences or stop before their end.
     """
     end = 0
-    for ends in part.document_ends():
-        shifted, end = _core.shift_document_ends(ends, part.num_sequences, end, begin)
+    for ends in layout.end_blocks():
+        shifted, end = _core.shift_document_ends(ends, layout.num_sequences, end, begin)
         yield shifted
-    if end != part.num_sequences:
+    if end != layout.num_sequences:
         raise FormatError(
-            f"documents end at sequence {end} of {part.num_sequences}; "
+            f"documents end at sequence {end} of {layout.num_sequences}; "
             "`megapack-build repair` mends files that lost them in a merge"
         )
 

@@ -1,0 +1,167 @@
+"""Evaluate exported models, or compare runs.
+
+    megapack-evaluate --model runs/a/model --data valid
+    torchrun --nproc-per-node 8 -m megapack.training.evaluate --model bucket=runs/a/model \\
+        --model concat=runs/b/model --data valid --contexts 1024 2048 4096 8192 16384 --output out
+    megapack-evaluate --model runs/a/model --lm-eval hellaswag,piqa --tokenizer tok
+    megapack-evaluate --run bucket=runs/a --run concat=runs/b --output out
+
+Models are scored on held-out documents: every token once, given its own document. Runs are
+compared by their logs: final perplexity and mean rank over the last epoch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import faulthandler
+import json
+import logging
+import sys
+from pathlib import Path
+from typing import Any
+
+from megapack.errors import ConfigError, MegapackError
+from megapack.storage import IndexedDataset
+from megapack.storage.atomic import atomic_write
+from megapack.training.config import EngineConfig, ModelConfig
+from megapack.training.judge.curves import compare, read_curve
+from megapack.training.judge.lm_eval_bridge import run_lm_eval
+from megapack.training.judge.plots import plot_contexts, plot_curves
+from megapack.training.judge.validation import evaluate, perplexity_by_context
+from megapack.training.model.architecture import model_configuration
+from megapack.training.model.opening import compute_dtype, open_model
+from megapack.training.run.inputs import open_validation
+from megapack.training.run.world import World, join, world
+
+
+def main() -> int:
+    """The command; returns its exit code."""
+    logging.basicConfig(level=logging.WARNING)
+    faulthandler.enable()  # a mapped file that was truncated ends a process with SIGBUS
+    args = parse_arguments()
+    try:
+        return judge(args)
+    except (MegapackError, OSError) as error:
+        print(f"megapack: {type(error).__name__}: {error}", file=sys.stderr)
+        return 2 if isinstance(error, ConfigError) else 1
+
+
+def judge(args: argparse.Namespace) -> int:
+    results: dict[str, Any] = {}
+    if args.model and args.data:
+        join(args.local_rank)
+        with world(timeout_minutes=30) as here:
+            scored = {name: score(directory, args, here) for name, directory in args.model}
+        if not here.is_first:
+            return 0
+        results["models"] = scored
+        show_models(scored, args.output)
+    if args.run:
+        results["runs"] = compare_runs(dict(args.run), args.output)
+    if args.lm_eval:
+        results["lm_eval"] = {name: benchmarks(directory, args) for name, directory in args.model}
+    if not results:
+        raise ConfigError("nothing to do: give --model with --data or --lm-eval, or --run")
+    if args.output is not None:
+        args.output.mkdir(parents=True, exist_ok=True)
+        with atomic_write(args.output / "evaluation.json", "w") as file:
+            json.dump(results, file, indent=1)
+    return 0
+
+
+def score(directory: str, args: argparse.Namespace, here: World) -> dict[str, Any]:
+    """Perplexity of one model: in all, per bucket, and by context length."""
+    precision: Any = args.precision or ("bf16" if here.device.type == "cuda" else "fp32")
+    config = ModelConfig(pretrained=directory, attention=args.attention)
+    engine = EngineConfig(precision=precision)
+    model, _ = open_model(config, engine, model_configuration(config, 1), device=here.device)
+    model.cast(compute_dtype(engine))
+    how = {
+        "world": here,
+        "config": engine,
+        "micro_batch_tokens": args.micro_batch_tokens,
+        "max_tokens": args.max_tokens,
+    }
+    data = open_validation(args.data, args.index, buckets=args.buckets)
+    result: dict[str, Any] = evaluate(model, data, **how).report()
+    if args.contexts:
+        found = perplexity_by_context(model, IndexedDataset(args.data), args.contexts, **how)
+        result["contexts"] = {str(c): r.perplexity for c, r in found.items()}
+    return result
+
+
+def show_models(scored: dict[str, dict[str, Any]], output: Path | None) -> None:
+    for name, result in scored.items():
+        print(f"{name}: perplexity {result['perplexity']:.4f} on {result['label_tokens']:,} tokens")
+        for capacity, loss in result["bucket_loss"].items():
+            print(f"  bucket {capacity:>6}: loss {loss:.4f}")
+        for context, perplexity in result.get("contexts", {}).items():
+            print(f"  context {context:>6}: perplexity {perplexity:.4f}")
+    if output is not None and all("contexts" in result for result in scored.values()):
+        lines = {
+            name: {int(c): p for c, p in result["contexts"].items()}
+            for name, result in scored.items()
+        }
+        plot_contexts(output / "perplexity_by_context.png", lines)
+
+
+def compare_runs(runs: dict[str, str], output: Path | None) -> dict[str, Any]:
+    curves = {name: read_curve(directory) for name, directory in runs.items()}
+    standing = compare(curves)
+    for name, place in sorted(standing.items(), key=lambda item: item[1].mean_rank):
+        print(f"{name}: final perplexity {place.final_perplexity:.4f}, rank {place.mean_rank:.2f}")
+    if output is not None:
+        plot_curves(output / "training_perplexity.png", curves)
+    return {name: place.__dict__ for name, place in standing.items()}
+
+
+def benchmarks(directory: str, args: argparse.Namespace) -> dict[str, dict[str, float]]:
+    found = run_lm_eval(
+        directory,
+        args.lm_eval.split(","),
+        tokenizer=args.tokenizer,
+        task_directory=args.lm_eval_path,
+        limit=args.limit,
+    )
+    for task, numbers in found.items():
+        text = ", ".join(f"{metric} {value:.4f}" for metric, value in numbers.items())
+        print(f"{directory}: {task}: {text}")
+    return found
+
+
+def named(text: str) -> tuple[str, str]:
+    """``name=directory``, or a directory that is its own name."""
+    name, equals, directory = text.partition("=")
+    return (name, directory) if equals else (text, text)
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="megapack-evaluate",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--model", action="append", type=named, default=[], metavar="[NAME=]DIR")
+    add("--run", action="append", type=named, default=[], metavar="[NAME=]DIR")
+    add("--output", type=Path, help="directory for evaluation.json and plots")
+    data = parser.add_argument_group("held-out documents")
+    data.add_argument("--data", help="prefix of the documents")
+    data.add_argument("--index", help="their .samples; packed on the fly when not given")
+    data.add_argument("--buckets", type=int, nargs="+", default=[1024, 2048, 4096, 8192, 16384])
+    data.add_argument("--contexts", type=int, nargs="+", default=[], help="1024 2048 ... 16384")
+    data.add_argument("--max-tokens", type=int, help="per bucket")
+    data.add_argument("--micro-batch-tokens", type=int, default=16384)
+    data.add_argument("--precision", choices=["bf16", "fp32"], help="bf16 on CUDA by default")
+    data.add_argument("--attention", default="auto")
+    harness = parser.add_argument_group("lm-evaluation-harness")
+    harness.add_argument("--lm-eval", metavar="TASKS", help="comma separated")
+    harness.add_argument("--lm-eval-path", metavar="DIR", help="YAML files of further tasks")
+    harness.add_argument("--tokenizer", help="directory or tokenizer.json, if not in the model")
+    harness.add_argument("--limit", type=int, help="documents per task")
+    add("--local_rank", type=int, default=None, help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,214 @@
+"""Pretrain or continue to pretrain a model on packed documents.
+
+    megapack-pretrain --config demo_cpu
+    megapack-pretrain --config x.yaml --dry-run --world-size 64
+    torchrun --nproc-per-node 8 -m megapack.training.pretrain --config x.yaml --set seed=7
+    deepspeed --hostfile hosts --module megapack.training.pretrain --config llama_1b_bucket_h100
+
+``--config`` is a file, or the name of one in ``configs``. The same command continues a
+run that stopped: from its newest checkpoint, on any number of ranks.
+Exit codes: 0 done, 75 stopped by a signal after saving (start again), 76 another rank was lost,
+1 an error that is printed, 2 an error of the configuration or the command line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import faulthandler
+import logging
+import os
+import sys
+import traceback
+from typing import Any, NoReturn
+
+from megapack.errors import ConfigError, MegapackError
+from megapack.training.config import PretrainConfig
+from megapack.training.dry_run import dry_run
+from megapack.training.model.architecture import model_configuration
+from megapack.training.model.flops import ModelFlops
+from megapack.training.model.opening import open_model
+from megapack.training.model.training_model import TrainingModel
+from megapack.training.recipes import read_config
+from megapack.training.run.checkpoint import CheckpointStore
+from megapack.training.run.directory import RunDirectory
+from megapack.training.run.engine import start_engine
+from megapack.training.run.export import end_token, export_model, open_tokenizer
+from megapack.training.run.inputs import Inputs, check_inputs, open_inputs, verify_samples
+from megapack.training.run.world import World, join, world
+from megapack.training.trainer import Trainer
+from megapack.training.watch.heartbeat import LOST_CONTACT, Heartbeat
+from megapack.training.watch.signals import PREEMPTED, StopSignals
+
+logger = logging.getLogger("megapack")
+
+
+def main() -> int:
+    """The command; returns its exit code."""
+    faulthandler.enable()  # a mapped file that was truncated ends a process with SIGBUS
+    args = parse_arguments()
+    try:
+        return pretrain(args)
+    except (MegapackError, OSError) as error:
+        print(f"megapack: {type(error).__name__}: {error}", file=sys.stderr)
+        return exit_code(error)
+
+
+def pretrain(args: argparse.Namespace) -> int:
+    config = read_config(args.config, args.set)
+    if args.dry_run:
+        print(dry_run(config, world_size=args.world_size, device=args.device))
+        return 0
+    join(args.local_rank)
+    with world(timeout_minutes=config.engine.timeout_minutes) as here:
+        show_log(here)
+        run = RunDirectory(config.run_dir)
+        heart = Heartbeat(
+            here,
+            silence=config.engine.silence_seconds,
+            stall=config.engine.stall_seconds,
+            on_loss=run.fail,
+        )
+        with StopSignals() as signals, heart:
+            try:
+                with run.held(here):
+                    return train(config, here, run, signals)
+            except (MegapackError, OSError) as error:
+                leave(here, run, f"{type(error).__name__}: {error}", code=exit_code(error))
+            except Exception as error:  # a rank that fails must not leave the others waiting
+                traceback.print_exc()
+                # torch's errors of collectives are RuntimeErrors; so are a device's own.
+                lost = heart.explain() if isinstance(error, RuntimeError) else None
+                message = lost or f"this rank failed: {type(error).__name__}: {error}"
+                leave(here, run, message, code=LOST_CONTACT if lost else 1)
+            except KeyboardInterrupt:
+                leave(here, run, "interrupted before it could save", code=130)
+
+
+def train(config: PretrainConfig, here: World, run: RunDirectory, signals: StopSignals) -> int:
+    inputs = open_inputs(config)
+    if config.data.verify:
+        verify_samples(inputs, here)
+    logger.info("%s; %s steps", inputs.data, f"{inputs.num_steps:,}")
+    architecture = model_configuration(config.model, inputs.vocab_size)
+    check_inputs(inputs, architecture, config.data.positions)
+    source = config.model.tokenizer or config.model.pretrained
+    tokenizer = source and open_tokenizer(source, required=source == config.model.tokenizer)
+    model, attention = open_model(
+        config.model, config.engine, architecture, device=here.device, seed=config.seed
+    )
+    logger.info("attention: %s, %s", attention.name, attention.reason)
+    logger.info("model: %s, %s parameters", architecture.model_type, f"{model.num_parameters:,}")
+
+    store = CheckpointStore(
+        run.checkpoints, here, keep=config.checkpoint.keep, zero_stage=config.engine.zero_stage
+    )
+    flops = ModelFlops.of(model, architecture)  # before ZeRO-3 divides the parameters
+    engine, start = start_or_continue(config, here, inputs, model, store)
+    if here.is_first:
+        facts = {
+            "step": start,
+            "world_size": here.size,
+            "attention": attention.__dict__,
+            "parameters": model.num_parameters,
+            "fingerprints": inputs.fingerprints(),
+        }
+        run.begin(config, facts)
+        run.forget_after(start * config.data.tokens_per_step)
+
+    trainer = Trainer(
+        config, here, inputs, engine=engine, run=run, store=store, flops=flops, start=start
+    )
+    stopped = trainer.run(signals)
+    if not stopped and config.checkpoint.export:
+        export_model(
+            engine, run.model, here, tokenizer=tokenizer, end=end_token(inputs.data.datasets)
+        )
+        logger.info("model for from_pretrained: %s", run.model)
+    if here.is_first:
+        run.end("signal" if stopped else "done")
+    return PREEMPTED if stopped else 0
+
+
+def start_or_continue(
+    config: PretrainConfig,
+    here: World,
+    inputs: Inputs,
+    model: TrainingModel,
+    store: CheckpointStore,
+) -> tuple[Any, int]:
+    """The engine, and the first step to take: 0, or that of the newest good checkpoint."""
+    found = None
+    if config.checkpoint.resume == "never" and store.tags():
+        raise ConfigError(
+            f"{store.directory} has checkpoints and checkpoint.resume is never; choose another "
+            "run_dir, or remove them"
+        )
+    if config.checkpoint.resume == "auto":
+        found = store.find(verify=config.checkpoint.verify, fallback=config.checkpoint.fallback)
+    if found is None:
+        return start_engine(model, config, here), 0
+    for problem in found.rejected:
+        logger.warning("%s; falling back to %s", problem, found.tag)
+    saved = found.manifest.state["data"]
+    allowed = config.checkpoint.allow_change
+    for change in inputs.schedule.check_state(saved, allowed):
+        logger.info("%s", change)
+    start = inputs.schedule.resume_step(saved, allowed)
+    engine = start_engine(model, config, here, universal=found.universal)
+    store.load(engine, found)
+    logger.info(
+        "continuing at step %d from %s, written by %d ranks with ZeRO-%d",
+        start,
+        found.tag,
+        found.manifest.world_size,
+        found.manifest.zero_stage,
+    )
+    return engine, start
+
+
+def exit_code(error: Exception) -> int:
+    """2: the command line or the configuration is at fault."""
+    return 2 if isinstance(error, ConfigError) else 1
+
+
+def leave(here: World, run: RunDirectory, message: str, code: int) -> NoReturn:
+    """End this process now: the others may be gone, and nothing may wait for them."""
+    print(f"megapack: rank {here.rank} on {here.host}: {message}", file=sys.stderr, flush=True)
+    run.fail(message)
+    logging.shutdown()
+    os._exit(code)
+
+
+def show_log(here: World) -> None:
+    level = logging.INFO if here.is_first else logging.WARNING
+    form = "[%(asctime)s] %(message)s" if here.is_first else f"[rank {here.rank}] %(message)s"
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter(form, datefmt="%H:%M:%S"))
+    logger.addHandler(handler)
+    logger.setLevel(level)
+    logger.propagate = False
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="megapack-pretrain",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--config", required=True, help="a YAML file, or a recipe: demo_cpu")
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="override a field, as in --set optimizer.lr=1e-4; may be repeated",
+    )
+    parser.add_argument("--dry-run", action="store_true", help="print the plan and start nothing")
+    parser.add_argument("--world-size", type=int, default=None, help="ranks, of a dry run")
+    parser.add_argument("--device", default=None, help="of a dry run: H100, A800, ...")
+    parser.add_argument("--local_rank", type=int, default=None, help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,166 @@
+"""The loop of a run: steps, and now and then a log line, an evaluation, a checkpoint."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+
+from megapack.data import Batch, build_loader
+from megapack.data.streams import fold_key
+from megapack.training.config import PretrainConfig
+from megapack.training.judge.validation import evaluate
+from megapack.training.model.flops import ModelFlops
+from megapack.training.run.checkpoint import CheckpointStore
+from megapack.training.run.directory import RunDirectory
+from megapack.training.run.engine import train_step
+from megapack.training.run.inputs import Inputs
+from megapack.training.run.learning_rate import learning_rate
+from megapack.training.run.world import World
+from megapack.training.watch.batches import BatchTrace, TimedBatches
+from megapack.training.watch.monitor import Monitor
+from megapack.training.watch.signals import Agreement, StopSignals
+from megapack.training.watch.work import StepWork
+
+__all__ = ["Trainer"]
+
+logger = logging.getLogger("megapack")
+
+
+class Trainer:
+    """Everything that a step needs; the same on all ranks."""
+
+    def __init__(
+        self,
+        config: PretrainConfig,
+        here: World,
+        inputs: Inputs,
+        *,
+        engine: Any,
+        run: RunDirectory,
+        store: CheckpointStore,
+        flops: ModelFlops,
+        start: int,
+    ) -> None:
+        self.config, self.here, self.inputs, self.engine = config, here, inputs, engine
+        self.run_dir, self.store, self.flops = run, store, flops
+        self.saved = start  # steps that are in a checkpoint
+        self.note(start)
+        self.batches = TimedBatches(
+            build_loader(
+                inputs.data,
+                inputs.schedule,
+                data_parallel_rank=here.rank,
+                data_parallel_size=here.size,
+                micro_batch_tokens=config.data.micro_batch_tokens,
+                start_step=start,
+                num_steps=max(0, inputs.num_steps - start),
+                uneven=config.data.uneven,
+                cu_seqlens="padded" if config.engine.compile else "exact",
+                pin_memory=here.device.type == "cuda",
+                device=here.device,
+                check_ranks_every=config.data.check_ranks_every,
+            )
+        )
+        self.monitor = Monitor(
+            run,
+            config.logging,
+            here,
+            num_steps=inputs.num_steps,
+            start=start,
+            max_skipped=config.optimizer.max_skipped,
+        )
+        self.trace = (
+            BatchTrace(run, here, config.data.tokens_per_step) if config.logging.batches else None
+        )
+
+    def note(self, done: int) -> None:
+        """So many optimizer steps are done."""
+        self.done, self.tokens_seen = done, done * self.config.data.tokens_per_step
+        self.run_dir.at = {"step": done, "saved": self.saved}
+        self.here.progress.at(f"the end of step {done - 1}")
+
+    def run(self, signals: StopSignals) -> bool:
+        """Train to the end, or to the step after a signal; whether it was a signal."""
+        agreement = Agreement(self.here.group)
+        for step, micro_batches in self.batches.steps():
+            self.take(step, micro_batches)
+            if agreement.stop(signals.received is not None):
+                logger.warning("a signal came; saving after step %d", step)
+                self.monitor.close()
+                self.save()
+                return True
+            last = self.done == self.inputs.num_steps
+            if _due(self.config.evaluation.every, self.done) or last:
+                self.validate()
+            if _due(self.config.checkpoint.every, self.done) or last:
+                self.save()
+        self.monitor.close()
+        return False
+
+    def take(self, step: int, micro_batches: Iterable[Batch]) -> None:
+        """One optimizer step."""
+        inputs, config = self.inputs, self.config
+        content = inputs.schedule.step(step)
+        lr = learning_rate(
+            step, num_steps=inputs.num_steps, peak=config.optimizer.lr, schedule=config.schedule
+        )
+        torch.manual_seed(fold_key(config.seed, step, self.here.rank))  # dropout, if there is
+        if self.trace is not None:
+            micro_batches = self.trace.follow(micro_batches)
+        result = train_step(
+            self.engine, self.marked(micro_batches), world=self.here, config=config.engine, lr=lr
+        )
+        self.note(step + 1)
+        line = {
+            "step": step,
+            "tokens_seen": self.tokens_seen,
+            "epoch": step / inputs.steps_per_epoch,
+            "epoch_end": self.done / inputs.steps_per_epoch,
+            "lr": lr,
+            "data_wait": self.batches.waited(),
+            "imbalance": self.batches.imbalance,
+        }
+        work = StepWork.of(inputs.schedule, content, self.flops)
+        self.monitor.step(line, content=content, work=work, result=result)
+
+    def marked(self, micro_batches: Iterable[Batch]) -> Iterator[Batch]:
+        """Say how far this rank is, for the heartbeat of all."""
+        for batch in micro_batches:
+            self.here.progress.at(f"micro step {batch['micro_step']} of step {batch['step']}")
+            yield batch
+
+    def validate(self) -> None:
+        """Perplexity of the held-out documents."""
+        if self.inputs.valid is None:
+            return
+        self.monitor.flush()
+        result = evaluate(
+            self.engine,
+            self.inputs.valid,
+            world=self.here,
+            config=self.config.engine,
+            micro_batch_tokens=self.config.data.micro_batch_tokens,
+            max_tokens=self.config.evaluation.max_tokens,
+        )
+        logger.info("after step %d: validation perplexity %.4f", self.done - 1, result.perplexity)
+        self.monitor.evaluation(self.done, self.tokens_seen, result.report())
+        self.monitor.skip_time()
+
+    def save(self) -> None:
+        """A checkpoint; the data order's state is one step number."""
+        if self.saved == self.done:
+            return
+        self.monitor.flush()
+        state = {"data": self.inputs.schedule.state_dict(self.done)}
+        tag = self.store.save(self.engine, self.done, self.tokens_seen, state)
+        self.saved = self.done
+        self.note(self.done)
+        logger.info("saved %s", self.store.directory / tag)
+        self.monitor.skip_time()
+
+
+def _due(every: int | None, done: int) -> bool:
+    return every is not None and done % every == 0

@@ -1,0 +1,103 @@
+"""What may go wrong in a rank, made to happen: a request names a fault and its arguments."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megapack.training.run import engine
+from megapack.training.watch.batches import TimedBatches
+
+_NEW_NAMESPACE, _PRIVATE = 0x00020000, 0x44000  # CLONE_NEWNS, MS_REC | MS_PRIVATE
+
+
+def _before_step(victim: int, action: Callable[[], object]) -> None:
+    original = TimedBatches.steps
+
+    def steps(self: TimedBatches) -> Iterator[tuple[int, Any]]:
+        for step, batches in original(self):
+            if step == victim:
+                action()
+            yield step, batches
+
+    TimedBatches.steps = steps  # type: ignore[method-assign]
+
+
+def kill_before_step(victim: int) -> None:
+    """kill -9 of this process, exactly when it is about to take a step."""
+    _before_step(victim, lambda: os.kill(os.getpid(), signal.SIGKILL))
+
+
+def hang_before_step(victim: int) -> None:
+    """The main thread waits for ever; all others go on, the heartbeat too."""
+    _before_step(victim, lambda: time.sleep(3600))
+
+
+def nan_gradients(steps: list[int]) -> None:
+    """Some gradients of these calls of ``train_step`` are no numbers; the loss is one."""
+    original, calls = engine.train_step, iter(range(10**9))
+
+    def train_step(around: Any, *args: Any, **kwargs: Any) -> Any:
+        weight = next(iter(around.module.parameters()))
+        bad = next(calls) in steps
+        hook = weight.register_hook(lambda g: g * float("nan") if bad else g)
+        result = original(around, *args, **kwargs)
+        hook.remove()
+        return result
+
+    engine.train_step = train_step
+
+
+def nan_weight_after(step: int) -> None:
+    """A number of the model is none after this call of ``train_step``."""
+    original, calls = engine.train_step, iter(range(10**9))
+
+    def train_step(around: Any, *args: Any, **kwargs: Any) -> Any:
+        result = original(around, *args, **kwargs)
+        if next(calls) == step:
+            with torch.no_grad():
+                next(iter(around.module.parameters())).view(-1)[0] = float("nan")
+        return result
+
+    engine.train_step = train_step
+
+
+def stale_listing(rank: int) -> None:
+    """A shared directory shows this rank nothing that the other one wrote a moment ago."""
+    original, other = Path.rglob, f"rank_{1 - rank}_"
+
+    def rglob(self: Path, pattern: str) -> Iterator[Path]:
+        return (path for path in original(self, pattern) if other not in path.name)
+
+    Path.rglob = rglob  # type: ignore[method-assign,assignment]
+
+
+def small_disk(directory: str, size: str) -> None:
+    """The directory is a disk of its own, seen by this process only."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    Path(directory).mkdir(parents=True)
+    options = f"size={size}".encode()
+    failed = libc.unshare(_NEW_NAMESPACE)
+    failed |= libc.mount(b"none", b"/", None, _PRIVATE, None)
+    failed |= libc.mount(b"none", directory.encode(), b"tmpfs", 0, options)
+    assert not failed, os.strerror(ctypes.get_errno())
+
+
+FAULTS: dict[str, Callable[..., None]] = {
+    f.__name__: f
+    for f in (
+        kill_before_step,
+        hang_before_step,
+        nan_gradients,
+        nan_weight_after,
+        stale_listing,
+        small_disk,
+    )
+}
