@@ -99,10 +99,9 @@ def main() -> None:
     recorder.watch_rows(importlib.import_module("megapack.integrations.rows").RowDataset)
     prepare()
     launcher = importlib.import_module("megapack.integrations.megatron.__main__")
-    try:
+    with contextlib.suppress(SystemExit):  # so --exit-interval ends a run
         launcher.main([script, *arguments])
-    finally:
-        recorder.save(Path(folder))
+    recorder.save(Path(folder))
 
 
 if __name__ == "__main__":

@@ -120,7 +120,6 @@ def run(tree: Path, layout: Layout, corpus: Corpus, records: Path, *more: str) -
         *layout.flags.split(),
         *more,
     ]
-    extra = Path(sys.prefix) / "hosts"  # what Megatron imports beside torch, see the Makefile
     done = subprocess.run(
         command,
         check=False,
@@ -129,17 +128,23 @@ def run(tree: Path, layout: Layout, corpus: Corpus, records: Path, *more: str) -
         text=True,
         timeout=TIMEOUT,
         cwd=records,
-        env={
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join(map(str, (tree, ROOT, extra))),
-            "PYTHONWARNINGS": "ignore",
-            "OMP_NUM_THREADS": "1",
-            "CUDA_DEVICE_MAX_CONNECTIONS": "1",
-            "TORCHDYNAMO_DISABLE": "1",
-        },
+        env=environment(tree),
     )
     assert done.returncode == 0, f"{layout.name} on {tree}:\n{done.stdout[-6000:]}"
     return done.stdout
+
+
+def environment(tree: Path) -> dict[str, str]:
+    """Of a process that imports this checkout, and what it imports beside torch (Makefile)."""
+    paths = (tree, ROOT, Path(sys.prefix) / "hosts")
+    return {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(map(str, paths)),
+        "PYTHONWARNINGS": "ignore",
+        "OMP_NUM_THREADS": "1",
+        "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+        "TORCHDYNAMO_DISABLE": "1",
+    }
 
 
 def _free_port() -> int:
