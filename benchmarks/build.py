@@ -1,23 +1,25 @@
-"""Text to .bin/.idx, from end to end: ours beside Megatron's way, both beside the bare tokenizers.
+"""Text to .bin/.idx, from end to end: ours beside what preprocess_data.py does, and the tokenizers.
 
 Corpus: the Python source of this disk, every distinct file a document, as .jsonl; the tokenizer is
-a byte-level BPE trained on it. Everything has two processes or two threads. MB/s are of text
-(UTF-8), memory is the proportional set size of all processes of a command, at its largest.
+a byte-level BPE trained on it. Everything has two processes or two threads, every side runs equally
+often, in turns, and counts with its median. MB/s are of text (UTF-8), memory is the proportional
+set size of all processes of a command, at its largest.
 
 - bare: texts lie in memory, ids are thrown away: the limit of what a build can do. tokenizers gets
   its part in one call. gigatoken remembers words, so it first encodes the first half of the corpus
   and is then timed on the second, which it has not seen: in one call, and in batches of 4 MB (its
   memory is then used again, which is faster; this is how our readers feed it).
-- Megatron's way is what preprocess_data.py does: a pool of workers that parse and encode, and one
-  parent that writes what they send with megatron-core's own IndexedDatasetBuilder.
+- pool + megatron-core: preprocess_data.py's loop, written again: a pool of workers that parse and
+  encode, and one parent that writes with megatron-core's own IndexedDatasetBuilder.
 - ours: the whole command in a fresh process, from .jsonl to a .bin/.idx on disk (fsync included),
-  with its start, the tokenizer's load, cold caches, checks and the merge. "beyond the first half"
-  is the text of the second half by the seconds that it adds to a command: the rate of a corpus so
-  large that a start does not count.
-- reading: .jsonl to flat text in one thread, with our parser and with orjson: the whole corpus, and
-  the same text cut into documents of 500 characters.
+  with its start, the tokenizer's load, cold caches, checks and the merge. Beside "tokenizers" it
+  has the same encoder as megatron-core's side; what "gigatoken" adds is the encoder's. "beyond the
+  first half" is the text of the second half by the seconds that it adds to a command: the rate of
+  a corpus so large that a start does not count.
+- reading: .jsonl to flat text in one thread, with our parser and with orjson: whole files, and the
+  same text cut into documents of 500 characters.
 
-The fast ones are the best of several runs. The slow ones get the first part of the corpus only.
+The sides with "tokenizers" get the first part of the corpus only.
 
 QUICK=1 runs on less text. MEGAPACK_BENCH_MB sets the size of the corpus (800).
 """
@@ -39,16 +41,14 @@ from typing import Any
 
 import build_sides
 from build_sides import PROCESSES, second_half, texts_of
-from common import quick, write_results
-
-from megapack.cli.report import print_table
+from common import Timing, quick, show, write_results
 
 CORPUS_MB = int(os.environ.get("MEGAPACK_BENCH_MB", "200" if quick() else "800"))
 SLOW_MB = 16 if quick() else 200
-REPEATS = 1 if quick() else 5
+REPEATS = 1 if quick() else 3
 READ_MB = 200
 SHORT = 500  # characters
-MEGATRON = "Megatron's way"
+MEGATRON, HALF = "pool + megatron-core", ", the first half"
 
 
 def python_source() -> Iterator[str]:
@@ -150,26 +150,32 @@ def run_command(command: list[str]) -> tuple[float, int, str]:
     return seconds, peak, out
 
 
-def run_side(side: Callable[..., float], *arguments: Path) -> tuple[float, int]:
-    _, peak, out = run_command(
-        [sys.executable, build_sides.__file__, side.__name__, *map(str, arguments)]
-    )
-    return float(out.split()[-1]), peak
+Side = Callable[[], tuple[float, int]]  # seconds and bytes of one run
 
 
-def run_build(corpus: Path, tokenizer: Path, prefix: Path, backend: str) -> tuple[float, int]:
+def side(function: Callable[..., float], *arguments: Path) -> Side:
+    """A function of ``build_sides``, in a process of its own."""
+    command = [sys.executable, build_sides.__file__, function.__name__, *map(str, arguments)]
+
+    def run() -> tuple[float, int]:
+        _, peak, out = run_command(command)
+        return float(out.split()[-1]), peak
+
+    return run
+
+
+def build(corpus: Path, tokenizer: Path, prefix: Path, backend: str) -> Side:
+    """The command of ours."""
     command = [sys.executable, "-m", "megapack.cli.main", "tokenize", "--input", str(corpus)]
     command += ["--tokenizer", str(tokenizer), "--append-eod", "--eod-token", "<|endoftext|>"]
     command += ["--output-prefix", str(prefix), "--workers", PROCESSES, "--backend", backend]
-    for path in prefix.parent.glob(f"{prefix.name}.*"):
-        path.unlink()  # what is there already is not built again
-    return run_command(command)[:2]
 
+    def run() -> tuple[float, int]:
+        for path in prefix.parent.glob(f"{prefix.name}.*"):
+            path.unlink()  # what is there already is not built again
+        return run_command(command)[:2]
 
-def best(run: Callable[[], tuple[float, int]]) -> tuple[float, int]:
-    """The fastest of a few runs, and the largest memory of any."""
-    results = [run() for _ in range(REPEATS)]
-    return min(seconds for seconds, _ in results), max(peak for _, peak in results)
+    return run
 
 
 class Corpora:
@@ -202,99 +208,78 @@ def write_texts(path: Path, texts: Iterable[str]) -> None:
         out.writelines(json.dumps({"text": text}) + "\n" for text in texts)
 
 
-class Rows:
-    def __init__(self) -> None:
-        self.rows: list[dict[str, Any]] = []
-
-    def add(self, what: str, backend: str, size: int, measured: tuple[float, int]) -> None:
-        seconds, peak = measured
-        row = {"what": what, "backend": backend, "text_mb": size / 1e6, "seconds": seconds}
-        self.rows.append({**row, "mb_per_s": size / 1e6 / seconds, "peak_mb": peak / 1e6})
-        print(f"  {what}: {size / 1e6 / seconds:,.1f} MB/s", flush=True)
-
-
 def measure(work: Path) -> list[dict[str, Any]]:
-    corpora, rows = Corpora(work), Rows()
-    measure_slow(corpora, work, rows)
-    measure_fast(corpora, work, rows)
-    for what, path in (("whole files", corpora.long), (f"{SHORT} characters", corpora.short)):
-        for name, side in (
-            ("ours", build_sides.reading_ours),
-            ("orjson", build_sides.reading_orjson),
-        ):
-            measured = best(lambda side=side, path=path: run_side(side, path))  # type: ignore[misc]
-            rows.add(f"reading, {name}, {what}", "reading", corpora.size[path], measured)
-    return rows.rows
-
-
-def measure_slow(corpora: Corpora, work: Path, rows: Rows) -> None:
-    theirs, ours = work / "theirs", work / "ours"
+    """A row per side: every side runs ``REPEATS`` times, in turns."""
+    corpora = Corpora(work)
     part, tokenizer = corpora.part, corpora.tokenizer
-    size, backend = corpora.size[part], "tokenizers"
-    rows.add(
-        "bare tokenizers", backend, size, run_side(build_sides.bare_tokenizers, part, tokenizer)
-    )
-    rows.add(MEGATRON, backend, size, run_side(build_sides.megatron, part, tokenizer, theirs))
-    rows.add("ours, tokenizers", backend, size, run_build(part, tokenizer, ours, "tokenizers"))
-    for suffix in (".bin", ".idx"):
-        same = Path(f"{theirs}{suffix}").read_bytes() == Path(f"{ours}{suffix}").read_bytes()
-        assert same, f"the two {suffix} files differ"
-
-
-def measure_fast(corpora: Corpora, work: Path, rows: Rows) -> None:
-    size, half = corpora.size[corpora.all], corpora.size[corpora.half]
-    files = (corpora.all, corpora.tokenizer)
-    for what, side in (
-        ("one call", build_sides.bare_gigatoken),
-        ("4 MB batches", build_sides.bare_gigatoken_batches),
-    ):
-        measured = best(lambda side=side: run_side(side, *files))  # type: ignore[misc]
-        rows.add(f"bare gigatoken, {what}", "gigatoken", size - half, measured)
+    beyond = corpora.size[corpora.all] - corpora.size[corpora.half]
+    # name: (side, encoder or "reading", bytes of text)
+    sides: dict[str, tuple[Side, str, int]] = {}
+    slow = {
+        "bare tokenizers": side(build_sides.bare_tokenizers, part, tokenizer),
+        MEGATRON: side(build_sides.megatron, part, tokenizer, work / "theirs"),
+        "ours, tokenizers": build(part, tokenizer, work / "ours", "tokenizers"),
+    }
+    sides |= {name: (run, "tokenizers", corpora.size[part]) for name, run in slow.items()}
+    bare = {
+        "bare gigatoken, one call": build_sides.bare_gigatoken,
+        "bare gigatoken, 4 MB batches": build_sides.bare_gigatoken_batches,
+    }
+    for name, function in bare.items():
+        sides[name] = side(function, corpora.all, tokenizer), "gigatoken", beyond
     for backend in ("auto", "gigatoken"):
-        prefix = work / backend
+        for words, path in (("", corpora.all), (HALF, corpora.half)):
+            run = build(path, tokenizer, work / backend, backend)
+            sides[f"ours, {backend}{words}"] = run, "gigatoken", corpora.size[path]
+    for words, path in (("whole files", corpora.long), (f"{SHORT} characters", corpora.short)):
+        for who in (build_sides.reading_ours, build_sides.reading_orjson):
+            name = f"{who.__name__.replace('_', ', ')}, {words}"
+            sides[name] = side(who, path), "reading", corpora.size[path]
+    found: dict[str, list[tuple[float, int]]] = {name: [] for name in sides}
+    for _ in range(REPEATS):
+        for name, (run, _, _) in sides.items():
+            found[name].append(run())
+            print(f"  {name}: {found[name][-1][0]:.1f} s", flush=True)
+    for suffix in (".bin", ".idx"):
+        theirs, ours = (work / f"{who}{suffix}" for who in ("theirs", "ours"))
+        same = theirs.read_bytes() == ours.read_bytes()
+        assert same, f"the two {suffix} files differ"
+    rows = []
+    for name, (_, encoder, size) in sides.items():
+        seconds, peaks = zip(*found[name], strict=True)
+        if not name.endswith(HALF):
+            rows.append(row(name, encoder, size, Timing(seconds), max(peaks)))
+            continue
+        whole = [run[0] for run in found[name.removesuffix(HALF)]]
+        further = Timing(tuple(all_ - half for all_, half in zip(whole, seconds, strict=True)))
+        words = name.replace(HALF, ", beyond the first half")
+        rows.append(row(words, encoder, beyond, further, max(peaks)))
+    return rows
 
-        def build(path: Path, prefix: Path = prefix, backend: str = backend) -> tuple[float, int]:
-            return best(lambda: run_build(path, corpora.tokenizer, prefix, backend))
 
-        seconds, _ = build(corpora.half)
-        whole = build(corpora.all)
-        rows.add(f"ours, {backend}", "gigatoken", size, whole)
-        beyond = (whole[0] - seconds, whole[1])
-        rows.add(f"ours, {backend}, beyond the first half", "gigatoken", size - half, beyond)
+def row(name: str, encoder: str, size: int, timing: Timing, peak: int) -> dict[str, Any]:
+    """What the result file says of a side."""
+    return {
+        "what": name,
+        "backend": encoder,
+        "text_mb": size / 1e6,
+        **timing.row(),
+        "mb_per_s": size / 1e6 / timing.seconds,
+        "peak_mb": peak / 1e6,
+    }
 
 
 def main() -> None:
     with tempfile.TemporaryDirectory(prefix="megapack-build-") as directory:
         rows = measure(Path(directory))
-    limit = {
-        backend: max(
-            row["mb_per_s"]
-            for row in rows
-            if row["backend"] == backend and row["what"].startswith("bare")
-        )
-        for backend in ("tokenizers", "gigatoken")
-    }
-    base = next(row["mb_per_s"] for row in rows if row["what"] == MEGATRON)
-    shown = []
+    speeds = {row["what"]: row["mb_per_s"] for row in rows}
     for row in rows:
-        reading = row["backend"] == "reading"
-        if not reading:
-            row["of_bare"] = row["mb_per_s"] / limit[row["backend"]]
-            row["times_megatron"] = row["mb_per_s"] / base
-        shown.append(
-            (
-                row["what"],
-                f"{row['text_mb']:,.0f}",
-                f"{row['mb_per_s']:,.1f}",
-                "" if reading else f"{row['of_bare']:.2f}",
-                "" if reading else f"{row['times_megatron']:,.1f}",
-                f"{row['peak_mb']:,.0f}",
-            )
-        )
-    print()
-    columns = ("", "MB of text", "MB/s", "of the fastest bare", "x Megatron", "peak MB")
-    print_table(columns, shown)
+        bare = [v for name, v in speeds.items() if name.startswith(f"bare {row['backend']}")]
+        if bare:
+            row["of_the_fastest_bare"] = row["mb_per_s"] / max(bare)
+            row["times_megatron"] = row["mb_per_s"] / speeds[MEGATRON]
     write_results("build", rows)
+    show("text to .bin/.idx", rows)
 
 
 if __name__ == "__main__":

@@ -141,13 +141,4 @@ def megatron(corpus: str, tokenizer: str, prefix: str) -> float:
 
 
 if __name__ == "__main__":
-    sides = (
-        bare_tokenizers,
-        bare_gigatoken,
-        bare_gigatoken_batches,
-        megatron,
-        reading_ours,
-        reading_orjson,
-    )
-    measured = {side.__name__: side for side in sides}
-    print(measured[sys.argv[1]](*sys.argv[2:]))
+    print(globals()[sys.argv[1]](*sys.argv[2:]))

@@ -1,4 +1,4 @@
-"""What every benchmark needs: best times, peak memory, a table at the end, a JSON beside it."""
+"""What every benchmark needs: one timer, peak memory, one table, a JSON beside it."""
 
 from __future__ import annotations
 
@@ -8,28 +8,32 @@ import json
 import multiprocessing
 import os
 import platform
-import resource
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from datetime import date
 from importlib import metadata
 from pathlib import Path
+from statistics import median, quantiles
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table as RichTable
+from rich.table import Table
 
 __all__ = [
-    "Table",
-    "best_of",
+    "Timing",
+    "Units",
+    "cell",
     "commit",
     "in_child",
     "large",
-    "peak_rss",
     "quick",
+    "show",
+    "take_turns",
+    "timed",
     "versions",
     "write_results",
 ]
@@ -51,42 +55,96 @@ def large() -> bool:
     return os.environ.get("LARGE") == "1"
 
 
-def best_of(fn: Callable[[], Any], n: int = 3) -> float:
-    """Seconds of the fastest of ``n`` calls; the result of a call is freed outside of its time."""
-    best = float("inf")
-    for _ in range(n):
+class Units(int):
+    """How many units of work a call has done."""
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Seconds per unit of work, one value per window."""
+
+    windows: tuple[float, ...]
+
+    @property
+    def seconds(self) -> float:
+        """Per unit, the median of the windows."""
+        return median(self.windows)
+
+    @property
+    def rate(self) -> float:
+        """Units per second."""
+        return 1 / self.seconds
+
+    @property
+    def spread(self) -> float:
+        """Distance of the quartiles over the median."""
+        if len(self.windows) == 1:
+            return 0.0
+        low, _, high = quantiles(self.windows, n=4, method="inclusive")
+        return (high - low) / self.seconds
+
+    def row(self) -> dict[str, float]:
+        """What a result file says of it."""
+        return {"seconds": self.seconds, "spread_%": 100 * self.spread}
+
+
+def take_turns(
+    sides: Mapping[str, Callable[[], Any]], *, windows: int = 5, seconds: float = 0.0
+) -> dict[str, Timing]:
+    """The timer of all benchmarks: every side is treated alike.
+
+    Each side is called once without being timed. Then they take turns, so that what else the
+    machine does meets all of them. In its window a side is called until ``seconds`` have passed, at
+    least once.
+
+    Args:
+        sides: name -> work. A call that returns a ``Units`` did so many; any other did one.
+        windows: how many each has.
+        seconds: how long a window lasts at least.
+    """
+    for side in sides.values():
+        side()
+    found: dict[str, list[float]] = {name: [] for name in sides}
+    for _ in range(windows):
         gc.collect()
-        begin = time.perf_counter()
-        result = fn()
-        best = min(best, time.perf_counter() - begin)
-        del result
-    return best
+        for name, side in sides.items():
+            units, begin = 0, time.perf_counter()
+            while True:
+                done = side()
+                units += int(done) if isinstance(done, Units) else 1
+                elapsed = time.perf_counter() - begin
+                if elapsed >= seconds:
+                    break
+            found[name].append(elapsed / units)
+    return {name: Timing(tuple(values)) for name, values in found.items()}
 
 
-def peak_rss() -> int:
-    """Largest resident size of this process so far, in bytes."""
-    status = Path("/proc/self/status")
-    if status.exists():
-        for line in status.read_text().splitlines():
-            if line.startswith("VmHWM"):
-                return int(line.split()[1]) * 1024
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+def timed(function: Callable[[], Any]) -> tuple[float, Any]:
+    """Seconds and result of what can be done only once."""
+    begin = time.perf_counter()
+    result = function()
+    return time.perf_counter() - begin, result
 
 
-def _reset_peak_rss() -> int:
-    """Begin a new peak (Linux); the resident size now, without what the allocator keeps."""
+def _memory(kind: str) -> int:
+    """Bytes of this process (Linux): VmHWM is the largest resident size so far."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(kind))
+
+
+def _reset_peak() -> int:
+    """Begin a new peak; the resident size now, without what the allocator keeps."""
     ctypes.CDLL(None).malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5")
-    return peak_rss()
+    return _memory("VmHWM")
 
 
 def in_child(fn: Callable[[], Any]) -> Any:
     """``fn()`` in a forked process: what it imports and allocates is gone afterwards.
 
     Returns:
-        Its result, which must be picklable, with "peak_bytes" added if it is a dict: how much the
-        child's resident size rose at most.
+        Its result, which must be picklable. To a dict are added "peak_bytes", by how much the
+        resident size rose at most, and "private_bytes", by how much memory of its own it rose.
 
     Raises:
         RuntimeError: the child died (its message is on stderr).
@@ -95,10 +153,11 @@ def in_child(fn: Callable[[], Any]) -> Any:
     receiver, sender = context.Pipe(duplex=False)
 
     def run() -> None:
-        before = _reset_peak_rss()
+        private, peak = _memory("RssAnon"), _reset_peak()
         result = fn()
         if isinstance(result, dict):
-            result["peak_bytes"] = peak_rss() - before
+            result["peak_bytes"] = _memory("VmHWM") - peak
+            result["private_bytes"] = _memory("RssAnon") - private
         sender.send(result)
 
     child = context.Process(target=run)
@@ -167,19 +226,28 @@ def _cpu_name() -> str:
     return platform.processor()
 
 
-class Table:
-    """A title, columns and rows; the first column is left-aligned, the others right-aligned."""
+def show(title: str, rows: Iterable[Mapping[str, Any]], *columns: str) -> None:
+    """Print rows as a table; ``columns`` chooses keys and their order (default: all)."""
+    rows = list(rows)
+    table = Table(
+        title=f"\n[bold]{title}[/]", title_justify="left", box=None, pad_edge=False,
+        header_style="bold",
+    )  # fmt: skip
+    names = columns or tuple(dict.fromkeys(key for row in rows for key in row))
+    for name in names:
+        text = any(isinstance(row.get(name), str) for row in rows)
+        table.add_column(name.replace("_", " "), justify="left" if text else "right")
+    for row in rows:
+        table.add_row(*(cell(row.get(name)) for name in names))
+    Console(highlight=False, width=None if sys.stdout.isatty() else 200).print(table)
 
-    def __init__(self, title: str, columns: Sequence[str]) -> None:
-        self._table = RichTable(
-            title=f"\n[bold]{title}[/]", title_justify="left", box=None, pad_edge=False
-        )
-        for i, column in enumerate(columns):
-            self._table.add_column(column, justify="right" if i else "left", no_wrap=True)
 
-    def add(self, *cells: object) -> None:
-        self._table.add_row(*map(str, cells))
-
-    def print(self) -> None:
-        width = None if sys.stdout.isatty() else 200
-        Console(highlight=False, width=width).print(self._table)
+def cell(value: Any) -> str:
+    """A value as tables show it."""
+    if value in (None, {}):
+        return ""
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, float):
+        return f"{value:.4g}" if abs(value) < 1e5 else f"{value:,.0f}"
+    return f"{value:,}" if isinstance(value, int) else str(value)

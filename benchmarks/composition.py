@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import sys
+from functools import partial
 
-from common import quick, write_results
+from common import quick, show, write_results
 from lengths import LAWS
 from papers.composition import atom_size, blog, bucketllm, seamless
-from papers.composition.rows import Row, python_sources
-from rich.console import Console
-from rich.table import Table
+from papers.composition.rows import Row, compared, python_sources
+
+from megapack.packing import pack
 
 
 def all_rows(*, num_documents: int, num_files: int | None) -> list[Row]:
@@ -37,31 +37,40 @@ def all_rows(*, num_documents: int, num_files: int | None) -> list[Row]:
         *blog.padding_waste(),
         *blog.strategies(),
         *blog.costs(),
+        *goals(num_documents),
     ]
 
 
-def show(rows: list[Row]) -> None:
+def goals(num_documents: int) -> list[Row]:
+    """The default strategy where short documents are missing, without and with `refine`."""
+    rows = []
+    for law in ("fineweb_edu_like", "finance", "bbc_news", "pubmed"):
+        lengths = LAWS[law](num_documents)
+        for item, parameters in (
+            ("promote off", {"promote": "off"}),
+            ("default", {}),
+            ("refine", {"refine": True}),
+        ):
+            index = pack(lengths, buckets=[1024, 2048, 4096, 8192, 16384], **parameters)
+            metrics = index.metrics()
+            assert metrics["truncation_ratio"] == metrics["truncation_floor"]
+            decided = ((name, text.split(":")[0]) for name, text in index.decisions.items())
+            why = "; ".join(f"{name} {choice}" for name, choice in decided)
+            row = partial(compared, "bucket, nothing cut", law, item)
+            rows += [
+                row("r_pad %", (None, 100 * metrics["padding_ratio"]), why=why),
+                row("r_cat", (None, metrics["concatenation_ratio"])),
+            ]
+    return rows
+
+
+def show_rows(rows: list[Row]) -> None:
     """One table per source and corpus, then how many figures agree."""
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else 200)
     for (source, corpus), group in itertools.groupby(rows, lambda row: (row.source, row.corpus)):
-        table = Table(box=None, pad_edge=False, header_style="bold", title_justify="left",
-                      title=f"\n[bold]{source}[/] on {corpus}")  # fmt: skip
-        for head in ("", "", "paper", "measured", "agrees", "why"):
-            table.add_column(head, justify="right" if head in ("paper", "measured") else "left")
-        for row in group:
-            table.add_row(
-                row.item,
-                row.quantity,
-                "" if row.paper is None else f"{row.paper:,.4g}",
-                f"{row.measured:,.4g}",
-                {True: "yes", False: "[bold red]no[/]", None: ""}[row.agrees],
-                row.why,
-            )
-        console.print(table)
+        columns = ("item", "quantity", "paper", "measured", "agrees", "why")
+        show(f"{source} on {corpus}", map(dataclasses.asdict, group), *columns)
     judged = [row.agrees for row in rows if row.agrees is not None]
-    console.print(
-        f"\n{sum(judged)} of {len(judged)} printed figures agree; {len(rows)} rows in all."
-    )
+    print(f"\n{sum(judged)} of {len(judged)} printed figures agree; {len(rows)} rows in all.")
 
 
 def measure(quickly: bool) -> list[Row]:
@@ -69,7 +78,7 @@ def measure(quickly: bool) -> list[Row]:
     rows = all_rows(
         num_documents=300_000 if quickly else 10_000_000, num_files=3_000 if quickly else None
     )
-    show(rows)
+    show_rows(rows)
     return rows
 
 

@@ -9,63 +9,56 @@ from __future__ import annotations
 
 import importlib
 import itertools
-import os
-import tempfile
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from common import Units, take_turns, timed
 from data_corpus import ROW, megatron_train, write_corpus
 from torch.utils.data import DataLoader
 
+__all__ = ["inside_megatron", "next_of", "rows_of"]
+
 GLOBAL_BATCH = 64
-
-
-def measure(*, quick: bool = False) -> list[dict[str, Any]]:
-    """One dict per setting: name, build seconds (cold, warm), rows and tokens per second, ratio.
-
-    Args:
-        quick: 10 instead of 50 million tokens, one repetition.
-    """
-    importlib.import_module("megapack.integrations.megatron")  # not part of the first build
-    num_tokens, seconds = (10_000_000, 0.5) if quick else (50_000_000, 2.0)
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        write_corpus(folder / "text_document", num_tokens)
-        (folder / "packed.json").write_text(
-            '{"sources": [{"prefix": "text_document"}], '
-            f'"buckets": [1024, 2048, 4096], "rows_per_block": {GLOBAL_BATCH}}}'
-        )
-        rows = [row for kind in KINDS for row in measure_kind(kind, folder, seconds)]
-    base = {row["loader"]: row["rows_per_second"] for row in rows if row["dataset"] == KINDS[0]}
-    for row in rows:
-        row["ratio"] = row["rows_per_second"] / base[row["loader"]]
-    return rows
-
-
 KINDS = ("GPTDataset", "GPTDataset, positions", "PackedGPTDataset")
 LOADERS = ((1, 0), (4, 0), (1, 2), (4, 2))  # micro batch size, workers
 
 
-def measure_kind(kind: str, folder: Path, seconds: float) -> list[dict[str, Any]]:
-    """All loaders of one dataset, built cold and warm."""
-    cold, dataset = timed(lambda: build(kind, folder))
-    warm, dataset = timed(lambda: build(kind, folder))
-    result = []
-    for micro_batch_size, workers in LOADERS:
-        rate = rows_per_second(dataset, micro_batch_size, workers, seconds)
-        result.append(
-            {
-                "dataset": kind,
-                "loader": f"mbs {micro_batch_size}, workers {workers}",
-                "build_cold_seconds": cold,
-                "build_warm_seconds": warm,
-                "rows_per_second": rate,
-                "tokens_per_second": rate * ROW,
-            }
-        )
-    return result
+def inside_megatron(folder: Path, *, quick: bool) -> list[dict[str, Any]]:
+    """One dict per loader and dataset.
+
+    Args:
+        folder: for the corpus and Megatron's caches.
+        quick: 10 instead of 50 million tokens, short windows.
+    """
+    importlib.import_module("megapack.integrations.megatron")  # not part of the first build
+    folder.mkdir()
+    write_corpus(folder / "text_document", 10_000_000 if quick else 50_000_000)
+    (folder / "packed.json").write_text(
+        '{"sources": [{"prefix": "text_document"}], '
+        f'"buckets": [1024, 2048, 4096], "rows_per_block": {GLOBAL_BATCH}}}'
+    )
+    builds = {kind: [timed(lambda kind=kind: build(kind, folder)) for _ in range(2)]
+              for kind in KINDS}  # fmt: skip
+    rows = []
+    for size, workers in LOADERS:
+        sides = {kind: next_of(rows_of(built[-1][1], size, workers), size)
+                 for kind, built in builds.items()}  # fmt: skip
+        found = take_turns(sides, seconds=0.2 if quick else 1.0)
+        for kind, timing in found.items():
+            rows.append(
+                {
+                    "dataset": kind,
+                    "loader": f"mbs {size}, workers {workers}",
+                    "rows_per_second": timing.rate,
+                    "spread_%": 100 * timing.spread,
+                    "tokens_per_second": timing.rate * ROW,
+                    "ratio": timing.rate / found[KINDS[0]].rate,
+                    "build_cold_seconds": builds[kind][0][0],
+                    "build_warm_seconds": builds[kind][1][0],
+                }
+            )
+    return rows
 
 
 def build(kind: str, folder: Path) -> Any:
@@ -82,46 +75,21 @@ def build(kind: str, folder: Path) -> Any:
     )
 
 
-def rows_per_second(dataset: Any, micro_batch_size: int, workers: int, seconds: float) -> float:
-    """Best of three runs of ``seconds``, after a first tenth of a second."""
-    batches = [
-        list(range(begin, begin + micro_batch_size))
-        for begin in range(0, len(dataset) - micro_batch_size, micro_batch_size)
-    ]
-    best = 0.0
-    for _ in range(3):
-        iterator = iter(
-            DataLoader(dataset, batch_sampler=itertools.cycle(batches), num_workers=workers)
-        )
-        begin = time.perf_counter()
-        while time.perf_counter() - begin < 0.1:
-            next(iterator)
-        begin, count = time.perf_counter(), 0
-        while time.perf_counter() - begin < seconds:
-            next(iterator)
-            count += micro_batch_size
-        best = max(best, count / (time.perf_counter() - begin))
-        del iterator
-    return best
+def rows_of(dataset: Any, size: int, workers: int) -> Any:
+    """Micro batches of successive rows, without end."""
+    begins = range(0, len(dataset) - size, size)
+    batches = [list(range(begin, begin + size)) for begin in begins]
+    return DataLoader(dataset, batch_sampler=itertools.cycle(batches), num_workers=workers)
 
 
-def timed(function: Callable[[], Any]) -> tuple[float, Any]:
-    """Seconds and result of one call."""
-    begin = time.perf_counter()
-    result = function()
-    return time.perf_counter() - begin, result
+def next_of(loader: Any, size: int) -> Callable[[], Units]:
+    """Take the next micro batch of ``size`` rows; a loader begins with its first call."""
+    iterator: Any = None
 
+    def step() -> Units:
+        nonlocal iterator
+        iterator = iter(loader) if iterator is None else iterator
+        next(iterator)
+        return Units(size)
 
-def print_rows(rows: list[dict[str, Any]]) -> None:
-    """The table, last in the output."""
-    print(f"{'dataset':24} {'loader':18} {'rows/s':>9} {'Mtok/s':>8} {'ratio':>6} {'build s':>14}")
-    for row in rows:
-        builds = f"{row['build_cold_seconds']:.3f} / {row['build_warm_seconds']:.3f}"
-        print(
-            f"{row['dataset']:24} {row['loader']:18} {row['rows_per_second']:9.0f} "
-            f"{row['tokens_per_second'] / 1e6:8.1f} {row['ratio']:6.2f} {builds:>14}"
-        )
-
-
-if __name__ == "__main__":
-    print_rows(measure(quick=os.environ.get("QUICK") == "1"))
+    return step

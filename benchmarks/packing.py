@@ -1,8 +1,9 @@
-"""make bench-packing: every packing strategy and its rivals on the same lengths.
+"""make bench-packing: every packing strategy beside its rivals, on the same lengths.
 
-First figures of the papers beside ours (all of them: make bench-composition), then speed and
-memory: nanoseconds per document, peak memory, samples over the least possible, times faster than
-the peer. One core unless said; index arrays in memory.
+Nanoseconds per document, the same over what numpy takes for one pass (``np.cumsum``, which depends
+less on the machine), peak memory, samples over the least possible, and times faster than the peer.
+Strategy, peer and pass are warmed and take turns in one process. One core unless said; index arrays
+in memory. What the strategies make of the documents: ``make bench-composition``.
 
 QUICK=1: up to a million documents, less than a minute. LARGE=1: up to 1e8.
 """
@@ -11,21 +12,15 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 import numpy as np
-from common import Table, best_of, in_child, large, quick, write_results
-from composition import show
+from common import in_child, large, quick, show, take_turns, write_results
 from lengths import LAWS
 from numpy.typing import NDArray
 from packing_peers import PEERS, TRL_PLAN, TRL_WHOLE
-from papers.composition import blog, bucketllm, seamless
-from papers.composition.rows import Row
 
 from megapack.packing import STRATEGIES, pack
 
@@ -40,24 +35,25 @@ Lengths = NDArray[np.int32]
 
 @dataclass(frozen=True)
 class Case:
-    """A strategy; ``target``: ns per document to stay below at 1e7; ``peer``: whom to beat."""
+    """A strategy; ``goal``: passes of numpy to stay below at 1e7; ``peer``: whom to beat."""
 
     name: str
     strategy: str
     parameters: dict[str, Any] = field(default_factory=dict)
-    target: float | None = None
+    goal: float | None = None
     peer: str | None = None
 
 
 CASES = [
-    Case("concat, file order", "concat", {"shuffle": False}, 3, FILE_ORDER),
-    Case("concat, shuffled", "concat", {}, 14, SHUFFLED),
-    Case("first_fit_decreasing", "first_fit_decreasing", {}, 6, TRL_PLAN),
-    Case("best_fit_decreasing", "best_fit_decreasing", {}, 6, TRL_PLAN),
-    Case("seamless", "seamless", {}, 9),
-    Case("bucket", "bucket", {}, 12),
-    Case("bucket_v0", "bucket_v0", {}, 12),
-    Case("bucket_llm", "bucket_llm", {}, 12),
+    Case("concat, file order", "concat", {"shuffle": False}, 2, FILE_ORDER),
+    Case("concat, shuffled", "concat", {}, 8, SHUFFLED),
+    Case("first_fit_decreasing", "first_fit_decreasing", {}, 4, TRL_PLAN),
+    Case("best_fit_decreasing", "best_fit_decreasing", {}, 4, TRL_PLAN),
+    Case("best_fit_decreasing (peer: all of trl)", "best_fit_decreasing", {}, None, TRL_WHOLE),
+    Case("seamless", "seamless", {}, 6),
+    Case("bucket", "bucket", {}, 8),
+    Case("bucket_v0", "bucket_v0", {}, 8),
+    Case("bucket_llm", "bucket_llm", {}, 8),
     Case("bucket_llm, pools of 3000", "bucket_llm", {"preset": "paper"}),
     Case("bucket_llm, streamed", "bucket_llm", {"pool": "stream", "pool_size": 10_000}),
     Case("bucket_naive", "bucket_naive"),
@@ -69,121 +65,86 @@ CASES = [
 
 
 def main() -> None:
-    quality = quality_rows(300_000 if quick() else 10_000_000)
-    show(quality)
     sizes = [100_000, 1_000_000] if quick() else [100_000, 1_000_000, 10_000_000]
     sizes += [100_000_000] if large() else []
-    speed = [row for size in sizes for row in measure(size)]
+    rows = [row for size in sizes for row in measure(size)]
+    write_results("packing", rows)
     for size in sizes:
-        report(size, [row for row in speed if row["num_documents"] == size])
-    write_results("packing", {"speed": speed, "quality": [asdict(row) for row in quality]})
-
-
-def quality_rows(num_documents: int) -> list[Row]:
-    """BucketLLM Table 1; Seamless 4.8, I.1 and Table 9; the blog's utilization; our goals."""
-    law = LAWS["fineweb_edu_like"](num_documents)
-    return [
-        *bucketllm.table_1(law, "fineweb_edu_like"),
-        *seamless.section_4_8(),
-        *seamless.dropping(),
-        *seamless.table_9(num_documents=num_documents // 10),
-        *blog.strategies(),
-        *goals(num_documents),
-    ]
-
-
-def goals(num_documents: int) -> list[Row]:
-    """The default strategy where short documents are missing, without and with `refine`."""
-    rows = []
-    buckets = [1024, 2048, 4096, 8192, 16384]
-    for law in ("fineweb_edu_like", "finance", "bbc_news", "pubmed"):
-        lengths = LAWS[law](num_documents)
-        for item, parameters in (
-            ("promote off", {"promote": "off"}),
-            ("default", {}),
-            ("refine", {"refine": True}),
-        ):
-            index = pack(lengths, buckets=buckets, **parameters)
-            metrics = index.metrics()
-            assert metrics["truncation_ratio"] == metrics["truncation_floor"]
-            decided = ((name, text.split(":")[0]) for name, text in index.decisions.items())
-            why = "; ".join(f"{name} {choice}" for name, choice in decided)
-            row = partial(Row, source="bucket, nothing cut", corpus=law, paper=None, item=item)
-            rows += [
-                row(quantity="r_pad %", measured=100 * metrics["padding_ratio"], why=why),
-                row(quantity="r_cat", measured=metrics["concatenation_ratio"]),
-            ]
-    return rows
+        show(
+            f"{size:,} documents, {CAPACITY} tokens (buckets {BUCKETS})",
+            [row for row in rows if row["num_documents"] == size],
+            *("name", "ns_per_document", "spread_%", "over_cumsum", "goal", "2_threads", "peak_mb"),
+            *("extra_bytes_per_document", "excess_%", "times_faster", "peer"),
+        )
 
 
 def measure(num_documents: int) -> list[dict[str, Any]]:
-    """One dict per strategy and per peer that can take so many documents."""
+    """One row per strategy."""
     lengths = LAWS["fineweb_edu_like"](num_documents)
-    # About half a second of calls: a call of milliseconds is disturbed more often than a long one.
-    repeats = min(max(50_000_000 // num_documents, 2), 100)
-    theirs = {}
-    for name, prepare in PEERS.items():
-        if num_documents <= LARGEST.get(name, 1 << 40):
-            theirs[name] = in_child(partial(run_peer, prepare, lengths))
-            print(f"{num_documents:,} documents: {name}", file=sys.stderr)
     rows = []
     for case in CASES:
-        row = in_child(partial(run_case, case, lengths, repeats)) | asdict(case)
-        if case.peer in theirs:
-            row["times_faster"] = theirs[case.peer]["seconds"] / row["seconds"]
-        rows.append(row)
+        memory = in_child(partial(memory_of, case, lengths))
+        peak, output = memory["peak_bytes"], memory["output_bytes"]
+        rows.append(
+            {"name": case.name, "strategy": case.strategy, "num_documents": num_documents}
+            | in_child(partial(times_of, case, lengths))
+            | {"peak_mb": peak / 1e6, "extra_bytes_per_document": (peak - output) / num_documents}
+            | {"goal": case.goal if num_documents == 10_000_000 else None}
+            | {"excess_%": memory["excess_%"]}
+        )
         print(f"{num_documents:,} documents: {case.name}", file=sys.stderr)
-    return rows + [{"name": name, **row} for name, row in theirs.items()]
+    return rows
 
 
-def run_case(case: Case, lengths: Lengths, repeats: int) -> dict[str, Any]:
+def call_of(case: Case, lengths: Lengths, **options: Any) -> Any:
+    """The call that is measured."""
     buckets = BUCKETS if STRATEGIES[case.strategy].many_buckets else [CAPACITY]
-    run = partial(pack, lengths, case.strategy, buckets=buckets, **case.parameters)
-    index = run()  # also the peak: nothing before it took memory
-    output = sum(array.nbytes for array in index.segment_arrays())
-    least = -(-int(lengths.sum(dtype=np.int64)) // CAPACITY)
-    excess = index.num_samples / least - 1 if len(buckets) == 1 else None
-    del index
+    return partial(pack, lengths, case.strategy, buckets=buckets, **case.parameters, **options)
+
+
+def memory_of(case: Case, lengths: Lengths) -> dict[str, Any]:
+    """Of one call, in a process that has done nothing else."""
+    index = call_of(case, lengths)()
+    excess = index.num_samples / least(lengths) - 1
+    one_bucket = not STRATEGIES[case.strategy].many_buckets
     return {
-        "num_documents": len(lengths),
-        "seconds": best_of(run, repeats),
-        "seconds_2_threads": best_of(partial(run, threads=2), repeats),
-        "output_bytes": output,
-        "excess": excess,
+        "output_bytes": sum(array.nbytes for array in index.segment_arrays()),
+        "excess_%": 100 * excess if one_bucket else None,
     }
 
 
-def run_peer(
-    prepare: Callable[[Lengths, int], Callable[[], int | None]], lengths: Lengths
-) -> dict[str, Any]:
-    run = prepare(lengths, CAPACITY)
-    seconds = best_of(run, 1 if len(lengths) > 100_000 else 2)
-    samples = run() if len(lengths) <= 100_000 else None
-    least = -(-int(lengths.sum(dtype=np.int64)) // CAPACITY)
-    excess = None if samples is None else samples / least - 1
-    return {"num_documents": len(lengths), "seconds": seconds, "excess": excess}
+def times_of(case: Case, lengths: Lengths) -> dict[str, Any]:
+    """The strategy with one thread and two, a pass of numpy, and the peer."""
+    sides: dict[str, Callable[[], Any]] = {
+        "ours": call_of(case, lengths),
+        "2 threads": call_of(case, lengths, threads=2),
+        "pass": partial(np.cumsum, lengths, dtype=np.int64),
+    }
+    peer = case.peer
+    if peer and len(lengths) <= LARGEST.get(peer, 1 << 40):
+        sides["peer"] = PEERS[peer](lengths, CAPACITY)
+    found = take_turns(sides, seconds=0.05)
+    ours = found["ours"]
+    row = ours.row() | {
+        "ns_per_document": 1e9 * ours.seconds / len(lengths),
+        "over_cumsum": ours.seconds / found["pass"].seconds,
+        "2_threads": ours.seconds / found["2 threads"].seconds,
+    }
+    if "peer" not in sides:
+        return row
+    samples = sides["peer"]() if len(lengths) <= 100_000 else None
+    return row | {
+        "peer": peer,
+        "times_faster": found["peer"].seconds / ours.seconds,
+        "peer_seconds": found["peer"].seconds,
+        "peer_spread_%": 100 * found["peer"].spread,
+        "peer_excess_%": None if samples is None else 100 * (samples / least(lengths) - 1),
+    }
 
 
-def report(size: int, rows: list[dict[str, Any]]) -> None:
-    table = Table(
-        f"{size:,} documents, {CAPACITY} tokens (buckets {BUCKETS})",
-        ["", "ns/document", "target", "2 threads", "peak MB", "extra B/doc", "excess", "x faster"],
-    )
-    for row in rows:
-        two = row.get("seconds_2_threads")
-        extra = (row["peak_bytes"] - row["output_bytes"]) / size if "output_bytes" in row else None
-        target = row.get("target") if size == 10_000_000 else None
-        table.add(
-            row["name"],
-            f"{1e9 * row['seconds'] / size:,.2f}",
-            "" if target is None else f"{target:g}",
-            "" if two is None else f"{row['seconds'] / two:.2f} x",
-            f"{row['peak_bytes'] / 1e6:,.0f}",
-            "" if extra is None else f"{extra:.1f}",
-            "" if row.get("excess") is None else f"{100 * row['excess']:.3f} %",
-            f"{row['times_faster']:,.0f}" if "times_faster" in row else "",
-        )
-    table.print()
+def least(lengths: Lengths) -> int:
+    """Samples below which no packing gets."""
+    return -(-int(lengths.sum(dtype=np.int64)) // CAPACITY)
 
 
 if __name__ == "__main__":

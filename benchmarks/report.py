@@ -1,6 +1,7 @@
-"""docs/results.md from the newest result files: every table there is made here, none is typed.
+"""docs/results.md and docs/results/ from the newest result files: no figure there is typed.
 
-A QUICK run is taken only where there is no other.
+docs/results.md is the summary (``results_summary``), docs/results/NAME.md has every table of a
+benchmark. A QUICK run is taken only where there is no other.
 
 make bench-report        # after the benchmarks whose figures should be quoted
 """
@@ -12,29 +13,42 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from common import RESULTS
+from common import RESULTS, cell
+from results_summary import forest, summary
 
-TARGET = Path(__file__).parents[1] / "docs" / "results.md"
+DOCS = Path(__file__).parents[1] / "docs"
 PAPERS = "papers-"
-HEAD = """# Measured results
+HEAD = """# {title}
 
-Written by `make bench-report` from the result files of the benchmarks, which lie in
-`benchmarks/results/`. Each section names its command, date, processor and versions; read ratios
-rather than digits, and run the command on your own machine before you believe either.
+Written by `make bench-report` from `benchmarks/results/`; summary: [results.md](../results.md).
+Read ratios rather than digits, and run the command on your own machine before you believe either.
 """
 
 
 def main() -> None:
-    newest: dict[str, Path] = {}
-    for path in sorted(RESULTS.glob("*.json"), key=age):
-        newest[read(path)["benchmark"]] = path
-    if not newest:
+    runs = newest_runs()
+    if not runs:
         raise SystemExit(f"no result files in {RESULTS}; run `make bench-packing` or another first")
-    papers = [read(newest.pop(name)) for name in sorted(newest) if name.startswith(PAPERS)]
-    sections = [papers_section(papers)] if papers else []
-    sections += [section(read(newest[name])) for name in sorted(newest)]
-    TARGET.write_text("\n".join([HEAD, *sections]), encoding="utf-8")
-    print(f"wrote {TARGET}: {', '.join([run['benchmark'] for run in papers] + sorted(newest))}")
+    about = {name: provenance(run) for name, run in runs.items()}
+    (DOCS / "results.md").write_text(summary(runs, about), encoding="utf-8")
+    forest(runs, DOCS / "images" / "results_forest.png")
+    (DOCS / "results").mkdir(exist_ok=True)
+    papers = [run for name, run in runs.items() if name.startswith(PAPERS)]
+    pages = {name: section(run) for name, run in runs.items() if not name.startswith(PAPERS)}
+    pages |= {"papers": papers_section(papers)} if papers else {}
+    for name, text in pages.items():
+        page = f"{HEAD.format(title=f'Results of {name}')}\n{text}"
+        (DOCS / "results" / f"{name}.md").write_text(page.rstrip("\n") + "\n", encoding="utf-8")
+    print(f"wrote {DOCS / 'results.md'} and {', '.join(pages)} beside it")
+
+
+def newest_runs() -> dict[str, dict[str, Any]]:
+    """Benchmark -> its newest result file."""
+    newest: dict[str, dict[str, Any]] = {}
+    for path in sorted(RESULTS.glob("*.json"), key=age):
+        run = read(path)
+        newest[run["benchmark"]] = run
+    return dict(sorted(newest.items()))
 
 
 def age(path: Path) -> tuple[bool, str, str]:
@@ -86,8 +100,8 @@ def recipe_section(run: dict[str, Any]) -> Iterator[str]:
     yield from table(results["claims"], "")
     yield from table(results.get("rows", []), "measured")
     if results.get("scale") == "cpu" and not run["quick"]:
-        for path in sorted((TARGET.parent / "images" / "papers").glob(f"{name}*.png")):
-            yield f"![{path.stem.replace('_', ' ')}](images/papers/{path.name})"
+        for path in sorted((DOCS / "images" / "papers").glob(f"{name}*.png")):
+            yield f"![{path.stem.replace('_', ' ')}](../images/papers/{path.name})"
         yield ""
 
 
@@ -136,7 +150,9 @@ def table(rows: list[dict[str, Any]], title: str) -> Iterator[str]:
     yield "| " + " | ".join(column.replace("_", " ") for column in columns) + " |"
     yield "|" + "---|" * len(columns)
     for row in rows:
-        yield "| " + " | ".join(cell(row.get(column)) for column in columns) + " |"
+        yield (
+            "| " + " | ".join(cell(row.get(column)).replace("|", "/") for column in columns) + " |"
+        )
     yield ""
 
 
@@ -144,18 +160,6 @@ def per_document(row: dict[str, Any]) -> dict[str, float]:
     if not row.get("num_documents") or not isinstance(row.get("seconds"), float):
         return {}
     return {"ns_per_document": 1e9 * row["seconds"] / row["num_documents"]}
-
-
-def cell(value: Any) -> str:
-    if value in (None, {}):
-        return ""
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    if isinstance(value, float):
-        return f"{value:.4g}" if abs(value) < 1e5 else f"{value:,.0f}"
-    if isinstance(value, int):
-        return f"{value:,}"
-    return str(value).replace("|", "/")
 
 
 if __name__ == "__main__":

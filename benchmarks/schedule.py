@@ -1,13 +1,16 @@
 """``make bench-schedule``: equal work on 64 ranks, DeepSpeed's batches beside ours, speed.
 
 1. Attention work (sum of squared segment lengths) per rank, largest over mean, for steps of one
-   bucket on 64 ranks with 49,152 tokens each: samples dealt in the order of the schedule (random)
-   and as megapack deals them. "layer" adds the linear layers of a model with hidden size 2,048.
+   bucket on 64 ranks with 49,152 tokens each: samples assigned to ranks in the order of the
+   schedule (random) and as megapack deals them. "layer" adds the linear layers of a model with
+   hidden size 2,048.
 2. The same where every rank has one sample per step, which no dealing can balance: with draws
    ordered by cost inside a window.
 3. DeepSpeed's batch_by_seqlens and ours on the same lengths: seconds, and whether all ranks of a
-   step have the same number of tokens and the same shape.
-4. Seconds to know the bucket of 1e6 steps, and to compute any one of them.
+   step have the same number of tokens and the same shape. Theirs grows with the square of the
+   documents, so the ratio says as much about their number as about the code.
+4. What the bucket of 1e6 steps takes beside a shuffle of 1e6 numbers by numpy, and what any one of
+   them takes.
 5. Megatron's build_blending_indices and ours on the same log-normal(0, 2) weights of 3 to 20,000
    sources: seconds for the source and rank of every position (both in one thread, weights to
    arrays), the largest |taken(n) - weight x n| over all sources and positions n, and what a step
@@ -17,12 +20,10 @@
 from __future__ import annotations
 
 import logging
-import time
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from common import Table, quick, write_results
+from common import quick, show, take_turns, timed, write_results
 from lengths import LAWS
 from numpy.typing import NDArray
 
@@ -105,9 +106,11 @@ def beside_deepspeed(lengths: Lengths) -> dict[str, Any]:
     ranks, tokens = 8, BUCKETS[-1]
     documents = np.minimum(lengths, tokens)
     values = documents.tolist()
-    theirs, (ids, _, _) = timed(
-        lambda: batch_by_seqlens(values, max_tokens=tokens, effective_batch_size=ranks)
-    )
+
+    def theirs() -> Any:
+        return batch_by_seqlens(values, max_tokens=tokens, effective_batch_size=ranks)[0]
+
+    ids = theirs()
     loads = np.array([documents[members].sum() for _, members in ids]).reshape(-1, ranks)
     shapes = np.array([len(members) for _, members in ids]).reshape(-1, ranks)
 
@@ -126,16 +129,17 @@ def beside_deepspeed(lengths: Lengths) -> dict[str, Any]:
         ]
         return schedule, batches
 
-    seconds, (schedule, batches) = timed(ours)
+    schedule, batches = ours()
+    found = take_turns({"theirs": theirs, "ours": ours}, windows=3)
     # batches: rank after rank, each with one per step
     ours_shapes = np.array([(len(b), b.capacity) for b in batches]).reshape(ranks, -1, 2)
     ours_loads = ours_shapes.prod(axis=2)
     assert ours_loads.shape[1] == schedule.num_steps()
     return {
         "documents": len(documents),
-        "deepspeed_seconds": theirs,
-        "ours_seconds": seconds,
-        "ratio": theirs / seconds,
+        "deepspeed_seconds": found["theirs"].seconds,
+        "ours_seconds": found["ours"].seconds,
+        "ratio": found["theirs"].seconds / found["ours"].seconds,
         "deepspeed_tokens_max_over_mean": float((loads.max(1) / loads.mean(1)).mean()),
         "deepspeed_equal_shapes": float((shapes.min(1) == shapes.max(1)).mean()),
         "ours_tokens_max_over_mean": float((ours_loads.max(0) / ours_loads.mean(0)).mean()),
@@ -150,15 +154,21 @@ def speed(lengths: Lengths) -> list[dict[str, Any]]:
     rows = []
     for order in ("proportional", "uniform", "grow-p2"):
         schedule = Schedule(index, tokens_per_step=BUCKETS[-1], order=order)
-        seconds, buckets = timed(lambda schedule=schedule: schedule.bucket_of_draws(0, 1_000_000))
-        assert len(buckets) == 1_000_000
-        one, _ = timed(lambda schedule=schedule: [schedule.step(i) for i in steps])
+        found = take_turns(
+            {
+                "all": lambda schedule=schedule: schedule.bucket_of_draws(0, 1_000_000),
+                "one": lambda schedule=schedule: [schedule.step(i) for i in steps],
+                "shuffle": lambda: np.random.default_rng(0).permutation(1_000_000),
+            }
+        )
         rows.append(
             {
                 "order": order,
                 "epochs": 1_000_000 / schedule.num_steps(),
-                "seconds_1e6_steps": seconds,
-                "milliseconds_per_step": 1000 * one / len(steps),
+                "seconds_1e6_steps": found["all"].seconds,
+                "over_a_shuffle": found["all"].seconds / found["shuffle"].seconds,
+                "goal": 10,
+                "milliseconds_per_step": 1000 * found["one"].seconds / len(steps),
             }
         )
     return rows
@@ -188,14 +198,16 @@ def blends(num_positions: int) -> list[dict[str, Any]]:
             rank[places] = starts + np.arange(num_positions)
             return source, rank
 
-        seconds = {side.__name__: timed(side) for side in (megatron, ours)}
+        found = take_turns({"megatron": megatron, "ours": ours})
         blend = _core.Blend(whole_shares([int(weight * 2**100) for weight in weights.tolist()]))
         far, _ = timed(lambda blend=blend: [blend.range(10**12 + i, 10**12 + i + 4096)
                                             for i in range(0, 409_600, 4096)])  # fmt: skip
         rows.append(
             {"sources": sources, "positions": num_positions, "nanoseconds": far / 409_600 * 1e9}
-            | {f"{name}_seconds": taken for name, (taken, _) in seconds.items()}
-            | {f"{name}_worst": worst_error(*out, weights) for name, (_, out) in seconds.items()}
+            | {f"{name}_seconds": timing.seconds for name, timing in found.items()}
+            | {"ratio": found["megatron"].seconds / found["ours"].seconds}
+            | {"megatron_worst": worst_error(*megatron(), weights)}
+            | {"ours_worst": worst_error(*ours(), weights)}
         )
     return rows
 
@@ -209,76 +221,19 @@ def worst_error(source: Any, rank: Any, weights: Any) -> float:
     return float(max(np.abs(error).max() for error in errors))
 
 
-def timed(function: Callable[[], Any]) -> tuple[float, Any]:
-    begin = time.perf_counter()
-    result = function()
-    return time.perf_counter() - begin, result
-
-
 def main() -> None:
     n = 200_000 if quick() else 3_000_000
     lengths = LAWS["fineweb_edu_like"](n, 1)
-    work = balance(lengths, 10 if quick() else 100)
-    one = windows(lengths, BUCKETS[-1])
-    sizes = (2_000,) if quick() else (2_000, 4_000, 8_000)
+    work = balance(lengths, 10 if quick() else 100) + windows(lengths, BUCKETS[-1])
+    sizes = (2_000,) if quick() else (1_000, 2_000, 4_000)
     beside = [beside_deepspeed(lengths[:size]) for size in sizes]
     fast = speed(lengths)
     blended = blends(50_000 if quick() else 200_000)
-    write_results("schedule", [*work, *one, *beside, *fast, *blended])
-    table = Table(
-        "DeepSpeed's batch_by_seqlens beside ours, 8 ranks of 16,384 tokens",
-        [
-            "documents",
-            "DeepSpeed s",
-            "ours s",
-            "ratio",
-            "tokens max/mean",
-            "equal shapes",
-            "ours: tokens",
-            "shapes",
-        ],
-    )
-    for row in beside:
-        table.add(
-            f"{row['documents']:,}", f"{row['deepspeed_seconds']:.2f}",
-            f"{row['ours_seconds']:.4f}", f"{row['ratio']:,.0f}",
-            f"{row['deepspeed_tokens_max_over_mean']:.3f}", f"{row['deepspeed_equal_shapes']:.0%}",
-            f"{row['ours_tokens_max_over_mean']:.3f}", f"{row['ours_equal_shapes']:.0%}",
-        )  # fmt: skip
-    table.print()
-    table = Table(
-        f"which source, {blended[0]['positions']:,} positions",
-        ["sources", "Megatron s", "ours s", "ratio", "worst error", "ours", "any step, ns/sample"],
-    )
-    for row in blended:
-        table.add(
-            f"{row['sources']:,}", f"{row['megatron_seconds']:.3f}", f"{row['ours_seconds']:.3f}",
-            f"{row['megatron_seconds'] / row['ours_seconds']:,.2f}",
-            f"{row['megatron_worst']:.2f}", f"{row['ours_worst']:.2f}",
-            f"{row['nanoseconds']:.0f}",
-        )  # fmt: skip
-    table.print()
-    table = Table(
-        "the schedule itself",
-        ["order", "epochs", "1e6 steps, s", "target", "any one step, ms"],
-    )
-    for row in fast:
-        table.add(
-            row["order"], f"{row['epochs']:.1f}", f"{row['seconds_1e6_steps']:.2f}", "1.00",
-            f"{row['milliseconds_per_step']:.3f}",
-        )  # fmt: skip
-    table.print()
-    table = Table(
-        f"attention work of {RANKS} ranks, largest over mean",
-        ["step", "steps", "random", "ours", "worst", "target", "layer: random", "ours"],
-    )
-    for row in work + one:
-        table.add(
-            row["case"], f"{row['steps']}", f"{row['random']:.3f}", f"{row['ours']:.3f}",
-            f"{row['worst']:.3f}", f"{row['target']:.2f}" if "target" in row else "",
-            f"{row['layer_random']:.3f}", f"{row['layer_ours']:.3f}",
-        )  # fmt: skip
-    table.print()
+    write_results("schedule", [*work, *beside, *fast, *blended])
+    show("DeepSpeed's batch_by_seqlens beside ours, 8 ranks of 16,384 tokens", beside)
+    show("which source of a blend", blended)
+    show("the schedule itself", fast)
+    show(f"attention work of {RANKS} ranks, largest over mean", work)
 
 
 if __name__ == "__main__":

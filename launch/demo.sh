@@ -39,8 +39,8 @@ megapack-build pack --data-prefix "$OUT/train" --strategy concat --buckets 4096 
 say "4/7 samples: buckets, a document is split only if it is longer than the largest"
 megapack-build pack --data-prefix "$OUT/train" --strategy bucket --buckets "$BUCKETS" \
     --output "$OUT/train.samples"
-say "both, side by side"
-megapack-build compare --data-prefix "$OUT/train" --strategies concat@4096 bucket --buckets "$BUCKETS"
+say "all strategies, side by side"
+megapack-build compare --data-prefix "$OUT/train" --buckets "$BUCKETS"
 
 train() {
     deepspeed --num_accelerators "$RANKS" --master_port "${PORT:-29611}" launch/pretrain.py \

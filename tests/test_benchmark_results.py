@@ -6,6 +6,8 @@ import json
 import re
 import shutil
 import sys
+import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 
 import common
 import report
+import results_summary
 
 ROOT = Path(__file__).parents[1]
 
@@ -38,3 +41,44 @@ def test_outside_of_git_there_is_no_commit(monkeypatch: pytest.MonkeyPatch) -> N
     assert common.commit() is None
     run = {"date": "d", "num_cpus": 2, "cpu": "c", "machine": "m", "python": "3", "versions": {}}
     assert "commit" not in report.provenance(run)
+
+
+def test_the_page_of_results_is_what_the_command_writes_of_the_logged_runs() -> None:
+    runs = report.newest_runs()
+    about = {name: report.provenance(run) for name, run in runs.items()}
+    page = (ROOT / "docs" / "results.md").read_text(encoding="utf-8")
+    assert page == results_summary.summary(runs, about), "run `make bench-report`"
+    assert len(page.splitlines()) <= 150
+    assert len(results_summary.QUESTIONS) == 10
+    assert "(not measured)" not in page
+    for target in re.findall(r"\]\(([\w./]+)\)", page):
+        assert (ROOT / "docs" / target).is_file(), target
+
+
+def test_what_did_not_hold_stands_on_the_page() -> None:
+    page = (ROOT / "docs" / "results.md").read_text(encoding="utf-8")
+    wrong = [
+        claim["claim"]
+        for name, run in report.newest_runs().items()
+        if name.startswith("papers-") and name != "papers-composition"
+        for claim in run["results"]["claims"]
+        if claim["agrees"] == "no"
+    ]
+    assert wrong
+    assert [claim for claim in wrong if f"| {claim} |" not in page] == []
+
+
+def test_both_sides_of_a_benchmark_are_warmed_and_take_turns() -> None:
+    calls: list[str] = []
+    sides = {name: partial(calls.append, name) for name in ("ours", "theirs")}
+    found = common.take_turns(sides, windows=3)
+    assert calls == ["ours", "theirs"] * 4  # the first of each is not timed
+    assert {len(timing.windows) for timing in found.values()} == {3}
+    timing = common.Timing((1.0, 2.0, 3.0, 4.0, 100.0))
+    assert timing.seconds == 3.0 and timing.rate == pytest.approx(1 / 3)
+    assert timing.spread == pytest.approx((4.0 - 2.0) / 3.0)
+
+
+def test_units_of_a_call_are_counted() -> None:
+    found = common.take_turns({"rows": lambda: (time.sleep(0.002), common.Units(4))[1]}, windows=1)
+    assert found["rows"].seconds >= 0.0005

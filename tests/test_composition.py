@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 from lengths import LAWS, expected_truncation_ratio
 from papers.composition import atom_size, blog, bucketllm, seamless
 from papers.composition.rows import Row, compared, python_sources
-from papers.composition.seamless_theory import expect_seamless
+from papers.composition.seamless import expect_seamless
 
 from megapack.packing import pack
 

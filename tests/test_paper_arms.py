@@ -13,8 +13,8 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 
 from papers import ranks
-from papers.bucketllm_results import CURRICULUM, MASKED
 from papers.recipes import bucketllm, masking, steps
+from papers.recipes.bucketllm import CURRICULUM, MASKED
 from papers.recipes.masking import (
     ACROSS,
     CLASSIC,

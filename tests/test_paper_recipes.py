@@ -13,7 +13,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 
-from papers import bucketllm_results, corpus
+from papers import corpus
 from papers import runs as harness
 from papers.corpus import Corpus
 from papers.ranks import mean_of_ranks
@@ -80,11 +80,11 @@ class Written(Result):
 def test_time_to_equal_loss_lies_on_the_line_between_two_evaluations() -> None:
     run = bucketllm.runs(SCALES["quick"])[0]
     result = Written(run, Path(), {})
-    assert bucketllm_results.speed_by_bucket(result) == {64: 100.0, 128: 50.0}
-    assert bucketllm_results.seconds_to(result, 100.0) == pytest.approx(6.0)
-    assert bucketllm_results.seconds_to(result, 50.0) == pytest.approx(9.0)
-    assert bucketllm_results.seconds_to(result, 25.0) == pytest.approx(12.0)
-    assert bucketllm_results.seconds_to(result, 24.0) == float("inf")
+    assert bucketllm.speed_by_bucket(result) == {64: 100.0, 128: 50.0}
+    assert bucketllm.seconds_to(result, 100.0) == pytest.approx(6.0)
+    assert bucketllm.seconds_to(result, 50.0) == pytest.approx(9.0)
+    assert bucketllm.seconds_to(result, 25.0) == pytest.approx(12.0)
+    assert bucketllm.seconds_to(result, 24.0) == float("inf")
 
 
 @pytest.fixture

@@ -23,7 +23,7 @@ from papers.claims import alike, difference, less, near, shown
 from papers.corpus import Corpus
 from papers.recipes import atom_size, seamless
 from papers.runs import SCALES, Result, Run, run_all, worker_pool
-from papers.shifted_labels import shifted
+from papers.settings import shifted
 
 from megapack.packing import pack
 

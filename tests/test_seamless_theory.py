@@ -10,7 +10,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 
-from papers.composition.seamless_theory import expect_seamless, measure_seamless
+from papers.composition.seamless import expect_seamless, measure_seamless
 
 from megapack.packing import pack
 

@@ -25,13 +25,11 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import composition
-from common import quick, write_results
+from common import quick, show, write_results
 from papers.claims import Claim
 from papers.composition.rows import Row
 from papers.corpus import WORK
 from papers.runs import SCALES, Scale, run_all, worker_pool
-from rich.console import Console
-from rich.table import Table
 
 HERE = Path(__file__).resolve().parent
 IMAGES = HERE.parents[1] / "docs" / "images" / "papers"
@@ -49,7 +47,8 @@ def main() -> None:
             where = "-gpu" if found.get("scale") == "gpu" else ""
             write_results(f"papers-{name}{where}", found)
             print(f"{name}: done after {(time.perf_counter() - begin) / 60:.1f} min", flush=True)
-    show_claims(claims)
+    quickly = " (QUICK: a handful of steps, no evidence)" if quick() else ""
+    show(f"claims{quickly}", map(dataclasses.asdict, claims))
 
 
 def compose() -> tuple[dict[str, Any], list[Claim]]:
@@ -69,7 +68,7 @@ def replay(name: str, scale: Scale, pool: Executor) -> tuple[dict[str, Any], lis
     results = run_all(runs, pool)
     recipe.plots(results, IMAGES if scale.name == "cpu" else WORK / f"plots-{scale.name}")
     rows = recipe.rows(results)
-    show_rows(recipe.TITLE, rows)
+    show(recipe.TITLE, rows)
     found = {
         "title": recipe.TITLE,
         "equal": recipe.EQUAL,
@@ -135,50 +134,6 @@ def composition_claims(rows: list[Row]) -> list[Claim]:
         )
         for source, found in judged.items()
     ]
-
-
-def show_rows(title: str, rows: list[dict[str, Any]]) -> None:
-    """What a recipe measured."""
-    columns = list(dict.fromkeys(key for row in rows for key in row))
-    table = _table(title)
-    for column in columns:
-        table.add_column(column.replace("_", " "))
-    for row in rows:
-        table.add_row(*(_cell(row.get(column)) for column in columns))
-    _print(table)
-
-
-def show_claims(claims: list[Claim]) -> None:
-    """The table that this command is for."""
-    quickly = " (QUICK: a handful of steps, no evidence)" if quick() else ""
-    table = _table(f"claims{quickly}")
-    for head in ("source", "claim", "paper", "measured", "agrees", "why believe it"):
-        table.add_column(head)
-    for claim in claims:
-        table.add_row(
-            claim.source, claim.claim, claim.paper, claim.measured, claim.agrees or "", claim.why
-        )
-    _print(table)
-
-
-def _table(title: str) -> Table:
-    return Table(
-        title=f"\n[bold]{title}[/]",
-        title_justify="left",
-        box=None,
-        pad_edge=False,
-        header_style="bold",
-    )
-
-
-def _print(table: Table) -> None:
-    Console(highlight=False, width=None if sys.stdout.isatty() else 200).print(table)
-
-
-def _cell(value: Any) -> str:
-    if value is None:
-        return ""
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 if __name__ == "__main__":

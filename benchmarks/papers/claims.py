@@ -11,7 +11,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean, stdev
-from typing import Literal
+from typing import Any, Literal
 
 from scipy import stats
 
@@ -20,9 +20,11 @@ __all__ = [
     "Difference",
     "Verdict",
     "alike",
+    "below",
     "difference",
     "less",
     "near",
+    "same",
     "shown",
     "together",
 ]
@@ -117,3 +119,28 @@ def shown(values: Sequence[float], digits: int = 2) -> str:
     if len(values) == 1:
         return f"{values[0]:.{digits}f}"
     return f"{fmean(values):.{digits}f} +- {stdev(values):.{digits}f}"
+
+
+def below(low: Sequence[float], high: Sequence[float], **words: Any) -> Claim:
+    """The claim that ``low`` is below ``high``; ``words`` as in ``_compared``."""
+    return _compared(low, high, less(low, high), **words)
+
+
+def same(a: Sequence[float], b: Sequence[float], *, within: float, **words: Any) -> Claim:
+    """The claim that both are alike; ``words`` as in ``_compared``."""
+    return _compared(a, b, alike(a, b, within=within), **words)
+
+
+def _compared(
+    a: Sequence[float],
+    b: Sequence[float],
+    verdict: Verdict,
+    *,
+    what: str = "validation perplexity",
+    digits: int = 2,
+    beside: str = "",
+    **words: str,
+) -> Claim:
+    """Args: ``what`` the figures are, ``beside``: more that was measured; the rest as in Claim."""
+    measured = f"{what} {shown(a, digits)} against {shown(b, digits)}{beside}".strip()
+    return Claim(measured=measured, agrees=verdict, **words)

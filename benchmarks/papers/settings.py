@@ -1,10 +1,11 @@
-"""What the recipes about buckets, masking and steps share: a Llama, a corpus, a ladder of lengths.
+"""What recipes share: plain causal training, and a Llama, a corpus and a ladder of lengths.
 
-On the CPU every length is a sixteenth of the paper's (on a GPU a quarter): buckets of 64 to 1,024
-tokens stand for 1,024 to 16,384, and docstrings of up to 1,100 tokens for documents of the web.
-Steps are small, since a small model learns more from many of them. Its weights begin at
-1 / sqrt(width), not at the 0.02 of wide models, with which it would stay for hundreds of steps
-where all methods are alike and seeds are not.
+The latter (``Setting``) is that of the recipes about buckets, masking and steps. On the CPU every
+length is a sixteenth of the paper's (on a GPU a quarter): buckets of 64 to 1,024 tokens stand for
+1,024 to 16,384, and docstrings of up to 1,100 tokens for documents of the web. Steps are small,
+since a small model learns more from many of them. Its weights begin at 1 / sqrt(width), not at the
+0.02 of wide models, with which it would stay for hundreds of steps where all methods are alike and
+seeds are not.
 """
 
 from __future__ import annotations
@@ -13,11 +14,35 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from papers.corpus import Corpus
-from papers.plain import engine
 from papers.runs import Scale
 
-__all__ = ["Setting"]
+from megapack.data import Batch
+
+__all__ = ["WHOLE", "Setting", "engine", "shifted"]
+
+# Fields of ``data``: attention, labels and positions know samples, not documents.
+WHOLE = {"attention": "sample", "labels": "sample", "positions": "sample"}
+
+
+def engine(scale: Scale) -> dict[str, Any]:
+    """Fields of ``engine``: float32 on a CPU, bfloat16 on a GPU."""
+    small = {"precision": "fp32", "zero_stage": 0}
+    return scale.pick(cpu=small, quick=small, gpu={"precision": "bf16", "zero_stage": 1})
+
+
+def shifted(batch: Batch) -> Batch:
+    """Labels as most trainers make them: the inputs of a sample, shifted by one.
+
+    Every token of a sample has the next one of the sample as its label, the last one has none. Only
+    for micro batches that are a whole step, as ``num_step_label_tokens`` is counted here.
+    """
+    tokens, labels = batch["tokens"].flatten(), batch["labels"].flatten()
+    changed = torch.where(labels >= 0, tokens.roll(-1).to(labels.dtype), labels)
+    changed[batch["cu_seqlens"].long()[1:] - 1] = -100
+    count = max(1, int((changed >= 0).sum()))
+    return {**batch, "labels": changed.view_as(batch["labels"]), "num_step_label_tokens": count}
 
 
 @dataclass(frozen=True)

@@ -43,9 +43,10 @@ from megapack.compare import (
 from megapack.compare.export import to_json
 from megapack.compare.html import render
 from megapack.compare.words import short_number
-from megapack.errors import ConfigError, DataError
+from megapack.errors import ConfigError
 from megapack.storage import read_document_lengths
 from megapack.storage.atomic import atomic_write
+from megapack.storage.lengths import read_lengths_file
 from megapack.storage.replace import check_target
 from megapack.words import count, counted
 
@@ -227,15 +228,7 @@ def _read_lengths(args: argparse.Namespace) -> tuple[NDArray[Any], str]:
     """Document lengths and a name for the report."""
     if args.lengths is None:
         return read_document_lengths(args.prefix), Path(args.prefix).name
-    try:
-        lengths = np.load(args.lengths, mmap_mode="r", allow_pickle=False)
-    except (ValueError, EOFError) as error:
-        raise DataError(f"{args.lengths} is not a .npy file of numbers: {error}") from error
-    if not isinstance(lengths, np.ndarray) or lengths.ndim != 1 or lengths.dtype.kind not in "iu":
-        raise DataError(
-            f"{args.lengths} does not hold a one-dimensional array of integers, tokens per document"
-        )
-    return lengths, args.lengths.name
+    return read_lengths_file(args.lengths), args.lengths.name
 
 
 def _sample(lengths: NDArray[Any], count: int, seed: int) -> NDArray[Any]:

@@ -20,7 +20,7 @@ from megapack.cli.report import note
 from megapack.tokenization.corpus.faults import Faults, fault_lines
 from megapack.tokenization.corpus.inputs import find_inputs
 from megapack.tokenization.corpus.pieces import ReadOptions
-from megapack.tokenization.tokenizers.train import TrainOptions, train_tokenizer
+from megapack.tokenization.tokenizers.train import train_tokenizer
 from megapack.words import counted, size
 
 __all__ = ["add_arguments", "run"]
@@ -56,12 +56,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     begin = time.perf_counter()
-    options = TrainOptions(
-        type=args.type,
-        vocab_size=args.vocab_size,
-        sample_bytes=args.sample_bytes,
-        special_tokens=tuple(args.special_token),
-    )
     files = find_inputs(
         args.input,
         suffixes=args.suffix,
@@ -73,9 +67,12 @@ def run(args: argparse.Namespace) -> int:
     result = train_tokenizer(
         files,
         args.output,
-        options,
         read=read,
         faults=Faults(args.on_error),
+        type=args.type,
+        vocab_size=args.vocab_size,
+        sample_bytes=args.sample_bytes,
+        special_tokens=args.special_token,
         overwrite=args.overwrite,
     )
     for line in fault_lines(result.faults.counts, result.faults.places):

@@ -141,6 +141,10 @@ class Schedule:
         """
         return -(-self.draws.begin(num_epochs * self.num_cycles) // self.config.draws_per_step)
 
+    def tokens_before(self, step: int) -> int:
+        """Tokens of the first ``step`` steps, padding included."""
+        return step * self.config.tokens_per_step
+
     def num_draws(self, step: int) -> Ids:
         """(num_buckets,) how often every bucket is drawn in the first ``step`` steps."""
         return self.draws.counts(step * self.config.draws_per_step)

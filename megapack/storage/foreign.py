@@ -43,11 +43,10 @@ __all__ = ["KINDS", "Foreign", "detect", "open_foreign", "tokens_path"]
 class Foreign:
     """Somebody else's documents."""
 
-    kind: str
     tokens_path: Path
-    begin_byte: int  # of the first token
     dtype: np.dtype[Any]
     layout: ArrayLayout
+    begin_byte: int = 0  # of the first token
     # Byte of every sequence in tokens_path, when they are not stored in order.
     pointers: NDArray[np.int64] | None = None
     facts: TokenFacts | None = None  # when the tokens had to be read anyway
@@ -120,7 +119,6 @@ def open_foreign(
     plain = open_plain(path, kind, dtype)
     lengths, facts, metadata = split_documents(plain, eod_token, eod_at)
     return Foreign(
-        kind=kind,
         tokens_path=path,
         begin_byte=plain.begin_byte,
         dtype=plain.dtype,
@@ -139,9 +137,7 @@ def _mmididx(path: Path) -> Foreign:
         raise FormatError(f"{prefix}: dtype code {layout.header.dtype_code} means {text}")
     ends = None if layout.header.lacks_document_indices else layout.ends()
     return Foreign(
-        kind="mmididx",
         tokens_path=path_of(prefix, ".bin"),
-        begin_byte=0,
         dtype=dtype,
         layout=ArrayLayout(layout.lengths(), ends),
         pointers=None if facts.widths else layout.pointers(),
@@ -169,9 +165,7 @@ def _tntidx(path: Path) -> Foreign:
     if dtype is None:
         raise FormatError(f"{idx_path}: dtype code {code} means {text}; these are no token ids")
     return Foreign(
-        kind="tntidx",
         tokens_path=bin_path,
-        begin_byte=0,
         dtype=dtype,
         layout=ArrayLayout(
             as_lengths(sizes, "a sequence"), indices[1:] if indices.size > 1 else None
@@ -195,9 +189,7 @@ def _datatrove(path: Path) -> Foreign:
     if (lengths < 0).any():
         raise FormatError(f"{index_path}: document {int((lengths < 0).argmax())} ends too early")
     return Foreign(
-        kind="datatrove",
         tokens_path=path,
-        begin_byte=0,
         dtype=np.dtype(np.uint16 if width == 2 else np.int32),
         layout=ArrayLayout(as_lengths(lengths, "a document")),
     )

@@ -1,8 +1,9 @@
-"""What a run would be: its resolved configuration, steps, buckets, memory and time."""
+"""What a run would be: model, steps, buckets, memory, time and cost."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -19,8 +20,9 @@ from megapack.training.model.memory import estimate_memory
 from megapack.training.model.opening import open_model
 from megapack.training.model.training_model import TrainingModel
 from megapack.training.run.directory import plain
-from megapack.training.run.inputs import Inputs, check_inputs, open_inputs
+from megapack.training.run.inputs import Inputs, PlannedSteps, check_inputs, open_inputs
 from megapack.training.run.learning_rate import num_warmup_steps
+from megapack.training.run.lengths import steps_from_lengths
 from megapack.training.watch.work import segment_lengths
 
 __all__ = ["dry_run"]
@@ -29,35 +31,65 @@ _ASSUMED_MFU = 0.4
 _STEPS_LOOKED_AT = 64
 
 
-def dry_run(config: PretrainConfig, *, world_size: int | None, device: str | None) -> str:
-    """The plan of a run as text; opens the data, computes nothing on a device.
+def dry_run(
+    config: PretrainConfig,
+    *,
+    world_size: int | None = None,
+    device: str | None = None,
+    lengths: str | None = None,
+    buckets: Sequence[int] | None = None,
+    gpu_price: float | None = None,
+    show_config: bool = False,
+) -> str:
+    """The plan of a run as text; computes nothing on a device.
 
     Args:
         config: the run.
         world_size: ranks; None takes the launcher's, or 1.
         device: name of the accelerator the time is estimated for; None takes this machine's.
+        lengths: of documents that do not exist yet (``read_lengths``); None opens the data.
+        buckets: of such documents.
+        gpu_price: of one device for an hour.
+        show_config: the resolved configuration, too.
 
     Raises:
         ConfigError: whatever would stop the run at its start.
+        OSError: there are no data.
     """
     ranks = world_size or int(os.environ.get("WORLD_SIZE", "1"))
-    inputs = open_inputs(config)
-    architecture = model_configuration(config.model, inputs.vocab_size)
-    check_inputs(inputs, architecture, config.data.positions)
+    steps = _steps(config, lengths, buckets)
+    architecture = model_configuration(config.model, steps.vocab_size)
+    if isinstance(steps, Inputs):
+        check_inputs(steps, architecture, config.data.positions)
     _check_ranks(config, ranks)
     here = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     wanted = config.model if here.type == "cuda" else replace(config.model, attention="auto")
     model, attention = open_model(wanted, config.engine, architecture, device=here, empty=True)
-    flops = ModelFlops.of(model, architecture)
+    total = _flops_of_run(config, steps, ModelFlops.of(model, architecture))
     sections = [
-        yaml.safe_dump(plain(to_dict(config)), sort_keys=False).rstrip(),
         _model(architecture, model, attention),
-        _length(config, inputs),
-        _buckets(config, inputs, ranks),
-        _memory(config, model, inputs, ranks),
-        _time(config, inputs, flops, ranks, device),
+        _length(config, steps),
+        _buckets(config, steps, ranks),
+        _memory(config, model, steps, ranks),
+        _time(total, steps.num_steps, ranks, device, gpu_price),
     ]
+    if show_config:
+        sections.append(yaml.safe_dump(plain(to_dict(config)), sort_keys=False).rstrip())
     return "\n\n".join(sections)
+
+
+def _steps(
+    config: PretrainConfig, lengths: str | None, buckets: Sequence[int] | None
+) -> PlannedSteps:
+    if lengths is not None:
+        return steps_from_lengths(config, lengths, buckets)
+    try:
+        return open_inputs(config)
+    except FileNotFoundError as error:
+        raise ConfigError(
+            f"{error}; to plan before there are data, give --lengths (a .npy file of tokens per "
+            "document, or lognormal:MEAN,MEDIAN,DOCUMENTS)"
+        ) from error
 
 
 def _check_ranks(config: PretrainConfig, ranks: int) -> None:
@@ -79,36 +111,35 @@ def _model(architecture: Any, model: TrainingModel, attention: Choice) -> str:
     )
 
 
-def _length(config: PretrainConfig, inputs: Inputs) -> str:
-    tokens = inputs.num_steps * config.data.tokens_per_step
-    epochs = inputs.num_steps / inputs.steps_per_epoch
-    warmup = num_warmup_steps(inputs.num_steps, config.schedule)
+def _length(config: PretrainConfig, plan: PlannedSteps) -> str:
+    tokens = plan.num_steps * config.data.tokens_per_step
+    epochs = plan.num_steps / plan.steps_per_epoch
+    warmup = num_warmup_steps(plan.num_steps, config.schedule)
     return "\n".join(
         [
-            f"steps: {inputs.num_steps:,} ({warmup:,} of warmup), "
-            f"{inputs.steps_per_epoch:,} per epoch",
+            f"steps: {plan.num_steps:,} ({warmup:,} of warmup), {plan.steps_per_epoch:,} per epoch",
             f"tokens: {tokens:,} ({config.data.tokens_per_step:,} per step)",
             f"epochs: {epochs:.3f}",
         ]
     )
 
 
-def _buckets(config: PretrainConfig, inputs: Inputs, ranks: int) -> str:
+def _buckets(config: PretrainConfig, plan: PlannedSteps, ranks: int) -> str:
     micro_steps = -(-config.data.tokens_per_step // (config.data.micro_batch_tokens * ranks))
-    draws = inputs.schedule.num_draws(inputs.num_steps)
+    draws = plan.schedule.num_draws(plan.num_steps)
     rows = [
         f"{'bucket':>8} {'steps':>10} {'share':>7} {'samples/step':>13} {'per micro batch':>16}"
     ]
     for stream, samples, count in zip(
-        inputs.schedule.buckets, inputs.schedule.samples_per_draw, draws.tolist(), strict=True
+        plan.schedule.buckets, plan.schedule.samples_per_draw, draws.tolist(), strict=True
     ):
         share = count / max(1, int(draws.sum()))
         per_batch = config.data.micro_batch_tokens // stream.capacity
         rows.append(
             f"{stream.capacity:>8,} {count:>10,} {share:>7.2%} {samples:>13,} {per_batch:>16,}"
         )
-    first = inputs.schedule.bucket_of_draws(0, min(12, int(draws.sum()))).tolist()
-    order = " ".join(str(inputs.capacities[b]) for b in first)
+    first = plan.schedule.bucket_of_draws(0, min(12, int(draws.sum()))).tolist()
+    order = " ".join(str(plan.capacities[b]) for b in first)
     return "\n".join(
         [
             f"ranks: {ranks}, {micro_steps} micro steps of "
@@ -119,29 +150,40 @@ def _buckets(config: PretrainConfig, inputs: Inputs, ranks: int) -> str:
     )
 
 
-def _memory(config: PretrainConfig, model: Any, inputs: Inputs, ranks: int) -> str:
-    parts = estimate_memory(model, config, ranks, longest=max(inputs.capacities))
+def _memory(config: PretrainConfig, model: Any, plan: PlannedSteps, ranks: int) -> str:
+    parts = estimate_memory(model, config, ranks, longest=max(plan.capacities))
     lines = [f"{name:>22}: {size / 2**30:8.2f} GiB" for name, size in parts.items()]
     total = sum(parts.values()) / 2**30
     return "\n".join(["memory per rank, estimated:", *lines, f"{'together':>22}: {total:8.2f} GiB"])
 
 
-def _time(
-    config: PretrainConfig, inputs: Inputs, flops: ModelFlops, ranks: int, device: str | None
-) -> str:
-    steps = min(_STEPS_LOOKED_AT, inputs.num_steps)
+def _flops_of_run(config: PretrainConfig, plan: PlannedSteps, flops: ModelFlops) -> float:
+    """From the first steps; padding is computed like any token."""
     total = 0.0
+    steps = min(_STEPS_LOOKED_AT, plan.num_steps)
     for i in range(steps):
-        content = inputs.schedule.step(i)
-        lengths = segment_lengths(inputs.schedule, content.sample_ids)
+        lengths = segment_lengths(plan.schedule, plan.schedule.step(i).sample_ids)
         total += flops.step(config.data.tokens_per_step, lengths)
-    run = total / steps * inputs.num_steps
+    return total / steps * plan.num_steps
+
+
+def _time(run: float, num_steps: int, ranks: int, device: str | None, price: float | None) -> str:
     peak = peak_by_name(device) if device is not None else _own_peak()
-    text = f"arithmetic: {run:.3e} FLOP ({run / inputs.num_steps:.3e} per step)"
+    text = f"arithmetic: {run:.3e} FLOP ({run / num_steps:.3e} per step)"
     if peak is None:
         return f"{text}\ntime: unknown for this device; name one with --device (H100, A800, ...)"
     hours = run / (peak * ranks * _ASSUMED_MFU) / 3600
-    return f"{text}\ntime: {hours:,.1f} hours on {ranks} ranks at {_ASSUMED_MFU:.0%} MFU, assumed"
+    text += f"\ntime: {_duration(hours)} on {ranks} ranks at {_ASSUMED_MFU:.0%} MFU, assumed"
+    if price is not None:
+        text += f"\ncost: {hours * ranks * price:,.2f} at {price:g} per rank and hour"
+    return text
+
+
+def _duration(hours: float) -> str:
+    for unit, name in ((1, "hours"), (1 / 60, "minutes"), (1 / 3600, "seconds")):
+        if hours >= unit:
+            return f"{hours / unit:,.1f} {name}"
+    return f"{hours * 3600:.2g} seconds"
 
 
 def _own_peak() -> float | None:

@@ -41,6 +41,11 @@ from megapack.training.watch.signals import PREEMPTED, StopSignals
 
 logger = logging.getLogger("megapack")
 
+LENGTHS = (
+    "plan before there are data: a .npy file of tokens per document, or "
+    "lognormal:MEAN,MEDIAN,DOCUMENTS (999,603,1e6 is like a million of FineWeb-Edu)"
+)
+
 
 def main() -> int:
     """The command; returns its exit code."""
@@ -56,7 +61,8 @@ def main() -> int:
 def pretrain(args: argparse.Namespace) -> int:
     config = read_config(args.config, args.set)
     if args.dry_run:
-        print(dry_run(config, world_size=args.world_size, device=args.device))
+        options = ("world_size", "device", "lengths", "buckets", "gpu_price", "show_config")
+        print(dry_run(config, **{name: getattr(args, name) for name in options}))
         return 0
     join(args.local_rank)
     with world(timeout_minutes=config.engine.timeout_minutes) as here:
@@ -113,7 +119,7 @@ def train(config: PretrainConfig, here: World, run: RunDirectory, signals: StopS
             "fingerprints": inputs.fingerprints(),
         }
         run.begin(config, facts)
-        run.forget_after(start * config.data.tokens_per_step)
+        run.forget_after(inputs.schedule.tokens_before(start))
 
     trainer = Trainer(
         config, here, inputs, engine=engine, run=run, store=store, flops=flops, start=start
@@ -189,6 +195,10 @@ def show_log(here: World) -> None:
     logger.propagate = False
 
 
+def integers(text: str) -> list[int]:
+    return [int(part) for part in text.split(",")]
+
+
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="megapack-pretrain",
@@ -204,8 +214,13 @@ def parse_arguments() -> argparse.Namespace:
         help="override a field, as in --set optimizer.lr=1e-4; may be repeated",
     )
     parser.add_argument("--dry-run", action="store_true", help="print the plan and start nothing")
-    parser.add_argument("--world-size", type=int, default=None, help="ranks, of a dry run")
-    parser.add_argument("--device", default=None, help="of a dry run: H100, A800, ...")
+    plan = parser.add_argument_group("of a dry run").add_argument
+    plan("--world-size", type=int, metavar="RANKS", help="this launcher's, or 1")
+    plan("--device", metavar="NAME", help="H100, A800, ...: the time it takes")
+    plan("--gpu-price", type=float, metavar="PRICE", help="of one rank for an hour: the cost")
+    plan("--lengths", metavar="SOURCE", help=LENGTHS)
+    plan("--buckets", type=integers, metavar="N,...", help="of --lengths, as in 1024,2048,4096")
+    plan("--show-config", action="store_true", help="the configuration in full, too")
     parser.add_argument("--local_rank", type=int, default=None, help=argparse.SUPPRESS)
     return parser.parse_args()
 

@@ -72,13 +72,11 @@ class Trainer:
             start=start,
             max_skipped=config.optimizer.max_skipped,
         )
-        self.trace = (
-            BatchTrace(run, here, config.data.tokens_per_step) if config.logging.batches else None
-        )
+        self.trace = BatchTrace(run, here, inputs.schedule) if config.logging.batches else None
 
     def note(self, done: int) -> None:
         """So many optimizer steps are done."""
-        self.done, self.tokens_seen = done, done * self.config.data.tokens_per_step
+        self.done, self.tokens_seen = done, self.inputs.schedule.tokens_before(done)
         self.run_dir.at = {"step": done, "saved": self.saved}
         self.here.progress.at(f"the end of step {done - 1}")
 

@@ -15,7 +15,7 @@ from megapack.tokenization.build.run import BuildResult, build
 from megapack.tokenization.corpus.faults import Faults
 from megapack.tokenization.corpus.inputs import find_inputs
 from megapack.tokenization.corpus.pieces import InputFile, ReadOptions
-from megapack.tokenization.tokenizers.train import TrainOptions, train_tokenizer
+from megapack.tokenization.tokenizers.train import train_tokenizer
 
 from .helpers import Silence, WriteJsonl
 
@@ -61,12 +61,15 @@ def source_texts(source_files: Sequence[InputFile]) -> list[str]:
 def bpe_json(tmp_path_factory: pytest.TempPathFactory, source_files: list[InputFile]) -> Path:
     """A byte-level BPE tokenizer.json with Llama 3's split, 2000 ids."""
     path = tmp_path_factory.mktemp("bpe") / "tokenizer.json"
-    options = TrainOptions(
+    train_tokenizer(
+        source_files,
+        str(path),
+        read=ReadOptions(),
+        faults=Faults("skip"),
         type="bpe-json",
         vocab_size=2000,
         special_tokens=("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
     )
-    train_tokenizer(source_files, str(path), options, read=ReadOptions(), faults=Faults("skip"))
     return path
 
 
@@ -74,6 +77,7 @@ def bpe_json(tmp_path_factory: pytest.TempPathFactory, source_files: list[InputF
 def sp_model(tmp_path_factory: pytest.TempPathFactory, source_files: list[InputFile]) -> Path:
     """A sentencepiece BPE model with byte fallback, 2000 ids."""
     path = tmp_path_factory.mktemp("sp") / "tokenizer.model"
-    options = TrainOptions(vocab_size=2000, sample_bytes=1 << 19)
-    train_tokenizer(source_files, str(path), options, read=ReadOptions(), faults=Faults("skip"))
+    read, faults = ReadOptions(), Faults("skip")
+    sizes = {"vocab_size": 2000, "sample_bytes": 1 << 19}
+    train_tokenizer(source_files, str(path), read=read, faults=faults, **sizes)
     return path

@@ -8,11 +8,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import yaml
 from tokenizers import Tokenizer, models, pre_tokenizers
 
+from megapack.storage import IndexedDataset
 from megapack.training.model.flops import ModelFlops
 from megapack.training.run.directory import read_jsonl
 
@@ -85,7 +87,7 @@ def test_a_dry_run_prints_the_plan_and_starts_nothing(
 ) -> None:
     config = corpus.config(tmp_path / "run", num_steps=None, num_epochs=2)
     argv = [str(PRETRAIN), "--config", str(config), "--dry-run", "--device", "H100"]
-    argv += ["--world-size", "4", "--set", "engine.precision=bf16"]
+    argv += ["--world-size", "4", "--set", "engine.precision=bf16", "--show-config"]
     output = zygote.start(argv, 1, tmp_path / "log", {0: {"env": {}}}).succeed()
     assert "precision: bf16" in output and "positions: segment" in output
     assert "epochs: 2.0" in output or "epochs: 1.9" in output
@@ -93,12 +95,36 @@ def test_a_dry_run_prints_the_plan_and_starts_nothing(
     assert "ranks: 4, 1 micro steps of 256 tokens each" in output
     for capacity in BUCKETS:
         assert any(line.split()[:1] == [str(capacity)] for line in output.splitlines()), capacity
-    for part in ("parameters", "optimizer state", "activations", "GiB", "FLOP", "hours on 4 ranks"):
+    for part in ("parameters", "optimizer state", "activations", "GiB", "FLOP", "on 4 ranks"):
         assert part in output, part
+    assert output.index("model: llama") < output.index("precision: bf16"), "the plan comes first"
+    assert "time: 0.0 " not in output
     assert not (tmp_path / "run").exists()
     refused = zygote.start([*argv, "--world-size", "3"], 1, tmp_path / "refused", {0: {"env": {}}})
     assert refused.wait() == [2]
     assert "3 ranks do not divide the 4 micro batches of a step" in refused.output()
+
+
+def test_a_dry_run_plans_from_lengths_before_there_are_data(
+    zygote: Zygote, corpus: Corpus, tmp_path: Path
+) -> None:
+    """The same steps and arithmetic as with the documents that have these lengths."""
+    lengths = tmp_path / "lengths.npy"
+    np.save(lengths, IndexedDataset(corpus.train).document_lengths)
+    model = {"preset": "llama_tiny", "vocab_size": 64}
+    config = corpus.config(tmp_path / "run", num_steps=None, model=model)
+    argv = [str(PRETRAIN), "--config", str(config), "--dry-run", "--device", "H100"]
+    argv += ["--gpu-price", "2.5"]
+    real = zygote.start(argv, 1, tmp_path / "real", {0: {"env": {}}}).succeed()
+    nowhere = ["--set", f"data.prefix={tmp_path}/no", "--set", f"data.index={tmp_path}/no.samples"]
+    nowhere += ["--set", "data.valid_prefix=null"]
+    buckets = ",".join(map(str, BUCKETS))
+    plan = [*argv, *nowhere, "--lengths", str(lengths), "--buckets", buckets]
+    assert zygote.start(plan, 1, tmp_path / "plan", {0: {"env": {}}}).succeed() == real
+    assert "cost: " in real and "at 2.5 per rank and hour" in real and "run_dir:" not in real
+    refused = zygote.start([*argv, *nowhere], 1, tmp_path / "refused", {0: {"env": {}}})
+    assert refused.wait() == [2]
+    assert f"{tmp_path}/no" in refused.output() and "give --lengths" in refused.output()
 
 
 @pytest.mark.parametrize(

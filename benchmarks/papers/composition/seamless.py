@@ -1,23 +1,31 @@
 """Seamless Packing (Improving Continual Pre-training Through Seamless Data Packing), lengths only.
 
-The corpora are the paper's histograms (Tables 13 and 14) with lengths uniform inside an interval.
-What depends on the shape inside an interval cannot agree exactly.
+First what the paper expects of a corpus, beside what the strategy does (section 3.4): from a
+histogram it derives how many documents slide and how many tokens are left to stage two, supposing
+that lengths are uniform between multiples of the sample length. The corpora are the paper's
+histograms (Tables 13 and 14) with lengths uniform inside an interval; what depends on the shape
+inside an interval cannot agree exactly.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterable
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from fractions import Fraction
 from functools import partial
 
 import numpy as np
+from common import take_turns
 from lengths import LAWS
+from numpy.typing import NDArray
 from papers.composition.rows import Row, compared
-from papers.composition.seamless_theory import expect_seamless, measure_seamless
 
+from megapack import _core
 from megapack.packing import pack
+from megapack.packing.ratios import exact_ratio, largest_overlap
 
-__all__ = ["dropping", "figure_3", "section_4_8", "table_9"]
+__all__ = ["dropping", "expect_seamless", "figure_3", "measure_seamless", "section_4_8", "table_9"]
 
 TABLE_13 = [3906, 4095, 1789, 763, 355, 150, 73, 47, 90]  # texts of (2k, 4k], (4k, 6k], ... tokens
 CORPORA = {
@@ -25,6 +33,63 @@ CORPORA = {
     "bbc_news": (11_966, 512, 10),
     "finance": (15_527, 512, 10),
 }
+
+
+@dataclass(frozen=True, kw_only=True)
+class SeamlessStageOne:
+    """num_sliding: documents in overlapping windows (N_sw); short_tokens: left to stage two, of
+    documents longer than a sample (N_token_short)."""
+
+    num_sliding: float
+    short_tokens: float
+
+
+def expect_seamless(
+    num_documents: NDArray[np.int64] | list[int], capacity: int, r_max: float
+) -> SeamlessStageOne:
+    """Equations 6 and 7.
+
+    Equation 6 is printed with both sums running over k = ceil(1 / r_max); its first sum must end
+    before that (k r_max, the share that slides, would exceed 1), which is also what reproduces the
+    paper's 6716.
+
+    Args:
+        num_documents: T_k, documents with a length in (k capacity, (k + 1) capacity], k = 1, 2, ...
+        capacity: L_seq, tokens.
+        r_max: largest repeated share, 0 < r_max <= 1.
+
+    Raises:
+        ValueError: r_max out of range.
+    """
+    if not 0 < r_max <= 1:
+        raise ValueError(f"r_max is {r_max}; it must be above 0 and at most 1")
+    all_slide_from = math.ceil(1 / Fraction(*exact_ratio(r_max)))
+    sliding = short = 0.0
+    for k, count in enumerate(num_documents, start=1):
+        share = k * r_max if k < all_slide_from else 1.0
+        sliding += share * float(count)
+        short += (1 - share) * float(count) * (1 - share) * capacity / 2
+    return SeamlessStageOne(num_sliding=sliding, short_tokens=short)
+
+
+def measure_seamless(
+    lengths: NDArray[np.int32] | NDArray[np.int64],
+    capacity: int,
+    r_max: float,
+    *,
+    placement: str = "exact",
+) -> tuple[SeamlessStageOne, SeamlessStageOne]:
+    """(expected from the histogram of ``lengths``, what the strategy does with them).
+
+    Documents of at most ``capacity`` tokens are in neither: the theory leaves them out.
+    """
+    long = lengths[lengths > capacity]
+    counts = np.bincount((long - 1) // capacity)[1:]
+    share = largest_overlap(r_max, placement, capacity)
+    checked = _core.DocumentLengths(np.ascontiguousarray(long))
+    stage = _core.seamless_stage_one(checked, capacity, share, placement)
+    done = SeamlessStageOne(num_sliding=stage["num_sliding"], short_tokens=stage["short_tokens"])
+    return expect_seamless(counts, capacity, r_max), done
 
 
 def section_4_8() -> list[Row]:
@@ -105,38 +170,30 @@ def dropping() -> list[Row]:
     return rows
 
 
-def table_9(num_documents: int = 1_000_000, repeats: int = 3) -> list[Row]:
+def table_9(num_documents: int = 1_000_000) -> list[Row]:
     """Table 9: seconds of FFD and BFD on the three corpora; their ratio on a million documents."""
     paper = {"pubmed": (1.26, 1.78), "bbc_news": (2.24, 2.63), "finance": (2.83, 3.61)}
     rows = []
     for name, (count, capacity, _) in CORPORA.items():
         row = partial(compared, "Seamless Table 9", f"{name} law")
+        strategies = ("first_fit_decreasing", "best_fit_decreasing")
         small, large = (
-            [_seconds(partial(pack, lengths, strategy, buckets=[capacity]), repeats)
-             for strategy in ("first_fit_decreasing", "best_fit_decreasing")]
+            take_turns({s: partial(pack, lengths, s, buckets=[capacity]) for s in strategies})
             for lengths in (LAWS[name](count), LAWS[name](num_documents))
-        )  # fmt: skip
-        for item, printed, seconds in zip(("FFD", "BFD"), paper[name], small, strict=True):
+        )
+        for item, printed, timing in zip(("FFD", "BFD"), paper[name], small.values(), strict=True):
+            seconds = timing.seconds
             times = f"{printed / seconds:,.0f} times less than the paper's {printed} s"
             rows.append(row(f"{item}, {count:,} documents", "seconds", (None, seconds), why=times))
+        ffd, bfd = large.values()
         rows.append(
             row(
                 f"BFD / FFD, {num_documents:,} documents",
                 "ratio",
-                (paper[name][1] / paper[name][0], large[1] / large[0]),
+                (paper[name][1] / paper[name][0], bfd.seconds / ffd.seconds),
                 within=0.1,
                 why_not="a plan on the histogram of lengths costs both about the same; scanning "
                 "lists of bins does not",
             )
         )
     return rows
-
-
-def _seconds(action: Callable[[], object], repeats: int) -> float:
-    """Best of several runs."""
-    best = float("inf")
-    for _ in range(repeats):
-        begin = time.perf_counter()
-        action()
-        best = min(best, time.perf_counter() - begin)
-    return best

@@ -20,19 +20,40 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from papers.atom_size_claims import ATOMS, MSL, STRATEGIES, arm, claims, rows
+from papers.claims import Claim, below, less, near, shown, together
 from papers.corpus import Corpus
-from papers.plain import WHOLE, engine
 from papers.runs import Result, Run, Scale, by_name
+from papers.settings import WHOLE, engine
 
-from megapack.training.judge.curves import Curve
+from megapack.training.judge.curves import Curve, compare
 from megapack.training.judge.plots import plot_curves
 
 __all__ = ["EQUAL", "TITLE", "claims", "plots", "rows", "runs"]
 
 TITLE = "Atom size (Chen et al.)"
 EQUAL = "documents, one epoch, tokens per step, learning rate (constant after its warmup), weights"
-OTHER_MSL = (32, 128)
+SOURCE = "Atom size"
+MSL = 64
+ATOMS = (0.25, 0.5, 1.0, 2.0, 4.0)  # shares of MSL
+STRATEGIES = {"concat": "concat", "pad": "padding"}
+# Table 2: final perplexity by atom size.
+TABLE_2 = {
+    "concat": {0.25: 207.04, 0.5: 157.39, 1.0: 118.08, 2.0: 119.66, 4.0: 121.18},
+    "pad": {0.25: 175.33, 0.5: 134.43, 1.0: 102.82, 2.0: 104.46, 4.0: 105.85},
+}
+# Table 3: MSL -> steps of concat and padding, perplexity of concat and padding.
+TABLE_3 = {
+    32: ((28_120, 31_816), (91.01, 87.22)),
+    64: ((14_058, 17_308), (110.45, 99.79)),
+    128: ((14_056, 20_496), (102.42, 82.55)),
+}
+
+
+def arm(strategy: str, share: float = 1.0, *, capacity: int = MSL, shifted: bool = False) -> str:
+    """The name of a variant."""
+    name = f"{STRATEGIES[strategy]}, atom {share:g} MSL"
+    name += f", MSL {capacity}" if capacity != MSL else ""
+    return name + (", shifted labels" if shifted else "")
 
 
 @dataclass(frozen=True)
@@ -50,7 +71,7 @@ def arms() -> list[Arm]:
     """Table 2; Table 3 at its other lengths; concat with the labels of shifted inputs."""
     return [
         *(Arm(strategy, share) for strategy in STRATEGIES for share in ATOMS),
-        *(Arm(strategy, capacity=n) for n in OTHER_MSL for strategy in STRATEGIES),
+        *(Arm(strategy, capacity=n) for n in TABLE_3 if n != MSL for strategy in STRATEGIES),
         *(Arm("concat", share, shifted=True) for share in ATOMS if share <= 1),
     ]
 
@@ -82,7 +103,7 @@ def runs(scale: Scale) -> list[Run]:
             validate={"prose": documents},
             valid_bucket=of.capacity,
             evaluate_every=scale.pick(cpu=50, quick=4, gpu=50) if of == Arm("pad") else None,
-            change="papers.shifted_labels:shifted" if of.shifted else None,
+            change="papers.settings:shifted" if of.shifted else None,
         )
         for seed in scale.seeds
         for of in arms()
@@ -105,6 +126,185 @@ def _config(scale: Scale, order: str) -> dict[str, Any]:
         "schedule": {"kind": "constant", "warmup_steps": 20},
         "engine": engine(scale),
     }
+
+
+class Figures:
+    """Figures of every arm, one per seed in each list."""
+
+    def __init__(self, results: list[Result]) -> None:
+        self.results = by_name(results)
+        self.held_out = {
+            name: [r.perplexity("prose") for r in of] for name, of in self.results.items()
+        }
+        self.final: dict[str, list[float]] = {name: [] for name in self.results}
+        self.rank: dict[str, list[float]] = {name: [] for name in self.results}
+        for names in self._ranked():
+            for same_seed in zip(*(self.results[name] for name in names), strict=True):
+                # Runs of a handful of steps (QUICK) end within their first epoch.
+                curves = {r.run.name: _whole_epoch(r.curve()) for r in same_seed}
+                for name, standing in compare(curves).items():
+                    self.final[name].append(standing.final_perplexity)
+                    self.rank[name].append(standing.mean_rank)
+
+    def _ranked(self) -> list[list[str]]:
+        """Groups that are ranked among themselves, as in A.6."""
+        tables = [[arm(strategy, share) for share in ATOMS] for strategy in STRATEGIES]
+        tables.append([arm("concat", share, shifted=True) for share in ATOMS if share <= 1])
+        tables += [
+            [arm(s, capacity=capacity) for s in STRATEGIES] for capacity in TABLE_3
+            if capacity != MSL
+        ]  # fmt: skip
+        return tables
+
+    def steps(self, name: str) -> int:
+        """Of an epoch."""
+        return int(self.results[name][0].summary["steps_per_epoch"])
+
+    def at_equal_steps(self) -> list[float]:
+        """Held-out perplexity of padding when concat is done, one per seed."""
+        result = []
+        pairs = zip(self.results[arm("pad")], self.results[arm("concat")], strict=True)
+        for padded, joined in pairs:
+            points = padded.evaluations()
+            steps = [point["step"] for point in points]
+            losses = [point["loss"] for point in points]
+            result.append(float(np.exp(np.interp(joined.summary["steps"], steps, losses))))
+        return result
+
+
+def _whole_epoch(curve: Curve) -> Curve:
+    """A curve whose end is one epoch, also where a run was cut short."""
+    return (
+        curve
+        if curve.epoch[-1] >= 1 - 1e-9
+        else Curve(curve.epoch / curve.epoch[-1], curve.perplexity)
+    )
+
+
+def rows(results: list[Result]) -> list[dict[str, Any]]:
+    """Table 2, what it does not print, and the controls."""
+    figures = Figures(results)
+    printed = {arm(s, share): of[share] for s, of in TABLE_2.items() for share in ATOMS}
+    for capacity, (_, perplexities) in TABLE_3.items():
+        for strategy, perplexity in zip(STRATEGIES, perplexities, strict=True):
+            printed.setdefault(arm(strategy, capacity=capacity), perplexity)
+    return [
+        {
+            "samples": name,
+            "steps": group[0].summary["steps"],
+            "final perplexity (training)": shown(figures.final[name]),
+            "paper": printed.get(name),
+            "ranking": shown(figures.rank[name]),
+            "held-out perplexity": shown(figures.held_out[name]),
+            "seeds": len(group),
+        }
+        for name, group in figures.results.items()
+    ]
+
+
+def claims(results: list[Result]) -> list[Claim]:
+    """Tables 2 and 3."""
+    figures = Figures(results)
+    found = []
+    for strategy in STRATEGIES:
+        for shares, words in (((0.25, 0.5), "smaller"), ((2.0, 4.0), "larger")):
+            found += _atoms(figures, strategy, shares, words)
+    found += _atoms(figures, "concat", (0.25, 0.5), "smaller", shifted=True)
+    for capacity in TABLE_3:
+        found += _strategies(figures, capacity)
+    return [
+        *found,
+        below(
+            figures.held_out[arm("concat")],
+            figures.at_equal_steps(),
+            source=f"{SOURCE} Figure 3",
+            claim="padding has the higher perplexity at equal steps (held out)",
+            paper="higher",
+            why="concat against padding, both after the last step of concat; the learning rate is "
+            "constant",
+            what="",
+        ),
+    ]
+
+
+_WHY = {
+    "final training perplexity": "the last 0.01 epoch, as in A.6: a handful of steps here, noisy",
+    "perplexity ranking": "mean rank over 100 parts of the epoch, as in A.6",
+    "held-out perplexity": "the same documents for all atoms, every token once; not in the paper",
+}
+
+
+def _atoms(
+    figures: Figures,
+    strategy: str,
+    shares: tuple[float, ...],
+    words: str,
+    *,
+    shifted: bool = False,
+) -> list[Claim]:
+    """Atoms of other sizes against 1 MSL, by each of three measures."""
+    best, printed = arm(strategy, shifted=shifted), TABLE_2[strategy]
+    labels = "labels of shifted inputs" if shifted else "true successors as labels"
+    found = []
+    for quantity, measure in zip(
+        _WHY, (figures.final, figures.rank, figures.held_out), strict=True
+    ):
+        others = {share: measure[arm(strategy, share, shifted=shifted)] for share in shares}
+        verdicts = {share: less(measure[best], of) for share, of in others.items()}
+        is_final = quantity == "final training perplexity"
+        found.append(
+            Claim(
+                source=f"{SOURCE} Table 2",
+                claim=f"{STRATEGIES[strategy]}, {labels}: atoms {words} than 1 MSL lose "
+                f"({quantity})",
+                paper=f"{printed[1.0]:g} against " + ", ".join(f"{printed[s]:g}" for s in shares)
+                if is_final
+                else "1 MSL wins",
+                measured=f"{shown(measure[best])} against "
+                + ", ".join(
+                    f"{shown(of)} ({share:g} MSL: {verdicts[share]})"
+                    for share, of in others.items()
+                ),
+                agrees=together(list(verdicts.values())),
+                why=_WHY[quantity],
+            )
+        )
+    return found
+
+
+def _strategies(figures: Figures, capacity: int) -> list[Claim]:
+    """Concat against padding at one MSL."""
+    joined, padded = (arm(strategy, capacity=capacity) for strategy in STRATEGIES)
+    (joined_steps, padded_steps), (low, high) = TABLE_3[capacity]
+    ratio, paper_ratio = figures.steps(padded) / figures.steps(joined), padded_steps / joined_steps
+    equal = f"MSL {capacity}: padding has the lower"
+    words = {"source": f"{SOURCE} Table 3", "what": "padding against concat"}
+    return [
+        Claim(
+            source=f"{SOURCE} Table 3",
+            claim=f"MSL {capacity}: padding needs more steps per epoch than concat",
+            paper=f"{paper_ratio:.2f} times",
+            measured=f"{ratio:.2f} times",
+            agrees=near(ratio, paper_ratio, within=0.1),
+            why="exact, follows from the lengths",
+        ),
+        below(
+            figures.final[padded],
+            figures.final[joined],
+            claim=f"{equal} final training perplexity at equal epochs",
+            paper=f"{high} against {low}",
+            why="as in A.6; concat is scored on tokens that follow another document, padding not",
+            **words,
+        ),
+        below(
+            figures.held_out[padded],
+            figures.held_out[joined],
+            claim=f"{equal} held-out perplexity at equal epochs",
+            paper="lower",
+            why=f"the same documents for both; padding took {ratio:.2f} times as many steps",
+            **words,
+        ),
+    ]
 
 
 def plots(results: list[Result], folder: Path) -> None:

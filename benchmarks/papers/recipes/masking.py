@@ -13,7 +13,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from papers.claims import Claim, Verdict, alike, difference, less, shown
+from papers.claims import Claim, below, difference, same, shown
 from papers.figures import lines
 from papers.runs import Result, Run, Scale, by_name
 from papers.settings import Setting
@@ -107,76 +107,68 @@ def rows(results: list[Result]) -> list[dict[str, Any]]:
 def claims(results: list[Result]) -> list[Claim]:
     """The blog's two warnings, the public log, and what positions do."""
     arms = {name: _perplexities(group) for name, group in by_name(results).items()}
-
-    def against(name: str, base: str) -> str:
-        return f"validation perplexity {shown(arms[name])} against {shown(arms[base])}"
-
     paired = "the same samples in the same order; one option differs"
     return [
-        Claim(
+        below(
+            arms[UNBROKEN],
+            arms[ACROSS],
             source="Blog 4.1",
             claim="attention across documents makes a worse model",
             paper="learns spurious correlations, no figure",
-            measured=against(UNBROKEN, ACROSS),
-            agrees=less(arms[UNBROKEN], arms[ACROSS]),
             why=paired,
         ),
-        Claim(
+        same(
+            arms[UNBROKEN],
+            arms[ACROSS],
+            within=0.005,
             source="nanochat log, 2026-01-13",
             claim="masking attention changes less than 0.5 %",
             paper="0.85407 against 0.85427 bits per byte: no gain",
-            measured=against(UNBROKEN, ACROSS),
-            agrees=alike(arms[UNBROKEN], arms[ACROSS], within=0.005),
             why=f"{paired}; there, every row begins with a document, and the model has a thousand "
             "times as many parameters",
         ),
-        Claim(
+        below(
+            arms[DEFAULT],
+            arms[LABELS],
             source="Blog 7.2",
             claim="a trained label at the boundary makes a worse model",
             paper="degrades generation quality, no figure",
-            measured=against(DEFAULT, LABELS),
-            agrees=less(arms[DEFAULT], arms[LABELS]),
             why=f"{paired}; perplexity inside documents, in which the boundary itself has no part",
         ),
-        Claim(
+        below(
+            arms[DEFAULT],
+            arms[CLASSIC],
             source="Blog 4 and 7",
             claim="all masks together make a better model than none",
             paper="no figure",
-            measured=against(DEFAULT, CLASSIC),
-            agrees=less(arms[DEFAULT], arms[CLASSIC]),
             why="the same samples in the same order",
         ),
-        Claim(
+        below(
+            arms[ACROSS],
+            arms[RESTARTED],
             source="transformers issue 31629",
             claim="restarting positions without masking attention does not help",
             paper="documents still attend to each other",
-            measured=against(RESTARTED, ACROSS),
-            agrees=_no_gain(arms[RESTARTED], arms[ACROSS]),
             why=f"{paired}; tokens of different documents then share positions",
         ),
-        Claim(
+        same(
+            arms[UNBROKEN],
+            arms[DEFAULT],
+            within=0.002,
             source="this project",
             claim="with RoPE and masked attention positions need not restart (within 0.2 %)",
             paper="",
-            measured=against(UNBROKEN, DEFAULT),
-            agrees=alike(arms[UNBROKEN], arms[DEFAULT], within=0.002),
             why="RoPE sees differences of positions only; what differs is rounding",
         ),
-        Claim(
+        below(
+            arms[LEARNED],
+            arms[LEARNED_UNBROKEN],
             source="this project",
             claim="learned positions: restarting them is better than counting the sample",
             paper="",
-            measured=against(LEARNED, LEARNED_UNBROKEN),
-            agrees=less(arms[LEARNED], arms[LEARNED_UNBROKEN]),
             why=f"{paired}; scored from position 0, which the other model sees once per sample",
         ),
     ]
-
-
-def _no_gain(a: list[float], b: list[float]) -> Verdict:
-    """Whether "a is not below b" holds."""
-    opposite: dict[Verdict, Verdict] = {"yes": "no", "no": "yes", "undecided": "undecided"}
-    return opposite[less(a, b)]
 
 
 def plots(results: list[Result], folder: Path) -> None:

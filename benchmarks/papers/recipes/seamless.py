@@ -16,13 +16,16 @@ strategy. What the paper leaves open or does otherwise, and how it is here:
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from papers import invented_facts
+from papers.claims import Claim, alike, below, same, shown, together
 from papers.corpus import Corpus, prepare
-from papers.plain import WHOLE, engine
-from papers.runs import Run, Scale
-from papers.seamless_claims import C_EXTRA, LONGER, R_MAX, SP, claims, plots, rows
+from papers.figures import lines
+from papers.runs import Result, Run, Scale, by_name
+from papers.settings import WHOLE, engine
 
 from megapack.data import Schedule
 from megapack.packing import pack
@@ -32,6 +35,12 @@ __all__ = ["EQUAL", "TITLE", "claims", "plots", "rows", "runs"]
 
 TITLE = "Seamless Packing (Yin et al.)"
 EQUAL = "base model, documents, three epochs, tokens per step, linear decay to 0"
+SOURCE = "Seamless"
+C_EXTRA = {1: 10, 3: 50, 6: 100}  # at 128 -> at 2048
+R_MAX = (0.1, 0.3, 0.5)
+SP = "SP"
+LONGER = "CT, as many steps as SP"
+TABLE_2 = {"CT": (11.49, 7.84, 6.71), "BFD": (10.16, 7.41, 6.47), SP: (10.12, 7.39, 6.43)}
 CAPACITY = 128
 EPOCHS = 3
 FACT_EPOCHS = 8  # of the case study: a small model learns by repetition
@@ -189,3 +198,161 @@ def _num_steps(
     index = pack(lengths, strategy, buckets=[CAPACITY], **parameters)
     tokens_per_step = config["data"]["tokens_per_step"]
     return Schedule(index, tokens_per_step=tokens_per_step).num_steps(EPOCHS)
+
+
+def rows(results: list[Result]) -> list[dict[str, Any]]:
+    """Tables 2, 7, 10 and 11 in one, and the case study."""
+    found = []
+    for name, of in by_name(results).items():
+        first = of[0].summary
+        row: dict[str, Any] = {
+            "strategy": name,
+            "steps": first["steps"],
+            "repeated %": 100 * first["index"]["repeated_ratio"],
+            "dropped %": 100 * first["index"]["dropped_ratio"],
+            "padding %": 100 * first["index"]["padding_ratio"],
+        }
+        if "probe" in first:
+            row["loss per fact"] = shown([r.summary["probe"]["loss"] for r in of])
+            row["facts right %"] = shown([100 * r.summary["probe"]["right"] for r in of], 1)
+        else:
+            row["perplexity, prose"] = shown([r.perplexity("prose") for r in of], 3)
+            row["perplexity, code"] = shown([r.perplexity("code") for r in of], 3)
+        found.append({**row, "seeds": len(of)})
+    return found
+
+
+def claims(results: list[Result]) -> list[Claim]:
+    """Tables 2, 7, 10, 11 and section 4.7."""
+    groups = by_name(results)
+    perplexity = {name: [r.perplexity("prose") for r in of] for name, of in groups.items()
+                  if "probe" not in of[0].summary}  # fmt: skip
+    return [
+        *_orders(perplexity, groups),
+        *_table_7(perplexity),
+        *_sweep(perplexity, "Table 10", "r_max", {f"{r}": r for r in R_MAX}, "0.3"),
+        *_sweep(perplexity, "Table 11", "c_extra", {f"{c}": c for c in C_EXTRA}, "3"),
+        *_case_study(groups),
+    ]
+
+
+def _orders(perplexity: dict[str, list[float]], groups: dict[str, list[Result]]) -> list[Claim]:
+    def claim(low: str, high: str, why: str, paper: str = "") -> Claim:
+        pairs = zip(TABLE_2.get(low, ()), TABLE_2.get(high, ()), strict=False)
+        printed = "PubMed: " + ", ".join(f"{a} against {b}" for a, b in pairs)
+        return below(
+            perplexity[low],
+            perplexity[high],
+            source=f"{SOURCE} Table 2",
+            claim=f"{low} has the lower validation perplexity than {high}",
+            paper=paper or printed,
+            why=why,
+            what="",
+            digits=3,
+        )
+
+    ratio = groups[SP][0].summary["steps"] / groups["CT"][0].summary["steps"]
+    equal = f"equal epochs, as in the paper; SP takes {ratio:.2f} times as many steps as CT"
+    control = "a control the paper has not: the gain over CT without that of more steps"
+    return [
+        claim("BFD", "CT", "the same documents, epochs and base"),
+        claim(SP, "CT", equal),
+        claim(SP, "BFD", equal),
+        claim(SP, LONGER, control, "not measured"),
+    ]
+
+
+def _table_7(perplexity: dict[str, list[float]]) -> list[Claim]:
+    bfd = perplexity["BFD"]
+    others = {name: perplexity[name] for name in ("FFD", "BFD-m", SP)}
+    return [
+        Claim(
+            source=f"{SOURCE} Table 7",
+            claim="FFD, BFD-m and SP are within 2 % of BFD's perplexity",
+            paper="11.24, 11.24, 11.24 of 11.24; within 3.6 % on two other models",
+            measured=", ".join(f"{name} {shown(of, 3)}" for name, of in others.items())
+            + f", BFD {shown(bfd, 3)}",
+            agrees=together([alike(of, bfd, within=0.02) for of in others.values()]),
+            why="the ablation; SP takes more steps than the others",
+        ),
+        same(
+            perplexity["SP, published"],
+            perplexity[SP],
+            within=0.01,
+            source=f"{SOURCE} eq. 3",
+            claim="the authors' placement of windows is as good as the exact one (within 1 %)",
+            paper="not measured",
+            why="what the published arithmetic loses (docs/papers.md) is a small share of tokens",
+            what="",
+            digits=3,
+        ),
+    ]
+
+
+def _sweep(
+    perplexity: dict[str, list[float]],
+    table: str,
+    parameter: str,
+    values: dict[str, float],
+    best: str,
+) -> list[Claim]:
+    """The middle value against the others; ``SP`` itself has the middle values."""
+    measured = {v: perplexity[SP if v == best else f"SP, {parameter} {v}"] for v in values}
+    return [
+        below(
+            measured[best],
+            measured[other],
+            source=f"{SOURCE} {table}",
+            claim=f"{parameter} {best} is better than {other}",
+            paper="accuracy of tasks: the middle one of three values is best by 0.4 to 2 points",
+            why="perplexity in place of the accuracy of tasks"
+            + (f"; c_extra {other} is {C_EXTRA[int(other)]} at L 2048"
+               if parameter == "c_extra" else ""),
+            what="perplexity",
+            digits=3,
+        )
+        for other in values
+        if other != best
+    ]  # fmt: skip
+
+
+def _case_study(groups: dict[str, list[Result]]) -> list[Claim]:
+    def per_seed(name: str, key: str) -> list[float]:
+        return [result.summary["probe"][key] for result in groups[f"facts, {name}"]]
+
+    def claim(other: str, paper: str) -> Claim:
+        right = [[100 * x for x in per_seed(name, "right")] for name in (SP, other)]
+        return below(
+            per_seed(SP, "loss"),
+            per_seed(other, "loss"),
+            source=f"{SOURCE} 4.7",
+            claim=f"facts that straddle the cut are learned with SP better than with {other}",
+            paper=paper,
+            beside=f" nats per fact; {shown(right[0], 1)} % against {shown(right[1], 1)} % right",
+            why=f"{invented_facts.NUM_FACTS} invented facts in place of one, L_seq 32",
+            what="",
+        )
+
+    return [
+        claim("BFD", "date 3/5 against 0/5, place 5/5 against 2/5"),
+        claim("CT", "not measured"),
+    ]
+
+
+def plots(results: list[Result], folder: Path) -> None:
+    """Figure 2 with perplexity: both sweeps between the baselines, means of the seeds."""
+    perplexity = {
+        name: fmean(result.perplexity("prose") for result in of)
+        for name, of in by_name(results).items()
+        if "probe" not in of[0].summary
+    }
+    for name, values, middle in (("r_max", R_MAX, 0.3), ("c_extra", tuple(C_EXTRA), 3)):
+        measured = [perplexity[SP if v == middle else f"SP, {name} {v}"] for v in values]
+        flat = {other: (values, [perplexity[other]] * len(values)) for other in ("CT", "BFD")}
+        lines(
+            folder / f"seamless_{name}.png",
+            {SP: (values, measured), **flat},
+            x=name,
+            y="validation perplexity",
+            marker="o",
+        )

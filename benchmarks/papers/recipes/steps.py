@@ -13,7 +13,7 @@ from statistics import fmean
 from typing import Any
 
 from papers import ranks
-from papers.claims import Claim, alike, difference, less, shown
+from papers.claims import Claim, below, difference, same, shown
 from papers.figures import lines
 from papers.runs import Result, Run, Scale, by_name
 from papers.settings import Setting
@@ -119,16 +119,12 @@ def claims(results: list[Result]) -> list[Claim]:
 
 
 def _times(timed: list[Result]) -> list[Claim]:
-    whole_same, whole_any = "whole samples, same bucket", "whole samples, any bucket"
     dealt, undealt = "masked, same bucket, equal work", "masked, same bucket, in order"
-    masked_any = "masked, any bucket"
 
     def of(arm: str) -> list[float]:
         return [spread(result, arm) for result in timed]
 
-    def against(first: str, second: str) -> str:
-        return f"slowest over mean rank {shown(of(first), 3)} against {shown(of(second), 3)}"
-
+    ratio: dict[str, Any] = {"what": "slowest over mean rank", "digits": 3}
     why = (
         f"seconds of forward and backward of {ranks.NUM_RANKS} ranks, every one measured; with "
         "equal shapes the figure is the noise of the clock"
@@ -136,29 +132,33 @@ def _times(timed: list[Result]) -> list[Claim]:
     differences = [float(r.summary["probe"]["gradient"]) for r in timed]
     rounding = {"fp32": 1e-5, "bf16": 2e-2}[timed[0].run.config["engine"]["precision"]]
     return [
-        Claim(
+        below(
+            of("whole samples, same bucket"),
+            of("whole samples, any bucket"),
+            **ratio,
             source="BucketLLM 5.3",
             claim="one bucket for all ranks makes steps even (attention over whole samples)",
             paper="facilitates efficient training, no figure",
-            measured=against(whole_same, whole_any),
-            agrees=less(of(whole_same), of(whole_any)),
             why=why,
         ),
-        Claim(
+        below(
+            of(undealt),
+            of("masked, any bucket"),
+            **ratio,
             source="BucketLLM 5.3",
             claim="the same with attention inside documents, in order of the schedule",
             paper="",
-            measured=against(undealt, masked_any),
-            agrees=less(of(undealt), of(masked_any)),
             why="with masks a sample costs what its documents cost; its bucket bounds that only",
         ),
-        Claim(
+        below(
+            of(dealt),
+            of(undealt),
+            **ratio,
+            beside=f"; of attention work, {_work(timed, dealt):.3f} against "
+            f"{_work(timed, undealt):.3f}",
             source="this project",
             claim="equal-work dealing makes steps of one bucket more even",
             paper="",
-            measured=against(dealt, undealt)
-            + f"; of attention work, {_work(timed, dealt):.3f} against {_work(timed, undealt):.3f}",
-            agrees=less(of(dealt), of(undealt)),
             why=f"{why}; what dealing evens out is attention work (exact, from the lengths), which "
             "is a part of these seconds only",
         ),
@@ -175,34 +175,32 @@ def _times(timed: list[Result]) -> list[Claim]:
 
 def _losses(arms: dict[str, list[Result]]) -> list[Claim]:
     values = {name: _perplexities(group) for name, group in arms.items()}
-
-    def against(first: str, second: str) -> str:
-        return f"validation perplexity {shown(values[first])} against {shown(values[second])}"
-
     return [
-        Claim(
+        same(
+            values[ON],
+            values[ANY],
+            within=0.01,
             source="BucketLLM 5.3",
             claim="steps of one bucket cost no quality (within 1 %)",
             paper="no figure",
-            measured=against(ON, ANY),
-            agrees=alike(values[ON], values[ANY], within=0.01),
             why=f"a step has {ranks.NUM_RANKS} samples of the longest bucket, the paper's at least "
             "192: the fewer, the more the texts of a step resemble each other",
         ),
-        Claim(
+        same(
+            values[MEANS],
+            values[ON],
+            within=0.005,
             source="this project",
             claim="with full samples the weight of the loss hardly matters (within 0.5 %)",
             paper="",
-            measured=against(MEANS, ON),
-            agrees=alike(values[MEANS], values[ON], within=0.005),
             why="micro batches of packed samples have nearly equal numbers of labels",
         ),
-        Claim(
+        below(
+            values[PADDED],
+            values[PADDED_MEANS],
             source="this project",
             claim="with padding, equal weights of tokens make a better model than means of ranks",
             paper="",
-            measured=against(PADDED, PADDED_MEANS),
-            agrees=less(values[PADDED], values[PADDED_MEANS]),
             why="the mean of a micro batch with few labels counts each of them more; perplexity "
             "weighs tokens equally",
         ),

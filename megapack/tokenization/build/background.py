@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections import deque
+import queue
+import threading
 from collections.abc import Generator
-from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 __all__ = ["ahead"]
@@ -23,20 +23,41 @@ def ahead(items: Generator[T, None, None], *, depth: int = 2) -> Generator[T, No
     Args:
         depth: finished items that may wait; memory follows it.
     """
-    with ThreadPoolExecutor(1, "megapack-ahead") as pool:
-        made = deque(pool.submit(_next, items) for _ in range(depth + 1))
+    waiting: queue.Queue[tuple[bool, T | BaseException | None]] = queue.Queue(depth)
+    stopped = threading.Event()
+
+    def produce() -> None:
         try:
-            while item := made.popleft().result():
-                made.append(pool.submit(_next, items))
-                yield item[0]
+            for item in items:
+                if not _put(waiting, (True, item), stopped):
+                    return
+            _put(waiting, (False, None), stopped)
+        except BaseException as error:  # raised again in the consumer, where it can be handled
+            _put(waiting, (False, error), stopped)
         finally:
-            for future in made:
-                future.cancel()
-            pool.submit(items.close).result()  # in the thread that runs it
+            items.close()  # here, in the thread that runs it
+
+    thread = threading.Thread(target=produce, name="megapack-ahead", daemon=True)
+    thread.start()
+    try:
+        while True:
+            more, item = waiting.get()
+            if not more:
+                if isinstance(item, BaseException):
+                    raise item
+                return
+            yield item  # type: ignore[misc]
+    finally:
+        stopped.set()
+        thread.join()
 
 
-def _next(items: Generator[T, None, None]) -> tuple[T] | None:
-    """None at the end."""
-    for item in items:
-        return (item,)
-    return None
+def _put(waiting: queue.Queue[T], item: T, stopped: threading.Event) -> bool:
+    """Whether the item was taken before the consumer went away."""
+    while not stopped.is_set():
+        try:
+            waiting.put(item, timeout=0.1)
+        except queue.Full:
+            continue
+        return True
+    return False

@@ -18,7 +18,7 @@ from megapack.tokenization.corpus.readers import read_blocks
 from megapack.tokenization.corpus.shards import plan_shards
 from megapack.tokenization.optional import require
 
-__all__ = ["TrainOptions", "TrainResult", "train_tokenizer"]
+__all__ = ["TrainResult", "train_tokenizer"]
 
 _SLICE_BYTES = 1 << 20
 _MAX_SENTENCE_BYTES = 4096
@@ -29,22 +29,6 @@ _PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|"
     r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-
-
-@dataclass(frozen=True, kw_only=True)
-class TrainOptions:
-    """What kind of tokenizer, and how much text it sees."""
-
-    type: Literal["sentencepiece", "bpe-json"] = "sentencepiece"
-    vocab_size: int = 32000
-    sample_bytes: int = 64 << 20  # of text, spread evenly over the corpus
-    special_tokens: tuple[str, ...] = ()
-
-    def __post_init__(self) -> None:
-        if self.vocab_size < 300:
-            raise ConfigError(
-                f"vocabulary size {self.vocab_size} is below 300; 256 are needed for single bytes"
-            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,10 +44,13 @@ class TrainResult:
 def train_tokenizer(
     files: Sequence[InputFile],
     output: str,
-    options: TrainOptions,
     *,
     read: ReadOptions,
     faults: Faults,
+    type: Literal["sentencepiece", "bpe-json"] = "sentencepiece",
+    vocab_size: int = 32000,
+    sample_bytes: int = 64 << 20,
+    special_tokens: Sequence[str] = (),
     overwrite: bool = False,
 ) -> TrainResult:
     """Train on a sample of ``files`` and write ``output`` (.model, or tokenizer.json).
@@ -71,15 +58,23 @@ def train_tokenizer(
     The sample is slices at even distances, so the result depends on the inputs and options
     alone; whether the same tokenizer is there already shows when it is trained.
 
+    Args:
+        vocab_size: at least 300.
+        sample_bytes: text to learn from, spread evenly over the corpus.
+
     Raises:
         ConfigError: ``output`` is no name for a file, or holds another tokenizer and ``overwrite``
-            is False; the vocabulary is larger than the text can fill.
+            is False; the vocabulary is larger than the text can fill, or too small.
         DataError: a document that may not pass; no text at all.
     """
+    if vocab_size < 300:
+        raise ConfigError(
+            f"vocabulary size {vocab_size} is below 300; 256 are needed for single bytes"
+        )
     path = target_of(output)
-    counted = _Counted(_sample(files, options.sample_bytes, read, faults))
-    train = _sentencepiece if options.type == "sentencepiece" else _bpe_json
-    data, vocab_size = train(counted, options)
+    counted = _Counted(_sample(files, sample_bytes, read, faults))
+    train = _sentencepiece if type == "sentencepiece" else _bpe_json
+    data, found_size = train(counted, vocab_size, special_tokens)
 
     def difference() -> str | None:
         same = path.read_bytes() == data
@@ -92,7 +87,7 @@ def train_tokenizer(
     return TrainResult(
         path=Path(output),
         written=written,
-        vocab_size=vocab_size,
+        vocab_size=found_size,
         num_documents=counted.num_documents,
         num_text_bytes=counted.num_text_bytes,
         faults=faults,
@@ -140,7 +135,9 @@ def _lines(texts: Iterator[str]) -> Iterator[str]:
                     yield part
 
 
-def _sentencepiece(texts: _Counted, options: TrainOptions) -> tuple[bytes, int]:
+def _sentencepiece(
+    texts: _Counted, vocab_size: int, special_tokens: Sequence[str]
+) -> tuple[bytes, int]:
     module = require("sentencepiece", "training a sentencepiece model")
     model = io.BytesIO()
     try:
@@ -148,7 +145,7 @@ def _sentencepiece(texts: _Counted, options: TrainOptions) -> tuple[bytes, int]:
             sentence_iterator=_lines(iter(texts)),
             model_writer=model,
             model_type="bpe",
-            vocab_size=options.vocab_size,
+            vocab_size=vocab_size,
             byte_fallback=True,
             # What goes in comes out: code keeps its indentation, text its width of space.
             normalization_rule_name="identity",
@@ -159,7 +156,7 @@ def _sentencepiece(texts: _Counted, options: TrainOptions) -> tuple[bytes, int]:
             character_coverage=0.9995,
             max_sentence_length=_MAX_SENTENCE_BYTES,
             num_threads=1,
-            user_defined_symbols=[*options.special_tokens],
+            user_defined_symbols=[*special_tokens],
             minloglevel=2,
         )
     except RuntimeError as error:
@@ -170,7 +167,7 @@ def _sentencepiece(texts: _Counted, options: TrainOptions) -> tuple[bytes, int]:
     return data, int(module.SentencePieceProcessor(model_proto=data).GetPieceSize())
 
 
-def _bpe_json(texts: _Counted, options: TrainOptions) -> tuple[bytes, int]:
+def _bpe_json(texts: _Counted, vocab_size: int, special_tokens: Sequence[str]) -> tuple[bytes, int]:
     tokenizers = require("tokenizers", "training a tokenizer.json")
     byte_level = tokenizers.pre_tokenizers.ByteLevel
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
@@ -182,8 +179,8 @@ def _bpe_json(texts: _Counted, options: TrainOptions) -> tuple[bytes, int]:
     )
     tokenizer.decoder = tokenizers.decoders.ByteLevel()
     trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=options.vocab_size,
-        special_tokens=["<|endoftext|>", "<|begin_of_text|>", *options.special_tokens],
+        vocab_size=vocab_size,
+        special_tokens=["<|endoftext|>", "<|begin_of_text|>", *special_tokens],
         initial_alphabet=sorted(byte_level.alphabet()),
         show_progress=False,
     )

@@ -9,23 +9,29 @@ from typing import Any, Literal
 import numpy as np
 
 from megapack.data import PackedDataset, Schedule, check_token_ids, load_blend
-from megapack.errors import ConfigError, FormatError
+from megapack.errors import ConfigError, FormatError, MegapackError
 from megapack.packing import SampleIndex, pack
 from megapack.storage import IndexedDataset
 from megapack.training.config import DataConfig, PretrainConfig
 from megapack.training.model.architecture import position_limit
 from megapack.training.run.world import World
 
-__all__ = ["Inputs", "check_inputs", "open_inputs", "open_validation", "verify_samples"]
+__all__ = [
+    "Inputs",
+    "PlannedSteps",
+    "check_inputs",
+    "open_inputs",
+    "open_validation",
+    "plan_steps",
+    "verify_samples",
+]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Inputs:
-    """Open files of a run."""
+class PlannedSteps:
+    """The steps of a run, which are known from lengths alone."""
 
-    data: PackedDataset
     schedule: Schedule
-    valid: PackedDataset | None
     num_steps: int
     """Of the whole run."""
     steps_per_epoch: int
@@ -35,6 +41,14 @@ class Inputs:
     def capacities(self) -> list[int]:
         """Tokens per sample of every bucket, ascending."""
         return [stream.capacity for stream in self.schedule.buckets]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inputs(PlannedSteps):
+    """Open files of a run."""
+
+    data: PackedDataset
+    valid: PackedDataset | None
 
     def fingerprints(self) -> dict[str, Any]:
         """Identities of documents and samples, for the run directory."""
@@ -53,8 +67,25 @@ def open_inputs(config: PretrainConfig) -> Inputs:
         FormatError, OSError: a file is damaged or missing.
     """
     data = _open_training_data(config.data)
+    steps = plan_steps(config, data, _vocab_size(config, data))
+    valid = None
+    if config.data.valid_prefix is not None:
+        buckets = config.evaluation.buckets or steps.capacities
+        valid = open_validation(
+            config.data.valid_prefix,
+            config.data.valid_index,
+            buckets=buckets,
+            positions="document" if config.data.positions == "document" else "segment",
+        )
+    return Inputs(**steps.__dict__, data=data, valid=valid)
+
+
+def plan_steps(
+    config: PretrainConfig, samples: PackedDataset | SampleIndex, vocab_size: int
+) -> PlannedSteps:
+    """The steps of a run over some samples. Raises ConfigError: sizes do not fit."""
     schedule = Schedule(
-        data,
+        samples,
         tokens_per_step=config.data.tokens_per_step,
         seed=config.seed,
         order=config.data.order,
@@ -64,22 +95,11 @@ def open_inputs(config: PretrainConfig) -> Inputs:
         row_tokens=config.data.row_tokens,
         cost_window=config.data.cost_window,
     )
-    valid = None
-    if config.data.valid_prefix is not None:
-        buckets = config.evaluation.buckets or [stream.capacity for stream in schedule.buckets]
-        valid = open_validation(
-            config.data.valid_prefix,
-            config.data.valid_index,
-            buckets=buckets,
-            positions="document" if config.data.positions == "document" else "segment",
-        )
-    return Inputs(
-        data=data,
+    return PlannedSteps(
         schedule=schedule,
-        valid=valid,
         num_steps=config.num_steps or schedule.num_steps(config.num_epochs),
         steps_per_epoch=schedule.num_steps(1),
-        vocab_size=_vocab_size(config, data),
+        vocab_size=vocab_size,
     )
 
 
@@ -112,7 +132,7 @@ def verify_samples(inputs: Inputs, world: World) -> None:
     """Read every .samples file once per host and compare its checksums; collective.
 
     Raises:
-        FormatError: a file is damaged; on all ranks.
+        FormatError: a file is damaged or cannot be read; on all ranks.
     """
     problem = None
     if world.rank == world.gather(world.host).index(world.host):
@@ -120,7 +140,7 @@ def verify_samples(inputs: Inputs, world: World) -> None:
             for data in filter(None, (inputs.data, inputs.valid)):
                 for index in data.samples.indices:
                     index.verify()
-        except FormatError as error:
+        except (MegapackError, OSError) as error:
             problem = str(error)
     world.fail_together(problem, "samples", FormatError)
 

@@ -7,15 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-import xxhash
-
 from megapack.errors import ResumeError
 from megapack.storage.atomic import atomic_write
+from megapack.storage.meta import checksum
 
 __all__ = ["CheckpointManifest", "Verify", "compare_file", "tag_of", "tags_in"]
 
 _MANIFEST = "manifest.json"
-_BLOCK = 1 << 22
 
 Verify = Literal["size", "checksum"]
 
@@ -76,14 +74,6 @@ def compare_file(path: Path, expected: dict[str, Any], verify: Verify) -> str | 
         return "is missing"
     if size != expected["bytes"]:
         return f"has {size} bytes instead of {expected['bytes']}"
-    if verify == "checksum" and _xxh3(path) != expected["xxh3"]:
+    if verify == "checksum" and checksum(path) != expected["xxh3"]:
         return "has another checksum than when it was written"
     return None
-
-
-def _xxh3(path: Path) -> str:
-    state = xxhash.xxh3_128()
-    with path.open("rb") as file:
-        while block := file.read(_BLOCK):
-            state.update(block)
-    return state.hexdigest()

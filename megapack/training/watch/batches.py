@@ -7,7 +7,7 @@ import json
 import time
 from collections.abc import Iterable, Iterator
 
-from megapack.data import Batch, PackedLoader
+from megapack.data import Batch, PackedLoader, Schedule
 from megapack.training.run.directory import RunDirectory
 from megapack.training.run.world import World
 
@@ -53,8 +53,8 @@ class TimedBatches:
 class BatchTrace:
     """What every rank was fed, one line per micro batch: ``batches/rank_00000.jsonl``."""
 
-    def __init__(self, directory: RunDirectory, world: World, tokens_per_step: int) -> None:
-        self._tokens_per_step = tokens_per_step
+    def __init__(self, directory: RunDirectory, world: World, schedule: Schedule) -> None:
+        self._schedule = schedule
         directory.batches.mkdir(parents=True, exist_ok=True)
         self._path = directory.batches / f"rank_{world.rank:05d}.jsonl"
 
@@ -62,7 +62,7 @@ class BatchTrace:
         """Pass batches on, and write down what they are."""
         for batch in batches:
             line = {name: batch[name] for name in ("step", "micro_step", "bucket", "capacity")}
-            line["tokens_seen"] = (line["step"] + 1) * self._tokens_per_step
+            line["tokens_seen"] = self._schedule.tokens_before(line["step"] + 1)
             line["sample_ids"] = batch["sample_ids"].tolist()
             with self._path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(line) + "\n")

@@ -22,7 +22,7 @@ from megapack.errors import ConfigError, DataError
 from megapack.tokenization.build.run import BuildResult
 from megapack.tokenization.corpus.faults import Faults
 from megapack.tokenization.corpus.pieces import InputFile, ReadOptions
-from megapack.tokenization.tokenizers.train import TrainOptions, train_tokenizer
+from megapack.tokenization.tokenizers.train import train_tokenizer
 
 from ..helpers import WriteJsonl
 
@@ -129,8 +129,15 @@ def test_role_headers_need_a_token_and_not_a_special_one(
 ) -> None:
     """A sentencepiece model may write a space before a text: the token comes second then."""
     path = tmp_path / "m.model"
-    special = TrainOptions(vocab_size=400, sample_bytes=1 << 18, special_tokens=MARKERS)
-    train_tokenizer(source_files, str(path), special, read=ReadOptions(), faults=Faults("skip"))
+    train_tokenizer(
+        source_files,
+        str(path),
+        read=ReadOptions(),
+        faults=Faults("skip"),
+        vocab_size=400,
+        sample_bytes=1 << 18,
+        special_tokens=MARKERS,
+    )
     for prefix in (False, True):
         proto = sentencepiece_model_pb2.ModelProto()
         proto.ParseFromString(path.read_bytes())

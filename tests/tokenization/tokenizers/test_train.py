@@ -12,7 +12,7 @@ from megapack.errors import ConfigError, DataError
 from megapack.tokenization.corpus.faults import Faults
 from megapack.tokenization.corpus.inputs import find_inputs
 from megapack.tokenization.corpus.pieces import InputFile, ReadOptions
-from megapack.tokenization.tokenizers.train import TrainOptions, TrainResult, train_tokenizer
+from megapack.tokenization.tokenizers.train import TrainResult, train_tokenizer
 
 HARD = "if x:\n\treturn  3.14  # \u00e9\u4e2d\u6587 \U0001f600\x00\r\n    end"
 
@@ -23,10 +23,10 @@ def train(
     return train_tokenizer(
         files,
         str(output),
-        TrainOptions(**{"vocab_size": 600, "sample_bytes": 1 << 18, **options}),  # type: ignore[arg-type]
         read=ReadOptions(),
         faults=Faults("skip"),
         overwrite=overwrite,
+        **{"vocab_size": 600, "sample_bytes": 1 << 18, **options},  # type: ignore[arg-type]
     )
 
 
