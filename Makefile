@@ -13,7 +13,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
 .DEFAULT_GOAL := help
-.PHONY: help venv build demo test test-data lint format pytest gpu fuzz clean
+.PHONY: help venv build demo test test-data test-hosts lint format pytest gpu fuzz clean
 
 help:
 	@sed -n 's/^# make/make/p' Makefile
@@ -58,6 +58,14 @@ pytest: build $(VENV)/.dev
 
 test-data:
 	PYTHON=$(PYTHON) JOBS=$(JOBS) bash tests/data_only.sh
+
+# Hosts that are on no package index: MEGATRON_LM=/path/to/checkout[:/another] make test-hosts.
+test-hosts: build $(VENV)/.dev $(VENV)/hosts
+	$(BIN)/python -m pytest -q -W ignore tests/hosts
+
+# Megatron-LM imports triton, whose kernels are not called on a CPU.
+$(VENV)/hosts: $(VENV)/.dev
+	$(PIP) --no-deps --target $@ triton
 
 # make bench-packing, bench-build, bench-merge, bench-data, bench-schedule, bench-train, ...; QUICK=1
 # takes less than a minute, and the table comes last.

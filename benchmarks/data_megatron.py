@@ -21,7 +21,7 @@ __all__ = ["inside_megatron", "next_of", "rows_of"]
 
 GLOBAL_BATCH = 64
 KINDS = ("GPTDataset", "GPTDataset, positions", "PackedGPTDataset")
-LOADERS = ((1, 0), (4, 0), (4, 2))  # micro batch size, workers
+LOADERS = ((1, 0), (4, 0), (1, 2), (4, 2))  # micro batch size, workers
 
 
 def inside_megatron(folder: Path, *, quick: bool) -> list[dict[str, Any]]:

@@ -4,7 +4,8 @@
 #   CONFIG=llama_1b_bucket sbatch --nodes 8 launch/slurm.sh
 #   CONFIG=... sbatch --nodes 8 launch/slurm.sh --set optimizer.lr=1e-4
 #
-# The run continues from its newest checkpoint, on whatever number of nodes the job has then.
+# A job that lost a rank is queued again, MAX_RESTARTS=10 times at most. The run continues from its
+# newest checkpoint, on whatever number of nodes the job has then.
 #SBATCH --job-name=megapack
 #SBATCH --nodes=1
 #SBATCH --ntasks-per-node=8
@@ -26,12 +27,20 @@ export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 # A collective that hangs ends the job with an error instead of waiting for the time limit.
 export TORCH_NCCL_ASYNC_ERROR_HANDLING=1
 
-# --kill-on-bad-exit: a rank that fails ends the step; the log names the rank that was lost.
-srun --kill-on-bad-exit=1 "$VENV/bin/python" -m megapack.training.pretrain --config "$CONFIG" "$@"
+# Slurm must not kill the others when one rank ends: it would turn their 75 into 143. They notice a
+# lost rank by themselves (engine.silence_seconds); who has not left ten minutes later is killed.
+srun --kill-on-bad-exit=0 --wait=600 \
+    "$VENV/bin/python" -m megapack.training.pretrain --config "$CONFIG" "$@"
 code=$?
 
-# 75: stopped by a signal after saving. Anything else is final.
-if [[ $code == 75 ]]; then
+# 75: stopped by a signal after saving. 76, 137: a rank or its node was lost; a few times that may be
+# chance. Anything else is final.
+case $code in
+    75) again=yes ;;
+    76 | 137) ((${SLURM_RESTART_COUNT:-0} < ${MAX_RESTARTS:-10})) && again=yes || again=no ;;
+    *) again=no ;;
+esac
+if [[ $again == yes ]]; then
     scontrol requeue "$SLURM_JOB_ID"
 fi
 exit "$code"

@@ -66,7 +66,6 @@ def frame_documents_int32(
 # Wrong scalars and names are ValueErrors that name the argument and what it may be.
 
 _Packing = dict[str, Any]
-_Ratio = tuple[int, int]  # numerator, denominator; from 0 to 1
 
 # int32, int64 or uint64 (num_documents,), viewed and read once: DataError for a length below 0 and
 # for more than 2**62 tokens in all. num_longer: documents longer than `capacity`.
@@ -84,102 +83,51 @@ class DocumentLengths:
     def __len__(self) -> int: ...
 
 # `wide_ids` asks for int64 document numbers where int32 would do (tests).
-class PackingCommon:
+class Run:
     def __init__(
         self,
         *,
         seed: int,
         threads: int,
-        wide_ids: bool,
-        progress: Callable[[int, int], None] | None,
+        wide_ids: bool = False,
+        progress: Callable[[int, int], None] | None = None,
     ) -> None: ...
 
-class BucketRules:
-    def __init__(
-        self,
-        *,
-        capacities: list[int],
-        overflow: str = "pad",  # "pad", "head" or "promote"
-        padding_threshold: _Ratio = (0, 1),
-        pairs: bool = False,
-        shuffle_segments: bool = False,
-    ) -> None: ...
+# By the name of the core's pack_<strategy>; bindings/strategies.cpp says which rules it has.
+def pack(strategy: str, lengths: DocumentLengths, rules: dict[str, Any], run: Run) -> _Packing: ...
 
-def pack_concat(
-    lengths: DocumentLengths,
-    capacity: int,
-    atom_size: int,
-    drop_last: bool,
-    shuffle: bool,
-    common: PackingCommon,
-) -> _Packing: ...
-def pack_bucket_naive(
-    lengths: DocumentLengths, buckets: list[int], shuffle: bool, common: PackingCommon
-) -> _Packing: ...
-def pack_pad(
-    lengths: DocumentLengths, capacity: int, atom_size: int, common: PackingCommon
-) -> _Packing: ...
-def pack_next_fit(
-    lengths: DocumentLengths, capacity: int, shuffle: bool, common: PackingCommon
-) -> _Packing: ...
-def pack_length_sorted(
-    lengths: DocumentLengths, capacity: int, common: PackingCommon
-) -> _Packing: ...
-def pack_fit_decreasing(
-    lengths: DocumentLengths, capacity: int, extra_capacity: int, best: bool, common: PackingCommon
-) -> _Packing: ...
-def pack_seamless(
-    lengths: DocumentLengths,
-    capacity: int,
-    r_max: _Ratio,
-    placement: str,
-    extra_capacity: int,
-    drop_last: bool,
-    common: PackingCommon,
-) -> _Packing: ...
-def seamless_stage_one(
-    lengths: DocumentLengths, capacity: int, r_max: _Ratio, placement: str
-) -> dict[str, int]: ...
-def pack_decompose(
-    lengths: DocumentLengths, buckets: list[int], common: PackingCommon
-) -> _Packing: ...
-
-# given: patterns (bucket, count, [(length, copies), ...]), longest first; used before draining.
-def drain_buckets(
-    lengths: DocumentLengths,
-    rules: BucketRules,
-    given: list[tuple[int, int, list[tuple[int, int]]]],
-    pool_size: int,
-    common: PackingCommon,
-) -> _Packing: ...
-def stream_buckets(
-    lengths: DocumentLengths, rules: BucketRules, pool_size: int, common: PackingCommon
-) -> _Packing: ...
+# Rules of "seamless"; what its first stage makes of the documents.
+def seamless_stage_one(lengths: DocumentLengths, rules: dict[str, Any]) -> dict[str, int]: ...
 
 # Documents cut at `capacity`: counts of the rests by length (capacity,), number of full chunks.
 def length_histogram(
     lengths: DocumentLengths, capacity: int, threads: int
 ) -> tuple[NDArray[np.int64], int]: ...
 
-# Samples per bucket if a pool of counts[l] documents of length l is drained.
-def count_bucket_samples(counts: NDArray[np.int64], rules: BucketRules) -> list[int]: ...
+# Samples per bucket if a pool of counts[l] documents of length l is drained by rules of "bucket".
+def count_bucket_samples(counts: NDArray[np.int64], rules: dict[str, Any]) -> list[int]: ...
 
 # --- register_samples.cpp -----------------------------------------------------------------------
-# SampleIndex.segment_arrays, then the lengths in the dtype of segment_begin.
-# check_laws takes bucket_capacity before them.
+_Index = NDArray[np.int32] | NDArray[np.int64]
+
+# SampleIndex.segment_arrays, then the lengths; check_laws takes bucket_capacity before them. All
+# arrays are int32 or int64.
 def check_laws(*arrays: NDArray[Any]) -> None: ...
 def whole_documents(*arrays: NDArray[Any]) -> int: ...
 def label_tokens(*arrays: NDArray[Any]) -> NDArray[np.int64]: ...
-def attention_cost(
-    sample_segment_offsets: NDArray[np.int64], segment_length: NDArray[np.int32]
+def attention_cost(sample_segment_offsets: _Index, segment_length: _Index) -> NDArray[np.int64]: ...
+def attention_cost_of(
+    sample_segment_offsets: _Index,
+    segment_length: _Index,
+    samples: NDArray[np.int64],
+    capacity: int,
+    whole: bool,
 ) -> NDArray[np.int64]: ...
 
 # SampleIndex.segment_arrays, then the number of documents.
 def measure_samples(*arrays: Any) -> dict[str, Any]: ...
 
 # --- register_gather.cpp ------------------------------------------------------------------------
-
-_Index = NDArray[np.int32] | NDArray[np.int64]
 
 def will_need(array: NDArray[Any], begin: int, num_bytes: int) -> None: ...
 
@@ -241,11 +189,4 @@ class Blend:
     def taken(self, end: int) -> NDArray[np.int64]: ...
     def taken_of(self, source: int, end: int) -> int: ...
 
-def attention_cost_of(
-    sample_segment_offsets: NDArray[np.int64],
-    segment_length: NDArray[np.int32],
-    samples: NDArray[np.int64],
-    capacity: int,
-    whole: bool,
-) -> NDArray[np.int64]: ...
 def deal_evenly(costs: NDArray[np.int64], bin_sizes: NDArray[np.int64]) -> NDArray[np.int64]: ...

@@ -18,17 +18,22 @@ LENGTHS = np.array([5, 9, 40], np.int32)
 NOT_COUNTS = [True, 1.0, 1.5, "1", None, [1]]
 
 
-def common(**changed: Any) -> _core.PackingCommon:
+def run(**changed: Any) -> _core.Run:
     given: dict[str, Any] = {"seed": 0, "threads": 1, "wide_ids": False, "progress": None}
-    return _core.PackingCommon(**{**given, **changed})
+    return _core.Run(**{**given, **changed})
 
 
 def documents(lengths: Any = LENGTHS) -> _core.DocumentLengths:
     return _core.DocumentLengths(np.asarray(lengths))
 
 
-def rules(**changed: Any) -> _core.BucketRules:
-    return _core.BucketRules(**{"capacities": [8, 16], **changed})
+def packed(strategy: str, **rules: Any) -> dict[str, Any]:
+    return _core.pack(strategy, documents(), rules, run())
+
+
+def samples(**changed: Any) -> list[int]:
+    """By the rules of the bucket strategies."""
+    return _core.count_bucket_samples(np.array([0, 1]), {"buckets": [8, 16], **changed})
 
 
 def gatherer(**changed: Any) -> _core.Gatherer:
@@ -38,14 +43,13 @@ def gatherer(**changed: Any) -> _core.Gatherer:
 
 # name of the argument -> a call with it
 COUNTS: dict[str, Callable[[Any], Any]] = {
-    "threads": lambda x: common(threads=x),
-    "seed": lambda x: common(seed=x),
-    "capacity": lambda x: _core.pack_next_fit(documents(), x, False, common()),
-    "atom_size": lambda x: _core.pack_pad(documents(), 8, x, common()),
-    "extra_capacity": lambda x: _core.pack_fit_decreasing(documents(), 8, x, True, common()),
-    "buckets": lambda x: _core.pack_bucket_naive(documents(), [x], False, common()),
-    "capacities": lambda x: rules(capacities=[x]),
-    "pool_size": lambda x: _core.drain_buckets(documents(), rules(), [], x, common()),
+    "threads": lambda x: run(threads=x),
+    "seed": lambda x: run(seed=x),
+    "capacity": lambda x: packed("next_fit", capacity=x, shuffle=False),
+    "atom_size": lambda x: packed("pad", capacity=8, atom_size=x),
+    "extra_capacity": lambda x: packed("fit_decreasing", capacity=8, extra_capacity=x, best=True),
+    "buckets": lambda x: packed("bucket_naive", buckets=[x], shuffle=False),
+    "pool_size": lambda x: packed("bucket", buckets=[8, 16], pool_size=x),
     "alignment": lambda x: gatherer(alignment=x),
     "pad_token": lambda x: gatherer(pad_token=x),
     "itemsize": lambda x: _core.scan_lengths(LENGTHS, x, 0),
@@ -77,49 +81,60 @@ def test_integers_past_64_bits_are_refused_by_the_arguments_name(name: str, valu
 
 @pytest.mark.parametrize("name", sorted(COUNTS))
 def test_numpys_integers_are_integers(name: str) -> None:
-    value = 8 if name in ("capacity", "buckets", "capacities", "num_documents") else 1
+    value = 8 if name in ("capacity", "buckets", "num_documents") else 1
     COUNTS[name](np.int64(value))
 
 
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: common(threads=0), "threads is 0; it must be from 1 to 1024"),
-        (lambda: common(threads=1 << 40), "threads is 1099511627776"),
-        (lambda: common(seed=-1), r"seed is -1; it must be from 0 to 2\^64 - 1"),
-        (lambda: common(wide_ids=1), "wide_ids is 1; it must be True or False"),
-        (lambda: common(progress=3), "progress is 3; it must be a function"),
-        (lambda: rules(capacities=[]), "there are no buckets"),
-        (lambda: rules(capacities=[16, 8]), "buckets must ascend; 8 follows 16"),
-        (lambda: rules(capacities=[0, 8]), "a capacity is 0 tokens"),
-        (lambda: rules(capacities=8), "capacities is 8; it must be a list of integers"),
-        (lambda: rules(overflow="hed"), "overflow is 'hed'; it must be one of pad, head, promote"),
-        (lambda: rules(overflow=None), "overflow is None; it must be one of pad, head, promote"),
-        (lambda: rules(pairs="no"), "pairs is 'no'; it must be True or False"),
-        (lambda: rules(padding_threshold=0.5), "padding_threshold is 0.5; it must be a list"),
-        (lambda: rules(padding_threshold=(3, 2)), "3 / 2 is no share from 0 to 1"),
-        (lambda: rules(padding_threshold=(1, 2, 3)), "a numerator and a denominator"),
+        (lambda: run(threads=0), "threads is 0; it must be from 1 to 1024"),
+        (lambda: run(threads=1 << 40), "threads is 1099511627776"),
+        (lambda: run(seed=-1), r"seed is -1; it must be from 0 to 2\^64 - 1"),
+        (lambda: run(wide_ids=1), "wide_ids is 1; it must be True or False"),
+        (lambda: run(progress=3), "progress is 3; it must be a function"),
+        (lambda: samples(buckets=[]), "there are no buckets"),
+        (lambda: samples(buckets=[16, 8]), "buckets must ascend; 8 follows 16"),
+        (lambda: samples(buckets=[0, 8]), "a capacity is 0 tokens"),
+        (lambda: samples(buckets=8), "buckets is 8; it must be a list of integers"),
         (
-            lambda: _core.pack_seamless(documents(), 8, (1, 2), "papr", 0, False, common()),
+            lambda: samples(overflow="hed"),
+            "overflow is 'hed'; it must be one of pad, head, promote",
+        ),
+        (lambda: samples(overflow=None), "overflow is None; it must be one of pad, head, promote"),
+        (lambda: samples(pairs="no"), "pairs is 'no'; it must be True or False"),
+        (lambda: samples(padding_threshold=0.5), "padding_threshold is 0.5; it must be a list"),
+        (lambda: samples(padding_threshold=(3, 2)), "3 / 2 is no share from 0 to 1"),
+        (lambda: samples(padding_threshold=(1, 2, 3)), "a numerator and a denominator"),
+        (
+            lambda: packed("seamless", capacity=8, r_max=(1, 2), placement="papr"),
             "placement is 'papr'; it must be one of exact, paper, published",
         ),
         (lambda: gatherer(positions="token"), "positions is 'token'; it must be one of segment, "),
         (lambda: gatherer(labels="file"), "labels is 'file'; it must be one of document, sample"),
         (lambda: gatherer(alignment=0), "alignment is 0; it must be from 1"),
         (lambda: gatherer(alignment=2.0), "alignment is 2.0; it must be an integer"),
-        (lambda: _core.pack_decompose(documents(), [8, 32], common()), "bucket 32 follows 8"),
-        (lambda: _core.pack_concat(documents(), 0, 1, False, False, common()), "capacity is 0"),
+        (lambda: packed("decompose", buckets=[8, 32]), "bucket 32 follows 8"),
+        (
+            lambda: packed("concat", capacity=0, atom_size=1, last="pad", shuffle=False),
+            "capacity is 0",
+        ),
+        (lambda: packed("next_fi", capacity=8), "the core has no strategy 'next_fi'"),
+        (lambda: packed("next_fit", capacity=8), "next_fit needs shuffle"),
+        (
+            lambda: packed("next_fit", capacity=8, shuffle=False, last="pad"),
+            "a rule is 'last'; it must be one that next_fit has",
+        ),
+        (lambda: samples(promote="on"), "a rule is 'promote'; it must be one that bucket has"),
         (lambda: _core.length_histogram(documents(), 0, 1), "capacity is 0"),
         (lambda: _core.scan_lengths(LENGTHS, 3, 0), "itemsize is 3; it must be 1, 2, 4 or 8"),
         (lambda: _core.scan_lengths(LENGTHS, 0, 0), "itemsize is 0; it must be from 1 to 8"),
         (
-            lambda: _core.drain_buckets(
-                documents(), rules(), [(1, 1, [(5, 1), (5, 1)])], 9, common()
-            ),
+            lambda: packed("bucket", buckets=[8, 16], given=[(1, 1, [(5, 1), (5, 1)])]),
             "needs 1 times 2 documents of length 5; there are 1",
         ),
         (
-            lambda: _core.drain_buckets(documents(), rules(), [(1, 1)], 9, common()),  # type: ignore[list-item]
+            lambda: packed("bucket", buckets=[8, 16], given=[(1, 1)]),
             "given is .* it must be patterns",
         ),
         (lambda: documents(np.zeros((2, 2), np.int32)), "one dimension"),

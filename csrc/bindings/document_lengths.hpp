@@ -21,7 +21,7 @@ class DocumentLengths {
     auto visit(F f) const {
         return std::visit(f, lengths_);
     }
-    std::size_t size() const {
+    std::int64_t size() const {
         return visit([](const auto& lengths) { return lengths.size(); });
     }
     LengthTotals totals() const {

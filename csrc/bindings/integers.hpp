@@ -2,7 +2,7 @@
 #pragma once
 
 #include "bindings/numpy_views.hpp"
-#include "core/gather/source.hpp"
+#include "core/index/integers.hpp"
 
 namespace megapack {
 

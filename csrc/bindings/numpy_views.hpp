@@ -24,14 +24,14 @@ using Array = py::array_t<T, py::array::c_style>;
 template <typename T>
 Span<const T> view(const Array<T>& array, const char* name) {
     check(array.ndim() == 1, name, " has ", array.ndim(), " dimensions; it must have 1");
-    return {array.data(), static_cast<std::size_t>(array.size())};
+    return {array.data(), array.size()};
 }
 
 template <typename T>
 Span<T> mutable_view(Array<T>& array, const char* name) {
     check(array.ndim() == 1, name, " has ", array.ndim(), " dimensions; it must have 1");
     check(array.writeable(), name, " is read-only; pass an array that owns its memory");
-    return {array.mutable_data(), static_cast<std::size_t>(array.size())};
+    return {array.mutable_data(), array.size()};
 }
 
 template <typename T>

@@ -51,12 +51,9 @@ void will_need_numpy(const py::array& array, const py::object& begin, const py::
     const auto size = static_cast<std::int64_t>(array.nbytes());
     const std::int64_t at = integer(begin, "begin", 0, size);
     const std::int64_t wanted = std::min(integer(num_bytes, "num_bytes", 0), size - at);
-    const Span<const std::uint8_t> bytes(static_cast<const std::uint8_t*>(array.data()),
-                                         static_cast<std::size_t>(size));
-    const auto first = static_cast<std::size_t>(at);
-    const auto count = static_cast<std::size_t>(wanted);
+    const Span<const std::uint8_t> bytes(static_cast<const std::uint8_t*>(array.data()), size);
     const py::gil_scoped_release release;
-    will_need(bytes.subspan(first, count));
+    will_need(bytes.subspan(at, wanted));
 }
 
 py::object optional_array(std::vector<std::int32_t>&& values, bool wanted) {
@@ -78,10 +75,11 @@ class Gatherer {
         GatherSource source(IndexView(view(index_bytes, "index_bytes"), file_name(index_name)));
         source.tokens = token_array(tokens, "tokens");
         if (labels) source.labels = token_array(*labels, "labels");
-        source.sample_segment_offsets = integers(sample_segment_offsets, "sample_segment_offsets");
-        source.segment_document = integers(segment_document, "segment_document");
-        source.segment_begin = integers(segment_begin, "segment_begin");
-        source.segment_length = integers(segment_length, "segment_length");
+        source.samples.sample_segment_offsets =
+            integers(sample_segment_offsets, "sample_segment_offsets");
+        source.samples.segment_document = integers(segment_document, "segment_document");
+        source.samples.segment_begin = integers(segment_begin, "segment_begin");
+        source.samples.segment_length = integers(segment_length, "segment_length");
         check_source(source);
         sources_.push_back(source);
         kept_.push_back(py::make_tuple(tokens, labels, index_bytes, sample_segment_offsets,

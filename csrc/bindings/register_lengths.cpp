@@ -7,7 +7,7 @@ namespace {
 
 template <typename T>
 Span<const T> lengths_of(const py::array& array) {
-    return {static_cast<const T*>(array.data()), static_cast<std::size_t>(array.size())};
+    return {static_cast<const T*>(array.data()), array.size()};
 }
 
 // f of the array as int32, int64 or uint64 numbers.

@@ -1,19 +1,38 @@
 // What is counted from the arrays of a SampleIndex: numpy views in, checked; GIL released.
+#include "bindings/integers.hpp"
 #include "bindings/scalars.hpp"
+#include "core/index/laws.hpp"
 #include "core/index/metrics.hpp"
 
 namespace megapack {
 namespace {
 
-template <typename Id, typename Length>
-SampleView<Id, Length> sample_view(const Array<std::int64_t>& bucket_sample_offsets,
-                                   const Array<std::int64_t>& sample_segment_offsets,
-                                   const Array<Id>& document, const Array<Length>& begin,
-                                   const Array<std::int32_t>& length) {
-    return {view(bucket_sample_offsets, "bucket_sample_offsets"),
-            view(sample_segment_offsets, "sample_segment_offsets"),
-            view(document, "segment_document"), view(begin, "segment_begin"),
-            view(length, "segment_length")};
+SampleView sample_view(const py::array& bucket_sample_offsets,
+                       const py::array& sample_segment_offsets, const py::array& segment_document,
+                       const py::array& segment_begin, const py::array& segment_length) {
+    return {integers(bucket_sample_offsets, "bucket_sample_offsets"),
+            integers(sample_segment_offsets, "sample_segment_offsets"),
+            integers(segment_document, "segment_document"),
+            integers(segment_begin, "segment_begin"), integers(segment_length, "segment_length")};
+}
+
+// The arrays that tell what samples cost, and nothing else.
+SampleView cost_view(const py::array& sample_segment_offsets, const py::array& segment_length) {
+    SampleView result;
+    result.sample_segment_offsets = integers(sample_segment_offsets, "sample_segment_offsets");
+    result.segment_length = integers(segment_length, "segment_length");
+    return result;
+}
+
+// f() without the GIL, as numpy.
+template <typename F>
+py::array_t<std::int64_t> counted(F f) {
+    std::vector<std::int64_t> result;
+    {
+        const py::gil_scoped_release unlocked;
+        result = f();
+    }
+    return to_numpy(std::move(result));
 }
 
 // Not negative.
@@ -22,95 +41,83 @@ py::object python_int(Wide value) {
     return (py::int_(high) << py::int_(64)) | py::int_(static_cast<std::uint64_t>(value));
 }
 
-template <typename Id, typename Length>
-void register_measures(py::module_& m) {
-    using Offsets = Array<std::int64_t>;
-    const auto with_view = [&m](const char* name, auto function) {
-        m.def(name, function, py::arg("bucket_sample_offsets").noconvert(),
-              py::arg("sample_segment_offsets").noconvert(),
-              py::arg("segment_document").noconvert(), py::arg("segment_begin").noconvert(),
-              py::arg("segment_length").noconvert(), py::arg("lengths").noconvert());
-    };
-    m.def(
-        "measure_samples",
-        [](const Offsets& buckets, const Offsets& samples, const Array<Id>& document,
-           const Array<Length>& begin, const Array<std::int32_t>& length,
-           const py::object& num_documents) {
-            const auto arrays = sample_view(buckets, samples, document, begin, length);
-            const std::int64_t documents = integer(num_documents, "num_documents", 0);
-            SegmentTotals totals;
-            {
-                const py::gil_scoped_release unlocked;
-                totals = measure(arrays, documents);
-            }
-            py::dict result;
-            result["tokens_per_bucket"] = totals.tokens_per_bucket;
-            result["cut_documents"] = totals.cut_documents;
-            result["segment_squares"] = python_int(totals.segment_squares);
-            result["sample_squares"] = python_int(totals.sample_squares);
-            return result;
-        },
-        py::arg("bucket_sample_offsets").noconvert(), py::arg("sample_segment_offsets").noconvert(),
-        py::arg("segment_document").noconvert(), py::arg("segment_begin").noconvert(),
-        py::arg("segment_length").noconvert(), py::arg("num_documents"));
-    with_view("whole_documents",
-              [](const Offsets& buckets, const Offsets& samples, const Array<Id>& document,
-                 const Array<Length>& begin, const Array<std::int32_t>& length,
-                 const Array<Length>& lengths) {
-                  const auto arrays = sample_view(buckets, samples, document, begin, length);
-                  const Span<const Length> documents = view(lengths, "lengths");
-                  const py::gil_scoped_release unlocked;
-                  return whole_documents(arrays, documents);
-              });
-    m.def(
-        "check_laws",
-        [](const Offsets& capacities, const Offsets& buckets, const Offsets& samples,
-           const Array<Id>& document, const Array<Length>& begin, const Array<std::int32_t>& length,
-           const Array<Length>& lengths) {
-            const auto arrays = sample_view(buckets, samples, document, begin, length);
-            const auto sizes = view(capacities, "bucket_capacity");
-            const Span<const Length> documents = view(lengths, "lengths");
-            const py::gil_scoped_release unlocked;
-            check_laws(arrays, sizes, documents);
-        },
-        py::arg("bucket_capacity").noconvert(), py::arg("bucket_sample_offsets").noconvert(),
-        py::arg("sample_segment_offsets").noconvert(), py::arg("segment_document").noconvert(),
-        py::arg("segment_begin").noconvert(), py::arg("segment_length").noconvert(),
-        py::arg("lengths").noconvert());
-    with_view("label_tokens", [](const Offsets& buckets, const Offsets& samples,
-                                 const Array<Id>& document, const Array<Length>& begin,
-                                 const Array<std::int32_t>& length, const Array<Length>& lengths) {
-        const auto arrays = sample_view(buckets, samples, document, begin, length);
-        const Span<const Length> documents = view(lengths, "lengths");
-        std::vector<std::int64_t> result;
-        {
-            const py::gil_scoped_release unlocked;
-            result = label_tokens(arrays, documents);
-        }
-        return to_numpy(std::move(result));
-    });
+py::dict measure_samples(const py::array& buckets, const py::array& samples,
+                         const py::array& document, const py::array& begin, const py::array& length,
+                         const py::object& num_documents) {
+    const SampleView arrays = sample_view(buckets, samples, document, begin, length);
+    const std::int64_t documents = integer(num_documents, "num_documents", 0);
+    SegmentTotals totals;
+    {
+        const py::gil_scoped_release unlocked;
+        totals = measure(arrays, documents);
+    }
+    py::dict result;
+    result["tokens_per_bucket"] = totals.tokens_per_bucket;
+    result["cut_documents"] = totals.cut_documents;
+    result["segment_squares"] = python_int(totals.segment_squares);
+    result["sample_squares"] = python_int(totals.sample_squares);
+    return result;
+}
+
+void check_laws_of(const Array<std::int64_t>& capacities, const py::array& buckets,
+                   const py::array& samples, const py::array& document, const py::array& begin,
+                   const py::array& length, const py::array& lengths) {
+    const SampleView arrays = sample_view(buckets, samples, document, begin, length);
+    const auto sizes = view(capacities, "bucket_capacity");
+    const Integers documents = integers(lengths, "lengths");
+    const py::gil_scoped_release unlocked;
+    check_laws(arrays, sizes, documents);
+}
+
+std::int64_t count_whole(const py::array& buckets, const py::array& samples,
+                         const py::array& document, const py::array& begin, const py::array& length,
+                         const py::array& lengths) {
+    const SampleView arrays = sample_view(buckets, samples, document, begin, length);
+    const Integers documents = integers(lengths, "lengths");
+    const py::gil_scoped_release unlocked;
+    return whole_documents(arrays, documents);
+}
+
+py::array_t<std::int64_t> count_label_tokens(const py::array& buckets, const py::array& samples,
+                                             const py::array& document, const py::array& begin,
+                                             const py::array& length, const py::array& lengths) {
+    const SampleView arrays = sample_view(buckets, samples, document, begin, length);
+    const Integers documents = integers(lengths, "lengths");
+    return counted([&] { return label_tokens(arrays, documents); });
+}
+
+py::array_t<std::int64_t> cost_of_all(const py::array& sample_segment_offsets,
+                                      const py::array& segment_length) {
+    const SampleView arrays = cost_view(sample_segment_offsets, segment_length);
+    return counted([&] { return attention_cost(arrays); });
+}
+
+py::array_t<std::int64_t> cost_of_some(const py::array& sample_segment_offsets,
+                                       const py::array& segment_length,
+                                       const Array<std::int64_t>& samples,
+                                       const py::object& capacity, const py::object& whole) {
+    const SampleView arrays = cost_view(sample_segment_offsets, segment_length);
+    const std::int64_t size = integer(capacity, "capacity");
+    const bool as_one = flag(whole, "whole");
+    const auto chosen = view(samples, "samples");
+    return counted([&] { return attention_cost_of(arrays, chosen, size, as_one); });
 }
 
 }  // namespace
 
 void register_samples(py::module_& m) {
-    register_measures<std::int32_t, std::int32_t>(m);
-    register_measures<std::int64_t, std::int32_t>(m);
-    register_measures<std::int32_t, std::int64_t>(m);
-    register_measures<std::int64_t, std::int64_t>(m);
-    m.def(
-        "attention_cost",
-        [](const Array<std::int64_t>& offsets, const Array<std::int32_t>& lengths) {
-            const auto samples = view(offsets, "sample_segment_offsets");
-            const auto segments = view(lengths, "segment_length");
-            std::vector<std::int64_t> result;
-            {
-                const py::gil_scoped_release unlocked;
-                result = attention_cost(samples, segments);
-            }
-            return to_numpy(std::move(result));
-        },
-        py::arg("sample_segment_offsets").noconvert(), py::arg("segment_length").noconvert());
+    const py::arg buckets("bucket_sample_offsets"), samples("sample_segment_offsets"),
+        document("segment_document"), begin("segment_begin"), length("segment_length"),
+        lengths("lengths");
+    m.def("measure_samples", &measure_samples, buckets, samples, document, begin, length,
+          py::arg("num_documents"));
+    m.def("check_laws", &check_laws_of, py::arg("bucket_capacity").noconvert(), buckets, samples,
+          document, begin, length, lengths);
+    m.def("whole_documents", &count_whole, buckets, samples, document, begin, length, lengths);
+    m.def("label_tokens", &count_label_tokens, buckets, samples, document, begin, length, lengths);
+    m.def("attention_cost", &cost_of_all, samples, length);
+    m.def("attention_cost_of", &cost_of_some, samples, length, py::arg("samples").noconvert(),
+          py::arg("capacity"), py::arg("whole"));
 }
 
 }  // namespace megapack

@@ -1,5 +1,4 @@
 // schedule and balance: small pure functions; arrays out.
-#include "bindings/integers.hpp"
 #include "bindings/scalars.hpp"
 #include "core/schedule/blend.hpp"
 #include "core/schedule/deal.hpp"
@@ -20,8 +19,7 @@ py::array_t<std::int64_t> permute_range_numpy(const py::object& key, const py::o
                                               const py::object& first, const py::object& count) {
     const std::uint64_t chosen = word(key, "key");
     const std::int64_t all = integer(size, "size", 1), begin = integer(first, "first", 0, all);
-    std::vector<std::int64_t> out(
-        static_cast<std::size_t>(integer(count, "count", 0, all - begin)));
+    std::vector<std::int64_t> out(integer(count, "count", 0, all - begin));
     {
         const py::gil_scoped_release release;
         permute_range(chosen, all, begin, out);
@@ -69,13 +67,13 @@ py::array_t<std::int64_t> permute_epochs_numpy(const Array<std::uint64_t>& keys,
         std::vector<EpochRun> runs;
         runs.reserve(key.size());
         std::int64_t total = 0;
-        for (std::size_t i = 0; i < key.size(); ++i) {
+        for (std::int64_t i = 0; i < key.size(); ++i) {
             runs.push_back({key[i], size[i], begin[i], count[i]});
             check(count[i] >= 0 && count[i] <= kMaxPositions - total, "counts[", i, "] is ",
                   count[i], "; counts are not negative and sum to at most ", kMaxPositions);
             total += count[i];
         }
-        out.resize(static_cast<std::size_t>(total));
+        out.resize(total);
         permute_epochs(runs, in_random_order, out);
     }
     return to_numpy(std::move(out));
@@ -127,24 +125,6 @@ void register_blend(py::module_& m) {
             &make_blend));
 }
 
-py::array_t<std::int64_t> attention_cost_of_numpy(const py::array& sample_segment_offsets,
-                                                  const py::array& segment_length,
-                                                  const Array<std::int64_t>& samples,
-                                                  const py::object& capacity,
-                                                  const py::object& whole) {
-    const std::int64_t size = integer(capacity, "capacity");
-    const bool as_one = flag(whole, "whole");
-    const Integers offsets = integers(sample_segment_offsets, "sample_segment_offsets");
-    const Integers lengths = integers(segment_length, "segment_length");
-    const auto samples_view = view(samples, "samples");
-    std::vector<std::int64_t> costs;
-    {
-        const py::gil_scoped_release release;
-        costs = attention_cost_of(offsets, lengths, samples_view, size, as_one);
-    }
-    return to_numpy(std::move(costs));
-}
-
 py::array_t<std::int64_t> deal_evenly_numpy(const Array<std::int64_t>& costs,
                                             const Array<std::int64_t>& bin_sizes) {
     const auto costs_view = view(costs, "costs");
@@ -171,9 +151,6 @@ void register_schedule(py::module_& m) {
           py::arg("sizes").noconvert(), py::arg("begins").noconvert(),
           py::arg("counts").noconvert(), py::arg("shuffled"));
     register_blend(m);
-    m.def("attention_cost_of", &attention_cost_of_numpy, py::arg("sample_segment_offsets"),
-          py::arg("segment_length"), py::arg("samples").noconvert(), py::arg("capacity"),
-          py::arg("whole"));
     m.def("deal_evenly", &deal_evenly_numpy, py::arg("costs").noconvert(),
           py::arg("bin_sizes").noconvert());
 }

@@ -34,7 +34,7 @@ Span<T> typed_view(const py::array& array, const char* name) {
         throw py::type_error(concat_message(name, " must be a contiguous, aligned 1-D array"));
     }
     auto* data = static_cast<T*>(const_cast<void*>(array.data()));
-    return {data, static_cast<std::size_t>(array.size())};
+    return {data, array.size()};
 }
 
 py::tuple token_range_of(const py::array& tokens) {
@@ -65,7 +65,7 @@ std::pair<From, From> store(Span<const From> tokens, Span<To> out, std::int64_t 
 
 py::tuple store_tokens(const py::array& tokens, py::array& out, const py::object& position,
                        const py::object& lowest, const py::object& highest) {
-    const auto begin = static_cast<std::size_t>(integer(position, "begin", 0));
+    const std::int64_t begin = integer(position, "begin", 0);
     const std::int64_t low = integer(lowest, "low"), high = integer(highest, "high");
     if (!out.writeable()) throw py::type_error("out is read-only");
     return with_integer_type(out.dtype(), "out", [&](auto out_zero) -> py::tuple {
@@ -96,7 +96,7 @@ IndexView open_view(const Bytes& bytes, const py::object& name) {
 
 // An uninitialised array filled by f(Span) without the GIL.
 template <typename T, typename F>
-py::array_t<T> filled(std::size_t size, const F& f) {
+py::array_t<T> filled(std::int64_t size, const F& f) {
     py::array_t<T> out(static_cast<py::ssize_t>(size));
     const Span<T> span{out.mutable_data(), size};
     const py::gil_scoped_release unlock;
@@ -105,14 +105,14 @@ py::array_t<T> filled(std::size_t size, const F& f) {
 }
 
 // Bytes per token of a .bin.
-std::size_t token_bytes(const py::object& itemsize) {
+std::int64_t token_bytes(const py::object& itemsize) {
     const std::int64_t bytes = integer(itemsize, "itemsize", 1, 8);
     if ((bytes & (bytes - 1)) != 0) refuse(itemsize, "itemsize", "1, 2, 4 or 8");
-    return static_cast<std::size_t>(bytes);
+    return bytes;
 }
 
 py::dict index_header(const Bytes& bytes, const py::object& file_bytes, const py::object& name) {
-    const auto size = static_cast<std::uint64_t>(integer(file_bytes, "file_bytes", 0));
+    const std::int64_t size = integer(file_bytes, "file_bytes", 0);
     const IndexHeader header = parse_index_header(view(bytes, "bytes"), size, file_name(name));
     py::dict result;
     result["dtype_code"] = header.dtype_code;
@@ -146,7 +146,7 @@ void register_reading(py::module_& m) {
         "document_offsets",
         [](const Bytes& bytes, const py::object& name, const py::object& itemsize) {
             const IndexView index = open_view(bytes, name);
-            const std::size_t width = token_bytes(itemsize);
+            const std::int64_t width = token_bytes(itemsize);
             return filled<std::int64_t>(index.num_documents() + 1, [&](Span<std::int64_t> out) {
                 document_offsets(index, width, out);
             });
@@ -190,7 +190,7 @@ void register_writing(py::module_& m) {
         [](const Array<std::int32_t>& lengths, const py::object& itemsize,
            const py::object& begin) {
             const auto span = view(lengths, "lengths");
-            const std::size_t width = token_bytes(itemsize);
+            const std::int64_t width = token_bytes(itemsize);
             const std::int64_t first = integer(begin, "begin", 0);
             std::int64_t end = 0;
             auto out = filled<std::int64_t>(span.size(), [&](Span<std::int64_t> pointers) {

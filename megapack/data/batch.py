@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
@@ -12,7 +14,7 @@ from numpy.typing import NDArray
 
 from megapack.errors import ConfigError
 
-__all__ = ["Batch", "BatchLayout", "Buffers", "MicroBatch", "allocate"]
+__all__ = ["Batch", "BatchLayout", "Buffers", "MicroBatch", "ReusedBuffers", "allocate"]
 
 # tokens, labels, loss_mask, position_ids, cu_seqlens, ... and plain ints
 Batch: TypeAlias = dict[str, Any]
@@ -24,6 +26,9 @@ _DTYPES = {
     "position_ids": torch.int64,
     "loss_mask": torch.float32,
 }
+
+
+_NUMPY = {name: torch.empty(0, dtype=dtype).numpy().dtype for name, dtype in _DTYPES.items()}
 
 
 @dataclass(frozen=True, eq=False)
@@ -140,15 +145,20 @@ class BatchLayout:
 class Buffers(dict[str, torch.Tensor]):
     """Memory of one micro batch: flat tensors by name, to be filled again and again."""
 
-    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
+    def __init__(
+        self, tensors: Mapping[str, torch.Tensor], arrays: dict[str, NDArray[Any]] | None = None
+    ) -> None:
         super().__init__(tensors)
-        self.arrays = {name: tensor.numpy() for name, tensor in tensors.items()}
-        self._shaped: dict[tuple[int, int], dict[str, torch.Tensor]] = {}
+        self.arrays = arrays or {name: tensor.numpy() for name, tensor in tensors.items()}
+        self._shaped: dict[tuple[int, ...], dict[str, torch.Tensor]] = {}
 
     def shaped(self, shape: tuple[int, int]) -> dict[str, torch.Tensor]:
         """Views of that shape."""
         if shape not in self._shaped:
-            self._shaped[shape] = {name: tensor.view(shape) for name, tensor in self.items()}
+            self._shaped[shape] = {
+                name: tensor if tensor.shape == shape else tensor.view(shape)
+                for name, tensor in self.items()
+            }
         return self._shaped[shape]
 
 
@@ -160,3 +170,42 @@ def allocate(num_tokens: int, *, pin_memory: bool = False) -> Buffers:
             for name, dtype in _DTYPES.items()
         }
     )
+
+
+class ReusedBuffers:
+    """Buffers whose memory is filled again as soon as nobody holds a tensor of it.
+
+    New memory costs several times what is written into it: the kernel clears it page by page. At
+    most ``MAX_BLOCKS`` micro batches are kept; what is held beyond that has memory of its own.
+    """
+
+    MAX_BLOCKS = 8
+
+    def __init__(self) -> None:
+        self._blocks: list[NDArray[np.uint8]] = []
+        self._lock = threading.Lock()  # a loader's pin_memory thread gathers, too
+
+    def take(self, rows: int, row_tokens: int) -> Buffers:
+        """Buffers of that shape, not cleared."""
+        num_tokens = rows * row_tokens
+        arrays, begin = {}, 0
+        with self._lock:
+            block = self._free_block(num_tokens * sum(d.itemsize for d in _NUMPY.values()))
+            for name, dtype in _NUMPY.items():
+                end = begin + num_tokens * dtype.itemsize
+                arrays[name] = block[begin:end].view(dtype)  # which refers to the block
+                begin = end
+        shape = (rows, row_tokens)
+        # A tensor keeps the array that it was made from, and so the block.
+        tensors = {name: torch.from_numpy(flat.reshape(shape)) for name, flat in arrays.items()}
+        return Buffers(tensors, arrays)
+
+    def _free_block(self, num_bytes: int) -> NDArray[np.uint8]:
+        for block in self._blocks:
+            # Referred to by the list, by this loop and by the call: nobody else has it.
+            if block.nbytes == num_bytes and sys.getrefcount(block) == 3:
+                return block
+        block = np.empty(num_bytes, np.uint8)
+        if len(self._blocks) < self.MAX_BLOCKS:
+            self._blocks.append(block)
+        return block

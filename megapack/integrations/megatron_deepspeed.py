@@ -13,7 +13,9 @@ docs/guides/megatron_deepspeed.md has the limits.
 from __future__ import annotations
 
 import importlib
+import importlib.util
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from megapack.errors import ConfigError
@@ -111,9 +113,14 @@ def install(*, varlen: bool = True) -> None:
         varlen: attention, positions and loss mask by segment (needs ``--use-flash-attn-v2`` and
             one pipeline stage). Without it documents of a row see each other and the label of a
             document's last token is the next document's first, as in the stock code.
+
+    Raises:
+        ConfigError: the installed deepspeed lacks a module that this Megatron-DeepSpeed imports, or
+            a name that is to be replaced is missing.
     """
     if _rebinding:
         return
+    _require_compression()
     gpt_dataset = importlib.import_module("megatron.data.gpt_dataset")
 
     def build(*args: Any, **kwargs: Any) -> Datasets:
@@ -125,6 +132,20 @@ def install(*, varlen: bool = True) -> None:
     _rebinding.replace(gpt_dataset, "build_train_valid_test_datasets", build)
     if varlen:
         _install_varlen()
+
+
+def _require_compression() -> None:
+    """megatron/training.py imports a module that deepspeed removed: say so before that fails."""
+    missing = "deepspeed.compression.compress"
+    training = importlib.util.find_spec("megatron.training")
+    if training is None or training.origin is None:
+        return
+    if missing in Path(training.origin).read_text() and importlib.util.find_spec(missing) is None:
+        installed = importlib.import_module("deepspeed").__version__
+        raise ConfigError(
+            f"{training.origin} imports {missing}, which deepspeed {installed} no longer has "
+            "(deepspeedai/DeepSpeed#8490 removed it): install deepspeed 0.19.0"
+        )
 
 
 def _install_varlen() -> None:

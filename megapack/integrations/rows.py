@@ -14,6 +14,7 @@ import logging
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,10 +25,12 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from megapack.data import BatchLayout, PackedDataset, Schedule
+from megapack.data.batch import Batch, ReusedBuffers
 from megapack.data.blend import open_blend
 from megapack.data.dealing import equal_groups
 from megapack.data.report import check_epochs, plan_run
 from megapack.errors import ConfigError
+from megapack.integrations.collation import Row, new_key, rows_of
 from megapack.integrations.index_cache import Recipe, cached_index, is_first_rank
 from megapack.integrations.manifest import Manifest, Source, default_buckets
 from megapack.packing import SampleIndex
@@ -36,8 +39,6 @@ from megapack.storage import IndexedDataset
 __all__ = ["RowDataset", "RowOptions", "open_rows", "open_sources"]
 
 logger = logging.getLogger(__name__)
-
-Row = dict[str, Tensor]
 
 ROW_KEYS = ("tokens", "labels", "loss_mask", "position_ids")
 BLOCKS_IN_MEMORY = 4
@@ -64,7 +65,7 @@ class RowOptions:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be 1 or more")
 
 
-class RowDataset(Dataset[Row]):
+class RowDataset(Dataset[dict[str, Tensor]]):
     """Rows of constant length in schedule order.
 
     Args:
@@ -83,6 +84,7 @@ class RowDataset(Dataset[Row]):
         num_rows: int | None = None,
     ) -> None:
         self.packed, self.options, self.order = packed, options, order
+        self.key = new_key(self)
         self._connect()
         self.num_rows = self.rows_per_epoch if num_rows is None else num_rows
 
@@ -98,9 +100,12 @@ class RowDataset(Dataset[Row]):
         )
         self.rows_per_epoch = self.schedule.num_steps(1) * self.options.rows_per_block
         self._blocks: OrderedDict[int, tuple[int, int, NDArray[np.int64]]] = OrderedDict()
+        self._layouts: dict[int, BatchLayout] = {}
+        self._buffers = ReusedBuffers()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in ("packed", "options", "order", "num_rows")}
+        kept = ("packed", "options", "order", "num_rows", "key")
+        return {name: getattr(self, name) for name in kept}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -119,7 +124,7 @@ class RowDataset(Dataset[Row]):
         samples: NDArray[np.int64] = self._block(block)[2][within]
         return samples
 
-    def __getitem__(self, i: int) -> Row:
+    def __getitem__(self, i: int) -> dict[str, Tensor]:
         """One row.
 
         Returns:
@@ -128,22 +133,23 @@ class RowDataset(Dataset[Row]):
             padding its own segment; max_seqlen 0-d int32. With alignment cu_seqlens_padded too:
             cu_seqlens then counts tokens without the room between segments.
         """
-        return self.__getitems__([i])[0]
+        return {key: value[0] for key, value in self.micro_batch([i]).items()}
 
     def __getitems__(self, numbers: Sequence[int]) -> list[Row]:
-        """Several rows, those of one block gathered by one call (torch's DataLoader asks so)."""
-        rows: list[Row] = []
+        """Several rows, gathered at once and collated for nothing (torch's DataLoader asks so)."""
+        return rows_of(self, numbers)
+
+    def micro_batch(self, numbers: Sequence[int]) -> dict[str, Tensor]:
+        """Several rows, stacked: every key of ``[i]`` with the rows as its first dimension."""
         numbers = [self._check(i) for i in numbers]
-        begin = 0
-        while begin < len(numbers):
-            block = numbers[begin] // self.options.rows_per_block
-            end = begin
-            while end < len(numbers) and numbers[end] // self.options.rows_per_block == block:
-                end += 1
-            first = block * self.options.rows_per_block
-            rows += self._gather(block, [i - first for i in numbers[begin:end]])
-            begin = end
-        return rows
+        size = self.options.rows_per_block
+        parts = [
+            self._gather(block, [i - block * size for i in group])
+            for block, group in groupby(numbers, lambda i: i // size)
+        ]
+        if len(parts) == 1:
+            return parts[0]
+        return {key: torch.cat([part[key] for part in parts]) for key in parts[0]}
 
     def _check(self, i: int) -> int:
         number = i.__index__()
@@ -151,29 +157,32 @@ class RowDataset(Dataset[Row]):
             raise IndexError(f"row {number} of {self.num_rows}")
         return number
 
-    def _gather(self, block: int, within: list[int]) -> list[Row]:
+    def _gather(self, block: int, within: list[int]) -> dict[str, Tensor]:
+        """Rows of one block."""
         _, capacity, samples = self._block(block)
-        row = self.options.sequence_length
-        padded = self.options.cu_seqlens == "padded"
-        layout = BatchLayout(
-            micro_batch_tokens=len(within) * row,
-            kind="rows",
-            row_tokens=row,
-            cu_seqlens=self.options.cu_seqlens,
-            num_cu_seqlens=row + 1 if padded else None,
-            cu_seqlens_per_row=True,
-        )
+        layout = self._layout(len(within))
         batch = self.packed.micro_batch(
-            samples[within].reshape(-1), layout=layout, capacity=capacity
+            samples[within].reshape(-1),
+            layout=layout,
+            capacity=capacity,
+            out=self._buffers.take(len(within), self.options.sequence_length),
         )
-        names = [*ROW_KEYS, "cu_seqlens"]
-        if self.options.align > 1:
-            names.append("cu_seqlens_padded")
-        longest = batch[names[-1]].diff(dim=1).amax(dim=1).to(torch.int32)
-        return [
-            {name: batch[name][r] for name in names} | {"max_seqlen": longest[r]}
-            for r in range(len(within))
-        ]
+        names = ["cu_seqlens"] if self.options.align == 1 else ["cu_seqlens", "cu_seqlens_padded"]
+        rows = {name: batch[name] for name in (*ROW_KEYS, *names)}
+        return rows | {"max_seqlen": _longest(batch, names[-1])}
+
+    def _layout(self, num_rows: int) -> BatchLayout:
+        if num_rows not in self._layouts:
+            row = self.options.sequence_length
+            self._layouts[num_rows] = BatchLayout(
+                micro_batch_tokens=num_rows * row,
+                kind="rows",
+                row_tokens=row,
+                cu_seqlens=self.options.cu_seqlens,
+                num_cu_seqlens=row + 1 if self.options.cu_seqlens == "padded" else None,
+                cu_seqlens_per_row=True,
+            )
+        return self._layouts[num_rows]
 
     def _block(self, block: int) -> tuple[int, int, NDArray[np.int64]]:
         """(bucket, capacity, sample ids (rows_per_block, row // capacity)) of a block."""
@@ -186,6 +195,14 @@ class RowDataset(Dataset[Row]):
         while len(self._blocks) > BLOCKS_IN_MEMORY:
             self._blocks.popitem(last=False)
         return self._blocks[block]
+
+
+def _longest(batch: Batch, bounds: str) -> Tensor:
+    """max_seqlen of every row, int32 (rows,)."""
+    if len(batch[bounds]) == 1:
+        return torch.tensor([batch["max_seqlen"]], dtype=torch.int32)
+    ends = batch[bounds].numpy()
+    return torch.from_numpy((ends[:, 1:] - ends[:, :-1]).max(axis=1))
 
 
 def open_sources(manifest: Manifest) -> list[IndexedDataset]:

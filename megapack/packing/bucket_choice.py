@@ -7,6 +7,7 @@ and makes no sample; the choice and its reason stand in the index.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,10 +24,9 @@ PADDING_WORTH_SAVING = 1000
 
 @dataclass(frozen=True, kw_only=True)
 class BucketWay:
-    """How to pack: rules for draining, and patterns to use before."""
+    """How to pack: the rules that the core is told, and why."""
 
-    rules: _core.BucketRules
-    given: list[tuple[int, int, list[tuple[int, int]]]] = field(default_factory=list)
+    rules: dict[str, Any]
     decisions: dict[str, str] = field(default_factory=dict)
 
 
@@ -51,13 +51,13 @@ def choose_bucket_way(
     threads: int,
 ) -> BucketWay:
     """Decide what is left open; the parameters are those of the strategy."""
-    rules = {
-        "off": _core.BucketRules(capacities=buckets),
-        "on": _core.BucketRules(
-            capacities=buckets,
-            overflow="promote",
-            padding_threshold=exact_ratio(padding_threshold),
-        ),
+    rules: dict[str, dict[str, Any]] = {
+        "off": {"buckets": buckets},
+        "on": {
+            "buckets": buckets,
+            "overflow": "promote",
+            "padding_threshold": exact_ratio(padding_threshold),
+        },
     }
     if promote != "auto" and not refine:
         return BucketWay(rules=rules[promote])
@@ -76,11 +76,12 @@ def choose_bucket_way(
     if not refine:
         return BucketWay(rules=rules[promote], decisions=decisions)
     given, decisions["refine"] = _try_to_refine(counts, buckets, rules[promote], tokens)
-    return BucketWay(rules=rules[promote], given=given, decisions=decisions)
+    patterns = {"given": given} if given else {}
+    return BucketWay(rules=rules[promote] | patterns, decisions=decisions)
 
 
 def _try_to_refine(
-    counts: NDArray[np.int64], buckets: list[int], rules: _core.BucketRules, tokens: int
+    counts: NDArray[np.int64], buckets: list[int], rules: dict[str, Any], tokens: int
 ) -> tuple[list[tuple[int, int, list[tuple[int, int]]]], str]:
     plain = _drained(counts, buckets, rules)
     if (plain.slots - tokens) * PADDING_WORTH_SAVING <= plain.slots:
@@ -104,6 +105,6 @@ def _as_given(sample: Refined) -> tuple[int, int, list[tuple[int, int]]]:
     return sample.bucket, sample.count, list(sample.lengths.items())
 
 
-def _drained(counts: NDArray[np.int64], buckets: list[int], rules: _core.BucketRules) -> _Outcome:
+def _drained(counts: NDArray[np.int64], buckets: list[int], rules: dict[str, Any]) -> _Outcome:
     samples = _core.count_bucket_samples(counts, rules)
     return _Outcome(sum(c * n for c, n in zip(buckets, samples, strict=True)), sum(samples))

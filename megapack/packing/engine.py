@@ -8,13 +8,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
 from megapack import _core
 from megapack.errors import ConfigError, DataError
 from megapack.packing.alignment import check_alignment, rounded_up, with_true_lengths
 from megapack.packing.index import SampleIndex
-from megapack.packing.metrics import DocumentTotals
+from megapack.packing.metrics import DocumentTotals, Lengths
 from megapack.packing.strategies import find_strategy
 from megapack.packing.strategy import Request, Strategy
 
@@ -23,8 +23,6 @@ __all__ = ["PackingMethod", "check_packing", "pack"]
 # A histogram of 8 bytes per token of the largest capacity is kept for every pool in work.
 MAX_CAPACITY = 1 << 24
 _INT32_MAX = (1 << 31) - 1
-
-Lengths = NDArray[np.int32] | NDArray[np.int64]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,7 +123,7 @@ def pack(
         Request(
             lengths=checked,
             buckets=method.buckets,
-            parameters=method.parameters,
+            parameters={p.name: method.parameters[p.name] for p in method.strategy.parameters},
             seed=seed,
             threads=threads,
             progress=progress,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +14,19 @@ import xxhash
 from numpy.typing import NDArray
 
 from megapack import _core
-from megapack.errors import FormatError, IndexMismatchError
+from megapack.errors import IndexMismatchError
 from megapack.packing import format as samples_format
-from megapack.packing.checksums import checksum, lengths_fingerprint
-from megapack.packing.metrics import DocumentTotals, compute_metrics
+from megapack.packing.checksums import checksum
+from megapack.packing.metrics import DocumentTotals, Lengths, compute_metrics
+from megapack.packing.stored import check_dataset, how_it_differs
 from megapack.storage.replace import check_target
 
-__all__ = ["SampleIndex", "how_it_differs"]
+__all__ = ["SampleIndex"]
 
-Lengths = NDArray[np.int32] | NDArray[np.int64]
+_HEADER = (
+    *("created_by", "strategy", "parameters", "buckets", "seed", "decisions"),
+    *("num_documents", "dropped_tokens", "repeated_tokens"),
+)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
@@ -149,16 +153,11 @@ class SampleIndex:
         )
 
     def label_tokens(self, document_lengths: Lengths) -> NDArray[np.int64]:
-        """Per sample, how many of its tokens have a label.
+        """Per sample, how many of its tokens have a label: int64 (num_samples,).
 
         The label of a token is the next token of its document, also where the segment ends before
-        the document does; only the last token of a document has none.
-
-        Args:
-            document_lengths: (num_documents,) of the documents this index was packed from.
-
-        Returns:
-            int64 (num_samples,).
+        the document does; only the last token of a document has none. ``document_lengths``
+        (num_documents,) are those of the documents this index was packed from.
 
         Raises:
             IndexMismatchError: another number of documents.
@@ -175,7 +174,7 @@ class SampleIndex:
                 f"the index was packed from {self.num_documents:,} documents; the lengths given "
                 f"are of {len(lengths):,}"
             )
-        if self.segment_begin.dtype == np.dtype(np.int32):
+        if np.asarray(lengths).dtype == np.int32:
             return np.ascontiguousarray(lengths, dtype=np.int32)
         return np.ascontiguousarray(lengths, dtype=np.int64)
 
@@ -205,26 +204,7 @@ class SampleIndex:
         Raises:
             IndexMismatchError: says what differs.
         """
-        where = f"{self.path or 'this index'} and {dataset.prefix}"
-        if dataset.num_documents != self.num_documents:
-            raise IndexMismatchError(
-                f"{where} do not belong together: the index was packed from {self.num_documents:,} "
-                f"documents, the dataset has {dataset.num_documents:,}; pack it again"
-            )
-        source = self.source or {}
-        recorded = source.get("fingerprint")
-        if recorded is not None:
-            if recorded != dataset.fingerprint:
-                raise IndexMismatchError(
-                    f"{where} do not belong together: the index was packed from a dataset with "
-                    f"fingerprint {recorded} ({source.get('prefix')}), this one has "
-                    f"{dataset.fingerprint}; pack it again"
-                )
-        elif self.documents.lengths_fingerprint != lengths_fingerprint(dataset.document_lengths):
-            raise IndexMismatchError(
-                f"{where} do not belong together: as many documents, but of other lengths; "
-                "pack the dataset again"
-            )
+        check_dataset(str(self.path or "this index"), self.documents, self.source or {}, dataset)
 
     # --- file -----------------------------------------------------------------------------------
 
@@ -252,34 +232,20 @@ class SampleIndex:
             self.check_source(source)
             source = {"fingerprint": source.fingerprint, "prefix": str(source.prefix)}
         source = self.source if source is None else dict(source)
+        same = {name: getattr(self, name) for name in ("strategy", "parameters", "buckets", "seed")}
         recorded = (source or {}).get("fingerprint")
-        if not check_target(
-            path, overwrite=overwrite, difference=lambda: self._difference(path, recorded)
-        ):
+        difference = partial(
+            how_it_differs, path, **same, dataset=recorded, checksums=self._checksums
+        )
+        if not check_target(path, overwrite=overwrite, difference=difference):
             return False
-        header = {
-            "created_by": self.created_by,
-            "strategy": self.strategy,
-            "parameters": self.parameters,
-            "buckets": self.buckets,
-            "seed": self.seed,
-            "decisions": self.decisions,
-            "num_documents": self.num_documents,
-            "dropped_tokens": self.dropped_tokens,
-            "repeated_tokens": self.repeated_tokens,
+        header = {name: getattr(self, name) for name in _HEADER} | {
             "source": source,
             "metrics": self._metrics,
             "lengths_fingerprint": self.documents.lengths_fingerprint,
         }
         samples_format.write(Path(path), header, self._arrays, self._checksums)
         return True
-
-    def _difference(self, path: str | os.PathLike[str], recorded: str | None) -> str | None:
-        same = {n: getattr(self, n) for n in ("strategy", "parameters", "buckets", "seed")}
-        different = how_it_differs(path, **same, dataset=recorded)
-        if different is None and SampleIndex.load(path).fingerprint != self.fingerprint:
-            return "it holds other samples"
-        return different
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], *, verify: bool = False) -> SampleIndex:
@@ -329,41 +295,4 @@ class SampleIndex:
     def __reduce__(self) -> tuple[Any, ...]:
         if self.path is not None:  # worker processes map the same file
             return SampleIndex.load, (str(self.path),)
-        return _remake, ({f.name: getattr(self, f.name) for f in fields(self)},)
-
-
-def how_it_differs(
-    path: str | os.PathLike[str],
-    *,
-    strategy: str,
-    parameters: Mapping[str, Any],
-    buckets: list[int],
-    seed: int,
-    dataset: str | None,
-) -> str | None:
-    """What the index in a file was packed from or with instead of this, as a sentence.
-
-    Args:
-        dataset: fingerprint of the documents, or None.
-
-    Returns:
-        None: it is what ``pack`` makes of all that, by this release, and it is whole.
-    """
-    try:
-        found = SampleIndex.load(path, verify=True)
-    except FormatError as error:
-        return str(error)
-    pairs = {
-        "another dataset": ((found.source or {}).get("fingerprint"), dataset),
-        "another strategy": (found.strategy, strategy),
-        "other parameters": (found.parameters, parameters),
-        "other buckets": (found.buckets, buckets),
-        "another seed": (found.seed, seed),
-        f"another release ({found.created_by})": (found.created_by, samples_format.CREATED_BY),
-    }
-    different = [what for what, (there, wanted) in pairs.items() if there != wanted]
-    return f"it was packed with {' and '.join(different)}" if different else None
-
-
-def _remake(values: dict[str, Any]) -> SampleIndex:
-    return SampleIndex(**values)
+        return partial(SampleIndex, **{f.name: getattr(self, f.name) for f in fields(self)}), ()

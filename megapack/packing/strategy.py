@@ -19,7 +19,7 @@ Packing = dict[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """What a strategy works on; ``buckets`` ascends."""
+    """What a strategy works on; ``buckets`` ascends, ``parameters`` are the strategy's own."""
 
     lengths: _core.DocumentLengths
     buckets: list[int]
@@ -33,11 +33,12 @@ class Request:
     def capacity(self) -> int:
         return self.buckets[-1]
 
-    @property
-    def common(self) -> _core.PackingCommon:
-        return _core.PackingCommon(
+    def pack(self, strategy: str, **rules: Any) -> Packing:
+        """What a strategy of the core makes of the documents by these rules."""
+        run = _core.Run(
             seed=self.seed, threads=self.threads, wide_ids=self.wide_ids, progress=self.progress
         )
+        return _core.pack(strategy, self.lengths, rules, run)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,12 +46,15 @@ class Parameter:
     """One keyword of ``pack`` and one option of ``megapack-build pack``."""
 
     name: str
-    kind: type
-    default: Any
+    default: Any  # None: an integer that follows from the buckets
     help: str
     choices: tuple[str, ...] = ()
     minimum: float | None = None
     maximum: float | None = None
+
+    @property
+    def kind(self) -> type:
+        return int if self.default is None else type(self.default)
 
     def check(self, value: Any) -> Any:
         """``value`` as ``kind``, or ConfigError with the name, the value and the limit."""
@@ -90,6 +94,7 @@ class Strategy:
         description: its meaning in a sentence.
         source: where it was published.
         many_buckets: whether ``buckets`` may hold more than one capacity.
+        may_drop, may_repeat: whether by definition a token may be in no sample, or in several.
         parameters: its keywords, in the order of the table in docs.
         presets: name -> function of the largest capacity that gives the parameters of a paper.
         check: refuses, before any work, buckets (ascending) that do not go with the parameters.
@@ -99,9 +104,11 @@ class Strategy:
     name: str
     description: str
     source: str
-    many_buckets: bool
     run: Callable[[Request], Packing]
     parameters: tuple[Parameter, ...] = ()
+    many_buckets: bool = False
+    may_drop: bool = False
+    may_repeat: bool = False
     presets: Mapping[str, Callable[[int], dict[str, Any]]] = field(default_factory=dict)
     check: Callable[[list[int], Mapping[str, Any]], None] | None = None
 

@@ -32,7 +32,7 @@ from megapack.training.recipes import read_config
 from megapack.training.run.checkpoint import CheckpointStore
 from megapack.training.run.directory import RunDirectory
 from megapack.training.run.engine import start_engine
-from megapack.training.run.export import end_token, export_model, open_tokenizer
+from megapack.training.run.export import end_token, export_model, tokenizer_of
 from megapack.training.run.inputs import Inputs, check_inputs, open_inputs, verify_samples
 from megapack.training.run.world import World, join, world
 from megapack.training.trainer import Trainer
@@ -97,8 +97,7 @@ def train(config: PretrainConfig, here: World, run: RunDirectory, signals: StopS
     logger.info("%s; %s steps", inputs.data, f"{inputs.num_steps:,}")
     architecture = model_configuration(config.model, inputs.vocab_size)
     check_inputs(inputs, architecture, config.data.positions)
-    source = config.model.tokenizer or config.model.pretrained
-    tokenizer = source and open_tokenizer(source, required=source == config.model.tokenizer)
+    tokenizer = tokenizer_of(config.model)
     model, attention = open_model(
         config.model, config.engine, architecture, device=here.device, seed=config.seed
     )

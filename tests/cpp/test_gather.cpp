@@ -63,10 +63,10 @@ struct Corpus {
         GatherSource source{IndexView(idx, "test.idx")};
         source.tokens = {tokens.data(), static_cast<std::int64_t>(tokens.size()),
                          TokenType::kUint16};
-        source.sample_segment_offsets = {sample_segment_offsets.data(), 4, true};
-        source.segment_document = {document.data(), 5, false};
-        source.segment_begin = {begin.data(), 5, false};
-        source.segment_length = {length.data(), 5, false};
+        source.samples.sample_segment_offsets = {sample_segment_offsets.data(), 4, true};
+        source.samples.segment_document = {document.data(), 5, false};
+        source.samples.segment_begin = {begin.data(), 5, false};
+        source.samples.segment_length = {length.data(), 5, false};
         check_source(source);
         return source;
     }

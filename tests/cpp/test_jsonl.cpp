@@ -23,7 +23,7 @@ void require(bool ok, const char* what, const std::string& line) {
 JsonlTexts extract(const std::string& text, JsonValues values = JsonValues::strings,
                    const char* key = "text") {
     const std::vector<std::uint8_t> buffer(text.begin(), text.end());
-    return extract_jsonl({buffer.data(), buffer.size()}, key, values);
+    return extract_jsonl(buffer, key, values);
 }
 
 void expect(const std::string& line, LineStatus status, const std::string& text = "",

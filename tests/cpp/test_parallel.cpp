@@ -37,22 +37,22 @@ void operator delete(void* memory, std::size_t) noexcept {
 
 namespace {
 
-constexpr std::size_t kTasks = 1000;
+constexpr std::int64_t kTasks = 1000;
 
 void test_every_task_runs_once() {
     for (const int threads : {-1, 0, 1, 2, 7}) {
         std::vector<std::atomic<int>> done(kTasks);
-        megapack::parallel_for(threads, kTasks, [&](std::size_t i) { ++done[i]; });
+        megapack::parallel_for(threads, kTasks, [&](std::int64_t i) { ++done[i]; });
         for (const auto& count : done) require(count == 1, "a task ran not once");
     }
-    megapack::parallel_for(4, 0, [](std::size_t) { require(false, "a task of none ran"); });
+    megapack::parallel_for(4, 0, [](std::int64_t) { require(false, "a task of none ran"); });
 }
 
 void test_an_exception_in_a_task_arrives() {
     for (const int threads : {1, 4}) {
         bool arrived = false;
         try {
-            megapack::parallel_for(threads, 100, [](std::size_t i) {
+            megapack::parallel_for(threads, 100, [](std::int64_t i) {
                 if (i == 5) throw std::runtime_error("five");
             });
         } catch (const std::runtime_error&) {
@@ -66,8 +66,8 @@ void test_an_exception_in_a_task_arrives() {
 void test_no_memory_for_threads() {
     int thrown = 0, finished = 0;
     for (int allowed = 0; allowed < 30; ++allowed) {
-        std::atomic<std::size_t> done{0};
-        const std::function<void(std::size_t)> task = [&](std::size_t) { ++done; };
+        std::atomic<std::int64_t> done{0};
+        const std::function<void(std::int64_t)> task = [&](std::int64_t) { ++done; };
         allocations_left = allowed;
         bool failed = false;
         try {
@@ -83,11 +83,11 @@ void test_no_memory_for_threads() {
 }
 
 void test_parts_tile_the_whole() {
-    for (const std::size_t size : {0, 1, 6, 7, 8, 1000}) {
-        std::size_t end = 0;
-        for (std::size_t i = 0; i < 7; ++i) {
+    for (const std::int64_t size : {0, 1, 6, 7, 8, 1000}) {
+        std::int64_t end = 0;
+        for (std::int64_t i = 0; i < 7; ++i) {
             const megapack::Part part = megapack::part_of(size, 7, i);
-            require(part.begin == end && part.end - part.begin <= size / 7 + 1, "parts");
+            require(part.begin == end && part.size() <= size / 7 + 1, "parts");
             end = part.end;
         }
         require(end == size, "parts leave something out");

@@ -5,6 +5,7 @@
 #include <cstdlib>
 #include <numeric>
 #include <random>
+#include <stdexcept>
 
 #include "core/schedule/blend.hpp"
 #include "core/schedule/deal.hpp"
@@ -121,7 +122,7 @@ void test_deals() {
         std::vector<std::int64_t> sizes(1 + random() % 12);
         for (auto& size : sizes) size = static_cast<std::int64_t>(random() % 5);
         const auto total = std::accumulate(sizes.begin(), sizes.end(), std::int64_t{0});
-        std::vector<std::int64_t> costs(static_cast<std::size_t>(total));
+        std::vector<std::int64_t> costs(total);
         for (auto& cost : costs) cost = static_cast<std::int64_t>(random() % 1000);
         require(is_permutation_of_range(deal_evenly(costs, sizes)), "an item was dealt twice");
     }

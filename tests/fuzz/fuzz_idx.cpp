@@ -13,13 +13,13 @@ void require(bool ok) {
     if (!ok) std::abort();
 }
 
-void read_documents(const IndexView& index, std::size_t itemsize) {
+void read_documents(const IndexView& index, std::int64_t itemsize) {
     std::vector<std::int64_t> offsets(index.num_documents() + 1);
     document_offsets(index, itemsize, offsets);
     std::vector<std::int64_t> lengths(index.num_documents());
     document_lengths(index, lengths);
     require(offsets[0] == 0);
-    for (std::size_t d = 0; d < lengths.size(); ++d) {
+    for (std::int64_t d = 0; d < ssize(lengths); ++d) {
         require(lengths[d] >= 0 && offsets[d] + lengths[d] == offsets[d + 1]);
     }
     std::vector<std::int32_t> narrow(index.num_documents());
@@ -29,7 +29,7 @@ void read_documents(const IndexView& index, std::size_t itemsize) {
 }
 
 // The writer's arithmetic on the same arrays reproduces what a sound file says.
-void write_again(const IndexView& index, std::size_t itemsize) {
+void write_again(const IndexView& index, std::int64_t itemsize) {
     std::vector<std::int32_t> lengths(index.num_sequences());
     std::vector<std::int64_t> pointers(index.num_sequences());
     std::vector<std::int64_t> documents(index.num_documents() + 1);
@@ -39,7 +39,7 @@ void write_again(const IndexView& index, std::size_t itemsize) {
     std::vector<std::int64_t> scanned(index.num_sequences());
     scan_lengths(lengths, itemsize, 0, scanned);
     require(scanned == pointers);
-    const Span<const std::int64_t> ends{documents.data() + 1, documents.size() - 1};
+    const Span<const std::int64_t> ends{documents.data() + 1, ssize(documents) - 1};
     std::vector<std::int64_t> shifted(ends.size());
     const auto num_sequences = static_cast<std::int64_t>(index.num_sequences());
     require(shift_document_ends(ends, num_sequences, 0, 0, shifted) == num_sequences);
@@ -48,9 +48,9 @@ void write_again(const IndexView& index, std::size_t itemsize) {
 }  // namespace
 
 extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size) {
-    for (const std::size_t itemsize : {std::size_t{2}, std::size_t{4}}) {
+    for (const std::int64_t itemsize : {2, 4}) {
         try {
-            const IndexView index({data, size}, "fuzz.idx");
+            const IndexView index({data, static_cast<std::int64_t>(size)}, "fuzz.idx");
             read_documents(index, itemsize);
             write_again(index, itemsize);
         } catch (const FormatError&) {

@@ -62,14 +62,20 @@ def values(parameter: Parameter, capacity: int) -> st.SearchStrategy[Any]:
     if parameter.kind is bool:
         return st.booleans()
     divisors = [size for size in range(1, capacity + 1) if capacity % size == 0]
-    return {
+    known = {
         "atom_size": st.sampled_from([*divisors, 2 * capacity, 3 * capacity]),
         "pool_size": st.sampled_from([1, 2, 5, 17, 1000]),
         "padding_threshold": st.sampled_from([0.0, 0.045, 0.1, 0.3, 1.0]),
         "r_max": st.sampled_from([0.0, 0.1, 0.3, 0.5, 1.0]),
         "extra_capacity": st.sampled_from([0, 1, 3, 20]),
         "min_bucket": st.sampled_from([1 << k for k in range(6) if 1 << k <= capacity]),
-    }[parameter.name]
+    }
+    if parameter.name in known:
+        return known[parameter.name]
+    low, high = parameter.minimum or 0, parameter.maximum or 40
+    if parameter.kind is int:
+        return st.integers(int(low), int(min(high, low + 40)))
+    return st.floats(low, high)
 
 
 def as_packing(index: SampleIndex) -> Packing:

@@ -109,10 +109,11 @@ def test_without_highspy_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch
     ],
 )
 def test_the_core_refuses_patterns_that_cannot_be(pattern: tuple, message: str) -> None:
-    rules = _core.BucketRules(capacities=[8, 16])
-    common = _core.PackingCommon(seed=0, threads=1, wide_ids=False, progress=None)
+    rules = {"buckets": [8, 16]}
+    run = _core.Run(seed=0, threads=1)
     documents = _core.DocumentLengths(np.array([5, 4, 3], np.int32))
     with pytest.raises(ValueError, match=message):
-        _core.drain_buckets(documents, rules, [pattern], 3, common)
+        _core.pack("bucket", documents, {**rules, "given": [pattern]}, run)
     with pytest.raises(ValueError, match="given patterns need one pool, not 3"):
-        _core.drain_buckets(documents, rules, [(0, 1, [(5, 1)])], 1, common)
+        given = {"given": [(0, 1, [(5, 1)])], "pool_size": 1}
+        _core.pack("bucket", documents, rules | given, run)

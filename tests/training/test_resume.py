@@ -18,7 +18,7 @@ from megapack.training.watch.heartbeat import LOST_CONTACT
 from megapack.training.watch.signals import PREEMPTED
 
 from .conftest import Corpus
-from .processes import PRETRAIN, Zygote, read_log, start_run, wait_for
+from .processes import PRETRAIN, ROOT, Zygote, read_log, start_run, wait_for
 
 RANKS = 2
 
@@ -154,6 +154,7 @@ def test_a_signal_to_one_rank_saves_and_leaves_with_the_known_code(
     wait_for(lambda: batches.exists() and '"step": 1' in batches.read_text(), "two steps", 120)
     ranks.signal(number, [1])
     assert ranks.wait() == [PREEMPTED] * RANKS, ranks.output()
+    assert f"megapack: {number.name}: saving after this step" in ranks.output()
     end = json.loads((run_dir / "end.json").read_text())
     assert end["reason"] == "signal" and 2 <= end["step"] < 100000
     assert len(read_log(run_dir)) == end["step"], "all steps that were done are in the log"
@@ -257,6 +258,28 @@ def test_a_resumed_run_keeps_the_evaluations_of_the_steps_it_keeps(tmp_path: Pat
     assert [line["step"] for line in read_jsonl(run.log)] == [0, 1, 2]
     assert [line["step"] for line in read_jsonl(run.evaluation)] == [0, 1, 2, 3]
     assert len(list(read_jsonl(run.batches / "rank_00000.jsonl"))) == 3
+
+
+def test_any_checkpoint_becomes_a_model_and_the_run_is_left_alone(
+    zygote: Zygote, corpus: Corpus, whole: Path, tmp_path: Path
+) -> None:
+    """Checkpoints of two ranks, exported by one."""
+    run_dir = _copy(whole, tmp_path, corpus, after=8)
+    before = sorted(p.name for p in (run_dir / "checkpoints").iterdir())
+    export = [str(ROOT / "launch" / "export.py"), str(run_dir), "--output"]
+    for step in (3, 8):
+        argv = [*export, str(tmp_path / str(step)), "--step", str(step)]
+        zygote.start(argv, 1, tmp_path / f"log-{step}").succeed()
+    third, last, ended = (
+        load_file(directory / "model.safetensors")
+        for directory in (tmp_path / "3", tmp_path / "8", whole / "model")
+    )
+    assert all(torch.equal(last[name], ended[name]) for name in ended)
+    assert not any(torch.equal(third[name], ended[name]) for name in ended)
+    assert sorted(p.name for p in (run_dir / "checkpoints").iterdir()) == before
+    assert not list(tmp_path.glob(".export*"))
+    refused = zygote.start([*export, str(tmp_path / "x"), "--step", "5"], 1, tmp_path / "log-5")
+    assert refused.wait() == [1] and "(steps: 3, 6, 8)" in refused.output()
 
 
 def test_the_run_directory_says_what_was_run(whole: Path, corpus: Corpus) -> None:

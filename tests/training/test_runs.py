@@ -44,9 +44,12 @@ def test_equal_runs_share_a_rank() -> None:
     assert standing["a"].mean_rank == standing["b"].mean_rank == 1.5
 
 
-def test_a_run_shorter_than_an_epoch_is_named() -> None:
-    with pytest.raises(DataError, match="runs short are shorter"):
-        compare({"short": _curve([1.0], 2), "long": _curve([1.0, 1.0], 2)})
+def test_runs_shorter_than_an_epoch_are_compared_over_what_all_have() -> None:
+    """Of ``long`` only the first half counts, in which it is worse."""
+    short = Curve(np.array([0.0, 0.25, 0.5]), np.array([3.0, 2.0]))
+    standing = compare({"short": short, "long": _curve([9.0, 1.0], 1)})
+    assert standing["short"].final_perplexity == 2.0 and standing["short"].mean_rank == 1.0
+    assert standing["long"].final_perplexity == 9.0
 
 
 def test_a_curve_is_read_from_the_log_and_a_cut_last_line_is_left_out(tmp_path: Path) -> None:

@@ -87,7 +87,8 @@ def measure_seamless(
     counts = np.bincount((long - 1) // capacity)[1:]
     share = largest_overlap(r_max, placement, capacity)
     checked = _core.DocumentLengths(np.ascontiguousarray(long))
-    stage = _core.seamless_stage_one(checked, capacity, share, placement)
+    rules = {"capacity": capacity, "r_max": share, "placement": placement}
+    stage = _core.seamless_stage_one(checked, rules)
     done = SeamlessStageOne(num_sliding=stage["num_sliding"], short_tokens=stage["short_tokens"])
     return expect_seamless(counts, capacity, r_max), done
 

@@ -3,7 +3,6 @@
 // documents; on 2 MiB pages that cost disappears.
 #pragma once
 
-#include <cstddef>
 #include <cstdint>
 #include <cstdlib>
 #include <memory>
@@ -24,20 +23,20 @@ class Buffer {
 
   public:
     Buffer() = default;
-    explicit Buffer(std::size_t size) : data_(allocate(size)), size_(size) {}
+    explicit Buffer(std::int64_t size) : data_(allocate(size)), size_(size) {}
 
     T* data() const { return data_.get(); }
-    std::size_t size() const { return size_; }
-    T& operator[](std::size_t i) const { return data_.get()[i]; }
+    std::int64_t size() const { return size_; }
+    T& operator[](std::int64_t i) const { return data_.get()[i]; }
     operator Span<T>() const { return {data(), size_}; }
     operator Span<const T>() const { return {data(), size_}; }
 
     // Forgets the tail. What was never touched was never given by the system.
-    void truncate(std::size_t size) { size_ = size < size_ ? size : size_; }
+    void truncate(std::int64_t size) { size_ = size < size_ ? size : size_; }
 
     // The elements [begin, end) are not needed any more: their memory goes back to the system as
     // far as it is made of whole huge pages.
-    void discard(std::size_t begin, std::size_t end) const {
+    void discard(std::int64_t begin, std::int64_t end) const {
 #if defined(__linux__)
         const auto first = reinterpret_cast<std::uintptr_t>(data() + begin) + kHugePage - 1;
         const auto last = reinterpret_cast<std::uintptr_t>(data() + end);
@@ -63,10 +62,11 @@ class Buffer {
         void operator()(T* p) const { std::free(p); }
     };
 
-    static T* allocate(std::size_t size) {
+    static T* allocate(std::int64_t size) {
         constexpr std::size_t kCacheLine = 64;
-        if (size > (~std::size_t{0} >> 1) / sizeof(T)) throw std::bad_alloc();
-        const std::size_t bytes = size * sizeof(T);
+        constexpr auto kMost = static_cast<std::int64_t>((~std::size_t{0} >> 2) / sizeof(T));
+        if (size < 0 || size > kMost) throw std::bad_alloc();
+        const std::size_t bytes = static_cast<std::size_t>(size) * sizeof(T);
         const std::size_t alignment = bytes >= 2 * kHugePage ? kHugePage : kCacheLine;
         const std::size_t rounded = (bytes / alignment + 1) * alignment;
         void* memory = std::aligned_alloc(alignment, rounded);
@@ -78,7 +78,7 @@ class Buffer {
     }
 
     std::unique_ptr<T, Free> data_;
-    std::size_t size_ = 0;
+    std::int64_t size_ = 0;
 };
 
 }  // namespace megapack

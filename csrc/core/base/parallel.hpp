@@ -2,13 +2,14 @@
 // number of threads: a task writes only what is its own.
 #pragma once
 
-#include <algorithm>
 #include <atomic>
-#include <cstddef>
 #include <cstdint>
 #include <functional>
 #include <thread>
 #include <utility>
+#include <vector>
+
+#include "core/base/part.hpp"
 
 namespace megapack {
 
@@ -39,23 +40,34 @@ class Progress {
 
 // task(i) for every i in [0, count), each once, on the calling thread and up to `threads - 1`
 // others. The first exception stops the tasks not yet begun and is thrown here.
-void parallel_for(int threads, std::size_t count, const std::function<void(std::size_t)>& task);
+void parallel_for(int threads, std::int64_t count, const std::function<void(std::int64_t)>& task);
 
-// Documents a task handles between two reports of progress. The tests of the core take few, so that
-// small inputs have many parts.
-#ifndef MEGAPACK_PART_SIZE
-#define MEGAPACK_PART_SIZE (std::size_t{1} << 20)
-#endif
-constexpr std::size_t kPartSize = MEGAPACK_PART_SIZE;
+// visit(part, its range) for `size` things in `count` parts, in parallel.
+template <typename Visit>
+void for_each_part(int threads, std::int64_t size, std::int64_t count, Visit visit) {
+    parallel_for(threads, count, [&](std::int64_t p) { visit(p, part_of(size, count, p)); });
+}
 
-// [begin, end) of part i when `size` things are cut in `count` parts that differ by at most one.
-struct Part {
-    std::size_t begin, end;
-};
-inline Part part_of(std::size_t size, std::size_t count, std::size_t i) {
-    const std::size_t small = size / count, larger = size % count;
-    const std::size_t begin = i * small + std::min(i, larger);
-    return {begin, begin + small + (i < larger ? 1 : 0)};
+// table[part][column], a count, becomes where it begins when everything lies column after column
+// and in a column part after part. Returns where the columns begin and, last, where all ends.
+template <typename T>
+std::vector<std::int64_t> lay_out(std::vector<std::vector<T>>& table, std::int64_t columns) {
+    std::vector<std::int64_t> begins;
+    begins.reserve(columns + 1);
+    std::int64_t position = 0;
+    for (std::int64_t c = 0; c < columns; ++c) {
+        begins.push_back(position);
+        for (auto& part : table) position += std::exchange(part[c], static_cast<T>(position));
+    }
+    begins.push_back(position);
+    return begins;
+}
+
+// The same for one column: counts[part] becomes where the part begins; returns where all ends.
+inline std::int64_t lay_out(std::vector<std::int64_t>& counts) {
+    std::int64_t position = 0;
+    for (std::int64_t& count : counts) position += std::exchange(count, position);
+    return position;
 }
 
 }  // namespace megapack

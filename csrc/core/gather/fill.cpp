@@ -65,14 +65,14 @@ std::int64_t count_segment(const GatherSource& source, const Segment& segment, c
 }  // namespace
 
 void fill_gather(const GatherPlan& plan, const GatherOptions& options, const GatherOutput& out) {
-    const auto size = static_cast<std::size_t>(plan.shape.num_tokens());
+    const std::int64_t size = plan.shape.num_tokens();
     check(out.tokens.size() == size && out.labels.size() == size && out.loss_mask.size() == size &&
               out.position_ids.size() == size,
           "the buffers of a micro batch must hold ", size, " elements each");
     std::int64_t at = 0;
-    for (std::size_t i = 0; i < plan.pieces.size(); ++i) {
+    for (std::int64_t i = 0; i < ssize(plan.pieces); ++i) {
         if (i == 0) prefetch_piece(plan.pieces[0]);
-        if (i + 1 < plan.pieces.size()) prefetch_piece(plan.pieces[i + 1]);
+        if (i + 1 < ssize(plan.pieces)) prefetch_piece(plan.pieces[i + 1]);
         fill_piece(plan.pieces[i], options, at, out);
         at += plan.pieces[i].room;
     }
@@ -82,12 +82,12 @@ std::vector<std::int64_t> count_labels(Span<const GatherSource> sources,
                                        Span<const SampleRef> samples, Extent labels) {
     std::vector<std::int64_t> counts(samples.size(), 0);
     std::vector<Segment> segments;
-    for (std::size_t i = 0; i < samples.size(); ++i) {
+    for (std::int64_t i = 0; i < samples.size(); ++i) {
         const GatherSource& source = sources[samples[i].source];
         segments.clear();
         read_segments(source, samples[i], segments);
-        for (std::size_t s = 0; s < segments.size(); ++s) {
-            const Segment* next = s + 1 < segments.size() ? &segments[s + 1] : nullptr;
+        for (std::int64_t s = 0; s < ssize(segments); ++s) {
+            const Segment* next = s + 1 < ssize(segments) ? &segments[s + 1] : nullptr;
             counts[i] += count_segment(source, segments[s], next, labels);
         }
     }

@@ -12,7 +12,7 @@ std::int64_t align_up(std::int64_t n, std::int64_t multiple) {
     return (n + multiple - 1) / multiple * multiple;
 }
 
-void check_shape(const GatherShape& shape, std::int64_t alignment, std::size_t num_samples) {
+void check_shape(const GatherShape& shape, std::int64_t alignment, std::int64_t num_samples) {
     constexpr std::int64_t kLimit = std::numeric_limits<std::int32_t>::max();
     check(shape.capacity > 0 && shape.num_rows > 0, "capacity ", shape.capacity, " and ",
           shape.num_rows, " rows must be positive");
@@ -22,7 +22,7 @@ void check_shape(const GatherShape& shape, std::int64_t alignment, std::size_t n
           shape.row_tokens, " tokens exceed what cu_seqlens can count (2^31 - 1)");
     check(alignment > 0 && shape.row_tokens % alignment == 0, "a row of ", shape.row_tokens,
           " tokens is no multiple of the alignment ", alignment);
-    const auto slots = static_cast<std::size_t>(shape.num_rows * shape.slots_per_row());
+    const std::int64_t slots = shape.num_rows * shape.slots_per_row();
     check(num_samples <= slots, num_samples, " samples of ", shape.capacity, " tokens for ", slots,
           " slots (", shape.num_rows, " rows of ", shape.row_tokens, ")");
 }
@@ -55,9 +55,9 @@ class Planner {
         const bool whole = options_.attention == Extent::kSample;
         std::int64_t used = 0;    // tokens of the sample so far
         std::int64_t placed = 0;  // the same with alignment
-        for (std::size_t i = 0; i < segments_.size(); ++i) {
+        for (std::int64_t i = 0; i < ssize(segments_); ++i) {
             const Segment& segment = segments_[i];
-            const bool last = i + 1 == segments_.size();
+            const bool last = i + 1 == ssize(segments_);
             check<FormatError>(segment.length <= shape_.capacity - used, "source ", ref.source,
                                ", sample ", ref.sample, " has more than ", shape_.capacity,
                                " tokens, the capacity it is asked for with");
@@ -85,13 +85,13 @@ class Planner {
         plan_.segments.push_back({length, room, static_cast<std::int32_t>(ref.source)});
     }
 
-    void add_piece(const GatherSource& source, std::size_t i, std::int64_t room,
+    void add_piece(const GatherSource& source, std::int64_t i, std::int64_t room,
                    std::int64_t position_in_sample) {
         const Segment& segment = segments_[i];
         std::int64_t first_position = 0;
         if (options_.positions == Positions::kDocument) first_position = segment.begin;
         if (options_.positions == Positions::kSample) first_position = position_in_sample;
-        const Segment* next = i + 1 < segments_.size() ? &segments_[i + 1] : nullptr;
+        const Segment* next = i + 1 < ssize(segments_) ? &segments_[i + 1] : nullptr;
         const std::int64_t label_at = last_label_position(segment, next, options_.labels);
         plan_.pieces.push_back(
             {&source, segment.token_begin, segment.length, room, first_position, label_at});
@@ -136,8 +136,8 @@ GatherPlan plan_gather(Span<const GatherSource> sources, Span<const SampleRef> s
     for (std::int64_t i = 0; i < shape.num_rows * slots; ++i) {
         const bool ends_row = (i + 1) % slots == 0;
         const std::int64_t room = ends_row ? shape.row_tokens - (slots - 1) * slot : slot;
-        if (static_cast<std::size_t>(i) < samples.size()) {
-            planner.add_sample(samples[static_cast<std::size_t>(i)], room);
+        if (i < samples.size()) {
+            planner.add_sample(samples[i], room);
         } else {
             planner.add_padding(room, 0);
         }
@@ -156,9 +156,9 @@ std::vector<std::int32_t> cumulative_lengths(const GatherPlan& plan, bool padded
         const std::int64_t step = padded ? segment.room : segment.length;
         lists.back().push_back(static_cast<std::int32_t>(lists.back().back() + step));
     }
-    std::size_t longest = 0;
-    for (const auto& list : lists) longest = std::max(longest, list.size());
-    const std::size_t size = entries == 0 ? longest : static_cast<std::size_t>(entries);
+    std::int64_t longest = 0;
+    for (const auto& list : lists) longest = std::max(longest, ssize(list));
+    const std::int64_t size = entries == 0 ? longest : entries;
     check(longest <= size, longest - 1, " segments need ", longest,
           " entries of cu_seqlens; it has ", size, "; raise num_cu_seqlens");
     std::vector<std::int32_t> result;

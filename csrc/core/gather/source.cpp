@@ -21,17 +21,14 @@ struct Range {
 // document: it begins where the one before it ends, and its sequences follow each other.
 Range document_range(const GatherSource& source, std::int64_t document) {
     const IndexView& index = source.documents;
-    const auto d = static_cast<std::size_t>(document);
-    const std::int64_t first = index.document_index(d);
-    const std::int64_t last = index.document_index(d + 1);
-    const auto num_sequences = static_cast<std::int64_t>(index.num_sequences());
+    const std::int64_t first = index.document_index(document);
+    const std::int64_t last = index.document_index(document + 1);
+    const auto num_sequences = index.num_sequences();
     check<FormatError>(first >= 0 && first <= last && last <= num_sequences, index.name(),
                        ": document ", document, " is sequences [", first, ", ", last, ") of ",
                        num_sequences);
     const std::int64_t itemsize = bytes_of(source.tokens.type);
-    const auto [begin, end] =
-        check_sequences(index, static_cast<std::size_t>(first), static_cast<std::size_t>(last),
-                        static_cast<std::size_t>(itemsize));
+    const auto [begin, end] = check_sequences(index, first, last, itemsize);
     check<FormatError>(end / itemsize <= source.tokens.size, index.name(), ": document ", document,
                        " ends at token ", end / itemsize, "; the file has ", source.tokens.size);
     return {begin / itemsize, end / itemsize};
@@ -43,9 +40,9 @@ Segment read_segment(const GatherSource& source, SampleRef ref, std::int64_t s) 
                            what..., kRemedy);
     };
     Segment segment{};
-    segment.document = source.segment_document[s];
-    segment.begin = source.segment_begin[s];
-    segment.length = source.segment_length[s];
+    segment.document = source.samples.segment_document[s];
+    segment.begin = source.samples.segment_begin[s];
+    segment.length = source.samples.segment_length[s];
     const auto num_documents = static_cast<std::int64_t>(source.documents.num_documents());
     refuse(segment.document >= 0 && segment.document < num_documents, " names document ",
            segment.document, " of ", num_documents);
@@ -80,14 +77,15 @@ std::int64_t bytes_of(TokenType type) {
 }
 
 void check_source(const GatherSource& source) {
-    check(source.sample_segment_offsets.size() > 0,
+    check(source.samples.sample_segment_offsets.size() > 0,
           "sample_segment_offsets is empty; it has num_samples + 1");
-    const std::int64_t num_segments = source.segment_length.size();
-    check<FormatError>(source.segment_document.size() == num_segments &&
-                           source.segment_begin.size() == num_segments,
+    const std::int64_t num_segments = source.samples.segment_length.size();
+    check<FormatError>(source.samples.segment_document.size() == num_segments &&
+                           source.samples.segment_begin.size() == num_segments,
                        "segment_document, segment_begin and segment_length have ",
-                       source.segment_document.size(), ", ", source.segment_begin.size(), " and ",
-                       num_segments, " elements; they must have as many", kRemedy);
+                       source.samples.segment_document.size(), ", ",
+                       source.samples.segment_begin.size(), " and ", num_segments,
+                       " elements; they must have as many", kRemedy);
     check<FormatError>(!source.has_labels() || source.labels.size == source.tokens.size,
                        "the label file has ", source.labels.size, " elements, the token file ",
                        source.tokens.size, "; labels stand beside the tokens, one for each");
@@ -97,7 +95,7 @@ std::vector<SampleRef> locate_samples(Span<const GatherSource> sources,
                                       Span<const std::int64_t> sample_ids) {
     std::vector<std::int64_t> ends;  // first id behind each source
     for (const GatherSource& source : sources) {
-        ends.push_back((ends.empty() ? 0 : ends.back()) + source.num_samples());
+        ends.push_back((ends.empty() ? 0 : ends.back()) + source.samples.num_samples());
     }
     std::vector<SampleRef> refs;
     refs.reserve(sample_ids.size());
@@ -105,21 +103,21 @@ std::vector<SampleRef> locate_samples(Span<const GatherSource> sources,
         const auto end = std::upper_bound(ends.begin(), ends.end(), id);
         check<std::out_of_range>(id >= 0 && end != ends.end(), "sample ", id, " of ",
                                  ends.empty() ? 0 : ends.back(), " samples");
-        const auto source = static_cast<std::size_t>(end - ends.begin());
-        refs.push_back({source, id - (*end - sources[source].num_samples())});
+        const std::int64_t source = end - ends.begin();
+        refs.push_back({source, id - (*end - sources[source].samples.num_samples())});
     }
     return refs;
 }
 
 void read_segments(const GatherSource& source, SampleRef ref, std::vector<Segment>& out) {
-    const std::int64_t num_samples = source.num_samples();
+    const std::int64_t num_samples = source.samples.num_samples();
     check<std::out_of_range>(ref.sample >= 0 && ref.sample < num_samples, "sample ", ref.sample,
                              " of source ", ref.source, ", which has ", num_samples);
-    const std::int64_t first = source.sample_segment_offsets[ref.sample];
-    const std::int64_t last = source.sample_segment_offsets[ref.sample + 1];
-    check<FormatError>(first >= 0 && first <= last && last <= source.segment_length.size(),
+    const std::int64_t first = source.samples.sample_segment_offsets[ref.sample];
+    const std::int64_t last = source.samples.sample_segment_offsets[ref.sample + 1];
+    check<FormatError>(first >= 0 && first <= last && last <= source.samples.segment_length.size(),
                        "source ", ref.source, ", sample ", ref.sample, " has segments [", first,
-                       ", ", last, ") of ", source.segment_length.size(), kRemedy);
+                       ", ", last, ") of ", source.samples.segment_length.size(), kRemedy);
     for (std::int64_t s = first; s < last; ++s) out.push_back(read_segment(source, ref, s));
 }
 

@@ -2,10 +2,10 @@
 #pragma once
 
 #include <cstdint>
-#include <cstring>
 #include <vector>
 
 #include "core/base/span.hpp"
+#include "core/index/view.hpp"
 #include "core/storage/mmididx.hpp"
 
 namespace megapack {
@@ -21,46 +21,16 @@ struct TokenArray {
     TokenType type = TokenType::kUint16;
 };
 
-// int32 or int64 numbers, possibly unaligned (inside a mapped file), read as int64.
-class Integers {
-  public:
-    Integers() = default;
-    Integers(const void* data, std::int64_t size, bool wide)
-        : data_(static_cast<const unsigned char*>(data)), size_(size), wide_(wide) {}
-
-    std::int64_t size() const { return size_; }
-    std::int64_t operator[](std::int64_t i) const {
-        if (wide_) return read<std::int64_t>(i);
-        return read<std::int32_t>(i);
-    }
-
-  private:
-    template <typename T>
-    T read(std::int64_t i) const {
-        T value;
-        std::memcpy(&value, data_ + static_cast<std::size_t>(i) * sizeof(T), sizeof(T));
-        return value;
-    }
-
-    const unsigned char* data_ = nullptr;
-    std::int64_t size_ = 0;
-    bool wide_ = false;
-};
-
 // One dataset with its sample index. Nothing in it is trusted: every number that is used as an
 // address is checked at the moment it is read.
 struct GatherSource {
     explicit GatherSource(IndexView index) : documents(std::move(index)) {}
 
-    IndexView documents;              // the mapped .idx: no table per process, nothing to build
-    TokenArray tokens;                // the mapped .bin
-    TokenArray labels;                // beside the tokens, not shifted, -100 = none; may be absent
-    Integers sample_segment_offsets;  // num_samples + 1
-    Integers segment_document;
-    Integers segment_begin;
-    Integers segment_length;
+    IndexView documents;  // the mapped .idx: no table per process, nothing to build
+    TokenArray tokens;    // the mapped .bin
+    TokenArray labels;    // beside the tokens, not shifted, -100 = none; may be absent
+    SampleView samples;   // without bucket_sample_offsets
 
-    std::int64_t num_samples() const { return sample_segment_offsets.size() - 1; }
     bool has_labels() const { return labels.data != nullptr; }
 };
 
@@ -75,7 +45,7 @@ struct Segment {
 
 // A sample of one of several sources; the source exists.
 struct SampleRef {
-    std::size_t source;
+    std::int64_t source;
     std::int64_t sample;
 };
 

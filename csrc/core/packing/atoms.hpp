@@ -6,27 +6,25 @@
 // shuffled then, since the order of samples belongs to the schedule.
 #pragma once
 
-#include "core/packing/types.hpp"
+#include <vector>
+
+#include "core/packing/run.hpp"
+#include "core/packing/samples.hpp"
 
 namespace megapack {
 
-struct AtomRules {
+struct AtomSize {
     std::int64_t capacity, atom_size;
 
     std::int64_t unit() const { return atom_size < capacity ? atom_size : capacity; }
     void check_sizes() const;  // throws std::invalid_argument
 };
 
-// `pad`: atoms are pieces of documents, and a piece shorter than its unit is followed by padding
-// (all padding of a sample stands at its end, as everywhere).
+// Units, a sample each, in atoms of units_of[a] units; the first `num_shuffled` atoms in seeded
+// order (Purpose::kAtoms). They become samples of the capacity.
 template <typename Id, typename Length>
-Samples<Id, Length> pack_padded(const Documents<Id, Length>& documents, const AtomRules& rules,
-                                const Run& run);
-
-// `concat` with atoms: `stream` is the stream of all documents cut in units. Full atoms are
-// shuffled; a partial one stays last.
-template <typename Id, typename Length>
-Samples<Id, Length> shuffle_atoms(const Samples<Id, Length>& stream, const AtomRules& rules,
-                                  const Run& run);
+Samples<Id, Length> reorder_atoms(const Samples<Id, Length>& units,
+                                  const std::vector<std::int32_t>& units_of,
+                                  std::int64_t num_shuffled, const AtomSize& sizes, const Run& run);
 
 }  // namespace megapack

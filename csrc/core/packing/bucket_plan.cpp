@@ -9,18 +9,23 @@
 
 namespace megapack {
 
+void BucketRules::check_rules() const {
+    check_capacities(capacities);
+    check(pool_size >= 1, "pool_size is ", pool_size, "; it must be at least 1");
+}
+
 BucketPlanner::BucketPlanner(std::vector<std::int64_t> counts, const BucketRules& rules)
     : rules_(rules), counts_(std::move(counts)), present_(rules.capacities.back()) {
-    counts_.resize(static_cast<std::size_t>(rules.capacities.back()) + 1, 0);
+    counts_.resize(rules.capacities.back() + 1, 0);
     taken_.assign(counts_.size(), 0);
-    for (std::size_t l = 1; l < counts_.size(); ++l)
+    for (std::int64_t l = 1; l < ssize(counts_); ++l)
         if (counts_[l] > 0) present_.insert(static_cast<std::int64_t>(l));
     plan.samples_in_bucket.assign(rules.capacities.size(), 0);
     plan.segments_in_bucket.assign(rules.capacities.size(), 0);
 }
 
 void BucketPlanner::add(std::int64_t length) {
-    if (counts_[static_cast<std::size_t>(length)]++ == 0) present_.insert(length);
+    if (counts_[length]++ == 0) present_.insert(length);
 }
 
 // What is true of the first sample of a pattern stays true of its repeats: a document that was the
@@ -30,7 +35,7 @@ void BucketPlanner::next(std::int64_t max_repeats) {
     choose_lengths();
     std::int64_t repeats = max_repeats;
     for (const PatternEntry& entry : chosen_)
-        repeats = std::min(repeats, counts_[static_cast<std::size_t>(entry.length)] / entry.copies);
+        repeats = std::min(repeats, counts_[entry.length] / entry.copies);
     const bool with_head = rules_.overflow == Overflow::kHead &&
                            rules_.exceeds_threshold(space_, bucket_) && shortest_left() > 0;
     take_chosen(with_head ? 1 : repeats, with_head);
@@ -42,7 +47,7 @@ void BucketPlanner::apply(const GivenPattern& given) {
               !given.lengths.empty(),
           "a given pattern has bucket ", given.bucket, " of ", num_buckets, " and count ",
           given.count);
-    bucket_ = static_cast<std::size_t>(given.bucket);
+    bucket_ = given.bucket;
     space_ = rules_.capacities[bucket_];
     for (const auto& [length, copies] : given.lengths) {
         check(length > 0 && copies > 0 && copies <= space_ / length, "a given pattern has ", copies,
@@ -52,7 +57,7 @@ void BucketPlanner::apply(const GivenPattern& given) {
     }
     // A length may be named more than once: its documents are counted together.
     for (const PatternEntry& entry : chosen_) {
-        const std::int64_t there = counts_[static_cast<std::size_t>(entry.length)];
+        const std::int64_t there = counts_[entry.length];
         check(entry.copies <= there / given.count, "a given pattern needs ", given.count, " times ",
               entry.copies, " documents of length ", entry.length, "; there are ", there);
     }
@@ -139,7 +144,7 @@ bool BucketPlanner::promote() {
     const std::int64_t shortest = shortest_left();
     if (shortest < 0) return false;
     const std::int64_t used = rules_.capacities[bucket_] - space_;
-    for (std::size_t b = bucket_ + 1; b < rules_.capacities.size(); ++b) {
+    for (std::int64_t b = bucket_ + 1; b < ssize(rules_.capacities); ++b) {
         if (used + shortest > rules_.capacities[b]) continue;
         bucket_ = b;
         space_ = rules_.capacities[b] - used;
@@ -150,7 +155,7 @@ bool BucketPlanner::promote() {
 
 // Documents of a length that the present sample has not chosen.
 std::int64_t BucketPlanner::left(std::int64_t length) const {
-    std::int64_t count = counts_[static_cast<std::size_t>(length)];
+    std::int64_t count = counts_[length];
     for (const PatternEntry& entry : chosen_)
         if (entry.length == length) count -= entry.copies;
     return count;
@@ -172,7 +177,7 @@ std::int64_t BucketPlanner::shortest_left() const {
 
 // Takes `amount` documents of a class; the number of the first.
 std::int64_t BucketPlanner::take(std::int64_t length, std::int64_t amount) {
-    const auto l = static_cast<std::size_t>(length);
+    const auto l = length;
     if ((counts_[l] -= amount) == 0) present_.erase(length);
     return std::exchange(taken_[l], taken_[l] + amount);
 }
@@ -183,29 +188,27 @@ std::int32_t BucketPlanner::take_head(std::int64_t tokens) {
     Head head{static_cast<std::int32_t>(length), static_cast<std::int32_t>(tokens), take(length, 1),
               0};
     add(rest);
-    const auto r = static_cast<std::size_t>(rest);
+    const auto r = rest;
     head.rest_rank = taken_[r] + counts_[r] - 1;
     plan.heads.push_back(head);
     return static_cast<std::int32_t>(plan.heads.size()) - 1;
 }
 
-BucketPlan plan_buckets(std::vector<std::int64_t> counts, const BucketRules& rules,
-                        const std::vector<GivenPattern>& given) {
-    check_capacities(rules.capacities);
+BucketPlan plan_buckets(std::vector<std::int64_t> counts, const BucketRules& rules) {
     BucketPlanner planner(std::move(counts), rules);
-    for (const GivenPattern& pattern : given) planner.apply(pattern);
+    for (const GivenPattern& pattern : rules.given) planner.apply(pattern);
     while (!planner.empty()) planner.next(std::numeric_limits<std::int64_t>::max());
     return std::move(planner.plan);
 }
 
 std::vector<std::int64_t> count_bucket_samples(std::vector<std::int64_t> counts,
                                                const BucketRules& rules) {
-    check_capacities(rules.capacities);
-    const auto largest = static_cast<std::size_t>(rules.capacities.back());
-    check(counts.size() <= largest + 1, "counts has ", counts.size(),
+    rules.check_rules();
+    const auto largest = rules.capacities.back();
+    check(ssize(counts) <= largest + 1, "counts has ", counts.size(),
           " lengths from 0 on; the largest bucket holds ", largest);
     Wide tokens = 0;
-    for (std::size_t l = 0; l < counts.size(); ++l) {
+    for (std::int64_t l = 0; l < ssize(counts); ++l) {
         check(counts[l] >= 0, "counts has ", counts[l], " documents of length ", l);
         tokens += Wide{counts[l]} * static_cast<std::int64_t>(l);
     }

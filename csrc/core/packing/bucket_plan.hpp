@@ -24,6 +24,13 @@ enum class Overflow {
     kPromote,  // it moves to a larger bucket
 };
 
+// `count` samples of `bucket` decided elsewhere: (length, copies) each, longest first.
+struct GivenPattern {
+    std::int32_t bucket;
+    std::int64_t count;
+    std::vector<std::pair<std::int32_t, std::int32_t>> lengths;
+};
+
 struct BucketRules {
     std::vector<std::int64_t> capacities;  // ascending
     Overflow overflow = Overflow::kPad;
@@ -32,8 +39,12 @@ struct BucketRules {
     bool pairs = false;
     // The segments of a sample stand in seeded order (a head last), not longest first.
     bool shuffle_segments = false;
+    std::int64_t pool_size = std::int64_t{1}
+                             << 20;   // documents that are packed together, on average; at least 1
+    std::vector<GivenPattern> given;  // come first
 
-    bool exceeds_threshold(std::int64_t space, std::size_t bucket) const {
+    void check_rules() const;  // throws std::invalid_argument
+    bool exceeds_threshold(std::int64_t space, std::int64_t bucket) const {
         return padding_threshold.exceeded_by(space, capacities[bucket]);
     }
 };
@@ -50,13 +61,6 @@ struct Pattern {
     std::uint32_t end_entry;  // its entries follow those of the pattern before
     std::int32_t bucket;
     std::int32_t head;  // index of the head that fills the sample, or -1
-};
-
-// `count` samples of `bucket` decided elsewhere: (length, copies) each, longest first.
-struct GivenPattern {
-    std::int32_t bucket;
-    std::int64_t count;
-    std::vector<std::pair<std::int32_t, std::int32_t>> lengths;
 };
 
 // The first `tokens` tokens of document `rank` of class `length`; the rest of the document becomes
@@ -78,7 +82,7 @@ struct BucketPlan {
         entries = std::vector<PatternEntry>();
         heads = std::vector<Head>();
     }
-    std::size_t num_bytes() const {
+    std::int64_t num_bytes() const {
         return patterns.size() * sizeof(Pattern) + entries.size() * sizeof(PatternEntry) +
                heads.size() * sizeof(Head);
     }
@@ -123,13 +127,12 @@ class BucketPlanner {
 
     // The sample being chosen. Its documents are taken when it is complete.
     std::vector<PatternEntry> chosen_;
-    std::size_t bucket_ = 0;
+    std::int64_t bucket_ = 0;
     std::int64_t space_ = 0;
 };
 
 // The given patterns, then drains what they leave of a pool.
-BucketPlan plan_buckets(std::vector<std::int64_t> counts, const BucketRules& rules,
-                        const std::vector<GivenPattern>& given = {});
+BucketPlan plan_buckets(std::vector<std::int64_t> counts, const BucketRules& rules);
 
 // Samples per bucket if a pool of counts[l] documents of length l is drained; counts from anywhere.
 std::vector<std::int64_t> count_bucket_samples(std::vector<std::int64_t> counts,

@@ -1,42 +1,43 @@
+#include "core/packing/bucket_stream.hpp"
+
 #include <algorithm>
 #include <queue>
 #include <tuple>
 #include <utility>
 
-#include "core/packing/bucket.hpp"
 #include "core/packing/order.hpp"
 
 namespace megapack {
 namespace {
 
-constexpr std::size_t kReportEvery = std::size_t{1} << 16;
+constexpr std::int64_t kReportEvery = std::int64_t{1} << 16;
 
 // First in, first out, per class; all classes share one array of nodes.
 template <typename T>
 class ClassQueues {
   public:
-    explicit ClassQueues(std::size_t classes) : front_(classes, -1), back_(classes, -1) {}
+    explicit ClassQueues(std::int64_t classes) : front_(classes, -1), back_(classes, -1) {}
 
-    void push(std::size_t c, const T& value) {
+    void push(std::int64_t c, const T& value) {
         std::int64_t node = free_;
         if (node >= 0) {
-            free_ = next_[static_cast<std::size_t>(node)];
+            free_ = next_[node];
         } else {
             node = static_cast<std::int64_t>(values_.size());
             values_.emplace_back();
             next_.emplace_back();
         }
-        values_[static_cast<std::size_t>(node)] = value;
-        next_[static_cast<std::size_t>(node)] = -1;
+        values_[node] = value;
+        next_[node] = -1;
         if (front_[c] < 0) {
             front_[c] = node;
         } else {
-            next_[static_cast<std::size_t>(back_[c])] = node;
+            next_[back_[c]] = node;
         }
         back_[c] = node;
     }
-    T pop(std::size_t c) {
-        const auto node = static_cast<std::size_t>(front_[c]);
+    T pop(std::int64_t c) {
+        const auto node = front_[c];
         front_[c] = next_[node];
         next_[node] = std::exchange(free_, static_cast<std::int64_t>(node));
         return values_[node];
@@ -57,7 +58,7 @@ class StreamingPool {
           largest_(rules.capacities.back()),
           chance_(chance),
           planner_(std::vector<std::int64_t>(), rules),
-          queues_(static_cast<std::size_t>(largest_) + 1),
+          queues_(largest_ + 1),
           buckets_(rules.capacities.size()) {}
 
     void add(Id document, Length begin, std::int64_t length) {
@@ -66,7 +67,7 @@ class StreamingPool {
             long_.push({length, -ticket_++, document, begin});
             return;
         }
-        queues_.push(static_cast<std::size_t>(length), {document, begin});
+        queues_.push(length, {document, begin});
         planner_.add(length);
     }
 
@@ -84,7 +85,7 @@ class StreamingPool {
         planner_.plan.heads.clear();
         planner_.next(1);
         const Pattern& pattern = planner_.plan.patterns[0];
-        Bucket& bucket = buckets_[static_cast<std::size_t>(pattern.bucket)];
+        Bucket& bucket = buckets_[pattern.bucket];
         bucket.sample_begin.push_back(bucket.segments.size());
         for (const PatternEntry& entry : planner_.plan.entries)
             for (std::int32_t j = 0; j < entry.copies; ++j)
@@ -102,7 +103,7 @@ class StreamingPool {
         }
         Samples<Id, Length> out(rules_.capacities, counts, segments);
         for (Bucket& bucket : buckets_) {
-            for (const std::size_t begin : bucket.sample_begin)
+            for (const std::int64_t begin : bucket.sample_begin)
                 out.open_sample(sample++, at + static_cast<std::int64_t>(begin));
             for (const Segment& s : bucket.segments) out.put(at++, s.document, s.begin, s.length);
             bucket = {};
@@ -121,7 +122,7 @@ class StreamingPool {
         std::int32_t length;
     };
     struct Bucket {
-        std::vector<std::size_t> sample_begin;
+        std::vector<std::int64_t> sample_begin;
         std::vector<Segment> segments;
 
         void put(Piece piece, std::int64_t length) {
@@ -129,7 +130,7 @@ class StreamingPool {
         }
         void shuffle_last(Random chance) {
             Segment* first = segments.data() + sample_begin.back();
-            for (std::size_t k = segments.size() - sample_begin.back(); k-- > 1;)
+            for (std::int64_t k = segments.size() - sample_begin.back(); k-- > 1;)
                 std::swap(first[k], first[chance.below(k, k + 1)]);
         }
     };
@@ -149,13 +150,13 @@ class StreamingPool {
         const Piece piece = take(head.length);
         bucket.put(piece, head.tokens);
         const auto begin = static_cast<Length>(piece.begin + head.tokens);
-        queues_.push(static_cast<std::size_t>(head.length - head.tokens), {piece.document, begin});
+        queues_.push(head.length - head.tokens, {piece.document, begin});
         ++size_;
     }
 
     Piece take(std::int64_t length) {
         --size_;
-        return queues_.pop(static_cast<std::size_t>(length));
+        return queues_.pop(length);
     }
 
     using LongDocument = std::tuple<std::int64_t, std::int64_t, Id, Length>;
@@ -174,18 +175,16 @@ class StreamingPool {
 
 template <typename Id, typename Length>
 Samples<Id, Length> pack_bucket_stream(const Lengths<Length>& lengths, const BucketRules& rules,
-                                       std::int64_t pool_size, const Run& run) {
-    check_capacities(rules.capacities);
-    check_pool_size(pool_size);
-    run.progress.add_total(static_cast<std::int64_t>(lengths.size()));
-    const Span<const Length> documents = lengths;
+                                       const Run& run) {
+    rules.check_rules();
+    run.progress.add_total(lengths.size());
     const auto order =
-        shuffle<Id>(documents, random_for(run.seed, Purpose::kDocuments), run.threads);
+        shuffle<Id, Length>(lengths, random_for(run.seed, Purpose::kDocuments), run.threads);
     StreamingPool<Id, Length> pool(rules, random_for(run.seed, Purpose::kSegments));
-    for (std::size_t i = 0; i < order.size(); ++i) {
+    for (std::int64_t i = 0; i < order.size(); ++i) {
         if (order[i].length > 0) {
             pool.add(order[i].document, 0, order[i].length);
-            if (pool.size() >= pool_size) pool.generate();
+            if (pool.size() >= rules.pool_size) pool.generate();
         }
         if ((i + 1) % kReportEvery == 0) run.progress.advance(kReportEvery);
     }
@@ -193,9 +192,6 @@ Samples<Id, Length> pack_bucket_stream(const Lengths<Length>& lengths, const Buc
     return pool.samples();
 }
 
-#define MEGAPACK_INSTANTIATE(Id, Length)                                                        \
-    template Samples<Id, Length> pack_bucket_stream(const Lengths<Length>&, const BucketRules&, \
-                                                    std::int64_t, const Run&);
-MEGAPACK_FOR_EACH_WIDTH(MEGAPACK_INSTANTIATE)
+MEGAPACK_INSTANTIATE_STRATEGY(pack_bucket_stream, BucketRules);
 
 }  // namespace megapack

@@ -57,18 +57,18 @@ class TailBegins {
         Id document;
         std::int32_t length;
     };
-    static constexpr std::size_t kWaiting = 16;
+    static constexpr std::uint32_t kWaiting = 16;
 
     void write_oldest() {
         const Tail& tail = waiting_[done_++ % kWaiting];
-        const Length length = lengths_[static_cast<std::size_t>(tail.document)];
+        const Length length = lengths_[tail.document];
         begins_[tail.segment] = static_cast<Length>(length - tail.length);
     }
 
     Length* begins_;
     Span<const Length> lengths_;
     std::array<Tail, kWaiting> waiting_;
-    std::size_t met_ = 0, done_ = 0;
+    std::uint32_t met_ = 0, done_ = 0;  // they wrap together
 };
 
 // Segments [segment, segment + rows * columns.size()) get what a plan knows without looking at the
@@ -76,10 +76,10 @@ class TailBegins {
 template <typename Id, typename Length>
 void write_pattern(const Samples<Id, Length>& out, const std::vector<Column>& columns,
                    std::int64_t segment, std::int64_t rows) {
-    const std::size_t width = columns.size(), size = static_cast<std::size_t>(rows) * width;
+    const std::int64_t width = columns.size(), size = rows * width;
     std::int32_t* const length = out.segment_length.data() + segment;
-    for (std::size_t k = 0; k < width; ++k) length[k] = columns[k].kept;
-    for (std::size_t done = width; done < size; done *= 2)
+    for (std::int64_t k = 0; k < width; ++k) length[k] = columns[k].kept;
+    for (std::int64_t done = width; done < size; done *= 2)
         std::copy_n(length, std::min(done, size - done), length + done);
     std::fill_n(out.segment_begin.data() + segment, size, Length{0});
 }

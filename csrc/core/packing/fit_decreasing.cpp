@@ -1,21 +1,18 @@
 #include "core/packing/fit_decreasing.hpp"
 
+#include "core/packing/bins.hpp"
+
 namespace megapack {
 
-void check_extra_capacity(std::int64_t extra_capacity) {
-    check(extra_capacity >= 0 && extra_capacity <= kMaxCapacity, "extra_capacity is ",
-          extra_capacity, " tokens; it must be from 0 to ", kMaxCapacity);
-}
-
 template <typename Id, typename Length>
-Samples<Id, Length> pack_fit(const Documents<Id, Length>& documents, std::int64_t capacity,
-                             std::int64_t extra_capacity, Fit fit, const Run& run) {
+Samples<Id, Length> pack_fit_decreasing(const Lengths<Length>& lengths, const FitRules& rules,
+                                        const Run& run) {
+    const std::int64_t capacity = rules.capacity, n = lengths.size();
     check_capacity(capacity);
-    check_extra_capacity(extra_capacity);
-    const auto n = static_cast<std::int64_t>(documents.size());
+    check_extra_capacity(rules.extra_capacity);
     run.progress.add_total(3 * n);
-    LengthSort<Id, Length> sort(documents, PlainCut{capacity}, run.threads);
-    const FitPlan plan = plan_fit(sort.counts(), capacity + extra_capacity, fit);
+    LengthSort<Id, Length> sort(in_file_order<Id>(lengths), PlainCut{capacity}, run.threads);
+    const FitPlan plan = plan_fit(sort.counts(), capacity + rules.extra_capacity, rules.fit);
     run.progress.advance(n);
 
     const std::int64_t chunks = sort.num_chunks();
@@ -26,7 +23,7 @@ Samples<Id, Length> pack_fit(const Documents<Id, Length>& documents, std::int64_
         out.put(chunk, document, begin, static_cast<std::int32_t>(capacity));
     });
     run.progress.advance(n);
-    const BinWriter<Id, Length> writer(plan, plan.runs, sorted, documents.lengths, capacity);
+    const BinWriter<Id, Length> writer(plan, plan.runs, sorted, lengths, capacity);
     writer.write(out, chunks, chunks, run.threads);
     out.truncate(out.num_samples(), chunks + writer.num_segments());
     out.dropped_tokens = writer.lost_tokens();
@@ -34,9 +31,6 @@ Samples<Id, Length> pack_fit(const Documents<Id, Length>& documents, std::int64_
     return out;
 }
 
-#define MEGAPACK_INSTANTIATE(Id, Length)                                              \
-    template Samples<Id, Length> pack_fit(const Documents<Id, Length>&, std::int64_t, \
-                                          std::int64_t, Fit, const Run&);
-MEGAPACK_FOR_EACH_WIDTH(MEGAPACK_INSTANTIATE)
+MEGAPACK_INSTANTIATE_STRATEGY(pack_fit_decreasing, FitRules);
 
 }  // namespace megapack

@@ -5,6 +5,7 @@
 #include <queue>
 #include <utility>
 
+#include "core/base/span.hpp"
 #include "core/packing/length_set.hpp"
 
 namespace megapack {
@@ -16,12 +17,11 @@ using RunId = std::int32_t;
 // space until the lengths have come down to it.
 class FirstFitOrder {
   public:
-    explicit FirstFitOrder(std::int64_t capacity)
-        : waiting_(static_cast<std::size_t>(capacity) + 1) {}
+    explicit FirstFitOrder(std::int64_t capacity) : waiting_(capacity + 1) {}
 
     // `length` is the present length, never more than before; every length is announced.
     void set_length(std::int64_t length) {
-        for (const Key& key : waiting_[static_cast<std::size_t>(length)]) active_.push(key);
+        for (const Key& key : waiting_[length]) active_.push(key);
         length_ = length;
     }
     RunId take() {
@@ -36,7 +36,7 @@ class FirstFitOrder {
         if (run.space >= length_) {
             active_.push(key);
         } else if (run.space > 0) {
-            waiting_[static_cast<std::size_t>(run.space)].push_back(key);
+            waiting_[run.space].push_back(key);
         }
     }
     void put_back(RunId id, const FitRun& run) { put(id, run); }
@@ -51,16 +51,15 @@ class FirstFitOrder {
 // Best fit: per space, runs in the order in which they reached it.
 class BestFitOrder {
   public:
-    explicit BestFitOrder(std::int64_t capacity)
-        : spaces_(capacity), queues_(static_cast<std::size_t>(capacity) + 1) {}
+    explicit BestFitOrder(std::int64_t capacity) : spaces_(capacity), queues_(capacity + 1) {}
 
     void set_length(std::int64_t length) { length_ = length; }
     RunId take() {
         const std::int64_t space = spaces_.at_least(length_);
         if (space < 0) return -1;
-        Queue& queue = queues_[static_cast<std::size_t>(space)];
+        Queue& queue = queues_[space];
         const RunId run = queue.runs[queue.front++];
-        if (queue.front == queue.runs.size()) {
+        if (queue.front == ssize(queue.runs)) {
             queue = {};
             spaces_.erase(space);
         }
@@ -68,12 +67,12 @@ class BestFitOrder {
     }
     void put(RunId id, const FitRun& run) {
         if (run.space == 0) return;
-        queues_[static_cast<std::size_t>(run.space)].runs.push_back(id);
+        queues_[run.space].runs.push_back(id);
         spaces_.insert(run.space);
     }
     // What was not used of the run just taken goes back to the front of its queue.
     void put_back(RunId id, const FitRun& run) {
-        Queue& queue = queues_[static_cast<std::size_t>(run.space)];
+        Queue& queue = queues_[run.space];
         if (queue.front == 0) {
             queue.runs.insert(queue.runs.begin(), id);
         } else {
@@ -85,7 +84,7 @@ class BestFitOrder {
   private:
     struct Queue {
         std::vector<RunId> runs;
-        std::size_t front = 0;
+        std::int64_t front = 0;
     };
     LengthSet spaces_;
     std::vector<Queue> queues_;
@@ -98,9 +97,9 @@ class Planner {
     explicit Planner(std::int64_t capacity) : capacity_(capacity), order_(capacity) {}
 
     FitPlan run(const std::vector<std::int64_t>& counts) {
-        for (std::size_t l = counts.size(); l-- > 1;) {
-            order_.set_length(static_cast<std::int64_t>(l));
-            place(static_cast<std::int64_t>(l), counts[l]);
+        for (std::int64_t l = ssize(counts); l-- > 1;) {
+            order_.set_length(l);
+            place(l, counts[l]);
         }
         const auto by_first_bin = [](const FitRun& a, const FitRun& b) {
             return a.first_bin < b.first_bin;
@@ -121,14 +120,14 @@ class Planner {
     // Just as many new bins as `count` documents need, `copies` in each.
     RunId open_bins(std::int64_t count, std::int64_t copies) {
         const std::int64_t bins = (count + copies - 1) / copies;
-        plan_.runs.push_back({num_bins_, bins, capacity_, 0, -1});
+        plan_.runs.push_back({num_bins_, bins, capacity_, -1});
         num_bins_ += bins;
         return static_cast<RunId>(plan_.runs.size()) - 1;
     }
 
     // Documents rank, rank + 1, ... to a run, as many as it holds of `left`; how many it took.
     std::int64_t fill(RunId id, std::int64_t length, std::int64_t rank, std::int64_t left) {
-        FitRun run = plan_.runs[static_cast<std::size_t>(id)];
+        FitRun run = plan_.runs[id];
         const std::int64_t copies = run.space / length;
         const std::int64_t full = std::min(run.count, left / copies);
         const std::int64_t single = full < run.count ? left % copies : 0;
@@ -146,8 +145,7 @@ class Planner {
                                  static_cast<std::int32_t>(copies), rank - run.first_bin * copies,
                                  run.last_entry});
         const auto entry = static_cast<std::int32_t>(plan_.entries.size()) - 1;
-        const FitRun filled{run.first_bin, bins, run.space - copies * length,
-                            run.num_segments + copies, entry};
+        const FitRun filled{run.first_bin, bins, run.space - copies * length, entry};
         order_.put(keep(slot, filled), filled);
         run.first_bin += bins;
         run.count -= bins;
@@ -159,7 +157,7 @@ class Planner {
             slot = static_cast<RunId>(plan_.runs.size());
             plan_.runs.emplace_back();
         }
-        plan_.runs[static_cast<std::size_t>(slot)] = run;
+        plan_.runs[slot] = run;
         return slot;
     }
 

@@ -26,7 +26,6 @@ struct FitEntry {
 struct FitRun {
     std::int64_t first_bin, count;
     std::int64_t space;
-    std::int64_t num_segments;
     std::int32_t last_entry;  // their contents, last first
 };
 

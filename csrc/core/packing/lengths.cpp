@@ -10,7 +10,7 @@ namespace megapack {
 namespace {
 
 // A block's sum and counts fit where the vector registers keep them.
-constexpr std::size_t kBlock = std::size_t{1} << 16;
+constexpr std::int64_t kBlock = std::int64_t{1} << 16;
 
 __extension__ using Wide = unsigned __int128;
 
@@ -34,11 +34,11 @@ LengthTotals check_lengths(Span<const Length> lengths, std::int64_t capacity) {
     LengthTotals totals;
     Length bits = 0, longest = 0;
     Wide tokens = 0;
-    for (std::size_t begin = 0; begin < lengths.size(); begin += kBlock) {
-        const std::size_t end = std::min(begin + kBlock, lengths.size());
+    for (std::int64_t begin = 0; begin < lengths.size(); begin += kBlock) {
+        const std::int64_t end = std::min(begin + kBlock, lengths.size());
         Sum sum = 0;
         Unsigned num_empty = 0, num_longer = 0;
-        for (std::size_t i = begin; i < end; ++i) {
+        for (std::int64_t i = begin; i < end; ++i) {
             const Length length = lengths[i];
             bits |= length;
             longest = std::max(longest, length);

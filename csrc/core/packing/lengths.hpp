@@ -31,7 +31,7 @@ class Lengths {
         : lengths_(lengths), totals_(check_lengths(lengths, capacity)) {}
 
     operator Span<const Length>() const { return lengths_; }
-    std::size_t size() const { return lengths_.size(); }
+    std::int64_t size() const { return lengths_.size(); }
     const LengthTotals& totals() const { return totals_; }
 
   private:

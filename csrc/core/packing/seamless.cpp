@@ -1,6 +1,6 @@
 #include "core/packing/seamless.hpp"
 
-#include "core/packing/fit_decreasing.hpp"
+#include "core/packing/bins.hpp"
 #include "core/packing/stream.hpp"
 
 namespace megapack {
@@ -38,7 +38,7 @@ namespace {
 template <typename Id, typename Length>
 StageOne count_part(const Documents<Id, Length>& documents, const SlidingCut& cut, Part range) {
     StageOne stage;
-    for (std::size_t i = range.begin; i < range.end; ++i) {
+    for (std::int64_t i = range.begin; i < range.end; ++i) {
         const std::int64_t length = documents[i].length;
         if (length < cut.capacity || !cut.slides(length)) {
             stage.short_tokens += length < cut.capacity ? length : cut.tail(length);
@@ -61,9 +61,9 @@ template <typename Id, typename Length>
 StageOne count_stage_one(const Documents<Id, Length>& documents, const SeamlessRules& rules,
                          const Run& run) {
     const SlidingCut cut(rules);
-    std::vector<StageOne> parts(static_cast<std::size_t>(run.threads));
-    parallel_for(run.threads, parts.size(), [&](std::size_t p) {
-        parts[p] = count_part(documents, cut, part_of(documents.size(), parts.size(), p));
+    std::vector<StageOne> parts(run.threads);
+    for_each_part(run.threads, documents.size(), run.threads, [&](std::int64_t p, Part range) {
+        parts[p] = count_part(documents, cut, range);
     });
     StageOne sum;
     for (const StageOne& part : parts) {
@@ -101,55 +101,48 @@ class JoinedBins {
     std::int64_t write(const Samples<Id, Length>& out, std::int64_t sample, std::int64_t segment,
                        int threads) const {
         out.open_sample(sample, segment);
-        const auto parts = static_cast<std::size_t>(threads);
-        const auto range = [&](std::size_t p) {
-            return part_of(static_cast<std::size_t>(first_bin_.back()), parts, p);
-        };
-        std::vector<std::int64_t> next(parts + 1, 0);
-        parallel_for(threads, parts, [&](std::size_t p) {
-            if (p + 1 == parts) return;  // nobody begins after the last
-            SegmentCounter counter(capacity_, token_of(range(p).begin));
-            for_each(range(p),
+        const std::int64_t bins = first_bin_.back();
+        std::vector<std::int64_t> next(threads + 1, 0);
+        for_each_part(threads, bins, threads, [&](std::int64_t p, Part range) {
+            if (p + 1 == threads) return;  // nobody begins after the last
+            SegmentCounter counter(capacity_, token_of(range.begin));
+            for_each(range,
                      [&](const Column& column, std::int64_t) { counter.push(column.length); });
-            next[p + 1] = counter.num_segments();
+            next[p] = counter.num_segments();
         });
-        next[0] = segment;
-        for (std::size_t p = 1; p < parts; ++p) next[p] += next[p - 1];
-        parallel_for(threads, parts, [&](std::size_t p) {
-            StreamCutter<Id, Length> cutter(out, capacity_, sample, next[p],
-                                            token_of(range(p).begin));
-            for_each(range(p), [&](const Column& column, std::int64_t bin) {
-                const auto at = static_cast<std::size_t>(column.first + bin * column.stride);
-                const Rest<Id, Length> rest(sorted_.ids[at], column.length, lengths_);
+        lay_out(next);
+        for_each_part(threads, bins, threads, [&](std::int64_t p, Part range) {
+            StreamCutter<Id, Length> cutter(out, capacity_, sample, segment + next[p],
+                                            token_of(range.begin));
+            for_each(range, [&](const Column& column, std::int64_t bin) {
+                const Rest<Id, Length> rest(sorted_.ids[column.first + bin * column.stride],
+                                            column.length, lengths_);
                 cutter.push(rest.document, rest.begin, static_cast<Length>(column.length));
             });
-            if (p + 1 == parts) next[parts] = cutter.num_segments();
+            if (p + 1 == threads) next[threads] = cutter.num_segments();
         });
-        return next[parts];
+        return next[threads];
     }
 
   private:
     // visit(column, number of the bin in its run) for the pieces of bins [begin, end).
     template <typename Visit>
     void for_each(Part bins, Visit visit) const {
-        const auto end = static_cast<std::int64_t>(bins.end);
-        auto bin = static_cast<std::int64_t>(bins.begin);
-        for (std::size_t r = run_of(bin); bin < end; ++r) {
-            const std::int64_t stop = std::min(end, first_bin_[r + 1]) - first_bin_[r];
+        std::int64_t bin = bins.begin;
+        for (std::int64_t r = run_of(bin); bin < bins.end; ++r) {
+            const std::int64_t stop = std::min(bins.end, first_bin_[r + 1]) - first_bin_[r];
             for (std::int64_t i = bin - first_bin_[r]; i < stop; ++i)
                 for (const Column& column : contents_[r].columns()) visit(column, i);
             bin = first_bin_[r + 1];
         }
     }
-    std::size_t run_of(std::int64_t bin) const {
-        const auto after = std::upper_bound(first_bin_.begin(), first_bin_.end(), bin);
-        return static_cast<std::size_t>(after - first_bin_.begin()) - 1;
+    std::int64_t run_of(std::int64_t bin) const {
+        return std::upper_bound(first_bin_.begin(), first_bin_.end(), bin) - first_bin_.begin() - 1;
     }
-    std::int64_t token_of(std::size_t bin) const {
-        const auto b = static_cast<std::int64_t>(bin);
+    std::int64_t token_of(std::int64_t bin) const {
         if (contents_.empty()) return 0;
-        const std::size_t r = std::min(run_of(b), contents_.size() - 1);
-        return first_token_[r] + (b - first_bin_[r]) * contents_[r].kept_tokens();
+        const std::int64_t r = std::min(run_of(bin), ssize(contents_) - 1);
+        return first_token_[r] + (bin - first_bin_[r]) * contents_[r].kept_tokens();
     }
 
     const SortedRests<Id>& sorted_;
@@ -162,9 +155,10 @@ class JoinedBins {
 }  // namespace
 
 template <typename Id, typename Length>
-Samples<Id, Length> pack_seamless(const Documents<Id, Length>& documents,
-                                  const SeamlessRules& rules, const Run& run) {
-    const auto n = static_cast<std::int64_t>(documents.size());
+Samples<Id, Length> pack_seamless(const Lengths<Length>& lengths, const SeamlessRules& rules,
+                                  const Run& run) {
+    const Documents<Id, Length> documents = in_file_order<Id>(lengths);
+    const std::int64_t n = documents.size();
     const std::int64_t capacity = rules.capacity, bin_capacity = capacity + rules.extra_capacity;
     const SlidingCut cut(rules);
     run.progress.add_total(3 * n);
@@ -200,15 +194,15 @@ Samples<Id, Length> pack_seamless(const Documents<Id, Length>& documents,
     const std::int64_t end =
         joined.write(out, chunks + bins, chunks + writer.num_segments(), run.threads);
     out.truncate(out.num_samples(), end);
+    if (rules.drop_last) drop_partial_sample(out);
     run.progress.advance(n);
     return out;
 }
 
-#define MEGAPACK_INSTANTIATE(Id, Length)                                                           \
-    template StageOne count_stage_one(const Documents<Id, Length>&, const SeamlessRules&,          \
-                                      const Run&);                                                 \
-    template Samples<Id, Length> pack_seamless(const Documents<Id, Length>&, const SeamlessRules&, \
-                                               const Run&);
+#define MEGAPACK_INSTANTIATE(Id, Length)                                                  \
+    template StageOne count_stage_one(const Documents<Id, Length>&, const SeamlessRules&, \
+                                      const Run&);
 MEGAPACK_FOR_EACH_WIDTH(MEGAPACK_INSTANTIATE)
+MEGAPACK_INSTANTIATE_STRATEGY(pack_seamless, SeamlessRules);
 
 }  // namespace megapack

@@ -3,7 +3,7 @@
 #pragma once
 
 #include "core/base/ratio.hpp"
-#include "core/packing/types.hpp"
+#include "core/packing/strategy.hpp"
 
 namespace megapack {
 
@@ -17,12 +17,13 @@ struct SeamlessRules {
     std::int64_t capacity;
     Ratio r_max;  // largest share of a sample that is repeated
     Placement placement;
-    std::int64_t extra_capacity;
+    std::int64_t extra_capacity = 0;
+    bool drop_last = false;  // a last sample that is not full counts as dropped
 };
 
 template <typename Id, typename Length>
-Samples<Id, Length> pack_seamless(const Documents<Id, Length>& documents,
-                                  const SeamlessRules& rules, const Run& run);
+Samples<Id, Length> pack_seamless(const Lengths<Length>& lengths, const SeamlessRules& rules,
+                                  const Run& run);
 
 // What stage one makes of the documents.
 struct StageOne {

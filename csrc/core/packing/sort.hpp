@@ -6,9 +6,11 @@
 #pragma once
 
 #include <algorithm>
-#include <utility>
+#include <vector>
 
-#include "core/packing/types.hpp"
+#include "core/base/buffer.hpp"
+#include "core/base/parallel.hpp"
+#include "core/packing/documents.hpp"
 
 namespace megapack {
 
@@ -50,14 +52,14 @@ class LengthSort {
           cut_(cut),
           capacity_(cut.capacity),
           threads_(threads),
-          next_(static_cast<std::size_t>(std::max(threads, 1))),
-          next_chunk_(next_.size(), 0),
-          counts_(static_cast<std::size_t>(capacity_), 0) {
-        parallel_for(threads, next_.size(), [&](std::size_t p) { count(p); });
-        for (std::size_t p = 0; p < next_.size(); ++p) {
-            for (std::size_t l = 1; l < counts_.size(); ++l) counts_[l] += next_[p][l];
-            num_chunks_ += std::exchange(next_chunk_[p], num_chunks_);
-        }
+          next_(threads),
+          next_chunk_(threads, 0),
+          counts_(capacity_, 0) {
+        for_each_part(threads_, documents_.size(), threads_,
+                      [&](std::int64_t p, Part range) { count(p, range); });
+        for (const auto& part : next_)
+            for (std::int64_t l = 1; l < capacity_; ++l) counts_[l] += part[l];
+        num_chunks_ = lay_out(next_chunk_);
     }
 
     // counts()[l] rests of length l, for l in [1, capacity); counts()[0] is 0.
@@ -73,27 +75,21 @@ class LengthSort {
     // May be called once.
     template <typename OnChunk>
     SortedRests<Id> sort(OnChunk on_chunk) {
-        SortedRests<Id> sorted{Buffer<Id>(static_cast<std::size_t>(num_rests())), {}};
-        std::int64_t position = 0;
-        for (std::size_t l = 0; l < counts_.size(); ++l) {
-            sorted.class_begin.push_back(position);
-            for (auto& part : next_) position += std::exchange(part[l], static_cast<Id>(position));
-        }
-        sorted.class_begin.push_back(position);
-        parallel_for(threads_, next_.size(),
-                     [&](std::size_t p) { scatter(p, sorted.ids.data(), on_chunk); });
+        SortedRests<Id> sorted{Buffer<Id>(num_rests()), lay_out(next_, capacity_)};
+        for_each_part(threads_, documents_.size(), threads_, [&](std::int64_t p, Part range) {
+            scatter(p, range, sorted.ids.data(), on_chunk);
+        });
         return sorted;
     }
 
   private:
     // The classes together are larger than the nearest caches.
-    static constexpr std::size_t kAhead = 128;
+    static constexpr std::int64_t kAhead = 128;
 
-    void count(std::size_t p) {
-        next_[p].assign(counts_.size(), 0);
+    void count(std::int64_t p, Part range) {
+        next_[p].assign(capacity_, 0);
         Id* counts = next_[p].data();
-        const Part range = part_of(documents_.size(), next_.size(), p);
-        for (std::size_t i = range.begin; i < range.end; ++i) {
+        for (std::int64_t i = range.begin; i < range.end; ++i) {
             const std::int64_t length = documents_[i].length;
             if (length < capacity_) {
                 ++counts[length];
@@ -106,8 +102,7 @@ class LengthSort {
     }
 
     template <typename OnChunk>
-    void scatter(std::size_t p, Id* ids, OnChunk on_chunk) {
-        const Part range = part_of(documents_.size(), next_.size(), p);
+    void scatter(std::int64_t p, Part range, Id* ids, OnChunk on_chunk) {
         Id* const next = next_[p].data();
         std::int64_t chunk = next_chunk_[p];
         const Cut cut = cut_;
@@ -123,7 +118,7 @@ class LengthSort {
             if (tail > 0) ids[next[tail]++] = static_cast<Id>(~item.document);
         };
         documents_.in_order([&](auto item_at) {
-            std::size_t i = range.begin;
+            std::int64_t i = range.begin;
             for (; i + kAhead < range.end; ++i) {
                 const std::int64_t ahead = item_at(i + kAhead).length;
                 prefetch_for_write(ids + next[std::min(ahead, cut.capacity - 1)]);
@@ -152,7 +147,7 @@ struct Rest {
     Rest(Id id, std::int64_t length, Span<const Length> lengths) : document(id), begin(0) {
         if (id >= 0) return;
         document = static_cast<Id>(~id);
-        begin = static_cast<Length>(lengths[static_cast<std::size_t>(document)] - length);
+        begin = static_cast<Length>(lengths[document] - length);
     }
 };
 

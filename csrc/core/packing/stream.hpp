@@ -1,7 +1,12 @@
 // Documents joined to a stream that is cut every `capacity` tokens.
 #pragma once
 
-#include "core/packing/types.hpp"
+#include <vector>
+
+#include "core/base/parallel.hpp"
+#include "core/packing/documents.hpp"
+#include "core/packing/run.hpp"
+#include "core/packing/samples.hpp"
 
 namespace megapack {
 
@@ -36,7 +41,7 @@ class StreamCutter {
     // The documents of `range`, whole; `end` is the position of the stream after them.
     void push_range(const Documents<Id, Length>& documents, Part range, std::int64_t end) {
         const std::int64_t last = stream_ + end / capacity_;
-        for (std::size_t i = range.begin; i < range.end; ++i) {
+        for (std::int64_t i = range.begin; i < range.end; ++i) {
             i = documents.in_order(
                 [&](auto item_at) { return push_before(last, i, range.end, item_at); });
             if (i < range.end) push(documents[i].document, 0, documents[i].length);
@@ -51,7 +56,7 @@ class StreamCutter {
     // after it: something does, as long as a sample before `last` is still to be opened. Returns
     // the first document for which that is not certain, or that spans a whole sample.
     template <typename ItemAt>
-    std::size_t push_before(std::int64_t last, std::size_t i, std::size_t end, ItemAt item_at) {
+    std::int64_t push_before(std::int64_t last, std::int64_t i, std::int64_t end, ItemAt item_at) {
         Id* const document = out_->segment_document.data();
         Length* const begin = out_->segment_begin.data();
         std::int32_t* const length = out_->segment_length.data();
@@ -113,13 +118,8 @@ class SegmentCounter {
 
 // Every document goes to the smallest bucket that holds it, or to the largest; the documents of a
 // bucket are joined in their order and cut at its capacity; the last sample may be short.
-// With one bucket this is plain concatenation, with several BucketLLM's "Naive Bucketing".
 template <typename Id, typename Length>
 Samples<Id, Length> pack_streams(const Documents<Id, Length>& documents,
                                  const std::vector<std::int64_t>& capacities, const Run& run);
-
-// Removes the last sample of a one-bucket packing if it is not full; its tokens count as dropped.
-template <typename Id, typename Length>
-void drop_partial_sample(Samples<Id, Length>& samples);
 
 }  // namespace megapack

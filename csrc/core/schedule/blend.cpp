@@ -33,10 +33,10 @@ std::uint64_t share_of(std::int64_t part, std::int64_t whole) {
 }
 
 void check_weights(Span<const std::int64_t> weights) {
-    check(weights.size() > 0 && weights.size() < (std::size_t{1} << 30), "a blend of ",
+    check(weights.size() > 0 && weights.size() < (std::int64_t{1} << 30), "a blend of ",
           weights.size(), " sources; it has 1 to 2^30");
     std::int64_t total = 0;
-    for (std::size_t i = 0; i < weights.size(); ++i) {
+    for (std::int64_t i = 0; i < weights.size(); ++i) {
         check(weights[i] >= 0 && weights[i] <= kMaxTotal - total, "weight ", weights[i],
               " of source ", i, " of a blend; weights are not negative and sum to at most 2^62");
         total += weights[i];
@@ -46,11 +46,11 @@ void check_weights(Span<const std::int64_t> weights) {
 
 // Moves the places that go to the lighter child to the front, both parts in order; returns how
 // many. Without a branch: which child it is cannot be predicted.
-std::size_t part(Span<std::int32_t> places, std::uint64_t rest, std::uint64_t share,
-                 std::int32_t* aside) {
-    std::size_t light = 0;
-    std::size_t heavy = 0;
-    for (std::size_t i = 0; i < places.size(); ++i) {
+std::int64_t part(Span<std::int32_t> places, std::uint64_t rest, std::uint64_t share,
+                  std::int32_t* aside) {
+    std::int64_t light = 0;
+    std::int64_t heavy = 0;
+    for (std::int64_t i = 0; i < places.size(); ++i) {
         const std::int32_t place = places[i];
         const std::uint64_t next = rest + share;
         const bool to_light = next < rest;  // a carry: one more for the lighter child
@@ -73,34 +73,31 @@ Blend::Blend(Span<const std::int64_t> weights)
     // of the two queues; of equals a leaf.
     std::vector<std::int32_t> leaves(num_sources_);
     std::iota(leaves.begin(), leaves.end(), 0);
-    std::stable_sort(leaves.begin(), leaves.end(), [&](std::int32_t a, std::int32_t b) {
-        return weights[static_cast<std::size_t>(a)] < weights[static_cast<std::size_t>(b)];
-    });
+    std::stable_sort(leaves.begin(), leaves.end(),
+                     [&](std::int32_t a, std::int32_t b) { return weights[a] < weights[b]; });
     nodes_.reserve(num_sources_ - 1);
     parent_.resize(2 * num_sources_ - 1);
     std::vector<std::int64_t> sums;
     sums.reserve(num_sources_ - 1);
-    std::size_t leaf = 0;
-    std::size_t joined = 0;
+    std::int64_t leaf = 0;
+    std::int64_t joined = 0;
     const auto lightest = [&] {
-        const bool is_leaf = leaf < num_sources_ &&
-                             (joined == sums.size() ||
-                              weights[static_cast<std::size_t>(leaves[leaf])] <= sums[joined]);
+        const bool is_leaf =
+            leaf < num_sources_ && (joined == ssize(sums) || weights[leaves[leaf]] <= sums[joined]);
         return is_leaf ? leaves[leaf++] : static_cast<std::int32_t>(num_sources_ + joined++);
     };
     const auto weight_of = [&](std::int32_t node) {
-        return is_inner(node) ? sums[static_cast<std::size_t>(node) - num_sources_]
-                              : weights[static_cast<std::size_t>(node)];
+        return is_inner(node) ? sums[node - num_sources_] : weights[node];
     };
-    while (nodes_.size() + 1 < num_sources_) {
+    while (ssize(nodes_) + 1 < num_sources_) {
         Node node;
         node.light = lightest();
         node.heavy = lightest();
         const std::int64_t sum = weight_of(node.light) + weight_of(node.heavy);
         node.light_share = share_of(weight_of(node.light), sum);
         const auto self = static_cast<std::int32_t>(num_sources_ + nodes_.size());
-        parent_[static_cast<std::size_t>(node.light)] = self;
-        parent_[static_cast<std::size_t>(node.heavy)] = self;
+        parent_[node.light] = self;
+        parent_[node.heavy] = self;
         nodes_.push_back(node);
         sums.push_back(sum);
     }
@@ -112,7 +109,7 @@ Blend::Range Blend::range(std::int64_t begin, std::int64_t end) const {
           ") of a blend; they lie in [0, 2^53]");
     check(end - begin <= std::numeric_limits<std::int32_t>::max(), "positions [", begin, ", ", end,
           ") of a blend are more than 2^31 at a time");
-    const auto size = static_cast<std::size_t>(end - begin);
+    const std::int64_t size = end - begin;
     Range result;
     result.places.resize(size);
     std::iota(result.places.begin(), result.places.end(), 0);
@@ -126,7 +123,7 @@ Blend::Range Blend::range(std::int64_t begin, std::int64_t end) const {
     while (!open.empty()) {
         const Visit visit = open.back();
         open.pop_back();
-        const std::size_t count = visit.places.size();
+        const std::int64_t count = visit.places.size();
         if (count == 0) continue;
         if (!is_inner(visit.node)) {
             result.runs.push_back({visit.node, visit.begin, static_cast<std::int64_t>(count)});
@@ -134,7 +131,7 @@ Blend::Range Blend::range(std::int64_t begin, std::int64_t end) const {
         }
         const Node& node = inner(visit.node);
         const Split before = split(visit.begin, node.light_share);
-        const std::size_t light = part(visit.places, before.rest, node.light_share, aside.data());
+        const std::int64_t light = part(visit.places, before.rest, node.light_share, aside.data());
         open.push_back(
             {node.heavy, visit.begin - before.light, visit.places.subspan(light, count - light)});
         open.push_back({node.light, before.light, visit.places.subspan(0, light)});
@@ -146,28 +143,26 @@ std::vector<std::int64_t> Blend::taken(std::int64_t end) const {
     check(0 <= end && end <= kMaxPosition, "position ", end, " of a blend; it lies in [0, 2^53]");
     std::vector<std::int64_t> counts(parent_.size());
     counts.back() = end;
-    for (std::size_t i = nodes_.size(); i-- > 0;) {
+    for (std::int64_t i = nodes_.size(); i-- > 0;) {
         const std::int64_t here = counts[num_sources_ + i];
         const std::int64_t light = split(here, nodes_[i].light_share).light;
-        counts[static_cast<std::size_t>(nodes_[i].light)] = light;
-        counts[static_cast<std::size_t>(nodes_[i].heavy)] = here - light;
+        counts[nodes_[i].light] = light;
+        counts[nodes_[i].heavy] = here - light;
     }
     counts.resize(num_sources_);
     return counts;
 }
 
 std::int64_t Blend::taken_of(std::int32_t source, std::int64_t end) const {
-    check(source >= 0 && static_cast<std::size_t>(source) < num_sources_, "source ", source,
-          " of a blend of ", num_sources_);
+    check(source >= 0 && source < num_sources_, "source ", source, " of a blend of ", num_sources_);
     check(0 <= end && end <= kMaxPosition, "position ", end, " of a blend; it lies in [0, 2^53]");
     std::vector<std::int32_t> path;  // from the source up to below the root
-    for (std::int32_t node = source; parent_[static_cast<std::size_t>(node)] >= 0;
-         node = parent_[static_cast<std::size_t>(node)]) {
+    for (std::int32_t node = source; parent_[node] >= 0; node = parent_[node]) {
         path.push_back(node);
     }
     std::int64_t count = end;
     for (auto child = path.rbegin(); child != path.rend(); ++child) {
-        const Node& node = inner(parent_[static_cast<std::size_t>(*child)]);
+        const Node& node = inner(parent_[*child]);
         const std::int64_t light = split(count, node.light_share).light;
         count = *child == node.light ? light : count - light;
     }

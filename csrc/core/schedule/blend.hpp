@@ -64,15 +64,11 @@ class Blend {
         std::int32_t light = 0;         // children: sources, then inner nodes + num_sources
         std::int32_t heavy = 0;
     };
-    const Node& inner(std::int32_t node) const {
-        return nodes_[static_cast<std::size_t>(node) - num_sources_];
-    }
-    bool is_inner(std::int32_t node) const {
-        return static_cast<std::size_t>(node) >= num_sources_;
-    }
+    const Node& inner(std::int32_t node) const { return nodes_[node - num_sources_]; }
+    bool is_inner(std::int32_t node) const { return node >= num_sources_; }
 
     std::vector<std::int64_t> weights_;
-    std::size_t num_sources_;
+    std::int64_t num_sources_;
     std::vector<Node> nodes_;  // children before their parent; the root is last
     std::vector<std::int32_t> parent_;
 };

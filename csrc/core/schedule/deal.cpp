@@ -23,17 +23,17 @@ class Dealer {
         std::iota(items.begin(), items.end(), 0);
         std::stable_sort(items.begin(), items.end(),
                          [&](std::int64_t a, std::int64_t b) { return cost(a) > cost(b); });
-        using Entry = std::pair<std::int64_t, std::size_t>;  // load, bin
+        using Entry = std::pair<std::int64_t, std::int64_t>;  // load, bin
         std::priority_queue<Entry, std::vector<Entry>, std::greater<>> open;
-        for (std::size_t b = 0; b < bins_.size(); ++b) {
+        for (std::int64_t b = 0; b < ssize(bins_); ++b) {
             if (sizes_[b] > 0) open.push({0, b});
         }
         for (const std::int64_t item : items) {
-            const std::size_t b = open.top().second;
+            const std::int64_t b = open.top().second;
             open.pop();
             bins_[b].push_back(item);
             loads_[b] += cost(item);
-            if (static_cast<std::int64_t>(bins_[b].size()) < sizes_[b]) open.push({loads_[b], b});
+            if (ssize(bins_[b]) < sizes_[b]) open.push({loads_[b], b});
         }
     }
 
@@ -45,8 +45,8 @@ class Dealer {
             static_cast<double>(std::accumulate(loads_.begin(), loads_.end(), std::int64_t{0}));
         const double enough = 1.001 * total / static_cast<double>(loads_.size());
         for (int round = 0; round < kRounds; ++round) {
-            const auto fullest = static_cast<std::size_t>(
-                std::max_element(loads_.begin(), loads_.end()) - loads_.begin());
+            const std::int64_t fullest =
+                std::max_element(loads_.begin(), loads_.end()) - loads_.begin();
             if (static_cast<double>(loads_[fullest]) <= enough) return;
             if (!exchange_from(fullest)) return;
         }
@@ -65,17 +65,17 @@ class Dealer {
     }
 
   private:
-    std::int64_t cost(std::int64_t item) const { return costs_[static_cast<std::size_t>(item)]; }
+    std::int64_t cost(std::int64_t item) const { return costs_[item]; }
 
     // The exchange that leaves the smallest maximum of the two bins, if it is below the present
     // one.
-    bool exchange_from(std::size_t from) {
+    bool exchange_from(std::int64_t from) {
         std::int64_t best = loads_[from];
-        std::tuple<std::size_t, std::size_t, std::size_t> choice;
-        for (std::size_t to = 0; to < bins_.size(); ++to) {
+        std::tuple<std::int64_t, std::int64_t, std::int64_t> choice;
+        for (std::int64_t to = 0; to < ssize(bins_); ++to) {
             if (to == from) continue;
-            for (std::size_t i = 0; i < bins_[from].size(); ++i) {
-                for (std::size_t j = 0; j < bins_[to].size(); ++j) {
+            for (std::int64_t i = 0; i < ssize(bins_[from]); ++i) {
+                for (std::int64_t j = 0; j < ssize(bins_[to]); ++j) {
                     const std::int64_t moved = cost(bins_[from][i]) - cost(bins_[to][j]);
                     if (moved <= 0) continue;
                     const std::int64_t larger = std::max(loads_[from] - moved, loads_[to] + moved);
@@ -103,15 +103,15 @@ class Dealer {
 
 void check_deal(Span<const std::int64_t> costs, Span<const std::int64_t> bin_sizes) {
     constexpr std::int64_t kMost = std::int64_t{1} << 62;
-    const auto items = static_cast<std::int64_t>(costs.size());
+    const std::int64_t items = costs.size();
     std::int64_t room = 0, total = 0;
-    for (std::size_t b = 0; b < bin_sizes.size(); ++b) {
+    for (std::int64_t b = 0; b < bin_sizes.size(); ++b) {
         check(bin_sizes[b] >= 0, "bin ", b, " has ", bin_sizes[b], " places");
         check(bin_sizes[b] <= items - room, items, " items for bins of more places in all");
         room += bin_sizes[b];
     }
     check(room == items, items, " items for bins of ", room, " places in all");
-    for (std::size_t i = 0; i < costs.size(); ++i) {
+    for (std::int64_t i = 0; i < costs.size(); ++i) {
         check(costs[i] >= 0, "item ", i, " costs ", costs[i], "; costs are not negative");
         check(costs[i] <= kMost - total, "the costs sum to more than 2^62");
         total += costs[i];
@@ -119,38 +119,6 @@ void check_deal(Span<const std::int64_t> costs, Span<const std::int64_t> bin_siz
 }
 
 }  // namespace
-
-std::vector<std::int64_t> attention_cost_of(const Integers& sample_segment_offsets,
-                                            const Integers& segment_length,
-                                            Span<const std::int64_t> samples, std::int64_t capacity,
-                                            bool whole) {
-    constexpr std::int64_t kLongest = std::numeric_limits<std::int32_t>::max();
-    check(capacity > 0 && capacity <= kLongest, "capacity is ", capacity, "; it must be from 1 to ",
-          kLongest);
-    std::vector<std::int64_t> costs;
-    costs.reserve(samples.size());
-    for (const std::int64_t sample : samples) {
-        check<std::out_of_range>(sample >= 0 && sample < sample_segment_offsets.size() - 1,
-                                 "sample ", sample, " of ", sample_segment_offsets.size() - 1);
-        const std::int64_t first = sample_segment_offsets[sample];
-        const std::int64_t last = sample_segment_offsets[sample + 1];
-        check<FormatError>(first >= 0 && first <= last && last <= segment_length.size(), "sample ",
-                           sample, " has segments [", first, ", ", last, ") of ",
-                           segment_length.size());
-        std::int64_t used = 0;
-        std::int64_t pairs = 0;
-        for (std::int64_t s = first; s < last; ++s) {
-            const std::int64_t length = segment_length[s];
-            check<FormatError>(length > 0 && length <= capacity - used, "sample ", sample,
-                               " has more than ", capacity, " tokens");
-            used += length;
-            pairs += length * length;
-        }
-        const std::int64_t padding = capacity - used;
-        costs.push_back((whole ? used * used : pairs) + padding * padding);
-    }
-    return costs;
-}
 
 std::vector<std::int64_t> deal_evenly(Span<const std::int64_t> costs,
                                       Span<const std::int64_t> bin_sizes) {

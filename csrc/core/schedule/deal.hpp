@@ -5,18 +5,8 @@
 #include <vector>
 
 #include "core/base/span.hpp"
-#include "core/gather/source.hpp"
 
 namespace megapack {
-
-// Attention work of samples in units of token pairs: the sum over segments of length^2, the padding
-// of a sample being a segment too. With whole = true the sample is one segment.
-// Multiply by one layer's head work to get FLOPs; the linear layers' work is the same for all
-// samples of one capacity.
-std::vector<std::int64_t> attention_cost_of(const Integers& sample_segment_offsets,
-                                            const Integers& segment_length,
-                                            Span<const std::int64_t> samples, std::int64_t capacity,
-                                            bool whole);
 
 // Deals item i (costs[i] >= 0) to bins of prescribed sizes so that the largest total is small:
 // longest first to the least loaded bin that has room (LPT), then exchanges between the fullest bin

@@ -27,7 +27,7 @@ std::vector<std::int32_t> order_cycle(Span<const std::int64_t> counts, Span<cons
     constexpr std::int64_t kMostDraws = std::numeric_limits<std::int32_t>::max();
     std::int64_t left = kMostDraws;
     std::vector<Draw> draws;
-    for (std::size_t b = 0; b < counts.size(); ++b) {
+    for (std::int64_t b = 0; b < counts.size(); ++b) {
         check(counts[b] >= 0 && counts[b] <= left, "bucket ", b, " is drawn ", counts[b],
               " times; a cycle has from 0 to ", kMostDraws, " draws in all");
         left -= counts[b];

@@ -76,14 +76,14 @@ class FeistelPermutation {
 };
 
 // Uniform in [0, bound) for bound <= 1024: the bias of the remainder is below 2^-53.
-std::size_t random_below(std::uint64_t key, std::uint64_t counter, std::size_t bound) {
-    return static_cast<std::size_t>(random_bits(key, counter) % bound);
+std::int64_t random_below(std::uint64_t key, std::uint64_t counter, std::int64_t bound) {
+    return static_cast<std::int64_t>(random_bits(key, counter) % bound);
 }
 
-std::vector<std::int64_t> shuffled(std::uint64_t key, std::size_t size) {
+std::vector<std::int64_t> shuffled(std::uint64_t key, std::int64_t size) {
     std::vector<std::int64_t> order(size);
     std::iota(order.begin(), order.end(), 0);
-    for (std::size_t i = size; i > 1; --i) std::swap(order[i - 1], order[random_below(key, i, i)]);
+    for (std::int64_t i = size; i > 1; --i) std::swap(order[i - 1], order[random_below(key, i, i)]);
     return order;
 }
 
@@ -96,13 +96,13 @@ void permute_range(std::uint64_t key, std::int64_t size, std::int64_t first,
     check(first >= 0 && count <= size && first <= size - count, "positions [", first, ", +", count,
           ") of a permutation of ", size);
     if (size <= kShuffled) {
-        const std::vector<std::int64_t> order = shuffled(key, static_cast<std::size_t>(size));
+        const std::vector<std::int64_t> order = shuffled(key, size);
         std::copy_n(order.begin() + first, count, out.begin());
         return;
     }
     const FeistelPermutation permutation(key, size);
     for (std::int64_t i = 0; i < count; ++i) {
-        out[static_cast<std::size_t>(i)] = permutation(first + i);
+        out[i] = permutation(first + i);
     }
 }
 
@@ -116,7 +116,7 @@ std::int64_t permute_inverse(std::uint64_t key, std::int64_t size, std::int64_t 
 }
 
 void permute_epochs(Span<const EpochRun> runs, bool shuffled, Span<std::int64_t> out) {
-    std::size_t written = 0;
+    std::int64_t written = 0;
     for (const EpochRun& run : runs) {
         constexpr std::int64_t kMax = std::numeric_limits<std::int64_t>::max();
         check(run.size > 0 && run.count >= 0 && run.begin >= 0 && run.begin <= kMax - run.count,
@@ -125,9 +125,9 @@ void permute_epochs(Span<const EpochRun> runs, bool shuffled, Span<std::int64_t>
             const std::int64_t epoch = (run.begin + done) / run.size;
             const std::int64_t at = (run.begin + done) % run.size;
             const std::int64_t count = std::min(run.count - done, run.size - at);
-            check(static_cast<std::size_t>(count) <= out.size() - written, "runs of more than the ",
-                  out.size(), " positions asked for");
-            const auto part = out.subspan(written, static_cast<std::size_t>(count));
+            check(count <= out.size() - written, "runs of more than the ", out.size(),
+                  " positions asked for");
+            const auto part = out.subspan(written, count);
             if (shuffled) {
                 permute_range(random_bits(run.key, static_cast<std::uint64_t>(epoch)), run.size, at,
                               part);

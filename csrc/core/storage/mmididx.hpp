@@ -15,36 +15,32 @@
 
 namespace megapack {
 
-constexpr std::size_t kIndexHeaderBytes = 34;
+constexpr std::int64_t kIndexHeaderBytes = 34;
 
 struct IndexHeader {
     std::uint8_t dtype_code = 0;
-    std::uint64_t num_sequences = 0;
-    std::uint64_t num_document_indices = 0;  // documents + 1
+    std::int64_t num_sequences = 0;
+    std::int64_t num_document_indices = 0;  // documents + 1
 
     // GPT-NeoX's merge writes document_indices = [0] and so loses the documents; its own reader
     // goes by sequences, hence every sequence is one document then.
     bool lacks_document_indices() const {
         return num_document_indices == 0 || (num_document_indices == 1 && num_sequences > 0);
     }
-    std::size_t num_documents() const {
+    std::int64_t num_documents() const {
         return lacks_document_indices() ? num_sequences : num_document_indices - 1;
     }
 
     // Where each array begins, in bytes from the beginning of the file.
-    std::size_t lengths_at() const { return kIndexHeaderBytes; }
-    std::size_t pointers_at() const { return lengths_at() + 4 * std::size_t{num_sequences}; }
-    std::size_t document_indices_at() const {
-        return pointers_at() + 8 * std::size_t{num_sequences};
-    }
-    std::size_t modes_at() const {
-        return document_indices_at() + 8 * std::size_t{num_document_indices};
-    }
+    std::int64_t lengths_at() const { return kIndexHeaderBytes; }
+    std::int64_t pointers_at() const { return lengths_at() + 4 * num_sequences; }
+    std::int64_t document_indices_at() const { return pointers_at() + 8 * num_sequences; }
+    std::int64_t modes_at() const { return document_indices_at() + 8 * num_document_indices; }
 };
 
 // `bytes` holds at least the header of a file of `file_bytes`; the arrays the header promises lie
 // inside the file, or it is a FormatError. `name` is the file, for messages.
-IndexHeader parse_index_header(Span<const std::uint8_t> bytes, std::uint64_t file_bytes,
+IndexHeader parse_index_header(Span<const std::uint8_t> bytes, std::int64_t file_bytes,
                                const std::string& name);
 
 // A whole .idx in memory (usually a mapping).
@@ -53,14 +49,14 @@ class IndexView {
     IndexView(Span<const std::uint8_t> bytes, std::string name);
 
     const IndexHeader& header() const { return header_; }
-    std::size_t num_sequences() const { return header_.num_sequences; }
-    std::size_t num_documents() const { return header_.num_documents(); }
+    std::int64_t num_sequences() const { return header_.num_sequences; }
+    std::int64_t num_documents() const { return header_.num_documents(); }
     const std::string& name() const { return name_; }
 
-    std::int32_t length(std::size_t sequence) const;
-    std::int64_t pointer(std::size_t sequence) const;
-    std::int64_t document_index(std::size_t i) const;  // i <= num_documents
-    const std::uint8_t* at(std::size_t byte) const { return bytes_.data() + byte; }
+    std::int32_t length(std::int64_t sequence) const;
+    std::int64_t pointer(std::int64_t sequence) const;
+    std::int64_t document_index(std::int64_t i) const;  // i <= num_documents
+    const std::uint8_t* at(std::int64_t byte) const { return bytes_.data() + byte; }
 
   private:
     Span<const std::uint8_t> bytes_;
@@ -75,12 +71,12 @@ void copy_document_indices(const IndexView& index, Span<std::int64_t> out);
 
 // What a reader relies on: no negative length, pointers that follow from the lengths, documents
 // that begin at 0, never go back and end at num_sequences. FormatError names the first violation.
-void check_lengths_and_pointers(const IndexView& index, std::size_t itemsize);
+void check_lengths_and_pointers(const IndexView& index, std::int64_t itemsize);
 // The same for sequences [first, last) and the neighbours they touch: the first begins where the
 // one before it ends, the one at `last` begins where they end. Returns the bytes [begin, end) they
 // take.
-std::pair<std::int64_t, std::int64_t> check_sequences(const IndexView& index, std::size_t first,
-                                                      std::size_t last, std::size_t itemsize);
+std::pair<std::int64_t, std::int64_t> check_sequences(const IndexView& index, std::int64_t first,
+                                                      std::int64_t last, std::int64_t itemsize);
 void check_document_indices(const IndexView& index);
 
 // True when document d is exactly sequence d, the layout of all but sentence-split corpora.
@@ -93,12 +89,12 @@ void document_lengths(const IndexView& index, Span<std::int64_t> out);
 
 // Token position of every document in .bin and, last, the number of tokens; out has
 // num_documents + 1. Checks everything the reader relies on.
-void document_offsets(const IndexView& index, std::size_t itemsize, Span<std::int64_t> out);
+void document_offsets(const IndexView& index, std::int64_t itemsize, Span<std::int64_t> out);
 
 // Writing, block by block. `begin` is the byte or the sequence at which the block starts.
 
 // out[i] = begin + itemsize * (lengths[0] + ... + lengths[i - 1]); returns the next block's begin.
-std::int64_t scan_lengths(Span<const std::int32_t> lengths, std::size_t itemsize,
+std::int64_t scan_lengths(Span<const std::int32_t> lengths, std::int64_t itemsize,
                           std::int64_t begin, Span<std::int64_t> out);
 
 // out[i] = begin + ends[i], for document ends of a source with num_sequences sequences; `previous`

@@ -29,7 +29,7 @@ template <typename From, typename To>
 void narrow_tokens(Span<const From> tokens, Span<To> out) {
     check(out.size() == tokens.size(), "out has ", out.size(), " elements; it must have ",
           tokens.size());
-    for (std::size_t i = 0; i < tokens.size(); ++i) out[i] = static_cast<To>(tokens[i]);
+    for (std::int64_t i = 0; i < tokens.size(); ++i) out[i] = static_cast<To>(tokens[i]);
 }
 
 }  // namespace megapack

@@ -15,19 +15,18 @@ std::vector<Result> for_each_document(Span<const std::uint8_t> text,
           "offsets is empty; it must have one entry more than there are documents");
     std::vector<Result> result;
     result.reserve(offsets.size() - 1);
-    for (std::size_t i = 0; i + 1 < offsets.size(); ++i) {
+    for (std::int64_t i = 0; i + 1 < offsets.size(); ++i) {
         const std::int64_t begin = offsets[i];
         const std::int64_t end = offsets[i + 1];
-        check(begin >= 0 && begin <= end && static_cast<std::size_t>(end) <= text.size(),
-              "document ", i, " is bytes [", begin, ", ", end, ") of a text of ", text.size());
-        result.push_back(measure(
-            text.subspan(static_cast<std::size_t>(begin), static_cast<std::size_t>(end - begin))));
+        check(begin >= 0 && begin <= end && end <= text.size(), "document ", i, " is bytes [",
+              begin, ", ", end, ") of a text of ", text.size());
+        result.push_back(measure(text.subspan(begin, end - begin)));
     }
     return result;
 }
 
 // Length in bytes of the white space character at p, or 0: str.isspace() of Python.
-std::size_t white_space(const std::uint8_t* p, const std::uint8_t* end) {
+std::int64_t white_space(const std::uint8_t* p, const std::uint8_t* end) {
     const std::uint8_t c = p[0];
     if (c < 0x80) return c == ' ' || (c >= 0x09 && c <= 0x0D) || (c >= 0x1C && c <= 0x1F) ? 1 : 0;
     const auto room = end - p;
@@ -45,7 +44,7 @@ std::int64_t words(Span<const std::uint8_t> document) {
     std::int64_t count = 0;
     bool inside = false;
     for (const std::uint8_t* p = document.begin(); p != document.end();) {
-        const std::size_t space = white_space(p, document.end());
+        const std::int64_t space = white_space(p, document.end());
         count += space == 0 && !inside ? 1 : 0;
         inside = space == 0;
         p += space == 0 ? 1 : space;  // continuation bytes are never white space
@@ -74,10 +73,10 @@ bool has_any(Span<const std::uint8_t> document, Span<const std::int64_t> ranges)
         } else if (*p < 0xE0) {  // below U+0800, or a byte inside a character
             ++p;
         } else {
-            const std::size_t length = *p < 0xF0 ? 3 : 4;
-            if (static_cast<std::size_t>(end - p) < length) return false;
+            const std::int64_t length = *p < 0xF0 ? 3 : 4;
+            if (end - p < length) return false;
             std::int64_t c = *p & (length == 3 ? 0x0F : 0x07);
-            for (std::size_t i = 1; i < length; ++i) c = (c << 6) | (p[i] & 0x3F);
+            for (std::int64_t i = 1; i < length; ++i) c = (c << 6) | (p[i] & 0x3F);
             if (in_ranges(c, ranges)) return true;
             p += length;
         }

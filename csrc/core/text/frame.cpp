@@ -8,13 +8,13 @@
 namespace megapack {
 namespace {
 
-void check_offsets(Span<const std::int64_t> offsets, std::size_t num_ids) {
+void check_offsets(Span<const std::int64_t> offsets, std::int64_t num_ids) {
     check(!offsets.empty() && offsets[0] == 0, "offsets must start with 0");
-    for (std::size_t i = 0; i + 1 < offsets.size(); ++i) {
+    for (std::int64_t i = 0; i + 1 < offsets.size(); ++i) {
         check(offsets[i] <= offsets[i + 1], "offsets descend at document ", i);
     }
-    check(static_cast<std::size_t>(offsets[offsets.size() - 1]) == num_ids, "offsets end at ",
-          offsets[offsets.size() - 1], "; there are ", num_ids, " token ids");
+    check(offsets[offsets.size() - 1] == num_ids, "offsets end at ", offsets[offsets.size() - 1],
+          "; there are ", num_ids, " token ids");
 }
 
 // Branch-free inside, so that it vectorizes: as unsigned, a negative id is larger than any limit.
@@ -52,18 +52,18 @@ FramedDocuments<Stored> frame_documents(Span<const Id> ids, Span<const std::int6
                      " (as unsigned) is outside the vocabulary of ", vocab_size,
                      "; the tokenizer and its vocabulary size do not belong together");
 
-    const std::size_t num_documents = offsets.size() - 1;
-    const std::size_t added = prefix.size() + suffix.size();
+    const std::int64_t num_documents = offsets.size() - 1;
+    const std::int64_t added = prefix.size() + suffix.size();
     FramedDocuments<Stored> result;
     result.max_token = num_documents == 0 ? -1 : max_token;
     result.tokens.resize(ids.size() + added * num_documents);
     result.offsets.resize(offsets.size());
     Stored* out = result.tokens.data();
-    for (std::size_t i = 0; i < num_documents; ++i) {
+    for (std::int64_t i = 0; i < num_documents; ++i) {
         out = append(prefix, out);
-        const auto begin = static_cast<std::size_t>(offsets[i]);
-        const auto end = static_cast<std::size_t>(offsets[i + 1]);
-        for (std::size_t k = begin; k < end; ++k) *out++ = static_cast<Stored>(ids[k]);
+        const std::int64_t begin = offsets[i];
+        const std::int64_t end = offsets[i + 1];
+        for (std::int64_t k = begin; k < end; ++k) *out++ = static_cast<Stored>(ids[k]);
         out = append(suffix, out);
         result.offsets[i + 1] = out - result.tokens.data();
     }

@@ -1,23 +1,19 @@
 #include "core/text/jsonl.hpp"
 
-#include <array>
 #include <cstring>
 #include <string>
 
-#include "core/text/json_text.hpp"
-#include "core/text/utf8.hpp"
+#include "core/text/json_reader.hpp"
 
 namespace megapack {
 namespace {
 
-constexpr std::size_t kSlack = 8;  // plain runs are copied eight bytes at a time
-
-// One line. Every reader leaves `p_` behind what it read and returns false where the text is no
-// JSON. Unescaped strings are never longer than their source: `out` needs the line's size + kSlack.
-class LineParser {
+// One line. Unescaped strings are never longer than their source: `out` needs the line's size +
+// kSlack.
+class LineParser : JsonReader {
   public:
     LineParser(Span<const std::uint8_t> line, std::string_view key, JsonValues values)
-        : p_(line.begin()), end_(line.end()), key_(key), values_(values) {}
+        : JsonReader(line), key_(key), values_(values) {}
 
     // Leaves the text at `out` and its length in *written (0 unless the status is ok).
     LineStatus parse(std::uint8_t* out, std::size_t* written) {
@@ -33,25 +29,6 @@ class LineParser {
     }
 
   private:
-    bool at(std::uint8_t c) const { return p_ != end_ && *p_ == c; }
-
-    bool take(std::uint8_t c) {
-        if (!at(c)) return false;
-        ++p_;
-        return true;
-    }
-
-    void skip_space() {
-        while (p_ != end_ && (*p_ == ' ' || *p_ == '\t' || *p_ == '\n' || *p_ == '\r')) ++p_;
-    }
-
-    bool colon() {
-        skip_space();
-        if (!take(':')) return false;
-        skip_space();
-        return true;
-    }
-
     // The member called by the whole key is the one; without it, what the rest of the key finds in
     // the member called by its part before the first dot.
     bool object(std::string_view key, std::uint8_t* out, std::size_t* written, LineStatus* status) {
@@ -118,186 +95,8 @@ class LineParser {
         return true;
     }
 
-    // Any value, without recursion: a bit per open container.
-    bool skip_value() {
-        std::array<bool, kMaxJsonDepth> is_object{};
-        std::size_t depth = 0;
-        while (true) {
-            if (p_ == end_) return false;
-            const std::uint8_t c = *p_;
-            bool opened = false;
-            if (c == '{' || c == '[') {
-                ++p_;
-                skip_space();
-                if (!take(c == '{' ? '}' : ']')) {
-                    if (depth == is_object.size()) return false;
-                    is_object[depth++] = c == '{';
-                    opened = true;
-                }
-            } else if (!scalar()) {
-                return false;
-            }
-            if (!opened && !next_value(is_object, &depth)) return false;
-            if (depth == 0) return true;
-            if (opened && is_object[depth - 1] && !skip_name()) return false;
-        }
-    }
-
-    // Behind a value: closes containers until one goes on with a comma; depth 0 ends the value.
-    bool next_value(const std::array<bool, kMaxJsonDepth>& is_object, std::size_t* depth) {
-        while (*depth > 0) {
-            const bool object = is_object[*depth - 1];
-            skip_space();
-            if (take(',')) {
-                skip_space();
-                return !object || skip_name();
-            }
-            if (!take(object ? '}' : ']')) return false;
-            --*depth;
-        }
-        return true;
-    }
-
-    bool skip_name() { return take('"') && string<false>(nullptr, nullptr) && colon(); }
-
-    bool scalar() {
-        if (take('"')) return string<false>(nullptr, nullptr);
-        for (const std::string_view word :
-             {"true", "false", "null", "NaN", "Infinity", "-Infinity"}) {
-            if (literal(word)) return true;
-        }
-        return number();
-    }
-
-    bool literal(std::string_view word) {
-        const auto room = static_cast<std::size_t>(end_ - p_);
-        if (room < word.size() || std::memcmp(p_, word.data(), word.size()) != 0) return false;
-        p_ += word.size();
-        return true;
-    }
-
-    bool number() {
-        take('-');
-        if (!take('0') && !digits()) return false;
-        if (take('.') && !digits()) return false;
-        if (take('e') || take('E')) {
-            if (!take('+')) take('-');
-            return digits();
-        }
-        return true;
-    }
-
-    bool digits() {
-        const std::uint8_t* begin = p_;
-        while (p_ != end_ && is_digit(*p_)) ++p_;
-        return p_ != begin;
-    }
-
-    // The rest of a string whose opening quote is taken. With kCopy it is unescaped to `out`.
-    template <bool kCopy>
-    bool string(std::uint8_t* out, std::size_t* written) {
-        std::uint8_t* const begin = out;
-        lone_surrogate_ = false;
-        while (p_ != end_) {
-            if (end_ - p_ >= static_cast<std::ptrdiff_t>(kSlack)) {
-                const std::uint64_t word = load_8_bytes(p_);
-                if (kCopy) std::memcpy(out, &word, sizeof(word));
-                const std::size_t plain = plain_bytes(word);
-                p_ += plain;
-                if (kCopy) out += plain;
-                if (plain == kSlack) continue;
-            }
-            while (p_ != end_ && *p_ >= 0x20 && *p_ < 0x80 && *p_ != '"' && *p_ != '\\') {
-                if (kCopy) *out++ = *p_;
-                ++p_;
-            }
-            if (p_ == end_ || *p_ < 0x20) return false;
-            if (take('"')) {
-                if (kCopy) *written = static_cast<std::size_t>(out - begin);
-                return true;
-            }
-            if (take('\\')) {
-                std::uint32_t c = 0;
-                if (!escape(&c)) return false;
-                if (kCopy) out = write_utf8(c, out);
-                continue;
-            }
-            const std::size_t length = utf8_character(p_, end_);
-            if (length == 0) return false;
-            if (kCopy) {
-                std::memcpy(out, p_, length);
-                out += length;
-            }
-            p_ += length;
-        }
-        return false;
-    }
-
-    bool escape(std::uint32_t* c) {
-        if (p_ == end_) return false;
-        switch (*p_++) {
-            case '"':
-                *c = '"';
-                return true;
-            case '\\':
-                *c = '\\';
-                return true;
-            case '/':
-                *c = '/';
-                return true;
-            case 'b':
-                *c = '\b';
-                return true;
-            case 'f':
-                *c = '\f';
-                return true;
-            case 'n':
-                *c = '\n';
-                return true;
-            case 'r':
-                *c = '\r';
-                return true;
-            case 't':
-                *c = '\t';
-                return true;
-            case 'u':
-                return unicode_escape(c);
-            default:
-                return false;
-        }
-    }
-
-    bool unicode_escape(std::uint32_t* c) {
-        if (!four_hex_digits(c)) return false;
-        if (*c < 0xD800 || *c > 0xDFFF) return true;
-        const std::uint8_t* behind_first = p_;
-        std::uint32_t low = 0;
-        if (*c < 0xDC00 && take('\\') && take('u') && four_hex_digits(&low) && low >= 0xDC00 &&
-            low <= 0xDFFF) {
-            *c = 0x10000 + ((*c - 0xD800) << 10) + (low - 0xDC00);
-            return true;
-        }
-        p_ = behind_first;
-        lone_surrogate_ = true;
-        return true;
-    }
-
-    bool four_hex_digits(std::uint32_t* value) {
-        if (end_ - p_ < 4) return false;
-        *value = 0;
-        for (int i = 0; i < 4; ++i) {
-            const int digit = hex_digit(*p_++);
-            if (digit < 0) return false;
-            *value = *value * 16 + static_cast<std::uint32_t>(digit);
-        }
-        return true;
-    }
-
-    const std::uint8_t* p_;
-    const std::uint8_t* end_;
     std::string_view key_;
     JsonValues values_;
-    bool lone_surrogate_ = false;
     std::vector<std::uint8_t> unescaped_name_;
 };
 
@@ -313,7 +112,7 @@ JsonlTexts extract_jsonl(Span<const std::uint8_t> buffer, std::string_view key, 
         const auto room = static_cast<std::size_t>(buffer.end() - p);
         const auto* newline = static_cast<const std::uint8_t*>(std::memchr(p, '\n', room));
         const std::uint8_t* end = newline == nullptr ? buffer.end() : newline;
-        const Span<const std::uint8_t> line(p, static_cast<std::size_t>(end - p));
+        const Span<const std::uint8_t> line(p, end - p);
         std::size_t size = 0;
         LineStatus status =
             LineParser(line, key, values).parse(result.text.data() + written, &size);
@@ -321,7 +120,7 @@ JsonlTexts extract_jsonl(Span<const std::uint8_t> buffer, std::string_view key, 
         written += size;
         result.offsets.push_back(static_cast<std::int64_t>(written));
         result.status.push_back(static_cast<std::uint8_t>(status));
-        result.line_begin.push_back(static_cast<std::int64_t>(p - buffer.begin()));
+        result.line_begin.push_back(p - buffer.begin());
         p = newline == nullptr ? end : newline + 1;
     }
     result.text.resize(written);

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from megapack.errors import ConfigError
+from megapack.integrations.collation import Row, new_key, rows_of
 from megapack.integrations.manifest import Manifest
 from megapack.integrations.megatron.host import HOST, BatchSizes, batch_sizes, version
 from megapack.integrations.rows import RowDataset, RowOptions, open_rows, open_sources
@@ -68,6 +69,7 @@ class PackedGPTDataset(MegatronDataset):  # type: ignore[misc]  # megatron-core 
         super().__init__(dataset, dataset_path, indices, num_samples, index_split, config)
         _refuse_outer_blend(config, index_split)
         self.sources = dataset
+        self.key = new_key(self)
         self.rows: RowDataset | None = None
         if num_samples != 0:
             sizes = batch_sizes(evaluation=index_split is not Split.train)
@@ -105,27 +107,27 @@ class PackedGPTDataset(MegatronDataset):  # type: ignore[misc]  # megatron-core 
             are 0 where loss_mask is 0; cu_seqlens int32, max_seqlen 0-d int32 (and
             cu_seqlens_padded with context parallelism). ``None`` asks for a row without loss.
         """
-        assert self.rows is not None, "an empty split has no rows"
-        row = _without_ignored_labels(self.rows[0 if i is None else i])
+        row = {key: value[0] for key, value in self.micro_batch([i or 0]).items()}
         if i is None:
             row["loss_mask"] = torch.zeros_like(row["loss_mask"])
         return row
 
-    def __getitems__(self, numbers: Sequence[int]) -> list[dict[str, Tensor]]:
+    def __getitems__(self, numbers: Sequence[int]) -> list[Row]:
         """The rows of a micro batch, gathered by one call."""
+        return rows_of(self, numbers)
+
+    def micro_batch(self, numbers: Sequence[int]) -> dict[str, Tensor]:
+        """The same rows, stacked: ``(rows, ...)`` under every key."""
         assert self.rows is not None, "an empty split has no rows"
-        return [_without_ignored_labels(row) for row in self.rows.__getitems__(numbers)]
+        batch = self.rows.micro_batch(numbers)
+        # Megatron looks every label up in the vocabulary and then multiplies by the mask.
+        batch["labels"].clamp_(min=0)
+        return batch
 
     def bucket_of(self, i: int) -> int:
         """Number of the bucket of row ``i``."""
         assert self.rows is not None, "an empty split has no rows"
         return self.rows.bucket_of(i)
-
-
-def _without_ignored_labels(row: dict[str, Tensor]) -> dict[str, Tensor]:
-    # Megatron looks every label up in the vocabulary and then multiplies by the mask.
-    row["labels"] = row["labels"].clamp(min=0)
-    return row
 
 
 def _fractions(indices: NDArray[np.int32] | None) -> tuple[float, float]:

@@ -73,14 +73,14 @@ def read_curve(run_dir: str | Path) -> Curve:
 def compare(curves: Mapping[str, Curve], num_ranges: int = 100) -> dict[str, Standing]:
     """Final perplexity and mean rank of every run, over the last epoch all of them finished.
 
+    Where a run is shorter than an epoch, over the part of it that all have.
+
     Raises:
-        DataError: a run is shorter than one epoch.
+        DataError: a run has no step there.
     """
-    last = min(math.floor(curve.epoch[-1] + 1e-9) for curve in curves.values())
-    if last < 1:
-        short = [name for name, c in curves.items() if c.epoch[-1] < 1 - 1e-9]
-        raise DataError(f"runs {', '.join(short)} are shorter than an epoch; nothing to compare")
-    edges = np.linspace(last - 1, last, num_ranges + 1)
+    common = min(curve.epoch[-1] for curve in curves.values())
+    end = max(1, math.floor(common + 1e-9)) if common > 1 - 1e-9 else common
+    edges = np.linspace(max(0.0, end - 1), end, num_ranges + 1)
     table = np.array(
         [[curve.average(a, b) for a, b in itertools.pairwise(edges)] for curve in curves.values()]
     )

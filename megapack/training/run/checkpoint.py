@@ -24,6 +24,7 @@ from megapack.training.run.manifest import (
     CheckpointManifest,
     Verify,
     compare_file,
+    step_of,
     tag_of,
     tags_in,
 )
@@ -53,11 +54,20 @@ class CheckpointStore:
         world: this process.
         keep: newest checkpoints to keep.
         zero_stage: of the engine that saves and loads.
+        scratch: where a checkpoint is rewritten for other ranks; None: beside it.
     """
 
-    def __init__(self, directory: Path, world: World, *, keep: int, zero_stage: int) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        world: World,
+        *,
+        keep: int,
+        zero_stage: int,
+        scratch: Path | None = None,
+    ) -> None:
         self.directory, self.world, self.keep = directory, world, keep
-        self.zero_stage = zero_stage
+        self.zero_stage, self.scratch = zero_stage, scratch or directory
 
     def tags(self) -> list[str]:
         """Names of the checkpoints by tokens seen, damaged ones included."""
@@ -136,12 +146,15 @@ class CheckpointStore:
 
     # --- finding and loading --------------------------------------------------------------------
 
-    def find(self, *, verify: Verify, fallback: bool) -> Resume | None:
+    def find(
+        self, *, verify: Verify, fallback: bool = False, step: int | None = None
+    ) -> Resume | None:
         """The newest good checkpoint; None when the run has none.
 
         Args:
             verify: compare sizes, or read every file and compare checksums.
             fallback: skip damaged checkpoints instead of refusing to start.
+            step: only those after so many steps.
 
         Raises:
             ResumeError: the newest is damaged and ``fallback`` is off, or all are; or it is of a
@@ -149,6 +162,8 @@ class CheckpointStore:
         """
         rejected: dict[str, str] = {}
         for tag in reversed(self.world.on_first(self.tags)):  # one view, if a shared disk lags
+            if step is not None and step_of(tag) != step:
+                continue
             problems = self._problems(tag, verify)
             if not problems:
                 manifest = CheckpointManifest.read(self.directory / tag)
@@ -192,26 +207,24 @@ class CheckpointStore:
         Raises:
             ResumeError: DeepSpeed refuses it (another model, optimizer or precision).
         """
-        tag = resume.tag
-        problem = None
+        place = self.directory / resume.tag
         if resume.universal:
-            tag = f"{resume.tag}.universal"
-            self.world.on_first(lambda: self._convert(resume.tag, tag))
+            place = self.scratch / f"{resume.tag}.universal"
+            self.world.on_first(lambda: self._convert(resume.tag, place))
         try:
-            path, _ = engine.load_checkpoint(str(self.directory), tag=tag)
+            path, _ = engine.load_checkpoint(str(place.parent), tag=place.name)
             problem = None if path else "DeepSpeed found nothing to load"
         except (OSError, RuntimeError, ValueError, KeyError, AssertionError) as error:
             problem = f"{type(error).__name__}: {error}"
-        where = f"checkpoint {self.directory / tag}"
-        self.world.fail_together(problem, f"{where} does not fit this run")
+        self.world.fail_together(problem, f"checkpoint {place} does not fit this run")
         if resume.universal:
-            self.world.on_first(lambda: self._forget_universal(tag))
+            self.world.on_first(lambda: self._forget(place))
 
-    def _convert(self, tag: str, universal: str) -> None:
-        shutil.rmtree(self.directory / universal, ignore_errors=True)
+    def _convert(self, tag: str, universal: Path) -> None:
+        shutil.rmtree(universal, ignore_errors=True)
         command = [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal"]
         command += ["--input_folder", str(self.directory / tag)]
-        command += ["--output_folder", str(self.directory / universal), "--inject_missing_state"]
+        command += ["--output_folder", str(universal), "--inject_missing_state"]
         # Its own process group variables would make the converter join this run.
         env = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
         done = subprocess.run(command, check=False, capture_output=True, text=True, env=env)
@@ -222,9 +235,9 @@ class CheckpointStore:
                 f"stage: {last}"
             )
 
-    def _forget_universal(self, universal: str) -> None:
-        shutil.rmtree(self.directory / universal, ignore_errors=True)
-        (self.directory / "latest_universal").unlink(missing_ok=True)
+    def _forget(self, universal: Path) -> None:
+        shutil.rmtree(universal, ignore_errors=True)
+        (universal.parent / "latest_universal").unlink(missing_ok=True)
 
     def _problems(self, tag: str, verify: Verify) -> list[str]:
         """What is wrong with a checkpoint, the same list on every rank."""

@@ -14,9 +14,10 @@ from torch import Tensor
 
 from megapack.errors import ConfigError
 from megapack.storage import IndexedDataset
+from megapack.training.config import ModelConfig
 from megapack.training.run.world import World
 
-__all__ = ["end_token", "export_model", "open_tokenizer"]
+__all__ = ["end_token", "export_model", "open_tokenizer", "tokenizer_of"]
 
 logger = logging.getLogger("megapack")
 
@@ -75,6 +76,16 @@ def end_token(datasets: Sequence[IndexedDataset]) -> int | None:
     if len(found) > 1:
         logger.warning("the datasets end their documents differently (%s): no eos_token_id", found)
     return found.pop() if len(found) == 1 else None
+
+
+def tokenizer_of(config: ModelConfig) -> Any:
+    """What goes along with the exported model: the one named, the checkpoint's own, or None.
+
+    Raises:
+        ConfigError: the one named cannot be loaded.
+    """
+    source = config.tokenizer or config.pretrained
+    return source and open_tokenizer(source, required=source == config.tokenizer)
 
 
 def open_tokenizer(source: str, *, required: bool) -> Any:

@@ -11,7 +11,7 @@ from megapack.errors import ResumeError
 from megapack.storage.atomic import atomic_write
 from megapack.storage.meta import checksum
 
-__all__ = ["CheckpointManifest", "Verify", "compare_file", "tag_of", "tags_in"]
+__all__ = ["CheckpointManifest", "Verify", "compare_file", "step_of", "tag_of", "tags_in"]
 
 _MANIFEST = "manifest.json"
 
@@ -59,6 +59,11 @@ def tags_in(directory: Path) -> list[str]:
     """
     found = (path.name for path in directory.glob("step_*") if path.is_dir())
     return sorted((name for name in found if "." not in name), key=_tokens)
+
+
+def step_of(tag: str) -> int:
+    """Optimizer steps of a checkpoint's name."""
+    return int(tag.split("_")[1])
 
 
 def _tokens(tag: str) -> int:

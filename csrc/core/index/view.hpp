@@ -1,0 +1,70 @@
+// The arrays of a packing, wherever they lie: in memory, or mapped from a .samples file. Nothing in
+// them is trusted: a number that is used as an address is checked at the moment it is read.
+#pragma once
+
+#include "core/base/check.hpp"
+#include "core/base/part.hpp"
+#include "core/index/integers.hpp"
+
+namespace megapack {
+
+struct SampleView {
+    Integers bucket_sample_offsets;   // num_buckets + 1
+    Integers sample_segment_offsets;  // num_samples + 1
+    Integers segment_document;        // num_segments each
+    Integers segment_begin;
+    Integers segment_length;
+
+    std::int64_t num_samples() const { return sample_segment_offsets.size() - 1; }
+    std::int64_t num_segments() const { return segment_length.size(); }
+
+    // Costs nothing: no element is read.
+    void check_sizes() const {
+        check<FormatError>(sample_segment_offsets.size() > 0 &&
+                               segment_document.size() == num_segments() &&
+                               segment_begin.size() == num_segments(),
+                           "the arrays of the index do not belong together");
+    }
+    Part samples(std::int64_t bucket) const {
+        return range(bucket_sample_offsets, bucket, num_samples(), "bucket ", " claims samples ");
+    }
+    Part segments(std::int64_t sample) const {
+        return range(sample_segment_offsets, sample, num_segments(), "sample ",
+                     " claims segments ");
+    }
+
+  private:
+    static Part range(const Integers& offsets, std::int64_t i, std::int64_t limit,
+                      const char* subject, const char* claims) {
+        const Part part{offsets[i], offsets[i + 1]};
+        check<FormatError>(part.begin >= 0 && part.begin <= part.end && part.end <= limit, subject,
+                           i, claims, part.begin, " to ", part.end, " of ", limit);
+        return part;
+    }
+};
+
+// Lengths of documents looked up by number at random.
+class LengthLookup {
+  public:
+    LengthLookup(const Integers& segment_document, const Integers& lengths)
+        : segment_document_(segment_document), lengths_(lengths) {}
+
+    // Of the document that a segment names.
+    std::int64_t operator[](std::int64_t segment) const {
+        if (segment + kAhead < segment_document_.size()) {
+            const std::int64_t ahead = segment_document_[segment + kAhead];
+            if (ahead >= 0 && ahead < lengths_.size()) __builtin_prefetch(lengths_.address(ahead));
+        }
+        const std::int64_t document = segment_document_[segment];
+        check<FormatError>(document >= 0 && document < lengths_.size(), "segment ", segment,
+                           " names document ", document, " of ", lengths_.size());
+        return lengths_[document];
+    }
+
+  private:
+    static constexpr std::int64_t kAhead = 32;  // asking early hides the wait
+
+    Integers segment_document_, lengths_;
+};
+
+}  // namespace megapack

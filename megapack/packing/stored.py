@@ -1,0 +1,90 @@
+"""Whether an index and what stands on disk already belong together, as sentences."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from megapack.errors import FormatError, IndexMismatchError
+from megapack.packing import format as samples_format
+from megapack.packing.checksums import lengths_fingerprint
+from megapack.packing.metrics import DocumentTotals
+
+__all__ = ["check_dataset", "how_it_differs"]
+
+
+def check_dataset(
+    index: str, documents: DocumentTotals, source: Mapping[str, Any], dataset: Any
+) -> None:
+    """Refuse a dataset other than the one an index was packed from.
+
+    Args:
+        index: what to call it.
+        documents: totals of the documents it was packed from.
+        source: fingerprint and prefix of their dataset; may be empty.
+        dataset: an IndexedDataset (``num_documents``, ``fingerprint``, ``document_lengths``).
+
+    Raises:
+        IndexMismatchError: says what differs.
+    """
+    apart = f"{index} and {dataset.prefix} do not belong together"
+    if dataset.num_documents != documents.num_documents:
+        raise IndexMismatchError(
+            f"{apart}: the index was packed from {documents.num_documents:,} documents, the "
+            f"dataset has {dataset.num_documents:,}; pack it again"
+        )
+    recorded = source.get("fingerprint")
+    if recorded is not None:
+        if recorded != dataset.fingerprint:
+            raise IndexMismatchError(
+                f"{apart}: the index was packed from a dataset with fingerprint {recorded} "
+                f"({source.get('prefix')}), this one has {dataset.fingerprint}; pack it again"
+            )
+    elif documents.lengths_fingerprint != lengths_fingerprint(dataset.document_lengths):
+        raise IndexMismatchError(
+            f"{apart}: as many documents, but of other lengths; pack the dataset again"
+        )
+
+
+def how_it_differs(
+    path: str | os.PathLike[str],
+    *,
+    strategy: str,
+    parameters: Mapping[str, Any],
+    buckets: list[int],
+    seed: int,
+    dataset: str | None,
+    checksums: Mapping[str, str] | None = None,
+) -> str | None:
+    """What the index in a file was packed from or with instead of this, as a sentence.
+
+    Args:
+        dataset: fingerprint of the documents, or None.
+        checksums: of the arrays it should have; None: whatever follows from the rest.
+
+    Returns:
+        None: it is what ``pack`` makes of all that, by this release, and it is whole.
+    """
+    try:
+        found, arrays = samples_format.read(Path(path))
+        for name, array in arrays.items():
+            samples_format.verify_array(Path(path), name, array, found["checksums"][name])
+    except FormatError as error:
+        return str(error)
+    release = found["created_by"]
+    pairs = {
+        "another dataset": ((found["source"] or {}).get("fingerprint"), dataset),
+        "another strategy": (found["strategy"], strategy),
+        "other parameters": (found["parameters"], parameters),
+        "other buckets": (found["buckets"], buckets),
+        "another seed": (found["seed"], seed),
+        f"another release ({release})": (release, samples_format.CREATED_BY),
+    }
+    different = [what for what, (there, wanted) in pairs.items() if there != wanted]
+    if different:
+        return f"it was packed with {' and '.join(different)}"
+    if checksums is not None and found["checksums"] != checksums:
+        return "it holds other samples"
+    return None

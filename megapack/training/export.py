@@ -1,0 +1,111 @@
+"""Any checkpoint of a run as a directory that transformers' from_pretrained loads.
+
+    megapack-export runs/a                                 # the newest, to runs/a/model
+    megapack-export runs/a --step 4000 --output exported
+    torchrun --nproc-per-node 8 -m megapack.training.export runs/a
+
+Tokenizer and end of documents go along as at the end of training. One process is enough for a
+model that fits it with its optimizer state; more ranks share that. The run may go on meanwhile.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import shutil
+import sys
+from pathlib import Path
+from tempfile import mkdtemp
+
+from megapack.errors import ConfigError, MegapackError, ResumeError
+from megapack.training.config import PretrainConfig, load_config
+from megapack.training.model.architecture import model_configuration
+from megapack.training.model.opening import open_model
+from megapack.training.run.checkpoint import CheckpointStore
+from megapack.training.run.directory import RunDirectory
+from megapack.training.run.engine import start_engine
+from megapack.training.run.export import end_token, export_model, tokenizer_of
+from megapack.training.run.inputs import open_inputs
+from megapack.training.run.manifest import step_of
+from megapack.training.run.world import World, join, world
+
+
+def main() -> int:
+    """The command; returns its exit code."""
+    logging.basicConfig(level=logging.WARNING)
+    args = parse_arguments()
+    try:
+        overrides = [f"run_dir={args.run_dir}", *args.set]
+        config = load_config(PretrainConfig, args.run_dir / "config.yaml", overrides)
+        join(args.local_rank)
+        with world(timeout_minutes=config.engine.timeout_minutes) as here:
+            export(config, here, step=args.step, output=args.output)
+        return 0
+    except (MegapackError, OSError) as error:
+        print(f"megapack: {type(error).__name__}: {error}", file=sys.stderr)
+        return 2 if isinstance(error, ConfigError) else 1
+
+
+def export(config: PretrainConfig, here: World, *, step: int | None, output: Path | None) -> None:
+    """Load a checkpoint into an engine as a resumed run would, and write its model."""
+    run = RunDirectory(config.run_dir)
+    output = output or run.model
+    inputs = open_inputs(config)
+    architecture = model_configuration(config.model, inputs.vocab_size)
+    model, _ = open_model(config.model, config.engine, architecture, device=here.device)
+    # Not beside the checkpoints: a run that goes on clears what is half done there.
+    output.parent.mkdir(parents=True, exist_ok=True)
+    scratch = Path(here.on_first(lambda: mkdtemp(dir=output.parent, prefix=".export-")))
+    try:
+        store = CheckpointStore(
+            run.checkpoints,
+            here,
+            keep=1,
+            zero_stage=config.engine.zero_stage,
+            scratch=scratch,
+        )
+        found = store.find(verify=config.checkpoint.verify, step=step)
+        if found is None:
+            known = ", ".join(str(step_of(tag)) for tag in store.tags())
+            raise ResumeError(
+                f"{run.checkpoints} has no such checkpoint (steps: {known or 'none'})"
+            )
+        engine = start_engine(model, config, here, universal=found.universal)
+        store.load(engine, found)
+        end = end_token(inputs.data.datasets)
+        export_model(engine, output, here, tokenizer=tokenizer_of(config.model), end=end)
+    finally:
+        if here.is_first:
+            shutil.rmtree(scratch, ignore_errors=True)
+    if here.is_first:
+        print(f"{found.tag}: {output}")
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="megapack-export",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("run_dir", type=Path)
+    add("--step", type=int, help="of the checkpoint; the newest one when not given")
+    add(
+        "--output",
+        type=Path,
+        metavar="DIR",
+        help="is replaced; RUN_DIR/model if not given",
+    )
+    add(
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="override a field",
+    )
+    add("--local_rank", type=int, default=None, help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,143 @@
+// Every strategy under the sanitizers, on random and awkward lengths, all widths, one thread and
+// several. What the samples are is checked against the definitions in Python; here the laws must
+// hold and nothing may be read or written out of place.
+#include <algorithm>
+#include <functional>
+#include <numeric>
+
+#include "core/base/random.hpp"
+#include "core/index/laws.hpp"
+#include "core/index/metrics.hpp"
+#include "core/packing/bucket.hpp"
+#include "core/packing/bucket_naive.hpp"
+#include "core/packing/bucket_stream.hpp"
+#include "core/packing/concat.hpp"
+#include "core/packing/decompose.hpp"
+#include "core/packing/fit_decreasing.hpp"
+#include "core/packing/length_sorted.hpp"
+#include "core/packing/next_fit.hpp"
+#include "core/packing/pad.hpp"
+#include "core/packing/seamless.hpp"
+#include "packing.hpp"
+
+namespace {
+
+using namespace megapack;
+
+template <typename Id, typename Length>
+using Pack = std::function<Samples<Id, Length>(const Lengths<Length>&, const Run&)>;
+
+template <typename Id, typename Length>
+void check_packing(const std::string& name, const Samples<Id, Length>& samples,
+                   const std::vector<Length>& lengths) {
+    const auto view = view_of(samples);
+    const Integers documents{Span<const Length>(lengths)};
+    check_laws(view, samples.bucket_capacity, documents);
+    const SegmentTotals totals = measure(view, ssize(lengths));
+    const auto placed = std::accumulate(totals.tokens_per_bucket.begin(),
+                                        totals.tokens_per_bucket.end(), std::int64_t{0});
+    const auto tokens = std::accumulate(lengths.begin(), lengths.end(), std::int64_t{0});
+    require(tokens == placed - samples.repeated_tokens + samples.dropped_tokens,
+            name + ": tokens are unaccounted for");
+    const auto labels = label_tokens(view, documents);
+    require(std::accumulate(labels.begin(), labels.end(), std::int64_t{0}) <= placed,
+            name + ": more labels than tokens");
+    const auto costs = attention_cost(view);
+    require(std::accumulate(costs.begin(), costs.end(), std::int64_t{0}) == totals.segment_squares,
+            name + ": attention cost");
+}
+
+template <typename T>
+bool equal(const Buffer<T>& a, const Buffer<T>& b) {
+    return a.size() == b.size() && std::equal(a.data(), a.data() + a.size(), b.data());
+}
+
+template <typename Id, typename Length>
+void run(const std::string& name, const Pack<Id, Length>& pack,
+         const std::vector<Length>& lengths) {
+    Progress silent;
+    const Lengths<Length> checked{Span<const Length>(lengths)};
+    const Samples<Id, Length> one = pack(checked, Run(3, 1, silent));
+    check_packing(name, one, lengths);
+    for (const int threads : {2, 7}) {
+        const Samples<Id, Length> other = pack(checked, Run(3, threads, silent));
+        require(one.bucket_sample_offsets == other.bucket_sample_offsets &&
+                    equal(one.sample_segment_offsets, other.sample_segment_offsets) &&
+                    equal(one.segment_document, other.segment_document) &&
+                    equal(one.segment_begin, other.segment_begin) &&
+                    equal(one.segment_length, other.segment_length),
+                name + ": depends on the number of threads");
+    }
+}
+
+template <typename Id, typename Length>
+void run_all(const std::vector<Length>& lengths, std::int64_t capacity) {
+    // pack_<name> by these rules, under the name.
+#define MEGAPACK_RUN(name, ...)                        \
+    run<Id, Length>(                                   \
+        #name,                                         \
+        [&](const Lengths<Length>& x, const Run& r) {  \
+            return pack_##name<Id>(x, __VA_ARGS__, r); \
+        },                                             \
+        lengths)
+
+    const std::vector<std::int64_t> buckets{capacity, 2 * capacity + 1, 5 * capacity};
+    MEGAPACK_RUN(bucket_naive, BucketNaiveRules{buckets, false});
+    for (const std::int64_t atom : {std::int64_t{1}, capacity, 3 * capacity}) {
+        MEGAPACK_RUN(pad, PadRules{{capacity, atom}});
+        for (const bool choice : {false, true})
+            MEGAPACK_RUN(concat, ConcatRules{{capacity, atom}, choice, choice});
+    }
+    MEGAPACK_RUN(next_fit, NextFitRules{capacity});
+    MEGAPACK_RUN(length_sorted, LengthSortedRules{capacity});
+    for (const std::int64_t extra : {0, 3}) {
+        for (const Fit fit : {Fit::kFirst, Fit::kBest})
+            MEGAPACK_RUN(fit_decreasing, FitRules{capacity, extra, fit});
+        for (const Placement placement :
+             {Placement::kExact, Placement::kPaper, Placement::kPublished})
+            MEGAPACK_RUN(seamless, SeamlessRules{capacity, Ratio(2, 5), placement, extra});
+    }
+    for (const std::int64_t pool_size : {1, 7, 1000}) {
+        for (const Overflow overflow : {Overflow::kPad, Overflow::kHead, Overflow::kPromote}) {
+            const bool head = overflow == Overflow::kHead;
+            const BucketRules rules{buckets, overflow, Ratio(1, 20), head, head, pool_size, {}};
+            MEGAPACK_RUN(bucket, rules);
+            MEGAPACK_RUN(bucket_stream, rules);
+        }
+    }
+    MEGAPACK_RUN(decompose, DecomposeRules{{4, 8, 16}});
+}
+
+std::vector<std::vector<std::int64_t>> inputs() {
+    std::vector<std::vector<std::int64_t>> all{{},
+                                               {0},
+                                               {1},
+                                               {16},
+                                               {32, 0, 16},
+                                               {5000},
+                                               std::vector<std::int64_t>(50, 1),
+                                               std::vector<std::int64_t>(40, 9)};
+    const Random random(42);
+    for (std::uint64_t k = 0; k < 6; ++k) {
+        std::vector<std::int64_t> lengths;
+        for (std::uint64_t i = 0; i < 200; ++i)
+            lengths.push_back(
+                static_cast<std::int64_t>(random.child(k).below(i, k % 2 == 0 ? 40 : 400)));
+        all.push_back(lengths);
+    }
+    return all;
+}
+
+}  // namespace
+
+int main() {
+    for (const auto& lengths : inputs()) {
+        const std::vector<std::int32_t> narrow(lengths.begin(), lengths.end());
+        run_all<std::int32_t, std::int32_t>(narrow, 16);
+        run_all<std::int64_t, std::int32_t>(narrow, 7);
+        run_all<std::int64_t, std::int64_t>(lengths, 1);
+        run_all<std::int64_t, std::int64_t>(lengths, 16);
+    }
+    std::puts("ok");
+    return 0;
+}

@@ -1,0 +1,149 @@
+"""What every call of the model must have been handed, by the documents alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from tests.hosts.corpus import Corpus
+
+
+@dataclass
+class Findings:
+    """Of one run, over all ranks."""
+
+    calls: int = 0
+    reads: int = 0
+    segments: int = 0
+    problems: list[str] = field(default_factory=list)
+    rows: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    """Tokens of every row of training that was read."""
+
+
+def check_run(folder: Path, corpus: Corpus) -> Findings:
+    """All ranks' records of one run."""
+    ranks = [torch.load(path, weights_only=False) for path in sorted(folder.glob("rank*.pt"))]
+    found = Findings()
+    for number, rank in enumerate(ranks):
+        for k, call in enumerate(rank["calls"]):
+            found.calls += 1
+            if call["cu_seqlens"] is not None:
+                found.segments += len(call["cu_seqlens"]) - 1
+            found.problems += [f"rank {number}, call {k}: {p}" for p in wrong(call, corpus.begins)]
+    found.problems += alike(ranks)
+    readers = sorted(
+        (r for r in ranks if r["where"]["tensor"] == 0), key=lambda rank: rank["where"]["data"]
+    )
+    for stage in sorted({rank["where"]["pipeline"] for rank in readers}):
+        at_stage = [rank for rank in readers if rank["where"]["pipeline"] == stage]
+        found.problems += one_bucket_in_turn(at_stage)
+        found.reads += sum(len(rank["reads"]) for rank in at_stage)
+        for rank in at_stage:
+            if len(rank["reads"]) != len(rank["calls"]):
+                found.problems.append(f"{len(rank['reads'])} reads, {len(rank['calls'])} calls")
+            remember_rows(rank, found)
+    return found
+
+
+def wrong(call: dict[str, Any], begins: NDArray[np.int64]) -> Iterator[str]:
+    """What is wrong with one call. Token ids are positions in the corpus, 0 is padding."""
+    if call["cu_seqlens"] is None:
+        yield "no boundaries"
+        return
+    bounds = call["cu_seqlens"].tolist()
+    lengths = np.diff(bounds)
+    if call["cu_seqlens"].dtype != torch.int32 or bounds[0] != 0 or (lengths <= 0).any():
+        yield f"cu_seqlens {bounds}"
+        return
+    if int(call["max_seqlen"]) != max(lengths):
+        yield f"max_seqlen {call['max_seqlen']}, the longest segment has {max(lengths)}"
+    tokens = _flat(call["tokens"])
+    if tokens is None:
+        return
+    if len(tokens) != bounds[-1]:
+        yield f"{len(tokens)} tokens, cu_seqlens end at {bounds[-1]}"
+        return
+    positions = np.concatenate([np.arange(n) for n in lengths])
+    if not np.array_equal(_flat(call["position_ids"]), positions):
+        yield "position_ids do not restart at segments"
+    follows = np.zeros(len(tokens), np.int64)  # the next token of the document, 0: none
+    for begin, end in pairwise(bounds):
+        text = tokens[begin:end]
+        if not text.any():
+            continue
+        document = int(np.searchsorted(begins, text[0], side="right")) - 1
+        last = int(begins[document + 1]) - 1
+        if not np.array_equal(text, np.arange(text[0], text[0] + len(text))) or text[-1] > last:
+            yield f"segment [{begin}, {end}) is no run of one document"
+        follows[begin:end] = np.where(text < last, text + 1, 0)
+    mask, labels = _flat(call["loss_mask"]), _flat(call["labels"])
+    if mask is not None and not np.array_equal(mask, (follows > 0).astype(np.float32)):
+        yield "loss_mask is not 1 just where the document goes on"
+    if labels is not None and not np.array_equal(labels[follows > 0], follows[follows > 0]):
+        yield "labels are not the next tokens of the documents"
+
+
+def _flat(tensor: torch.Tensor | None) -> NDArray[Any] | None:
+    return None if tensor is None else tensor.flatten().numpy()
+
+
+def alike(ranks: list[dict[str, Any]]) -> Iterator[str]:
+    """The ranks of a tensor-parallel group, and the stages of a pipeline, see one micro batch."""
+    groups: dict[int, list[dict[str, Any]]] = {}
+    for rank in ranks:
+        groups.setdefault(rank["where"]["data"], []).append(rank)
+    for number, group in groups.items():
+        first, *others = group
+        for other in others:
+            if len(first["calls"]) != len(other["calls"]):
+                yield f"data-parallel rank {number}: stages have other numbers of calls"
+            for k, (a, b) in enumerate(zip(first["calls"], other["calls"], strict=False)):
+                for key in ("tokens", "labels", "loss_mask", "position_ids", "cu_seqlens"):
+                    x, y = _flat(a[key]), _flat(b[key])
+                    if x is not None and y is not None and not np.array_equal(x, y):
+                        yield f"data-parallel rank {number}, call {k}: {key} differs in its group"
+
+
+def one_bucket_in_turn(ranks: list[dict[str, Any]]) -> Iterator[str]:
+    """At every micro step all ranks read one bucket, and rows follow each other over the ranks."""
+    for dataset in range(3):
+        reads = [_reads_of(rank, dataset) for rank in ranks]
+        if len({len(part) for part in reads}) != 1:
+            yield f"dataset {dataset}: ranks read {[len(part) for part in reads]} times"
+        expected: int | None = None
+        for k, step in enumerate(zip(*reads, strict=False)):
+            buckets = {bucket for read in step for bucket in read["buckets"]}
+            if len(buckets) != 1:
+                yield f"dataset {dataset}, micro step {k}: buckets {sorted(buckets)}"
+            rows = [row for read in step for row in read["rows"]]
+            begin = rows[0] if expected is None else expected
+            if rows != list(range(begin, begin + len(rows))):
+                yield f"dataset {dataset}, micro step {k}: rows {rows} after {expected}"
+            expected = rows[-1] + 1
+
+
+def _reads_of(rank: dict[str, Any], dataset: int) -> list[dict[str, Any]]:
+    """Of the datasets in the order in which they were first read: training is the first."""
+    order = list(dict.fromkeys(read["dataset"] for read in rank["reads"]))
+    return [read for read in rank["reads"] if order.index(read["dataset"]) == dataset]
+
+
+def remember_rows(rank: dict[str, Any], found: Findings) -> None:
+    training = _reads_of(rank, 0)
+    calls = [call for call in rank["calls"] if call["training"]]
+    if len(training) != len(calls):
+        found.problems.append(f"{len(training)} reads and {len(calls)} calls of training")
+    for read, call in zip(training, calls, strict=False):
+        if call["tokens"] is None:
+            continue
+        rows = call["tokens"].reshape(len(read["rows"]), -1).tolist()
+        for number, row in zip(read["rows"], rows, strict=True):
+            if found.rows.setdefault(number, tuple(row)) != tuple(row):
+                found.problems.append(f"row {number} was read with two contents")

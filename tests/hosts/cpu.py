@@ -1,0 +1,130 @@
+"""CUDA mapped to the CPU and nccl to gloo, so that a host's own script runs where there is no GPU.
+
+What asks for a CUDA device gets the CPU; streams, events and synchronization do nothing. Nothing
+of the host is changed: only what torch answers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import typing
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import typing_extensions
+from torch.overrides import TorchFunctionMode
+
+CPU = torch.device("cpu")
+
+
+def on_cpu() -> None:
+    """Map everything, for the rest of this process."""
+    if not hasattr(typing, "override"):  # Python 3.12 has it, and Megatron asks for it
+        typing.override = typing_extensions.override  # type: ignore[attr-defined]
+    _map_cuda()
+    _map_groups()
+    _Devices().__enter__()
+
+
+class _Devices(TorchFunctionMode):
+    """Every tensor function is called with the CPU where its caller said CUDA."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.Tensor.cuda, torch.Tensor.pin_memory):
+            return args[0]
+        if func is torch.device:
+            return _mapped(func(*args, **(kwargs or {})))
+        kwargs = dict(kwargs or {})
+        if isinstance(kwargs.get("device"), int):
+            kwargs["device"] = CPU
+        kwargs.pop("pin_memory", None)
+        if func is torch.Tensor.to and len(args) > 1 and type(args[1]) is int:
+            args = (args[0], CPU, *args[2:])
+        kwargs = {name: _mapped(value) for name, value in kwargs.items()}
+        return func(*(_mapped(value) for value in args), **kwargs)
+
+
+def _mapped(value: Any) -> Any:
+    if isinstance(value, torch.device):
+        return CPU if value.type == "cuda" else value
+    return CPU if isinstance(value, str) and value.startswith("cuda") else value
+
+
+class _Stream:
+    """A stream, an event, a timer of the device: everything is over when the call returns."""
+
+    cuda_stream = 0
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *args, **kwargs: 0.0
+
+
+def _map_cuda() -> None:
+    cuda: Any = torch.cuda
+    properties = SimpleNamespace(
+        major=9, minor=0, name="CPU", total_memory=1 << 34, multi_processor_count=1
+    )
+    answers = {
+        "is_available": True,
+        "is_initialized": True,
+        "device_count": 8,
+        "current_device": 0,
+        "get_device_capability": (9, 0),
+        "get_device_name": "CPU",
+        "get_device_properties": properties,
+        "is_current_stream_capturing": False,
+        "memory_stats": {},
+        "memory_allocated": 0,
+        "max_memory_allocated": 0,
+        "memory_reserved": 0,
+        "max_memory_reserved": 0,
+        "mem_get_info": (1 << 33, 1 << 34),
+        "utilization": 0,
+        "is_bf16_supported": True,
+    }
+    for name, answer in answers.items():
+        setattr(cuda, name, lambda *args, answer=answer, **kwargs: answer)
+    nothing = (
+        "set_device synchronize empty_cache reset_peak_memory_stats manual_seed manual_seed_all "
+        "set_stream check_error init _lazy_init _lazy_call reset_max_memory_allocated "
+        "set_per_process_memory_fraction"
+    )
+    for name in nothing.split():
+        setattr(cuda, name, lambda *args, **kwargs: None)
+    cuda.Stream = cuda.Event = _Stream
+    for name in ("current_stream", "default_stream"):
+        setattr(cuda, name, lambda *args, **kwargs: _Stream())
+    for name in ("stream", "device", "device_of"):
+        setattr(cuda, name, lambda *args, **kwargs: contextlib.nullcontext())
+    for name in ("range_push", "range_pop", "mark"):
+        setattr(cuda.nvtx, name, lambda *args, **kwargs: None)
+    for module in (cuda, cuda.random):
+        module.get_rng_state = lambda *args, **kwargs: torch.get_rng_state()
+        module.set_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)
+    cuda.default_generators = (torch.default_generator,) * 8
+    for kind in ("Float", "Double", "Long", "Int", "Byte", "Bool", "Half", "BFloat16"):
+        setattr(cuda, f"{kind}Tensor", getattr(torch, f"{kind}Tensor"))
+
+
+def _map_groups() -> None:
+    init, new_group = dist.init_process_group, dist.new_group
+
+    def init_gloo(backend: Any = None, *args: Any, **kwargs: Any) -> Any:
+        kwargs.pop("device_id", None)
+        kwargs.pop("pg_options", None)
+        return init("gloo", *args, **kwargs)
+
+    def new_gloo(
+        ranks: Any = None, timeout: Any = None, backend: Any = None, *args: Any, **kwargs: Any
+    ) -> Any:
+        kwargs.pop("pg_options", None)
+        kwargs.pop("device_id", None)
+        return new_group(ranks, timeout, "gloo", *args, **kwargs)
+
+    for module in (dist, dist.distributed_c10d):
+        module.init_process_group = init_gloo  # type: ignore[assignment]
+        module.new_group = new_gloo  # type: ignore[assignment]
