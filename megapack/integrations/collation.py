@@ -20,10 +20,10 @@ from torch import Tensor
 from torch.utils.data import get_worker_info
 from torch.utils.data._utils.collate import default_collate_fn_map
 
-__all__ = ["GathersRows", "LazyRow", "new_key", "rows_of"]
+__all__ = ["GatheredRow", "RowGatherer", "new_key", "rows_of"]
 
 
-class GathersRows(Protocol):
+class RowGatherer(Protocol):
     """A dataset that stacks rows better than default_collate can."""
 
     key: int
@@ -34,8 +34,8 @@ class GathersRows(Protocol):
         ...
 
 
-class LazyRow(Mapping[str, Tensor]):
-    """Row ``i`` of a micro batch: its keys, and views of its tensors when they are asked for."""
+class GatheredRow(Mapping[str, Tensor]):
+    """One row of a micro batch: its keys, and views of its tensors when they are asked for."""
 
     def __init__(self, micro_batch: _Gathered, i: int) -> None:
         self.micro_batch, self.i = micro_batch, i
@@ -50,10 +50,10 @@ class LazyRow(Mapping[str, Tensor]):
         return len(self.micro_batch.batch)
 
 
-def rows_of(dataset: GathersRows, numbers: Sequence[int]) -> list[LazyRow]:
+def rows_of(dataset: RowGatherer, numbers: Sequence[int]) -> list[GatheredRow]:
     """Rows of a dataset, gathered at once."""
     gathered = _Gathered(dataset.key, numbers, dataset.micro_batch(numbers))
-    return [LazyRow(gathered, i) for i in range(len(numbers))]
+    return [GatheredRow(gathered, i) for i in range(len(numbers))]
 
 
 class _Gathered:
@@ -73,18 +73,18 @@ def _gather(key: int, numbers: Sequence[int]) -> dict[str, Tensor]:
     return dataset.micro_batch(numbers)
 
 
-_datasets: weakref.WeakValueDictionary[int, GathersRows] = weakref.WeakValueDictionary()
+_datasets: weakref.WeakValueDictionary[int, RowGatherer] = weakref.WeakValueDictionary()
 _keys = itertools.count()
 
 
-def new_key(dataset: GathersRows) -> int:
+def new_key(dataset: RowGatherer) -> int:
     """By which this process finds the dataset again when a worker names its rows."""
     key = next(_keys)
     _datasets[key] = dataset
     return key
 
 
-def _collate(rows: Sequence[LazyRow], **_: Any) -> Any:
+def _collate(rows: Sequence[GatheredRow], **_: Any) -> Any:
     """``default_collate`` of rows: the micro batch whose rows they are, or a stack of them."""
     whole = rows[0].micro_batch
     if [row.i for row in rows] != list(range(len(whole.numbers))) or any(
@@ -94,4 +94,4 @@ def _collate(rows: Sequence[LazyRow], **_: Any) -> Any:
     return whole.batch if get_worker_info() is None else whole
 
 
-default_collate_fn_map[LazyRow] = _collate
+default_collate_fn_map[GatheredRow] = _collate

@@ -30,7 +30,7 @@ from megapack.data.blend import open_blend
 from megapack.data.dealing import equal_groups
 from megapack.data.report import check_epochs, plan_run
 from megapack.errors import ConfigError
-from megapack.integrations.collation import LazyRow, new_key, rows_of
+from megapack.integrations.collation import GatheredRow, new_key, rows_of
 from megapack.integrations.index_cache import Recipe, cached_index, is_first_rank
 from megapack.integrations.manifest import Manifest, Source, default_buckets
 from megapack.packing import SampleIndex
@@ -135,7 +135,7 @@ class RowDataset(Dataset[dict[str, Tensor]]):
         """
         return {key: value[0] for key, value in self.micro_batch([i]).items()}
 
-    def __getitems__(self, numbers: Sequence[int]) -> list[LazyRow]:
+    def __getitems__(self, numbers: Sequence[int]) -> list[GatheredRow]:
         """Several rows, gathered at once and collated for nothing (torch's DataLoader asks so)."""
         return rows_of(self, numbers)
 
@@ -231,15 +231,9 @@ def open_rows(
         cache_directory: of the host; None: ``megapack-cache`` beside the first source.
 
     Raises:
-        ConfigError: options that exclude each other, a manifest with stages, or a split without
-            documents.
+        ConfigError: options that exclude each other, or a split without documents.
         MegapackError, OSError: sources that cannot be read or packed.
     """
-    if manifest.stages:
-        raise ConfigError(
-            f"the manifest has {len(manifest.stages)} stages, and rows for a host have one: leave "
-            "them out, or train with launch/pretrain.py"
-        )
     options = _overruled(options, manifest)
     where = manifest.cache_directory or cache_directory
     directory = Path(where or Path(datasets[0].prefix).parent / "megapack-cache")
