@@ -150,7 +150,6 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
 SAME_NAME = {
     "IndexedDataset",
     "IndexedDatasetBuilder",
-    "MicroBatch",
 }
 
 

@@ -20,10 +20,10 @@ from torch import Tensor
 from torch.utils.data import get_worker_info
 from torch.utils.data._utils.collate import default_collate_fn_map
 
-__all__ = ["MicroBatches", "Row", "new_key", "rows_of"]
+__all__ = ["GathersRows", "LazyRow", "new_key", "rows_of"]
 
 
-class MicroBatches(Protocol):
+class GathersRows(Protocol):
     """A dataset that stacks rows better than default_collate can."""
 
     key: int
@@ -34,7 +34,7 @@ class MicroBatches(Protocol):
         ...
 
 
-class Row(Mapping[str, Tensor]):
+class LazyRow(Mapping[str, Tensor]):
     """Row ``i`` of a micro batch: its keys, and views of its tensors when they are asked for."""
 
     def __init__(self, micro_batch: _Gathered, i: int) -> None:
@@ -50,10 +50,10 @@ class Row(Mapping[str, Tensor]):
         return len(self.micro_batch.batch)
 
 
-def rows_of(dataset: MicroBatches, numbers: Sequence[int]) -> list[Row]:
+def rows_of(dataset: GathersRows, numbers: Sequence[int]) -> list[LazyRow]:
     """Rows of a dataset, gathered at once."""
     gathered = _Gathered(dataset.key, numbers, dataset.micro_batch(numbers))
-    return [Row(gathered, i) for i in range(len(numbers))]
+    return [LazyRow(gathered, i) for i in range(len(numbers))]
 
 
 class _Gathered:
@@ -73,18 +73,18 @@ def _gather(key: int, numbers: Sequence[int]) -> dict[str, Tensor]:
     return dataset.micro_batch(numbers)
 
 
-_datasets: weakref.WeakValueDictionary[int, MicroBatches] = weakref.WeakValueDictionary()
+_datasets: weakref.WeakValueDictionary[int, GathersRows] = weakref.WeakValueDictionary()
 _keys = itertools.count()
 
 
-def new_key(dataset: MicroBatches) -> int:
+def new_key(dataset: GathersRows) -> int:
     """By which this process finds the dataset again when a worker names its rows."""
     key = next(_keys)
     _datasets[key] = dataset
     return key
 
 
-def _collate(rows: Sequence[Row], **_: Any) -> Any:
+def _collate(rows: Sequence[LazyRow], **_: Any) -> Any:
     """``default_collate`` of rows: the micro batch whose rows they are, or a stack of them."""
     whole = rows[0].micro_batch
     if [row.i for row in rows] != list(range(len(whole.numbers))) or any(
@@ -94,4 +94,4 @@ def _collate(rows: Sequence[Row], **_: Any) -> Any:
     return whole.batch if get_worker_info() is None else whole
 
 
-default_collate_fn_map[Row] = _collate
+default_collate_fn_map[LazyRow] = _collate

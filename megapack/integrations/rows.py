@@ -30,7 +30,7 @@ from megapack.data.blend import open_blend
 from megapack.data.dealing import equal_groups
 from megapack.data.report import check_epochs, plan_run
 from megapack.errors import ConfigError
-from megapack.integrations.collation import Row, new_key, rows_of
+from megapack.integrations.collation import LazyRow, new_key, rows_of
 from megapack.integrations.index_cache import Recipe, cached_index, is_first_rank
 from megapack.integrations.manifest import Manifest, Source, default_buckets
 from megapack.packing import SampleIndex
@@ -135,7 +135,7 @@ class RowDataset(Dataset[dict[str, Tensor]]):
         """
         return {key: value[0] for key, value in self.micro_batch([i]).items()}
 
-    def __getitems__(self, numbers: Sequence[int]) -> list[Row]:
+    def __getitems__(self, numbers: Sequence[int]) -> list[LazyRow]:
         """Several rows, gathered at once and collated for nothing (torch's DataLoader asks so)."""
         return rows_of(self, numbers)
 

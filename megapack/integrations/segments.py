@@ -24,7 +24,7 @@ from megapack.errors import ConfigError
 
 __all__ = [
     "SIDE_KEYS",
-    "MicroBatch",
+    "CurrentBatch",
     "clear",
     "current",
     "require_one_stage",
@@ -41,7 +41,7 @@ SIDE_KEYS = (BOUNDARIES, POSITIONS, MASK)
 
 
 @dataclass(frozen=True)
-class MicroBatch:
+class CurrentBatch:
     """What the host's calls for one micro batch have no argument for."""
 
     cu_seqlens: Tensor
@@ -57,10 +57,10 @@ class MicroBatch:
         return self.position_ids.numel()
 
 
-_current: MicroBatch | None = None
+_current: CurrentBatch | None = None
 
 
-def current() -> MicroBatch | None:
+def current() -> CurrentBatch | None:
     """The micro batch that was read last, None before the first."""
     return _current
 
@@ -70,7 +70,7 @@ def clear() -> None:
     _set(None)
 
 
-def _set(batch: MicroBatch | None) -> None:
+def _set(batch: CurrentBatch | None) -> None:
     global _current  # noqa: PLW0603 - the host gives us no object to keep it in
     _current = batch
 
@@ -104,7 +104,7 @@ def wrap_broadcast_data(stock: Callable[..., Any]) -> Callable[..., Any]:
         lengths = lengths[lengths > 0]
         cu_seqlens = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)
         _set(
-            MicroBatch(
+            CurrentBatch(
                 cu_seqlens=cu_seqlens,
                 max_seqlen=int(lengths.max()),
                 position_ids=received[POSITIONS],
@@ -184,7 +184,7 @@ def wrap_flash_attn_varlen_func(stock: Callable[..., Tensor]) -> Callable[..., T
     return flash_attn_varlen_func
 
 
-def _check_row(num_tokens: int, batch: MicroBatch) -> None:
+def _check_row(num_tokens: int, batch: CurrentBatch) -> None:
     if num_tokens != batch.num_tokens:
         raise ConfigError(
             f"attention over {num_tokens} tokens, but the micro batch in flight has "

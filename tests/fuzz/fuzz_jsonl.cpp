@@ -24,7 +24,8 @@ std::size_t count_lines(const std::uint8_t* data, std::size_t size) {
 
 extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size) {
     for (const auto values : {JsonValues::strings, JsonValues::scalars, JsonValues::lists}) {
-        const JsonlTexts texts = extract_jsonl({data, static_cast<std::int64_t>(size)}, "text", values);
+        const JsonlTexts texts =
+            extract_jsonl({data, static_cast<std::int64_t>(size)}, "text", values);
         const std::size_t lines = texts.status.size();
         require(lines == count_lines(data, size));
         require(texts.offsets.size() == lines + 1 && texts.line_begin.size() == lines);

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from megapack.errors import ConfigError
-from megapack.integrations.collation import Row, new_key, rows_of
+from megapack.integrations.collation import LazyRow, new_key, rows_of
 from megapack.integrations.manifest import Manifest
 from megapack.integrations.megatron.host import HOST, BatchSizes, batch_sizes, version
 from megapack.integrations.rows import RowDataset, RowOptions, open_rows, open_sources
@@ -112,7 +112,7 @@ class PackedGPTDataset(MegatronDataset):  # type: ignore[misc]  # megatron-core 
             row["loss_mask"] = torch.zeros_like(row["loss_mask"])
         return row
 
-    def __getitems__(self, numbers: Sequence[int]) -> list[Row]:
+    def __getitems__(self, numbers: Sequence[int]) -> list[LazyRow]:
         """The rows of a micro batch, gathered by one call."""
         return rows_of(self, numbers)
 
