@@ -46,7 +46,7 @@ class DrawOrder:
     def locate(self, draw: int) -> tuple[int, int]:
         """(bucket of a draw, how often that bucket was drawn before)."""
         cycle = self._cycle_of(draw)
-        bucket, rank = _cycle(self, cycle)
+        bucket, rank, _ = _cycle(self, cycle)
         at = draw - self.begin(cycle)
         return int(bucket[at]), self.drawn(int(bucket[at]), cycle) + int(rank[at])
 
@@ -54,9 +54,9 @@ class DrawOrder:
         """The inverse of ``locate``: which draw is the ``turn``-th of a bucket."""
         cycle = turn * self.num_cycles * self.samples_per_draw[bucket]
         cycle //= self.samples_per_epoch[bucket]  # the last one with drawn(bucket, cycle) <= turn
-        buckets, rank = _cycle(self, cycle)
-        place = (buckets == bucket) & (rank == turn - self.drawn(bucket, cycle))
-        return self.begin(cycle) + int(np.flatnonzero(place)[0])
+        _, _, by_bucket = _cycle(self, cycle)
+        before = sum(self.drawn(b, cycle + 1) - self.drawn(b, cycle) for b in range(bucket))
+        return self.begin(cycle) + int(by_bucket[before + turn - self.drawn(bucket, cycle)])
 
     def drawn(self, bucket: int, cycles: int) -> int:
         """Draws of a bucket in the first ``cycles`` cycles."""
@@ -73,7 +73,7 @@ class DrawOrder:
         while begin < end:
             cycle = self._cycle_of(begin)
             first = self.begin(cycle)
-            bucket, _ = _cycle(self, cycle)
+            bucket, _, _ = _cycle(self, cycle)
             parts.append(bucket[begin - first : end - first])
             begin = first + len(bucket)
         return np.concatenate(parts)
@@ -110,8 +110,11 @@ class DrawOrder:
 
 
 @lru_cache(maxsize=8)  # a run needs one at a time, a look back two
-def _cycle(draws: DrawOrder, cycle: int) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
-    """Bucket of every draw of a cycle, and how often it was drawn before in the cycle."""
+def _cycle(
+    draws: DrawOrder, cycle: int
+) -> tuple[NDArray[np.int32], NDArray[np.int64], NDArray[np.int64]]:
+    """Bucket of every draw of a cycle, how often it was drawn before in the cycle, and the draws
+    bucket after bucket."""
     buckets = range(len(draws.samples_per_draw))
     counts = np.array([draws.drawn(b, cycle + 1) - draws.drawn(b, cycle) for b in buckets])
     bucket = draws.order.cycle(counts, fold_key(draws.seed, 2, cycle))
@@ -119,7 +122,6 @@ def _cycle(draws: DrawOrder, cycle: int) -> tuple[NDArray[np.int32], NDArray[np.
         at = int(np.argmax(bucket == bucket.max()))
         bucket[[0, at]] = bucket[[at, 0]]
     rank = np.empty(len(bucket), np.int64)
-    rank[np.argsort(bucket, kind="stable")] = np.arange(len(bucket)) - np.repeat(
-        np.cumsum(counts) - counts, counts
-    )
-    return bucket, rank
+    by_bucket = np.argsort(bucket, kind="stable")
+    rank[by_bucket] = np.arange(len(bucket)) - np.repeat(np.cumsum(counts) - counts, counts)
+    return bucket, rank, by_bucket

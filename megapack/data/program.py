@@ -17,6 +17,7 @@ not name is not drawn from then on. Every bucket of every source keeps one curso
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple, Protocol, TypeVar
@@ -159,8 +160,9 @@ def _begin(program: Program, stage: Stage) -> int:
 
 def _weights(stage: Stage, names: Sequence[str]) -> Weights:
     assert stage.weights is not None
+    times = Counter(names)
     for name, weight in stage.weights.items():
-        if list(names).count(name) != 1:
+        if times[name] != 1:
             there = ", ".join(names[:20])
             raise ConfigError(f"{stage} gives {name!r} a weight; sources are {there}")
         if not isinstance(weight, (int, float)) or not (math.isfinite(weight) and weight > 0):
