@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-MATRIX: dict[tuple[str, str], str] = {}
+from tests.hosts.matrix import MATRIX
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:

@@ -47,7 +47,7 @@ class Layout:
     train_iters: int = 4
     since: tuple[int, int] = (0, 16)
     but: tuple[tuple[int, int], ...] = ()
-    """Releases that cannot do this, with any dataset."""
+    """Releases that take no such flags."""
 
     def runs_on(self, release: tuple[int, int]) -> bool:
         return release >= self.since and release not in self.but
