@@ -8,7 +8,8 @@ epoch of a source's bucket no sample is repeated or missed, whatever the stages 
 
 In every stage the blend is exact: of the first n samples of a bucket a source has given n times its
 weight there, within 1.69 (``megapack.data.streams``). Over k stages these errors add up, so what it
-has given is within 1.69 k of the sum of samples x weight over the stages.
+has given is within 1.69 k of the sum of samples x weight over the stages; a stage that goes on
+after skipped steps counts twice, since it is bounded at both ends.
 """
 
 from __future__ import annotations
