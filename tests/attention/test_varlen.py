@@ -89,6 +89,7 @@ def test_one_graph_serves_every_segmentation(causal: bool) -> None:
             q, q, q, bounds, max_seqlen=longest, backend="sdpa", causal=causal
         ).sum()
 
+    torch.manual_seed(0)
     for lengths in ([7, 9], [16, 0], [3, 13]):
         x = torch.randn(16, 8, requires_grad=True)
         bounds = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
@@ -97,8 +98,9 @@ def test_one_graph_serves_every_segmentation(causal: bool) -> None:
         q = (x * 2).view(16, 2, 4).double()
         expected = reference_attention(q, q, q, lengths, causal=causal).sum()
         (expected_grad,) = torch.autograd.grad(expected, x)
-        assert torch.allclose(total.double(), expected)
-        assert torch.allclose(grad, expected_grad, atol=1e-5)
+        assert torch.allclose(total.double(), expected, atol=1e-4)
+        # float32 rounds by the size of the summands: of the largest element, not of each.
+        assert torch.allclose(grad, expected_grad, atol=1e-5 * float(expected_grad.abs().max()))
     assert len(graphs) == 1
 
 
