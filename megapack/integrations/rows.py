@@ -231,9 +231,15 @@ def open_rows(
         cache_directory: of the host; None: ``megapack-cache`` beside the first source.
 
     Raises:
-        ConfigError: options that exclude each other, or a split without documents.
+        ConfigError: options that exclude each other, a manifest with stages, or a split without
+            documents.
         MegapackError, OSError: sources that cannot be read or packed.
     """
+    if manifest.stages:
+        raise ConfigError(
+            f"the manifest has {len(manifest.stages)} stages, and rows for a host have one: leave "
+            "them out, or train with launch/pretrain.py"
+        )
     options = _overruled(options, manifest)
     where = manifest.cache_directory or cache_directory
     directory = Path(where or Path(datasets[0].prefix).parent / "megapack-cache")
