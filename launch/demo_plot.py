@@ -42,8 +42,9 @@ def main() -> None:
     draw_lengths(axes[2], lengths, index.bucket_capacity)
     figure.savefig(args.output, dpi=130)
     last = json.loads((args.run_dir / "evaluation.jsonl").read_text().splitlines()[-1])
+    ten = sum(record["loss"] for record in run[-10:]) / len(run[-10:])  # one step says little
     print(
-        f"loss {run[0]['loss']:.2f} -> {run[-1]['loss']:.2f} nats in {len(run)} steps; "
+        f"loss {run[0]['loss']:.2f} -> {ten:.2f} nats (mean of the last ten of {len(run)} steps); "
         f"perplexity of the held-out documents {last['perplexity']:.1f}"
     )
     print(f"wrote {args.output}")

@@ -16,6 +16,7 @@ __all__ = [
     "MegapackWarning",
     "RankMismatchError",
     "ResumeError",
+    "exit_code",
 ]
 
 
@@ -53,3 +54,8 @@ class RankMismatchError(MegapackError, RuntimeError):
 
 class MegapackWarning(UserWarning):
     """Something the user asked for is done differently, or costs more than it needs to."""
+
+
+def exit_code(error: Exception) -> int:
+    """Of a command: 2 if its command line or configuration is at fault, 1 if anything else is."""
+    return 2 if isinstance(error, ConfigError) else 1

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from typing import Any, NoReturn, TextIO
 
 from megapack import __version__
-from megapack.errors import ConfigError, MegapackError
+from megapack.errors import MegapackError, exit_code
 
 __all__ = ["COMMANDS", "build_parser", "main"]
 
@@ -104,7 +104,7 @@ def _run(name: str, arguments: list[str]) -> int:
         if args.debug:
             traceback.print_exc()
         print(f"megapack-build {name}: error: {error}", file=sys.stderr)
-        return 2 if isinstance(error, ConfigError) else 1
+        return exit_code(error)
     except KeyboardInterrupt:
         print(f"megapack-build {name}: interrupted", file=sys.stderr)
         return 130

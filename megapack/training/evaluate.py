@@ -13,16 +13,16 @@ compared by their logs: final perplexity and mean rank over the last epoch.
 from __future__ import annotations
 
 import argparse
-import faulthandler
 import json
 import logging
 import sys
 from pathlib import Path
 from typing import Any
 
-from megapack.errors import ConfigError, MegapackError
+from megapack.errors import ConfigError
 from megapack.storage import IndexedDataset
 from megapack.storage.atomic import atomic_write
+from megapack.training.command import command_parser, run_command
 from megapack.training.config import EngineConfig, ModelConfig
 from megapack.training.judge.curves import compare, read_curve
 from megapack.training.judge.lm_eval_bridge import run_lm_eval
@@ -37,13 +37,7 @@ from megapack.training.run.world import World, join, world
 def main() -> int:
     """The command; returns its exit code."""
     logging.basicConfig(level=logging.WARNING)
-    faulthandler.enable()  # a mapped file that was truncated ends a process with SIGBUS
-    args = parse_arguments()
-    try:
-        return judge(args)
-    except (MegapackError, OSError) as error:
-        print(f"megapack: {type(error).__name__}: {error}", file=sys.stderr)
-        return 2 if isinstance(error, ConfigError) else 1
+    return run_command(judge, parse_arguments())
 
 
 def judge(args: argparse.Namespace) -> int:
@@ -136,11 +130,7 @@ def named(text: str) -> tuple[str, str]:
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="megapack-evaluate",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command_parser("megapack-evaluate", __doc__)
     add = parser.add_argument
     add("--model", action="append", type=named, default=[], metavar="[NAME=]DIR")
     add("--run", action="append", type=named, default=[], metavar="[NAME=]DIR")
@@ -159,7 +149,6 @@ def parse_arguments() -> argparse.Namespace:
     harness.add_argument("--lm-eval-path", metavar="DIR", help="YAML files of further tasks")
     harness.add_argument("--tokenizer", help="directory or tokenizer.json, if not in the model")
     harness.add_argument("--limit", type=int, help="documents per task")
-    add("--local_rank", type=int, default=None, help=argparse.SUPPRESS)
     return parser.parse_args()
 
 

@@ -17,7 +17,8 @@ import sys
 from pathlib import Path
 from tempfile import mkdtemp
 
-from megapack.errors import ConfigError, MegapackError, ResumeError
+from megapack.errors import ResumeError
+from megapack.training.command import add_overrides, command_parser, run_command
 from megapack.training.config import PretrainConfig, load_config
 from megapack.training.model.architecture import model_configuration
 from megapack.training.model.opening import open_model
@@ -33,17 +34,16 @@ from megapack.training.run.world import World, join, world
 def main() -> int:
     """The command; returns its exit code."""
     logging.basicConfig(level=logging.WARNING)
-    args = parse_arguments()
-    try:
-        overrides = [f"run_dir={args.run_dir}", *args.set]
-        config = load_config(PretrainConfig, args.run_dir / "config.yaml", overrides)
-        join(args.local_rank)
-        with world(timeout_minutes=config.engine.timeout_minutes) as here:
-            export(config, here, step=args.step, output=args.output)
-        return 0
-    except (MegapackError, OSError) as error:
-        print(f"megapack: {type(error).__name__}: {error}", file=sys.stderr)
-        return 2 if isinstance(error, ConfigError) else 1
+    return run_command(export_checkpoint, parse_arguments())
+
+
+def export_checkpoint(args: argparse.Namespace) -> int:
+    overrides = [f"run_dir={args.run_dir}", *args.set]
+    config = load_config(PretrainConfig, args.run_dir / "config.yaml", overrides)
+    join(args.local_rank)
+    with world(timeout_minutes=config.engine.timeout_minutes) as here:
+        export(config, here, step=args.step, output=args.output)
+    return 0
 
 
 def export(config: PretrainConfig, here: World, *, step: int | None, output: Path | None) -> None:
@@ -82,28 +82,12 @@ def export(config: PretrainConfig, here: World, *, step: int | None, output: Pat
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="megapack-export",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command_parser("megapack-export", __doc__)
     add = parser.add_argument
     add("run_dir", type=Path)
     add("--step", type=int, help="of the checkpoint; the newest one when not given")
-    add(
-        "--output",
-        type=Path,
-        metavar="DIR",
-        help="is replaced; RUN_DIR/model if not given",
-    )
-    add(
-        "--set",
-        action="append",
-        default=[],
-        metavar="KEY=VALUE",
-        help="override a field",
-    )
-    add("--local_rank", type=int, default=None, help=argparse.SUPPRESS)
+    add("--output", type=Path, metavar="DIR", help="is replaced; RUN_DIR/model if not given")
+    add_overrides(parser)
     return parser.parse_args()
 
 

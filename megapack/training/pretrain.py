@@ -14,14 +14,14 @@ Exit codes: 0 done, 75 stopped by a signal after saving (start again), 76 anothe
 from __future__ import annotations
 
 import argparse
-import faulthandler
 import logging
 import os
 import sys
 import traceback
 from typing import Any, NoReturn
 
-from megapack.errors import ConfigError, MegapackError
+from megapack.errors import ConfigError, MegapackError, exit_code
+from megapack.training.command import add_overrides, command_parser, run_command
 from megapack.training.config import PretrainConfig
 from megapack.training.dry_run import dry_run
 from megapack.training.model.architecture import model_configuration
@@ -49,13 +49,7 @@ LENGTHS = (
 
 def main() -> int:
     """The command; returns its exit code."""
-    faulthandler.enable()  # a mapped file that was truncated ends a process with SIGBUS
-    args = parse_arguments()
-    try:
-        return pretrain(args)
-    except (MegapackError, OSError) as error:
-        print(f"megapack: {type(error).__name__}: {error}", file=sys.stderr)
-        return exit_code(error)
+    return run_command(pretrain, parse_arguments())
 
 
 def pretrain(args: argparse.Namespace) -> int:
@@ -175,11 +169,6 @@ def start_or_continue(
     return engine, start, changes
 
 
-def exit_code(error: Exception) -> int:
-    """2: the command line or the configuration is at fault."""
-    return 2 if isinstance(error, ConfigError) else 1
-
-
 def leave(here: World, run: RunDirectory, message: str, code: int) -> NoReturn:
     """End this process now: the others may be gone, and nothing may wait for them."""
     print(f"megapack: rank {here.rank} on {here.host}: {message}", file=sys.stderr, flush=True)
@@ -203,19 +192,9 @@ def integers(text: str) -> list[int]:
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="megapack-pretrain",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command_parser("megapack-pretrain", __doc__)
     parser.add_argument("--config", required=True, help="a YAML file, or a recipe: demo_cpu")
-    parser.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        metavar="KEY=VALUE",
-        help="override a field, as in --set optimizer.lr=1e-4; may be repeated",
-    )
+    add_overrides(parser)
     parser.add_argument("--dry-run", action="store_true", help="print the plan and start nothing")
     plan = parser.add_argument_group("of a dry run").add_argument
     plan("--world-size", type=int, metavar="RANKS", help="this launcher's, or 1")
@@ -224,7 +203,6 @@ def parse_arguments() -> argparse.Namespace:
     plan("--lengths", metavar="SOURCE", help=LENGTHS)
     plan("--buckets", type=integers, metavar="N,...", help="of --lengths, as in 1024,2048,4096")
     plan("--show-config", action="store_true", help="the configuration in full, too")
-    parser.add_argument("--local_rank", type=int, default=None, help=argparse.SUPPRESS)
     return parser.parse_args()
 
 
