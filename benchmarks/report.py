@@ -1,6 +1,8 @@
 """docs/results.md and docs/results/ from the newest result files: no figure there is typed.
 
-docs/results.md is the summary (``results_summary``), docs/results/NAME.md has every table of a
+A benchmark leaves its run in benchmarks/results/, which git ignores. What the docs quote is copied
+from there to docs/results/NAME.json and kept with them, so every clone writes the same pages:
+docs/results.md, the summary (``results_summary``), and docs/results/NAME.md, every table of a
 benchmark. A QUICK run is taken only where there is no other.
 
 make bench-report        # after the benchmarks whose figures should be quoted
@@ -17,49 +19,52 @@ from common import RESULTS, cell
 from results_summary import forest, summary
 
 DOCS = Path(__file__).parents[1] / "docs"
+LOGGED = DOCS / "results"
 PAPERS = "papers-"
 HEAD = """# {title}
 
-Written by `make bench-report` from `benchmarks/results/`; summary: [results.md](../results.md).
+Written by `make bench-report` from the .json beside it; summary: [results.md](../results.md).
 Read ratios rather than digits, and run the command on your own machine before you believe either.
 """
 
 
 def main() -> None:
-    runs = newest_runs()
+    log(newest_runs(RESULTS))
+    runs = newest_runs(LOGGED)
     if not runs:
         raise SystemExit(f"no result files in {RESULTS}; run `make bench-packing` or another first")
     about = {name: provenance(run) for name, run in runs.items()}
     (DOCS / "results.md").write_text(summary(runs, about), encoding="utf-8")
     forest(runs, DOCS / "images" / "results_forest.png")
-    (DOCS / "results").mkdir(exist_ok=True)
     papers = [run for name, run in runs.items() if name.startswith(PAPERS)]
     pages = {name: section(run) for name, run in runs.items() if not name.startswith(PAPERS)}
     pages |= {"papers": papers_section(papers)} if papers else {}
     for name, text in pages.items():
         page = f"{HEAD.format(title=f'Results of {name}')}\n{text}"
-        (DOCS / "results" / f"{name}.md").write_text(page.rstrip("\n") + "\n", encoding="utf-8")
+        (LOGGED / f"{name}.md").write_text(page.rstrip("\n") + "\n", encoding="utf-8")
     print(f"wrote {DOCS / 'results.md'} and {', '.join(pages)} beside it")
 
 
-def newest_runs() -> dict[str, dict[str, Any]]:
-    """Benchmark -> its newest result file."""
-    newest: dict[str, dict[str, Any]] = {}
-    for path in sorted(RESULTS.glob("*.json"), key=age):
-        run = read(path)
-        newest[run["benchmark"]] = run
+def newest_runs(folder: Path) -> dict[str, dict[str, Any]]:
+    """Benchmark -> its newest run in ``folder``."""
+    runs = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*.json"))]
+    newest = {run["benchmark"]: run for run in sorted(runs, key=says)}
     return dict(sorted(newest.items()))
 
 
-def age(path: Path) -> tuple[bool, str, str]:
-    """Sorts files by how much they say: quick ones first, then by date."""
-    run = read(path)
-    return not run["quick"], run["date"], path.name
+def says(run: dict[str, Any]) -> tuple[bool, str]:
+    """Sorts runs by how much they say: quick ones first, then by date."""
+    return not run["quick"], run["date"]
 
 
-def read(path: Path) -> dict[str, Any]:
-    result: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    return result
+def log(runs: dict[str, dict[str, Any]]) -> None:
+    """Keep ``runs`` with the docs, except those that say less than what is kept already."""
+    LOGGED.mkdir(exist_ok=True)
+    kept = newest_runs(LOGGED)
+    for name, run in runs.items():
+        if name not in kept or says(run) >= says(kept[name]):
+            text = json.dumps(run, indent=1) + "\n"
+            (LOGGED / f"{name}.json").write_text(text, encoding="utf-8")
 
 
 def papers_section(recipes: list[dict[str, Any]]) -> str:

@@ -13,7 +13,7 @@ __all__ = ["forest", "summary"]
 
 HEAD = """# Measured results
 
-Written by `make bench-report` from the result files in `benchmarks/results/`; no figure here is
+Written by `make bench-report` from the logged runs in `docs/results/*.json`; no figure here is
 typed. Read ratios rather than digits, and run the command before you believe either. All tables,
 with the paper's figure beside ours and the reason where they differ: [papers](results/papers.md),
 [composition](results/composition.md), [packing](results/packing.md), [build](results/build.md),

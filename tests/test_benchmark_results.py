@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import subprocess
 import sys
 import time
 from functools import partial
@@ -44,7 +45,7 @@ def test_outside_of_git_there_is_no_commit(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_the_page_of_results_is_what_the_command_writes_of_the_logged_runs() -> None:
-    runs = report.newest_runs()
+    runs = report.newest_runs(report.LOGGED)
     about = {name: report.provenance(run) for name, run in runs.items()}
     page = (ROOT / "docs" / "results.md").read_text(encoding="utf-8")
     assert page == results_summary.summary(runs, about), "run `make bench-report`"
@@ -59,13 +60,37 @@ def test_what_did_not_hold_stands_on_the_page() -> None:
     page = (ROOT / "docs" / "results.md").read_text(encoding="utf-8")
     wrong = [
         claim["claim"]
-        for name, run in report.newest_runs().items()
+        for name, run in report.newest_runs(report.LOGGED).items()
         if name.startswith("papers-") and name != "papers-composition"
         for claim in run["results"]["claims"]
         if claim["agrees"] == "no"
     ]
     assert wrong
     assert [claim for claim in wrong if f"| {claim} |" not in page] == []
+
+
+def test_a_run_is_kept_with_the_docs_unless_it_says_less(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(report, "LOGGED", tmp_path)
+    run = {"benchmark": "data", "date": "2026-11-20", "quick": False, "results": [1]}
+    report.log({"data": run})
+    for changes, wanted in (
+        ({"quick": True, "date": "2026-11-22"}, [1]),
+        ({"date": "2026-11-19"}, [1]),
+        ({"date": "2026-11-20"}, [2]),
+    ):
+        report.log({"data": {**run, "results": [2], **changes}})
+        assert report.newest_runs(tmp_path)["data"]["results"] == wanted
+
+
+def test_what_the_pages_are_made_of_is_in_every_clone() -> None:
+    """What git ignores is missing in a clone: the page there would be another one."""
+    if not (shutil.which("git") and (ROOT / ".git").exists()):
+        pytest.skip("no git checkout")
+    git = ["git", "-C", str(ROOT), "ls-files", "docs/results/*.json"]
+    tracked = subprocess.run(git, check=True, capture_output=True, text=True).stdout.split()
+    assert {Path(path).stem for path in tracked} == set(report.newest_runs(report.LOGGED))
 
 
 def test_both_sides_of_a_benchmark_are_warmed_and_take_turns() -> None:
