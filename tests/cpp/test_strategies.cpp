@@ -118,9 +118,9 @@ std::vector<std::vector<std::int64_t>> inputs() {
                                                std::vector<std::int64_t>(50, 1),
                                                std::vector<std::int64_t>(40, 9)};
     const Random random(42);
-    for (std::uint64_t k = 0; k < 6; ++k) {
+    for (std::uint64_t k = 0; k < 4; ++k) {
         std::vector<std::int64_t> lengths;
-        for (std::uint64_t i = 0; i < 200; ++i)
+        for (std::uint64_t i = 0; i < 150; ++i)
             lengths.push_back(
                 static_cast<std::int64_t>(random.child(k).below(i, k % 2 == 0 ? 40 : 400)));
         all.push_back(lengths);
@@ -134,9 +134,11 @@ int main() {
     for (const auto& lengths : inputs()) {
         const std::vector<std::int32_t> narrow(lengths.begin(), lengths.end());
         run_all<std::int32_t, std::int32_t>(narrow, 16);
-        run_all<std::int64_t, std::int32_t>(narrow, 7);
         run_all<std::int64_t, std::int64_t>(lengths, 1);
+#ifndef __SANITIZE_THREAD__  // threads meet in the same lines, whatever the width
+        run_all<std::int64_t, std::int32_t>(narrow, 7);
         run_all<std::int64_t, std::int64_t>(lengths, 16);
+#endif
     }
     std::puts("ok");
     return 0;
