@@ -134,11 +134,14 @@ class PackedDataset(Dataset[Batch]):
             attention=self._options["attention"],
             counter=self._gatherer.count_labels,
         )
+        lists = self.samples.exclusions
+        for source, (documents, first) in enumerate(zip(lists.documents, lists.lists, strict=True)):
+            self._gatherer.exclude(source, documents, first, lists.num_lists)
 
     def __getstate__(self) -> dict[str, Any]:
         state = {k: v for k, v in self.__dict__.items() if k not in ("_gatherer", "samples")}
         samples = self.samples
-        names = ("weights", "names", "stages", "max_epochs")
+        names = ("weights", "names", "stages", "exclusions", "max_epochs")
         about = {name: getattr(samples, name) for name in names}
         return {**state, "indices": samples.indices, "about": about}
 
@@ -182,7 +185,8 @@ class PackedDataset(Dataset[Batch]):
         """Gather samples of one bucket.
 
         Args:
-            sample_ids: ids of samples of one capacity, placed in this order.
+            sample_ids: ids of samples of one capacity, placed in this order. Where they are those
+                of a step that masks documents, these are padding.
             layout: shape of the batch; None: one stream of exactly these samples.
             capacity: of the samples, tokens; None: looked up.
             out: buffers of ``allocate(num_tokens)`` to write into; the tensors of the batch are

@@ -8,6 +8,7 @@
       - {from_tokens: 2_000_000_000, tokens_per_step: 1048576}
       - {from_step: 9000, skip_steps: 200}    # data that made the loss spike
       - {from_step: 12000, weights: {web: 0.5, math: 0.5}, order: grow-p2}
+      - {from_step: 15000, exclude: {web: takedown.txt}}  # documents masked from here on
 
 What a stage does not say stays as it was. Its weights replace all weights: a source that they do
 not name is not drawn from then on. Every bucket of every source keeps one cursor through all stages
@@ -20,6 +21,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 
 from megapack.data.order import order_named
@@ -52,12 +54,24 @@ class Stage:
     skip_steps: int = 0
     """Before the stage begins, what the stage before it would have drawn in so many steps is passed
     over: those samples count as seen, and come again with the next epoch."""
+    exclude: dict[str, str] | None = None
+    """Source name -> file of document ids, .npy of integers or text with one per line: masked from
+    here to the end of the run (``megapack.data.exclusions``)."""
 
     def __post_init__(self) -> None:
         if (self.from_step is None) == (self.from_tokens is None):
             raise ConfigError("a stage begins at from_step or at from_tokens: give one of them")
         if self.skip_steps < 0:
             raise ConfigError(f"skip_steps is {self.skip_steps}; it must be 0 (none) or more")
+        if self.exclude == {}:
+            raise ConfigError(f"{self} has an empty exclude; name a source and its file")
+
+    def relative_to(self, folder: Path) -> Stage:
+        """The stage with paths relative to the manifest's folder."""
+        if self.exclude is None:
+            return self
+        files = {name: str(folder / path) for name, path in self.exclude.items()}
+        return replace(self, exclude=files)
 
     def __str__(self) -> str:
         if self.from_tokens is None:
@@ -73,6 +87,8 @@ class StageSettings(NamedTuple):
     skip_steps: int
     config: ScheduleConfig
     weights: Weights
+    num_lists: int = 0
+    """Of excluded documents, in force."""
 
     def same_draws(self, other: StageSettings) -> bool:
         """Whether it goes on as the other one would have, but for what it skips."""
@@ -134,10 +150,16 @@ def resolve(
                 "stages in order, and what holds from step 0 on outside of them"
             )
         chosen = last.weights if stage.weights is None else _weights(stage, names)
-        settings = StageSettings(begin, stage.skip_steps, _config(stage, last.config), chosen)
+        settings = StageSettings(
+            begin=begin,
+            skip_steps=stage.skip_steps,
+            config=_config(stage, last.config),
+            weights=chosen,
+            num_lists=last.num_lists + (stage.exclude is not None),
+        )
         if not settings.same_draws(last):
             _check_transition(stage, last.config, settings.config)
-        elif not stage.skip_steps:
+        elif not stage.skip_steps and settings.num_lists == last.num_lists:
             continue
         program = (*program, settings)
     for number, name in enumerate(names):

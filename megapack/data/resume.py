@@ -36,6 +36,7 @@ _CONSEQUENCE = {
     "indices": "other data; the epochs counted so far no longer mean anything",
     "weights": "datasets are taken in other proportions; " + _RESHUFFLED,
     "skip_steps": _RESHUFFLED,
+    "exclude": "documents are masked that were not, or seen that were masked",
     "from_step": _RESHUFFLED,
 }
 # What a stage cannot change.
@@ -52,7 +53,7 @@ def identity(program: Program, samples: SampleSource) -> dict[str, Any]:
     The first stage's settings stand beside those of the whole run; the later ones in ``stages``,
     each in full, if there are any.
     """
-    first, *later = (_plain(stage) for stage in program)
+    first, *later = (_plain(stage, samples) for stage in program)
     whole = {
         "order_version": ORDER_VERSION,
         **to_dict(program[0].config),
@@ -63,9 +64,10 @@ def identity(program: Program, samples: SampleSource) -> dict[str, Any]:
     return {**whole, "stages": later} if later else whole
 
 
-def _plain(stage: StageSettings) -> dict[str, Any]:
+def _plain(stage: StageSettings, samples: SampleSource) -> dict[str, Any]:
     config = stage.config
-    return {
+    masked = samples.exclusions.digests(stage.num_lists, samples.names)
+    plain = {
         "from_step": stage.begin,
         "skip_steps": stage.skip_steps,
         "tokens_per_step": config.tokens_per_step,
@@ -75,6 +77,7 @@ def _plain(stage: StageSettings) -> dict[str, Any]:
         "micro_step_tokens": config.micro_step_tokens,
         "weights": list(stage.weights),
     }
+    return {**plain, "exclude": masked} if masked else plain
 
 
 def check_state(current: State, state: State, allow_change: Collection[str] = ()) -> list[str]:
@@ -156,11 +159,12 @@ def _stages(current: State, state: State, step: int) -> Iterator[tuple[int, list
 
 def _all_stages(state: State) -> list[dict[str, Any]]:
     """The stages of a state in full; without what it does not draw at the end of the weights."""
+    always: dict[str, Any] = {"exclude": {}}  # what a stage without them does not speak of
     first: dict[str, Any] = {"from_step": 0, "skip_steps": 0}
     first |= {name: state.get(name) for name in _STAGE}
     first["weights"] = first["weights"] or [None] * len(state["indices"])
     stages = [first, *state.get("stages", ())]
-    return [{**stage, "weights": _drawn(stage["weights"])} for stage in stages]
+    return [{**always, **stage, "weights": _drawn(stage["weights"])} for stage in stages]
 
 
 def _drawn(weights: Sequence[float | None]) -> list[float | None]:

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megapack import _core
+from megapack.data.exclusions import FIRST_MASKED, Exclusions, read_exclusions
 from megapack.data.program import Stage
 from megapack.errors import ConfigError
 from megapack.packing import SampleIndex
@@ -30,11 +31,14 @@ class HasSamples(Protocol):
 class SampleSource:
     """Samples of several indices; the global id of sample s of index d is ``bases[d] + s``.
 
+    Where documents are masked it is that and ``FIRST_MASKED`` for every list in force.
+
     Args:
         indices: at least one.
         weights: shares of tokens for a blend; None: in proportion to the tokens. A source of weight
             0 is not drawn until a stage gives it another.
         stages: what changes at later steps of a run.
+        exclusions: their lists of excluded documents; None: read now.
         attention: ``document`` or ``sample``: what a token attends to, which decides the cost.
         names: of the indices, for people; None: their files.
         max_epochs: a run that would repeat an index more often is refused; None: no limit.
@@ -49,6 +53,7 @@ class SampleSource:
         *,
         names: Sequence[str] | None = None,
         stages: Sequence[Stage] = (),
+        exclusions: Exclusions | None = None,
         max_epochs: float | None = None,
         attention: Literal["document", "sample"] = "document",
         counter: Callable[[Ids], Ids] | None = None,
@@ -64,6 +69,9 @@ class SampleSource:
         self.max_epochs = max_epochs
         self.attention = attention
         self._counter = counter
+        self.exclusions = exclusions or read_exclusions(
+            self.stages, self.names, [index.num_documents for index in self.indices]
+        )
         self.bases = np.cumsum([0] + [index.num_samples for index in indices], dtype=np.int64)
 
     @staticmethod
@@ -109,6 +117,7 @@ class SampleSource:
         Raises:
             IndexError: an id that does not exist.
         """
+        ids = self._plain(ids)
         if len(ids) and (ids.min() < 0 or ids.max() >= self.num_samples):
             raise IndexError(f"sample ids [{ids.min()}, {ids.max()}] of {self.num_samples} samples")
         if len(self.indices) == 1:
@@ -116,8 +125,21 @@ class SampleSource:
         source = np.searchsorted(self.bases, ids, side="right") - 1
         return source, ids - self.bases[source]
 
+    def _plain(self, ids: Ids) -> Ids:
+        """The ids of the same samples without lists of excluded documents."""
+        if not self.exclusions.num_lists:
+            return ids
+        lists, plain = np.divmod(ids, FIRST_MASKED)
+        if len(ids) and not 0 <= lists.min() <= lists.max() <= self.exclusions.num_lists:
+            raise IndexError(
+                f"sample ids [{ids.min()}, {ids.max()}] of {self.num_samples} samples and "
+                f"{self.exclusions.num_lists} lists of excluded documents"
+            )
+        return plain
+
     def capacity_of(self, sample: int) -> int:
         """Capacity of one global id, tokens. Raises IndexError."""
+        sample = int(self._plain(np.array([sample]))[0])
         if not 0 <= sample < self.num_samples:
             raise IndexError(f"sample {sample} of {self.num_samples} samples")
         starts, capacities = self._bucket_table
@@ -136,24 +158,31 @@ class SampleSource:
         return starts, capacities
 
     def segments(self, sample: int) -> tuple[int, list[tuple[int, int, int]]]:
-        """(number of the index, its segments (document, begin, length)) of a global id."""
-        source, local = (int(part[0]) for part in self.locate(np.array([sample])))
-        return source, self.indices[source].sample(local)[1]
+        """(number of the index, its segments (document, begin, length)) of a global id.
 
-    def samples_of(self, source: int, document: int) -> list[int]:
-        """Global ids of the samples that hold a piece of a document of an index, ascending.
+        Without those of documents that the id masks.
+        """
+        source, local = (int(part[0]) for part in self.locate(np.array([sample])))
+        segments = self.indices[source].sample(local)[1]
+        documents = np.array([document for document, _, _ in segments], np.int64)
+        masked = self.exclusions.masks(source, documents, sample // FIRST_MASKED)
+        return source, [s for s, out in zip(segments, masked.tolist(), strict=True) if not out]
+
+    def samples_of(self, source: int, documents: int | Ids) -> list[int]:
+        """Global ids of the samples that hold a piece of some documents of an index, ascending.
 
         Reads all of the index's ``segment_document``: 4 bytes per segment.
         """
         index = self.indices[source]
-        segments = np.flatnonzero(np.asarray(index.segment_document) == document)
+        segments = np.flatnonzero(np.isin(np.asarray(index.segment_document), documents))
         local = np.searchsorted(index.sample_segment_offsets, segments, side="right") - 1
         return [int(self.bases[source]) + int(sample) for sample in np.unique(local)]
 
     def attention_cost(self, ids: Ids, capacity: int) -> Ids:
         """Token pairs per sample: sum of squared segment lengths, its padding included."""
         costs = np.empty(len(ids), np.int64)
-        for index, mine, local in self._by_index(ids):
+        for d, mine, local in self._by_index(ids):
+            index = self.indices[d]
             costs[mine] = _core.attention_cost_of(
                 index.sample_segment_offsets,
                 index.segment_length,
@@ -161,37 +190,51 @@ class SampleSource:
                 capacity,
                 self.attention == "sample",
             )
+            lists = ids[mine] // FIRST_MASKED
+            if lists.any():
+                changed, masked = self._masked_costs(d, local, lists, capacity)
+                costs[mine[changed]] = masked
         return costs
+
+    def _masked_costs(self, source: int, local: Ids, lists: Ids, capacity: int) -> tuple[Ids, Ids]:
+        """Which of some samples of a source have masked documents, and what these samples cost."""
+        index = self.indices[source]
+        segments, owner = _segments_of(index, local)
+        documents = np.asarray(index.segment_document[segments], np.int64)
+        masked = self.exclusions.masks(source, documents, lists[owner])
+        kept = np.where(masked, 0, np.asarray(index.segment_length[segments], np.int64))
+        used = _sums(owner, kept, len(local))
+        own = used * used if self.attention == "sample" else _sums(owner, kept * kept, len(local))
+        changed = np.unique(owner[masked])
+        return changed, (own + (capacity - used) ** 2)[changed]
 
     def count_labels(self, ids: Ids) -> Ids:
         """Tokens of every sample that have a label, int64 (len(ids),)."""
         if self._counter is not None:
             return self._counter(ids)
         counts = np.empty(len(ids), np.int64)
-        for index, mine, local in self._by_index(ids):
-            counts[mine] = self._derived_counts(index, local)
+        for d, mine, local in self._by_index(ids):
+            counts[mine] = self._derived_counts(d, local, ids[mine] // FIRST_MASKED)
         return counts
 
-    def _by_index(self, ids: Ids) -> Iterator[tuple[SampleIndex, Ids, Ids]]:
-        """Every index that has some of the ids: it, their positions among them, their ids there."""
+    def _by_index(self, ids: Ids) -> Iterator[tuple[int, Ids, Ids]]:
+        """Every index that has some of the ids: its number, where they stand, their ids there."""
         source, local = self.locate(ids)
         order = np.argsort(source, kind="stable")
         present, begins = np.unique(source[order], return_index=True)
         for d, mine in zip(present.tolist(), np.split(order, begins[1:]), strict=True):
-            yield self.indices[d], mine, local[mine]
+            yield d, mine, local[mine]
 
-    def _derived_counts(self, index: SampleIndex, ids: Ids) -> Ids:
+    def _derived_counts(self, source: int, ids: Ids, lists: Ids) -> Ids:
         """All tokens of a sample but the last one of every document that ends in it."""
-        first = np.asarray(index.sample_segment_offsets[ids])
-        counts = np.asarray(index.sample_segment_offsets[ids + 1]) - first
-        before = np.cumsum(counts) - counts
-        segments = np.repeat(first - before, counts) + np.arange(counts.sum())
+        index = self.indices[source]
+        segments, owner = _segments_of(index, ids)
+        documents = np.asarray(index.segment_document[segments], np.int64)
         lengths = np.asarray(index.segment_length[segments], np.int64)
         ends = np.asarray(index.segment_begin[segments], np.int64) + lengths
-        labels = lengths - (ends == self._document_ends(index)[index.segment_document[segments]])
-        return np.bincount(np.repeat(np.arange(len(ids)), counts), labels, len(ids)).astype(
-            np.int64
-        )
+        labels = lengths - (ends == self._document_ends(index)[documents])
+        labels[self.exclusions.masks(source, documents, lists[owner])] = 0
+        return _sums(owner, labels, len(ids))
 
     def _document_ends(self, index: SampleIndex) -> Ids:
         """Length of every document, if all its tokens are in the index."""
@@ -214,3 +257,16 @@ class SampleSource:
     @cached_property
     def _ends(self) -> dict[int, Ids]:
         return {}
+
+
+def _segments_of(index: SampleIndex, samples: Ids) -> tuple[Ids, Ids]:
+    """Numbers of the segments of some samples, and which of the samples each belongs to."""
+    first = np.asarray(index.sample_segment_offsets[samples])
+    counts = np.asarray(index.sample_segment_offsets[samples + 1]) - first
+    before = np.cumsum(counts) - counts
+    segments = np.repeat(first - before, counts) + np.arange(counts.sum())
+    return segments, np.repeat(np.arange(len(samples)), counts)
+
+
+def _sums(groups: Ids, values: Ids, num_groups: int) -> Ids:
+    return np.bincount(groups, values, num_groups).astype(np.int64)
