@@ -36,12 +36,13 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import build_sides
 from build_sides import PROCESSES, second_half, texts_of
-from common import Timing, quick, show, write_results
+from common import Timing, in_turns, quick, show, write_results
 
 CORPUS_MB = int(os.environ.get("MEGAPACK_BENCH_MB", "200" if quick() else "800"))
 SLOW_MB = 16 if quick() else 200
@@ -178,6 +179,13 @@ def build(corpus: Path, tokenizer: Path, prefix: Path, backend: str) -> Side:
     return run
 
 
+def shown(name: str, run: Side) -> tuple[float, int]:
+    """The run, with its progress."""
+    seconds, peak = run()
+    print(f"  {name}: {seconds:.1f} s", flush=True)
+    return seconds, peak
+
+
 class Corpora:
     """The files of a comparison, and the bytes of text in them."""
 
@@ -235,11 +243,9 @@ def measure(work: Path) -> list[dict[str, Any]]:
         for who in (build_sides.reading_ours, build_sides.reading_orjson):
             name = f"{who.__name__.replace('_', ', ')}, {words}"
             sides[name] = side(who, path), "reading", corpora.size[path]
-    found: dict[str, list[tuple[float, int]]] = {name: [] for name in sides}
-    for _ in range(REPEATS):
-        for name, (run, _, _) in sides.items():
-            found[name].append(run())
-            print(f"  {name}: {found[name][-1][0]:.1f} s", flush=True)
+    found = in_turns(
+        {name: partial(shown, name, run) for name, (run, _, _) in sides.items()}, REPEATS
+    )
     for suffix in (".bin", ".idx"):
         theirs, ours = (work / f"{who}{suffix}" for who in ("theirs", "ours"))
         same = theirs.read_bytes() == ours.read_bytes()

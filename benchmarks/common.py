@@ -15,10 +15,11 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from datetime import date
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from statistics import median, quantiles
-from typing import Any
+from typing import Any, TypeVar
 
 from rich.console import Console
 from rich.table import Table
@@ -29,6 +30,7 @@ __all__ = [
     "cell",
     "commit",
     "in_child",
+    "in_turns",
     "large",
     "quick",
     "show",
@@ -37,6 +39,9 @@ __all__ = [
     "versions",
     "write_results",
 ]
+
+S = TypeVar("S")
+T = TypeVar("T")
 
 RESULTS = Path(__file__).parent / "results"
 PACKAGES = (
@@ -88,34 +93,43 @@ class Timing:
         return {"seconds": self.seconds, "spread_%": 100 * self.spread}
 
 
+def in_turns(sides: Mapping[S, Callable[[], T]], rounds: int) -> dict[S, list[T]]:
+    """What each side returned in each round; all take turns, so what else the machine does meets
+    every one of them."""
+    found: dict[S, list[T]] = {name: [] for name in sides}
+    for _ in range(rounds):
+        gc.collect()
+        for name, side in sides.items():
+            found[name].append(side())
+    return found
+
+
 def take_turns(
     sides: Mapping[str, Callable[[], Any]], *, windows: int = 5, seconds: float = 0.0
 ) -> dict[str, Timing]:
-    """The timer of all benchmarks: every side is treated alike.
+    """The timer of all calls within this process: every side is treated alike.
 
-    Each side is called once without being timed. Then they take turns, so that what else the
-    machine does meets all of them. In its window a side is called until ``seconds`` have passed, at
-    least once.
+    Each side is called once without being timed. Then they take turns. In its window a side is
+    called until ``seconds`` have passed, at least once.
 
     Args:
         sides: name -> work. A call that returns a ``Units`` did so many; any other did one.
         windows: how many each has.
         seconds: how long a window lasts at least.
     """
+
+    def window(side: Callable[[], Any]) -> float:
+        units, begin = 0, time.perf_counter()
+        while True:
+            done = side()
+            units += int(done) if isinstance(done, Units) else 1
+            elapsed = time.perf_counter() - begin
+            if elapsed >= seconds:
+                return elapsed / units
+
     for side in sides.values():
         side()
-    found: dict[str, list[float]] = {name: [] for name in sides}
-    for _ in range(windows):
-        gc.collect()
-        for name, side in sides.items():
-            units, begin = 0, time.perf_counter()
-            while True:
-                done = side()
-                units += int(done) if isinstance(done, Units) else 1
-                elapsed = time.perf_counter() - begin
-                if elapsed >= seconds:
-                    break
-            found[name].append(elapsed / units)
+    found = in_turns({name: partial(window, side) for name, side in sides.items()}, windows)
     return {name: Timing(tuple(values)) for name, values in found.items()}
 
 

@@ -225,7 +225,7 @@ def summary(runs: Mapping[str, dict[str, Any]], about: Mapping[str, str]) -> str
     )
     lines += [
         "",
-        "Printed figures of data composition that come out again when they are computed from",
+        "Printed figures of data composition that are reproduced when they are computed from",
     ]
     lines += [f"lengths ([reasons](results/composition.md)): {counted}."]
     lines += ["", "## How many claims", ""]

@@ -17,13 +17,14 @@ import argparse
 import tempfile
 import time
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import numpy as np
 import torch
-from common import Timing, quick, show, write_results
+from common import Timing, in_turns, quick, show, write_results
 from lengths import fineweb_edu_like
 
 from megapack.data import PackedDataset, Schedule, build_loader
@@ -173,10 +174,10 @@ def by_strategy(bench: Bench, rounds: int, num_steps: int) -> list[dict[str, Any
     lengths = bench.dataset.document_lengths
     chosen = cases(bench.args.buckets)
     indices = {case: pack(lengths, case.strategy, buckets=case.buckets) for case in chosen}
-    found: dict[Case, list[dict[str, Any]]] = {case: [] for case in chosen}
-    for _ in range(rounds):
-        for case, index in indices.items():
-            found[case].append(bench.run(index, case.attention, num_steps))
+    found = in_turns(
+        {case: partial(bench.run, indices[case], case.attention, num_steps) for case in chosen},
+        rounds,
+    )
     rows = []
     for case, of in found.items():
         timing = Timing(tuple(1 / round_[SPEED] for round_ in of))
@@ -191,13 +192,14 @@ def by_bucket(bench: Bench, rounds: int, num_steps: int) -> list[dict[str, Any]]
     index = pack(bench.dataset.document_lengths, "bucket", buckets=bench.args.buckets)
     tokens = index.bucket_capacity * np.diff(index.bucket_sample_offsets)
     shares = tokens / tokens.sum()
-    found: dict[str, dict[int, list[float]]] = {"document": {}, "sample": {}}
-    for _ in range(rounds):
-        for attention, speeds in found.items():
-            for capacity, speed in bench.run(index, attention, num_steps)["buckets"].items():
-                speeds.setdefault(capacity, []).append(speed)
-    middle = {kind: {n: median(of) for n, of in sorted(speeds.items())}
-              for kind, speeds in found.items()}  # fmt: skip
+    kinds = ("document", "sample")
+    found = in_turns({kind: partial(bench.run, index, kind, num_steps) for kind in kinds}, rounds)
+    middle: dict[str, dict[int, float]] = {}
+    for kind, runs in found.items():
+        capacities = sorted({capacity for run in runs for capacity in run["buckets"]})
+        middle[kind] = {
+            n: median(run["buckets"][n] for run in runs if n in run["buckets"]) for n in capacities
+        }
     reference = 8192 if 8192 in middle["document"] else max(middle["document"])
     return [
         {"bucket": capacity, "share": float(share)}

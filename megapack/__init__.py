@@ -21,7 +21,7 @@ except ImportError as error:
         "`pip install .` (or `pip install -e .` in a checkout; a C++17 compiler is needed)."
     ) from error
 
-# public name -> the room that holds it
+# public name -> the module that has it
 _HOME = {
     "BucketBatchSampler": "megapack.data",
     "IndexedDataset": "megapack.storage",

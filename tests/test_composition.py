@@ -1,4 +1,4 @@
-"""The length laws and the rows of `make bench-composition`: what must come out, comes out."""
+"""The synthetic length distributions and the rows of `make bench-composition` are reproduced."""
 
 from __future__ import annotations
 

@@ -117,7 +117,7 @@ def chosen_recipes() -> list[str]:
 
 
 def composition_claims(rows: list[Row]) -> list[Claim]:
-    """One claim per source: how many of its printed figures come out."""
+    """One claim per source: how many of its printed figures are reproduced."""
     judged: dict[str, list[bool]] = {}
     for row in rows:
         if row.agrees is not None:

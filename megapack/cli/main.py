@@ -1,4 +1,4 @@
-"""megapack-build: one command per file of this room; only the chosen one is imported.
+"""megapack-build: one command per file of this folder; only the chosen one is imported.
 
 Results go to stdout, progress and logs to stderr. Exit status: 0 done, 1 the input or a file is
 at fault (the message says which) or verify found damage, 2 the command line or the configuration is

@@ -1,1 +1,1 @@
-"""Other people's trainers: one file per host, names translated at the border. Stands on data."""
+"""Other people's trainers: one adapter per host, which maps its names. Stands on data."""

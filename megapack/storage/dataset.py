@@ -186,7 +186,7 @@ class IndexedDataset(HostNames):
 
     @property
     def index_bytes(self) -> NDArray[np.uint8]:
-        """The mapped .idx as it lies on disk, for C++ that reads it without a copy."""
+        """The mapped .idx in place, for C++ that reads it without a copy."""
         return self._index.bytes
 
     @property

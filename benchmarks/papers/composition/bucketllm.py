@@ -1,7 +1,7 @@
 """BucketLLM (Beyond Fixed Length: Bucket Pre-training is All You Need): its tables of lengths.
 
 The paper prints neither its pool size nor its padding threshold; the ones here are those for which
-padding and truncation come out on the calibrated length law.
+padding and truncation are reproduced on the calibrated length distribution.
 """
 
 from __future__ import annotations

@@ -77,7 +77,7 @@ class PackedCoreAttention(MegatronModule):  # type: ignore[misc]  # megatron-cor
         Args:
             query, key, value: ``(tokens, heads, dim)`` with ``packed_seq_params``, else
                 ``(row, mbs, heads, dim)``: then every row is one causal segment.
-            attention_mask, attn_mask_type: ignored; boundaries and causality say it all.
+            attention_mask, attn_mask_type: ignored; cu_seqlens and causality are the mask.
 
         Returns:
             ``(tokens, heads * dim)``, else ``(row, mbs, heads * dim)``.
