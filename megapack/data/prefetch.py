@@ -113,7 +113,7 @@ def to_device(batches: Iterable[Batch], device: torch.device) -> Iterator[Batch]
 def _copy(batch: Batch, device: torch.device) -> Batch:
     return {
         name: value.to(device, non_blocking=True)
-        if isinstance(value, torch.Tensor) and name != "sample_ids"
+        if isinstance(value, torch.Tensor) and name not in ("sample_ids", "source")
         else value
         for name, value in batch.items()
     }
