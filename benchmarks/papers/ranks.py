@@ -145,7 +145,8 @@ class _Bench:
         if cuda:
             torch.cuda.synchronize()
         begin = clock()
-        self.model(**arguments, scale=1 / batch["num_step_label_tokens"]).backward()
+        loss, _ = self.model(**arguments, scale=1 / batch["num_step_label_tokens"])
+        loss.backward()
         if cuda:
             torch.cuda.synchronize()
         return clock() - begin

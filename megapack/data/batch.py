@@ -45,6 +45,7 @@ class MicroBatch:
         num_step_label_tokens: tokens with a label in the whole step, over all ranks.
         imbalance: max / mean attention work over the ranks, of this draw, as dealt.
         imbalance_undealt: the same had the samples been dealt in the order of the schedule.
+        source: (samples,) int64, number of the source (dataset) of every sample.
     """
 
     sample_ids: NDArray[np.int64]
@@ -56,6 +57,7 @@ class MicroBatch:
     num_step_label_tokens: int
     imbalance: float
     imbalance_undealt: float
+    source: NDArray[np.int64]
 
     def __len__(self) -> int:
         return len(self.sample_ids)
@@ -78,6 +80,7 @@ class MicroBatch:
             "imbalance": self.imbalance,
             "imbalance_undealt": self.imbalance_undealt,
             "sample_ids": torch.from_numpy(self.sample_ids),
+            "source": torch.from_numpy(self.source),
         }
 
 

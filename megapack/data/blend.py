@@ -2,7 +2,7 @@
 
     sources:                       # YAML or JSON; paths are relative to this file
       - {name: web,  prefix: web/docs,  index: web/docs.samples,  weight: 0.7}
-      - {name: code, prefix: code/docs, index: code/docs.samples, weight: 0.2}
+      - {name: code, prefix: code/docs, index: code/docs.samples, weight: 0.2, valid_prefix: code/v}
       - {name: chat, prefix: chat/docs, index: chat/docs.samples, weight: 0.1, labels: chat/turns}
     max_epochs: 4                  # refuse to repeat a source more often
     stages: []                     # what changes at later steps: megapack.data.program
@@ -44,6 +44,18 @@ class Source:
     labels: str = "auto"
     """Prefix of a label dataset, token by token beside the tokens, -100 where there is no loss.
     ``auto``: <prefix>.labels where that exists; ``none``: every token has its label."""
+    valid_prefix: str | None = None
+    """Held-out documents of the same kind, for ``launch/``: its evaluations tell their loss beside
+    those of the other sources. Hosts have validation data of their own."""
+    valid_index: str | None = None
+    """Their .samples; None: packed on the fly."""
+
+    def __post_init__(self) -> None:
+        if self.valid_index is not None and self.valid_prefix is None:
+            raise ConfigError(
+                f"source {self.name or self.prefix!r} has a valid_index and no valid_prefix; give "
+                "the documents that it is an index of, too"
+            )
 
     def relative_to(self, folder: Path) -> Source:
         """The source with paths relative to the manifest's folder."""
@@ -52,6 +64,8 @@ class Source:
             prefix=str(folder / self.prefix),
             index=None if self.index is None else str(folder / self.index),
             labels=self.labels if self.labels in ("auto", "none") else str(folder / self.labels),
+            valid_prefix=None if self.valid_prefix is None else str(folder / self.valid_prefix),
+            valid_index=None if self.valid_index is None else str(folder / self.valid_index),
         )
 
 

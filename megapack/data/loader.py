@@ -71,8 +71,10 @@ def build_loader(
           (rows, row_tokens);
         - cu_seqlens int32, max_seqlen int, and where asked for cu_seqlens_padded, dataset_ids (see
           ``PackedDataset.micro_batch``);
-        - step, micro_step, num_micro_steps, bucket, capacity, num_step_label_tokens (ints),
-          imbalance, imbalance_undealt (floats), sample_ids (int64 tensor).
+        - step, micro_step, num_micro_steps, bucket, capacity, row_tokens, num_step_label_tokens
+          (ints), imbalance, imbalance_undealt (floats);
+        - sample_ids, source (int64 tensors, on the host): of every sample its id and the number of
+          its dataset. In a stream, too, samples lie in rows of row_tokens.
 
     Raises:
         ConfigError: the sizes do not fit, or the run would repeat data too often.
@@ -196,5 +198,6 @@ class PackedLoader:
             batch = self.dataset.micro_batch(
                 item.sample_ids, layout=self.layout, capacity=item.capacity, out=out
             )
-            yield {**batch, **item.about()}
+            _, row_tokens = self.layout.rows(item.capacity)
+            yield {**batch, **item.about(), "row_tokens": row_tokens}
             next(warm, None)

@@ -85,12 +85,18 @@ class RunPlan:
             if len(self.stages) > 1:
                 lines.append(f"steps {stage.begin:,} to {stage.end - 1:,}:")
             lines.append(str(stage))
-        lines.append(f"{'weight':>8} {'realised':>14} {'epochs':>9} {'samples':>12}  dataset")
-        lines += [
-            f"{d.weight:>8.2%} {d.realised:>14.4%} {d.epochs:>9.3f} {d.num_samples:>12,}  {d.name}"
-            for d in self.datasets
-        ]
-        return "\n".join(lines)
+        return "\n".join([*lines, self.table()])
+
+    def table(self) -> str:
+        """One line per dataset: shares of the tokens, and how often each is repeated."""
+        return "\n".join(
+            [f"{'weight':>8} {'realised':>14} {'epochs':>9} {'samples':>12}  dataset"]
+            + [
+                f"{d.weight:>8.2%} {d.realised:>14.4%} {d.epochs:>9.3f} {d.num_samples:>12,}  "
+                f"{d.name}"
+                for d in self.datasets
+            ]
+        )
 
 
 def plan_run(schedule: Schedule, num_steps: int) -> RunPlan:

@@ -139,6 +139,7 @@ class BucketBatchSampler(Sampler[MicroBatch]):
         num_micro_steps = self.num_micro_steps(step)
         result: list[MicroBatch] = []
         for draw, dealt in self._deals(content):
+            source, _ = self.schedule.samples.locate(draw.sample_ids)
             imbalance = dealt.imbalance()
             positions = dealt.micro_batches(self.data_parallel_rank)
             per_draw = num_micro_steps // len(content.draws)
@@ -154,6 +155,7 @@ class BucketBatchSampler(Sampler[MicroBatch]):
                     num_step_label_tokens=num_labels,
                     imbalance=imbalance.attention,
                     imbalance_undealt=imbalance.attention_undealt,
+                    source=source[mine],
                 )
                 for m, mine in enumerate(positions)
             ]

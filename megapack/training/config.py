@@ -66,7 +66,8 @@ class DataConfig:
     blend: str | None = None
     """A manifest of several datasets (``megapack.data.blend``), instead of prefix and index."""
     valid_prefix: str | None = None
-    """Held-out documents; null trains without evaluation."""
+    """Held-out documents, for the one figure of the run; null: those of the blend's sources, if
+    they have any (``valid_prefix`` in the manifest), which are scored one by one in any case."""
     valid_index: str | None = None
     """Their samples; null packs them on the fly, see ``evaluation.buckets``."""
     tokens_per_step: int

@@ -12,6 +12,7 @@ import yaml
 
 from megapack.attention import Choice
 from megapack.config import to_dict
+from megapack.data.report import check_epochs, plan_run
 from megapack.data.stage import StageDraws
 from megapack.errors import ConfigError
 from megapack.training.config import PretrainConfig
@@ -62,6 +63,7 @@ def dry_run(
     architecture = model_configuration(config.model, steps.vocab_size)
     if isinstance(steps, Inputs):
         check_inputs(steps, architecture, config.data.positions)
+    check_epochs(steps.schedule, steps.num_steps)
     _check_ranks(config, ranks)
     here = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     wanted = config.model if here.type == "cuda" else replace(config.model, attention="auto")
@@ -71,6 +73,7 @@ def dry_run(
         _model(architecture, model, attention),
         _length(config, steps),
         _buckets(config, steps, ranks),
+        *_sources(steps),
         _memory(config, model, steps, ranks),
         _time(total, steps.num_steps, ranks, device, gpu_price),
     ]
@@ -129,6 +132,13 @@ def _buckets(config: PretrainConfig, plan: PlannedSteps, ranks: int) -> str:
     """Of every stage."""
     stages = plan.schedule.spans(plan.num_steps)
     return "\n".join(_stage(config, stage, end, ranks) for stage, end in stages)
+
+
+def _sources(plan: PlannedSteps) -> list[str]:
+    """How often each is repeated, where there are several."""
+    if len(plan.schedule.samples.indices) == 1:
+        return []
+    return [plan_run(plan.schedule, plan.num_steps).table()]
 
 
 def _stage(config: PretrainConfig, stage: StageDraws, end: int, ranks: int) -> str:

@@ -1,12 +1,14 @@
 """Evaluate exported models, or compare runs.
 
     megapack-evaluate --model runs/a/model --data valid
+    megapack-evaluate --model runs/a/model --blend blend.yaml
     torchrun --nproc-per-node 8 -m megapack.training.evaluate --model bucket=runs/a/model \\
         --model concat=runs/b/model --data valid --contexts 1024 2048 4096 8192 16384 --output out
     megapack-evaluate --model runs/a/model --lm-eval hellaswag,piqa --tokenizer tok
     megapack-evaluate --run bucket=runs/a --run concat=runs/b --output out
 
-Models are scored on held-out documents: every token once, given its own document. Runs are
+Models are scored on held-out documents: every token once, given its own document; with --blend
+those of every source of the manifest (valid_prefix), one by one and together. Runs are
 compared by their logs: final perplexity and mean rank over the last epoch.
 """
 
@@ -19,6 +21,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from megapack.data import PackedDataset, load_blend
 from megapack.errors import ConfigError
 from megapack.storage import IndexedDataset
 from megapack.storage.atomic import atomic_write
@@ -27,10 +30,10 @@ from megapack.training.config import EngineConfig, ModelConfig
 from megapack.training.judge.curves import compare, read_curve
 from megapack.training.judge.lm_eval_bridge import run_lm_eval
 from megapack.training.judge.plots import plot_contexts, plot_curves
-from megapack.training.judge.validation import evaluate, perplexity_by_context
+from megapack.training.judge.validation import evaluate_sources, perplexity_by_context
 from megapack.training.model.architecture import model_configuration
 from megapack.training.model.opening import compute_dtype, open_model
-from megapack.training.run.inputs import open_validation
+from megapack.training.run.inputs import open_validation, open_validation_of_sources
 from megapack.training.run.world import World, join, world
 
 
@@ -42,7 +45,9 @@ def main() -> int:
 
 def judge(args: argparse.Namespace) -> int:
     results: dict[str, Any] = {}
-    if args.model and args.data:
+    if args.contexts and not args.data:
+        raise ConfigError("--contexts cuts the documents of --data; give that, too")
+    if args.model and (args.data or args.blend):
         join(args.local_rank)
         with world(timeout_minutes=30) as here:
             scored = {name: score(directory, args, here) for name, directory in args.model}
@@ -55,7 +60,7 @@ def judge(args: argparse.Namespace) -> int:
     if args.lm_eval:
         results["lm_eval"] = {name: benchmarks(directory, args) for name, directory in args.model}
     if not results:
-        raise ConfigError("nothing to do: give --model with --data or --lm-eval, or --run")
+        raise ConfigError("nothing to do: give --model with --data, --blend or --lm-eval, or --run")
     if args.output is not None:
         args.output.mkdir(parents=True, exist_ok=True)
         with atomic_write(args.output / "evaluation.json", "w") as file:
@@ -76,12 +81,26 @@ def score(directory: str, args: argparse.Namespace, here: World) -> dict[str, An
         "micro_batch_tokens": args.micro_batch_tokens,
         "max_tokens": args.max_tokens,
     }
-    data = open_validation(args.data, args.index, buckets=args.buckets)
-    result: dict[str, Any] = evaluate(model, data, **how).report()
+    data, sources = held_out(args)
+    result: dict[str, Any] = evaluate_sources(model, data, sources, **how).report()
     if args.contexts:
         found = perplexity_by_context(model, IndexedDataset(args.data), args.contexts, **how)
         result["contexts"] = {str(c): r.perplexity for c, r in found.items()}
     return result
+
+
+def held_out(args: argparse.Namespace) -> tuple[PackedDataset | None, dict[str, PackedDataset]]:
+    """The documents of --data, and those of the sources of --blend."""
+    data, sources = None, {}
+    if args.data:
+        data = open_validation(args.data, args.index, buckets=args.buckets)
+    if args.blend:
+        sources = open_validation_of_sources(load_blend(args.blend), buckets=args.buckets)
+        if not sources:
+            raise ConfigError(
+                f"{args.blend}: no source has held-out documents; give sources a valid_prefix"
+            )
+    return data, sources
 
 
 def show_models(scored: dict[str, dict[str, Any]], output: Path | None) -> None:
@@ -89,6 +108,8 @@ def show_models(scored: dict[str, dict[str, Any]], output: Path | None) -> None:
         print(f"{name}: perplexity {result['perplexity']:.4f} on {result['label_tokens']:,} tokens")
         for capacity, loss in result["bucket_loss"].items():
             print(f"  bucket {capacity:>6}: loss {loss:.4f}")
+        for source, perplexity in result.get("source_perplexity", {}).items():
+            print(f"  source {source}: perplexity {perplexity:.4f}")
         for context, perplexity in result.get("contexts", {}).items():
             print(f"  context {context:>6}: perplexity {perplexity:.4f}")
     if output is not None and all("contexts" in result for result in scored.values()):
@@ -137,6 +158,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--output", type=Path, help="directory for evaluation.json and plots")
     data = parser.add_argument_group("held-out documents")
     data.add_argument("--data", help="prefix of the documents")
+    data.add_argument("--blend", metavar="FILE", help="a manifest: those of its sources")
     data.add_argument("--index", help="their .samples; packed on the fly when not given")
     data.add_argument("--buckets", type=int, nargs="+", default=[1024, 2048, 4096, 8192, 16384])
     data.add_argument("--contexts", type=int, nargs="+", default=[], help="1024 2048 ... 16384")

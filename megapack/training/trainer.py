@@ -11,7 +11,7 @@ import torch
 from megapack.data import Batch, build_loader
 from megapack.data.streams import fold_key
 from megapack.training.config import PretrainConfig
-from megapack.training.judge.validation import evaluate
+from megapack.training.judge.validation import evaluate_sources
 from megapack.training.model.flops import ModelFlops
 from megapack.training.run.checkpoint import CheckpointStore
 from megapack.training.run.directory import RunDirectory
@@ -68,6 +68,7 @@ class Trainer:
             run,
             config.logging,
             here,
+            samples=inputs.schedule.samples,
             num_steps=inputs.num_steps,
             start=start,
             max_skipped=config.optimizer.max_skipped,
@@ -131,19 +132,24 @@ class Trainer:
             yield batch
 
     def validate(self) -> None:
-        """Perplexity of the held-out documents."""
-        if self.inputs.valid is None:
+        """Perplexity of the held-out documents, and of those of every source."""
+        if not self.inputs.held_out:
             return
         self.monitor.flush()
-        result = evaluate(
+        result = evaluate_sources(
             self.engine,
             self.inputs.valid,
+            self.inputs.valid_sources,
             world=self.here,
             config=self.config.engine,
             micro_batch_tokens=self.config.data.micro_batch_tokens,
             max_tokens=self.config.evaluation.max_tokens,
         )
-        logger.info("after step %d: validation perplexity %.4f", self.done - 1, result.perplexity)
+        named = [f"{name} {part.perplexity:.4f}" for name, part in result.sources.items()]
+        logger.info(
+            "after step %d: validation perplexity %.4f%s",
+            *(self.done - 1, result.perplexity, f" ({', '.join(named)})" if named else ""),
+        )
         self.monitor.evaluation(self.done, self.tokens_seen, result.report())
         self.monitor.skip_time()
 

@@ -51,7 +51,7 @@ def _model(preset: str, backend: str) -> TrainingModel:
 def _loss(model: TrainingModel, device: str) -> Tensor:
     tokens = torch.zeros(1, 160, dtype=torch.int64, device=device)
     bounds = torch.zeros(6, dtype=torch.int32, device=device)
-    loss: Tensor = model(tokens, tokens, tokens, bounds, max_seqlen=90, scale=0.5)
+    loss: Tensor = model(tokens, tokens, tokens, bounds, max_seqlen=90, scale=0.5)[0]
     return loss
 
 

@@ -6,11 +6,13 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from megapack.training.config import ModelConfig
 from megapack.training.model.architecture import model_configuration
 from megapack.training.model.opening import build_model
 from megapack.training.model.training_model import TrainingModel
+from megapack.training.run.inputs import Inputs
 
 VOCAB = 257
 
@@ -62,3 +64,27 @@ def tiny_model(
     config = ModelConfig(preset=preset, **more)  # type: ignore[arg-type]
     configuration = model_configuration(config, VOCAB)
     return build_model(config, configuration, backend=backend, seed=seed, chunk_tokens=32)
+
+
+def losses_one_by_one(
+    model: TrainingModel, inputs: Inputs, step: int
+) -> list[tuple[int, Tensor, int]]:
+    """(source, summed loss, labels) of every segment of a step, each alone through transformers.
+
+    None of our attention, loss or batches; call ``set_attn_implementation("eager")`` before.
+    """
+    found = []
+    samples = inputs.schedule.samples
+    for sample in inputs.schedule.step(step).sample_ids.tolist():
+        source, segments = samples.segments(sample)
+        dataset = inputs.data.datasets[source]
+        for document, begin, length in segments:
+            # One token more than the segment, when the document goes on: the last label.
+            whole = torch.tensor(dataset.tokens[int(dataset.document_offsets[document]) :])
+            end = min(begin + length + 1, int(dataset.document_lengths[document]))
+            tokens = whole[begin:end].long()
+            if len(tokens) > 1:
+                logits = model.model(input_ids=tokens[:-1].unsqueeze(0), use_cache=False).logits[0]
+                loss = F.cross_entropy(logits, tokens[1:], reduction="sum")
+                found.append((source, loss, len(tokens) - 1))
+    return found

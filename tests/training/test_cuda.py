@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from megapack.attention import choose_backend
 from megapack.training.model.architecture import attention_needs
-from megapack.training.model.loss import linear_cross_entropy_sum
+from megapack.training.model.loss import linear_cross_entropy
 from megapack.training.model.training_model import TrainingModel
 from megapack.training.run.directory import RunDirectory, read_jsonl
 
@@ -57,7 +57,7 @@ def test_the_chunked_loss_is_plain_cross_entropy(
     weight = (torch.randn(5000, 128, device="cuda") * 0.3).to(dtype).requires_grad_()
     labels = torch.randint(0, 5000, (700,), device="cuda")
     labels[::5] = -100
-    ours = linear_cross_entropy_sum(
+    ours, _ = linear_cross_entropy(
         hidden, weight, labels, scale=0.01, softcap=softcap, chunk_tokens=256, fused=fused
     )
     grads = torch.autograd.grad(ours, (hidden, weight))
@@ -114,10 +114,10 @@ def test_the_host_waits_for_nothing_in_a_forward_and_backward(
         model.checkpoint_activations()
     batch = pack_documents(documents(LENGTHS), padding=32)
     on_device = {k: v.cuda() if isinstance(v, Tensor) else v for k, v in batch.arguments().items()}
-    model(**on_device).backward()  # what is compiled or set up once may wait
+    model(**on_device)[0].backward()  # what is compiled or set up once may wait
     torch.cuda.set_sync_debug_mode("error")
     try:
-        model(**on_device).backward()
+        model(**on_device)[0].backward()
         with pytest.raises(RuntimeError, match="synchroniz"):  # that a wait would be seen
             on_device["cu_seqlens"].tolist()
     finally:

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch.nn import functional as F
 
 from megapack.training.config import (
     EngineConfig,
@@ -21,7 +20,7 @@ from megapack.training.run.engine import deepspeed_configuration, parameter_grou
 from megapack.training.run.inputs import open_inputs
 
 from .conftest import Corpus
-from .packing_helpers import tiny_model
+from .packing_helpers import losses_one_by_one, tiny_model
 from .processes import Zygote
 
 WORKER = str(Path(__file__).with_name("gradient_worker.py"))
@@ -38,20 +37,10 @@ def expected(corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> dict[s
     architecture = model_configuration(config.model, inputs.vocab_size)
     model = build_model(config.model, architecture, backend="sdpa", seed=config.seed)
     model.model.set_attn_implementation("eager")
-    dataset, index = inputs.data.datasets[0], inputs.schedule.samples.indices[0]
-    losses, count = [], 0
-    for sample in inputs.schedule.step(0).sample_ids.tolist():
-        for document, begin, length in index.sample(sample)[1]:
-            # One token more than the segment, when the document goes on: the last label.
-            whole = torch.tensor(dataset.tokens[int(dataset.document_offsets[document]) :])
-            end = min(begin + length + 1, int(dataset.document_lengths[document]))
-            tokens = whole[begin:end].long()
-            if len(tokens) > 1:
-                logits = model.model(input_ids=tokens[:-1].unsqueeze(0), use_cache=False).logits[0]
-                losses.append(F.cross_entropy(logits, tokens[1:], reduction="sum"))
-                count += len(tokens) - 1
+    found = losses_one_by_one(model, inputs, 0)
+    count = sum(labels for _, _, labels in found)
     assert count == inputs.schedule.step(0).num_label_tokens
-    mean = torch.stack(losses).sum() / count
+    mean = torch.stack([loss for _, loss, _ in found]).sum() / count
     mean.backward()
     return {
         "loss": mean.item(),

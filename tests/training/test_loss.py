@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megapack.training.model.loss import _linear_cross_entropy, linear_cross_entropy_sum
+from megapack.training.model.loss import _linear_cross_entropy, linear_cross_entropy
 
 
 def _inputs(num_tokens: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor]:
@@ -44,7 +44,7 @@ def test_value_and_gradients_equal_plain_cross_entropy(
     hidden, weight, labels = _inputs(num_tokens)
     expected = _plain(hidden, weight, labels, softcap) * scale
     expected_grads = torch.autograd.grad(expected * 3, (hidden, weight))
-    loss = linear_cross_entropy_sum(
+    loss, _ = linear_cross_entropy(
         hidden, weight, labels, softcap=softcap, chunk_tokens=chunk, scale=scale
     )
     grads = torch.autograd.grad(loss * 3, (hidden, weight))
@@ -52,7 +52,7 @@ def test_value_and_gradients_equal_plain_cross_entropy(
     for mine, theirs in zip(grads, expected_grads, strict=True):
         assert torch.allclose(mine, theirs, rtol=1e-10, atol=1e-12)
     with torch.no_grad():
-        again = linear_cross_entropy_sum(
+        again, _ = linear_cross_entropy(
             hidden, weight, labels, softcap=softcap, chunk_tokens=chunk, scale=scale
         )
     assert torch.allclose(again, expected, rtol=1e-12)
@@ -92,7 +92,7 @@ def test_no_more_logits_than_a_chunk_has_ever_exist() -> None:
 
 def test_no_labels_give_zero_loss_and_zero_gradients() -> None:
     hidden, weight, labels = _inputs(9)
-    loss = linear_cross_entropy_sum(hidden, weight, torch.full_like(labels, -100))
+    loss, _ = linear_cross_entropy(hidden, weight, torch.full_like(labels, -100))
     loss.backward()
     assert loss.item() == 0.0
     assert hidden.grad is not None and hidden.grad.abs().max() == 0
@@ -105,7 +105,7 @@ def test_the_weight_gradient_of_many_bfloat16_chunks_is_accumulated_in_float32()
     half_weight = weight.detach().bfloat16().requires_grad_()
     exact = _plain(half_hidden.double(), half_weight.double(), labels, 0.0)
     (expected,) = torch.autograd.grad(exact, half_weight)
-    loss = linear_cross_entropy_sum(half_hidden, half_weight, labels, chunk_tokens=16)
+    loss, _ = linear_cross_entropy(half_hidden, half_weight, labels, chunk_tokens=16)
     (grad,) = torch.autograd.grad(loss, half_weight)
     assert loss.dtype == torch.float32 and grad.dtype == torch.bfloat16
     assert loss.item() == pytest.approx(exact.item(), rel=2e-3)
@@ -116,7 +116,7 @@ def test_the_weight_gradient_of_many_bfloat16_chunks_is_accumulated_in_float32()
 def test_autocast_decides_the_dtype_of_the_products() -> None:
     hidden, weight, labels = _inputs(20, torch.float32)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        loss = linear_cross_entropy_sum(hidden, weight, labels)
+        loss, _ = linear_cross_entropy(hidden, weight, labels)
     loss.backward()
     assert loss.dtype == torch.float32
     assert weight.grad is not None and weight.grad.dtype == torch.float32
@@ -125,8 +125,8 @@ def test_autocast_decides_the_dtype_of_the_products() -> None:
 
 def test_the_fused_form_computes_the_same() -> None:
     hidden, weight, labels = _inputs(24, torch.float32)
-    plain = linear_cross_entropy_sum(hidden, weight, labels, chunk_tokens=8)
-    fused = linear_cross_entropy_sum(hidden, weight, labels, chunk_tokens=8, fused=True)
+    plain, _ = linear_cross_entropy(hidden, weight, labels, chunk_tokens=8)
+    fused, _ = linear_cross_entropy(hidden, weight, labels, chunk_tokens=8, fused=True)
     assert fused.item() == pytest.approx(plain.item(), rel=1e-6)
     expected = torch.autograd.grad(plain, (hidden, weight))
     got = torch.autograd.grad(fused, (hidden, weight))

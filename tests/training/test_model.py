@@ -78,7 +78,7 @@ def test_packed_logits_and_gradients_equal_documents_one_by_one(
         model.checkpoint_activations()
     docs = documents(LENGTHS)
     batch = pack_documents(docs, padding=32)
-    loss = model(**batch.arguments())
+    loss, _ = model(**batch.arguments())
     loss.backward()
     packed_grads = {name: p.grad.clone() for name, p in model.named_parameters()}
     with torch.no_grad():
@@ -153,7 +153,7 @@ def test_a_saved_model_loads_with_from_pretrained_and_trains_on(
     assert again.training, "evaluation mode would not checkpoint activations"
     batch = pack_documents([tokens])
     with torch.no_grad():
-        before, after = model(**batch.arguments()).item(), again(**batch.arguments()).item()
+        before, after = (m(**batch.arguments())[0].item() for m in (model, again))
     assert before == pytest.approx(elsewhere, rel=1e-5)
     assert after == pytest.approx(before, rel=1e-6)
 
@@ -167,7 +167,7 @@ def test_alibi_gpt2_is_loaded_elsewhere_by_its_own_file_and_generates(tmp_path: 
     torch.save(tokens, tmp_path / "tokens.pt")
     batch = pack_documents([tokens])
     with torch.no_grad():
-        expected = model(**batch.arguments()).item()
+        expected = model(**batch.arguments())[0].item()
     # Another process, in another directory, without megapack on its path.
     program = f"""
 import sys, torch
@@ -217,7 +217,7 @@ def test_alibi_reaches_documents_longer_than_the_position_table_would_be() -> No
     model = tiny_model("gpt2_tiny_alibi", overrides={"n_positions": 16})
     batch = pack_documents(documents([90]))
     with torch.no_grad():
-        loss = model(**batch.arguments())
+        loss, _ = model(**batch.arguments())
     assert torch.isfinite(loss)
     assert position_limit(model.configuration) is None
     assert position_limit(tiny_model("gpt2_tiny").configuration) == 512

@@ -194,6 +194,9 @@ def test_evaluate_scores_models_by_context_and_compares_runs(
     argv += ["--buckets", *map(str, BUCKETS), "--contexts", "16", "64", "--output"]
     argv += [str(tmp_path / "out"), "--micro-batch-tokens", "512"]
     argv += ["--run", f"first={tmp_path / 'a'}", "--run", f"second={tmp_path / 'b'}"]
+    held_out = {"prefix": "nowhere", "valid_prefix": str(corpus.valid)}
+    (tmp_path / "blend.json").write_text(json.dumps({"sources": [{**held_out, "name": "web"}]}))
+    argv += ["--blend", str(tmp_path / "blend.json")]
     output = zygote.start(argv, 1, tmp_path / "log", {0: {"env": {}}}).succeed()
     assert "tiny: perplexity" in output and "context     16" in output
     assert output.index("first: final perplexity") < output.index("second: final perplexity")
@@ -201,6 +204,8 @@ def test_evaluate_scores_models_by_context_and_compares_runs(
     assert found["runs"]["first"]["mean_rank"] == 1.0
     model = found["models"]["tiny"]
     assert set(model["contexts"]) == {"16", "64"} and model["perplexity"] > 1
+    assert model["source_perplexity"] == {"web": model["perplexity"]}
+    assert f"source web: perplexity {model['perplexity']:.4f}" in output
     for plot in ("perplexity_by_context.png", "training_perplexity.png"):
         assert (tmp_path / "out" / plot).read_bytes()[:4] == b"\x89PNG"
 

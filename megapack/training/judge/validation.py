@@ -8,8 +8,8 @@ where a segment begins inside a document. So figures of different capacities com
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -24,7 +24,7 @@ from megapack.training.config import EngineConfig
 from megapack.training.model.training_model import on_device
 from megapack.training.run.world import World
 
-__all__ = ["ValidationResult", "evaluate", "perplexity_by_context"]
+__all__ = ["ValidationResult", "evaluate", "evaluate_sources", "perplexity_by_context"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +33,19 @@ class ValidationResult:
 
     loss_sums: dict[int, float]
     label_tokens: dict[int, int]
+    sources: dict[str, ValidationResult] = field(default_factory=dict)
+    """Of the held-out documents of every source of a blend that has some."""
+
+    @staticmethod
+    def together(results: Iterable[ValidationResult]) -> ValidationResult:
+        """Of all these documents."""
+        sums: dict[int, float] = {}
+        counts: dict[int, int] = {}
+        for result in results:
+            for capacity, count in result.label_tokens.items():
+                sums[capacity] = sums.get(capacity, 0.0) + result.loss_sums[capacity]
+                counts[capacity] = counts.get(capacity, 0) + count
+        return ValidationResult(loss_sums=dict(sorted(sums.items())), label_tokens=counts)
 
     @property
     def loss(self) -> float:
@@ -45,13 +58,18 @@ class ValidationResult:
         return _exp(self.loss)
 
     def report(self) -> dict[str, Any]:
-        """For a log: loss, perplexity, label tokens, and the loss per bucket."""
+        """For a log: loss, perplexity, label tokens, the loss per bucket, and per source."""
         scored = {c: n for c, n in self.label_tokens.items() if n}
+        of_sources = {
+            "source_loss": {name: result.loss for name, result in self.sources.items()},
+            "source_perplexity": {name: r.perplexity for name, r in self.sources.items()},
+        }
         return {
             "loss": self.loss,
             "perplexity": self.perplexity,
             "label_tokens": sum(self.label_tokens.values()),
             "bucket_loss": {str(c): self.loss_sums[c] / n for c, n in scored.items()},
+            **(of_sources if self.sources else {}),
         }
 
 
@@ -91,7 +109,7 @@ def evaluate(
                 layout = _layout(capacity, micro_batch_tokens, config)
                 for batch in _batches(data, capacity, layout, max_tokens, world):
                     world.progress.at(f"validation, bucket {capacity}")
-                    loss = model(**on_device(batch, world.device, config))
+                    loss, _ = model(**on_device(batch, world.device, config))
                     sums[0, number] += loss
                     sums[1, number] += int((batch["labels"] >= 0).sum())
     finally:
@@ -102,6 +120,22 @@ def evaluate(
         loss_sums=dict(zip(capacities, losses, strict=True)),
         label_tokens={c: int(n) for c, n in zip(capacities, counts, strict=True)},
     )
+
+
+def evaluate_sources(
+    model: Any, data: PackedDataset | None, sources: Mapping[str, PackedDataset], **how: Any
+) -> ValidationResult:
+    """Score some documents and those of every source; collective.
+
+    Args:
+        model, data: as of ``evaluate``, like ``how``. Without data the result is that of all
+            sources together.
+        sources: held-out documents by source; at least one where there are no data.
+    """
+    found = {name: evaluate(model, of_source, **how) for name, of_source in sources.items()}
+    if data is None:
+        return replace(ValidationResult.together(found.values()), sources=found)
+    return replace(evaluate(model, data, **how), sources=found)
 
 
 def perplexity_by_context(

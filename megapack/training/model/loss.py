@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["IGNORED_LABEL", "linear_cross_entropy_sum"]
+__all__ = ["IGNORED_LABEL", "linear_cross_entropy"]
 
 IGNORED_LABEL = -100
 
 
-def linear_cross_entropy_sum(
+def linear_cross_entropy(
     hidden: Tensor,
     weight: Tensor,
     labels: Tensor,
@@ -28,7 +28,7 @@ def linear_cross_entropy_sum(
     softcap: float = 0.0,
     chunk_tokens: int = 2048,
     fused: bool = False,
-) -> Tensor:
+) -> tuple[Tensor, Tensor]:
     """``scale`` times the sum over positions of ``-log softmax(cap(hidden @ weight.T))[label]``.
 
     A sum, not a mean: a micro batch knows nothing of the label tokens of the others, so the mean is
@@ -45,7 +45,8 @@ def linear_cross_entropy_sum(
         fused: compile the elementwise part of a chunk.
 
     Returns:
-        A scalar, float32 (float64 for float64 inputs).
+        The scaled sum, a scalar, and the loss of every position ``[T]``, unscaled, 0 where there is
+        no label and without a gradient; both float32 (float64 for float64 inputs).
     """
     kind = hidden.device.type
     compute = weight.dtype
@@ -53,7 +54,7 @@ def linear_cross_entropy_sum(
         compute = torch.get_autocast_dtype(kind)
     hidden, weight = hidden.to(compute), weight.to(compute)
     wanted = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
-    loss, _, _ = torch.ops.megapack.linear_cross_entropy(
+    loss, losses, _, _ = torch.ops.megapack.linear_cross_entropy(
         hidden,
         weight,
         labels,
@@ -63,12 +64,11 @@ def linear_cross_entropy_sum(
         gradients=wanted,
         fused=fused,
     )
-    result: Tensor = loss
-    return result
+    return loss, losses.detach()
 
 
 def _loss_and_slope(logits: Tensor, labels: Tensor, softcap: float) -> tuple[Tensor, Tensor]:
-    """Losses summed, and d loss / d logits written over ``logits`` ``[chunk, vocabulary]``."""
+    """Losses ``[chunk]``, and d loss / d logits written over ``logits`` ``[chunk, vocabulary]``."""
     squashed = torch.tanh(logits / softcap) if softcap else None
     scores = logits if squashed is None else squashed * softcap
     real = labels != IGNORED_LABEL
@@ -80,7 +80,7 @@ def _loss_and_slope(logits: Tensor, labels: Tensor, softcap: float) -> tuple[Ten
     if squashed is not None:
         slope *= 1 - squashed.square()
     slope *= real.unsqueeze(1)
-    return losses.where(real, 0).sum(), slope
+    return losses.where(real, 0), slope
 
 
 @functools.cache
@@ -99,31 +99,33 @@ def _linear_cross_entropy(
     chunk_tokens: int,
     gradients: bool,
     fused: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     accumulator = _accumulator(hidden)
     loss = hidden.new_zeros((), dtype=accumulator)
+    losses = hidden.new_empty(hidden.shape[:1], dtype=accumulator)
     grad_hidden = hidden.new_empty(hidden.shape if gradients else (0,))
     grad_weight = hidden.new_zeros(weight.shape if gradients else (0,), dtype=accumulator)
     for begin in range(0, hidden.shape[0], chunk_tokens):
         rows = slice(begin, min(begin + chunk_tokens, hidden.shape[0]))
         logits = (hidden[rows] @ weight.T).to(accumulator)
         if not gradients:
-            loss += _loss_only(logits, labels[rows], softcap)
+            losses[rows] = _loss_only(logits, labels[rows], softcap)
+            loss += losses[rows].sum()
             continue
-        part, slope = _loss_and_slope_function(fused)(logits, labels[rows], softcap)
+        losses[rows], slope = _loss_and_slope_function(fused)(logits, labels[rows], softcap)
+        loss += losses[rows].sum()
         del logits
         slope = slope.mul_(scale).to(hidden.dtype)
-        loss += part
         grad_hidden[rows] = slope @ weight
         grad_weight += slope.T @ hidden[rows]
-    return loss * scale, grad_hidden, grad_weight.to(weight.dtype)
+    return loss * scale, losses, grad_hidden, grad_weight.to(weight.dtype)
 
 
 def _loss_only(logits: Tensor, labels: Tensor, softcap: float) -> Tensor:
     if softcap:
         logits = torch.tanh(logits / softcap) * softcap
     return torch.nn.functional.cross_entropy(
-        logits, labels, ignore_index=IGNORED_LABEL, reduction="sum"
+        logits, labels, ignore_index=IGNORED_LABEL, reduction="none"
     )
 
 
@@ -142,22 +144,23 @@ def _linear_cross_entropy_fake(
     chunk_tokens: int,
     gradients: bool,
     fused: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     del labels, scale, softcap, chunk_tokens, fused
     loss = hidden.new_empty((), dtype=_accumulator(hidden))
+    losses = hidden.new_empty(hidden.shape[:1], dtype=_accumulator(hidden))
     if not gradients:
-        return loss, hidden.new_empty((0,)), weight.new_empty((0,))
-    return loss, hidden.new_empty(hidden.shape), weight.new_empty(weight.shape)
+        return loss, losses, hidden.new_empty((0,)), weight.new_empty((0,))
+    return loss, losses, hidden.new_empty(hidden.shape), weight.new_empty(weight.shape)
 
 
 def _setup_context(
     ctx: Any,
     inputs: tuple[Any, ...],
     keyword_only_inputs: dict[str, Any],
-    output: tuple[Tensor, Tensor, Tensor],
+    output: tuple[Tensor, Tensor, Tensor, Tensor],
 ) -> None:
     del inputs, keyword_only_inputs
-    ctx.save_for_backward(output[1], output[2])
+    ctx.save_for_backward(output[2], output[3])
     ctx.set_materialize_grads(False)
 
 

@@ -79,7 +79,7 @@ def try_model(
         wrapped = TrainingModel(model, chunk_tokens=32)
         result: Tensor = wrapped(
             row.tokens, row.labels, row.position_ids, row.cu_seqlens, max_seqlen=row.max_seqlen
-        )
+        )[0]
         return result
 
     check_architecture(

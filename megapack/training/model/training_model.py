@@ -1,4 +1,4 @@
-"""What DeepSpeed wraps: one stream of tokens in, the scaled sum of its losses out."""
+"""What DeepSpeed wraps: one stream of tokens in, its losses and their scaled sum out."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from torch import Tensor, nn
 from megapack.attention import varlen_arguments
 from megapack.data import Batch
 from megapack.training.config import EngineConfig
-from megapack.training.model.loss import linear_cross_entropy_sum
+from megapack.training.model.loss import linear_cross_entropy
 
 __all__ = ["TrainingModel", "on_device"]
 
 
 class TrainingModel(nn.Module):
-    """A causal language model that takes one stream of tokens and gives the sum of its losses."""
+    """A causal language model that takes one stream of tokens and gives its losses."""
 
     def __init__(self, model: nn.Module, *, chunk_tokens: int, fused_loss: bool = False) -> None:
         super().__init__()
@@ -63,13 +63,14 @@ class TrainingModel(nn.Module):
         *,
         max_seqlen: int,
         scale: float = 1.0,
-    ) -> Tensor:
-        """``scale`` times the summed loss of one micro batch; see ``linear_cross_entropy_sum``."""
+    ) -> tuple[Tensor, Tensor]:
+        """``scale`` times the summed loss of one micro batch, and the loss of every position
+        ``[T]``, without a gradient; see ``linear_cross_entropy``."""
         hidden = self.hidden_states(tokens, position_ids, cu_seqlens, max_seqlen)
         head: Any = self.model.get_output_embeddings()  # type: ignore[operator]
         if (factor := _logit_factor(self.configuration)) != 1:
             hidden = hidden * factor
-        return linear_cross_entropy_sum(
+        return linear_cross_entropy(
             hidden,
             head.weight,
             labels.flatten(),

@@ -12,7 +12,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from megapack.data import Batch
@@ -36,6 +38,10 @@ class StepResult:
 
     loss_sum: Tensor
     """Scalar on the device: losses of this rank's label tokens, summed."""
+    sample_losses: Tensor
+    """(samples,) on the device: the same for every sample of this rank, not weighted."""
+    source: NDArray[np.int64]
+    """(samples,) the number of the source of each."""
     grad_norm: float | Tensor | None
     """Norm of the whole gradient before clipping."""
     skipped: bool
@@ -200,23 +206,35 @@ def train_step(
     """
     for group in engine.optimizer.param_groups:
         group["lr"] = lr
-    losses = []
+    sums, of_samples, source = [], [], []
     for batch in micro_batches:
         scale = world.size / max(1, batch["num_step_label_tokens"])
         last = batch["micro_step"] == batch["num_micro_steps"] - 1
         engine.set_gradient_accumulation_boundary(last)
-        loss = engine(**on_device(batch, world.device, config), scale=scale)
+        loss, losses = engine(**on_device(batch, world.device, config), scale=scale)
         # A new tensor: without ZeRO, DeepSpeed 0.19 divides by the accumulation steps all the same
         # when backward starts at the very tensor that its forward returned.
         engine.backward(loss.clone(), scale_wrt_gas=False)
-        losses.append(loss.detach() / scale)
+        sums.append(loss.detach() / scale)
+        of_samples.append(_by_sample(losses, batch))
+        source.append(batch["source"].numpy())
     skipped_before = engine.skipped_steps
     engine.step()
     return StepResult(
-        loss_sum=torch.stack(losses).sum(),
+        loss_sum=torch.stack(sums).sum(),
+        sample_losses=torch.cat(of_samples),
+        source=np.concatenate(source),
         grad_norm=engine.get_global_grad_norm(),
         skipped=engine.skipped_steps > skipped_before,
     )
+
+
+def _by_sample(losses: Tensor, batch: Batch) -> Tensor:
+    """(samples,) sums of (T,): rows hold whole samples, and padding behind them."""
+    capacity = int(batch["capacity"])
+    row = int(batch.get("row_tokens", capacity))
+    slots = losses.view(-1, row)[:, : row // capacity * capacity].reshape(-1, capacity)
+    return slots[: len(batch["sample_ids"])].sum(1)
 
 
 def not_finite(model: nn.Module) -> list[str]:

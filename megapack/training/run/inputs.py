@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
 
 from megapack.data import PackedDataset, Schedule, check_token_ids, load_blend
+from megapack.data.blend import BlendConfig
 from megapack.errors import ConfigError, FormatError, MegapackError
 from megapack.packing import SampleIndex, pack
 from megapack.storage import IndexedDataset
@@ -22,6 +23,7 @@ __all__ = [
     "check_inputs",
     "open_inputs",
     "open_validation",
+    "open_validation_of_sources",
     "plan_steps",
     "verify_samples",
 ]
@@ -44,6 +46,14 @@ class Inputs(PlannedSteps):
 
     data: PackedDataset
     valid: PackedDataset | None
+    """Of ``data.valid_prefix``."""
+    valid_sources: dict[str, PackedDataset] = field(default_factory=dict)
+    """Held-out documents of the blend's sources, by name, of those that have some."""
+
+    @property
+    def held_out(self) -> list[PackedDataset]:
+        """All validation data."""
+        return [*([] if self.valid is None else [self.valid]), *self.valid_sources.values()]
 
     def fingerprints(self) -> dict[str, Any]:
         """Identities of documents and samples, for the run directory."""
@@ -61,18 +71,20 @@ def open_inputs(config: PretrainConfig) -> Inputs:
         IndexMismatchError: an index of other documents.
         FormatError, OSError: a file is damaged or missing.
     """
-    data = _open_training_data(config.data)
+    blend = None if config.data.blend is None else load_blend(config.data.blend)
+    data = _open_training_data(config.data, blend)
     steps = plan_steps(config, data, _vocab_size(config, data))
-    valid = None
-    if config.data.valid_prefix is not None:
-        buckets = config.evaluation.buckets or steps.schedule.capacities
-        valid = open_validation(
-            config.data.valid_prefix,
-            config.data.valid_index,
-            buckets=buckets,
-            positions="document" if config.data.positions == "document" else "segment",
-        )
-    return Inputs(**steps.__dict__, data=data, valid=valid)
+    how: dict[str, Any] = {
+        "buckets": config.evaluation.buckets or steps.schedule.capacities,
+        "positions": "document" if config.data.positions == "document" else "segment",
+    }
+    prefix, index = config.data.valid_prefix, config.data.valid_index
+    return Inputs(
+        **steps.__dict__,
+        data=data,
+        valid=None if prefix is None else open_validation(prefix, index, **how),
+        valid_sources={} if blend is None else open_validation_of_sources(blend, **how),
+    )
 
 
 def plan_steps(
@@ -98,14 +110,14 @@ def plan_steps(
     )
 
 
-def _open_training_data(config: DataConfig) -> PackedDataset:
+def _open_training_data(config: DataConfig, blend: BlendConfig | None) -> PackedDataset:
     options: dict[str, Any] = {
         "positions": config.positions,
         "attention": config.attention,
         "labels": config.labels,
     }
-    if config.blend is not None:
-        return load_blend(config.blend).open(**options)
+    if blend is not None:
+        return blend.open(**options)
     assert config.prefix is not None and config.index is not None  # DataConfig checked it
     return PackedDataset(config.prefix, config.index, **options)
 
@@ -132,7 +144,7 @@ def verify_samples(inputs: Inputs, world: World) -> None:
     problem = None
     if world.rank == world.gather(world.host).index(world.host):
         try:
-            for data in filter(None, (inputs.data, inputs.valid)):
+            for data in (inputs.data, *inputs.held_out):
                 for index in data.samples.indices:
                     index.verify()
         except (MegapackError, OSError) as error:
@@ -153,9 +165,7 @@ def check_inputs(inputs: Inputs, architecture: Any, positions: str) -> None:
     """
     limit = position_limit(architecture)
     valid = "document" if positions == "document" else "segment"
-    for data, kind in ((inputs.data, positions), (inputs.valid, valid)):
-        if data is None:
-            continue
+    for data, kind in ((inputs.data, positions), *((data, valid) for data in inputs.held_out)):
         longest = max((_longest_position(index, kind) for index in data.samples.indices), default=0)
         if limit is not None and longest > limit:
             raise ConfigError(
@@ -206,3 +216,21 @@ def open_validation(
                 "with an index that places every token once (strategy bucket)"
             )
     return PackedDataset(dataset, samples, positions=positions)
+
+
+def open_validation_of_sources(blend: BlendConfig, **how: Any) -> dict[str, PackedDataset]:
+    """Held-out documents by source, of the sources that have some; ``how`` and errors as above.
+
+    Raises:
+        ConfigError: two of them have one name.
+    """
+    result: dict[str, PackedDataset] = {}
+    for source in blend.sources:
+        if source.valid_prefix is not None:
+            name = source.name or source.prefix
+            if name in result:
+                raise ConfigError(
+                    f"two sources with held-out documents are named {name!r}; give each its name"
+                )
+            result[name] = open_validation(source.valid_prefix, source.valid_index, **how)
+    return result

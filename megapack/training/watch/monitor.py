@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from megapack.data import Step
+from megapack.data.source import SampleSource
 from megapack.errors import ConfigError
 from megapack.training.config import LoggingConfig
 from megapack.training.model.flops import peak_flops
@@ -24,6 +25,7 @@ from megapack.training.run.directory import RunDirectory
 from megapack.training.run.engine import StepResult
 from megapack.training.run.world import World
 from megapack.training.watch.skipped import SkippedUpdates
+from megapack.training.watch.sources import SourceLosses, mean_by_source, named_means
 from megapack.training.watch.work import StepWork, sample_digest
 
 __all__ = ["Monitor"]
@@ -38,6 +40,7 @@ class Monitor:
         directory: of the run.
         config: how often, and where to.
         world: this process; the first one writes.
+        samples: of the run; with several sources every one has its loss.
         num_steps: of the whole run, for the time that is left.
         start: the first step, after which older curves are cut.
         max_skipped: updates in a row that may be skipped.
@@ -49,6 +52,7 @@ class Monitor:
         config: LoggingConfig,
         world: World,
         *,
+        samples: SampleSource,
         num_steps: int,
         start: int = 0,
         max_skipped: int = 0,
@@ -56,6 +60,7 @@ class Monitor:
         self.directory, self.config, self.world = directory, config, world
         self.num_steps, self.start = num_steps, start
         self._skipped = SkippedUpdates(max_skipped)
+        self._sources = SourceLosses(samples, world) if len(samples.indices) > 1 else None
         self._peak = peak_flops(world.device)
         self._lines: list[dict[str, Any]] = []
         self._results: list[StepResult] = []
@@ -100,6 +105,8 @@ class Monitor:
             "samples": sample_digest(content),
             "skipped": result.skipped,
         }
+        if self._sources is not None:
+            about["source_label_tokens"] = self._sources.label_tokens(content)
         self._lines.append({**line, **about, "seconds": seconds, **work.__dict__})
         self._results.append(result)
         problem = self._skipped.note(line["step"], result.skipped)
@@ -119,6 +126,8 @@ class Monitor:
         losses = torch.stack([r.loss_sum for r in self._results]).to(torch.float64)
         dist.all_reduce(losses)
         values = losses.tolist()
+        if self._sources is not None:
+            self._sources.add_losses(self._lines, self._results)
         norms = [None if r.grad_norm is None else float(r.grad_norm) for r in self._results]
         # The device may have worked on after the last step was recorded: its time counts too.
         self._lines[-1]["seconds"] += time.perf_counter() - self._since
@@ -168,6 +177,9 @@ class Monitor:
             scalars = {f"train/{k}": v for k, v in line.items() if isinstance(v, (int, float))}
             if line["loss"] is not None:
                 scalars[f"bucket_loss/{line['capacity']}"] = line["loss"]
+            for name, loss in line.get("source_loss", {}).items():
+                if loss is not None:
+                    scalars[f"source_loss/{name}"] = loss
             writer.write(scalars, step)
 
     def evaluation(self, step: int, tokens_seen: int, result: dict[str, Any]) -> None:
@@ -179,6 +191,8 @@ class Monitor:
             file.write(json.dumps(line) + "\n")
         for writer in self._writers:
             scalars = {f"valid/{k}": v for k, v in result.items() if isinstance(v, float)}
+            for name, loss in result.get("source_loss", {}).items():
+                scalars[f"valid_source_loss/{name}"] = loss
             writer.write(scalars, step)
 
     def _sentence(self, lines: list[dict[str, Any]]) -> str:
@@ -191,7 +205,7 @@ class Monitor:
         wait = sum(line["data_wait"] for line in lines) / seconds
         parts = [
             f"step {last['step'] + 1}/{self.num_steps}",
-            f"loss {loss:.4f}",
+            f"loss {loss:.4f}{named_means(mean_by_source(lines))}",
             f"lr {last['lr']:.2e}",
             f"bucket {last['capacity']}",
             f"{tokens:,.0f} tok/s ({useful:,.0f} useful)",
@@ -232,14 +246,18 @@ class _WeightsAndBiases:
             raise ConfigError(
                 f"logging.wandb_project is {project!r}; that needs pip install wandb"
             ) from error
-        name = directory.path.name
-        # The name is the id: a resumed run continues its curves.
         self._run = wandb.init(
-            project=project, name=name, id=name, resume="allow", dir=str(directory.path)
+            project=project,
+            name=directory.path.name,
+            id=directory.own_id(),
+            resume="allow",
+            dir=str(directory.path),
         )
+        # An axis of our own: its steps may go back, to those done again after a rollback.
+        self._run.define_metric("*", step_metric="step")
 
     def write(self, scalars: dict[str, Any], step: int) -> None:
-        self._run.log(scalars, step=step)
+        self._run.log({**scalars, "step": step})
 
     def close(self) -> None:
         self._run.finish()

@@ -1,0 +1,154 @@
+"""Every source of a blend has its loss, its validation and its epochs."""
+
+from __future__ import annotations
+
+import math
+import re
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from megapack.errors import ConfigError
+from megapack.training.config import PretrainConfig, load_config
+from megapack.training.dry_run import dry_run
+from megapack.training.model.architecture import model_configuration
+from megapack.training.model.opening import build_model
+from megapack.training.run.directory import read_jsonl
+from megapack.training.run.engine import _by_sample
+from megapack.training.run.inputs import Inputs, open_inputs
+from megapack.training.watch.sources import mean_by_source, named_means
+
+from .conftest import Corpus
+from .packing_helpers import losses_one_by_one
+from .processes import Zygote, start_run
+
+
+def write_blend(path: Path, corpus: Corpus, **more: object) -> Path:
+    """Two sources of equal weight, each with its held-out documents (of the other one)."""
+    pairs = {"web": (corpus.train, corpus.valid), "math": (corpus.valid, corpus.train)}
+    sources = [
+        {
+            "name": name,
+            "prefix": str(prefix),
+            "index": f"{prefix}.samples",
+            "weight": 1,
+            "valid_prefix": str(held_out),
+            "valid_index": f"{held_out}.samples",
+        }
+        for name, (prefix, held_out) in pairs.items()
+    ]
+    path.write_text(yaml.safe_dump({"sources": sources, **more}))
+    return path
+
+
+def blend_config(path: Path, corpus: Corpus, run_dir: Path, **sections: object) -> Path:
+    data = {"prefix": None, "index": None, "valid_prefix": None, "blend": str(path)}
+    return corpus.config(run_dir, data=data, **sections)
+
+
+def expected_losses(inputs: Inputs, config: PretrainConfig) -> dict[str, tuple[float, int]]:
+    """Source -> (mean loss, labels) of step 0 by a new model, document by document."""
+    architecture = model_configuration(config.model, inputs.vocab_size)
+    model = build_model(config.model, architecture, backend="sdpa", seed=config.seed)
+    model.model.set_attn_implementation("eager")
+    with torch.no_grad():
+        found = losses_one_by_one(model, inputs, 0)
+    result = {}
+    for number, name in enumerate(inputs.schedule.samples.names):
+        labels = sum(count for source, _, count in found if source == number)
+        total = sum(loss.item() for source, loss, _ in found if source == number)
+        result[name] = (total / labels, labels)
+    return result
+
+
+def test_a_run_tells_loss_and_perplexity_of_every_source(
+    zygote: Zygote, corpus: Corpus, tmp_path: Path
+) -> None:
+    blend = write_blend(tmp_path / "blend.yaml", corpus)
+    logs = {}
+    for ranks in (1, 2):
+        run_dir = tmp_path / f"run{ranks}"
+        path = blend_config(
+            blend, corpus, run_dir, num_steps=2, logging={"every": 1, "tensorboard": ranks == 2}
+        )
+        output = start_run(zygote, path, "run", ranks=ranks).succeed()
+        logs[ranks] = list(read_jsonl(run_dir / "log.jsonl"))
+    config = load_config(PretrainConfig, path)
+    expected = expected_losses(open_inputs(config), config)
+    assert set(expected) == {"web", "math"}
+    for log in logs.values():
+        first = log[0]
+        assert first["source_label_tokens"] == {name: n for name, (_, n) in expected.items()}
+        for name, (loss, _) in expected.items():
+            assert first["source_loss"][name] == pytest.approx(loss, rel=1e-5)
+        for line in log:
+            tokens = line["source_label_tokens"]
+            assert sum(tokens.values()) == line["label_tokens"]
+            total = sum(line["source_loss"][name] * n for name, n in tokens.items())
+            assert total / line["label_tokens"] == pytest.approx(line["loss"], rel=1e-5)
+    assert re.search(r"loss [\d.]+ \((web|math) [\d.]+, (web|math) [\d.]+\), lr", output)
+    assert re.search(r"validation perplexity [\d.]+ \(web [\d.]+, math [\d.]+\)", output)
+    assert "realised" in output and re.search(r"epochs.*dataset", output), "before the launch"
+    [line] = read_jsonl(run_dir / "evaluation.jsonl")
+    losses = line["source_loss"]
+    assert line["source_perplexity"]["math"] == pytest.approx(math.exp(losses["math"]))
+    # The figure of the run is that of all held-out documents together.
+    assert min(losses.values()) < line["loss"] < max(losses.values())
+    written = b"".join(p.read_bytes() for p in (run_dir / "tensorboard").iterdir())
+    assert b"source_loss/web" in written and b"valid_source_loss/math" in written
+
+
+def test_samples_are_summed_where_rows_end_in_padding() -> None:
+    losses = torch.arange(1.0, 21.0)
+    batch = {"capacity": 4, "row_tokens": 10, "sample_ids": torch.tensor([7, 3, 5])}
+    # Row 1 is [1..4][5..8] and 9, 10 of padding, row 2 [11..14] and an empty slot.
+    assert _by_sample(losses, batch).tolist() == [10.0, 26.0, 50.0]
+
+
+def test_means_over_lines_count_label_tokens_and_leave_out_what_is_no_number() -> None:
+    lines = [
+        {"source_loss": {"a": 2.0, "b": 1.0}, "source_label_tokens": {"a": 10, "b": 30}},
+        {"source_loss": {"a": 5.0, "b": None}, "source_label_tokens": {"a": 20, "b": 7}},
+        {},
+    ]
+    assert mean_by_source(lines) == {"a": (4.0, 30), "b": (1.0, 30)}
+    assert named_means(mean_by_source(lines)) == " (a 4.0000, b 1.0000)"
+    many = {f"s{i}": (1.0, 1) for i in range(11)}
+    assert named_means(many).endswith(", s7 1.0000, 3 more)")
+    assert named_means({}) == ""
+
+
+def test_a_dry_run_tells_the_epochs_of_every_source_and_what_would_be_too_many(
+    corpus: Corpus, tmp_path: Path
+) -> None:
+    blend = write_blend(tmp_path / "blend.yaml", corpus)
+    config = load_config(PretrainConfig, blend_config(blend, corpus, tmp_path / "run", num_steps=8))
+    text = dry_run(config)
+    inputs = open_inputs(config)
+    assert text.count("epochs") == 2
+    for name, tokens in zip(
+        ("web", "math"), inputs.schedule.samples.tokens_per_epoch.tolist(), strict=True
+    ):
+        [line] = [line for line in text.splitlines() if line.endswith(f"  {name}")]
+        assert float(line.split()[2]) == pytest.approx(8 * 1024 / 2 / tokens, rel=0.2)
+    write_blend(blend, corpus, max_epochs=0.5)
+    with pytest.raises(ConfigError, match="would repeat dataset math"):
+        dry_run(config)
+
+
+def test_two_held_out_sets_of_one_name_and_an_index_without_documents_are_refused(
+    corpus: Corpus, tmp_path: Path
+) -> None:
+    blend = write_blend(tmp_path / "blend.yaml", corpus)
+    tree = yaml.safe_load(blend.read_text())
+    tree["sources"][1]["name"] = "web"
+    blend.write_text(yaml.safe_dump(tree))
+    config = load_config(PretrainConfig, blend_config(blend, corpus, tmp_path / "run"))
+    with pytest.raises(ConfigError, match="two sources with held-out documents are named 'web'"):
+        open_inputs(config)
+    del tree["sources"][0]["valid_prefix"]
+    blend.write_text(yaml.safe_dump(tree))
+    with pytest.raises(ConfigError, match="has a valid_index and no valid_prefix"):
+        open_inputs(config)
