@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import groupby
 
 import numpy as np
 
@@ -55,6 +56,7 @@ class StagePlan:
     steps_per_epoch: int
     tokens_per_step: int
     buckets: tuple[BucketPlan, ...]
+    ramping: bool = False
 
     def __str__(self) -> str:
         return "\n".join(
@@ -81,10 +83,16 @@ class RunPlan:
 
     def __str__(self) -> str:
         lines = []
-        for stage in self.stages:
-            if len(self.stages) > 1:
-                lines.append(f"steps {stage.begin:,} to {stage.end - 1:,}:")
-            lines.append(str(stage))
+        for ramping, group in groupby(self.stages, lambda stage: stage.ramping):
+            stages = list(group)
+            if ramping:
+                first, last = stages[0].begin, stages[-1].end - 1
+                lines.append(f"steps {first:,} to {last:,}: a ramp in {len(stages)} pieces")
+                continue
+            for stage in stages:
+                if len(self.stages) > 1:
+                    lines.append(f"steps {stage.begin:,} to {stage.end - 1:,}:")
+                lines.append(str(stage))
         return "\n".join([*lines, self.table()])
 
     def table(self) -> str:
@@ -117,6 +125,7 @@ def _plan_stage(stage: StageDraws, end: int) -> StagePlan:
         end=end,
         steps_per_epoch=stage.steps_per_epoch,
         tokens_per_step=stage.config.tokens_per_step,
+        ramping=stage.ramping,
         buckets=tuple(
             BucketPlan(stream.capacity, stream.num_samples, per_draw, int(count), float(share))
             for stream, per_draw, count, share in zip(

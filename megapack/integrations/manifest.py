@@ -31,7 +31,7 @@ MOST_DEFAULT_BUCKETS = 5
 # Of a stage, what may change in a host's rows: how long they are, and how many make a step and a
 # micro step, is the host's.
 STAGE_FIELDS = frozenset(
-    {"from_step", "from_tokens", "weights", "order", "num_cycles", "skip_steps", "exclude"}
+    {"from_step", "from_tokens", "weights", "order", "num_cycles", "skip_steps", "exclude", "ramp"}
 )
 
 

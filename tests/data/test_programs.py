@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from reference import programs
 
-from megapack.data import BucketBatchSampler, Schedule, Stage, plan_run
+from megapack.data import BucketBatchSampler, Ramp, Schedule, Stage, plan_run
 from tests.data.corpora import (
     samples_of_buckets,
 )
@@ -106,7 +106,10 @@ class Run:
         if self.random.random() < 0.3:
             self.weights = [None] * len(self.sources)
         self.tokens = int(self.random.choice(TOKENS))
-        self.order = str(self.random.choice(["proportional", "grow-p2", "uniform"]))
+        self.orders = ["proportional", "uniform"]
+        if self.random.random() < 0.5:  # a ramp would begin a curriculum again and again
+            self.orders.append("grow-p2")
+        self.order = str(self.random.choice(self.orders))
         self.stages: list[Stage] = []
         self.step = 0
         self.seen: list[list[int]] = []
@@ -150,10 +153,17 @@ class Run:
             drawn.remove(str(self.random.choice(drawn)))
         if what in ("reweight", "add", "remove"):
             change["weights"] = {name: self.weight() for name in drawn}
+            weighted = any(stage.weights for stage in self.stages) or None not in self.weights
+            if weighted and "grow-p2" not in self.orders and self.random.random() < 0.5:
+                change["ramp"] = Ramp(
+                    until_step=begin + int(self.random.integers(1, 20)),
+                    shape=str(self.random.choice(["linear", "cosine"])),
+                    pieces=int(self.random.integers(1, 6)),
+                )
         if what == "tokens":
             change["tokens_per_step"] = int(self.random.choice(TOKENS))
         if what == "order":
-            change["order"] = str(self.random.choice(["proportional", "grow-p2", "uniform"]))
+            change["order"] = str(self.random.choice(self.orders))
         if what == "skip":
             change["skip_steps"] = int(self.random.integers(1, 9))
         if what == "exclude":
@@ -204,7 +214,7 @@ def test_a_thousand_edited_runs_keep_every_law() -> None:
         check_masks(scratch, run)
         check_ranks(scratch, int(run.random.integers(0, run.step)))
         kinds |= {name for stage in run.stages for name in vars(stage) if vars(stage)[name]}
-    changes = {"weights", "tokens_per_step", "order", "skip_steps", "exclude"}
+    changes = {"weights", "tokens_per_step", "order", "skip_steps", "exclude", "ramp"}
     assert kinds == {"from_step", *changes}
 
 
