@@ -12,6 +12,7 @@ from megapack.data.rank_check import RankChecker
 from megapack.data.report import plan_exclusions, plan_run
 from megapack.data.sampler import BucketBatchSampler
 from megapack.data.schedule import Schedule
+from megapack.data.scores import Scores
 from megapack.data.step import Draw, ScheduleConfig, Step
 from megapack.data.vocabulary import check_token_ids
 
@@ -29,6 +30,7 @@ __all__ = [
     "RankChecker",
     "Schedule",
     "ScheduleConfig",
+    "Scores",
     "Source",
     "Stage",
     "Step",

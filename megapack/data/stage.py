@@ -73,8 +73,18 @@ class StageDraws:
         self.samples = samples
         order = order_named(self.config.order)
         seed = self.config.seed
+        if samples.score_orders and not order.shuffled:
+            raise ConfigError(
+                f"order {self.config.order} takes samples as the index has them, and a source has "
+                "scores to order them by: leave out one of the two"
+            )
         self.buckets = bucket_streams(
-            samples.indices, self.weights, seed, shuffled=order.shuffled, starts=cursors
+            samples.indices,
+            self.weights,
+            seed,
+            shuffled=order.shuffled,
+            starts=cursors,
+            orders=samples.score_orders,
         )
         self.samples_per_draw = [
             _samples_per_draw(self.config, stream.capacity) for stream in self.buckets

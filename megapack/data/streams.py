@@ -1,7 +1,8 @@
 """Endless streams of sample ids: one per bucket, blended from one stream per dataset.
 
-A dataset's stream of a bucket is the concatenation of its samples in a new order every epoch; any
-range of it is computed without what lies before. A bucket's stream takes from the datasets by
+A dataset's stream of a bucket is the concatenation of its samples in a new order every epoch (by
+score where it has one, ``megapack.data.scores``); any range of it is computed without what lies
+before. A bucket's stream takes from the datasets by
 their exact weights (``_core.Blend``): of its first n samples every dataset has given n times its
 weight, within 1.69 samples, for any number of datasets and every n up to 2^53 (csrc/core/
 schedule/blend.hpp has the proof: 1.681, and 2^-9 because weights are whole numbers of 2^-62).
@@ -20,10 +21,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megapack import _core
+from megapack.data.scores import ScoreOrder
 from megapack.errors import ConfigError
 from megapack.packing import SampleIndex
 
 __all__ = ["BucketStream", "bucket_streams", "fold_key", "whole_shares"]
+
+Ids = NDArray[np.int64]
 
 _SHARE_BITS = 62  # what _core.Blend takes
 _PART_BITS = 128  # parts are precise to 2^-64 of themselves for up to 2^64 tokens
@@ -60,6 +64,7 @@ class BucketStream:
         *,
         key: int | None,
         starts: Mapping[tuple[int, int], int],
+        orders: Mapping[tuple[int, int], ScoreOrder],
     ) -> None:
         self.capacity = capacity
         self.datasets = np.array([item.dataset for item in samples], np.int64)
@@ -69,6 +74,8 @@ class BucketStream:
         self.blend = _core.Blend(whole_shares(parts))
         self.samples_per_epoch = samples_per_epoch
         self._shuffled = key is not None
+        self._orders = [orders.get((item.dataset, capacity)) for item in samples]
+        self._ordered = np.array([order is not None for order in self._orders])
         self._keys = np.array([fold_key(key or 0, item.dataset) for item in samples], np.uint64)
 
     @property
@@ -82,9 +89,22 @@ class BucketStream:
         own = _core.permute_epochs(
             self._keys[which], self.sizes[which], self.starts[which] + first, count, self._shuffled
         )
+        if self._ordered.any():
+            self._order_by_score(own, which, self.starts[which] + first, count)
         ids = np.empty_like(own)
         ids[places] = own + np.repeat(self.first_sample[which], count)
         return ids
+
+    def _order_by_score(self, own: Ids, which: NDArray[np.int32], begin: Ids, count: Ids) -> None:
+        """Puts the samples of those runs of ``own`` whose source has scores into their order."""
+        ends = np.cumsum(count)
+        for run in np.flatnonzero(self._ordered[which]).tolist():
+            order, key = self._orders[which[run]], int(self._keys[which[run]])
+            assert order is not None
+            number, end = int(count[run]), int(ends[run])
+            own[end - number : end] = order.samples(
+                lambda epoch, key=key: fold_key(key, epoch), int(begin[run]), number
+            )
 
     def positions(self, sample: int, end: int) -> list[int]:
         """Where a global sample id stands in positions ``[0, end)``; once per epoch."""
@@ -96,11 +116,13 @@ class BucketStream:
             int(self.sizes[i]),
             sample - int(self.first_sample[i]),
         )
-        first = int(self.starts[i])
+        order, first = self._orders[i], int(self.starts[i])
         last = first + self.blend.taken_of(i, end)
         found = []
         for epoch in range(first // size, -(-last // size)):
-            if self._shuffled:
+            if order is not None:
+                cursor = epoch * size + order.position(fold_key(key, epoch), place)
+            elif self._shuffled:
                 cursor = epoch * size + _core.permute_inverse(fold_key(key, epoch), size, place)
             else:
                 cursor = epoch * size + place
@@ -131,6 +153,7 @@ def bucket_streams(
     *,
     shuffled: bool = True,
     starts: Mapping[tuple[int, int], int] = MappingProxyType({}),
+    orders: Mapping[tuple[int, int], ScoreOrder] = MappingProxyType({}),
 ) -> list[BucketStream]:
     """One stream per capacity, ascending, of all indices together.
 
@@ -140,6 +163,7 @@ def bucket_streams(
         seed: of the shuffles.
         shuffled: False: samples in the order of their index.
         starts: (number of the index, capacity) -> samples taken before; 0 where it is missing.
+        orders: (number of the index, capacity) -> order by score, instead of a shuffle.
 
     Weights are shares of tokens (samples x capacity). Every dataset keeps its own distribution over
     buckets: bucket b of dataset d is given ``weight[d] * tokens[d, b] / tokens[d]`` of the tokens,
@@ -161,7 +185,10 @@ def bucket_streams(
         parts = [(exact[d] * capacity * size << _PART_BITS) // tokens[d] for d, _, size in samples]
         epoch = _rounded(sum(parts) * epoch_tokens, scale * capacity)
         key = fold_key(seed, 1, capacity) if shuffled else None
-        result.append(BucketStream(capacity, samples, parts, max(1, epoch), key=key, starts=starts))
+        stream = BucketStream(
+            capacity, samples, parts, max(1, epoch), key=key, starts=starts, orders=orders
+        )
+        result.append(stream)
     return result
 
 
