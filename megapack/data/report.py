@@ -153,18 +153,10 @@ def _plan_datasets(schedule: Schedule, num_steps: int) -> tuple[DatasetPlan, ...
         )
         wanted += shares / shares.sum() * (int(taken.sum()) - before)
     total = max(1, int(taken.sum()))
+    columns = (wanted / total, taken / total, np.diff(source.bases), taken, taken / there)
     return tuple(
-        DatasetPlan(
-            name=name,
-            weight=float(weight / total),
-            realised=float(used / total),
-            num_samples=index.num_samples,
-            tokens=int(used),
-            epochs=float(used / tokens),
-        )
-        for name, index, weight, used, tokens in zip(
-            source.names, source.indices, wanted, taken, there, strict=True
-        )
+        DatasetPlan(name, *values)
+        for name, *values in zip(source.names, *(c.tolist() for c in columns), strict=True)
     )
 
 

@@ -14,6 +14,7 @@ from megapack import _core
 from megapack.data.exclusions import FIRST_MASKED, Exclusions, read_exclusions
 from megapack.data.program import Stage
 from megapack.data.scores import ScoreOrder, Scores, score_orders
+from megapack.data.streams import Bucket, buckets_of
 from megapack.errors import ConfigError
 from megapack.packing import SampleIndex
 
@@ -121,6 +122,11 @@ class SampleSource:
             ({}, "") if scores is None else score_orders(index, scores)
             for index, scores in zip(self.indices, self.scores, strict=True)
         ]
+
+    @cached_property
+    def buckets(self) -> list[Bucket]:
+        """The samples of all indices by rising capacity."""
+        return buckets_of(self.indices)
 
     @cached_property
     def tokens_per_epoch(self) -> Ids:

@@ -79,7 +79,7 @@ class StageDraws:
                 "scores to order them by: leave out one of the two"
             )
         self.buckets = bucket_streams(
-            samples.indices,
+            samples.buckets,
             self.weights,
             seed,
             shuffled=order.shuffled,
