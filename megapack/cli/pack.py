@@ -10,6 +10,8 @@ examples:
       --strategy concat --buckets 4096 --seed 7 --threads 16
   megapack-build pack corpus_text_document --strategy seamless --buckets 2048 \\
       --preset paper
+  megapack-build pack corpus_text_document --buckets 8192,32768 \\
+      --documents rest.npy --output rest.samples
 """
 
 from __future__ import annotations
@@ -19,9 +21,13 @@ import json
 import textwrap
 from pathlib import Path
 
+import numpy as np
+from numpy.typing import NDArray
+
 from megapack.cli.arguments import Arguments, add_dataset_argument, add_shared, capacities, positive
 from megapack.cli.composition import print_composition
 from megapack.cli.report import Work, note
+from megapack.errors import ConfigError
 from megapack.packing import (
     STRATEGIES,
     Parameter,
@@ -30,6 +36,8 @@ from megapack.packing import (
     how_it_differs,
     pack,
 )
+from megapack.packing.checksums import checksum
+from megapack.storage.document_list import read_documents
 from megapack.storage.mmididx import IndexFile
 from megapack.storage.replace import check_target
 from megapack.words import count, counted
@@ -50,6 +58,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=capacities,
         required=True,
         help="capacities in tokens; one for the strategies of one length",
+    )
+    parser.add_argument(
+        "--documents",
+        metavar="FILE",
+        help="pack only these documents: a .npy of their numbers, or text with one per line",
     )
     add_shared(parser, "--seed", "--threads")
     add_alignment(parser)
@@ -80,6 +93,7 @@ def run(args: argparse.Namespace) -> int:
     method = check_packing(args.strategy, parameters=given, **options)
     output = Path(args.output or f"{args.prefix}.samples")
     documents = IndexFile(f"{args.prefix}.idx")
+    chosen = None if args.documents is None else _chosen(args.documents, documents)
 
     def difference() -> str | None:
         return how_it_differs(
@@ -89,10 +103,15 @@ def run(args: argparse.Namespace) -> int:
             buckets=method.buckets,
             seed=args.seed,
             dataset=documents.fingerprint,
+            chosen=None if chosen is None else checksum(chosen),
         )
 
     if check_target(output, overwrite=args.overwrite, difference=difference):
         lengths = documents.document_lengths()
+        if chosen is not None:
+            only = np.zeros_like(lengths)
+            only[chosen] = lengths[chosen]
+            lengths = only
         with Work(f"packing {counted(len(lengths), 'document')}") as work:
             index = pack(
                 lengths,
@@ -104,6 +123,8 @@ def run(args: argparse.Namespace) -> int:
                 **given,
             )
         source = {"fingerprint": documents.fingerprint, "prefix": args.prefix}
+        if chosen is not None:
+            source["documents"] = checksum(chosen)
         index.save(output, source=source, overwrite=True)
     else:
         note(f"nothing to do: {output} is there already, of the same documents and options")
@@ -117,6 +138,17 @@ def run(args: argparse.Namespace) -> int:
             f"{count(index.metrics()['num_tokens'])} tokens -> {count(index.num_samples)} samples"
         )
     return 0
+
+
+def _chosen(path: str, documents: IndexFile) -> NDArray[np.int64]:
+    """The numbers of --documents, ascending."""
+    chosen = read_documents(path)
+    if len(chosen) and chosen[-1] >= documents.num_documents:
+        raise ConfigError(
+            f"--documents {path} has document {chosen[-1]}, and {documents.name} has "
+            f"{documents.num_documents} (counted from 0); is it a list of another dataset?"
+        )
+    return chosen
 
 
 def _parameters_by_name() -> dict[str, dict[str, Parameter]]:

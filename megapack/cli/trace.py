@@ -7,6 +7,8 @@ holds is a function of it and of the .samples files, so any step is as near as t
 --document SOURCE:D shows in which steps document D of a source was or will be drawn.
 --excluded shows what each list of excluded documents masks: how often its documents were seen
 before, how often their samples are drawn since, and how often one of them is still shown (never).
+--unseen SOURCE writes the documents of a source that are not seen yet in the present pass over it,
+as .npy, for `megapack-build pack --documents`: so a source goes on in another packing.
 None of them: what the run takes of every source until a step, in tokens and epochs.
 
 examples:
@@ -14,6 +16,7 @@ examples:
   megapack-build trace run/config.yaml --step 1200 --ranks 64 --rank 3
   megapack-build trace run/config.yaml --document code:81723 --until 20000
   megapack-build trace run/config.yaml --excluded --until 20000
+  megapack-build trace run/config.yaml --unseen web --until 12000 --output rest.npy
   megapack-build trace run/config.yaml --until 20000
 """
 
@@ -21,10 +24,13 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import io
 import json
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import yaml
 
 from megapack.cli.arguments import add_shared, positive
@@ -32,6 +38,8 @@ from megapack.cli.report import Screen, print_table
 from megapack.cli.trace_step import answer_step
 from megapack.config import apply_overrides, from_dict
 from megapack.errors import ConfigError
+from megapack.storage.atomic import atomic_write
+from megapack.storage.replace import check_target
 
 if TYPE_CHECKING:  # megapack.data imports torch, which no other command needs
     from megapack.data import PackedDataset, Schedule
@@ -58,6 +66,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     question.add_argument(
         "--excluded", action="store_true", help="show what lists of excluded documents mask"
     )
+    question.add_argument(
+        "--unseen", metavar="SOURCE", help="write which documents of a source are not seen yet"
+    )
     parser.add_argument(
         "--until",
         type=positive,
@@ -67,6 +78,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ranks", type=positive, metavar="N", help="deal the step to N ranks")
     parser.add_argument("--rank", type=int, metavar="R", help="show what rank R of them has")
     add_shared(parser, "--tokenizer", help="shows the text of the step")
+    add_shared(parser, "--output", help="of --unseen; ids of documents as .npy")
+    add_shared(parser, "--overwrite")
     parser.add_argument("--full", action="store_true", help="do not shorten the text of segments")
     add_shared(parser, "--json")
 
@@ -79,6 +92,8 @@ def run(args: argparse.Namespace) -> int:
         answer_step(args, tree, data, schedule)
     elif args.document is not None:
         _answer_document(args, schedule, until)
+    elif args.unseen is not None:
+        _answer_unseen(args, schedule, until)
     elif args.excluded:
         _answer_excluded(args, schedule, until)
     else:
@@ -204,6 +219,39 @@ def _answer_excluded(args: argparse.Namespace, schedule: Schedule, until: int) -
             for item in found
         ],
     )
+
+
+# --- what is not seen yet? -----------------------------------------------------------------------
+
+
+def _answer_unseen(args: argparse.Namespace, schedule: Schedule, until: int) -> None:
+    from megapack.data import unseen_documents  # noqa: PLC0415
+
+    names = schedule.samples.names
+    if args.output is None:
+        raise ConfigError(f"--unseen {args.unseen} writes the documents to a file: give --output")
+    if names.count(args.unseen) != 1:
+        there = ", ".join(names[:20])
+        raise ConfigError(f"--unseen {args.unseen!r} is none of the sources {there}")
+    documents, passes = unseen_documents(schedule, names.index(args.unseen), until)
+    content = io.BytesIO()
+    np.save(content, documents)
+    same = partial(_difference, args.output, content.getvalue())
+    if check_target(args.output, overwrite=args.overwrite, difference=same):
+        with atomic_write(args.output) as file:
+            file.write(content.getvalue())
+    facts = {"source": args.unseen, "steps": until, "passes": passes, "documents": len(documents)}
+    if args.json:
+        print(json.dumps(facts, indent=2))
+        return
+    Screen().write_line(
+        f"after {until:,} steps {len(documents):,} documents of {args.unseen} are not seen yet in "
+        f"pass {passes + 1:,} over it: {args.output}"
+    )
+
+
+def _difference(path: str, content: bytes) -> str | None:
+    return None if Path(path).read_bytes() == content else "it holds something else"
 
 
 # --- what will be seen? ---------------------------------------------------------------------------

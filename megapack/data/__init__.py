@@ -14,6 +14,7 @@ from megapack.data.sampler import BucketBatchSampler
 from megapack.data.schedule import Schedule
 from megapack.data.scores import Scores
 from megapack.data.step import Draw, ScheduleConfig, Step
+from megapack.data.unseen import unseen_documents
 from megapack.data.vocabulary import check_token_ids
 
 __all__ = [
@@ -43,4 +44,5 @@ __all__ = [
     "plan_exclusions",
     "plan_run",
     "segment_ids",
+    "unseen_documents",
 ]

@@ -13,16 +13,16 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
 from megapack.data.program import Stage
-from megapack.errors import ConfigError, FormatError
+from megapack.errors import ConfigError
+from megapack.storage.document_list import read_documents
 
-__all__ = ["FIRST_MASKED", "Exclusions", "read_documents", "read_exclusions"]
+__all__ = ["FIRST_MASKED", "Exclusions", "read_exclusions"]
 
 FIRST_MASKED = 1 << 48  # csrc/core/gather/source.hpp has the same
 
@@ -104,40 +104,6 @@ def read_exclusions(
     none = np.zeros(0, np.int64)
     joined = [_joined(own) if own else (none, none) for own in parts]
     return Exclusions(num_lists, tuple(d for d, _ in joined), tuple(n for _, n in joined))
-
-
-def read_documents(path: str | Path) -> Ids:
-    """Document ids of a file, ascending, each once, int64.
-
-    Args:
-        path: a .npy file of integers in one dimension, or text with one id per line.
-
-    Raises:
-        FormatError, OSError: it holds something else, or cannot be read.
-    """
-    path = Path(path)
-    if path.suffix == ".npy":
-        try:
-            found = np.load(path, allow_pickle=False)
-        except ValueError as error:
-            raise FormatError(f"{path} is no .npy file of integers: {error}") from error
-        if found.ndim != 1 or found.dtype.kind not in "iu":
-            raise FormatError(
-                f"{path} holds {found.dtype} of shape {found.shape}; document ids are integers in "
-                "one dimension"
-            )
-    else:
-        lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
-        for number, line in enumerate(lines, 1):
-            if line.strip() and not (line.strip().isascii() and line.strip().isdecimal()):
-                raise FormatError(
-                    f"{path}, line {number}: {line[:40]!r} is no document id; write one number, "
-                    "counted from 0, per line"
-                )
-        found = np.array([int(line) for line in lines if line.strip()], object)
-    if len(found) and not (found.min() >= 0 and found.max() < 1 << 62):
-        raise FormatError(f"{path} has ids from {found.min()} to {found.max()}; ids are 0 or more")
-    return np.unique(found.astype(np.int64))
 
 
 def _joined(parts: Sequence[tuple[Ids, int]]) -> tuple[Ids, Ids]:

@@ -216,7 +216,8 @@ class SampleIndex:
         Args:
             path: the file.
             source: the IndexedDataset (or a dict with ``fingerprint`` and ``prefix``) it was
-                packed from; ``check_source`` compares with it.
+                packed from; ``check_source`` compares with it. ``documents`` in the dict is a
+                checksum of the numbers of those that were packed, if not all were.
             overwrite: replace a file that is another index, or damaged.
 
         Returns:
@@ -233,10 +234,9 @@ class SampleIndex:
             source = {"fingerprint": source.fingerprint, "prefix": str(source.prefix)}
         source = self.source if source is None else dict(source)
         same = {name: getattr(self, name) for name in ("strategy", "parameters", "buckets", "seed")}
-        recorded = (source or {}).get("fingerprint")
-        difference = partial(
-            how_it_differs, path, **same, dataset=recorded, checksums=self._checksums
-        )
+        recorded, chosen = ((source or {}).get(name) for name in ("fingerprint", "documents"))
+        same |= {"dataset": recorded, "chosen": chosen, "checksums": self._checksums}
+        difference = partial(how_it_differs, path, **same)
         if not check_target(path, overwrite=overwrite, difference=difference):
             return False
         header = {name: getattr(self, name) for name in _HEADER} | {

@@ -57,12 +57,14 @@ def how_it_differs(
     seed: int,
     dataset: str | None,
     checksums: Mapping[str, str] | None = None,
+    chosen: str | None = None,
 ) -> str | None:
     """What the index in a file was packed from or with instead of this, as a sentence.
 
     Args:
         dataset: fingerprint of the documents, or None.
         checksums: of the arrays it should have; None: whatever follows from the rest.
+        chosen: checksum of the numbers of the documents that are packed; None: all.
 
     Returns:
         None: it is what ``pack`` makes of all that, by this release, and it is whole.
@@ -76,6 +78,7 @@ def how_it_differs(
     release = found["created_by"]
     pairs = {
         "another dataset": ((found["source"] or {}).get("fingerprint"), dataset),
+        "other documents of it": ((found["source"] or {}).get("documents"), chosen),
         "another strategy": (found["strategy"], strategy),
         "other parameters": (found["parameters"], parameters),
         "other buckets": (found["buckets"], buckets),

@@ -23,9 +23,10 @@ from megapack.data import (
     load_blend,
     plan_exclusions,
 )
-from megapack.data.exclusions import FIRST_MASKED, read_documents
+from megapack.data.exclusions import FIRST_MASKED
 from megapack.errors import ConfigError, FormatError, ResumeError
 from megapack.packing import SampleIndex, pack
+from megapack.storage.document_list import read_documents
 from tests.data.corpora import (
     index_of,
     packed_index,
