@@ -14,6 +14,7 @@ from torch.utils.data import Dataset
 from megapack import _core
 from megapack.data.batch import Batch, BatchLayout, Buffers, allocate
 from megapack.data.program import Stage
+from megapack.data.scores import Scores
 from megapack.data.source import SampleSource
 from megapack.errors import ConfigError
 from megapack.packing import SampleIndex
@@ -39,6 +40,7 @@ class PackedDataset(Dataset[Batch]):
         weights: of a blend, shares of tokens; None: in proportion to the tokens.
         names: of the datasets, for stages and reports; None: their prefixes.
         stages: what changes at later steps of a run (``megapack.data.program``).
+        scores: of every dataset, its order by score (``megapack.data.scores``); None: shuffled.
         max_epochs: a run that would repeat a dataset more often is refused; None: no limit.
         positions: where position_ids restart: at every ``segment``, never inside a ``document``
             (a segment continues its document's count), or at every ``sample``.
@@ -68,6 +70,7 @@ class PackedDataset(Dataset[Batch]):
         weights: Sequence[float | None] | None = None,
         names: Sequence[str] | None = None,
         stages: Sequence[Stage] = (),
+        scores: Sequence[Scores | None] | None = None,
         max_epochs: float | None = None,
         positions: Literal["segment", "document", "sample"] = "segment",
         attention: Literal["document", "sample"] = "document",
@@ -109,6 +112,7 @@ class PackedDataset(Dataset[Batch]):
                 "weights": weights,
                 "names": names or [item.prefix for item in self.datasets],
                 "stages": stages,
+                "scores": scores,
                 "max_epochs": max_epochs,
             },
         )
@@ -141,7 +145,7 @@ class PackedDataset(Dataset[Batch]):
     def __getstate__(self) -> dict[str, Any]:
         state = {k: v for k, v in self.__dict__.items() if k not in ("_gatherer", "samples")}
         samples = self.samples
-        names = ("weights", "names", "stages", "exclusions", "max_epochs")
+        names = ("weights", "names", "stages", "exclusions", "scores", "max_epochs")
         about = {name: getattr(samples, name) for name in names}
         return {**state, "indices": samples.indices, "about": about}
 
