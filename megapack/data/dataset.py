@@ -12,7 +12,7 @@ from numpy.typing import ArrayLike, NDArray
 from torch.utils.data import Dataset
 
 from megapack import _core
-from megapack.data.batch import Batch, BatchLayout, Buffers, allocate
+from megapack.data.batch import Batch, BatchLayout, Buffers, allocate, weigh
 from megapack.data.program import Stage
 from megapack.data.source import SampleSource
 from megapack.errors import ConfigError
@@ -40,6 +40,7 @@ class PackedDataset(Dataset[Batch]):
         names: of the datasets, for stages and reports; None: their prefixes.
         stages: what changes at later steps of a run (``megapack.data.program``).
         max_epochs: a run that would repeat a dataset more often is refused; None: no limit.
+        loss_weights: of a blend, factors on the loss of every dataset's labels; None: 1 for all.
         positions: where position_ids restart: at every ``segment``, never inside a ``document``
             (a segment continues its document's count), or at every ``sample``.
         attention: whether cu_seqlens list ``document`` segments or whole ``sample`` runs (the
@@ -69,6 +70,7 @@ class PackedDataset(Dataset[Batch]):
         names: Sequence[str] | None = None,
         stages: Sequence[Stage] = (),
         max_epochs: float | None = None,
+        loss_weights: Sequence[float] | None = None,
         positions: Literal["segment", "document", "sample"] = "segment",
         attention: Literal["document", "sample"] = "document",
         labels: Literal["document", "sample"] = "document",
@@ -110,6 +112,7 @@ class PackedDataset(Dataset[Batch]):
                 "names": names or [item.prefix for item in self.datasets],
                 "stages": stages,
                 "max_epochs": max_epochs,
+                "loss_weights": loss_weights,
             },
         )
 
@@ -138,7 +141,7 @@ class PackedDataset(Dataset[Batch]):
     def __getstate__(self) -> dict[str, Any]:
         state = {k: v for k, v in self.__dict__.items() if k not in ("_gatherer", "samples")}
         samples = self.samples
-        names = ("weights", "names", "stages", "max_epochs")
+        names = ("weights", "names", "stages", "max_epochs", "loss_weights")
         about = {name: getattr(samples, name) for name in names}
         return {**state, "indices": samples.indices, "about": about}
 
@@ -178,6 +181,7 @@ class PackedDataset(Dataset[Batch]):
         capacity: int | None = None,
         out: Buffers | None = None,
         pin_memory: bool = False,
+        loss_weight: ArrayLike | None = None,
     ) -> Batch:
         """Gather samples of one bucket.
 
@@ -188,9 +192,11 @@ class PackedDataset(Dataset[Batch]):
             out: buffers of ``allocate(num_tokens)`` to write into; the tensors of the batch are
                 views of them, overwritten by the next call that is given them. None: new ones.
             pin_memory: new tensors in page-locked memory.
+            loss_weight: (samples,) factors on the loss of their labels, float; None: 1.
 
         Returns:
-            ``tokens, labels, position_ids`` int64 and ``loss_mask`` float32 in the layout's shape;
+            ``tokens, labels, position_ids`` int64 and ``loss_mask`` float32 in the layout's shape,
+            which is the ``loss_weight`` of a sample where there is a label, and 0 elsewhere;
             ``cu_seqlens`` int32, the padding of a sample its own last segment (with alignment also
             ``cu_seqlens_padded``); ``max_seqlen`` int, longest segment with its padding. For a
             blend also ``dataset_ids`` int32, dataset of every segment, -1 for padding.
@@ -218,6 +224,8 @@ class PackedDataset(Dataset[Batch]):
             num_cu_seqlens=self._num_cu_seqlens(layout),
             **buffers.arrays,
         )
+        if loss_weight is not None:
+            weigh(buffers.arrays["loss_mask"].reshape(rows, row_tokens), loss_weight, capacity)
         shape = (1, rows * row_tokens) if layout.kind == "stream" else (rows, row_tokens)
         batch: Batch = {**buffers.shaped(shape)}
         batch["cu_seqlens"] = _listed(cu_seqlens, rows, layout)

@@ -48,6 +48,7 @@ def build_loader(
     reuse_buffers: bool = False,
     device: torch.device | str | None = None,
     check_ranks_every: int = 0,
+    weighted_loss: bool = False,
 ) -> PackedLoader:
     """A loader of the micro batches of one rank.
 
@@ -64,6 +65,8 @@ def build_loader(
         check_ranks_every: compare ranks every so many steps (``RankChecker``); 0: never. Needs
             torch.distributed.
 
+        weighted_loss: see ``BucketBatchSampler``.
+
     Returns:
         A loader; iterating over it gives dicts of
 
@@ -72,12 +75,14 @@ def build_loader(
         - cu_seqlens int32, max_seqlen int, and where asked for cu_seqlens_padded, dataset_ids (see
           ``PackedDataset.micro_batch``);
         - step, micro_step, num_micro_steps, bucket, capacity, row_tokens, num_step_label_tokens
-          (ints), imbalance, imbalance_undealt (floats);
+          (ints), imbalance, imbalance_undealt (floats), and where the step has loss weights
+          step_label_weight, the sum of loss_mask over the whole step and all ranks (float);
         - sample_ids, source (int64 tensors, on the host): of every sample its id and the number of
           its dataset. In a stream, too, samples lie in rows of row_tokens.
 
     Raises:
-        ConfigError: the sizes do not fit, or the run would repeat data too often.
+        ConfigError: the sizes do not fit, the run would repeat data too often, or it has loss
+            weights and the caller no use for them.
         IndexMismatchError: dataset and schedule have different indices.
     """
     if schedule.samples is not dataset.samples:
@@ -96,6 +101,7 @@ def build_loader(
         num_steps=num_steps,
         dealing=dealing,
         uneven=uneven,
+        weighted_loss=weighted_loss,
         count_labels=dataset.count_labels,
     )
     shape = BatchLayout(
@@ -196,7 +202,11 @@ class PackedLoader:
         for i, item in enumerate(self.sampler):
             out = ring[i % len(ring)] if ring else allocate(tokens, pin_memory=self._pin_memory)
             batch = self.dataset.micro_batch(
-                item.sample_ids, layout=self.layout, capacity=item.capacity, out=out
+                item.sample_ids,
+                layout=self.layout,
+                capacity=item.capacity,
+                out=out,
+                loss_weight=item.loss_weight,
             )
             _, row_tokens = self.layout.rows(item.capacity)
             yield {**batch, **item.about(), "row_tokens": row_tokens}

@@ -7,7 +7,7 @@
     stages:
       - {from_tokens: 2_000_000_000, tokens_per_step: 1048576}
       - {from_step: 9000, skip_steps: 200}    # data that made the loss spike
-      - {from_step: 12000, weights: {web: 0.5, math: 0.5}, order: grow-p2}
+      - {from_step: 12000, weights: {web: 0.5, math: 0.5}, order: grow-p2, loss_weights: {math: 2}}
 
 What a stage does not say stays as it was. Its weights replace all weights: a source that they do
 not name is not drawn from then on. Every bucket of every source keeps one cursor through all stages
@@ -52,6 +52,8 @@ class Stage:
     skip_steps: int = 0
     """Before the stage begins, what the stage before it would have drawn in so many steps is passed
     over: those samples count as seen, and come again with the next epoch."""
+    loss_weights: dict[str, float] | None = None
+    """Source name -> ``Source.loss_weight`` from here on; that of a source not named stays."""
 
     def __post_init__(self) -> None:
         if (self.from_step is None) == (self.from_tokens is None):
@@ -73,6 +75,8 @@ class StageSettings(NamedTuple):
     skip_steps: int
     config: ScheduleConfig
     weights: Weights
+    loss_weights: tuple[float, ...] | None = None
+    """Of every source; None: 1 for all."""
 
     def same_draws(self, other: StageSettings) -> bool:
         """Whether it goes on as the other one would have, but for what it skips."""
@@ -107,12 +111,16 @@ def tokens_before(program: Program, step: int) -> int:
 
 
 def resolve(
-    config: ScheduleConfig, weights: Weights, names: Sequence[str], stages: Sequence[Stage]
+    config: ScheduleConfig,
+    weights: Weights,
+    names: Sequence[str],
+    stages: Sequence[Stage],
+    loss_weights: Sequence[float] | None = None,
 ) -> Program:
     """Stages in full, in order; those that change nothing are left out.
 
     Args:
-        config, weights: from step 0 on.
+        config, weights, loss_weights: from step 0 on.
         names: of the sources, in the order of the weights.
         stages: the changes, in order.
 
@@ -124,7 +132,8 @@ def resolve(
         raise ConfigError(
             f"source {names[weights.index(None)]!r} has no weight, others have: give all or none"
         )
-    program: Program = (StageSettings(0, 0, config, weights),)
+    first = _loss_weights({}, loss_weights, names, "the run")
+    program: Program = (StageSettings(0, 0, config, weights, first),)
     for stage in stages:
         last = program[-1]
         begin = _begin(program, stage)
@@ -134,11 +143,17 @@ def resolve(
                 "stages in order, and what holds from step 0 on outside of them"
             )
         chosen = last.weights if stage.weights is None else _weights(stage, names)
-        settings = StageSettings(begin, stage.skip_steps, _config(stage, last.config), chosen)
+        settings = StageSettings(
+            begin=begin,
+            skip_steps=stage.skip_steps,
+            config=_config(stage, last.config),
+            weights=chosen,
+            loss_weights=_loss_weights(stage.loss_weights, last.loss_weights, names, str(stage)),
+        )
+        if settings == last._replace(begin=begin, skip_steps=0):
+            continue
         if not settings.same_draws(last):
             _check_transition(stage, last.config, settings.config)
-        elif not stage.skip_steps:
-            continue
         program = (*program, settings)
     for number, name in enumerate(names):
         if not any(stage.weights[number] != 0 for stage in program):
@@ -173,6 +188,27 @@ def _weights(stage: Stage, names: Sequence[str]) -> Weights:
     if not stage.weights:
         raise ConfigError(f"{stage} has empty weights; name at least one source")
     return tuple(float(stage.weights.get(name, 0)) for name in names)
+
+
+def _loss_weights(
+    changes: dict[str, float] | None, before: Sequence[float] | None, names: Sequence[str], by: str
+) -> tuple[float, ...] | None:
+    if not changes and before is None:
+        return None
+    result = [1.0] * len(names) if before is None else [float(weight) for weight in before]
+    times, numbers = Counter(names), {name: number for number, name in enumerate(names)}
+    for name, weight in (changes or {}).items():
+        if times[name] != 1:
+            there = ", ".join(names[:20])
+            raise ConfigError(f"{by} gives {name!r} a loss weight; sources are {there}")
+        result[numbers[name]] = float(weight)
+    for name, weight in zip(names, result, strict=True):
+        if not (math.isfinite(weight) and weight > 0):
+            raise ConfigError(
+                f"{by} gives {name!r} the loss weight {weight}; it must be a positive number (to "
+                "measure a source without training on it, make it a validation set)"
+            )
+    return tuple(result) if set(result) != {1.0} else None
 
 
 def _config(stage: Stage, before: ScheduleConfig) -> ScheduleConfig:

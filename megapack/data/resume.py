@@ -37,10 +37,13 @@ _CONSEQUENCE = {
     "weights": "datasets are taken in other proportions; " + _RESHUFFLED,
     "skip_steps": _RESHUFFLED,
     "from_step": _RESHUFFLED,
+    "loss_weights": "the same samples are drawn, and their losses count otherwise",
 }
 # What a stage cannot change.
 _WHOLE_RUN = ("order_version", "seed", "row_tokens", "cost_window", "indices")
 _STAGE = ("tokens_per_step", "order", "num_cycles", "mix", "micro_step_tokens", "weights")
+# Of both: not of the order of samples, and written only where there are some.
+_TRAINING = ("loss_weights",)
 
 State = Mapping[str, Any]
 _Difference = tuple[str, str]  # the field, and both values in words
@@ -53,18 +56,19 @@ def identity(program: Program, samples: SampleSource) -> dict[str, Any]:
     each in full, if there are any.
     """
     first, *later = (_plain(stage) for stage in program)
-    whole = {
+    whole: dict[str, Any] = {
         "order_version": ORDER_VERSION,
         **to_dict(program[0].config),
         "num_cycles": first["num_cycles"],
         "indices": list(samples.fingerprints),
         "weights": samples.weights,
+        **{name: first[name] for name in _TRAINING if name in first},
     }
     return {**whole, "stages": later} if later else whole
 
 
 def _plain(stage: StageSettings) -> dict[str, Any]:
-    config = stage.config
+    config, factors = stage.config, _of_drawn(stage)
     return {
         "from_step": stage.begin,
         "skip_steps": stage.skip_steps,
@@ -74,7 +78,17 @@ def _plain(stage: StageSettings) -> dict[str, Any]:
         "mix": config.mix,
         "micro_step_tokens": config.micro_step_tokens,
         "weights": list(stage.weights),
+        **({} if factors is None else {"loss_weights": factors}),
     }
+
+
+def _of_drawn(stage: StageSettings) -> list[float] | None:
+    """Loss weights up to the last one that is not 1, of what is drawn; None: there is none."""
+    pairs = zip(stage.loss_weights or (), stage.weights, strict=False)
+    factors = [1.0 if weight == 0 else factor for factor, weight in pairs]
+    while factors and factors[-1] == 1:
+        factors.pop()
+    return factors or None
 
 
 def check_state(current: State, state: State, allow_change: Collection[str] = ()) -> list[str]:
@@ -115,8 +129,10 @@ def check_state(current: State, state: State, allow_change: Collection[str] = ()
             remedy += f" of the stages before step {step} (the first difference is at {past[0][0]})"
         elif past and len(refused) == len(past[0][1]):
             remedy += f", make the change a stage from step {step} on"
+        trained = {name for name, _ in refused} <= set(_TRAINING)
+        differs = "train otherwise on" if trained else "not see"
         raise ResumeError(
-            "this run would not see the samples the checkpoint's run would have seen: "
+            f"this run would {differs} the samples the checkpoint's run would have seen: "
             + "; ".join(text for _, text in refused)
             + f". {remedy}, or allow_change=({names}) to go on regardless"
         )
@@ -157,10 +173,11 @@ def _stages(current: State, state: State, step: int) -> Iterator[tuple[int, list
 def _all_stages(state: State) -> list[dict[str, Any]]:
     """The stages of a state in full; without what it does not draw at the end of the weights."""
     first: dict[str, Any] = {"from_step": 0, "skip_steps": 0}
-    first |= {name: state.get(name) for name in _STAGE}
+    first |= {name: state.get(name) for name in (*_STAGE, *_TRAINING)}
     first["weights"] = first["weights"] or [None] * len(state["indices"])
     stages = [first, *state.get("stages", ())]
-    return [{**stage, "weights": _drawn(stage["weights"])} for stage in stages]
+    absent = dict.fromkeys(_TRAINING)
+    return [{**absent, **stage, "weights": _drawn(stage["weights"])} for stage in stages]
 
 
 def _drawn(weights: Sequence[float | None]) -> list[float | None]:

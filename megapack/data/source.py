@@ -38,6 +38,7 @@ class SampleSource:
         attention: ``document`` or ``sample``: what a token attends to, which decides the cost.
         names: of the indices, for people; None: their files.
         max_epochs: a run that would repeat an index more often is refused; None: no limit.
+        loss_weights: factors on the loss of every index's labels; None: 1 for all.
         counter: counts the labels of global ids; None: derived from the indices, which works as
             long as no strategy dropped tokens.
     """
@@ -50,6 +51,7 @@ class SampleSource:
         names: Sequence[str] | None = None,
         stages: Sequence[Stage] = (),
         max_epochs: float | None = None,
+        loss_weights: Sequence[float] | None = None,
         attention: Literal["document", "sample"] = "document",
         counter: Callable[[Ids], Ids] | None = None,
     ) -> None:
@@ -62,6 +64,11 @@ class SampleSource:
         self.stages = tuple(stages)
         self.names = list(names) if names else [str(i.path or i.strategy) for i in self.indices]
         self.max_epochs = max_epochs
+        self.loss_weights = None if loss_weights is None else list(loss_weights)
+        if self.loss_weights is not None and len(self.loss_weights) != len(indices):
+            raise ConfigError(
+                f"{len(self.loss_weights)} loss weights for {len(indices)} indices; one for each"
+            )
         self.attention = attention
         self._counter = counter
         self.bases = np.cumsum([0] + [index.num_samples for index in indices], dtype=np.int64)

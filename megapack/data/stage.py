@@ -67,7 +67,7 @@ class StageDraws:
     def __init__(
         self, settings: StageSettings, samples: SampleSource, cursors: Cursors, largest: int
     ) -> None:
-        self.begin, _, self.config, self.weights = settings
+        self.begin, self.config, self.weights = settings.begin, settings.config, settings.weights
         self.samples = samples
         order = order_named(self.config.order)
         seed = self.config.seed

@@ -128,6 +128,9 @@ class MicroBatches(Dataset[dict[str, Any]]):
         data_parallel_rank, data_parallel_size: this rank; ``PackedTrainer`` sets them.
         num_steps: optimizer steps offered, from the beginning of the run; None: one epoch.
         options: of ``BucketBatchSampler`` (dealing, uneven).
+
+    Raises:
+        ConfigError: sizes that do not fit, or sources with loss weights.
     """
 
     # TRL asks datasets for their columns.

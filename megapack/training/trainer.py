@@ -62,6 +62,7 @@ class Trainer:
                 pin_memory=here.device.type == "cuda",
                 device=here.device,
                 check_ranks_every=config.data.check_ranks_every,
+                weighted_loss=True,
             )
         )
         self.monitor = Monitor(

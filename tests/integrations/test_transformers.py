@@ -64,6 +64,8 @@ def test_stages_of_other_steps_are_refused_and_stages_of_the_same_are_taken(fold
 
     with pytest.raises(ConfigError, match=r"micro steps\) take {0: 4, 2: 8}, and Trainer"):
         assert staged(tokens_per_step=2 * STEP).num_micro_steps
+    with pytest.raises(ConfigError, match="from step 2 on sources have loss weights"):
+        staged(loss_weights={str(folder / "text"): 2})
     skipping, plain = staged(skip_steps=1), micro_batches(folder)
     assert torch.equal(skipping[2 * 4]["input_ids"], plain[3 * 4]["input_ids"])
 
