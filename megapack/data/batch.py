@@ -49,6 +49,7 @@ class MicroBatch:
         loss_weight: (samples,) float32, factors on the loss of their labels; None: 1.
         step_label_weight: their sum over the label tokens of the whole step, over all ranks; None:
             ``num_step_label_tokens``.
+        attention_window: of the step, tokens; None: there is none.
     """
 
     sample_ids: NDArray[np.int64]
@@ -63,6 +64,7 @@ class MicroBatch:
     source: NDArray[np.int64]
     loss_weight: NDArray[np.float32] | None
     step_label_weight: float | None
+    attention_window: int | None
 
     def __len__(self) -> int:
         return len(self.sample_ids)
@@ -75,9 +77,9 @@ class MicroBatch:
 
     def about(self) -> Batch:
         """What goes along with the tensors of the batch."""
-        weight = self.step_label_weight
+        names = ("step_label_weight", "attention_window")
         return {
-            **({} if weight is None else {"step_label_weight": weight}),
+            **{name: value for name in names if (value := getattr(self, name)) is not None},
             "step": self.step,
             "micro_step": self.micro_step,
             "num_micro_steps": self.num_micro_steps,

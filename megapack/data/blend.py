@@ -81,6 +81,9 @@ class BlendConfig:
     """A run that would repeat a source more often is refused; None: no limit."""
     stages: tuple[Stage, ...] = ()
     """What changes at later steps, in order."""
+    attention_window: int | None = None
+    """Until a stage says otherwise: attention stays inside pieces of so many tokens of a segment
+    (``megapack.data.window``). None: inside segments."""
 
     def __post_init__(self) -> None:
         if not self.sources:
@@ -118,6 +121,7 @@ class BlendConfig:
             [source.index for source in self.sources],
             max_epochs=self.max_epochs,
             stages=self.stages,
+            attention_window=self.attention_window,
             **options,
         )
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -76,7 +77,8 @@ def build_loader(
           ``PackedDataset.micro_batch``);
         - step, micro_step, num_micro_steps, bucket, capacity, row_tokens, num_step_label_tokens
           (ints), imbalance, imbalance_undealt (floats), and where the step has loss weights
-          step_label_weight, the sum of loss_mask over the whole step and all ranks (float);
+          step_label_weight, the sum of loss_mask over the whole step and all ranks (float); where
+          it has an attention_window (int), cu_seqlens and max_seqlen are those of the pieces;
         - sample_ids, source (int64 tensors, on the host): of every sample its id and the number of
           its dataset. In a stream, too, samples lie in rows of row_tokens.
 
@@ -112,6 +114,9 @@ def build_loader(
         num_cu_seqlens=num_cu_seqlens,
         cu_seqlens_per_row=cu_seqlens_per_row,
     )
+    if cu_seqlens == "padded" and num_cu_seqlens is None:  # one shape for the whole run
+        entries = dataset.max_cu_seqlens(shape, schedule.smallest_window)
+        shape = replace(shape, num_cu_seqlens=entries)
     for capacity in schedule.capacities:
         shape.rows(capacity)  # refuse now what would be refused at some step
     if data_parallel_rank == 0 and log.isEnabledFor(logging.INFO):
@@ -207,6 +212,7 @@ class PackedLoader:
                 capacity=item.capacity,
                 out=out,
                 loss_weight=item.loss_weight,
+                attention_window=item.attention_window,
             )
             _, row_tokens = self.layout.rows(item.capacity)
             yield {**batch, **item.about(), "row_tokens": row_tokens}

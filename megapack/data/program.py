@@ -7,6 +7,7 @@
     stages:
       - {from_tokens: 2_000_000_000, tokens_per_step: 1048576}
       - {from_step: 9000, skip_steps: 200}    # data that made the loss spike
+      - {from_step: 9500, attention_window: 8192, window_steps: 2000}  # it was 2048 in the manifest
       - {from_step: 12000, weights: {web: 0.5, math: 0.5}, order: grow-p2, loss_weights: {math: 2}}
 
 What a stage does not say stays as it was. Its weights replace all weights: a source that they do
@@ -24,6 +25,7 @@ from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 
 from megapack.data.order import order_named
 from megapack.data.step import ScheduleConfig
+from megapack.data.window import Window
 from megapack.errors import ConfigError
 
 __all__ = ["Program", "Stage", "StageSettings", "Weights", "resolve", "spans", "tokens_before"]
@@ -54,12 +56,22 @@ class Stage:
     over: those samples count as seen, and come again with the next epoch."""
     loss_weights: dict[str, float] | None = None
     """Source name -> ``Source.loss_weight`` from here on; that of a source not named stays."""
+    attention_window: int | None = None
+    """Attention stays inside pieces of so many tokens of a segment (``megapack.data.window``); 0:
+    inside segments, as without a window."""
+    window_steps: int = 0
+    """The window goes in so many steps from the one before to this one, on a line."""
 
     def __post_init__(self) -> None:
         if (self.from_step is None) == (self.from_tokens is None):
             raise ConfigError("a stage begins at from_step or at from_tokens: give one of them")
         if self.skip_steps < 0:
             raise ConfigError(f"skip_steps is {self.skip_steps}; it must be 0 (none) or more")
+        if self.window_steps < 0 or (self.window_steps and not self.attention_window):
+            raise ConfigError(
+                f"{self} has window_steps {self.window_steps} and attention_window "
+                f"{self.attention_window}; give the window it goes to, and a number of steps"
+            )
 
     def __str__(self) -> str:
         if self.from_tokens is None:
@@ -77,6 +89,11 @@ class StageSettings(NamedTuple):
     weights: Weights
     loss_weights: tuple[float, ...] | None = None
     """Of every source; None: 1 for all."""
+    window: Window | None = None
+
+    def window_at(self, step: int) -> int | None:
+        """The attention window of a step of the stage, tokens; None: there is none."""
+        return None if self.window is None else self.window.at(step)
 
     def same_draws(self, other: StageSettings) -> bool:
         """Whether it goes on as the other one would have, but for what it skips."""
@@ -115,12 +132,14 @@ def resolve(
     weights: Weights,
     names: Sequence[str],
     stages: Sequence[Stage],
+    *,
     loss_weights: Sequence[float] | None = None,
+    attention_window: int | None = None,
 ) -> Program:
     """Stages in full, in order; those that change nothing are left out.
 
     Args:
-        config, weights, loss_weights: from step 0 on.
+        config, weights, loss_weights, attention_window: from step 0 on.
         names: of the sources, in the order of the weights.
         stages: the changes, in order.
 
@@ -133,7 +152,8 @@ def resolve(
             f"source {names[weights.index(None)]!r} has no weight, others have: give all or none"
         )
     first = _loss_weights({}, loss_weights, names, "the run")
-    program: Program = (StageSettings(0, 0, config, weights, first),)
+    window = _constant(attention_window, "the run")
+    program: Program = (StageSettings(0, 0, config, weights, first, window),)
     for stage in stages:
         last = program[-1]
         begin = _begin(program, stage)
@@ -149,6 +169,7 @@ def resolve(
             config=_config(stage, last.config),
             weights=chosen,
             loss_weights=_loss_weights(stage.loss_weights, last.loss_weights, names, str(stage)),
+            window=_window(stage, begin, last),
         )
         if settings == last._replace(begin=begin, skip_steps=0):
             continue
@@ -209,6 +230,27 @@ def _loss_weights(
                 "measure a source without training on it, make it a validation set)"
             )
     return tuple(result) if set(result) != {1.0} else None
+
+
+def _constant(tokens: int | None, by: str) -> Window | None:
+    if tokens is not None and tokens < 0:
+        raise ConfigError(f"{by} has attention_window {tokens}; it is positive, or 0 for none")
+    return Window(tokens) if tokens else None
+
+
+def _window(stage: Stage, begin: int, before: StageSettings) -> Window | None:
+    if stage.attention_window is None:
+        return before.window
+    window = _constant(stage.attention_window, str(stage))
+    if window is None or not stage.window_steps:
+        return window
+    first = before.window_at(begin)
+    if first is None:
+        raise ConfigError(
+            f"{stage} has window_steps {stage.window_steps} and there is no window before it to "
+            "begin with; give an attention_window to the stage before, or to the manifest"
+        )
+    return Window(window.last, first, begin, stage.window_steps)
 
 
 def _config(stage: Stage, before: ScheduleConfig) -> ScheduleConfig:

@@ -38,12 +38,13 @@ _CONSEQUENCE = {
     "skip_steps": _RESHUFFLED,
     "from_step": _RESHUFFLED,
     "loss_weights": "the same samples are drawn, and their losses count otherwise",
+    "attention_window": "the same samples are drawn, and attention in them reaches as far as now",
 }
 # What a stage cannot change.
 _WHOLE_RUN = ("order_version", "seed", "row_tokens", "cost_window", "indices")
 _STAGE = ("tokens_per_step", "order", "num_cycles", "mix", "micro_step_tokens", "weights")
 # Of both: not of the order of samples, and written only where there are some.
-_TRAINING = ("loss_weights",)
+_TRAINING = ("loss_weights", "attention_window")
 
 State = Mapping[str, Any]
 _Difference = tuple[str, str]  # the field, and both values in words
@@ -79,6 +80,7 @@ def _plain(stage: StageSettings) -> dict[str, Any]:
         "micro_step_tokens": config.micro_step_tokens,
         "weights": list(stage.weights),
         **({} if factors is None else {"loss_weights": factors}),
+        **({} if stage.window is None else {"attention_window": list(stage.window)}),
     }
 
 

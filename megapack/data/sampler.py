@@ -151,6 +151,7 @@ class BucketBatchSampler(Sampler[MicroBatch]):
     def micro_batches(self, step: int) -> list[MicroBatch]:
         """This rank's micro batches of one step; ``num_micro_steps(step)`` of them."""
         content = self.schedule.step(step)
+        window = self.schedule.settings_at(step).window_at(step)
         labels = self._count_labels(content.sample_ids)
         num_labels = int(labels.sum())
         factors = self._loss_weight(step, content.sample_ids)
@@ -178,6 +179,7 @@ class BucketBatchSampler(Sampler[MicroBatch]):
                     source=source[mine],
                     loss_weight=None if weight is None else weight[mine],
                     step_label_weight=label_weight,
+                    attention_window=window,
                 )
                 for m, mine in enumerate(positions)
             ]
@@ -193,11 +195,13 @@ class BucketBatchSampler(Sampler[MicroBatch]):
 
     def _deals(self, content: Step) -> Iterator[tuple[Draw, Deal]]:
         draw_tokens = self.schedule.stage_at(content.index).config.draw_tokens
+        window = self.schedule.settings_at(content.index).window_at(content.index)
+        cost = self.schedule.samples.attention_cost
         for draw in content.draws:
             yield (
                 draw,
                 deal(
-                    self.schedule.samples.attention_cost(draw.sample_ids, draw.capacity),
+                    cost(draw.sample_ids, draw.capacity, window),
                     num_ranks=self.data_parallel_size,
                     num_micro_batches=draw_tokens // self.micro_batch_tokens,
                     capacity=draw.capacity,

@@ -77,7 +77,8 @@ class Schedule:
             tuple(shares),
             self.samples.names,
             self.samples.stages,
-            self.samples.loss_weights,
+            loss_weights=self.samples.loss_weights,
+            attention_window=self.samples.attention_window,
         )
         self.stages = open_stages(self.program, self.samples)
         self.capacities = sorted({b.capacity for stage in self.stages for b in stage.buckets})
@@ -102,6 +103,12 @@ class Schedule:
     def settings_at(self, step: int) -> StageSettings:
         """What the program says for a step, beside what it draws."""
         return self.program[bisect_right(self.program, step, key=lambda stage: stage.begin) - 1]
+
+    @property
+    def smallest_window(self) -> int | None:
+        """The shortest attention window of any step, tokens; None: there is none."""
+        windows = [stage.window for stage in self.program if stage.window is not None]
+        return min((min(w.last, w.first or w.last) for w in windows), default=None)
 
     def spans(self, num_steps: int) -> Iterator[tuple[StageDraws, int]]:
         """The first stage and all that begin before ``num_steps``, and where each of them ends."""

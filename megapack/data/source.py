@@ -39,6 +39,7 @@ class SampleSource:
         names: of the indices, for people; None: their files.
         max_epochs: a run that would repeat an index more often is refused; None: no limit.
         loss_weights: factors on the loss of every index's labels; None: 1 for all.
+        attention_window: of the first stage (``megapack.data.window``); None or 0: none.
         counter: counts the labels of global ids; None: derived from the indices, which works as
             long as no strategy dropped tokens.
     """
@@ -52,6 +53,7 @@ class SampleSource:
         stages: Sequence[Stage] = (),
         max_epochs: float | None = None,
         loss_weights: Sequence[float] | None = None,
+        attention_window: int | None = None,
         attention: Literal["document", "sample"] = "document",
         counter: Callable[[Ids], Ids] | None = None,
     ) -> None:
@@ -64,6 +66,7 @@ class SampleSource:
         self.stages = tuple(stages)
         self.names = list(names) if names else [str(i.path or i.strategy) for i in self.indices]
         self.max_epochs = max_epochs
+        self.attention_window = attention_window
         self.loss_weights = None if loss_weights is None else list(loss_weights)
         if self.loss_weights is not None and len(self.loss_weights) != len(indices):
             raise ConfigError(
@@ -89,6 +92,12 @@ class SampleSource:
                 "a PackedDataset brings its weights, names and stages; give them when it is made"
             )
         return index.samples
+
+    @property
+    def windows(self) -> list[int]:
+        """All attention windows that the run and its stages ask for, tokens."""
+        given = (self.attention_window, *(stage.attention_window for stage in self.stages))
+        return [window for window in given if window]
 
     @cached_property
     def num_samples(self) -> int:
@@ -157,10 +166,16 @@ class SampleSource:
         local = np.searchsorted(index.sample_segment_offsets, segments, side="right") - 1
         return [int(self.bases[source]) + int(sample) for sample in np.unique(local)]
 
-    def attention_cost(self, ids: Ids, capacity: int) -> Ids:
-        """Token pairs per sample: sum of squared segment lengths, its padding included."""
+    def attention_cost(self, ids: Ids, capacity: int, window: int | None = None) -> Ids:
+        """Token pairs per sample: sum of squared segment lengths, its padding included.
+
+        A window cuts segments, and padding, into pieces of at most so many tokens.
+        """
         costs = np.empty(len(ids), np.int64)
         for index, mine, local in self._by_index(ids):
+            if window is not None:
+                costs[mine] = self._cut_cost(index, local, capacity, window)
+                continue
             costs[mine] = _core.attention_cost_of(
                 index.sample_segment_offsets,
                 index.segment_length,
@@ -169,6 +184,18 @@ class SampleSource:
                 self.attention == "sample",
             )
         return costs
+
+    def _cut_cost(self, index: SampleIndex, ids: Ids, capacity: int, window: int) -> Ids:
+        sample, segments = _segments(index, ids)
+        lengths = np.asarray(index.segment_length[segments], np.int64)
+        together = np.bincount(sample, lengths, len(ids)).astype(np.int64)
+        if self.attention == "sample":
+            sample, lengths = np.arange(len(ids)), together
+        squares, of_padding = (
+            window * window * (x // window) + (x % window) ** 2
+            for x in (lengths, capacity - together)
+        )
+        return np.bincount(sample, squares, len(ids)).astype(np.int64) + of_padding
 
     def count_labels(self, ids: Ids) -> Ids:
         """Tokens of every sample that have a label, int64 (len(ids),)."""
@@ -189,16 +216,11 @@ class SampleSource:
 
     def _derived_counts(self, index: SampleIndex, ids: Ids) -> Ids:
         """All tokens of a sample but the last one of every document that ends in it."""
-        first = np.asarray(index.sample_segment_offsets[ids])
-        counts = np.asarray(index.sample_segment_offsets[ids + 1]) - first
-        before = np.cumsum(counts) - counts
-        segments = np.repeat(first - before, counts) + np.arange(counts.sum())
+        sample, segments = _segments(index, ids)
         lengths = np.asarray(index.segment_length[segments], np.int64)
         ends = np.asarray(index.segment_begin[segments], np.int64) + lengths
         labels = lengths - (ends == self._document_ends(index)[index.segment_document[segments]])
-        return np.bincount(np.repeat(np.arange(len(ids)), counts), labels, len(ids)).astype(
-            np.int64
-        )
+        return np.bincount(sample, labels, len(ids)).astype(np.int64)
 
     def _document_ends(self, index: SampleIndex) -> Ids:
         """Length of every document, if all its tokens are in the index."""
@@ -221,3 +243,12 @@ class SampleSource:
     @cached_property
     def _ends(self) -> dict[int, Ids]:
         return {}
+
+
+def _segments(index: SampleIndex, ids: Ids) -> tuple[Ids, Ids]:
+    """Of all segments of some samples: position of the sample in ``ids``, number of the segment."""
+    first = np.asarray(index.sample_segment_offsets[ids])
+    counts = np.asarray(index.sample_segment_offsets[ids + 1]) - first
+    before = np.cumsum(counts) - counts
+    segments = np.repeat(first - before, counts) + np.arange(counts.sum())
+    return np.repeat(np.arange(len(ids)), counts), segments

@@ -48,13 +48,15 @@ def blend_config(path: Path, corpus: Corpus, run_dir: Path, **sections: object) 
     return corpus.config(run_dir, data=data, **sections)
 
 
-def expected_losses(inputs: Inputs, config: PretrainConfig) -> dict[str, tuple[float, int]]:
+def expected_losses(
+    inputs: Inputs, config: PretrainConfig, window: int = 10**9
+) -> dict[str, tuple[float, int]]:
     """Source -> (mean loss, labels) of step 0 by a new model, document by document."""
     architecture = model_configuration(config.model, inputs.vocab_size)
     model = build_model(config.model, architecture, backend="sdpa", seed=config.seed)
     model.model.set_attn_implementation("eager")
     with torch.no_grad():
-        found = losses_one_by_one(model, inputs, 0)
+        found = losses_one_by_one(model, inputs, 0, window)
     result = {}
     for number, name in enumerate(inputs.schedule.samples.names):
         labels = sum(count for source, _, count in found if source == number)
@@ -145,6 +147,27 @@ def test_a_label_of_a_source_counts_like_its_loss_weight(
     assert second["loss"] == pytest.approx(total / second["label_tokens"], rel=1e-5)
     [start] = read_jsonl(tmp_path / "run" / "starts.jsonl")
     assert start["data_order"]["loss_weights"] == [1.0, 4.0]
+
+
+def test_attention_stays_inside_the_window_of_the_step(
+    zygote: Zygote, corpus: Corpus, tmp_path: Path
+) -> None:
+    """A token is predicted from its piece of the document alone, and evaluation has no window."""
+    stages = [{"from_step": 1, "attention_window": 0}]
+    blend = write_blend(tmp_path / "blend.yaml", corpus, attention_window=16, stages=stages)
+    path = blend_config(blend, corpus, tmp_path / "run", num_steps=2, logging={"every": 1})
+    config = load_config(PretrainConfig, path)
+    inputs = open_inputs(config)
+    start_run(zygote, path, "run").succeed()
+    first, _ = read_jsonl(tmp_path / "run" / "log.jsonl")
+    cut, whole = expected_losses(inputs, config, 16), expected_losses(inputs, config)
+    assert {n: labels for n, (_, labels) in cut.items()} == first["source_label_tokens"]
+    for name in ("web", "math"):
+        assert first["source_loss"][name] == pytest.approx(cut[name][0], rel=1e-5)
+        assert first["source_loss"][name] != pytest.approx(whole[name][0], rel=1e-4)
+    assert "attention window: 16 tokens" in dry_run(config)
+    [start] = read_jsonl(tmp_path / "run" / "starts.jsonl")
+    assert start["data_order"]["attention_window"] == [16, 0, 0, 0]
 
 
 def test_samples_are_summed_where_rows_end_in_padding() -> None:

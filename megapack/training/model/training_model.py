@@ -139,6 +139,7 @@ def longest_segment(batch: Batch, config: EngineConfig) -> int:
     """The ``max_seqlen`` a forward is given.
 
     The exact one keeps the attention grid tight. A compiled layer is specialised on it, so there
-    it is the bucket's capacity: one graph per bucket instead of one per batch.
+    it is the bucket's capacity, whatever the attention window: one graph per bucket instead of one
+    per batch.
     """
     return int(batch["capacity"] if config.compile else batch["max_seqlen"])
