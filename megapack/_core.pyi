@@ -148,6 +148,10 @@ class Gatherer:
         segment_begin: _Index,
         segment_length: NDArray[np.int32],
     ) -> None: ...
+    # documents ascending, lists: the first (from 1 on) of num_lists lists that has each of them
+    def exclude(
+        self, source: int, documents: NDArray[np.int64], lists: NDArray[np.int64], num_lists: int
+    ) -> None: ...
     # -> cu_seqlens, cu_seqlens_padded (with alignment), source of each segment, max_seqlen
     def gather(
         self,

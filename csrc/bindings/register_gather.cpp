@@ -86,6 +86,17 @@ class Gatherer {
                                        segment_document, segment_begin, segment_length));
     }
 
+    void exclude(const py::object& source, const Array<std::int64_t>& documents,
+                 const Array<std::int64_t>& lists, const py::object& num_lists) {
+        const auto last = static_cast<std::int64_t>(sources_.size()) - 1;
+        GatherSource& chosen = sources_[integer(source, "source", 0, last)];
+        chosen.excluded = view(documents, "documents");
+        chosen.excluded_by = view(lists, "lists");
+        check_source(chosen);
+        num_lists_ = integer(num_lists, "num_lists", 0, 1 << 14);
+        kept_.push_back(py::make_tuple(documents, lists));
+    }
+
     py::tuple gather(const Array<std::int64_t>& sample_ids, const py::object& num_rows,
                      const py::object& row_tokens, const py::object& capacity,
                      Array<std::int64_t>& tokens, Array<std::int64_t>& labels,
@@ -108,8 +119,8 @@ class Gatherer {
         std::int64_t max_seqlen = 0;
         {
             const py::gil_scoped_release release;
-            const GatherPlan plan =
-                plan_gather(sources_, locate_samples(sources_, samples), shape, options_);
+            const GatherPlan plan = plan_gather(
+                sources_, locate_samples(sources_, samples, num_lists_), shape, options_);
             cu_seqlens = cumulative_lengths(plan, false, by_row, entries);
             if (aligned) cu_seqlens_padded = cumulative_lengths(plan, true, by_row, entries);
             if (blend) segment_sources = plan.sources();
@@ -126,13 +137,15 @@ class Gatherer {
         std::vector<std::int64_t> counts;
         {
             const py::gil_scoped_release release;
-            counts = count_labels(sources_, locate_samples(sources_, samples), options_.labels);
+            counts = count_labels(sources_, locate_samples(sources_, samples, num_lists_),
+                                  options_.labels);
         }
         return to_numpy(std::move(counts));
     }
 
   private:
     GatherOptions options_;
+    std::int64_t num_lists_ = 0;  // of excluded documents
     std::vector<GatherSource> sources_;
     std::vector<py::tuple> kept_;  // owners of what sources_ points to
 };
@@ -150,6 +163,8 @@ void register_gather(py::module_& m) {
              py::arg("labels"), py::arg("index_bytes").noconvert(), py::arg("index_name"),
              py::arg("sample_segment_offsets"), py::arg("segment_document"),
              py::arg("segment_begin"), py::arg("segment_length"))
+        .def("exclude", &Gatherer::exclude, py::arg("source"), py::arg("documents").noconvert(),
+             py::arg("lists").noconvert(), py::arg("num_lists"))
         .def("gather", &Gatherer::gather, py::arg("sample_ids").noconvert(), py::kw_only(),
              py::arg("num_rows"), py::arg("row_tokens"), py::arg("capacity"),
              py::arg("tokens").noconvert(), py::arg("labels").noconvert(),

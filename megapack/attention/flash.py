@@ -9,6 +9,7 @@ operators it calls stayed the same; ``activate_flash_attention_impl`` therefore 
 from __future__ import annotations
 
 import importlib
+import importlib.metadata
 from typing import Any
 
 import torch
@@ -41,6 +42,14 @@ def _import(module: str) -> str | None:
     return None
 
 
+def _too_old(package: str, oldest: tuple[int, int]) -> str | None:
+    """Releases before ``oldest`` have the module and take other arguments."""
+    found = importlib.metadata.version(package)
+    if tuple(int(number) for number in found.split(".")[:2]) >= oldest:
+        return None
+    return f"{package} {found} is older than {'.'.join(map(str, oldest))}"
+
+
 def _window(rule: ScoreRule) -> tuple[int, int]:
     return (rule.window - 1, 0) if rule.window else (-1, 0 if rule.causal else -1)
 
@@ -65,8 +74,10 @@ class Flash2:
 
     def refusal(self, needs: AttentionNeeds) -> str | None:
         """Why this backend cannot serve ``needs``; None when it can."""
-        return _common_refusal(needs, oldest=8, newest=None) or _import(
-            "flash_attn.flash_attn_interface"
+        return (
+            _common_refusal(needs, oldest=8, newest=None)
+            or _import("flash_attn.flash_attn_interface")
+            or _too_old("flash-attn", (2, 8))
         )
 
     def forward(

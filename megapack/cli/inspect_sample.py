@@ -55,8 +55,18 @@ class SegmentView:
         return f"tokens [{self.begin:,}, {self.end:,}) of {self.document_length:,}{continued}"
 
 
-def view_sample(dataset: IndexedDataset, index: SampleIndex, sample: int) -> list[SegmentView]:
+def view_sample(
+    dataset: IndexedDataset,
+    index: SampleIndex,
+    sample: int,
+    segments: Sequence[tuple[int, int, int]] | None = None,
+) -> list[SegmentView]:
     """The segments of a sample, with the labels of ``<prefix>.labels`` where that stands.
+
+    Args:
+        dataset, index: the sample's.
+        sample: its number.
+        segments: of it, those (document, begin, length) to show; None: all.
 
     Raises:
         IndexError: there is no such sample.
@@ -64,7 +74,7 @@ def view_sample(dataset: IndexedDataset, index: SampleIndex, sample: int) -> lis
     """
     index.check_source(dataset)
     chosen = (open_labels(dataset) or dataset).tokens
-    _, segments = index.sample(sample)
+    segments = index.sample(sample)[1] if segments is None else segments
     offsets, lengths = dataset.document_offsets, dataset.document_lengths
     views: list[SegmentView] = []
     for document, begin, length in segments:

@@ -5,12 +5,15 @@ holds is a function of it and of the .samples files, so any step is as near as t
 
 --step N shows the documents of a step, with --tokenizer their text, with --ranks who had them.
 --document SOURCE:D shows in which steps document D of a source was or will be drawn.
-Neither of them: what the run takes of every source until a step, in tokens and epochs.
+--excluded shows what each list of excluded documents masks: how often its documents were seen
+before, how often their samples are drawn since, and how often one of them is still shown (never).
+None of them: what the run takes of every source until a step, in tokens and epochs.
 
 examples:
   megapack-build trace run/config.yaml --step 1200 --tokenizer tokenizer.json
   megapack-build trace run/config.yaml --step 1200 --ranks 64 --rank 3
   megapack-build trace run/config.yaml --document code:81723 --until 20000
+  megapack-build trace run/config.yaml --excluded --until 20000
   megapack-build trace run/config.yaml --until 20000
 """
 
@@ -25,9 +28,8 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from megapack.cli.arguments import add_shared, positive
-from megapack.cli.decoding import decoder
-from megapack.cli.inspect_sample import print_sample, view_sample
 from megapack.cli.report import Screen, print_table
+from megapack.cli.trace_step import answer_step
 from megapack.config import apply_overrides, from_dict
 from megapack.errors import ConfigError
 
@@ -53,6 +55,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="SOURCE:D",
         help="show the steps that draw document D (counted from 0) of a source",
     )
+    question.add_argument(
+        "--excluded", action="store_true", help="show what lists of excluded documents mask"
+    )
     parser.add_argument(
         "--until",
         type=positive,
@@ -71,9 +76,11 @@ def run(args: argparse.Namespace) -> int:
     data, schedule = _open(tree, args.config)
     until = args.until or tree.get("num_steps") or schedule.num_steps(tree.get("num_epochs") or 1)
     if args.step is not None:
-        _answer_step(args, tree, data, schedule)
+        answer_step(args, tree, data, schedule)
     elif args.document is not None:
         _answer_document(args, schedule, until)
+    elif args.excluded:
+        _answer_excluded(args, schedule, until)
     else:
         _answer_until(args, schedule, until)
     return 0
@@ -108,125 +115,29 @@ def _open(tree: dict[str, Any], path: str) -> tuple[PackedDataset, Schedule]:
     return data, Schedule.from_config(data, config)
 
 
-# --- which documents did a step see? ------------------------------------------------------------
-
-
-def _answer_step(
-    args: argparse.Namespace, tree: dict[str, Any], data: PackedDataset, schedule: Schedule
-) -> None:
-    if args.step < 0:
-        raise ConfigError(f"--step {args.step}: steps are counted from 0")
-    content = schedule.step(args.step)
-    facts: dict[str, Any] = {
-        "step": args.step,
-        "tokens_before": schedule.tokens_before(args.step),
-        "stage_from_step": schedule.stage_at(args.step).begin,
-        "num_label_tokens": content.num_label_tokens,
-        "samples": [
-            {
-                **place,
-                "source": data.samples.names[source],
-                "sample": sample - int(data.samples.bases[source]),
-                "capacity": data.samples.capacity_of(sample),
-                "segments": segments,
-            }
-            for place, sample in _dealt(args, tree, schedule)
-            for source, segments in [data.samples.segments(sample)]
-        ],
-    }
-    if args.json:
-        print(json.dumps(facts, indent=2))
-        return
-    console = Screen()
-    stage = f"; of the stage from step {facts['stage_from_step']:,}" * (len(schedule.stages) > 1)
-    console.write_line(
-        f"step {args.step:,}: {len(content.sample_ids):,} samples of "
-        f"{' and '.join(f'{draw.capacity:,}' for draw in content.draws)} tokens, "
-        f"{content.num_label_tokens:,} labels; {facts['tokens_before']:,} tokens before it{stage}",
-        style="bold",
-    )
-    if args.tokenizer is None:
-        _print_segments(facts["samples"])
-        return
-    _print_text(console, args, data, facts["samples"])
-
-
-def _print_text(
-    console: Screen, args: argparse.Namespace, data: PackedDataset, samples: list[dict[str, Any]]
-) -> None:
-    sources = [data.samples.names.index(shown["source"]) for shown in samples]
-    views = [
-        view_sample(data.datasets[source], data.samples.indices[source], shown["sample"])
-        for source, shown in zip(sources, samples, strict=True)
-    ]
-    decoders = {}
-    for source in set(sources):
-        own = [view for s, view in zip(sources, views, strict=True) if s == source]
-        ids = [i for segments in own for segment in segments for i in segment.token_ids]
-        decoders[source] = decoder(args.tokenizer, data.datasets[source], ids)
-    for source, shown, segments in zip(sources, samples, views, strict=True):
-        had = f"rank {shown['rank']}, micro step {shown['micro_step']}, " if "rank" in shown else ""
-        console.write_line(f"=== {had}{shown['source']}")
-        index = data.samples.indices[source]
-        print_sample(console, index, shown["sample"], segments, decoders[source], full=args.full)
-
-
-def _dealt(
-    args: argparse.Namespace, tree: dict[str, Any], schedule: Schedule
-) -> list[tuple[dict[str, int], int]]:
-    """(where, global sample id) of a step; ``where`` is empty when no ranks are asked for."""
-    from megapack.data import BucketBatchSampler  # noqa: PLC0415
-
-    if args.ranks is None:
-        if args.rank is not None:
-            raise ConfigError(f"--rank {args.rank} of how many? Give --ranks, too")
-        return [({}, sample) for sample in schedule.step(args.step).sample_ids.tolist()]
-    found = []
-    for rank in range(args.ranks) if args.rank is None else (args.rank,):
-        sampler = BucketBatchSampler(
-            schedule,
-            data_parallel_rank=rank,
-            data_parallel_size=args.ranks,
-            micro_batch_tokens=tree["data"]["micro_batch_tokens"],
-            num_steps=0,
-            uneven=tree["data"].get("uneven", "error"),
-        )
-        for batch in sampler.micro_batches(args.step):
-            where = {"rank": rank, "micro_step": batch.micro_step}
-            found += [(where, sample) for sample in batch]
-    return found
-
-
-def _print_segments(samples: list[dict[str, Any]]) -> None:
-    places = [name for name in ("rank", "micro_step") if samples and name in samples[0]]
-    print_table(
-        ("source", *(name.replace("_", " ") for name in places), "sample", "document", "tokens"),
-        [
-            (shown["source"], *(shown[name] for name in places), shown["sample"], document)
-            + (f"[{begin:,}, {begin + length:,})",)
-            for shown in samples
-            for document, begin, length in shown["segments"]
-        ],
-    )
-
-
 # --- in which steps does a document appear? ------------------------------------------------------
 
 
 def _answer_document(args: argparse.Namespace, schedule: Schedule, until: int) -> None:
     samples = schedule.samples
     source, document = _document(args.document, samples.names)
+    masked_from = schedule.masked_from(source, document)
     facts: dict[str, Any] = {
         "source": samples.names[source],
         "document": document,
         "until": until,
+        "masked_from": masked_from,
         "samples": [
             {
                 "sample": sample - int(samples.bases[source]),
                 "segments": [
                     piece for piece in samples.segments(sample)[1] if piece[0] == document
                 ],
-                "steps": schedule.steps_of(sample, until),
+                "steps": [
+                    step
+                    for step in schedule.steps_of(sample, until)
+                    if masked_from is None or step < masked_from
+                ],
             }
             for sample in samples.samples_of(source, document)
         ],
@@ -234,8 +145,10 @@ def _answer_document(args: argparse.Namespace, schedule: Schedule, until: int) -
     if args.json:
         print(json.dumps(facts, indent=2))
         return
+    masked = "" if masked_from is None else f"; masked from step {masked_from:,} on"
     Screen().write_line(
-        f"document {document:,} of {facts['source']} in the first {until:,} steps", style="bold"
+        f"document {document:,} of {facts['source']} in the first {until:,} steps{masked}",
+        style="bold",
     )
     if not facts["samples"]:
         Screen().write_line("no sample holds it: it is empty, was dropped, or does not exist")
@@ -264,6 +177,33 @@ def _document(text: str, names: list[str]) -> tuple[int, int]:
             f"{', '.join(names[:20])}"
         )
     return names.index(name), int(number)
+
+
+# --- what do the lists of excluded documents mask? ----------------------------------------------
+
+
+def _answer_excluded(args: argparse.Namespace, schedule: Schedule, until: int) -> None:
+    from megapack.data import plan_exclusions  # noqa: PLC0415
+
+    found = plan_exclusions(schedule, until)
+    if args.json:
+        print(json.dumps([dataclasses.asdict(item) for item in found], indent=2))
+        return
+    Screen().write_line(f"excluded documents in the first {until:,} steps", style="bold")
+    if not found:
+        Screen().write_line("no stage excludes any")
+        return
+    print_table(
+        ("source", "from step", "documents", "samples", "seen before", "last", "drawn since")
+        + ("shown since",),
+        [
+            (item.source, f"{item.from_step:,}", f"{item.num_documents:,}")
+            + (f"{item.num_samples:,}", f"{item.draws_before:,}")
+            + ("never" if item.last_seen is None else f"step {item.last_seen:,}",)
+            + (f"{item.draws_since:,}", f"{item.shown_since:,}")
+            for item in found
+        ],
+    )
 
 
 # --- what will be seen? ---------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from megapack.data.masks import block_diagonal_mask, flex_block_mask, segment_id
 from megapack.data.order import ORDERS
 from megapack.data.program import Stage
 from megapack.data.rank_check import RankChecker
-from megapack.data.report import plan_run
+from megapack.data.report import plan_exclusions, plan_run
 from megapack.data.sampler import BucketBatchSampler
 from megapack.data.schedule import Schedule
 from megapack.data.step import Draw, ScheduleConfig, Step
@@ -36,6 +36,7 @@ __all__ = [
     "check_token_ids",
     "flex_block_mask",
     "load_blend",
+    "plan_exclusions",
     "plan_run",
     "segment_ids",
 ]

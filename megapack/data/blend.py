@@ -102,7 +102,11 @@ class BlendConfig:
 
     def relative_to(self, folder: Path) -> BlendConfig:
         """The manifest with paths relative to its folder."""
-        return replace(self, sources=tuple(source.relative_to(folder) for source in self.sources))
+        return replace(
+            self,
+            sources=tuple(source.relative_to(folder) for source in self.sources),
+            stages=tuple(stage.relative_to(folder) for stage in self.stages),
+        )
 
     def open(self, **options: Any) -> PackedDataset:
         """The blend as one dataset; options are those of ``PackedDataset``.

@@ -28,7 +28,15 @@ Documents: TypeAlias = IndexedDataset | Prefix
 Index: TypeAlias = SampleIndex | Prefix
 
 
-_ABOUT = ("weights", "names", "stages", "max_epochs", "loss_weights", "attention_window")
+_ABOUT = (
+    "weights",
+    "names",
+    "stages",
+    "exclusions",
+    "max_epochs",
+    "loss_weights",
+    "attention_window",
+)
 
 
 class PackedDataset(Dataset[Batch]):
@@ -151,6 +159,9 @@ class PackedDataset(Dataset[Batch]):
                     f"{self._options['alignment']} (2 x context parallel size): pieces of a "
                     "segment begin there, too"
                 )
+        lists = self.samples.exclusions
+        for source, (documents, first) in enumerate(zip(lists.documents, lists.lists, strict=True)):
+            self._gatherer.exclude(source, documents, first, lists.num_lists)
 
     def __getstate__(self) -> dict[str, Any]:
         state = {k: v for k, v in self.__dict__.items() if k not in ("_gatherer", "samples")}
@@ -200,7 +211,8 @@ class PackedDataset(Dataset[Batch]):
         """Gather samples of one bucket.
 
         Args:
-            sample_ids: ids of samples of one capacity, placed in this order.
+            sample_ids: ids of samples of one capacity, placed in this order. Where they are those
+                of a step that masks documents, these are padding.
             layout: shape of the batch; None: one stream of exactly these samples.
             capacity: of the samples, tokens; None: looked up.
             out: buffers of ``allocate(num_tokens)`` to write into; the tensors of the batch are

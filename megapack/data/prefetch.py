@@ -99,15 +99,15 @@ def to_device(batches: Iterable[Batch], device: torch.device) -> Iterator[Batch]
         yield from batches
         return
     stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-    ahead: Batch | None = None
+    ahead: tuple[Batch, torch.cuda.Event] | None = None
     for batch in batches:
         with torch.cuda.stream(stream):
-            copied = _copy(batch, device)
+            copied = _copy(batch, device), stream.record_event()
         if ahead is not None:
-            yield _hand_over(ahead, stream, device)
+            yield _hand_over(*ahead, device)
         ahead = copied
     if ahead is not None:
-        yield _hand_over(ahead, stream, device)
+        yield _hand_over(*ahead, device)
 
 
 def _copy(batch: Batch, device: torch.device) -> Batch:
@@ -119,10 +119,10 @@ def _copy(batch: Batch, device: torch.device) -> Batch:
     }
 
 
-def _hand_over(batch: Batch, stream: torch.cuda.Stream, device: torch.device) -> Batch:
-    """The trainer's stream waits for the copies, and they live as long as it uses them."""
+def _hand_over(batch: Batch, copied: torch.cuda.Event, device: torch.device) -> Batch:
+    """The trainer's stream waits for this batch's copies, and they live as long as it uses them."""
     current = torch.cuda.current_stream(device)
-    current.wait_stream(stream)
+    current.wait_event(copied)
     for value in batch.values():
         if isinstance(value, torch.Tensor) and value.is_cuda:
             value.record_stream(current)

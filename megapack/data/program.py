@@ -9,6 +9,7 @@
       - {from_step: 9000, skip_steps: 200}    # data that made the loss spike
       - {from_step: 9500, attention_window: 8192, window_steps: 2000}  # it was 2048 in the manifest
       - {from_step: 12000, weights: {web: 0.5, math: 0.5}, order: grow-p2, loss_weights: {math: 2}}
+      - {from_step: 15000, exclude: {web: takedown.txt}}  # documents masked from here on
 
 What a stage does not say stays as it was. Its weights replace all weights: a source that they do
 not name is not drawn from then on. Every bucket of every source keeps one cursor through all stages
@@ -21,6 +22,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 
 from megapack.data.order import order_named
@@ -54,6 +56,9 @@ class Stage:
     skip_steps: int = 0
     """Before the stage begins, what the stage before it would have drawn in so many steps is passed
     over: those samples count as seen, and come again with the next epoch."""
+    exclude: dict[str, str] | None = None
+    """Source name -> file of document ids, .npy of integers or text with one per line: masked from
+    here to the end of the run (``megapack.data.exclusions``)."""
     loss_weights: dict[str, float] | None = None
     """Source name -> ``Source.loss_weight`` from here on; that of a source not named stays."""
     attention_window: int | None = None
@@ -72,6 +77,15 @@ class Stage:
                 f"{self} has window_steps {self.window_steps} and attention_window "
                 f"{self.attention_window}; give the window it goes to, and a number of steps"
             )
+        if self.exclude == {}:
+            raise ConfigError(f"{self} has an empty exclude; name a source and its file")
+
+    def relative_to(self, folder: Path) -> Stage:
+        """The stage with paths relative to the manifest's folder."""
+        if self.exclude is None:
+            return self
+        files = {name: str(folder / path) for name, path in self.exclude.items()}
+        return replace(self, exclude=files)
 
     def __str__(self) -> str:
         if self.from_tokens is None:
@@ -87,6 +101,8 @@ class StageSettings(NamedTuple):
     skip_steps: int
     config: ScheduleConfig
     weights: Weights
+    num_lists: int = 0
+    """Of excluded documents, in force."""
     loss_weights: tuple[float, ...] | None = None
     """Of every source; None: 1 for all."""
     window: Window | None = None
@@ -153,7 +169,7 @@ def resolve(
         )
     first = _loss_weights({}, loss_weights, names, "the run")
     window = _constant(attention_window, "the run")
-    program: Program = (StageSettings(0, 0, config, weights, first, window),)
+    program: Program = (StageSettings(0, 0, config, weights, loss_weights=first, window=window),)
     for stage in stages:
         last = program[-1]
         begin = _begin(program, stage)
@@ -168,6 +184,7 @@ def resolve(
             skip_steps=stage.skip_steps,
             config=_config(stage, last.config),
             weights=chosen,
+            num_lists=last.num_lists + (stage.exclude is not None),
             loss_weights=_loss_weights(stage.loss_weights, last.loss_weights, names, str(stage)),
             window=_window(stage, begin, last),
         )

@@ -36,6 +36,7 @@ _CONSEQUENCE = {
     "indices": "other data; the epochs counted so far no longer mean anything",
     "weights": "datasets are taken in other proportions; " + _RESHUFFLED,
     "skip_steps": _RESHUFFLED,
+    "exclude": "documents are masked that were not, or seen that were masked",
     "from_step": _RESHUFFLED,
     "loss_weights": "the same samples are drawn, and their losses count otherwise",
     "attention_window": "the same samples are drawn, and attention in them reaches as far as now",
@@ -56,7 +57,7 @@ def identity(program: Program, samples: SampleSource) -> dict[str, Any]:
     The first stage's settings stand beside those of the whole run; the later ones in ``stages``,
     each in full, if there are any.
     """
-    first, *later = (_plain(stage) for stage in program)
+    first, *later = (_plain(stage, samples) for stage in program)
     whole: dict[str, Any] = {
         "order_version": ORDER_VERSION,
         **to_dict(program[0].config),
@@ -68,9 +69,10 @@ def identity(program: Program, samples: SampleSource) -> dict[str, Any]:
     return {**whole, "stages": later} if later else whole
 
 
-def _plain(stage: StageSettings) -> dict[str, Any]:
+def _plain(stage: StageSettings, samples: SampleSource) -> dict[str, Any]:
     config, factors = stage.config, _of_drawn(stage)
-    return {
+    masked = samples.exclusions.digests(stage.num_lists, samples.names)
+    plain = {
         "from_step": stage.begin,
         "skip_steps": stage.skip_steps,
         "tokens_per_step": config.tokens_per_step,
@@ -82,6 +84,7 @@ def _plain(stage: StageSettings) -> dict[str, Any]:
         **({} if factors is None else {"loss_weights": factors}),
         **({} if stage.window is None else {"attention_window": list(stage.window)}),
     }
+    return {**plain, "exclude": masked} if masked else plain
 
 
 def _of_drawn(stage: StageSettings) -> list[float] | None:
@@ -174,12 +177,13 @@ def _stages(current: State, state: State, step: int) -> Iterator[tuple[int, list
 
 def _all_stages(state: State) -> list[dict[str, Any]]:
     """The stages of a state in full; without what it does not draw at the end of the weights."""
+    # What a stage without them does not speak of.
+    always: dict[str, Any] = {"exclude": {}, **dict.fromkeys(_TRAINING)}
     first: dict[str, Any] = {"from_step": 0, "skip_steps": 0}
     first |= {name: state.get(name) for name in (*_STAGE, *_TRAINING)}
     first["weights"] = first["weights"] or [None] * len(state["indices"])
     stages = [first, *state.get("stages", ())]
-    absent = dict.fromkeys(_TRAINING)
-    return [{**absent, **stage, "weights": _drawn(stage["weights"])} for stage in stages]
+    return [{**always, **stage, "weights": _drawn(stage["weights"])} for stage in stages]
 
 
 def _drawn(weights: Sequence[float | None]) -> list[float | None]:

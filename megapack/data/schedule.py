@@ -157,10 +157,17 @@ class Schedule:
         """Which of the first ``num_steps`` steps draw a global sample id, without looking at them.
 
         The shuffle, the blend and the order of draws are inverted; a step comes twice where it
-        draws the sample twice.
+        draws the sample twice. The id is that of the sample without masked documents.
         """
         spans = self.spans(num_steps)
         return [step for stage, end in spans for step in stage.steps_of(sample, end)]
+
+    def masked_from(self, source: int, document: int) -> int | None:
+        """The first step from which a document of a source is masked; None: it never is."""
+        first = self.samples.exclusions.first_list(source, document)
+        if first is None:
+            return None
+        return next(stage.begin for stage in self.stages if stage.num_lists >= first)
 
     # --- resume ---------------------------------------------------------------------------------
 

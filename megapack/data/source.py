@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megapack import _core
+from megapack.data.exclusions import FIRST_MASKED, Exclusions, read_exclusions
 from megapack.data.program import Stage
 from megapack.errors import ConfigError
 from megapack.packing import SampleIndex
@@ -30,11 +31,14 @@ class HasSamples(Protocol):
 class SampleSource:
     """Samples of several indices; the global id of sample s of index d is ``bases[d] + s``.
 
+    Where documents are masked it is that and ``FIRST_MASKED`` for every list in force.
+
     Args:
         indices: at least one.
         weights: shares of tokens for a blend; None: in proportion to the tokens. A source of weight
             0 is not drawn until a stage gives it another.
         stages: what changes at later steps of a run.
+        exclusions: their lists of excluded documents; None: read now.
         attention: ``document`` or ``sample``: what a token attends to, which decides the cost.
         names: of the indices, for people; None: their files.
         max_epochs: a run that would repeat an index more often is refused; None: no limit.
@@ -51,6 +55,7 @@ class SampleSource:
         *,
         names: Sequence[str] | None = None,
         stages: Sequence[Stage] = (),
+        exclusions: Exclusions | None = None,
         max_epochs: float | None = None,
         loss_weights: Sequence[float] | None = None,
         attention_window: int | None = None,
@@ -74,6 +79,9 @@ class SampleSource:
             )
         self.attention = attention
         self._counter = counter
+        self.exclusions = exclusions or read_exclusions(
+            self.stages, self.names, [index.num_documents for index in self.indices]
+        )
         self.bases = np.cumsum([0] + [index.num_samples for index in indices], dtype=np.int64)
 
     @staticmethod
@@ -125,6 +133,7 @@ class SampleSource:
         Raises:
             IndexError: an id that does not exist.
         """
+        ids = self._plain(ids)
         if len(ids) and (ids.min() < 0 or ids.max() >= self.num_samples):
             raise IndexError(f"sample ids [{ids.min()}, {ids.max()}] of {self.num_samples} samples")
         if len(self.indices) == 1:
@@ -132,8 +141,21 @@ class SampleSource:
         source = np.searchsorted(self.bases, ids, side="right") - 1
         return source, ids - self.bases[source]
 
+    def _plain(self, ids: Ids) -> Ids:
+        """The ids of the same samples without lists of excluded documents."""
+        if not self.exclusions.num_lists:
+            return ids
+        lists, plain = np.divmod(ids, FIRST_MASKED)
+        if len(ids) and not 0 <= lists.min() <= lists.max() <= self.exclusions.num_lists:
+            raise IndexError(
+                f"sample ids [{ids.min()}, {ids.max()}] of {self.num_samples} samples and "
+                f"{self.exclusions.num_lists} lists of excluded documents"
+            )
+        return plain
+
     def capacity_of(self, sample: int) -> int:
         """Capacity of one global id, tokens. Raises IndexError."""
+        sample = int(self._plain(np.array([sample]))[0])
         if not 0 <= sample < self.num_samples:
             raise IndexError(f"sample {sample} of {self.num_samples} samples")
         starts, capacities = self._bucket_table
@@ -152,17 +174,23 @@ class SampleSource:
         return starts, capacities
 
     def segments(self, sample: int) -> tuple[int, list[tuple[int, int, int]]]:
-        """(number of the index, its segments (document, begin, length)) of a global id."""
-        source, local = (int(part[0]) for part in self.locate(np.array([sample])))
-        return source, self.indices[source].sample(local)[1]
+        """(number of the index, its segments (document, begin, length)) of a global id.
 
-    def samples_of(self, source: int, document: int) -> list[int]:
-        """Global ids of the samples that hold a piece of a document of an index, ascending.
+        Without those of documents that the id masks.
+        """
+        source, local = (int(part[0]) for part in self.locate(np.array([sample])))
+        segments = self.indices[source].sample(local)[1]
+        documents = np.array([document for document, _, _ in segments], np.int64)
+        masked = self.exclusions.masks(source, documents, sample // FIRST_MASKED)
+        return source, [s for s, out in zip(segments, masked.tolist(), strict=True) if not out]
+
+    def samples_of(self, source: int, documents: int | Ids) -> list[int]:
+        """Global ids of the samples that hold a piece of some documents of an index, ascending.
 
         Reads all of the index's ``segment_document``: 4 bytes per segment.
         """
         index = self.indices[source]
-        segments = np.flatnonzero(np.asarray(index.segment_document) == document)
+        segments = np.flatnonzero(np.isin(np.asarray(index.segment_document), documents))
         local = np.searchsorted(index.sample_segment_offsets, segments, side="right") - 1
         return [int(self.bases[source]) + int(sample) for sample in np.unique(local)]
 
@@ -172,9 +200,11 @@ class SampleSource:
         A window cuts segments, and padding, into pieces of at most so many tokens.
         """
         costs = np.empty(len(ids), np.int64)
-        for index, mine, local in self._by_index(ids):
+        for d, mine, local in self._by_index(ids):
+            index = self.indices[d]
+            lists = ids[mine] // FIRST_MASKED
             if window is not None:
-                costs[mine] = self._cut_cost(index, local, capacity, window)
+                costs[mine], _ = self._costs(d, local, lists, capacity, window)
                 continue
             costs[mine] = _core.attention_cost_of(
                 index.sample_segment_offsets,
@@ -183,44 +213,56 @@ class SampleSource:
                 capacity,
                 self.attention == "sample",
             )
+            if lists.any():
+                of_masked, changed = self._costs(d, local, lists, capacity, capacity)
+                costs[mine[changed]] = of_masked[changed]
         return costs
 
-    def _cut_cost(self, index: SampleIndex, ids: Ids, capacity: int, window: int) -> Ids:
-        sample, segments = _segments(index, ids)
-        lengths = np.asarray(index.segment_length[segments], np.int64)
-        together = np.bincount(sample, lengths, len(ids)).astype(np.int64)
-        if self.attention == "sample":
-            sample, lengths = np.arange(len(ids)), together
-        squares, of_padding = (
-            window * window * (x // window) + (x % window) ** 2
-            for x in (lengths, capacity - together)
+    def _costs(
+        self, source: int, local: Ids, lists: Ids, capacity: int, window: int
+    ) -> tuple[Ids, Ids]:
+        """The same for samples of one source, and which of them have masked documents."""
+        index = self.indices[source]
+        segments, owner = _segments_of(index, local)
+        documents = np.asarray(index.segment_document[segments], np.int64)
+        masked = self.exclusions.masks(source, documents, lists[owner])
+        kept = np.where(masked, 0, np.asarray(index.segment_length[segments], np.int64))
+        used = _sums(owner, kept, len(local))
+        own, padding = (
+            window * window * (lengths // window) + (lengths % window) ** 2
+            for lengths in (used if self.attention == "sample" else kept, capacity - used)
         )
-        return np.bincount(sample, squares, len(ids)).astype(np.int64) + of_padding
+        if self.attention == "document":
+            own = _sums(owner, own, len(local))
+        return own + padding, np.unique(owner[masked])
 
     def count_labels(self, ids: Ids) -> Ids:
         """Tokens of every sample that have a label, int64 (len(ids),)."""
         if self._counter is not None:
             return self._counter(ids)
         counts = np.empty(len(ids), np.int64)
-        for index, mine, local in self._by_index(ids):
-            counts[mine] = self._derived_counts(index, local)
+        for d, mine, local in self._by_index(ids):
+            counts[mine] = self._derived_counts(d, local, ids[mine] // FIRST_MASKED)
         return counts
 
-    def _by_index(self, ids: Ids) -> Iterator[tuple[SampleIndex, Ids, Ids]]:
-        """Every index that has some of the ids: it, their positions among them, their ids there."""
+    def _by_index(self, ids: Ids) -> Iterator[tuple[int, Ids, Ids]]:
+        """Every index that has some of the ids: its number, where they stand, their ids there."""
         source, local = self.locate(ids)
         order = np.argsort(source, kind="stable")
         present, begins = np.unique(source[order], return_index=True)
         for d, mine in zip(present.tolist(), np.split(order, begins[1:]), strict=True):
-            yield self.indices[d], mine, local[mine]
+            yield d, mine, local[mine]
 
-    def _derived_counts(self, index: SampleIndex, ids: Ids) -> Ids:
+    def _derived_counts(self, source: int, ids: Ids, lists: Ids) -> Ids:
         """All tokens of a sample but the last one of every document that ends in it."""
-        sample, segments = _segments(index, ids)
+        index = self.indices[source]
+        segments, owner = _segments_of(index, ids)
+        documents = np.asarray(index.segment_document[segments], np.int64)
         lengths = np.asarray(index.segment_length[segments], np.int64)
         ends = np.asarray(index.segment_begin[segments], np.int64) + lengths
-        labels = lengths - (ends == self._document_ends(index)[index.segment_document[segments]])
-        return np.bincount(sample, labels, len(ids)).astype(np.int64)
+        labels = lengths - (ends == self._document_ends(index)[documents])
+        labels[self.exclusions.masks(source, documents, lists[owner])] = 0
+        return _sums(owner, labels, len(ids))
 
     def _document_ends(self, index: SampleIndex) -> Ids:
         """Length of every document, if all its tokens are in the index."""
@@ -245,10 +287,14 @@ class SampleSource:
         return {}
 
 
-def _segments(index: SampleIndex, ids: Ids) -> tuple[Ids, Ids]:
-    """Of all segments of some samples: position of the sample in ``ids``, number of the segment."""
-    first = np.asarray(index.sample_segment_offsets[ids])
-    counts = np.asarray(index.sample_segment_offsets[ids + 1]) - first
+def _segments_of(index: SampleIndex, samples: Ids) -> tuple[Ids, Ids]:
+    """Numbers of the segments of some samples, and which of the samples each belongs to."""
+    first = np.asarray(index.sample_segment_offsets[samples])
+    counts = np.asarray(index.sample_segment_offsets[samples + 1]) - first
     before = np.cumsum(counts) - counts
     segments = np.repeat(first - before, counts) + np.arange(counts.sum())
-    return np.repeat(np.arange(len(ids)), counts), segments
+    return segments, np.repeat(np.arange(len(samples)), counts)
+
+
+def _sums(groups: Ids, values: Ids, num_groups: int) -> Ids:
+    return np.bincount(groups, values, num_groups).astype(np.int64)

@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 
 from megapack import _core
 from megapack.data.draws import DrawOrder
+from megapack.data.exclusions import FIRST_MASKED
 from megapack.data.order import order_named
 from megapack.data.program import Program, StageSettings
 from megapack.data.source import SampleSource
@@ -54,7 +55,7 @@ class StageDraws:
 
     Attributes:
         begin: first step.
-        config, weights: those of the settings.
+        config, weights, num_lists: those of the settings.
         buckets: streams of samples, by rising capacity.
         samples_per_draw: of every bucket.
         num_cycles: per epoch of the order.
@@ -68,6 +69,7 @@ class StageDraws:
         self, settings: StageSettings, samples: SampleSource, cursors: Cursors, largest: int
     ) -> None:
         self.begin, self.config, self.weights = settings.begin, settings.config, settings.weights
+        self.num_lists = settings.num_lists
         self.samples = samples
         order = order_named(self.config.order)
         seed = self.config.seed
@@ -102,10 +104,11 @@ class StageDraws:
         """How messages about it begin."""
         return f"the stage from step {self.begin}: " if self.begin else ""
 
-    def continued(self, begin: int, skip_steps: int) -> StageDraws:
-        """The same draws, of which ``skip_steps`` steps are passed over before step ``begin``."""
+    def continued(self, settings: StageSettings) -> StageDraws:
+        """The same draws, of which some steps may be passed over before the stage begins."""
         result = copy.copy(self)
-        result.begin, result._first_draw = begin, self.draw_of(begin + skip_steps)
+        result.begin, result.num_lists = settings.begin, settings.num_lists
+        result._first_draw = self.draw_of(settings.begin + settings.skip_steps)
         return result
 
     @property
@@ -154,10 +157,14 @@ class StageDraws:
 
     def _draw(self, draw: int) -> Draw:
         bucket, turn = self.draws.locate(draw)
-        return Draw(bucket, self.buckets[bucket].capacity, self.ids(bucket, turn))
+        ids = self.ids(bucket, turn) + self.num_lists * FIRST_MASKED
+        return Draw(bucket, self.buckets[bucket].capacity, ids)
 
     def steps_of(self, sample: int, end: int) -> list[int]:
-        """In which steps of the stage before ``end`` a global sample id is drawn, ascending."""
+        """In which steps of the stage before ``end`` a global sample id is drawn, ascending.
+
+        Whatever is masked of it there: the id is that of the sample without lists.
+        """
         capacity = self.samples.capacity_of(sample)
         dataset = self.samples.locate(np.array([sample]))[0][0]
         found = [
@@ -187,7 +194,7 @@ class StageDraws:
         ]
 
     def ids(self, bucket: int, turn: int) -> Ids:
-        """Samples of the ``turn``-th draw of a bucket."""
+        """Samples of the ``turn``-th draw of a bucket; of their documents none is masked."""
         stream, count = self.buckets[bucket], self.samples_per_draw[bucket]
         if self.config.cost_window == 1:
             return stream.ids(turn * count, (turn + 1) * count)
@@ -221,7 +228,7 @@ def open_stages(program: Program, samples: SampleSource) -> list[StageDraws]:
         if before is None:
             stages.append(StageDraws(settings, samples, {}, largest))
         elif settings.same_draws(before):
-            stages.append(stages[-1].continued(settings.begin, settings.skip_steps))
+            stages.append(stages[-1].continued(settings))
         else:
             cursors = stages[-1].cursors(settings.begin + settings.skip_steps)
             try:

@@ -77,7 +77,8 @@ class Draw:
     Attributes:
         bucket: number of the bucket among those that have samples, by rising capacity.
         capacity: tokens per sample.
-        sample_ids: (samples,) int64, global ids.
+        sample_ids: (samples,) int64, global ids; ``megapack.data.exclusions`` has those of samples
+            of which documents are masked.
     """
 
     bucket: int

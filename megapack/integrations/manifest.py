@@ -112,8 +112,8 @@ class Manifest(BlendConfig):
     def relative_to(self, folder: Path) -> Manifest:
         """The manifest with paths relative to its folder."""
         cache = None if self.cache_directory is None else str(folder / self.cache_directory)
-        sources = super().relative_to(folder).sources
-        return replace(self, sources=sources, cache_directory=cache)
+        moved = super().relative_to(folder)
+        return replace(self, sources=moved.sources, stages=moved.stages, cache_directory=cache)
 
 
 def is_manifest(data_path: str) -> bool:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
 from megapack.attention import AttentionNeeds, alibi_slopes, choose_backend, varlen_attention
+from megapack.attention.flash import Flash2
 from megapack.attention.problem import ScoreRule
 from megapack.errors import ConfigError
 
@@ -49,6 +52,27 @@ def test_a_requested_backend_is_taken() -> None:
 def test_flash3_never_serves_alibi() -> None:
     with pytest.raises(ConfigError, match="flash-attn 3 has no ALiBi"):
         choose_backend(_needs(alibi=True), "flash3")
+
+
+def test_an_old_flash_attn_is_refused_before_its_arguments_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = tmp_path / "flash_attn"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "flash_attn_interface.py").touch()
+    about = tmp_path / "flash_attn-2.6.3.dist-info"
+    about.mkdir()
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    needs = _needs(device=torch.device("cuda"), dtype=torch.bfloat16)
+    for version, refusal in (
+        ("2.6.3", "flash-attn 2.6.3 is older than 2.8"),
+        ("2.8.3.post1", None),
+        ("3.0.0b1", None),
+    ):
+        (about / "METADATA").write_text(f"Name: flash-attn\nVersion: {version}\n")
+        assert Flash2().refusal(needs) == refusal
 
 
 @pytest.mark.parametrize(

@@ -111,6 +111,35 @@ def test_tokens_of_every_source(config: Path, capsys: pytest.CaptureFixture[str]
     assert other[0]["tokens"] == 2 * before[0]["tokens"]
 
 
+def test_excluded_documents_are_shown_nowhere(
+    config: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    blend = yaml.safe_load(config.with_name("blend.yaml").read_text())
+    blend["stages"].append({"from_step": 20, "exclude": {"web": "gone.txt"}})
+    config.with_name("masking.yaml").write_text(yaml.safe_dump(blend))
+    config.with_name("gone.txt").write_text("7\n30\n")
+    masking = ("--set", f"data.blend={config.with_name('masking.yaml')}")
+    [found] = ask(capsys, config, *masking, "--excluded")
+    plain = [ask(capsys, config, "--document", f"web:{d}")["samples"] for d in (7, 30)]
+    steps = [i for samples in plain for shown in samples for i in shown["steps"]]
+    assert max(steps) >= 20 > found["last_seen"] == max(i for i in steps if i < 20)
+    assert found["draws_since"] == sum(i >= 20 for i in steps) and found["shown_since"] == 0
+    late = next(i for i in steps if i >= 20)
+    words = ("--step", str(late), "--tokenizer", "bytes", "--full")
+    assert main(["trace", str(config), *words]) == 0
+    assert "web 7 web 7" in (text := capsys.readouterr().out) or "web 30 web 30" in text
+    assert main(["trace", str(config), *masking, *words]) == 0
+    assert "web 7 web 7" not in (text := capsys.readouterr().out) and "web 30 web 30" not in text
+    shown = ask(capsys, config, *masking, "--document", "web:7")
+    assert shown["masked_from"] == 20
+    assert all(i < 20 for sample in shown["samples"] for i in sample["steps"])
+    for question in (("--document", "web:7"), ("--excluded",)):
+        assert main(["trace", str(config), *masking, *question]) == 0
+        assert "20" in capsys.readouterr().out
+    assert main(["trace", str(config), "--excluded"]) == 0
+    assert "no stage excludes any" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [

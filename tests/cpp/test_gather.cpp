@@ -113,6 +113,34 @@ void test_values() {
     check_is_complete(batch);
 }
 
+// A sample of which lists mask documents is what it would be without their segments.
+void test_excluded_documents() {
+    const Corpus corpus;
+    const std::vector<std::int64_t> documents{1, 3}, lists{2, 1};
+    GatherSource source = corpus.source();
+    source.excluded = documents;
+    source.excluded_by = lists;
+    check_source(source);
+    const std::vector<GatherSource> sources{source};
+    const std::int64_t one = kFirstMasked;
+    const auto lengths = [&](std::int64_t id) {
+        const std::vector<std::int64_t> ids{id};
+        const auto refs = locate_samples(sources, ids, 2);
+        return cumulative_lengths(plan_gather(sources, refs, {1, 7, 7}, {}), false, false, 0);
+    };
+    REQUIRE(lengths(0) == (std::vector<std::int32_t>{0, 5, 6, 7}));
+    REQUIRE(lengths(one) == (std::vector<std::int32_t>{0, 5, 6, 7}));
+    REQUIRE(lengths(2 * one) == (std::vector<std::int32_t>{0, 5, 7}));
+    REQUIRE(lengths(2) == (std::vector<std::int32_t>{0, 3, 6, 7}));
+    REQUIRE(lengths(one + 2) == (std::vector<std::int32_t>{0, 3, 7}));
+    const std::vector<std::int64_t> too_many{3 * one};
+    try {
+        locate_samples(sources, too_many, 2);
+        REQUIRE(false);
+    } catch (const std::out_of_range&) {
+    }
+}
+
 // Random numbers where an index has its own: nearly all are refused, and none is followed outside.
 void test_damaged_arrays() {
     std::mt19937_64 random(1);
@@ -183,6 +211,7 @@ void test_refused_shapes() {
 
 int main() {
     test_values();
+    test_excluded_documents();
     test_damaged_arrays();
     test_refused_shapes();
     std::puts("ok");

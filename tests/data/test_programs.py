@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import tempfile
 from collections import defaultdict
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,6 +23,7 @@ TOKENS = (32, 48, 96, 144)
 NAMES = [f"s{number}" for number in range(6)]
 POOL_COUNTS = [{4: 9, 8: 30, 16: 3}, {8: 11}, {4: 2, 16: 25}, {16: 1}, {4: 40, 8: 5}, {4: 1, 8: 1}]
 POOL = [samples_of_buckets(counts) for counts in POOL_COUNTS]
+FOLDER = tempfile.TemporaryDirectory()  # lists of documents to exclude; gone when the tests end
 
 
 @st.composite
@@ -133,7 +136,9 @@ class Run:
         begin = self.step + int(self.random.integers(0, 8))
         if begin <= max((stage.from_step for stage in self.stages), default=0):
             return
-        what = self.random.choice(["reweight", "add", "remove", "tokens", "skip", "order"])
+        kinds = ["reweight", "add", "remove", "tokens", "skip", "order", "exclude"]
+        kinds += ["loss", "window"]
+        what = self.random.choice(kinds)
         change: dict[str, Any] = {}
         drawn = [NAMES[s] for s, w in zip(self.sources, self.weights, strict=True) if w != 0]
         for stage in self.stages:
@@ -152,7 +157,28 @@ class Run:
             change["order"] = str(self.random.choice(["proportional", "grow-p2", "uniform"]))
         if what == "skip":
             change["skip_steps"] = int(self.random.integers(1, 9))
+        if what == "loss":
+            change["loss_weights"] = {str(self.random.choice(drawn)): self.weight()}
+        if what == "window":
+            change["attention_window"] = int(self.random.choice([3, 8, 16]))
+        if what == "exclude":
+            change["exclude"] = self.lists()
         self.stages = [*self.stages, Stage(from_step=begin, **change)]
+
+    def lists(self) -> dict[str, str]:
+        """Of some sources a file of some documents, as .npy or as text."""
+        result = {}
+        for source in self.random.choice(self.sources, self.random.integers(1, 3)).tolist():
+            some = int(self.random.integers(0, POOL[source].num_documents + 1))
+            documents = self.random.choice(POOL[source].num_documents, some)
+            path = Path(FOLDER.name) / f"{self.random.integers(1 << 62)}"
+            if self.random.random() < 0.5:
+                path = path.with_suffix(".npy")
+                np.save(path, documents)
+            else:
+                path.write_text("".join(f"{document}\n" for document in documents))
+            result[NAMES[source]] = str(path)
+        return result
 
     def advance(self, schedule: Schedule, num_steps: int) -> None:
         for _ in range(num_steps):
@@ -180,9 +206,31 @@ def test_a_thousand_edited_runs_keep_every_law() -> None:
         assert [scratch.step(i).sample_ids.tolist() for i in range(run.step)] == run.seen, number
         check_epochs_of_sources(scratch, run.seen)
         check_shares(scratch, run.seen)
+        check_masks(scratch, run)
         check_ranks(scratch, int(run.random.integers(0, run.step)))
         kinds |= {name for stage in run.stages for name in vars(stage) if vars(stage)[name]}
-    assert kinds == {"from_step", "weights", "tokens_per_step", "order", "skip_steps"}
+    changes = {"weights", "tokens_per_step", "order", "skip_steps", "exclude"}
+    assert kinds == {"from_step", *changes, "loss_weights", "attention_window"}
+
+
+def check_masks(schedule: Schedule, run: Run) -> None:
+    """A sample shows its segments but those of documents that a stage begun so far excludes."""
+    gone: set[tuple[int, int]] = set()
+    waiting = [stage for stage in run.stages if stage.exclude]
+    assert waiting or max(max(ids) for ids in run.seen) < schedule.samples.num_samples
+    for i, ids in enumerate(run.seen if waiting else ()):
+        while waiting and waiting[0].from_step <= i:
+            for name, path in waiting.pop(0).exclude.items():
+                listed = np.load(path) if path.endswith(".npy") else Path(path).read_text().split()
+                gone |= {(schedule.samples.names.index(name), int(d)) for d in listed}
+        for sample in ids:
+            source, shown = schedule.samples.segments(sample)
+            _, local = schedule.samples.locate(np.array([sample]))
+            _, segments = schedule.samples.indices[source].sample(int(local[0]))
+            assert shown == [s for s in segments if (source, s[0]) not in gone]
+        kept = [schedule.samples.segments(sample)[1] for sample in ids]
+        labels = sum(length - 1 for segments in kept for _, _, length in segments)  # whole ones
+        assert schedule.step(i).num_label_tokens == labels
 
 
 def check_epochs_of_sources(schedule: Schedule, seen: list[list[int]]) -> None:
@@ -208,8 +256,8 @@ def check_epochs_of_sources(schedule: Schedule, seen: list[list[int]]) -> None:
 
 def follow(schedule: Schedule, streams: dict[tuple[int, int], list[int]], ids: np.ndarray) -> None:
     capacity = schedule.samples.capacity_of(int(ids[0]))
-    source, _ = schedule.samples.locate(ids)
-    for s, sample in zip(source.tolist(), ids.tolist(), strict=True):
+    source, local = schedule.samples.locate(ids)
+    for s, sample in zip(source.tolist(), local.tolist(), strict=True):
         streams[s, capacity].append(sample)
 
 
@@ -261,10 +309,12 @@ def check_ranks(schedule: Schedule, step: int) -> None:
                 micro_batch_tokens=micro,
                 uneven="pad",
                 num_steps=step + 1,
+                weighted_loss=True,
             ).micro_batches(step)
             for rank in range(size)
         ]
         for row in zip(*ranks, strict=True):
             assert len({(b.bucket, b.capacity, b.num_step_label_tokens) for b in row}) == 1
+            assert len({(b.attention_window, b.step_label_weight) for b in row}) == 1
         dealt = sorted(i for batches in ranks for batch in batches for i in batch)
         assert dealt == sorted(schedule.step(step).sample_ids.tolist())

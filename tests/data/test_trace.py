@@ -52,7 +52,8 @@ def test_windows_orders_and_micro_steps_are_inverted_too(
 def check(schedule: Schedule, num_steps: int) -> None:
     held: dict[int, list[int]] = defaultdict(list)
     for step in range(num_steps):
-        for sample in schedule.step(step).sample_ids.tolist():
+        source, local = schedule.samples.locate(schedule.step(step).sample_ids)
+        for sample in (schedule.samples.bases[source] + local).tolist():
             held[sample].append(step)
     for sample in range(schedule.samples.num_samples):
         assert schedule.steps_of(sample, num_steps) == held[sample]

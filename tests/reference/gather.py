@@ -127,7 +127,7 @@ def _write_sample(
             batch.lengths.append(length)
             batch.rooms.append(room)
         used += room
-    if attention == "sample":
+    if attention == "sample" and sample:
         batch.lengths.append(sum(length for _, _, length in sample))
         batch.rooms.append(used)
     return used

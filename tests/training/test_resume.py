@@ -300,3 +300,11 @@ def test_the_run_directory_says_what_was_run(whole: Path, corpus: Corpus) -> Non
     assert [e["step"] for e in evaluations] == [8]
     assert evaluations[0]["perplexity"] == pytest.approx(np.exp(evaluations[0]["loss"]))
     assert (whole / "model" / "model.safetensors").exists()
+
+
+def test_curves_on_a_server_belong_to_one_run_and_not_to_its_folders_name(tmp_path: Path) -> None:
+    mine, yours = tmp_path / "mine" / "run", tmp_path / "yours" / "run"
+    for path in (mine, yours):
+        path.mkdir(parents=True)
+    first = RunDirectory(mine).own_id()
+    assert RunDirectory(mine).own_id() == first != RunDirectory(yours).own_id()

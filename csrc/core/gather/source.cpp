@@ -58,6 +58,13 @@ Segment read_segment(const GatherSource& source, SampleRef ref, std::int64_t s) 
     return segment;
 }
 
+bool is_excluded(const GatherSource& source, std::int64_t document, std::int64_t lists) {
+    if (lists == 0) return false;
+    const auto* at = std::lower_bound(source.excluded.begin(), source.excluded.end(), document);
+    return at != source.excluded.end() && *at == document &&
+           source.excluded_by[at - source.excluded.begin()] <= lists;
+}
+
 }  // namespace
 
 std::int64_t bytes_of(TokenType type) {
@@ -89,22 +96,29 @@ void check_source(const GatherSource& source) {
     check<FormatError>(!source.has_labels() || source.labels.size == source.tokens.size,
                        "the label file has ", source.labels.size, " elements, the token file ",
                        source.tokens.size, "; labels stand beside the tokens, one for each");
+    check(source.excluded.size() == source.excluded_by.size() &&
+              std::is_sorted(source.excluded.begin(), source.excluded.end()),
+          "excluded documents are not ascending, or there is not one list for each");
 }
 
 std::vector<SampleRef> locate_samples(Span<const GatherSource> sources,
-                                      Span<const std::int64_t> sample_ids) {
+                                      Span<const std::int64_t> sample_ids, std::int64_t num_lists) {
     std::vector<std::int64_t> ends;  // first id behind each source
     for (const GatherSource& source : sources) {
         ends.push_back((ends.empty() ? 0 : ends.back()) + source.samples.num_samples());
     }
     std::vector<SampleRef> refs;
     refs.reserve(sample_ids.size());
-    for (const std::int64_t id : sample_ids) {
+    for (const std::int64_t given : sample_ids) {
+        const std::int64_t lists = given / kFirstMasked;
+        const std::int64_t id = given % kFirstMasked;
+        check<std::out_of_range>(lists <= num_lists, "sample ", given, " is one with ", lists,
+                                 " lists of excluded documents; there are ", num_lists);
         const auto end = std::upper_bound(ends.begin(), ends.end(), id);
         check<std::out_of_range>(id >= 0 && end != ends.end(), "sample ", id, " of ",
                                  ends.empty() ? 0 : ends.back(), " samples");
         const std::int64_t source = end - ends.begin();
-        refs.push_back({source, id - (*end - sources[source].samples.num_samples())});
+        refs.push_back({source, id - (*end - sources[source].samples.num_samples()), lists});
     }
     return refs;
 }
@@ -118,7 +132,10 @@ void read_segments(const GatherSource& source, SampleRef ref, std::vector<Segmen
     check<FormatError>(first >= 0 && first <= last && last <= source.samples.segment_length.size(),
                        "source ", ref.source, ", sample ", ref.sample, " has segments [", first,
                        ", ", last, ") of ", source.samples.segment_length.size(), kRemedy);
-    for (std::int64_t s = first; s < last; ++s) out.push_back(read_segment(source, ref, s));
+    for (std::int64_t s = first; s < last; ++s) {
+        const Segment segment = read_segment(source, ref, s);
+        if (!is_excluded(source, segment.document, ref.lists)) out.push_back(segment);
+    }
 }
 
 }  // namespace megapack

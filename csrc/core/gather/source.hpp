@@ -21,6 +21,10 @@ struct TokenArray {
     TokenType type = TokenType::kUint16;
 };
 
+// The id of a sample is its number, plus this for every list of excluded documents in force: what
+// an id stands for is the same wherever it is gathered.
+constexpr std::int64_t kFirstMasked = std::int64_t{1} << 48;
+
 // One dataset with its sample index. Nothing in it is trusted: every number that is used as an
 // address is checked at the moment it is read.
 struct GatherSource {
@@ -30,6 +34,8 @@ struct GatherSource {
     TokenArray tokens;    // the mapped .bin
     TokenArray labels;    // beside the tokens, not shifted, -100 = none; may be absent
     SampleView samples;   // without bucket_sample_offsets
+    Span<const std::int64_t> excluded;     // documents that some list masks, ascending
+    Span<const std::int64_t> excluded_by;  // the first list that has each, counted from 1
 
     bool has_labels() const { return labels.data != nullptr; }
 };
@@ -43,22 +49,25 @@ struct Segment {
     bool ends_document;
 };
 
-// A sample of one of several sources; the source exists.
+// A sample of one of several sources, without what the first `lists` lists mask; the source exists.
 struct SampleRef {
     std::int64_t source;
     std::int64_t sample;
+    std::int64_t lists = 0;
 };
 
 // Refuses arrays whose sizes contradict each other. Costs nothing: no element is read.
 void check_source(const GatherSource& source);
 
 // Sample ids count through the sources: those of source 0, then those of source 1, and so on.
-// Throws std::out_of_range for a sample that does not exist.
+// Throws std::out_of_range for a sample that does not exist, or more than num_lists lists.
 std::vector<SampleRef> locate_samples(Span<const GatherSource> sources,
-                                      Span<const std::int64_t> sample_ids);
+                                      Span<const std::int64_t> sample_ids,
+                                      std::int64_t num_lists = 0);
 
-// The segments of a sample in order, appended to `out`. Throws std::out_of_range for a sample that
-// does not exist and FormatError for an index that points outside its dataset.
+// The segments of a sample in order but those of excluded documents, appended to `out`. Throws
+// std::out_of_range for a sample that does not exist and FormatError for an index that points
+// outside its dataset.
 void read_segments(const GatherSource& source, SampleRef ref, std::vector<Segment>& out);
 
 }  // namespace megapack

@@ -3,7 +3,8 @@
 ``config.yaml`` the resolved configuration, ``starts.jsonl`` one line per start (versions, git,
 hosts, fingerprints, command), ``log.jsonl`` one line per step, ``evaluation.jsonl``,
 ``checkpoints/``, ``tensorboard/``, ``model/`` (what ``from_pretrained`` loads), ``end.json`` (why
-and where the run ended), and when asked for ``batches/``, what every rank was fed.
+and where the run ended), and when asked for ``batches/``, what every rank was fed, and ``run_id``,
+the name of its curves on a server.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import socket
 import subprocess
 import sys
 import time
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -53,6 +55,14 @@ class RunDirectory:
         self._end = self.path / "end.json"
         self._lock: WriterLock | None = None
         self._is_held = False
+
+    def own_id(self) -> str:
+        """Of the run, whatever other directories are called; the same at every start."""
+        path = self.path / "run_id"
+        if not path.exists():
+            with atomic_write(path) as file:
+                file.write(uuid.uuid4().hex.encode())
+        return path.read_text(encoding="utf-8").strip()
 
     @contextmanager
     def held(self, world: World) -> Iterator[None]:

@@ -247,14 +247,18 @@ class _WeightsAndBiases:
             raise ConfigError(
                 f"logging.wandb_project is {project!r}; that needs pip install wandb"
             ) from error
-        name = directory.path.name
-        # The name is the id: a resumed run continues its curves.
         self._run = wandb.init(
-            project=project, name=name, id=name, resume="allow", dir=str(directory.path)
+            project=project,
+            name=directory.path.name,
+            id=directory.own_id(),
+            resume="allow",
+            dir=str(directory.path),
         )
+        # An axis of our own: its steps may go back, to those done again after a rollback.
+        self._run.define_metric("*", step_metric="step")
 
     def write(self, scalars: dict[str, Any], step: int) -> None:
-        self._run.log(scalars, step=step)
+        self._run.log({**scalars, "step": step})
 
     def close(self) -> None:
         self._run.finish()

@@ -1,0 +1,124 @@
+"""Which documents did a step see? One answer of ``megapack-build trace``."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from megapack.cli.decoding import decoder
+from megapack.cli.inspect_sample import print_sample, view_sample
+from megapack.cli.report import Screen, print_table
+from megapack.errors import ConfigError
+
+if TYPE_CHECKING:  # megapack.data imports torch, which no other command needs
+    from megapack.data import PackedDataset, Schedule
+
+__all__ = ["answer_step"]
+
+
+def answer_step(
+    args: argparse.Namespace, tree: dict[str, Any], data: PackedDataset, schedule: Schedule
+) -> None:
+    """Print what step ``args.step`` holds; with ``args.ranks``, who has it."""
+    if args.step < 0:
+        raise ConfigError(f"--step {args.step}: steps are counted from 0")
+    content = schedule.step(args.step)
+    facts: dict[str, Any] = {
+        "step": args.step,
+        "tokens_before": schedule.tokens_before(args.step),
+        "stage_from_step": schedule.stage_at(args.step).begin,
+        "num_label_tokens": content.num_label_tokens,
+        "samples": [
+            {
+                **place,
+                "source": data.samples.names[source],
+                "sample": int(data.samples.locate(np.array([sample]))[1][0]),
+                "capacity": data.samples.capacity_of(sample),
+                "segments": segments,
+            }
+            for place, sample in _dealt(args, tree, schedule)
+            for source, segments in [data.samples.segments(sample)]
+        ],
+    }
+    if args.json:
+        print(json.dumps(facts, indent=2))
+        return
+    console = Screen()
+    stage = f"; of the stage from step {facts['stage_from_step']:,}" * (len(schedule.stages) > 1)
+    console.write_line(
+        f"step {args.step:,}: {len(content.sample_ids):,} samples of "
+        f"{' and '.join(f'{draw.capacity:,}' for draw in content.draws)} tokens, "
+        f"{content.num_label_tokens:,} labels; {facts['tokens_before']:,} tokens before it{stage}",
+        style="bold",
+    )
+    if args.tokenizer is None:
+        _print_segments(facts["samples"])
+        return
+    _print_text(console, args, data, facts["samples"])
+
+
+def _print_text(
+    console: Screen, args: argparse.Namespace, data: PackedDataset, samples: list[dict[str, Any]]
+) -> None:
+    sources = [data.samples.names.index(shown["source"]) for shown in samples]
+    views = [
+        view_sample(
+            data.datasets[source],
+            data.samples.indices[source],
+            shown["sample"],
+            shown["segments"],
+        )
+        for source, shown in zip(sources, samples, strict=True)
+    ]
+    decoders = {}
+    for source in set(sources):
+        own = [view for s, view in zip(sources, views, strict=True) if s == source]
+        ids = [i for segments in own for segment in segments for i in segment.token_ids]
+        decoders[source] = decoder(args.tokenizer, data.datasets[source], ids)
+    for source, shown, segments in zip(sources, samples, views, strict=True):
+        had = f"rank {shown['rank']}, micro step {shown['micro_step']}, " if "rank" in shown else ""
+        console.write_line(f"=== {had}{shown['source']}")
+        index = data.samples.indices[source]
+        print_sample(console, index, shown["sample"], segments, decoders[source], full=args.full)
+
+
+def _dealt(
+    args: argparse.Namespace, tree: dict[str, Any], schedule: Schedule
+) -> list[tuple[dict[str, int], int]]:
+    """(where, global sample id) of a step; ``where`` is empty when no ranks are asked for."""
+    from megapack.data import BucketBatchSampler  # noqa: PLC0415
+
+    if args.ranks is None:
+        if args.rank is not None:
+            raise ConfigError(f"--rank {args.rank} of how many? Give --ranks, too")
+        return [({}, sample) for sample in schedule.step(args.step).sample_ids.tolist()]
+    found = []
+    for rank in range(args.ranks) if args.rank is None else (args.rank,):
+        sampler = BucketBatchSampler(
+            schedule,
+            data_parallel_rank=rank,
+            data_parallel_size=args.ranks,
+            micro_batch_tokens=tree["data"]["micro_batch_tokens"],
+            num_steps=0,
+            uneven=tree["data"].get("uneven", "error"),
+        )
+        for batch in sampler.micro_batches(args.step):
+            where = {"rank": rank, "micro_step": batch.micro_step}
+            found += [(where, sample) for sample in batch]
+    return found
+
+
+def _print_segments(samples: list[dict[str, Any]]) -> None:
+    places = [name for name in ("rank", "micro_step") if samples and name in samples[0]]
+    print_table(
+        ("source", *(name.replace("_", " ") for name in places), "sample", "document", "tokens"),
+        [
+            (shown["source"], *(shown[name] for name in places), shown["sample"], document)
+            + (f"[{begin:,}, {begin + length:,})",)
+            for shown in samples
+            for document, begin, length in shown["segments"]
+        ],
+    )

@@ -1,0 +1,147 @@
+"""Documents that are masked from a step on (decontamination, takedowns), listed in files.
+
+A list in force takes the segments of its documents out of the batch: a sample is then what it would
+be had they never been packed, and their room is padding of it. Which samples a step draws stays as
+it is, and so do shapes. Lists add up over the stages of a run.
+
+A sample under n lists has the id of the sample + n * FIRST_MASKED. So an id says what it stands
+for, whoever gathers it, counts its labels or weighs its attention.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from megapack.data.program import Stage
+from megapack.errors import ConfigError, FormatError
+
+__all__ = ["FIRST_MASKED", "Exclusions", "read_documents", "read_exclusions"]
+
+FIRST_MASKED = 1 << 48  # csrc/core/gather/source.hpp has the same
+
+Ids = NDArray[np.int64]
+
+
+@dataclass(frozen=True, eq=False)
+class Exclusions:
+    """The lists of a run.
+
+    Attributes:
+        num_lists: stages that have some; list n is that of the n-th of them.
+        documents: of every source, int64, ascending: all that some list has.
+        lists: beside them, int64: the first list that has each, counted from 1.
+    """
+
+    num_lists: int
+    documents: tuple[Ids, ...]
+    lists: tuple[Ids, ...]
+
+    def masks(self, source: int, documents: Ids, num_lists: int | Ids) -> NDArray[np.bool_]:
+        """Whether each of some documents of a source is masked by the first ``num_lists`` lists."""
+        known = self.documents[source]
+        if not len(known):
+            return np.zeros(len(documents), np.bool_)
+        at = np.minimum(np.searchsorted(known, documents), len(known) - 1)
+        found: NDArray[np.bool_] = (known[at] == documents) & (self.lists[source][at] <= num_lists)
+        return found
+
+    def first_list(self, source: int, document: int) -> int | None:
+        """The first list that has a document of a source; None: it is in none."""
+        at = int(np.searchsorted(self.documents[source], document))
+        known = self.documents[source][at : at + 1]
+        return int(self.lists[source][at]) if known.tolist() == [document] else None
+
+    def digests(self, num_lists: int, names: Sequence[str]) -> dict[str, str]:
+        """Source name -> how many documents the first lists mask, and a digest of their ids."""
+        result = {}
+        for name, documents, lists in zip(names, self.documents, self.lists, strict=True):
+            masked = np.ascontiguousarray(documents[lists <= num_lists], "<i8")
+            if len(masked):
+                digest = xxhash.xxh3_64_hexdigest(masked.tobytes())
+                result[name] = f"{len(masked)} documents, xxh3 {digest}"
+        return result
+
+
+def read_exclusions(
+    stages: Sequence[Stage], names: Sequence[str], num_documents: Sequence[int]
+) -> Exclusions:
+    """The lists of all stages.
+
+    Args:
+        stages: of the run, in order.
+        names, num_documents: of the sources.
+
+    Raises:
+        ConfigError: a source that does not exist, or a document that it does not have.
+        FormatError, OSError: a file that is no list of documents, or cannot be read.
+    """
+    times = Counter(names)
+    parts: list[list[tuple[Ids, int]]] = [[] for _ in names]
+    num_lists = 0
+    for stage in stages:
+        if stage.exclude is None:
+            continue
+        num_lists += 1
+        for name, path in stage.exclude.items():
+            if times[name] != 1:
+                there = ", ".join(names[:20])
+                raise ConfigError(f"{stage} excludes documents of {name!r}; sources are {there}")
+            source = names.index(name)
+            listed = read_documents(path)
+            if len(listed) and listed[-1] >= num_documents[source]:
+                raise ConfigError(
+                    f"{stage}: {path} excludes document {listed[-1]} of {name!r}, which has "
+                    f"{num_documents[source]} (counted from 0); is it a list of another dataset?"
+                )
+            parts[source].append((listed, num_lists))
+    joined = [_joined(own) for own in parts]
+    return Exclusions(num_lists, tuple(d for d, _ in joined), tuple(n for _, n in joined))
+
+
+def read_documents(path: str | Path) -> Ids:
+    """Document ids of a file, ascending, each once, int64.
+
+    Args:
+        path: a .npy file of integers in one dimension, or text with one id per line.
+
+    Raises:
+        FormatError, OSError: it holds something else, or cannot be read.
+    """
+    path = Path(path)
+    if path.suffix == ".npy":
+        try:
+            found = np.load(path, allow_pickle=False)
+        except ValueError as error:
+            raise FormatError(f"{path} is no .npy file of integers: {error}") from error
+        if found.ndim != 1 or found.dtype.kind not in "iu":
+            raise FormatError(
+                f"{path} holds {found.dtype} of shape {found.shape}; document ids are integers in "
+                "one dimension"
+            )
+    else:
+        lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
+        for number, line in enumerate(lines, 1):
+            if line.strip() and not (line.strip().isascii() and line.strip().isdecimal()):
+                raise FormatError(
+                    f"{path}, line {number}: {line[:40]!r} is no document id; write one number, "
+                    "counted from 0, per line"
+                )
+        found = np.array([int(line) for line in lines if line.strip()], object)
+    if len(found) and not (found.min() >= 0 and found.max() < 1 << 62):
+        raise FormatError(f"{path} has ids from {found.min()} to {found.max()}; ids are 0 or more")
+    return np.unique(found.astype(np.int64))
+
+
+def _joined(parts: Sequence[tuple[Ids, int]]) -> tuple[Ids, Ids]:
+    """Documents of all lists of a source, ascending, and the first list that has each."""
+    every = np.concatenate([np.zeros(0, np.int64), *(documents for documents, _ in parts)])
+    listed = np.repeat([number for _, number in parts] or [0], [len(d) for d, _ in parts] or [0])
+    documents, first = np.unique(every, return_index=True)  # the first of equals: lists ascend
+    return documents, np.ascontiguousarray(listed[first], np.int64)

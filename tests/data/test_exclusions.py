@@ -1,0 +1,288 @@
+"""Excluded documents: from their step on a batch is what it would be without them."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megapack.data import (
+    BatchLayout,
+    PackedDataset,
+    Schedule,
+    Stage,
+    build_loader,
+    load_blend,
+    plan_exclusions,
+)
+from megapack.data.exclusions import FIRST_MASKED, read_documents
+from megapack.errors import ConfigError, FormatError, ResumeError
+from megapack.packing import SampleIndex, pack
+from tests.data.corpora import (
+    index_of,
+    packed_index,
+    packed_lengths,
+    write_documents,
+)
+from tests.data.test_gather import TENSORS, corpora
+from tests.reference import gather as reference
+
+
+@given(case=corpora(), data=st.data())
+def test_a_masked_sample_is_what_it_would_be_without_those_segments(
+    case: dict[str, Any], data: st.DataObject
+) -> None:
+    """For every option of the gather, two lists that add up, and every number of them in force."""
+    numbers = st.integers(0, len(case["documents"]) - 1)
+    lists = [data.draw(st.lists(numbers)) for _ in range(2)]
+    rows, row_tokens, capacity = case["rows"], case["row_tokens"], case["capacity"]
+    layout = BatchLayout(micro_batch_tokens=rows * row_tokens, kind="rows", row_tokens=row_tokens)
+    with tempfile.TemporaryDirectory() as folder:
+        files = [write_list(Path(folder) / f"list{i}.npy", list_) for i, list_ in enumerate(lists)]
+        documents = write_documents(Path(folder) / "docs", case["documents"], case["dtype"])
+        lengths = [len(document) for document in case["documents"]]
+        dataset = PackedDataset(
+            documents,
+            index_of({capacity: case["samples"]}, lengths),
+            names=["docs"],
+            stages=[Stage(from_step=i + 1, exclude={"docs": file}) for i, file in enumerate(files)],
+            **case["options"],
+        )
+        for force in range(3):
+            gone = {document for list_ in lists[:force] for document in list_}
+            samples = [[s for s in sample if s[0] not in gone] for sample in case["samples"]]
+            expected = reference.gather(
+                case["documents"],
+                samples,
+                num_rows=rows,
+                row_tokens=row_tokens,
+                capacity=capacity,
+                **case["options"],
+            )
+            ids = np.arange(len(samples)) + force * FIRST_MASKED
+            batch = dataset.micro_batch(ids, layout=layout)
+            for name in TENSORS:
+                assert batch[name].flatten().tolist() == getattr(expected, name), name
+            lengths_of = "rooms" if "cu_seqlens_padded" in batch else "lengths"
+            bounds = batch.get("cu_seqlens_padded", batch["cu_seqlens"])
+            assert bounds.tolist() == expected.cu_seqlens(lengths_of)
+            assert dataset.count_labels(ids).sum() == sum(expected.loss_mask)
+            check_costs(dataset, ids, samples, capacity, case["options"]["attention"])
+            assert [dataset.samples.segments(i)[1] for i in ids.tolist()] == samples
+        with pytest.raises(IndexError):
+            dataset.micro_batch([3 * FIRST_MASKED])
+
+
+def check_costs(
+    dataset: PackedDataset, ids: Any, samples: Any, capacity: int, attention: str
+) -> None:
+    expected = []
+    for sample in samples:
+        lengths = [length for _, _, length in sample]
+        attends = [sum(lengths)] if attention == "sample" else lengths
+        expected.append(sum(n * n for n in attends) + (capacity - sum(lengths)) ** 2)
+    assert dataset.samples.attention_cost(ids, capacity).tolist() == expected
+
+
+def write_list(path: Path, documents: Any) -> str:
+    if path.suffix == ".npy":
+        np.save(path, np.array(documents, np.int64))
+    else:
+        path.write_text("".join(f"{document}\n" for document in documents))
+    return str(path)
+
+
+def run_of(folder: Path, *stages: dict[str, Any], **options: Any) -> PackedDataset:
+    """Two sources behind a manifest with these stages; every token says whose it is."""
+    sources = []
+    for number, name in enumerate(("web", "code")):
+        lengths = packed_lengths(120, 32, seed=number)
+        if not (folder / f"{name}.idx").exists():
+            ids = [[number * 1000 + d + 1] * int(n) for d, n in enumerate(lengths)]
+            dataset = write_documents(folder / name, ids)
+            index = pack(dataset.document_lengths, "bucket", buckets=[16, 32])
+            index.save(folder / f"{name}.samples", source=dataset)
+        sources.append({"name": name, "prefix": name, "index": f"{name}.samples"})
+    (folder / "blend.yaml").write_text(yaml.safe_dump({"sources": sources, "stages": [*stages]}))
+    return load_blend(folder / "blend.yaml").open(**options)
+
+
+@pytest.mark.parametrize("mix", ["step", "micro_step"])
+def test_what_a_loader_gives_has_no_excluded_token_from_the_step_on(
+    tmp_path: Path, mix: Any
+) -> None:
+    """Files are found beside the manifest; the tokens are read, not what is said of them."""
+    gone = {"web": set(range(0, 120, 3)), "code": set(range(40))}
+    write_list(tmp_path / "web.txt", gone["web"])
+    write_list(tmp_path / "code.npy", sorted(gone["code"]))
+    stages = [
+        {"from_tokens": 5 * 256, "exclude": {"web": "web.txt"}},
+        {"from_step": 9, "weights": {"web": 1, "code": 1}, "exclude": {"code": "code.npy"}},
+    ]
+    data = run_of(tmp_path, *stages)
+    options = {"mix": mix, "micro_step_tokens": 128 if mix == "micro_step" else None}
+    schedule = Schedule(data, tokens_per_step=256, **options)
+    plain = Schedule(run_of(tmp_path, *({**s, "exclude": None} for s in stages)), tokens_per_step=256, **options)  # fmt: skip  # noqa: E501
+    begins = {"web": 5, "code": 9}
+    seen_before: set[str] = set()
+    for rank in range(2):
+        loader = build_loader(
+            data, schedule, data_parallel_rank=rank, data_parallel_size=2, micro_batch_tokens=64
+        )
+        loader.sampler.num_steps = 30
+        for batch in loader:
+            tokens = set(batch["tokens"].flatten().tolist()) - {0}
+            for number, (name, documents) in enumerate(gone.items()):
+                shown = {t - 1 - number * 1000 for t in tokens} & documents
+                assert not shown or batch["step"] < begins[name]
+                seen_before |= {name for _ in shown}
+    assert seen_before == {"web", "code"}
+    for step in range(30):  # which samples are drawn is as it was
+        ours, theirs = schedule.step(step), plain.step(step)
+        assert (ours.sample_ids % FIRST_MASKED).tolist() == theirs.sample_ids.tolist()
+        assert (ours.sample_ids >= FIRST_MASKED).all() == (step >= 5)
+        assert ours.num_label_tokens <= theirs.num_label_tokens
+
+
+def test_the_plan_of_exclusions_counts_what_the_steps_hold(tmp_path: Path) -> None:
+    first, second = [3, 17, 40, 41], [17, 55]  # 17 is in both
+    stages = [
+        {"from_step": 12, "exclude": {"web": write_list(tmp_path / "a.txt", first)}},
+        {"from_step": 20, "skip_steps": 2, "exclude": {"web": write_list(tmp_path / "b", second)}},
+    ]
+    schedule = Schedule(run_of(tmp_path, *stages), tokens_per_step=256)
+    one, two = plan_exclusions(schedule, 60)
+    assert [(p.source, p.from_step, p.num_documents) for p in (one, two)] == [
+        ("web", 12, 4),
+        ("web", 20, 1),
+    ]
+    assert [schedule.masked_from(0, d) for d in (17, 55, 56)] == [12, 20, None]
+    for plan, documents in ((one, {3, 17, 40, 41}), (two, {55})):
+        holding = {
+            sample
+            for sample in range(schedule.samples.num_samples)
+            for source, segments in [schedule.samples.segments(sample)]
+            if source == 0 and documents & {d for d, _, _ in segments}
+        }
+        drawn = [
+            step
+            for step in range(60)
+            for sample in (schedule.step(step).sample_ids % FIRST_MASKED).tolist()
+            if sample in holding
+        ]
+        before = [step for step in drawn if step < plan.from_step]
+        assert before and plan.num_samples == len(holding)
+        assert (plan.draws_before, plan.last_seen) == (len(before), max(before))
+        assert plan.draws_since == len(drawn) - len(before) > 0
+        assert plan.shown_since == 0
+
+
+def test_a_list_is_part_of_the_program(tmp_path: Path) -> None:
+    """Added from the present step on it is logged; another one before it is refused."""
+    write_list(tmp_path / "a.txt", [3, 4, 5])
+
+    def schedule(*stages: dict[str, Any]) -> Schedule:
+        return Schedule(run_of(tmp_path, *stages), tokens_per_step=256)
+
+    listed = {"from_step": 6, "exclude": {"web": "a.txt"}}
+    state = json.loads(json.dumps(schedule().state_dict(6)))
+    [change] = schedule(listed).check_state(state)
+    assert change.startswith(
+        "from step 6 on exclude was {} and is {'web': '3 documents, xxh3 "
+    ) and change.endswith("'}")
+    done = json.loads(json.dumps(schedule(listed).state_dict(9)))
+    assert schedule(listed).check_state(done) == []
+    again = write_list(tmp_path / "again.npy", [5, 3, 4, 4])  # the same documents
+    assert schedule({"from_step": 6, "exclude": {"web": again}}).check_state(done) == []
+    for other in ({"from_step": 6, "exclude": {"code": "a.txt"}}, {**listed, "from_step": 7}):
+        with pytest.raises(ResumeError, match="exclude was"):
+            schedule(other).check_state(done)
+    with pytest.raises(ResumeError, match="exclude was"):
+        schedule().check_state(done)
+    assert "masked" in schedule().check_state(done, allow_change=["exclude", "from_step"])[0]
+    write_list(tmp_path / "a.txt", [3, 4])  # the file was edited
+    with pytest.raises(ResumeError, match="exclude was"):
+        schedule(listed).check_state(done)
+
+
+def test_a_copy_in_another_process_keeps_the_lists_that_were_read(tmp_path: Path) -> None:
+    file = tmp_path / "a.txt"
+    write_list(file, range(60))
+    data = run_of(tmp_path, {"from_step": 1, "exclude": {"web": "a.txt"}})
+    text = pickle.dumps(data)
+    file.unlink()
+    copy = pickle.loads(text)
+    ids = np.arange(5) + FIRST_MASKED
+    assert copy.count_labels(ids).tolist() == data.count_labels(ids).tolist()
+    assert copy.count_labels(ids).sum() < data.count_labels(ids - FIRST_MASKED).sum()
+
+
+def test_labels_are_counted_without_the_documents_too(tmp_path: Path) -> None:
+    """Bare indices, which know no tokens."""
+    index: SampleIndex = packed_index(200, (16, 32))
+    file = write_list(tmp_path / "a.txt", range(0, 200, 2))
+    lengths = packed_lengths(200, 32)
+    schedule = Schedule(
+        index, names=["a"], tokens_per_step=64, stages=[Stage(from_step=1, exclude={"a": file})]
+    )
+    for step in range(1, 20):
+        segments = [
+            segment
+            for sample in schedule.step(step).sample_ids.tolist()
+            for segment in schedule.samples.segments(sample)[1]
+        ]
+        assert all(document % 2 for document, _, _ in segments)
+        ends = sum(begin + n == lengths[document] for document, begin, n in segments)
+        labels = sum(n for _, _, n in segments) - ends
+        assert schedule.step(step).num_label_tokens == labels
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("3\nfour\n", "line 2: 'four' is no document id"),
+        ("-1\n", "line 1: '-1' is no document id"),
+        ("120\n", "excludes document 120 of 'web', which has 120 (counted from 0)"),
+        (np.array([1.5]), "holds float64 of shape (1,)"),
+        (np.array([[1]]), "holds int64 of shape (1, 1)"),
+        (np.array([-3, 2]), "has ids from -3 to 2"),
+        (b"no npy", "is no .npy file of integers"),
+    ],
+)
+def test_a_file_that_is_no_list_of_documents_is_refused(
+    tmp_path: Path, content: Any, message: str
+) -> None:
+    file = tmp_path / ("list" if isinstance(content, str) else "list.npy")
+    if isinstance(content, np.ndarray):
+        np.save(file, content)
+    else:
+        file.write_bytes(content.encode() if isinstance(content, str) else content)
+    with pytest.raises((FormatError, ConfigError)) as caught:
+        run_of(tmp_path, {"from_step": 1, "exclude": {"web": file.name}})
+    assert message in str(caught.value) and str(file) in str(caught.value)
+
+
+def test_lists_may_be_empty_unordered_or_windows_text(tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(b"7\r\n\r\n 2 \n7")
+    assert read_documents(tmp_path / "a").tolist() == [2, 7]
+    (tmp_path / "b").write_bytes(b"")
+    assert read_documents(tmp_path / "b").tolist() == []
+    data = run_of(tmp_path, {"from_step": 3, "exclude": {"web": "b"}})
+    assert "exclude" not in Schedule(data, tokens_per_step=256).identity()["stages"][0]
+
+
+def test_unknown_sources_and_missing_files_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="excludes documents of 'wep'; sources are web, code"):
+        run_of(tmp_path, {"from_step": 1, "exclude": {"wep": "x"}})
+    with pytest.raises(FileNotFoundError, match=r"missing\.txt"):
+        run_of(tmp_path, {"from_step": 1, "exclude": {"web": "missing.txt"}})
+    with pytest.raises(ConfigError, match="the stage from step 1 has an empty exclude"):
+        Stage(from_step=1, exclude={})
