@@ -12,7 +12,7 @@ import yaml
 
 from megapack.attention import Choice
 from megapack.config import to_dict
-from megapack.data.report import check_epochs, plan_run
+from megapack.data.report import plan_run
 from megapack.data.stage import StageDraws
 from megapack.data.window import Window
 from megapack.errors import ConfigError
@@ -64,7 +64,6 @@ def dry_run(
     architecture = model_configuration(config.model, steps.vocab_size)
     if isinstance(steps, Inputs):
         check_inputs(steps, architecture, config.data.positions)
-    check_epochs(steps.schedule, steps.num_steps)
     _check_ranks(config, ranks)
     here = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     wanted = config.model if here.type == "cuda" else replace(config.model, attention="auto")
