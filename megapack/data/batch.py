@@ -10,11 +10,11 @@ from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from megapack.errors import ConfigError
 
-__all__ = ["Batch", "BatchLayout", "Buffers", "MicroBatch", "ReusedBuffers", "allocate"]
+__all__ = ["Batch", "BatchLayout", "Buffers", "MicroBatch", "ReusedBuffers", "allocate", "weigh"]
 
 # tokens, labels, loss_mask, position_ids, cu_seqlens, ... and plain ints
 Batch: TypeAlias = dict[str, Any]
@@ -46,6 +46,10 @@ class MicroBatch:
         imbalance: max / mean attention work over the ranks, of this draw, as dealt.
         imbalance_undealt: the same had the samples been dealt in the order of the schedule.
         source: (samples,) int64, number of the source (dataset) of every sample.
+        loss_weight: (samples,) float32, factors on the loss of their labels; None: 1.
+        step_label_weight: their sum over the label tokens of the whole step, over all ranks; None:
+            ``num_step_label_tokens``.
+        attention_window: of the step, tokens; None: there is none.
     """
 
     sample_ids: NDArray[np.int64]
@@ -58,6 +62,9 @@ class MicroBatch:
     imbalance: float
     imbalance_undealt: float
     source: NDArray[np.int64]
+    loss_weight: NDArray[np.float32] | None
+    step_label_weight: float | None
+    attention_window: int | None
 
     def __len__(self) -> int:
         return len(self.sample_ids)
@@ -70,7 +77,9 @@ class MicroBatch:
 
     def about(self) -> Batch:
         """What goes along with the tensors of the batch."""
+        names = ("step_label_weight", "attention_window")
         return {
+            **{name: value for name in names if (value := getattr(self, name)) is not None},
             "step": self.step,
             "micro_step": self.micro_step,
             "num_micro_steps": self.num_micro_steps,
@@ -143,6 +152,16 @@ class BatchLayout:
     def shape(self, capacity: int) -> tuple[int, int]:
         """Of tokens, labels, loss_mask and position_ids."""
         return (1, self.micro_batch_tokens) if self.kind == "stream" else self.rows(capacity)
+
+
+def weigh(loss_mask: NDArray[np.float32], loss_weight: ArrayLike, capacity: int) -> None:
+    """Multiply a loss mask (rows, row_tokens) in place by the factor (samples,) of each sample."""
+    rows, row_tokens = loss_mask.shape
+    slots = row_tokens // capacity
+    factors = np.ones(rows * slots, np.float32)
+    given = np.asarray(loss_weight, np.float32)
+    factors[: len(given)] = given
+    loss_mask[:, : slots * capacity] *= factors.reshape(rows, slots).repeat(capacity, axis=1)
 
 
 class Buffers(dict[str, torch.Tensor]):

@@ -45,6 +45,9 @@ class Source:
     labels: str = "auto"
     """Prefix of a label dataset, token by token beside the tokens, -100 where there is no loss.
     ``auto``: <prefix>.labels where that exists; ``none``: every token has its label."""
+    loss_weight: float = 1.0
+    """Factor on the loss of its labels: each counts like so many in the mean over a step, so the
+    divisor is the sum of these factors, and equal factors change nothing."""
     valid_prefix: str | None = None
     """Held-out documents of the same kind, for ``launch/``: its evaluations tell their loss beside
     those of the other sources. Hosts have validation data of their own."""
@@ -94,6 +97,9 @@ class BlendConfig:
     """A run that would repeat a source more often is refused; None: no limit."""
     stages: tuple[Stage, ...] = ()
     """What changes at later steps, in order."""
+    attention_window: int | None = None
+    """Until a stage says otherwise: attention stays inside pieces of so many tokens of a segment
+    (``megapack.data.window``). None: inside segments."""
 
     def __post_init__(self) -> None:
         if not self.sources:
@@ -135,6 +141,7 @@ class BlendConfig:
             [source.index for source in self.sources],
             max_epochs=self.max_epochs,
             stages=self.stages,
+            attention_window=self.attention_window,
             **options,
         )
 
@@ -150,6 +157,7 @@ def open_blend(
         weights=None if set(weights) == {None} else weights,
         names=[source.name or source.prefix for source in sources],
         scores=[source.by_score for source in sources],
+        loss_weights=[source.loss_weight for source in sources],
         label_dataset=[None if s.labels == "none" else s.labels for s in sources],
         **options,
     )

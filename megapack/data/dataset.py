@@ -12,20 +12,33 @@ from numpy.typing import ArrayLike, NDArray
 from torch.utils.data import Dataset
 
 from megapack import _core
-from megapack.data.batch import Batch, BatchLayout, Buffers, allocate
+from megapack.data.batch import Batch, BatchLayout, Buffers, allocate, weigh
 from megapack.data.program import Stage
 from megapack.data.scores import Scores
 from megapack.data.source import SampleSource
+from megapack.data.window import Bounds, cut_bounds
 from megapack.errors import ConfigError
 from megapack.packing import SampleIndex
 from megapack.storage import IndexedDataset
-from megapack.storage.labels import LabelDocuments, open_labels
+from megapack.storage.labels import LabelDocuments, label_list, open_labels
 
 __all__ = ["PackedDataset"]
 
 Prefix: TypeAlias = str | os.PathLike[str]
 Documents: TypeAlias = IndexedDataset | Prefix
 Index: TypeAlias = SampleIndex | Prefix
+
+
+_ABOUT = (
+    "weights",
+    "names",
+    "stages",
+    "exclusions",
+    "scores",
+    "max_epochs",
+    "loss_weights",
+    "attention_window",
+)
 
 
 class PackedDataset(Dataset[Batch]):
@@ -42,6 +55,8 @@ class PackedDataset(Dataset[Batch]):
         stages: what changes at later steps of a run (``megapack.data.program``).
         scores: of every dataset, its order by score (``megapack.data.scores``); None: shuffled.
         max_epochs: a run that would repeat a dataset more often is refused; None: no limit.
+        loss_weights: of a blend, factors on the loss of every dataset's labels; None: 1 for all.
+        attention_window: of a run until a stage says otherwise (``megapack.data.window``).
         positions: where position_ids restart: at every ``segment``, never inside a ``document``
             (a segment continues its document's count), or at every ``sample``.
         attention: whether cu_seqlens list ``document`` segments or whole ``sample`` runs (the
@@ -72,6 +87,8 @@ class PackedDataset(Dataset[Batch]):
         stages: Sequence[Stage] = (),
         scores: Sequence[Scores | None] | None = None,
         max_epochs: float | None = None,
+        loss_weights: Sequence[float] | None = None,
+        attention_window: int | None = None,
         positions: Literal["segment", "document", "sample"] = "segment",
         attention: Literal["document", "sample"] = "document",
         labels: Literal["document", "sample"] = "document",
@@ -103,7 +120,7 @@ class PackedDataset(Dataset[Batch]):
         self.label_datasets = [
             open_labels(documents, labels)
             for documents, labels in zip(
-                self.datasets, _label_list(label_dataset, len(self.datasets)), strict=True
+                self.datasets, label_list(label_dataset, len(self.datasets)), strict=True
             )
         ]
         self._connect(
@@ -114,6 +131,8 @@ class PackedDataset(Dataset[Batch]):
                 "stages": stages,
                 "scores": scores,
                 "max_epochs": max_epochs,
+                "loss_weights": loss_weights,
+                "attention_window": attention_window,
             },
         )
 
@@ -138,6 +157,13 @@ class PackedDataset(Dataset[Batch]):
             attention=self._options["attention"],
             counter=self._gatherer.count_labels,
         )
+        for window in self.samples.windows:
+            if window % self._options["alignment"]:
+                raise ConfigError(
+                    f"attention_window {window} is no multiple of the alignment "
+                    f"{self._options['alignment']} (2 x context parallel size): pieces of a "
+                    "segment begin there, too"
+                )
         lists = self.samples.exclusions
         for source, (documents, first) in enumerate(zip(lists.documents, lists.lists, strict=True)):
             self._gatherer.exclude(source, documents, first, lists.num_lists)
@@ -145,8 +171,7 @@ class PackedDataset(Dataset[Batch]):
     def __getstate__(self) -> dict[str, Any]:
         state = {k: v for k, v in self.__dict__.items() if k not in ("_gatherer", "samples")}
         samples = self.samples
-        names = ("weights", "names", "stages", "exclusions", "scores", "max_epochs")
-        about = {name: getattr(samples, name) for name in names}
+        about = {name: getattr(samples, name) for name in _ABOUT}
         return {**state, "indices": samples.indices, "about": about}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -185,6 +210,8 @@ class PackedDataset(Dataset[Batch]):
         capacity: int | None = None,
         out: Buffers | None = None,
         pin_memory: bool = False,
+        loss_weight: ArrayLike | None = None,
+        attention_window: int | None = None,
     ) -> Batch:
         """Gather samples of one bucket.
 
@@ -196,9 +223,13 @@ class PackedDataset(Dataset[Batch]):
             out: buffers of ``allocate(num_tokens)`` to write into; the tensors of the batch are
                 views of them, overwritten by the next call that is given them. None: new ones.
             pin_memory: new tensors in page-locked memory.
+            loss_weight: (samples,) factors on the loss of their labels, float; None: 1.
+            attention_window: segments of cu_seqlens, padding too, are cut at multiples of so many
+                tokens, all else stays; None: they are whole.
 
         Returns:
-            ``tokens, labels, position_ids`` int64 and ``loss_mask`` float32 in the layout's shape;
+            ``tokens, labels, position_ids`` int64 and ``loss_mask`` float32 in the layout's shape,
+            which is the ``loss_weight`` of a sample where there is a label, and 0 elsewhere;
             ``cu_seqlens`` int32, the padding of a sample its own last segment (with alignment also
             ``cu_seqlens_padded``); ``max_seqlen`` int, longest segment with its padding. For a
             blend also ``dataset_ids`` int32, dataset of every segment, -1 for padding.
@@ -217,39 +248,49 @@ class PackedDataset(Dataset[Batch]):
             layout = BatchLayout(micro_batch_tokens=capacity * len(ids))
         rows, row_tokens = layout.rows(capacity)
         buffers = out or allocate(layout.micro_batch_tokens, pin_memory=pin_memory)
-        cu_seqlens, cu_seqlens_padded, dataset_ids, max_seqlen = self._gatherer.gather(
+        entries = self._num_cu_seqlens(layout, attention_window)
+        gathered = self._gatherer.gather(
             ids,
             num_rows=rows,
             row_tokens=row_tokens,
             capacity=capacity,
             per_row=layout.cu_seqlens_per_row,
-            num_cu_seqlens=self._num_cu_seqlens(layout),
+            num_cu_seqlens=0 if attention_window else entries,
             **buffers.arrays,
         )
+        bounds = Bounds(*gathered)
+        if attention_window:
+            num_lists = rows if layout.cu_seqlens_per_row else 1
+            bounds = cut_bounds(bounds, attention_window, num_lists=num_lists, entries=entries)
+        if loss_weight is not None:
+            weigh(buffers.arrays["loss_mask"].reshape(rows, row_tokens), loss_weight, capacity)
         shape = (1, rows * row_tokens) if layout.kind == "stream" else (rows, row_tokens)
         batch: Batch = {**buffers.shaped(shape)}
-        batch["cu_seqlens"] = _listed(cu_seqlens, rows, layout)
-        if cu_seqlens_padded is not None:
-            batch["cu_seqlens_padded"] = _listed(cu_seqlens_padded, rows, layout)
-        batch["max_seqlen"] = max_seqlen
-        if dataset_ids is not None:
-            batch["dataset_ids"] = torch.from_numpy(dataset_ids)
+        batch["cu_seqlens"] = _listed(bounds.cu_seqlens, rows, layout)
+        if bounds.cu_seqlens_padded is not None:
+            batch["cu_seqlens_padded"] = _listed(bounds.cu_seqlens_padded, rows, layout)
+        batch["max_seqlen"] = bounds.max_seqlen
+        if bounds.dataset_ids is not None:
+            batch["dataset_ids"] = torch.from_numpy(bounds.dataset_ids)
         return batch
 
-    def _num_cu_seqlens(self, layout: BatchLayout) -> int:
+    def _num_cu_seqlens(self, layout: BatchLayout, window: int | None = None) -> int:
         """Entries to fill up to; 0: as many as there are."""
         if layout.cu_seqlens == "exact":
             return 0
-        return layout.num_cu_seqlens or self.max_cu_seqlens(layout)
+        return layout.num_cu_seqlens or self.max_cu_seqlens(layout, window)
 
-    def max_cu_seqlens(self, layout: BatchLayout) -> int:
-        """Entries of cu_seqlens that are enough for every micro batch of this layout."""
+    def max_cu_seqlens(self, layout: BatchLayout, window: int | None = None) -> int:
+        """Entries of cu_seqlens that are enough for every micro batch of this layout; an attention
+        window cuts its tokens at most so often once more."""
         if layout not in self._max_cu_seqlens:
             most = max(
                 (slots * (segments + 1) for slots, segments in self._fullest(layout)), default=1
             )
             self._max_cu_seqlens[layout] = most + 1
-        return self._max_cu_seqlens[layout]
+        tokens = layout.row_tokens if layout.cu_seqlens_per_row else None
+        cuts = (tokens or layout.micro_batch_tokens) // window if window else 0
+        return self._max_cu_seqlens[layout] + cuts
 
     def _fullest(self, layout: BatchLayout) -> Iterator[tuple[int, int]]:
         """(samples in one list of cu_seqlens, most segments of a sample) of every bucket."""
@@ -273,13 +314,7 @@ class PackedDataset(Dataset[Batch]):
         and the whole index read in order costs less than a few steps of it.
         """
         for dataset, index in zip(self.datasets, self.samples.indices, strict=True):
-            for array in (
-                index.sample_segment_offsets,
-                index.segment_length,
-                index.segment_document,
-                index.segment_begin,
-                dataset.index_bytes,
-            ):
+            for array in (*index.segment_arrays(), dataset.index_bytes):
                 for begin in range(0, array.nbytes, chunk_bytes):
                     _core.will_need(array, begin, chunk_bytes)
                     yield
@@ -291,20 +326,6 @@ class PackedDataset(Dataset[Batch]):
 
 def _as_list(items: Any) -> list[Any]:
     return list(items) if isinstance(items, (list, tuple)) else [items]
-
-
-def _label_list(labels: Any, num_datasets: int) -> list[LabelDocuments]:
-    """One per dataset; "auto" and None stand for all of them."""
-    if isinstance(labels, (list, tuple)):
-        listed = list(labels)
-    else:
-        listed = [labels] * (num_datasets if labels in ("auto", None) else 1)
-    if len(listed) != num_datasets:
-        raise ConfigError(
-            f"{len(listed)} label datasets for {num_datasets} datasets; give a list with one for "
-            "each, 'auto' or None among them"
-        )
-    return listed
 
 
 def _listed(values: NDArray[np.int32], rows: int, layout: BatchLayout) -> torch.Tensor:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -48,6 +49,7 @@ def build_loader(
     reuse_buffers: bool = False,
     device: torch.device | str | None = None,
     check_ranks_every: int = 0,
+    weighted_loss: bool = False,
 ) -> PackedLoader:
     """A loader of the micro batches of one rank.
 
@@ -64,6 +66,8 @@ def build_loader(
         check_ranks_every: compare ranks every so many steps (``RankChecker``); 0: never. Needs
             torch.distributed.
 
+        weighted_loss: see ``BucketBatchSampler``.
+
     Returns:
         A loader; iterating over it gives dicts of
 
@@ -72,12 +76,15 @@ def build_loader(
         - cu_seqlens int32, max_seqlen int, and where asked for cu_seqlens_padded, dataset_ids (see
           ``PackedDataset.micro_batch``);
         - step, micro_step, num_micro_steps, bucket, capacity, row_tokens, num_step_label_tokens
-          (ints), imbalance, imbalance_undealt (floats);
+          (ints), imbalance, imbalance_undealt (floats), and where the step has loss weights
+          step_label_weight, the sum of loss_mask over the whole step and all ranks (float); where
+          it has an attention_window (int), cu_seqlens and max_seqlen are those of the pieces;
         - sample_ids, source (int64 tensors, on the host): of every sample its id and the number of
           its dataset. In a stream, too, samples lie in rows of row_tokens.
 
     Raises:
-        ConfigError: the sizes do not fit, or the run would repeat data too often.
+        ConfigError: the sizes do not fit, the run would repeat data too often, or it has loss
+            weights and the caller no use for them.
         IndexMismatchError: dataset and schedule have different indices.
     """
     if schedule.samples is not dataset.samples:
@@ -96,6 +103,7 @@ def build_loader(
         num_steps=num_steps,
         dealing=dealing,
         uneven=uneven,
+        weighted_loss=weighted_loss,
         count_labels=dataset.count_labels,
     )
     shape = BatchLayout(
@@ -106,6 +114,9 @@ def build_loader(
         num_cu_seqlens=num_cu_seqlens,
         cu_seqlens_per_row=cu_seqlens_per_row,
     )
+    if cu_seqlens == "padded" and num_cu_seqlens is None:  # one shape for the whole run
+        entries = dataset.max_cu_seqlens(shape, schedule.smallest_window)
+        shape = replace(shape, num_cu_seqlens=entries)
     for capacity in schedule.capacities:
         shape.rows(capacity)  # refuse now what would be refused at some step
     if data_parallel_rank == 0 and log.isEnabledFor(logging.INFO):
@@ -196,7 +207,12 @@ class PackedLoader:
         for i, item in enumerate(self.sampler):
             out = ring[i % len(ring)] if ring else allocate(tokens, pin_memory=self._pin_memory)
             batch = self.dataset.micro_batch(
-                item.sample_ids, layout=self.layout, capacity=item.capacity, out=out
+                item.sample_ids,
+                layout=self.layout,
+                capacity=item.capacity,
+                out=out,
+                loss_weight=item.loss_weight,
+                attention_window=item.attention_window,
             )
             _, row_tokens = self.layout.rows(item.capacity)
             yield {**batch, **item.about(), "row_tokens": row_tokens}

@@ -7,7 +7,8 @@
     stages:
       - {from_tokens: 2_000_000_000, tokens_per_step: 1048576}
       - {from_step: 9000, skip_steps: 200}    # data that made the loss spike
-      - {from_step: 12000, weights: {web: 0.5, math: 0.5}, order: grow-p2}
+      - {from_step: 9500, attention_window: 8192, window_steps: 2000}  # it was 2048 in the manifest
+      - {from_step: 12000, weights: {web: 0.5, math: 0.5}, order: grow-p2, loss_weights: {math: 2}}
       - {from_step: 14000, weights: {math: 1}, ramp: {until_step: 15000}}  # little by little
       - {from_step: 15000, exclude: {web: takedown.txt}}  # documents masked from here on
 
@@ -28,6 +29,7 @@ from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 from megapack.data.order import order_named
 from megapack.data.ramp import Ramp, ramp_pieces
 from megapack.data.step import ScheduleConfig
+from megapack.data.window import Window
 from megapack.errors import ConfigError
 
 __all__ = ["Program", "Stage", "StageSettings", "Weights", "resolve", "spans", "tokens_before"]
@@ -62,12 +64,24 @@ class Stage:
     ramp: Ramp | None = None
     """The weights are reached step by step (``megapack.data.ramp``); None: at once. Later stages
     without weights leave the ramp going."""
+    loss_weights: dict[str, float] | None = None
+    """Source name -> ``Source.loss_weight`` from here on; that of a source not named stays."""
+    attention_window: int | None = None
+    """Attention stays inside pieces of so many tokens of a segment (``megapack.data.window``); 0:
+    inside segments, as without a window."""
+    window_steps: int = 0
+    """The window goes in so many steps from the one before to this one, on a line."""
 
     def __post_init__(self) -> None:
         if (self.from_step is None) == (self.from_tokens is None):
             raise ConfigError("a stage begins at from_step or at from_tokens: give one of them")
         if self.skip_steps < 0:
             raise ConfigError(f"skip_steps is {self.skip_steps}; it must be 0 (none) or more")
+        if self.window_steps < 0 or (self.window_steps and not self.attention_window):
+            raise ConfigError(
+                f"{self} has window_steps {self.window_steps} and attention_window "
+                f"{self.attention_window}; give the window it goes to, and a number of steps"
+            )
         if self.exclude == {}:
             raise ConfigError(f"{self} has an empty exclude; name a source and its file")
         if self.ramp is not None and self.weights is None:
@@ -98,6 +112,13 @@ class StageSettings(NamedTuple):
     """Of excluded documents, in force."""
     ramping: bool = False
     """Whether it is a piece of a ramp, after which another one comes."""
+    loss_weights: tuple[float, ...] | None = None
+    """Of every source; None: 1 for all."""
+    window: Window | None = None
+
+    def window_at(self, step: int) -> int | None:
+        """The attention window of a step of the stage, tokens; None: there is none."""
+        return None if self.window is None else self.window.at(step)
 
     def same_draws(self, other: StageSettings) -> bool:
         """Whether it goes on as the other one would have, but for what it skips."""
@@ -132,12 +153,18 @@ def tokens_before(program: Program, step: int) -> int:
 
 
 def resolve(
-    config: ScheduleConfig, weights: Weights, names: Sequence[str], stages: Sequence[Stage]
+    config: ScheduleConfig,
+    weights: Weights,
+    names: Sequence[str],
+    stages: Sequence[Stage],
+    *,
+    loss_weights: Sequence[float] | None = None,
+    attention_window: int | None = None,
 ) -> Program:
     """Stages in full, in order; those that change nothing are left out.
 
     Args:
-        config, weights: from step 0 on.
+        config, weights, loss_weights, attention_window: from step 0 on.
         names: of the sources, in the order of the weights.
         stages: the changes, in order.
 
@@ -149,7 +176,9 @@ def resolve(
         raise ConfigError(
             f"source {names[weights.index(None)]!r} has no weight, others have: give all or none"
         )
-    program: Program = (StageSettings(0, 0, config, weights),)
+    first = _loss_weights({}, loss_weights, names, "the run")
+    window = _constant(attention_window, "the run")
+    program: Program = (StageSettings(0, 0, config, weights, loss_weights=first, window=window),)
     ramp: list[tuple[int, Weights]] = []  # from which steps on one that has begun has which weights
     for stage in stages:
         last = program[-1]
@@ -175,11 +204,13 @@ def resolve(
             weights=weights,
             num_lists=last.num_lists + (stage.exclude is not None),
             ramping=bool(ramp),
+            loss_weights=_loss_weights(stage.loss_weights, last.loss_weights, names, str(stage)),
+            window=_window(stage, begin, last),
         )
+        if settings == last._replace(begin=begin, skip_steps=0, ramping=settings.ramping):
+            continue
         if not settings.same_draws(last):
             _check_transition(stage, last.config, settings.config)
-        elif not stage.skip_steps and settings.num_lists == last.num_lists:
-            continue
         program = (*program, settings)
     program = _ramped(program, ramp, None)
     for number, name in enumerate(names):
@@ -258,6 +289,48 @@ def _ramped(program: Program, ramp: Sequence[tuple[int, Weights]], end: int | No
                 )
             program = (*program, settings)
     return program
+
+
+def _loss_weights(
+    changes: dict[str, float] | None, before: Sequence[float] | None, names: Sequence[str], by: str
+) -> tuple[float, ...] | None:
+    if not changes and before is None:
+        return None
+    result = [1.0] * len(names) if before is None else [float(weight) for weight in before]
+    times, numbers = Counter(names), {name: number for number, name in enumerate(names)}
+    for name, weight in (changes or {}).items():
+        if times[name] != 1:
+            there = ", ".join(names[:20])
+            raise ConfigError(f"{by} gives {name!r} a loss weight; sources are {there}")
+        result[numbers[name]] = float(weight)
+    for name, weight in zip(names, result, strict=True):
+        if not (math.isfinite(weight) and weight > 0):
+            raise ConfigError(
+                f"{by} gives {name!r} the loss weight {weight}; it must be a positive number (to "
+                "measure a source without training on it, make it a validation set)"
+            )
+    return tuple(result) if set(result) != {1.0} else None
+
+
+def _constant(tokens: int | None, by: str) -> Window | None:
+    if tokens is not None and tokens < 0:
+        raise ConfigError(f"{by} has attention_window {tokens}; it is positive, or 0 for none")
+    return Window(tokens) if tokens else None
+
+
+def _window(stage: Stage, begin: int, before: StageSettings) -> Window | None:
+    if stage.attention_window is None:
+        return before.window
+    window = _constant(stage.attention_window, str(stage))
+    if window is None or not stage.window_steps:
+        return window
+    first = before.window_at(begin)
+    if first is None:
+        raise ConfigError(
+            f"{stage} has window_steps {stage.window_steps} and there is no window before it to "
+            "begin with; give an attention_window to the stage before, or to the manifest"
+        )
+    return Window(window.last, first, begin, stage.window_steps)
 
 
 def _config(stage: Stage, before: ScheduleConfig) -> ScheduleConfig:

@@ -38,10 +38,14 @@ _CONSEQUENCE = {
     "skip_steps": _RESHUFFLED,
     "exclude": "documents are masked that were not, or seen that were masked",
     "from_step": _RESHUFFLED,
+    "loss_weights": "the same samples are drawn, and their losses count otherwise",
+    "attention_window": "the same samples are drawn, and attention in them reaches as far as now",
 }
 # What a stage cannot change.
 _WHOLE_RUN = ("order_version", "seed", "row_tokens", "cost_window", "indices")
 _STAGE = ("tokens_per_step", "order", "num_cycles", "mix", "micro_step_tokens", "weights")
+# Of both: not of the order of samples, and written only where there are some.
+_TRAINING = ("loss_weights", "attention_window")
 
 State = Mapping[str, Any]
 _Difference = tuple[str, str]  # the field, and both values in words
@@ -54,18 +58,19 @@ def identity(program: Program, samples: SampleSource) -> dict[str, Any]:
     each in full, if there are any.
     """
     first, *later = (_plain(stage, samples) for stage in program)
-    whole = {
+    whole: dict[str, Any] = {
         "order_version": ORDER_VERSION,
         **to_dict(program[0].config),
         "num_cycles": first["num_cycles"],
         "indices": list(samples.fingerprints),
         "weights": samples.weights,
+        **{name: first[name] for name in _TRAINING if name in first},
     }
     return {**whole, "stages": later} if later else whole
 
 
 def _plain(stage: StageSettings, samples: SampleSource) -> dict[str, Any]:
-    config = stage.config
+    config, factors = stage.config, _of_drawn(stage)
     masked = samples.exclusions.digests(stage.num_lists, samples.names)
     plain = {
         "from_step": stage.begin,
@@ -76,8 +81,19 @@ def _plain(stage: StageSettings, samples: SampleSource) -> dict[str, Any]:
         "mix": config.mix,
         "micro_step_tokens": config.micro_step_tokens,
         "weights": list(stage.weights),
+        **({} if factors is None else {"loss_weights": factors}),
+        **({} if stage.window is None else {"attention_window": list(stage.window)}),
     }
     return {**plain, "exclude": masked} if masked else plain
+
+
+def _of_drawn(stage: StageSettings) -> list[float] | None:
+    """Loss weights up to the last one that is not 1, of what is drawn; None: there is none."""
+    pairs = zip(stage.loss_weights or (), stage.weights, strict=False)
+    factors = [1.0 if weight == 0 else factor for factor, weight in pairs]
+    while factors and factors[-1] == 1:
+        factors.pop()
+    return factors or None
 
 
 def check_state(current: State, state: State, allow_change: Collection[str] = ()) -> list[str]:
@@ -118,8 +134,10 @@ def check_state(current: State, state: State, allow_change: Collection[str] = ()
             remedy += f" of the stages before step {step} (the first difference is at {past[0][0]})"
         elif past and len(refused) == len(past[0][1]):
             remedy += f", make the change a stage from step {step} on"
+        trained = {name for name, _ in refused} <= set(_TRAINING)
+        differs = "train otherwise on" if trained else "not see"
         raise ResumeError(
-            "this run would not see the samples the checkpoint's run would have seen: "
+            f"this run would {differs} the samples the checkpoint's run would have seen: "
             + "; ".join(text for _, text in refused)
             + f". {remedy}, or allow_change=({names}) to go on regardless"
         )
@@ -159,9 +177,10 @@ def _stages(current: State, state: State, step: int) -> Iterator[tuple[int, list
 
 def _all_stages(state: State) -> list[dict[str, Any]]:
     """The stages of a state in full; without what it does not draw at the end of the weights."""
-    always: dict[str, Any] = {"exclude": {}}  # what a stage without them does not speak of
+    # What a stage without them does not speak of.
+    always: dict[str, Any] = {"exclude": {}, **dict.fromkeys(_TRAINING)}
     first: dict[str, Any] = {"from_step": 0, "skip_steps": 0}
-    first |= {name: state.get(name) for name in _STAGE}
+    first |= {name: state.get(name) for name in (*_STAGE, *_TRAINING)}
     first["weights"] = first["weights"] or [None] * len(state["indices"])
     stages = [first, *state.get("stages", ())]
     return [{**always, **stage, "weights": _drawn(stage["weights"])} for stage in stages]

@@ -43,9 +43,12 @@ class BucketBatchSampler(Sampler[MicroBatch]):
             which keeps a run going on fewer nodes.
         hidden_size: of the model, for the imbalance of whole layers in ``imbalance``.
         count_labels: sample ids -> labels of each; None: the schedule's.
+        weighted_loss: the caller multiplies losses by ``loss_mask`` and divides their sum by
+            ``step_label_weight``. Without that a run with loss weights is refused.
 
     Raises:
-        ConfigError: the sizes do not fit; the message names those that do.
+        ConfigError: the sizes do not fit; the message names those that do. Or the run has loss
+            weights, and nobody uses them.
     """
 
     def __init__(
@@ -61,6 +64,7 @@ class BucketBatchSampler(Sampler[MicroBatch]):
         uneven: Literal["error", "pad"] = "error",
         hidden_size: int | None = None,
         count_labels: Callable[[Ids], Ids] | None = None,
+        weighted_loss: bool = False,
     ) -> None:
         if not 0 <= data_parallel_rank < data_parallel_size:
             raise ConfigError(
@@ -79,9 +83,21 @@ class BucketBatchSampler(Sampler[MicroBatch]):
         self.dealing = dealing
         self.hidden_size = hidden_size
         self._count_labels = count_labels or schedule.samples.count_labels
+        if not weighted_loss:
+            self._refuse_loss_weights()
         for stage in schedule.stages:
             self._check_sizes(stage, uneven)
         check_epochs(schedule, self.start_step + self.num_steps)
+
+    def _refuse_loss_weights(self) -> None:
+        for stage in self.schedule.program:
+            if stage.loss_weights is not None:
+                raise ConfigError(
+                    f"from step {stage.begin} on sources have loss weights, and this loop takes "
+                    "the plain mean of its labels: leave loss_weight out, train with "
+                    "megapack-pretrain, or in a loop of your own multiply losses by loss_mask, "
+                    "divide by step_label_weight and say weighted_loss=True"
+                )
 
     def _check_sizes(self, stage: StageDraws, uneven: str) -> None:
         draw_tokens = stage.config.draw_tokens
@@ -135,11 +151,16 @@ class BucketBatchSampler(Sampler[MicroBatch]):
     def micro_batches(self, step: int) -> list[MicroBatch]:
         """This rank's micro batches of one step; ``num_micro_steps(step)`` of them."""
         content = self.schedule.step(step)
-        num_labels = int(self._count_labels(content.sample_ids).sum())
+        window = self.schedule.settings_at(step).window_at(step)
+        labels = self._count_labels(content.sample_ids)
+        num_labels = int(labels.sum())
+        factors = self._loss_weight(step, content.sample_ids)
+        label_weight = None if factors is None else float(labels @ factors.astype(float))
         num_micro_steps = self.num_micro_steps(step)
         result: list[MicroBatch] = []
         for draw, dealt in self._deals(content):
             source, _ = self.schedule.samples.locate(draw.sample_ids)
+            weight = self._loss_weight(step, draw.sample_ids)
             imbalance = dealt.imbalance()
             positions = dealt.micro_batches(self.data_parallel_rank)
             per_draw = num_micro_steps // len(content.draws)
@@ -156,18 +177,31 @@ class BucketBatchSampler(Sampler[MicroBatch]):
                     imbalance=imbalance.attention,
                     imbalance_undealt=imbalance.attention_undealt,
                     source=source[mine],
+                    loss_weight=None if weight is None else weight[mine],
+                    step_label_weight=label_weight,
+                    attention_window=window,
                 )
                 for m, mine in enumerate(positions)
             ]
         return result
 
+    def _loss_weight(self, step: int, sample_ids: Ids) -> NDArray[np.float32] | None:
+        """(samples,) factors on the loss of their labels; None: 1."""
+        weights = self.schedule.settings_at(step).loss_weights
+        if weights is None:
+            return None
+        source, _ = self.schedule.samples.locate(sample_ids)
+        return np.asarray(weights, np.float32)[source]
+
     def _deals(self, content: Step) -> Iterator[tuple[Draw, Deal]]:
         draw_tokens = self.schedule.stage_at(content.index).config.draw_tokens
+        window = self.schedule.settings_at(content.index).window_at(content.index)
+        cost = self.schedule.samples.attention_cost
         for draw in content.draws:
             yield (
                 draw,
                 deal(
-                    self.schedule.samples.attention_cost(draw.sample_ids, draw.capacity),
+                    cost(draw.sample_ids, draw.capacity, window),
                     num_ranks=self.data_parallel_size,
                     num_micro_batches=draw_tokens // self.micro_batch_tokens,
                     capacity=draw.capacity,

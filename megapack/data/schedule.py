@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 from megapack.config import to_dict
 from megapack.data import resume
-from megapack.data.program import Stage, resolve, spans, tokens_before
+from megapack.data.program import Stage, StageSettings, resolve, spans, tokens_before
 from megapack.data.source import HasSamples, SampleSource
 from megapack.data.stage import StageDraws, open_stages
 from megapack.data.step import ScheduleConfig, Step
@@ -72,7 +72,14 @@ class Schedule:
         )
         self.samples = SampleSource.of(index, weights, names, stages)
         shares = self.samples.weights or [None] * len(self.samples.indices)
-        self.program = resolve(self.config, tuple(shares), self.samples.names, self.samples.stages)
+        self.program = resolve(
+            self.config,
+            tuple(shares),
+            self.samples.names,
+            self.samples.stages,
+            loss_weights=self.samples.loss_weights,
+            attention_window=self.samples.attention_window,
+        )
         self.stages = open_stages(self.program, self.samples)
         self.capacities = sorted({b.capacity for stage in self.stages for b in stage.buckets})
 
@@ -92,6 +99,16 @@ class Schedule:
     def stage_at(self, step: int) -> StageDraws:
         """The stage that a step belongs to."""
         return self.stages[bisect_right(self.stages, step, key=lambda stage: stage.begin) - 1]
+
+    def settings_at(self, step: int) -> StageSettings:
+        """What the program says for a step, beside what it draws."""
+        return self.program[bisect_right(self.program, step, key=lambda stage: stage.begin) - 1]
+
+    @property
+    def smallest_window(self) -> int | None:
+        """The shortest attention window of any step, tokens; None: there is none."""
+        windows = [stage.window for stage in self.program if stage.window is not None]
+        return min((min(w.last, w.first or w.last) for w in windows), default=None)
 
     def spans(self, num_steps: int) -> Iterator[tuple[StageDraws, int]]:
         """The first stage and all that begin before ``num_steps``, and where each of them ends."""

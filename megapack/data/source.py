@@ -45,6 +45,8 @@ class SampleSource:
         names: of the indices, for people; None: their files.
         scores: of every index, its order by score; None, also in the list: shuffled.
         max_epochs: a run that would repeat an index more often is refused; None: no limit.
+        loss_weights: factors on the loss of every index's labels; None: 1 for all.
+        attention_window: of the first stage (``megapack.data.window``); None or 0: none.
         counter: counts the labels of global ids; None: derived from the indices, which works as
             long as no strategy dropped tokens.
     """
@@ -59,6 +61,8 @@ class SampleSource:
         exclusions: Exclusions | None = None,
         scores: Sequence[Scores | None] | None = None,
         max_epochs: float | None = None,
+        loss_weights: Sequence[float] | None = None,
+        attention_window: int | None = None,
         attention: Literal["document", "sample"] = "document",
         counter: Callable[[Ids], Ids] | None = None,
     ) -> None:
@@ -72,6 +76,12 @@ class SampleSource:
         self.names = list(names) if names else [str(i.path or i.strategy) for i in self.indices]
         self.scores = list(scores or [None] * len(self.indices))
         self.max_epochs = max_epochs
+        self.attention_window = attention_window
+        self.loss_weights = None if loss_weights is None else list(loss_weights)
+        if self.loss_weights is not None and len(self.loss_weights) != len(indices):
+            raise ConfigError(
+                f"{len(self.loss_weights)} loss weights for {len(indices)} indices; one for each"
+            )
         self.attention = attention
         self._counter = counter
         self.exclusions = exclusions or read_exclusions(
@@ -95,6 +105,12 @@ class SampleSource:
                 "a PackedDataset brings its weights, names and stages; give them when it is made"
             )
         return index.samples
+
+    @property
+    def windows(self) -> list[int]:
+        """All attention windows that the run and its stages ask for, tokens."""
+        given = (self.attention_window, *(stage.attention_window for stage in self.stages))
+        return [window for window in given if window]
 
     @cached_property
     def num_samples(self) -> int:
@@ -206,11 +222,18 @@ class SampleSource:
         local = np.searchsorted(index.sample_segment_offsets, segments, side="right") - 1
         return [int(self.bases[source]) + int(sample) for sample in np.unique(local)]
 
-    def attention_cost(self, ids: Ids, capacity: int) -> Ids:
-        """Token pairs per sample: sum of squared segment lengths, its padding included."""
+    def attention_cost(self, ids: Ids, capacity: int, window: int | None = None) -> Ids:
+        """Token pairs per sample: sum of squared segment lengths, its padding included.
+
+        A window cuts segments, and padding, into pieces of at most so many tokens.
+        """
         costs = np.empty(len(ids), np.int64)
         for d, mine, local in self._by_index(ids):
             index = self.indices[d]
+            lists = ids[mine] // FIRST_MASKED
+            if window is not None:
+                costs[mine], _ = self._costs(d, local, lists, capacity, window)
+                continue
             costs[mine] = _core.attention_cost_of(
                 index.sample_segment_offsets,
                 index.segment_length,
@@ -218,23 +241,28 @@ class SampleSource:
                 capacity,
                 self.attention == "sample",
             )
-            lists = ids[mine] // FIRST_MASKED
             if lists.any():
-                changed, masked = self._masked_costs(d, local, lists, capacity)
-                costs[mine[changed]] = masked
+                of_masked, changed = self._costs(d, local, lists, capacity, capacity)
+                costs[mine[changed]] = of_masked[changed]
         return costs
 
-    def _masked_costs(self, source: int, local: Ids, lists: Ids, capacity: int) -> tuple[Ids, Ids]:
-        """Which of some samples of a source have masked documents, and what these samples cost."""
+    def _costs(
+        self, source: int, local: Ids, lists: Ids, capacity: int, window: int
+    ) -> tuple[Ids, Ids]:
+        """The same for samples of one source, and which of them have masked documents."""
         index = self.indices[source]
         segments, owner = _segments_of(index, local)
         documents = np.asarray(index.segment_document[segments], np.int64)
         masked = self.exclusions.masks(source, documents, lists[owner])
         kept = np.where(masked, 0, np.asarray(index.segment_length[segments], np.int64))
         used = _sums(owner, kept, len(local))
-        own = used * used if self.attention == "sample" else _sums(owner, kept * kept, len(local))
-        changed = np.unique(owner[masked])
-        return changed, (own + (capacity - used) ** 2)[changed]
+        own, padding = (
+            window * window * (lengths // window) + (lengths % window) ** 2
+            for lengths in (used if self.attention == "sample" else kept, capacity - used)
+        )
+        if self.attention == "document":
+            own = _sums(owner, own, len(local))
+        return own + padding, np.unique(owner[masked])
 
     def count_labels(self, ids: Ids) -> Ids:
         """Tokens of every sample that have a label, int64 (len(ids),)."""

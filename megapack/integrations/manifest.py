@@ -62,6 +62,13 @@ class Manifest(BlendConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        for source in self.sources:
+            if source.loss_weight != 1:
+                raise ConfigError(
+                    f"source {source.name or source.prefix!r} has loss_weight {source.loss_weight} "
+                    "and a host takes the plain mean of its labels, counted in whole numbers: "
+                    "leave loss_weight out, or train with megapack-pretrain"
+                )
         for name in ("rows_per_block", "align"):
             value = getattr(self, name)
             if value is not None and value < 1:

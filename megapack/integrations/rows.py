@@ -169,10 +169,15 @@ class RowDataset(Dataset[dict[str, Tensor]]):
             layout=layout,
             capacity=capacity,
             out=self._buffers.take(len(within), self.options.sequence_length),
+            attention_window=self._window(block),
         )
         names = ["cu_seqlens"] if self.options.align == 1 else ["cu_seqlens", "cu_seqlens_padded"]
         rows = {name: batch[name] for name in (*ROW_KEYS, *names)}
         return rows | {"max_seqlen": _longest(batch, names[-1])}
+
+    def _window(self, block: int) -> int | None:
+        """The attention window of a block: a block is a step."""
+        return self.schedule.settings_at(block).window_at(block)
 
     def _layout(self, num_rows: int) -> BatchLayout:
         if num_rows not in self._layouts:
@@ -192,7 +197,9 @@ class RowDataset(Dataset[dict[str, Tensor]]):
         if block in self._blocks:
             return self._blocks[block]
         step = self.schedule.step(block)
-        costs = self.packed.samples.attention_cost(step.sample_ids, step.capacity)
+        costs = self.packed.samples.attention_cost(
+            step.sample_ids, step.capacity, self._window(block)
+        )
         rows = step.sample_ids[equal_groups(costs, len(costs) // self.options.rows_per_block)]
         self._blocks[block] = (step.bucket, step.capacity, rows)
         while len(self._blocks) > BLOCKS_IN_MEMORY:
@@ -262,6 +269,7 @@ def open_rows(
         indices,
         max_epochs=manifest.max_epochs,
         stages=stages,
+        attention_window=manifest.attention_window,
         alignment=options.align,
     )
     rows = RowDataset(packed, options, order=manifest.order, num_rows=num_rows)

@@ -89,6 +89,9 @@ def build_text_rows(
         num_epochs: counts when num_rows is None; None: 1.
         cache_directory: see ``open_rows``.
         with_labels, varlen: see ``TextRowDataset``.
+
+    Raises:
+        ConfigError: the manifest has an attention window and rows have no boundaries (varlen).
     """
     if split[0] == split[1] or num_rows == 0:
         return None
@@ -101,6 +104,12 @@ def build_text_rows(
         num_rows=num_rows,
         cache_directory=cache_directory,
     )
+    if not varlen and rows.packed.samples.windows:
+        raise ConfigError(
+            f"the manifest has attention windows {rows.packed.samples.windows}, and attention in "
+            "these rows is one causal row: switch on the host's flash attention, to which "
+            "boundaries are handed (varlen=True), or leave attention_window out"
+        )
     if num_rows is None:
         rows.num_rows = rows.rows_per_epoch * (num_epochs or 1)
     return TextRowDataset(rows, with_labels=with_labels, varlen=varlen)

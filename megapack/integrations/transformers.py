@@ -23,7 +23,7 @@ import torch
 import transformers
 from torch.utils.data import DataLoader, Dataset
 
-from megapack.attention import check_architecture, varlen_arguments
+from megapack.attention import ATTENTION_NAME, check_architecture, varlen_arguments
 from megapack.data import (
     BatchLayout,
     BucketBatchSampler,
@@ -87,7 +87,8 @@ def check_model(
         device, dtype: of the run; None: the model's.
 
     Raises:
-        ConfigError: naming the architecture, the layer and the difference, or the ids.
+        ConfigError: naming the architecture, the layer and the difference, or the ids; or there
+            are attention windows, and the model's attention makes its mask of positions.
     """
     bare = getattr(model, "_orig_mod", model)
     bare = bare.get_base_model() if hasattr(bare, "get_base_model") else bare
@@ -99,9 +100,10 @@ def check_model(
             stacklevel=2,
         )
         return
+    text = bare.config.get_text_config(decoder=True)
     if dataset is not None:
         check_token_ids(dataset, bare.get_input_embeddings().num_embeddings)
-    text = bare.config.get_text_config(decoder=True)
+        _check_windows(text._attn_implementation, dataset)
 
     def build(configuration: Any, implementation: str) -> Any:
         options = {"attn_implementation": implementation, "dtype": torch.float32}
@@ -118,6 +120,16 @@ def check_model(
     )
 
 
+def _check_windows(implementation: str, dataset: PackedDataset) -> None:
+    windows = dataset.samples.windows
+    if windows and implementation != ATTENTION_NAME and "flash" not in implementation:
+        raise ConfigError(
+            f"the run has attention windows {windows}, and attention {implementation!r} makes its "
+            "mask of positions, which do not show them: load the model with attn_implementation="
+            f"{ATTENTION_NAME!r} or 'flash_attention_2', or leave attention_window out"
+        )
+
+
 class MicroBatches(Dataset[dict[str, Any]]):
     """The micro batches of one rank, in order: item i is the input of the i-th forward.
 
@@ -128,6 +140,9 @@ class MicroBatches(Dataset[dict[str, Any]]):
         data_parallel_rank, data_parallel_size: this rank; ``PackedTrainer`` sets them.
         num_steps: optimizer steps offered, from the beginning of the run; None: one epoch.
         options: of ``BucketBatchSampler`` (dealing, uneven).
+
+    Raises:
+        ConfigError: sizes that do not fit, or sources with loss weights.
     """
 
     # TRL asks datasets for their columns.
@@ -201,7 +216,10 @@ class MicroBatches(Dataset[dict[str, Any]]):
         chosen = self._step[1][micro_step]
         return model_inputs(
             self.dataset.micro_batch(
-                chosen.sample_ids, layout=self.layout, capacity=chosen.capacity
+                chosen.sample_ids,
+                layout=self.layout,
+                capacity=chosen.capacity,
+                attention_window=chosen.attention_window,
             )
         )
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
-from megapack.errors import IndexMismatchError
+from megapack.errors import ConfigError, IndexMismatchError
 from megapack.storage.dataset import IndexedDataset
 
-__all__ = ["LabelDocuments", "open_labels"]
+__all__ = ["LabelDocuments", "label_list", "open_labels"]
 
 LabelDocuments: TypeAlias = IndexedDataset | str | os.PathLike[str] | Literal["auto"] | None
 
@@ -44,3 +44,17 @@ def open_labels(
                 f"{name} is {theirs} and {ours}; write both in one run"
             )
     return labels
+
+
+def label_list(labels: Any, num_datasets: int) -> list[LabelDocuments]:
+    """One per dataset; "auto" and None stand for all of them. Raises ConfigError: too few."""
+    if isinstance(labels, (list, tuple)):
+        listed = list(labels)
+    else:
+        listed = [labels] * (num_datasets if labels in ("auto", None) else 1)
+    if len(listed) != num_datasets:
+        raise ConfigError(
+            f"{len(listed)} label datasets for {num_datasets} datasets; give a list with one for "
+            "each, 'auto' or None among them"
+        )
+    return listed

@@ -265,6 +265,9 @@ class PretrainConfig:
     num_steps: int | None = None
     """Optimizer steps; null takes ``num_epochs`` of the data."""
     num_epochs: int = 1
+    stop_at: int | None = None
+    """Stop when so many steps of the run are done, saved, as at its end but without the export: to
+    look at it, to edit it, and to start it again. Its length, and so the learning rate, stays."""
     model: ModelConfig
     data: DataConfig
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
@@ -278,6 +281,8 @@ class PretrainConfig:
         _positive("run", num_epochs=self.num_epochs)
         if self.num_steps is not None:
             _positive("run", num_steps=self.num_steps)
+        if self.stop_at is not None:
+            _positive("run", stop_at=self.stop_at)
 
 
 def _positive(section: str, **values: float) -> None:

@@ -12,8 +12,9 @@ import yaml
 
 from megapack.attention import Choice
 from megapack.config import to_dict
-from megapack.data.report import check_epochs, plan_run
+from megapack.data.report import plan_run
 from megapack.data.stage import StageDraws
+from megapack.data.window import Window
 from megapack.errors import ConfigError
 from megapack.training.config import PretrainConfig
 from megapack.training.model.architecture import model_configuration
@@ -63,7 +64,6 @@ def dry_run(
     architecture = model_configuration(config.model, steps.vocab_size)
     if isinstance(steps, Inputs):
         check_inputs(steps, architecture, config.data.positions)
-    check_epochs(steps.schedule, steps.num_steps)
     _check_ranks(config, ranks)
     here = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     wanted = config.model if here.type == "cuda" else replace(config.model, attention="auto")
@@ -131,7 +131,10 @@ def _length(config: PretrainConfig, plan: PlannedSteps) -> str:
 def _buckets(config: PretrainConfig, plan: PlannedSteps, ranks: int) -> str:
     """Of every stage."""
     stages = plan.schedule.spans(plan.num_steps)
-    return "\n".join(_stage(config, stage, end, ranks) for stage, end in stages)
+    return "\n".join(
+        _stage(config, stage, end, ranks, plan.schedule.settings_at(stage.begin).window)
+        for stage, end in stages
+    )
 
 
 def _sources(plan: PlannedSteps) -> list[str]:
@@ -141,7 +144,9 @@ def _sources(plan: PlannedSteps) -> list[str]:
     return [plan_run(plan.schedule, plan.num_steps).table()]
 
 
-def _stage(config: PretrainConfig, stage: StageDraws, end: int, ranks: int) -> str:
+def _stage(
+    config: PretrainConfig, stage: StageDraws, end: int, ranks: int, window: Window | None
+) -> str:
     settings, micro = stage.config, config.data.micro_batch_tokens
     micro_steps = -(-settings.tokens_per_step // (micro * ranks))
     draws = stage.num_draws(end)
@@ -163,6 +168,7 @@ def _stage(config: PretrainConfig, stage: StageDraws, end: int, ranks: int) -> s
     return "\n".join(
         [
             *([f"steps {stage.begin:,} to {end - 1:,}:"] if stage.begin else []),
+            *([] if window is None else [f"attention window: {window}"]),
             f"ranks: {ranks}, {micro_steps} micro steps of {micro:,} tokens each",
             *rows,
             f"order: {settings.order}; the first draws: {order}",
@@ -183,7 +189,7 @@ def _flops_of_run(plan: PlannedSteps, flops: ModelFlops) -> float:
     steps = min(_STEPS_LOOKED_AT, plan.num_steps)
     schedule = plan.schedule
     for i in range(steps):
-        lengths = segment_lengths(schedule, schedule.step(i).sample_ids)
+        lengths = segment_lengths(schedule, schedule.step(i))
         total += flops.step(schedule.stage_at(i).config.tokens_per_step, lengths)
     return total / schedule.tokens_before(steps) * schedule.tokens_before(plan.num_steps)
 

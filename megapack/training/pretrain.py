@@ -7,8 +7,8 @@
 
 ``--config`` is a file, or the name of one in ``configs``. The same command continues a
 run that stopped: from its newest checkpoint, on any number of ranks.
-Exit codes: 0 done, 75 stopped by a signal after saving (start again), 76 another rank was lost,
-1 an error that is printed, 2 an error of the configuration or the command line.
+Exit codes: 0 done, or at stop_at; 75 stopped by a signal after saving (start again); 76 another
+rank was lost; 1 an error that is printed; 2 an error of the configuration or the command line.
 """
 
 from __future__ import annotations
@@ -119,15 +119,15 @@ def train(config: PretrainConfig, here: World, run: RunDirectory, signals: StopS
     trainer = Trainer(
         config, here, inputs, engine=engine, run=run, store=store, flops=flops, start=start
     )
-    stopped = trainer.run(signals)
-    if not stopped and config.checkpoint.export:
+    reason = trainer.run(signals)
+    if reason == "done" and config.checkpoint.export:
         export_model(
             engine, run.model, here, tokenizer=tokenizer, end=end_token(inputs.data.datasets)
         )
         logger.info("model for from_pretrained: %s", run.model)
     if here.is_first:
-        run.end("signal" if stopped else "done")
-    return PREEMPTED if stopped else 0
+        run.end(reason)
+    return PREEMPTED if reason == "signal" else 0
 
 
 def start_or_continue(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -47,6 +47,7 @@ class Trainer:
         self.config, self.here, self.inputs, self.engine = config, here, inputs, engine
         self.run_dir, self.store, self.flops = run, store, flops
         self.saved = start  # steps that are in a checkpoint
+        self.end = min(inputs.num_steps, config.stop_at or inputs.num_steps)
         self.note(start)
         self.batches = TimedBatches(
             build_loader(
@@ -56,12 +57,13 @@ class Trainer:
                 data_parallel_size=here.size,
                 micro_batch_tokens=config.data.micro_batch_tokens,
                 start_step=start,
-                num_steps=max(0, inputs.num_steps - start),
+                num_steps=max(0, self.end - start),
                 uneven=config.data.uneven,
                 cu_seqlens="padded" if config.engine.compile else "exact",
                 pin_memory=here.device.type == "cuda",
                 device=here.device,
                 check_ranks_every=config.data.check_ranks_every,
+                weighted_loss=True,
             )
         )
         self.monitor = Monitor(
@@ -81,8 +83,8 @@ class Trainer:
         self.run_dir.at = {"step": done, "saved": self.saved}
         self.here.progress.at(f"the end of step {done - 1}")
 
-    def run(self, signals: StopSignals) -> bool:
-        """Train to the end, or to the step after a signal; whether it was a signal."""
+    def run(self, signals: StopSignals) -> Literal["done", "signal", "stop_at"]:
+        """Train to the end, to the step after a signal, or to ``stop_at``; which of them it was."""
         agreement = Agreement(self.here.group)
         for step, micro_batches in self.batches.steps():
             self.take(step, micro_batches)
@@ -90,14 +92,14 @@ class Trainer:
                 logger.warning("a signal came; saving after step %d", step)
                 self.monitor.close()
                 self.save()
-                return True
+                return "signal"
             last = self.done == self.inputs.num_steps
             if _due(self.config.evaluation.every, self.done) or last:
                 self.validate()
-            if _due(self.config.checkpoint.every, self.done) or last:
+            if _due(self.config.checkpoint.every, self.done) or self.done == self.end:
                 self.save()
         self.monitor.close()
-        return False
+        return "stop_at" if self.done < self.inputs.num_steps else "done"
 
     def take(self, step: int, micro_batches: Iterable[Batch]) -> None:
         """One optimizer step."""

@@ -98,6 +98,39 @@ def test_label_counts_are_right_for_chat_labels_and_bare_indices(tmp_path: Path)
         assert batch["num_step_label_tokens"] == batch["loss_mask"].sum() < 100
 
 
+def test_the_loss_mask_holds_loss_weights_for_those_who_ask_for_them(tmp_path: Path) -> None:
+    """A loop that does not would train without them and not know it; rows may end in padding."""
+    datasets = [
+        write_documents(tmp_path / name, random_documents(packed_lengths(100, 24, seed=seed)))
+        for name, seed in (("a", 3), ("b", 4))
+    ]
+    indices = [pack(d.document_lengths, "bucket", buckets=[12, 24]) for d in datasets]
+    data = PackedDataset(datasets, indices, weights=[1, 1], loss_weights=[1, 0.5])
+    plain = PackedDataset(datasets, indices, weights=[1, 1])
+    options = {"size": 2, "num_steps": 3, "row_tokens": 32}
+    schedules = [Schedule(d, tokens_per_step=256, row_tokens=32) for d in (data, plain)]
+    with pytest.raises(ConfigError, match=r"step 0 on .* loss weights.*weighted_loss=True"):
+        loader(data, schedule=schedules[0], **options)
+    total, seen = 0.0, set()
+    for rank in range(2):
+        weighed = loader(data, rank, schedule=schedules[0], weighted_loss=True, **options)
+        for batch, other in zip(
+            weighed, loader(plain, rank, schedule=schedules[1], **options), strict=True
+        ):
+            seen.add(batch["capacity"])
+            factor = torch.ones(128 // 32, 32)
+            slots = 32 // batch["capacity"]
+            for i, source in enumerate(batch["source"].tolist()):
+                row, begin = i // slots, i % slots * batch["capacity"]
+                factor[row, begin : begin + batch["capacity"]] = [1, 0.5][source]
+            assert torch.equal(batch["loss_mask"], other["loss_mask"] * factor.view(1, -1))
+            assert torch.equal(batch["labels"], other["labels"])
+            if batch["step"] == 0:
+                total += float(batch["loss_mask"].sum())
+                announced = batch["step_label_weight"]
+    assert seen == {12, 24} and total == announced
+
+
 def test_a_schedule_of_another_index_is_refused(packed: PackedDataset) -> None:
     other = pack(packed_lengths(300, 64), "bucket", buckets=[32, 64])
     with pytest.raises(IndexMismatchError, match="make the schedule from the dataset"):

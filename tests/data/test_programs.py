@@ -153,6 +153,7 @@ class Run:
         if begin <= max((stage.from_step for stage in self.stages), default=0):
             return
         kinds = ["reweight", "add", "remove", "tokens", "skip", "order", "exclude"]
+        kinds += ["loss", "window"]
         what = self.random.choice(kinds)
         change: dict[str, Any] = {}
         drawn = [NAMES[s] for s, w in zip(self.sources, self.weights, strict=True) if w != 0]
@@ -179,6 +180,10 @@ class Run:
             change["order"] = str(self.random.choice(self.orders))
         if what == "skip":
             change["skip_steps"] = int(self.random.integers(1, 9))
+        if what == "loss":
+            change["loss_weights"] = {str(self.random.choice(drawn)): self.weight()}
+        if what == "window":
+            change["attention_window"] = int(self.random.choice([3, 8, 16]))
         if what == "exclude":
             change["exclude"] = self.lists()
         self.stages = [*self.stages, Stage(from_step=begin, **change)]
@@ -228,7 +233,7 @@ def test_a_thousand_edited_runs_keep_every_law() -> None:
         check_ranks(scratch, int(run.random.integers(0, run.step)))
         kinds |= {name for stage in run.stages for name in vars(stage) if vars(stage)[name]}
     changes = {"weights", "tokens_per_step", "order", "skip_steps", "exclude", "ramp"}
-    assert kinds == {"from_step", *changes}
+    assert kinds == {"from_step", *changes, "loss_weights", "attention_window"}
 
 
 def check_masks(schedule: Schedule, run: Run) -> None:
@@ -332,10 +337,12 @@ def check_ranks(schedule: Schedule, step: int) -> None:
                 micro_batch_tokens=micro,
                 uneven="pad",
                 num_steps=step + 1,
+                weighted_loss=True,
             ).micro_batches(step)
             for rank in range(size)
         ]
         for row in zip(*ranks, strict=True):
             assert len({(b.bucket, b.capacity, b.num_step_label_tokens) for b in row}) == 1
+            assert len({(b.attention_window, b.step_label_weight) for b in row}) == 1
         dealt = sorted(i for batches in ranks for batch in batches for i in batch)
         assert dealt == sorted(schedule.step(step).sample_ids.tolist())

@@ -244,3 +244,81 @@ def test_a_manifest_lists_stages_beside_sources(tmp_path: Path) -> None:
         ConfigError, match=r"source 'code' has weight 0.0; weights must be positive"
     ):
         load_blend(path)
+
+
+def test_loss_weights_are_kept_where_a_stage_does_not_name_them_and_change_no_sample() -> None:
+    plain = schedule_of()
+    weighed = schedule_of(
+        Stage(from_step=2, loss_weights={"s1": 0.5}),
+        Stage(from_step=4, loss_weights={"s0": 3}),
+        Stage(from_step=5, loss_weights={"s0": 3}),  # changes nothing
+        Stage(from_step=6, loss_weights={"s0": 1, "s1": 1}),
+    )
+    assert [(s.begin, s.loss_weights) for s in weighed.program] == [
+        (0, None),
+        (2, (1.0, 0.5)),
+        (4, (3.0, 0.5)),
+        (6, None),
+    ]
+    assert ids(weighed, range(12)) == ids(plain, range(12))
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_label_weights_of_a_step_add_up_over_ranks(size: int) -> None:
+    schedule = schedule_of(Stage(from_step=1, loss_weights={"s1": 0.25}))
+    for step in (0, 1):
+        total, samples = 0.0, schedule.samples
+        for rank in range(size):
+            sampler = BucketBatchSampler(
+                schedule,
+                data_parallel_rank=rank,
+                data_parallel_size=size,
+                micro_batch_tokens=32,
+                weighted_loss=True,
+            )
+            for batch in sampler.micro_batches(step):
+                assert batch.source.tolist() == samples.locate(batch.sample_ids)[0].tolist()
+                assert ("step_label_weight" in batch.about()) == (step == 1)
+                if step == 1:
+                    assert batch.loss_weight is not None
+                    assert batch.loss_weight.tolist() == [[1, 0.25][s] for s in batch.source]
+                    total += float(samples.count_labels(batch.sample_ids) @ batch.loss_weight)
+        if step == 1:
+            assert total == pytest.approx(batch.step_label_weight)
+            assert 0 < total < batch.num_step_label_tokens
+
+
+def test_loss_weights_are_part_of_what_a_checkpoint_keeps() -> None:
+    """From now on they may change; what was trained may not be claimed to be otherwise."""
+
+    def of(*weights: tuple[int, float]) -> Schedule:
+        return schedule_of(*(Stage(from_step=b, loss_weights={"s1": w}) for b, w in weights))
+
+    assert "loss_weights" not in of().identity() and "stages" not in of().identity()
+    state = json.loads(json.dumps(of((3, 2.0)).state_dict(5)))
+    assert of((3, 2.0)).check_state(state) == []
+    assert of((3, 2.0), (5, 4.0)).check_state(state) == [
+        "from step 5 on loss_weights was [1.0, 2.0] and is [1.0, 4.0]"
+    ]
+    for rewritten in (of(), of((3, 2.5)), of((4, 2.0))):
+        with pytest.raises(ResumeError, match=r"train otherwise on the samples.*loss_weights was"):
+            rewritten.check_state(state)
+    assert of().check_state(state, allow_change=["loss_weights"])[0].endswith("count otherwise")
+    # A source that joins later brings its own, also into a run without any.
+    joined = schedule_of(Stage(from_step=5, weights={"s2": 1}, loss_weights={"s2": 7}), sources=3)
+    assert joined.check_state(json.loads(json.dumps(of().state_dict(5))))
+
+
+@pytest.mark.parametrize(
+    ("weights", "message"),
+    [
+        ({"nobody": 1}, "the stage from step 2 gives 'nobody' a loss weight; sources are s0, s1"),
+        ({"s0": 0}, "the stage from step 2 gives 's0' the loss weight 0.0; it must be a positive"),
+        ({"s0": float("inf")}, "loss weight inf; it must be a positive"),
+    ],
+)
+def test_loss_weights_without_a_meaning_are_refused(
+    weights: dict[str, float], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        schedule_of(Stage(from_step=2, loss_weights=weights))

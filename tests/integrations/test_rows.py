@@ -109,6 +109,29 @@ def test_a_stage_that_changes_what_the_host_decides_is_refused(change: dict[str,
         Manifest(sources=(Source(prefix="x"),), stages=(Stage(from_step=5, **change),))
 
 
+def test_an_attention_window_cuts_boundaries_and_changes_nothing_else(
+    corpus: IndexedDataset,
+) -> None:
+    whole, cut = rows_of(corpus), rows_of(corpus, manifest={"attention_window": 12})
+    assert len(whole) == len(cut) > 20
+    compared = 0
+    for i in range(0, len(whole), 7):
+        before, after = whole[i], cut[i]
+        same = whole.samples_of(i).tolist() == cut.samples_of(i).tolist()
+        assert after["max_seqlen"] <= 12 and after["cu_seqlens"].shape == before["cu_seqlens"].shape
+        if same:  # rows of a block are dealt by work, which a window evens out
+            for name in ("tokens", "labels", "position_ids", "loss_mask"):
+                assert torch.equal(before[name], after[name])
+            parts = [
+                (at, min(at + 12, end))
+                for begin, end in segments_of(before)
+                for at in range(begin, end, 12)
+            ]
+            assert segments_of(after) == parts
+            compared += 1
+    assert compared > 3
+
+
 def segments_of(row: dict[str, torch.Tensor]) -> list[tuple[int, int]]:
     bounds = row["cu_seqlens"].unique_consecutive().tolist()
     return list(itertools.pairwise(bounds))

@@ -9,7 +9,9 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -89,6 +91,18 @@ def test_without_a_label_key_the_mask_covers_what_the_shift_gets_wrong(
         assert torch.equal(shifted[mask == 1], row["labels"][mask == 1])
         wrong += int(((row["loss_mask"] == 1) & (mask == 0)).sum())
     assert 32 < wrong < 128, "only segments that end inside their document lose their last label"
+
+
+def test_a_window_needs_a_host_that_is_handed_boundaries(corpus: IndexedDataset) -> None:
+    cut = replace(manifest(corpus.prefix), attention_window=8)
+    how: dict[str, Any] = {"split": (0.0, 1.0), "num_rows": 8, "with_labels": False}
+    with pytest.raises(
+        ConfigError, match=r"windows \[8\], and attention in these rows is one caus"
+    ):
+        build_text_rows(cut, OPTIONS, varlen=False, **how)
+    rows = build_text_rows(cut, OPTIONS, varlen=True, **how)
+    assert rows is not None
+    assert all(int(rows[i][SIDE_KEYS[0]].diff().max()) <= 8 for i in range(8))
 
 
 def test_chosen_labels_mask_what_is_not_to_be_learned(

@@ -19,6 +19,7 @@ from megapack.errors import ConfigError
 from megapack.integrations.transformers import (
     MicroBatches,
     PackedTrainer,
+    check_model,
     model_inputs,
     sft_trainer,
 )
@@ -64,6 +65,24 @@ def test_stages_of_other_steps_are_refused_and_stages_of_the_same_are_taken(fold
 
     with pytest.raises(ConfigError, match=r"micro steps\) take {0: 4, 2: 8}, and Trainer"):
         assert staged(tokens_per_step=2 * STEP).num_micro_steps
+    with pytest.raises(ConfigError, match="from step 2 on sources have loss weights"):
+        staged(loss_weights={str(folder / "text"): 2})
+    cut = staged(attention_window=8)
+    for i, window in ((7, MICRO), (8, 8)):
+        same = cut.sampler.micro_batches(i // 4)[i % 4].sample_ids
+        whole = model_inputs(cut.dataset.micro_batch(same))
+        lengths = [
+            min(window, n - at)
+            for n in whole["cu_seq_lens_q"].diff().tolist()
+            for at in range(0, n, window)
+        ]
+        assert cut[i]["cu_seq_lens_q"].diff().tolist() == lengths
+        assert cut[i]["max_length_q"] == cut[i]["max_length_k"] == max(lengths)
+        for name in ("input_ids", "position_ids", "labels"):
+            assert torch.equal(cut[i][name], whole[name])
+    with pytest.raises(ConfigError, match=r"windows \[8\], and attention 'sdpa' makes its mask of"):
+        check_model(tiny_llama("sdpa"), cut.dataset)
+    check_model(tiny_llama("megapack"), cut.dataset)
     skipping, plain = staged(skip_steps=1), micro_batches(folder)
     assert torch.equal(skipping[2 * 4]["input_ids"], plain[3 * 4]["input_ids"])
 

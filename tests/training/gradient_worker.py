@@ -23,7 +23,7 @@ from megapack.training.run.world import join, world
 def main() -> None:
     config = load_config(PretrainConfig, sys.argv[1], sys.argv[3:])
     join()
-    with world(timeout_minutes=5) as here:
+    with world(timeout_minutes=20) as here:
         inputs = open_inputs(config)
         architecture = model_configuration(config.model, inputs.vocab_size)
         model = build_model(config.model, architecture, backend="sdpa", seed=config.seed)
@@ -33,19 +33,23 @@ def main() -> None:
             data_parallel_rank=here.rank,
             data_parallel_size=here.size,
             micro_batch_tokens=config.data.micro_batch_tokens,
+            weighted_loss=True,
         )
         grads: dict[str, torch.Tensor] = {}
         capture_before_step(engine, model, grads)
         losses, norms = [], []
         for step in range(config.num_steps or 0):
             batches = [
-                {**inputs.data.micro_batch(item.sample_ids), **item.about()}
+                {
+                    **inputs.data.micro_batch(item.sample_ids, loss_weight=item.loss_weight),
+                    **item.about(),
+                }
                 for item in sampler.micro_batches(step)
             ]
             result = train_step(engine, batches, world=here, config=config.engine, lr=0.01)
             total = result.loss_sum.clone()
             torch.distributed.all_reduce(total)
-            losses.append(total.item() / batches[0]["num_step_label_tokens"])
+            losses.append(total.item() / result.label_weight)
             if result.grad_norm is not None:  # DeepSpeed does not tell it without ZeRO
                 norms.append(float(result.grad_norm))
         weights = {name: full(p).detach().float().clone() for name, p in model.named_parameters()}

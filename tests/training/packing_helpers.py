@@ -67,9 +67,10 @@ def tiny_model(
 
 
 def losses_one_by_one(
-    model: TrainingModel, inputs: Inputs, step: int
+    model: TrainingModel, inputs: Inputs, step: int, window: int = 10**9
 ) -> list[tuple[int, Tensor, int]]:
-    """(source, summed loss, labels) of every segment of a step, each alone through transformers.
+    """(source, summed loss, labels) of every segment of a step, each alone through transformers,
+    cut at multiples of the window.
 
     None of our attention, loss or batches; call ``set_attn_implementation("eager")`` before.
     """
@@ -79,12 +80,14 @@ def losses_one_by_one(
         source, segments = samples.segments(sample)
         dataset = inputs.data.datasets[source]
         for document, begin, length in segments:
-            # One token more than the segment, when the document goes on: the last label.
             whole = torch.tensor(dataset.tokens[int(dataset.document_offsets[document]) :])
-            end = min(begin + length + 1, int(dataset.document_lengths[document]))
-            tokens = whole[begin:end].long()
-            if len(tokens) > 1:
-                logits = model.model(input_ids=tokens[:-1].unsqueeze(0), use_cache=False).logits[0]
-                loss = F.cross_entropy(logits, tokens[1:], reduction="sum")
-                found.append((source, loss, len(tokens) - 1))
+            for at in range(begin, begin + length, window):
+                # One token more than the piece, when the document goes on: the last label.
+                end = min(at + window, begin + length) + 1
+                tokens = whole[at : min(end, int(dataset.document_lengths[document]))].long()
+                if len(tokens) > 1:
+                    inputs_of = tokens[:-1].unsqueeze(0)
+                    logits = model.model(input_ids=inputs_of, use_cache=False).logits[0]
+                    loss = F.cross_entropy(logits, tokens[1:], reduction="sum")
+                    found.append((source, loss, len(tokens) - 1))
     return found

@@ -58,6 +58,30 @@ def test_value_and_gradients_equal_plain_cross_entropy(
     assert torch.allclose(again, expected, rtol=1e-12)
 
 
+@settings(max_examples=20)
+@given(num_tokens=st.integers(1, 50), chunk=st.integers(1, 64))
+def test_weights_are_factors_on_single_losses_which_are_told_without_them(
+    num_tokens: int, chunk: int
+) -> None:
+    hidden, weight, labels = _inputs(num_tokens)
+    factors = torch.rand(num_tokens) + 0.5
+    plain = F.cross_entropy(hidden @ weight.T, labels, reduction="none", ignore_index=-100)
+    expected = (plain * factors).sum() * 0.25
+    expected_grads = torch.autograd.grad(expected, (hidden, weight))
+    for grads in (True, False):
+        with torch.set_grad_enabled(grads):
+            loss, losses = linear_cross_entropy(
+                hidden, weight, labels, label_weights=factors, scale=0.25, chunk_tokens=chunk
+            )
+        assert torch.allclose(loss, expected, rtol=1e-6)
+        assert torch.allclose(losses, plain, rtol=1e-12) and not losses.requires_grad
+        if grads:
+            for mine, theirs in zip(
+                torch.autograd.grad(loss, (hidden, weight)), expected_grads, strict=True
+            ):
+                assert torch.allclose(mine, theirs, rtol=1e-6, atol=1e-9)
+
+
 class _LargestTensor(TorchDispatchMode):
     """Remembers the most elements any operation ever gave out."""
 
@@ -81,6 +105,7 @@ def test_no_more_logits_than_a_chunk_has_ever_exist() -> None:
                 hidden,
                 weight,
                 labels,
+                None,
                 scale=1.0,
                 softcap=0.0,
                 chunk_tokens=chunk,

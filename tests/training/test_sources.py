@@ -22,7 +22,7 @@ from megapack.training.watch.sources import mean_by_source, named_means
 
 from .conftest import Corpus
 from .packing_helpers import losses_one_by_one
-from .processes import Zygote, start_run
+from .processes import ROOT, Zygote, start_run
 
 
 def write_blend(path: Path, corpus: Corpus, **more: object) -> Path:
@@ -48,13 +48,15 @@ def blend_config(path: Path, corpus: Corpus, run_dir: Path, **sections: object) 
     return corpus.config(run_dir, data=data, **sections)
 
 
-def expected_losses(inputs: Inputs, config: PretrainConfig) -> dict[str, tuple[float, int]]:
+def expected_losses(
+    inputs: Inputs, config: PretrainConfig, window: int = 10**9
+) -> dict[str, tuple[float, int]]:
     """Source -> (mean loss, labels) of step 0 by a new model, document by document."""
     architecture = model_configuration(config.model, inputs.vocab_size)
     model = build_model(config.model, architecture, backend="sdpa", seed=config.seed)
     model.model.set_attn_implementation("eager")
     with torch.no_grad():
-        found = losses_one_by_one(model, inputs, 0)
+        found = losses_one_by_one(model, inputs, 0, window)
     result = {}
     for number, name in enumerate(inputs.schedule.samples.names):
         labels = sum(count for source, _, count in found if source == number)
@@ -98,6 +100,74 @@ def test_a_run_tells_loss_and_perplexity_of_every_source(
     assert min(losses.values()) < line["loss"] < max(losses.values())
     written = b"".join(p.read_bytes() for p in (run_dir / "tensorboard").iterdir())
     assert b"source_loss/web" in written and b"valid_source_loss/math" in written
+
+
+def test_a_label_of_a_source_counts_like_its_loss_weight(
+    zygote: Zygote, corpus: Corpus, tmp_path: Path
+) -> None:
+    """The gradient is that of the weighted mean over single documents, on any number of ranks."""
+    weights = {"web": 1.0, "math": 4.0}
+    blend = write_blend(tmp_path / "blend.yaml", corpus)
+    tree = yaml.safe_load(blend.read_text())
+    tree["sources"][1]["loss_weight"] = weights["math"]
+    blend.write_text(
+        yaml.safe_dump({**tree, "stages": [{"from_step": 1, "loss_weights": {"math": 1}}]})
+    )
+    path = blend_config(blend, corpus, tmp_path / "run", num_steps=2, logging={"every": 1})
+    config = load_config(PretrainConfig, path)
+    inputs = open_inputs(config)
+    architecture = model_configuration(config.model, inputs.vocab_size)
+    model = build_model(config.model, architecture, backend="sdpa", seed=config.seed)
+    model.model.set_attn_implementation("eager")
+    found = losses_one_by_one(model, inputs, 0)
+    factor = [weights[name] for name in inputs.schedule.samples.names]
+    total = sum(factor[source] * labels for source, _, labels in found)
+    mean = torch.stack([factor[source] * loss for source, loss, _ in found]).sum() / total
+    mean.backward()
+
+    for ranks in (1, 2):
+        out = tmp_path / f"{ranks}.pt"
+        argv = [str(ROOT / "tests" / "training" / "gradient_worker.py"), str(path), str(out)]
+        zygote.start(argv, ranks, tmp_path / f"{ranks}.log").succeed()
+        result = torch.load(out)
+        assert result["losses"][0] == pytest.approx(mean.item(), rel=1e-5)
+        for name, parameter in model.named_parameters():
+            assert parameter.grad is not None
+            scale = parameter.grad.abs().max().clamp(min=1e-6)
+            assert (result["grads"][name] - parameter.grad).abs().max() / scale < 1e-3, name
+
+    start_run(zygote, path, "run").succeed()
+    first, second = read_jsonl(tmp_path / "run" / "log.jsonl")
+    expected = expected_losses(inputs, config)
+    assert first["loss"] == pytest.approx(mean.item(), rel=1e-5)
+    for name, (loss, _) in expected.items():
+        assert first["source_loss"][name] == pytest.approx(loss, rel=1e-5), "not weighted"
+    tokens = second["source_label_tokens"]
+    total = sum(second["source_loss"][name] * n for name, n in tokens.items())
+    assert second["loss"] == pytest.approx(total / second["label_tokens"], rel=1e-5)
+    [start] = read_jsonl(tmp_path / "run" / "starts.jsonl")
+    assert start["data_order"]["loss_weights"] == [1.0, 4.0]
+
+
+def test_attention_stays_inside_the_window_of_the_step(
+    zygote: Zygote, corpus: Corpus, tmp_path: Path
+) -> None:
+    """A token is predicted from its piece of the document alone, and evaluation has no window."""
+    stages = [{"from_step": 1, "attention_window": 0}]
+    blend = write_blend(tmp_path / "blend.yaml", corpus, attention_window=16, stages=stages)
+    path = blend_config(blend, corpus, tmp_path / "run", num_steps=2, logging={"every": 1})
+    config = load_config(PretrainConfig, path)
+    inputs = open_inputs(config)
+    start_run(zygote, path, "run").succeed()
+    first, _ = read_jsonl(tmp_path / "run" / "log.jsonl")
+    cut, whole = expected_losses(inputs, config, 16), expected_losses(inputs, config)
+    assert {n: labels for n, (_, labels) in cut.items()} == first["source_label_tokens"]
+    for name in ("web", "math"):
+        assert first["source_loss"][name] == pytest.approx(cut[name][0], rel=1e-5)
+        assert first["source_loss"][name] != pytest.approx(whole[name][0], rel=1e-4)
+    assert "attention window: 16 tokens" in dry_run(config)
+    [start] = read_jsonl(tmp_path / "run" / "starts.jsonl")
+    assert start["data_order"]["attention_window"] == [16, 0, 0, 0]
 
 
 def test_samples_are_summed_where_rows_end_in_padding() -> None:

@@ -24,6 +24,7 @@ def linear_cross_entropy(
     weight: Tensor,
     labels: Tensor,
     *,
+    label_weights: Tensor | None = None,
     scale: float = 1.0,
     softcap: float = 0.0,
     chunk_tokens: int = 2048,
@@ -39,14 +40,16 @@ def linear_cross_entropy(
         hidden: ``[T, width]``, the states before the head.
         weight: ``[vocabulary, width]``.
         labels: ``[T]`` int64; -100 where there is none.
+        label_weights: ``[T]`` float32, a factor on the loss of every label; None: 1.
         scale: factor on the loss; here, so that it meets the gradient in float32, before bfloat16.
         softcap: with c > 0, logits become ``c * tanh(logits / c)`` (Gemma-2).
         chunk_tokens: positions whose logits exist at once.
         fused: compile the elementwise part of a chunk.
 
     Returns:
-        The scaled sum, a scalar, and the loss of every position ``[T]``, unscaled, 0 where there is
-        no label and without a gradient; both float32 (float64 for float64 inputs).
+        The scaled and weighted sum, a scalar, and the loss of every position ``[T]``, neither
+        scaled nor weighted, 0 where there is no label and without a gradient; both float32 (float64
+        for float64 inputs).
     """
     kind = hidden.device.type
     compute = weight.dtype
@@ -58,6 +61,7 @@ def linear_cross_entropy(
         hidden,
         weight,
         labels,
+        label_weights,
         scale=scale,
         softcap=softcap,
         chunk_tokens=chunk_tokens,
@@ -93,6 +97,7 @@ def _linear_cross_entropy(
     hidden: Tensor,
     weight: Tensor,
     labels: Tensor,
+    label_weights: Tensor | None,
     *,
     scale: float,
     softcap: float,
@@ -110,15 +115,22 @@ def _linear_cross_entropy(
         logits = (hidden[rows] @ weight.T).to(accumulator)
         if not gradients:
             losses[rows] = _loss_only(logits, labels[rows], softcap)
-            loss += losses[rows].sum()
+            loss += _weighted_sum(losses, label_weights, rows)
             continue
         losses[rows], slope = _loss_and_slope_function(fused)(logits, labels[rows], softcap)
-        loss += losses[rows].sum()
+        loss += _weighted_sum(losses, label_weights, rows)
         del logits
+        if label_weights is not None:
+            slope *= label_weights[rows].unsqueeze(1)
         slope = slope.mul_(scale).to(hidden.dtype)
         grad_hidden[rows] = slope @ weight
         grad_weight += slope.T @ hidden[rows]
     return loss * scale, losses, grad_hidden, grad_weight.to(weight.dtype)
+
+
+def _weighted_sum(losses: Tensor, label_weights: Tensor | None, rows: slice) -> Tensor:
+    part = losses[rows]
+    return part.sum() if label_weights is None else (part * label_weights[rows]).sum()
 
 
 def _loss_only(logits: Tensor, labels: Tensor, softcap: float) -> Tensor:
@@ -138,6 +150,7 @@ def _linear_cross_entropy_fake(
     hidden: Tensor,
     weight: Tensor,
     labels: Tensor,
+    label_weights: Tensor | None,
     *,
     scale: float,
     softcap: float,
@@ -145,7 +158,7 @@ def _linear_cross_entropy_fake(
     gradients: bool,
     fused: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    del labels, scale, softcap, chunk_tokens, fused
+    del labels, label_weights, scale, softcap, chunk_tokens, fused
     loss = hidden.new_empty((), dtype=_accumulator(hidden))
     losses = hidden.new_empty(hidden.shape[:1], dtype=_accumulator(hidden))
     if not gradients:
@@ -172,6 +185,7 @@ def _backward(ctx: Any, grad_loss: Tensor | None, *unused: Any) -> tuple[Tensor 
     return (
         grad_hidden * grad_loss.to(grad_hidden.dtype),
         (grad_weight * grad_loss.to(grad_weight.dtype)),
+        None,
         None,
     )
 

@@ -62,6 +62,7 @@ class TrainingModel(nn.Module):
         cu_seqlens: Tensor,
         *,
         max_seqlen: int,
+        label_weights: Tensor | None = None,
         scale: float = 1.0,
     ) -> tuple[Tensor, Tensor]:
         """``scale`` times the summed loss of one micro batch, and the loss of every position
@@ -74,6 +75,7 @@ class TrainingModel(nn.Module):
             hidden,
             head.weight,
             labels.flatten(),
+            label_weights=None if label_weights is None else label_weights.flatten(),
             scale=scale,
             softcap=getattr(self.configuration, "final_logit_softcapping", None) or 0.0,
             chunk_tokens=self.chunk_tokens,
@@ -117,16 +119,27 @@ def _logit_factor(configuration: Any) -> float:
 
 
 def on_device(batch: Batch, device: torch.device, config: EngineConfig) -> dict[str, Any]:
-    """The arguments of ``TrainingModel.forward`` for one micro batch."""
-    names = ("tokens", "labels", "position_ids", "cu_seqlens")
-    moved = {name: batch[name].to(device, non_blocking=True) for name in names}
+    """The arguments of ``TrainingModel.forward`` for one micro batch.
+
+    Its ``loss_mask`` goes along where it holds more than which labels there are.
+    """
+    names = {name: name for name in ("tokens", "labels", "position_ids", "cu_seqlens")}
+    if is_weighted(batch):
+        names["label_weights"] = "loss_mask"
+    moved = {name: batch[field].to(device, non_blocking=True) for name, field in names.items()}
     return {**moved, "max_seqlen": longest_segment(batch, config)}
+
+
+def is_weighted(batch: Batch) -> bool:
+    """Whether losses are weighted: a loader's batch says what the weights of the step add up to."""
+    return "step_label_weight" in batch
 
 
 def longest_segment(batch: Batch, config: EngineConfig) -> int:
     """The ``max_seqlen`` a forward is given.
 
     The exact one keeps the attention grid tight. A compiled layer is specialised on it, so there
-    it is the bucket's capacity: one graph per bucket instead of one per batch.
+    it is the bucket's capacity, whatever the attention window: one graph per bucket instead of one
+    per batch.
     """
     return int(batch["capacity"] if config.compile else batch["max_seqlen"])

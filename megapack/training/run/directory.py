@@ -100,7 +100,7 @@ class RunDirectory:
             file.write(json.dumps(line) + "\n")
 
     def end(self, reason: str) -> None:
-        """Record how the run ended by itself: "done" or "signal"."""
+        """Record how the run ended by itself: "done", "signal" or "stop_at"."""
         self._write_end(reason)
 
     def fail(self, message: str) -> None:

@@ -1,9 +1,10 @@
 """DeepSpeed around a model, and one optimizer step of it.
 
-The loss of a step is the mean over the label tokens of all ranks and micro batches. Every micro
-batch contributes the sum of its losses times ``data_parallel_size / label tokens of the step``;
-DeepSpeed averages over ranks, which takes the factor back out. So the gradient is the same for any
-split of the step into ranks and micro batches, and clipping sees the gradient of the mean.
+The loss of a step is the mean over the label tokens of all ranks and micro batches; where sources
+have loss weights, the weighted mean, which is divided by the sum of the weights. Every micro batch
+contributes the sum of its losses times ``data_parallel_size / divisor of the step``; DeepSpeed
+averages over ranks, which takes the factor back out. So the gradient is the same for any split of
+the step into ranks and micro batches, and clipping sees the gradient of the mean.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 
 from megapack.data import Batch
 from megapack.training.config import EngineConfig, OptimizerConfig, PretrainConfig
-from megapack.training.model.training_model import TrainingModel, on_device
+from megapack.training.model.training_model import TrainingModel, is_weighted, on_device
 from megapack.training.run.world import World
 
 __all__ = [
@@ -37,9 +38,12 @@ class StepResult:
     """What one rank knows after a step, without having waited for its device."""
 
     loss_sum: Tensor
-    """Scalar on the device: losses of this rank's label tokens, summed."""
+    """Scalar on the device: losses of this rank's label tokens, weighted and summed."""
+    label_weight: float
+    """Of the whole step: what the sum over all ranks is divided by, its label tokens or the sum of
+    their weights."""
     sample_losses: Tensor
-    """(samples,) on the device: the same for every sample of this rank, not weighted."""
+    """(samples,) on the device: the sum of every sample of this rank, not weighted."""
     source: NDArray[np.int64]
     """(samples,) the number of the source of each."""
     grad_norm: float | Tensor | None
@@ -208,7 +212,8 @@ def train_step(
         group["lr"] = lr
     sums, of_samples, source = [], [], []
     for batch in micro_batches:
-        scale = world.size / max(1, batch["num_step_label_tokens"])
+        weight = _label_weight(batch)
+        scale = world.size / weight
         last = batch["micro_step"] == batch["num_micro_steps"] - 1
         engine.set_gradient_accumulation_boundary(last)
         loss, losses = engine(**on_device(batch, world.device, config), scale=scale)
@@ -222,11 +227,18 @@ def train_step(
     engine.step()
     return StepResult(
         loss_sum=torch.stack(sums).sum(),
+        label_weight=weight,
         sample_losses=torch.cat(of_samples),
         source=np.concatenate(source),
         grad_norm=engine.get_global_grad_norm(),
         skipped=engine.skipped_steps > skipped_before,
     )
+
+
+def _label_weight(batch: Batch) -> float:
+    """The divisor of its step's loss; 1 for a step without labels."""
+    name = "step_label_weight" if is_weighted(batch) else "num_step_label_tokens"
+    return float(batch[name]) or 1.0
 
 
 def _by_sample(losses: Tensor, batch: Batch) -> Tensor:

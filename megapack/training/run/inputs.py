@@ -10,6 +10,7 @@ import numpy as np
 
 from megapack.data import PackedDataset, Schedule, check_token_ids, load_blend
 from megapack.data.blend import BlendConfig
+from megapack.data.report import check_epochs
 from megapack.errors import ConfigError, FormatError, MegapackError
 from megapack.packing import SampleIndex, pack
 from megapack.storage import IndexedDataset
@@ -90,7 +91,11 @@ def open_inputs(config: PretrainConfig) -> Inputs:
 def plan_steps(
     config: PretrainConfig, samples: PackedDataset | SampleIndex, vocab_size: int
 ) -> PlannedSteps:
-    """The steps of a run over some samples. Raises ConfigError: sizes do not fit."""
+    """The steps of a run over some samples.
+
+    Raises:
+        ConfigError: sizes do not fit, or the run would repeat a source too often.
+    """
     schedule = Schedule(
         samples,
         tokens_per_step=config.data.tokens_per_step,
@@ -102,9 +107,11 @@ def plan_steps(
         row_tokens=config.data.row_tokens,
         cost_window=config.data.cost_window,
     )
+    num_steps = config.num_steps or schedule.num_steps(config.num_epochs)
+    check_epochs(schedule, num_steps)
     return PlannedSteps(
         schedule=schedule,
-        num_steps=config.num_steps or schedule.num_steps(config.num_epochs),
+        num_steps=num_steps,
         steps_per_epoch=schedule.num_steps(1),
         vocab_size=vocab_size,
     )

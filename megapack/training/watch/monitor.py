@@ -133,8 +133,10 @@ class Monitor:
         self._lines[-1]["seconds"] += time.perf_counter() - self._since
         self._since = time.perf_counter()
         lines = [
-            self._finish(line, value, norm)
-            for line, value, norm in zip(self._lines, values, norms, strict=True)
+            self._finish(line, value / result.label_weight, norm)
+            for line, value, norm, result in zip(
+                self._lines, values, norms, self._results, strict=True
+            )
         ]
         self._lines, self._results = [], []
         if self.world.is_first:
@@ -151,14 +153,13 @@ class Monitor:
                     "optimizer.lr or a smaller optimizer.clip"
                 )
 
-    def _finish(self, line: dict[str, Any], loss_sum: float, norm: float | None) -> dict[str, Any]:
+    def _finish(self, line: dict[str, Any], loss: float, norm: float | None) -> dict[str, Any]:
         seconds, flops = line.pop("seconds"), line.pop("flops")
         naive, tokens = line.pop("naive_flops"), line["tokens"]
-        label_tokens = max(1, line["label_tokens"])
         available = self._peak * self.world.size * seconds if self._peak else None
         return {
             **line,
-            "loss": loss_sum / label_tokens if math.isfinite(loss_sum) else None,
+            "loss": loss if math.isfinite(loss) else None,
             "grad_norm": norm if norm is not None and math.isfinite(norm) else None,
             "padding": 1 - line["useful_tokens"] / tokens,
             "seconds": round(seconds, 6),

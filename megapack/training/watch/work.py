@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megapack.data import Schedule, Step
+from megapack.data.window import cut_lengths
 from megapack.training.model.flops import ModelFlops
 
 __all__ = ["StepWork", "sample_digest", "segment_lengths"]
@@ -23,14 +24,14 @@ class StepWork:
     useful_tokens: int
     """Tokens of documents."""
     flops: float
-    """Of the model: every token of a document, attention inside segments."""
+    """Of the model: every token of a document, attention inside segments and the window."""
     naive_flops: float
     """Had every sample been one document of its capacity: the figure that flatters packing."""
 
     @staticmethod
     def of(schedule: Schedule, step: Step, flops: ModelFlops) -> StepWork:
         """Count one step."""
-        lengths = segment_lengths(schedule, step.sample_ids)
+        lengths = segment_lengths(schedule, step)
         samples = [np.full(len(d.sample_ids), d.capacity, np.int64) for d in step.draws]
         capacities = np.concatenate(samples)
         tokens = schedule.stage_at(step.index).config.tokens_per_step
@@ -43,9 +44,9 @@ class StepWork:
         )
 
 
-def segment_lengths(schedule: Schedule, sample_ids: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Lengths of all segments of some samples, tokens; global sample ids, any order."""
-    source, local = schedule.samples.locate(sample_ids)
+def segment_lengths(schedule: Schedule, step: Step) -> NDArray[np.int64]:
+    """Lengths of all segments of a step, tokens, in any order; cut by its attention window."""
+    source, local = schedule.samples.locate(step.sample_ids)
     parts = []
     for number, index in enumerate(schedule.samples.indices):
         ids = local[source == number]
@@ -54,7 +55,8 @@ def segment_lengths(schedule: Schedule, sample_ids: NDArray[np.int64]) -> NDArra
         before = np.cumsum(counts) - counts
         where = np.repeat(first - before, counts) + np.arange(counts.sum())
         parts.append(np.asarray(index.segment_length[where], dtype=np.int64))
-    return np.concatenate(parts)
+    window = schedule.settings_at(step.index).window_at(step.index)
+    return cut_lengths(np.concatenate(parts), window)
 
 
 def sample_digest(content: Step) -> str:

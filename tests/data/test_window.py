@@ -1,0 +1,231 @@
+"""Attention windows cut boundaries and nothing else, on a line, and where nothing else is drawn."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megapack.data import (
+    BatchLayout,
+    BucketBatchSampler,
+    PackedDataset,
+    Schedule,
+    Stage,
+    build_loader,
+    load_blend,
+)
+from megapack.data.source import SampleSource
+from megapack.data.window import Bounds, Window, cut_bounds, cut_lengths
+from megapack.errors import ConfigError, ResumeError
+from megapack.packing import pack
+from tests.data.corpora import packed_lengths, random_documents, write_documents
+from tests.data.test_stages import ids, schedule_of
+
+
+def pieces(length: int, window: int) -> list[int]:
+    """The definition."""
+    return [min(window, length - begin) for begin in range(0, length, window)]
+
+
+@settings(max_examples=100)
+@given(
+    lists=st.lists(st.lists(st.integers(1, 20), min_size=1, max_size=5), min_size=1, max_size=3),
+    window=st.integers(1, 24),
+    tail=st.integers(0, 2),
+    spare=st.integers(0, 3),
+)
+def test_segments_are_cut_at_multiples_of_the_window(
+    lists: list[list[int]], window: int, tail: int, spare: int
+) -> None:
+    longest = max(map(len, lists))
+    flat = [length for lengths in lists for length in lengths]
+    rows = [np.cumsum([0, *lengths, *[0] * (longest - len(lengths) + tail)]) for lengths in lists]
+    sources = np.arange(len(flat), dtype=np.int32)
+    bounds = Bounds(np.concatenate(rows).astype(np.int32), None, sources, 20)
+    expected = [[piece for n in lengths for piece in pieces(n, window)] for lengths in lists]
+    entries = max(map(len, expected)) + 1 + spare
+    cut = cut_bounds(bounds, window, num_lists=len(lists), entries=entries)
+    for row, lengths in zip(cut.cu_seqlens.reshape(len(lists), entries), expected, strict=True):
+        whole = np.cumsum([0, *lengths])
+        assert row.tolist() == [*whole, *[whole[-1]] * (entries - len(whole))]
+    assert cut.max_seqlen == max(map(max, expected)) <= window
+    of_piece = [i for i, n in enumerate(flat) for _ in pieces(n, window)]
+    assert cut.dataset_ids is not None and cut.dataset_ids.tolist() == of_piece
+    assert cut.cu_seqlens.dtype == np.int32
+    of_all = sorted(piece for row in expected for piece in row)
+    assert sorted(cut_lengths(np.array(flat), window)) == of_all
+    with pytest.raises(ValueError, match="raise num_cu_seqlens"):
+        cut_bounds(bounds, window, num_lists=len(lists), entries=entries - spare - 1)
+
+
+def test_aligned_segments_are_cut_in_both_lists() -> None:
+    """Tokens 0-9 with room to 12, 12-16 with room to 16; pieces begin at multiples of 4."""
+    bounds = Bounds(np.array([0, 10, 14], np.int32), np.array([0, 12, 16], np.int32), None, 12)
+    cut = cut_bounds(bounds, 4)
+    assert cut.cu_seqlens.tolist() == [0, 4, 8, 10, 14]
+    assert cut.cu_seqlens_padded is not None
+    assert cut.cu_seqlens_padded.tolist() == [0, 4, 8, 12, 16]
+    assert cut.max_seqlen == 4
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> PackedDataset:
+    folder = tmp_path_factory.mktemp("window")
+    documents = random_documents(packed_lengths(200, 64, seed=5).tolist())
+    dataset = write_documents(folder / "d", documents)
+    index = pack(dataset.document_lengths, "bucket", buckets=[32, 64])
+    return PackedDataset(dataset, index)
+
+
+@pytest.mark.parametrize(
+    ("per_row", "cu_seqlens"), [(False, "exact"), (False, "padded"), (True, "padded")]
+)
+def test_a_batch_differs_in_nothing_but_its_boundaries(
+    data: PackedDataset, per_row: bool, cu_seqlens: Any
+) -> None:
+    layout = BatchLayout(
+        micro_batch_tokens=256,
+        kind="rows" if per_row else "stream",
+        row_tokens=128,
+        cu_seqlens=cu_seqlens,
+        cu_seqlens_per_row=per_row,
+    )
+    for capacity in (32, 64):
+        count = layout.num_samples(capacity)
+        offsets = data.samples.indices[0].bucket_sample_offsets.tolist()
+        first = offsets[[32, 64].index(capacity)]
+        chosen = np.arange(first, first + count - 1)  # the last slot is padding
+        whole = data.micro_batch(chosen, layout=layout, capacity=capacity)
+        cut = data.micro_batch(chosen, layout=layout, capacity=capacity, attention_window=12)
+        for name in ("tokens", "labels", "loss_mask", "position_ids"):
+            assert torch.equal(whole[name], cut[name])
+        for before, after in zip(
+            torch.atleast_2d(whole["cu_seqlens"]), torch.atleast_2d(cut["cu_seqlens"]), strict=True
+        ):
+            lengths = [p for n in before.diff().tolist() for p in pieces(n, 12)]
+            assert after.diff()[: len(lengths)].tolist() == lengths
+            assert after.diff()[len(lengths) :].sum() == 0
+        assert cut["max_seqlen"] == 12 < whole["max_seqlen"]
+        if cu_seqlens == "padded":
+            assert cut["cu_seqlens"].shape[-1] == data.max_cu_seqlens(layout, 12)
+
+
+def test_the_window_of_a_step_reaches_its_batches_and_the_work_that_is_dealt(
+    data: PackedDataset,
+) -> None:
+    index = data.samples.indices[0]
+    stages = [Stage(from_step=2, attention_window=16), Stage(from_step=4, attention_window=0)]
+    schedule = Schedule(index, tokens_per_step=512, stages=stages)
+    plain = Schedule(index, tokens_per_step=512)
+    for cu_seqlens in ("exact", "padded"):
+        batches, shapes = [], set()
+        for rank in range(2):
+            options: dict[str, Any] = {"data_parallel_rank": rank, "data_parallel_size": 2}
+            options |= {"micro_batch_tokens": 128, "num_steps": 6, "cu_seqlens": cu_seqlens}
+            batches += list(build_loader(data, schedule, **options))
+        for batch in batches:
+            shapes.add(batch["cu_seqlens"].shape)
+            assert batch.get("attention_window") == (16 if batch["step"] in (2, 3) else None)
+            longest = int(batch["cu_seqlens"].diff().max())
+            assert batch["max_seqlen"] == longest
+            assert longest <= (16 if batch["step"] in (2, 3) else 64)
+        assert max(b["max_seqlen"] for b in batches) > 16
+        if cu_seqlens == "padded":
+            assert len(shapes) == 1, "a compiled model would be compiled again"
+    for step in range(6):
+        assert schedule.step(step).sample_ids.tolist() == plain.step(step).sample_ids.tolist()
+        window = schedule.settings_at(step).window_at(step)
+        content = schedule.step(step)
+        for samples in (schedule.samples, SampleSource([index], attention="sample")):
+            costs = samples.attention_cost(content.sample_ids, content.capacity, window)
+            for sample, cost in zip(content.sample_ids.tolist(), costs.tolist(), strict=True):
+                lengths = [length for _, _, length in samples.segments(sample)[1]]
+                padding = content.capacity - sum(lengths)
+                lengths = [sum(lengths)] if samples.attention == "sample" else lengths
+                lengths.append(padding)
+                parts = [p for n in lengths for p in (pieces(n, window) if window else [n])]
+                assert cost == sum(p * p for p in parts)
+    sampler = BucketBatchSampler(
+        schedule, data_parallel_rank=0, data_parallel_size=2, micro_batch_tokens=128
+    )
+    assert sampler.imbalance(2)[0].attention <= 1.1
+
+
+def test_a_window_grows_on_a_line_through_other_stages() -> None:
+    schedule = schedule_of(
+        Stage(from_step=10, attention_window=8),
+        Stage(from_step=20, attention_window=64, window_steps=70),
+        Stage(from_step=30, tokens_per_step=48),
+        Stage(from_step=60, attention_window=8, window_steps=4),
+        Stage(from_step=80, attention_window=0),
+    )
+
+    def at(step: int) -> int | None:
+        return schedule.settings_at(step).window_at(step)
+
+    assert [at(step) for step in (0, 9, 10, 19, 20, 29, 30, 39, 40, 59)] == [
+        *(None, None, 8, 8, 8, 8, 16, 16, 24, 32),
+    ]
+    assert [at(step) for step in (60, 61, 62, 63, 64, 79, 80)] == [40, 32, 24, 16, 8, 8, None]
+    assert schedule.smallest_window == 8
+    assert str(schedule.settings_at(25).window) == "8 at step 20 to 64 at step 90"
+    window = Window(8192, 512, 1000, 5000)
+    values = [window.at(step) for step in range(1000, 6001)]
+    assert values == sorted(values) and {v % 512 for v in values} == {0}
+    assert (values[0], values[-2], values[-1]) == (512, 7680, 8192)
+
+
+def test_windows_are_part_of_what_a_checkpoint_keeps() -> None:
+    def of(*windows: tuple[int, int]) -> Schedule:
+        return schedule_of(*(Stage(from_step=b, attention_window=w) for b, w in windows))
+
+    state = json.loads(json.dumps(of((3, 16)).state_dict(5)))
+    assert state["stages"][0]["attention_window"] == [16, 0, 0, 0]
+    assert of((3, 16)).check_state(state) == []
+    assert of((3, 16), (5, 0)).check_state(state) == [
+        "from step 5 on attention_window was [16, 0, 0, 0] and is None"
+    ]
+    for rewritten in (of(), of((3, 8)), of((4, 16))):
+        with pytest.raises(ResumeError, match=r"train otherwise on .*attention_window was"):
+            rewritten.check_state(state)
+    assert ids(of((3, 16)), range(9)) == ids(schedule_of(), range(9))
+
+
+def test_windows_without_a_meaning_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="step 2 has attention_window -1; it is positive"):
+        schedule_of(Stage(from_step=2, attention_window=-1))
+    with pytest.raises(ConfigError, match="window_steps 7 and attention_window None; give the"):
+        Stage(from_step=2, window_steps=7)
+    with pytest.raises(ConfigError, match="there is no window before it to begin with"):
+        schedule_of(Stage(from_step=2, attention_window=8, window_steps=7))
+    documents = write_documents(tmp_path / "d", random_documents([9, 5, 7]))
+    index = pack(documents.document_lengths, "bucket", buckets=[16], alignment=4)
+    PackedDataset(documents, index, alignment=4, attention_window=8)
+    for options in (
+        {"attention_window": 10},
+        {"stages": [Stage(from_step=3, attention_window=10)]},
+    ):
+        with pytest.raises(ConfigError, match="attention_window 10 is no multiple of the align"):
+            PackedDataset(documents, index, alignment=4, **options)  # type: ignore[arg-type]
+
+
+def test_a_manifest_has_a_window_from_the_first_step_on(tmp_path: Path) -> None:
+    documents = write_documents(tmp_path / "d", random_documents([9, 5, 7, 16]))
+    pack(documents.document_lengths, "bucket", buckets=[16]).save(
+        tmp_path / "d.samples", source=documents
+    )
+    (tmp_path / "blend.yaml").write_text(
+        "sources: [{prefix: d, index: d.samples}]\n"
+        "attention_window: 4\n"
+        "stages: [{from_step: 1, attention_window: 16, window_steps: 3}]\n"
+    )
+    schedule = Schedule(load_blend(tmp_path / "blend.yaml").open(), tokens_per_step=16)
+    windows = [schedule.settings_at(i).window_at(i) for i in range(6)]
+    assert windows == [4, 4, 8, 12, 16, 16]
