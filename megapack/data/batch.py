@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
@@ -13,6 +13,7 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 
 from megapack.errors import ConfigError
+from megapack.packing import SampleIndex
 
 __all__ = ["Batch", "BatchLayout", "Buffers", "MicroBatch", "ReusedBuffers", "allocate", "weigh"]
 
@@ -148,6 +149,31 @@ class BatchLayout:
         """Samples of ``capacity`` tokens in a full micro batch."""
         rows, row = self.rows(capacity)
         return rows * (row // capacity)
+
+    def most_entries(self, indices: Sequence[SampleIndex], *, whole: bool) -> int:
+        """Entries of a list of cu_seqlens that are enough for all samples of some indices.
+
+        Args:
+            indices: those whose capacities do not fit are passed over.
+            whole: samples are one segment each.
+        """
+        most = 1
+        for index in indices:
+            for b, capacity in enumerate(index.bucket_capacity.tolist()):
+                begin, end = index.bucket_sample_offsets[b : b + 2].tolist()
+                if begin == end or not self.fits(capacity):
+                    continue
+                slots = self.num_samples(capacity)
+                if self.cu_seqlens_per_row:
+                    slots //= self.rows(capacity)[0]
+                counts = np.diff(index.sample_segment_offsets[begin : end + 1])
+                most = max(most, slots * (1 + (1 if whole else int(counts.max()))))
+        return most + 1
+
+    def listed(self, values: NDArray[np.int32], rows: int) -> torch.Tensor:
+        """Entries of cu_seqlens as a tensor: one list, or one per row."""
+        tensor = torch.from_numpy(values)
+        return tensor.view(rows, -1) if self.cu_seqlens_per_row else tensor
 
     def shape(self, capacity: int) -> tuple[int, int]:
         """Of tokens, labels, loss_mask and position_ids."""

@@ -16,7 +16,7 @@ from megapack.data.batch import Batch, BatchLayout, Buffers, allocate, weigh
 from megapack.data.program import Stage
 from megapack.data.scores import Scores
 from megapack.data.source import SampleSource
-from megapack.data.window import Bounds, cut_bounds
+from megapack.data.window import Bounds, check_windows, cut_bounds
 from megapack.errors import ConfigError
 from megapack.packing import SampleIndex
 from megapack.storage import IndexedDataset
@@ -139,8 +139,7 @@ class PackedDataset(Dataset[Batch]):
     def _connect(self, indices: list[SampleIndex], about: dict[str, Any]) -> None:
         self._gatherer = _core.Gatherer(**self._options)
         self._max_cu_seqlens: dict[BatchLayout, int] = {}
-        triples = zip(self.datasets, self.label_datasets, indices, strict=True)
-        for dataset, labels, index in triples:
+        for dataset, labels, index in zip(self.datasets, self.label_datasets, indices, strict=True):
             self._gatherer.add_source(
                 tokens=dataset.tokens,
                 labels=None if labels is None else labels.tokens,
@@ -157,22 +156,15 @@ class PackedDataset(Dataset[Batch]):
             attention=self._options["attention"],
             counter=self._gatherer.count_labels,
         )
-        for window in self.samples.windows:
-            if window % self._options["alignment"]:
-                raise ConfigError(
-                    f"attention_window {window} is no multiple of the alignment "
-                    f"{self._options['alignment']} (2 x context parallel size): pieces of a "
-                    "segment begin there, too"
-                )
+        check_windows(self.samples.windows, self._options["alignment"])
         lists = self.samples.exclusions
         for source, (documents, first) in enumerate(zip(lists.documents, lists.lists, strict=True)):
             self._gatherer.exclude(source, documents, first, lists.num_lists)
 
     def __getstate__(self) -> dict[str, Any]:
         state = {k: v for k, v in self.__dict__.items() if k not in ("_gatherer", "samples")}
-        samples = self.samples
-        about = {name: getattr(samples, name) for name in _ABOUT}
-        return {**state, "indices": samples.indices, "about": about}
+        about = {name: getattr(self.samples, name) for name in _ABOUT}
+        return {**state, "indices": self.samples.indices, "about": about}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         indices, about = state.pop("indices"), state.pop("about")
@@ -248,7 +240,9 @@ class PackedDataset(Dataset[Batch]):
             layout = BatchLayout(micro_batch_tokens=capacity * len(ids))
         rows, row_tokens = layout.rows(capacity)
         buffers = out or allocate(layout.micro_batch_tokens, pin_memory=pin_memory)
-        entries = self._num_cu_seqlens(layout, attention_window)
+        entries = 0  # as many as there are
+        if layout.cu_seqlens == "padded":
+            entries = layout.num_cu_seqlens or self.max_cu_seqlens(layout, attention_window)
         gathered = self._gatherer.gather(
             ids,
             num_rows=rows,
@@ -266,46 +260,23 @@ class PackedDataset(Dataset[Batch]):
             weigh(buffers.arrays["loss_mask"].reshape(rows, row_tokens), loss_weight, capacity)
         shape = (1, rows * row_tokens) if layout.kind == "stream" else (rows, row_tokens)
         batch: Batch = {**buffers.shaped(shape)}
-        batch["cu_seqlens"] = _listed(bounds.cu_seqlens, rows, layout)
+        batch["cu_seqlens"] = layout.listed(bounds.cu_seqlens, rows)
         if bounds.cu_seqlens_padded is not None:
-            batch["cu_seqlens_padded"] = _listed(bounds.cu_seqlens_padded, rows, layout)
+            batch["cu_seqlens_padded"] = layout.listed(bounds.cu_seqlens_padded, rows)
         batch["max_seqlen"] = bounds.max_seqlen
         if bounds.dataset_ids is not None:
             batch["dataset_ids"] = torch.from_numpy(bounds.dataset_ids)
         return batch
 
-    def _num_cu_seqlens(self, layout: BatchLayout, window: int | None = None) -> int:
-        """Entries to fill up to; 0: as many as there are."""
-        if layout.cu_seqlens == "exact":
-            return 0
-        return layout.num_cu_seqlens or self.max_cu_seqlens(layout, window)
-
     def max_cu_seqlens(self, layout: BatchLayout, window: int | None = None) -> int:
         """Entries of cu_seqlens that are enough for every micro batch of this layout; an attention
         window cuts its tokens at most so often once more."""
         if layout not in self._max_cu_seqlens:
-            most = max(
-                (slots * (segments + 1) for slots, segments in self._fullest(layout)), default=1
-            )
-            self._max_cu_seqlens[layout] = most + 1
+            whole = self._options["attention"] == "sample"
+            self._max_cu_seqlens[layout] = layout.most_entries(self.samples.indices, whole=whole)
         tokens = layout.row_tokens if layout.cu_seqlens_per_row else None
         cuts = (tokens or layout.micro_batch_tokens) // window if window else 0
         return self._max_cu_seqlens[layout] + cuts
-
-    def _fullest(self, layout: BatchLayout) -> Iterator[tuple[int, int]]:
-        """(samples in one list of cu_seqlens, most segments of a sample) of every bucket."""
-        for index in self.samples.indices:
-            for b, capacity in enumerate(index.bucket_capacity.tolist()):
-                begin, end = index.bucket_sample_offsets[b : b + 2].tolist()
-                if begin == end or not layout.fits(capacity):
-                    continue
-                rows, _ = layout.rows(capacity)
-                slots = layout.num_samples(capacity)
-                segments = 1
-                if self._options["attention"] == "document":
-                    offsets = index.sample_segment_offsets[begin : end + 1]
-                    segments = int(np.diff(offsets).max())
-                yield slots // rows if layout.cu_seqlens_per_row else slots, segments
 
     def warm(self, chunk_bytes: int = 64 << 20) -> Iterator[None]:
         """Have the indices (not the tokens) read into the page cache, a chunk per ``next``.
@@ -326,8 +297,3 @@ class PackedDataset(Dataset[Batch]):
 
 def _as_list(items: Any) -> list[Any]:
     return list(items) if isinstance(items, (list, tuple)) else [items]
-
-
-def _listed(values: NDArray[np.int32], rows: int, layout: BatchLayout) -> torch.Tensor:
-    tensor = torch.from_numpy(values)
-    return tensor.view(rows, -1) if layout.cu_seqlens_per_row else tensor

@@ -18,7 +18,8 @@ from typing import Any, Literal
 
 from megapack.config import to_dict
 from megapack.data import resume
-from megapack.data.program import Stage, StageSettings, resolve, spans, tokens_before
+from megapack.data.program import Stage, StageSettings, spans, tokens_before
+from megapack.data.resolve import resolve
 from megapack.data.source import HasSamples, SampleSource
 from megapack.data.stage import StageDraws, open_stages
 from megapack.data.step import ScheduleConfig, Step

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megapack import _core
+from megapack.data.counting import Masks, document_ends, label_counts, segment_costs
 from megapack.data.exclusions import FIRST_MASKED, Exclusions, read_exclusions
 from megapack.data.program import Stage
 from megapack.data.scores import ScoreOrder, Scores, score_orders
@@ -231,8 +232,15 @@ class SampleSource:
         for d, mine, local in self._by_index(ids):
             index = self.indices[d]
             lists = ids[mine] // FIRST_MASKED
-            if window is not None:
-                costs[mine], _ = self._costs(d, local, lists, capacity, window)
+            if window is not None or lists.any():
+                costs[mine] = segment_costs(
+                    index,
+                    local,
+                    self._masks(d, lists),
+                    capacity=capacity,
+                    window=capacity if window is None else window,
+                    whole=self.attention == "sample",
+                )
                 continue
             costs[mine] = _core.attention_cost_of(
                 index.sample_segment_offsets,
@@ -241,28 +249,7 @@ class SampleSource:
                 capacity,
                 self.attention == "sample",
             )
-            if lists.any():
-                of_masked, changed = self._costs(d, local, lists, capacity, capacity)
-                costs[mine[changed]] = of_masked[changed]
         return costs
-
-    def _costs(
-        self, source: int, local: Ids, lists: Ids, capacity: int, window: int
-    ) -> tuple[Ids, Ids]:
-        """The same for samples of one source, and which of them have masked documents."""
-        index = self.indices[source]
-        segments, owner = _segments_of(index, local)
-        documents = np.asarray(index.segment_document[segments], np.int64)
-        masked = self.exclusions.masks(source, documents, lists[owner])
-        kept = np.where(masked, 0, np.asarray(index.segment_length[segments], np.int64))
-        used = _sums(owner, kept, len(local))
-        own, padding = (
-            window * window * (lengths // window) + (lengths % window) ** 2
-            for lengths in (used if self.attention == "sample" else kept, capacity - used)
-        )
-        if self.attention == "document":
-            own = _sums(owner, own, len(local))
-        return own + padding, np.unique(owner[masked])
 
     def count_labels(self, ids: Ids) -> Ids:
         """Tokens of every sample that have a label, int64 (len(ids),)."""
@@ -270,8 +257,16 @@ class SampleSource:
             return self._counter(ids)
         counts = np.empty(len(ids), np.int64)
         for d, mine, local in self._by_index(ids):
-            counts[mine] = self._derived_counts(d, local, ids[mine] // FIRST_MASKED)
+            index = self.indices[d]
+            if id(index) not in self._ends:
+                self._ends[id(index)] = document_ends(index)
+            masks = self._masks(d, ids[mine] // FIRST_MASKED)
+            counts[mine] = label_counts(index, local, masks, self._ends[id(index)])
         return counts
+
+    def _masks(self, source: int, lists: Ids) -> Masks:
+        """Which segments of some samples of an index are masked; ``lists`` are those of each."""
+        return lambda documents, owner: self.exclusions.masks(source, documents, lists[owner])
 
     def _by_index(self, ids: Ids) -> Iterator[tuple[int, Ids, Ids]]:
         """Every index that has some of the ids: its number, where they stand, their ids there."""
@@ -281,48 +276,6 @@ class SampleSource:
         for d, mine in zip(present.tolist(), np.split(order, begins[1:]), strict=True):
             yield d, mine, local[mine]
 
-    def _derived_counts(self, source: int, ids: Ids, lists: Ids) -> Ids:
-        """All tokens of a sample but the last one of every document that ends in it."""
-        index = self.indices[source]
-        segments, owner = _segments_of(index, ids)
-        documents = np.asarray(index.segment_document[segments], np.int64)
-        lengths = np.asarray(index.segment_length[segments], np.int64)
-        ends = np.asarray(index.segment_begin[segments], np.int64) + lengths
-        labels = lengths - (ends == self._document_ends(index)[documents])
-        labels[self.exclusions.masks(source, documents, lists[owner])] = 0
-        return _sums(owner, labels, len(ids))
-
-    def _document_ends(self, index: SampleIndex) -> Ids:
-        """Length of every document, if all its tokens are in the index."""
-        if id(index) not in self._ends:
-            dropped = index.metrics()["dropped_tokens"]
-            if dropped:
-                raise ConfigError(
-                    f"the index dropped {dropped} tokens, so it does not tell where documents end: "
-                    "make the schedule from the PackedDataset, which counts labels exactly"
-                )
-            ends = np.zeros(int(np.max(index.segment_document)) + 1, np.int64)
-            np.maximum.at(
-                ends,
-                index.segment_document,
-                np.asarray(index.segment_begin, np.int64) + index.segment_length,
-            )
-            self._ends[id(index)] = ends
-        return self._ends[id(index)]
-
     @cached_property
     def _ends(self) -> dict[int, Ids]:
         return {}
-
-
-def _segments_of(index: SampleIndex, samples: Ids) -> tuple[Ids, Ids]:
-    """Numbers of the segments of some samples, and which of the samples each belongs to."""
-    first = np.asarray(index.sample_segment_offsets[samples])
-    counts = np.asarray(index.sample_segment_offsets[samples + 1]) - first
-    before = np.cumsum(counts) - counts
-    segments = np.repeat(first - before, counts) + np.arange(counts.sum())
-    return segments, np.repeat(np.arange(len(samples)), counts)
-
-
-def _sums(groups: Ids, values: Ids, num_groups: int) -> Ids:
-    return np.bincount(groups, values, num_groups).astype(np.int64)

@@ -12,13 +12,16 @@ boundaries (state space models) are cut, too.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from math import gcd
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Bounds", "Window", "cut_bounds", "cut_lengths"]
+from megapack.errors import ConfigError
+
+__all__ = ["Bounds", "Window", "check_windows", "cut_bounds", "cut_lengths"]
 
 
 class Window(NamedTuple):
@@ -47,6 +50,16 @@ class Window(NamedTuple):
             return f"{self.last:,} tokens"
         end = self.begin + self.steps
         return f"{self.first:,} at step {self.begin:,} to {self.last:,} at step {end:,}"
+
+
+def check_windows(windows: Iterable[int], alignment: int) -> None:
+    """Refuse windows, in tokens, that would begin a piece where no segment may begin."""
+    for window in windows:
+        if window % alignment:
+            raise ConfigError(
+                f"attention_window {window} is no multiple of the alignment {alignment} (2 x "
+                "context parallel size): pieces of a segment begin there, too"
+            )
 
 
 class Bounds(NamedTuple):
