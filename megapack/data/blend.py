@@ -46,8 +46,8 @@ class Source:
     """Prefix of a label dataset, token by token beside the tokens, -100 where there is no loss.
     ``auto``: <prefix>.labels where that exists; ``none``: every token has its label."""
     loss_weight: float = 1.0
-    """Factor on the loss of its labels: each counts like so many in the mean over a step, so the
-    divisor is the sum of these factors, and equal factors change nothing."""
+    """Factor on the loss of its labels: each counts like so many in the mean over a step. The loss
+    denominator is the sum of these factors, so equal factors change nothing."""
     valid_prefix: str | None = None
     """Held-out documents of the same kind, for ``launch/``: its evaluations tell their loss beside
     those of the other sources. Hosts have validation data of their own."""

@@ -111,5 +111,5 @@ class Step:
 
     @cached_property
     def num_label_tokens(self) -> int:
-        """Tokens of the step that have a label: the divisor of its loss."""
+        """Tokens of the step that have a label: its loss denominator."""
         return int(self.count_labels(self.sample_ids).sum())

@@ -2,9 +2,9 @@
 
 The loss of a step is the mean over the label tokens of all ranks and micro batches; where sources
 have loss weights, the weighted mean, which is divided by the sum of the weights. Every micro batch
-contributes the sum of its losses times ``data_parallel_size / divisor of the step``; DeepSpeed
-averages over ranks, which takes the factor back out. So the gradient is the same for any split of
-the step into ranks and micro batches, and clipping sees the gradient of the mean.
+contributes the sum of its losses times ``data_parallel_size / loss denominator of the step``;
+DeepSpeed averages over ranks, which takes the factor back out. So the gradient is the same for any
+split of the step into ranks and micro batches, and clipping sees the gradient of the mean.
 """
 
 from __future__ import annotations
@@ -236,7 +236,7 @@ def train_step(
 
 
 def _label_weight(batch: Batch) -> float:
-    """The divisor of its step's loss; 1 for a step without labels."""
+    """The loss denominator of its step; 1 for a step without labels."""
     name = "step_label_weight" if is_weighted(batch) else "num_step_label_tokens"
     return float(batch[name]) or 1.0
 
