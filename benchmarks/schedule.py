@@ -11,10 +11,8 @@
    documents, so the ratio says as much about their number as about the code.
 4. What the bucket of 1e6 steps takes beside a shuffle of 1e6 numbers by numpy, and what any one of
    them takes.
-5. Megatron's build_blending_indices and ours on the same log-normal(0, 2) weights of 3 to 20,000
-   sources: seconds for the source and rank of every position (both in one thread, weights to
-   arrays), the largest |taken(n) - weight x n| over all sources and positions n, and what a step
-   of 4,096 samples costs ours at position 1e12, where Megatron's table would need 10 TB.
+5. Blends beside Megatron's builder, and a program of 10,000 sources and 1e9 samples over 1e6
+   steps (benchmarks/schedule_blends.py).
 """
 
 from __future__ import annotations
@@ -23,13 +21,12 @@ import logging
 from typing import Any
 
 import numpy as np
-from common import quick, show, take_turns, timed, write_results
+from common import quick, show, take_turns, write_results
 from lengths import LAWS
 from numpy.typing import NDArray
+from schedule_blends import beside_megatron, program
 
-from megapack import _core
 from megapack.data import BucketBatchSampler, Schedule
-from megapack.data.streams import whole_shares
 from megapack.packing import pack
 
 RANKS = 64
@@ -174,53 +171,6 @@ def speed(lengths: Lengths) -> list[dict[str, Any]]:
     return rows
 
 
-def blends(num_positions: int) -> list[dict[str, Any]]:
-    """Which source every position of a blend comes from, Megatron's builder and ours."""
-    from megatron.core.datasets import helpers  # noqa: PLC0415
-
-    rows = []
-    for sources in (3, 1_000, 20_000):
-        weights = np.random.default_rng(0).lognormal(0, 2, sources)
-        weights /= weights.sum()
-
-        def megatron(weights: Any = weights, sources: int = sources) -> Any:
-            source = np.zeros(num_positions, np.int16)
-            rank = np.zeros(num_positions, np.int64)
-            helpers.build_blending_indices(source, rank, weights, sources, num_positions, False)
-            return source, rank
-
-        def ours(weights: Any = weights) -> Any:
-            parts = [int(weight * 2**100) for weight in weights.tolist()]
-            which, first, count, places = _core.Blend(whole_shares(parts)).range(0, num_positions)
-            source, rank = np.empty(num_positions, np.int32), np.empty(num_positions, np.int64)
-            source[places] = np.repeat(which, count)
-            starts = np.repeat(first - (np.cumsum(count) - count), count)
-            rank[places] = starts + np.arange(num_positions)
-            return source, rank
-
-        found = take_turns({"megatron": megatron, "ours": ours})
-        blend = _core.Blend(whole_shares([int(weight * 2**100) for weight in weights.tolist()]))
-        far, _ = timed(lambda blend=blend: [blend.range(10**12 + i, 10**12 + i + 4096)
-                                            for i in range(0, 409_600, 4096)])  # fmt: skip
-        rows.append(
-            {"sources": sources, "positions": num_positions, "nanoseconds": far / 409_600 * 1e9}
-            | {f"{name}_seconds": timing.seconds for name, timing in found.items()}
-            | {"ratio": found["megatron"].seconds / found["ours"].seconds}
-            | {"megatron_worst": worst_error(*megatron(), weights)}
-            | {"ours_worst": worst_error(*ours(), weights)}
-        )
-    return rows
-
-
-def worst_error(source: Any, rank: Any, weights: Any) -> float:
-    """Largest |taken(n) - weight n|: it is found just before or after a sample, or at the end."""
-    at = np.arange(len(source))
-    own = weights[source]
-    last = np.bincount(source, minlength=len(weights)) - weights * len(source)
-    errors = (rank - own * at, rank + 1 - own * (at + 1), last)
-    return float(max(np.abs(error).max() for error in errors))
-
-
 def main() -> None:
     n = 200_000 if quick() else 3_000_000
     lengths = LAWS["fineweb_edu_like"](n, 1)
@@ -228,10 +178,13 @@ def main() -> None:
     sizes = (2_000,) if quick() else (1_000, 2_000, 4_000)
     beside = [beside_deepspeed(lengths[:size]) for size in sizes]
     fast = speed(lengths)
-    blended = blends(50_000 if quick() else 200_000)
-    write_results("schedule", [*work, *beside, *fast, *blended])
+    counts = (3, 1_000, 10_000, 20_000)
+    blended = beside_megatron(50_000 if quick() else 200_000, counts)
+    staged = program(lengths[:230_000], 1_000 if quick() else 10_000, 1_000_000)
+    write_results("schedule", [*work, *beside, *fast, *blended, *staged])
     show("DeepSpeed's batch_by_seqlens beside ours, 8 ranks of 16,384 tokens", beside)
     show("which source of a blend", blended)
+    show("a program of many sources", staged)
     show("the schedule itself", fast)
     show(f"attention work of {RANKS} ranks, largest over mean", work)
 

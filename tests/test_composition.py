@@ -220,3 +220,13 @@ def test_python_sources_are_a_corpus() -> None:
     name, lengths = python_sources(200)
     assert f"({len(lengths):,} files)" in name
     assert lengths.min() >= 2 and len(lengths) > 50
+
+
+def test_a_limit_on_segments_costs_next_to_no_padding() -> None:
+    """64 documents in 8,192 tokens: cu_seqlens of one length, as CUDA graphs need them."""
+    documents = LAWS["fineweb_edu_like"](1_000_000)
+    for buckets in ([8192], [1024, 2048, 4096, 8192]):
+        index = pack(documents, "bucket", buckets=buckets, max_segments=64)
+        assert index.metrics()["padding_ratio"] <= 0.001
+        limits = np.repeat(index.bucket_capacity // 128, np.diff(index.bucket_sample_offsets))
+        assert (np.diff(index.sample_segment_offsets) <= limits).all()

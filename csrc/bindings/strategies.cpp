@@ -130,6 +130,7 @@ BucketRules bucket_rules(Keywords& rules) {
     if (rules.has("pairs")) result.pairs = rules.flag("pairs");
     if (rules.has("shuffle_segments")) result.shuffle_segments = rules.flag("shuffle_segments");
     if (rules.has("pool_size")) result.pool_size = rules.integer("pool_size");
+    if (rules.has("max_segments")) result.max_segments = rules.integer("max_segments");
     if (rules.has("given"))
         for (const py::handle pattern : rules.take("given"))
             result.given.push_back(given_pattern(pattern));

@@ -7,10 +7,12 @@ from megapack.data.loader import PackedLoader, build_loader
 from megapack.data.masks import block_diagonal_mask, flex_block_mask, segment_ids
 from megapack.data.order import ORDERS
 from megapack.data.program import Stage
+from megapack.data.ramp import Ramp
 from megapack.data.rank_check import RankChecker
 from megapack.data.report import plan_exclusions, plan_run
 from megapack.data.sampler import BucketBatchSampler
 from megapack.data.schedule import Schedule
+from megapack.data.scores import Scores
 from megapack.data.step import Draw, ScheduleConfig, Step
 from megapack.data.vocabulary import check_token_ids
 
@@ -24,9 +26,11 @@ __all__ = [
     "MicroBatch",
     "PackedDataset",
     "PackedLoader",
+    "Ramp",
     "RankChecker",
     "Schedule",
     "ScheduleConfig",
+    "Scores",
     "Source",
     "Stage",
     "Step",

@@ -18,11 +18,12 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from megapack.config import load_config
 from megapack.data.dataset import PackedDataset
 from megapack.data.program import Stage
+from megapack.data.scores import Scores
 from megapack.errors import ConfigError
 
 __all__ = ["BlendConfig", "Source", "load_blend", "open_blend"]
@@ -52,8 +53,17 @@ class Source:
     those of the other sources. Hosts have validation data of their own."""
     valid_index: str | None = None
     """Their .samples; None: packed on the fly."""
+    scores: str | None = None
+    """A .npy of one number per document, by which every epoch is ordered instead of shuffled
+    (``megapack.data.scores``)."""
+    score_order: Literal["ascending", "descending"] = "ascending"
 
     def __post_init__(self) -> None:
+        if self.scores is None and self.score_order != "ascending":
+            raise ConfigError(
+                f"source {self.name or self.prefix!r} has score_order {self.score_order} and no "
+                "scores; give their file, too"
+            )
         if self.valid_index is not None and self.valid_prefix is None:
             raise ConfigError(
                 f"source {self.name or self.prefix!r} has a valid_index and no valid_prefix; give "
@@ -69,7 +79,13 @@ class Source:
             labels=self.labels if self.labels in ("auto", "none") else str(folder / self.labels),
             valid_prefix=None if self.valid_prefix is None else str(folder / self.valid_prefix),
             valid_index=None if self.valid_index is None else str(folder / self.valid_index),
+            scores=None if self.scores is None else str(folder / self.scores),
         )
+
+    @property
+    def by_score(self) -> Scores | None:
+        """Its order by score, if it has one."""
+        return None if self.scores is None else Scores(path=self.scores, order=self.score_order)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,6 +156,7 @@ def open_blend(
         indices,
         weights=None if set(weights) == {None} else weights,
         names=[source.name or source.prefix for source in sources],
+        scores=[source.by_score for source in sources],
         loss_weights=[source.loss_weight for source in sources],
         label_dataset=[None if s.labels == "none" else s.labels for s in sources],
         **options,

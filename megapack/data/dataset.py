@@ -14,6 +14,7 @@ from torch.utils.data import Dataset
 from megapack import _core
 from megapack.data.batch import Batch, BatchLayout, Buffers, allocate, weigh
 from megapack.data.program import Stage
+from megapack.data.scores import Scores
 from megapack.data.source import SampleSource
 from megapack.data.window import Bounds, cut_bounds
 from megapack.errors import ConfigError
@@ -33,6 +34,7 @@ _ABOUT = (
     "names",
     "stages",
     "exclusions",
+    "scores",
     "max_epochs",
     "loss_weights",
     "attention_window",
@@ -51,6 +53,7 @@ class PackedDataset(Dataset[Batch]):
         weights: of a blend, shares of tokens; None: in proportion to the tokens.
         names: of the datasets, for stages and reports; None: their prefixes.
         stages: what changes at later steps of a run (``megapack.data.program``).
+        scores: of every dataset, its order by score (``megapack.data.scores``); None: shuffled.
         max_epochs: a run that would repeat a dataset more often is refused; None: no limit.
         loss_weights: of a blend, factors on the loss of every dataset's labels; None: 1 for all.
         attention_window: of a run until a stage says otherwise (``megapack.data.window``).
@@ -82,6 +85,7 @@ class PackedDataset(Dataset[Batch]):
         weights: Sequence[float | None] | None = None,
         names: Sequence[str] | None = None,
         stages: Sequence[Stage] = (),
+        scores: Sequence[Scores | None] | None = None,
         max_epochs: float | None = None,
         loss_weights: Sequence[float] | None = None,
         attention_window: int | None = None,
@@ -125,6 +129,7 @@ class PackedDataset(Dataset[Batch]):
                 "weights": weights,
                 "names": names or [item.prefix for item in self.datasets],
                 "stages": stages,
+                "scores": scores,
                 "max_epochs": max_epochs,
                 "loss_weights": loss_weights,
                 "attention_window": attention_window,

@@ -101,7 +101,8 @@ def read_exclusions(
                     f"{num_documents[source]} (counted from 0); is it a list of another dataset?"
                 )
             parts[source].append((listed, num_lists))
-    joined = [_joined(own) for own in parts]
+    none = np.zeros(0, np.int64)
+    joined = [_joined(own) if own else (none, none) for own in parts]
     return Exclusions(num_lists, tuple(d for d, _ in joined), tuple(n for _, n in joined))
 
 
@@ -141,7 +142,7 @@ def read_documents(path: str | Path) -> Ids:
 
 def _joined(parts: Sequence[tuple[Ids, int]]) -> tuple[Ids, Ids]:
     """Documents of all lists of a source, ascending, and the first list that has each."""
-    every = np.concatenate([np.zeros(0, np.int64), *(documents for documents, _ in parts)])
-    listed = np.repeat([number for _, number in parts] or [0], [len(d) for d, _ in parts] or [0])
+    every = np.concatenate([documents for documents, _ in parts])
+    listed = np.repeat([number for _, number in parts], [len(documents) for documents, _ in parts])
     documents, first = np.unique(every, return_index=True)  # the first of equals: lists ascend
     return documents, np.ascontiguousarray(listed[first], np.int64)

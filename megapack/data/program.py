@@ -9,6 +9,7 @@
       - {from_step: 9000, skip_steps: 200}    # data that made the loss spike
       - {from_step: 9500, attention_window: 8192, window_steps: 2000}  # it was 2048 in the manifest
       - {from_step: 12000, weights: {web: 0.5, math: 0.5}, order: grow-p2, loss_weights: {math: 2}}
+      - {from_step: 14000, weights: {math: 1}, ramp: {until_step: 15000}}  # little by little
       - {from_step: 15000, exclude: {web: takedown.txt}}  # documents masked from here on
 
 What a stage does not say stays as it was. Its weights replace all weights: a source that they do
@@ -26,6 +27,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 
 from megapack.data.order import order_named
+from megapack.data.ramp import Ramp, ramp_pieces
 from megapack.data.step import ScheduleConfig
 from megapack.data.window import Window
 from megapack.errors import ConfigError
@@ -59,6 +61,9 @@ class Stage:
     exclude: dict[str, str] | None = None
     """Source name -> file of document ids, .npy of integers or text with one per line: masked from
     here to the end of the run (``megapack.data.exclusions``)."""
+    ramp: Ramp | None = None
+    """The weights are reached step by step (``megapack.data.ramp``); None: at once. Later stages
+    without weights leave the ramp going."""
     loss_weights: dict[str, float] | None = None
     """Source name -> ``Source.loss_weight`` from here on; that of a source not named stays."""
     attention_window: int | None = None
@@ -79,6 +84,8 @@ class Stage:
             )
         if self.exclude == {}:
             raise ConfigError(f"{self} has an empty exclude; name a source and its file")
+        if self.ramp is not None and self.weights is None:
+            raise ConfigError(f"{self} has a ramp and no weights; give those to reach")
 
     def relative_to(self, folder: Path) -> Stage:
         """The stage with paths relative to the manifest's folder."""
@@ -103,6 +110,8 @@ class StageSettings(NamedTuple):
     weights: Weights
     num_lists: int = 0
     """Of excluded documents, in force."""
+    ramping: bool = False
+    """Whether it is a piece of a ramp, after which another one comes."""
     loss_weights: tuple[float, ...] | None = None
     """Of every source; None: 1 for all."""
     window: Window | None = None
@@ -170,6 +179,7 @@ def resolve(
     first = _loss_weights({}, loss_weights, names, "the run")
     window = _constant(attention_window, "the run")
     program: Program = (StageSettings(0, 0, config, weights, loss_weights=first, window=window),)
+    ramp: list[tuple[int, Weights]] = []  # from which steps on one that has begun has which weights
     for stage in stages:
         last = program[-1]
         begin = _begin(program, stage)
@@ -178,21 +188,31 @@ def resolve(
                 f"{stage} begins at step {begin}, and the one before it at {last.begin}: list "
                 "stages in order, and what holds from step 0 on outside of them"
             )
-        chosen = last.weights if stage.weights is None else _weights(stage, names)
+        program = _ramped(program, ramp, begin)
+        last = program[-1]
+        ramp = [piece for piece in ramp if piece[0] >= begin]
+        after = _config(stage, last.config)
+        if stage.weights is not None:
+            ramp = _pieces(program, stage, begin, after, names)
+        weights = last.weights
+        if ramp and ramp[0][0] == begin:
+            _, weights = ramp.pop(0)
         settings = StageSettings(
             begin=begin,
             skip_steps=stage.skip_steps,
-            config=_config(stage, last.config),
-            weights=chosen,
+            config=after,
+            weights=weights,
             num_lists=last.num_lists + (stage.exclude is not None),
+            ramping=bool(ramp),
             loss_weights=_loss_weights(stage.loss_weights, last.loss_weights, names, str(stage)),
             window=_window(stage, begin, last),
         )
-        if settings == last._replace(begin=begin, skip_steps=0):
+        if settings == last._replace(begin=begin, skip_steps=0, ramping=settings.ramping):
             continue
         if not settings.same_draws(last):
             _check_transition(stage, last.config, settings.config)
         program = (*program, settings)
+    program = _ramped(program, ramp, None)
     for number, name in enumerate(names):
         if not any(stage.weights[number] != 0 for stage in program):
             raise ConfigError(
@@ -226,6 +246,49 @@ def _weights(stage: Stage, names: Sequence[str]) -> Weights:
     if not stage.weights:
         raise ConfigError(f"{stage} has empty weights; name at least one source")
     return tuple(float(stage.weights.get(name, 0)) for name in names)
+
+
+def _pieces(
+    program: Program, stage: Stage, begin: int, config: ScheduleConfig, names: Sequence[str]
+) -> list[tuple[int, Weights]]:
+    """(first step, weights): what the stage says of weights, its ramp in pieces."""
+    wanted, ramp, last = _weights(stage, names), stage.ramp, program[-1]
+    if ramp is None:
+        return [(begin, wanted)]
+    end = ramp.until_step
+    if ramp.until_tokens is not None:
+        missing = ramp.until_tokens - tokens_before(program, begin)
+        end = begin + -(-missing // config.tokens_per_step)
+    assert end is not None
+    if end <= begin:
+        raise ConfigError(
+            f"{stage} begins at step {begin} and its ramp ends at {end}: let it end at a later step"
+        )
+    before = [weight for weight in last.weights if weight is not None]
+    if len(before) < len(last.weights):
+        raise ConfigError(
+            f"{stage} has a ramp, and the sources no weights that it could go on from: give them "
+            "weights in the manifest (their tokens are what they have now)"
+        )
+    after = [weight for weight in wanted if weight is not None]
+    return list(ramp_pieces(ramp, begin, end, before, after))
+
+
+def _ramped(program: Program, ramp: Sequence[tuple[int, Weights]], end: int | None) -> Program:
+    """The program and those pieces of a ramp that begin before ``end``."""
+    for number, (begin, weights) in enumerate(ramp, 1):
+        last, going = program[-1], number < len(ramp)
+        settings = last._replace(begin=begin, skip_steps=0, weights=weights, ramping=going)
+        if (end is None or begin < end) and not settings.same_draws(last):
+            order = order_named(last.config.order)
+            if not order.shuffled or len(set(order.odds(2))) > 1:
+                raise ConfigError(
+                    f"a ramp goes on at step {begin} with order {last.config.order}, which would "
+                    "begin anew with every piece of the ramp: use proportional or uniform until it "
+                    "ends, or one stage without a ramp"
+                )
+            program = (*program, settings)
+    return program
 
 
 def _loss_weights(

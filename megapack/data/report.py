@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import groupby
 
 import numpy as np
 
@@ -55,6 +56,7 @@ class StagePlan:
     steps_per_epoch: int
     tokens_per_step: int
     buckets: tuple[BucketPlan, ...]
+    ramping: bool = False
 
     def __str__(self) -> str:
         return "\n".join(
@@ -81,10 +83,16 @@ class RunPlan:
 
     def __str__(self) -> str:
         lines = []
-        for stage in self.stages:
-            if len(self.stages) > 1:
-                lines.append(f"steps {stage.begin:,} to {stage.end - 1:,}:")
-            lines.append(str(stage))
+        for ramping, group in groupby(self.stages, lambda stage: stage.ramping):
+            stages = list(group)
+            if ramping:
+                first, last = stages[0].begin, stages[-1].end - 1
+                lines.append(f"steps {first:,} to {last:,}: a ramp in {len(stages)} pieces")
+                continue
+            for stage in stages:
+                if len(self.stages) > 1:
+                    lines.append(f"steps {stage.begin:,} to {stage.end - 1:,}:")
+                lines.append(str(stage))
         return "\n".join([*lines, self.table()])
 
     def table(self) -> str:
@@ -117,6 +125,7 @@ def _plan_stage(stage: StageDraws, end: int) -> StagePlan:
         end=end,
         steps_per_epoch=stage.steps_per_epoch,
         tokens_per_step=stage.config.tokens_per_step,
+        ramping=stage.ramping,
         buckets=tuple(
             BucketPlan(stream.capacity, stream.num_samples, per_draw, int(count), float(share))
             for stream, per_draw, count, share in zip(
@@ -144,18 +153,10 @@ def _plan_datasets(schedule: Schedule, num_steps: int) -> tuple[DatasetPlan, ...
         )
         wanted += shares / shares.sum() * (int(taken.sum()) - before)
     total = max(1, int(taken.sum()))
+    columns = (wanted / total, taken / total, np.diff(source.bases), taken, taken / there)
     return tuple(
-        DatasetPlan(
-            name=name,
-            weight=float(weight / total),
-            realised=float(used / total),
-            num_samples=index.num_samples,
-            tokens=int(used),
-            epochs=float(used / tokens),
-        )
-        for name, index, weight, used, tokens in zip(
-            source.names, source.indices, wanted, taken, there, strict=True
-        )
+        DatasetPlan(name, *values)
+        for name, *values in zip(source.names, *(c.tolist() for c in columns), strict=True)
     )
 
 

@@ -13,6 +13,8 @@ from numpy.typing import NDArray
 from megapack import _core
 from megapack.data.exclusions import FIRST_MASKED, Exclusions, read_exclusions
 from megapack.data.program import Stage
+from megapack.data.scores import ScoreOrder, Scores, score_orders
+from megapack.data.streams import Bucket, buckets_of
 from megapack.errors import ConfigError
 from megapack.packing import SampleIndex
 
@@ -41,6 +43,7 @@ class SampleSource:
         exclusions: their lists of excluded documents; None: read now.
         attention: ``document`` or ``sample``: what a token attends to, which decides the cost.
         names: of the indices, for people; None: their files.
+        scores: of every index, its order by score; None, also in the list: shuffled.
         max_epochs: a run that would repeat an index more often is refused; None: no limit.
         loss_weights: factors on the loss of every index's labels; None: 1 for all.
         attention_window: of the first stage (``megapack.data.window``); None or 0: none.
@@ -56,6 +59,7 @@ class SampleSource:
         names: Sequence[str] | None = None,
         stages: Sequence[Stage] = (),
         exclusions: Exclusions | None = None,
+        scores: Sequence[Scores | None] | None = None,
         max_epochs: float | None = None,
         loss_weights: Sequence[float] | None = None,
         attention_window: int | None = None,
@@ -70,6 +74,7 @@ class SampleSource:
             raise ConfigError(f"{len(weights)} weights for {len(indices)} indices; one for each")
         self.stages = tuple(stages)
         self.names = list(names) if names else [str(i.path or i.strategy) for i in self.indices]
+        self.scores = list(scores or [None] * len(self.indices))
         self.max_epochs = max_epochs
         self.attention_window = attention_window
         self.loss_weights = None if loss_weights is None else list(loss_weights)
@@ -113,8 +118,31 @@ class SampleSource:
 
     @cached_property
     def fingerprints(self) -> list[str]:
-        """Content identity of every index."""
-        return [index.fingerprint for index in self.indices]
+        """Content identity of every index, and of its order by score."""
+        digests = [f", by score {digest}" if digest else "" for _, digest in self._ordered]
+        return [f"{i.fingerprint}{by}" for i, by in zip(self.indices, digests, strict=True)]
+
+    @cached_property
+    def score_orders(self) -> dict[tuple[int, int], ScoreOrder]:
+        """(number of the index, capacity) -> the order of its samples, where it has scores."""
+        return {
+            (source, capacity): order
+            for source, (orders, _) in enumerate(self._ordered)
+            for capacity, order in orders.items()
+        }
+
+    @cached_property
+    def _ordered(self) -> list[tuple[dict[int, ScoreOrder], str]]:
+        """Of every index its orders by capacity and a digest of them; read when first asked for."""
+        return [
+            ({}, "") if scores is None else score_orders(index, scores)
+            for index, scores in zip(self.indices, self.scores, strict=True)
+        ]
+
+    @cached_property
+    def buckets(self) -> list[Bucket]:
+        """The samples of all indices by rising capacity."""
+        return buckets_of(self.indices)
 
     @cached_property
     def tokens_per_epoch(self) -> Ids:

@@ -55,7 +55,7 @@ class StageDraws:
 
     Attributes:
         begin: first step.
-        config, weights, num_lists: those of the settings.
+        config, weights, num_lists, ramping: those of the settings.
         buckets: streams of samples, by rising capacity.
         samples_per_draw: of every bucket.
         num_cycles: per epoch of the order.
@@ -69,12 +69,22 @@ class StageDraws:
         self, settings: StageSettings, samples: SampleSource, cursors: Cursors, largest: int
     ) -> None:
         self.begin, self.config, self.weights = settings.begin, settings.config, settings.weights
-        self.num_lists = settings.num_lists
+        self.num_lists, self.ramping = settings.num_lists, settings.ramping
         self.samples = samples
         order = order_named(self.config.order)
         seed = self.config.seed
+        if samples.score_orders and not order.shuffled:
+            raise ConfigError(
+                f"order {self.config.order} takes samples as the index has them, and a source has "
+                "scores to order them by: leave out one of the two"
+            )
         self.buckets = bucket_streams(
-            samples.indices, self.weights, seed, shuffled=order.shuffled, starts=cursors
+            samples.buckets,
+            self.weights,
+            seed,
+            shuffled=order.shuffled,
+            starts=cursors,
+            orders=samples.score_orders,
         )
         self.samples_per_draw = [
             _samples_per_draw(self.config, stream.capacity) for stream in self.buckets
@@ -92,7 +102,7 @@ class StageDraws:
         self._cursors = cursors
         self._windows: OrderedDict[tuple[int, int], Ids] = OrderedDict()
         for stream, count in zip(self.buckets, self.samples_per_draw, strict=True):
-            if stream.num_samples < count:
+            if stream.num_samples < count and not self.ramping:  # once for all pieces of a ramp
                 log.warning(
                     "bucket %d has %d samples and a draw takes %d of them: it repeats samples. "
                     "Make steps smaller (tokens_per_step; elsewhere rows_per_block or the global "
@@ -108,6 +118,7 @@ class StageDraws:
         """The same draws, of which some steps may be passed over before the stage begins."""
         result = copy.copy(self)
         result.begin, result.num_lists = settings.begin, settings.num_lists
+        result.ramping = settings.ramping
         result._first_draw = self.draw_of(settings.begin + settings.skip_steps)
         return result
 

@@ -1,7 +1,8 @@
 """Endless streams of sample ids: one per bucket, blended from one stream per dataset.
 
-A dataset's stream of a bucket is the concatenation of its samples in a new order every epoch; any
-range of it is computed without what lies before. A bucket's stream takes from the datasets by
+A dataset's stream of a bucket is the concatenation of its samples in a new order every epoch (by
+score where it has one, ``megapack.data.scores``); any range of it is computed without what lies
+before. A bucket's stream takes from the datasets by
 their exact weights (``_core.Blend``): of its first n samples every dataset has given n times its
 weight, within 1.69 samples, for any number of datasets and every n up to 2^53 (csrc/core/
 schedule/blend.hpp has the proof: 1.681, and 2^-9 because weights are whole numbers of 2^-62).
@@ -20,10 +21,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megapack import _core
+from megapack.data.scores import ScoreOrder
 from megapack.errors import ConfigError
 from megapack.packing import SampleIndex
 
-__all__ = ["BucketStream", "bucket_streams", "fold_key", "whole_shares"]
+__all__ = ["Bucket", "BucketStream", "bucket_streams", "buckets_of", "fold_key", "whole_shares"]
+
+Ids = NDArray[np.int64]
 
 _SHARE_BITS = 62  # what _core.Blend takes
 _PART_BITS = 128  # parts are precise to 2^-64 of themselves for up to 2^64 tokens
@@ -53,23 +57,23 @@ class BucketStream:
 
     def __init__(
         self,
-        capacity: int,
-        samples: Sequence[_Samples],
+        bucket: Bucket,
         parts: Sequence[int],
         samples_per_epoch: int,
         *,
         key: int | None,
         starts: Mapping[tuple[int, int], int],
+        orders: Mapping[tuple[int, int], ScoreOrder],
     ) -> None:
-        self.capacity = capacity
-        self.datasets = np.array([item.dataset for item in samples], np.int64)
-        self.first_sample = np.array([item.first for item in samples], np.int64)
-        self.sizes = np.array([item.size for item in samples], np.int64)
-        self.starts = np.array([starts.get((i.dataset, capacity), 0) for i in samples], np.int64)
+        self.capacity, self.datasets, self.first_sample, self.sizes = bucket
+        there = [(dataset, bucket.capacity) for dataset in self.datasets.tolist()]
+        self.starts = np.array([starts.get(pair, 0) for pair in there], np.int64)
         self.blend = _core.Blend(whole_shares(parts))
         self.samples_per_epoch = samples_per_epoch
         self._shuffled = key is not None
-        self._keys = np.array([fold_key(key or 0, item.dataset) for item in samples], np.uint64)
+        self._orders = [orders.get(pair) for pair in there]
+        self._ordered = np.array([order is not None for order in self._orders])
+        self._keys = np.array([fold_key(key or 0, dataset) for dataset, _ in there], np.uint64)
 
     @property
     def num_samples(self) -> int:
@@ -82,9 +86,22 @@ class BucketStream:
         own = _core.permute_epochs(
             self._keys[which], self.sizes[which], self.starts[which] + first, count, self._shuffled
         )
+        if self._ordered.any():
+            self._order_by_score(own, which, self.starts[which] + first, count)
         ids = np.empty_like(own)
         ids[places] = own + np.repeat(self.first_sample[which], count)
         return ids
+
+    def _order_by_score(self, own: Ids, which: NDArray[np.int32], begin: Ids, count: Ids) -> None:
+        """Puts the samples of those runs of ``own`` whose source has scores into their order."""
+        ends = np.cumsum(count)
+        for run in np.flatnonzero(self._ordered[which]).tolist():
+            order, key = self._orders[which[run]], int(self._keys[which[run]])
+            assert order is not None
+            number, end = int(count[run]), int(ends[run])
+            own[end - number : end] = order.samples(
+                lambda epoch, key=key: fold_key(key, epoch), int(begin[run]), number
+            )
 
     def positions(self, sample: int, end: int) -> list[int]:
         """Where a global sample id stands in positions ``[0, end)``; once per epoch."""
@@ -96,11 +113,13 @@ class BucketStream:
             int(self.sizes[i]),
             sample - int(self.first_sample[i]),
         )
-        first = int(self.starts[i])
+        order, first = self._orders[i], int(self.starts[i])
         last = first + self.blend.taken_of(i, end)
         found = []
         for epoch in range(first // size, -(-last // size)):
-            if self._shuffled:
+            if order is not None:
+                cursor = epoch * size + order.position(fold_key(key, epoch), place)
+            elif self._shuffled:
                 cursor = epoch * size + _core.permute_inverse(fold_key(key, epoch), size, place)
             else:
                 cursor = epoch * size + place
@@ -116,52 +135,60 @@ class BucketStream:
         return self.blend.taken(end)
 
 
-class _Samples(NamedTuple):
-    """The samples of one capacity of one dataset; ``first`` is a global id, ``size`` how many."""
+class Bucket(NamedTuple):
+    """The samples of one capacity: numbers of the datasets that have some, the first global id of
+    each and how many it has; (D,) int64."""
 
-    dataset: int
-    first: int
-    size: int
+    capacity: int
+    datasets: Ids
+    first_sample: Ids
+    sizes: Ids
 
 
 def bucket_streams(
-    indices: Sequence[SampleIndex],
+    buckets: Sequence[Bucket],
     weights: Sequence[float | None],
     seed: int,
     *,
     shuffled: bool = True,
     starts: Mapping[tuple[int, int], int] = MappingProxyType({}),
+    orders: Mapping[tuple[int, int], ScoreOrder] = MappingProxyType({}),
 ) -> list[BucketStream]:
     """One stream per capacity, ascending, of all indices together.
 
     Args:
-        indices: at least one.
+        buckets: ``buckets_of`` at least one index.
         weights: of every index: a share of the tokens, 0 to leave it out, None for its tokens.
         seed: of the shuffles.
         shuffled: False: samples in the order of their index.
         starts: (number of the index, capacity) -> samples taken before; 0 where it is missing.
+        orders: (number of the index, capacity) -> order by score, instead of a shuffle.
 
     Weights are shares of tokens (samples x capacity). Every dataset keeps its own distribution over
     buckets: bucket b of dataset d is given ``weight[d] * tokens[d, b] / tokens[d]`` of the tokens,
     so that all buckets of a dataset are repeated equally often. All of it in whole numbers.
     """
-    table = _samples_by_capacity(indices)
-    tokens = [0] * len(indices)
-    for capacity, samples in table.items():
-        for dataset, _, size in samples:
-            tokens[dataset] += capacity * size
+    counted = np.zeros(len(weights), np.int64)
+    for bucket in buckets:
+        np.add.at(counted, bucket.datasets, bucket.capacity * bucket.sizes)
+    tokens = counted.tolist()
     exact = _exact_weights(weights, tokens)
+    drawn = np.array([weight > 0 for weight in exact])
     epoch_tokens = sum(size for size, weight in zip(tokens, exact, strict=True) if weight)
     scale = sum(exact) << _PART_BITS
     result = []
-    for capacity, there in sorted(table.items()):
-        samples = [item for item in there if exact[item.dataset]]
-        if not samples:
+    for capacity, *arrays in buckets:
+        bucket = Bucket(capacity, *(array[drawn[arrays[0]]] for array in arrays))
+        if not len(bucket.datasets):
             continue
-        parts = [(exact[d] * capacity * size << _PART_BITS) // tokens[d] for d, _, size in samples]
+        parts = [
+            (exact[d] * capacity * size << _PART_BITS) // tokens[d]
+            for d, size in zip(bucket.datasets.tolist(), bucket.sizes.tolist(), strict=True)
+        ]
         epoch = _rounded(sum(parts) * epoch_tokens, scale * capacity)
         key = fold_key(seed, 1, capacity) if shuffled else None
-        result.append(BucketStream(capacity, samples, parts, max(1, epoch), key=key, starts=starts))
+        stream = BucketStream(bucket, parts, max(1, epoch), key=key, starts=starts, orders=orders)
+        result.append(stream)
     return result
 
 
@@ -180,17 +207,18 @@ def whole_shares(parts: Sequence[int]) -> NDArray[np.int64]:
     return shares
 
 
-def _samples_by_capacity(indices: Sequence[SampleIndex]) -> dict[int, list[_Samples]]:
-    found: dict[int, list[_Samples]] = {}
+def buckets_of(indices: Sequence[SampleIndex]) -> list[Bucket]:
+    """The samples of all indices by rising capacity."""
+    found: dict[int, list[tuple[int, int, int]]] = {}
     base = 0
     for d, index in enumerate(indices):
         offsets = index.bucket_sample_offsets.tolist()
         for b, capacity in enumerate(index.bucket_capacity.tolist()):
             begin, end = offsets[b], offsets[b + 1]
             if begin < end:
-                found.setdefault(capacity, []).append(_Samples(d, base + begin, end - begin))
+                found.setdefault(capacity, []).append((d, base + begin, end - begin))
         base += index.num_samples
-    return found
+    return [Bucket(c, *np.array(rows, np.int64).T.copy()) for c, rows in sorted(found.items())]
 
 
 def _exact_weights(weights: Sequence[float | None], tokens: Sequence[int]) -> list[int]:

@@ -7,14 +7,15 @@ manifest itself (JSON text, what a folded blend becomes):
                  {"prefix": "code_text_document", "weight": 0.3}],
      "strategy": "bucket", "buckets": [1024, 2048, 4096, 8192], "cache_directory": "/scratch/idx"}
 
-A source that names its index is not packed again (``megapack.data.blend``).
+A source that names its index is not packed again (``megapack.data.blend``). Stages count blocks of
+``rows_per_block`` rows, which are the host's steps where a block is its global batch.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -27,6 +28,11 @@ __all__ = ["MANIFEST_SUFFIXES", "Manifest", "Source", "default_buckets", "is_man
 MANIFEST_SUFFIXES = (".json", ".yaml", ".yml")
 SMALLEST_DEFAULT_BUCKET = 256
 MOST_DEFAULT_BUCKETS = 5
+# Of a stage, what may change in a host's rows: how long they are, and how many make a step and a
+# micro step, is the host's.
+STAGE_FIELDS = frozenset(
+    {"from_step", "from_tokens", "weights", "order", "num_cycles", "skip_steps", "exclude", "ramp"}
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,6 +73,15 @@ class Manifest(BlendConfig):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"{name} is {value}; it must be 1 or more")
+        for stage in self.stages:
+            given = [field.name for field in fields(stage) if getattr(stage, field.name)]
+            refused = [name for name in given if name not in STAGE_FIELDS]
+            if refused:
+                raise ConfigError(
+                    f"{stage} has {', '.join(refused)}, which is the host's to say: a stage of a "
+                    f"host's rows may have {', '.join(sorted(STAGE_FIELDS))}; leave out the rest, "
+                    "or train with launch/pretrain.py"
+                )
 
     @classmethod
     def read(cls, data_path: str) -> Manifest:

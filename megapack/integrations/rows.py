@@ -6,6 +6,9 @@ so that every row has nearly the same attention work. A host that takes consecut
 at a time that divides the block, therefore has one bucket on all ranks at every micro step. The
 row at a position is a pure function of (documents, options, seed, position): a host resumes by its
 count of consumed samples, with any number of ranks.
+
+Stages of a manifest count blocks. One that is added when the host resumes leaves all rows before it
+as they were; the host keeps a count and not the program, so nobody notices an edited past.
 """
 
 from __future__ import annotations
@@ -234,26 +237,24 @@ def open_rows(
         datasets: ``open_sources(manifest)``.
         options: what the host asks for.
         split: part of every source's documents, as fractions; (0.99, 1.0) is the last percent.
+            Stages are of the part that begins with the first document; what is behind it (for
+            validation and test) has the sources and weights of the manifest from end to end.
         num_rows: see ``RowDataset``.
         cache_directory: of the host; None: ``megapack-cache`` beside the first source.
 
     Raises:
-        ConfigError: options that exclude each other, a manifest with stages, or a split without
-            documents.
+        ConfigError: options that exclude each other, or a split without documents.
         MegapackError, OSError: sources that cannot be read or packed.
     """
-    if manifest.stages:
-        raise ConfigError(
-            f"the manifest has {len(manifest.stages)} stages, and rows for a host have one: leave "
-            "them out, or train with launch/pretrain.py"
-        )
+    stages = manifest.stages if split[0] == 0 else ()
     options = _overruled(options, manifest)
     where = manifest.cache_directory or cache_directory
     directory = Path(where or Path(datasets[0].prefix).parent / "megapack-cache")
     used = [
         (source, dataset, index)
         for source, dataset in zip(manifest.sources, datasets, strict=True)
-        if (index := _index_of(source, dataset, manifest, options, split, directory)) is not None
+        if (stages or source.weight != 0)
+        and (index := _index_of(source, dataset, manifest, options, split, directory)) is not None
     ]
     if not used:
         raise ConfigError(
@@ -267,6 +268,7 @@ def open_rows(
         documents,
         indices,
         max_epochs=manifest.max_epochs,
+        stages=stages,
         attention_window=manifest.attention_window if split[0] == 0 else None,  # not in evaluation
         alignment=options.align,
     )

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megapack import _core
+from megapack.errors import ConfigError
 from megapack.packing.ratios import exact_ratio
 from megapack.packing.refine import Refined, price_of_a_sample, refine
 
@@ -47,18 +48,23 @@ def choose_bucket_way(
     *,
     promote: str,
     padding_threshold: float,
+    max_segments: int | None,
     refine: bool,
     threads: int,
 ) -> BucketWay:
-    """Decide what is left open; the parameters are those of the strategy."""
-    rules: dict[str, dict[str, Any]] = {
-        "off": {"buckets": buckets},
-        "on": {
-            "buckets": buckets,
-            "overflow": "promote",
-            "padding_threshold": exact_ratio(padding_threshold),
-        },
-    }
+    """Decide what is left open; the parameters are those of the strategy.
+
+    Raises:
+        ConfigError: refine and max_segments are both asked for.
+    """
+    if refine and max_segments is not None:
+        raise ConfigError(
+            f"refine looks for samples of any number of segments, and max_segments is "
+            f"{max_segments}; choose one of them"
+        )
+    padded: dict[str, Any] = {"buckets": buckets, "max_segments": max_segments or 0}
+    promoted = {"overflow": "promote", "padding_threshold": exact_ratio(padding_threshold)}
+    rules = {"off": padded, "on": padded | promoted}
     if promote != "auto" and not refine:
         return BucketWay(rules=rules[promote])
     # Full chunks of long documents are the same in every case and left out.

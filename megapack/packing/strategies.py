@@ -254,6 +254,14 @@ def _bucket_llm(request: Request, *, pairs: bool) -> Packing:
         help="share of a bucket's capacity above which its space counts for promote",
     ),
     Parameter(
+        name="max_segments",
+        default=None,
+        minimum=1,
+        maximum=(1 << 31) - 1,
+        help="segments that a sample of the largest bucket may have, in smaller buckets in "
+        "proportion: cu_seqlens then have a fixed length (default: any number)",
+    ),
+    Parameter(
         name="refine",
         default=False,
         help="look for better samples with a linear program, and take them if they are worth it "

@@ -15,7 +15,7 @@ from reference import blends
 
 from megapack import _core
 from megapack.data import Schedule
-from megapack.data.streams import bucket_streams, whole_shares
+from megapack.data.streams import bucket_streams, buckets_of, whole_shares
 from megapack.errors import ConfigError
 from megapack.packing import SampleIndex
 from tests.data.corpora import packed_index
@@ -124,7 +124,7 @@ def worst_error(source: NDArray[np.int64], weights: NDArray[np.float64]) -> floa
 @pytest.mark.parametrize("count", [1, 2, 3, 1000, 20_000, 100_000])
 def test_every_source_is_near_its_weight_at_every_position(kind: str, count: int) -> None:
     weights = weights_of(kind, count)
-    [stream, *_] = bucket_streams([SMALL] * count, weights.tolist(), seed=1)
+    [stream, *_] = bucket_streams(buckets_of([SMALL] * count), weights.tolist(), seed=1)
     source = stream.ids(0, 200_000) // SMALL.num_samples
     error = worst_error(source, weights)
     assert error < BOUND, f"{error:.3f} samples off"
@@ -166,11 +166,11 @@ def table_of(index: SampleIndex) -> dict[int, int]:
 
 def test_weights_far_apart_are_taken_as_they_are() -> None:
     """A source due once in 10^15 samples is taken once or twice in them, not each epoch."""
-    [stream, *_] = bucket_streams([SMALL] * 3, [1.0, 1e-15, 5e-324], seed=0)
+    [stream, *_] = bucket_streams(buckets_of([SMALL] * 3), [1.0, 1e-15, 5e-324], seed=0)
     assert stream.blend.taken_of(1, 10**15) in (0, 1, 2)
     assert stream.blend.taken_of(2, FAR) == 0
     with pytest.raises(ConfigError, match=r"weight of index 1 is -1.0; it must be a positive"):
-        bucket_streams([SMALL] * 2, [1.0, -1.0], seed=0)
+        bucket_streams(buckets_of([SMALL] * 2), [1.0, -1.0], seed=0)
     with pytest.raises(ConfigError, match="has weight 0 in every stage; give it a positive one"):
         Schedule([SMALL] * 2, weights=[1.0, 0.0], tokens_per_step=64)
 

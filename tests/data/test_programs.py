@@ -6,6 +6,7 @@ import json
 import tempfile
 from collections import defaultdict
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from reference import programs
 
-from megapack.data import BucketBatchSampler, Schedule, Stage, plan_run
+from megapack.data import BucketBatchSampler, Ramp, Schedule, Scores, Stage, plan_run
+from megapack.data.source import SampleSource
 from tests.data.corpora import (
     samples_of_buckets,
 )
@@ -23,6 +25,8 @@ TOKENS = (32, 48, 96, 144)
 NAMES = [f"s{number}" for number in range(6)]
 POOL_COUNTS = [{4: 9, 8: 30, 16: 3}, {8: 11}, {4: 2, 16: 25}, {16: 1}, {4: 40, 8: 5}, {4: 1, 8: 1}]
 POOL = [samples_of_buckets(counts) for counts in POOL_COUNTS]
+# Samples are documents of one segment here, so a score of a document is one of a sample.
+SCORES = [np.random.default_rng(s).integers(0, 4, i.num_documents) for s, i in enumerate(POOL)]
 FOLDER = tempfile.TemporaryDirectory()  # lists of documents to exclude; gone when the tests end
 
 
@@ -94,6 +98,13 @@ def own_numbers(schedule: Schedule, ids: np.ndarray) -> list[tuple[int, int]]:
     return found
 
 
+def scores_of(source: int) -> Scores:
+    path = Path(FOLDER.name) / f"scores-{source}.npy"
+    if not path.exists():
+        np.save(path, SCORES[source])
+    return Scores(path=str(path), order="descending" if source % 2 else "ascending")
+
+
 class Run:
     """One run of random length, edited while it goes; what every step held is written down."""
 
@@ -106,7 +117,11 @@ class Run:
         if self.random.random() < 0.3:
             self.weights = [None] * len(self.sources)
         self.tokens = int(self.random.choice(TOKENS))
-        self.order = str(self.random.choice(["proportional", "grow-p2", "uniform"]))
+        self.orders = ["proportional", "uniform"]
+        if self.random.random() < 0.5:  # a ramp would begin a curriculum again and again
+            self.orders.append("grow-p2")
+        self.order = str(self.random.choice(self.orders))
+        self.scored = {source for source in order.tolist() if self.random.random() < 0.2}
         self.stages: list[Stage] = []
         self.step = 0
         self.seen: list[list[int]] = []
@@ -115,14 +130,15 @@ class Run:
         return float(self.random.choice([0.05, 1, 1, 4]))
 
     def schedule(self, stages: list[Stage] | None = None) -> Schedule:
-        return Schedule(
+        samples = SampleSource(
             [POOL[s] for s in self.sources],
+            self.weights,
             names=[NAMES[s] for s in self.sources],
-            weights=self.weights,
-            tokens_per_step=self.tokens,
-            order=self.order,
-            seed=7,
             stages=self.stages if stages is None else stages,
+            scores=[scores_of(s) if s in self.scored else None for s in self.sources],
+        )
+        return Schedule(
+            SimpleNamespace(samples=samples), tokens_per_step=self.tokens, order=self.order, seed=7
         )
 
     def edit(self) -> None:
@@ -151,10 +167,17 @@ class Run:
             drawn.remove(str(self.random.choice(drawn)))
         if what in ("reweight", "add", "remove"):
             change["weights"] = {name: self.weight() for name in drawn}
+            weighted = any(stage.weights for stage in self.stages) or None not in self.weights
+            if weighted and "grow-p2" not in self.orders and self.random.random() < 0.5:
+                change["ramp"] = Ramp(
+                    until_step=begin + int(self.random.integers(1, 20)),
+                    shape=str(self.random.choice(["linear", "cosine"])),
+                    pieces=int(self.random.integers(1, 6)),
+                )
         if what == "tokens":
             change["tokens_per_step"] = int(self.random.choice(TOKENS))
         if what == "order":
-            change["order"] = str(self.random.choice(["proportional", "grow-p2", "uniform"]))
+            change["order"] = str(self.random.choice(self.orders))
         if what == "skip":
             change["skip_steps"] = int(self.random.integers(1, 9))
         if what == "loss":
@@ -204,12 +227,12 @@ def test_a_thousand_edited_runs_keep_every_law() -> None:
         run.advance(schedule, 8)
         scratch = run.schedule()
         assert [scratch.step(i).sample_ids.tolist() for i in range(run.step)] == run.seen, number
-        check_epochs_of_sources(scratch, run.seen)
+        check_epochs_of_sources(scratch, run.seen, run.scored)
         check_shares(scratch, run.seen)
         check_masks(scratch, run)
         check_ranks(scratch, int(run.random.integers(0, run.step)))
         kinds |= {name for stage in run.stages for name in vars(stage) if vars(stage)[name]}
-    changes = {"weights", "tokens_per_step", "order", "skip_steps", "exclude"}
+    changes = {"weights", "tokens_per_step", "order", "skip_steps", "exclude", "ramp"}
     assert kinds == {"from_step", *changes, "loss_weights", "attention_window"}
 
 
@@ -233,8 +256,9 @@ def check_masks(schedule: Schedule, run: Run) -> None:
         assert schedule.step(i).num_label_tokens == labels
 
 
-def check_epochs_of_sources(schedule: Schedule, seen: list[list[int]]) -> None:
-    """Per bucket of a source: the samples in the order drawn (or passed over) are whole epochs."""
+def check_epochs_of_sources(schedule: Schedule, seen: list[list[int]], scored: set[int]) -> None:
+    """Per bucket of a source: the samples in the order drawn (or passed over) are whole epochs,
+    each of them by score where the source has scores."""
     streams: dict[tuple[int, int], list[int]] = defaultdict(list)
     passed = {  # what the stage before would have drawn on
         stage.begin: [before.step_draws(stage.begin + i) for i in range(settings.skip_steps)]
@@ -247,11 +271,15 @@ def check_epochs_of_sources(schedule: Schedule, seen: list[list[int]]) -> None:
             follow(schedule, streams, np.concatenate([draw.sample_ids for draw in ahead]))
         follow(schedule, streams, np.array(ids))
     for (source, capacity), numbers in streams.items():
-        size = POOL_COUNTS[NAMES.index(schedule.samples.names[source])][capacity]
+        number = NAMES.index(schedule.samples.names[source])
+        size = POOL_COUNTS[number][capacity]
         for begin in range(0, len(numbers), size):
             epoch = numbers[begin : begin + size]
             assert len(set(epoch)) == len(epoch)
             assert len(epoch) < size or len(set(epoch)) == size
+            if number in scored:
+                rising = np.diff(SCORES[number][epoch]) * (-1 if number % 2 else 1)
+                assert (rising >= 0).all()
 
 
 def follow(schedule: Schedule, streams: dict[tuple[int, int], list[int]], ids: np.ndarray) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from patience import PATIENCE
 
 from megapack.data.rank_check import _describe
 
@@ -65,7 +66,7 @@ def run_ranks(folder: Path, port: int, options: dict[int, dict[str, int]]) -> li
         )
         for rank in range(4)
     ]
-    outputs = [rank.communicate(timeout=600) for rank in ranks]
+    outputs = [rank.communicate(timeout=PATIENCE) for rank in ranks]
     assert all(rank.returncode == 0 for rank in ranks), [err[-2000:] for _, err in outputs]
     return [json.loads(out.splitlines()[-1]) for out, _ in outputs]
 

@@ -10,12 +10,13 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from patience import PATIENCE
+
 from tests.hosts.corpus import Corpus
 
 ROOT = Path(__file__).parents[2]
 ROW = 128
 GLOBAL_BATCH = 12
-TIMEOUT = 900.0  # seconds; a run takes half a minute on a machine that does nothing else
 
 # A tiny model, on Megatron's local implementation: the fused kernels want a GPU.
 MODEL = f"""
@@ -126,7 +127,7 @@ def run(tree: Path, layout: Layout, corpus: Corpus, records: Path, *more: str) -
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=TIMEOUT,
+        timeout=PATIENCE,
         cwd=records,
         env=environment(tree),
     )

@@ -13,6 +13,8 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
+from patience import PATIENCE
+
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(
     ["torch", "megatron.core.parallel_state", "megatron.core.datasets.gpt_dataset"]
@@ -20,7 +22,7 @@ _CONTEXT.set_forkserver_preload(
 
 
 def run_ranks(
-    function: Callable[..., Any], world_size: int, port: int, *args: Any, timeout: float = 120
+    function: Callable[..., Any], world_size: int, port: int, *args: Any, timeout: float = PATIENCE
 ) -> list[Any]:
     """``[function(rank, world_size, *args) for rank in range(world_size)]``, in parallel.
 
@@ -58,7 +60,7 @@ def run_ranks(
     return results
 
 
-def run_forked(function: Callable[..., Any], *args: Any, timeout: float = 120) -> Any:
+def run_forked(function: Callable[..., Any], *args: Any, timeout: float = PATIENCE) -> Any:
     """``function(*args)`` in a process of its own, without a process group."""
     receiver, sender = _CONTEXT.Pipe(duplex=False)
     process = _CONTEXT.Process(target=_forked_main, args=(function, sender, pickle.dumps(args)))

@@ -44,10 +44,69 @@ def rows_of(
     return open_rows(manifest, open_sources(manifest), options, **more)
 
 
-def test_stages_are_refused_where_rows_have_one(corpus: IndexedDataset) -> None:
-    stages = (Stage(from_step=5, skip_steps=1),)
-    with pytest.raises(ConfigError, match="the manifest has 1 stages, and rows for a host have"):
-        rows_of(corpus, manifest={"stages": stages})
+def staged(corpus: IndexedDataset, folder: Path, *stages: Stage, **options: Any) -> RowDataset:
+    """Rows of two sources, the second of which joins by a stage."""
+    if not (folder / "code.idx").exists():
+        make_dataset(folder, np.random.default_rng(5).integers(5, 60, 400).tolist(), "code")
+    sources = (
+        Source(prefix=corpus.prefix, weight=1.0, name="web"),
+        Source(prefix=str(folder / "code"), weight=0.0, name="code"),
+    )
+    manifest = Manifest(
+        sources=sources[: 1 + bool(stages)],
+        buckets=(16, 32, 64),
+        cache_directory=str(folder / "cache"),
+        stages=stages,
+    )
+    manifest = Manifest.read(manifest.to_json())  # as a host has it
+    return open_rows(manifest, open_sources(manifest), OPTIONS, num_rows=400, **options)
+
+
+def test_stages_count_blocks_and_leave_the_rows_before_them(
+    corpus: IndexedDataset, tmp_path: Path
+) -> None:
+    """A host that resumes at row 80 with more stages than before goes on from where it was."""
+    (tmp_path / "gone.txt").write_text("\n".join(map(str, range(1, 900, 2))))
+    join = Stage(from_step=10, weights={"web": 1, "code": 1})
+    masked = Stage(from_step=20, skip_steps=3, exclude={"web": str(tmp_path / "gone.txt")})
+    last = Stage(from_tokens=30 * 8 * ROW, order="grow-p2")
+    plain, edited, full = (
+        staged(corpus, tmp_path, *stages) for stages in ((), (join,), (join, masked, last))
+    )
+    for shorter, longer, end in ((plain, edited, 80), (edited, full, 160)):
+        for number in (0, 7, end - 9, end - 1):
+            for key, value in shorter[number].items():
+                assert torch.equal(longer[number][key], value), (number, key)
+    assert [stage.begin for stage in full.schedule.stages] == [0, 10, 20, 30]
+    source = [full.packed.samples.locate(full.samples_of(i))[0] for i in range(400)]
+    assert not any(part.any() for part in source[:80])
+    assert 0.3 < np.mean(np.concatenate(source[80:])) < 0.7
+    step = full.schedule.step(20)
+    unmasked = edited.schedule.step(23)
+    assert (step.sample_ids % (1 << 48)).tolist() == unmasked.sample_ids.tolist()
+    for number in range(160, 400):
+        labels = full.packed.count_labels(full.samples_of(number)).sum()
+        assert full[number]["loss_mask"].sum() == labels
+        for sample in full.samples_of(number).tolist():
+            which, segments = full.packed.samples.segments(sample)
+            assert which or not any(document % 2 for document, _, _ in segments)
+    again = pickle.loads(pickle.dumps(full))
+    assert all(torch.equal(again[300][key], value) for key, value in full[300].items())
+
+
+def test_a_part_for_validation_has_no_stages(corpus: IndexedDataset, tmp_path: Path) -> None:
+    join = Stage(from_step=10, weights={"code": 1})
+    rows = staged(corpus, tmp_path, join, split=(0.9, 1.0))
+    assert rows.packed.samples.names == ["web"] and len(rows.schedule.stages) == 1
+
+
+@pytest.mark.parametrize(
+    "change", [{"tokens_per_step": 64}, {"mix": "micro_step", "micro_step_tokens": 64}]
+)
+def test_a_stage_that_changes_what_the_host_decides_is_refused(change: dict[str, Any]) -> None:
+    names = ", ".join(change)
+    with pytest.raises(ConfigError, match=f"from step 5 has {names}, which is the host's to say"):
+        Manifest(sources=(Source(prefix="x"),), stages=(Stage(from_step=5, **change),))
 
 
 def test_an_attention_window_cuts_boundaries_and_changes_nothing_else(

@@ -68,6 +68,7 @@ def values(parameter: Parameter, capacity: int) -> st.SearchStrategy[Any]:
         "padding_threshold": st.sampled_from([0.0, 0.045, 0.1, 0.3, 1.0]),
         "r_max": st.sampled_from([0.0, 0.1, 0.3, 0.5, 1.0]),
         "extra_capacity": st.sampled_from([0, 1, 3, 20]),
+        "max_segments": st.sampled_from([1, 2, 3, 8, 1000]),
         "min_bucket": st.sampled_from([1 << k for k in range(6) if 1 << k <= capacity]),
     }
     if parameter.name in known:

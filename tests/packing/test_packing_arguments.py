@@ -20,6 +20,8 @@ from megapack.packing import STRATEGIES, pack
         ({"promote": "yes"}, "promote is 'yes'; it must be one of auto, on, off"),
         ({"pool_size": 0}, "pool_size is 0; it must be from 1 to"),
         ({"pool_size": 2.5}, "pool_size is 2.5; it must be of type int"),
+        ({"max_segments": 0}, "max_segments is 0; it must be from 1 to"),
+        ({"max_segments": 4, "refine": True}, "any number of segments, and max_segments is 4"),
         ({"padding_threshold": 1.5}, "padding_threshold is 1.5; it must be from 0.0 to 1.0"),
         ({"padding_threshold": float("nan")}, "padding_threshold is nan"),
         ({"strategy": "bucket_naive", "shuffle": 1}, "shuffle is 1; it must be True or False"),

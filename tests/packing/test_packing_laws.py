@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from typing import Any
 
@@ -152,6 +153,22 @@ def test_promote_auto_takes_the_better_way_and_says_so() -> None:
         assert same_arrays(auto, {"on": on, "off": off}[chosen[name]])
         assert on.decisions == off.decisions == {}
     assert chosen == {"short": "off", "no short": "on"}
+
+
+@pytest.mark.parametrize("promote", ["on", "off"])
+def test_no_sample_has_more_segments_than_it_may(promote: str) -> None:
+    documents = np.r_[web_like(5000), np.full(3000, 2)]
+    buckets = [64, 128, 512]
+    free = pack(documents, buckets=buckets, promote=promote)
+    index = pack(documents, buckets=buckets, promote=promote, max_segments=16)
+    for packed, holds in ((free, False), (index, True)):
+        segments = np.diff(packed.sample_segment_offsets)
+        most = [
+            int(segments[a:b].max()) for a, b in itertools.pairwise(packed.bucket_sample_offsets)
+        ]
+        assert all(n <= limit for n, limit in zip(most, [2, 4, 16], strict=True)) is holds, most
+    wide = pack(documents, buckets=buckets, promote=promote, max_segments=10**6)
+    assert same_arrays(wide, free)
 
 
 def test_the_core_can_count_the_samples_of_a_histogram_without_making_them() -> None:

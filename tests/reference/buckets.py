@@ -25,6 +25,12 @@ class Rules:
     padding_threshold: float = 0.0  # as a share of the capacity
     pairs: bool = False
     shuffle_segments: bool = False
+    max_segments: int | None = None  # in a sample of the largest bucket, others in proportion
+
+    def segment_limit(self, capacity: int) -> float:
+        if self.max_segments is None:
+            return float("inf")
+        return max(1, self.max_segments * capacity // self.buckets[-1])
 
 
 @dataclass
@@ -49,7 +55,8 @@ class Pool:
         while True:
             space = capacity - tokens(sample)
             threshold = Fraction(repr(float(self.rules.padding_threshold))) * capacity
-            fitting = [d for d in self.documents if d.length <= space]
+            full = len(sample) >= self.rules.segment_limit(capacity)
+            fitting = [] if full else [d for d in self.documents if d.length <= space]
             if fitting:
                 chosen = max(fitting, key=lambda d: d.length)
                 pair = self.better_pair(chosen, space, threshold) if self.rules.pairs else None
@@ -83,7 +90,14 @@ class Pool:
         if not self.documents:
             return None
         needed = tokens(sample) + min(d.length for d in self.documents)
-        return min((b for b in self.rules.buckets if b >= needed), default=None)
+        return min(
+            (
+                b
+                for b in self.rules.buckets
+                if b >= needed and len(sample) < self.rules.segment_limit(b)
+            ),
+            default=None,
+        )
 
     def better_pair(self, single: Segment, space: int, threshold: Fraction) -> Sample | None:
         """Lines 6 to 12, with the space before ``single`` as the limit of the pair."""
@@ -179,10 +193,12 @@ def bucket(
     pool_size: int = 1 << 20,
     promote: str = "auto",
     padding_threshold: float = 0.05,
+    max_segments: int | None = None,
     refine: bool = False,
 ) -> Packing:
     assert not refine, "a linear program has no definition in plain Python; see `drained`"
-    padding, promoting = Rules(buckets, "pad"), Rules(buckets, "promote", padding_threshold)
+    padding = Rules(buckets, "pad", max_segments=max_segments)
+    promoting = Rules(buckets, "promote", padding_threshold, max_segments=max_segments)
     if promote == "auto":  # one pool of everything, full chunks aside: is the padding worth saving?
         _, rests = cut(whole(lengths), buckets[-1])
         shorter = [rest.length for rest in rests]

@@ -12,6 +12,8 @@ import sys
 from collections import Counter
 from pathlib import Path
 
+from patience import PATIENCE
+
 from megapack.storage import IndexedDataset
 from megapack.storage.verify import verify
 
@@ -118,7 +120,7 @@ def test_readers_of_a_prefix_that_is_rewritten_never_see_a_mixture(tmp_path: Pat
     for version in range(2, ROUNDS + 1):
         tell(writer)
         assert answer(writer) == str(version)
-    reports = [json.loads(reader.communicate(timeout=120)[0] or "null") for reader in readers]
+    reports = [json.loads(reader.communicate(timeout=PATIENCE)[0] or "null") for reader in readers]
     assert writer.wait() == 0 and [reader.returncode for reader in readers] == [0, 0], reports
     print(f"{ROUNDS} versions, one writer, two readers: {reports}")
     assert all(report["opened"] > ROUNDS / 2 for report in reports), "hardly read: proves little"

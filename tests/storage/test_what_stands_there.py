@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from patience import PATIENCE
 
 from megapack.errors import ConfigError, FormatError, LockedError
 from megapack.storage import IndexedDataset, IndexedDatasetBuilder
@@ -201,7 +202,7 @@ def test_a_special_file_is_no_dataset_and_nothing_hangs(
         [sys.executable, "-m", "megapack.cli.main", "verify", str(prefix)],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=PATIENCE,
         check=False,
     )
     assert done.returncode == 1 and "no regular file" in done.stdout

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import yaml
+from patience import PATIENCE_MINUTES
 
 from megapack.packing import pack
 from megapack.storage import IndexedDataset, IndexedDatasetBuilder
@@ -51,7 +52,7 @@ class Corpus:
             "schedule": {"warmup_steps": 2},
             "checkpoint": {"every": 3, "keep": 2, "export": False},
             "logging": {"every": 2, "tensorboard": False, "batches": True},
-            "engine": {"precision": "fp32", "zero_stage": 1, "timeout_minutes": 5},
+            "engine": {"precision": "fp32", "zero_stage": 1, "timeout_minutes": PATIENCE_MINUTES},
         }
         for name, value in sections.items():
             before = tree.get(name)

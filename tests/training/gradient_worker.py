@@ -23,7 +23,7 @@ from megapack.training.run.world import join, world
 def main() -> None:
     config = load_config(PretrainConfig, sys.argv[1], sys.argv[3:])
     join()
-    with world(timeout_minutes=5) as here:
+    with world(timeout_minutes=20) as here:
         inputs = open_inputs(config)
         architecture = model_configuration(config.model, inputs.vocab_size)
         model = build_model(config.model, architecture, backend="sdpa", seed=config.seed)

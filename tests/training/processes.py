@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from patience import PATIENCE
+
 from megapack.training.run.directory import read_jsonl
 
 ROOT = Path(__file__).parents[2]
@@ -87,7 +89,7 @@ class Zygote:
     def close(self) -> None:
         assert self._process.stdin is not None
         self._process.stdin.close()
-        self._process.wait(timeout=20)
+        self._process.wait(timeout=PATIENCE)
 
 
 @dataclass
@@ -130,7 +132,7 @@ def read_log(run_dir: Path) -> list[dict[str, Any]]:
     return list(read_jsonl(run_dir / "log.jsonl"))
 
 
-def wait_for(condition: Callable[[], bool], what: str, seconds: float = 120.0) -> None:
+def wait_for(condition: Callable[[], bool], what: str, seconds: float = PATIENCE) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, f"waited {seconds} s for {what}"

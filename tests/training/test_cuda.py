@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from patience import PATIENCE
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -170,7 +171,7 @@ def _pretrain(config: Path, run_dir: Path) -> list[dict[str, Any]]:
         env=env,
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=PATIENCE,
         check=False,
     )
     assert done.returncode == 0, done.stderr[-4000:]

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from patience import PATIENCE_MINUTES
 
 from megapack.training.config import (
     EngineConfig,
@@ -53,7 +54,7 @@ def _run(
 ) -> dict[str, Any]:
     name = "_".join([str(ranks), *map(str, engine.values())])
     config = corpus.config(
-        directory / name, num_steps=steps, engine={"timeout_minutes": 5, **engine}
+        directory / name, num_steps=steps, engine={"timeout_minutes": PATIENCE_MINUTES, **engine}
     )
     out = directory / f"{name}.pt"
     zygote.start([WORKER, str(config), str(out)], ranks, directory / f"{name}.log").succeed()

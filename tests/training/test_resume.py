@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from patience import PATIENCE_MINUTES
 from safetensors.torch import load_file
 
 from megapack.training.run.directory import RunDirectory, read_jsonl
@@ -97,7 +98,7 @@ def test_a_run_killed_in_the_middle_continues_as_if_nothing_had_happened(
 
 
 def _engine(stage: int) -> dict[str, Any]:
-    return {"precision": "fp32", "zero_stage": stage, "timeout_minutes": 5}
+    return {"precision": "fp32", "zero_stage": stage, "timeout_minutes": PATIENCE_MINUTES}
 
 
 @pytest.mark.parametrize(
@@ -151,7 +152,7 @@ def test_a_signal_to_one_rank_saves_and_leaves_with_the_known_code(
     config = corpus.config(run_dir, checkpoint={"every": None, "export": False})
     ranks = start_run(zygote, config, "stopped", "num_steps=100000")
     batches = run_dir / "batches" / "rank_00000.jsonl"
-    wait_for(lambda: batches.exists() and '"step": 1' in batches.read_text(), "two steps", 120)
+    wait_for(lambda: batches.exists() and '"step": 1' in batches.read_text(), "two steps")
     ranks.signal(number, [1])
     assert ranks.wait() == [PREEMPTED] * RANKS, ranks.output()
     assert f"megapack: {number.name}: saving after this step" in ranks.output()

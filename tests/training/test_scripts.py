@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from patience import PATIENCE, PATIENCE_MINUTES
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from megapack.storage import IndexedDataset
@@ -34,7 +35,7 @@ def _run(*command: str | Path, code: int = 0, **env: str) -> str:
         text=True,
         env=environment(PATH=f"{BIN}:/usr/local/bin:/usr/bin:/bin", **env),
         cwd=ROOT,
-        timeout=280,
+        timeout=PATIENCE,
     )
     assert done.returncode == code, f"{done.returncode}\n{done.stdout}\n{done.stderr[-4000:]}"
     return done.stdout + done.stderr
@@ -70,7 +71,11 @@ def test_one_plain_process_trains_a_blend_the_classic_way(
         num_steps=3,
         data={"prefix": None, "index": None, "blend": str(blend), **classic},
         model={"preset": "gpt2_tiny_alibi"},
-        engine={"precision": "bf16", "activation_checkpointing": True, "timeout_minutes": 5},
+        engine={
+            "precision": "bf16",
+            "activation_checkpointing": True,
+            "timeout_minutes": PATIENCE_MINUTES,
+        },
         checkpoint={"every": None, "export": True},
     )
     argv = [str(PRETRAIN), "--config", str(config), "--local_rank", "0"]

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from patience import PATIENCE, PATIENCE_MINUTES
 
 from megapack.training.run.directory import read_jsonl
 
@@ -23,7 +24,7 @@ SECTIONS: dict[str, object] = {
     "engine": {
         "precision": "fp32",
         "zero_stage": 1,
-        "timeout_minutes": 5,
+        "timeout_minutes": PATIENCE_MINUTES,
         "silence_seconds": 15,
     },
 }
@@ -42,10 +43,10 @@ def _command(command: list[str], **env: str) -> tuple[int, str]:
         start_new_session=True,
     )
     try:
-        output, _ = process.communicate(timeout=240)
+        output, _ = process.communicate(timeout=PATIENCE)
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGTERM)
-        output, _ = process.communicate(timeout=30)
+        output, _ = process.communicate(timeout=PATIENCE)
         pytest.fail(f"{command[0]} did not end\n{output[-4000:]}")
     return process.returncode, output
 

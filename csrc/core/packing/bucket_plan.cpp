@@ -12,6 +12,8 @@ namespace megapack {
 void BucketRules::check_rules() const {
     check_capacities(capacities);
     check(pool_size >= 1, "pool_size is ", pool_size, "; it must be at least 1");
+    check(max_segments >= 0 && max_segments <= std::numeric_limits<std::int32_t>::max(),
+          "max_segments is ", max_segments, "; it must be from 0 (any number) to 2^31 - 1");
 }
 
 BucketPlanner::BucketPlanner(std::vector<std::int64_t> counts, const BucketRules& rules)
@@ -36,7 +38,7 @@ void BucketPlanner::next(std::int64_t max_repeats) {
     std::int64_t repeats = max_repeats;
     for (const PatternEntry& entry : chosen_)
         repeats = std::min(repeats, counts_[entry.length] / entry.copies);
-    const bool with_head = rules_.overflow == Overflow::kHead &&
+    const bool with_head = rules_.overflow == Overflow::kHead && slots_ > 0 &&
                            rules_.exceeds_threshold(space_, bucket_) && shortest_left() > 0;
     take_chosen(with_head ? 1 : repeats, with_head);
 }
@@ -47,12 +49,11 @@ void BucketPlanner::apply(const GivenPattern& given) {
               !given.lengths.empty(),
           "a given pattern has bucket ", given.bucket, " of ", num_buckets, " and count ",
           given.count);
-    bucket_ = given.bucket;
-    space_ = rules_.capacities[bucket_];
+    open(given.bucket);
     for (const auto& [length, copies] : given.lengths) {
-        check(length > 0 && copies > 0 && copies <= space_ / length, "a given pattern has ", copies,
-              " documents of length ", length, " where its bucket has room for ", space_,
-              " tokens");
+        check(length > 0 && copies > 0 && copies <= space_ / length && copies <= slots_,
+              "a given pattern has ", copies, " documents of length ", length,
+              " where its bucket has room for ", space_, " tokens and ", slots_, " segments");
         choose(length, copies);
     }
     // A length may be named more than once: its documents are counted together.
@@ -82,21 +83,28 @@ void BucketPlanner::take_chosen(std::int64_t repeats, bool with_head) {
 // The smallest bucket that holds the longest document, then again and again the longest document
 // that fits in what is left.
 void BucketPlanner::choose_lengths() {
-    bucket_ = 0;
-    while (rules_.capacities[bucket_] < longest()) ++bucket_;
-    space_ = rules_.capacities[bucket_];
+    std::int64_t smallest = 0;
+    while (rules_.capacities[smallest] < longest()) ++smallest;
+    open(smallest);
     do {
-        for (std::int64_t length = longest_left(space_); length > 0;
+        for (std::int64_t length = longest_left(space_); length > 0 && slots_ > 0;
              length = longest_left(std::min(space_, length - 1))) {
-            choose(length, std::min(left(length), space_ / length));
+            choose(length, std::min({left(length), space_ / length, slots_}));
             if (rules_.pairs && replace_last_by_pair()) return;
         }
     } while (rules_.overflow == Overflow::kPromote && promote());
 }
 
+void BucketPlanner::open(std::int64_t bucket) {
+    bucket_ = bucket;
+    space_ = rules_.capacities[bucket];
+    slots_ = rules_.segment_limit(bucket);
+}
+
 // Keeps the sample's documents longest first.
 void BucketPlanner::choose(std::int64_t length, std::int64_t copies) {
     space_ -= copies * length;
+    slots_ -= copies;
     auto at = chosen_.end();
     while (at != chosen_.begin() && (at - 1)->length < length) --at;
     const auto amount = static_cast<std::int32_t>(copies);
@@ -111,7 +119,7 @@ void BucketPlanner::choose(std::int64_t length, std::int64_t copies) {
 // threshold but less than any other document needs, the two documents that together leave the
 // least space take its place; of several such pairs, the one with the longest document.
 bool BucketPlanner::replace_last_by_pair() {
-    if (!rules_.exceeds_threshold(space_, bucket_)) return false;
+    if (!rules_.exceeds_threshold(space_, bucket_) || slots_ == 0) return false;
     const std::int64_t shortest = shortest_left();
     const std::int64_t single = chosen_.back().length, space = space_ + single;
     if (shortest <= space_ || 2 * shortest > space) return false;
@@ -127,6 +135,7 @@ bool BucketPlanner::replace_last_by_pair() {
     }
     if (best == single) return false;
     space_ = space;
+    ++slots_;
     if (--chosen_.back().copies == 0) chosen_.pop_back();
     if (2 * longer == best) {
         choose(longer, 2);
@@ -144,10 +153,12 @@ bool BucketPlanner::promote() {
     const std::int64_t shortest = shortest_left();
     if (shortest < 0) return false;
     const std::int64_t used = rules_.capacities[bucket_] - space_;
+    const std::int64_t segments = rules_.segment_limit(bucket_) - slots_;
     for (std::int64_t b = bucket_ + 1; b < ssize(rules_.capacities); ++b) {
-        if (used + shortest > rules_.capacities[b]) continue;
-        bucket_ = b;
-        space_ = rules_.capacities[b] - used;
+        if (used + shortest > rules_.capacities[b] || segments >= rules_.segment_limit(b)) continue;
+        open(b);
+        space_ -= used;
+        slots_ -= segments;
         return true;
     }
     return false;

@@ -8,7 +8,9 @@
 // document by document.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
+#include <limits>
 #include <utility>
 #include <vector>
 
@@ -40,10 +42,17 @@ struct BucketRules {
     // The segments of a sample stand in seeded order (a head last), not longest first.
     bool shuffle_segments = false;
     std::int64_t pool_size = std::int64_t{1}
-                             << 20;   // documents that are packed together, on average; at least 1
+                             << 20;  // documents that are packed together, on average; at least 1
+    // Segments that a sample of the largest bucket may have, those of smaller buckets in
+    // proportion; 0: any number.
+    std::int64_t max_segments = 0;
     std::vector<GivenPattern> given;  // come first
 
     void check_rules() const;  // throws std::invalid_argument
+    std::int64_t segment_limit(std::int64_t bucket) const {
+        if (max_segments == 0) return std::numeric_limits<std::int64_t>::max();
+        return std::max<std::int64_t>(max_segments * capacities[bucket] / capacities.back(), 1);
+    }
     bool exceeds_threshold(std::int64_t space, std::int64_t bucket) const {
         return padding_threshold.exceeded_by(space, capacities[bucket]);
     }
@@ -110,6 +119,7 @@ class BucketPlanner {
 
   private:
     void choose_lengths();
+    void open(std::int64_t bucket);
     void take_chosen(std::int64_t repeats, bool with_head);
     void choose(std::int64_t length, std::int64_t copies);
     bool replace_last_by_pair();
@@ -128,7 +138,8 @@ class BucketPlanner {
     // The sample being chosen. Its documents are taken when it is complete.
     std::vector<PatternEntry> chosen_;
     std::int64_t bucket_ = 0;
-    std::int64_t space_ = 0;
+    std::int64_t space_ = 0;  // tokens that it may still take
+    std::int64_t slots_ = 0;  // segments that it may still take
 };
 
 // The given patterns, then drains what they leave of a pool.

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from patience import PATIENCE
 
 from megapack import IndexedDataset
 
@@ -59,7 +60,7 @@ def command(corpus: Path, prefix: Path, *more: str) -> list[str]:
 
 def run(arguments: list[str]) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        arguments, check=False, capture_output=True, text=True, env=ENVIRONMENT, timeout=120
+        arguments, check=False, capture_output=True, text=True, env=ENVIRONMENT, timeout=PATIENCE
     )
 
 
@@ -132,7 +133,7 @@ def test_the_workers_of_a_killed_build_leave_at_once_whatever_they_do(
 
 
 def wait_for_end(pids: Sequence[int]) -> None:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + PATIENCE
     while any(is_alive(pid) for pid in pids) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not [pid for pid in pids if is_alive(pid)], "workers outlive the build"
@@ -172,7 +173,7 @@ def test_a_killed_worker_is_an_error_that_says_what_to_do(tmp_path: Path, corpus
         assert process.poll() is None
         time.sleep(0.01)
     os.kill(workers_of(process.pid)[0], signal.SIGKILL)
-    _, stderr = process.communicate(timeout=60)
+    _, stderr = process.communicate(timeout=PATIENCE)
     assert process.returncode == 1
     assert "a worker process was killed" in stderr
     assert "Traceback" not in stderr
@@ -307,4 +308,4 @@ def test_two_runs_of_one_build_do_not_work_at_the_same_time(tmp_path: Path, corp
     done = run(command(corpus, tmp_path / "out"))
     assert done.returncode != 0
     assert re.search(r"out\.build is being written by process \d+ on .*tokenize", done.stderr)
-    assert process.wait(timeout=120) == 0
+    assert process.wait(timeout=PATIENCE) == 0

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from patience import PATIENCE
 from peers import peer
 
 from megapack import IndexedDataset
@@ -72,7 +73,7 @@ def test_an_array_of_tasks_and_a_finish_make_the_same_dataset(
         )
         for i in range(3)
     ]
-    assert [task.wait(timeout=120) for task in tasks] == [0, 0, 0]
+    assert [task.wait(timeout=PATIENCE) for task in tasks] == [0, 0, 0]
     assert not IndexedDataset.exists(prefix)
     finish = [str(SCRIPT), "--finish", *arguments(corpus, prefix)]
     subprocess.run(finish, check=True, env=environment(), stdout=subprocess.DEVNULL)
@@ -182,7 +183,7 @@ def test_a_ray_cluster_that_loses_a_node_makes_the_same_dataset(
     assert len(progress.counted) == result.num_shards
     assert files_of(tmp_path / "out") == alone
     nodes = peer("ray").nodes
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + PATIENCE
     while time.monotonic() < deadline and sum(n["Alive"] for n in nodes()) > 2:
         time.sleep(0.2)
     assert sum(n["Alive"] for n in nodes()) == 2, "the node was really gone"
