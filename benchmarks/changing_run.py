@@ -31,7 +31,7 @@ from megapack.packing import pack
 from megapack.storage import IndexedDataset, IndexedDatasetBuilder
 from megapack.training.run.directory import read_jsonl
 
-BUCKETS = [256, 512, 1024, 2048]
+BUCKETS = [2048]  # one, so that the time of a step is that of its window
 FIRST, SECOND, GREY, RED = "#1f6feb", "#d97706", "#9aa5b1", "#d1495b"
 
 
@@ -46,7 +46,7 @@ def main() -> None:
     args.output.mkdir(parents=True)
     config, stages = write_run(args.output, args.steps, args.megabytes)
     log = args.output / "run" / "log.jsonl"
-    killed = killed_at(config, log, args.steps // 2 - 3)
+    killed = killed_at(config, log, args.steps * 44 // 100)
     subprocess.run(command(config), check=True)
     lines = list(read_jsonl(log))
     compare(killed, lines, args.output / "run")
@@ -154,10 +154,12 @@ def compare(killed: list[dict[str, Any]], lines: list[dict[str, Any]], run: Path
         f"steps taken twice {same} held the same samples; losses differ by at most {largest:.1e}"
     )
     third = len(lines) // 3
-    for begin in range(0, len(lines) // 3 * 3, third):
-        part = lines[begin : begin + third]
-        seconds = sum(line["seconds"] for line in part) / sum(line["tokens"] for line in part) * 1e3
-        print(f"steps {begin} to {begin + third - 1}: {seconds * 1e3:.1f} ms per 1,000 tokens")
+    for begin in range(0, 3 * third, third):
+        times = [1e6 * line["seconds"] / line["tokens"] for line in lines[begin : begin + third]]
+        print(
+            f"steps {begin} to {begin + third - 1}: "
+            f"{np.median(times):.1f} ms per 1,000 tokens in the median"
+        )
     print(json.dumps({name: round(loss, 3) for name, loss in lines[-1]["source_loss"].items()}))
 
 
@@ -182,14 +184,8 @@ def draw(
     loss.set(ylabel="nats per label token", title="training loss of every source")
     loss.legend(frameon=False, loc="upper right")
     per_token = [1e6 * s["seconds"] / s["tokens"] for s in lines]
-    colors = plt.get_cmap("viridis")(np.log2([s["capacity"] / 256 for s in lines]) / 3)
-    seconds.scatter([s["step"] for s in lines], per_token, c=colors, s=14)
-    seconds.set(
-        xlabel="step",
-        ylabel="ms per 1,000 tokens",
-        title="time of a step (dark: bucket of 256 tokens, light: of 2048)",
-        yscale="log",
-    )
+    seconds.scatter([s["step"] for s in lines], per_token, color=FIRST, s=12)
+    seconds.set(xlabel="step", ylabel="ms per 1,000 tokens", title="time of a step", ylim=(0, None))
     for axis in (loss, seconds):
         axis.axvline(killed[-1]["step"], color=RED, linestyle=":", linewidth=1.2)
         for stage in stages[1:]:

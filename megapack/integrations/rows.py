@@ -269,7 +269,7 @@ def open_rows(
         indices,
         max_epochs=manifest.max_epochs,
         stages=stages,
-        attention_window=manifest.attention_window,
+        attention_window=manifest.attention_window if split[0] == 0 else None,  # not in evaluation
         alignment=options.align,
     )
     rows = RowDataset(packed, options, order=manifest.order, num_rows=num_rows)

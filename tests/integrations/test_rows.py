@@ -112,10 +112,18 @@ def test_a_stage_that_changes_what_the_host_decides_is_refused(change: dict[str,
 def test_an_attention_window_cuts_boundaries_and_changes_nothing_else(
     corpus: IndexedDataset,
 ) -> None:
-    whole, cut = rows_of(corpus), rows_of(corpus, manifest={"attention_window": 12})
+    """From the block on at which a stage has one, and not in the rows of an evaluation."""
+    staged = {"stages": (Stage(from_step=2, attention_window=12),)}
+    whole, cut = rows_of(corpus), rows_of(corpus, manifest=staged)
+    always = {"attention_window": 12}
+    assert rows_of(corpus, manifest=always)[0]["max_seqlen"] <= 12 < whole[0]["max_seqlen"]
+    held_out = rows_of(corpus, manifest=always, split=(0.9, 1.0))
+    assert max(int(held_out[i]["max_seqlen"]) for i in range(len(held_out))) > 12
     assert len(whole) == len(cut) > 20
+    for i in range(2 * OPTIONS.rows_per_block):
+        assert all(torch.equal(value, cut[i][name]) for name, value in whole[i].items())
     compared = 0
-    for i in range(0, len(whole), 7):
+    for i in range(2 * OPTIONS.rows_per_block, len(whole)):
         before, after = whole[i], cut[i]
         same = whole.samples_of(i).tolist() == cut.samples_of(i).tolist()
         assert after["max_seqlen"] <= 12 and after["cu_seqlens"].shape == before["cu_seqlens"].shape
