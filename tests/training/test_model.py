@@ -206,7 +206,7 @@ print("same", greedy[True] == greedy[False])
     config = ModelConfig(pretrained=str(directory))  # and trained further here
     again = build_model(config, model_configuration(config, VOCAB), backend="sdpa", seed=9)
     with torch.no_grad():
-        assert again(**batch.arguments()).item() == pytest.approx(expected, rel=1e-6)
+        assert again(**batch.arguments())[0].item() == pytest.approx(expected, rel=1e-6)
     bare = AutoModelForCausalLM.from_pretrained(directory, attn_implementation="megapack")
     with pytest.raises(ValueError, match="attention layers have none"):
         bare(tokens.unsqueeze(0))
