@@ -1,6 +1,6 @@
 """A run whose mix, attention window and batch size change twice, killed once, as one picture.
 
-    python benchmarks/changing_run.py --output runs/changing      # some minutes on two cores
+    python benchmarks/changing_run.py --output runs/changing      # two minutes of one core
 
 Two sources that lie on every disk with this software: Python's standard library and the C++ headers
 of torch, byte by byte. The whole program stands in the manifest from the beginning; in the middle
@@ -38,7 +38,7 @@ FIRST, SECOND, GREY, RED = "#1f6feb", "#d97706", "#9aa5b1", "#d1495b"
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--output", type=Path, default=Path("runs/changing"))
-    parser.add_argument("--steps", type=int, default=96)
+    parser.add_argument("--steps", type=int, default=72)
     parser.add_argument("--megabytes", type=float, default=4.0, help="of each source")
     args = parser.parse_args()
     if args.output.exists():
