@@ -24,7 +24,7 @@ from tests.data.corpora import samples_of_buckets
 
 CAPACITIES = (4, 8, 16)
 TOKENS = (32, 48, 96, 144)
-PROGRAMS = int(os.environ.get("MEGAPACK_PROGRAMS", "250"))
+PROGRAMS = int(os.environ.get("MEGAPACK_PROGRAMS", "100"))
 NAMES = [f"s{number}" for number in range(6)]
 POOL_COUNTS = [{4: 9, 8: 30, 16: 3}, {8: 11}, {4: 2, 16: 25}, {16: 1}, {4: 40, 8: 5}, {4: 1, 8: 1}]
 POOL = [samples_of_buckets(counts) for counts in POOL_COUNTS]
