@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-import socket
 
 import pytest
 from hypothesis import HealthCheck, settings
+from ports import free_port
 
 # Two test processes share two cores; oversubscription would only slow both.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -40,10 +40,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
-@pytest.fixture
-def free_port() -> int:
-    """A TCP port of the loopback interface that nobody listened on a moment ago."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+@pytest.fixture(name="free_port")
+def _free_port() -> int:
+    """A TCP port of the loopback interface that nobody listens on."""
+    return free_port()

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import re
-import socket
 import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 from patience import PATIENCE
+from ports import free_port
 
 from tests.hosts.corpus import Corpus
 
@@ -44,7 +44,7 @@ class Layout:
     ranks: int
     flags: str = ""
     data: str = "web.json"
-    """``web.json``, ``mix.json``, or ``list``: a weighted list and a list per split."""
+    """A manifest of corpus.py, or ``list``: a weighted list and a list per split."""
     train_iters: int = 4
     since: tuple[int, int] = (0, 16)
     but: tuple[tuple[int, int], ...] = ()
@@ -61,6 +61,7 @@ LAYOUTS = (
     Layout(name="DP 2, blend", ranks=2, data="mix.json"),
     Layout(name="DP 2, micro batch 2", ranks=2, flags="--micro-batch-size 2", but=ONE_ROW_ONLY),
     Layout(name="DP 3, weighted list", ranks=3, data="list"),
+    Layout(name="DP 2, stages and a window", ranks=2, data="program.json"),
     Layout(name="TP 2", ranks=2, flags="--tensor-model-parallel-size 2"),
     Layout(name="PP 2", ranks=2, flags="--pipeline-model-parallel-size 2"),
     Layout(
@@ -108,7 +109,7 @@ def run(tree: Path, layout: Layout, corpus: Corpus, records: Path, *more: str) -
     release = release_of(tree)
     command = [
         *(sys.executable, "-m", "torch.distributed.run"),
-        *("--nproc-per-node", str(layout.ranks), "--master-port", str(_free_port())),
+        *("--nproc-per-node", str(layout.ranks), "--master-port", str(free_port())),
         *(str(ROOT / "tests" / "hosts" / "launch.py"), str(records), str(tree / "pretrain_gpt.py")),
         *MODEL,
         *PACKED,
@@ -146,10 +147,3 @@ def environment(tree: Path) -> dict[str, str]:
         "CUDA_DEVICE_MAX_CONNECTIONS": "1",
         "TORCHDYNAMO_DISABLE": "1",
     }
-
-
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port: int = listener.getsockname()[1]
-        return port

@@ -13,6 +13,7 @@ import pytest
 import torch
 import yaml
 from patience import PATIENCE, PATIENCE_MINUTES
+from ports import free_port
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from megapack.storage import IndexedDataset
@@ -21,7 +22,7 @@ from megapack.training.run.directory import read_jsonl
 
 from .conftest import BUCKETS, Corpus
 from .packing_helpers import tiny_model
-from .processes import PRETRAIN, ROOT, Zygote, environment, free_port
+from .processes import PRETRAIN, ROOT, Zygote, environment
 
 EVALUATE = ROOT / "launch" / "evaluate.py"
 BIN = Path(sys.executable).parent

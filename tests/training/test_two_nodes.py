@@ -10,11 +10,12 @@ from pathlib import Path
 
 import pytest
 from patience import PATIENCE, PATIENCE_MINUTES
+from ports import free_port
 
 from megapack.training.run.directory import read_jsonl
 
 from .conftest import Corpus
-from .processes import PRETRAIN, ROOT, Zygote, environment, free_port
+from .processes import PRETRAIN, ROOT, Zygote, environment
 
 SCRIPT = ROOT / "launch" / "two_nodes.sh"
 BIN = Path(sys.executable).parent
