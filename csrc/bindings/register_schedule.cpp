@@ -27,10 +27,17 @@ py::array_t<std::int64_t> permute_range_numpy(const py::object& key, const py::o
     return to_numpy(std::move(out));
 }
 
-std::int64_t permute_inverse_of(const py::object& key, const py::object& size,
-                                const py::object& value) {
+py::array_t<std::int64_t> permute_inverse_numpy(const py::object& key, const py::object& size,
+                                                const Array<std::int64_t>& values) {
+    const std::uint64_t chosen = word(key, "key");
     const std::int64_t all = integer(size, "size", 1);
-    return permute_inverse(word(key, "key"), all, integer(value, "value", 0, all - 1));
+    const auto values_view = view(values, "values");
+    std::vector<std::int64_t> out(values_view.size());
+    {
+        const py::gil_scoped_release release;
+        permute_inverse(chosen, all, values_view, out);
+    }
+    return to_numpy(std::move(out));
 }
 
 py::array_t<std::int32_t> order_cycle_numpy(const Array<std::int64_t>& counts,
@@ -143,8 +150,8 @@ void register_schedule(py::module_& m) {
     m.def("random_bits", &random_bits_of, py::arg("key"), py::arg("counter"));
     m.def("permute_range", &permute_range_numpy, py::arg("key"), py::arg("size"), py::arg("first"),
           py::arg("count"));
-    m.def("permute_inverse", &permute_inverse_of, py::arg("key"), py::arg("size"),
-          py::arg("value"));
+    m.def("permute_inverse", &permute_inverse_numpy, py::arg("key"), py::arg("size"),
+          py::arg("values").noconvert());
     m.def("order_cycle", &order_cycle_numpy, py::arg("counts").noconvert(),
           py::arg("odds").noconvert(), py::arg("key"), py::arg("spread"));
     m.def("permute_epochs", &permute_epochs_numpy, py::arg("keys").noconvert(),

@@ -261,4 +261,5 @@ def _answer_until(args: argparse.Namespace, schedule: Schedule, until: int) -> N
     from megapack.data import plan_run  # noqa: PLC0415
 
     plan = plan_run(schedule, until)
-    print(json.dumps(dataclasses.asdict(plan), indent=2) if args.json else plan)
+    facts = dataclasses.asdict(plan) | {"datasets": [d._asdict() for d in plan.datasets]}
+    print(json.dumps(facts, indent=2) if args.json else plan)

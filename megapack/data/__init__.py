@@ -3,13 +3,14 @@
 from megapack.data.batch import Batch, BatchLayout, MicroBatch, allocate
 from megapack.data.blend import BlendConfig, Source, load_blend
 from megapack.data.dataset import PackedDataset
+from megapack.data.exclusion_plan import plan_exclusions
 from megapack.data.loader import PackedLoader, build_loader
 from megapack.data.masks import block_diagonal_mask, flex_block_mask, segment_ids
 from megapack.data.order import ORDERS
 from megapack.data.program import Stage
 from megapack.data.ramp import Ramp
 from megapack.data.rank_check import RankChecker
-from megapack.data.report import plan_exclusions, plan_run
+from megapack.data.report import plan_run
 from megapack.data.sampler import BucketBatchSampler
 from megapack.data.schedule import Schedule
 from megapack.data.scores import Scores

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from megapack.errors import ConfigError
 from megapack.packing import SampleIndex
 
-__all__ = ["Masks", "document_ends", "label_counts", "segment_costs"]
+__all__ = ["Masks", "document_ends", "label_counts", "segment_costs", "segments_of"]
 
 Ids = NDArray[np.int64]
 
@@ -31,7 +31,7 @@ def segment_costs(
         window: attention, also in padding, stays inside pieces of so many tokens.
         whole: samples attend as a whole instead of segment by segment.
     """
-    segments, owner = _segments_of(index, samples)
+    segments, owner = segments_of(index, samples)
     documents = np.asarray(index.segment_document[segments], np.int64)
     lengths = np.asarray(index.segment_length[segments], np.int64)
     kept = np.where(masks(documents, owner), 0, lengths)
@@ -51,7 +51,7 @@ def label_counts(index: SampleIndex, samples: Ids, masks: Masks, ends: Ids) -> I
         masks: segments that are padding.
         ends: ``document_ends(index)``.
     """
-    segments, owner = _segments_of(index, samples)
+    segments, owner = segments_of(index, samples)
     documents = np.asarray(index.segment_document[segments], np.int64)
     lengths = np.asarray(index.segment_length[segments], np.int64)
     last = np.asarray(index.segment_begin[segments], np.int64) + lengths == ends[documents]
@@ -80,7 +80,7 @@ def document_ends(index: SampleIndex) -> Ids:
     return ends
 
 
-def _segments_of(index: SampleIndex, samples: Ids) -> tuple[Ids, Ids]:
+def segments_of(index: SampleIndex, samples: Ids) -> tuple[Ids, Ids]:
     """Numbers of the segments of some samples, and the position of the sample of each."""
     first = np.asarray(index.sample_segment_offsets[samples])
     counts = np.asarray(index.sample_segment_offsets[samples + 1]) - first

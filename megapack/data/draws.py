@@ -81,10 +81,15 @@ class DrawOrder:
     def counts(self, end: int) -> NDArray[np.int64]:
         """(num_buckets,) how often every bucket is drawn in draws ``[0, end)``."""
         cycle = self._cycle_of(end)
-        within = _cycle(self, cycle)[0][: end - self.begin(cycle)]
-        num_buckets = len(self.samples_per_draw)
-        before = [self.drawn(b, cycle) for b in range(num_buckets)]
-        return np.asarray(before) + np.bincount(within, minlength=num_buckets)
+        within = end - self.begin(cycle)
+        _, _, by_bucket = _cycle(self, cycle)
+        counts, first = [], 0
+        for bucket in range(len(self.samples_per_draw)):
+            before, after = self.drawn(bucket, cycle), self.drawn(bucket, cycle + 1)
+            last = first + after - before
+            counts.append(before + int(np.searchsorted(by_bucket[first:last], within)))
+            first = last
+        return np.array(counts, np.int64)
 
     def window(self, bucket: int, turn: int, size: int) -> tuple[int, int]:
         """The turns ``[begin, end)`` of a bucket that are grouped with ``turn``, at most ``size``.

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import groupby
+from typing import NamedTuple
 
 import numpy as np
 
-from megapack.data.exclusions import FIRST_MASKED
 from megapack.data.schedule import Schedule
 from megapack.data.stage import StageDraws
 from megapack.errors import ConfigError
@@ -15,11 +15,9 @@ from megapack.errors import ConfigError
 __all__ = [
     "BucketPlan",
     "DatasetPlan",
-    "ExclusionPlan",
     "RunPlan",
     "StagePlan",
     "check_epochs",
-    "plan_exclusions",
     "plan_run",
 ]
 
@@ -35,8 +33,7 @@ class BucketPlan:
     share: float
 
 
-@dataclass(frozen=True)
-class DatasetPlan:
+class DatasetPlan(NamedTuple):  # there may be tens of thousands
     """One dataset: the share of tokens asked for and realised, and how often it is repeated."""
 
     name: str
@@ -148,84 +145,12 @@ def _plan_datasets(schedule: Schedule, num_steps: int) -> tuple[DatasetPlan, ...
         before = int(taken.sum())
         for capacity, datasets, samples in stage.taken(end):
             taken[datasets] += samples * capacity
-        shares = np.array(
-            [t if w is None else w for w, t in zip(stage.weights, there.tolist(), strict=True)]
-        )
+        given = np.array(stage.weights, np.float64)  # nan for None
+        shares = np.where(np.isnan(given), there, given)
         wanted += shares / shares.sum() * (int(taken.sum()) - before)
     total = max(1, int(taken.sum()))
     columns = (wanted / total, taken / total, np.diff(source.bases), taken, taken / there)
-    return tuple(
-        DatasetPlan(name, *values)
-        for name, *values in zip(source.names, *(c.tolist() for c in columns), strict=True)
-    )
-
-
-@dataclass(frozen=True)
-class ExclusionPlan:
-    """What a list of excluded documents does to one source.
-
-    Attributes:
-        source, from_step: whose documents, masked from which step on.
-        num_documents: that no list before it has.
-        num_samples: that hold a piece of them.
-        draws_before: draws of those samples before from_step, when the documents were seen.
-        last_seen: the step of the last of these; None: there is none.
-        draws_since: draws of those samples from from_step on.
-        shown_since: of these, how many still show one of the documents.
-    """
-
-    source: str
-    from_step: int
-    num_documents: int
-    num_samples: int
-    draws_before: int
-    last_seen: int | None
-    draws_since: int
-    shown_since: int
-
-
-def plan_exclusions(schedule: Schedule, num_steps: int) -> list[ExclusionPlan]:
-    """What the lists of excluded documents do in the first ``num_steps`` steps.
-
-    The steps of a sample are found by inverting the schedule, so none is looked through that does
-    not draw one of these samples. Reads 4 bytes per segment of the sources concerned.
-    """
-    lists = schedule.samples.exclusions
-    return [
-        _plan_exclusion(schedule, source, number, num_steps)
-        for source, own in enumerate(lists.lists)
-        for number in np.unique(own).tolist()
-    ]
-
-
-def _plan_exclusion(schedule: Schedule, source: int, number: int, num_steps: int) -> ExclusionPlan:
-    samples, lists = schedule.samples, schedule.samples.exclusions
-    documents = lists.documents[source][lists.lists[source] == number]
-    begin = schedule.masked_from(source, int(documents[0]))
-    assert begin is not None
-    holding = samples.samples_of(source, documents)
-    drawn = [(step, sample) for sample in holding for step in schedule.steps_of(sample, num_steps)]
-    before = [step for step, _ in drawn if step < begin]
-    since = [
-        sample + schedule.stage_at(step).num_lists * FIRST_MASKED
-        for step, sample in drawn
-        if step >= begin
-    ]
-    gone = set(documents.tolist())
-    shown = {
-        sample: any(document in gone for document, _, _ in samples.segments(sample)[1])
-        for sample in set(since)
-    }
-    return ExclusionPlan(
-        source=samples.names[source],
-        from_step=begin,
-        num_documents=len(documents),
-        num_samples=len(holding),
-        draws_before=len(before),
-        last_seen=max(before, default=None),
-        draws_since=len(since),
-        shown_since=sum(shown[sample] for sample in since),
-    )
+    return tuple(map(DatasetPlan, source.names, *(column.tolist() for column in columns)))
 
 
 def check_epochs(schedule: Schedule, num_steps: int) -> None:

@@ -104,11 +104,18 @@ class ScoreOrder:
             done += number
         return result
 
-    def position(self, key: int, sample: int) -> int:
-        """The place of a sample in the epoch of a key."""
-        rank = int(self._inverse[sample])
-        start, end = self._group(rank)
-        return start + int(_core.permute_inverse(_mixed(key, start), end - start, rank - start))
+    def places(self, key: int, samples: Ids) -> Ids:
+        """Where some samples stand in the epoch of a key."""
+        ranks = self._inverse[samples]
+        group = np.searchsorted(self._starts, ranks, side="right") - 1
+        order = np.argsort(group, kind="stable")
+        present, begins = np.unique(group[order], return_index=True)
+        for at, mine in zip(present.tolist(), np.split(order, begins[1:]), strict=True):
+            start, end = self._starts[at : at + 2].tolist()
+            if end - start > 1:
+                own = ranks[mine] - start
+                ranks[mine] = start + _core.permute_inverse(_mixed(key, start), end - start, own)
+        return ranks
 
     def _ranks(self, key: int, place: int, number: int) -> Ids:
         """Ranks at places [place, place + number) of an epoch: those of equal score shuffled."""
@@ -122,10 +129,6 @@ class ScoreOrder:
                 _mixed(key, start), end - start, low - start, high - low
             )
         return ranks
-
-    def _group(self, rank: int) -> tuple[int, int]:
-        at = int(np.searchsorted(self._starts, rank, side="right")) - 1
-        return int(self._starts[at]), int(self._starts[at + 1])
 
     @property
     def _inverse(self) -> Ids:

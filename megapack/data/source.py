@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megapack import _core
-from megapack.data.counting import Masks, document_ends, label_counts, segment_costs
+from megapack.data.counting import Masks, document_ends, label_counts, segment_costs, segments_of
 from megapack.data.exclusions import FIRST_MASKED, Exclusions, read_exclusions
 from megapack.data.program import Stage
 from megapack.data.scores import ScoreOrder, Scores, score_orders
@@ -222,6 +222,17 @@ class SampleSource:
         segments = np.flatnonzero(np.isin(np.asarray(index.segment_document), documents))
         local = np.searchsorted(index.sample_segment_offsets, segments, side="right") - 1
         return [int(self.bases[source]) + int(sample) for sample in np.unique(local)]
+
+    def segment_lengths(self, ids: Ids) -> Ids:
+        """Lengths of all segments of some samples that are not masked, tokens, in any order."""
+        parts = [np.zeros(0, np.int64)]
+        for d, mine, local in self._by_index(ids):
+            index = self.indices[d]
+            segments, owner = segments_of(index, local)
+            masks = self._masks(d, ids[mine] // FIRST_MASKED)
+            kept = ~masks(np.asarray(index.segment_document[segments], np.int64), owner)
+            parts.append(np.asarray(index.segment_length[segments[kept]], np.int64))
+        return np.concatenate(parts)
 
     def attention_cost(self, ids: Ids, capacity: int, window: int | None = None) -> Ids:
         """Token pairs per sample: sum of squared segment lengths, its padding included.

@@ -21,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megapack import _core
+from megapack.data.epochs import Epochs
 from megapack.data.scores import ScoreOrder
 from megapack.errors import ConfigError
 from megapack.packing import SampleIndex
@@ -108,27 +109,26 @@ class BucketStream:
         [i] = np.flatnonzero(
             (self.first_sample <= sample) & (sample < self.first_sample + self.sizes)
         ).tolist()
-        key, size, place = (
-            int(self._keys[i]),
-            int(self.sizes[i]),
-            sample - int(self.first_sample[i]),
-        )
-        order, first = self._orders[i], int(self.starts[i])
-        last = first + self.blend.taken_of(i, end)
+        epochs, own = self._epochs(i), np.array([sample - int(self.first_sample[i])])
+        first, last = int(self.starts[i]), self.cursor(i, end)
         found = []
-        for epoch in range(first // size, -(-last // size)):
-            if order is not None:
-                cursor = epoch * size + order.position(fold_key(key, epoch), place)
-            elif self._shuffled:
-                cursor = epoch * size + _core.permute_inverse(fold_key(key, epoch), size, place)
-            else:
-                cursor = epoch * size + place
+        for epoch in range(first // epochs.size, -(-last // epochs.size)):
+            cursor = epoch * epochs.size + int(epochs.places(epoch, own)[0])
             if first <= cursor < last:  # the position at which the source is taken once more
                 turn = cursor - first
                 found.append(
                     bisect_right(range(end), turn, key=lambda n: self.blend.taken_of(i, n)) - 1
                 )
         return found
+
+    def cursor(self, i: int, end: int) -> int:
+        """How many samples dataset ``datasets[i]`` gave, before this stream and in its first
+        ``end`` samples."""
+        return int(self.starts[i]) + self.blend.taken_of(i, end)
+
+    def _epochs(self, i: int) -> Epochs:
+        key = int(self._keys[i]) if self._shuffled else None
+        return Epochs(int(self.sizes[i]), key, self._orders[i])
 
     def taken(self, end: int) -> NDArray[np.int64]:
         """How many of the first ``end`` samples each of ``datasets`` gave; shape (D,)."""

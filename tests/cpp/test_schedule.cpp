@@ -35,9 +35,10 @@ void test_permutations() {
         std::vector<std::int64_t> out(static_cast<std::size_t>(size));
         permute_range(static_cast<std::uint64_t>(size), size, 0, out);
         require(is_permutation_of_range(out), "a permutation repeats a position");
-        for (std::int64_t position = 0; position < size; position += 1 + size / 500) {
-            const std::int64_t value = out[static_cast<std::size_t>(position)];
-            require(permute_inverse(static_cast<std::uint64_t>(size), size, value) == position,
+        std::vector<std::int64_t> positions(out.size());
+        permute_inverse(static_cast<std::uint64_t>(size), size, out, positions);
+        for (std::int64_t i = 0; i < size; ++i) {
+            require(positions[static_cast<std::size_t>(i)] == i,
                     "an inverse is not where the value stands");
         }
         std::vector<std::int64_t> none;
@@ -47,10 +48,12 @@ void test_permutations() {
     const std::int64_t huge = (std::int64_t{1} << 62) + 1;
     permute_range(5, huge, huge - 1, one);
     require(one[0] >= 0 && one[0] < huge, "a position outside of the range");
-    require(permute_inverse(5, huge, one[0]) == huge - 1, "an inverse of a huge permutation");
+    permute_inverse(5, huge, one, one);
+    require(one[0] == huge - 1, "an inverse of a huge permutation");
+    std::vector<std::int64_t> both(2);
     for (const std::int64_t value : {-1, 10}) {
         try {
-            permute_inverse(1, 10, value);
+            permute_inverse(1, 10, std::vector<std::int64_t>{3, value}, both);
             require(false, "a value outside of the permutation was accepted");
         } catch (const std::invalid_argument&) {
         }

@@ -34,6 +34,7 @@ from tests.data.corpora import (
     write_documents,
 )
 from tests.data.test_gather import TENSORS, corpora
+from tests.data.test_programs import Run
 from tests.reference import gather as reference
 
 
@@ -78,6 +79,8 @@ def test_a_masked_sample_is_what_it_would_be_without_those_segments(
             assert dataset.count_labels(ids).sum() == sum(expected.loss_mask)
             check_costs(dataset, ids, samples, capacity, case["options"]["attention"])
             assert [dataset.samples.segments(i)[1] for i in ids.tolist()] == samples
+            lengths_there = dataset.samples.segment_lengths(ids).tolist()
+            assert lengths_there == [length for sample in samples for _, _, length in sample]
         with pytest.raises(IndexError):
             dataset.micro_batch([3 * FIRST_MASKED])
 
@@ -153,13 +156,18 @@ def test_what_a_loader_gives_has_no_excluded_token_from_the_step_on(
         assert ours.num_label_tokens <= theirs.num_label_tokens
 
 
-def test_the_plan_of_exclusions_counts_what_the_steps_hold(tmp_path: Path) -> None:
+@pytest.mark.parametrize("window", [1, 4])
+@pytest.mark.parametrize("order", ["proportional", "sequential"])
+def test_the_plan_of_exclusions_counts_what_the_steps_hold(
+    tmp_path: Path, window: int, order: str
+) -> None:
     first, second = [3, 17, 40, 41], [17, 55]  # 17 is in both
     stages = [
         {"from_step": 12, "exclude": {"web": write_list(tmp_path / "a.txt", first)}},
         {"from_step": 20, "skip_steps": 2, "exclude": {"web": write_list(tmp_path / "b", second)}},
     ]
-    schedule = Schedule(run_of(tmp_path, *stages), tokens_per_step=256)
+    data = run_of(tmp_path, *stages)
+    schedule = Schedule(data, tokens_per_step=256, cost_window=window, order=order)
     one, two = plan_exclusions(schedule, 60)
     assert [(p.source, p.from_step, p.num_documents) for p in (one, two)] == [
         ("web", 12, 4),
@@ -184,6 +192,28 @@ def test_the_plan_of_exclusions_counts_what_the_steps_hold(tmp_path: Path) -> No
         assert (plan.draws_before, plan.last_seen) == (len(before), max(before))
         assert plan.draws_since == len(drawn) - len(before) > 0
         assert plan.shown_since == 0
+
+
+@pytest.mark.parametrize("number", range(20))
+def test_the_plan_of_exclusions_is_what_going_through_the_steps_gives(number: int) -> None:
+    """Random programs with lists, other weights, orders, scores and skipped steps."""
+    run = Run(number)
+    for _ in range(6):
+        run.step += int(run.random.integers(0, 15))
+        run.edit()
+    schedule, until = run.schedule(), run.step + 40
+    samples = schedule.samples
+    for plan in plan_exclusions(schedule, until):
+        source = samples.names.index(plan.source)
+        number_of_list = schedule.stage_at(plan.from_step).num_lists
+        own = samples.exclusions.lists[source] == number_of_list
+        documents = samples.exclusions.documents[source][own]
+        holding = samples.samples_of(source, documents)
+        steps = [step for sample in holding for step in schedule.steps_of(sample, until)]
+        before = [step for step in steps if step < plan.from_step]
+        assert (plan.num_documents, plan.num_samples) == (len(documents), len(holding))
+        assert (plan.draws_before, plan.draws_since) == (len(before), len(steps) - len(before))
+        assert (plan.last_seen, plan.shown_since) == (max(before, default=None), 0)
 
 
 def test_a_list_is_part_of_the_program(tmp_path: Path) -> None:

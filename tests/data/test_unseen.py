@@ -13,7 +13,6 @@ import yaml
 
 from megapack.cli.main import main
 from megapack.data import Schedule, load_blend, unseen_documents
-from megapack.errors import ConfigError
 from megapack.packing import SampleIndex, pack
 from tests.data.corpora import packed_lengths, random_documents, write_documents
 from tests.data.test_programs import Run
@@ -150,10 +149,13 @@ def test_documents_to_pack_exist(
     assert "has document 400, and" in capsys.readouterr().err
 
 
-def test_windows_of_cost_do_not_know(tmp_path: Path, run_of: Any) -> None:
-    run_of()
-    schedule = Schedule(
-        load_blend(tmp_path / "blend.yaml").open(), tokens_per_step=256, cost_window=4
-    )
-    with pytest.raises(ConfigError, match="cost_window is 4: after 3 steps"):
-        unseen_documents(schedule, 0, 3)
+@pytest.mark.parametrize("skip", [0, 2])
+def test_windows_of_cost_may_be_half_done(tmp_path: Path, run_of: Any, skip: int) -> None:
+    run_of(stages=[{"from_step": 7, "skip_steps": skip, "attention_window": 8}])
+    data = load_blend(tmp_path / "blend.yaml").open()
+    schedule = Schedule(data, tokens_per_step=256, cost_window=4)
+    for steps in range(30):
+        found, passes = unseen_documents(schedule, 0, steps)
+        seen = times_seen(schedule, 0, steps)
+        assert passes == min(seen.values())
+        assert found.tolist() == sorted(d for d in seen if seen[d] == passes)

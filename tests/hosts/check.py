@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from tests.hosts.corpus import Corpus
+from tests.hosts.corpus import WINDOW, Corpus
 
 
 @dataclass
@@ -25,6 +25,8 @@ class Findings:
     problems: list[str] = field(default_factory=list)
     rows: dict[int, tuple[int, ...]] = field(default_factory=dict)
     """Tokens of every row of training that was read."""
+    longest: dict[int, int] = field(default_factory=dict)
+    """Beside it the longest segment of its micro batch, tokens."""
 
 
 def check_run(folder: Path, corpus: Corpus) -> Findings:
@@ -70,9 +72,7 @@ def wrong(call: dict[str, Any], begins: NDArray[np.int64]) -> Iterator[str]:
     if len(tokens) != bounds[-1]:
         yield f"{len(tokens)} tokens, cu_seqlens end at {bounds[-1]}"
         return
-    positions = np.concatenate([np.arange(n) for n in lengths])
-    if not np.array_equal(_flat(call["position_ids"]), positions):
-        yield "position_ids do not restart at segments"
+    positions = _flat(call["position_ids"])
     follows = np.zeros(len(tokens), np.int64)  # the next token of the document, 0: none
     for begin, end in pairwise(bounds):
         text = tokens[begin:end]
@@ -83,6 +83,13 @@ def wrong(call: dict[str, Any], begins: NDArray[np.int64]) -> Iterator[str]:
         if not np.array_equal(text, np.arange(text[0], text[0] + len(text))) or text[-1] > last:
             yield f"segment [{begin}, {end}) is no run of one document"
         follows[begin:end] = np.where(text < last, text + 1, 0)
+        first = 0
+        if begin and tokens[begin - 1] and follows[begin - 1] == text[0]:  # cut by a window
+            first = int(positions[begin - 1]) + 1
+            if first % WINDOW:
+                yield f"segment [{begin}, {end}) goes on after {first} tokens"
+        if not np.array_equal(positions[begin:end], np.arange(first, first + len(text))):
+            yield f"position_ids of segment [{begin}, {end}) do not begin at {first}"
     mask, labels = _flat(call["loss_mask"]), _flat(call["labels"])
     if mask is not None and not np.array_equal(mask, (follows > 0).astype(np.float32)):
         yield "loss_mask is not 1 just where the document goes on"
@@ -147,3 +154,4 @@ def remember_rows(rank: dict[str, Any], found: Findings) -> None:
         for number, row in zip(read["rows"], rows, strict=True):
             if found.rows.setdefault(number, tuple(row)) != tuple(row):
                 found.problems.append(f"row {number} was read with two contents")
+            found.longest[number] = int(call["max_seqlen"])

@@ -12,11 +12,14 @@ from numpy.typing import NDArray
 from megapack.storage import IndexedDatasetBuilder
 
 BUCKETS = (32, 64, 128)
+WINDOW = 24  # of attention, tokens, in the first two steps of program.json
+NUM_WEB = 150
+MASKED = range(0, NUM_WEB, 2)  # documents of web that its third step and later ones do not show
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """Two sources, ``web`` and ``code``, and a manifest of each kind."""
+    """Two sources, ``web`` and ``code``, and manifests: one source, a blend, a program."""
 
     folder: Path
     begins: NDArray[np.int64]
@@ -34,17 +37,27 @@ def write_corpus(folder: Path) -> Corpus:
     """Documents of 2 to 300 tokens: shorter than a bucket, and longer than a row."""
     rng = np.random.default_rng(5)
     first, begins = 1, []
-    for name, count in (("web", 150), ("code", 60)):
+    for name, count in (("web", NUM_WEB), ("code", 60)):
         lengths = np.clip(rng.lognormal(3.4, 0.9, count).astype(int), 2, 300)
         with IndexedDatasetBuilder(folder / name, np.int32, overwrite=True) as builder:
             for length in lengths:
                 builder.add_document(np.arange(first, first + length))
                 begins.append(first)
                 first += int(length)
+    np.save(folder / "masked.npy", np.array(MASKED))
     packing = {"buckets": BUCKETS, "rows_per_block": 12}
-    for name, sources in (
-        ("web.json", [{"prefix": "web"}]),
-        ("mix.json", [{"prefix": "web", "weight": 0.7}, {"prefix": "code", "weight": 0.3}]),
+    blend = [
+        {"name": "web", "prefix": "web", "weight": 0.7},
+        {"name": "code", "prefix": "code", "weight": 0.3},
+    ]
+    stages = [
+        {"from_step": 1, "weights": {"web": 0.2, "code": 0.8}},
+        {"from_step": 2, "attention_window": 0, "exclude": {"web": "masked.npy"}},
+    ]
+    for name, manifest in (
+        ("web.json", {"sources": [{"prefix": "web"}]}),
+        ("mix.json", {"sources": blend}),
+        ("program.json", {"sources": blend, "attention_window": WINDOW, "stages": stages}),
     ):
-        (folder / name).write_text(json.dumps({"sources": sources, **packing}))
+        (folder / name).write_text(json.dumps({**manifest, **packing}))
     return Corpus(folder, np.array([*begins, first]))

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
 from tests.hosts.check import Findings, check_run
-from tests.hosts.corpus import Corpus, write_corpus
+from tests.hosts.corpus import MASKED, NUM_WEB, WINDOW, Corpus, write_corpus
 from tests.hosts.layouts import GLOBAL_BATCH, LAYOUTS, Layout, release_of, run
 from tests.hosts.matrix import MATRIX
 
@@ -74,6 +76,22 @@ def test_every_call_is_handed_the_documents(
     assert found.calls > 0 and found.segments > found.calls
     assert log.count("lm loss") >= layout.train_iters, "and the run went to its end"
     compare(known_rows.setdefault(layout.data, {}), found)
+    if layout.data == "program.json":
+        check_program(found, corpus)
+
+
+def check_program(found: Findings, corpus: Corpus) -> None:
+    """Two steps attend inside a window; one has little code; two show no masked document."""
+    steps: list[dict[str, Any]] = [{"documents": set(), "longest": 0} for _ in range(4)]
+    for number, row in found.rows.items():
+        step = steps[number // GLOBAL_BATCH]
+        tokens = np.array([token for token in row if token])
+        step["documents"] |= set((np.searchsorted(corpus.begins, tokens, "right") - 1).tolist())
+        step["longest"] = max(step["longest"], found.longest[number])
+    shares = [np.mean([document >= NUM_WEB for document in step["documents"]]) for step in steps]
+    assert shares[0] < 0.5 < min(shares[1:])
+    assert all((step["longest"] <= WINDOW) == (i < 2) for i, step in enumerate(steps))
+    assert all(bool(step["documents"] & set(MASKED)) == (i < 2) for i, step in enumerate(steps))
 
 
 def test_a_run_resumes_with_other_ranks_and_micro_batches(

@@ -106,13 +106,24 @@ void permute_range(std::uint64_t key, std::int64_t size, std::int64_t first,
     }
 }
 
-std::int64_t permute_inverse(std::uint64_t key, std::int64_t size, std::int64_t value) {
-    check(value >= 0 && value < size, "value ", value, " of a permutation of ", size);
-    if (size <= kShuffled) {
-        const std::vector<std::int64_t> order = shuffled(key, static_cast<std::size_t>(size));
-        return std::find(order.begin(), order.end(), value) - order.begin();
+void permute_inverse(std::uint64_t key, std::int64_t size, Span<const std::int64_t> values,
+                     Span<std::int64_t> out) {
+    check(size > 0, "a permutation of ", size, " elements; it needs at least 1");
+    check(values.size() == out.size(), values.size(), " values and room for ", out.size());
+    for (const std::int64_t value : values) {
+        check(value >= 0 && value < size, "value ", value, " of a permutation of ", size);
     }
-    return FeistelPermutation(key, size).inverse(value);
+    if (size <= kShuffled) {
+        const std::vector<std::int64_t> order = shuffled(key, size);
+        std::vector<std::int64_t> place(order.size());
+        for (std::int64_t i = 0; i < size; ++i) place[order[i]] = i;
+        std::transform(values.begin(), values.end(), out.begin(),
+                       [&](std::int64_t value) { return place[value]; });
+        return;
+    }
+    const FeistelPermutation permutation(key, size);
+    std::transform(values.begin(), values.end(), out.begin(),
+                   [&](std::int64_t value) { return permutation.inverse(value); });
 }
 
 void permute_epochs(Span<const EpochRun> runs, bool shuffled, Span<std::int64_t> out) {

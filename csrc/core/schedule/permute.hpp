@@ -16,8 +16,9 @@ namespace megapack {
 void permute_range(std::uint64_t key, std::int64_t size, std::int64_t first,
                    Span<std::int64_t> out);
 
-// Where a value stands: the position with permutation(position) == value.
-std::int64_t permute_inverse(std::uint64_t key, std::int64_t size, std::int64_t value);
+// Where values stand: out[i] is the position with permutation(out[i]) == values[i].
+void permute_inverse(std::uint64_t key, std::int64_t size, Span<const std::int64_t> values,
+                     Span<std::int64_t> out);
 
 // The elements of a list, again and again, every time in a new order: positions [begin, begin +
 // count) of that endless sequence, in which epoch e is permuted by random_bits(key, e).

@@ -22,7 +22,7 @@ class StepWork:
     tokens: int
     """Padding included."""
     useful_tokens: int
-    """Tokens of documents."""
+    """Tokens of documents that are not masked."""
     flops: float
     """Of the model: every token of a document, attention inside segments and the window."""
     naive_flops: float
@@ -45,18 +45,10 @@ class StepWork:
 
 
 def segment_lengths(schedule: Schedule, step: Step) -> NDArray[np.int64]:
-    """Lengths of all segments of a step, tokens, in any order; cut by its attention window."""
-    source, local = schedule.samples.locate(step.sample_ids)
-    parts = []
-    for number, index in enumerate(schedule.samples.indices):
-        ids = local[source == number]
-        first = np.asarray(index.sample_segment_offsets[ids])
-        counts = np.asarray(index.sample_segment_offsets[ids + 1]) - first
-        before = np.cumsum(counts) - counts
-        where = np.repeat(first - before, counts) + np.arange(counts.sum())
-        parts.append(np.asarray(index.segment_length[where], dtype=np.int64))
+    """Lengths of all segments of a step, tokens, in any order, cut by its window; none masked."""
+    lengths = schedule.samples.segment_lengths(step.sample_ids)
     window = schedule.settings_at(step.index).window_at(step.index)
-    return cut_lengths(np.concatenate(parts), window)
+    return cut_lengths(lengths, window)
 
 
 def sample_digest(content: Step) -> str:
