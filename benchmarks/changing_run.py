@@ -175,12 +175,13 @@ def draw(
     from matplotlib import pyplot as plt  # noqa: PLC0415
 
     figure, (loss, seconds) = plt.subplots(2, 1, figsize=(9, 7), sharex=True, layout="constrained")
-    for name, color in (("python", FIRST), ("headers", SECOND)):
-        for steps, width, shade in ((killed, 4.0, GREY), (lines, 1.2, color)):
+    for name, color, dashes in (("python", FIRST, "-"), ("headers", SECOND, "--")):
+        before = f"{name}, until it was killed"
+        for steps, width, shade, label in ((killed, 4.0, GREY, before), (lines, 1.2, color, name)):
             points = [(s["step"], s["source_loss"].get(name)) for s in steps]
             kept = [(step, value) for step, value in points if value is not None]
-            label = name if steps is lines else None
-            loss.plot(*zip(*kept, strict=True), color=shade, linewidth=width, label=label)
+            style = {"color": shade, "linestyle": dashes, "linewidth": width, "label": label}
+            loss.plot(*zip(*kept, strict=True), **style)
     loss.set(ylabel="nats per label token", title="training loss of every source")
     loss.legend(frameon=False, loc="upper right")
     per_token = [1e6 * s["seconds"] / s["tokens"] for s in lines]
@@ -191,12 +192,12 @@ def draw(
         for stage in stages[1:]:
             axis.axvline(stage["from_step"], color="black", linewidth=0.8)
     for stage in stages:
-        window = stage["attention_window"] or "none"
-        grown = "to " if stage.get("window_steps") else ""
-        loss.annotate(
-            f"{stage['weights']['python']:.0%} python, window {grown}{window},\n"
+        window, grown = stage["attention_window"], "grows to " if stage.get("window_steps") else ""
+        seconds.annotate(
+            f"{stage['weights']['python']:.0%} python,\n"
+            f"{f'window {grown}{window}' if window else 'no window'},\n"
             f"{stage['tokens_per_step']:,} tokens per step",
-            (stage["from_step"] + 1, 0.02),
+            (stage["from_step"] + 1, 0.05),
             xycoords=("data", "axes fraction"),
             fontsize=8,
         )

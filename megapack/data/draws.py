@@ -127,6 +127,7 @@ def _cycle(
         at = int(np.argmax(bucket == bucket.max()))
         bucket[[0, at]] = bucket[[at, 0]]
     rank = np.empty(len(bucket), np.int64)
-    by_bucket = np.argsort(bucket, kind="stable")
+    narrow = bucket.astype(np.uint16) if len(counts) <= 1 << 16 else bucket  # a faster sort
+    by_bucket = np.argsort(narrow, kind="stable")
     rank[by_bucket] = np.arange(len(bucket)) - np.repeat(np.cumsum(counts) - counts, counts)
     return bucket, rank, by_bucket
