@@ -6,7 +6,6 @@ import os
 
 import pytest
 from hypothesis import HealthCheck, settings
-from ports import free_port
 
 # Two test processes share two cores; oversubscription would only slow both.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -40,7 +39,9 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
-@pytest.fixture(name="free_port")
-def _free_port() -> int:
+@pytest.fixture
+def free_port() -> int:
     """A TCP port of the loopback interface that nobody listens on."""
-    return free_port()
+    import ports  # noqa: PLC0415  # this file is also used without what lies beside it
+
+    return ports.free_port()
