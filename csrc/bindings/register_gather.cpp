@@ -56,6 +56,11 @@ void will_need_numpy(const py::array& array, const py::object& begin, const py::
     will_need(bytes.subspan(at, wanted));
 }
 
+void read_exactly_numpy(const py::array& array) {
+    const auto size = static_cast<std::int64_t>(array.nbytes());
+    read_exactly(Span<const std::uint8_t>(static_cast<const std::uint8_t*>(array.data()), size));
+}
+
 py::object optional_array(std::vector<std::int32_t>&& values, bool wanted) {
     return wanted ? py::object(to_numpy(std::move(values))) : py::none();
 }
@@ -143,6 +148,12 @@ class Gatherer {
         return to_numpy(std::move(counts));
     }
 
+    std::int64_t will_need(const Array<std::int64_t>& sample_ids) const {
+        const auto samples = view(sample_ids, "sample_ids");
+        const py::gil_scoped_release release;
+        return will_need_samples(sources_, locate_samples(sources_, samples, num_lists_));
+    }
+
   private:
     GatherOptions options_;
     std::int64_t num_lists_ = 0;  // of excluded documents
@@ -154,6 +165,7 @@ class Gatherer {
 
 void register_gather(py::module_& m) {
     m.def("will_need", &will_need_numpy, py::arg("array"), py::arg("begin"), py::arg("num_bytes"));
+    m.def("read_exactly", &read_exactly_numpy, py::arg("array"));
     py::class_<Gatherer>(m, "Gatherer")
         .def(py::init<const py::object&, const py::object&, const py::object&, const py::object&,
                       const py::object&>(),
@@ -170,7 +182,8 @@ void register_gather(py::module_& m) {
              py::arg("tokens").noconvert(), py::arg("labels").noconvert(),
              py::arg("loss_mask").noconvert(), py::arg("position_ids").noconvert(),
              py::arg("per_row"), py::arg("num_cu_seqlens"))
-        .def("count_labels", &Gatherer::count, py::arg("sample_ids").noconvert());
+        .def("count_labels", &Gatherer::count, py::arg("sample_ids").noconvert())
+        .def("will_need", &Gatherer::will_need, py::arg("sample_ids").noconvert());
 }
 
 }  // namespace megapack

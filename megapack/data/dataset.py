@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
@@ -278,17 +278,12 @@ class PackedDataset(Dataset[Batch]):
         cuts = (tokens or layout.micro_batch_tokens) // window if window else 0
         return self._max_cu_seqlens[layout] + cuts
 
-    def warm(self, chunk_bytes: int = 64 << 20) -> Iterator[None]:
-        """Have the indices (not the tokens) read into the page cache, a chunk per ``next``.
+    def will_need(self, sample_ids: ArrayLike) -> int:
+        """Ask the system to read what ``micro_batch`` of these samples will read of the documents.
 
-        A step looks up thousands of segments at random; from a cold disk that is one read each,
-        and the whole index read in order costs less than a few steps of it.
+        Returns at once; bytes that were asked for, in whole pages. Raises as ``micro_batch`` does.
         """
-        for dataset, index in zip(self.datasets, self.samples.indices, strict=True):
-            for array in (*index.segment_arrays(), dataset.index_bytes):
-                for begin in range(0, array.nbytes, chunk_bytes):
-                    _core.will_need(array, begin, chunk_bytes)
-                    yield
+        return self._gatherer.will_need(np.ascontiguousarray(sample_ids, np.int64))
 
     def count_labels(self, sample_ids: ArrayLike) -> NDArray[np.int64]:
         """Tokens of every sample that have a label (the sum of its loss_mask), int64."""

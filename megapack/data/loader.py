@@ -18,6 +18,7 @@ from megapack.data.batch import Batch, BatchLayout, allocate
 from megapack.data.dataset import PackedDataset
 from megapack.data.prefetch import ThreadPrefetcher, to_device
 from megapack.data.rank_check import RankChecker
+from megapack.data.read_ahead import read_indices, reading_ahead
 from megapack.data.report import plan_run
 from megapack.data.sampler import BucketBatchSampler
 from megapack.data.schedule import Schedule
@@ -45,6 +46,7 @@ def build_loader(
     num_cu_seqlens: int | None = None,
     cu_seqlens_per_row: bool = False,
     prefetch: int = 2,
+    read_ahead: int = 16,
     pin_memory: bool = False,
     reuse_buffers: bool = False,
     device: torch.device | str | None = None,
@@ -59,6 +61,8 @@ def build_loader(
         data_parallel_rank .. uneven: see ``BucketBatchSampler``.
         layout .. cu_seqlens_per_row: see ``BatchLayout``; row_tokens is the schedule's by default.
         prefetch: batches that the thread prepares ahead; 0: none, and no thread.
+        read_ahead: micro batches whose documents the system is asked to read before they are
+            prepared (``megapack.data.read_ahead``); 0: each only just before.
         pin_memory: batches in page-locked memory, where there is CUDA.
         reuse_buffers: write into the same few buffers again and again. A batch is then valid until
             the next one is asked for. Not with a device.
@@ -126,6 +130,7 @@ def build_loader(
         sampler,
         shape,
         prefetch=prefetch,
+        read_ahead=read_ahead,
         pin_memory=pin_memory,
         reuse_buffers=reuse_buffers,
         device=device,
@@ -152,6 +157,7 @@ class PackedLoader:
         layout: BatchLayout,
         *,
         prefetch: int = 2,
+        read_ahead: int = 16,
         pin_memory: bool = False,
         reuse_buffers: bool = False,
         device: torch.device | str | None = None,
@@ -162,6 +168,7 @@ class PackedLoader:
         self.layout = layout
         self.schedule = sampler.schedule
         self._prefetch = prefetch
+        self._read_ahead = read_ahead
         self._pin_memory = pin_memory and torch.cuda.is_available()
         self._reuse_buffers = reuse_buffers
         self._device = None if device is None else torch.device(device)
@@ -203,8 +210,8 @@ class PackedLoader:
             allocate(tokens, pin_memory=self._pin_memory)
             for _ in range(self._prefetch + 2 if self._reuse_buffers else 0)
         ]
-        warm = self.dataset.warm()
-        for i, item in enumerate(self.sampler):
+        indices = read_indices(self.dataset)
+        for i, item in enumerate(reading_ahead(self.sampler, self.dataset, self._read_ahead)):
             out = ring[i % len(ring)] if ring else allocate(tokens, pin_memory=self._pin_memory)
             batch = self.dataset.micro_batch(
                 item.sample_ids,
@@ -216,4 +223,4 @@ class PackedLoader:
             )
             _, row_tokens = self.layout.rows(item.capacity)
             yield {**batch, **item.about(), "row_tokens": row_tokens}
-            next(warm, None)
+            next(indices, None)

@@ -1,4 +1,6 @@
 // Whatever an index or an .idx says, the gather stays inside its arrays: it throws or it is right.
+#include <unistd.h>
+
 #include <cstdio>
 #include <cstdlib>
 #include <iterator>
@@ -6,6 +8,7 @@
 #include <string>
 
 #include "core/gather/fill.hpp"
+#include "core/gather/warm.hpp"
 
 using namespace megapack;
 
@@ -113,6 +116,23 @@ void test_values() {
     check_is_complete(batch);
 }
 
+// What is asked for is whole pages, each once however many segments lie in it.
+void test_will_need() {
+    const Corpus corpus;
+    const std::vector<GatherSource> sources{corpus.source()};
+    const std::vector<std::int64_t> ids{2, 0, 1, 0}, none;
+    const std::int64_t page = sysconf(_SC_PAGESIZE);
+    const std::int64_t bytes = will_need_samples(sources, locate_samples(sources, ids));
+    REQUIRE(bytes == page || bytes == 2 * page);
+    REQUIRE(will_need_samples(sources, locate_samples(sources, none)) == 0);
+    const std::vector<SampleRef> missing{{0, 3}};
+    try {
+        will_need_samples(sources, missing);
+        REQUIRE(false);
+    } catch (const std::out_of_range&) {
+    }
+}
+
 // A sample of which lists mask documents is what it would be without their segments.
 void test_excluded_documents() {
     const Corpus corpus;
@@ -211,6 +231,7 @@ void test_refused_shapes() {
 
 int main() {
     test_values();
+    test_will_need();
     test_excluded_documents();
     test_damaged_arrays();
     test_refused_shapes();

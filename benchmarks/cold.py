@@ -1,0 +1,121 @@
+"""``make bench-cold``: batches from a disk that has nothing of the documents in memory.
+
+The same micro batches in the same order, prepared by a thread, out of a .bin whose pages were
+dropped before (posix_fadvise). A trainer takes one every 4 ms. ``page faults`` reads as a mapped
+file is read by everybody: a page that is missing stops the gather, and the system reads around it
+as far as the disk's read_ahead_kb says. ``page faults, exactly`` has that switched off (madvise),
+as where the data do not fit into memory and what lies around would be dropped before it is used.
+``read ahead`` is what ``build_loader`` does: the pages of the next micro batches are asked for.
+
+``waits``: pages that a gather had to wait for, so a disk that takes t per read adds waits x t;
+``read over useful``: bytes read from the disk over bytes of the samples' tokens.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import tempfile
+import time
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from common import in_child, in_turns, quick, show, write_results
+from data_corpus import BUCKETS, write_corpus
+
+from megapack import _core
+from megapack.data import BatchLayout, BucketBatchSampler, PackedDataset, Schedule
+from megapack.data.prefetch import ThreadPrefetcher
+from megapack.data.read_ahead import reading_ahead
+from megapack.packing import pack
+from megapack.storage import IndexedDataset
+
+TOKENS = 32_768  # per micro batch
+TRAINER_SECONDS = 0.004  # for each
+FAULTS, EXACTLY = "page faults", "page faults, exactly"
+
+
+def drop(prefix: Path) -> None:
+    """Have the system forget the file's pages; nobody maps them now."""
+    file = os.open(f"{prefix}.bin", os.O_RDONLY)
+    os.fsync(file)
+    os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
+    os.close(file)
+
+
+def read(prefix: Path, depth: int | None, how: str, num_batches: int) -> dict[str, Any]:
+    """One pass; ``depth``: micro batches asked for ahead, None: none."""
+    drop(prefix)
+    documents = IndexedDataset(prefix)
+    dataset = PackedDataset(documents, f"{prefix}.samples")
+    sampler = BucketBatchSampler(
+        Schedule(dataset, tokens_per_step=TOKENS, seed=1),
+        data_parallel_rank=0,
+        data_parallel_size=1,
+        micro_batch_tokens=TOKENS,
+        num_steps=num_batches,
+    )
+    layout = BatchLayout(micro_batch_tokens=TOKENS)
+    counted = {"waits": 0}
+
+    def batches() -> Iterator[Any]:  # in the thread, whose page faults are counted
+        if how == EXACTLY:
+            _core.read_exactly(documents.tokens)
+        for item in sampler if depth is None else reading_ahead(sampler, dataset, depth):
+            yield dataset.micro_batch(item.sample_ids, layout=layout, capacity=item.capacity)
+            counted["waits"] = resource.getrusage(resource.RUSAGE_THREAD).ru_majflt
+
+    before, begin, waited = resource.getrusage(resource.RUSAGE_SELF), time.perf_counter(), 0.0
+    ahead = ThreadPrefetcher(batches(), 2)
+    for _ in range(num_batches):
+        asked = time.perf_counter()
+        next(ahead)
+        waited += time.perf_counter() - asked
+        time.sleep(TRAINER_SECONDS)
+    seconds = time.perf_counter() - begin
+    ahead.close()
+    blocks = resource.getrusage(resource.RUSAGE_SELF).ru_inblock - before.ru_inblock
+    return {
+        "waits": counted["waits"],
+        "data_wait_%": 100 * waited / seconds,
+        "read_over_useful": blocks * 512 / (num_batches * TOKENS * documents.tokens.itemsize),
+    }
+
+
+def main() -> None:
+    sides = {FAULTS: None, EXACTLY: None, "read ahead, 0": 0, "read ahead, 4": 4}
+    sides |= {"read ahead, 16": 16, "read ahead, 64": 64}
+    with tempfile.TemporaryDirectory() as name:
+        prefix = Path(name) / "docs"
+        documents = write_corpus(prefix, 50_000_000 if quick() else 400_000_000)
+        index = pack(documents.document_lengths, "bucket", buckets=BUCKETS)
+        index.save(f"{prefix}.samples", source=documents)
+        del documents
+        num_batches = 50 if quick() else 400
+        found = in_turns(
+            {
+                how: partial(in_child, partial(read, prefix, depth, how, num_batches))
+                for how, depth in sides.items()
+            },
+            1 if quick() else 5,
+        )
+    rows = [
+        {"case": how} | {key: _median([one[key] for one in runs]) for key in runs[0]}
+        for how, runs in found.items()
+    ]
+    write_results("cold", rows)
+    show(
+        f"{num_batches} micro batches of {TOKENS:,} tokens, nothing in memory",
+        rows,
+        *("case", "waits", "data_wait_%", "read_over_useful"),
+    )
+
+
+def _median(values: list[float]) -> float:
+    return sorted(values)[len(values) // 2]
+
+
+if __name__ == "__main__":
+    main()

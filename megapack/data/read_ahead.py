@@ -1,0 +1,73 @@
+"""Asks the system for what coming micro batches will read, instead of waiting at every page of it.
+
+Which samples come is known, so their documents' pages can be on their way from the disk, many at a
+time, while earlier batches are made. And only they: left to itself a system reads 128 KiB or more
+around every page that is missing. Advice changes when bytes are read and nothing else.
+"""
+
+from __future__ import annotations
+
+import resource
+from collections import deque
+from collections.abc import Iterable, Iterator
+from itertools import islice
+
+from megapack import _core
+from megapack.data.batch import MicroBatch
+from megapack.data.dataset import PackedDataset
+
+__all__ = ["read_indices", "reading_ahead"]
+
+_CHUNK_BYTES = 64 << 20
+_WHOSE = getattr(resource, "RUSAGE_THREAD", resource.RUSAGE_SELF)  # only Linux counts per thread
+# A request for what is in memory already costs about a microsecond per document. So after this many
+# micro batches that did not wait for a disk none is asked for, until one does.
+_QUIET = 256
+
+
+def reading_ahead(
+    micro_batches: Iterable[MicroBatch], dataset: PackedDataset, depth: int
+) -> Iterator[MicroBatch]:
+    """The micro batches; before each is given, the documents of the next ``depth`` are asked for.
+
+    Between two of them the caller is to gather the first, in the thread that iterates: whether that
+    waited for a disk decides whether asking goes on.
+    """
+    for documents in dataset.datasets:
+        _core.read_exactly(documents.tokens)
+    coming: deque[MicroBatch] = deque()
+    items = iter(micro_batches)
+    quiet = reach = 0
+    while True:
+        for item in islice(items, reach + 1 - len(coming)):
+            coming.append(item)
+            if quiet < _QUIET:
+                dataset.will_need(item.sample_ids)
+        if not coming:
+            return
+        before = _waits()
+        yield coming.popleft()
+        waited = _waits() > before
+        if waited and quiet >= _QUIET:
+            for item in coming:
+                dataset.will_need(item.sample_ids)
+        quiet = 0 if waited else quiet + 1
+        reach = min(depth, 2 * reach + 1)  # the first batch is not kept waiting for later ones
+
+
+def _waits() -> int:
+    """How often this thread found a page missing that had to be read from a disk."""
+    return resource.getrusage(_WHOSE).ru_majflt
+
+
+def read_indices(dataset: PackedDataset) -> Iterator[None]:
+    """Have the indices read into memory, in order, a chunk per ``next``.
+
+    A step looks up thousands of segments at random; from a cold disk that is one read each, and the
+    whole index read in order costs less than a few steps of it.
+    """
+    for documents, index in zip(dataset.datasets, dataset.samples.indices, strict=True):
+        for array in (*index.segment_arrays(), documents.index_bytes):
+            for begin in range(0, array.nbytes, _CHUNK_BYTES):
+                _core.will_need(array, begin, _CHUNK_BYTES)
+                yield

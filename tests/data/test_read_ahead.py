@@ -1,0 +1,149 @@
+"""The pages that coming micro batches need are read before they are touched, and no others."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+from patience import PATIENCE
+
+from megapack.data import PackedDataset, Schedule, build_loader, read_ahead
+from megapack.packing import pack
+from megapack.storage import IndexedDataset, IndexedDatasetBuilder
+from tests.data.corpora import (
+    STEP_TOKENS,
+    packed_index,
+    packed_lengths,
+    random_documents,
+    write_documents,
+)
+
+PAGE = mmap.PAGESIZE
+
+
+def resident(tokens: NDArray[Any]) -> NDArray[np.bool_]:
+    """Which pages of a mapped file are in memory; looking does not read them (mincore)."""
+    pages = -(-tokens.nbytes // PAGE)
+    found = np.zeros(pages, np.uint8)
+    libc = ctypes.CDLL(None, use_errno=True)
+    address, out = (ctypes.c_void_p(array.ctypes.data) for array in (tokens, found))
+    assert libc.mincore(address, ctypes.c_size_t(tokens.nbytes), out) == 0, ctypes.get_errno()
+    return found % 2 == 1
+
+
+@pytest.fixture
+def cold(tmp_path: Path) -> PackedDataset:
+    """Documents of 12,000 bytes each, 24 MB, none of them in memory."""
+    with IndexedDatasetBuilder(tmp_path / "docs", dtype=np.dtype("int32")) as builder:
+        for document in range(2000):
+            builder.add_document(np.full(3000, document % 100))
+        builder.finalize()
+    file = os.open(tmp_path / "docs.bin", os.O_RDONLY)
+    os.fsync(file)
+    os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
+    os.close(file)
+    documents = IndexedDataset(tmp_path / "docs")
+    if resident(documents.tokens).mean() > 0.01:
+        pytest.skip("this file system keeps files in memory")
+    return PackedDataset(documents, pack(documents.document_lengths, "bucket", buckets=[4096]))
+
+
+def test_what_a_micro_batch_reads_is_read_before_and_nothing_else(cold: PackedDataset) -> None:
+    index, tokens = cold.samples.indices[0], cold.datasets[0].tokens
+    samples = [3, 700, 701, 1500]
+    wanted = np.zeros(len(resident(tokens)), np.bool_)
+    for sample in samples:
+        for document, begin, length in index.sample(sample)[1]:
+            first = int(cold.datasets[0].document_offsets[document]) + begin
+            wanted[first * 4 // PAGE : -(-(first + length) * 4 // PAGE)] = True
+    assert cold.will_need(samples) == wanted.sum() * PAGE
+    until = time.monotonic() + PATIENCE
+    while not resident(tokens)[wanted].all():
+        assert time.monotonic() < until, "the pages did not come"
+        time.sleep(0.01)
+    assert resident(tokens).sum() < 3 * wanted.sum() < len(wanted)
+    assert cold.will_need([]) == 0
+    with pytest.raises(IndexError):
+        cold.will_need([cold.samples.num_samples])
+
+
+def test_a_loader_has_the_documents_of_later_batches_read(cold: PackedDataset) -> None:
+    """After its first batches, those of the next 16 are in memory or on their way."""
+    schedule = Schedule(cold, tokens_per_step=4096, seed=1)
+    loader = build_loader(
+        cold, schedule, data_parallel_rank=0, data_parallel_size=1, micro_batch_tokens=4096
+    )
+    batches = iter(loader)
+    for _ in range(6):
+        next(batches)
+    until = time.monotonic() + PATIENCE
+    # Each has 3 pages or 4; besides 6 that were taken at most 4 can be gathered.
+    while resident(cold.datasets[0].tokens).sum() < (6 + 16) * 3:
+        assert time.monotonic() < until, "only what was gathered is in memory"
+        time.sleep(0.01)
+
+
+class Item:
+    """Of a micro batch, what reading ahead looks at."""
+
+    def __init__(self, number: int) -> None:
+        self.sample_ids = [number]
+
+
+@pytest.mark.parametrize("depth", [0, 1, 16])
+def test_every_batch_is_asked_for_until_no_gather_waits_for_a_disk(
+    depth: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+    waits = 0
+
+    class Dataset:
+        datasets = ()
+
+        def will_need(self, ids: list[int]) -> None:
+            asked.extend(ids)
+
+    monkeypatch.setattr(read_ahead, "_waits", lambda: waits)
+    given = []
+    dataset: Any = Dataset()
+    items: Any = [Item(number) for number in range(1000)]
+    for item in read_ahead.reading_ahead(items, dataset, depth):
+        number = item.sample_ids[0]
+        reach = min(depth, 2**number - 1)
+        if number < 256:
+            assert asked == list(range(number + reach + 1))
+        given.append(number)
+        waits += number == 600
+    assert given == list(range(1000))
+    quiet = 256 + depth  # asked for when the 256th had not waited
+    again = range(601, min(1000, 601 + depth + 256))
+    assert asked == [*range(quiet), *again]
+
+
+def test_batches_do_not_depend_on_it(tmp_path: Path) -> None:
+    lengths = packed_lengths(400, 64)
+    documents = write_documents(tmp_path / "docs", random_documents(lengths))
+    data = PackedDataset(documents, packed_index())
+    schedule = Schedule(data, tokens_per_step=STEP_TOKENS)
+    found = [
+        [
+            batch["tokens"].tolist()
+            for batch in build_loader(
+                data,
+                schedule,
+                data_parallel_rank=1,
+                data_parallel_size=2,
+                micro_batch_tokens=128,
+                read_ahead=depth,
+            )
+        ]
+        for depth in (0, 1, 1000)
+    ]
+    assert found[0] and found[0] == found[1] == found[2]
