@@ -15,7 +15,8 @@ import sys
 from collections.abc import Sequence
 
 from megapack.errors import MegapackError
-from megapack.integrations.rows import RowOptions, open_rows, open_sources
+from megapack.integrations.open_rows import open_rows, open_sources
+from megapack.integrations.rows import RowOptions
 from megapack.integrations.text_rows import manifest_of_list, split_bounds
 
 __all__ = ["main"]

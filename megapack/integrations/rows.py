@@ -16,9 +16,8 @@ from __future__ import annotations
 import logging
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import groupby
-from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -29,17 +28,11 @@ from torch.utils.data import Dataset
 
 from megapack.data import BatchLayout, PackedDataset, Schedule
 from megapack.data.batch import Batch, ReusedBuffers
-from megapack.data.blend import open_blend
 from megapack.data.dealing import equal_groups
-from megapack.data.report import check_epochs, plan_run
 from megapack.errors import ConfigError
 from megapack.integrations.collation import GatheredRow, new_key, rows_of
-from megapack.integrations.index_cache import Recipe, cached_index, is_first_rank
-from megapack.integrations.manifest import Manifest, Source, default_buckets
-from megapack.packing import SampleIndex
-from megapack.storage import IndexedDataset
 
-__all__ = ["RowDataset", "RowOptions", "open_rows", "open_sources"]
+__all__ = ["RowDataset", "RowOptions"]
 
 logger = logging.getLogger(__name__)
 
@@ -213,127 +206,3 @@ def _longest(batch: Batch, bounds: str) -> Tensor:
         return torch.tensor([batch["max_seqlen"]], dtype=torch.int32)
     ends = batch[bounds].numpy()
     return torch.from_numpy((ends[:, 1:] - ends[:, :-1]).max(axis=1))
-
-
-def open_sources(manifest: Manifest) -> list[IndexedDataset]:
-    """The documents of a manifest, memory-mapped. Raises OSError or FormatError naming the file."""
-    return [IndexedDataset(source.prefix) for source in manifest.sources]
-
-
-def open_rows(
-    manifest: Manifest,
-    datasets: Sequence[IndexedDataset],
-    options: RowOptions,
-    *,
-    split: tuple[float, float] = (0.0, 1.0),
-    num_rows: int | None = None,
-    cache_directory: str | Path | None = None,
-) -> RowDataset:
-    """Pack the sources of a manifest (or find them packed) and lay them out in rows.
-
-    Args:
-        manifest: sources and packing options; its seed, rows_per_block, align and cache_directory
-            go before those of the host.
-        datasets: ``open_sources(manifest)``.
-        options: what the host asks for.
-        split: part of every source's documents, as fractions; (0.99, 1.0) is the last percent.
-            Stages are of the part that begins with the first document; what is behind it (for
-            validation and test) has the sources and weights of the manifest from end to end.
-        num_rows: see ``RowDataset``.
-        cache_directory: of the host; None: ``megapack-cache`` beside the first source.
-
-    Raises:
-        ConfigError: options that exclude each other, or a split without documents.
-        MegapackError, OSError: sources that cannot be read or packed.
-    """
-    stages = manifest.stages if split[0] == 0 else ()
-    options = _overruled(options, manifest)
-    where = manifest.cache_directory or cache_directory
-    directory = Path(where or Path(datasets[0].prefix).parent / "megapack-cache")
-    used = [
-        (source, dataset, index)
-        for source, dataset in zip(manifest.sources, datasets, strict=True)
-        if (stages or source.weight != 0)
-        and (index := _index_of(source, dataset, manifest, options, split, directory)) is not None
-    ]
-    if not used:
-        raise ConfigError(
-            f"documents {split[0]:.4g} to {split[1]:.4g} of "
-            f"{', '.join(source.prefix for source in manifest.sources)} hold no tokens; change "
-            "--split"
-        )
-    sources, documents, indices = zip(*used, strict=True)
-    packed = open_blend(
-        sources,
-        documents,
-        indices,
-        max_epochs=manifest.max_epochs,
-        stages=stages,
-        attention_window=manifest.attention_window if split[0] == 0 else None,  # not in evaluation
-        alignment=options.align,
-    )
-    rows = RowDataset(packed, options, order=manifest.order, num_rows=num_rows)
-    num_blocks = -(-len(rows) // options.rows_per_block)
-    check_epochs(rows.schedule, num_blocks)
-    if is_first_rank():
-        logger.info(
-            "blocks of %d rows:\n%s", options.rows_per_block, plan_run(rows.schedule, num_blocks)
-        )
-    return rows
-
-
-def _index_of(
-    source: Source,
-    dataset: IndexedDataset,
-    manifest: Manifest,
-    options: RowOptions,
-    split: tuple[float, float],
-    directory: Path,
-) -> SampleIndex | None:
-    """The samples of one source's split, None where it has no tokens."""
-    begin, end = (round(part * dataset.num_documents) for part in split)
-    if begin == end:
-        return None
-    if source.index is not None:
-        return _index_given(source, options, whole=(begin, end) == (0, dataset.num_documents))
-    buckets = manifest.buckets or default_buckets(options.sequence_length, options.align)
-    if max(buckets) > options.sequence_length:
-        raise ConfigError(
-            f"bucket {max(buckets)} is longer than the host's sequence length "
-            f"{options.sequence_length}; raise --seq-length or drop the bucket"
-        )
-    recipe = Recipe(
-        begin=begin,
-        end=end,
-        strategy=manifest.strategy,
-        parameters=manifest.parameters,
-        buckets=tuple(buckets),
-        seed=options.seed,
-        align=options.align,
-    )
-    index = cached_index(dataset, recipe, directory, node_local=manifest.node_local)
-    return index if index.num_samples else None
-
-
-def _index_given(source: Source, options: RowOptions, *, whole: bool) -> SampleIndex:
-    """The .samples that a source names."""
-    if not whole:
-        raise ConfigError(
-            f"source {source.prefix!r} names index {source.index}, which has all its documents, "
-            "and the host asks for a part: give one split all of them (--split 100,0,0), or leave "
-            "out index"
-        )
-    assert source.index is not None
-    index = SampleIndex.load(source.index)
-    if index.parameters.get("alignment", 1) % options.align:
-        raise ConfigError(
-            f"index {source.index} has no room for segments at multiples of {options.align}: pack "
-            f"it with --alignment {options.align}, or leave out index"
-        )
-    return index
-
-
-def _overruled(options: RowOptions, manifest: Manifest) -> RowOptions:
-    """What the manifest says, where it says something."""
-    given = {name: getattr(manifest, name) for name in ("seed", "rows_per_block", "align")}
-    return replace(options, **{name: v for name, v in given.items() if v is not None})

@@ -18,7 +18,8 @@ from torch.utils.data import Dataset
 
 from megapack.errors import ConfigError
 from megapack.integrations.manifest import MANIFEST_SUFFIXES, Manifest
-from megapack.integrations.rows import RowDataset, RowOptions, open_rows, open_sources
+from megapack.integrations.open_rows import open_rows, open_sources
+from megapack.integrations.rows import RowDataset, RowOptions
 from megapack.integrations.segments import side_channel
 
 __all__ = ["TextRowDataset", "build_text_rows", "manifest_of_list", "shared_rows", "split_bounds"]

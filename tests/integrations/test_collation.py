@@ -10,7 +10,8 @@ from torch.utils.data import DataLoader, default_collate
 
 from megapack.data.batch import ReusedBuffers
 from megapack.integrations.manifest import Manifest, Source
-from megapack.integrations.rows import RowDataset, RowOptions, open_rows, open_sources
+from megapack.integrations.open_rows import open_rows, open_sources
+from megapack.integrations.rows import RowDataset, RowOptions
 from tests.integrations.samples import make_dataset
 
 ROW = 64

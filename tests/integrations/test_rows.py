@@ -20,7 +20,8 @@ from megapack.data import PackedDataset, Schedule, Stage, load_blend
 from megapack.data.dealing import equal_groups
 from megapack.errors import ConfigError
 from megapack.integrations.manifest import Manifest, Source
-from megapack.integrations.rows import RowDataset, RowOptions, open_rows, open_sources
+from megapack.integrations.open_rows import open_rows, open_sources
+from megapack.integrations.rows import RowDataset, RowOptions
 from megapack.packing import pack
 from megapack.storage import IndexedDataset, IndexedDatasetBuilder
 from tests.integrations.samples import make_dataset

@@ -20,7 +20,8 @@ from megapack.errors import ConfigError
 from megapack.integrations.collation import GatheredRow, new_key, rows_of
 from megapack.integrations.manifest import Manifest
 from megapack.integrations.megatron.host import HOST, BatchSizes, batch_sizes, version
-from megapack.integrations.rows import RowDataset, RowOptions, open_rows, open_sources
+from megapack.integrations.open_rows import open_rows, open_sources
+from megapack.integrations.rows import RowDataset, RowOptions
 from megapack.storage import IndexedDataset
 
 __all__ = ["PackedGPTDataset", "PackedSources", "context_parallel_alignment"]
