@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,13 +25,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megapack.cli.arguments import add_dataset_argument, add_shared, capacities, positive
+from megapack.cli.compare_table import print_comparison
 from megapack.cli.pack import add_alignment
-from megapack.cli.report import Work, note, print_table
+from megapack.cli.report import Work, note
 from megapack.compare import (
     GPUS,
     MODELS,
-    Comparison,
-    Evaluation,
     Gpu,
     Model,
     TrainingRun,
@@ -42,13 +40,12 @@ from megapack.compare import (
 )
 from megapack.compare.export import to_json
 from megapack.compare.html import render
-from megapack.compare.words import short_number
 from megapack.errors import ConfigError
 from megapack.storage import read_document_lengths
 from megapack.storage.atomic import atomic_write
 from megapack.storage.lengths import read_lengths_file
 from megapack.storage.replace import check_target
-from megapack.words import count, counted
+from megapack.words import counted
 
 __all__ = ["add_arguments", "run"]
 
@@ -186,7 +183,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(to_json(comparison, prefix), indent=1))
     else:
-        _print(comparison, prefix)
+        print_comparison(comparison, prefix)
     if args.html is not None:
         with atomic_write(args.html) as file:
             file.write(render(comparison).encode())
@@ -235,72 +232,3 @@ def _sample(lengths: NDArray[Any], count: int, seed: int) -> NDArray[Any]:
     """``count`` documents without replacement, in file order."""
     chosen = np.random.default_rng(seed).choice(len(lengths), count, replace=False, shuffle=False)
     return np.asarray(lengths[np.sort(chosen)])
-
-
-def _print(comparison: Comparison, prefix: str) -> None:
-    corpus, training = comparison.corpus, comparison.run
-    print(
-        f"{corpus.name}: {count(corpus.num_documents)} documents, {count(corpus.num_tokens)} "
-        f"tokens (mean {corpus.mean:,.0f}, median {corpus.median:,.0f}, "
-        f"longest {count(corpus.longest)})"
-    )
-    if corpus.sampled_from is not None:
-        print(
-            f"a random sample of {count(corpus.num_documents)} of {count(corpus.sampled_from)} "
-            "documents; every figure is of the sample"
-        )
-    rows = []
-    for position, evaluation in enumerate(comparison.evaluations):
-        cells = [cell(evaluation) for _, cell in _COLUMNS]
-        if position == comparison.recommendation.best:
-            cells = [f"[bold green]{cell}[/]" for cell in cells]
-        elif comparison.recommendation.out[position]:
-            cells = [f"[dim]{cell}[/]" for cell in cells]
-        rows.append(cells)
-    print_table([head for head, _ in _COLUMNS], rows)
-    for label, reason in comparison.left_out.items():
-        print(f"left out: {label}: {reason}")
-    print(
-        "pad: of the positions; split: of the documents; docs: per sample; lost, rep(eated): of\n"
-        f"the tokens; imbal: attention work of the busiest of {comparison.num_ranks} ranks over\n"
-        f"the mean; GPU hours and cost: {short_number(training.model.parameters)} parameters, "
-        f"{training.gpu.name.upper()} at {training.utilization:.0%} of its peak"
-    )
-    _print_recommendation(comparison, prefix)
-
-
-def _share(name: str) -> Callable[[Evaluation], str]:
-    """A metric that is a fraction, in percent with at most three decimals."""
-
-    def cell(evaluation: Evaluation) -> str:
-        value = 100.0 * float(evaluation.metrics[name])
-        return "0" if value == 0 else f"{value:.3f}" if value < 10 else f"{value:.1f}"
-
-    return cell
-
-
-_COLUMNS: tuple[tuple[str, Callable[[Evaluation], str]], ...] = (
-    ("strategy", lambda e: e.label),
-    ("pad %", _share("padding_ratio")),
-    ("split %", _share("truncation_ratio")),
-    ("docs", lambda e: f"{e.metrics['concatenation_ratio']:.2f}"),
-    ("lost %", _share("dropped_ratio")),
-    ("rep %", _share("repeated_ratio")),
-    ("imbal", lambda e: f"{e.imbalance('balanced'):.3f}"),
-    ("hours", lambda e: short_number(e.breakdown.gpu_hours, 3)),
-    ("$", lambda e: short_number(e.breakdown.cost, 3)),
-)
-
-
-def _print_recommendation(comparison: Comparison, prefix: str) -> None:
-    recommendation = comparison.recommendation
-    best = comparison.evaluations[recommendation.best]
-    print(f"\nrecommended: {best.label}")
-    for reason in recommendation.reasons:
-        print(f"  {reason}")
-    for name, decision in best.decisions.items():
-        print(f"  {name}: {decision}")
-    fixed = recommendation.best_fixed
-    if fixed is not None and fixed != recommendation.best:
-        print(f"  With one sample shape only: {comparison.evaluations[fixed].label}.")
-    print(f"\n  {best.case.command(prefix, comparison.seed)}")

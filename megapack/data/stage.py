@@ -19,7 +19,6 @@ import logging
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,7 +33,7 @@ from megapack.data.step import Draw, ScheduleConfig
 from megapack.data.streams import bucket_streams, fold_key
 from megapack.errors import ConfigError
 
-__all__ = ["Cursors", "StageDraws", "Taken", "open_stages"]
+__all__ = ["Cursors", "StageDraws", "open_stages"]
 
 Ids = NDArray[np.int64]
 Cursors = Mapping[tuple[int, int], int]  # (number of the index, capacity) -> samples taken
@@ -42,20 +41,6 @@ Cursors = Mapping[tuple[int, int], int]  # (number of the index, capacity) -> sa
 log = logging.getLogger(__name__)
 
 _WINDOWS = 4  # remembered: a run needs one, a look back two
-
-
-class Taken(NamedTuple):
-    """What one bucket of one source has given before a step.
-
-    Attributes:
-        cursor: how many samples; with windows of cost, up to the begin of a window.
-        since: (n,) int64, the samples drawn since then, counted from the bucket's first.
-        window: how far cursors may lie apart and be drawn in the other order, plus 1.
-    """
-
-    cursor: int
-    since: Ids
-    window: int
 
 
 class StageDraws:
@@ -176,30 +161,9 @@ class StageDraws:
             result.update(zip(keys, (stream.starts + stream.taken(end)).tolist(), strict=True))
         return result
 
-    def taken_of(self, source: int, step: int) -> dict[int, Taken]:
-        """Capacity -> what that bucket of a source has given before a step.
-
-        Buckets that the stage does not move are missing; their cursors are those at its begin.
-        """
-        result = {}
-        window = self.config.cost_window
-        turns = self.draws.counts(self.draw_of(step)).tolist()
-        for b, (stream, turn) in enumerate(zip(self.buckets, turns, strict=True)):
-            for at in np.flatnonzero(stream.datasets == source).tolist():
-                count, first = self.samples_per_draw[b], int(stream.first_sample[at])
-                begin, _ = self.draws.window(b, turn, window)
-                rows = [self.ids(b, n) for n in range(begin, turn)]
-                own = np.concatenate([np.zeros(0, np.int64), *rows]) - first
-                result[stream.capacity] = Taken(
-                    cursor=stream.cursor(at, begin * count),
-                    since=own[(own >= 0) & (own < stream.sizes[at])],
-                    window=window * count if window > 1 else 1,
-                )
-        return result
-
-    def cursor_at_begin(self, source: int, capacity: int) -> Taken:
-        """What a bucket of a source has given before the stage."""
-        return Taken(self._cursors.get((source, capacity), 0), np.zeros(0, np.int64), 1)
+    def cursor_at_begin(self, source: int, capacity: int) -> int:
+        """How many samples a bucket of a source gave before the stage and what it passes over."""
+        return self._cursors.get((source, capacity), 0)
 
     def step_draws(self, step: int) -> tuple[Draw, ...]:
         """What a step of the run holds, if it is one of the stage."""

@@ -13,12 +13,20 @@ from numpy.typing import NDArray
 
 from megapack.data.epochs import Epochs
 from megapack.data.order import order_named
-from megapack.data.stage import StageDraws, Taken
+from megapack.data.stage import StageDraws
 from megapack.data.streams import fold_key
 
 __all__ = ["last_step", "times_drawn"]
 
 Ids = NDArray[np.int64]
+
+
+class _Taken(NamedTuple):
+    """What one bucket of one source has given before a step."""
+
+    cursor: int  # how many samples; with windows of cost, up to the begin of a window
+    since: Ids  # drawn since then, counted from the bucket's first
+    window: int = 1  # cursors less than so far apart may be drawn in the other order
 
 
 class _Part(NamedTuple):
@@ -27,7 +35,7 @@ class _Part(NamedTuple):
     mine: Ids  # which of those asked about
     samples: Ids  # counted from the bucket's first
     epochs: Epochs
-    taken: Taken
+    taken: _Taken
 
 
 def times_drawn(stage: StageDraws, source: int, ids: Ids, step: int) -> Ids:
@@ -67,7 +75,7 @@ def last_step(stage: StageDraws, source: int, ids: Ids, step: int) -> int:
 def _parts(stage: StageDraws, source: int, ids: Ids, step: int) -> Iterator[_Part]:
     samples, seed = stage.samples, stage.config.seed
     shuffled = order_named(stage.config.order).shuffled
-    taken = stage.taken_of(source, step)
+    taken = _taken(stage, source, step)
     for capacity, datasets, firsts, sizes in samples.buckets:
         for at in np.flatnonzero(datasets == source).tolist():
             first, size = int(firsts[at]), int(sizes[at])
@@ -75,5 +83,24 @@ def _parts(stage: StageDraws, source: int, ids: Ids, step: int) -> Iterator[_Par
             if len(mine):
                 key = fold_key(seed, 1, capacity, source) if shuffled else None
                 epochs = Epochs(size, key, samples.score_orders.get((source, capacity)))
-                given = taken.get(capacity) or stage.cursor_at_begin(source, capacity)
-                yield _Part(mine, ids[mine] - first, epochs, given)
+                still = _Taken(stage.cursor_at_begin(source, capacity), np.zeros(0, np.int64))
+                yield _Part(mine, ids[mine] - first, epochs, taken.get(capacity, still))
+
+
+def _taken(stage: StageDraws, source: int, step: int) -> dict[int, _Taken]:
+    """By capacity, of those buckets of a source that the stage draws from."""
+    result = {}
+    window = stage.config.cost_window
+    turns = stage.draws.counts(stage.draw_of(step)).tolist()
+    for b, (stream, turn) in enumerate(zip(stage.buckets, turns, strict=True)):
+        for at in np.flatnonzero(stream.datasets == source).tolist():
+            count = stage.samples_per_draw[b]
+            begin, _ = stage.draws.window(b, turn, window)
+            drawn = [stage.ids(b, n) for n in range(begin, turn)]
+            own = np.concatenate([np.zeros(0, np.int64), *drawn]) - int(stream.first_sample[at])
+            result[stream.capacity] = _Taken(
+                cursor=stream.cursor(at, begin * count),
+                since=own[(own >= 0) & (own < stream.sizes[at])],
+                window=window * count if window > 1 else 1,
+            )
+    return result
