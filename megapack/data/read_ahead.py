@@ -21,7 +21,7 @@ __all__ = ["read_indices", "reading_ahead"]
 _CHUNK_BYTES = 64 << 20
 _WHOSE = getattr(resource, "RUSAGE_THREAD", resource.RUSAGE_SELF)  # only Linux counts per thread
 # A request for what is in memory already costs about a microsecond per document. So after this many
-# micro batches that did not wait for a disk none is asked for, until one does.
+# micro batches for which no disk was read none is asked for, until one has to wait.
 _QUIET = 256
 
 
@@ -30,8 +30,8 @@ def reading_ahead(
 ) -> Iterator[MicroBatch]:
     """The micro batches; before each is given, the documents of the next ``depth`` are asked for.
 
-    Between two of them the caller is to gather the first, in the thread that iterates: whether that
-    waited for a disk decides whether asking goes on.
+    Between two of them the caller is to gather the first, in the thread that iterates: whether a
+    disk was read meanwhile decides whether asking goes on.
     """
     for documents in dataset.datasets:
         _core.read_exactly(documents.tokens)
@@ -39,25 +39,26 @@ def reading_ahead(
     items = iter(micro_batches)
     quiet = reach = 0
     while True:
+        before = _reads()
         for item in islice(items, reach + 1 - len(coming)):
             coming.append(item)
             if quiet < _QUIET:
                 dataset.will_need(item.sample_ids)
         if not coming:
             return
-        before = _waits()
         yield coming.popleft()
-        waited = _waits() > before
-        if waited and quiet >= _QUIET:
+        was_read = _reads() > before
+        if was_read and quiet >= _QUIET:
             for item in coming:
                 dataset.will_need(item.sample_ids)
-        quiet = 0 if waited else quiet + 1
+        quiet = 0 if was_read else quiet + 1
         reach = min(depth, 2 * reach + 1)  # the first batch is not kept waiting for later ones
 
 
-def _waits() -> int:
-    """How often this thread found a page missing that had to be read from a disk."""
-    return resource.getrusage(_WHOSE).ru_majflt
+def _reads() -> int:
+    """Grows with what this thread has read from disks: pages it waited for, blocks it asked for."""
+    usage = resource.getrusage(_WHOSE)
+    return usage.ru_majflt + usage.ru_inblock
 
 
 def read_indices(dataset: PackedDataset) -> Iterator[None]:

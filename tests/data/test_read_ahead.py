@@ -14,7 +14,7 @@ import pytest
 from numpy.typing import NDArray
 from patience import PATIENCE
 
-from megapack.data import PackedDataset, Schedule, build_loader, read_ahead
+from megapack.data import BucketBatchSampler, PackedDataset, Schedule, build_loader, read_ahead
 from megapack.packing import pack
 from megapack.storage import IndexedDataset, IndexedDatasetBuilder
 from tests.data.corpora import (
@@ -98,11 +98,11 @@ class Item:
 
 
 @pytest.mark.parametrize("depth", [0, 1, 16])
-def test_every_batch_is_asked_for_until_no_gather_waits_for_a_disk(
+def test_every_batch_is_asked_for_until_no_disk_is_read(
     depth: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[int] = []
-    waits = 0
+    reads = 0
 
     class Dataset:
         datasets = ()
@@ -110,7 +110,7 @@ def test_every_batch_is_asked_for_until_no_gather_waits_for_a_disk(
         def will_need(self, ids: list[int]) -> None:
             asked.extend(ids)
 
-    monkeypatch.setattr(read_ahead, "_waits", lambda: waits)
+    monkeypatch.setattr(read_ahead, "_reads", lambda: reads)
     given = []
     dataset: Any = Dataset()
     items: Any = [Item(number) for number in range(1000)]
@@ -120,11 +120,26 @@ def test_every_batch_is_asked_for_until_no_gather_waits_for_a_disk(
         if number < 256:
             assert asked == list(range(number + reach + 1))
         given.append(number)
-        waits += number == 600
+        reads += number == 600
     assert given == list(range(1000))
-    quiet = 256 + depth  # asked for when the 256th had not waited
+    quiet = 256 + depth  # asked for when 256 had read nothing
     again = range(601, min(1000, 601 + depth + 256))
     assert asked == [*range(quiet), *again]
+
+
+def test_asking_goes_on_while_it_makes_a_disk_read(cold: PackedDataset) -> None:
+    """No gather waits then; that what is asked for was not in memory keeps it going."""
+    schedule = Schedule(cold, tokens_per_step=4096)
+    sampler = BucketBatchSampler(
+        schedule, data_parallel_rank=0, data_parallel_size=1, micro_batch_tokens=4096
+    )
+    before = read_ahead._reads()
+    assert sum(1 for _ in read_ahead.reading_ahead(sampler, cold, 4)) == 2000
+    assert read_ahead._reads() - before > 0.9 * cold.datasets[0].tokens.nbytes / 512
+    until = time.monotonic() + PATIENCE
+    while resident(cold.datasets[0].tokens).mean() < 0.99:
+        assert time.monotonic() < until, "documents were not asked for"
+        time.sleep(0.01)
 
 
 def test_batches_do_not_depend_on_it(tmp_path: Path) -> None:
