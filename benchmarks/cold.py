@@ -25,7 +25,6 @@ from typing import Any
 from common import in_child, in_turns, quick, show, write_results
 from data_corpus import BUCKETS, write_corpus
 
-from megapack import _core
 from megapack.data import BatchLayout, BucketBatchSampler, PackedDataset, Schedule
 from megapack.data.prefetch import ThreadPrefetcher
 from megapack.data.read_ahead import reading_ahead
@@ -62,7 +61,7 @@ def read(prefix: Path, depth: int | None, how: str, num_batches: int) -> dict[st
 
     def batches() -> Iterator[Any]:  # in the thread, whose page faults are counted
         if how == EXACTLY:
-            _core.read_exactly(documents.tokens)
+            dataset.read_exactly()
         for item in sampler if depth is None else reading_ahead(sampler, dataset, depth):
             yield dataset.micro_batch(item.sample_ids, layout=layout, capacity=item.capacity)
             counted["waits"] = resource.getrusage(resource.RUSAGE_THREAD).ru_majflt

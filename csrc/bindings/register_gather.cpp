@@ -7,7 +7,7 @@
 #include "bindings/integers.hpp"
 #include "bindings/scalars.hpp"
 #include "core/gather/fill.hpp"
-#include "core/gather/warm.hpp"
+#include "core/gather/read_ahead.hpp"
 
 namespace megapack {
 namespace {
@@ -54,11 +54,6 @@ void will_need_numpy(const py::array& array, const py::object& begin, const py::
     const Span<const std::uint8_t> bytes(static_cast<const std::uint8_t*>(array.data()), size);
     const py::gil_scoped_release release;
     will_need(bytes.subspan(at, wanted));
-}
-
-void read_exactly_numpy(const py::array& array) {
-    const auto size = static_cast<std::int64_t>(array.nbytes());
-    read_exactly(Span<const std::uint8_t>(static_cast<const std::uint8_t*>(array.data()), size));
 }
 
 py::object optional_array(std::vector<std::int32_t>&& values, bool wanted) {
@@ -154,6 +149,8 @@ class Gatherer {
         return will_need_samples(sources_, locate_samples(sources_, samples, num_lists_));
     }
 
+    void read_exactly() const { megapack::read_exactly(sources_); }
+
   private:
     GatherOptions options_;
     std::int64_t num_lists_ = 0;  // of excluded documents
@@ -165,7 +162,6 @@ class Gatherer {
 
 void register_gather(py::module_& m) {
     m.def("will_need", &will_need_numpy, py::arg("array"), py::arg("begin"), py::arg("num_bytes"));
-    m.def("read_exactly", &read_exactly_numpy, py::arg("array"));
     py::class_<Gatherer>(m, "Gatherer")
         .def(py::init<const py::object&, const py::object&, const py::object&, const py::object&,
                       const py::object&>(),
@@ -183,7 +179,8 @@ void register_gather(py::module_& m) {
              py::arg("loss_mask").noconvert(), py::arg("position_ids").noconvert(),
              py::arg("per_row"), py::arg("num_cu_seqlens"))
         .def("count_labels", &Gatherer::count, py::arg("sample_ids").noconvert())
-        .def("will_need", &Gatherer::will_need, py::arg("sample_ids").noconvert());
+        .def("will_need", &Gatherer::will_need, py::arg("sample_ids").noconvert())
+        .def("read_exactly", &Gatherer::read_exactly);
 }
 
 }  // namespace megapack

@@ -261,5 +261,8 @@ def _answer_until(args: argparse.Namespace, schedule: Schedule, until: int) -> N
     from megapack.data import plan_run  # noqa: PLC0415
 
     plan = plan_run(schedule, until)
+    if not args.json:
+        print(plan)
+        return
     facts = dataclasses.asdict(plan) | {"datasets": [d._asdict() for d in plan.datasets]}
-    print(json.dumps(facts, indent=2) if args.json else plan)
+    print(json.dumps(facts, indent=2))

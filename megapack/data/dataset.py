@@ -285,6 +285,10 @@ class PackedDataset(Dataset[Batch]):
         """
         return self._gatherer.will_need(np.ascontiguousarray(sample_ids, np.int64))
 
+    def read_exactly(self) -> None:
+        """Have nothing read around what is asked for; in this process, from now on."""
+        self._gatherer.read_exactly()
+
     def count_labels(self, sample_ids: ArrayLike) -> NDArray[np.int64]:
         """Tokens of every sample that have a label (the sum of its loss_mask), int64."""
         return self.samples.count_labels(np.ascontiguousarray(sample_ids, np.int64))

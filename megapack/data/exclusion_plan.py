@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from megapack.data.counting import segments_of
 from megapack.data.schedule import Schedule
-from megapack.data.times import last_step, times_drawn
+from megapack.data.times_drawn import last_step, times_drawn
 
 __all__ = ["ExclusionPlan", "plan_exclusions"]
 

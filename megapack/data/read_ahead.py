@@ -33,8 +33,7 @@ def reading_ahead(
     Between two of them the caller is to gather the first, in the thread that iterates: whether a
     disk was read meanwhile decides whether asking goes on.
     """
-    for documents in dataset.datasets:
-        _core.read_exactly(documents.tokens)
+    dataset.read_exactly()
     coming: deque[MicroBatch] = deque()
     items = iter(micro_batches)
     quiet = reach = 0

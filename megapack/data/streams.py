@@ -26,7 +26,15 @@ from megapack.data.scores import ScoreOrder
 from megapack.errors import ConfigError
 from megapack.packing import SampleIndex
 
-__all__ = ["Bucket", "BucketStream", "bucket_streams", "buckets_of", "fold_key", "whole_shares"]
+__all__ = [
+    "Bucket",
+    "BucketStream",
+    "bucket_streams",
+    "buckets_of",
+    "fold_key",
+    "shuffle_key",
+    "whole_shares",
+]
 
 Ids = NDArray[np.int64]
 
@@ -40,6 +48,11 @@ def fold_key(seed: int, *parts: int) -> int:
     for part in parts:
         key = _core.random_bits(key, part)
     return key
+
+
+def shuffle_key(seed: int, capacity: int, dataset: int) -> int:
+    """Of the shuffles of all epochs of one bucket of a dataset."""
+    return fold_key(seed, 1, capacity, dataset)
 
 
 class BucketStream:
@@ -62,7 +75,7 @@ class BucketStream:
         parts: Sequence[int],
         samples_per_epoch: int,
         *,
-        key: int | None,
+        seed: int | None,
         starts: Mapping[tuple[int, int], int],
         orders: Mapping[tuple[int, int], ScoreOrder],
     ) -> None:
@@ -71,10 +84,11 @@ class BucketStream:
         self.starts = np.array([starts.get(pair, 0) for pair in there], np.int64)
         self.blend = _core.Blend(whole_shares(parts))
         self.samples_per_epoch = samples_per_epoch
-        self._shuffled = key is not None
+        self._shuffled = seed is not None
         self._orders = [orders.get(pair) for pair in there]
         self._ordered = np.array([order is not None for order in self._orders])
-        self._keys = np.array([fold_key(key or 0, dataset) for dataset, _ in there], np.uint64)
+        keys = [shuffle_key(seed or 0, bucket.capacity, dataset) for dataset, _ in there]
+        self._keys = np.array(keys, np.uint64)
 
     @property
     def num_samples(self) -> int:
@@ -186,9 +200,16 @@ def bucket_streams(
             for d, size in zip(bucket.datasets.tolist(), bucket.sizes.tolist(), strict=True)
         ]
         epoch = _rounded(sum(parts) * epoch_tokens, scale * capacity)
-        key = fold_key(seed, 1, capacity) if shuffled else None
-        stream = BucketStream(bucket, parts, max(1, epoch), key=key, starts=starts, orders=orders)
-        result.append(stream)
+        result.append(
+            BucketStream(
+                bucket,
+                parts,
+                max(1, epoch),
+                seed=seed if shuffled else None,
+                starts=starts,
+                orders=orders,
+            )
+        )
     return result
 
 

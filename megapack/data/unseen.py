@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megapack.data.schedule import Schedule
-from megapack.data.times import times_drawn
+from megapack.data.times_drawn import times_drawn
 
 __all__ = ["unseen_documents"]
 

@@ -8,7 +8,7 @@
 #include <string>
 
 #include "core/gather/fill.hpp"
-#include "core/gather/warm.hpp"
+#include "core/gather/read_ahead.hpp"
 
 using namespace megapack;
 

@@ -34,7 +34,7 @@ from tests.data.corpora import (
     write_documents,
 )
 from tests.data.test_gather import TENSORS, corpora
-from tests.data.test_programs import Run
+from tests.data.test_programs import edited_run
 from tests.reference import gather as reference
 
 
@@ -197,10 +197,7 @@ def test_the_plan_of_exclusions_counts_what_the_steps_hold(
 @pytest.mark.parametrize("number", range(20))
 def test_the_plan_of_exclusions_is_what_going_through_the_steps_gives(number: int) -> None:
     """Random programs with lists, other weights, orders, scores and skipped steps."""
-    run = Run(number)
-    for _ in range(6):
-        run.step += int(run.random.integers(0, 15))
-        run.edit()
+    run = edited_run(number, num_edits=6)
     schedule, until = run.schedule(), run.step + 40
     samples = schedule.samples
     for plan in plan_exclusions(schedule, until):

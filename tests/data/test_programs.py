@@ -212,6 +212,15 @@ class Run:
             self.step += 1
 
 
+def edited_run(number: int, num_edits: int = 4) -> Run:
+    """A random run that went on for some steps before each edit."""
+    run = Run(number)
+    for _ in range(num_edits):
+        run.step += int(run.random.integers(0, 15))
+        run.edit()
+    return run
+
+
 def test_edited_runs_keep_every_law() -> None:
     """Chains of reweight, add, remove, other steps, other order, skip, stop and resume on other
     ranks. The laws: a step once taken is never another, from a state or from scratch; no sample is

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from megapack import _core
 from megapack.data import Schedule, Stage
 from tests.data.corpora import packed_index, samples_of_buckets
-from tests.data.test_programs import Run
+from tests.data.test_programs import edited_run
 
 
 @given(size=st.integers(1, 5000), key=st.integers(0, 2**64 - 1), data=st.data())
@@ -24,10 +24,7 @@ def test_a_permutation_is_inverted(size: int, key: int, data: st.DataObject) -> 
 @pytest.mark.parametrize("number", range(40))
 def test_the_steps_of_every_sample_are_those_that_hold_it(number: int) -> None:
     """Random programs (reweight, add, remove, other steps, orders, skip), every sample of them."""
-    run = Run(number)
-    for _ in range(4):
-        run.step += int(run.random.integers(0, 15))
-        run.edit()
+    run = edited_run(number)
     check(run.schedule(), run.step + 10)
 
 

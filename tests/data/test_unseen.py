@@ -15,7 +15,7 @@ from megapack.cli.main import main
 from megapack.data import Schedule, load_blend, unseen_documents
 from megapack.packing import SampleIndex, pack
 from tests.data.corpora import packed_lengths, random_documents, write_documents
-from tests.data.test_programs import Run
+from tests.data.test_programs import edited_run
 
 
 def times_seen(schedule: Schedule, source: int, steps: int) -> Counter[int]:
@@ -44,10 +44,7 @@ def times_seen(schedule: Schedule, source: int, steps: int) -> Counter[int]:
 @pytest.mark.parametrize("number", range(30))
 def test_unseen_is_what_no_step_held(number: int) -> None:
     """Random programs (other weights, orders, scores, skipped steps, excluded documents)."""
-    run = Run(number)
-    for _ in range(4):
-        run.step += int(run.random.integers(0, 15))
-        run.edit()
+    run = edited_run(number)
     schedule = run.schedule()
     for steps in (0, run.step, run.step + 9):
         for source in range(len(schedule.samples.indices)):

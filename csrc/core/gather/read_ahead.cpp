@@ -1,4 +1,4 @@
-#include "core/gather/warm.hpp"
+#include "core/gather/read_ahead.hpp"
 
 #include <sys/mman.h>
 #include <unistd.h>
@@ -44,8 +44,12 @@ void will_need(Span<const std::uint8_t> bytes) {
     advise(pages_of(bytes.data(), bytes.size()), MADV_WILLNEED);
 }
 
-void read_exactly(Span<const std::uint8_t> bytes) {
-    advise(pages_of(bytes.data(), bytes.size()), MADV_RANDOM);
+void read_exactly(Span<const GatherSource> sources) {
+    for (const GatherSource& source : sources) {
+        for (const TokenArray& array : {source.tokens, source.labels}) {
+            advise(pages_of(array.data, array.size * bytes_of(array.type)), MADV_RANDOM);
+        }
+    }
 }
 
 std::int64_t will_need_samples(Span<const GatherSource> sources, Span<const SampleRef> samples) {

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from megapack.data.epochs import Epochs
 from megapack.data.order import order_named
 from megapack.data.stage import StageDraws
-from megapack.data.streams import fold_key
+from megapack.data.streams import shuffle_key
 
 __all__ = ["last_step", "times_drawn"]
 
@@ -81,7 +81,7 @@ def _parts(stage: StageDraws, source: int, ids: Ids, step: int) -> Iterator[_Par
             first, size = int(firsts[at]), int(sizes[at])
             mine = np.flatnonzero((first <= ids) & (ids < first + size))
             if len(mine):
-                key = fold_key(seed, 1, capacity, source) if shuffled else None
+                key = shuffle_key(seed, capacity, source) if shuffled else None
                 epochs = Epochs(size, key, samples.score_orders.get((source, capacity)))
                 still = _Taken(stage.cursor_at_begin(source, capacity), np.zeros(0, np.int64))
                 yield _Part(mine, ids[mine] - first, epochs, taken.get(capacity, still))

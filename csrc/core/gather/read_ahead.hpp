@@ -11,9 +11,9 @@ namespace megapack {
 // Asks the kernel to read these bytes ahead. Advice: for memory that is no mapping it does nothing.
 void will_need(Span<const std::uint8_t> bytes);
 
-// Tells it that these are read in no order: what is read is then what was asked for, and not what
-// lies around it (by default 128 KiB for every page that is missing).
-void read_exactly(Span<const std::uint8_t> bytes);
+// Tells it that the arrays of tokens and labels are read in no order: what is read is then what was
+// asked for, and not what lies around it (by default 128 KiB for every page that is missing).
+void read_exactly(Span<const GatherSource> sources);
 
 // As will_need, for what a gather of these samples reads of the arrays of tokens and labels: a
 // request for every run of touching pages. Returns how many bytes they are. Throws as read_segments
