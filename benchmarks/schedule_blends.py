@@ -8,8 +8,8 @@
 2. A run of 1e6 steps of 4 Mi tokens from 10,000 sources of 100,000 samples each (all of them one
    index in memory, so that 1e9 samples fit): seconds to open it with 1 stage and with 4 (the blend
    turned round, a fifth of the sources alone, 20 documents excluded); milliseconds of a step asked
-   for at random, "cold" with the order of an epoch's draws still to be made (a few epochs are
-   kept), and of each question of ``megapack-build trace``; and memory beside the index.
+   for at random, "cold" with nothing kept of its epoch, and of each question of ``megapack-build
+   trace``; and memory beside the index.
 """
 
 from __future__ import annotations

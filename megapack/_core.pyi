@@ -1,7 +1,7 @@
 """Typed seam of the C++ extension. Sections follow csrc/bindings/register_*.cpp."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -176,9 +176,6 @@ class Gatherer:
 def random_bits(key: int, counter: int) -> int: ...
 def permute_range(key: int, size: int, first: int, count: int) -> NDArray[np.int64]: ...
 def permute_inverse(key: int, size: int, values: NDArray[np.int64]) -> NDArray[np.int64]: ...
-def order_cycle(
-    counts: NDArray[np.int64], odds: NDArray[np.float64], key: int, spread: bool
-) -> NDArray[np.int32]: ...
 def permute_epochs(
     keys: NDArray[np.uint64],
     sizes: NDArray[np.int64],
@@ -186,6 +183,21 @@ def permute_epochs(
     counts: NDArray[np.int64],
     shuffled: bool,
 ) -> NDArray[np.int64]: ...
+
+class CycleOrder:
+    def __init__(
+        self,
+        counts: NDArray[np.int64],
+        odds: NDArray[np.float64],
+        key: int,
+        times: Literal["spread", "random", "consecutive"],
+        largest_first: bool,
+    ) -> None: ...
+    def __len__(self) -> int: ...
+    def counts(self, end: int) -> NDArray[np.int64]: ...
+    def range(self, begin: int, end: int) -> NDArray[np.int32]: ...
+    def at(self, position: int) -> tuple[int, int]: ...
+    def position(self, bucket: int, rank: int) -> int: ...
 
 class Blend:
     def __init__(self, weights: NDArray[np.int64]) -> None: ...

@@ -1,8 +1,8 @@
 // schedule and balance: small pure functions; arrays out.
 #include "bindings/scalars.hpp"
 #include "core/schedule/blend.hpp"
+#include "core/schedule/cycle_order.hpp"
 #include "core/schedule/deal.hpp"
-#include "core/schedule/order.hpp"
 #include "core/schedule/permute.hpp"
 #include "core/schedule/random.hpp"
 
@@ -40,21 +40,6 @@ py::array_t<std::int64_t> permute_inverse_numpy(const py::object& key, const py:
     return to_numpy(std::move(out));
 }
 
-py::array_t<std::int32_t> order_cycle_numpy(const Array<std::int64_t>& counts,
-                                            const Array<double>& odds, const py::object& key,
-                                            const py::object& spread) {
-    const std::uint64_t chosen = word(key, "key");
-    const bool spread_out = flag(spread, "spread");
-    const auto counts_view = view(counts, "counts");
-    const auto odds_view = view(odds, "odds");
-    std::vector<std::int32_t> order;
-    {
-        const py::gil_scoped_release release;
-        order = order_cycle(counts_view, odds_view, chosen, spread_out);
-    }
-    return to_numpy(std::move(order));
-}
-
 py::array_t<std::int64_t> permute_epochs_numpy(const Array<std::uint64_t>& keys,
                                                const Array<std::int64_t>& sizes,
                                                const Array<std::int64_t>& begins,
@@ -84,6 +69,59 @@ py::array_t<std::int64_t> permute_epochs_numpy(const Array<std::uint64_t>& keys,
         permute_epochs(runs, in_random_order, out);
     }
     return to_numpy(std::move(out));
+}
+
+CycleOrder make_cycle_order(const Array<std::int64_t>& counts, const Array<double>& odds,
+                            const py::object& key, const py::object& times,
+                            const py::object& largest_first) {
+    const auto chosen =
+        choice<CycleOrder::Times>(times, "times",
+                                  {{"spread", CycleOrder::Times::kSpread},
+                                   {"random", CycleOrder::Times::kRandom},
+                                   {"consecutive", CycleOrder::Times::kConsecutive}});
+    const std::uint64_t seed = word(key, "key");
+    const bool swapped = flag(largest_first, "largest_first");
+    const auto counts_view = view(counts, "counts");
+    const auto odds_view = view(odds, "odds");
+    const py::gil_scoped_release release;
+    return CycleOrder(counts_view, odds_view, seed, chosen, swapped);
+}
+
+py::array_t<std::int64_t> cycle_counts_numpy(const CycleOrder& order, const py::object& end) {
+    return to_numpy(order.counts(integer(end, "end")));
+}
+
+py::array_t<std::int32_t> cycle_range_numpy(const CycleOrder& order, const py::object& begin,
+                                            const py::object& end) {
+    const std::int64_t first = integer(begin, "begin"), last = integer(end, "end");
+    std::vector<std::int32_t> buckets;
+    {
+        const py::gil_scoped_release release;
+        buckets = order.range(first, last);
+    }
+    return to_numpy(std::move(buckets));
+}
+
+py::tuple cycle_at(const CycleOrder& order, const py::object& position) {
+    const CycleOrder::Draw draw = order.at(integer(position, "position"));
+    return py::make_tuple(draw.bucket, draw.rank);
+}
+
+std::int64_t cycle_position(const CycleOrder& order, const py::object& bucket,
+                            const py::object& rank) {
+    return order.position(integer(bucket, "bucket"), integer(rank, "rank"));
+}
+
+void register_cycle_order(py::module_& m) {
+    py::class_<CycleOrder>(m, "CycleOrder")
+        .def(py::init(&make_cycle_order), py::arg("counts").noconvert(),
+             py::arg("odds").noconvert(), py::arg("key"), py::arg("times"),
+             py::arg("largest_first"))
+        .def("__len__", &CycleOrder::size)
+        .def("counts", &cycle_counts_numpy, py::arg("end"))
+        .def("range", &cycle_range_numpy, py::arg("begin"), py::arg("end"))
+        .def("at", &cycle_at, py::arg("position"))
+        .def("position", &cycle_position, py::arg("bucket"), py::arg("rank"));
 }
 
 py::tuple blend_range_numpy(const Blend& blend, const py::object& begin, const py::object& end) {
@@ -152,11 +190,10 @@ void register_schedule(py::module_& m) {
           py::arg("count"));
     m.def("permute_inverse", &permute_inverse_numpy, py::arg("key"), py::arg("size"),
           py::arg("values").noconvert());
-    m.def("order_cycle", &order_cycle_numpy, py::arg("counts").noconvert(),
-          py::arg("odds").noconvert(), py::arg("key"), py::arg("spread"));
     m.def("permute_epochs", &permute_epochs_numpy, py::arg("keys").noconvert(),
           py::arg("sizes").noconvert(), py::arg("begins").noconvert(),
           py::arg("counts").noconvert(), py::arg("shuffled"));
+    register_cycle_order(m);
     register_blend(m);
     m.def("deal_evenly", &deal_evenly_numpy, py::arg("costs").noconvert(),
           py::arg("bin_sizes").noconvert());

@@ -264,5 +264,9 @@ def _answer_until(args: argparse.Namespace, schedule: Schedule, until: int) -> N
     if not args.json:
         print(plan)
         return
-    facts = dataclasses.asdict(plan) | {"datasets": [d._asdict() for d in plan.datasets]}
+    facts = {
+        "num_steps": plan.num_steps,
+        "stages": [dataclasses.asdict(stage) for stage in plan.stages],
+        "datasets": [dataset._asdict() for dataset in plan.datasets],
+    }
     print(json.dumps(facts, indent=2))

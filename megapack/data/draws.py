@@ -17,6 +17,7 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
+from megapack import _core
 from megapack.data.order import Order
 from megapack.data.streams import fold_key
 
@@ -46,17 +47,15 @@ class DrawOrder:
     def locate(self, draw: int) -> tuple[int, int]:
         """(bucket of a draw, how often that bucket was drawn before)."""
         cycle = self._cycle_of(draw)
-        bucket, rank, _ = _cycle(self, cycle)
-        at = draw - self.begin(cycle)
-        return int(bucket[at]), self.drawn(int(bucket[at]), cycle) + int(rank[at])
+        bucket, rank = _cycle(self, cycle).at(draw - self.begin(cycle))
+        return bucket, self.drawn(bucket, cycle) + rank
 
     def draw_at(self, bucket: int, turn: int) -> int:
         """The inverse of ``locate``: which draw is the ``turn``-th of a bucket."""
         cycle = turn * self.num_cycles * self.samples_per_draw[bucket]
         cycle //= self.samples_per_epoch[bucket]  # the last one with drawn(bucket, cycle) <= turn
-        _, _, by_bucket = _cycle(self, cycle)
-        before = sum(self.drawn(b, cycle + 1) - self.drawn(b, cycle) for b in range(bucket))
-        return self.begin(cycle) + int(by_bucket[before + turn - self.drawn(bucket, cycle)])
+        rank = turn - self.drawn(bucket, cycle)
+        return self.begin(cycle) + _cycle(self, cycle).position(bucket, rank)
 
     def drawn(self, bucket: int, cycles: int) -> int:
         """Draws of a bucket in the first ``cycles`` cycles."""
@@ -72,24 +71,17 @@ class DrawOrder:
         parts = [np.zeros(0, np.int32)]
         while begin < end:
             cycle = self._cycle_of(begin)
-            first = self.begin(cycle)
-            bucket, _, _ = _cycle(self, cycle)
-            parts.append(bucket[begin - first : end - first])
-            begin = first + len(bucket)
+            first, order = self.begin(cycle), _cycle(self, cycle)
+            last = min(end, first + len(order))
+            parts.append(order.range(begin - first, last - first))
+            begin = last
         return np.concatenate(parts)
 
     def counts(self, end: int) -> NDArray[np.int64]:
         """(num_buckets,) how often every bucket is drawn in draws ``[0, end)``."""
         cycle = self._cycle_of(end)
-        within = end - self.begin(cycle)
-        _, _, by_bucket = _cycle(self, cycle)
-        counts, first = [], 0
-        for bucket in range(len(self.samples_per_draw)):
-            before, after = self.drawn(bucket, cycle), self.drawn(bucket, cycle + 1)
-            last = first + after - before
-            counts.append(before + int(np.searchsorted(by_bucket[first:last], within)))
-            first = last
-        return np.array(counts, np.int64)
+        before = [self.drawn(b, cycle) for b in range(len(self.samples_per_draw))]
+        return np.array(before, np.int64) + _cycle(self, cycle).counts(end - sum(before))
 
     def window(self, bucket: int, turn: int, size: int) -> tuple[int, int]:
         """The turns ``[begin, end)`` of a bucket that are grouped with ``turn``, at most ``size``.
@@ -114,20 +106,9 @@ class DrawOrder:
         return low + bisect_right(range(low, high), draw, key=self.begin) - 1
 
 
-@lru_cache(maxsize=8)  # a run needs one at a time, a look back two
-def _cycle(
-    draws: DrawOrder, cycle: int
-) -> tuple[NDArray[np.int32], NDArray[np.int64], NDArray[np.int64]]:
-    """Bucket of every draw of a cycle, how often it was drawn before in the cycle, and the draws
-    bucket after bucket."""
+@lru_cache(maxsize=8)  # random times are sorted once; a run needs one at a time, a look back two
+def _cycle(draws: DrawOrder, cycle: int) -> _core.CycleOrder:
     buckets = range(len(draws.samples_per_draw))
     counts = np.array([draws.drawn(b, cycle + 1) - draws.drawn(b, cycle) for b in buckets])
-    bucket = draws.order.cycle(counts, fold_key(draws.seed, 2, cycle))
-    if cycle == 0 and draws.largest_first and draws.order.shuffled:
-        at = int(np.argmax(bucket == bucket.max()))
-        bucket[[0, at]] = bucket[[at, 0]]
-    rank = np.empty(len(bucket), np.int64)
-    narrow = bucket.astype(np.uint16) if len(counts) <= 1 << 16 else bucket  # a faster sort
-    by_bucket = np.argsort(narrow, kind="stable")
-    rank[by_bucket] = np.arange(len(bucket)) - np.repeat(np.cumsum(counts) - counts, counts)
-    return bucket, rank, by_bucket
+    key = fold_key(draws.seed, 2, cycle)
+    return draws.order.cycle(counts, key, largest_first=cycle == 0 and draws.largest_first)

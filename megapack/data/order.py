@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,22 +29,26 @@ class Order:
         meaning: one line for people.
         odds: number of buckets -> odds of each, shortest first.
         num_cycles: cycles per epoch unless the user says otherwise.
-        spread: draw times are stratified (every window holds its share) or plainly random.
-        shuffled: samples are shuffled, and the largest bucket comes first.
+        times: of the draws: stratified, so that every window holds its share; plainly random; or
+            bucket after bucket.
     """
 
     meaning: str
     odds: Callable[[int], list[float]]
     num_cycles: int = 1
-    spread: bool = True
-    shuffled: bool = True
+    times: Literal["spread", "random", "consecutive"] = "spread"
 
-    def cycle(self, counts: NDArray[np.int64], key: int) -> NDArray[np.int32]:
-        """The bucket of every draw of one cycle in which bucket b is drawn ``counts[b]`` times."""
-        if not self.shuffled:
-            return np.repeat(np.arange(len(counts), dtype=np.int32), counts)
-        odds = np.asarray(self.odds(len(counts)), dtype=np.float64)
-        return _core.order_cycle(counts, odds, key, self.spread)
+    @property
+    def shuffled(self) -> bool:
+        """Whether samples are shuffled, and the largest bucket comes first."""
+        return self.times != "consecutive"
+
+    def cycle(
+        self, counts: NDArray[np.int64], key: int, *, largest_first: bool
+    ) -> _core.CycleOrder:
+        """One cycle, in which bucket b is drawn ``counts[b]`` times."""
+        odds = np.array(self.odds(len(counts)), np.float64)
+        return _core.CycleOrder(counts, odds, key, self.times, largest_first and self.shuffled)
 
 
 def _equal(num_buckets: int) -> list[float]:
@@ -68,8 +73,8 @@ def _curriculum(meaning: str, odds: Callable[[int], list[float]]) -> Order:
 
 ORDERS = {
     "proportional": Order("every window holds the buckets in proportion to their tokens", _equal),
-    "uniform": Order("all draws of an epoch in random order (odds 1:1:1)", _equal, spread=False),
-    "natural": Order("another name of uniform", _equal, spread=False),
+    "uniform": Order("all draws of an epoch in random order (odds 1:1:1)", _equal, times="random"),
+    "natural": Order("another name of uniform", _equal, times="random"),
     "grow-linear": _curriculum("short buckets earlier, odds ..., 3, 2, 1", _linear),
     "grow-p2": _curriculum("short buckets earlier, odds ..., 4, 2, 1", _power(2)),
     "grow-p100": _curriculum("short buckets earlier, odds ..., 10000, 100, 1", _power(100)),
@@ -77,7 +82,9 @@ ORDERS = {
     "shrink-p2": _curriculum("long buckets earlier, odds 1, 2, 4, ...", _reverse(_power(2))),
     "shrink-p100": _curriculum("long buckets earlier, odds 1, 100, ...", _reverse(_power(100))),
     "sequential": Order(
-        "bucket after bucket, samples as the index has them (debugging)", _equal, shuffled=False
+        "bucket after bucket, samples as the index has them (debugging)",
+        _equal,
+        times="consecutive",
     ),
 }
 

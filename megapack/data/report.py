@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from megapack.data.schedule import Schedule
 from megapack.data.stage import StageDraws
@@ -15,6 +17,7 @@ from megapack.errors import ConfigError
 __all__ = [
     "BucketPlan",
     "DatasetPlan",
+    "DatasetPlans",
     "RunPlan",
     "StagePlan",
     "check_epochs",
@@ -33,7 +36,7 @@ class BucketPlan:
     share: float
 
 
-class DatasetPlan(NamedTuple):  # there may be tens of thousands
+class DatasetPlan(NamedTuple):
     """One dataset: the share of tokens asked for and realised, and how often it is repeated."""
 
     name: str
@@ -42,6 +45,27 @@ class DatasetPlan(NamedTuple):  # there may be tens of thousands
     num_samples: int
     tokens: int
     epochs: float
+
+
+class DatasetPlans:
+    """One ``DatasetPlan`` per dataset, made when it is asked for: there may be tens of thousands.
+
+    Attributes:
+        names, columns: what the rows hold, each (D,).
+    """
+
+    def __init__(self, names: Sequence[str], *columns: NDArray[Any]) -> None:
+        self.names, self.columns = names, columns
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def __iter__(self) -> Iterator[DatasetPlan]:
+        rows = zip(self.names, *(column.tolist() for column in self.columns), strict=True)
+        return map(DatasetPlan._make, rows)  # twice as fast as by the constructor
+
+    def __getitem__(self, i: int) -> DatasetPlan:
+        return DatasetPlan(self.names[i], *(column[i].item() for column in self.columns))
 
 
 @dataclass(frozen=True)
@@ -76,7 +100,7 @@ class RunPlan:
 
     num_steps: int
     stages: tuple[StagePlan, ...]
-    datasets: tuple[DatasetPlan, ...]
+    datasets: DatasetPlans
 
     def __str__(self) -> str:
         lines = []
@@ -136,7 +160,7 @@ def _plan_stage(stage: StageDraws, end: int) -> StagePlan:
     )
 
 
-def _plan_datasets(schedule: Schedule, num_steps: int) -> tuple[DatasetPlan, ...]:
+def _plan_datasets(schedule: Schedule, num_steps: int) -> DatasetPlans:
     """Weights are the mean over the stages, by their tokens."""
     source = schedule.samples
     there = source.tokens_per_epoch
@@ -149,9 +173,8 @@ def _plan_datasets(schedule: Schedule, num_steps: int) -> tuple[DatasetPlan, ...
         shares = np.where(np.isnan(given), there, given)
         wanted += shares / shares.sum() * (int(taken.sum()) - before)
     total = max(1, int(taken.sum()))
-    columns = (wanted / total, taken / total, np.diff(source.bases), taken, taken / there)
-    rows = zip(source.names, *(column.tolist() for column in columns), strict=True)
-    return tuple(map(DatasetPlan._make, rows))  # twice as fast as by the constructor
+    samples = np.diff(source.bases)
+    return DatasetPlans(source.names, wanted / total, taken / total, samples, taken, taken / there)
 
 
 def check_epochs(schedule: Schedule, num_steps: int) -> None:

@@ -6,11 +6,14 @@
 #include <numeric>
 #include <random>
 #include <stdexcept>
+#include <utility>
+#include <vector>
 
 #include "core/schedule/blend.hpp"
+#include "core/schedule/cycle_order.hpp"
 #include "core/schedule/deal.hpp"
-#include "core/schedule/order.hpp"
 #include "core/schedule/permute.hpp"
+#include "core/schedule/random.hpp"
 
 using namespace megapack;
 
@@ -67,13 +70,57 @@ void test_permutations() {
     }
 }
 
+// The draws of a cycle one after the other, in the plainest way: sort them by their times.
+std::vector<std::int32_t> sorted_draws(const std::vector<std::int64_t>& counts,
+                                       const std::vector<double>& odds, CycleOrder::Times times) {
+    std::vector<std::pair<double, std::int32_t>> draws;
+    for (std::size_t b = 0; b < counts.size(); ++b) {
+        const std::uint64_t key = random_bits(9, b);
+        for (std::int64_t t = 0; t < counts[b]; ++t) {
+            const double u = random_unit(key, static_cast<std::uint64_t>(t));
+            const double rate = static_cast<double>(counts[b]) * odds[b];
+            double time = (static_cast<double>(t) + u) / rate;
+            if (times == CycleOrder::Times::kRandom) time = u;
+            if (times == CycleOrder::Times::kConsecutive) time = static_cast<double>(b);
+            draws.emplace_back(time, static_cast<std::int32_t>(b));
+        }
+    }
+    std::sort(draws.begin(), draws.end());
+    std::vector<std::int32_t> order;
+    for (const auto& draw : draws) order.push_back(draw.second);
+    return order;
+}
+
 void test_orders() {
-    const std::vector<std::int64_t> counts{0, 700, 1, 31};
-    const std::vector<double> odds{1.0, 1e12, 100.0, 1e-6};
-    for (const bool spread : {true, false}) {
-        const std::vector<std::int32_t> order = order_cycle(counts, odds, 9, spread);
-        for (std::size_t b = 0; b < counts.size(); ++b) {
-            require(std::count(order.begin(), order.end(), b) == counts[b], "a draw is missing");
+    using Times = CycleOrder::Times;
+    for (const std::vector<std::int64_t>& counts : std::vector<std::vector<std::int64_t>>{
+             {0, 700, 1, 31}, {1, 0, 0, 0}, {40, 1, 3000, 7}, {0, 0, 0, 0}}) {
+        for (const std::vector<double>& odds : std::vector<std::vector<double>>{
+                 {1.0, 1e12, 100.0, 1e-6}, {1.0, 1.0, 1.0, 1.0}, {1e30, 1e20, 1e10, 1.0}}) {
+            for (const Times times : {Times::kSpread, Times::kRandom, Times::kConsecutive}) {
+                for (const bool largest_first : {false, true}) {
+                    std::vector<std::int32_t> wanted = sorted_draws(counts, odds, times);
+                    if (largest_first && !wanted.empty()) {
+                        std::swap(wanted.front(), *std::max_element(wanted.begin(), wanted.end()));
+                    }
+                    const CycleOrder order(counts, odds, 9, times, largest_first);
+                    const auto size = static_cast<std::int64_t>(wanted.size());
+                    require(order.size() == size, "a cycle has another number of draws");
+                    require(order.range(0, size) == wanted, "draws are not in order of time");
+                    std::vector<std::int64_t> before(counts.size(), 0);
+                    for (std::int64_t at = 0; at < size; ++at) {
+                        const std::int32_t bucket = wanted[static_cast<std::size_t>(at)];
+                        auto& rank = before[static_cast<std::size_t>(bucket)];
+                        require(order.counts(at) == before, "counts are not those of all before");
+                        const CycleOrder::Draw draw = order.at(at);
+                        require(draw.bucket == bucket && draw.rank == rank,
+                                "a draw found by itself is not the one of the whole order");
+                        require(order.position(bucket, rank) == at, "the inverse is not one");
+                        ++rank;
+                    }
+                    require(order.counts(size) == counts, "a draw is missing");
+                }
+            }
         }
     }
 }

@@ -142,6 +142,7 @@ Blend::Range Blend::range(std::int64_t begin, std::int64_t end) const {
 std::vector<std::int64_t> Blend::taken(std::int64_t end) const {
     check(0 <= end && end <= kMaxPosition, "position ", end, " of a blend; it lies in [0, 2^53]");
     std::vector<std::int64_t> counts(parent_.size());
+    if (end == 0) return {counts.begin(), counts.begin() + num_sources_};
     counts.back() = end;
     for (std::int64_t i = nodes_.size(); i-- > 0;) {
         const std::int64_t here = counts[num_sources_ + i];
