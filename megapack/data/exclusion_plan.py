@@ -49,9 +49,8 @@ def plan_exclusions(schedule: Schedule, num_steps: int) -> list[ExclusionPlan]:
     lists = schedule.samples.exclusions
     return [
         _plan(schedule, source, number, num_steps)
-        for source, own in enumerate(lists.lists)
-        if len(own)
-        for number in np.unique(own).tolist()
+        for source in lists.sources
+        for number in np.unique(lists.lists[source]).tolist()
     ]
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import xxhash
@@ -43,6 +44,11 @@ class Exclusions:
     documents: tuple[Ids, ...]
     lists: tuple[Ids, ...]
 
+    @cached_property
+    def sources(self) -> list[int]:
+        """Numbers of those sources of which a list has documents."""
+        return [source for source, own in enumerate(self.documents) if len(own)]
+
     def masks(self, source: int, documents: Ids, num_lists: int | Ids) -> NDArray[np.bool_]:
         """Whether each of some documents of a source is masked by the first ``num_lists`` lists."""
         known = self.documents[source]
@@ -61,11 +67,12 @@ class Exclusions:
     def digests(self, num_lists: int, names: Sequence[str]) -> dict[str, str]:
         """Source name -> how many documents the first lists mask, and a digest of their ids."""
         result = {}
-        for name, documents, lists in zip(names, self.documents, self.lists, strict=True):
-            masked = np.ascontiguousarray(documents[lists <= num_lists], "<i8")
+        for source in self.sources:
+            own = self.documents[source][self.lists[source] <= num_lists]
+            masked = np.ascontiguousarray(own, "<i8")
             if len(masked):
                 digest = xxhash.xxh3_64_hexdigest(masked.tobytes())
-                result[name] = f"{len(masked)} documents, xxh3 {digest}"
+                result[names[source]] = f"{len(masked)} documents, xxh3 {digest}"
         return result
 
 

@@ -216,10 +216,19 @@ class SampleSource:
     def samples_of(self, source: int, documents: int | Ids) -> list[int]:
         """Global ids of the samples that hold a piece of some documents of an index, ascending.
 
-        Reads all of the index's ``segment_document``: 4 bytes per segment.
+        Reads all of the index's ``segment_document``, 4 bytes per segment, and takes a byte per
+        document. Raises ConfigError for a document that the index does not have.
         """
         index = self.indices[source]
-        segments = np.flatnonzero(np.isin(np.asarray(index.segment_document), documents))
+        last = int(np.max(documents, initial=0))
+        if last >= index.num_documents:
+            raise ConfigError(
+                f"document {last} of {self.names[source]}: it has {index.num_documents} documents, "
+                "counted from 0"
+            )
+        listed = np.zeros(index.num_documents, np.bool_)
+        listed[documents] = True
+        segments = np.flatnonzero(listed[index.segment_document])
         local = np.searchsorted(index.sample_segment_offsets, segments, side="right") - 1
         return [int(self.bases[source]) + int(sample) for sample in np.unique(local)]
 

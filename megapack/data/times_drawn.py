@@ -77,7 +77,7 @@ def _parts(stage: StageDraws, source: int, ids: Ids, step: int) -> Iterator[_Par
     shuffled = order_named(stage.config.order).shuffled
     taken = _taken(stage, source, step)
     for capacity, datasets, firsts, sizes in samples.buckets:
-        for at in np.flatnonzero(datasets == source).tolist():
+        for at in _where(datasets, source):
             first, size = int(firsts[at]), int(sizes[at])
             mine = np.flatnonzero((first <= ids) & (ids < first + size))
             if len(mine):
@@ -93,7 +93,7 @@ def _taken(stage: StageDraws, source: int, step: int) -> dict[int, _Taken]:
     window = stage.config.cost_window
     turns = stage.draws.counts(stage.draw_of(step)).tolist()
     for b, (stream, turn) in enumerate(zip(stage.buckets, turns, strict=True)):
-        for at in np.flatnonzero(stream.datasets == source).tolist():
+        for at in _where(stream.datasets, source):
             count = stage.samples_per_draw[b]
             begin, _ = stage.draws.window(b, turn, window)
             drawn = [stage.ids(b, n) for n in range(begin, turn)]
@@ -104,3 +104,9 @@ def _taken(stage: StageDraws, source: int, step: int) -> dict[int, _Taken]:
                 window=window * count if window > 1 else 1,
             )
     return result
+
+
+def _where(datasets: Ids, source: int) -> list[int]:
+    """Where a source stands among ascending numbers: at one place, or nowhere."""
+    at = int(datasets.searchsorted(source))
+    return [at] if datasets[at : at + 1].tolist() == [source] else []

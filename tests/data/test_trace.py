@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from megapack import _core
 from megapack.data import Schedule, Stage
+from megapack.errors import ConfigError
 from tests.data.corpora import packed_index, samples_of_buckets
 from tests.data.test_programs import edited_run
 
@@ -81,4 +82,5 @@ def test_every_sample_of_a_document_is_found() -> None:
     for (source, document), samples in held.items():
         assert schedule.samples.samples_of(source, document) == sorted(samples)
     assert any(len(samples) > 1 for samples in held.values())
-    assert schedule.samples.samples_of(0, 10**6) == []
+    with pytest.raises(ConfigError, match="document 1000000 of .* counted from 0"):
+        schedule.samples.samples_of(0, 10**6)
