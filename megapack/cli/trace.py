@@ -166,7 +166,7 @@ def _answer_document(args: argparse.Namespace, schedule: Schedule, until: int) -
         style="bold",
     )
     if not facts["samples"]:
-        Screen().write_line("no sample holds it: it is empty, was dropped, or does not exist")
+        Screen().write_line("no sample holds it: it is empty or was left out when the index was packed")
         return
     print_table(
         ("sample", "tokens", "steps"),

@@ -27,6 +27,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
             for number in range(60):
                 text = f"{name} {number} " * (1 + number * 7 % 11)
                 builder.add_document([*text.encode(), 256])
+            builder.add_document([])
         dataset = IndexedDataset(folder / name)
         index = pack(dataset.document_lengths, "bucket", buckets=[32, 64])
         index.save(folder / f"{name}.samples", source=dataset)
@@ -99,8 +100,10 @@ def test_the_steps_of_a_document(config: Path, capsys: pytest.CaptureFixture[str
         assert found["until"] == 40
     few = ask(capsys, config, "--document", "code:8", "--until", "6")
     assert [s["steps"] for s in few["samples"]] == [[] for _ in few["samples"]]
-    assert main(["trace", str(config), "--document", "web:7000"]) == 0
+    assert main(["trace", str(config), "--document", "web:60"]) == 0
     assert "no sample holds it" in capsys.readouterr().out
+    assert main(["trace", str(config), "--document", "web:7000"]) == 2
+    assert "document 7000 of web: it has 61 documents" in capsys.readouterr().err
 
 
 def test_tokens_of_every_source(config: Path, capsys: pytest.CaptureFixture[str]) -> None:

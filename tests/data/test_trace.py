@@ -82,5 +82,5 @@ def test_every_sample_of_a_document_is_found() -> None:
     for (source, document), samples in held.items():
         assert schedule.samples.samples_of(source, document) == sorted(samples)
     assert any(len(samples) > 1 for samples in held.values())
-    with pytest.raises(ConfigError, match="document 1000000 of .* counted from 0"):
+    with pytest.raises(ConfigError, match=r"document 1000000 of .* counted from 0"):
         schedule.samples.samples_of(0, 10**6)
