@@ -166,7 +166,7 @@ def _answer_document(args: argparse.Namespace, schedule: Schedule, until: int) -
         style="bold",
     )
     if not facts["samples"]:
-        Screen().write_line("no sample holds it: it is empty or was left out when the index was packed")
+        Screen().write_line("no sample holds it: it is empty, or packing left it out")
         return
     print_table(
         ("sample", "tokens", "steps"),
