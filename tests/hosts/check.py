@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from tests.hosts.corpus import WINDOW, Corpus
+from tests.hosts.corpus import MASKED, NUM_WEB, WINDOW, Corpus
 
 
 @dataclass
@@ -22,6 +22,8 @@ class Findings:
     calls: int = 0
     reads: int = 0
     segments: int = 0
+    attentions: int = 0
+    """Calls of a layer's attention that were noted, where boundaries are handed to attention."""
     problems: list[str] = field(default_factory=list)
     rows: dict[int, tuple[int, ...]] = field(default_factory=dict)
     """Tokens of every row of training that was read."""
@@ -29,8 +31,15 @@ class Findings:
     """Beside it the longest segment of its micro batch, tokens."""
 
 
-def check_run(folder: Path, corpus: Corpus) -> Findings:
-    """All ranks' records of one run."""
+def check_run(folder: Path, corpus: Corpus, *, shifted: bool = False) -> Findings:
+    """All ranks' records of one run.
+
+    Args:
+        folder: of ``rank<n>.pt``.
+        corpus: what was trained on.
+        shifted: the host makes labels by shifting its rows, so a segment that ends inside its
+            document has no last label unless the row ends there, too.
+    """
     ranks = [torch.load(path, weights_only=False) for path in sorted(folder.glob("rank*.pt"))]
     found = Findings()
     for number, rank in enumerate(ranks):
@@ -38,7 +47,9 @@ def check_run(folder: Path, corpus: Corpus) -> Findings:
             found.calls += 1
             if call["cu_seqlens"] is not None:
                 found.segments += len(call["cu_seqlens"]) - 1
-            found.problems += [f"rank {number}, call {k}: {p}" for p in wrong(call, corpus.begins)]
+            found.attentions += len(call.get("attention", ()))
+            problems = [*wrong(call, corpus.begins, shifted=shifted), *unlike_layers(call)]
+            found.problems += [f"rank {number}, call {k}: {problem}" for problem in problems]
     found.problems += alike(ranks)
     readers = sorted(
         (r for r in ranks if r["where"]["tensor"] == 0), key=lambda rank: rank["where"]["data"]
@@ -54,7 +65,18 @@ def check_run(folder: Path, corpus: Corpus) -> Findings:
     return found
 
 
-def wrong(call: dict[str, Any], begins: NDArray[np.int64]) -> Iterator[str]:
+def unlike_layers(call: dict[str, Any]) -> Iterator[str]:
+    """All layers of a call, and their recomputation, are given the same boundaries."""
+    for bounds, longest in call.get("attention", ()):
+        if bounds is None or call["cu_seqlens"] is None:
+            yield "a layer had no boundaries"
+        elif not torch.equal(bounds, call["cu_seqlens"]) or longest != call["max_seqlen"]:
+            yield "layers had different boundaries"
+
+
+def wrong(
+    call: dict[str, Any], begins: NDArray[np.int64], *, shifted: bool = False
+) -> Iterator[str]:
     """What is wrong with one call. Token ids are positions in the corpus, 0 is padding."""
     if call["cu_seqlens"] is None:
         yield "no boundaries"
@@ -90,6 +112,9 @@ def wrong(call: dict[str, Any], begins: NDArray[np.int64]) -> Iterator[str]:
                 yield f"segment [{begin}, {end}) goes on after {first} tokens"
         if not np.array_equal(positions[begin:end], np.arange(first, first + len(text))):
             yield f"position_ids of segment [{begin}, {end}) do not begin at {first}"
+    if shifted:
+        row_ends = np.arange(1, len(tokens) + 1) % call["tokens"].shape[-1] == 0
+        follows[(np.append(tokens[1:], 0) != follows) & ~row_ends] = 0
     mask, labels = _flat(call["loss_mask"]), _flat(call["labels"])
     if mask is not None and not np.array_equal(mask, (follows > 0).astype(np.float32)):
         yield "loss_mask is not 1 just where the document goes on"
@@ -155,3 +180,25 @@ def remember_rows(rank: dict[str, Any], found: Findings) -> None:
             if found.rows.setdefault(number, tuple(row)) != tuple(row):
                 found.problems.append(f"row {number} was read with two contents")
             found.longest[number] = int(call["max_seqlen"])
+
+
+def compare(known: dict[int, tuple[int, ...]], found: Findings, *, at_least: int) -> None:
+    """Rows are known by their number: the same in every run of the same data."""
+    shared = known.keys() & found.rows.keys()
+    assert all(known[number] == found.rows[number] for number in shared)
+    assert not known or len(shared) >= at_least, "the runs have rows in common"
+    known.update(found.rows)
+
+
+def check_program(found: Findings, corpus: Corpus, global_batch: int) -> None:
+    """Of program.json: two steps attend in a window, one has little code, two mask documents."""
+    steps: list[dict[str, Any]] = [{"documents": set(), "longest": 0} for _ in range(4)]
+    for number, row in found.rows.items():
+        step = steps[number // global_batch]
+        tokens = np.array([token for token in row if token])
+        step["documents"] |= set((np.searchsorted(corpus.begins, tokens, "right") - 1).tolist())
+        step["longest"] = max(step["longest"], found.longest[number])
+    shares = [np.mean([document >= NUM_WEB for document in step["documents"]]) for step in steps]
+    assert shares[0] < 0.5 < min(shares[1:])
+    assert all((step["longest"] <= WINDOW) == (i < 2) for i, step in enumerate(steps))
+    assert all(bool(step["documents"] & set(MASKED)) == (i < 2) for i, step in enumerate(steps))

@@ -8,14 +8,13 @@ from tests.hosts.matrix import MATRIX
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
-    if not MATRIX:
-        return
-    releases = list(dict.fromkeys(release for release, _ in MATRIX))
-    layouts = list(dict.fromkeys(layout for _, layout in MATRIX))
-    terminalreporter.section("checked calls of GPTModel, segments, violations")
-    for row in [
-        ["layout", *releases],
-        ["---"] * (1 + len(releases)),
-        *([layout, *(MATRIX.get((r, layout), "-") for r in releases)] for layout in layouts),
-    ]:
-        terminalreporter.write_line(f"| {' | '.join(row)} |")
+    for host, cells in MATRIX.items():
+        releases = list(dict.fromkeys(release for release, _ in cells))
+        layouts = list(dict.fromkeys(layout for _, layout in cells))
+        terminalreporter.section(f"{host}: checked calls of the model, segments, violations")
+        for row in [
+            ["layout", *releases],
+            ["---"] * (1 + len(releases)),
+            *([layout, *(cells.get((r, layout), "-") for r in releases)] for layout in layouts),
+        ]:
+            terminalreporter.write_line(f"| {' | '.join(row)} |")

@@ -9,69 +9,42 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import os
 import sys
 from pathlib import Path
 from typing import Any
 
 import torch
 from cpu import on_cpu
+from recorder import Recorder
 
 
-class Recorder:
-    """Calls of the model, and rows read, in the order in which they happened."""
+def watch_model(recorder: Recorder, model_class: Any) -> None:
+    stock = model_class.forward
 
-    def __init__(self) -> None:
-        self.calls: list[dict[str, Any]] = []
-        self.reads: list[dict[str, Any]] = []
-
-    def watch_model(self, model_class: Any) -> None:
-        stock = model_class.forward
-
-        def forward(model: Any, input_ids: Any, position_ids: Any, *args: Any, **kw: Any) -> Any:
-            params = kw.get("packed_seq_params")
-            call = {
-                "training": model.training,
-                "tokens": input_ids,
-                "position_ids": position_ids,
-                "labels": kw.get("labels"),
-                "loss_mask": kw.get("loss_mask"),
-                "cu_seqlens": getattr(params, "cu_seqlens_q", None),
-                "max_seqlen": getattr(params, "max_seqlen_q", None),
-            }
-            self.calls.append(
-                {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in call.items()}
-            )
-            return stock(model, input_ids, position_ids, *args, **kw)
-
-        model_class.forward = forward
-
-    def watch_rows(self, row_class: Any) -> None:
-        stock = row_class.micro_batch
-
-        def read(rows: Any, numbers: Any) -> Any:
-            self.reads.append(
-                {
-                    "dataset": id(rows),
-                    "rows": [int(i) for i in numbers],
-                    "buckets": sorted({rows.bucket_of(i) for i in numbers}),
-                }
-            )
-            return stock(rows, numbers)
-
-        row_class.micro_batch = read
-
-    def save(self, folder: Path) -> None:
-        state = importlib.import_module("megatron.core.parallel_state")
-        where = {
-            "data": state.get_data_parallel_rank(),
-            "tensor": state.get_tensor_model_parallel_rank(),
-            "pipeline": state.get_pipeline_model_parallel_rank(),
-        }
-        rank = int(os.environ["RANK"])
-        torch.save(
-            {"where": where, "calls": self.calls, "reads": self.reads}, folder / f"rank{rank}.pt"
+    def forward(model: Any, input_ids: Any, position_ids: Any, *args: Any, **kw: Any) -> Any:
+        params = kw.get("packed_seq_params")
+        recorder.note_call(
+            training=model.training,
+            tokens=input_ids,
+            position_ids=position_ids,
+            labels=kw.get("labels"),
+            loss_mask=kw.get("loss_mask"),
+            cu_seqlens=getattr(params, "cu_seqlens_q", None),
+            max_seqlen=getattr(params, "max_seqlen_q", None),
         )
+        return stock(model, input_ids, position_ids, *args, **kw)
+
+    model_class.forward = forward
+
+
+def watch_rows(recorder: Recorder, row_class: Any) -> None:
+    stock = row_class.micro_batch
+
+    def read(rows: Any, numbers: Any) -> Any:
+        recorder.note_read(rows, numbers)
+        return stock(rows, numbers)
+
+    row_class.micro_batch = read
 
 
 def prepare() -> None:
@@ -95,13 +68,19 @@ def main() -> None:
     on_cpu()
     torch.set_num_threads(1)
     recorder = Recorder()
-    recorder.watch_model(importlib.import_module("megatron.core.models.gpt").GPTModel)
-    recorder.watch_rows(importlib.import_module("megapack.integrations.rows").RowDataset)
+    watch_model(recorder, importlib.import_module("megatron.core.models.gpt").GPTModel)
+    watch_rows(recorder, importlib.import_module("megapack.integrations.rows").RowDataset)
     prepare()
     launcher = importlib.import_module("megapack.integrations.megatron.__main__")
     with contextlib.suppress(SystemExit):  # so --exit-interval ends a run
         launcher.main([script, *arguments])
-    recorder.save(Path(folder))
+    state = importlib.import_module("megatron.core.parallel_state")
+    recorder.save(
+        Path(folder),
+        data=state.get_data_parallel_rank(),
+        tensor=state.get_tensor_model_parallel_rank(),
+        pipeline=state.get_pipeline_model_parallel_rank(),
+    )
 
 
 if __name__ == "__main__":

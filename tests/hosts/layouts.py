@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from patience import PATIENCE
 from ports import free_port
 
 from tests.hosts.corpus import Corpus
+from tests.hosts.processes import LAUNCHERS, environment_of, finish
 
-ROOT = Path(__file__).parents[2]
 ROW = 128
 GLOBAL_BATCH = 12
 
@@ -110,7 +107,7 @@ def run(tree: Path, layout: Layout, corpus: Corpus, records: Path, *more: str) -
     command = [
         *(sys.executable, "-m", "torch.distributed.run"),
         *("--nproc-per-node", str(layout.ranks), "--master-port", str(free_port())),
-        *(str(ROOT / "tests" / "hosts" / "launch.py"), str(records), str(tree / "pretrain_gpt.py")),
+        *(str(LAUNCHERS / "launch.py"), str(records), str(tree / "pretrain_gpt.py")),
         *MODEL,
         *PACKED,
         *boundary_flag(release, layout.flags),
@@ -122,28 +119,9 @@ def run(tree: Path, layout: Layout, corpus: Corpus, records: Path, *more: str) -
         *layout.flags.split(),
         *more,
     ]
-    done = subprocess.run(
-        command,
-        check=False,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=PATIENCE,
-        cwd=records,
-        env=environment(tree),
-    )
-    assert done.returncode == 0, f"{layout.name} on {tree}:\n{done.stdout[-6000:]}"
-    return done.stdout
+    return finish(command, records, environment(tree), f"{layout.name} on {tree}")
 
 
 def environment(tree: Path) -> dict[str, str]:
     """Of a process that imports this checkout, and what it imports beside torch (Makefile)."""
-    paths = (tree, ROOT, Path(sys.prefix) / "hosts")
-    return {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join(map(str, paths)),
-        "PYTHONWARNINGS": "ignore",
-        "OMP_NUM_THREADS": "1",
-        "CUDA_DEVICE_MAX_CONNECTIONS": "1",
-        "TORCHDYNAMO_DISABLE": "1",
-    }
+    return {**environment_of(tree, "hosts"), "CUDA_DEVICE_MAX_CONNECTIONS": "1"}

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.hosts.layouts import ROOT, environment, release_of
+from tests.hosts.layouts import environment, release_of
+from tests.hosts.processes import LAUNCHERS
 from tests.hosts.test_megatron_lm import TREES
 
 pytestmark = pytest.mark.skipif(not TREES, reason="MEGATRON_LM names no checkout of Megatron-LM")
@@ -47,7 +48,7 @@ def test_a_hybrid_script_is_refused_where_there_is_none(tree: Path, tmp_path: Pa
         pytest.skip("this release has seq_idx")
     done = subprocess.run(
         [
-            *(sys.executable, str(ROOT / "tests" / "hosts" / "launch.py"), str(tmp_path)),
+            *(sys.executable, str(LAUNCHERS / "launch.py"), str(tmp_path)),
             str(tree / "pretrain_mamba.py"),
         ],
         check=False,

@@ -7,19 +7,17 @@ an id of its own, so batches alone tell whether labels, masks, positions and bou
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pytest
 
-from tests.hosts.check import Findings, check_run
-from tests.hosts.corpus import MASKED, NUM_WEB, WINDOW, Corpus, write_corpus
+from tests.hosts import matrix
+from tests.hosts.check import Findings, check_program, check_run, compare
+from tests.hosts.corpus import Corpus, write_corpus
 from tests.hosts.layouts import GLOBAL_BATCH, LAYOUTS, Layout, release_of, run
-from tests.hosts.matrix import MATRIX
+from tests.hosts.processes import trees_of
 
-TREES = [Path(path) for path in os.environ.get("MEGATRON_LM", "").split(os.pathsep) if path]
+TREES = trees_of("MEGATRON_LM")
 
 pytestmark = [
     pytest.mark.multiprocess,
@@ -45,17 +43,7 @@ def known_rows() -> dict[str, dict[int, tuple[int, ...]]]:
 
 
 def note(tree: Path, layout: str, found: Findings) -> None:
-    cell = f"{found.calls:,} / {found.segments:,} / {len(found.problems)}"
-    MATRIX[".".join(map(str, release_of(tree))), layout] = cell
-
-
-def compare(
-    known: dict[int, tuple[int, ...]], found: Findings, *, at_least: int = GLOBAL_BATCH
-) -> None:
-    shared = known.keys() & found.rows.keys()
-    assert all(known[number] == found.rows[number] for number in shared)
-    assert not known or len(shared) >= at_least, "the runs have rows in common"
-    known.update(found.rows)
+    matrix.note("Megatron-LM", ".".join(map(str, release_of(tree))), layout, found)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
@@ -75,23 +63,9 @@ def test_every_call_is_handed_the_documents(
     assert found.rows.keys() == set(range(layout.train_iters * GLOBAL_BATCH))
     assert found.calls > 0 and found.segments > found.calls
     assert log.count("lm loss") >= layout.train_iters, "and the run went to its end"
-    compare(known_rows.setdefault(layout.data, {}), found)
+    compare(known_rows.setdefault(layout.data, {}), found, at_least=GLOBAL_BATCH)
     if layout.data == "program.json":
-        check_program(found, corpus)
-
-
-def check_program(found: Findings, corpus: Corpus) -> None:
-    """Two steps attend inside a window; one has little code; two show no masked document."""
-    steps: list[dict[str, Any]] = [{"documents": set(), "longest": 0} for _ in range(4)]
-    for number, row in found.rows.items():
-        step = steps[number // GLOBAL_BATCH]
-        tokens = np.array([token for token in row if token])
-        step["documents"] |= set((np.searchsorted(corpus.begins, tokens, "right") - 1).tolist())
-        step["longest"] = max(step["longest"], found.longest[number])
-    shares = [np.mean([document >= NUM_WEB for document in step["documents"]]) for step in steps]
-    assert shares[0] < 0.5 < min(shares[1:])
-    assert all((step["longest"] <= WINDOW) == (i < 2) for i, step in enumerate(steps))
-    assert all(bool(step["documents"] & set(MASKED)) == (i < 2) for i, step in enumerate(steps))
+        check_program(found, corpus, GLOBAL_BATCH)
 
 
 def test_a_run_resumes_with_other_ranks_and_micro_batches(
@@ -112,5 +86,5 @@ def test_a_run_resumes_with_other_ranks_and_micro_batches(
     assert before.rows.keys() == set(range(2 * GLOBAL_BATCH))
     assert after.rows.keys() == set(range(2 * GLOBAL_BATCH, 4 * GLOBAL_BATCH))
     known = known_rows.setdefault("web.json", {})
-    compare(known, before)
+    compare(known, before, at_least=GLOBAL_BATCH)
     compare(known, after, at_least=0 if len(known) == 2 * GLOBAL_BATCH else GLOBAL_BATCH)

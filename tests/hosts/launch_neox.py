@@ -1,0 +1,74 @@
+"""GPT-NeoX on the CPU: ``launch_neox.py deepy.py launch_neox.py CONFIG.yml``.
+
+deepy.py, here as everywhere, has DeepSpeed's launcher start the script that it is given on every
+rank, with its own encoded arguments. That is this file again, which runs the guide's
+train_packed.py and writes what the model was handed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import runpy
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from cpu import on_cpu
+from flash import put_flash_attn
+from recorder import TextRecorder
+
+
+def watch_model(recorder: TextRecorder) -> None:
+    recorder.watch_embedding(importlib.import_module("megatron.model.word_embeddings").Embedding)
+    gpt2_model = importlib.import_module("megatron.model.gpt2_model")
+    stock = gpt2_model.cross_entropy
+
+    def cross_entropy(output: Any, labels: Any, *args: Any, **kwargs: Any) -> Any:
+        recorder.note_loss(*labels)
+        return stock(output, labels, *args, **kwargs)
+
+    gpt2_model.cross_entropy = cross_entropy
+
+
+def train(recorder: TextRecorder) -> None:
+    recorder.watch_rows(importlib.import_module("megapack.integrations.text_rows").TextRowDataset)
+    integration: Any = importlib.import_module("megapack.integrations.gpt_neox")
+    stock = integration.install
+
+    def install(**kwargs: Any) -> None:
+        stock(**kwargs)
+        watch_model(recorder)
+        # It compiles into its own tree, which is not ours to write to, what only its datasets need.
+        importlib.import_module("megatron.data.data_utils").compile_helper = lambda: None
+
+    integration.install = install
+    with contextlib.suppress(SystemExit):  # so exit_interval ends a run
+        runpy.run_path("train_packed.py", run_name="__main__")
+    mpu = importlib.import_module("megatron.mpu")
+    recorder.save(
+        Path(os.environ["HOST_RECORDS"]),
+        data=mpu.get_data_parallel_rank(),
+        tensor=mpu.get_model_parallel_rank(),
+        pipeline=mpu.get_pipe_parallel_rank(),
+    )
+
+
+def main() -> None:
+    on_cpu()
+    torch.set_num_threads(1)
+    ranks = int(os.environ["HOST_RANKS"])
+    torch.cuda.device_count = lambda: ranks
+    recorder = TextRecorder()
+    put_flash_attn(recorder.note_attention)
+    if "RANK" in os.environ:
+        train(recorder)
+    else:
+        sys.argv = sys.argv[1:]
+        runpy.run_path(sys.argv[0], run_name="__main__")
+
+
+if __name__ == "__main__":
+    main()

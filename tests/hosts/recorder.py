@@ -1,0 +1,109 @@
+"""What one rank's model was handed, and which rows the rank had read, in a file of its own."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+
+
+class Recorder:
+    """Calls of the model, and rows read, in the order in which they happened."""
+
+    def __init__(self) -> None:
+        self.calls: list[dict[str, Any]] = []
+        self.reads: list[dict[str, Any]] = []
+
+    def note_call(self, **call: Any) -> None:
+        self.calls.append({key: _kept(value) for key, value in call.items()})
+
+    def note_read(self, rows: Any, numbers: Any) -> None:
+        """Rows of a ``RowDataset``, the micro batch of one call."""
+        self.reads.append(
+            {
+                "dataset": id(rows),
+                "rows": [int(i) for i in numbers],
+                "buckets": sorted({rows.bucket_of(i) for i in numbers}),
+            }
+        )
+
+    def save(self, folder: Path, **where: int) -> None:
+        """Write ``rank<n>.pt``.
+
+        Args:
+            folder: exists.
+            where: the rank's place along each kind of parallelism: data, tensor, pipeline.
+        """
+        rank = int(os.environ["RANK"])
+        records = {"where": where, "calls": self.calls, "reads": self.reads}
+        torch.save(records, folder / f"rank{rank}.pt")
+
+
+def _kept(value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, torch.Tensor) else value
+
+
+class TextRecorder(Recorder):
+    """Of a host whose model is told of segments by its attention alone.
+
+    A call begins with the embedding; every layer's attention adds the boundaries that it was given,
+    recomputation the same again; labels and mask come with the loss. Loaders read row by row.
+    """
+
+    def watch_embedding(self, module_class: Any) -> None:
+        stock = module_class.forward
+
+        def forward(module: Any, input_ids: Any, position_ids: Any, *args: Any, **kw: Any) -> Any:
+            self.note_call(
+                training=module.training,
+                tokens=input_ids,
+                position_ids=position_ids,
+                labels=None,
+                loss_mask=None,
+                attention=[],
+            )
+            return stock(module, input_ids, position_ids, *args, **kw)
+
+        module_class.forward = forward
+
+    def note_attention(self, cu_seqlens: Any, max_seqlen: Any) -> None:
+        self.calls[-1]["attention"].append((_kept(cu_seqlens), max_seqlen))
+
+    def note_loss(self, labels: Any, loss_mask: Any) -> None:
+        self.calls[-1] |= {"labels": _kept(labels), "loss_mask": _kept(loss_mask)}
+
+    def watch_rows(self, text_class: Any) -> None:
+        """``TextRowDataset``."""
+        stock = text_class.__getitem__
+
+        def read(dataset: Any, number: int) -> Any:
+            self.note_read(dataset.rows, [number])
+            return stock(dataset, number)
+
+        text_class.__getitem__ = read
+
+    def save(self, folder: Path, **where: int) -> None:
+        """One read per micro batch, and what the first layer was given as the call's boundaries."""
+        rows, self.reads = self.reads, []
+        for call in self.calls:
+            bounds, longest = (call["attention"] or [(None, None)])[0]
+            call |= {"cu_seqlens": bounds, "max_seqlen": longest}
+            size = len(call["tokens"])
+            micro_batch, rows = rows[:size], rows[size:]
+            if micro_batch:
+                self.reads.append(_together(micro_batch))
+        self.reads += rows
+        super().save(folder, **where)
+
+
+def _together(reads: list[dict[str, Any]]) -> dict[str, Any]:
+    datasets = {read["dataset"] for read in reads}
+    if len(datasets) != 1:
+        raise AssertionError("a micro batch was read from several datasets")
+    return {
+        "dataset": datasets.pop(),
+        "rows": [row for read in reads for row in read["rows"]],
+        "buckets": sorted({bucket for read in reads for bucket in read["buckets"]}),
+    }
