@@ -107,7 +107,7 @@ def _global_batch() -> int:
 
 
 def install(*, varlen: bool = True) -> None:
-    """Rebind Megatron-DeepSpeed's names; call it before the model modules are imported.
+    """Rebind Megatron-DeepSpeed's names; call it before ``pretrain_gpt.py`` runs.
 
     Args:
         varlen: attention, positions and loss mask by segment (needs ``--use-flash-attn-v2`` and
@@ -127,6 +127,7 @@ def install(*, varlen: bool = True) -> None:
         if varlen:
             host = importlib.import_module("megatron").get_args()
             segments.require_one_stage(host.pipeline_model_parallel_size)
+            _require_flash(host)
         return build_train_valid_test_datasets(*args, varlen=varlen, **kwargs)
 
     _rebinding.replace(gpt_dataset, "build_train_valid_test_datasets", build)
@@ -148,7 +149,22 @@ def _require_compression() -> None:
         )
 
 
+def _require_flash(host: Any) -> None:
+    if not host.use_flash_attn_v2:
+        raise ConfigError(
+            "--use-flash-attn-v2 is not given; attention inside documents needs it, or "
+            "install(varlen=False)"
+        )
+
+
 def _install_varlen() -> None:
+    flash = importlib.import_module("flash_attn.flash_attn_interface")
+    name = "flash_attn_varlen_func"
+    attention = segments.wrap_flash_attn_varlen_func(getattr(flash, name))
+    _rebinding.replace(flash, name, attention)
+    # Whatever is imported of the host, its model comes along and has bound the name already.
+    transformer = importlib.import_module("megatron.model.transformer")
+    _rebinding.replace(transformer, name, attention)
     parallel = importlib.import_module("megatron.core.tensor_parallel")
     _rebinding.replace(
         parallel, "broadcast_data", segments.wrap_broadcast_data(parallel.broadcast_data)
@@ -156,9 +172,6 @@ def _install_varlen() -> None:
     utils = importlib.import_module("megatron.utils")
     name = "get_ltor_masks_and_position_ids"
     _rebinding.replace(utils, name, segments.wrap_masks_and_positions(getattr(utils, name)))
-    flash = importlib.import_module("flash_attn.flash_attn_interface")
-    stock = flash.flash_attn_varlen_func
-    _rebinding.replace(flash, "flash_attn_varlen_func", segments.wrap_flash_attn_varlen_func(stock))
 
 
 def uninstall() -> None:

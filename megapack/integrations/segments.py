@@ -58,6 +58,7 @@ class CurrentBatch:
 
 
 _current: CurrentBatch | None = None
+_attended = True  # whether attention was handed the boundaries of the batch in flight
 
 
 def current() -> CurrentBatch | None:
@@ -71,8 +72,8 @@ def clear() -> None:
 
 
 def _set(batch: CurrentBatch | None) -> None:
-    global _current  # noqa: PLW0603 - the host gives us no object to keep it in
-    _current = batch
+    global _current, _attended  # noqa: PLW0603 - the host gives us no object to keep it in
+    _current, _attended = batch, batch is None
 
 
 def side_channel(row: Mapping[str, Tensor], entries: int) -> dict[str, Tensor]:
@@ -92,12 +93,21 @@ def side_channel(row: Mapping[str, Tensor], entries: int) -> dict[str, Tensor]:
 
 
 def wrap_broadcast_data(stock: Callable[..., Any]) -> Callable[..., Any]:
-    """``broadcast_data(keys, data, datatype)`` that brings the side channel along with ``text``."""
+    """``broadcast_data(keys, data, datatype)`` that brings the side channel along with ``text``.
+
+    It raises ConfigError where no attention asked for the boundaries of the micro batch before.
+    """
 
     @functools.wraps(stock)
     def broadcast_data(keys: Sequence[str], data: Any, datatype: torch.dtype) -> Any:
         if "text" not in keys:
             return stock(keys, data, datatype)
+        if not _attended:
+            raise ConfigError(
+                "the model's attention was not handed the boundaries of the last micro batch, so "
+                "its documents saw each other: switch on flash attention in every layer, and call "
+                "install() before the model's modules are imported; or install(varlen=False)"
+            )
         received = stock([*keys, *SIDE_KEYS], data, datatype)
         boundaries = received[BOUNDARIES]
         lengths = boundaries.diff(dim=1).flatten()
@@ -185,6 +195,8 @@ def wrap_flash_attn_varlen_func(stock: Callable[..., Tensor]) -> Callable[..., T
 
 
 def _check_row(num_tokens: int, batch: CurrentBatch) -> None:
+    global _attended  # noqa: PLW0603
+    _attended = True
     if num_tokens != batch.num_tokens:
         raise ConfigError(
             f"attention over {num_tokens} tokens, but the micro batch in flight has "

@@ -85,7 +85,7 @@ def collated(rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
 
 
 @pytest.fixture
-def in_flight() -> Iterator[segments.MicroBatch]:
+def in_flight() -> Iterator[segments.CurrentBatch]:
     broadcast = segments.wrap_broadcast_data(host_broadcast_data)
     received = broadcast(["text"], collated(ROWS), torch.int64)
     assert torch.equal(received["text"], collated(ROWS)["text"])
@@ -95,7 +95,7 @@ def in_flight() -> Iterator[segments.MicroBatch]:
     segments.clear()
 
 
-def test_broadcast_brings_the_boundaries_of_all_rows(in_flight: segments.MicroBatch) -> None:
+def test_broadcast_brings_the_boundaries_of_all_rows(in_flight: segments.CurrentBatch) -> None:
     assert in_flight.cu_seqlens.dtype == torch.int32
     assert in_flight.cu_seqlens.tolist() == [0, 3, 8, 16, 32]
     assert in_flight.max_seqlen == 16
@@ -109,7 +109,7 @@ def test_broadcasts_of_other_keys_pass_unchanged() -> None:
     assert segments.current() is None
 
 
-def test_masks_are_multiplied_and_positions_restart(in_flight: segments.MicroBatch) -> None:
+def test_masks_are_multiplied_and_positions_restart(in_flight: segments.CurrentBatch) -> None:
     wrapped = segments.wrap_masks_and_positions(host_masks)
     tokens = collated(ROWS)["text"][:, :-1]
     mask, loss_mask, position_ids = wrapped(tokens, eod_token=5)
@@ -123,7 +123,7 @@ def test_masks_are_multiplied_and_positions_restart(in_flight: segments.MicroBat
 
 @pytest.mark.parametrize("causal_varlen", [False, True], ids=["flash_attn", "flash_attn_varlen"])
 def test_flash_attention_of_a_row_is_that_of_its_documents(
-    in_flight: segments.MicroBatch, causal_varlen: bool
+    in_flight: segments.CurrentBatch, causal_varlen: bool
 ) -> None:
     torch.manual_seed(0)
     inputs = [torch.randn(2, 16, heads, 8, requires_grad=True) for heads in (4, 2, 2)]
@@ -150,7 +150,7 @@ def test_flash_attention_of_a_row_is_that_of_its_documents(
 
 
 def test_attention_over_anything_else_is_refused_until_the_batch_is_forgotten(
-    in_flight: segments.MicroBatch,
+    in_flight: segments.CurrentBatch,
 ) -> None:
     attend = segments.wrap_flash_attn_func(flash_attn_func, flash_attn_varlen_func)
     x = torch.randn(1, 7, 2, 8)

@@ -291,7 +291,7 @@ import torch
 import megatron
 from megapack.integrations import megatron_deepspeed, segments
 megatron_deepspeed.install()
-from megatron.transformer import flash_self_attention
+from megatron.model.transformer import flash_self_attention
 from pretrain_gpt import get_batch, train_valid_test_datasets_provider
 """
     + LOSS
@@ -300,7 +300,7 @@ prefix, = sys.argv[1:]
 megatron.ARGS = SimpleNamespace(
     data_path=["0.5", prefix, "0.5", prefix], split="90,10,0", seq_length=64, seed=1,
     train_data_path=None, data_cache_path=None, global_batch_size=8, rampup_batch_size=None,
-    pipeline_model_parallel_size=1)
+    pipeline_model_parallel_size=1, use_flash_attn_v2=True)
 train, valid, test = train_valid_test_datasets_provider([96, 16, 0])
 assert (len(train), len(valid), test) == (96, 16, None)
 assert train.rows.options.rows_per_block == 8

@@ -1,0 +1,100 @@
+"""One rank of Megatron-DeepSpeed on the CPU: ``launch_mds.py [arguments of pretrain_gpt.py]``.
+
+Under DeepSpeed's launcher. Runs the guide's pretrain_packed.py, which lies in the working folder,
+and writes what the model was handed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import runpy
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from cpu import on_cpu
+from flash import put_flash_attn
+from recorder import TextRecorder
+
+
+def watch_model(recorder: TextRecorder) -> None:
+    recorder.watch_embedding(importlib.import_module("megatron.model.language_model").Embedding)
+    gpt_model = importlib.import_module("megatron.model.gpt_model")
+    stock_loss, stock_head = gpt_model.CrossEntropy, gpt_model.post_language_model_processing
+
+    def cross_entropy(output: Any, labels: Any) -> Any:
+        """With DeepSpeed's pipeline engine."""
+        recorder.note_loss(*labels)
+        return stock_loss(output, labels)
+
+    def head(lm_output: Any, labels: Any, *args: Any) -> Any:
+        """Without it; the mask comes after the model, in ``watch_loss_mask``."""
+        recorder.note_loss(labels, None)
+        return stock_head(lm_output, labels, *args)
+
+    gpt_model.CrossEntropy, gpt_model.post_language_model_processing = cross_entropy, head
+
+
+def watch_loss_mask(recorder: TextRecorder) -> None:
+    """``forward_step`` returns the output and a loss function that holds the mask."""
+    training = importlib.import_module("megatron.training")
+    stock = training.pretrain
+
+    def pretrain(
+        datasets: Any, model: Any, model_type: Any, forward_step: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        def step(*step_args: Any) -> Any:
+            output, loss = forward_step(*step_args)
+            recorder.note_loss(recorder.calls[-1]["labels"], loss.args[0])
+            return output, loss
+
+        return stock(datasets, model, model_type, step, *args, **kwargs)
+
+    training.pretrain = pretrain
+
+
+def leave_out_vision() -> None:
+    """training.py imports its vision models, and they torchvision, for one function of theirs."""
+    name = "megatron.model.vision.knn_monitor"
+    module = ModuleType(name)
+    module.compute_feature_bank = None  # type: ignore[attr-defined]
+    sys.modules[name] = module
+
+
+def main() -> None:
+    on_cpu()
+    torch.set_num_threads(1)
+    recorder = TextRecorder()
+    put_flash_attn(recorder.note_attention)
+    recorder.watch_rows(importlib.import_module("megapack.integrations.text_rows").TextRowDataset)
+    integration: Any = importlib.import_module("megapack.integrations.megatron_deepspeed")
+    stock = integration.install
+
+    def install(**kwargs: Any) -> None:
+        stock(**kwargs)
+        leave_out_vision()
+        # DeepSpeed has no such kernels for CUDA either; for a CPU it raises instead of saying so.
+        importlib.import_module("megatron.model.transformer").FlashAttentionBuilder = None
+        watch_model(recorder)
+        watch_loss_mask(recorder)
+        # It compiles into its own tree, which is not ours to write to, what its datasets need.
+        importlib.import_module("megatron.data.dataset_utils").compile_helper = lambda: None
+
+    integration.install = install
+    with contextlib.suppress(SystemExit):  # so --exit-interval ends a run
+        runpy.run_path("pretrain_packed.py", run_name="__main__")
+    state = importlib.import_module("megatron.core.parallel_state")
+    recorder.save(
+        Path(os.environ["HOST_RECORDS"]),
+        data=state.get_data_parallel_rank(),
+        tensor=state.get_tensor_model_parallel_rank(),
+        pipeline=state.get_pipeline_model_parallel_rank(),
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,92 @@
+"""A real Megatron-DeepSpeed checkout: every call of the model in a training, on all ranks.
+
+``MEGATRON_DEEPSPEED=/path/to/checkout make test-hosts``. The guide's pretrain_packed.py runs the
+host's pretrain_gpt.py under DeepSpeed's launcher; DeepSpeed's engine trains on the CPU. Every token
+of the corpus has an id of its own, so batches alone tell whether labels, masks, positions and
+boundaries are right.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.hosts import matrix
+from tests.hosts.check import check_program, check_run, compare
+from tests.hosts.corpus import Corpus, write_corpus
+from tests.hosts.mds_layouts import GLOBAL_BATCH, LAYERS, LAYOUTS, SCRIPT, Layout, run
+from tests.hosts.processes import ROOT, trees_of
+
+TREES = trees_of("MEGATRON_DEEPSPEED")
+HOST = "Megatron-DeepSpeed"
+
+pytestmark = [
+    pytest.mark.multiprocess,
+    pytest.mark.skipif(
+        not TREES, reason="MEGATRON_DEEPSPEED names no checkout of Megatron-DeepSpeed"
+    ),
+]
+
+Rows = dict[int, tuple[int, ...]]
+
+
+@pytest.fixture(scope="module", params=TREES or [None], ids=lambda tree: tree and tree.name)
+def tree(request: pytest.FixtureRequest) -> Path:
+    found: Path = request.param
+    return found
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
+    return write_corpus(tmp_path_factory.mktemp("documents"))
+
+
+@pytest.fixture(scope="module")
+def known_rows() -> dict[str, Rows]:
+    """Rows by their number, for every kind of data: the same in all runs."""
+    return {}
+
+
+def test_the_guide_has_the_script_that_is_run() -> None:
+    guide = (ROOT / "docs" / "guides" / "megatron_deepspeed.md").read_text()
+    assert "".join(f"    {line}\n" for line in SCRIPT.splitlines()) in guide
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
+def test_every_call_is_handed_the_documents(
+    layout: Layout, tree: Path, corpus: Corpus, tmp_path: Path, known_rows: dict[str, Rows]
+) -> None:
+    log = run(tree, layout, corpus, tmp_path / "run")
+    found = check_run(tmp_path / "run", corpus, shifted=True)
+    matrix.note(HOST, tree.name, layout.name, found)
+    assert not found.problems, "\n".join(found.problems[:20])
+    assert found.rows.keys() == set(range(layout.train_iters * GLOBAL_BATCH))
+    assert found.segments > found.calls > 0
+    assert found.attentions == LAYERS * found.calls, "attention of every layer was noted"
+    assert "validation loss at iteration 3" in log
+    assert log.count("| lm loss:") == layout.train_iters, "and the run went to its end"
+    compare(known_rows.setdefault(layout.data, {}), found, at_least=GLOBAL_BATCH)
+    if layout.data == "program.json":
+        check_program(found, corpus, GLOBAL_BATCH)
+
+
+@pytest.mark.parametrize("engine", [False, True], ids=["", "pipeline engine"])
+def test_a_run_resumes_with_other_ranks_and_micro_batches(
+    engine: bool, tree: Path, corpus: Corpus, tmp_path: Path
+) -> None:
+    """Two ranks to iteration 2, then one rank with micro batches of 3 from its checkpoint."""
+    checkpoint = str(tmp_path / "checkpoint")
+    keep = ("--save", checkpoint, "--save-interval", "2")
+    first = Layout(name="save", ranks=2, engine=engine)
+    then = Layout(name="load", ranks=1, micro_batch=3, engine=engine)
+    run(tree, first, corpus, tmp_path / "saved", *keep, "--exit-interval", "2")
+    run(tree, then, corpus, tmp_path / "loaded", *keep, "--load", checkpoint)
+    before, after = (
+        check_run(tmp_path / name, corpus, shifted=True) for name in ("saved", "loaded")
+    )
+    how = ", pipeline engine" if engine else ""
+    matrix.note(HOST, tree.name, f"DP 2 to DP 1, resumed{how}", after)
+    assert not before.problems + after.problems
+    assert before.rows.keys() == set(range(2 * GLOBAL_BATCH))
+    assert after.rows.keys() == set(range(2 * GLOBAL_BATCH, 4 * GLOBAL_BATCH))

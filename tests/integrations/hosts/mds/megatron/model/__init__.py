@@ -1,0 +1,3 @@
+"""Importing any part of the model imports its attention, as in Megatron-DeepSpeed."""
+
+from megatron.model import transformer as transformer
