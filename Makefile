@@ -59,13 +59,22 @@ pytest: build $(VENV)/.dev
 test-data:
 	PYTHON=$(PYTHON) JOBS=$(JOBS) bash tests/data_only.sh
 
-# Hosts that are on no package index: MEGATRON_LM=/path/to/checkout[:/another] make test-hosts.
-test-hosts: build $(VENV)/.dev $(VENV)/hosts
+# Hosts that are on no package index: MEGATRON_LM=/path/to/checkout[:/another] make test-hosts, and so
+# GPT_NEOX, MEGATRON_DEEPSPEED. What a host alone imports has a folder beside the environment's own.
+test-hosts: build $(VENV)/.dev $(VENV)/hosts $(VENV)/hosts-neox $(VENV)/hosts-mds
 	$(BIN)/python -m pytest -q -W ignore tests/hosts
 
 # Megatron-LM imports triton, whose kernels are not called on a CPU.
 $(VENV)/hosts: $(VENV)/.dev
 	$(PIP) --no-deps --target $@ triton
+
+# GPT-NeoX imports pkg_resources.
+$(VENV)/hosts-neox: $(VENV)/.dev
+	$(PIP) --no-deps --target $@ setuptools==75.8.0
+
+# Megatron-DeepSpeed imports deepspeed.compression.
+$(VENV)/hosts-mds: $(VENV)/.dev
+	DS_BUILD_OPS=0 $(PIP) --no-deps --no-build-isolation --target $@ deepspeed==0.19.0
 
 # make bench-packing, bench-build, bench-merge, bench-data, bench-schedule, bench-train, ...; QUICK=1
 # takes less than a minute, and the table comes last.

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -162,6 +163,11 @@ def install(*, varlen: bool = True) -> None:
     """
     if _rebinding:
         return
+    if "megatron.training" in sys.modules:
+        raise ConfigError(
+            "megatron.training is imported already and keeps the names that install() replaces; "
+            "call install() first"
+        )
     data_utils = importlib.import_module("megatron.data.data_utils")
     provider = NeoXProvider(varlen=varlen)
     loaders = next(

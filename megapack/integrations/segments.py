@@ -40,7 +40,7 @@ BOUNDARIES, POSITIONS, MASK = "megapack_cu_seqlens", "megapack_position_ids", "m
 SIDE_KEYS = (BOUNDARIES, POSITIONS, MASK)
 
 
-@dataclass(frozen=True)
+@dataclass
 class CurrentBatch:
     """What the host's calls for one micro batch have no argument for."""
 
@@ -51,6 +51,8 @@ class CurrentBatch:
     """int64 (mbs, row)."""
     loss_mask: Tensor
     """float32 (mbs, row)."""
+    attended: bool = False
+    """Whether attention was handed the boundaries."""
 
     @property
     def num_tokens(self) -> int:
@@ -58,7 +60,6 @@ class CurrentBatch:
 
 
 _current: CurrentBatch | None = None
-_attended = True  # whether attention was handed the boundaries of the batch in flight
 
 
 def current() -> CurrentBatch | None:
@@ -72,8 +73,8 @@ def clear() -> None:
 
 
 def _set(batch: CurrentBatch | None) -> None:
-    global _current, _attended  # noqa: PLW0603 - the host gives us no object to keep it in
-    _current, _attended = batch, batch is None
+    global _current  # noqa: PLW0603 - the host gives us no object to keep it in
+    _current = batch
 
 
 def side_channel(row: Mapping[str, Tensor], entries: int) -> dict[str, Tensor]:
@@ -102,7 +103,7 @@ def wrap_broadcast_data(stock: Callable[..., Any]) -> Callable[..., Any]:
     def broadcast_data(keys: Sequence[str], data: Any, datatype: torch.dtype) -> Any:
         if "text" not in keys:
             return stock(keys, data, datatype)
-        if not _attended:
+        if _current is not None and not _current.attended:
             raise ConfigError(
                 "the model's attention was not handed the boundaries of the last micro batch, so "
                 "its documents saw each other: switch on flash attention in every layer, and call "
@@ -195,8 +196,7 @@ def wrap_flash_attn_varlen_func(stock: Callable[..., Tensor]) -> Callable[..., T
 
 
 def _check_row(num_tokens: int, batch: CurrentBatch) -> None:
-    global _attended  # noqa: PLW0603
-    _attended = True
+    batch.attended = True
     if num_tokens != batch.num_tokens:
         raise ConfigError(
             f"attention over {num_tokens} tokens, but the micro batch in flight has "

@@ -109,6 +109,20 @@ def test_broadcasts_of_other_keys_pass_unchanged() -> None:
     assert segments.current() is None
 
 
+def test_a_batch_whose_boundaries_no_attention_asked_for_is_an_error(
+    in_flight: segments.CurrentBatch,
+) -> None:
+    """As where a host bound flash-attn's name before it was wrapped, or computes without it."""
+    broadcast = segments.wrap_broadcast_data(host_broadcast_data)
+    with pytest.raises(ConfigError, match="was not handed the boundaries of the last micro batch"):
+        broadcast(["text"], collated(ROWS), torch.int64)
+    attention = segments.wrap_flash_attn_func(flash_attn_func, flash_attn_varlen_func)
+    attention(*(torch.randn(2, 16, 1, 8) for _ in range(3)), causal=True)
+    broadcast(["text"], collated(ROWS), torch.int64)
+    segments.clear()
+    broadcast(["text"], collated(ROWS), torch.int64)
+
+
 def test_masks_are_multiplied_and_positions_restart(in_flight: segments.CurrentBatch) -> None:
     wrapped = segments.wrap_masks_and_positions(host_masks)
     tokens = collated(ROWS)["text"][:, :-1]

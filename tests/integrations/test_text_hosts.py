@@ -268,6 +268,12 @@ else:
     raise AssertionError
 gpt_neox.uninstall()
 try:
+    gpt_neox.install()
+except ValueError as error:
+    assert "call install() first" in str(error)
+else:
+    raise AssertionError
+try:
     data_utils.build_train_valid_test_data_loaders(args)
 except AssertionError as error:
     assert "NeoX's own" in str(error)
@@ -310,13 +316,18 @@ for _ in range(8):
     batch = get_batch(iterator)
     found.append(check(flash_self_attention, batch, segments.current().cu_seqlens.tolist()))
 assert sum(found) > 4 * len(found), found
-megatron.ARGS.pipeline_model_parallel_size = 2
-try:
-    train_valid_test_datasets_provider([96, 16, 0])
-except ValueError as error:
-    assert "one stage" in str(error)
-else:
-    raise AssertionError
+for name, value, message in (
+    ("use_flash_attn_v2", False, "--use-flash-attn-v2 is not given"),
+    ("pipeline_model_parallel_size", 2, "one stage"),
+):
+    setattr(megatron.ARGS, name, value)
+    try:
+        train_valid_test_datasets_provider([96, 16, 0])
+    except ValueError as error:
+        assert message in str(error), error
+    else:
+        raise AssertionError
+    megatron.ARGS.use_flash_attn_v2 = True
 """
 )
 

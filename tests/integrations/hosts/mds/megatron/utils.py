@@ -1,7 +1,8 @@
 """megatron.utils of Megatron-DeepSpeed with flash attention: no mask, positions of the row."""
 
 import torch
-from megatron import model as model  # with it comes attention, before anything here is replaced
+
+from megatron import model  # noqa: F401 - with it comes attention, before anything here is replaced
 
 
 def get_ltor_masks_and_position_ids(
