@@ -86,7 +86,7 @@ LAYOUTS = (
             "checkpoint_activations": True,
             "checkpoint_num_layers": 1,
             "zero_optimization": {"stage": 1},
-            "zero_allow_untested_optimizer": True,
+            "deepspeed_extra_args": {"zero_allow_untested_optimizer": True},
         },
     ),
     Layout(name="TP 2", ranks=2, settings={"model_parallel_size": 2}),
