@@ -96,7 +96,8 @@ def side_channel(row: Mapping[str, Tensor], entries: int) -> dict[str, Tensor]:
 def wrap_broadcast_data(stock: Callable[..., Any]) -> Callable[..., Any]:
     """``broadcast_data(keys, data, datatype)`` that brings the side channel along with ``text``.
 
-    It raises ConfigError where no attention asked for the boundaries of the micro batch before.
+    It raises ConfigError where no attention asked for the boundaries of the micro batch before, and
+    where a micro batch has no label.
     """
 
     @functools.wraps(stock)
@@ -110,6 +111,12 @@ def wrap_broadcast_data(stock: Callable[..., Any]) -> Callable[..., Any]:
                 "install() before the model's modules are imported; or install(varlen=False)"
             )
         received = stock([*keys, *SIDE_KEYS], data, datatype)
+        if not received[MASK].any():
+            raise ConfigError(
+                "a micro batch has no label (a stage excludes its documents, or they have one "
+                "token each): the host divides its loss by their number, and NaN would reach every "
+                "weight; take larger micro batches, or leave those documents out when packing"
+            )
         boundaries = received[BOUNDARIES]
         lengths = boundaries.diff(dim=1).flatten()
         lengths = lengths[lengths > 0]

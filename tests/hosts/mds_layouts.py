@@ -57,7 +57,8 @@ LAYOUTS = (
     Layout(name="DP 2, blend, ZeRO 1", ranks=2, data="mix.json", zero=1),
     Layout(name="DP 2, micro batch 2", ranks=2, micro_batch=2),
     Layout(name="DP 3, weighted list", ranks=3, data="list"),
-    Layout(name="DP 2, stages and a window", ranks=2, data="program.json"),
+    # With one row per micro batch some have no label, since their documents are excluded.
+    Layout(name="DP 2, stages and a window", ranks=2, micro_batch=2, data="program.json"),
     Layout(name="TP 2", ranks=2, flags="--tensor-model-parallel-size 2"),
     Layout(name="DP 2, pipeline engine", ranks=2, micro_batch=2, engine=True),
     Layout(

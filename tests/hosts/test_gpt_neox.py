@@ -66,6 +66,7 @@ def test_every_call_is_handed_the_documents(
     assert (found.attentions > LAYERS * found.calls) == recomputed
     assert found.attentions >= LAYERS * found.calls, "attention of every layer was noted"
     assert log.count("| lm_loss:") == layout.train_iters, "and the run went to its end"
+    assert "nan |" not in log.lower()
     assert ("validation results" in log) == layout.evaluates
     # Where all documents train, rows are others.
     data = layout.data if layout.evaluates else f"{layout.data}, all"

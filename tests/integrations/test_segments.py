@@ -123,6 +123,14 @@ def test_a_batch_whose_boundaries_no_attention_asked_for_is_an_error(
     broadcast(["text"], collated(ROWS), torch.int64)
 
 
+def test_a_batch_without_labels_is_an_error_and_not_a_nan() -> None:
+    batch = collated(ROWS)
+    batch[segments.MASK] *= 0
+    with pytest.raises(ConfigError, match="a micro batch has no label"):
+        segments.wrap_broadcast_data(host_broadcast_data)(["text"], batch, torch.int64)
+    assert segments.current() is None
+
+
 def test_masks_are_multiplied_and_positions_restart(in_flight: segments.CurrentBatch) -> None:
     wrapped = segments.wrap_masks_and_positions(host_masks)
     tokens = collated(ROWS)["text"][:, :-1]
