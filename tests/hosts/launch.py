@@ -1,8 +1,8 @@
 """One rank of a host's run on the CPU: ``launch.py RECORDS script.py [the script's arguments]``.
 
-Under torchrun. The script runs as ``python -m megapack.integrations.megatron`` runs it. Every call
-of its model is written to ``RECORDS/rank<n>.pt``: what the model was handed, and which rows the
-rank had read from its dataset.
+The script runs as ``python -m megapack.integrations.megatron`` runs it. Every call of its model is
+written to ``RECORDS/rank<n>.pt``: what the model was handed, and which rows the rank had read from
+its dataset. ranks.py starts all ranks of a run.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from cpu import on_cpu
+from stand_ins import AttentionNotRun, take_sequence_parallel
 
 
 class Recorder:
@@ -37,29 +38,36 @@ class Recorder:
                 "labels": kw.get("labels"),
                 "loss_mask": kw.get("loss_mask"),
                 "cu_seqlens": getattr(params, "cu_seqlens_q", None),
+                "cu_seqlens_padded": getattr(params, "cu_seqlens_q_padded", None),
                 "max_seqlen": getattr(params, "max_seqlen_q", None),
             }
-            self.calls.append(
-                {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in call.items()}
-            )
-            return stock(model, input_ids, position_ids, *args, **kw)
+            call = {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in call.items()}
+            self.calls.append(call)
+            output = stock(model, input_ids, position_ids, *args, **kw)
+            if call["labels"] is not None and output.numel() == call["labels"].numel():
+                # The last stage: a loss per token. Others of 0.16 get labels as well.
+                call["losses"] = output.detach().double().flatten()
+            return output
 
         model_class.forward = forward
 
-    def watch_rows(self, row_class: Any) -> None:
-        stock = row_class.micro_batch
+    def watch_rows(self, dataset_class: Any) -> None:
+        stock = dataset_class.micro_batch
 
-        def read(rows: Any, numbers: Any) -> Any:
+        def read(dataset: Any, numbers: Any) -> Any:
+            batch = stock(dataset, numbers)
+            names = ("cu_seqlens", "cu_seqlens_padded")
             self.reads.append(
                 {
-                    "dataset": id(rows),
+                    "split": dataset.index_split.name,
                     "rows": [int(i) for i in numbers],
-                    "buckets": sorted({rows.bucket_of(i) for i in numbers}),
+                    "buckets": sorted({dataset.bucket_of(i) for i in numbers}),
+                    **{name: batch[name].clone() for name in names if name in batch},
                 }
             )
-            return stock(rows, numbers)
+            return batch
 
-        row_class.micro_batch = read
+        dataset_class.micro_batch = read
 
     def save(self, folder: Path) -> None:
         state = importlib.import_module("megatron.core.parallel_state")
@@ -67,6 +75,7 @@ class Recorder:
             "data": state.get_data_parallel_rank(),
             "tensor": state.get_tensor_model_parallel_rank(),
             "pipeline": state.get_pipeline_model_parallel_rank(),
+            "context": state.get_context_parallel_rank(),
         }
         rank = int(os.environ["RANK"])
         torch.save(
@@ -74,30 +83,40 @@ class Recorder:
         )
 
 
-def prepare() -> None:
+def _nothing(*args: Any, **kwargs: Any) -> None: ...
+
+
+def prepare(arguments: list[str]) -> None:
     """What the host would do on a GPU machine and cannot, or must not, do here."""
     # It compiles into its own tree, which is not ours to write to, what only its datasets need.
-    importlib.import_module("megatron.core.datasets.utils").compile_helpers = lambda: None
+    importlib.import_module("megatron.core.datasets.utils").compile_helpers = _nothing
     with contextlib.suppress(ModuleNotFoundError):  # 0.16 has CUDA sources
-        importlib.import_module("megatron.legacy.fused_kernels").load = lambda args: None
-    # The local attention of a layer takes no boundaries; ours does.
+        importlib.import_module("megatron.legacy.fused_kernels").load = _nothing
+    # It draws from the generator of the weights, as often as a micro batch is large.
+    importlib.import_module("megatron.training.initialize")._warmup_jit_function = _nothing
+    norm = importlib.import_module("megatron.core.transformer.torch_norm")
+    take_sequence_parallel(norm.WrappedTorchNorm)
+    # The local attention of a layer takes no boundaries; ours does, but not over several ranks.
     importlib.import_module("megatron.core.models.gpt.gpt_layer_specs")
     local = importlib.import_module("megatron.core.transformer.dot_product_attention")
     stock = local.DotProductAttention
     ours = importlib.import_module("megapack.integrations.megatron").PackedCoreAttention
+    if "--context-parallel-size" in arguments:
+        ours = AttentionNotRun
+        importlib.import_module("megatron.core.utils").tex = sys.modules["stand_ins"]
     for name, module in list(sys.modules.items()):
         if name.startswith("megatron.") and vars(module).get("DotProductAttention") is stock:
             module.DotProductAttention = ours
 
 
-def main() -> None:
-    folder, script, *arguments = sys.argv[1:]
-    on_cpu()
+def run_rank(folder: str, script: str, arguments: list[str]) -> None:
+    """Record one rank of a run, in a process where ``on_cpu()`` was called."""
     torch.set_num_threads(1)
     recorder = Recorder()
     recorder.watch_model(importlib.import_module("megatron.core.models.gpt").GPTModel)
-    recorder.watch_rows(importlib.import_module("megapack.integrations.rows").RowDataset)
-    prepare()
+    dataset = importlib.import_module("megapack.integrations.megatron.dataset")
+    recorder.watch_rows(dataset.PackedGPTDataset)
+    prepare(arguments)
     launcher = importlib.import_module("megapack.integrations.megatron.__main__")
     with contextlib.suppress(SystemExit):  # so --exit-interval ends a run
         launcher.main([script, *arguments])
@@ -105,4 +124,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    on_cpu()
+    run_rank(sys.argv[1], sys.argv[2], sys.argv[3:])
