@@ -10,12 +10,14 @@ from __future__ import annotations
 import contextlib
 import importlib
 import os
+import runpy
 import sys
 from pathlib import Path
 from typing import Any
 
 import torch
 from cpu import on_cpu
+from helpers import load_helpers
 from stand_ins import AttentionNotRun, take_sequence_parallel
 
 
@@ -109,17 +111,27 @@ def prepare(arguments: list[str]) -> None:
             module.DotProductAttention = ours
 
 
-def run_rank(folder: str, script: str, arguments: list[str]) -> None:
-    """Record one rank of a run, in a process where ``on_cpu()`` was called."""
+def run_rank(folder: str, script: str, arguments: list[str], helpers: str | None = None) -> None:
+    """Record one rank of a run, in a process where ``on_cpu()`` was called.
+
+    Args:
+        helpers: the host's compiled helpers; then it runs with its own datasets.
+    """
     torch.set_num_threads(1)
     recorder = Recorder()
     recorder.watch_model(importlib.import_module("megatron.core.models.gpt").GPTModel)
     dataset = importlib.import_module("megapack.integrations.megatron.dataset")
     recorder.watch_rows(dataset.PackedGPTDataset)
     prepare(arguments)
-    launcher = importlib.import_module("megapack.integrations.megatron.__main__")
     with contextlib.suppress(SystemExit):  # so --exit-interval ends a run
-        launcher.main([script, *arguments])
+        if helpers is not None:
+            load_helpers(helpers)
+            sys.argv = [script, *arguments]
+            sys.path.insert(0, str(Path(script).parent))
+            runpy.run_path(script, run_name="__main__")
+        else:
+            launcher = importlib.import_module("megapack.integrations.megatron.__main__")
+            launcher.main([script, *arguments])
     recorder.save(Path(folder))
 
 

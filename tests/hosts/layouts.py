@@ -191,16 +191,26 @@ class Host:
         self.tree, self.release = tree, release_of(tree)
         self.ranks = Ranks(environment(tree))
 
-    def run(self, layout: Layout, corpus: Corpus, folder: Path, *more: str) -> str:
-        """What the run logged; AssertionError where it fails. Records are in the folder."""
+    def run(
+        self, layout: Layout, corpus: Corpus, folder: Path, *more: str, helpers: Path | None = None
+    ) -> str:
+        """What the run logged; AssertionError where it fails. Records are in the folder.
+
+        With the host's compiled helpers it runs with its own datasets.
+        """
         folder.mkdir(parents=True)
+        given = [*arguments(self.release, layout, corpus), *more]
+        if helpers is not None:
+            ours = boundary_flag(self.release, layout.flags)
+            given = [flag for flag in given if flag not in ours]
         ended = self.ranks.run(
             PATIENCE,
             ranks=layout.ranks,
             port=free_port(),
             folder=str(folder),
             script=str(self.tree / "pretrain_gpt.py"),
-            arguments=[*arguments(self.release, layout, corpus), *more],
+            arguments=given,
+            helpers=None if helpers is None else str(helpers),
         )
         log = (folder / "log").read_text(errors="replace")
         assert ended, f"{layout.name} on {self.tree}:\n{log[-6000:]}"

@@ -35,7 +35,7 @@ class Ranks:
         )
 
     def run(self, patience: float, **job: Any) -> bool:
-        """Whether all ranks ended well. Keys of a job: ranks, port, folder, script, arguments.
+        """Whether all ranks ended well. A job: ranks, port, folder, and what ``run_rank`` takes.
 
         Raises:
             TimeoutError: they did not end; they are killed.
@@ -99,7 +99,8 @@ def _fork(job: dict[str, Any], rank: int) -> int:
         here = {"RANK": rank, "LOCAL_RANK": rank, "GROUP_RANK": 0}
         port = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": job["port"]}
         os.environ |= {name: str(value) for name, value in {**world, **here, **port}.items()}
-        importlib.import_module("launch").run_rank(job["folder"], job["script"], job["arguments"])
+        given = [job[name] for name in ("folder", "script", "arguments", "helpers")]
+        importlib.import_module("launch").run_rank(*given)
         status = 0
     except BaseException:  # the process ends here, whatever it was
         traceback.print_exc()

@@ -26,8 +26,8 @@ from tests.hosts.test_megatron_lm import TREES
 
 pytestmark = pytest.mark.skipif(not TREES, reason="MEGATRON_LM names no checkout of Megatron-LM")
 
-# One process for all command lines: a checkout takes long to import. From 0.19 on Megatron-LM is for
-# Python 3.12, which has typing.override.
+# One process for all command lines: a checkout takes long to import. From 0.19 on Megatron-LM asks
+# for Python 3.12, which has typing.override.
 COMMANDS = """
 import json, pathlib, sys, typing, typing_extensions
 typing.override = typing_extensions.override
