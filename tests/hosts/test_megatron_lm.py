@@ -149,7 +149,7 @@ def test_a_run_goes_on_with_other_ranks_and_micro_batches(
 def test_context_parallelism_that_cuts_whole_rows_is_refused(
     host: Host, corpus: Corpus, tmp_path: Path
 ) -> None:
-    """RoPE and attention take the parts for parts of documents, with any dataset."""
+    """RoPE takes the parts for parts of documents, with any dataset (test_whole_rows.py)."""
     if host.release < (0, 19):
         pytest.skip("this release has no inter-document masking")
     flags = "--context-parallel-size 2 --dataloader-inter-document-masking"

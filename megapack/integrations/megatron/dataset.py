@@ -155,7 +155,7 @@ def context_parallel_alignment(config: Any) -> int:
 
     Raises:
         ConfigError: with inter-document masking, under which Megatron cuts whole rows, while its
-            RoPE and attention take what a rank holds for its parts of every segment.
+            RoPE takes what a rank holds for its parts of every segment.
     """
     cp_size = getattr(config, "context_parallel_size", None) or 1
     if cp_size == 1:
@@ -163,7 +163,7 @@ def context_parallel_alignment(config: Any) -> int:
     if getattr(config, "inter_document_masking", False):
         raise ConfigError(
             f"context_parallel_size is {cp_size}: inter-document masking cuts whole rows between "
-            f"ranks, and RoPE and attention of {HOST} take the parts for parts of each document. "
+            f"ranks, and RoPE of {HOST} takes the parts for parts of each document. "
             "Replace --dataloader-inter-document-masking by --sft, which cuts each document"
         )
     return 2 * int(cp_size)
