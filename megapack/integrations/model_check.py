@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 import transformers
+from transformers.integrations import deepspeed
 
 from megapack.attention import ATTENTION_NAME, check_architecture
 from megapack.data import PackedDataset, check_token_ids
@@ -57,13 +60,27 @@ def check_model(
             return type(bare)._from_config(configuration, **options)
         return transformers.AutoModelForCausalLM.from_config(configuration, **options)
 
-    check_architecture(
-        text,
-        attention=text._attn_implementation,
-        build=build,
-        device=bare.device if device is None else device,
-        dtype=bare.dtype if dtype is None else dtype,
-    )
+    with _built_whole():
+        check_architecture(
+            text,
+            attention=text._attn_implementation,
+            build=build,
+            device=bare.device if device is None else device,
+            dtype=bare.dtype if dtype is None else dtype,
+        )
+
+
+@contextmanager
+def _built_whole() -> Iterator[None]:
+    """Under ZeRO 3 transformers splits every new model over the ranks; here it does not."""
+    configuration = getattr(deepspeed, "_hf_deepspeed_config_weak_ref", lambda: None)
+    run = configuration() if configuration is not None else None
+    deepspeed.unset_hf_deepspeed_config()
+    try:
+        yield
+    finally:
+        if run is not None:
+            deepspeed.set_hf_deepspeed_config(run)
 
 
 def _check_windows(implementation: str, dataset: PackedDataset) -> None:

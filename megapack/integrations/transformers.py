@@ -230,6 +230,12 @@ class PackedTrainerMixin:
                 f"tensor, context and sequence parallel sizes are {sizes}; the micro batches are "
                 "dealt to data-parallel ranks only"
             )
+        for name in ("dispatch_batches", "split_batches"):
+            if getattr(self.args.accelerator_config, name, None):
+                raise ConfigError(
+                    f"accelerator_config has {name}, which would have rank 0 read for all or cut "
+                    f"micro batches; every rank reads its own here: leave {name} out"
+                )
         if id(batches.dataset) not in self._checked:
             self.check_model(batches.dataset)
             self._checked = (*self._checked, id(batches.dataset))

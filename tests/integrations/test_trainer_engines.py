@@ -1,0 +1,141 @@
+"""Trainer's other engines on two gloo processes: FSDP2 and DeepSpeed's ZeRO.
+
+Each must give the losses and the weights of one process, also when it stops and resumes. And what
+Trainer offers that would cut or deal micro batches a second time is refused.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from accelerate import DistributedType, PartialState
+from accelerate.parallelism_config import ParallelismConfig
+from ports import free_port
+
+from megapack import attention
+from megapack.errors import ConfigError
+from megapack.integrations.transformers import PackedTrainer
+from tests.integrations.harness import run_ranks
+from tests.integrations.test_transformers import (
+    MICRO,
+    STEP,
+    arguments,
+    folder,
+    micro_batches,
+    on_a_cpu,
+    tiny_llama,
+)
+
+__all__ = ["folder", "on_a_cpu"]  # fixtures
+
+FSDP = {"version": 2, "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]}
+ENGINES: dict[str, dict[str, Any]] = {
+    "FSDPLlamaForCausalLM": {"fsdp": True, "fsdp_config": FSDP},
+    **{
+        f"DeepSpeedEngine, ZeRO {stage}": {
+            "deepspeed": {
+                "zero_optimization": {"stage": stage},
+                "train_micro_batch_size_per_gpu": "auto",
+                "gradient_accumulation_steps": "auto",
+                "gradient_clipping": "auto",
+                "zero_allow_untested_optimizer": True,
+            }
+        }
+        for stage in (1, 3)
+    },
+}
+
+
+def _trainer(world_size: int, folder: str, out: str, **options: Any) -> PackedTrainer:
+    attention.register("sdpa")
+    args = arguments(Path(out), gradient_accumulation_steps=STEP // MICRO // world_size, **options)
+    if "fsdp" in options:  # Accelerate shards on devices only; torch's FSDP2 does on a CPU, too
+        assert args.device.type == "cpu"
+        PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+    return PackedTrainer(model=tiny_llama(), args=args, train_dataset=micro_batches(Path(folder)))
+
+
+def _train(rank: int, world_size: int, folder: str, out: str, steps: int, options: Any) -> Any:
+    """Losses of the run so far, the engine's class, and all weights (rank 0)."""
+    trainer = _trainer(
+        world_size,
+        folder,
+        out,
+        max_steps=steps,
+        save_strategy="steps",
+        save_steps=2,
+        optim="adamw_torch",  # with a state; an epsilon of 1 makes its step as smooth as SGD's
+        adam_epsilon=1.0,
+        **options,
+    )
+    trainer.train(resume_from_checkpoint=any(Path(out).glob("run/checkpoint-*")))
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    return losses, type(trainer.model_wrapped).__name__, _weights(trainer)
+
+
+def _weights(trainer: PackedTrainer) -> dict[str, Any]:
+    if trainer.is_deepspeed_enabled:
+        import deepspeed  # noqa: PLC0415
+
+        with deepspeed.zero.GatheredParameters(list(trainer.model.parameters())):
+            return {name: p.detach().numpy().copy() for name, p in trainer.model.named_parameters()}
+    state = trainer.accelerator.get_state_dict(trainer.model_wrapped)
+    return {name: tensor.detach().numpy().copy() for name, tensor in state.items()}
+
+
+@pytest.fixture(scope="module")
+def one_rank(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[list[float], Any]:
+    """Losses and weights after four steps of one process."""
+    out = str(tmp_path_factory.mktemp("one"))
+    [(losses, _, weights)] = run_ranks(_train, 1, free_port(), str(folder), out, 4, {})
+    return losses, weights
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("engine", ENGINES)
+def test_two_ranks_stopped_and_resumed_train_as_one_does(
+    folder: Path, one_rank: tuple[list[float], Any], tmp_path: Path, engine: str
+) -> None:
+    def run(steps: int) -> Any:
+        options = ENGINES[engine]
+        return run_ranks(_train, 2, free_port(), str(folder), str(tmp_path), steps, options)[0]
+
+    losses, weights = one_rank
+    run(2)
+    found, used, trained = run(4)
+    assert used == engine.split(",", maxsplit=1)[0]
+    assert len(found) == len(losses) == 4
+    np.testing.assert_allclose(found, losses, rtol=1e-5)
+    before = dict(tiny_llama().named_parameters())
+    assert trained.keys() >= before.keys()
+    for name, start in before.items():
+        moved = np.abs(weights[name] - start.detach().numpy()).max()
+        assert moved > 0 and np.abs(trained[name] - weights[name]).max() < 1e-3 * moved, name
+
+
+@pytest.mark.parametrize("name", ["dispatch_batches", "split_batches"])
+def test_loaders_that_deal_micro_batches_a_second_time_are_refused(
+    folder: Path, tmp_path: Path, name: str
+) -> None:
+    trainer = _trainer(1, str(folder), str(tmp_path), accelerator_config={name: True})
+    with pytest.raises(ConfigError, match=f"has {name}, which would have rank 0 read for all"):
+        trainer.get_train_dataloader()
+
+
+def _cut_by_accelerate(rank: int, world_size: int, folder: str, out: str) -> str:
+    sizes = ParallelismConfig(cp_size=2)
+    options = {**ENGINES["FSDPLlamaForCausalLM"], "parallelism_config": sizes}
+    try:
+        _trainer(world_size, folder, out, **options).get_train_dataloader()
+    except ConfigError as error:
+        return str(error)
+    return "taken"
+
+
+@pytest.mark.multiprocess
+def test_rows_that_accelerate_would_cut_are_refused(folder: Path, tmp_path: Path) -> None:
+    for answer in run_ranks(_cut_by_accelerate, 2, free_port(), str(folder), str(tmp_path)):
+        assert "tensor, context and sequence parallel sizes are [1, 2, 1]" in answer
