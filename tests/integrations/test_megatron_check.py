@@ -15,7 +15,7 @@ import pytest
 
 from megapack.errors import ConfigError
 from megapack.integrations.megatron import check
-from megapack.integrations.megatron.one_rank import Drawn, RankReport, World
+from megapack.integrations.megatron.one_rank import Drawn, RankLayout, RankReport
 
 COMMAND = [sys.executable, "-W", "ignore", "-m", "megapack.integrations.megatron", "check"]
 
@@ -47,9 +47,9 @@ def test_a_wrong_command_line_is_status_2(arguments: list[str], words: str) -> N
 
 
 def test_sizes_left_out_are_1_and_default_to_those_of_the_flags() -> None:
-    assert check._world("8x2") == World(data=8, tensor=2, pipeline=1, context=1)
+    assert check._world("8x2") == RankLayout(data=8, tensor=2, pipeline=1, context=1)
     flags = ["--pipeline-model-parallel-size", "4", "--lr", "1e-3", "--tensor", "7"]
-    assert check._default_world(flags) == World(data=2, tensor=1, pipeline=4, context=1)
+    assert check._default_world(flags) == RankLayout(data=2, tensor=1, pipeline=4, context=1)
 
 
 def report(*capacities: int, **changes: Any) -> RankReport:
@@ -63,26 +63,26 @@ def report(*capacities: int, **changes: Any) -> RankReport:
 @pytest.mark.parametrize(
     ("world", "reports", "problem"),
     [
-        (World(data=2, tensor=1, pipeline=1, context=1), [report(4, 8), report(4, 8)], None),
+        (RankLayout(data=2, tensor=1, pipeline=1, context=1), [report(4, 8), report(4, 8)], None),
         (
-            World(data=2, tensor=1, pipeline=1, context=1),
+            RankLayout(data=2, tensor=1, pipeline=1, context=1),
             [report(4, 8), report(4, 4)],
             "step 1, micro step 2: ranks are in buckets [4, 8]",
         ),
         (
-            World(data=1, tensor=1, pipeline=2, context=1),
+            RankLayout(data=1, tensor=1, pipeline=2, context=1),
             [report(4, 8), report(4, 4)],
             "pipeline stages or context-parallel ranks read other rows",
         ),
         (
-            World(data=2, tensor=1, pipeline=1, context=1),
+            RankLayout(data=2, tensor=1, pipeline=1, context=1),
             [report(4, 8), report(4)],
             "different numbers of micro batches",
         ),
     ],
 )
 def test_ranks_that_disagree_are_named(
-    world: World,
+    world: RankLayout,
     reports: list[RankReport],
     problem: str | None,
     capsys: pytest.CaptureFixture[str],

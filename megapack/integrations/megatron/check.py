@@ -27,7 +27,13 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from megapack.errors import ConfigError, MegapackError, exit_code
-from megapack.integrations.megatron.one_rank import Drawn, Place, RankReport, World, draw_rank
+from megapack.integrations.megatron.one_rank import (
+    Drawn,
+    RankLayout,
+    RankPlace,
+    RankReport,
+    draw_rank,
+)
 
 __all__ = ["main"]
 
@@ -91,30 +97,30 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _world(text: str) -> World:
+def _world(text: str) -> RankLayout:
     sizes = [int(size) for size in text.split("x")] if re.fullmatch(r"\d+(x\d+){0,3}", text) else []
     if not sizes or min(sizes) < 1:
         raise ConfigError(
             f"--ranks is {text!r}; it must be DPxTPxPPxCP, sizes of 1 or more, as 8x2x1x1"
         )
     data, tensor, pipeline, context = [*sizes, 1, 1, 1][:4]
-    return World(data=data, tensor=tensor, pipeline=pipeline, context=context)
+    return RankLayout(data=data, tensor=tensor, pipeline=pipeline, context=context)
 
 
-def _default_world(arguments: Sequence[str]) -> World:
+def _default_world(arguments: Sequence[str]) -> RankLayout:
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     for name, flag in SIZES.items():
         parser.add_argument(flag, type=int, default=1, dest=name)
     known, _ = parser.parse_known_args(list(arguments))
-    return World(data=2, **vars(known))
+    return RankLayout(data=2, **vars(known))
 
 
-def _check(world: World, args: argparse.Namespace) -> int:
+def _check(world: RankLayout, args: argparse.Namespace) -> int:
     """Draw on all ranks of a layout and print what they read; the exit status."""
     _say(f"{world}: {world.size} ranks")
-    places = [Place(data=data) for data in range(world.data)]
+    places = [RankPlace(data=data) for data in range(world.data)]
     places += [
-        Place(data=0, pipeline=pipeline, context=context)
+        RankPlace(data=0, pipeline=pipeline, context=context)
         for pipeline in range(world.pipeline)
         for context in range(world.context)
         if pipeline or context
@@ -133,7 +139,7 @@ def _check(world: World, args: argparse.Namespace) -> int:
     return int(bool(problems))
 
 
-def _one_rank(job: tuple[World, Place, argparse.Namespace]) -> RankReport | Failure:
+def _one_rank(job: tuple[RankLayout, RankPlace, argparse.Namespace]) -> RankReport | Failure:
     """In a process of its own; what Megatron says is kept for the case that it fails."""
     world, place, args = job
     with tempfile.TemporaryFile("w+") as said:
@@ -162,7 +168,7 @@ def _one_rank(job: tuple[World, Place, argparse.Namespace]) -> RankReport | Fail
             return 2, f"{args.script} refuses these flags: {type(error).__name__}: {why}"
 
 
-def _report(world: World, reports: list[RankReport]) -> Iterator[str]:
+def _report(world: RankLayout, reports: list[RankReport]) -> Iterator[str]:
     """Print the steps; yield in which ways ranks disagree."""
     first, *others = reports[: world.data]
     rows = ", ".join(f"{name} {count:,}" for name, count in first.num_rows.items())

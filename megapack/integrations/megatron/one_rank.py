@@ -24,14 +24,14 @@ from megapack.integrations.megatron.dataset import PackedGPTDataset
 from megapack.integrations.megatron.host import HOST
 from megapack.integrations.megatron.swap import OwnGetBatch, install
 
-__all__ = ["Drawn", "Place", "RankReport", "World", "draw_rank"]
+__all__ = ["Drawn", "RankLayout", "RankPlace", "RankReport", "draw_rank"]
 
 SHOWN_DOCUMENTS = 3
 SHOWN_TOKENS = 24
 
 
 @dataclass(frozen=True, kw_only=True)
-class World:
+class RankLayout:
     """How many ranks, along each axis."""
 
     data: int
@@ -48,7 +48,7 @@ class World:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
+class RankPlace:
     """A rank that reads data: the first of its tensor-parallel group."""
 
     data: int
@@ -85,8 +85,8 @@ class RankReport:
 
 
 def draw_rank(
-    world: World,
-    place: Place,
+    world: RankLayout,
+    place: RankPlace,
     script: str,
     arguments: list[str],
     *,
@@ -127,13 +127,12 @@ def draw_rank(
     return report
 
 
-def _begin(world: World, place: Place, arguments: list[str]) -> int:
+def _begin(world: RankLayout, place: RankPlace, arguments: list[str]) -> int:
     """The environment and the process group of the rank; its number."""
     fake = importlib.import_module("torch.testing._internal.distributed.fake_pg")
-    order = (place.data, place.pipeline, world.data)
+    inner, outer, size = place.data, place.pipeline, world.data
     if "--use-tp-pp-dp-mapping" in arguments:
-        order = (place.pipeline, place.data, world.pipeline)
-    inner, outer, size = order
+        inner, outer, size = place.pipeline, place.data, world.pipeline
     rank = world.tensor * (place.context + world.context * (inner + size * outer))
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world.size), "LOCAL_RANK": "0"}
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
@@ -168,7 +167,7 @@ def _arguments(named: dict[str, Any]) -> Any:
     return variables.get_args()
 
 
-def _place_in(world: World, place: Place, args: Any) -> None:
+def _place_in(world: RankLayout, place: RankPlace, args: Any) -> None:
     state = importlib.import_module("megatron.core.parallel_state")
     mapped = getattr(args, "use_tp_pp_dp_mapping", False)
     state.initialize_model_parallel(
@@ -178,7 +177,7 @@ def _place_in(world: World, place: Place, args: Any) -> None:
         order="tp-cp-ep-pp-dp" if mapped else "tp-cp-ep-dp-pp",
         create_gloo_process_groups=False,
     )
-    found = Place(
+    found = RankPlace(
         data=state.get_data_parallel_rank(),
         pipeline=state.get_pipeline_model_parallel_rank(),
         context=state.get_context_parallel_rank(),
@@ -247,5 +246,5 @@ def _first_documents(train: Any, row: int) -> Iterator[str]:
             text = repr(tokenizer.detokenize(ids))
         except Exception:  # whatever a tokenizer that cannot decode raises
             text = f"tokens {ids}"
-        where = f"{samples.names[source]}, document {document}"
-        yield f"{where}, tokens {begin} to {begin + length}: {text}"
+        place = f"{samples.names[source]}, document {document}, tokens {begin} to {begin + length}"
+        yield f"{place}: {text}"
