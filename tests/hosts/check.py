@@ -12,7 +12,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from tests.hosts.context import joined, wrongly_aligned
 from tests.hosts.corpus import MASKED, NUM_WEB, WINDOW, Corpus
+
+SPLITS = ("train", "valid", "test")
 
 
 @dataclass
@@ -27,42 +30,89 @@ class Findings:
     problems: list[str] = field(default_factory=list)
     rows: dict[int, tuple[int, ...]] = field(default_factory=dict)
     """Tokens of every row of training that was read."""
+    steps: list[tuple[int, float, float]] = field(default_factory=list)
+    """Of the log, see losses.py."""
+    splits: set[str] = field(default_factory=set)
+    """Of which rows were read."""
     longest: dict[int, int] = field(default_factory=dict)
     """Beside it the longest segment of its micro batch, tokens."""
 
 
-def check_run(folder: Path, corpus: Corpus, *, shifted: bool = False) -> Findings:
+def load_ranks(folder: Path) -> list[dict[str, Any]]:
+    return [torch.load(path, weights_only=False) for path in sorted(folder.glob("rank*.pt"))]
+
+
+def check_run(
+    recorded: list[dict[str, Any]],
+    corpus: Corpus,
+    *,
+    align: int = 1,
+    workers: bool = False,
+    shifted: bool = False,
+) -> Findings:
     """All ranks' records of one run.
 
     Args:
-        folder: of ``rank<n>.pt``.
+        recorded: of every rank, ``load_ranks``.
         corpus: what was trained on.
+        align: 2 x context-parallel size where documents are cut between ranks, not whole rows.
+        workers: of data loaders read ahead, and several in any order.
         shifted: the host makes labels by shifting its rows, so a segment that ends inside its
             document has no last label unless the row ends there, too.
     """
-    ranks = [torch.load(path, weights_only=False) for path in sorted(folder.glob("rank*.pt"))]
-    found = Findings()
+    found = Findings(calls=sum(len(rank["calls"]) for rank in recorded))
+    ranks = [whole_rank(group, align, found) for group in _by(recorded, "context")]
     for number, rank in enumerate(ranks):
         for k, call in enumerate(rank["calls"]):
-            found.calls += 1
             if call["cu_seqlens"] is not None:
                 found.segments += len(call["cu_seqlens"]) - 1
             found.attentions += len(call.get("attention", ()))
-            problems = [*wrong(call, corpus.begins, shifted=shifted), *unlike_layers(call)]
+            problems = [*wrong(call, corpus.begins, align, shifted=shifted), *unlike_layers(call)]
             found.problems += [f"rank {number}, call {k}: {problem}" for problem in problems]
     found.problems += alike(ranks)
-    readers = sorted(
-        (r for r in ranks if r["where"]["tensor"] == 0), key=lambda rank: rank["where"]["data"]
-    )
-    for stage in sorted({rank["where"]["pipeline"] for rank in readers}):
-        at_stage = [rank for rank in readers if rank["where"]["pipeline"] == stage]
-        found.problems += one_bucket_in_turn(at_stage)
-        found.reads += sum(len(rank["reads"]) for rank in at_stage)
+    for at_stage in _by([rank for rank in ranks if rank["where"]["tensor"] == 0], "data"):
+        if workers:
+            for rank in at_stage:
+                rank["reads"].sort(key=lambda read: read["rows"][0])
+        found.problems += one_bucket_in_turn(at_stage, ahead=workers)
         for rank in at_stage:
-            if len(rank["reads"]) != len(rank["calls"]):
+            found.reads += len(rank["reads"])
+            if len(rank["reads"]) < len(rank["calls"]) or (
+                not workers and len(rank["reads"]) != len(rank["calls"])
+            ):
                 found.problems.append(f"{len(rank['reads'])} reads, {len(rank['calls'])} calls")
             remember_rows(rank, found)
     return found
+
+
+def _by(ranks: list[dict[str, Any]], axis: str) -> list[list[dict[str, Any]]]:
+    """Groups of ranks that differ in one axis, in its order."""
+    groups: dict[tuple[int, ...], list[dict[str, Any]]] = {}
+    for rank in sorted(ranks, key=lambda rank: rank["where"][axis]):
+        others = tuple(at for name, at in sorted(rank["where"].items()) if name != axis)
+        groups.setdefault(others, []).append(rank)
+    return list(groups.values())
+
+
+def whole_rank(group: list[dict[str, Any]], align: int, found: Findings) -> dict[str, Any]:
+    """Of a context-parallel group one rank, whose calls have the rows of all."""
+    if len(group) == 1:
+        return group[0]
+    calls = list(zip(*(rank["calls"] for rank in group), strict=True))
+    for k, parts in enumerate(calls):
+        for key in ("cu_seqlens", "max_seqlen", "training"):
+            if any(repr(part[key]) != repr(parts[0][key]) for part in parts):
+                found.problems.append(f"call {k}: {key} differs in a context-parallel group")
+    for other in group:
+        if [read["rows"] for read in other["reads"]] != [
+            read["rows"] for read in group[0]["reads"]
+        ]:
+            found.problems.append("ranks of a context-parallel group read other rows")
+    whole = [joined(list(parts), each_document=align > 1) for parts in calls]
+    if align > 1 and group[0]["reads"]:
+        for k, (call, read) in enumerate(zip(whole, group[0]["reads"], strict=True)):
+            found.problems += [f"call {k}: {p}" for p in wrongly_aligned(call, read, align)]
+    return {**group[0], "calls": whole}
 
 
 def unlike_layers(call: dict[str, Any]) -> Iterator[str]:
@@ -75,9 +125,12 @@ def unlike_layers(call: dict[str, Any]) -> Iterator[str]:
 
 
 def wrong(
-    call: dict[str, Any], begins: NDArray[np.int64], *, shifted: bool = False
+    call: dict[str, Any], begins: NDArray[np.int64], align: int = 1, *, shifted: bool = False
 ) -> Iterator[str]:
-    """What is wrong with one call. Token ids are positions in the corpus, 0 is padding."""
+    """What is wrong with one call. Token ids are positions in the corpus, 0 is padding.
+
+    A segment has less than ``align`` tokens of padding at its end.
+    """
     if call["cu_seqlens"] is None:
         yield "no boundaries"
         return
@@ -100,6 +153,10 @@ def wrong(
         text = tokens[begin:end]
         if not text.any():
             continue
+        room = len(text) - len(np.trim_zeros(text, "b"))
+        text, end = text[: len(text) - room], end - room  # noqa: PLW2901
+        if room >= align:
+            yield f"segment [{begin}, {end}) has {room} tokens of padding"
         document = int(np.searchsorted(begins, text[0], side="right")) - 1
         last = int(begins[document + 1]) - 1
         if not np.array_equal(text, np.arange(text[0], text[0] + len(text))) or text[-1] > last:
@@ -143,34 +200,33 @@ def alike(ranks: list[dict[str, Any]]) -> Iterator[str]:
                         yield f"data-parallel rank {number}, call {k}: {key} differs in its group"
 
 
-def one_bucket_in_turn(ranks: list[dict[str, Any]]) -> Iterator[str]:
-    """At every micro step all ranks read one bucket, and rows follow each other over the ranks."""
-    for dataset in range(3):
-        reads = [_reads_of(rank, dataset) for rank in ranks]
-        if len({len(part) for part in reads}) != 1:
-            yield f"dataset {dataset}: ranks read {[len(part) for part in reads]} times"
+def one_bucket_in_turn(ranks: list[dict[str, Any]], *, ahead: bool = False) -> Iterator[str]:
+    """At every micro step all ranks read one bucket, and rows follow each other over the ranks.
+
+    Args:
+        ahead: one rank may have read further ahead than another.
+    """
+    for split in SPLITS:
+        reads = [[read for read in rank["reads"] if read["split"] == split] for rank in ranks]
+        if len({len(part) for part in reads}) != 1 and not ahead:
+            yield f"{split}: ranks read {[len(part) for part in reads]} times"
         expected: int | None = None
         for k, step in enumerate(zip(*reads, strict=False)):
             buckets = {bucket for read in step for bucket in read["buckets"]}
             if len(buckets) != 1:
-                yield f"dataset {dataset}, micro step {k}: buckets {sorted(buckets)}"
+                yield f"{split}, micro step {k}: buckets {sorted(buckets)}"
             rows = [row for read in step for row in read["rows"]]
             begin = rows[0] if expected is None else expected
             if rows != list(range(begin, begin + len(rows))):
-                yield f"dataset {dataset}, micro step {k}: rows {rows} after {expected}"
+                yield f"{split}, micro step {k}: rows {rows} after {expected}"
             expected = rows[-1] + 1
 
 
-def _reads_of(rank: dict[str, Any], dataset: int) -> list[dict[str, Any]]:
-    """Of the datasets in the order in which they were first read: training is the first."""
-    order = list(dict.fromkeys(read["dataset"] for read in rank["reads"]))
-    return [read for read in rank["reads"] if order.index(read["dataset"]) == dataset]
-
-
 def remember_rows(rank: dict[str, Any], found: Findings) -> None:
-    training = _reads_of(rank, 0)
+    training = [read for read in rank["reads"] if read["split"] == "train"]
+    found.splits |= {read["split"] for read in rank["reads"]}
     calls = [call for call in rank["calls"] if call["training"]]
-    if len(training) != len(calls):
+    if len(training) < len(calls):
         found.problems.append(f"{len(training)} reads and {len(calls)} calls of training")
     for read, call in zip(training, calls, strict=False):
         if call["tokens"] is None:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import re
-import sys
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
+from patience import PATIENCE
 from ports import free_port
 
 from tests.hosts.corpus import Corpus
-from tests.hosts.processes import LAUNCHERS, environment_of, finish
+from tests.hosts.processes import environment_of
+from tests.hosts.ranks import Ranks
 
 ROW = 128
 GLOBAL_BATCH = 12
@@ -41,31 +43,86 @@ class Layout:
     ranks: int
     flags: str = ""
     data: str = "web.json"
-    """A manifest of corpus.py, or ``list``: a weighted list and a list per split."""
+    """A manifest of corpus.py, ``list`` (weighted) or ``apart`` (a list per split)."""
+    rows: str = ""
+    """Runs of one name have the same rows; else those with the same data."""
     train_iters: int = 4
+    train_samples: int = 0
+    """Instead of iterations, where their number of rows changes."""
+    align: int = 1
+    splits: tuple[str, ...] = ("train", "valid")
     since: tuple[int, int] = (0, 16)
+    until: tuple[int, int] = (99, 0)
     but: tuple[tuple[int, int], ...] = ()
     """Releases that take no such flags."""
 
     def runs_on(self, release: tuple[int, int]) -> bool:
-        return release >= self.since and release not in self.but
+        return self.since <= release <= self.until and release not in self.but
 
 
 ONE_ROW_ONLY = ((0, 18),)
+ALL_SPLITS = ("train", "valid", "test")
 
 LAYOUTS = (
     Layout(name="DP 1, 3 epochs", ranks=1, train_iters=12),
     Layout(name="DP 2, blend", ranks=2, data="mix.json"),
     Layout(name="DP 2, micro batch 2", ranks=2, flags="--micro-batch-size 2", but=ONE_ROW_ONLY),
+    Layout(name="DP 2, micro batch 3", ranks=2, flags="--micro-batch-size 3", but=ONE_ROW_ONLY),
+    Layout(name="DP 2, 2 workers", ranks=2, flags="--num-workers 2"),
     Layout(name="DP 3, weighted list", ranks=3, data="list"),
+    Layout(name="DP 4", ranks=4, train_iters=3),
     Layout(name="DP 2, stages and a window", ranks=2, data="program.json"),
+    Layout(
+        name="DP 2, ramp-up 4, 8, 12",
+        ranks=2,
+        data="web",
+        rows="blocks of 4",
+        flags="--rampup-batch-size 4 4 24 --global-batch-size 12",
+        train_samples=52,
+        until=(0, 17),  # later ones take the flag and keep to the global batch size
+    ),
+    Layout(
+        name="DP 2, batch schedule 4, 12",
+        ranks=2,
+        data="web",
+        rows="blocks of 4",
+        flags="--step-batch-size-schedule '0:4 2048:12'",
+        train_samples=40,
+        since=(0, 18),
+    ),
+    Layout(
+        name="DP 2, split 70,20,10, tested",
+        ranks=2,
+        rows="seven tenths",
+        flags="--split 70,20,10",
+        splits=ALL_SPLITS,
+    ),
+    Layout(name="DP 2, paths per split", ranks=2, data="apart", splits=ALL_SPLITS),
     Layout(name="TP 2", ranks=2, flags="--tensor-model-parallel-size 2"),
+    Layout(
+        name="TP 2, sequence parallel",
+        ranks=2,
+        flags="--tensor-model-parallel-size 2 --sequence-parallel",
+    ),
     Layout(name="PP 2", ranks=2, flags="--pipeline-model-parallel-size 2"),
+    Layout(
+        name="TP 2 x PP 2",
+        ranks=4,
+        flags="--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2",
+        train_iters=3,
+    ),
     Layout(
         name="PP 3, --sft",
         ranks=3,
         flags="--pipeline-model-parallel-size 3 --num-layers 3 --sft",
         since=(0, 18),
+    ),
+    Layout(
+        name="CP 2, each document cut",
+        ranks=2,
+        rows="aligned to 4",
+        flags="--context-parallel-size 2 --sft",
+        align=4,
     ),
     Layout(
         name="evaluation by 3",
@@ -94,32 +151,68 @@ def boundary_flag(release: tuple[int, int], flags: str) -> list[str]:
 
 
 def data_flags(corpus: Corpus, data: str) -> list[str]:
-    paths = ["0.7", corpus.path("web"), "0.3", corpus.path("code")]
-    if data != "list":
-        paths = [corpus.path(data)]
-    return ["--data-path", *paths, "--split", "90,10,0", "--data-cache-path", corpus.path("cache")]
+    cache = ["--data-cache-path", corpus.path("cache")]
+    web, code = corpus.path("web"), corpus.path("code")
+    if data == "apart":
+        paths = ("--train-data-path", "0.7", web, "0.3", code)
+        return [*cache, *paths, "--valid-data-path", code, "--test-data-path", "1", web, "1", code]
+    blend = ["0.7", web, "0.3", code] if data == "list" else [corpus.path(data)]
+    return [*cache, "--data-path", *blend, "--split", "90,10,0"]
 
 
-def run(tree: Path, layout: Layout, corpus: Corpus, records: Path, *more: str) -> str:
-    """Run the layout under torchrun; what it logged. Raises AssertionError where it fails."""
-    records.mkdir(parents=True)
-    release = release_of(tree)
-    command = [
-        *(sys.executable, "-m", "torch.distributed.run"),
-        *("--nproc-per-node", str(layout.ranks), "--master-port", str(free_port())),
-        *(str(LAUNCHERS / "launch.py"), str(records), str(tree / "pretrain_gpt.py")),
+def arguments(release: tuple[int, int], layout: Layout, corpus: Corpus) -> list[str]:
+    """Of pretrain_gpt.py; what the layout says comes last and counts."""
+    length = ("--train-iters", str(layout.train_iters))
+    if layout.train_samples:
+        length = ("--train-samples", str(layout.train_samples))
+    sizes = ["--micro-batch-size", "1", "--global-batch-size", str(GLOBAL_BATCH)]
+    if "--step-batch-size-schedule" in layout.flags:
+        sizes = sizes[:2]
+    return [
         *MODEL,
         *PACKED,
         *boundary_flag(release, layout.flags),
         *("--vocab-size", str(corpus.vocabulary), "--num-workers", "0"),
-        *("--micro-batch-size", "1", "--global-batch-size", str(GLOBAL_BATCH)),
-        *("--train-iters", str(layout.train_iters), "--eval-interval", "3", "--eval-iters", "1"),
-        *("--log-interval", "1", "--save-interval", "1000"),
+        *sizes,
+        *length,
+        *("--eval-interval", "3", "--eval-iters", "1", "--log-interval", "1"),
+        *("--save-interval", "1000"),
         *data_flags(corpus, layout.data),
-        *layout.flags.split(),
-        *more,
+        *shlex.split(layout.flags),
     ]
-    return finish(command, records, environment(tree), f"{layout.name} on {tree}")
+
+
+class Host:
+    """A checkout, and the process that has imported it."""
+
+    def __init__(self, tree: Path) -> None:
+        self.tree, self.release = tree, release_of(tree)
+        self.ranks = Ranks(environment(tree))
+
+    def run(
+        self, layout: Layout, corpus: Corpus, folder: Path, *more: str, helpers: Path | None = None
+    ) -> str:
+        """What the run logged; AssertionError where it fails. Records are in the folder.
+
+        With the host's compiled helpers it runs with its own datasets.
+        """
+        folder.mkdir(parents=True)
+        given = [*arguments(self.release, layout, corpus), *more]
+        if helpers is not None:
+            ours = boundary_flag(self.release, layout.flags)
+            given = [flag for flag in given if flag not in ours]
+        ended = self.ranks.run(
+            PATIENCE,
+            ranks=layout.ranks,
+            port=free_port(),
+            folder=str(folder),
+            script=str(self.tree / "pretrain_gpt.py"),
+            arguments=given,
+            helpers=None if helpers is None else str(helpers),
+        )
+        log = (folder / "log").read_text(errors="replace")
+        assert ended, f"{layout.name} on {self.tree}:\n{log[-6000:]}"
+        return log
 
 
 def environment(tree: Path) -> dict[str, str]:

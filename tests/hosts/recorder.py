@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+SPLITS = ("train", "valid", "test")  # in the order in which they are first read
+
 
 class Recorder:
     """Calls of the model, and rows read, in the order in which they happened."""
@@ -19,22 +21,13 @@ class Recorder:
     def note_call(self, **call: Any) -> None:
         self.calls.append({key: _kept(value) for key, value in call.items()})
 
-    def note_read(self, rows: Any, numbers: Any) -> None:
-        """Rows of a ``RowDataset``, the micro batch of one call."""
-        self.reads.append(
-            {
-                "dataset": id(rows),
-                "rows": [int(i) for i in numbers],
-                "buckets": sorted({rows.bucket_of(i) for i in numbers}),
-            }
-        )
-
     def save(self, folder: Path, **where: int) -> None:
         """Write ``rank<n>.pt``.
 
         Args:
             folder: exists.
-            where: the rank's place along each kind of parallelism: data, tensor, pipeline.
+            where: the rank's place along each kind of parallelism: data, tensor, pipeline,
+                context.
         """
         rank = int(os.environ["RANK"])
         records = {"where": where, "calls": self.calls, "reads": self.reads}
@@ -74,6 +67,16 @@ class TextRecorder(Recorder):
     def note_loss(self, labels: Any, loss_mask: Any) -> None:
         self.calls[-1] |= {"labels": _kept(labels), "loss_mask": _kept(loss_mask)}
 
+    def note_read(self, rows: Any, numbers: Any) -> None:
+        """Rows of a ``RowDataset``, one row or more."""
+        self.reads.append(
+            {
+                "dataset": id(rows),
+                "rows": [int(i) for i in numbers],
+                "buckets": sorted({rows.bucket_of(i) for i in numbers}),
+            }
+        )
+
     def watch_rows(self, text_class: Any) -> None:
         """``TextRowDataset``."""
         stock = text_class.__getitem__
@@ -86,7 +89,10 @@ class TextRecorder(Recorder):
 
     def save(self, folder: Path, **where: int) -> None:
         """One read per micro batch, and what the first layer was given as the call's boundaries."""
-        rows, self.reads = self.reads, []
+        splits = dict(
+            zip(dict.fromkeys(row["dataset"] for row in self.reads), SPLITS, strict=False)
+        )
+        rows, self.reads = [{**row, "split": splits[row["dataset"]]} for row in self.reads], []
         for call in self.calls:
             bounds, longest = (call["attention"] or [(None, None)])[0]
             call |= {"cu_seqlens": bounds, "max_seqlen": longest}
@@ -95,15 +101,15 @@ class TextRecorder(Recorder):
             if micro_batch:
                 self.reads.append(_together(micro_batch))
         self.reads += rows
-        super().save(folder, **where)
+        super().save(folder, context=0, **where)
 
 
 def _together(reads: list[dict[str, Any]]) -> dict[str, Any]:
-    datasets = {read["dataset"] for read in reads}
-    if len(datasets) != 1:
+    splits = {read["split"] for read in reads}
+    if len(splits) != 1:
         raise AssertionError("a micro batch was read from several datasets")
     return {
-        "dataset": datasets.pop(),
+        "split": splits.pop(),
         "rows": [row for read in reads for row in read["rows"]],
         "buckets": sorted({bucket for read in reads for bucket in read["buckets"]}),
     }

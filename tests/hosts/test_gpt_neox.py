@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from tests.hosts import matrix
-from tests.hosts.check import check_program, check_run, compare
+from tests.hosts.check import check_program, check_run, compare, load_ranks
 from tests.hosts.corpus import Corpus, write_corpus
 from tests.hosts.neox_layouts import GLOBAL_BATCH, LAYERS, LAYOUTS, SCRIPT, Layout, run
 from tests.hosts.processes import ROOT, trees_of
@@ -57,7 +57,7 @@ def test_every_call_is_handed_the_documents(
     layout: Layout, tree: Path, corpus: Corpus, tmp_path: Path, known_rows: dict[str, Rows]
 ) -> None:
     log = run(tree, layout, corpus, tmp_path / "run")
-    found = check_run(tmp_path / "run", corpus, shifted=True)
+    found = check_run(load_ranks(tmp_path / "run"), corpus, shifted=True)
     matrix.note(HOST, tree.name, layout.name, found)
     assert not found.problems, "\n".join(found.problems[:20])
     assert found.rows.keys() == set(range(layout.train_iters * GLOBAL_BATCH))
@@ -88,7 +88,7 @@ def test_a_run_resumes_with_other_ranks_and_micro_batches(
     run(tree, first, corpus, tmp_path / "saved", **keep, exit_interval=2)
     run(tree, then, corpus, tmp_path / "loaded", **keep, load=keep["save"])
     before, after = (
-        check_run(tmp_path / name, corpus, shifted=True) for name in ("saved", "loaded")
+        check_run(load_ranks(tmp_path / name), corpus, shifted=True) for name in ("saved", "loaded")
     )
     engine = ", pipeline engine" if stages else ""
     matrix.note(HOST, tree.name, f"DP 2 to DP 1, resumed{engine}", after)

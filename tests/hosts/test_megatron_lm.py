@@ -1,20 +1,25 @@
 """Real Megatron-LM checkouts: every call of the model in pretrain_gpt.py, on all ranks.
 
-``MEGATRON_LM=/path/to/checkout[:/path/to/another] make test-hosts``. The script is run unchanged
-under torchrun; CUDA is mapped to the CPU and nccl to gloo (cpu.py). Every token of the corpus has
-an id of its own, so batches alone tell whether labels, masks, positions and boundaries are right.
+``MEGATRON_LM=/path/to/checkout[:/path/to/another] make test-hosts``. The script is run unchanged,
+with the environment that torchrun gives it; CUDA is mapped to the CPU and nccl to gloo (cpu.py).
+Every token of the corpus has an id of its own, so batches alone tell whether labels, masks,
+positions and boundaries are right.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
 from tests.hosts import matrix
-from tests.hosts.check import Findings, check_program, check_run, compare
+from tests.hosts.check import Findings, check_program, check_run, compare, load_ranks
 from tests.hosts.corpus import Corpus, write_corpus
-from tests.hosts.layouts import GLOBAL_BATCH, LAYOUTS, Layout, release_of, run
+from tests.hosts.layouts import GLOBAL_BATCH, LAYOUTS, ROW, Host, Layout
+from tests.hosts.losses import iterations, wrong_losses
 from tests.hosts.processes import trees_of
 
 TREES = trees_of("MEGATRON_LM")
@@ -24,11 +29,14 @@ pytestmark = [
     pytest.mark.skipif(not TREES, reason="MEGATRON_LM names no checkout of Megatron-LM"),
 ]
 
+Known = dict[Any, Any]
+
 
 @pytest.fixture(scope="module", params=TREES or [None], ids=lambda tree: tree and tree.name)
-def tree(request: pytest.FixtureRequest) -> Path:
-    found: Path = request.param
-    return found
+def host(request: pytest.FixtureRequest) -> Iterator[Host]:
+    found = Host(request.param)
+    yield found
+    found.ranks.close()
 
 
 @pytest.fixture(scope="module")
@@ -37,54 +45,90 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
 
 
 @pytest.fixture(scope="module")
-def known_rows() -> dict[str, dict[int, tuple[int, ...]]]:
-    """Rows by their number, for every kind of data: the same in all runs of all releases."""
+def known() -> Known:
+    """Rows by their number, for every kind of data: the same in all runs of all releases.
+
+    And the loss of the first step with its gradient: of one release the same for all ranks.
+    """
     return {}
 
 
-def note(tree: Path, layout: str, found: Findings) -> None:
-    matrix.note("Megatron-LM", ".".join(map(str, release_of(tree))), layout, found)
+def check(host: Host, layout: Layout, corpus: Corpus, folder: Path, *more: str) -> Findings:
+    """Run the layout; what was found, the log's losses compared with the model's."""
+    log = host.run(layout, corpus, folder, *more)
+    ranks = load_ranks(folder)
+    losses = list(wrong_losses(log, ranks, _first_row(ranks), ROW))
+    found = check_run(ranks, corpus, align=layout.align, workers="--num-workers" in layout.flags)
+    found.problems += losses
+    found.steps = iterations(log)
+    return found
+
+
+def _first_row(ranks: list[dict[str, Any]]) -> int:
+    reads = [read for rank in ranks for read in rank["reads"] if read["split"] == "train"]
+    return min(row for read in reads for row in read["rows"])
+
+
+def note(host: Host, layout: str, found: Findings) -> None:
+    matrix.note("Megatron-LM", ".".join(map(str, host.release)), layout, found)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
 def test_every_call_is_handed_the_documents(
-    layout: Layout,
-    tree: Path,
-    corpus: Corpus,
-    tmp_path: Path,
-    known_rows: dict[str, dict[int, tuple[int, ...]]],
+    layout: Layout, host: Host, corpus: Corpus, tmp_path: Path, known: Known
 ) -> None:
-    if not layout.runs_on(release_of(tree)):
+    if not layout.runs_on(host.release):
         pytest.skip("not for this release")
-    log = run(tree, layout, corpus, tmp_path / "records")
-    found = check_run(tmp_path / "records", corpus)
-    note(tree, layout.name, found)
+    found = check(host, layout, corpus, tmp_path / "records")
+    note(host, layout.name, found)
     assert not found.problems, "\n".join(found.problems[:20])
-    assert found.rows.keys() == set(range(layout.train_iters * GLOBAL_BATCH))
+    consumed = found.steps[-1][0]
+    if layout.train_samples:
+        assert 0 <= layout.train_samples - consumed < GLOBAL_BATCH
+        sizes = np.diff([0, *(rows for rows, _, _ in found.steps)])
+        assert sizes[0] == 4 and sizes[-1] == GLOBAL_BATCH, "and the global batch grew"
+    else:
+        assert consumed == layout.train_iters * GLOBAL_BATCH
+    assert found.rows.keys() == set(range(consumed)), "the run went to its end, row by row"
+    assert found.splits == set(layout.splits)
     assert found.calls > 0 and found.segments > found.calls
-    assert log.count("lm loss") >= layout.train_iters, "and the run went to its end"
-    compare(known_rows.setdefault(layout.data, {}), found, at_least=GLOBAL_BATCH)
+    compare(known.setdefault(layout.rows or layout.data, {}), found, at_least=GLOBAL_BATCH)
     if layout.data == "program.json":
         check_program(found, corpus, GLOBAL_BATCH)
+    if layout.name.startswith("DP") and not layout.rows:
+        _, loss, norm = found.steps[0]
+        first = known.setdefault((host.tree, layout.data), (loss, norm))
+        assert (loss, norm) == pytest.approx(first, rel=2e-3), "a step is a step on any ranks"
 
 
-def test_a_run_resumes_with_other_ranks_and_micro_batches(
-    tree: Path, corpus: Corpus, tmp_path: Path, known_rows: dict[str, dict[int, tuple[int, ...]]]
+def test_a_run_goes_on_with_other_ranks_and_micro_batches(
+    host: Host, corpus: Corpus, tmp_path: Path, known: Known
 ) -> None:
-    """Two ranks to iteration 2, then one rank with micro batches of 3 from its checkpoint."""
+    """Two ranks to iteration 2, three to iteration 3, then one with micro batches of 3."""
     checkpoint = str(tmp_path / "checkpoint")
-    keep = ("--ckpt-format", "torch", "--save", checkpoint)
-    first = Layout(name="save", ranks=2, train_iters=4)
-    run(tree, first, corpus, tmp_path / "saved", *keep, "--exit-interval", "2")
-    one_row = release_of(tree) == (0, 18)
-    flags = "" if one_row else "--micro-batch-size 3"
-    then = Layout(name="load", ranks=1, flags=flags, train_iters=4)
-    run(tree, then, corpus, tmp_path / "loaded", *keep, "--load", checkpoint)
-    before, after = (check_run(tmp_path / name, corpus) for name in ("saved", "loaded"))
-    note(tree, "DP 2 to DP 1, resumed", after)
-    assert not before.problems + after.problems
-    assert before.rows.keys() == set(range(2 * GLOBAL_BATCH))
-    assert after.rows.keys() == set(range(2 * GLOBAL_BATCH, 4 * GLOBAL_BATCH))
-    known = known_rows.setdefault("web.json", {})
-    compare(known, before, at_least=GLOBAL_BATCH)
-    compare(known, after, at_least=0 if len(known) == 2 * GLOBAL_BATCH else GLOBAL_BATCH)
+    keep = ("--ckpt-format", "torch", "--save", checkpoint, "--load", checkpoint)
+    three = "" if host.release == (0, 18) else "--micro-batch-size 3"
+    runs = [(2, "", 2), (3, "", 3), (1, three, 5)]
+    rows, whole = 0, Findings()
+    for ranks, flags, until in runs:
+        layout = Layout(name=f"{ranks} ranks", ranks=ranks, flags=flags, train_iters=5)
+        more = () if until == 5 else ("--exit-interval", str(until))
+        found = check(host, layout, corpus, tmp_path / layout.name, *keep, *more)
+        whole.calls, whole.segments = whole.calls + found.calls, whole.segments + found.segments
+        whole.problems += found.problems
+        note(host, "DP 2, then 3, then 1", whole)
+        assert not found.problems, "\n".join(found.problems[:20])
+        assert found.rows.keys() == set(range(rows, until * GLOBAL_BATCH))
+        compare(known.setdefault("web.json", {}), found, at_least=0)
+        rows = until * GLOBAL_BATCH
+
+
+def test_context_parallelism_that_cuts_whole_rows_is_refused(
+    host: Host, corpus: Corpus, tmp_path: Path
+) -> None:
+    """RoPE takes the parts for parts of documents, with any dataset (test_whole_rows.py)."""
+    if host.release < (0, 19):
+        pytest.skip("this release has no inter-document masking")
+    flags = "--context-parallel-size 2 --dataloader-inter-document-masking"
+    with pytest.raises(AssertionError, match=r"inter-document masking cuts whole rows.*--sft"):
+        host.run(Layout(name="CP 2", ranks=2, flags=flags), corpus, tmp_path / "records")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,7 @@ from torch.utils.data import DataLoader
 from megapack.errors import ConfigError
 from megapack.integrations.megatron.batch import get_batch
 from megapack.integrations.megatron.builder import PackedDatasetBuilder
-from megapack.integrations.megatron.dataset import PackedGPTDataset
+from megapack.integrations.megatron.dataset import PackedGPTDataset, context_parallel_alignment
 from tests.integrations.harness import run_ranks
 from tests.integrations.samples import Tokenizer, make_dataset
 from tests.integrations.stock_sampler import SingleSampler
@@ -206,6 +207,15 @@ def test_context_parallelism_aligns_segments_by_itself(corpus: Path, tmp_path: P
     for number in range(40):
         padded = train[number]["cu_seqlens_padded"]
         assert bool((padded % 4 == 0).all()) and int(padded.max()) == ROW
+
+
+def test_context_parallelism_that_cuts_whole_rows_is_refused() -> None:
+    """Megatron's RoPE and attention would take parts of a row for parts of its segments."""
+    settings = SimpleNamespace(context_parallel_size=2, inter_document_masking=True)
+    with pytest.raises(ConfigError, match=r"cuts whole rows.*by --sft"):
+        context_parallel_alignment(settings)
+    settings.context_parallel_size = 1
+    assert context_parallel_alignment(settings) == 1
 
 
 def test_the_dataset_identity_follows_its_path(corpus: Path, tmp_path: Path) -> None:

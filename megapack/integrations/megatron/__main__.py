@@ -3,11 +3,15 @@
 Runs Megatron-LM's own script with megapack's dataset behind --data-path. Under torchrun:
 
     torchrun --nproc-per-node 8 -m megapack.integrations.megatron pretrain_gpt.py --data-path ...
+
+``python -m megapack.integrations.megatron check pretrain_gpt.py ...`` says what it would read, and
+needs neither GPU nor torchrun.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import runpy
 import sys
 from collections.abc import Sequence
@@ -18,6 +22,9 @@ from megapack.integrations.megatron.swap import install
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Install, then run the script under ``__main__`` as ``python script.py`` would."""
+    given = list(sys.argv[1:] if argv is None else argv)
+    if given[:1] == ["check"]:
+        sys.exit(importlib.import_module("megapack.integrations.megatron.check").main(given[1:]))
     parser = argparse.ArgumentParser(
         prog="python -m megapack.integrations.megatron",
         description=__doc__,
@@ -31,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("script", help="Megatron-LM's pretrain_gpt.py, or one of your own")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="passed on unchanged")
-    args = parser.parse_args(argv)
+    args = parser.parse_args(given)
     install(own_get_batch=args.own_get_batch)
     sys.argv = [args.script, *args.arguments]
     sys.path.insert(0, str(Path(args.script).resolve().parent))

@@ -8,7 +8,7 @@ every block of rows in one bucket.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar
 
 import torch.distributed as dist
@@ -51,18 +51,24 @@ class PackedDatasetBuilder(BlendedMegatronDatasetBuilder):  # type: ignore[misc]
 
 
 def _check_flags(args: Any | None, *, boundaries: bool) -> None:
-    """Refuse what would train on wrong rows without a word."""
+    """Refuse what would train on wrong rows without a word: all such flags at once."""
     if args is None or not dist.is_initialized():  # nothing is going to be trained here
         return
+    problems = list(_wrong_flags(args, boundaries=boundaries))
+    if problems:
+        raise ConfigError(". ".join(problems))
+
+
+def _wrong_flags(args: Any, *, boundaries: bool) -> Iterator[str]:
     if getattr(args, "dataloader_type", None) == "cyclic":
-        raise ConfigError(
+        yield (
             "--dataloader-type is cyclic, which would shuffle buckets over ranks; rows are ordered "
             "already: --dataloader-type single"
         )
     flags = ["sft"] if version() < (0, 19) else ["sft", "dataloader_inter_document_masking"]
     if boundaries and not any(getattr(args, flag, False) for flag in flags):
         options = " or ".join(f"--{flag.replace('_', '-')}" for flag in reversed(flags))
-        raise ConfigError(
+        yield (
             f"get_batch of {HOST} drops cu_seqlens without {options}: attention would cross "
             f"documents. Add {options}, or run with --own-get-batch no if the script reads "
             "boundaries by itself"

@@ -153,12 +153,19 @@ def row_options(manifest: Manifest, config: Any, sizes: BatchSizes | None) -> Ro
 def context_parallel_alignment(config: Any) -> int:
     """Tokens that segments are aligned to: 2 x context_parallel_size, 1 without.
 
-    Megatron cuts segments between context-parallel ranks, except with inter-document masking,
-    which cuts the whole row.
+    Raises:
+        ConfigError: with inter-document masking, under which Megatron cuts whole rows, while its
+            RoPE takes what a rank holds for its parts of every segment.
     """
     cp_size = getattr(config, "context_parallel_size", None) or 1
-    if cp_size == 1 or getattr(config, "inter_document_masking", False):
+    if cp_size == 1:
         return 1
+    if getattr(config, "inter_document_masking", False):
+        raise ConfigError(
+            f"context_parallel_size is {cp_size}: inter-document masking cuts whole rows between "
+            f"ranks, and RoPE of {HOST} takes the parts for parts of each document. "
+            "Replace --dataloader-inter-document-masking by --sft, which cuts each document"
+        )
     return 2 * int(cp_size)
 
 

@@ -1,0 +1,58 @@
+"""Into megapack in the middle of a run, and out of it again, by the host's own checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.hosts.check import check_run, load_ranks
+from tests.hosts.corpus import Corpus, write_corpus
+from tests.hosts.helpers import compile_helpers
+from tests.hosts.layouts import GLOBAL_BATCH, Host, Layout
+from tests.hosts.losses import iterations
+from tests.hosts.test_megatron_lm import TREES
+
+pytestmark = [
+    pytest.mark.multiprocess,
+    pytest.mark.skipif(not TREES, reason="MEGATRON_LM names no checkout of Megatron-LM"),
+]
+
+
+@pytest.fixture(scope="module", params=TREES or [None], ids=lambda tree: tree and tree.name)
+def host(request: pytest.FixtureRequest) -> Iterator[Host]:
+    found = Host(request.param)
+    yield found
+    found.ranks.close()
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
+    return write_corpus(tmp_path_factory.mktemp("documents"))
+
+
+def test_a_run_is_switched_in_its_middle_and_rolled_back(
+    host: Host, corpus: Corpus, tmp_path: Path
+) -> None:
+    """GPTDataset to iteration 2, packed rows to iteration 4, GPTDataset again to iteration 5.
+
+    Weights, optimizer and the count of samples go on; the count is a position in megapack's own
+    order of rows, which so begins at row 24.
+    """
+    helpers = compile_helpers(host.tree, tmp_path)
+    checkpoint = str(tmp_path / "checkpoint")
+    keep = ("--ckpt-format", "torch", "--save", checkpoint, "--load", checkpoint)
+    layout = Layout(name="switched", ranks=2, data="web", rows="default buckets", train_iters=5)
+    logs = [
+        host.run(layout, corpus, tmp_path / f"run {until}", *keep, *end, helpers=own)
+        for until, own in ((2, helpers), (4, None), (5, helpers))
+        for end in [() if until == 5 else ("--exit-interval", str(until))]
+    ]
+    steps = [[rows // GLOBAL_BATCH for rows, _, _ in iterations(log)] for log in logs]
+    assert steps == [[1, 2], [3, 4], [5]]
+    before, packed, after = (load_ranks(tmp_path / f"run {until}") for until in (2, 4, 5))
+    assert not any(rank["reads"] for rank in before + after), "those ran on GPTDataset"
+    found = check_run(packed, corpus)
+    assert not found.problems, "\n".join(found.problems[:20])
+    assert found.rows.keys() == set(range(2 * GLOBAL_BATCH, 4 * GLOBAL_BATCH))

@@ -1,0 +1,98 @@
+"""The check command where it needs no checkout of Megatron-LM: its words, its exit status.
+
+What it draws is compared with real runs in tests/hosts/test_check.py.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megapack.errors import ConfigError
+from megapack.integrations.megatron import check
+from megapack.integrations.megatron.one_rank import Drawn, RankLayout, RankReport
+
+COMMAND = [sys.executable, "-W", "ignore", "-m", "megapack.integrations.megatron", "check"]
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([*COMMAND, *arguments], check=False, capture_output=True, text=True)
+
+
+def test_help_shows_a_command_and_every_status() -> None:
+    done = run("--help")
+    assert done.returncode == 0
+    for words in ("--ranks 4x2x1x1", "DPxTPxPPxCP", "Exit status", "max_seqlen"):
+        assert words in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["nowhere.py"], "there is no script nowhere.py"),
+        (["--ranks", "2x0", __file__], "--ranks is '2x0'"),
+        (["--ranks", "8 GPUs", __file__], "8x2x1x1"),
+        ([__file__], "cannot be imported"),
+    ],
+)
+def test_a_wrong_command_line_is_status_2(arguments: list[str], words: str) -> None:
+    """megatron-core alone is installed here, without Megatron-LM's scripts."""
+    done = run(*arguments)
+    assert done.returncode == 2 and words in done.stderr, done.stderr
+
+
+def test_sizes_left_out_are_1_and_default_to_those_of_the_flags() -> None:
+    assert check._world("8x2") == RankLayout(data=8, tensor=2, pipeline=1, context=1)
+    flags = ["--pipeline-model-parallel-size", "4", "--lr", "1e-3", "--tensor", "7"]
+    assert check._default_world(flags) == RankLayout(data=2, tensor=1, pipeline=4, context=1)
+
+
+def report(*capacities: int, **changes: Any) -> RankReport:
+    drawn = [
+        Drawn(step=0, rows=(k,), capacity=c, segments=2, longest=5, labels=6, padding=0)
+        for k, c in enumerate(capacities)
+    ]
+    return replace(RankReport(row=8, block=2, num_rows={"train": 4}, drawn=drawn), **changes)
+
+
+@pytest.mark.parametrize(
+    ("world", "reports", "problem"),
+    [
+        (RankLayout(data=2, tensor=1, pipeline=1, context=1), [report(4, 8), report(4, 8)], None),
+        (
+            RankLayout(data=2, tensor=1, pipeline=1, context=1),
+            [report(4, 8), report(4, 4)],
+            "step 1, micro step 2: ranks are in buckets [4, 8]",
+        ),
+        (
+            RankLayout(data=1, tensor=1, pipeline=2, context=1),
+            [report(4, 8), report(4, 4)],
+            "pipeline stages or context-parallel ranks read other rows",
+        ),
+        (
+            RankLayout(data=2, tensor=1, pipeline=1, context=1),
+            [report(4, 8), report(4)],
+            "different numbers of micro batches",
+        ),
+    ],
+)
+def test_ranks_that_disagree_are_named(
+    world: RankLayout,
+    reports: list[RankReport],
+    problem: str | None,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """What is yielded makes the exit status 1."""
+    problems = list(check._report(world, reports))
+    assert [problem in found for found in problems] == ([] if problem is None else [True])
+    assert capsys.readouterr().out.count("one bucket per 2") == 1
+
+
+def test_a_script_that_trains_nothing_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no function that builds its datasets"):
+        check.draw_rank.__globals__["_provider"]((object(),), {})
