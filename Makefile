@@ -13,7 +13,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
 .DEFAULT_GOAL := help
-.PHONY: help venv build demo test test-data test-hosts lint format pytest gpu fuzz clean
+.PHONY: help venv build demo test test-data test-hosts test-slurm lint format pytest gpu fuzz clean
 
 help:
 	@sed -n 's/^# make/make/p' Makefile
@@ -63,6 +63,11 @@ test-data:
 # GPT_NEOX, MEGATRON_DEEPSPEED. What a host alone imports has a folder beside the environment's own.
 test-hosts: build $(VENV)/.dev $(VENV)/hosts $(VENV)/hosts-neox $(VENV)/hosts-mds
 	$(BIN)/python -m pytest -q -W ignore tests/hosts
+
+# launch/slurm.sh on a Slurm of one node, which it starts and stops: root, and Debian's slurmctld,
+# slurmd, slurm-client and munge.
+test-slurm: build $(VENV)/.dev
+	SLURM=1 $(BIN)/python -m pytest -v -W ignore tests/training/test_slurm.py
 
 # Megatron-LM imports triton, whose kernels are not called on a CPU.
 $(VENV)/hosts: $(VENV)/.dev

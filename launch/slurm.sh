@@ -4,8 +4,9 @@
 #   CONFIG=llama_1b_bucket sbatch --nodes 8 launch/slurm.sh
 #   CONFIG=... sbatch --nodes 8 launch/slurm.sh --set optimizer.lr=1e-4
 #
-# A job that lost a rank is queued again, MAX_RESTARTS=10 times at most. The run continues from its
-# newest checkpoint, on whatever number of nodes the job has then.
+# A job that lost a rank is queued again, MAX_RESTARTS=10 times at most; megapack-JOB.lost has a line
+# for each time. The run continues from its newest checkpoint, on whatever number of nodes the job has
+# then.
 #SBATCH --job-name=megapack
 #SBATCH --nodes=1
 #SBATCH --ntasks-per-node=8
@@ -35,10 +36,14 @@ code=$?
 
 # 75: stopped by a signal after saving. 76, 137: a rank or its node was lost; a few times that may be
 # chance. Anything else is final.
+again=no
 case $code in
     75) again=yes ;;
-    76 | 137) ((${SLURM_RESTART_COUNT:-0} < ${MAX_RESTARTS:-10})) && again=yes || again=no ;;
-    *) again=no ;;
+    76 | 137)
+        lost=megapack-$SLURM_JOB_ID.lost # Slurm's own count has those of preemption as well
+        echo "$(date --iso-8601=seconds) exit status $code" >> "$lost"
+        (($(wc -l < "$lost") > ${MAX_RESTARTS:-10})) || again=yes
+        ;;
 esac
 if [[ $again == yes ]]; then
     scontrol requeue "$SLURM_JOB_ID"

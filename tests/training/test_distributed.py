@@ -69,13 +69,13 @@ def test_half_an_environment_is_refused(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @pytest.mark.parametrize(
-    ("code", "restarts", "again"),
+    ("code", "lost", "again"),
     [(0, 0, 0), (1, 0, 0), (2, 0, 0), (75, 99, 1), (76, 0, 1), (137, 9, 1), (137, 10, 0)],
 )
 def test_the_slurm_script_queues_again_what_was_stopped_or_lost_a_rank(
-    code: int, restarts: int, again: int, tmp_path: Path
+    code: int, lost: int, again: int, tmp_path: Path
 ) -> None:
-    """Slurm itself is not at hand: srun and scontrol write down how they were called."""
+    """srun and scontrol only write down how they were called; test_slurm.py has the real ones."""
     for tool, text in {
         "srun": f'echo "srun $MASTER_ADDR $*" >> {tmp_path}/calls; exit {code}',
         "scontrol": f'echo "scontrol $*" >> {tmp_path}/calls; echo first-node; echo second-node',
@@ -87,12 +87,16 @@ def test_the_slurm_script_queues_again_what_was_stopped_or_lost_a_rank(
         "PATH": f"{tmp_path}:/usr/bin:/bin",
         "CONFIG": "x.yaml",
         "SLURM_JOB_ID": "7",
-        "SLURM_RESTART_COUNT": str(restarts),
+        "SLURM_RESTART_COUNT": "77",
         "SLURM_JOB_NODELIST": "n[1-2]",
     }
     script = ROOT / "launch" / "slurm.sh"
     command = ["bash", str(script), "--set", "seed=3"]
-    done = subprocess.run(command, check=False, env=env, capture_output=True, text=True)
+    times = tmp_path / "megapack-7.lost"
+    times.write_text("before\n" * lost)
+    done = subprocess.run(
+        command, check=False, env=env, cwd=tmp_path, capture_output=True, text=True
+    )
     assert done.returncode == code, done.stderr
     calls = (tmp_path / "calls").read_text()
     # A rank that ends must not make Slurm kill the others, whose code would become 143.
@@ -100,3 +104,4 @@ def test_the_slurm_script_queues_again_what_was_stopped_or_lost_a_rank(
     assert f"{srun} -m megapack.training.pretrain" in calls
     assert "--config x.yaml --set seed=3" in calls
     assert calls.count("requeue 7") == again
+    assert len(times.read_text().splitlines()) == lost + (code in (76, 137))

@@ -1,0 +1,182 @@
+"""A Slurm of one node on this machine: munged, slurmctld and slurmd with their files in a folder.
+
+Needs Debian's slurmctld, slurmd, slurm-client and munge, and root. The node claims more cores and
+GPUs than there are (null devices), so that launch/slurm.sh runs with the lines it has.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import stat
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from patience import PATIENCE
+from ports import free_port
+
+from .processes import ROOT, environment
+
+SCRIPT = ROOT / "launch" / "slurm.sh"
+TOOLS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "squeue", "scancel")
+GPUS = 8
+CONFIGURATION = """
+ClusterName=here
+SlurmctldHost={host}(127.0.0.1)
+AuthInfo=socket={folder}/munge.socket,cred_expire=5
+SlurmUser=root
+SlurmctldPort={controller_port}
+SlurmdPort={node_port}
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmdPidFile={folder}/slurmd.pid
+SlurmctldLogFile={folder}/slurmctld.log
+SlurmdLogFile={folder}/slurmd.log
+SlurmdSpoolDir={folder}/spool
+StateSaveLocation={folder}/state
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+JobAcctGatherType=jobacct_gather/none
+AccountingStorageType=accounting_storage/none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_CPU
+SlurmdParameters=config_overrides
+GresTypes=gpu
+ReturnToService=2
+MinJobAge=3600
+KillWait={kill_wait}
+NodeName={host} NodeAddr=127.0.0.1 CPUs=64 Gres=gpu:{gpus}
+PartitionName=all Nodes={host} Default=YES MaxTime=INFINITE State=UP
+"""
+
+
+def missing() -> str | None:
+    """Why there can be no Slurm here; None: there can."""
+    if not os.environ.get("SLURM"):
+        return "make test-slurm starts one"
+    if os.geteuid() != 0:
+        return "this is not root"
+    absent = [tool for tool in TOOLS if shutil.which(tool, path=_path()) is None]
+    return f"{', '.join(absent)} not installed" if absent else None
+
+
+def _path() -> str:
+    return f"{os.environ['PATH']}:/usr/sbin:/usr/bin"
+
+
+@dataclass(frozen=True)
+class Slurm:
+    """Commands of a running Slurm."""
+
+    folder: Path
+
+    def call(self, *command: str, cwd: Path | None = None, **env: str) -> str:
+        done = subprocess.run(
+            command,
+            check=False,
+            capture_output=True,
+            text=True,
+            cwd=cwd,
+            env=environment(PATH=_path(), SLURM_CONF=str(self.folder / "slurm.conf"), **env),
+        )
+        assert done.returncode == 0, f"{' '.join(command)}\n{done.stdout}{done.stderr}"
+        return done.stdout
+
+    def submit(self, *options: str, cwd: Path, **env: str) -> str:
+        """The id of a job of launch/slurm.sh; ``options`` stand before the script."""
+        answer = self.call("sbatch", "--parsable", *options, str(SCRIPT), cwd=cwd, **env)
+        return answer.strip()
+
+    def facts(self, job: str) -> dict[str, str]:
+        """What ``scontrol show job`` says."""
+        words = self.call("scontrol", "--oneliner", "show", "job", job).split()
+        return dict(word.split("=", maxsplit=1) for word in words if "=" in word)
+
+    def wait_until_over(self, job: str) -> dict[str, str]:
+        """The facts of a job that is neither running nor going to."""
+        deadline = time.monotonic() + PATIENCE
+        while time.monotonic() < deadline:
+            facts = self.facts(job)
+            if facts["JobState"] in ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL"):
+                return facts
+            time.sleep(0.5)
+        raise AssertionError(f"{self.facts(job)}\n{self.log()}")
+
+    def log(self) -> str:
+        return (self.folder / "slurmctld.log").read_text()[-4000:]
+
+
+@contextmanager
+def one_node(folder: Path, *, kill_wait: int = 30) -> Iterator[Slurm]:
+    """A Slurm with its files in a folder; its daemons end with the block.
+
+    ``kill_wait``: seconds from SIGTERM to SIGKILL of a job that is cancelled or queued again.
+    """
+    host = socket.gethostname().split(".", maxsplit=1)[0]
+    for name in ("spool", "state"):
+        (folder / name).mkdir(parents=True)
+    folder.chmod(0o755)  # munge insists
+    key = folder / "munge.key"
+    key.touch(mode=0o600)
+    key.write_bytes(os.urandom(1024))
+    for gpu in range(GPUS):
+        os.mknod(folder / f"gpu{gpu}", 0o666 | stat.S_IFCHR, os.makedev(1, 3))
+    (folder / "gres.conf").write_text(f"NodeName={host} Name=gpu File={folder}/gpu[0-{GPUS - 1}]\n")
+    controller_port, node_port = free_port(), free_port()
+    (folder / "slurm.conf").write_text(
+        CONFIGURATION.format(
+            host=host,
+            folder=folder,
+            controller_port=controller_port,
+            node_port=node_port,
+            kill_wait=kill_wait,
+            gpus=GPUS,
+        )
+    )
+    files = {"key": "key", "socket": "socket", "pid": "pid", "log": "log", "seed": "seed"}
+    munge = [
+        f"--{option}={folder}/munge.{suffix}"
+        for option, suffix in zip(
+            ("key-file", "socket", "pid-file", "log-file", "seed-file"), files, strict=True
+        )
+    ]
+    daemons: list[subprocess.Popen[bytes]] = []
+    slurm = Slurm(folder)
+    try:
+        for command in (
+            ["munged", "--foreground", "--force", *munge],
+            ["slurmctld", "-D"],
+            ["slurmd", "-D"],
+        ):
+            daemons.append(_daemon(command, folder))
+            time.sleep(1)
+        _wait_for_node(slurm, daemons)
+        yield slurm
+    finally:
+        for daemon in reversed(daemons):
+            daemon.send_signal(signal.SIGTERM)
+            daemon.wait(timeout=PATIENCE)
+
+
+def _daemon(command: list[str], folder: Path) -> subprocess.Popen[bytes]:
+    env = environment(PATH=_path(), SLURM_CONF=str(folder / "slurm.conf"))
+    with (folder / f"{command[0]}.out").open("wb") as out:
+        return subprocess.Popen(command, stdout=out, stderr=out, env=env, start_new_session=True)
+
+
+def _wait_for_node(slurm: Slurm, daemons: list[subprocess.Popen[bytes]]) -> None:
+    deadline = time.monotonic() + PATIENCE
+    while time.monotonic() < deadline:
+        assert all(daemon.poll() is None for daemon in daemons), "a daemon of Slurm ended"
+        try:
+            if "idle" in slurm.call("sinfo", "--noheader", "--format=%T"):
+                return
+        except AssertionError:
+            pass  # the controller does not answer yet
+        time.sleep(0.5)
+    raise AssertionError(f"the node does not come up\n{slurm.log()}")

@@ -1,0 +1,160 @@
+"""launch/slurm.sh on a real Slurm: preempted, cut by its time limit, a rank lost, lost for good."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from patience import PATIENCE_MINUTES
+
+from megapack.training.run.directory import read_jsonl
+
+from .conftest import Corpus
+from .processes import Zygote, start_run, wait_for
+from .slurm import Slurm, missing, one_node
+
+SECTIONS: dict[str, Any] = {
+    "num_steps": 60,
+    "schedule": {"kind": "constant", "warmup_steps": 2},
+    "checkpoint": {"every": 5, "keep": 2, "export": False},
+    "engine": {
+        "precision": "fp32",
+        "zero_stage": 1,
+        "timeout_minutes": PATIENCE_MINUTES,
+        "silence_seconds": 10,
+    },
+}
+SIZE = ("--ntasks-per-node=2", "--gpus-per-node=2", "--cpus-per-task=1")
+
+pytestmark = [
+    pytest.mark.multiprocess,
+    pytest.mark.skipif(bool(missing()), reason=f"no Slurm here: {missing()}"),
+]
+
+
+@pytest.fixture(scope="module")
+def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
+    with one_node(tmp_path_factory.mktemp("slurm")) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def undisturbed(
+    zygote: Zygote, corpus: Corpus, tmp_path_factory: pytest.TempPathFactory
+) -> list[dict[str, Any]]:
+    """Log lines of the same run without Slurm and without faults."""
+    run_dir = tmp_path_factory.mktemp("undisturbed") / "run"
+    start_run(zygote, corpus.config(run_dir, **SECTIONS), "undisturbed").succeed()
+    return list(read_jsonl(run_dir / "log.jsonl"))
+
+
+class Job:
+    """A run submitted with launch/slurm.sh."""
+
+    def __init__(
+        self,
+        slurm: Slurm,
+        corpus: Corpus,
+        folder: Path,
+        *options: str,
+        sections: dict[str, Any] | None = None,
+        **env: str,
+    ) -> None:
+        self.slurm, self.folder, self.run_dir = slurm, folder, folder / "run"
+        config = corpus.config(self.run_dir, **{**SECTIONS, **(sections or {})})
+        venv = str(Path(sys.executable).parent.parent)
+        self.env = {"CONFIG": str(config), "VENV": venv, **env}
+        self.id = slurm.submit(*SIZE, *options, cwd=folder, **self.env)
+
+    def wait_for_checkpoint(self, after: int = 0) -> int:
+        """The step of the first checkpoint behind a step."""
+        found: list[int] = []
+
+        def is_there() -> bool:
+            paths = self.run_dir.glob("checkpoints/step_*")
+            found[:] = [int(path.name.split("_")[1]) for path in paths]
+            return max(found, default=0) > after
+
+        wait_for(is_there, f"a checkpoint after step {after}")
+        return max(found)
+
+    def kill_a_rank(self) -> None:
+        """SIGKILL for rank 1, which is what a machine without memory does."""
+        lines = self.slurm.call("scontrol", "listpids", f"{self.id}.0").splitlines()[1:]
+        [pid] = {int(line.split()[0]) for line in lines if line.split()[4] == "1"}
+        os.kill(pid, signal.SIGKILL)
+
+    def output(self) -> str:
+        return "\n".join(path.read_text() for path in self.folder.glob("megapack-*.log"))
+
+    def starts(self) -> list[dict[str, Any]]:
+        path = self.run_dir / "starts.jsonl"
+        return list(read_jsonl(path)) if path.exists() else []
+
+    def check_result(self, undisturbed: list[dict[str, Any]]) -> None:
+        lines = list(read_jsonl(self.run_dir / "log.jsonl"))
+        assert [line["samples"] for line in lines] == [line["samples"] for line in undisturbed]
+        losses = [line["loss"] for line in undisturbed]
+        assert [line["loss"] for line in lines] == pytest.approx(losses, rel=1e-4)
+
+
+def test_a_preempted_job_saves_is_queued_again_and_finishes(
+    slurm: Slurm, corpus: Corpus, undisturbed: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    job = Job(slurm, corpus, tmp_path)
+    saved = job.wait_for_checkpoint()
+    slurm.call("scancel", "--signal=USR1", job.id)
+    facts = slurm.wait_until_over(job.id)
+    assert (facts["JobState"], facts["Restarts"]) == ("COMPLETED", "1"), job.output()[-4000:]
+    first, second = job.starts()
+    assert first["step"] == 0 and second["step"] >= saved
+    job.check_result(undisturbed)
+
+
+def test_a_job_that_slurm_takes_back_saves_and_goes_on(
+    slurm: Slurm, corpus: Corpus, undisturbed: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    """SIGTERM and then SIGKILL, as when another job preempts it: PreemptMode=REQUEUE."""
+    job = Job(slurm, corpus, tmp_path)
+    saved = job.wait_for_checkpoint()
+    slurm.call("scontrol", "requeue", job.id)
+    facts = slurm.wait_until_over(job.id)
+    assert (facts["JobState"], facts["Restarts"]) == ("COMPLETED", "1"), job.output()[-4000:]
+    assert job.starts()[1]["step"] >= saved
+    job.check_result(undisturbed)
+
+
+def test_a_job_that_lost_a_rank_is_queued_again_but_not_for_ever(
+    slurm: Slurm, corpus: Corpus, undisturbed: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    job = Job(slurm, corpus, tmp_path, MAX_RESTARTS="1")
+    saved = 0
+    for _ in range(2):
+        saved = job.wait_for_checkpoint(saved)
+        job.kill_a_rank()
+    facts = slurm.wait_until_over(job.id)
+    assert (facts["JobState"], facts["Restarts"]) == ("FAILED", "1"), job.output()[-4000:]
+    assert len((tmp_path / f"megapack-{job.id}.lost").read_text().splitlines()) == 2
+    assert "lost contact to rank 1" in job.output()
+    again = slurm.submit(*SIZE, cwd=tmp_path, **job.env)
+    assert slurm.wait_until_over(again)["JobState"] == "COMPLETED", job.output()[-4000:]
+    job.check_result(undisturbed)
+
+
+def test_the_time_limit_is_met_with_a_checkpoint(
+    slurm: Slurm, corpus: Corpus, tmp_path: Path
+) -> None:
+    limit = ("--time=00:01:00", "--signal=USR1@30")
+    job = Job(slurm, corpus, tmp_path, *limit, sections={"num_steps": 10**6})
+    wait_for(lambda: len(job.starts()) > 1, "the second start")
+    slurm.call("scancel", job.id)
+    slurm.wait_until_over(job.id)
+    first, second = job.starts()[:2]
+    assert first["step"] == 0 < second["step"]
+    assert "DUE TO TIME LIMIT" not in job.output()
+    assert f"continuing at step {second['step']}" in job.output()
