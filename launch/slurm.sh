@@ -34,11 +34,11 @@ srun --kill-on-bad-exit=0 --wait=600 \
     "$VENV/bin/python" -m megapack.training.pretrain --config "$CONFIG" "$@"
 code=$?
 
-# 75: stopped by a signal after saving. 76, 137: a rank or its node was lost; a few times that may be
-# chance. Anything else is final.
+# 75: stopped by a signal after saving; 138: by Slurm's warning while it still started. 76, 137: a rank
+# or its node was lost; a few times that may be chance. Anything else is final.
 again=no
 case $code in
-    75) again=yes ;;
+    75 | 138) again=yes ;;
     76 | 137)
         lost=megapack-$SLURM_JOB_ID.lost # Slurm's own count has those of preemption as well
         echo "$(date --iso-8601=seconds) exit status $code" >> "$lost"

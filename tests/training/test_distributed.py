@@ -70,7 +70,16 @@ def test_half_an_environment_is_refused(monkeypatch: pytest.MonkeyPatch) -> None
 
 @pytest.mark.parametrize(
     ("code", "lost", "again"),
-    [(0, 0, 0), (1, 0, 0), (2, 0, 0), (75, 99, 1), (76, 0, 1), (137, 9, 1), (137, 10, 0)],
+    [
+        (0, 0, 0),
+        (1, 0, 0),
+        (2, 0, 0),
+        (75, 99, 1),
+        (138, 9, 1),
+        (76, 0, 1),
+        (137, 9, 1),
+        (137, 10, 0),
+    ],
 )
 def test_the_slurm_script_queues_again_what_was_stopped_or_lost_a_rank(
     code: int, lost: int, again: int, tmp_path: Path

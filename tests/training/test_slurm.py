@@ -149,7 +149,7 @@ def test_a_job_that_lost_a_rank_is_queued_again_but_not_for_ever(
 def test_the_time_limit_is_met_with_a_checkpoint(
     slurm: Slurm, corpus: Corpus, tmp_path: Path
 ) -> None:
-    limit = ("--time=00:01:00", "--signal=USR1@30")
+    limit = ("--time=00:02:00", "--signal=USR1@45")  # sent up to a minute earlier
     job = Job(slurm, corpus, tmp_path, *limit, sections={"num_steps": 10**6})
     wait_for(lambda: len(job.starts()) > 1, "the second start")
     slurm.call("scancel", job.id)

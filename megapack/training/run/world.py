@@ -137,12 +137,21 @@ def world(*, timeout_minutes: float) -> Iterator[World]:
         local_rank %= torch.cuda.device_count()
         os.environ["LOCAL_RANK"] = str(local_rank)
         torch.cuda.set_device(local_rank)
-    deepspeed.init_distributed(
-        "nccl" if use_cuda else "gloo",
-        auto_mpi_discovery=False,
-        verbose=False,
-        timeout=timedelta(minutes=timeout_minutes),
-    )
+    try:
+        deepspeed.init_distributed(
+            "nccl" if use_cuda else "gloo",
+            auto_mpi_discovery=False,
+            verbose=False,
+            timeout=timedelta(minutes=timeout_minutes),
+        )
+    except RuntimeError as error:
+        if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) == 0:
+            raise
+        raise ConfigError(
+            f"torchrun has restarted this job, and its ranks do not find each other ({error}): its "
+            "store still has the addresses of those before. Start it with "
+            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 and --standalone or --rdzv-backend c10d"
+        ) from error
     yield World(
         rank=dist.get_rank(),
         size=dist.get_world_size(),
