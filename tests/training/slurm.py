@@ -25,6 +25,7 @@ from .processes import ROOT, environment
 
 SCRIPT = ROOT / "launch" / "slurm.sh"
 TOOLS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "squeue", "scancel")
+DAEMONS = {"munged": ["--foreground", "--force"], "slurmctld": ["-D"], "slurmd": ["-D"]}
 GPUS = 8
 CONFIGURATION = """
 ClusterName=here
@@ -138,26 +139,21 @@ def one_node(folder: Path, *, kill_wait: int = 30) -> Iterator[Slurm]:
             gpus=GPUS,
         )
     )
-    files = {"key": "key", "socket": "socket", "pid": "pid", "log": "log", "seed": "seed"}
-    munge = [
-        f"--{option}={folder}/munge.{suffix}"
-        for option, suffix in zip(
-            ("key-file", "socket", "pid-file", "log-file", "seed-file"), files, strict=True
-        )
-    ]
+    munge = [f"--socket={folder}/munge.socket"]
+    munge += [f"--{kind}-file={folder}/munge.{kind}" for kind in ("key", "pid", "log", "seed")]
     daemons: list[subprocess.Popen[bytes]] = []
     slurm = Slurm(folder)
     try:
-        for command in (
-            ["munged", "--foreground", "--force", *munge],
-            ["slurmctld", "-D"],
-            ["slurmd", "-D"],
-        ):
-            daemons.append(_daemon(command, folder))
+        for name, options in DAEMONS.items():
+            given = [*options, *(munge if name == "munged" else ())]
+            daemons.append(_daemon([name, *given], folder))
             time.sleep(1)
         _wait_for_node(slurm, daemons)
         yield slurm
     finally:
+        if len(daemons) == len(DAEMONS):  # whatever a test that failed left running
+            slurm.call("scancel", "--me")
+            time.sleep(kill_wait if slurm.call("squeue", "--noheader") else 0)
         for daemon in reversed(daemons):
             daemon.send_signal(signal.SIGTERM)
             daemon.wait(timeout=PATIENCE)

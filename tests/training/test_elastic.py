@@ -55,6 +55,8 @@ def test_a_lost_worker_restarts_the_job_from_the_newest_checkpoint(
             os.kill(ranks_of(launcher.pid)[-1], signal.SIGKILL)
             code = launcher.wait(timeout=PATIENCE)
         except BaseException:
+            for pid in ranks_of(launcher.pid):  # in sessions of their own
+                os.kill(pid, signal.SIGKILL)
             kill_launcher(launcher)
             raise
     said = (tmp_path / "output").read_text()
