@@ -1,10 +1,24 @@
-"""The matrix of what was run, below the tests' own summary."""
+"""What the tests of all hosts share, and the matrix of what was run below their summary."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
+from tests.hosts.corpus import Corpus, write_corpus
 from tests.hosts.matrix import MATRIX
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
+    return write_corpus(tmp_path_factory.mktemp("documents"))
+
+
+@pytest.fixture(scope="module")
+def known_rows() -> dict[str, dict[int, tuple[int, ...]]]:
+    """Rows by their number, for every kind of data: the same in all runs."""
+    return {}
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:

@@ -91,4 +91,4 @@ def _module(name: str, contents: dict[str, Any]) -> ModuleType:
 
 
 def _not_here(*args: Any, **kwargs: Any) -> Any:
-    raise NotImplementedError("this kernel has no meaning on a CPU")
+    raise AssertionError("a host calls triton's kernel, which has no meaning on a CPU")

@@ -14,7 +14,7 @@ import pytest
 
 from tests.hosts import matrix
 from tests.hosts.check import check_program, check_run, compare, load_ranks
-from tests.hosts.corpus import Corpus, write_corpus
+from tests.hosts.corpus import Corpus
 from tests.hosts.mds_layouts import GLOBAL_BATCH, LAYERS, LAYOUTS, SCRIPT, Layout, run
 from tests.hosts.processes import ROOT, trees_of
 
@@ -35,17 +35,6 @@ Rows = dict[int, tuple[int, ...]]
 def tree(request: pytest.FixtureRequest) -> Path:
     found: Path = request.param
     return found
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
-    return write_corpus(tmp_path_factory.mktemp("documents"))
-
-
-@pytest.fixture(scope="module")
-def known_rows() -> dict[str, Rows]:
-    """Rows by their number, for every kind of data: the same in all runs."""
-    return {}
 
 
 def test_the_guide_has_the_script_that_is_run() -> None:

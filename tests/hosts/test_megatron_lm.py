@@ -17,7 +17,7 @@ import pytest
 
 from tests.hosts import matrix
 from tests.hosts.check import Findings, check_program, check_run, compare, load_ranks
-from tests.hosts.corpus import Corpus, write_corpus
+from tests.hosts.corpus import Corpus
 from tests.hosts.layouts import GLOBAL_BATCH, LAYOUTS, ROW, Host, Layout
 from tests.hosts.losses import iterations, wrong_losses
 from tests.hosts.processes import trees_of
@@ -37,11 +37,6 @@ def host(request: pytest.FixtureRequest) -> Iterator[Host]:
     found = Host(request.param)
     yield found
     found.ranks.close()
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
-    return write_corpus(tmp_path_factory.mktemp("documents"))
 
 
 @pytest.fixture(scope="module")

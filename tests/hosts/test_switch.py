@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.hosts.check import check_run, load_ranks
-from tests.hosts.corpus import Corpus, write_corpus
+from tests.hosts.corpus import Corpus
 from tests.hosts.helpers import compile_helpers
 from tests.hosts.layouts import GLOBAL_BATCH, Host, Layout
 from tests.hosts.losses import iterations
@@ -25,11 +25,6 @@ def host(request: pytest.FixtureRequest) -> Iterator[Host]:
     found = Host(request.param)
     yield found
     found.ranks.close()
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
-    return write_corpus(tmp_path_factory.mktemp("documents"))
 
 
 def test_a_run_is_switched_in_its_middle_and_rolled_back(

@@ -103,29 +103,28 @@ class Job:
         assert [line["loss"] for line in lines] == pytest.approx(losses, rel=1e-4)
 
 
+@pytest.mark.parametrize(
+    "stop",
+    [
+        ("scancel", "--signal=USR1"),  # Slurm's warning before the time limit
+        ("scontrol", "requeue"),  # SIGTERM, then SIGKILL: another job takes its place
+    ],
+    ids=" ".join,
+)
 def test_a_preempted_job_saves_is_queued_again_and_finishes(
-    slurm: Slurm, corpus: Corpus, undisturbed: list[dict[str, Any]], tmp_path: Path
+    stop: tuple[str, ...],
+    slurm: Slurm,
+    corpus: Corpus,
+    undisturbed: list[dict[str, Any]],
+    tmp_path: Path,
 ) -> None:
     job = Job(slurm, corpus, tmp_path)
     saved = job.wait_for_checkpoint()
-    slurm.call("scancel", "--signal=USR1", job.id)
+    slurm.call(*stop, job.id)
     facts = slurm.wait_until_over(job.id)
     assert (facts["JobState"], facts["Restarts"]) == ("COMPLETED", "1"), job.output()[-4000:]
     first, second = job.starts()
     assert first["step"] == 0 and second["step"] >= saved
-    job.check_result(undisturbed)
-
-
-def test_a_job_that_slurm_takes_back_saves_and_goes_on(
-    slurm: Slurm, corpus: Corpus, undisturbed: list[dict[str, Any]], tmp_path: Path
-) -> None:
-    """SIGTERM and then SIGKILL, as when another job preempts it: PreemptMode=REQUEUE."""
-    job = Job(slurm, corpus, tmp_path)
-    saved = job.wait_for_checkpoint()
-    slurm.call("scontrol", "requeue", job.id)
-    facts = slurm.wait_until_over(job.id)
-    assert (facts["JobState"], facts["Restarts"]) == ("COMPLETED", "1"), job.output()[-4000:]
-    assert job.starts()[1]["step"] >= saved
     job.check_result(undisturbed)
 
 
