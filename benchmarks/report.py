@@ -52,9 +52,15 @@ def newest_runs(folder: Path) -> dict[str, dict[str, Any]]:
     return dict(sorted(newest.items()))
 
 
-def says(run: dict[str, Any]) -> tuple[bool, str]:
-    """Sorts runs by how much they say: quick ones first, then by date."""
-    return not run["quick"], run["date"]
+def says(run: dict[str, Any]) -> tuple[bool, bool, str]:
+    """Sorts runs by how much they say: quick ones first, long ones last, then by date."""
+    return not run["quick"], scale_of(run) == "long", run["date"]
+
+
+def scale_of(run: dict[str, Any]) -> str:
+    """What SCALE said; "cpu" also where a benchmark has no scales."""
+    results = run["results"]
+    return str(results.get("scale", "cpu")) if isinstance(results, dict) else "cpu"
 
 
 def log(runs: dict[str, dict[str, Any]]) -> None:
@@ -91,7 +97,7 @@ def recipe_section(run: dict[str, Any]) -> Iterator[str]:
     name = run["benchmark"].removeprefix(PAPERS).removesuffix("-gpu")
     yield from (f"### {results['title']}", "")
     size = "QUICK=1 " if run["quick"] else ""
-    scale = "SCALE=gpu " if results.get("scale") == "gpu" else ""
+    scale = "" if scale_of(run) in ("cpu", "quick") else f"SCALE={scale_of(run)} "
     command = f"{size}{scale}ONLY={name} make bench-papers"
     yield f"`{command}`, {provenance(run)}; {results['seconds']} s."
     if run["quick"]:
@@ -104,7 +110,7 @@ def recipe_section(run: dict[str, Any]) -> Iterator[str]:
     yield ""
     yield from table(results["claims"], "")
     yield from table(results.get("rows", []), "measured")
-    if results.get("scale") == "cpu" and not run["quick"]:
+    if "seeds" in results and scale_of(run) != "gpu" and not run["quick"]:
         for path in sorted((DOCS / "images" / "papers").glob(f"{name}*.png")):
             yield f"![{path.stem.replace('_', ' ')}](../images/papers/{path.name})"
         yield ""

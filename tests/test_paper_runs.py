@@ -208,12 +208,30 @@ def test_a_wrong_choice_of_recipes_or_scale_is_named(monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("ONLY", "seamless,atom_size")
     assert everything.chosen_recipes() == ["atom_size", "seamless"]
     monkeypatch.setenv("SCALE", "laptop")
-    with pytest.raises(SystemExit, match="SCALE is 'laptop'; choose cpu or gpu"):
+    with pytest.raises(SystemExit, match="SCALE is 'laptop'; choose cpu, long or gpu"):
         everything.chosen_scale()
     if not torch.cuda.is_available():
         monkeypatch.setenv("SCALE", "gpu")
         with pytest.raises(SystemExit, match="SCALE=gpu needs a CUDA device"):
             everything.chosen_scale()
+    monkeypatch.setenv("SCALE", "long")
+    monkeypatch.setenv("SEEDS", "3")
+    assert everything.chosen_scale() == dataclasses.replace(SCALES["long"], seeds=(0, 1, 2))
+    monkeypatch.setenv("SEEDS", "0")
+    with pytest.raises(SystemExit, match="SEEDS is '0'; it is a number of seeds"):
+        everything.chosen_scale()
+
+
+def test_a_share_of_the_training_documents_is_cut_and_no_text_is_lost(work: Path) -> None:
+    def texts(of: Corpus, split: str) -> list[str]:
+        lines = (corpus.prepare(of).train.parent / f"{split}.jsonl").read_text().splitlines()
+        return [json.loads(line)["text"] for line in lines]
+
+    cut = dataclasses.replace(PROSE, cut=0.3)
+    whole, parts = texts(PROSE, "train"), texts(cut, "train")
+    assert "".join(parts) == "".join(whole)
+    assert 0.1 < len(parts) / len(whole) - 1 < 0.5
+    assert texts(cut, "valid") == texts(PROSE, "valid"), "what is scored stays whole"
 
 
 def test_the_report_counts_verdicts_and_marks_a_quick_run_as_no_evidence() -> None:
