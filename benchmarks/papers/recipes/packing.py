@@ -62,7 +62,7 @@ def runs(scale: Scale) -> list[Run]:
     ]
     step = {"tokens_per_step": STEP * ladder[-1], "micro_batch_tokens": micro}
     corpus = _corpus(setting)
-    steps = scale.pick(cpu=40, quick=1, gpu=60, long=200)
+    steps = scale.pick(cpu=40, quick=1, gpu=60, long=150)
     return [
         Run(
             recipe="packing",
