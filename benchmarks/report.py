@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from common import RESULTS, cell
+from results_plots import draw, listed
 from results_summary import forest, summary
 
 DOCS = Path(__file__).parents[1] / "docs"
@@ -34,8 +35,11 @@ def main() -> None:
     if not runs:
         raise SystemExit(f"no result files in {RESULTS}; run `make bench-packing` or another first")
     about = {name: provenance(run) for name, run in runs.items()}
-    (DOCS / "results.md").write_text(summary(runs, about), encoding="utf-8")
-    forest(runs, DOCS / "images" / "results_forest.png")
+    images = DOCS / "images"
+    page = summary(runs, about, listed(runs))
+    (DOCS / "results.md").write_text(page, encoding="utf-8")
+    forest(runs, images / "results_forest.png")
+    draw(runs, images)
     papers = [run for name, run in runs.items() if name.startswith(PAPERS)]
     pages = {name: section(run) for name, run in runs.items() if not name.startswith(PAPERS)}
     pages |= {"papers": papers_section(papers)} if papers else {}
