@@ -6,6 +6,7 @@ are the spread that a benchmark logged: quartiles of windows, or the worst step.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -43,17 +44,22 @@ def draw(runs: Runs, folder: Path) -> None:
 
 
 def _composition(axes: Any, rows: list[dict[str, Any]]) -> None:
-    """Padding against truncation, one point per strategy."""
+    """Padding against truncation, one number per strategy; what coincides shares a place."""
     points: dict[str, dict[str, float]] = {}
     for row in rows:
         if row["source"] == "every strategy":
-            points.setdefault(row["item"], {})[row["quantity"]] = row["measured"]
-    for item, of in points.items():
-        x, y = max(of["r_pad %"], SMALLEST), max(of["r_tru %"], SMALLEST)
-        axes.plot(x, y, marker="o" if "bucket" in item else "s", color="0.2", linestyle="")
-        axes.annotate(item, (x, y), textcoords="offset points", xytext=(5, 3), fontsize=7)
+            points.setdefault(row["item"], {})[row["quantity"]] = max(row["measured"], SMALLEST)
+    places: dict[tuple[float, float], list[int]] = {}
+    for number, of in enumerate(points.values(), start=1):
+        place = tuple(round(math.log10(of[name]) * 4) / 4 for name in ("r_pad %", "r_tru %"))
+        places.setdefault((place[0], place[1]), []).append(number)
+    for (x, y), numbers in places.items():
+        text = ", ".join(map(str, numbers))
+        axes.text(10**x, 10**y, text, ha="center", va="center", bbox={"fc": "0.9", "pad": 2.5})
+    names = [f"{number}  {item}" for number, item in enumerate(points, start=1)]
+    axes.text(1.03, 1, "\n".join(names), transform=axes.transAxes, va="top", fontsize=8)
     axes.set(xscale="log", yscale="log", xlabel="padding (%)", ylabel="documents split (%)")
-    axes.margins(0.18)
+    axes.set(xlim=(SMALLEST / 3, 300), ylim=(0.05, 300))
     axes.grid(alpha=0.3)
 
 
