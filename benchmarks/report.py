@@ -86,8 +86,9 @@ def papers_section(recipes: list[dict[str, Any]]) -> str:
         "",
         f"What the papers claim, trained and counted again: {count['yes']} claims agree, "
         f"{count['no']} do not, {count['undecided']} are undecided at this scale. A difference is "
-        "judged by the 95 % interval of the mean of paired seeds (`benchmarks/papers/claims.py`); "
-        "+- is the standard deviation over seeds.",
+        "judged by the 95 % interval of the mean of paired seeds (`benchmarks/papers/claims.py`), "
+        "in the recipe on packings also by Holm's correction over all claims of the recipe, which "
+        "logs of before it lack; +- is the standard deviation over seeds.",
         "",
     ]
     for run in recipes:

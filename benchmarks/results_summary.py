@@ -23,7 +23,8 @@ with the paper's figure beside ours and the reason where they differ: [papers](r
 ## Ten questions
 
 A verdict (yes, no, undecided) is whether the claim holds by the 95 % interval of the mean of paired
-seeds; models are tiny, seeds few, and no correction is made for the number of claims.
+seeds, in the recipe on packings after Holm's correction for the number of its claims (the other
+logs are older and have none); models are tiny and seeds few.
 """
 
 

@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 import report
 from papers import all as everything
 from papers import corpus, invented_facts, runs
-from papers.claims import alike, difference, less, near, shown
+from papers.claims import alike, below, corrected, difference, less, near, same, shown
 from papers.corpus import Corpus
 from papers.recipes import atom_size, seamless
 from papers.runs import SCALES, Result, Run, run_all, worker_pool
@@ -198,6 +198,27 @@ def test_seamless_packing_is_judged_by_what_was_measured(work: Path) -> None:
     assert {row["strategy"] for row in seamless.rows(results)} == {r.name for r in runs}
     seamless.plots(results, work / "images")
     assert len(list((work / "images").glob("seamless_*.png"))) == 2
+
+
+def test_a_verdict_among_many_needs_more_than_one_that_stands_alone() -> None:
+    """Holm's correction: the smallest p is held to 5 % over the number of claims, and so on."""
+    base = [10.0, 10.2, 9.9, 10.1, 10.0, 9.8]
+    clear, weak = [x - 1 for x in base], [x - d for x, d in zip(base, (0, 3, 1, 2, 0.5, 1.5))]  # noqa: B905
+    words = {"source": "", "claim": "", "paper": "", "why": ""}
+    strong, lone = below(clear, base, **words), below(weak, base, **words)
+    assert strong.agrees == lone.agrees == "yes"
+    assert strong.p is not None and strong.p < 1e-6
+    assert lone.p is not None and 0.05 / 4 < lone.p < 0.05
+    assert [claim.agrees for claim in corrected([lone])] == ["yes"]
+    assert [claim.agrees for claim in corrected([lone, strong])] == ["yes", "yes"]
+    nothing = below(base, base[::-1], **words)
+    assert nothing.agrees == "undecided"
+    many = corrected([nothing, lone, strong, nothing])
+    assert [claim.agrees for claim in many] == ["undecided", "undecided", "yes", "undecided"]
+    alike_ones = same(base, [x * 1.001 for x in base], within=0.05, **words)
+    assert alike_ones.agrees == "yes" and alike_ones.p is not None and alike_ones.p < 0.001
+    apart = same([2 * x for x in base], base, within=0.05, **words)
+    assert apart.agrees == "no" and apart.p is not None and apart.p < 0.001
 
 
 def test_a_wrong_choice_of_recipes_or_scale_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import composition
 from common import quick, show, write_results
-from papers.claims import Claim
+from papers.claims import Claim, corrected
 from papers.composition.rows import Row
 from papers.corpus import WORK
 from papers.runs import SCALES, Scale, run_all, worker_pool
@@ -81,7 +81,7 @@ def replay(name: str, scale: Scale, pool: Executor) -> tuple[dict[str, Any], lis
         "seconds": round(sum(r.summary["seconds"] for r in results) / scale.workers),
         "rows": rows,
     }
-    return found, recipe.claims(results)
+    return found, corrected(recipe.claims(results))
 
 
 def device(scale: Scale) -> str:
