@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import torch
 
+from megapack.packing.strategies import STRATEGIES
+
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 
 from papers import corpus
@@ -53,6 +55,7 @@ def test_arms_have_the_same_seeds_and_differ_only_in_their_switches(name: str, s
     first = flat(runs[0])
     seeds = [run.seed for run in by_arm[runs[0].name]]
     assert set(scale.seeds) <= set(seeds)
+    assert {run.strategy for run in runs} <= STRATEGIES.keys()
     for group in by_arm.values():
         assert [run.seed for run in group] == seeds, run.name
         for run in group:
