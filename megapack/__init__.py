@@ -2,7 +2,8 @@
 
 ``IndexedDataset`` and ``IndexedDatasetBuilder`` hold documents on disk (Megatron's .bin/.idx),
 ``pack`` turns document lengths into a ``SampleIndex``, and ``PackedDataset`` with
-``BucketBatchSampler`` turns both into batches. Every name is imported on first use, so that data
+``BucketBatchSampler`` turns both into batches; ``plan_step`` deals documents to the ranks of any
+trainer. Every name is imported on first use, so that data
 is built on machines without torch and ``import megapack`` costs nothing.
 """
 
@@ -30,6 +31,7 @@ _HOME = {
     "SampleIndex": "megapack.packing",
     "Schedule": "megapack.data",
     "pack": "megapack.packing",
+    "plan_step": "megapack.planning",
 }
 
 __all__ = [
@@ -41,6 +43,7 @@ __all__ = [
     "Schedule",
     "__version__",
     "pack",
+    "plan_step",
 ]
 
 

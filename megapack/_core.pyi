@@ -208,3 +208,17 @@ class Blend:
     def taken_of(self, source: int, end: int) -> int: ...
 
 def deal_evenly(costs: NDArray[np.int64], bin_sizes: NDArray[np.int64]) -> NDArray[np.int64]: ...
+
+# --- register_planning.cpp ----------------------------------------------------------------------
+# (number of micro batches; first rank, degree, micro batch of every document); see
+# csrc/core/planning/step_plan.hpp.
+
+def plan_step(
+    lengths: NDArray[np.int64],
+    *,
+    num_ranks: int,
+    max_tokens_per_rank: int,
+    max_documents_per_rank: int,
+    max_degree: int,
+    linear_length: int,
+) -> tuple[int, NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]: ...

@@ -24,6 +24,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "storage": set(),
     "tokenization": {"storage"},
     "packing": {"storage"},
+    "planning": set(),
     "compare": {"packing"},
     "data": {"storage", "packing"},
     "attention": set(),
@@ -31,7 +32,10 @@ MAY_IMPORT: dict[str, set[str]] = {
     "integrations": {"storage", "packing", "data", "attention"},
     "cli": {"storage", "tokenization", "packing", "compare", "data"},
 }
-TORCH_FREE = ("storage", "tokenization", "packing", "compare", "cli", "errors", "config", "words")
+TORCH_FREE = (
+    *("storage", "tokenization", "packing", "planning", "compare", "cli"),
+    *("errors", "config", "words"),
+)
 
 
 def _imported_packages(path: Path) -> set[str]:

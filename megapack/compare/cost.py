@@ -62,6 +62,11 @@ class Model:
         """Training operations of causal attention per squared token of segment length."""
         return 7.0 * self.num_layers * self.attention_width
 
+    @property
+    def linear_length(self) -> float:
+        """Tokens of the segment whose attention costs as much as all else (``StepPlan.cost``)."""
+        return self.flops_per_token / self.flops_per_square
+
 
 @dataclass(frozen=True, kw_only=True)
 class Gpu:

@@ -1,0 +1,179 @@
+"""``plan_step``: which rank holds which document of a step, in which micro batch.
+
+The ranks of a micro batch form groups of 2^k consecutive ranks (context parallelism of degree 2^k;
+the first rank is a multiple of 2^k). A group shares all of its documents evenly, so that a rank has
+one degree in a micro batch, as process groups and Megatron's ``local_cp_size`` want it. With
+``max_degree=1`` a group is a rank: plain data parallelism, as in SFT and RL.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from megapack import _core
+
+__all__ = ["CriticalPath", "StepPlan", "plan_step"]
+
+Integers = NDArray[np.int64]
+
+
+@dataclass(frozen=True, kw_only=True)
+class CriticalPath:
+    """How long a step takes over the ideal, in which all ranks do the same work; 1.0 is perfect.
+
+    Attributes:
+        per_micro_batch: ranks meet after every micro batch (ZeRO-3, FSDP, pipelines): the sum of
+            each micro batch's busiest rank.
+        per_step: ranks meet once, at the optimizer step (gradients accumulated without
+            synchronization): the busiest rank of the step. A lower bound where groups change from
+            one micro batch to the next, as their ranks wait for each other.
+    """
+
+    per_micro_batch: float
+    per_step: float
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class StepPlan:
+    """Where every document of a step goes.
+
+    Attributes:
+        num_ranks: data-parallel (times context-parallel) ranks.
+        num_micro_batches: of every rank.
+        lengths: (documents,) int64, tokens.
+        first_rank: (documents,) int64, the first of the ranks that share the document.
+        degree: (documents,) int64, how many they are: a power of two that divides `first_rank`.
+        micro_batch: (documents,) int64.
+    """
+
+    num_ranks: int
+    num_micro_batches: int
+    lengths: Integers
+    first_rank: Integers
+    degree: Integers
+    micro_batch: Integers
+
+    def of_rank(self, rank: int) -> list[Integers]:
+        """Documents of a rank (whole or a share), one array of numbers per micro batch.
+
+        Raises:
+            ValueError: there is no such rank.
+        """
+        if not 0 <= rank < self.num_ranks:
+            raise ValueError(f"rank is {rank}; the plan is for {self.num_ranks} ranks")
+        mine = np.flatnonzero((self.first_rank <= rank) & (rank < self.first_rank + self.degree))
+        order = np.argsort(self.micro_batch[mine], kind="stable")
+        ends = np.cumsum(np.bincount(self.micro_batch[mine], minlength=self.num_micro_batches))
+        return np.split(mine[order], ends[:-1]) if self.num_micro_batches else []
+
+    @cached_property
+    def tokens(self) -> NDArray[np.float64]:
+        """(micro batches, ranks) tokens of a rank; a group of d has d-th parts of its sum, which
+        hosts round up: the budget holds rounded up, too."""
+        return self._per_rank(self.lengths)
+
+    @cached_property
+    def attention(self) -> NDArray[np.float64]:
+        """(micro batches, ranks) attention of a rank: squared lengths over the degree."""
+        return self._per_rank(self.lengths**2)
+
+    def cost(self, linear_length: float) -> NDArray[np.float64]:
+        """(micro batches, ranks) predicted cost of a rank, in tokens attended to.
+
+        Args:
+            linear_length: tokens, the document length at which attention costs as much as all else
+                (``megapack.compare.cost.Model.linear_length``; 12 x hidden size is a good guess);
+                0 counts attention alone.
+        """
+        return self.attention + linear_length * self.tokens
+
+    def critical_path(self, linear_length: float) -> CriticalPath:
+        """The step's length over the ideal, for a model as in ``cost``."""
+        cost = self.cost(linear_length)
+        ideal = cost.sum() / self.num_ranks
+        if ideal == 0:
+            return CriticalPath(per_micro_batch=1.0, per_step=1.0)
+        return CriticalPath(
+            per_micro_batch=float(cost.max(axis=1).sum() / ideal),
+            per_step=float(cost.sum(axis=0).max() / ideal),
+        )
+
+    def _per_rank(self, amounts: Integers) -> NDArray[np.float64]:
+        """Sum over documents, each group's divided among its ranks."""
+        shape = (self.num_micro_batches, self.num_ranks + 1)
+        changes = np.zeros(shape)  # from one rank to the next
+        shares = amounts / self.degree  # exact: a power of two
+        np.add.at(changes, (self.micro_batch, self.first_rank), shares)
+        np.subtract.at(changes, (self.micro_batch, self.first_rank + self.degree), shares)
+        sums: NDArray[np.float64] = changes.cumsum(axis=1)[:, :-1]
+        return sums
+
+
+def plan_step(
+    lengths: ArrayLike,
+    *,
+    num_ranks: int,
+    max_tokens_per_rank: int,
+    max_degree: int = 1,
+    max_documents_per_rank: int | None = None,
+    linear_length: float = 0,
+) -> StepPlan:
+    """Plan a step: equal work on all ranks of a micro batch, in as few micro batches as possible.
+
+    Tokens and attention are balanced at once. A document that one rank cannot hold is shared by the
+    fewest ranks that can; by more where it would make up over half of their attention, unless the
+    linear layers of the model (`linear_length`) cost so much more that it makes no difference.
+
+    The number of micro batches is what the tokens need, ``ceil(tokens / (num_ranks x
+    max_tokens_per_rank))``, wherever an arrangement is found; to find one, documents are shared
+    by more ranks if they may be. It is more where documents do not fit beside each other (five of
+    5,000 tokens on four ranks of 8,192 need two) or the cap on documents wants it; from 16 on, a
+    sixteenth more at a time is tried.
+
+    Args:
+        lengths: (documents,) integers, tokens of each document. A host that pads documents gives
+            padded lengths.
+        num_ranks: ranks to deal to.
+        max_tokens_per_rank: tokens that a rank holds in a micro batch, never exceeded.
+        max_degree: ranks that may share a document: a power of two, at most `num_ranks`.
+        max_documents_per_rank: documents that a rank holds in a micro batch; None: any number.
+        linear_length: tokens, as in ``StepPlan.cost``; 0: attention is all that counts. Without
+            effect where `max_degree` is 1.
+
+    Returns:
+        The plan, the same on every rank and machine. Without documents it has no micro batches. A
+        rank may hold nothing in a micro batch where documents are few.
+
+    Raises:
+        ValueError: a document is empty or longer than ``max_degree x max_tokens_per_rank``, or an
+            argument has no meaning.
+    """
+    given = np.asarray(lengths)
+    if given.ndim != 1 or (given.size and given.dtype.kind not in "iu"):
+        raise ValueError(
+            f"lengths has shape {given.shape} and dtype {given.dtype}; it must be one list of "
+            "integers"
+        )
+    tokens = np.ascontiguousarray(given, dtype=np.int64)
+    num_micro_batches, first_rank, degree, micro_batch = _core.plan_step(
+        tokens,
+        num_ranks=num_ranks,
+        max_tokens_per_rank=max_tokens_per_rank,
+        max_documents_per_rank=(
+            max(1, tokens.size) if max_documents_per_rank is None else max_documents_per_rank
+        ),
+        max_degree=max_degree,
+        linear_length=round(linear_length),
+    )
+    return StepPlan(
+        num_ranks=num_ranks,
+        num_micro_batches=num_micro_batches,
+        lengths=tokens,
+        first_rank=first_rank,
+        degree=degree,
+        micro_batch=micro_batch,
+    )

@@ -1,0 +1,99 @@
+// Plans of random steps: budgets and caps kept, groups aligned and apart, every document placed.
+#include <algorithm>
+#include <cstdio>
+#include <cstdlib>
+#include <map>
+#include <random>
+#include <stdexcept>
+#include <tuple>
+#include <vector>
+
+#include "core/planning/step_plan.hpp"
+
+using namespace megapack;
+
+namespace {
+
+void require(bool ok, const char* what) {
+    if (ok) return;
+    std::puts(what);
+    std::exit(1);
+}
+
+void check_plan(const std::vector<std::int64_t>& lengths, const StepRules& rules,
+                const StepPlan& plan) {
+    const std::int64_t ranks = rules.num_ranks;
+    require(plan.num_micro_batches <= ssize(lengths), "more micro batches than documents");
+    std::map<std::tuple<std::int64_t, std::int64_t, std::int64_t>, std::vector<std::int64_t>>
+        groups;
+    for (std::int64_t i = 0; i < ssize(lengths); ++i) {
+        const std::int64_t m = plan.micro_batch[i];
+        require(m >= 0 && m < plan.num_micro_batches, "a document in no micro batch");
+        groups[{m, plan.first_rank[i], plan.degree[i]}].push_back(lengths[i]);
+    }
+    std::vector<bool> used(plan.num_micro_batches, false);
+    for (const std::int64_t m : plan.micro_batch) used[m] = true;
+    require(std::find(used.begin(), used.end(), false) == used.end(), "an empty micro batch");
+    std::vector<int> taken(ranks * plan.num_micro_batches, 0);
+    for (const auto& [place, documents] : groups) {
+        const auto [m, first, degree] = place;
+        require(degree >= 1 && degree <= rules.max_degree && first % degree == 0 && first >= 0 &&
+                    first + degree <= ranks,
+                "a group that is not aligned");
+        for (std::int64_t rank = first; rank < first + degree; ++rank)
+            require(taken[m * ranks + rank]++ == 0, "a rank in two groups");
+        std::int64_t tokens = 0;
+        for (const std::int64_t length : documents) tokens += length;
+        require(tokens <= degree * rules.max_tokens, "a budget exceeded");
+        require(ssize(documents) <= rules.max_documents, "a cap exceeded");
+    }
+}
+
+void test_random_steps() {
+    std::mt19937 random(7);
+    const auto below = [&](std::int64_t n) { return static_cast<std::int64_t>(random() % n); };
+    for (int round = 0; round < 100; ++round) {
+        StepRules rules{1 + below(20), 1 + below(200), 1 + below(12), 1, 0};
+        if (below(2) == 0) rules.linear_length = below(1 << 20);
+        while (rules.max_degree * 2 <= rules.num_ranks && below(3) > 0) rules.max_degree *= 2;
+        std::vector<std::int64_t> lengths(below(150));
+        const std::int64_t longest = 1 + below(rules.max_tokens * rules.max_degree);
+        for (auto& length : lengths) length = 1 + below(1 + below(longest));
+        const StepPlan plan = plan_step(lengths, rules);
+        check_plan(lengths, rules, plan);
+        const StepPlan again = plan_step(lengths, rules);
+        require(plan.first_rank == again.first_rank && plan.degree == again.degree &&
+                    plan.micro_batch == again.micro_batch,
+                "two plans of one step differ");
+    }
+}
+
+void test_refusals() {
+    const std::vector<std::pair<std::vector<std::int64_t>, StepRules>> refused = {
+        {{1}, {0, 8, 8, 1, 0}},
+        {{1}, {2, 0, 8, 1, 0}},
+        {{1}, {2, 8, 0, 1, 0}},
+        {{1}, {2, 8, 8, 4, 0}},
+        {{1}, {4, 8, 8, 3, 0}},
+        {{0}, {2, 8, 8, 1, 0}},
+        {{1, 9}, {2, 8, 8, 1, 0}},
+        {{-1}, {2, 8, 8, 2, 0}},
+        {std::vector<std::int64_t>(5, 1 << 27), {2, 1 << 28, 8, 1, 0}},
+    };
+    for (const auto& [lengths, rules] : refused) {
+        try {
+            plan_step(lengths, rules);
+            require(false, "a step without a meaning was planned");
+        } catch (const std::invalid_argument&) {
+        }
+    }
+}
+
+}  // namespace
+
+int main() {
+    test_random_steps();
+    test_refusals();
+    std::puts("ok");
+    return 0;
+}
