@@ -107,12 +107,13 @@ def test_web_documents_fill_the_fewest_micro_batches_and_balance(num_ranks: int,
 
 def test_data_parallel_ranks_get_equal_work_under_a_strict_budget() -> None:
     """As RL and SFT need it: prompts and answers of any length, no document shared."""
-    lengths = np.random.default_rng(5).integers(200, 8000, 1024)
-    plan = plan_step(lengths, num_ranks=8, max_tokens_per_rank=32_768)
-    assert set(plan.degree.tolist()) == {1}
-    assert plan.num_micro_batches == -(-int(lengths.sum()) // (8 * 32_768))
-    assert plan.tokens.max() <= 32_768
-    assert plan.critical_path(LINEAR_LENGTH).per_micro_batch < 1.02
+    for num_ranks, max_tokens in ((8, 32_768), (8, 16_384)):
+        lengths = np.random.default_rng(5).integers(200, 8000, 1024)
+        plan = plan_step(lengths, num_ranks=num_ranks, max_tokens_per_rank=max_tokens)
+        assert set(plan.degree.tolist()) == {1}
+        assert plan.num_micro_batches == -(-int(lengths.sum()) // (num_ranks * max_tokens))
+        assert plan.tokens.max() <= max_tokens
+        assert plan.critical_path(LINEAR_LENGTH).per_micro_batch < 1.02
 
 
 def test_long_documents_are_shared_by_the_fewest_ranks_that_hold_them() -> None:

@@ -61,13 +61,13 @@ std::vector<Document> longest_first(Span<const std::int64_t> lengths) {
     return documents;
 }
 
-// How many of the documents count as long: the longest, with three quarters of all tokens, and
-// all that one rank cannot hold.
-std::int64_t num_long(const std::vector<Document>& documents, std::int64_t num_tokens,
+// How many of the documents count as long: the longest, with `share` of the tokens, and all that
+// one rank cannot hold.
+std::int64_t num_long(const std::vector<Document>& documents, std::int64_t share,
                       std::int64_t max_tokens) {
     std::int64_t count = 0;
     for (std::int64_t tokens = 0; count < ssize(documents); ++count) {
-        if (documents[count].length <= max_tokens && tokens > num_tokens - num_tokens / 4) break;
+        if (documents[count].length <= max_tokens && tokens >= share) break;
         tokens += documents[count].length;
     }
     return count;
@@ -79,14 +79,13 @@ StepPlan plan_step(Span<const std::int64_t> lengths, const StepRules& rules) {
     check_rules(rules);
     const std::int64_t num_tokens = check_lengths(lengths, rules);
     const std::vector<Document> documents = longest_first(lengths);
-    const auto split = documents.begin() + num_long(documents, num_tokens, rules.max_tokens);
-    const std::vector<Document> longest(documents.begin(), split);
-
     const auto ceil_div = [](std::int64_t a, std::int64_t b) { return (a + b - 1) / b; };
-    const auto attempt = [&](std::int64_t micro_batches, std::int64_t least_degree) {
+    const auto attempt = [&](std::int64_t micro_batches, std::int64_t least_degree,
+                             std::int64_t long_share) {
         const std::int64_t mean = ceil_div(num_tokens, micro_batches * rules.num_ranks);
         Groups groups(rules, micro_batches, mean, lengths.size());
-        std::vector<Document> rest = deal_long(groups, longest, least_degree);
+        const auto split = documents.begin() + num_long(documents, long_share, rules.max_tokens);
+        std::vector<Document> rest = deal_long(groups, {documents.begin(), split}, least_degree);
         rest.insert(rest.end(), split, documents.end());
         return deal_short(groups, rest) ? std::optional(groups.plan()) : std::nullopt;
     };
@@ -94,7 +93,10 @@ StepPlan plan_step(Span<const std::int64_t> lengths, const StepRules& rules) {
     std::int64_t m = ceil_div(ceil_div(num_tokens, rules.max_tokens), rules.num_ranks);
     while (true) {
         for (std::int64_t least = 1; least <= rules.max_degree; least *= 2) {
-            if (auto plan = attempt(m, least)) return *std::move(plan);
+            // What cannot be filled with a quarter of the tokens may be with all of them.
+            for (const std::int64_t share : {num_tokens - num_tokens / 4, std::int64_t{0}}) {
+                if (auto plan = attempt(m, least, share)) return *std::move(plan);
+            }
         }
         m = std::min(m + 1 + m / 16, lengths.size());  // one for each document is always enough
     }

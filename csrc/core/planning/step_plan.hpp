@@ -24,9 +24,8 @@ struct StepPlan {
 
 // In a micro batch, the ranks form groups of 2^k, the first a multiple of 2^k; a group shares all
 // of its documents evenly. Tokens and attention (sum of squared lengths) are made equal on all
-// ranks of a micro batch. As few micro batches as the
-// tokens need; more only where no arrangement that was tried has room (tried are groups of at
-// least 1, 2, 4, ... ranks).
+// ranks of a micro batch. As few micro batches as the tokens need; more only where no arrangement
+// that was tried has room (tried are groups of at least 1, 2, 4, ... ranks).
 // The same for whoever computes it: ties go to the smaller document, rank and micro batch.
 // Throws std::invalid_argument for rules without a meaning and for a document without tokens or
 // longer than max_degree * max_tokens.
