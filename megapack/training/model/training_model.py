@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from megapack.attention import varlen_arguments
 from megapack.data import Batch
+from megapack.data.batch import slot_tokens
 from megapack.training.config import EngineConfig
 from megapack.training.model.loss import linear_cross_entropy
 
@@ -139,7 +140,10 @@ def longest_segment(batch: Batch, config: EngineConfig) -> int:
     """The ``max_seqlen`` a forward is given.
 
     The exact one keeps the attention grid tight. A compiled layer is specialised on it, so there
-    it is the bucket's capacity, whatever the attention window: one graph per bucket instead of one
-    per batch.
+    it is the most that the bucket can have (the padding of an empty slot), whatever the attention
+    window: one graph per bucket instead of one per batch.
     """
-    return int(batch["capacity"] if config.compile else batch["max_seqlen"])
+    if not config.compile:
+        return int(batch["max_seqlen"])
+    capacity = int(batch["capacity"])
+    return slot_tokens(capacity, int(batch.get("row_tokens", capacity)))[-1]

@@ -242,11 +242,14 @@ def _label_weight(batch: Batch) -> float:
 
 
 def _by_sample(losses: Tensor, batch: Batch) -> Tensor:
-    """(samples,) sums of (T,): rows hold whole samples, and padding behind them."""
+    """(samples,) sums of (T,): a sample lies at the begin of its slot, and padding behind it."""
     capacity = int(batch["capacity"])
     row = int(batch.get("row_tokens", capacity))
-    slots = losses.view(-1, row)[:, : row // capacity * capacity].reshape(-1, capacity)
-    return slots[: len(batch["sample_ids"])].sum(1)
+    slots = row // capacity
+    slot = row // slots  # what the last one has beyond is padding
+    return (
+        losses.view(-1, row)[:, : slots * slot].reshape(-1, slot)[: len(batch["sample_ids"])].sum(1)
+    )
 
 
 def not_finite(model: nn.Module) -> list[str]:
