@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from megapack.data import Batch
 from megapack.data.batch import slot_tokens
 from megapack.training.config import EngineConfig
 from megapack.training.model.loss import linear_cross_entropy
+from megapack.training.model.sharding import whole_shape
 
 __all__ = ["TrainingModel", "on_device"]
 
@@ -34,7 +36,7 @@ class TrainingModel(nn.Module):
     @property
     def num_parameters(self) -> int:
         """Trained numbers, tied ones once, wherever ZeRO-3 keeps them."""
-        return sum(int(getattr(p, "ds_numel", p.numel())) for p in self.parameters())
+        return sum(math.prod(whole_shape(p)) for p in self.parameters())
 
     @property
     def layers(self) -> nn.ModuleList:
@@ -87,6 +89,9 @@ class TrainingModel(nn.Module):
         """Parameters in ``dtype``; buffers (RoPE frequencies) keep their precision."""
         for parameter in self.parameters():
             parameter.data = parameter.data.to(dtype)
+            share = getattr(parameter, "ds_tensor", None)  # of ZeRO-3
+            if share is not None:
+                share.data = share.data.to(dtype)
         return self
 
     def checkpoint_activations(self) -> None:
