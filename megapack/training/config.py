@@ -170,6 +170,9 @@ class CheckpointConfig:
     """Steps between checkpoints; null writes one at the end (and on a signal) only."""
     keep: int = 3
     """Newest checkpoints kept; older ones are removed after a newer one is complete."""
+    asynchronous: bool = True
+    """Training waits for a copy in host memory only, and goes on while that is written; false
+    takes no such memory, and waits."""
     resume: Literal["auto", "never"] = "auto"
     """auto continues from the newest checkpoint of ``run_dir``; never refuses to find one."""
     allow_change: tuple[str, ...] = ()

@@ -108,6 +108,7 @@ def train(config: PretrainConfig, here: World, run: RunDirectory, signals: StopS
         here,
         keep=config.checkpoint.keep,
         zero_stage=config.engine.stage,
+        asynchronous=config.checkpoint.asynchronous,
     )
     flops = ModelFlops.of(model, architecture)
     engine, start, changes = start_or_continue(config, here, inputs, model, store)
