@@ -121,7 +121,7 @@ def build_loader(
     layouts = dict.fromkeys(schedule.capacities, shape)
     for capacity in layouts:
         shape.rows(capacity)  # refuse now what would be refused at some step
-        if cu_seqlens == "padded" and num_cu_seqlens is None:  # one shape for the whole run
+        if cu_seqlens == "padded" and num_cu_seqlens is None:  # one shape per bucket
             entries = dataset.max_cu_seqlens(shape, capacity, schedule.smallest_window)
             layouts[capacity] = replace(shape, num_cu_seqlens=entries)
     if data_parallel_rank == 0 and log.isEnabledFor(logging.INFO):
