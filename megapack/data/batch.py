@@ -13,7 +13,8 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 
 from megapack.errors import ConfigError
-from megapack.packing import SampleIndex
+from megapack.packing.extents import most_segments
+from megapack.packing.shards import SourceIndex
 
 __all__ = ["Batch", "BatchLayout", "Buffers", "MicroBatch", "ReusedBuffers", "allocate", "weigh"]
 
@@ -150,7 +151,7 @@ class BatchLayout:
         rows, row = self.rows(capacity)
         return rows * (row // capacity)
 
-    def most_entries(self, indices: Sequence[SampleIndex], *, whole: bool) -> int:
+    def most_entries(self, indices: Sequence[SourceIndex], *, whole: bool) -> int:
         """Entries of a list of cu_seqlens that are enough for all samples of some indices.
 
         Args:
@@ -159,15 +160,14 @@ class BatchLayout:
         """
         most = 1
         for index in indices:
-            for b, capacity in enumerate(index.bucket_capacity.tolist()):
-                begin, end = index.bucket_sample_offsets[b : b + 2].tolist()
-                if begin == end or not self.fits(capacity):
+            capacities = index.bucket_capacity.tolist()
+            for capacity, segments in zip(capacities, most_segments(index), strict=True):
+                if not segments or not self.fits(capacity):
                     continue
                 slots = self.num_samples(capacity)
                 if self.cu_seqlens_per_row:
                     slots //= self.rows(capacity)[0]
-                counts = np.diff(index.sample_segment_offsets[begin : end + 1])
-                most = max(most, slots * (1 + (1 if whole else int(counts.max()))))
+                most = max(most, slots * (1 + (1 if whole else segments)))
         return most + 1
 
     def listed(self, values: NDArray[np.int32], rows: int) -> torch.Tensor:

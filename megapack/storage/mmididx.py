@@ -5,7 +5,6 @@ The byte layout stands in csrc/core/storage/mmididx.hpp; all that interprets byt
 
 from __future__ import annotations
 
-import mmap
 import os
 import struct
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from numpy.typing import DTypeLike, NDArray
 
 from megapack import _core
 from megapack.errors import ConfigError, FormatError
+from megapack.storage.mapping import map_file
 from megapack.storage.opening import Identity, identity_of, is_at, open_regular
 
 __all__ = [
@@ -138,10 +138,7 @@ class IndexFile:
         self.name = os.fspath(path)
         with open_regular(path) as file:
             identity = identity_of(file)
-            self._buffer: mmap.mmap | bytes = (
-                mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if identity.num_bytes else b""
-            )
-        self.bytes: NDArray[np.uint8] = np.frombuffer(self._buffer, np.uint8)
+            self.bytes = map_file(file)
         self.header = _parse_header(self.bytes, identity, self.name)
         self.num_sequences = self.header.num_sequences
         self.num_documents = self.header.num_documents
@@ -165,12 +162,12 @@ class IndexFile:
     def length(self, sequence: int) -> int:
         """Tokens of one sequence."""
         at = self.header.lengths_at + 4 * sequence
-        return int(_LENGTH.unpack_from(self._buffer, at)[0])
+        return int(_LENGTH.unpack_from(self.bytes.data, at)[0])
 
     def pointer(self, sequence: int) -> int:
         """Byte of .bin at which one sequence begins."""
         at = self.header.pointers_at + 8 * sequence
-        return int(_POINTER.unpack_from(self._buffer, at)[0])
+        return int(_POINTER.unpack_from(self.bytes.data, at)[0])
 
     def document_lengths(self) -> NDArray[np.int32] | NDArray[np.int64]:
         """(num_documents,), tokens; int64 only when a document has more than 2^31 - 1."""
