@@ -122,7 +122,11 @@ def load_shards(path: str | os.PathLike[str], shards: Sequence[int] | None = Non
     if not 0 <= begin < end <= len(rows):
         raise ConfigError(f"shards [{begin}, {end}) of {path}, which has {len(rows)}")
     num_buckets = len(content["bucket_capacity"])
-    found = [_shard(path, number, rows[number], num_buckets) for number in range(begin, end)]
+    folder = str(path.parent)
+    found = [
+        _shard(path, folder, number, row, num_buckets)
+        for number, row in enumerate(rows[begin:end], begin)
+    ]
     return ShardedIndex(
         path=path,
         shards=tuple(found),
@@ -131,7 +135,7 @@ def load_shards(path: str | os.PathLike[str], shards: Sequence[int] | None = Non
     )
 
 
-def _shard(path: Path, number: int, row: Any, num_buckets: int) -> PackedShard:
+def _shard(path: Path, folder: str, number: int, row: Any, num_buckets: int) -> PackedShard:
     values = row if isinstance(row, dict) else {}
     for name, check in _FIELDS.items():
         if not check(values.get(name, ...)):
@@ -142,14 +146,14 @@ def _shard(path: Path, number: int, row: Any, num_buckets: int) -> PackedShard:
     most = tuple(values["most_segments"])
     if len(counts) != num_buckets or len(most) != num_buckets:
         raise FormatError(f"{path} is damaged: shard {number} has counts of {len(counts)} buckets")
-    where = {name: located(path, values[name]) for name in _PATHS}
+    where = {name: located(folder, values[name]) for name in _PATHS}
     known = {name: values[name] for name in _FIELDS}
     return PackedShard(**{**known, **where, "samples_per_bucket": counts, "most_segments": most})
 
 
-def located(manifest: Path, path: str) -> str:
-    """A path of a manifest, from here; those of an object store are whole."""
-    return path if "://" in path else os.path.normpath(manifest.parent / path)
+def located(folder: str, path: str) -> str:
+    """A path of a manifest in a folder, from here; those of an object store are whole."""
+    return path if "://" in path else os.path.normpath(os.path.join(folder, path))  # noqa: PTH118 (fast)
 
 
 def related(manifest: Path, path: str) -> str:

@@ -139,6 +139,7 @@ class IndexFile:
         with open_regular(path) as file:
             identity = identity_of(file)
             self.bytes = map_file(file)
+        self._buffer = self.bytes.data  # for struct, to which an array is slow
         self.header = _parse_header(self.bytes, identity, self.name)
         self.num_sequences = self.header.num_sequences
         self.num_documents = self.header.num_documents
@@ -162,12 +163,12 @@ class IndexFile:
     def length(self, sequence: int) -> int:
         """Tokens of one sequence."""
         at = self.header.lengths_at + 4 * sequence
-        return int(_LENGTH.unpack_from(self.bytes.data, at)[0])
+        return int(_LENGTH.unpack_from(self._buffer, at)[0])
 
     def pointer(self, sequence: int) -> int:
         """Byte of .bin at which one sequence begins."""
         at = self.header.pointers_at + 8 * sequence
-        return int(_POINTER.unpack_from(self.bytes.data, at)[0])
+        return int(_POINTER.unpack_from(self._buffer, at)[0])
 
     def document_lengths(self) -> NDArray[np.int32] | NDArray[np.int64]:
         """(num_documents,), tokens; int64 only when a document has more than 2^31 - 1."""
