@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import mmap
 import operator
 import os
 from functools import cached_property
@@ -16,6 +15,7 @@ from numpy.typing import NDArray
 from megapack import _core
 from megapack.errors import FormatError
 from megapack.storage.hosts import HostNames
+from megapack.storage.mapping import map_file
 from megapack.storage.meta import difference_from_files, read_meta
 from megapack.storage.mmididx import dtype_of_code, path_of, prefix_of
 from megapack.storage.opening import identity_of
@@ -100,8 +100,7 @@ class IndexedDataset(HostNames):
             )
         if needed < itemsize:
             return np.zeros(0, self.dtype)
-        mapping = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        return np.frombuffer(mapping, self.dtype, needed // itemsize)
+        return map_file(file)[: needed // itemsize * itemsize].view(self.dtype)
 
     def __len__(self) -> int:
         return self._index.num_sequences
@@ -230,6 +229,13 @@ class IndexedDataset(HostNames):
         """
         return self._index.fingerprint
 
+    @property
+    def ends_digest(self) -> str:
+        """Of the size, the beginning and the end of the .idx: tells files apart without reading
+        them (xxh3_64, in hexadecimal).
+        """
+        return self._index.ends_digest()
+
     @staticmethod
     def exists(prefix: str | os.PathLike[str]) -> bool:
         """Whether both files stand at the prefix."""
@@ -238,12 +244,12 @@ class IndexedDataset(HostNames):
 
     def __getstate__(self) -> tuple[str, bool, str]:
         # Absolute: a worker may have another working directory.
-        return str(Path(self.prefix).absolute()), self.multimodal, self._index.ends_digest()
+        return str(Path(self.prefix).absolute()), self.multimodal, self.ends_digest
 
     def __setstate__(self, state: tuple[str, bool, str]) -> None:
         prefix, multimodal, ends_digest = state
         IndexedDataset.__init__(self, prefix, multimodal)
-        if self._index.ends_digest() != ends_digest:
+        if self.ends_digest != ends_digest:
             raise FormatError(f"{prefix} was replaced since it was pickled; start the run again")
 
     def __repr__(self) -> str:

@@ -56,7 +56,7 @@ std::int64_t will_need_samples(Span<const GatherSource> sources, Span<const Samp
     std::vector<Segment> segments;
     std::vector<Pages> wanted;
     for (const SampleRef& sample : samples) {
-        const GatherSource& source = sources[sample.source];
+        const GatherSource& source = sources[sample.shard];
         segments.clear();
         read_segments(source, sample, segments);
         for (const Segment& segment : segments) {
