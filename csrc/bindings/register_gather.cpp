@@ -149,6 +149,24 @@ class Gatherer {
         return will_need_samples(sources_, locate_samples(sources_, samples, num_lists_));
     }
 
+    py::tuple token_ranges(const Array<std::int64_t>& sample_ids) const {
+        const auto samples = view(sample_ids, "sample_ids");
+        std::vector<std::int64_t> source;
+        std::vector<std::int64_t> begin;
+        std::vector<std::int64_t> end;
+        {
+            const py::gil_scoped_release release;
+            for (const TokenRange& range : megapack::token_ranges(
+                     sources_, locate_samples(sources_, samples, num_lists_))) {
+                source.push_back(range.source);
+                begin.push_back(range.begin);
+                end.push_back(range.end);
+            }
+        }
+        return py::make_tuple(to_numpy(std::move(source)), to_numpy(std::move(begin)),
+                              to_numpy(std::move(end)));
+    }
+
     void read_exactly() const { megapack::read_exactly(sources_); }
 
   private:
@@ -179,6 +197,7 @@ void register_gather(py::module_& m) {
              py::arg("loss_mask").noconvert(), py::arg("position_ids").noconvert(),
              py::arg("per_row"), py::arg("num_cu_seqlens"))
         .def("count_labels", &Gatherer::count, py::arg("sample_ids").noconvert())
+        .def("token_ranges", &Gatherer::token_ranges, py::arg("sample_ids").noconvert())
         .def("will_need", &Gatherer::will_need, py::arg("sample_ids").noconvert())
         .def("read_exactly", &Gatherer::read_exactly);
 }
