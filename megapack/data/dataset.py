@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
@@ -14,6 +15,7 @@ from torch.utils.data import Dataset
 from megapack import _core
 from megapack.data.batch import Batch, BatchLayout, Buffers, allocate, weigh
 from megapack.data.program import Stage
+from megapack.data.remote_reads import RemoteReads
 from megapack.data.scores import Scores
 from megapack.data.source import SampleSource
 from megapack.data.window import Bounds, check_windows, cut_bounds
@@ -39,6 +41,7 @@ _ABOUT = (
     "loss_weights",
     "attention_window",
 )
+_MADE = ("_gatherer", "_label_reads", "remote_reads", "samples")  # of all the rest
 
 
 class PackedDataset(Dataset[Batch]):
@@ -141,8 +144,8 @@ class PackedDataset(Dataset[Batch]):
         self._max_cu_seqlens: dict[BatchLayout, int] = {}
         for dataset, labels, index in zip(self.datasets, self.label_datasets, indices, strict=True):
             self._gatherer.add_source(
-                tokens=dataset.tokens,
-                labels=None if labels is None else labels.tokens,
+                tokens=dataset.mapped_tokens,
+                labels=None if labels is None else labels.mapped_tokens,
                 index_bytes=dataset.index_bytes,
                 index_name=f"{dataset.prefix}.idx",
                 sample_segment_offsets=index.sample_segment_offsets,
@@ -150,19 +153,25 @@ class PackedDataset(Dataset[Batch]):
                 segment_begin=index.segment_begin,
                 segment_length=index.segment_length,
             )
+        self.remote_reads = RemoteReads(self._gatherer, self.datasets, self.label_datasets)
+        self._label_reads = RemoteReads(self._gatherer, self.label_datasets)
         self.samples = SampleSource(
             indices,
             **about,
             attention=self._options["attention"],
-            counter=self._gatherer.count_labels,
+            counter=self._count_labels,
         )
         check_windows(self.samples.windows, self._options["alignment"])
         lists = self.samples.exclusions
         for source, (documents, first) in enumerate(zip(lists.documents, lists.lists, strict=True)):
             self._gatherer.exclude(source, documents, first, lists.num_lists)
 
+    def _count_labels(self, sample_ids: NDArray[np.int64]) -> NDArray[np.int64]:
+        count = partial(self._gatherer.count_labels, sample_ids)
+        return self._label_reads.read(sample_ids, count)
+
     def __getstate__(self) -> dict[str, Any]:
-        state = {k: v for k, v in self.__dict__.items() if k not in ("_gatherer", "samples")}
+        state = {k: v for k, v in self.__dict__.items() if k not in _MADE}
         about = {name: getattr(self.samples, name) for name in _ABOUT}
         return {**state, "indices": self.samples.indices, "about": about}
 
@@ -230,6 +239,8 @@ class PackedDataset(Dataset[Batch]):
             IndexError: a sample that does not exist.
             FormatError: the index points outside the documents.
             ValueError: the samples do not fit the layout.
+            FormatError, ConfigError, OSError: remote tokens cannot be fetched
+                (``RemoteObject.read``).
         """
         ids = np.ascontiguousarray(sample_ids, np.int64)
         if capacity is None:
@@ -243,7 +254,8 @@ class PackedDataset(Dataset[Batch]):
         entries = 0  # as many as there are
         if layout.cu_seqlens == "padded":
             entries = layout.num_cu_seqlens or self.max_cu_seqlens(layout, attention_window)
-        gathered = self._gatherer.gather(
+        gather = partial(
+            self._gatherer.gather,
             ids,
             num_rows=rows,
             row_tokens=row_tokens,
@@ -252,7 +264,7 @@ class PackedDataset(Dataset[Batch]):
             num_cu_seqlens=0 if attention_window else entries,
             **buffers.arrays,
         )
-        bounds = Bounds(*gathered)
+        bounds = Bounds(*self.remote_reads.read(ids, gather))
         if attention_window:
             num_lists = rows if layout.cu_seqlens_per_row else 1
             bounds = cut_bounds(bounds, attention_window, num_lists=num_lists, entries=entries)
