@@ -156,8 +156,8 @@ class Gatherer {
         std::vector<std::int64_t> end;
         {
             const py::gil_scoped_release release;
-            for (const TokenRange& range : megapack::token_ranges(
-                     sources_, locate_samples(sources_, samples, num_lists_))) {
+            for (const TokenRange& range :
+                 megapack::token_ranges(sources_, locate_samples(sources_, samples, num_lists_))) {
                 source.push_back(range.source);
                 begin.push_back(range.begin);
                 end.push_back(range.end);

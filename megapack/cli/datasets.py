@@ -6,8 +6,9 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from megapack.errors import ConfigError
+from megapack.storage.remote import is_remote
 
-__all__ = ["dataset_prefixes"]
+__all__ = ["dataset_prefixes", "local_file"]
 
 COMPANIONS = (".bin", ".meta.json", ".idx.orig", ".lock", ".manifest.json")
 
@@ -33,3 +34,13 @@ def dataset_prefixes(names: Iterable[str]) -> list[str]:
         elif name.endswith(".bin") and not Path(name.removesuffix(".bin") + ".idx").exists():
             prefixes[name.removesuffix(".bin")] = None  # verify says that its .idx is missing
     return list(prefixes)
+
+
+def local_file(name: str, option: str) -> Path:
+    """The path of a file to be written. Raises ConfigError: it is an address."""
+    if is_remote(name):
+        raise ConfigError(
+            f"{name} cannot be written from here: give {option} a local name, and copy the result "
+            "with `megapack-build upload`"
+        )
+    return Path(name)

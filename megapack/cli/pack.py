@@ -19,13 +19,13 @@ from __future__ import annotations
 import argparse
 import json
 import textwrap
-from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
 from megapack.cli.arguments import Arguments, add_dataset_argument, add_shared, capacities, positive
 from megapack.cli.composition import print_composition
+from megapack.cli.datasets import local_file
 from megapack.cli.report import Work, note
 from megapack.errors import ConfigError
 from megapack.packing import (
@@ -38,6 +38,7 @@ from megapack.packing import (
 )
 from megapack.packing.checksums import checksum
 from megapack.storage.document_list import read_documents
+from megapack.storage.lengths import open_index
 from megapack.storage.mmididx import IndexFile
 from megapack.storage.replace import check_target
 from megapack.words import count, counted
@@ -91,8 +92,8 @@ def run(args: argparse.Namespace) -> int:
     given = {name: value for name, value in vars(args).items() if name in known}
     options = {"buckets": args.buckets, "preset": args.preset, "alignment": args.alignment}
     method = check_packing(args.strategy, parameters=given, **options)
-    output = Path(args.output or f"{args.prefix}.samples")
-    documents = IndexFile(f"{args.prefix}.idx")
+    output = local_file(args.output or f"{args.prefix}.samples", "--output")
+    documents = open_index(args.prefix)
     chosen = None if args.documents is None else _chosen(args.documents, documents)
 
     def difference() -> str | None:

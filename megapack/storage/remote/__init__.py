@@ -2,8 +2,8 @@
 
 - address: what is remote; client: one version of an object, read by ranges
 - checksums: ``<prefix>.checksums``, which tells that a range is right
-- cache: the directory; pool: threads that fetch; locks between processes; sparse: a file of which only some blocks are here;
-  eviction: room in it
+- cache: the directory; pool: threads that fetch; locks between processes; sparse: a file of which
+  only some blocks are here; eviction: room in it
 - tokens: a .bin as an array; opening: a dataset; upload: writing one
 """
 

@@ -91,7 +91,7 @@ def open_remote_pair(prefix: str) -> RemotePair:
         if checksums is None:
             log.info(
                 "%s has no %s: of what is read only lengths and versions are compared "
-                "(`megapack-build checksums` writes it)",
+                "(`megapack-build upload` writes it)",
                 prefix,
                 SUFFIX,
             )
@@ -139,7 +139,7 @@ def _check_sizes(prefix: str, checksums: BlockChecksums, bin_object: RemoteObjec
     if checksums.bin_bytes != bin_object.num_bytes:
         raise FormatError(
             f"{prefix}{SUFFIX} is of a .bin of {checksums.bin_bytes:,} bytes, the one that is "
-            f"there has {bin_object.num_bytes:,}: write it again (`megapack-build checksums`)"
+            f"there has {bin_object.num_bytes:,}: write it again (`megapack-build upload`)"
         )
 
 
