@@ -6,14 +6,15 @@
 
 PYTHON ?= python3
 VENV ?= .venv
-JOBS ?= 2
+JOBS ?= 3
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 # Commands of the virtual environment first, whatever the shell has on its PATH.
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
 .DEFAULT_GOAL := help
-.PHONY: help venv build demo test test-data test-hosts test-slurm lint format pytest gpu fuzz clean
+.PHONY: help venv build demo test test-data test-hosts test-cluster lint format pytest gpu faults
+.PHONY: fuzz clean
 
 help:
 	@sed -n 's/^# make/make/p' Makefile
@@ -54,7 +55,7 @@ format: $(VENV)/.dev
 	$(BIN)/clang-format -i csrc/bindings/* csrc/core/*/* tests/*/*.cpp
 
 pytest: build $(VENV)/.dev
-	$(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal
+	$(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal --durations=20
 
 test-data:
 	PYTHON=$(PYTHON) JOBS=$(JOBS) bash tests/data_only.sh
@@ -64,10 +65,12 @@ test-data:
 test-hosts: build $(VENV)/.dev $(VENV)/hosts $(VENV)/hosts-neox $(VENV)/hosts-mds
 	$(BIN)/python -m pytest -q -W ignore tests/hosts
 
-# launch/slurm.sh on a Slurm of one node, which it starts and stops: root, and Debian's slurmctld,
-# slurmd, slurm-client and munge.
-test-slurm: build $(VENV)/.dev
-	SLURM=1 $(BIN)/python -m pytest -v -W ignore tests/training/test_slurm.py
+# What starts daemons: launch/slurm.sh on a Slurm of one node, and two nodes that DeepSpeed reaches by
+# ssh, of which one is lost. Root, and Debian's slurmctld, slurmd, slurm-client, munge,
+# openssh-server, pdsh and iproute2.
+test-cluster: build $(VENV)/.dev
+	CLUSTER=1 $(BIN)/python -m pytest -v -W ignore tests/training/test_slurm.py \
+	    tests/training/test_two_nodes.py
 
 # Megatron-LM imports triton, whose kernels are not called on a CPU.
 $(VENV)/hosts: $(VENV)/.dev
@@ -85,6 +88,9 @@ $(VENV)/hosts-mds: $(VENV)/.dev
 # takes less than a minute, and the table comes last.
 bench-%: build $(VENV)/.dev
 	$(BIN)/python benchmarks/$*.py
+
+# A fault at a time, in real processes, beside a plain DeepSpeed loop; root for two of them.
+faults: bench-faults
 
 # What the papers claim, trained again: within 40 minutes; ONLY=atom_size,... chooses, SCALE=gpu.
 bench-papers: build $(VENV)/.dev

@@ -14,7 +14,7 @@ from functools import partial
 from common import quick, show, write_results
 from lengths import LAWS
 from papers.composition import atom_size, blog, bucketllm, seamless
-from papers.composition.rows import Row, compared, python_sources
+from papers.composition.rows import Lengths, Row, compared, python_sources
 
 from megapack.packing import pack
 
@@ -38,6 +38,7 @@ def all_rows(*, num_documents: int, num_files: int | None) -> list[Row]:
         *blog.strategies(),
         *blog.costs(),
         *goals(num_documents),
+        *every_strategy(law),
     ]
 
 
@@ -61,6 +62,25 @@ def goals(num_documents: int) -> list[Row]:
                 row("r_pad %", (None, 100 * metrics["padding_ratio"]), why=why),
                 row("r_cat", (None, metrics["concatenation_ratio"])),
             ]
+    return rows
+
+
+def every_strategy(lengths: Lengths) -> list[Row]:
+    """Padding, truncation and concatenation of all strategies on one corpus."""
+    rows = []
+    for strategy, buckets in (
+        *((name, [size]) for name in ("concat", "best_fit_decreasing") for size in (4096, 16384)),
+        *((name, [4096]) for name in ("first_fit_decreasing", "next_fit", "seamless", "pad")),
+        *((name, bucketllm.BUCKETS) for name in ("bucket", "bucket_v0", "bucket_llm", "decompose")),
+    ):
+        metrics = pack(lengths, strategy, buckets=buckets).metrics()
+        item = f"{strategy}, {buckets[0]}" + (f" to {buckets[-1]}" if len(buckets) > 1 else "")
+        row = partial(compared, "every strategy", "fineweb_edu_like", item)
+        rows += [
+            row("r_pad %", (None, 100 * metrics["padding_ratio"])),
+            row("r_tru %", (None, 100 * metrics["truncation_ratio"])),
+            row("r_cat", (None, metrics["concatenation_ratio"])),
+        ]
     return rows
 
 

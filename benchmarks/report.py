@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from common import RESULTS, cell
+from results_plots import draw, listed
 from results_summary import forest, summary
 
 DOCS = Path(__file__).parents[1] / "docs"
@@ -34,8 +35,11 @@ def main() -> None:
     if not runs:
         raise SystemExit(f"no result files in {RESULTS}; run `make bench-packing` or another first")
     about = {name: provenance(run) for name, run in runs.items()}
-    (DOCS / "results.md").write_text(summary(runs, about), encoding="utf-8")
-    forest(runs, DOCS / "images" / "results_forest.png")
+    images = DOCS / "images"
+    page = summary(runs, about, listed(runs))
+    (DOCS / "results.md").write_text(page, encoding="utf-8")
+    forest(runs, images / "results_forest.png")
+    draw(runs, images)
     papers = [run for name, run in runs.items() if name.startswith(PAPERS)]
     pages = {name: section(run) for name, run in runs.items() if not name.startswith(PAPERS)}
     pages |= {"papers": papers_section(papers)} if papers else {}
@@ -52,9 +56,15 @@ def newest_runs(folder: Path) -> dict[str, dict[str, Any]]:
     return dict(sorted(newest.items()))
 
 
-def says(run: dict[str, Any]) -> tuple[bool, str]:
-    """Sorts runs by how much they say: quick ones first, then by date."""
-    return not run["quick"], run["date"]
+def says(run: dict[str, Any]) -> tuple[bool, bool, str]:
+    """Sorts runs by how much they say: quick ones first, long ones last, then by date."""
+    return not run["quick"], scale_of(run) == "long", run["date"]
+
+
+def scale_of(run: dict[str, Any]) -> str:
+    """What SCALE said; "cpu" also where a benchmark has no scales."""
+    results = run["results"]
+    return str(results.get("scale", "cpu")) if isinstance(results, dict) else "cpu"
 
 
 def log(runs: dict[str, dict[str, Any]]) -> None:
@@ -76,8 +86,9 @@ def papers_section(recipes: list[dict[str, Any]]) -> str:
         "",
         f"What the papers claim, trained and counted again: {count['yes']} claims agree, "
         f"{count['no']} do not, {count['undecided']} are undecided at this scale. A difference is "
-        "judged by the 95 % interval of the mean of paired seeds (`benchmarks/papers/claims.py`); "
-        "+- is the standard deviation over seeds.",
+        "judged by the 95 % interval of the mean of paired seeds (`benchmarks/papers/claims.py`), "
+        "in the recipe on packings also by Holm's correction over all claims of the recipe, which "
+        "logs of before it lack; +- is the standard deviation over seeds.",
         "",
     ]
     for run in recipes:
@@ -91,7 +102,7 @@ def recipe_section(run: dict[str, Any]) -> Iterator[str]:
     name = run["benchmark"].removeprefix(PAPERS).removesuffix("-gpu")
     yield from (f"### {results['title']}", "")
     size = "QUICK=1 " if run["quick"] else ""
-    scale = "SCALE=gpu " if results.get("scale") == "gpu" else ""
+    scale = "" if scale_of(run) in ("cpu", "quick") else f"SCALE={scale_of(run)} "
     command = f"{size}{scale}ONLY={name} make bench-papers"
     yield f"`{command}`, {provenance(run)}; {results['seconds']} s."
     if run["quick"]:
@@ -104,7 +115,7 @@ def recipe_section(run: dict[str, Any]) -> Iterator[str]:
     yield ""
     yield from table(results["claims"], "")
     yield from table(results.get("rows", []), "measured")
-    if results.get("scale") == "cpu" and not run["quick"]:
+    if "seeds" in results and scale_of(run) != "gpu" and not run["quick"]:
         for path in sorted((DOCS / "images" / "papers").glob(f"{name}*.png")):
             yield f"![{path.stem.replace('_', ' ')}](../images/papers/{path.name})"
         yield ""

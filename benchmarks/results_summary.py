@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,8 @@ with the paper's figure beside ours and the reason where they differ: [papers](r
 ## Ten questions
 
 A verdict (yes, no, undecided) is whether the claim holds by the 95 % interval of the mean of paired
-seeds; models are tiny, seeds few, and no correction is made for the number of claims.
+seeds, in the recipe on packings after Holm's correction for the number of its claims (the other
+logs are older and have none); models are tiny and seeds few.
 """
 
 
@@ -200,8 +201,11 @@ QUESTIONS = (
 )
 
 
-def summary(runs: Mapping[str, dict[str, Any]], about: Mapping[str, str]) -> str:
-    """The page; ``about`` says of each benchmark where, when and with what it ran."""
+def summary(
+    runs: Mapping[str, dict[str, Any]], about: Mapping[str, str], plots: Sequence[str] = ()
+) -> str:
+    """The page; ``about`` says of each benchmark where, when and with what it ran, ``plots`` are
+    its pictures in markdown."""
     claims = [
         (name.removeprefix("papers-"), claim)
         for name, run in runs.items()
@@ -214,7 +218,7 @@ def summary(runs: Mapping[str, dict[str, Any]], about: Mapping[str, str]) -> str
     lines += [
         "Change of the held-out perplexity against the first arm of its recipe; bars are 95 %"
     ]
-    lines += ["intervals over paired seeds.", "", "## What did not hold", ""]
+    lines += ["intervals over paired seeds.", "", *plots, "", "## What did not hold", ""]
     lines += ["| claimed by | claim | measured |", "|---|---|---|"]
     for name, claim in claims:
         if claim["agrees"] == "no" and name != "composition":

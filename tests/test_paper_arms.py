@@ -13,7 +13,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 
 from papers import ranks
-from papers.recipes import bucketllm, masking, steps
+from papers.recipes import bucketllm, masking, packing, steps
 from papers.recipes.bucketllm import CURRICULUM, MASKED
 from papers.recipes.masking import (
     ACROSS,
@@ -24,6 +24,17 @@ from papers.recipes.masking import (
     LEARNED_UNBROKEN,
     RESTARTED,
     UNBROKEN,
+)
+from papers.recipes.packing import (
+    CLASSIC_LLM,
+    CLASSIC_ONE,
+    CONCAT,
+    CONCAT_SHORT,
+    FIT,
+    FIT_CUT,
+    FIT_SHORT,
+    MIXED,
+    ONE,
 )
 from papers.recipes.steps import ANY, MEANS, ON, PADDED, PADDED_MEANS
 from papers.runs import SCALES, Result, Run
@@ -54,6 +65,15 @@ BELOW: dict[ModuleType, dict[str, tuple[str, str]]] = {
         "its curriculum grow-P2": (CURRICULUM, "DD"),
         "attention inside documents makes bucket better": (MASKED, "bucket"),
     },
+    packing: {
+        "best fit makes a better model than concatenation": (FIT, CONCAT),
+        "with masks longer samples are better": (CONCAT, CONCAT_SHORT),
+        "whole documents do better when some are cut": (FIT_CUT, FIT),
+        "several buckets in a step make a better model than one": (MIXED, ONE),
+        "masks make bucket better": (ONE, CLASSIC_ONE),
+        "without masks bucket makes a better model": (CLASSIC_ONE, packing.CLASSIC),
+        "BucketLLM makes a better model than concat of 8k": (CLASSIC_LLM, packing.CLASSIC),
+    },
     steps: {
         "with padding, equal weights of tokens make a better model": (PADDED, PADDED_MEANS),
         "one bucket for all ranks makes steps even": (
@@ -79,6 +99,12 @@ ALIKE: dict[ModuleType, dict[str, tuple[str, str]]] = {
     bucketllm: {
         "BucketLLM and v0 train equally good models": ("BucketLLM", "BucketLLM-v0"),
         "bucket, the default here, is as good as BucketLLM": ("bucket", "BucketLLM"),
+    },
+    packing: {
+        "whole documents (best_fit, 16k) do as well": (FIT, CONCAT),
+        "the same with samples of 4k": (FIT_SHORT, CONCAT_SHORT),
+        "bucket with mixed steps does as well as concat": (MIXED, CONCAT),
+        "bucket with mixed steps does as well as best_fit": (MIXED, FIT),
     },
     steps: {
         "steps of one bucket cost no quality": (ON, ANY),

@@ -11,24 +11,28 @@ from typing import Any
 import pytest
 import torch
 
+from megapack.packing.strategies import STRATEGIES
+
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 
 from papers import corpus
 from papers import runs as harness
 from papers.corpus import Corpus
 from papers.ranks import mean_of_ranks
-from papers.recipes import bucketllm, masking, steps
+from papers.recipes import bucketllm, masking, packing, steps
 from papers.runs import SCALES, Result, Run, run_all, worker_pool
 
 RECIPES = {
     "bucketllm": bucketllm,
     "masking": masking,
+    "packing": packing,
     "steps": steps,
 }
 # What an arm may change, and nothing else.
 SWITCHES = {
     "bucketllm": {"strategy", "buckets", "parameters", "config.data"},
     "masking": {"config.data", "config.model"},
+    "packing": {"strategy", "buckets", "config.data", "corpus"},
     "steps": {"strategy", "buckets", "config.data", "change", "probe"},
 }
 
@@ -51,6 +55,7 @@ def test_arms_have_the_same_seeds_and_differ_only_in_their_switches(name: str, s
     first = flat(runs[0])
     seeds = [run.seed for run in by_arm[runs[0].name]]
     assert set(scale.seeds) <= set(seeds)
+    assert {run.strategy for run in runs} <= STRATEGIES.keys()
     for group in by_arm.values():
         assert [run.seed for run in group] == seeds, run.name
         for run in group:
@@ -125,7 +130,7 @@ def test_each_recipe_runs_measures_claims_and_draws(work: Path) -> None:
         for name, recipe in RECIPES.items()
     }
     # One arm of each is trained; what is computed from arms takes its results for all of them.
-    arms = ("BucketLLM", masking.DEFAULT, steps.ON)
+    arms = ("BucketLLM", masking.DEFAULT, packing.MIXED, steps.ON)
     chosen = [
         next(r for r in g if r.name == arm) for g, arm in zip(runs.values(), arms, strict=True)
     ]
@@ -139,7 +144,7 @@ def test_each_recipe_runs_measures_claims_and_draws(work: Path) -> None:
         compared = [claim for claim in claims if "gradient" not in claim.claim]
         assert {claim.agrees for claim in compared} == {"undecided"}, "one seed decides nothing"
         recipe.plots(results, work / "figures")
-    assert len(list((work / "figures").glob("*.png"))) == 4
+    assert len(list((work / "figures").glob("*.png"))) == 6
     probe = trained["steps"].summary["probe"]
     assert probe["gradient"] < 1e-5
     assert all(len(step) == 4 for times in probe["times"].values() for step in times)

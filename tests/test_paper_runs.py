@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 import report
 from papers import all as everything
 from papers import corpus, invented_facts, runs
-from papers.claims import alike, difference, less, near, shown
+from papers.claims import alike, below, corrected, difference, less, near, same, shown
 from papers.corpus import Corpus
 from papers.recipes import atom_size, seamless
 from papers.runs import SCALES, Result, Run, run_all, worker_pool
@@ -200,6 +200,27 @@ def test_seamless_packing_is_judged_by_what_was_measured(work: Path) -> None:
     assert len(list((work / "images").glob("seamless_*.png"))) == 2
 
 
+def test_a_verdict_among_many_needs_more_than_one_that_stands_alone() -> None:
+    """Holm's correction: the smallest p is held to 5 % over the number of claims, and so on."""
+    base = [10.0, 10.2, 9.9, 10.1, 10.0, 9.8]
+    clear, weak = [x - 1 for x in base], [x - d for x, d in zip(base, (0, 3, 1, 2, 0.5, 1.5))]  # noqa: B905
+    words = {"source": "", "claim": "", "paper": "", "why": ""}
+    strong, lone = below(clear, base, **words), below(weak, base, **words)
+    assert strong.agrees == lone.agrees == "yes"
+    assert strong.p is not None and strong.p < 1e-6
+    assert lone.p is not None and 0.05 / 4 < lone.p < 0.05
+    assert [claim.agrees for claim in corrected([lone])] == ["yes"]
+    assert [claim.agrees for claim in corrected([lone, strong])] == ["yes", "yes"]
+    nothing = below(base, base[::-1], **words)
+    assert nothing.agrees == "undecided"
+    many = corrected([nothing, lone, strong, nothing])
+    assert [claim.agrees for claim in many] == ["undecided", "undecided", "yes", "undecided"]
+    alike_ones = same(base, [x * 1.001 for x in base], within=0.05, **words)
+    assert alike_ones.agrees == "yes" and alike_ones.p is not None and alike_ones.p < 0.001
+    apart = same([2 * x for x in base], base, within=0.05, **words)
+    assert apart.agrees == "no" and apart.p is not None and apart.p < 0.001
+
+
 def test_a_wrong_choice_of_recipes_or_scale_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("QUICK", raising=False)
     monkeypatch.setenv("ONLY", "atom_size,atoms")
@@ -208,12 +229,30 @@ def test_a_wrong_choice_of_recipes_or_scale_is_named(monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("ONLY", "seamless,atom_size")
     assert everything.chosen_recipes() == ["atom_size", "seamless"]
     monkeypatch.setenv("SCALE", "laptop")
-    with pytest.raises(SystemExit, match="SCALE is 'laptop'; choose cpu or gpu"):
+    with pytest.raises(SystemExit, match="SCALE is 'laptop'; choose cpu, long or gpu"):
         everything.chosen_scale()
     if not torch.cuda.is_available():
         monkeypatch.setenv("SCALE", "gpu")
         with pytest.raises(SystemExit, match="SCALE=gpu needs a CUDA device"):
             everything.chosen_scale()
+    monkeypatch.setenv("SCALE", "long")
+    monkeypatch.setenv("SEEDS", "3")
+    assert everything.chosen_scale() == dataclasses.replace(SCALES["long"], seeds=(0, 1, 2))
+    monkeypatch.setenv("SEEDS", "0")
+    with pytest.raises(SystemExit, match="SEEDS is '0'; it is a number of seeds"):
+        everything.chosen_scale()
+
+
+def test_a_share_of_the_training_documents_is_cut_and_no_text_is_lost(work: Path) -> None:
+    def texts(of: Corpus, split: str) -> list[str]:
+        lines = (corpus.prepare(of).train.parent / f"{split}.jsonl").read_text().splitlines()
+        return [json.loads(line)["text"] for line in lines]
+
+    cut = dataclasses.replace(PROSE, cut=0.3)
+    whole, parts = texts(PROSE, "train"), texts(cut, "train")
+    assert "".join(parts) == "".join(whole)
+    assert 0.1 < len(parts) / len(whole) - 1 < 0.5
+    assert texts(cut, "valid") == texts(PROSE, "valid"), "what is scored stays whole"
 
 
 def test_the_report_counts_verdicts_and_marks_a_quick_run_as_no_evidence() -> None:

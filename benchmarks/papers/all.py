@@ -2,6 +2,8 @@
 
     make bench-papers                      # all recipes, 2 CPU cores, within 40 minutes
     QUICK=1 make bench-papers              # a handful of steps of one seed: the code, no evidence
+    SCALE=long ONLY=packing make bench-papers   # more seeds and steps, up to three hours
+    SEEDS=4 make bench-papers              # as many seeds; more of them later keep what is done
     SCALE=gpu make bench-papers            # larger models on one GPU
     ONLY=atom_size,seamless make bench-papers
 
@@ -26,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import composition
 from common import quick, show, write_results
-from papers.claims import Claim
+from papers.claims import Claim, corrected
 from papers.composition.rows import Row
 from papers.corpus import WORK
 from papers.runs import SCALES, Scale, run_all, worker_pool
@@ -66,7 +68,7 @@ def replay(name: str, scale: Scale, pool: Executor) -> tuple[dict[str, Any], lis
     runs = recipe.runs(scale)
     print(f"\n{recipe.TITLE}: {len(runs)} runs", flush=True)
     results = run_all(runs, pool)
-    recipe.plots(results, IMAGES if scale.name == "cpu" else WORK / f"plots-{scale.name}")
+    recipe.plots(results, IMAGES if scale.name in ("cpu", "long") else WORK / f"plots-{scale.name}")
     rows = recipe.rows(results)
     show(recipe.TITLE, rows)
     found = {
@@ -79,7 +81,7 @@ def replay(name: str, scale: Scale, pool: Executor) -> tuple[dict[str, Any], lis
         "seconds": round(sum(r.summary["seconds"] for r in results) / scale.workers),
         "rows": rows,
     }
-    return found, recipe.claims(results)
+    return found, corrected(recipe.claims(results))
 
 
 def device(scale: Scale) -> str:
@@ -92,10 +94,10 @@ def device(scale: Scale) -> str:
 
 
 def chosen_scale() -> Scale:
-    """QUICK=1, SCALE=cpu (default) or SCALE=gpu."""
+    """QUICK=1, SCALE=cpu (default), SCALE=long or SCALE=gpu."""
     name = os.environ.get("SCALE", "cpu")
-    if name not in ("cpu", "gpu"):
-        raise SystemExit(f"SCALE is {name!r}; choose cpu or gpu (QUICK=1 is the smallest)")
+    if name not in ("cpu", "long", "gpu"):
+        raise SystemExit(f"SCALE is {name!r}; choose cpu, long or gpu (QUICK=1 is the smallest)")
     if quick():
         return SCALES["quick"]
     if name == "gpu":
@@ -103,7 +105,12 @@ def chosen_scale() -> Scale:
 
         if not torch.cuda.is_available():
             raise SystemExit("SCALE=gpu needs a CUDA device, and torch finds none")
-    return SCALES[name]
+    scale, seeds = SCALES[name], os.environ.get("SEEDS")
+    if seeds is None:
+        return scale
+    if not seeds.isdecimal() or int(seeds) < 1:
+        raise SystemExit(f"SEEDS is {seeds!r}; it is a number of seeds, at least 1")
+    return dataclasses.replace(scale, seeds=tuple(range(int(seeds))))
 
 
 def chosen_recipes() -> list[str]:

@@ -2,14 +2,16 @@
 
 Seeds are paired: run i of both sides has the same initial weights and the same documents. The rule:
 the 95 % confidence interval of the mean difference (Student's t over the seeds) must lie on one
-side. If it holds zero, or there is one seed only, the claim is undecided at this scale.
+side. If it holds zero, or there is one seed only, the claim is undecided at this scale. A recipe
+makes many claims, so what the interval decides stands only if it does by Holm's correction over all
+claims of the recipe, too (Holm 1979): a wrong verdict anywhere in a table has a chance of 5 %.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import fmean, stdev
 from typing import Any, Literal
 
@@ -21,6 +23,7 @@ __all__ = [
     "Verdict",
     "alike",
     "below",
+    "corrected",
     "difference",
     "less",
     "near",
@@ -44,6 +47,8 @@ class Claim:
         measured: ours, with spread and number of seeds.
         agrees: by the rule of this module; None where there is nothing to compare.
         why: why one should believe it, or what limits it.
+        p: chance of seeds that decide as much if there is nothing to decide; None where no seeds
+            are compared.
     """
 
     source: str
@@ -52,6 +57,7 @@ class Claim:
     measured: str
     agrees: Verdict | None
     why: str
+    p: float | None = None
 
 
 @dataclass(frozen=True)
@@ -71,6 +77,18 @@ class Difference:
         return self.mean + self.half_width
 
 
+def corrected(claims: Sequence[Claim]) -> list[Claim]:
+    """Claims whose verdict does not stand by Holm's correction are undecided."""
+    tested = sorted((i for i, claim in enumerate(claims) if claim.p is not None), key=lambda i:
+                    claims[i].p or 0.0)  # fmt: skip
+    found, stands = list(claims), True
+    for rank, i in enumerate(tested):
+        stands = stands and (claims[i].p or 0.0) <= (1 - CONFIDENCE) / (len(tested) - rank)
+        if not stands:
+            found[i] = replace(claims[i], agrees="undecided")
+    return found
+
+
 def difference(a: Sequence[float], b: Sequence[float]) -> Difference:
     """Of ``a - b``, seed by seed.
 
@@ -84,6 +102,18 @@ def difference(a: Sequence[float], b: Sequence[float]) -> Difference:
         return Difference(pairs[0], math.inf, 1)
     quantile = float(stats.t.ppf(0.5 + CONFIDENCE / 2, len(pairs) - 1))
     return Difference(fmean(pairs), quantile * stdev(pairs) / math.sqrt(len(pairs)), len(pairs))
+
+
+def _chance(a: Sequence[float], b: Sequence[float], limits: tuple[float, ...]) -> float:
+    """Two-sided p of the verdict: that the mean of ``a - b`` is on this side of every limit."""
+    found = difference(a, b)
+    if found.num_seeds == 1:
+        return 1.0
+    quantile = float(stats.t.ppf(0.5 + CONFIDENCE / 2, found.num_seeds - 1))
+    error = found.half_width / quantile or math.ulp(1.0)
+    tails = [float(stats.t.sf(abs(found.mean - at) / error, found.num_seeds - 1)) for at in limits]
+    inside = min(limits) <= found.mean <= max(limits)
+    return 2 * (max(tails) if inside else min(tails))
 
 
 def less(a: Sequence[float], b: Sequence[float]) -> Verdict:
@@ -123,18 +153,20 @@ def shown(values: Sequence[float], digits: int = 2) -> str:
 
 def below(low: Sequence[float], high: Sequence[float], **words: Any) -> Claim:
     """The claim that ``low`` is below ``high``; ``words`` as in ``_compared``."""
-    return _compared(low, high, less(low, high), **words)
+    return _compared(low, high, less(low, high), _chance(low, high, (0.0,)), **words)
 
 
 def same(a: Sequence[float], b: Sequence[float], *, within: float, **words: Any) -> Claim:
     """The claim that both are alike; ``words`` as in ``_compared``."""
-    return _compared(a, b, alike(a, b, within=within), **words)
+    limit = within * fmean(b)
+    return _compared(a, b, alike(a, b, within=within), _chance(a, b, (-limit, limit)), **words)
 
 
 def _compared(
     a: Sequence[float],
     b: Sequence[float],
     verdict: Verdict,
+    p: float,
     *,
     what: str = "validation perplexity",
     digits: int = 2,
@@ -143,4 +175,4 @@ def _compared(
 ) -> Claim:
     """Args: ``what`` the figures are, ``beside``: more that was measured; the rest as in Claim."""
     measured = f"{what} {shown(a, digits)} against {shown(b, digits)}{beside}".strip()
-    return Claim(measured=measured, agrees=verdict, **words)
+    return Claim(measured=measured, agrees=verdict, p=p, **words)

@@ -58,6 +58,8 @@ class Corpus:
     """Documents of other sizes are left out."""
     injected: tuple[str, ...] = ()
     """Texts of further training documents, in front of the others."""
+    cut: float = 0.0
+    """Share of the training documents that are two: cut somewhere, wherever a hash says."""
 
 
 @dataclass(frozen=True)
@@ -102,6 +104,7 @@ def prepare(corpus: Corpus) -> Prepared:
         return _ready[corpus]
     model, vocabulary = tokenizer()
     texts = _texts(corpus)
+    texts["train"] = [part for text in texts["train"] for part in _parts(text, corpus.cut)]
     content = [asdict(corpus), vocabulary, *([_digest(part) for part in texts[s]] for s in texts)]
     key = _digest(json.dumps(content))
     folder = WORK / "corpora" / key
@@ -160,6 +163,13 @@ def _texts(corpus: Corpus) -> dict[str, list[str]]:
         f"this installation has too little {corpus.domain}: {missing} bytes are missing; "
         "install more packages or take a smaller corpus"
     )
+
+
+def _parts(text: str, share: float) -> tuple[str, ...]:
+    """The text, or the two parts of it where its hash is among that share."""
+    chosen, place = (int(_digest(text)[i : i + 12], 16) / 16**12 for i in (0, 12))
+    at = round(place * len(text))
+    return (text[:at], text[at:]) if chosen < share and 0 < at < len(text) else (text,)
 
 
 @functools.cache

@@ -49,13 +49,17 @@ class Scale:
     seeds: tuple[int, ...]
     workers: int
 
-    def pick(self, *, cpu: Choice, quick: Choice, gpu: Choice) -> Choice:
-        """The value for this scale."""
-        return {"cpu": cpu, "quick": quick, "gpu": gpu}[self.name]
+    def pick(
+        self, *, cpu: Choice, quick: Choice, gpu: Choice, long: Choice | None = None
+    ) -> Choice:
+        """The value for this scale; ``long`` is as ``cpu`` unless it is given."""
+        longer = cpu if long is None else long
+        return {"cpu": cpu, "quick": quick, "gpu": gpu, "long": longer}[self.name]
 
 
 SCALES = {
     "cpu": Scale(name="cpu", seeds=(0, 1, 2), workers=2),
+    "long": Scale(name="long", seeds=tuple(range(8)), workers=2),
     "quick": Scale(name="quick", seeds=(0,), workers=2),
     "gpu": Scale(name="gpu", seeds=(0, 1, 2), workers=1),
 }

@@ -31,7 +31,7 @@ from megapack.training.model.training_model import TrainingModel
 from megapack.training.recipes import read_config
 from megapack.training.run.checkpoint import CheckpointStore
 from megapack.training.run.directory import RunDirectory
-from megapack.training.run.engine import start_engine
+from megapack.training.run.engine import start_engine, zero_3_configuration
 from megapack.training.run.export import end_token, export_model, tokenizer_of
 from megapack.training.run.inputs import Inputs, check_inputs, open_inputs, verify_samples
 from megapack.training.run.world import World, join, world
@@ -93,15 +93,24 @@ def train(config: PretrainConfig, here: World, run: RunDirectory, signals: StopS
     check_inputs(inputs, architecture, config.data.positions)
     tokenizer = tokenizer_of(config.model)
     model, attention = open_model(
-        config.model, config.engine, architecture, device=here.device, seed=config.seed
+        config.model,
+        config.engine,
+        architecture,
+        device=here.device,
+        seed=config.seed,
+        zero_3=zero_3_configuration(config, here.size),
     )
     logger.info("attention: %s, %s", attention.name, attention.reason)
     logger.info("model: %s, %s parameters", architecture.model_type, f"{model.num_parameters:,}")
 
     store = CheckpointStore(
-        run.checkpoints, here, keep=config.checkpoint.keep, zero_stage=config.engine.zero_stage
+        run.checkpoints,
+        here,
+        keep=config.checkpoint.keep,
+        zero_stage=config.engine.stage,
+        asynchronous=config.checkpoint.asynchronous,
     )
-    flops = ModelFlops.of(model, architecture)  # before ZeRO-3 divides the parameters
+    flops = ModelFlops.of(model, architecture)
     engine, start, changes = start_or_continue(config, here, inputs, model, store)
     if here.is_first:
         facts = {

@@ -13,7 +13,7 @@ from megatron.core import num_microbatches_calculator as calculator
 from megatron.core import parallel_state
 from megatron.core.datasets.blended_dataset import BlendedDataset
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
-from megatron.core.datasets.gpt_dataset import GPTDatasetConfig
+from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 from torch.utils.data import DataLoader
 
 from megapack.errors import ConfigError
@@ -114,6 +114,20 @@ def test_one_epoch_without_a_size_and_splits_without_common_documents(
     for part, index in zip((train, valid), indices, strict=True):
         assert len(part) * ROW >= int(index.segment_length.sum())
         assert len(part) % GLOBAL_BATCH == 0
+
+
+def test_validation_has_the_documents_that_the_stock_dataset_validates_on(
+    corpus: Path, tmp_path: Path
+) -> None:
+    """So models of both can be compared on one text, whatever --split says."""
+    for split in ("90,10,0", "70,17,13"):
+        stock = BlendedMegatronDatasetBuilder(
+            GPTDataset, [40, 20, 0], lambda: True, config(str(corpus / "web"), split=split)
+        ).build()
+        ours = build(config(str(corpus / "web.json"), tmp_path, split=split), [None, None, 0])
+        for theirs, part in zip(stock[:2], ours[:2], strict=True):
+            documents = np.unique(part.rows.packed.samples.indices[0].segment_document)
+            assert documents.tolist() == sorted(theirs.indices.tolist())
 
 
 def test_both_sources_are_split_alike(corpus: Path, tmp_path: Path) -> None:

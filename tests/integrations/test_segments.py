@@ -2,60 +2,18 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.data import default_collate
 
 from megapack.errors import ConfigError
 from megapack.integrations import segments
+from tests.hosts.flash import flash_attn_func, flash_attn_varlen_func
 from tests.integrations.samples import make_row
-
-# flash-attn's two functions by their documented meaning, in plain torch (flash-attn needs a GPU).
-
-
-def flash_attn_func(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-) -> Tensor:
-    """q ``(batch, row, heads, dim)``, k and v with fewer heads."""
-    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    out = F.scaled_dot_product_attention(
-        q, k, v, is_causal=causal, scale=softmax_scale, enable_gqa=True
-    )
-    return out.transpose(1, 2)
-
-
-def flash_attn_varlen_func(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-) -> Tensor:
-    """q ``(tokens, heads, dim)``."""
-    assert cu_seqlens_q.dtype == cu_seqlens_k.dtype == torch.int32
-    bounds = cu_seqlens_q.tolist()
-    assert max_seqlen_q == max(b - a for a, b in itertools.pairwise(bounds))
-    parts = [
-        flash_attn_func(q[a:b][None], k[a:b][None], v[a:b][None], dropout_p, softmax_scale, causal)
-        for a, b in itertools.pairwise(bounds)
-    ]
-    return torch.cat([part[0] for part in parts])
 
 
 def host_broadcast_data(keys: Any, data: Any, datatype: torch.dtype) -> dict[str, Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import pickle
 import subprocess
@@ -12,7 +13,7 @@ import numpy as np
 import pytest
 from object_store import Line
 
-from megapack.data import PackedDataset
+from megapack.data import PackedDataset, load_blend
 from megapack.errors import ConfigError
 from megapack.packing import SampleIndex
 from megapack.storage import IndexedDataset, IndexedDatasetBuilder, read_document_lengths
@@ -56,6 +57,11 @@ def test_a_blend_may_be_near_and_far(line: Line, tmp_path: Path) -> None:
     address = put_dataset(tmp_path / "there", seed=2)
     expected = run([tmp_path / "here", tmp_path / "there"])
     assert run([tmp_path / "here", address]) == expected
+    blend = {"sources": [{"prefix": "here", "index": "here.samples"}]}
+    blend["sources"].append({"prefix": address, "index": f"{address}.samples"})
+    (tmp_path / "blend.yaml").write_text(json.dumps(blend))
+    opened = load_blend(tmp_path / "blend.yaml").open()
+    assert [item.prefix for item in opened.datasets] == [f"{tmp_path}/here", address]
 
 
 def test_labels_beside_the_documents_are_found_and_read(line: Line, tmp_path: Path) -> None:

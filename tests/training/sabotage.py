@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from megapack.training.run import engine
+from megapack.training.run.written import WrittenFiles
 from megapack.training.watch.batches import TimedBatches
 
 _NEW_NAMESPACE, _PRIVATE = 0x00020000, 0x44000  # CLONE_NEWNS, MS_REC | MS_PRIVATE
@@ -90,6 +91,18 @@ def small_disk(directory: str, size: str) -> None:
     assert not failed, os.strerror(ctypes.get_errno())
 
 
+def writes_wait_for(gate: str, tag: str) -> None:
+    """The disk takes nothing of this checkpoint until a file exists."""
+    original = WrittenFiles._write
+
+    def write(self: WrittenFiles, state_dict: Any, path: str) -> None:
+        while tag in path and not Path(gate).exists():
+            time.sleep(0.02)
+        original(self, state_dict, path)
+
+    WrittenFiles._write = write  # type: ignore[method-assign]
+
+
 FAULTS: dict[str, Callable[..., None]] = {
     f.__name__: f
     for f in (
@@ -99,5 +112,6 @@ FAULTS: dict[str, Callable[..., None]] = {
         nan_weight_after,
         stale_listing,
         small_disk,
+        writes_wait_for,
     )
 }

@@ -58,8 +58,8 @@ PartitionName=all Nodes={host} Default=YES MaxTime=INFINITE State=UP
 
 def missing() -> str | None:
     """Why there can be no Slurm here; None: there can."""
-    if not os.environ.get("SLURM"):
-        return "make test-slurm starts one"
+    if not os.environ.get("CLUSTER"):
+        return "make test-cluster starts one"
     if os.geteuid() != 0:
         return "this is not root"
     absent = [tool for tool in TOOLS if shutil.which(tool, path=_path()) is None]

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import os
 import re
+from pathlib import Path
 
 from megapack.errors import ConfigError
 
-__all__ = ["SCHEMES", "is_remote", "split"]
+__all__ = ["SCHEMES", "is_remote", "joined", "split"]
 
 SCHEMES = ("s3", "gs", "az", "https", "http", "file")
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
@@ -30,6 +31,11 @@ def is_remote(path: str | os.PathLike[str]) -> bool:
         known = ", ".join(f"{scheme}://" for scheme in SCHEMES)
         raise ConfigError(f"{os.fspath(path)}: addresses begin with one of {known}")
     return True
+
+
+def joined(folder: Path, path: str) -> str:
+    """A path as it is meant in a folder; an address is the same everywhere."""
+    return path if is_remote(path) else str(folder / path)
 
 
 def split(url: str) -> tuple[str, str]:

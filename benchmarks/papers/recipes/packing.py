@@ -1,0 +1,238 @@
+"""Which packing, at equal tokens: pieces or whole documents, one bucket a step or several, masks.
+
+No paper compares these under masks, and it is what a user has to decide: concatenate-and-chunk
+cuts documents and fills every step with a mixture of them, best fit keeps them whole, buckets keep
+them whole and choose which lengths a step holds. With attention inside documents all cost the same,
+token by token. A label is the next token of its document, also behind a cut, so no arm loses labels
+by its cuts. Steps hold twelve samples of the longest bucket.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from papers.claims import Claim, below, difference, same, shown
+from papers.corpus import Corpus
+from papers.figures import lines
+from papers.recipes.bucketllm import contexts, long_documents, seconds_in_all
+from papers.runs import Result, Run, Scale, by_name
+from papers.settings import WHOLE, Setting
+
+__all__ = ["EQUAL", "TITLE", "claims", "plots", "rows", "runs"]
+
+TITLE = "Which packing, at equal tokens"
+EQUAL = (
+    "model, initial weights, documents, optimizer, learning rates, tokens per step and steps (not "
+    "more than one epoch at SCALE=long); attention inside documents unless the line says without"
+)
+CONCAT, CONCAT_SHORT = "concat, 16k", "concat, 4k"
+FIT, FIT_SHORT = "best_fit, 16k", "best_fit, 4k"
+FIT_CUT = "best_fit, 16k, documents cut at random"
+ONE, MIXED = "bucket, one per step", "bucket, mix: micro_step"
+CLASSIC, CLASSIC_ONE, CLASSIC_LLM = (
+    "concat, 8k, without masks",
+    "bucket, one per step, without masks",
+    "BucketLLM, without masks",
+)
+STEP = 12  # samples of the longest bucket
+CUT = 0.2  # as many documents as concat of 16k cuts
+
+
+def runs(scale: Scale) -> list[Run]:
+    """Ten packings times seeds; those that the first question is about come first."""
+    setting = Setting(scale)
+    ladder = setting.ladder
+    largest, short, usual = ladder[-1:], ladder[2:3], ladder[3:4]
+    micro = 2 * ladder[-1]
+    mixed = {"mix": "micro_step", "micro_step_tokens": micro}
+    arms: list[tuple[str, str, tuple[int, ...], dict[str, Any]]] = [
+        (CONCAT, "concat", largest, {}),
+        (FIT, "best_fit_decreasing", largest, {}),
+        (ONE, "bucket", ladder, {}),
+        (MIXED, "bucket", ladder, mixed),
+        (FIT_CUT, "best_fit_decreasing", largest, {}),
+        (CLASSIC, "concat", usual, WHOLE),
+        (CLASSIC_ONE, "bucket", ladder, WHOLE),
+        (CONCAT_SHORT, "concat", short, {}),
+        (FIT_SHORT, "best_fit_decreasing", short, {}),
+        (CLASSIC_LLM, "bucket_llm", ladder, WHOLE),
+    ]
+    step = {"tokens_per_step": STEP * ladder[-1], "micro_batch_tokens": micro}
+    corpus = _corpus(setting)
+    steps = scale.pick(cpu=40, quick=1, gpu=60, long=200)
+    return [
+        Run(
+            recipe="packing",
+            name=name,
+            seed=seed,
+            corpus=replace(corpus, cut=CUT) if name == FIT_CUT else corpus,
+            strategy=strategy,
+            buckets=buckets,
+            config=setting.config(steps=steps, data={**step, **data}),
+            validate={"documents": setting.corpus, "long": long_documents(setting)},
+            valid_bucket=ladder[-1],
+            evaluate_every=max(1, steps // 5),
+            contexts=ladder,
+            contexts_of="long",
+        )
+        for group in (arms[:4], arms[4:7], arms[7:])
+        for seed in scale.seeds
+        for name, strategy, buckets, data in group
+    ]
+
+
+def _corpus(setting: Setting) -> Corpus:
+    """More of the documents of other recipes where the run is longer: no token comes twice."""
+    more = Corpus(
+        domain="prose", train_bytes=9_500_000, valid_bytes=90_000, min_bytes=40, max_bytes=2_600
+    )
+    usual = setting.corpus
+    return setting.scale.pick(cpu=usual, quick=usual, gpu=usual, long=more)
+
+
+def _scores(group: list[Result]) -> list[float]:
+    return [result.perplexity("documents") for result in group]
+
+
+def rows(results: list[Result]) -> list[dict[str, Any]]:
+    """One line per packing; changes are against concatenation with masks, in per cent."""
+    arms = by_name(results)
+    base = _scores(arms[CONCAT])
+    found = []
+    for name, group in arms.items():
+        gap = difference(_scores(group), base)
+        index = group[0].summary["index"]
+        by_context = [contexts(result) for result in group]
+        found.append(
+            {
+                "arm": name,
+                "padding_%": 100 * index["padding_ratio"],
+                "split_%": 100 * index["truncation_ratio"],
+                "perplexity": shown(_scores(group)),
+                "against_first_%": 100 * gap.mean / fmean(base),
+                "plus_minus_%": 100 * gap.half_width / fmean(base) if gap.num_seeds > 1 else None,
+                **{f"at_{n}": fmean(c[n] for c in by_context) for n in by_context[0]},
+                "tokens_per_second": fmean(r.summary["tokens"] / seconds_in_all(r) for r in group),
+            }
+        )
+    return found
+
+
+def claims(results: list[Result]) -> list[Claim]:
+    """What masks, whole documents and mixed steps are worth."""
+    scores = {name: _scores(group) for name, group in by_name(results).items()}
+    masks = "the same samples in the same order; only what attends to what differs"
+    tokens = "equal tokens, steps and learning rates, paired seeds; every document scored by itself"
+
+    def ours(claim: str, why: str = tokens) -> dict[str, str]:
+        return {"source": "this project", "claim": claim, "paper": "", "why": why}
+
+    return [
+        below(
+            scores[FIT],
+            scores[CONCAT],
+            source="Ding et al. 2024",
+            claim="best fit makes a better model than concatenation, masks in both",
+            paper="better at 2k to 8k, without masks",
+            why=tokens,
+        ),
+        same(
+            scores[FIT],
+            scores[CONCAT],
+            within=0.02,
+            **ours("whole documents (best_fit, 16k) do as well as cut ones (within 2 %)"),
+        ),
+        below(
+            scores[FIT_CUT],
+            scores[FIT],
+            **ours(
+                "whole documents do better when some are cut at random places",
+                "what concat may gain by its cuts: documents that begin in the middle",
+            ),
+        ),
+        same(
+            scores[FIT_SHORT],
+            scores[CONCAT_SHORT],
+            within=0.02,
+            **ours("the same with samples of 4k (within 2 %)"),
+        ),
+        below(
+            scores[CONCAT],
+            scores[CONCAT_SHORT],
+            **ours("with masks longer samples are better: concat of 16k than of 4k"),
+        ),
+        below(
+            scores[MIXED],
+            scores[ONE],
+            **ours("several buckets in a step make a better model than one", "the same samples"),
+        ),
+        same(
+            scores[MIXED],
+            scores[CONCAT],
+            within=0.02,
+            **ours("bucket with mixed steps does as well as concat, masks in both (within 2 %)"),
+        ),
+        same(
+            scores[MIXED],
+            scores[FIT],
+            within=0.02,
+            **ours("bucket with mixed steps does as well as best_fit (within 2 %)"),
+        ),
+        below(
+            scores[ONE],
+            scores[CLASSIC_ONE],
+            **ours("masks make bucket better", masks),
+        ),
+        below(
+            scores[CLASSIC_ONE],
+            scores[CLASSIC],
+            **ours("without masks bucket makes a better model than concat of 8k"),
+        ),
+        below(
+            scores[CLASSIC_LLM],
+            scores[CLASSIC],
+            source="BucketLLM Table 2",
+            claim="BucketLLM makes a better model than concat of 8k, a step of twelve 16k samples",
+            paper="accuracy 0.4359 against 0.4125",
+            why=tokens,
+        ),
+    ]
+
+
+def plots(results: list[Result], folder: Path) -> None:
+    """Validation perplexity over tokens, relative to the first arm, and by context length."""
+    arms = by_name(results)
+    at = {
+        name: list(zip(*(result.evaluations() for result in group), strict=True))
+        for name, group in arms.items()
+    }
+    means = {
+        name: [fmean(line["perplexity"] for line in step) for step in steps]
+        for name, steps in at.items()
+    }
+    tokens = [step[0]["tokens"] for step in at[CONCAT]]
+    lines(
+        folder / "packing_tokens.png",
+        {
+            name: (tokens, [100 * (a / b - 1) for a, b in zip(found, means[CONCAT], strict=True)])
+            for name, found in means.items()
+        },
+        x="tokens of training",
+        y=f"validation perplexity against {CONCAT} (%)",
+        marker="o",
+    )
+    by_context = {name: [contexts(r) for r in group] for name, group in arms.items()}
+    lines(
+        folder / "packing_contexts.png",
+        {
+            name: (list(found[0]), [fmean(c[n] for c in found) for n in found[0]])
+            for name, found in by_context.items()
+        },
+        x="context (tokens)",
+        y="perplexity of long documents",
+        marker="o",
+        log_x=True,
+    )
