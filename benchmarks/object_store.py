@@ -1,7 +1,9 @@
-"""A real S3 server on the loopback interface, and a line to it that is slow, narrow or broken.
+"""Servers on the loopback interface, and a line to them that is slow, narrow or broken.
 
-The server is moto's (a process of its own; pip installs it). ``Line`` is a proxy before it: it adds
-latency, shares a bandwidth among all connections, counts, and can fail as networks and stores do.
+``serve_objects`` is moto's S3 server, for tests. It copies the whole object for every range of it,
+so what is measured is read from ``serve_files``: aiohttp's file server, which answers GET and HEAD
+with ranges and ETags as S3 does, and takes any signature. ``Line`` is a proxy before either: it
+adds latency, shares a bandwidth among all connections, counts, and fails as networks and stores do.
 """
 
 from __future__ import annotations
@@ -10,17 +12,18 @@ import asyncio
 import contextlib
 import os
 import random
+import socket
 import subprocess
 import sys
 import threading
 import time
-import urllib.error
 import urllib.request
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 
-__all__ = ["Faults", "Line", "serve_objects", "use_store"]
+__all__ = ["BUCKET", "Faults", "Line", "serve_files", "serve_objects", "use_store"]
 
 BUCKET = "bucket"
 _CHUNK = 1 << 18
@@ -29,20 +32,32 @@ _Ends = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 @contextlib.contextmanager
 def serve_objects(port: int) -> Iterator[str]:
-    """Run the server with one empty bucket; its URL."""
-    url = f"http://127.0.0.1:{port}"
-    command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
+    """Run moto's server with one empty bucket; its URL."""
+    with _running(port, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)) as url:
+        request = urllib.request.Request(f"{url}/{BUCKET}", method="PUT")
+        urllib.request.urlopen(request, timeout=60).close()
+        yield url
+
+
+@contextlib.contextmanager
+def serve_files(port: int, folder: Path) -> Iterator[str]:
+    """Serve the folders in a folder as buckets, read-only; its URL."""
+    with _running(port, __file__, str(port), str(folder)) as url:
+        yield url
+
+
+@contextlib.contextmanager
+def _running(port: int, *arguments: str) -> Iterator[str]:
     quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-    server = subprocess.Popen(command, **quiet)
+    server = subprocess.Popen([sys.executable, *arguments], **quiet)
     try:
         while True:
             assert server.poll() is None, "the server ended"
             with contextlib.suppress(OSError):
-                request = urllib.request.Request(f"{url}/{BUCKET}", method="PUT")
-                urllib.request.urlopen(request, timeout=60).close()
+                socket.create_connection(("127.0.0.1", port)).close()
                 break
             time.sleep(0.05)
-        yield url
+        yield f"http://127.0.0.1:{port}"
     finally:
         server.kill()
         server.wait()
@@ -240,3 +255,11 @@ _ERRORS = {
     "slow_down": _error("503 Slow Down", "SlowDown"),
     "expired": _error("400 Bad Request", "ExpiredToken"),
 }
+
+
+if __name__ == "__main__":
+    from aiohttp import web
+
+    app = web.Application()
+    app.router.add_static("/", sys.argv[2])
+    web.run_app(app, host="127.0.0.1", port=int(sys.argv[1]))
