@@ -168,6 +168,23 @@ class Gatherer {
         return will_need_samples(sources_, located(samples));
     }
 
+    py::tuple token_ranges(const Array<std::int64_t>& sample_ids) const {
+        const auto samples = view(sample_ids, "sample_ids");
+        std::vector<std::int64_t> shard;
+        std::vector<std::int64_t> begin;
+        std::vector<std::int64_t> end;
+        {
+            const py::gil_scoped_release release;
+            for (const TokenRange& range : megapack::token_ranges(sources_, located(samples))) {
+                shard.push_back(range.shard);
+                begin.push_back(range.begin);
+                end.push_back(range.end);
+            }
+        }
+        return py::make_tuple(to_numpy(std::move(shard)), to_numpy(std::move(begin)),
+                              to_numpy(std::move(end)));
+    }
+
     // Also of what is opened from now on.
     void read_exactly() {
         reads_exactly_ = true;
@@ -214,6 +231,7 @@ void register_gather(py::module_& m) {
              py::arg("loss_mask").noconvert(), py::arg("position_ids").noconvert(),
              py::arg("per_row"), py::arg("num_cu_seqlens"))
         .def("count_labels", &Gatherer::count, py::arg("sample_ids").noconvert())
+        .def("token_ranges", &Gatherer::token_ranges, py::arg("sample_ids").noconvert())
         .def("will_need", &Gatherer::will_need, py::arg("sample_ids").noconvert())
         .def("read_exactly", &Gatherer::read_exactly);
 }

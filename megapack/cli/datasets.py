@@ -7,8 +7,9 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from megapack.errors import ConfigError
+from megapack.storage.remote import is_remote
 
-__all__ = ["dataset_prefixes"]
+__all__ = ["dataset_prefixes", "local_file"]
 
 COMPANIONS = (
     *(".bin", ".meta.json", ".idx.orig", ".lock", ".manifest.json", ".samples"),
@@ -50,3 +51,13 @@ def _expanded(names: Iterable[str]) -> Iterator[str]:
         if not found:
             raise ConfigError(f"{name} matches no file")
         yield from found
+
+
+def local_file(name: str, option: str) -> Path:
+    """The path of a file to be written. Raises ConfigError: it is an address."""
+    if is_remote(name):
+        raise ConfigError(
+            f"{name} cannot be written from here: give {option} a local name, and copy the result "
+            "with `megapack-build upload`"
+        )
+    return Path(name)

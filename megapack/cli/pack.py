@@ -26,13 +26,13 @@ from __future__ import annotations
 import argparse
 import json
 import textwrap
-from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
 from megapack.cli.arguments import Arguments, add_dataset_argument, add_shared, capacities, positive
 from megapack.cli.composition import print_composition
+from megapack.cli.datasets import local_file
 from megapack.cli.pack_shards import add_sharing, run_shards
 from megapack.cli.report import Work, note
 from megapack.errors import ConfigError
@@ -47,6 +47,7 @@ from megapack.packing import (
 from megapack.packing.checksums import checksum
 from megapack.packing.shard_manifest import is_shard_manifest
 from megapack.storage.document_list import read_documents
+from megapack.storage.lengths import open_index
 from megapack.storage.mmididx import IndexFile, prefix_of
 from megapack.storage.replace import check_target
 from megapack.words import count, counted
@@ -104,8 +105,8 @@ def run(args: argparse.Namespace) -> int:
         return run_shards(args, {"strategy": args.strategy, **options, **given})
     prefix = _only(args)
     method = check_packing(args.strategy, parameters=given, **options)
-    output = Path(args.output or f"{prefix}.samples")
-    documents = IndexFile(f"{prefix}.idx")
+    output = local_file(args.output or f"{prefix}.samples", "--output")
+    documents = open_index(prefix)
     chosen = None if args.documents is None else _chosen(args.documents, documents)
 
     def difference() -> str | None:

@@ -28,6 +28,7 @@ from megapack.data.scores import Scores
 from megapack.errors import ConfigError
 from megapack.packing.shard_manifest import is_shard_manifest, load_index
 from megapack.packing.shards import SourceIndex
+from megapack.storage.remote.address import joined
 
 __all__ = ["BlendConfig", "Source", "load_blend", "open_blend"]
 
@@ -89,15 +90,15 @@ class Source:
             )
 
     def relative_to(self, folder: Path) -> Source:
-        """The source with paths relative to the manifest's folder."""
+        """The source with paths relative to the manifest's folder; addresses stay."""
         return replace(
             self,
-            prefix=None if self.prefix is None else str(folder / self.prefix),
-            index=None if self.index is None else str(folder / self.index),
-            labels=self.labels if self.labels in ("auto", "none") else str(folder / self.labels),
-            valid_prefix=None if self.valid_prefix is None else str(folder / self.valid_prefix),
-            valid_index=None if self.valid_index is None else str(folder / self.valid_index),
-            scores=None if self.scores is None else str(folder / self.scores),
+            prefix=None if self.prefix is None else joined(folder, self.prefix),
+            index=None if self.index is None else joined(folder, self.index),
+            labels=self.labels if self.labels in ("auto", "none") else joined(folder, self.labels),
+            valid_prefix=None if self.valid_prefix is None else joined(folder, self.valid_prefix),
+            valid_index=None if self.valid_index is None else joined(folder, self.valid_index),
+            scores=None if self.scores is None else joined(folder, self.scores),
         )
 
     @property

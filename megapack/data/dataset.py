@@ -142,7 +142,7 @@ class PackedDataset(Dataset[Batch]):
             about["stages"], about["names"], [index.num_documents for index in indices]
         )
         shards = Shards(indices)
-        self._gathering = Gathering(
+        self.gathering = Gathering(
             shards, self.datasets, self.label_datasets, exclusions, self._options
         )
         self.samples = SampleSource(
@@ -151,12 +151,12 @@ class PackedDataset(Dataset[Batch]):
             shards=shards,
             exclusions=exclusions,
             attention=self._options["attention"],
-            counter=self._gathering.count_labels,
+            counter=self.gathering.count_labels,
         )
         check_windows(self.samples.windows, self._options["alignment"])
 
     def __getstate__(self) -> dict[str, Any]:
-        state = {k: v for k, v in self.__dict__.items() if k not in ("_gathering", "samples")}
+        state = {k: v for k, v in self.__dict__.items() if k not in ("gathering", "samples")}
         about = {name: getattr(self.samples, name) for name in _ABOUT}
         return {**state, "indices": self.samples.indices, "about": about}
 
@@ -224,6 +224,8 @@ class PackedDataset(Dataset[Batch]):
             IndexError: a sample that does not exist.
             FormatError: the index points outside the documents.
             ValueError: the samples do not fit the layout.
+            FormatError, ConfigError, OSError: remote tokens cannot be fetched
+                (``RemoteObject.read``).
         """
         ids = np.ascontiguousarray(sample_ids, np.int64)
         if capacity is None:
@@ -239,7 +241,7 @@ class PackedDataset(Dataset[Batch]):
             entries = layout.num_cu_seqlens or self.max_cu_seqlens(
                 layout, capacity, attention_window
             )
-        gathered = self._gathering.gather(
+        gathered = self.gathering.gather(
             ids,
             num_rows=rows,
             row_tokens=row_tokens,
@@ -282,15 +284,15 @@ class PackedDataset(Dataset[Batch]):
 
         Returns at once; bytes that were asked for, in whole pages. Raises as ``micro_batch`` does.
         """
-        return self._gathering.will_need(np.ascontiguousarray(sample_ids, np.int64))
+        return self.gathering.will_need(np.ascontiguousarray(sample_ids, np.int64))
 
     def read_exactly(self) -> None:
         """Have nothing read around what is asked for; in this process, from now on."""
-        self._gathering.read_exactly()
+        self.gathering.read_exactly()
 
     def documents(self, shard: int) -> IndexedDataset:
         """The documents of a shard (``samples.shard_of`` tells of which), opened if need be."""
-        return self._gathering.documents(shard)
+        return self.gathering.documents(shard)
 
     def count_labels(self, sample_ids: ArrayLike) -> NDArray[np.int64]:
         """Tokens of every sample that have a label (the sum of its loss_mask), int64."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -12,8 +13,10 @@ from numpy.typing import NDArray
 from megapack import _core
 from megapack.data.documents import ShardedDocuments, SourceDocuments
 from megapack.data.exclusions import Exclusions
+from megapack.data.remote_reads import RemoteReads
 from megapack.data.shards import Shards
 from megapack.storage import IndexedDataset
+from megapack.storage.remote import is_remote
 
 __all__ = ["Gathering"]
 
@@ -29,6 +32,9 @@ class Gathering:
         labels: of every source: labels beside its documents; those of shards are their own.
         exclusions: lists of excluded documents.
         options: of ``_core.Gatherer``.
+
+    Attributes:
+        is_remote: whether documents of any source lie in an object store.
     """
 
     def __init__(
@@ -51,19 +57,33 @@ class Gathering:
             num_lists=exclusions.num_lists,
             **options,
         )
+        self._reads = RemoteReads(self._gatherer)
+        self._label_reads = RemoteReads(self._gatherer)
+        self.is_remote = any(map(_is_remote, datasets))
         for shard in range(len(shards)):
             if shards.is_open(shard):
                 self.documents(shard)
 
     def gather(self, ids: Ids, **how: Any) -> Any:
-        """``_core.Gatherer.gather``."""
+        """``_core.Gatherer.gather``. Raises OSError, too, where tokens cannot be fetched."""
         self._open_for(ids)
-        return self._gatherer.gather(ids, **how)
+        return self._reads.read(ids, partial(self._gatherer.gather, ids, **how))
 
     def count_labels(self, ids: Ids) -> Ids:
         """int64 (len(ids),), tokens of every sample that have a label."""
         self._open_for(ids)
-        return self._gatherer.count_labels(ids)
+        return self._label_reads.read(ids, partial(self._gatherer.count_labels, ids))
+
+    def want(self, ids: Ids) -> int:
+        """Have fetched what ``gather`` will read from object stores; bytes of the blocks that hold
+        it. Returns at once where the shards are open."""
+        self._open_for(ids)
+        return self._reads.want(ids)
+
+    @property
+    def ahead_bytes(self) -> int:
+        """How much of that is asked for before it is needed."""
+        return self._reads.ahead_bytes
 
     def will_need(self, ids: Ids) -> int:
         """``_core.Gatherer.will_need``."""
@@ -104,8 +124,8 @@ class Gathering:
         )
         self._gatherer.open(
             shard,
-            tokens=dataset.tokens,
-            labels=None if labels is None else labels.tokens,
+            tokens=dataset.mapped_tokens,
+            labels=None if labels is None else labels.mapped_tokens,
             index_bytes=dataset.index_bytes,
             index_name=f"{dataset.prefix}.idx",
             sample_segment_offsets=index.sample_segment_offsets,
@@ -115,4 +135,12 @@ class Gathering:
             excluded=excluded,
             excluded_by=excluded_by,
         )
+        self._reads.add(shard, dataset, labels)
+        self._label_reads.add(shard, labels)
         return dataset
+
+
+def _is_remote(documents: SourceDocuments) -> bool:
+    if isinstance(documents, ShardedDocuments):
+        return any(is_remote(shard.prefix) for shard in documents.index.shards)
+    return is_remote(documents.prefix)
