@@ -204,9 +204,7 @@ def _client() -> Any:
         importlib.import_module("obstore.store")
         importlib.import_module("obstore.exceptions")
     except ImportError as error:
-        raise ConfigError(
-            "object stores are read with obstore: pip install 'megapack[remote]'"
-        ) from error
+        raise ConfigError("object stores are read with obstore: pip install obstore") from error
     return module
 
 
