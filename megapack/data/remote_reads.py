@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TypeVar
 
 import numpy as np
@@ -23,22 +23,30 @@ _CACHE_PART = 16  # of a cache, which all processes of a node share
 
 
 class RemoteReads:
-    """Of the sources of a gatherer that are remote.
+    """Of the shards of a gatherer that are remote.
 
     Args:
         gatherer: which knows where the tokens of a sample lie.
-        datasets: of every source those that are read, tokens or labels or both; None: none.
+        open_for: opens the shards of samples; called before they are wanted.
     """
 
     def __init__(
-        self, gatherer: _core.Gatherer, *datasets: Sequence[IndexedDataset | None]
+        self, gatherer: _core.Gatherer, open_for: Callable[[NDArray[np.int64]], None]
     ) -> None:
-        self._gatherer = gatherer
-        self._tokens = [
-            [d.tokens for d in of_source if d and isinstance(d.tokens, RemoteTokens)]
-            for of_source in zip(*datasets, strict=True)
-        ]
-        self.any = any(self._tokens)
+        self._gatherer, self._open_for = gatherer, open_for
+        self._tokens: dict[int, list[RemoteTokens]] = {}
+
+    def add(self, shard: int, *datasets: IndexedDataset | None) -> None:
+        """A shard that was opened: what is read of it, tokens or labels or both."""
+        arrays = [dataset.tokens for dataset in datasets if dataset is not None]
+        remote = [array for array in arrays if isinstance(array, RemoteTokens)]
+        if remote:
+            self._tokens[shard] = remote
+
+    @property
+    def any(self) -> bool:
+        """Whether one of those that are open is remote."""
+        return bool(self._tokens)
 
     @property
     def ahead_bytes(self) -> int:
@@ -51,6 +59,7 @@ class RemoteReads:
 
         Returns at once. Raises as the gather does.
         """
+        self._open_for(sample_ids)
         num_bytes = 0
         for tokens, blocks in self._blocks(sample_ids):
             tokens.want(blocks)
@@ -68,11 +77,11 @@ class RemoteReads:
     def _blocks(
         self, sample_ids: NDArray[np.int64]
     ) -> list[tuple[RemoteTokens, NDArray[np.int64]]]:
-        sources, begins, ends = self._gatherer.token_ranges(sample_ids)
-        bounds = np.searchsorted(sources, np.arange(len(self._tokens) + 1))
+        shards, begins, ends = self._gatherer.token_ranges(sample_ids)
+        found, first = np.unique(shards, return_index=True)
+        bounds = [*first.tolist(), len(shards)]
         return [
             (tokens, blocks_of(np.stack([begins[low:high], ends[low:high]]), tokens.dtype.itemsize))
-            for of_source, low, high in zip(self._tokens, bounds, bounds[1:], strict=False)
-            if low < high
-            for tokens in of_source
+            for shard, low, high in zip(found.tolist(), bounds, bounds[1:], strict=False)
+            for tokens in self._tokens.get(shard, ())
         ]

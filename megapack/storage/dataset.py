@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import mmap
 import operator
 import os
 from functools import cached_property
@@ -16,6 +15,7 @@ from numpy.typing import NDArray
 from megapack import _core
 from megapack.errors import FormatError
 from megapack.storage.hosts import HostNames
+from megapack.storage.mapping import map_file
 from megapack.storage.meta import difference_from_files, read_meta
 from megapack.storage.mmididx import IndexFile, dtype_of_code, path_of, prefix_of
 from megapack.storage.opening import identity_of
@@ -131,8 +131,7 @@ class IndexedDataset(HostNames):
     def _map_tokens(self, file: io.FileIO, count: int) -> NDArray[Any]:
         if count == 0:
             return np.zeros(0, self.dtype)
-        mapping = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        return np.frombuffer(mapping, self.dtype, count)
+        return map_file(file)[: count * self.dtype.itemsize].view(self.dtype)
 
     @property
     def mapped_tokens(self) -> NDArray[Any]:
@@ -266,6 +265,13 @@ class IndexedDataset(HostNames):
         """
         return self._index.fingerprint
 
+    @property
+    def ends_digest(self) -> str:
+        """Of the size, the beginning and the end of the .idx: tells files apart without reading
+        them (xxh3_64, in hexadecimal).
+        """
+        return self._index.ends_digest()
+
     @staticmethod
     def exists(prefix: str | os.PathLike[str]) -> bool:
         """Whether both files stand at the prefix."""
@@ -277,12 +283,12 @@ class IndexedDataset(HostNames):
     def __getstate__(self) -> tuple[str, bool, str]:
         # Absolute: a worker may have another working directory.
         prefix = self.prefix if is_remote(self.prefix) else str(Path(self.prefix).absolute())
-        return prefix, self.multimodal, self._index.ends_digest()
+        return prefix, self.multimodal, self.ends_digest
 
     def __setstate__(self, state: tuple[str, bool, str]) -> None:
         prefix, multimodal, ends_digest = state
         IndexedDataset.__init__(self, prefix, multimodal)
-        if self._index.ends_digest() != ends_digest:
+        if self.ends_digest != ends_digest:
             raise FormatError(f"{prefix} was replaced since it was pickled; start the run again")
 
     def __repr__(self) -> str:

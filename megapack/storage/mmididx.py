@@ -5,7 +5,6 @@ The byte layout stands in csrc/core/storage/mmididx.hpp; all that interprets byt
 
 from __future__ import annotations
 
-import mmap
 import os
 import struct
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from numpy.typing import DTypeLike, NDArray
 
 from megapack import _core
 from megapack.errors import ConfigError, FormatError
+from megapack.storage.mapping import map_file
 from megapack.storage.opening import Identity, identity_of, is_at, open_regular
 from megapack.storage.remote.address import is_remote
 
@@ -144,10 +144,8 @@ class IndexFile:
         self.name = os.fspath(path)
         with open_regular(path) as file:
             identity = identity_of(file)
-            self._buffer: mmap.mmap | bytes = (
-                mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if identity.num_bytes else b""
-            )
-        self.bytes: NDArray[np.uint8] = np.frombuffer(self._buffer, np.uint8)
+            self.bytes = map_file(file)
+        self._buffer = self.bytes.data  # for struct, to which an array is slow
         self.header = _parse_header(self.bytes, identity, self.name)
         self.num_sequences = self.header.num_sequences
         self.num_documents = self.header.num_documents

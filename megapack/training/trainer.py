@@ -22,6 +22,7 @@ from megapack.training.run.learning_rate import learning_rate
 from megapack.training.run.world import World
 from megapack.training.watch.batches import BatchTrace, TimedBatches
 from megapack.training.watch.monitor import Monitor
+from megapack.training.watch.profile import StepProfiler
 from megapack.training.watch.signals import Agreement, StopSignals
 from megapack.training.watch.work import StepWork
 
@@ -44,6 +45,7 @@ class Trainer:
         store: CheckpointStore,
         flops: ModelFlops,
         start: int,
+        profile: range | None = None,
     ) -> None:
         self.config, self.here, self.inputs, self.engine = config, here, inputs, engine
         self.run_dir, self.store, self.flops = run, store, flops
@@ -77,6 +79,7 @@ class Trainer:
             start=start,
             max_skipped=config.optimizer.max_skipped,
         )
+        self.profiler = StepProfiler(run.profile, here, profile)
         self.trace = BatchTrace(run, here, inputs.schedule) if config.logging.batches else None
 
     def note(self, done: int) -> None:
@@ -89,6 +92,7 @@ class Trainer:
         """Train to the end, to the step after a signal, or to ``stop_at``; which of them it was."""
         try:
             stopped = self.take_steps(signals)
+            self.profiler.close()
             self.save()
             self.monitor.close()
         except FloatingPointError:  # on all ranks alike, and what was begun before is good
@@ -103,7 +107,9 @@ class Trainer:
         """All that are left; whether a signal ended them."""
         agreement = Agreement(self.here.group)
         for step, micro_batches in self.batches.steps():
+            self.profiler.begin(step)
             self.take(step, micro_batches)
+            self.profiler.end(step)
             said = agreement.any(signals.received is not None, not self.store.is_written)
             stop, still_writing = said or (False, True)
             if stop:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from megapack.training.model.training_model import TrainingModel
 from megapack.training.run import engine
 from megapack.training.run.written import WrittenFiles
 from megapack.training.watch.batches import TimedBatches
@@ -91,6 +92,17 @@ def small_disk(directory: str, size: str) -> None:
     assert not failed, os.strerror(ctypes.get_errno())
 
 
+def slow_forward(seconds: float) -> None:
+    """Every forward takes so much longer."""
+    original = TrainingModel.forward
+
+    def forward(self: TrainingModel, *args: Any, **kwargs: Any) -> Any:
+        time.sleep(seconds)
+        return original(self, *args, **kwargs)
+
+    TrainingModel.forward = forward  # type: ignore[method-assign]
+
+
 def writes_wait_for(gate: str, tag: str) -> None:
     """The disk takes nothing of this checkpoint until a file exists."""
     original = WrittenFiles._write
@@ -112,6 +124,7 @@ FAULTS: dict[str, Callable[..., None]] = {
         nan_weight_after,
         stale_listing,
         small_disk,
+        slow_forward,
         writes_wait_for,
     )
 }

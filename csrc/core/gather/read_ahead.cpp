@@ -40,11 +40,11 @@ void add_pages(const TokenArray& array, const TokenRange& range, std::vector<Pag
 // Touching or overlapping ranges of a source become one.
 std::vector<TokenRange> merged(std::vector<TokenRange> ranges) {
     std::sort(ranges.begin(), ranges.end(), [](const TokenRange& a, const TokenRange& b) {
-        return std::tie(a.source, a.begin) < std::tie(b.source, b.begin);
+        return std::tie(a.shard, a.begin) < std::tie(b.shard, b.begin);
     });
     std::vector<TokenRange> out;
     for (const TokenRange& range : ranges) {
-        if (!out.empty() && out.back().source == range.source && range.begin <= out.back().end) {
+        if (!out.empty() && out.back().shard == range.shard && range.begin <= out.back().end) {
             out.back().end = std::max(out.back().end, range.end);
         } else {
             out.push_back(range);
@@ -73,11 +73,11 @@ std::vector<TokenRange> token_ranges(Span<const GatherSource> sources,
     std::vector<TokenRange> ranges;
     for (const SampleRef& sample : samples) {
         segments.clear();
-        read_segments(sources[sample.source], sample, segments);
+        read_segments(sources[sample.shard], sample, segments);
         for (const Segment& segment : segments) {
             // The last token of a segment has the next one of its document as its label.
             const std::int64_t length = segment.length + (segment.ends_document ? 0 : 1);
-            ranges.push_back({sample.source, segment.token_begin, segment.token_begin + length});
+            ranges.push_back({sample.shard, segment.token_begin, segment.token_begin + length});
         }
     }
     return merged(std::move(ranges));
@@ -86,8 +86,8 @@ std::vector<TokenRange> token_ranges(Span<const GatherSource> sources,
 std::int64_t will_need_samples(Span<const GatherSource> sources, Span<const SampleRef> samples) {
     std::vector<Pages> wanted;
     for (const TokenRange& range : token_ranges(sources, samples)) {
-        add_pages(sources[range.source].tokens, range, wanted);
-        add_pages(sources[range.source].labels, range, wanted);
+        add_pages(sources[range.shard].tokens, range, wanted);
+        add_pages(sources[range.shard].labels, range, wanted);
     }
     std::sort(wanted.begin(), wanted.end(),
               [](const Pages& a, const Pages& b) { return a.begin < b.begin; });

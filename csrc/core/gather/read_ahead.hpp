@@ -16,14 +16,14 @@ void will_need(Span<const std::uint8_t> bytes);
 // asked for, and not what lies around it (by default 128 KiB for every page that is missing).
 void read_exactly(Span<const GatherSource> sources);
 
-// Tokens [begin, end) of a source, and as many labels where it has them.
+// Tokens [begin, end) of a shard, and as many labels where it has them.
 struct TokenRange {
-    std::int64_t source;
+    std::int64_t shard;
     std::int64_t begin;
     std::int64_t end;
 };
 
-// What a gather of these samples reads, by source and position; no two ranges of a source touch.
+// What a gather of these samples reads, by shard and position; no two ranges of a shard touch.
 // Throws as read_segments does.
 std::vector<TokenRange> token_ranges(Span<const GatherSource> sources,
                                      Span<const SampleRef> samples);

@@ -22,6 +22,7 @@ from megapack.data import Batch
 from megapack.training.config import EngineConfig, OptimizerConfig, PretrainConfig
 from megapack.training.model.sharding import whole_shape
 from megapack.training.model.training_model import TrainingModel, is_weighted, on_device
+from megapack.training.run.stopwatch import Stopwatch
 from megapack.training.run.world import World
 from megapack.training.run.zero import zero_section
 
@@ -51,6 +52,8 @@ class StepResult:
     """(samples,) the number of the source of each."""
     grad_norm: float | Tensor | None
     """Norm of the whole gradient before clipping."""
+    forward: Stopwatch
+    """Of this rank's forwards."""
     skipped: bool
     """The gradient was not finite: the weights are those of before, on all ranks."""
 
@@ -211,13 +214,15 @@ def train_step(
     """
     for group in engine.optimizer.param_groups:
         group["lr"] = lr
-    sums, of_samples, source = [], [], []
+    sums, of_samples, source, forward = [], [], [], Stopwatch(world.device)
     for batch in micro_batches:
         weight = _label_weight(batch)
         scale = world.size / weight
         last = batch["micro_step"] == batch["num_micro_steps"] - 1
         engine.set_gradient_accumulation_boundary(last)
-        loss, losses = engine(**on_device(batch, world.device, config), scale=scale)
+        arguments = on_device(batch, world.device, config)
+        with forward:
+            loss, losses = engine(**arguments, scale=scale)
         # A new tensor: without ZeRO, DeepSpeed 0.19 divides by the accumulation steps all the same
         # when backward starts at the very tensor that its forward returned.
         engine.backward(loss.clone(), scale_wrt_gas=False)
@@ -232,6 +237,7 @@ def train_step(
         sample_losses=torch.cat(of_samples),
         source=np.concatenate(source),
         grad_norm=engine.get_global_grad_norm(),
+        forward=forward,
         skipped=engine.skipped_steps > skipped_before,
     )
 
