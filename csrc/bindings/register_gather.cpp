@@ -170,18 +170,18 @@ class Gatherer {
 
     py::tuple token_ranges(const Array<std::int64_t>& sample_ids) const {
         const auto samples = view(sample_ids, "sample_ids");
-        std::vector<std::int64_t> shard;
+        std::vector<std::int64_t> source;
         std::vector<std::int64_t> begin;
         std::vector<std::int64_t> end;
         {
             const py::gil_scoped_release release;
             for (const TokenRange& range : megapack::token_ranges(sources_, located(samples))) {
-                shard.push_back(range.shard);
+                source.push_back(range.shard);
                 begin.push_back(range.begin);
                 end.push_back(range.end);
             }
         }
-        return py::make_tuple(to_numpy(std::move(shard)), to_numpy(std::move(begin)),
+        return py::make_tuple(to_numpy(std::move(source)), to_numpy(std::move(begin)),
                               to_numpy(std::move(end)));
     }
 

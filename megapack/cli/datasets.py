@@ -40,6 +40,16 @@ def dataset_prefixes(names: Iterable[str]) -> list[str]:
     return list(prefixes)
 
 
+def local_file(name: str, option: str) -> Path:
+    """The path of a file to be written. Raises ConfigError: it is an address."""
+    if is_remote(name):
+        raise ConfigError(
+            f"{name} cannot be written from here: give {option} a local name, and copy the result "
+            "with `megapack-build upload`"
+        )
+    return Path(name)
+
+
 def _expanded(names: Iterable[str]) -> Iterator[str]:
     """Quoted patterns as the files that they match."""
     for name in names:
@@ -51,13 +61,3 @@ def _expanded(names: Iterable[str]) -> Iterator[str]:
         if not found:
             raise ConfigError(f"{name} matches no file")
         yield from found
-
-
-def local_file(name: str, option: str) -> Path:
-    """The path of a file to be written. Raises ConfigError: it is an address."""
-    if is_remote(name):
-        raise ConfigError(
-            f"{name} cannot be written from here: give {option} a local name, and copy the result "
-            "with `megapack-build upload`"
-        )
-    return Path(name)

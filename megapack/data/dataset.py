@@ -151,12 +151,17 @@ class PackedDataset(Dataset[Batch]):
             shards=shards,
             exclusions=exclusions,
             attention=self._options["attention"],
-            counter=self.gathering.count_labels,
+            counter=self._gathering.count_labels,
         )
         check_windows(self.samples.windows, self._options["alignment"])
 
+    @property
+    def remote_reads(self) -> RemoteReads:
+        """Of its documents in object stores, for whoever has them fetched ahead."""
+        return self._gathering.remote_reads
+
     def __getstate__(self) -> dict[str, Any]:
-        state = {k: v for k, v in self.__dict__.items() if k not in ("gathering", "samples")}
+        state = {k: v for k, v in self.__dict__.items() if k not in ("_gathering", "samples")}
         about = {name: getattr(self.samples, name) for name in _ABOUT}
         return {**state, "indices": self.samples.indices, "about": about}
 
@@ -241,7 +246,7 @@ class PackedDataset(Dataset[Batch]):
             entries = layout.num_cu_seqlens or self.max_cu_seqlens(
                 layout, capacity, attention_window
             )
-        gathered = self.gathering.gather(
+        gathered = self._gathering.gather(
             ids,
             num_rows=rows,
             row_tokens=row_tokens,

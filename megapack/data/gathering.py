@@ -57,9 +57,8 @@ class Gathering:
             num_lists=exclusions.num_lists,
             **options,
         )
-        self._reads = RemoteReads(self._gatherer)
-        self._label_reads = RemoteReads(self._gatherer)
-        self.is_remote = any(map(_is_remote, datasets))
+        self.remote_reads = RemoteReads(self._gatherer, self._open_for)
+        self._remote_labels = RemoteReads(self._gatherer, self._open_for)
         for shard in range(len(shards)):
             if shards.is_open(shard):
                 self.documents(shard)
@@ -67,23 +66,12 @@ class Gathering:
     def gather(self, ids: Ids, **how: Any) -> Any:
         """``_core.Gatherer.gather``. Raises OSError, too, where tokens cannot be fetched."""
         self._open_for(ids)
-        return self._reads.read(ids, partial(self._gatherer.gather, ids, **how))
+        return self.remote_reads.read(ids, partial(self._gatherer.gather, ids, **how))
 
     def count_labels(self, ids: Ids) -> Ids:
         """int64 (len(ids),), tokens of every sample that have a label."""
         self._open_for(ids)
-        return self._label_reads.read(ids, partial(self._gatherer.count_labels, ids))
-
-    def want(self, ids: Ids) -> int:
-        """Have fetched what ``gather`` will read from object stores; bytes of the blocks that hold
-        it. Returns at once where the shards are open."""
-        self._open_for(ids)
-        return self._reads.want(ids)
-
-    @property
-    def ahead_bytes(self) -> int:
-        """How much of that is asked for before it is needed."""
-        return self._reads.ahead_bytes
+        return self._remote_labels.read(ids, partial(self._gatherer.count_labels, ids))
 
     def will_need(self, ids: Ids) -> int:
         """``_core.Gatherer.will_need``."""
@@ -135,8 +123,8 @@ class Gathering:
             excluded=excluded,
             excluded_by=excluded_by,
         )
-        self._reads.add(shard, dataset, labels)
-        self._label_reads.add(shard, labels)
+        self.remote_reads.add(shard, dataset, labels)
+        self._remote_labels.add(shard, labels)
         return dataset
 
 

@@ -27,17 +27,26 @@ class RemoteReads:
 
     Args:
         gatherer: which knows where the tokens of a sample lie.
+        open_for: opens the shards of samples; called before they are wanted.
     """
 
-    def __init__(self, gatherer: _core.Gatherer) -> None:
-        self._gatherer = gatherer
+    def __init__(
+        self, gatherer: _core.Gatherer, open_for: Callable[[NDArray[np.int64]], None]
+    ) -> None:
+        self._gatherer, self._open_for = gatherer, open_for
         self._tokens: dict[int, list[RemoteTokens]] = {}
 
     def add(self, shard: int, *datasets: IndexedDataset | None) -> None:
-        """A shard was opened; ``datasets``: what of it is read, tokens or labels or both."""
-        found = [d.tokens for d in datasets if d and isinstance(d.tokens, RemoteTokens)]
-        if found:
-            self._tokens[shard] = found
+        """A shard that was opened: what is read of it, tokens or labels or both."""
+        arrays = [dataset.tokens for dataset in datasets if dataset is not None]
+        remote = [array for array in arrays if isinstance(array, RemoteTokens)]
+        if remote:
+            self._tokens[shard] = remote
+
+    @property
+    def any(self) -> bool:
+        """Whether one of those that are open is remote."""
+        return bool(self._tokens)
 
     @property
     def ahead_bytes(self) -> int:
@@ -50,6 +59,7 @@ class RemoteReads:
 
         Returns at once. Raises as the gather does.
         """
+        self._open_for(sample_ids)
         num_bytes = 0
         for tokens, blocks in self._blocks(sample_ids):
             tokens.want(blocks)
@@ -68,10 +78,10 @@ class RemoteReads:
         self, sample_ids: NDArray[np.int64]
     ) -> list[tuple[RemoteTokens, NDArray[np.int64]]]:
         shards, begins, ends = self._gatherer.token_ranges(sample_ids)
-        present, lows = np.unique(shards, return_index=True)
-        highs = [*lows[1:], len(shards)]
+        found, first = np.unique(shards, return_index=True)
+        bounds = [*first.tolist(), len(shards)]
         return [
             (tokens, blocks_of(np.stack([begins[low:high], ends[low:high]]), tokens.dtype.itemsize))
-            for shard, low, high in zip(present.tolist(), lows, highs, strict=True)
+            for shard, low, high in zip(found.tolist(), bounds, bounds[1:], strict=False)
             for tokens in self._tokens.get(shard, ())
         ]

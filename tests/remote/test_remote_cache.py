@@ -92,7 +92,7 @@ def test_what_is_needed_last_goes_first(
     cache = open_cache()
     (tmp_path / "cache" / "entry").mkdir()
     file = sparse_file(tmp_path / "cache" / "entry")
-    cache.files.append(file)
+    cache.files.add(file)
     cache.entries.add(tmp_path / "cache" / "entry")
     now = int(time.time())
     kinds = {"long ago": now - 5000, "minute": now - 60, "now": now}

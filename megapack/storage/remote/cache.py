@@ -16,6 +16,7 @@ import errno
 import os
 import re
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import wait
 from functools import cache
@@ -73,7 +74,7 @@ class Cache:
         self.locks = RangeLocks(directory / "locks")
         self.in_use = RangeLocks(directory / "in_use")
         self.entries: set[Path] = set()
-        self.files: list[SparseFile] = []
+        self.files: weakref.WeakSet[SparseFile] = weakref.WeakSet()
         self.pool = FetchPool(NUM_REQUESTS)
         self._counting = threading.Lock()
         self._written = SMALLEST_SIZE  # since the last look at all of it; at first look at once

@@ -40,9 +40,7 @@ REQUEST_TIMEOUT = timedelta(seconds=30)
 
 ending = threading.Event()  # the program ends: nothing is tried again
 
-_REFUSED = re.compile(
-    r"\b40[13] |ExpiredToken|InvalidToken|RequestExpired|InvalidAccessKeyId|SignatureDoesNotMatch"
-)
+_REFUSED = re.compile(r"status code: 4(?!08|29)\d\d (?!.*RequestTimeout)", re.DOTALL)
 _THROTTLED = re.compile(r"\b429 |SlowDown|ServerBusy|TooManyRequests|RequestLimitExceeded")
 
 
@@ -173,8 +171,8 @@ def _raise_if_refused(url: str, error: Exception) -> None:
     kinds = (_client().exceptions.PermissionDeniedError, _client().exceptions.UnauthenticatedError)
     if isinstance(error, (*kinds, PermissionError)) or _REFUSED.search(str(error)):
         raise ConfigError(
-            f"{url}: the store refuses these credentials: they are missing, expired, or may not do "
-            f"this ({_first_line(error)})"
+            f"{url}: the store refuses the request. Are the credentials there, not expired and "
+            f"sufficient, the region and endpoint right? ({_first_line(error)})"
         ) from error
 
 

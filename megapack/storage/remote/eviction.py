@@ -42,7 +42,7 @@ def make_room(cache: Cache) -> None:
             return
         excess -= _remove_unused(cache, excess)
         if excess > 0:
-            _drop_blocks(cache.files, -(-excess // BLOCK_BYTES))
+            _drop_blocks(list(cache.files), -(-excess // BLOCK_BYTES))
 
 
 def _used_bytes(directory: Path) -> int:

@@ -88,13 +88,13 @@ def open_remote_pair(prefix: str) -> RemotePair:
         after = find_object(before.url)
         if after is None or after.version != before.version:
             raise FormatError(f"{prefix} was replaced while it was opened; open it again")
-        if checksums is None:
-            log.info(
-                "%s has no %s: of what is read only lengths and versions are compared "
-                "(`megapack-build upload` writes it)",
-                prefix,
-                SUFFIX,
-            )
+    if checksums is None:
+        log.info(
+            "%s has no %s: of what is read only lengths and versions are compared "
+            "(`megapack-build upload` writes it)",
+            prefix,
+            SUFFIX,
+        )
     return RemotePair(
         prefix=prefix,
         local_prefix=local_prefix,

@@ -57,7 +57,7 @@ class RemoteTokens:
         self._file = SparseFile(path, found.num_bytes, cache.locks)
         self._lock = threading.Lock()
         self._coming: dict[int, Future[None]] = {}  # block -> its request
-        cache.files.append(self._file)
+        cache.files.add(self._file)
 
     @property
     def mapped(self) -> NDArray[Any]:
