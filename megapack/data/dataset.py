@@ -16,6 +16,7 @@ from megapack.data.documents import Documents, SourceDocuments, open_source
 from megapack.data.exclusions import read_exclusions
 from megapack.data.gathering import Gathering
 from megapack.data.program import Stage
+from megapack.data.remote_reads import RemoteReads
 from megapack.data.scores import Scores
 from megapack.data.shards import Shards
 from megapack.data.source import SampleSource
@@ -142,7 +143,7 @@ class PackedDataset(Dataset[Batch]):
             about["stages"], about["names"], [index.num_documents for index in indices]
         )
         shards = Shards(indices)
-        self.gathering = Gathering(
+        self._gathering = Gathering(
             shards, self.datasets, self.label_datasets, exclusions, self._options
         )
         self.samples = SampleSource(
@@ -289,15 +290,15 @@ class PackedDataset(Dataset[Batch]):
 
         Returns at once; bytes that were asked for, in whole pages. Raises as ``micro_batch`` does.
         """
-        return self.gathering.will_need(np.ascontiguousarray(sample_ids, np.int64))
+        return self._gathering.will_need(np.ascontiguousarray(sample_ids, np.int64))
 
     def read_exactly(self) -> None:
         """Have nothing read around what is asked for; in this process, from now on."""
-        self.gathering.read_exactly()
+        self._gathering.read_exactly()
 
     def documents(self, shard: int) -> IndexedDataset:
         """The documents of a shard (``samples.shard_of`` tells of which), opened if need be."""
-        return self.gathering.documents(shard)
+        return self._gathering.documents(shard)
 
     def count_labels(self, sample_ids: ArrayLike) -> NDArray[np.int64]:
         """Tokens of every sample that have a label (the sum of its loss_mask), int64."""

@@ -32,9 +32,6 @@ class Gathering:
         labels: of every source: labels beside its documents; those of shards are their own.
         exclusions: lists of excluded documents.
         options: of ``_core.Gatherer``.
-
-    Attributes:
-        is_remote: whether documents of any source lie in an object store.
     """
 
     def __init__(
@@ -57,14 +54,15 @@ class Gathering:
             num_lists=exclusions.num_lists,
             **options,
         )
-        self.remote_reads = RemoteReads(self._gatherer, self._open_for)
-        self._remote_labels = RemoteReads(self._gatherer, self._open_for)
+        expected = any(map(_is_remote, datasets))
+        self.remote_reads = RemoteReads(self._gatherer, self._open_for, expected=expected)
+        self._remote_labels = RemoteReads(self._gatherer, self._open_for, expected=expected)
         for shard in range(len(shards)):
             if shards.is_open(shard):
                 self.documents(shard)
 
     def gather(self, ids: Ids, **how: Any) -> Any:
-        """``_core.Gatherer.gather``. Raises OSError, too, where tokens cannot be fetched."""
+        """``_core.Gatherer.gather``."""
         self._open_for(ids)
         return self.remote_reads.read(ids, partial(self._gatherer.gather, ids, **how))
 

@@ -215,8 +215,8 @@ class PackedLoader:
         ]
         indices = read_indices(self.dataset)
         coming: Iterable[MicroBatch] = self.sampler
-        if self.dataset.gathering.is_remote:
-            coming = fetching_ahead(coming, self.dataset.gathering)
+        if self.dataset.remote_reads.any:
+            coming = fetching_ahead(coming, self.dataset.remote_reads)
         for i, item in enumerate(reading_ahead(coming, self.dataset, self._read_ahead)):
             out = ring[i % len(ring)] if ring else allocate(tokens, pin_memory=self._pin_memory)
             layout = self.layouts[item.capacity]

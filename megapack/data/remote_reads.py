@@ -28,12 +28,17 @@ class RemoteReads:
     Args:
         gatherer: which knows where the tokens of a sample lie.
         open_for: opens the shards of samples; called before they are wanted.
+        expected: whether shards that are not open yet are remote.
     """
 
     def __init__(
-        self, gatherer: _core.Gatherer, open_for: Callable[[NDArray[np.int64]], None]
+        self,
+        gatherer: _core.Gatherer,
+        open_for: Callable[[NDArray[np.int64]], None],
+        *,
+        expected: bool,
     ) -> None:
-        self._gatherer, self._open_for = gatherer, open_for
+        self._gatherer, self._open_for, self._expected = gatherer, open_for, expected
         self._tokens: dict[int, list[RemoteTokens]] = {}
 
     def add(self, shard: int, *datasets: IndexedDataset | None) -> None:
@@ -45,8 +50,8 @@ class RemoteReads:
 
     @property
     def any(self) -> bool:
-        """Whether one of those that are open is remote."""
-        return bool(self._tokens)
+        """Whether one of the shards, open or not, is remote."""
+        return self._expected or bool(self._tokens)
 
     @property
     def ahead_bytes(self) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -186,7 +187,7 @@ def made_up(
     return replace(base, case=named, metrics=metrics, breakdown=bill)
 
 
-def choice(*evaluations: Evaluation, attention: Literal[document, sample] = "document") -> str:
+def choice(*evaluations: Evaluation, attention: Literal["document", "sample"] = "document") -> str:
     return evaluations[recommend(evaluations, attention).best].label
 
 
