@@ -149,7 +149,11 @@ def node_lost(run: Run) -> dict[str, Any] | None:
     log = run.dir.with_name("nodes.log")
     run.logs.append(log)
     third = EVERY * 3
-    tag = f"step_{third:08d}_tokens_{third * 1024}" if run.side == "megapack" else f"step{third}"
+    tag = (
+        f"step_{third:08d}_tokens_{third * 1024}"
+        if run.side == "megapack"
+        else f"global_step{third}"
+    )
     env = environment(
         KILL_NODE="1",
         KILL_WHEN=str(run.checkpoints / tag),

@@ -38,7 +38,7 @@ __all__ = [
 ]
 
 PLAIN = Path(__file__).with_name("faults_plain.py")
-NUM_STEPS, EVERY, FAULT_AT = 60, 5, 13
+NUM_STEPS, EVERY, FAULT_AT = 300, 25, 60
 PATIENCE = 120.0  # seconds after which a rank that has not left waits on
 AT_MOST = 1200.0  # seconds that a run may take which ends by itself
 SILENCE = 30.0  # engine.silence_seconds, whose default is 300
@@ -50,7 +50,7 @@ class Run:
     def __init__(self, side: str, folder: Path, corpus: Corpus, zygote: Zygote) -> None:
         self.side, self.dir, self.zygote = side, folder / "run", zygote
         self.logs: list[Path] = []
-        self.checkpoints = self.dir / "checkpoints" if side == "megapack" else self.dir
+        self.checkpoints = self.dir / "checkpoints"
         self.argv = [str(PLAIN), str(self.dir), str(NUM_STEPS), str(EVERY)]
         if side == "megapack":
             engine = {"precision": "fp32", "zero_stage": 1, "silence_seconds": SILENCE}
