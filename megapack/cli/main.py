@@ -33,6 +33,7 @@ COMMANDS = {
     "merge": ("megapack.cli.merge", "many .bin/.idx pairs -> one"),
     "verify": ("megapack.cli.verify", "is this dataset whole and what it claims to be?"),
     "repair": ("megapack.cli.repair", "mend what can be mended in a damaged .idx"),
+    "upload": ("megapack.cli.upload", "datasets and their .samples -> an object store"),
     "import": ("megapack.cli.import_", "index other people's token files"),
 }
 

@@ -13,7 +13,8 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 
 from megapack.errors import ConfigError
-from megapack.packing import SampleIndex
+from megapack.packing.extents import most_segments
+from megapack.packing.shards import SourceIndex
 
 __all__ = [
     "Batch",
@@ -159,7 +160,7 @@ class BatchLayout:
         rows, row = self.rows(capacity)
         return rows * (row // capacity)
 
-    def most_entries(self, indices: Sequence[SampleIndex], capacity: int, *, whole: bool) -> int:
+    def most_entries(self, indices: Sequence[SourceIndex], capacity: int, *, whole: bool) -> int:
         """Entries of a list of cu_seqlens that are enough for every micro batch of a bucket.
 
         Args:
@@ -183,14 +184,10 @@ class BatchLayout:
         return (1, self.micro_batch_tokens) if self.kind == "stream" else self.rows(capacity)
 
 
-def _most_segments(index: SampleIndex, capacity: int) -> int:
-    """Of any sample of this capacity."""
-    most = 0
-    for bucket in np.flatnonzero(index.bucket_capacity == capacity).tolist():
-        begin, end = index.bucket_sample_offsets[bucket : bucket + 2].tolist()
-        counts = np.diff(index.sample_segment_offsets[begin : end + 1])
-        most = max(most, int(counts.max(initial=0)))
-    return most
+def _most_segments(index: SourceIndex, capacity: int) -> int:
+    """Of any sample of this capacity; 0 where there is no such bucket."""
+    buckets = zip(index.bucket_capacity.tolist(), most_segments(index), strict=True)
+    return max((most for size, most in buckets if size == capacity), default=0)
 
 
 def slot_tokens(capacity: int, row_tokens: int, alignment: int = 1) -> list[int]:

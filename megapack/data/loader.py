@@ -8,14 +8,15 @@ BucketBatchSampler to torch's DataLoader.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, Literal
 
 import torch
 
-from megapack.data.batch import Batch, BatchLayout, allocate
+from megapack.data.batch import Batch, BatchLayout, MicroBatch, allocate
 from megapack.data.dataset import PackedDataset
+from megapack.data.fetch_ahead import fetching_ahead
 from megapack.data.prefetch import ThreadPrefetcher, to_device
 from megapack.data.rank_check import RankChecker
 from megapack.data.read_ahead import read_indices, reading_ahead
@@ -62,7 +63,8 @@ def build_loader(
         layout .. cu_seqlens_per_row: see ``BatchLayout``; row_tokens is the schedule's by default.
         prefetch: batches that the thread prepares ahead; 0: none, and no thread.
         read_ahead: micro batches whose documents the system is asked to read before they are
-            prepared (``megapack.data.read_ahead``); 0: each only just before.
+            prepared (``megapack.data.read_ahead``); 0: each only just before. Of object stores
+            64 MiB are fetched ahead, whatever it is (``megapack.data.fetch_ahead``).
         pin_memory: batches in page-locked memory, where there is CUDA.
         reuse_buffers: write into the same few buffers again and again. A batch is then valid until
             the next one is asked for. Not with a device.
@@ -121,7 +123,7 @@ def build_loader(
     layouts = dict.fromkeys(schedule.capacities, shape)
     for capacity in layouts:
         shape.rows(capacity)  # refuse now what would be refused at some step
-        if cu_seqlens == "padded" and num_cu_seqlens is None:  # one shape for the whole run
+        if cu_seqlens == "padded" and num_cu_seqlens is None:  # one shape per bucket
             entries = dataset.max_cu_seqlens(shape, capacity, schedule.smallest_window)
             layouts[capacity] = replace(shape, num_cu_seqlens=entries)
     if data_parallel_rank == 0 and log.isEnabledFor(logging.INFO):
@@ -212,7 +214,10 @@ class PackedLoader:
             for _ in range(self._prefetch + 2 if self._reuse_buffers else 0)
         ]
         indices = read_indices(self.dataset)
-        for i, item in enumerate(reading_ahead(self.sampler, self.dataset, self._read_ahead)):
+        coming: Iterable[MicroBatch] = self.sampler
+        if self.dataset.gathering.is_remote:
+            coming = fetching_ahead(coming, self.dataset.gathering)
+        for i, item in enumerate(reading_ahead(coming, self.dataset, self._read_ahead)):
             out = ring[i % len(ring)] if ring else allocate(tokens, pin_memory=self._pin_memory)
             layout = self.layouts[item.capacity]
             batch = self.dataset.micro_batch(

@@ -24,7 +24,7 @@ from megapack import _core
 from megapack.data.epochs import Epochs
 from megapack.data.scores import ScoreOrder
 from megapack.errors import ConfigError
-from megapack.packing import SampleIndex
+from megapack.packing.shards import SourceIndex
 
 __all__ = [
     "Bucket",
@@ -228,7 +228,7 @@ def whole_shares(parts: Sequence[int]) -> NDArray[np.int64]:
     return shares
 
 
-def buckets_of(indices: Sequence[SampleIndex]) -> list[Bucket]:
+def buckets_of(indices: Sequence[SourceIndex]) -> list[Bucket]:
     """The samples of all indices by rising capacity."""
     found: dict[int, list[tuple[int, int, int]]] = {}
     base = 0

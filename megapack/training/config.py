@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from megapack.config import load_config
 from megapack.errors import ConfigError
+from megapack.packing.shard_manifest import is_shard_manifest
 
 __all__ = [
     "CheckpointConfig",
@@ -62,7 +63,8 @@ class DataConfig:
     prefix: str | None = None
     """Training documents, a path without .bin/.idx."""
     index: str | None = None
-    """Their samples: the .samples file of ``megapack-build pack``."""
+    """Their samples, made by ``megapack-build pack``: a .samples file, or a shard manifest (many
+    datasets), which names the documents, so that there is no prefix."""
     blend: str | None = None
     """A manifest of several datasets (``megapack.data.blend``), instead of prefix and index."""
     valid_prefix: str | None = None
@@ -105,10 +107,14 @@ class DataConfig:
             tokens_per_step=self.tokens_per_step,
             micro_batch_tokens=self.micro_batch_tokens,
         )
-        alone = self.prefix is not None and self.index is not None
+        sharded = self.index is not None and is_shard_manifest(self.index)
+        alone = self.index is not None and (self.prefix is None) == sharded
         neither = self.prefix is None and self.index is None
         if not (neither if self.blend else alone):
-            raise ConfigError("data: give prefix and index, or blend, and not both")
+            raise ConfigError(
+                "data: give prefix and index (a shard manifest needs no prefix), or blend, and not "
+                "both"
+            )
         if self.tokens_per_step % self.micro_batch_tokens:
             raise ConfigError(
                 f"data: tokens_per_step {self.tokens_per_step} is not a multiple of "

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from megapack.training.run.directory import RunDirectory
-from megapack.training.watch.ranks import Limits
+from megapack.training.watch.ranks import Slowdowns
 from megapack.training.watch.signals import PREEMPTED
 
 from .conftest import Corpus
@@ -69,7 +69,7 @@ def _line(**more: Any) -> dict[str, Any]:
 
 
 def test_what_slows_a_run_is_said_once_when_it_begins(caplog: pytest.LogCaptureFixture) -> None:
-    limits, fine = Limits(), _line()
+    limits, fine = Slowdowns(), _line()
     cases = {
         "slow rank: rank 3 on node1 computes 1.50 times": {
             "rank_forward": {**fine["rank_forward"], "most": 1.5}

@@ -24,7 +24,7 @@ from megapack.training.model.flops import peak_flops
 from megapack.training.run.directory import RunDirectory
 from megapack.training.run.engine import StepResult
 from megapack.training.run.world import World
-from megapack.training.watch.ranks import Limits, RankTimes
+from megapack.training.watch.ranks import Slowdowns, RankTimes
 from megapack.training.watch.skipped import SkippedUpdates
 from megapack.training.watch.sources import SourceLosses, mean_by_source, named_means
 from megapack.training.watch.work import StepWork, sample_digest
@@ -63,7 +63,7 @@ class Monitor:
         self._skipped = SkippedUpdates(max_skipped)
         self._sources = SourceLosses(samples, world) if len(samples.indices) > 1 else None
         self._peak = peak_flops(world.device)
-        self._ranks, self._limits = RankTimes(world), Limits()
+        self._ranks, self._limits = RankTimes(world), Slowdowns()
         self._lines: list[dict[str, Any]] = []
         self._results: list[StepResult] = []
         self._since = time.perf_counter()

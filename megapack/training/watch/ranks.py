@@ -13,7 +13,7 @@ from typing import Any
 
 from megapack.training.run.world import World
 
-__all__ = ["Limits", "RankTimes"]
+__all__ = ["Slowdowns", "RankTimes"]
 
 logger = logging.getLogger("megapack")
 
@@ -56,7 +56,7 @@ class RankTimes:
         }
 
 
-class Limits:
+class Slowdowns:
     """Says once when something begins to slow the run, and once when it no longer does."""
 
     def __init__(self) -> None:
