@@ -24,7 +24,7 @@ from megapack.training.model.flops import peak_flops
 from megapack.training.run.directory import RunDirectory
 from megapack.training.run.engine import StepResult
 from megapack.training.run.world import World
-from megapack.training.watch.ranks import Slowdowns, RankTimes
+from megapack.training.watch.ranks import RankTimes, Slowdowns
 from megapack.training.watch.skipped import SkippedUpdates
 from megapack.training.watch.sources import SourceLosses, mean_by_source, named_means
 from megapack.training.watch.work import StepWork, sample_digest

@@ -13,7 +13,7 @@ from typing import Any
 
 from megapack.training.run.world import World
 
-__all__ = ["Slowdowns", "RankTimes"]
+__all__ = ["RankTimes", "Slowdowns"]
 
 logger = logging.getLogger("megapack")
 
