@@ -13,7 +13,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
 .DEFAULT_GOAL := help
-.PHONY: help venv build demo test test-data test-hosts test-cluster lint format pytest gpu faults
+.PHONY: help venv build demo test test-data test-hosts test-cluster wheel lint format pytest gpu faults
 .PHONY: fuzz clean
 
 help:
@@ -59,6 +59,10 @@ pytest: build $(VENV)/.dev
 
 test-data:
 	PYTHON=$(PYTHON) JOBS=$(JOBS) bash tests/data_only.sh
+
+# dist/megapack-*manylinux*.whl for machines without a compiler, tried in a fresh environment.
+wheel:
+	PYTHON=$(PYTHON) bash tests/wheel.sh
 
 # Hosts that are on no package index: MEGATRON_LM=/path/to/checkout[:/another] make test-hosts, and so
 # GPT_NEOX, MEGATRON_DEEPSPEED. What a host alone imports has a folder beside the environment's own.

@@ -39,6 +39,7 @@ from faults_run import (
     end,
     leaves,
     make_corpus,
+    refused,
     state,
 )
 from ports import free_port
@@ -46,6 +47,7 @@ from ports import free_port
 from tests.training.processes import Zygote, environment
 
 TWO_NODES = Path(__file__).parents[1] / "launch" / "two_nodes.sh"
+FALLBACK = ["--set", "checkpoint.fallback=true"]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 
 
@@ -56,7 +58,7 @@ def signalled(number: int, ranks: list[int]) -> Callable[[Run], dict[str, Any]]:
         started = run.start()
         run.reach(FAULT_AT)
         started.signal(number, ranks)
-        noticed = leaves(started.pids, time.monotonic())
+        noticed = leaves(started.pids, time.monotonic(), PATIENCE)
         return {"noticed_s": noticed, "exit": str(end(started))}
 
     return fault
@@ -103,11 +105,8 @@ def damaged(run: Run) -> dict[str, Any]:
     data = bytearray(shard.read_bytes())
     data[len(data) // 2] ^= 64
     shard.write_bytes(data)
-    started = run.start()
-    noticed = leaves(started.pids, time.monotonic())
-    result = {"noticed_s": noticed, "exit": str(end(started)), "happened": run.message()}
-    fallback = ["--set", "checkpoint.fallback=true"] if run.side == "megapack" else []
-    return {**result, **again(run, *fallback)}
+    result = refused(run)
+    return result if "again" in result else {**result, **again(run, *FALLBACK)}
 
 
 def launched_twice(run: Run) -> dict[str, Any]:
@@ -135,15 +134,12 @@ def torchrun_killed(run: Run) -> dict[str, Any]:
     workers = children(agent.pid)
     agent.send_signal(signal.SIGKILL)
     agent.wait()
-    begin = time.monotonic()
-    started = run.start()
-    noticed = leaves(started.pids, begin)
-    result = {"noticed_s": noticed, "exit": str(end(started)), "happened": run.message()}
+    result = refused(run)
     leaves(workers, time.monotonic())
     for pid in workers:
         if state(pid) != "Z":
             os.kill(pid, signal.SIGKILL)
-    return {**result, **again(run)}
+    return result if "again" in result else {**result, **again(run)}
 
 
 def node_lost(run: Run) -> dict[str, Any] | None:
@@ -153,7 +149,11 @@ def node_lost(run: Run) -> dict[str, Any] | None:
     log = run.dir.with_name("nodes.log")
     run.logs.append(log)
     third = EVERY * 3
-    tag = f"step_{third:08d}_tokens_{third * 1024}" if run.side == "megapack" else f"step{third}"
+    tag = (
+        f"step_{third:08d}_tokens_{third * 1024}"
+        if run.side == "megapack"
+        else f"global_step{third}"
+    )
     env = environment(
         KILL_NODE="1",
         KILL_WHEN=str(run.checkpoints / tag),

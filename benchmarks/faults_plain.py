@@ -67,7 +67,7 @@ def main() -> None:
     )
     data = Rows()
     loader = DataLoader(data, batch_size=BATCH, sampler=DistributedSampler(data, seed=1))
-    _, state = engine.load_checkpoint(str(run_dir))
+    _, state = engine.load_checkpoint(str(run_dir / "checkpoints"))
     start = 0 if state is None else state["step"]
     run_dir.mkdir(parents=True, exist_ok=True)
     for step, (ids, tokens) in itertools.islice(enumerate(loader), start, num_steps):
@@ -83,7 +83,8 @@ def main() -> None:
                     json.dumps({"step": step, "samples": ids.tolist(), "loss": value}) + "\n"
                 )
         if (step + 1) % every == 0:
-            engine.save_checkpoint(str(run_dir), client_state={"step": step + 1})
+            state = {"step": step + 1}
+            engine.save_checkpoint(str(run_dir / "checkpoints"), client_state=state)
 
 
 if __name__ == "__main__":

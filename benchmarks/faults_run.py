@@ -33,13 +33,15 @@ __all__ = [
     "end",
     "leaves",
     "make_corpus",
+    "refused",
     "state",
 ]
 
 PLAIN = Path(__file__).with_name("faults_plain.py")
-NUM_STEPS, EVERY, FAULT_AT = 60, 5, 13
-PATIENCE = 60.0
-SILENCE = 10.0  # engine.silence_seconds, whose default is 300
+NUM_STEPS, EVERY, FAULT_AT = 300, 25, 60
+PATIENCE = 120.0  # seconds after which a rank that has not left waits on
+AT_MOST = 1200.0  # seconds that a run may take which ends by itself
+SILENCE = 30.0  # engine.silence_seconds, whose default is 300
 
 
 class Run:
@@ -48,7 +50,7 @@ class Run:
     def __init__(self, side: str, folder: Path, corpus: Corpus, zygote: Zygote) -> None:
         self.side, self.dir, self.zygote = side, folder / "run", zygote
         self.logs: list[Path] = []
-        self.checkpoints = self.dir / "checkpoints" if side == "megapack" else self.dir
+        self.checkpoints = self.dir / "checkpoints"
         self.argv = [str(PLAIN), str(self.dir), str(NUM_STEPS), str(EVERY)]
         if side == "megapack":
             engine = {"precision": "fp32", "zero_stage": 1, "silence_seconds": SILENCE}
@@ -74,7 +76,7 @@ class Run:
 
     def reach(self, step: int) -> None:
         """Wait until a step is in the log."""
-        deadline = time.monotonic() + 10 * PATIENCE
+        deadline = time.monotonic() + AT_MOST
         while all(line["step"] < step for line in self.lines()):
             assert time.monotonic() < deadline, self.said()[-2000:]
             time.sleep(0.02)
@@ -100,10 +102,10 @@ def state(pid: int) -> str:
         return "Z"
 
 
-def leaves(pids: list[int], begin: float) -> float | None:
+def leaves(pids: list[int], begin: float, limit: float = AT_MOST) -> float | None:
     """Seconds from ``begin`` until all have left that are not stopped; None: some wait on."""
     while any(state(pid) not in "ZT" for pid in pids):
-        if time.monotonic() - begin > PATIENCE:
+        if time.monotonic() - begin > limit:
             return None
         time.sleep(0.05)
     return time.monotonic() - begin
@@ -124,18 +126,27 @@ def children(pid: int) -> list[int]:
 
 
 def again(run: Run, *more: str) -> dict[str, Any]:
-    """The same command once more, on the same number of ranks."""
+    """The same command once more, on the same number of ranks, to its end."""
     before = len(run.lines())
     started = run.start(*more)
-    finished = leaves(started.pids, time.monotonic()) is not None
-    codes = end(started)
+    leaves(started.pids, time.monotonic())
+    if end(started) != [0, 0]:
+        return {"again": f"did not: {run.message()}"}
     lines = run.lines()
     if run.side == "megapack":
         first = list(read_jsonl(run.dir / "starts.jsonl"))[-1]["step"]
     else:
-        first = lines[before]["step"] if len(lines) > before else None
-    done = finished and codes == [0, 0]
-    return {"again": f"went on at step {first}" if done else f"did not: {run.message()}"}
+        first = lines[before]["step"] if len(lines) > before else NUM_STEPS
+    return {"again": f"went on at step {first}"}
+
+
+def refused(run: Run) -> dict[str, Any]:
+    """What the same command says that should not train; it may train all the same."""
+    begin = time.monotonic()
+    found = again(run)
+    if found["again"].startswith("did not"):
+        return {"happened": run.message(), "noticed_s": time.monotonic() - begin}
+    return {"happened": "nothing was noticed", **found}
 
 
 def compare(lines: list[dict[str, Any]], whole: list[dict[str, Any]]) -> dict[str, Any]:
