@@ -63,7 +63,7 @@ class BlockOrder:
         return result
 
     def places(self, epoch: int, key: int, samples: Ids) -> Ids:
-        """Where some samples stand in the epoch of a key."""
+        """Where some samples stand in an epoch, given its key."""
         if epoch == 0:
             return samples
         slots = _core.permute_inverse(key, self.num_blocks, samples // self.block)
