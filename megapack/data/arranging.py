@@ -3,10 +3,10 @@
 The samples of every bucket are put in one random order, and shard s of n gets, of every bucket,
 those from its s-th n-th of that order. There a segment is a document of its own, one behind the
 other, so a run that draws the samples in this order reads every bucket straight through. Where a
-segment's document goes on, the token behind it comes along, as it is the label of the segment's last
-token: a sample is the same, token by token and label by label, as in the source. What changes are
-the numbers of documents and samples, and that a segment knows no more where in its document it began
-(positions: document is refused).
+segment's document goes on, the token behind it comes along, as it is the label of the segment's
+last token: a sample is the same, token by token and label by label, as in the source. What changes
+are the numbers of documents and samples, and that a segment knows no more where in its document it
+began (positions: document is refused).
 
 Shards are complete or absent, each a function of source, seed and number of shards; so a build goes
 on where it was stopped, on any number of processes and machines.

@@ -69,8 +69,8 @@ BLOCK, WINDOW = 64, 16
 def test_later_epochs_are_as_independent_as_shuffles_of_blocks(size: int) -> None:
     """Permutation statistics of 200 epochs beside those of the ordinary shuffle.
 
-    Where a sample stands is uniform. The rank correlation of two epochs scatters around 0 as that of
-    n independent things, 1 / sqrt(n): of so many blocks here, of so many samples in a shuffle.
+    Where a sample stands is uniform. The rank correlation of two epochs scatters around 0 as that
+    of n independent things, 1 / sqrt(n): of so many blocks here, of so many samples in a shuffle.
     """
     order, num_epochs = order_of(size, BLOCK, WINDOW), 200
     epochs = np.array([epoch_of(order, e) for e in range(1, num_epochs + 1)])
