@@ -13,7 +13,8 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
 .DEFAULT_GOAL := help
-.PHONY: help venv build demo test test-data test-hosts test-cluster lint format pytest gpu fuzz clean
+.PHONY: help venv build demo test test-data test-hosts test-cluster lint format pytest gpu faults
+.PHONY: fuzz clean
 
 help:
 	@sed -n 's/^# make/make/p' Makefile
@@ -87,6 +88,9 @@ $(VENV)/hosts-mds: $(VENV)/.dev
 # takes less than a minute, and the table comes last.
 bench-%: build $(VENV)/.dev
 	$(BIN)/python benchmarks/$*.py
+
+# A fault at a time, in real processes, beside a plain DeepSpeed loop; root for two of them.
+faults: bench-faults
 
 # What the papers claim, trained again: within 40 minutes; ONLY=atom_size,... chooses, SCALE=gpu.
 bench-papers: build $(VENV)/.dev

@@ -11,7 +11,7 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 from torch.utils.data import Dataset
 
-from megapack.data.batch import Batch, BatchLayout, Buffers, allocate, weigh
+from megapack.data.batch import Batch, BatchLayout, Buffers, allocate, slot_tokens, weigh
 from megapack.data.documents import Documents, SourceDocuments, open_source, refuse_arranged
 from megapack.data.exclusions import read_exclusions
 from megapack.data.gathering import Gathering
@@ -138,7 +138,7 @@ class PackedDataset(Dataset[Batch]):
         )
 
     def _connect(self, indices: list[SourceIndex], about: dict[str, Any]) -> None:
-        self._max_cu_seqlens: dict[BatchLayout, int] = {}
+        self._max_cu_seqlens: dict[tuple[BatchLayout, int], int] = {}
         exclusions = about.pop("exclusions", None) or read_exclusions(
             about["stages"], about["names"], [index.num_documents for index in indices]
         )
@@ -237,7 +237,9 @@ class PackedDataset(Dataset[Batch]):
         buffers = out or allocate(layout.micro_batch_tokens, pin_memory=pin_memory)
         entries = 0  # as many as there are
         if layout.cu_seqlens == "padded":
-            entries = layout.num_cu_seqlens or self.max_cu_seqlens(layout, attention_window)
+            entries = layout.num_cu_seqlens or self.max_cu_seqlens(
+                layout, capacity, attention_window
+            )
         gathered = self._gathering.gather(
             ids,
             num_rows=rows,
@@ -252,7 +254,8 @@ class PackedDataset(Dataset[Batch]):
             num_lists = rows if layout.cu_seqlens_per_row else 1
             bounds = cut_bounds(bounds, attention_window, num_lists=num_lists, entries=entries)
         if loss_weight is not None:
-            weigh(buffers.arrays["loss_mask"].reshape(rows, row_tokens), loss_weight, capacity)
+            slots = slot_tokens(capacity, row_tokens, self._options["alignment"])
+            weigh(buffers.arrays["loss_mask"].reshape(rows, row_tokens), loss_weight, slots)
         shape = (1, rows * row_tokens) if layout.kind == "stream" else (rows, row_tokens)
         batch: Batch = {**buffers.shaped(shape)}
         batch["cu_seqlens"] = layout.listed(bounds.cu_seqlens, rows)
@@ -263,15 +266,17 @@ class PackedDataset(Dataset[Batch]):
             batch["dataset_ids"] = torch.from_numpy(bounds.dataset_ids)
         return batch
 
-    def max_cu_seqlens(self, layout: BatchLayout, window: int | None = None) -> int:
-        """Entries of cu_seqlens that are enough for every micro batch of this layout; an attention
-        window cuts its tokens at most so often once more."""
-        if layout not in self._max_cu_seqlens:
+    def max_cu_seqlens(self, layout: BatchLayout, capacity: int, window: int | None = None) -> int:
+        """Entries of cu_seqlens that are enough for every micro batch of a bucket in this layout;
+        an attention window cuts its tokens at most so often once more."""
+        key = (layout, capacity)
+        if key not in self._max_cu_seqlens:
             whole = self._options["attention"] == "sample"
-            self._max_cu_seqlens[layout] = layout.most_entries(self.samples.indices, whole=whole)
+            indices = self.samples.indices
+            self._max_cu_seqlens[key] = layout.most_entries(indices, capacity, whole=whole)
         tokens = layout.row_tokens if layout.cu_seqlens_per_row else None
         cuts = (tokens or layout.micro_batch_tokens) // window if window else 0
-        return self._max_cu_seqlens[layout] + cuts
+        return self._max_cu_seqlens[key] + cuts
 
     def will_need(self, sample_ids: ArrayLike) -> int:
         """Ask the system to read what ``micro_batch`` of these samples will read of the documents.

@@ -8,7 +8,7 @@ BucketBatchSampler to torch's DataLoader.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -118,17 +118,18 @@ def build_loader(
         num_cu_seqlens=num_cu_seqlens,
         cu_seqlens_per_row=cu_seqlens_per_row,
     )
-    if cu_seqlens == "padded" and num_cu_seqlens is None:  # one shape for the whole run
-        entries = dataset.max_cu_seqlens(shape, schedule.smallest_window)
-        shape = replace(shape, num_cu_seqlens=entries)
-    for capacity in schedule.capacities:
+    layouts = dict.fromkeys(schedule.capacities, shape)
+    for capacity in layouts:
         shape.rows(capacity)  # refuse now what would be refused at some step
+        if cu_seqlens == "padded" and num_cu_seqlens is None:  # one shape per bucket
+            entries = dataset.max_cu_seqlens(shape, capacity, schedule.smallest_window)
+            layouts[capacity] = replace(shape, num_cu_seqlens=entries)
     if data_parallel_rank == 0 and log.isEnabledFor(logging.INFO):
         log.info("%s", plan_run(schedule, sampler.start_step + sampler.num_steps))
     return PackedLoader(
         dataset,
         sampler,
-        shape,
+        layouts,
         prefetch=prefetch,
         read_ahead=read_ahead,
         pin_memory=pin_memory,
@@ -154,7 +155,7 @@ class PackedLoader:
         self,
         dataset: PackedDataset,
         sampler: BucketBatchSampler,
-        layout: BatchLayout,
+        layouts: Mapping[int, BatchLayout],
         *,
         prefetch: int = 2,
         read_ahead: int = 16,
@@ -165,7 +166,7 @@ class PackedLoader:
     ) -> None:
         self.dataset = dataset
         self.sampler = sampler
-        self.layout = layout
+        self.layouts = layouts  # by capacity
         self.schedule = sampler.schedule
         self._prefetch = prefetch
         self._read_ahead = read_ahead
@@ -204,7 +205,7 @@ class PackedLoader:
             ahead.close()
 
     def _gathered(self) -> Iterator[Batch]:
-        tokens = self.layout.micro_batch_tokens
+        tokens = self.sampler.micro_batch_tokens
         # One is read by the trainer, one is written, the others wait.
         ring = [
             allocate(tokens, pin_memory=self._pin_memory)
@@ -213,14 +214,15 @@ class PackedLoader:
         indices = read_indices(self.dataset)
         for i, item in enumerate(reading_ahead(self.sampler, self.dataset, self._read_ahead)):
             out = ring[i % len(ring)] if ring else allocate(tokens, pin_memory=self._pin_memory)
+            layout = self.layouts[item.capacity]
             batch = self.dataset.micro_batch(
                 item.sample_ids,
-                layout=self.layout,
+                layout=layout,
                 capacity=item.capacity,
                 out=out,
                 loss_weight=item.loss_weight,
                 attention_window=item.attention_window,
             )
-            _, row_tokens = self.layout.rows(item.capacity)
+            _, row_tokens = layout.rows(item.capacity)
             yield {**batch, **item.about(), "row_tokens": row_tokens}
             next(indices, None)
