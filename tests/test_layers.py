@@ -26,7 +26,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "tokenization": {"storage", "execution"},
     "packing": {"storage", "execution"},
     "compare": {"packing"},
-    "data": {"storage", "packing"},
+    "data": {"storage", "execution", "packing"},
     "attention": set(),
     "training": {"storage", "packing", "data", "attention"},
     "integrations": {"storage", "packing", "data", "attention"},

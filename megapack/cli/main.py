@@ -27,6 +27,7 @@ COMMANDS = {
     "tokenize": ("megapack.cli.tokenize", "text -> documents (.bin/.idx)"),
     "train-tokenizer": ("megapack.cli.train_tokenizer", "corpus -> sentencepiece BPE model"),
     "pack": ("megapack.cli.pack", "documents -> samples in buckets (.samples)"),
+    "arrange": ("megapack.cli.arrange", "a source anew, in the order in which it is drawn"),
     "compare": ("megapack.cli.compare", "what each strategy would make of a dataset"),
     "inspect": ("megapack.cli.inspect", "look inside .idx and .samples files"),
     "trace": ("megapack.cli.trace", "which documents a run sees, and when"),

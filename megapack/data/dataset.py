@@ -12,7 +12,7 @@ from numpy.typing import ArrayLike, NDArray
 from torch.utils.data import Dataset
 
 from megapack.data.batch import Batch, BatchLayout, Buffers, allocate, slot_tokens, weigh
-from megapack.data.documents import Documents, SourceDocuments, open_source
+from megapack.data.documents import Documents, SourceDocuments, open_source, refuse_arranged
 from megapack.data.exclusions import read_exclusions
 from megapack.data.gathering import Gathering
 from megapack.data.program import Stage
@@ -117,6 +117,7 @@ class PackedDataset(Dataset[Batch]):
             raise ConfigError(
                 f"{len(given)} datasets and {len(indices)} indices; give one for each"
             )
+        refuse_arranged(indices, positions)
         chosen = label_list(label_dataset, len(given))
         self.datasets: list[SourceDocuments] = []
         self.label_datasets: list[IndexedDataset | None] = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from functools import cached_property
 from typing import Any, TypeAlias
 
@@ -14,7 +15,7 @@ from megapack.packing.shards import ShardedIndex, SourceIndex
 from megapack.storage import IndexedDataset
 from megapack.storage.labels import LabelDocuments, open_labels
 
-__all__ = ["Documents", "ShardedDocuments", "SourceDocuments", "open_source"]
+__all__ = ["Documents", "ShardedDocuments", "SourceDocuments", "open_source", "refuse_arranged"]
 
 # Of one source: as they are given, None for those of a shard manifest, and open.
 Documents: TypeAlias = "IndexedDataset | ShardedDocuments | str | os.PathLike[str] | None"
@@ -123,3 +124,14 @@ def open_source(
     opened = documents if isinstance(documents, IndexedDataset) else IndexedDataset(documents)
     samples.check_source(opened)
     return opened, open_labels(opened, labels)
+
+
+def refuse_arranged(indices: Sequence[SourceIndex], positions: str) -> None:
+    """Refuse (ConfigError) positions in documents where segments do not know where they began."""
+    for index in indices:
+        arranged = isinstance(index, ShardedIndex) and index.arranged is not None
+        if arranged and positions == "document":
+            raise ConfigError(
+                f"{index.path} is an arranged source, whose segments do not tell where in their "
+                "document they began: use positions: segment, or the source that it was made of"
+            )

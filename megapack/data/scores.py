@@ -105,8 +105,8 @@ class ScoreOrder:
             done += number
         return result
 
-    def places(self, key: int, samples: Ids) -> Ids:
-        """Where some samples stand in the epoch of a key."""
+    def places(self, epoch: int, key: int, samples: Ids) -> Ids:  # noqa: ARG002 (as BlockOrder)
+        """Where some samples stand in an epoch, given its key."""
         ranks = self._inverse[samples]
         group = np.searchsorted(self._starts, ranks, side="right") - 1
         order = np.argsort(group, kind="stable")

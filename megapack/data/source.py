@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megapack import _core
+from megapack.data.blocks import BlockOrder
 from megapack.data.counting import Masks, document_ends, label_counts, segment_costs, segments_of
 from megapack.data.exclusions import FIRST_MASKED, Exclusions, read_exclusions
 from megapack.data.program import Stage
@@ -136,6 +137,17 @@ class SampleSource:
             for source, (orders, _) in enumerate(self._ordered)
             for capacity, order in orders.items()
         }
+
+    @cached_property
+    def orders(self) -> dict[tuple[int, int], ScoreOrder | BlockOrder]:
+        """(number of the index, capacity) -> the order of its samples, where it is no shuffle."""
+        arranged = {
+            (int(source), bucket.capacity): BlockOrder(int(size), bucket.capacity, index.arranged)
+            for bucket in self.buckets
+            for source, size in zip(bucket.datasets, bucket.sizes, strict=True)
+            if isinstance(index := self.indices[source], ShardedIndex) and index.arranged
+        }
+        return {**arranged, **self.score_orders}
 
     @cached_property
     def _ordered(self) -> list[tuple[dict[int, ScoreOrder], str]]:

@@ -23,9 +23,10 @@ from typing import Any
 
 import numpy as np
 
+from megapack.config import from_dict
 from megapack.errors import ConfigError, FormatError
 from megapack.packing.index import SampleIndex
-from megapack.packing.shards import PackedShard, ShardedIndex, place
+from megapack.packing.shards import Arranged, PackedShard, ShardedIndex, place
 from megapack.storage.atomic import atomic_write
 from megapack.storage.opening import open_regular
 
@@ -129,10 +130,20 @@ def load_shards(path: str | os.PathLike[str], shards: Sequence[int] | None = Non
     ]
     return ShardedIndex(
         path=path,
+        arranged=_arranged(path, content.get("arranged")),
         shards=tuple(found),
         bucket_capacity=np.array(content["bucket_capacity"], np.int64),
         **{name: content[name] for name in ("strategy", "parameters", "buckets", "seed")},
     )
+
+
+def _arranged(path: Path, value: Any) -> Arranged | None:
+    if value is None:
+        return None
+    try:
+        return from_dict(Arranged, value, where=f"{path}: arranged")
+    except ConfigError as error:
+        raise FormatError(f"{path} is damaged: {error}") from error
 
 
 def _shard(path: Path, folder: str, number: int, row: Any, num_buckets: int) -> PackedShard:
@@ -162,8 +173,17 @@ def related(manifest: Path, path: str) -> str:
     return os.path.relpath(whole, folder) if whole.startswith(folder + os.sep) else whole
 
 
+def plain(value: Any) -> Any:
+    """A value of ``PLAN`` as JSON has it."""
+    return value.tolist() if isinstance(value, np.ndarray) else value
+
+
 def save_shards(
-    path: str | os.PathLike[str], plan: Mapping[str, Any], shards: Sequence[PackedShard]
+    path: str | os.PathLike[str],
+    plan: Mapping[str, Any],
+    shards: Sequence[PackedShard],
+    *,
+    arranged: Arranged | None = None,
 ) -> None:
     """Write a shard manifest.
 
@@ -171,12 +191,15 @@ def save_shards(
         path: replaced if it is there.
         plan: how all shards were packed; ``PLAN`` lists its fields.
         shards: with paths from here.
+        arranged: the order in which they lie, if in one.
 
     Raises:
         OSError: it cannot be written.
     """
     path = Path(path)
     head = {"format": FORMAT, "version": VERSION, **{name: plan[name] for name in PLAN}}
+    if arranged is not None:
+        head["arranged"] = vars(arranged)
     rows = []
     for shard in shards:
         where = {name: related(path, getattr(shard, name)) for name in _PATHS}

@@ -17,13 +17,12 @@ import numpy as np
 import xxhash
 
 from megapack.errors import ConfigError, IndexMismatchError
-from megapack.execution.processes import run_processes
-from megapack.execution.ray_cluster import run_ray
+from megapack.execution.carry_out import carry_out
 from megapack.execution.work import Counted, Report
 from megapack.packing.engine import check_packing, pack
 from megapack.packing.extents import longest_reach, longest_segment, most_segments
 from megapack.packing.index import SampleIndex
-from megapack.packing.shard_manifest import PLAN, SUFFIX, load_shards, related, save_shards
+from megapack.packing.shard_manifest import PLAN, SUFFIX, load_shards, plain, related, save_shards
 from megapack.packing.shards import PackedShard, ShardedIndex, place
 from megapack.packing.stored import how_it_differs
 from megapack.storage import IndexedDataset
@@ -31,7 +30,7 @@ from megapack.storage.meta import read_meta
 from megapack.storage.mmididx import IndexFile, path_of
 from megapack.storage.replace import check_target
 
-__all__ = ["PackingPlan", "ShardPacker", "pack_shards", "plan_packing"]
+__all__ = ["PackingPlan", "ShardPacker", "describe_shard", "pack_shards", "plan_packing"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,7 +93,11 @@ def plan_packing(
         path, overwrite=overwrite, difference="it is replaced" if overwrite else None
     ):
         there = load_shards(path)
-        changed = [name for name in PLAN if _plain(getattr(there, name)) != how[name]]
+        if there.arranged is not None:
+            raise ConfigError(
+                f"{path} is an arranged source: add datasets to the one it is made of"
+            )
+        changed = [name for name in PLAN if plain(getattr(there, name)) != how[name]]
         if changed:
             raise ConfigError(
                 f"{path} was packed with another {' and '.join(changed)}: give the same options to "
@@ -106,10 +109,6 @@ def plan_packing(
     if not wanted:
         raise ConfigError(f"there are no datasets to make {path} of; give their prefixes")
     return PackingPlan(manifest=path, prefixes=wanted, known=known, options=options, how=how)
-
-
-def _plain(value: Any) -> Any:
-    return value.tolist() if isinstance(value, np.ndarray) else value
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,29 +167,35 @@ class ShardPacker:
             index.save(path, source=dataset, overwrite=True)
         else:
             index = SampleIndex.load(path)
-        has_labels = IndexedDataset.exists(f"{prefix}.labels")
-        streams = [prefix, f"{prefix}.labels"] if has_labels else [prefix]
-        metas = [read_meta(stream) for stream in streams]
-        known = [meta["max_token_id"] for meta in metas if meta is not None]
-        meta = metas[0] or {}
-        return PackedShard(
-            prefix=prefix,
-            samples=str(path),
-            dtype=dataset.dtype.name,
-            num_documents=dataset.num_documents,
-            num_tokens=dataset.num_tokens,
-            fingerprint=dataset.fingerprint,
-            ends=dataset.ends_digest,
-            samples_fingerprint=index.fingerprint,
-            samples_per_bucket=tuple(np.diff(index.bucket_sample_offsets).tolist()),
-            most_segments=tuple(most_segments(index)),
-            longest_segment=longest_segment(index),
-            longest_reach=longest_reach(index),
-            max_token_id=_largest(known) if len(known) == len(streams) else None,
-            vocab_size=meta.get("vocab_size"),
-            document_end_token=meta.get("document_end_token"),
-            labels=has_labels,
-        )
+        return describe_shard(dataset, path, index)
+
+
+def describe_shard(dataset: IndexedDataset, path: Path, index: SampleIndex) -> PackedShard:
+    """What a manifest says of a dataset and its samples, which stand at ``path``."""
+    prefix = dataset.prefix
+    has_labels = IndexedDataset.exists(f"{prefix}.labels")
+    streams = [prefix, f"{prefix}.labels"] if has_labels else [prefix]
+    metas = [read_meta(stream) for stream in streams]
+    known = [meta["max_token_id"] for meta in metas if meta is not None]
+    meta = metas[0] or {}
+    return PackedShard(
+        prefix=prefix,
+        samples=str(path),
+        dtype=dataset.dtype.name,
+        num_documents=dataset.num_documents,
+        num_tokens=dataset.num_tokens,
+        fingerprint=dataset.fingerprint,
+        ends=dataset.ends_digest,
+        samples_fingerprint=index.fingerprint,
+        samples_per_bucket=tuple(np.diff(index.bucket_sample_offsets).tolist()),
+        most_segments=tuple(most_segments(index)),
+        longest_segment=longest_segment(index),
+        longest_reach=longest_reach(index),
+        max_token_id=_largest(known) if len(known) == len(streams) else None,
+        vocab_size=meta.get("vocab_size"),
+        document_end_token=meta.get("document_end_token"),
+        labels=has_labels,
+    )
 
 
 def _largest(ids: Sequence[int | None]) -> int:
@@ -230,13 +235,14 @@ def pack_shards(
     indices = range(i, len(plan.prefixes), n)
     num_processes = max(1, min(workers, len(indices)))
     packer = ShardPacker(plan=plan, threads=max(1, threads // num_processes), overwrite=overwrite)
-    if executor == "ray":
-        shards = run_ray(packer, indices, report, address=ray_address)
-    elif num_processes == 1:
-        shards = [packer.build(index, report) for index in indices]
-    else:
-        less = "fewer --workers"
-        shards = run_processes(packer, indices, report, num_processes=num_processes, remedy=less)
+    shards = carry_out(
+        packer,
+        indices,
+        report,
+        executor=executor,
+        num_processes=num_processes,
+        ray_address=ray_address,
+    )
     if part is None:
         save_shards(plan.manifest, plan.how, shards)
     return shards

@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from megapack.errors import IndexMismatchError
 from megapack.packing.index import SampleIndex
 
-__all__ = ["PackedShard", "ShardedIndex", "SourceIndex", "place"]
+__all__ = ["Arranged", "PackedShard", "ShardedIndex", "SourceIndex", "place"]
 
 Ids = NDArray[np.int64]
 
@@ -71,6 +71,18 @@ def place(path: str) -> str:
     return path if "://" in path else os.path.abspath(path)  # noqa: PTH100 (links stay)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Arranged:
+    """That a source was arranged (``megapack-build arrange``), and how later epochs are drawn."""
+
+    source: str
+    """Fingerprint of the source that it was made of."""
+    seed: int
+    """Of its order."""
+    block_tokens: int
+    window_blocks: int
+
+
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class ShardedIndex:
     """What a ``SampleIndex`` says of itself, of all shards together.
@@ -80,6 +92,7 @@ class ShardedIndex:
         shards: in their order; all of the manifest, or some that follow each other.
         strategy, parameters, buckets, seed: how each of them was packed.
         bucket_capacity: int64 (num_buckets,), tokens.
+        arranged: the order in which its samples lie, if they lie in one.
     """
 
     path: Path
@@ -89,6 +102,7 @@ class ShardedIndex:
     buckets: Sequence[int]
     seed: int
     bucket_capacity: NDArray[np.int64]
+    arranged: Arranged | None = None
 
     def __repr__(self) -> str:
         return (
@@ -102,7 +116,8 @@ class ShardedIndex:
     def fingerprint(self) -> str:
         """Identity of documents and samples of all shards, and how many there are."""
         text = "".join(f"{s.fingerprint}:{s.samples_fingerprint};" for s in self.shards)
-        return f"{xxhash.xxh3_128_hexdigest(text.encode())} of {len(self.shards)} shards"
+        order = "" if self.arranged is None else ", arranged"
+        return f"{xxhash.xxh3_128_hexdigest(text.encode())} of {len(self.shards)} shards{order}"
 
     @property
     def alignment(self) -> int:

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from megapack.errors import DataError, MegapackError
-from megapack.execution.processes import prepare_processes, run_processes
-from megapack.execution.ray_cluster import run_ray
+from megapack.execution.carry_out import carry_out
+from megapack.execution.processes import prepare_processes
 from megapack.execution.work import Counted
 from megapack.tokenization.build.assemble import assemble
 from megapack.tokenization.build.config import BuildConfig
@@ -175,12 +175,14 @@ def _build_shards(
         to_join = whole if config.part is None else 0
         check_space(workspace.root.parent, disk_bytes, to_join=to_join, note=progress.note)
     progress.start(plan.num_bytes(indices), len(indices), disk_bytes)
-    if config.executor == "local" and num_processes == 1:
-        return [worker.build(index, progress.advance) for index in indices]
-    worker = dataclasses.replace(worker)  # without the coder, which every process loads itself
-    if config.executor == "ray":
-        return run_ray(worker, indices, progress.advance, address=config.ray_address)
-    less = "fewer --workers or smaller --block-bytes"
-    return run_processes(
-        worker, indices, progress.advance, num_processes=num_processes, remedy=less
+    if config.executor == "ray" or num_processes > 1:
+        worker = dataclasses.replace(worker)  # without the coder, which every process loads itself
+    return carry_out(
+        worker,
+        indices,
+        progress.advance,
+        executor=config.executor,
+        num_processes=num_processes,
+        ray_address=config.ray_address,
+        remedy="fewer --workers or smaller --block-bytes",
     )
