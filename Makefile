@@ -6,14 +6,15 @@
 
 PYTHON ?= python3
 VENV ?= .venv
-JOBS ?= 2
+JOBS ?= 3
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 # Commands of the virtual environment first, whatever the shell has on its PATH.
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
 .DEFAULT_GOAL := help
-.PHONY: help venv build demo test test-data test-hosts test-cluster lint format pytest gpu fuzz clean
+.PHONY: help venv build demo test test-data test-hosts test-cluster wheel lint format pytest gpu faults
+.PHONY: fuzz clean
 
 help:
 	@sed -n 's/^# make/make/p' Makefile
@@ -59,6 +60,10 @@ pytest: build $(VENV)/.dev
 test-data:
 	PYTHON=$(PYTHON) JOBS=$(JOBS) bash tests/data_only.sh
 
+# dist/megapack-*manylinux*.whl for machines without a compiler, tried in a fresh environment.
+wheel:
+	PYTHON=$(PYTHON) bash tests/wheel.sh
+
 # Hosts that are on no package index: MEGATRON_LM=/path/to/checkout[:/another] make test-hosts, and so
 # GPT_NEOX, MEGATRON_DEEPSPEED. What a host alone imports has a folder beside the environment's own.
 test-hosts: build $(VENV)/.dev $(VENV)/hosts $(VENV)/hosts-neox $(VENV)/hosts-mds
@@ -87,6 +92,9 @@ $(VENV)/hosts-mds: $(VENV)/.dev
 # takes less than a minute, and the table comes last.
 bench-%: build $(VENV)/.dev
 	$(BIN)/python benchmarks/$*.py
+
+# A fault at a time, in real processes, beside a plain DeepSpeed loop; root for two of them.
+faults: bench-faults
 
 # What the papers claim, trained again: within 40 minutes; ONLY=atom_size,... chooses, SCALE=gpu.
 bench-papers: build $(VENV)/.dev

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from lengths import LAWS
+from numpy.typing import NDArray
 
 from megapack.packing import pack
 from megapack.storage import IndexedDataset, IndexedDatasetBuilder
 
-__all__ = ["BUCKETS", "ROW", "megatron_train", "write_corpus", "write_large_corpus"]
+__all__ = ["BUCKETS", "ROW", "megatron_train", "write_corpus", "write_index", "write_large_corpus"]
 
 warnings.filterwarnings("ignore", module="megatron")
 
@@ -41,8 +43,16 @@ def write_corpus(prefix: Path, num_tokens: int) -> IndexedDataset:
 
 
 def write_large_corpus(prefix: Path, num_documents: int) -> None:
-    """A whole .idx, packed, and a .bin of holes: of the right size, without taking the space."""
+    """A whole .idx, packed, and a .bin of holes."""
     lengths = LAWS["fineweb_edu_like"](num_documents, 1)
+    write_index(prefix, lengths)
+    index = pack(lengths, "bucket", buckets=BUCKETS)
+    index.save(f"{prefix}.samples", source=IndexedDataset(prefix), overwrite=True)
+
+
+def write_index(prefix: Path, lengths: NDArray[np.int32]) -> None:
+    """The .idx of documents, and a .bin of holes: of the right size, without taking the space."""
+    num_documents = len(lengths)
     pointers = np.zeros(num_documents + 1, np.int64)
     np.cumsum(2 * lengths.astype(np.int64), out=pointers[1:])
     with Path(f"{prefix}.idx").open("wb") as file:
@@ -52,19 +62,22 @@ def write_large_corpus(prefix: Path, num_documents: int) -> None:
             array.tofile(file)
     with Path(f"{prefix}.bin").open("wb") as file:
         file.truncate(int(pointers[-1]))
-    del pointers
-    index = pack(lengths, "bucket", buckets=BUCKETS)
-    index.save(f"{prefix}.samples", source=IndexedDataset(prefix), overwrite=True)
 
 
 def megatron_train(
-    dataset: type | None, blend: Path, cache: Path, *, positions: bool, num_samples: int
+    dataset: type | None,
+    blend: Path | Sequence[Path],
+    cache: Path,
+    *,
+    positions: bool,
+    num_samples: int,
 ) -> Any:
     """The train split of ``dataset`` (None: GPTDataset), through megatron-core's own builder.
 
     Args:
         dataset: what the builder makes.
-        blend: prefix of an indexed dataset, or what ``dataset`` takes for one.
+        blend: prefix of an indexed dataset, or what ``dataset`` takes for one; or several, of
+            equal weights.
         cache: folder of its indices.
         positions: reset positions and mask the loss at every end of document.
         num_samples: how many to ask for.
@@ -74,10 +87,11 @@ def megatron_train(
     )
     from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig  # noqa: PLC0415
 
+    paths = [blend] if isinstance(blend, Path) else blend
     config = GPTDatasetConfig(
         random_seed=1234,
         sequence_length=ROW,
-        blend=([str(blend)], None),
+        blend=([str(path) for path in paths], [1.0] * len(paths) if len(paths) > 1 else None),
         split="100,0,0",
         path_to_cache=str(cache),
         tokenizer=Tokenizer(),

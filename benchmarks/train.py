@@ -8,14 +8,17 @@ One corpus (lengths as in FineWeb-Edu), one model, one engine, the same tokens p
 samples differ. "useful" counts tokens of documents, so padding costs what it costs. The second
 table is BucketLLM's Table 3, the speed of every bucket relative to 8,192 (or to the largest one at
 hand), with attention inside documents and, as there, over whole samples. Data comes through the
-real loader; what the trainer waited for it is the last column.
+real loader; what the trainer waited for it is the last column. The third table is what a checkpoint
+costs (``saving.py``).
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -26,6 +29,7 @@ import numpy as np
 import torch
 from common import Timing, in_turns, quick, show, write_results
 from lengths import fineweb_edu_like
+from saving import save_times
 
 from megapack.data import PackedDataset, Schedule, build_loader
 from megapack.packing import SampleIndex, pack
@@ -130,6 +134,28 @@ class Bench:
             begin = time.perf_counter()
         return self._summary(parts, waited)
 
+    def repeated_step(self, index: SampleIndex) -> Callable[[], None]:
+        """One step, again and again over the same few batches."""
+        data = PackedDataset(self.dataset, index)
+        tokens = self.args.micro_batch_tokens
+        loader = build_loader(
+            data,
+            Schedule(data, tokens_per_step=tokens),
+            data_parallel_rank=0,
+            data_parallel_size=1,
+            micro_batch_tokens=tokens,
+            num_steps=4,
+            cu_seqlens="padded",
+        )
+        batches = itertools.cycle(list(loader))
+
+        def step() -> None:
+            config = self.config.engine
+            train_step(self.engine, [next(batches)], world=self.here, config=config, lr=1e-5)
+            self.wait()
+
+        return step
+
     def _summary(self, parts: list[tuple[int, float, StepWork]], waited: float) -> dict[str, Any]:
         seconds = sum(part[1] for part in parts)
         tokens = sum(part[2].tokens for part in parts)
@@ -218,6 +244,9 @@ def main() -> None:
         bench = Bench(args, here, Path(directory))
         strategies = by_strategy(bench, args.rounds, args.steps)
         buckets = by_bucket(bench, args.rounds, args.bucket_steps)
+        index = pack(bench.dataset.document_lengths, "concat", buckets=args.buckets[-1:])
+        step = bench.repeated_step(index)
+        saves = save_times(bench.engine, here, Path(directory), step, args.rounds)
     setup = {
         "model": args.model,
         "parameters": bench.num_parameters,
@@ -227,10 +256,13 @@ def main() -> None:
         "compiled": args.compile,
         "micro_batch_tokens": args.micro_batch_tokens,
     }
-    write_results("train", {"setup": setup, "strategies": strategies, "buckets": buckets})
+    write_results(
+        "train", {"setup": setup, "strategies": strategies, "buckets": buckets, "saves": saves}
+    )
     show("setup", [setup])
     show("useful tokens per second", strategies)
     show("tokens per second (attention in documents, or over whole samples)", buckets)
+    show("a checkpoint", saves)
 
 
 def parse_arguments() -> argparse.Namespace:

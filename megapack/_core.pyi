@@ -9,6 +9,8 @@ from numpy.typing import NDArray
 # --- register_storage.cpp -----------------------------------------------------------------------
 # `bytes` is a whole .idx (index_header: its first 34 bytes will do), `name` the file's, for errors.
 
+# A file read-only, with no descriptor kept; OSError.
+def map_file(descriptor: int, num_bytes: int) -> NDArray[np.uint8]: ...
 def index_header(bytes: NDArray[np.uint8], file_bytes: int, name: str) -> dict[str, Any]: ...
 def document_lengths(
     bytes: NDArray[np.uint8], name: str
@@ -131,13 +133,28 @@ def measure_samples(*arrays: Any) -> dict[str, Any]: ...
 
 def will_need(array: NDArray[Any], begin: int, num_bytes: int) -> None: ...
 
-# Sample ids count through the sources in the order in which they were added.
+# A run of ids, from first_ids[r] to first_ids[r + 1], is consecutive samples of shards[r] from
+# first_samples[r] on; sources: of every shard the number of its source.
 class Gatherer:
     def __init__(
-        self, *, positions: str, attention: str, labels: str, alignment: int, pad_token: int
-    ) -> None: ...
-    def add_source(
         self,
+        *,
+        first_ids: NDArray[np.int64],
+        shards: NDArray[np.int64],
+        first_samples: NDArray[np.int64],
+        sources: NDArray[np.int64],
+        num_lists: int,
+        positions: str,
+        attention: str,
+        labels: str,
+        alignment: int,
+        pad_token: int,
+    ) -> None: ...
+    # excluded: documents, ascending; excluded_by: the first (from 1 on) of num_lists lists that has
+    # each of them. A shard that is open already stays as it is.
+    def open(
+        self,
+        shard: int,
         *,
         tokens: NDArray[Any],
         labels: NDArray[Any] | None,
@@ -147,11 +164,11 @@ class Gatherer:
         segment_document: _Index,
         segment_begin: _Index,
         segment_length: NDArray[np.int32],
+        excluded: NDArray[np.int64],
+        excluded_by: NDArray[np.int64],
     ) -> None: ...
-    # documents ascending, lists: the first (from 1 on) of num_lists lists that has each of them
-    def exclude(
-        self, source: int, documents: NDArray[np.int64], lists: NDArray[np.int64], num_lists: int
-    ) -> None: ...
+    # shards of these samples that are not open; all else is for samples of open ones
+    def closed(self, sample_ids: NDArray[np.int64]) -> NDArray[np.int64]: ...
     # -> cu_seqlens, cu_seqlens_padded (with alignment), source of each segment, max_seqlen
     def gather(
         self,
@@ -168,6 +185,9 @@ class Gatherer:
         num_cu_seqlens: int,
     ) -> tuple[NDArray[np.int32], NDArray[np.int32] | None, NDArray[np.int32] | None, int]: ...
     def count_labels(self, sample_ids: NDArray[np.int64]) -> NDArray[np.int64]: ...
+    def token_ranges(
+        self, sample_ids: NDArray[np.int64]
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]: ...
     def will_need(self, sample_ids: NDArray[np.int64]) -> int: ...
     def read_exactly(self) -> None: ...
 

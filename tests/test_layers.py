@@ -19,22 +19,23 @@ PACKAGE = ROOT / "megapack"
 CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
 
 # Each package and those it may import (itself and the ground floor are always allowed).
-GROUND = {"errors", "config", "words", "_core", "__version__"}
+GROUND = {"errors", "config", "words", "optional", "_core", "__version__"}
 MAY_IMPORT: dict[str, set[str]] = {
     "storage": set(),
-    "tokenization": {"storage"},
-    "packing": {"storage"},
+    "execution": set(),
+    "tokenization": {"storage", "execution"},
+    "packing": {"storage", "execution"},
     "planning": set(),
     "compare": {"packing"},
-    "data": {"storage", "packing"},
+    "data": {"storage", "execution", "packing"},
     "attention": set(),
     "training": {"storage", "packing", "data", "attention"},
     "integrations": {"storage", "packing", "data", "attention"},
-    "cli": {"storage", "tokenization", "packing", "compare", "data"},
+    "cli": {"storage", "execution", "tokenization", "packing", "compare", "data"},
 }
 TORCH_FREE = (
-    *("storage", "tokenization", "packing", "planning", "compare", "cli"),
-    *("errors", "config", "words"),
+    *("storage", "execution", "tokenization", "packing", "planning", "compare", "cli"),
+    *("errors", "config", "words", "optional"),
 )
 
 

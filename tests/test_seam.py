@@ -37,8 +37,12 @@ def samples(**changed: Any) -> list[int]:
 
 
 def gatherer(**changed: Any) -> _core.Gatherer:
+    """Of one shard of three samples."""
+    zero = np.zeros(1, np.int64)
     given = {"positions": "segment", "attention": "document", "labels": "document"}
-    return _core.Gatherer(**{**given, "alignment": 1, "pad_token": 0, **changed})
+    runs = {"first_ids": np.array([0, 3]), "shards": zero, "first_samples": zero, "sources": zero}
+    rest = {"num_lists": 0, "alignment": 1, "pad_token": 0}
+    return _core.Gatherer(**{**given, **runs, **rest, **changed})
 
 
 # name of the argument -> a call with it
@@ -283,7 +287,8 @@ def _gathered(idx: np.ndarray, samples: list[tuple[int, int, int]], wanted: int)
     """The tokens of sample `wanted`, each sample being one segment (document, begin, length)."""
     document, begin, length = np.array(samples, np.int32).T.copy()
     source = gatherer()
-    source.add_source(
+    source.open(
+        0,
         tokens=np.arange(1000, dtype=np.uint16),
         labels=None,
         index_bytes=idx,
@@ -292,6 +297,8 @@ def _gathered(idx: np.ndarray, samples: list[tuple[int, int, int]], wanted: int)
         segment_document=document,
         segment_begin=begin,
         segment_length=length,
+        excluded=np.zeros(0, np.int64),
+        excluded_by=np.zeros(0, np.int64),
     )
     tokens, labels, positions = np.zeros((3, 16), np.int64)
     source.gather(

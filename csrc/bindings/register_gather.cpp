@@ -62,16 +62,37 @@ py::object optional_array(std::vector<std::int32_t>&& values, bool wanted) {
 
 class Gatherer {
   public:
-    Gatherer(const py::object& positions_name, const py::object& attention,
-             const py::object& labels, const py::object& alignment, const py::object& pad_token)
+    Gatherer(const Array<std::int64_t>& first_ids, const Array<std::int64_t>& shards,
+             const Array<std::int64_t>& first_samples, const Array<std::int64_t>& sources,
+             const py::object& num_lists, const py::object& positions_name,
+             const py::object& attention, const py::object& labels, const py::object& alignment,
+             const py::object& pad_token)
         : options_{positions(positions_name), extent(attention, "attention"),
                    extent(labels, "labels"), integer(alignment, "alignment", 1),
-                   integer(pad_token, "pad_token")} {}
+                   integer(pad_token, "pad_token")},
+          num_lists_(integer(num_lists, "num_lists", 0, 1 << 14)),
+          runs_{view(first_ids, "first_ids"), view(shards, "shards"),
+                view(first_samples, "first_samples")},
+          sources_(sources.size()),
+          num_closed_(sources.size()) {
+        const auto numbers = view(sources, "sources");
+        check_runs(runs_, numbers.size());
+        for (std::int64_t shard = 0; shard < numbers.size(); ++shard) {
+            sources_[shard].number = numbers[shard];
+            is_blend_ = is_blend_ || numbers[shard] != numbers[0];
+        }
+        kept_.push_back(py::make_tuple(first_ids, shards, first_samples));
+    }
 
-    void add_source(const py::array& tokens, const std::optional<py::array>& labels,
-                    const Array<std::uint8_t>& index_bytes, const py::object& index_name,
-                    const py::array& sample_segment_offsets, const py::array& segment_document,
-                    const py::array& segment_begin, const py::array& segment_length) {
+    // A shard is opened once: others may be reading it from then on.
+    void open(const py::object& shard, const py::array& tokens,
+              const std::optional<py::array>& labels, const Array<std::uint8_t>& index_bytes,
+              const py::object& index_name, const py::array& sample_segment_offsets,
+              const py::array& segment_document, const py::array& segment_begin,
+              const py::array& segment_length, const Array<std::int64_t>& excluded,
+              const Array<std::int64_t>& excluded_by) {
+        GatherSource& place = sources_[integer(shard, "shard", 0, ssize(sources_) - 1)];
+        if (place.is_open()) return;
         GatherSource source(IndexView(view(index_bytes, "index_bytes"), file_name(index_name)));
         source.tokens = token_array(tokens, "tokens");
         if (labels) source.labels = token_array(*labels, "labels");
@@ -80,21 +101,22 @@ class Gatherer {
         source.samples.segment_document = integers(segment_document, "segment_document");
         source.samples.segment_begin = integers(segment_begin, "segment_begin");
         source.samples.segment_length = integers(segment_length, "segment_length");
+        source.excluded = view(excluded, "excluded");
+        source.excluded_by = view(excluded_by, "excluded_by");
+        source.number = place.number;
         check_source(source);
-        sources_.push_back(source);
+        place = source;
+        if (reads_exactly_) megapack::read_exactly({&place, 1});
+        --num_closed_;
         kept_.push_back(py::make_tuple(tokens, labels, index_bytes, sample_segment_offsets,
-                                       segment_document, segment_begin, segment_length));
+                                       segment_document, segment_begin, segment_length, excluded,
+                                       excluded_by));
     }
 
-    void exclude(const py::object& source, const Array<std::int64_t>& documents,
-                 const Array<std::int64_t>& lists, const py::object& num_lists) {
-        const auto last = static_cast<std::int64_t>(sources_.size()) - 1;
-        GatherSource& chosen = sources_[integer(source, "source", 0, last)];
-        chosen.excluded = view(documents, "documents");
-        chosen.excluded_by = view(lists, "lists");
-        check_source(chosen);
-        num_lists_ = integer(num_lists, "num_lists", 0, 1 << 14);
-        kept_.push_back(py::make_tuple(documents, lists));
+    // Shards to open before these samples are asked for.
+    py::array_t<std::int64_t> closed(const Array<std::int64_t>& sample_ids) const {
+        if (num_closed_ == 0) return to_numpy(std::vector<std::int64_t>());
+        return to_numpy(not_open(sources_, located(view(sample_ids, "sample_ids"))));
     }
 
     py::tuple gather(const Array<std::int64_t>& sample_ids, const py::object& num_rows,
@@ -112,24 +134,22 @@ class Gatherer {
                                mutable_view(loss_mask, "loss_mask"),
                                mutable_view(position_ids, "position_ids")};
         const bool aligned = options_.alignment > 1;
-        const bool blend = sources_.size() > 1;
         std::vector<std::int32_t> cu_seqlens;
         std::vector<std::int32_t> cu_seqlens_padded;
         std::vector<std::int32_t> segment_sources;
         std::int64_t max_seqlen = 0;
         {
             const py::gil_scoped_release release;
-            const GatherPlan plan = plan_gather(
-                sources_, locate_samples(sources_, samples, num_lists_), shape, options_);
+            const GatherPlan plan = plan_gather(sources_, located(samples), shape, options_);
             cu_seqlens = cumulative_lengths(plan, false, by_row, entries);
             if (aligned) cu_seqlens_padded = cumulative_lengths(plan, true, by_row, entries);
-            if (blend) segment_sources = plan.sources();
+            if (is_blend_) segment_sources = plan.sources();
             max_seqlen = plan.max_seqlen();
             fill_gather(plan, options_, out);
         }
         return py::make_tuple(to_numpy(std::move(cu_seqlens)),
                               optional_array(std::move(cu_seqlens_padded), aligned),
-                              optional_array(std::move(segment_sources), blend), max_seqlen);
+                              optional_array(std::move(segment_sources), is_blend_), max_seqlen);
     }
 
     py::array_t<std::int64_t> count(const Array<std::int64_t>& sample_ids) const {
@@ -137,8 +157,7 @@ class Gatherer {
         std::vector<std::int64_t> counts;
         {
             const py::gil_scoped_release release;
-            counts = count_labels(sources_, locate_samples(sources_, samples, num_lists_),
-                                  options_.labels);
+            counts = count_labels(sources_, located(samples), options_.labels);
         }
         return to_numpy(std::move(counts));
     }
@@ -146,15 +165,44 @@ class Gatherer {
     std::int64_t will_need(const Array<std::int64_t>& sample_ids) const {
         const auto samples = view(sample_ids, "sample_ids");
         const py::gil_scoped_release release;
-        return will_need_samples(sources_, locate_samples(sources_, samples, num_lists_));
+        return will_need_samples(sources_, located(samples));
     }
 
-    void read_exactly() const { megapack::read_exactly(sources_); }
+    py::tuple token_ranges(const Array<std::int64_t>& sample_ids) const {
+        const auto samples = view(sample_ids, "sample_ids");
+        std::vector<std::int64_t> source;
+        std::vector<std::int64_t> begin;
+        std::vector<std::int64_t> end;
+        {
+            const py::gil_scoped_release release;
+            for (const TokenRange& range : megapack::token_ranges(sources_, located(samples))) {
+                source.push_back(range.shard);
+                begin.push_back(range.begin);
+                end.push_back(range.end);
+            }
+        }
+        return py::make_tuple(to_numpy(std::move(source)), to_numpy(std::move(begin)),
+                              to_numpy(std::move(end)));
+    }
+
+    // Also of what is opened from now on.
+    void read_exactly() {
+        reads_exactly_ = true;
+        megapack::read_exactly(sources_);
+    }
 
   private:
+    std::vector<SampleRef> located(Span<const std::int64_t> samples) const {
+        return locate_samples(runs_, samples, num_lists_);
+    }
+
     GatherOptions options_;
-    std::int64_t num_lists_ = 0;  // of excluded documents
-    std::vector<GatherSource> sources_;
+    std::int64_t num_lists_;  // of excluded documents
+    SampleRuns runs_;
+    std::vector<GatherSource> sources_;  // by number of the shard
+    std::int64_t num_closed_;            // of them
+    bool is_blend_ = false;
+    bool reads_exactly_ = false;
     std::vector<py::tuple> kept_;  // owners of what sources_ points to
 };
 
@@ -163,22 +211,27 @@ class Gatherer {
 void register_gather(py::module_& m) {
     m.def("will_need", &will_need_numpy, py::arg("array"), py::arg("begin"), py::arg("num_bytes"));
     py::class_<Gatherer>(m, "Gatherer")
-        .def(py::init<const py::object&, const py::object&, const py::object&, const py::object&,
+        .def(py::init<const Array<std::int64_t>&, const Array<std::int64_t>&,
+                      const Array<std::int64_t>&, const Array<std::int64_t>&, const py::object&,
+                      const py::object&, const py::object&, const py::object&, const py::object&,
                       const py::object&>(),
-             py::kw_only(), py::arg("positions"), py::arg("attention"), py::arg("labels"),
+             py::kw_only(), py::arg("first_ids").noconvert(), py::arg("shards").noconvert(),
+             py::arg("first_samples").noconvert(), py::arg("sources").noconvert(),
+             py::arg("num_lists"), py::arg("positions"), py::arg("attention"), py::arg("labels"),
              py::arg("alignment"), py::arg("pad_token"))
-        .def("add_source", &Gatherer::add_source, py::kw_only(), py::arg("tokens"),
+        .def("open", &Gatherer::open, py::arg("shard"), py::kw_only(), py::arg("tokens"),
              py::arg("labels"), py::arg("index_bytes").noconvert(), py::arg("index_name"),
              py::arg("sample_segment_offsets"), py::arg("segment_document"),
-             py::arg("segment_begin"), py::arg("segment_length"))
-        .def("exclude", &Gatherer::exclude, py::arg("source"), py::arg("documents").noconvert(),
-             py::arg("lists").noconvert(), py::arg("num_lists"))
+             py::arg("segment_begin"), py::arg("segment_length"), py::arg("excluded").noconvert(),
+             py::arg("excluded_by").noconvert())
+        .def("closed", &Gatherer::closed, py::arg("sample_ids").noconvert())
         .def("gather", &Gatherer::gather, py::arg("sample_ids").noconvert(), py::kw_only(),
              py::arg("num_rows"), py::arg("row_tokens"), py::arg("capacity"),
              py::arg("tokens").noconvert(), py::arg("labels").noconvert(),
              py::arg("loss_mask").noconvert(), py::arg("position_ids").noconvert(),
              py::arg("per_row"), py::arg("num_cu_seqlens"))
         .def("count_labels", &Gatherer::count, py::arg("sample_ids").noconvert())
+        .def("token_ranges", &Gatherer::token_ranges, py::arg("sample_ids").noconvert())
         .def("will_need", &Gatherer::will_need, py::arg("sample_ids").noconvert())
         .def("read_exactly", &Gatherer::read_exactly);
 }

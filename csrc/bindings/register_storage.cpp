@@ -1,4 +1,8 @@
 // storage: numpy views in, checked; GIL released; arrays out.
+#include <sys/mman.h>
+
+#include <memory>
+
 #include "bindings/scalars.hpp"
 #include "core/storage/mmididx.hpp"
 #include "core/storage/tokens.hpp"
@@ -138,7 +142,32 @@ py::array document_lengths_of(const Bytes& bytes, const py::object& name) {
                                 [&](Span<std::int64_t> out) { document_lengths(index, out); });
 }
 
+// A whole file, read-only. Unlike Python's mmap it keeps no descriptor of the file: a source may
+// have tens of thousands of files.
+py::array_t<std::uint8_t> map_file(const py::object& descriptor, const py::object& num_bytes) {
+    const auto file = static_cast<int>(integer(descriptor, "descriptor", 0, 1 << 30));
+    const auto size = static_cast<std::size_t>(integer(num_bytes, "num_bytes", 1));
+    void* address = mmap(nullptr, size, PROT_READ, MAP_SHARED, file, 0);
+    if (address == MAP_FAILED) {
+        PyErr_SetFromErrno(PyExc_OSError);
+        throw py::error_already_set();
+    }
+    struct Mapping {
+        void* address;
+        std::size_t size;
+    };
+    const py::capsule owner(new Mapping{address, size}, [](void* kept) {
+        const std::unique_ptr<Mapping> mapping(static_cast<Mapping*>(kept));
+        munmap(mapping->address, mapping->size);
+    });
+    py::array_t<std::uint8_t> bytes(static_cast<py::ssize_t>(size),
+                                    static_cast<const std::uint8_t*>(address), owner);
+    bytes.attr("setflags")(py::arg("write") = false);
+    return bytes;
+}
+
 void register_reading(py::module_& m) {
+    m.def("map_file", &map_file, py::arg("descriptor"), py::arg("num_bytes"));
     m.def("index_header", &index_header, py::arg("bytes").noconvert(), py::arg("file_bytes"),
           py::arg("name"));
     m.def("document_lengths", &document_lengths_of, py::arg("bytes").noconvert(), py::arg("name"));

@@ -22,6 +22,7 @@ __all__ = [
     "add_shared",
     "byte_count",
     "capacities",
+    "part_of",
     "positive",
     "token_argument",
     "token_id",
@@ -62,6 +63,14 @@ def positive(text: str) -> int:
     if not text.strip().isdecimal() or int(text) < 1:
         _refuse(f"{text!r} is not a whole number of at least 1")
     return int(text)
+
+
+def part_of(text: str) -> tuple[int, int]:
+    """``0/8`` -> (0, 8)."""
+    i, slash, n = text.partition("/")
+    if not slash or not i.isdecimal() or not n.isdecimal():
+        _refuse(f"{text!r} is not of the form I/N, as in 0/8")
+    return int(i), int(n)
 
 
 def token_argument(text: str) -> str | int:

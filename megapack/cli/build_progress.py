@@ -6,7 +6,7 @@ import sys
 import time
 
 from megapack.cli.report import Work, note
-from megapack.tokenization.build.record import Counted
+from megapack.execution.work import Counted
 from megapack.words import counted, short, size
 
 __all__ = ["BuildProgress"]

@@ -2,27 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import glob
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from megapack.errors import ConfigError
+from megapack.storage.remote import is_remote
 
-__all__ = ["dataset_prefixes"]
+__all__ = ["dataset_prefixes", "local_file"]
 
-COMPANIONS = (".bin", ".meta.json", ".idx.orig", ".lock", ".manifest.json")
+COMPANIONS = (
+    *(".bin", ".meta.json", ".idx.orig", ".lock", ".manifest.json", ".samples"),
+    ".shards.json",
+)
 
 
 def dataset_prefixes(names: Iterable[str]) -> list[str]:
     """Prefixes in the order given, each once.
 
-    ``shards/*`` names all files of the same dataset; a directory stands for every
-    .idx in it, sorted by name.
+    ``shards/*`` names all files of the same dataset. A quoted pattern stands for what it matches,
+    sorted by name; a directory stands for every .idx in it, sorted by name.
 
     Raises:
-        ConfigError: a directory without any .idx.
+        ConfigError: a directory without any .idx, or a pattern that matches nothing.
     """
     prefixes: dict[str, None] = {}
-    for name in names:
+    for name in _expanded(names):
         if Path(name).is_dir():
             found = sorted(str(path)[: -len(".idx")] for path in Path(name).glob("*.idx"))
             if not found:
@@ -33,3 +38,26 @@ def dataset_prefixes(names: Iterable[str]) -> list[str]:
         elif name.endswith(".bin") and not Path(name.removesuffix(".bin") + ".idx").exists():
             prefixes[name.removesuffix(".bin")] = None  # verify says that its .idx is missing
     return list(prefixes)
+
+
+def local_file(name: str, option: str) -> Path:
+    """The path of a file to be written. Raises ConfigError: it is an address."""
+    if is_remote(name):
+        raise ConfigError(
+            f"{name} cannot be written from here: give {option} a local name, and copy the result "
+            "with `megapack-build upload`"
+        )
+    return Path(name)
+
+
+def _expanded(names: Iterable[str]) -> Iterator[str]:
+    """Quoted patterns as the files that they match."""
+    for name in names:
+        if not glob.has_magic(name) or Path(name).exists():
+            yield name
+            continue
+        matched = glob.glob(name, recursive=True)  # noqa: PTH207 (as the shell, with its dots)
+        found = sorted(path for path in matched if not Path(path).is_dir())
+        if not found:
+            raise ConfigError(f"{name} matches no file")
+        yield from found

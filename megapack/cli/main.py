@@ -27,12 +27,14 @@ COMMANDS = {
     "tokenize": ("megapack.cli.tokenize", "text -> documents (.bin/.idx)"),
     "train-tokenizer": ("megapack.cli.train_tokenizer", "corpus -> sentencepiece BPE model"),
     "pack": ("megapack.cli.pack", "documents -> samples in buckets (.samples)"),
+    "arrange": ("megapack.cli.arrange", "a source anew, in the order in which it is drawn"),
     "compare": ("megapack.cli.compare", "what each strategy would make of a dataset"),
     "inspect": ("megapack.cli.inspect", "look inside .idx and .samples files"),
     "trace": ("megapack.cli.trace", "which documents a run sees, and when"),
     "merge": ("megapack.cli.merge", "many .bin/.idx pairs -> one"),
     "verify": ("megapack.cli.verify", "is this dataset whole and what it claims to be?"),
     "repair": ("megapack.cli.repair", "mend what can be mended in a damaged .idx"),
+    "upload": ("megapack.cli.upload", "datasets and their .samples -> an object store"),
     "import": ("megapack.cli.import_", "index other people's token files"),
 }
 

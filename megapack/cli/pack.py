@@ -4,6 +4,12 @@ Reads the document lengths of PREFIX.idx (never the tokens), packs them with a s
 one .samples file, which training maps into memory. The same command always writes the same bytes;
 if they are there already, nothing is done, and anything else is replaced only with --overwrite.
 
+Many datasets become one source, without being merged, by --output NAME.shards.json: each is packed
+by itself, its .samples lies in NAME.shards/, and the manifest, written last, says of each what a
+run must know before it opens it. The same command goes on where it was stopped. Datasets that come
+later are added by the same command, which packs only them; one that has changed is an error.
+Several machines: each runs the command with its own --part I/N, then one of them without.
+
 examples:
   megapack-build pack corpus_text_document --buckets 1024,2048,4096,8192,16384
   megapack-build pack corpus_text_document --output concat.samples \\
@@ -12,6 +18,7 @@ examples:
       --preset paper
   megapack-build pack corpus_text_document --buckets 8192,32768 \\
       --documents rest.npy --output rest.samples
+  megapack-build pack 'web/*.idx' --buckets 8192 --output web.shards.json
 """
 
 from __future__ import annotations
@@ -19,13 +26,14 @@ from __future__ import annotations
 import argparse
 import json
 import textwrap
-from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
 from megapack.cli.arguments import Arguments, add_dataset_argument, add_shared, capacities, positive
 from megapack.cli.composition import print_composition
+from megapack.cli.datasets import local_file
+from megapack.cli.pack_shards import add_sharing, run_shards
 from megapack.cli.report import Work, note
 from megapack.errors import ConfigError
 from megapack.packing import (
@@ -37,8 +45,10 @@ from megapack.packing import (
     pack,
 )
 from megapack.packing.checksums import checksum
+from megapack.packing.shard_manifest import is_shard_manifest
 from megapack.storage.document_list import read_documents
-from megapack.storage.mmididx import IndexFile
+from megapack.storage.lengths import open_index
+from megapack.storage.mmididx import IndexFile, prefix_of
 from megapack.storage.replace import check_target
 from megapack.words import count, counted
 
@@ -46,8 +56,8 @@ __all__ = ["add_arguments", "run"]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_dataset_argument(parser, many=False, help="only the .idx is read")
-    add_shared(parser, "--output", help="default: PREFIX.samples")
+    add_dataset_argument(parser, many=True, help="only the .idx is read")
+    add_shared(parser, "--output", help="NAME.shards.json for many (default: PREFIX.samples)")
     add_shared(parser, "--overwrite")
     parser.add_argument(
         "--strategy", metavar="NAME", default="bucket", help="see below (default: %(default)s)"
@@ -68,6 +78,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_alignment(parser)
     parser.add_argument("--preset", metavar="NAME", help="the parameters of a paper, see below")
     add_shared(parser, "--json")
+    add_sharing(parser.add_argument_group("many datasets (what is written never depends on it)"))
     group = parser.add_argument_group("parameters of the strategies")
     for name, parameters in _parameters_by_name().items():
         _add_parameter(group, name, parameters)
@@ -90,9 +101,12 @@ def run(args: argparse.Namespace) -> int:
     known = _parameters_by_name()
     given = {name: value for name, value in vars(args).items() if name in known}
     options = {"buckets": args.buckets, "preset": args.preset, "alignment": args.alignment}
+    if args.output is not None and is_shard_manifest(args.output):
+        return run_shards(args, {"strategy": args.strategy, **options, **given})
+    prefix = _only(args)
     method = check_packing(args.strategy, parameters=given, **options)
-    output = Path(args.output or f"{args.prefix}.samples")
-    documents = IndexFile(f"{args.prefix}.idx")
+    output = local_file(args.output or f"{prefix}.samples", "--output")
+    documents = open_index(prefix)
     chosen = None if args.documents is None else _chosen(args.documents, documents)
 
     def difference() -> str | None:
@@ -122,7 +136,7 @@ def run(args: argparse.Namespace) -> int:
                 **options,
                 **given,
             )
-        source = {"fingerprint": documents.fingerprint, "prefix": args.prefix}
+        source = {"fingerprint": documents.fingerprint, "prefix": prefix}
         if chosen is not None:
             source["documents"] = checksum(chosen)
         index.save(output, source=source, overwrite=True)
@@ -138,6 +152,17 @@ def run(args: argparse.Namespace) -> int:
             f"{count(index.metrics()['num_tokens'])} tokens -> {count(index.num_samples)} samples"
         )
     return 0
+
+
+def _only(args: argparse.Namespace) -> str:
+    """The prefix of the one dataset."""
+    if len(args.prefixes) != 1 or args.part is not None or args.executor is not None:
+        raise ConfigError(
+            f"{len(args.prefixes)} datasets to pack into {args.output or 'one .samples'}: give "
+            "one, or pack many as one source with --output NAME.shards.json (--part and --executor "
+            "are for those)"
+        )
+    return prefix_of(args.prefixes[0])
 
 
 def _chosen(path: str, documents: IndexFile) -> NDArray[np.int64]:

@@ -19,7 +19,13 @@ import dataclasses
 import time
 from collections.abc import Iterator
 
-from megapack.cli.arguments import Arguments, add_shared, byte_count, token_argument
+from megapack.cli.arguments import (
+    Arguments,
+    add_shared,
+    byte_count,
+    part_of,
+    token_argument,
+)
 from megapack.cli.build_progress import BuildProgress
 from megapack.cli.build_report import print_previews, print_results
 from megapack.cli.config_arguments import add_corpus_arguments, add_fields, values_of
@@ -70,7 +76,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             "help": "text per shard; another size gives the same documents, but cannot use the "
             "shards of a build that was begun (default: 1M to 256M, about 64 shards)",
         },
-        part={"type": _part, "metavar": "I/N", "help": "build the I-th of N parts only"},
+        part={"type": part_of, "metavar": "I/N", "help": "build the I-th of N parts only"},
         finish="join the parts that other machines built",
         keep_shards="leave PREFIX.build/ when all is done",
     )
@@ -168,13 +174,6 @@ def _add_megatron(group: Arguments) -> None:
         help="documents keep the order of the corpus, as they always do here",
     )
     group.add_argument("--partitions", metavar="N", help="refused: --workers shares out the work")
-
-
-def _part(text: str) -> tuple[int, int]:
-    i, slash, n = text.partition("/")
-    if not slash or not i.isdecimal() or not n.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r} is not of the form I/N, as in 0/8")
-    return int(i), int(n)
 
 
 def run(args: argparse.Namespace) -> int:

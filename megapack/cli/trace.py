@@ -120,8 +120,8 @@ def _open(tree: dict[str, Any], path: str) -> tuple[PackedDataset, Schedule]:
     section = tree["data"]
     if section.get("blend"):
         data = load_blend(section["blend"]).open()
-    elif section.get("prefix") and section.get("index"):
-        data = PackedDataset(section["prefix"], section["index"])
+    elif section.get("index"):
+        data = PackedDataset(section.get("prefix"), section["index"])
     else:
         raise ConfigError(f"{path}: data has neither prefix and index nor blend")
     names = {field.name for field in dataclasses.fields(ScheduleConfig)}

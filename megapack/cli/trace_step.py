@@ -61,28 +61,29 @@ def answer_step(
 
 
 def _print_text(
-    console: Screen, args: argparse.Namespace, data: PackedDataset, samples: list[dict[str, Any]]
+    console: Screen, args: argparse.Namespace, data: PackedDataset, items: list[dict[str, Any]]
 ) -> None:
-    sources = [data.samples.names.index(shown["source"]) for shown in samples]
-    views = [
-        view_sample(
-            data.datasets[source],
-            data.samples.indices[source],
-            shown["sample"],
-            shown["segments"],
-        )
-        for source, shown in zip(sources, samples, strict=True)
-    ]
+    samples, shards = data.samples, data.samples.shards
+    places = []
+    for shown in items:
+        source = samples.names.index(shown["source"])
+        shard, sample = samples.shard_of(int(samples.bases[source]) + shown["sample"])
+        first = int(shards.first_documents[shard])
+        segments = [(document - first, begin, n) for document, begin, n in shown["segments"]]
+        views = view_sample(data.documents(shard), shards.index(shard), sample, segments)
+        places.append((source, shard, sample, views))
     decoders = {}
-    for source in set(sources):
-        own = [view for s, view in zip(sources, views, strict=True) if s == source]
-        ids = [i for segments in own for segment in segments for i in segment.token_ids]
-        decoders[source] = decoder(args.tokenizer, data.datasets[source], ids)
-    for source, shown, segments in zip(sources, samples, views, strict=True):
+    for source, shard, _, _ in places:
+        if source not in decoders:
+            own = [view for s, _, _, views in places if s == source for view in views]
+            ids = [i for view in own for i in view.token_ids]
+            decoders[source] = decoder(args.tokenizer, data.documents(shard), ids)
+    for shown, (source, shard, sample, views) in zip(items, places, strict=True):
         had = f"rank {shown['rank']}, micro step {shown['micro_step']}, " if "rank" in shown else ""
         console.write_line(f"=== {had}{shown['source']}")
-        index = data.samples.indices[source]
-        print_sample(console, index, shown["sample"], segments, decoders[source], full=args.full)
+        if len(shards.of_source(source)) > 1:
+            console.write_line(f"in {data.documents(shard).prefix}, its documents counted there")
+        print_sample(console, shards.index(shard), sample, views, decoders[source], full=args.full)
 
 
 def _dealt(

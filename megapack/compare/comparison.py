@@ -110,7 +110,7 @@ def compare(
         seed=seed,
         evaluations=evaluations,
         left_out=without,
-        recommendation=recommend(evaluations),
+        recommendation=recommend(evaluations, run.attention),
     )
 
 

@@ -6,15 +6,17 @@ The rule is short enough to disagree with:
    longer than the largest capacity of the comparison, is out (if that leaves none, losing counts
    alone, and those that split the fewest stay);
 2. of the rest, the least estimated training time wins;
-3. within half a percent of that time, fewer documents per sample win (2 % is no difference), then
-   fewer split documents, then less padding, then the default strategy.
+3. within half a percent of that time, fewer split documents win, then less padding, then the
+   default strategy. Where attention crosses documents (``--attention sample``), fewer documents per
+   sample come before these (2 % is no difference): others are context that has nothing to do with
+   one. Behind masks they are not seen.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from megapack.compare.evaluation import Evaluation
 from megapack.compare.words import percent
@@ -45,14 +47,22 @@ class Recommendation:
     out: tuple[str, ...]
 
 
-def recommend(evaluations: Sequence[Evaluation]) -> Recommendation:
-    """Apply the rule of this module's text to at least one evaluation."""
+def recommend(
+    evaluations: Sequence[Evaluation], attention: Literal["document", "sample"] = "document"
+) -> Recommendation:
+    """Apply the rule of this module's text to at least one evaluation.
+
+    Args:
+        evaluations: of the same documents.
+        attention: what a token attends to.
+    """
+    crosses = attention == "sample"
     lower_bound = min(e.metrics["truncation_floor"] for e in evaluations)
     out = tuple(_why_out(e, lower_bound) for e in evaluations)
-    best = _cheapest(evaluations, range(len(evaluations)), out)
+    best = _cheapest(evaluations, range(len(evaluations)), out, crosses)
     fixed = [i for i, e in enumerate(evaluations) if e.case.is_fixed_length]
-    best_fixed = _cheapest(evaluations, fixed, out) if fixed else None
-    reasons = _reasons(evaluations, best, best_fixed, out)
+    best_fixed = _cheapest(evaluations, fixed, out, crosses) if fixed else None
+    reasons = _reasons(evaluations, best, best_fixed, out, crosses)
     return Recommendation(best=best, best_fixed=best_fixed, reasons=reasons, out=out)
 
 
@@ -65,7 +75,9 @@ def _why_out(evaluation: Evaluation, lower_bound: float) -> str:
     return ""
 
 
-def _cheapest(evaluations: Sequence[Evaluation], among: Sequence[int], out: Sequence[str]) -> int:
+def _cheapest(
+    evaluations: Sequence[Evaluation], among: Sequence[int], out: Sequence[str], crosses: bool
+) -> int:
     """Rules 1 to 3 on the evaluations with the given positions."""
     kept = [i for i in among if not out[i]]
     if not kept:
@@ -75,9 +87,10 @@ def _cheapest(evaluations: Sequence[Evaluation], among: Sequence[int], out: Sequ
         kept = [i for i in kept if evaluations[i].metrics["truncation_ratio"] <= limit]
     least = min(evaluations[i].breakdown.gpu_hours for i in kept)
     kept = [i for i in kept if evaluations[i].breakdown.gpu_hours <= least * (1 + SAME_TIME)]
-    fewest = min(evaluations[i].metrics["concatenation_ratio"] for i in kept)
-    limit = fewest * (1 + SAME_CONCATENATION)
-    kept = [i for i in kept if evaluations[i].metrics["concatenation_ratio"] <= limit]
+    if crosses:
+        fewest = min(evaluations[i].metrics["concatenation_ratio"] for i in kept)
+        limit = fewest * (1 + SAME_CONCATENATION)
+        kept = [i for i in kept if evaluations[i].metrics["concatenation_ratio"] <= limit]
     return min(
         kept,
         key=lambda i: (
@@ -89,7 +102,11 @@ def _cheapest(evaluations: Sequence[Evaluation], among: Sequence[int], out: Sequ
 
 
 def _reasons(
-    evaluations: Sequence[Evaluation], best: int, best_fixed: int | None, out: Sequence[str]
+    evaluations: Sequence[Evaluation],
+    best: int,
+    best_fixed: int | None,
+    out: Sequence[str],
+    crosses: bool,
 ) -> tuple[str, ...]:
     chosen = evaluations[best]
     metrics = chosen.metrics
@@ -104,11 +121,11 @@ def _reasons(
         reasons.insert(0, f"Every strategy would be out; this one {out[best]}.")
     rivals = [i for i in range(len(evaluations)) if i != best and not out[i]]
     if rivals:
-        runner_up = _cheapest(evaluations, rivals, out)
-        reasons.append(_against(chosen, evaluations[runner_up], "the next best"))
+        runner_up = _cheapest(evaluations, rivals, out, crosses)
+        reasons.append(_against(chosen, evaluations[runner_up], "the next best", crosses))
         if best_fixed is not None and best_fixed in rivals and best_fixed != runner_up:
             role = "the best with one sample shape"
-            reasons.append(_against(chosen, evaluations[best_fixed], role))
+            reasons.append(_against(chosen, evaluations[best_fixed], role, crosses))
     limit = chosen.breakdown.gpu_hours * (1 - SAME_TIME)
     cheaper = sorted(
         (e.breakdown.gpu_hours, f"{e.label} {why}")
@@ -122,18 +139,19 @@ def _reasons(
     return tuple(reasons)
 
 
-def _against(chosen: Evaluation, rival: Evaluation, role: str) -> str:
+def _against(chosen: Evaluation, rival: Evaluation, role: str, crosses: bool) -> str:
     more = rival.breakdown.gpu_hours / chosen.breakdown.gpu_hours - 1
     if abs(more) > SAME_TIME:
         amount = f"{percent(abs(more))} {'more' if more > 0 else 'less'} time"
         return f"{rival.label}, {role}, would take {amount}."
-    return f"{rival.label}, {role}, would take the same time{_but(chosen.metrics, rival.metrics)}."
+    but = _but(chosen.metrics, rival.metrics, crosses)
+    return f"{rival.label}, {role}, would take the same time{but}."
 
 
-def _but(chosen: Mapping[str, Any], rival: Mapping[str, Any]) -> str:
+def _but(chosen: Mapping[str, Any], rival: Mapping[str, Any], crosses: bool) -> str:
     """The first criterion of rule 3 on which the rival is worse."""
     joined = rival["concatenation_ratio"]
-    if joined > chosen["concatenation_ratio"] * (1 + SAME_CONCATENATION):
+    if crosses and joined > chosen["concatenation_ratio"] * (1 + SAME_CONCATENATION):
         return f" but concatenates {joined:.2f} documents per sample"
     if rival["num_truncated_documents"] > chosen["num_truncated_documents"]:
         return f" but splits {percent(rival['truncation_ratio'])} of the documents"

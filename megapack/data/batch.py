@@ -13,9 +13,19 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 
 from megapack.errors import ConfigError
-from megapack.packing import SampleIndex
+from megapack.packing.extents import most_segments
+from megapack.packing.shards import SourceIndex
 
-__all__ = ["Batch", "BatchLayout", "Buffers", "MicroBatch", "ReusedBuffers", "allocate", "weigh"]
+__all__ = [
+    "Batch",
+    "BatchLayout",
+    "Buffers",
+    "MicroBatch",
+    "ReusedBuffers",
+    "allocate",
+    "slot_tokens",
+    "weigh",
+]
 
 # tokens, labels, loss_mask, position_ids, cu_seqlens, ... and plain ints
 Batch: TypeAlias = dict[str, Any]
@@ -104,7 +114,7 @@ class BatchLayout:
         row_tokens: tokens per row, ``row_tokens // capacity`` samples in each; None: the capacity,
             one sample per row. A fixed number gives rows of one shape whatever the bucket.
         cu_seqlens: ``exact``, or ``padded`` with their last value to a fixed number of entries.
-        num_cu_seqlens: that number; None: what the fullest micro batch of the dataset needs.
+        num_cu_seqlens: that number; None: what the fullest micro batch of the bucket needs.
         cu_seqlens_per_row: (rows, entries) that count from the row's begin, as Megatron has them,
             instead of one list over all rows.
     """
@@ -150,25 +160,19 @@ class BatchLayout:
         rows, row = self.rows(capacity)
         return rows * (row // capacity)
 
-    def most_entries(self, indices: Sequence[SampleIndex], *, whole: bool) -> int:
-        """Entries of a list of cu_seqlens that are enough for all samples of some indices.
+    def most_entries(self, indices: Sequence[SourceIndex], capacity: int, *, whole: bool) -> int:
+        """Entries of a list of cu_seqlens that are enough for every micro batch of a bucket.
 
         Args:
-            indices: those whose capacities do not fit are passed over.
+            indices: those without this bucket are passed over.
+            capacity: of the bucket, tokens.
             whole: samples are one segment each.
         """
-        most = 1
-        for index in indices:
-            for b, capacity in enumerate(index.bucket_capacity.tolist()):
-                begin, end = index.bucket_sample_offsets[b : b + 2].tolist()
-                if begin == end or not self.fits(capacity):
-                    continue
-                slots = self.num_samples(capacity)
-                if self.cu_seqlens_per_row:
-                    slots //= self.rows(capacity)[0]
-                counts = np.diff(index.sample_segment_offsets[begin : end + 1])
-                most = max(most, slots * (1 + (1 if whole else int(counts.max()))))
-        return most + 1
+        slots = self.num_samples(capacity)
+        if self.cu_seqlens_per_row:
+            slots //= self.rows(capacity)[0]
+        most = 1 if whole else max(_most_segments(index, capacity) for index in indices)
+        return slots * (most + 1) + 1  # the padding of a sample is a segment
 
     def listed(self, values: NDArray[np.int32], rows: int) -> torch.Tensor:
         """Entries of cu_seqlens as a tensor: one list, or one per row."""
@@ -180,14 +184,29 @@ class BatchLayout:
         return (1, self.micro_batch_tokens) if self.kind == "stream" else self.rows(capacity)
 
 
-def weigh(loss_mask: NDArray[np.float32], loss_weight: ArrayLike, capacity: int) -> None:
-    """Multiply a loss mask (rows, row_tokens) in place by the factor (samples,) of each sample."""
-    rows, row_tokens = loss_mask.shape
+def _most_segments(index: SourceIndex, capacity: int) -> int:
+    """Of any sample of this capacity; 0 where there is no such bucket."""
+    buckets = zip(index.bucket_capacity.tolist(), most_segments(index), strict=True)
+    return max((most for size, most in buckets if size == capacity), default=0)
+
+
+def slot_tokens(capacity: int, row_tokens: int, alignment: int = 1) -> list[int]:
+    """Tokens of the slots of a row, one sample each; a sample begins where its slot does.
+
+    As ``csrc/core/gather/plan.cpp`` cuts it: slots are equal, what does not divide is the last's.
+    """
     slots = row_tokens // capacity
-    factors = np.ones(rows * slots, np.float32)
+    slot = row_tokens // slots // alignment * alignment
+    return [*[slot] * (slots - 1), row_tokens - (slots - 1) * slot]
+
+
+def weigh(loss_mask: NDArray[np.float32], loss_weight: ArrayLike, slots: Sequence[int]) -> None:
+    """Multiply a loss mask (rows, row_tokens) in place by the factor (samples,) of each sample."""
+    rows = len(loss_mask)
+    factors = np.ones(rows * len(slots), np.float32)
     given = np.asarray(loss_weight, np.float32)
     factors[: len(given)] = given
-    loss_mask[:, : slots * capacity] *= factors.reshape(rows, slots).repeat(capacity, axis=1)
+    loss_mask *= factors.reshape(rows, len(slots)).repeat(slots, axis=1)
 
 
 class Buffers(dict[str, torch.Tensor]):

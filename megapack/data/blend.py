@@ -1,9 +1,10 @@
 """Several datasets in one run: the manifest that lists them, and what a run makes of it.
 
     sources:                       # YAML or JSON; paths are relative to this file
-      - {name: web,  prefix: web/docs,  index: web/docs.samples,  weight: 0.7}
+      - {name: web,  prefix: web/docs,  index: web/docs.samples,  weight: 0.6}
       - {name: code, prefix: code/docs, index: code/docs.samples, weight: 0.2, valid_prefix: code/v}
       - {name: chat, prefix: chat/docs, index: chat/docs.samples, weight: 0.1, labels: chat/turns}
+      - {name: math, index: math.shards.json, weight: 0.1}      # many datasets as one source
     max_epochs: 4                  # refuse to repeat a source more often
     stages: []                     # what changes at later steps: megapack.data.program
 
@@ -25,6 +26,9 @@ from megapack.data.dataset import PackedDataset
 from megapack.data.program import Stage
 from megapack.data.scores import Scores
 from megapack.errors import ConfigError
+from megapack.packing.shard_manifest import is_shard_manifest, load_index
+from megapack.packing.shards import SourceIndex
+from megapack.storage.remote.address import joined
 
 __all__ = ["BlendConfig", "Source", "load_blend", "open_blend"]
 
@@ -33,15 +37,19 @@ __all__ = ["BlendConfig", "Source", "load_blend", "open_blend"]
 class Source:
     """One dataset of a blend."""
 
-    prefix: str
-    """Of the .bin/.idx pair."""
+    prefix: str | None = None
+    """Of the .bin/.idx pair; None for those of a shard manifest, which names them."""
     index: str | None = None
-    """Path of its .samples; None, for hosts that pack: by the manifest's strategy."""
+    """Path of its .samples, or of a shard manifest (many datasets, packed by one
+    ``megapack-build pack``); None, for hosts that pack: by the manifest's strategy."""
+    shards: tuple[int, ...] | None = None
+    """Of a shard manifest only those from the first of two numbers up to the second, so that what
+    was added later can be another source."""
     weight: float | None = None
     """Share of the tokens seen in training; None for all sources: by their sizes. 0: nothing, until
     a stage gives the source another weight."""
     name: str | None = None
-    """For stages and reports; None: the prefix."""
+    """For stages and reports; None: the prefix, or the shard manifest."""
     labels: str = "auto"
     """Prefix of a label dataset, token by token beside the tokens, -100 where there is no loss.
     ``auto``: <prefix>.labels where that exists; ``none``: every token has its label."""
@@ -59,28 +67,49 @@ class Source:
     score_order: Literal["ascending", "descending"] = "ascending"
 
     def __post_init__(self) -> None:
+        sharded = self.index is not None and is_shard_manifest(self.index)
+        if sharded == (self.prefix is not None):
+            raise ConfigError(
+                f"source {self.title!r} needs a prefix, or a shard manifest as its index, and not "
+                "both"
+            )
+        if self.shards is not None and not (sharded and len(self.shards) == 2):
+            raise ConfigError(
+                f"source {self.title!r} has shards {list(self.shards)}; that is [first, end] of a "
+                "shard manifest"
+            )
         if self.scores is None and self.score_order != "ascending":
             raise ConfigError(
-                f"source {self.name or self.prefix!r} has score_order {self.score_order} and no "
-                "scores; give their file, too"
+                f"source {self.title!r} has score_order {self.score_order} and no scores; give "
+                "their file, too"
             )
         if self.valid_index is not None and self.valid_prefix is None:
             raise ConfigError(
-                f"source {self.name or self.prefix!r} has a valid_index and no valid_prefix; give "
-                "the documents that it is an index of, too"
+                f"source {self.title!r} has a valid_index and no valid_prefix; give the documents "
+                "that it is an index of, too"
             )
 
     def relative_to(self, folder: Path) -> Source:
-        """The source with paths relative to the manifest's folder."""
+        """The source with paths relative to the manifest's folder; addresses stay."""
         return replace(
             self,
-            prefix=str(folder / self.prefix),
-            index=None if self.index is None else str(folder / self.index),
-            labels=self.labels if self.labels in ("auto", "none") else str(folder / self.labels),
-            valid_prefix=None if self.valid_prefix is None else str(folder / self.valid_prefix),
-            valid_index=None if self.valid_index is None else str(folder / self.valid_index),
-            scores=None if self.scores is None else str(folder / self.scores),
+            prefix=None if self.prefix is None else joined(folder, self.prefix),
+            index=None if self.index is None else joined(folder, self.index),
+            labels=self.labels if self.labels in ("auto", "none") else joined(folder, self.labels),
+            valid_prefix=None if self.valid_prefix is None else joined(folder, self.valid_prefix),
+            valid_index=None if self.valid_index is None else joined(folder, self.valid_index),
+            scores=None if self.scores is None else joined(folder, self.scores),
         )
+
+    @property
+    def title(self) -> str:
+        """What stages and reports call it."""
+        return self.name or self.prefix or str(self.index)
+
+    def open_index(self) -> SourceIndex:
+        """Its samples. Raises as ``load_index`` does."""
+        assert self.index is not None
+        return load_index(self.index, self.shards)
 
     @property
     def by_score(self) -> Scores | None:
@@ -105,15 +134,15 @@ class BlendConfig:
         if not self.sources:
             raise ConfigError("a manifest needs at least one source")
         drawn = [source for source in self.sources if source.weight != 0]
-        bare = [source.prefix for source in drawn if source.weight is None]
+        bare = [source.title for source in drawn if source.weight is None]
         if 0 < len(bare) < len(drawn):
             raise ConfigError(f"source {bare[0]!r} has no weight, others have: give all or none")
         for source in self.sources:
             weight = source.weight
             if weight is not None and not (weight > 0 or (weight == 0 and self.stages)):
                 raise ConfigError(
-                    f"source {source.name or source.prefix!r} has weight {weight}; weights must be "
-                    "positive (leave a source out to switch it off)"
+                    f"source {source.title!r} has weight {weight}; weights must be positive (leave "
+                    "a source out to switch it off)"
                 )
 
     def relative_to(self, folder: Path) -> BlendConfig:
@@ -133,12 +162,12 @@ class BlendConfig:
         for source in self.sources:
             if source.index is None:
                 raise ConfigError(
-                    f"source {source.prefix!r} has no index; make one with megapack-build pack"
+                    f"source {source.title!r} has no index; make one with megapack-build pack"
                 )
         return open_blend(
             self.sources,
             [source.prefix for source in self.sources],
-            [source.index for source in self.sources],
+            [source.open_index() for source in self.sources],
             max_epochs=self.max_epochs,
             stages=self.stages,
             attention_window=self.attention_window,
@@ -155,7 +184,7 @@ def open_blend(
         datasets,
         indices,
         weights=None if set(weights) == {None} else weights,
-        names=[source.name or source.prefix for source in sources],
+        names=[source.title for source in sources],
         scores=[source.by_score for source in sources],
         loss_weights=[source.loss_weight for source in sources],
         label_dataset=[None if s.labels == "none" else s.labels for s in sources],

@@ -11,22 +11,26 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 from torch.utils.data import Dataset
 
-from megapack import _core
-from megapack.data.batch import Batch, BatchLayout, Buffers, allocate, weigh
+from megapack.data.batch import Batch, BatchLayout, Buffers, allocate, slot_tokens, weigh
+from megapack.data.documents import Documents, SourceDocuments, open_source, refuse_arranged
+from megapack.data.exclusions import read_exclusions
+from megapack.data.gathering import Gathering
 from megapack.data.program import Stage
+from megapack.data.remote_reads import RemoteReads
 from megapack.data.scores import Scores
+from megapack.data.shards import Shards
 from megapack.data.source import SampleSource
 from megapack.data.window import Bounds, check_windows, cut_bounds
 from megapack.errors import ConfigError
 from megapack.packing import SampleIndex
+from megapack.packing.shard_manifest import load_index
+from megapack.packing.shards import ShardedIndex, SourceIndex
 from megapack.storage import IndexedDataset
-from megapack.storage.labels import LabelDocuments, label_list, open_labels
+from megapack.storage.labels import LabelDocuments, label_list
 
 __all__ = ["PackedDataset"]
 
-Prefix: TypeAlias = str | os.PathLike[str]
-Documents: TypeAlias = IndexedDataset | Prefix
-Index: TypeAlias = SampleIndex | Prefix
+Index: TypeAlias = SampleIndex | ShardedIndex | str | os.PathLike[str]
 
 
 _ABOUT = (
@@ -48,8 +52,9 @@ class PackedDataset(Dataset[Batch]):
     batch, assembled by one C++ call without the GIL, straight from the mapped files.
 
     Args:
-        dataset: the documents, or their prefix; several for a blend.
-        index: the samples, or the path of a .samples file; one per dataset.
+        dataset: the documents, or their prefix; None for those of a shard manifest, which names
+            them; several for a blend.
+        index: the samples, or the path of a .samples file or a shard manifest; one per dataset.
         weights: of a blend, shares of tokens; None: in proportion to the tokens.
         names: of the datasets, for stages and reports; None: their prefixes.
         stages: what changes at later steps of a run (``megapack.data.program``).
@@ -103,26 +108,23 @@ class PackedDataset(Dataset[Batch]):
             "alignment": alignment,
             "pad_token": pad_token,
         }
-        self.datasets = [
-            item if isinstance(item, IndexedDataset) else IndexedDataset(item)
-            for item in _as_list(dataset)
-        ]
+        given = _as_list(dataset)
         indices = [
-            item if isinstance(item, SampleIndex) else SampleIndex.load(item)
+            item if isinstance(item, (SampleIndex, ShardedIndex)) else load_index(item)
             for item in _as_list(index)
         ]
-        if len(indices) != len(self.datasets):
+        if len(indices) != len(given):
             raise ConfigError(
-                f"{len(self.datasets)} datasets and {len(indices)} indices; give one for each"
+                f"{len(given)} datasets and {len(indices)} indices; give one for each"
             )
-        for documents, samples in zip(self.datasets, indices, strict=True):
-            samples.check_source(documents)
-        self.label_datasets = [
-            open_labels(documents, labels)
-            for documents, labels in zip(
-                self.datasets, label_list(label_dataset, len(self.datasets)), strict=True
-            )
-        ]
+        refuse_arranged(indices, positions)
+        chosen = label_list(label_dataset, len(given))
+        self.datasets: list[SourceDocuments] = []
+        self.label_datasets: list[IndexedDataset | None] = []
+        for documents, samples, beside in zip(given, indices, chosen, strict=True):
+            opened = open_source(documents, samples, beside)
+            self.datasets.append(opened[0])
+            self.label_datasets.append(opened[1])
         self._connect(
             indices,
             {
@@ -136,33 +138,32 @@ class PackedDataset(Dataset[Batch]):
             },
         )
 
-    def _connect(self, indices: list[SampleIndex], about: dict[str, Any]) -> None:
-        self._gatherer = _core.Gatherer(**self._options)
-        self._max_cu_seqlens: dict[BatchLayout, int] = {}
-        for dataset, labels, index in zip(self.datasets, self.label_datasets, indices, strict=True):
-            self._gatherer.add_source(
-                tokens=dataset.tokens,
-                labels=None if labels is None else labels.tokens,
-                index_bytes=dataset.index_bytes,
-                index_name=f"{dataset.prefix}.idx",
-                sample_segment_offsets=index.sample_segment_offsets,
-                segment_document=index.segment_document,
-                segment_begin=index.segment_begin,
-                segment_length=index.segment_length,
-            )
+    def _connect(self, indices: list[SourceIndex], about: dict[str, Any]) -> None:
+        self._max_cu_seqlens: dict[tuple[BatchLayout, int], int] = {}
+        exclusions = about.pop("exclusions", None) or read_exclusions(
+            about["stages"], about["names"], [index.num_documents for index in indices]
+        )
+        shards = Shards(indices)
+        self._gathering = Gathering(
+            shards, self.datasets, self.label_datasets, exclusions, self._options
+        )
         self.samples = SampleSource(
             indices,
             **about,
+            shards=shards,
+            exclusions=exclusions,
             attention=self._options["attention"],
-            counter=self._gatherer.count_labels,
+            counter=self._gathering.count_labels,
         )
         check_windows(self.samples.windows, self._options["alignment"])
-        lists = self.samples.exclusions
-        for source, (documents, first) in enumerate(zip(lists.documents, lists.lists, strict=True)):
-            self._gatherer.exclude(source, documents, first, lists.num_lists)
+
+    @property
+    def remote_reads(self) -> RemoteReads:
+        """Of its documents in object stores, for whoever has them fetched ahead."""
+        return self._gathering.remote_reads
 
     def __getstate__(self) -> dict[str, Any]:
-        state = {k: v for k, v in self.__dict__.items() if k not in ("_gatherer", "samples")}
+        state = {k: v for k, v in self.__dict__.items() if k not in ("_gathering", "samples")}
         about = {name: getattr(self.samples, name) for name in _ABOUT}
         return {**state, "indices": self.samples.indices, "about": about}
 
@@ -230,6 +231,8 @@ class PackedDataset(Dataset[Batch]):
             IndexError: a sample that does not exist.
             FormatError: the index points outside the documents.
             ValueError: the samples do not fit the layout.
+            FormatError, ConfigError, OSError: remote tokens cannot be fetched
+                (``RemoteObject.read``).
         """
         ids = np.ascontiguousarray(sample_ids, np.int64)
         if capacity is None:
@@ -242,8 +245,10 @@ class PackedDataset(Dataset[Batch]):
         buffers = out or allocate(layout.micro_batch_tokens, pin_memory=pin_memory)
         entries = 0  # as many as there are
         if layout.cu_seqlens == "padded":
-            entries = layout.num_cu_seqlens or self.max_cu_seqlens(layout, attention_window)
-        gathered = self._gatherer.gather(
+            entries = layout.num_cu_seqlens or self.max_cu_seqlens(
+                layout, capacity, attention_window
+            )
+        gathered = self._gathering.gather(
             ids,
             num_rows=rows,
             row_tokens=row_tokens,
@@ -257,7 +262,8 @@ class PackedDataset(Dataset[Batch]):
             num_lists = rows if layout.cu_seqlens_per_row else 1
             bounds = cut_bounds(bounds, attention_window, num_lists=num_lists, entries=entries)
         if loss_weight is not None:
-            weigh(buffers.arrays["loss_mask"].reshape(rows, row_tokens), loss_weight, capacity)
+            slots = slot_tokens(capacity, row_tokens, self._options["alignment"])
+            weigh(buffers.arrays["loss_mask"].reshape(rows, row_tokens), loss_weight, slots)
         shape = (1, rows * row_tokens) if layout.kind == "stream" else (rows, row_tokens)
         batch: Batch = {**buffers.shaped(shape)}
         batch["cu_seqlens"] = layout.listed(bounds.cu_seqlens, rows)
@@ -268,26 +274,32 @@ class PackedDataset(Dataset[Batch]):
             batch["dataset_ids"] = torch.from_numpy(bounds.dataset_ids)
         return batch
 
-    def max_cu_seqlens(self, layout: BatchLayout, window: int | None = None) -> int:
-        """Entries of cu_seqlens that are enough for every micro batch of this layout; an attention
-        window cuts its tokens at most so often once more."""
-        if layout not in self._max_cu_seqlens:
+    def max_cu_seqlens(self, layout: BatchLayout, capacity: int, window: int | None = None) -> int:
+        """Entries of cu_seqlens that are enough for every micro batch of a bucket in this layout;
+        an attention window cuts its tokens at most so often once more."""
+        key = (layout, capacity)
+        if key not in self._max_cu_seqlens:
             whole = self._options["attention"] == "sample"
-            self._max_cu_seqlens[layout] = layout.most_entries(self.samples.indices, whole=whole)
+            indices = self.samples.indices
+            self._max_cu_seqlens[key] = layout.most_entries(indices, capacity, whole=whole)
         tokens = layout.row_tokens if layout.cu_seqlens_per_row else None
         cuts = (tokens or layout.micro_batch_tokens) // window if window else 0
-        return self._max_cu_seqlens[layout] + cuts
+        return self._max_cu_seqlens[key] + cuts
 
     def will_need(self, sample_ids: ArrayLike) -> int:
         """Ask the system to read what ``micro_batch`` of these samples will read of the documents.
 
         Returns at once; bytes that were asked for, in whole pages. Raises as ``micro_batch`` does.
         """
-        return self._gatherer.will_need(np.ascontiguousarray(sample_ids, np.int64))
+        return self._gathering.will_need(np.ascontiguousarray(sample_ids, np.int64))
 
     def read_exactly(self) -> None:
         """Have nothing read around what is asked for; in this process, from now on."""
-        self._gatherer.read_exactly()
+        self._gathering.read_exactly()
+
+    def documents(self, shard: int) -> IndexedDataset:
+        """The documents of a shard (``samples.shard_of`` tells of which), opened if need be."""
+        return self._gathering.documents(shard)
 
     def count_labels(self, sample_ids: ArrayLike) -> NDArray[np.int64]:
         """Tokens of every sample that have a label (the sum of its loss_mask), int64."""

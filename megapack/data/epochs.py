@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megapack import _core
+from megapack.data.blocks import BlockOrder
 from megapack.data.scores import ScoreOrder
 
 __all__ = ["Epochs"]
@@ -26,8 +27,8 @@ class Epochs(NamedTuple):
     """Samples of the bucket."""
     key: int | None
     """Of the shuffles of all epochs; None: every epoch is in the order of the index."""
-    order: ScoreOrder | None
-    """Their order by score, instead of a shuffle."""
+    order: ScoreOrder | BlockOrder | None
+    """Their order by score, or of an arranged source, instead of a shuffle."""
 
     def places(self, epoch: int, samples: Ids) -> Ids:
         """Where some samples stand in an epoch."""
@@ -35,7 +36,7 @@ class Epochs(NamedTuple):
             return samples
         key = _core.random_bits(self.key, epoch)
         if self.order is not None:
-            return self.order.places(key, samples)
+            return self.order.places(epoch, key, samples)
         return _core.permute_inverse(key, self.size, samples)
 
     def times(self, cursor: int, samples: Ids) -> Ids:

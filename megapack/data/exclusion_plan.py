@@ -87,9 +87,11 @@ def _shows(
     schedule: Schedule, source: int, ids: Ids, documents: Ids, num_lists: int
 ) -> NDArray[np.bool_]:
     """Which of some samples still show one of some documents under the first lists."""
-    samples = schedule.samples
-    index = samples.indices[source]
-    segments, owner = segments_of(index, ids - samples.bases[source])
-    held = np.asarray(index.segment_document[segments], np.int64)
-    shown = np.isin(held, documents) & ~samples.exclusions.masks(source, held, num_lists)
-    return np.bincount(owner[shown], minlength=len(ids)) > 0
+    samples, shown = schedule.samples, np.zeros(len(ids), np.bool_)
+    for shard, mine, local in samples.shards.by_shard(ids):
+        segments, owner = segments_of(samples.shards.index(shard), local)
+        held = np.asarray(samples.shards.index(shard).segment_document[segments], np.int64)
+        held += samples.shards.first_documents[shard]
+        there = np.isin(held, documents) & ~samples.exclusions.masks(source, held, num_lists)
+        shown[mine] = np.bincount(owner[there], minlength=len(mine)) > 0
+    return shown

@@ -58,6 +58,13 @@ class Exclusions:
         found: NDArray[np.bool_] = (known[at] == documents) & (self.lists[source][at] <= num_lists)
         return found
 
+    def of_documents(self, source: int, begin: int, end: int) -> tuple[Ids, Ids]:
+        """Those of the documents [begin, end) of a source that are listed, counted from ``begin``
+        on, and the first list that has each.
+        """
+        low, high = np.searchsorted(self.documents[source], [begin, end]).tolist()
+        return self.documents[source][low:high] - begin, self.lists[source][low:high]
+
     def first_list(self, source: int, document: int) -> int | None:
         """The first list that has a document of a source; None: it is in none."""
         at = int(np.searchsorted(self.documents[source], document))

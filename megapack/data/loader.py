@@ -8,14 +8,15 @@ BucketBatchSampler to torch's DataLoader.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, Literal
 
 import torch
 
-from megapack.data.batch import Batch, BatchLayout, allocate
+from megapack.data.batch import Batch, BatchLayout, MicroBatch, allocate
 from megapack.data.dataset import PackedDataset
+from megapack.data.fetch_ahead import fetching_ahead
 from megapack.data.prefetch import ThreadPrefetcher, to_device
 from megapack.data.rank_check import RankChecker
 from megapack.data.read_ahead import read_indices, reading_ahead
@@ -62,7 +63,8 @@ def build_loader(
         layout .. cu_seqlens_per_row: see ``BatchLayout``; row_tokens is the schedule's by default.
         prefetch: batches that the thread prepares ahead; 0: none, and no thread.
         read_ahead: micro batches whose documents the system is asked to read before they are
-            prepared (``megapack.data.read_ahead``); 0: each only just before.
+            prepared (``megapack.data.read_ahead``); 0: each only just before. Of object stores
+            64 MiB are fetched ahead, whatever it is (``megapack.data.fetch_ahead``).
         pin_memory: batches in page-locked memory, where there is CUDA.
         reuse_buffers: write into the same few buffers again and again. A batch is then valid until
             the next one is asked for. Not with a device.
@@ -118,17 +120,18 @@ def build_loader(
         num_cu_seqlens=num_cu_seqlens,
         cu_seqlens_per_row=cu_seqlens_per_row,
     )
-    if cu_seqlens == "padded" and num_cu_seqlens is None:  # one shape for the whole run
-        entries = dataset.max_cu_seqlens(shape, schedule.smallest_window)
-        shape = replace(shape, num_cu_seqlens=entries)
-    for capacity in schedule.capacities:
+    layouts = dict.fromkeys(schedule.capacities, shape)
+    for capacity in layouts:
         shape.rows(capacity)  # refuse now what would be refused at some step
+        if cu_seqlens == "padded" and num_cu_seqlens is None:  # one shape per bucket
+            entries = dataset.max_cu_seqlens(shape, capacity, schedule.smallest_window)
+            layouts[capacity] = replace(shape, num_cu_seqlens=entries)
     if data_parallel_rank == 0 and log.isEnabledFor(logging.INFO):
         log.info("%s", plan_run(schedule, sampler.start_step + sampler.num_steps))
     return PackedLoader(
         dataset,
         sampler,
-        shape,
+        layouts,
         prefetch=prefetch,
         read_ahead=read_ahead,
         pin_memory=pin_memory,
@@ -154,7 +157,7 @@ class PackedLoader:
         self,
         dataset: PackedDataset,
         sampler: BucketBatchSampler,
-        layout: BatchLayout,
+        layouts: Mapping[int, BatchLayout],
         *,
         prefetch: int = 2,
         read_ahead: int = 16,
@@ -165,7 +168,7 @@ class PackedLoader:
     ) -> None:
         self.dataset = dataset
         self.sampler = sampler
-        self.layout = layout
+        self.layouts = layouts  # by capacity
         self.schedule = sampler.schedule
         self._prefetch = prefetch
         self._read_ahead = read_ahead
@@ -204,23 +207,27 @@ class PackedLoader:
             ahead.close()
 
     def _gathered(self) -> Iterator[Batch]:
-        tokens = self.layout.micro_batch_tokens
+        tokens = self.sampler.micro_batch_tokens
         # One is read by the trainer, one is written, the others wait.
         ring = [
             allocate(tokens, pin_memory=self._pin_memory)
             for _ in range(self._prefetch + 2 if self._reuse_buffers else 0)
         ]
         indices = read_indices(self.dataset)
-        for i, item in enumerate(reading_ahead(self.sampler, self.dataset, self._read_ahead)):
+        coming: Iterable[MicroBatch] = self.sampler
+        if self.dataset.remote_reads.any:
+            coming = fetching_ahead(coming, self.dataset.remote_reads)
+        for i, item in enumerate(reading_ahead(coming, self.dataset, self._read_ahead)):
             out = ring[i % len(ring)] if ring else allocate(tokens, pin_memory=self._pin_memory)
+            layout = self.layouts[item.capacity]
             batch = self.dataset.micro_batch(
                 item.sample_ids,
-                layout=self.layout,
+                layout=layout,
                 capacity=item.capacity,
                 out=out,
                 loss_weight=item.loss_weight,
                 attention_window=item.attention_window,
             )
-            _, row_tokens = self.layout.rows(item.capacity)
+            _, row_tokens = layout.rows(item.capacity)
             yield {**batch, **item.about(), "row_tokens": row_tokens}
             next(indices, None)

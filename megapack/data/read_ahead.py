@@ -64,10 +64,12 @@ def read_indices(dataset: PackedDataset) -> Iterator[None]:
     """Have the indices read into memory, in order, a chunk per ``next``.
 
     A step looks up thousands of segments at random; from a cold disk that is one read each, and the
-    whole index read in order costs less than a few steps of it.
+    whole index read in order costs less than a few steps of it. Shards that are not open are left.
     """
-    for documents, index in zip(dataset.datasets, dataset.samples.indices, strict=True):
-        for array in (*index.segment_arrays(), documents.index_bytes):
+    shards = dataset.samples.shards
+    for shard in filter(shards.is_open, range(len(shards))):
+        documents = dataset.documents(shard)
+        for array in (*shards.index(shard).segment_arrays(), documents.index_bytes):
             for begin in range(0, array.nbytes, _CHUNK_BYTES):
                 _core.will_need(array, begin, _CHUNK_BYTES)
                 yield

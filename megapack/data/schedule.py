@@ -23,7 +23,7 @@ from megapack.data.resolve import resolve
 from megapack.data.source import HasSamples, SampleSource
 from megapack.data.stage import StageDraws, open_stages
 from megapack.data.step import ScheduleConfig, Step
-from megapack.packing import SampleIndex
+from megapack.packing.shards import SourceIndex
 
 __all__ = ["Schedule"]
 
@@ -47,7 +47,7 @@ class Schedule:
 
     def __init__(
         self,
-        index: SampleIndex | Sequence[SampleIndex] | HasSamples,
+        index: SourceIndex | Sequence[SourceIndex] | HasSamples,
         *,
         tokens_per_step: int,
         seed: int = 0,
@@ -87,7 +87,7 @@ class Schedule:
     @classmethod
     def from_config(
         cls,
-        index: SampleIndex | Sequence[SampleIndex] | HasSamples,
+        index: SourceIndex | Sequence[SourceIndex] | HasSamples,
         config: ScheduleConfig,
         *,
         weights: Sequence[float] | None = None,

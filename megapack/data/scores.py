@@ -15,7 +15,7 @@ moderately, or not at all and average the last checkpoints (Luo et al., arXiv 25
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -27,6 +27,7 @@ from numpy.typing import NDArray
 from megapack import _core
 from megapack.errors import ConfigError, FormatError
 from megapack.packing import SampleIndex
+from megapack.packing.shards import SourceIndex
 
 __all__ = ["ScoreOrder", "Scores", "score_orders"]
 
@@ -104,8 +105,8 @@ class ScoreOrder:
             done += number
         return result
 
-    def places(self, key: int, samples: Ids) -> Ids:
-        """Where some samples stand in the epoch of a key."""
+    def places(self, epoch: int, key: int, samples: Ids) -> Ids:  # noqa: ARG002 (as BlockOrder)
+        """Where some samples stand in an epoch, given its key."""
         ranks = self._inverse[samples]
         group = np.searchsorted(self._starts, ranks, side="right") - 1
         order = np.argsort(group, kind="stable")
@@ -142,10 +143,17 @@ def _mixed(key: int, start: int) -> int:
     return int(_core.random_bits(key, start))
 
 
-def score_orders(index: SampleIndex, scores: Scores) -> tuple[dict[int, ScoreOrder], str]:
+def score_orders(
+    index: SourceIndex, shards: Iterable[tuple[SampleIndex, int, Ids]], scores: Scores
+) -> tuple[dict[int, ScoreOrder], str]:
     """Capacity -> order of the index's samples of that capacity; and a digest of the order.
 
     Sorting n samples takes O(n log n) once, and 16 bytes each are kept.
+
+    Args:
+        index: of a source.
+        shards: of the source, as ``Shards.opened`` gives them.
+        scores: of its documents.
 
     Raises:
         FormatError, OSError: see ``Scores.read``.
@@ -153,12 +161,12 @@ def score_orders(index: SampleIndex, scores: Scores) -> tuple[dict[int, ScoreOrd
     values = scores.read(index.num_documents)
     if scores.order == "descending":
         values = -values
-    means = np.concatenate(
-        [
-            _means(index, values, begin, min(begin + _CHUNK, index.num_samples))
-            for begin in range(0, index.num_samples, _CHUNK)
-        ]
-    )
+    means = np.empty(index.num_samples)
+    for shard, document, numbers in shards:
+        own = values[document : document + shard.num_documents]
+        for begin in range(0, shard.num_samples, _CHUNK):
+            end = min(begin + _CHUNK, shard.num_samples)
+            means[numbers[begin:end]] = _means(shard, own, begin, end)
     offsets = index.bucket_sample_offsets.tolist()
     orders = {
         capacity: ScoreOrder(means[offsets[b] : offsets[b + 1]])

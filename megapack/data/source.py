@@ -11,13 +11,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megapack import _core
+from megapack.data.blocks import BlockOrder
 from megapack.data.counting import Masks, document_ends, label_counts, segment_costs, segments_of
 from megapack.data.exclusions import FIRST_MASKED, Exclusions, read_exclusions
 from megapack.data.program import Stage
 from megapack.data.scores import ScoreOrder, Scores, score_orders
+from megapack.data.shards import Shards
 from megapack.data.streams import Bucket, buckets_of
 from megapack.errors import ConfigError
 from megapack.packing import SampleIndex
+from megapack.packing.shards import ShardedIndex, SourceIndex
 
 __all__ = ["HasSamples", "SampleSource"]
 
@@ -40,6 +43,7 @@ class SampleSource:
         indices: at least one.
         weights: shares of tokens for a blend; None: in proportion to the tokens. A source of weight
             0 is not drawn until a stage gives it another.
+        shards: of the indices; None: their own.
         stages: what changes at later steps of a run.
         exclusions: their lists of excluded documents; None: read now.
         attention: ``document`` or ``sample``: what a token attends to, which decides the cost.
@@ -54,9 +58,10 @@ class SampleSource:
 
     def __init__(
         self,
-        indices: Sequence[SampleIndex],
+        indices: Sequence[SourceIndex],
         weights: Sequence[float | None] | None = None,
         *,
+        shards: Shards | None = None,
         names: Sequence[str] | None = None,
         stages: Sequence[Stage] = (),
         exclusions: Exclusions | None = None,
@@ -70,6 +75,7 @@ class SampleSource:
         if not indices:
             raise ConfigError("no sample index was given; give at least one")
         self.indices = list(indices)
+        self.shards = shards or Shards(self.indices)
         self.weights = weights and [None if weight is None else float(weight) for weight in weights]
         if weights is not None and len(weights) != len(indices):
             raise ConfigError(f"{len(weights)} weights for {len(indices)} indices; one for each")
@@ -88,18 +94,18 @@ class SampleSource:
         self.exclusions = exclusions or read_exclusions(
             self.stages, self.names, [index.num_documents for index in self.indices]
         )
-        self.bases = np.cumsum([0] + [index.num_samples for index in indices], dtype=np.int64)
+        self.bases = self.shards.bases
 
     @staticmethod
     def of(
-        index: SampleIndex | Sequence[SampleIndex] | HasSamples,
+        index: SourceIndex | Sequence[SourceIndex] | HasSamples,
         weights: Sequence[float | None] | None = None,
         names: Sequence[str] | None = None,
         stages: Sequence[Stage] = (),
     ) -> SampleSource:
         """What a schedule accepts, as a SampleSource."""
-        if isinstance(index, (SampleIndex, Sequence)):
-            indices = [index] if isinstance(index, SampleIndex) else index
+        if isinstance(index, (SampleIndex, ShardedIndex, Sequence)):
+            indices = index if isinstance(index, Sequence) else [index]
             return SampleSource(indices, weights, names=names, stages=stages)
         if weights is not None or names or stages:
             raise ConfigError(
@@ -133,11 +139,22 @@ class SampleSource:
         }
 
     @cached_property
+    def orders(self) -> dict[tuple[int, int], ScoreOrder | BlockOrder]:
+        """(number of the index, capacity) -> the order of its samples, where it is no shuffle."""
+        arranged = {
+            (int(source), bucket.capacity): BlockOrder(int(size), bucket.capacity, index.arranged)
+            for bucket in self.buckets
+            for source, size in zip(bucket.datasets, bucket.sizes, strict=True)
+            if isinstance(index := self.indices[source], ShardedIndex) and index.arranged
+        }
+        return {**arranged, **self.score_orders}
+
+    @cached_property
     def _ordered(self) -> list[tuple[dict[int, ScoreOrder], str]]:
         """Of every index its orders by capacity and a digest of them; read when first asked for."""
         return [
-            ({}, "") if scores is None else score_orders(index, scores)
-            for index, scores in zip(self.indices, self.scores, strict=True)
+            ({}, "") if scores is None else score_orders(index, self.shards.opened(source), scores)
+            for source, (index, scores) in enumerate(zip(self.indices, self.scores, strict=True))
         ]
 
     @cached_property
@@ -207,38 +224,42 @@ class SampleSource:
 
         Without those of documents that the id masks.
         """
-        source, local = (int(part[0]) for part in self.locate(np.array([sample])))
-        segments = self.indices[source].sample(local)[1]
+        shard, local = self.shard_of(sample)
+        source, first = int(self.shards.sources[shard]), int(self.shards.first_documents[shard])
+        segments = [(first + d, b, n) for d, b, n in self.shards.index(shard).sample(local)[1]]
         documents = np.array([document for document, _, _ in segments], np.int64)
         masked = self.exclusions.masks(source, documents, sample // FIRST_MASKED)
         return source, [s for s, out in zip(segments, masked.tolist(), strict=True) if not out]
 
+    def shard_of(self, sample: int) -> tuple[int, int]:
+        """(number of the shard, sample there) of a global id. Raises IndexError."""
+        ids = np.array([sample])
+        self.locate(ids)  # refuses what does not exist
+        shard, local = self.shards.locate(self._plain(ids))
+        return int(shard[0]), int(local[0])
+
     def samples_of(self, source: int, documents: int | Ids) -> list[int]:
         """Global ids of the samples that hold a piece of some documents of an index, ascending.
 
-        Reads all of the index's ``segment_document``, 4 bytes per segment, and takes a byte per
-        document. Raises ConfigError for a document that the index does not have.
+        Reads all of the ``segment_document`` of the shards that have them, 4 bytes per segment, and
+        takes a byte per document. Raises ConfigError for a document that the index does not have.
         """
-        index = self.indices[source]
-        last = int(np.max(documents, initial=0))
-        if last >= index.num_documents:
+        last, num_documents = int(np.max(documents, initial=0)), self.indices[source].num_documents
+        if last >= num_documents:
             raise ConfigError(
-                f"document {last} of {self.names[source]}: it has {index.num_documents} documents, "
+                f"document {last} of {self.names[source]}: it has {num_documents} documents, "
                 "counted from 0"
             )
-        listed = np.zeros(index.num_documents, np.bool_)
-        listed[documents] = True
-        segments = np.flatnonzero(listed[index.segment_document])
-        local = np.searchsorted(index.sample_segment_offsets, segments, side="right") - 1
-        return [int(self.bases[source]) + int(sample) for sample in np.unique(local)]
+        samples: list[int] = self.shards.holding(source, np.unique(documents)).tolist()
+        return samples
 
     def segment_lengths(self, ids: Ids) -> Ids:
         """Lengths of all segments of some samples that are not masked, tokens, in any order."""
         parts = [np.zeros(0, np.int64)]
-        for d, mine, local in self._by_index(ids):
-            index = self.indices[d]
+        for shard, mine, local in self._by_shard(ids):
+            index = self.shards.index(shard)
             segments, owner = segments_of(index, local)
-            masks = self._masks(d, ids[mine] // FIRST_MASKED)
+            masks = self._masks(shard, ids[mine] // FIRST_MASKED)
             kept = ~masks(np.asarray(index.segment_document[segments], np.int64), owner)
             parts.append(np.asarray(index.segment_length[segments[kept]], np.int64))
         return np.concatenate(parts)
@@ -249,14 +270,14 @@ class SampleSource:
         A window cuts segments, and padding, into pieces of at most so many tokens.
         """
         costs = np.empty(len(ids), np.int64)
-        for d, mine, local in self._by_index(ids):
-            index = self.indices[d]
+        for shard, mine, local in self._by_shard(ids):
+            index = self.shards.index(shard)
             lists = ids[mine] // FIRST_MASKED
             if window is not None or lists.any():
                 costs[mine] = segment_costs(
                     index,
                     local,
-                    self._masks(d, lists),
+                    self._masks(shard, lists),
                     capacity=capacity,
                     window=capacity if window is None else window,
                     whole=self.attention == "sample",
@@ -276,25 +297,25 @@ class SampleSource:
         if self._counter is not None:
             return self._counter(ids)
         counts = np.empty(len(ids), np.int64)
-        for d, mine, local in self._by_index(ids):
-            index = self.indices[d]
-            if id(index) not in self._ends:
-                self._ends[id(index)] = document_ends(index)
-            masks = self._masks(d, ids[mine] // FIRST_MASKED)
-            counts[mine] = label_counts(index, local, masks, self._ends[id(index)])
+        for shard, mine, local in self._by_shard(ids):
+            index = self.shards.index(shard)
+            if shard not in self._ends:
+                self._ends[shard] = document_ends(index)
+            masks = self._masks(shard, ids[mine] // FIRST_MASKED)
+            counts[mine] = label_counts(index, local, masks, self._ends[shard])
         return counts
 
-    def _masks(self, source: int, lists: Ids) -> Masks:
-        """Which segments of some samples of an index are masked; ``lists`` are those of each."""
-        return lambda documents, owner: self.exclusions.masks(source, documents, lists[owner])
+    def _masks(self, shard: int, lists: Ids) -> Masks:
+        """Which segments of some samples of a shard are masked; ``lists`` are those of each."""
+        source, first = int(self.shards.sources[shard]), int(self.shards.first_documents[shard])
+        return lambda documents, owner: self.exclusions.masks(
+            source, first + documents, lists[owner]
+        )
 
-    def _by_index(self, ids: Ids) -> Iterator[tuple[int, Ids, Ids]]:
-        """Every index that has some of the ids: its number, where they stand, their ids there."""
-        source, local = self.locate(ids)
-        order = np.argsort(source, kind="stable")
-        present, begins = np.unique(source[order], return_index=True)
-        for d, mine in zip(present.tolist(), np.split(order, begins[1:]), strict=True):
-            yield d, mine, local[mine]
+    def _by_shard(self, ids: Ids) -> Iterator[tuple[int, Ids, Ids]]:
+        """Every shard that has some of the ids: its number, where they stand, samples there."""
+        self.locate(ids)  # refuses what does not exist
+        return self.shards.by_shard(self._plain(ids))
 
     @cached_property
     def _ends(self) -> dict[int, Ids]:

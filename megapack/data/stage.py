@@ -84,7 +84,7 @@ class StageDraws:
             seed,
             shuffled=order.shuffled,
             starts=cursors,
-            orders=samples.score_orders,
+            orders=samples.orders if order.shuffled else {},
         )
         self.samples_per_draw = [
             _samples_per_draw(self.config, stream.capacity) for stream in self.buckets

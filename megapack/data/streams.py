@@ -21,10 +21,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megapack import _core
+from megapack.data.blocks import BlockOrder
 from megapack.data.epochs import Epochs
 from megapack.data.scores import ScoreOrder
 from megapack.errors import ConfigError
-from megapack.packing import SampleIndex
+from megapack.packing.shards import SourceIndex
 
 __all__ = [
     "Bucket",
@@ -77,7 +78,7 @@ class BucketStream:
         *,
         seed: int | None,
         starts: Mapping[tuple[int, int], int],
-        orders: Mapping[tuple[int, int], ScoreOrder],
+        orders: Mapping[tuple[int, int], ScoreOrder | BlockOrder],
     ) -> None:
         self.capacity, self.datasets, self.first_sample, self.sizes = bucket
         there = [(dataset, bucket.capacity) for dataset in self.datasets.tolist()]
@@ -102,13 +103,13 @@ class BucketStream:
             self._keys[which], self.sizes[which], self.starts[which] + first, count, self._shuffled
         )
         if self._ordered.any():
-            self._order_by_score(own, which, self.starts[which] + first, count)
+            self._put_in_order(own, which, self.starts[which] + first, count)
         ids = np.empty_like(own)
         ids[places] = own + np.repeat(self.first_sample[which], count)
         return ids
 
-    def _order_by_score(self, own: Ids, which: NDArray[np.int32], begin: Ids, count: Ids) -> None:
-        """Puts the samples of those runs of ``own`` whose source has scores into their order."""
+    def _put_in_order(self, own: Ids, which: NDArray[np.int32], begin: Ids, count: Ids) -> None:
+        """Puts those runs of ``own`` whose source has an order of its own into that order."""
         ends = np.cumsum(count)
         for run in np.flatnonzero(self._ordered[which]).tolist():
             order, key = self._orders[which[run]], int(self._keys[which[run]])
@@ -166,7 +167,7 @@ def bucket_streams(
     *,
     shuffled: bool = True,
     starts: Mapping[tuple[int, int], int] = MappingProxyType({}),
-    orders: Mapping[tuple[int, int], ScoreOrder] = MappingProxyType({}),
+    orders: Mapping[tuple[int, int], ScoreOrder | BlockOrder] = MappingProxyType({}),
 ) -> list[BucketStream]:
     """One stream per capacity, ascending, of all indices together.
 
@@ -176,7 +177,8 @@ def bucket_streams(
         seed: of the shuffles.
         shuffled: False: samples in the order of their index.
         starts: (number of the index, capacity) -> samples taken before; 0 where it is missing.
-        orders: (number of the index, capacity) -> order by score, instead of a shuffle.
+        orders: (number of the index, capacity) -> order by score, or of an arranged source,
+            instead of a shuffle.
 
     Weights are shares of tokens (samples x capacity). Every dataset keeps its own distribution over
     buckets: bucket b of dataset d is given ``weight[d] * tokens[d, b] / tokens[d]`` of the tokens,
@@ -228,7 +230,7 @@ def whole_shares(parts: Sequence[int]) -> NDArray[np.int64]:
     return shares
 
 
-def buckets_of(indices: Sequence[SampleIndex]) -> list[Bucket]:
+def buckets_of(indices: Sequence[SourceIndex]) -> list[Bucket]:
     """The samples of all indices by rising capacity."""
     found: dict[int, list[tuple[int, int, int]]] = {}
     base = 0

@@ -82,7 +82,7 @@ def _parts(stage: StageDraws, source: int, ids: Ids, step: int) -> Iterator[_Par
             mine = np.flatnonzero((first <= ids) & (ids < first + size))
             if len(mine):
                 key = shuffle_key(seed, capacity, source) if shuffled else None
-                epochs = Epochs(size, key, samples.score_orders.get((source, capacity)))
+                epochs = Epochs(size, key, samples.orders.get((source, capacity)))
                 still = _Taken(stage.cursor_at_begin(source, capacity), np.zeros(0, np.int64))
                 yield _Part(mine, ids[mine] - first, epochs, taken.get(capacity, still))
 

@@ -34,15 +34,15 @@ def unseen_documents(schedule: Schedule, source: int, step: int) -> tuple[Ids, i
     Returns:
         Ids of the documents, ascending, int64; and c. Costs the time of reading the source's index.
     """
-    index, stage = schedule.samples.indices[source], schedule.stage_at(step)
-    ids = np.arange(*schedule.samples.bases[source : source + 2], dtype=np.int64)
+    samples, stage = schedule.samples, schedule.stage_at(step)
+    ids = np.arange(*samples.bases[source : source + 2], dtype=np.int64)
     drawn = times_drawn(stage, source, ids, step)
-    owner = np.repeat(np.arange(index.num_samples), np.diff(index.sample_segment_offsets))
-    documents = np.asarray(index.segment_document, np.int64)
     never = np.iinfo(np.int64).max
-    seen = np.full(index.num_documents, never)
-    np.minimum.at(seen, documents, drawn[owner])
+    seen = np.full(samples.indices[source].num_documents, never)
+    for index, first, numbers in samples.shards.opened(source):
+        times = np.repeat(drawn[numbers], np.diff(index.sample_segment_offsets))
+        np.minimum.at(seen, first + np.asarray(index.segment_document, np.int64), times)
     passes = int(seen.min())
     unseen = np.flatnonzero(seen == passes)
-    masked = schedule.samples.exclusions.masks(source, unseen, stage.num_lists)
+    masked = samples.exclusions.masks(source, unseen, stage.num_lists)
     return unseen[~masked], passes

@@ -8,8 +8,8 @@ import numpy as np
 
 from megapack import _core
 from megapack.data.dataset import PackedDataset
+from megapack.data.documents import ShardedDocuments, SourceDocuments
 from megapack.errors import ConfigError
-from megapack.storage import IndexedDataset
 
 __all__ = ["check_token_ids"]
 
@@ -41,11 +41,14 @@ def check_token_ids(data: PackedDataset, vocab_size: int) -> None:
             )
 
 
-def _largest_token_id(dataset: IndexedDataset) -> int:
+def _largest_token_id(dataset: SourceDocuments) -> int:
     """-1 without tokens. The meta file knows; without one, blocks all over the .bin are read."""
     if dataset.meta is not None:
         known = dataset.meta["max_token_id"]
         return -1 if known is None else int(known)
+    if isinstance(dataset, ShardedDocuments):
+        logger.warning("%s: some shards had no .meta.json: token ids are unknown", dataset.prefix)
+        return -1
     begins = range(0, dataset.num_tokens, _BLOCK_TOKENS)
     if len(begins) > _BLOCKS:
         begins = begins[:: len(begins) // _BLOCKS]

@@ -1,7 +1,8 @@
 """What stands behind a host's data path: the manifest of a blend, and how its sources are packed.
 
-A host's --data-path may be a plain prefix (everything default), the name of a manifest file, or a
-manifest itself (JSON text, what a folded blend becomes):
+A host's --data-path may be a plain prefix (everything default), a shard manifest (many datasets,
+packed by `megapack-build pack`), the name of a manifest file, or a manifest itself (JSON text, what
+a folded blend becomes):
 
     {"sources": [{"prefix": "web_text_document", "weight": 0.7},
                  {"prefix": "code_text_document", "weight": 0.3}],
@@ -22,6 +23,7 @@ from typing import Any, Literal
 from megapack.config import from_dict, load_config, to_dict
 from megapack.data.blend import BlendConfig, Source
 from megapack.errors import ConfigError
+from megapack.packing.shard_manifest import is_shard_manifest
 
 __all__ = ["MANIFEST_SUFFIXES", "Manifest", "Source", "default_buckets", "is_manifest"]
 
@@ -66,7 +68,7 @@ class Manifest(BlendConfig):
         for source in self.sources:
             if source.loss_weight != 1:
                 raise ConfigError(
-                    f"source {source.name or source.prefix!r} has loss_weight {source.loss_weight} "
+                    f"source {source.title!r} has loss_weight {source.loss_weight} "
                     "and a host takes the plain mean of its labels, counted in whole numbers: "
                     "leave loss_weight out, or train with megapack-pretrain"
                 )
@@ -86,7 +88,7 @@ class Manifest(BlendConfig):
 
     @classmethod
     def read(cls, data_path: str) -> Manifest:
-        """What a host's data path means: JSON text, a manifest file, or a plain prefix.
+        """What a host's data path means: JSON text, a manifest file, or one source.
 
         Raises:
             ConfigError: the manifest is not valid; the message names the key.
@@ -98,10 +100,10 @@ class Manifest(BlendConfig):
             except json.JSONDecodeError as error:
                 raise ConfigError(f"data path is not valid JSON: {error}") from error
             return from_dict(cls, tree, where="data path")
-        if data_path.endswith(MANIFEST_SUFFIXES):
+        if data_path.endswith(MANIFEST_SUFFIXES) and not is_shard_manifest(data_path):
             path = Path(data_path)
             return load_config(cls, path).relative_to(path.parent)
-        return cls(sources=(Source(prefix=data_path),))
+        return cls(sources=(_source(data_path),))
 
     @classmethod
     def of_blend(cls, prefixes: Sequence[str], weights: Sequence[float] | None) -> Manifest:
@@ -119,7 +121,7 @@ class Manifest(BlendConfig):
         given = [None] * len(prefixes) if weights is None else list(weights)
         pairs = zip(prefixes, given, strict=True)
         # Megatron accepts a weight of 0 for "not now".
-        return cls(sources=tuple(Source(prefix=prefix, weight=w) for prefix, w in pairs if w != 0))
+        return cls(sources=tuple(_source(prefix, w) for prefix, w in pairs if w != 0))
 
     def to_json(self) -> str:
         """One line that ``read`` turns into an equal manifest."""
@@ -133,8 +135,17 @@ class Manifest(BlendConfig):
 
 
 def is_manifest(data_path: str) -> bool:
-    """Whether a data path is a manifest (file or JSON text) and not a prefix."""
+    """Whether a data path is a manifest (file or JSON text) and not one source."""
+    if is_shard_manifest(data_path):
+        return False
     return data_path.endswith(MANIFEST_SUFFIXES) or data_path.lstrip().startswith("{")
+
+
+def _source(data_path: str, weight: float | None = None) -> Source:
+    """Of a prefix, or of the shard manifest of a source of many."""
+    if is_shard_manifest(data_path):
+        return Source(index=data_path, weight=weight)
+    return Source(prefix=data_path, weight=weight)
 
 
 def default_buckets(sequence_length: int, align: int = 1) -> tuple[int, ...]:

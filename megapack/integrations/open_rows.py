@@ -8,12 +8,13 @@ from dataclasses import replace
 from pathlib import Path
 
 from megapack.data.blend import open_blend
+from megapack.data.documents import ShardedDocuments, SourceDocuments
 from megapack.data.report import check_epochs, plan_run
 from megapack.errors import ConfigError
 from megapack.integrations.index_cache import Recipe, cached_index, is_first_rank
 from megapack.integrations.manifest import Manifest, Source, default_buckets
 from megapack.integrations.rows import RowDataset, RowOptions
-from megapack.packing import SampleIndex
+from megapack.packing.shards import ShardedIndex, SourceIndex
 from megapack.storage import IndexedDataset
 
 __all__ = ["open_rows", "open_sources"]
@@ -21,14 +22,22 @@ __all__ = ["open_rows", "open_sources"]
 logger = logging.getLogger(__name__)
 
 
-def open_sources(manifest: Manifest) -> list[IndexedDataset]:
-    """The documents of a manifest, memory-mapped. Raises OSError or FormatError naming the file."""
-    return [IndexedDataset(source.prefix) for source in manifest.sources]
+def open_sources(manifest: Manifest) -> list[SourceDocuments]:
+    """The documents of a manifest, memory-mapped; those of shards when a sample needs them.
+
+    Raises OSError or FormatError naming the file.
+    """
+    return [
+        ShardedDocuments(index, with_labels=source.labels != "none")
+        if source.prefix is None and isinstance(index := source.open_index(), ShardedIndex)
+        else IndexedDataset(str(source.prefix))
+        for source in manifest.sources
+    ]
 
 
 def open_rows(
     manifest: Manifest,
-    datasets: Sequence[IndexedDataset],
+    datasets: Sequence[SourceDocuments],
     options: RowOptions,
     *,
     split: tuple[float, float] = (0.0, 1.0),
@@ -65,7 +74,7 @@ def open_rows(
     if not used:
         raise ConfigError(
             f"documents {split[0]:.4g} to {split[1]:.4g} of "
-            f"{', '.join(source.prefix for source in manifest.sources)} hold no tokens; change "
+            f"{', '.join(source.title for source in manifest.sources)} hold no tokens; change "
             "--split"
         )
     sources, documents, indices = zip(*used, strict=True)
@@ -90,18 +99,19 @@ def open_rows(
 
 def _index_of(
     source: Source,
-    dataset: IndexedDataset,
+    dataset: SourceDocuments,
     manifest: Manifest,
     options: RowOptions,
     split: tuple[float, float],
     directory: Path,
-) -> SampleIndex | None:
+) -> SourceIndex | None:
     """The samples of one source's split, None where it has no tokens."""
     begin, end = (round(part * dataset.num_documents) for part in split)
     if begin == end:
         return None
-    if source.index is not None:
-        return _index_given(source, options, whole=(begin, end) == (0, dataset.num_documents))
+    if source.index is not None or isinstance(dataset, ShardedDocuments):
+        whole = (begin, end) == (0, dataset.num_documents)
+        return _index_given(source, dataset, options, whole=whole)
     buckets = manifest.buckets or default_buckets(options.sequence_length, options.align)
     if max(buckets) > options.sequence_length:
         raise ConfigError(
@@ -121,17 +131,18 @@ def _index_of(
     return index if index.num_samples else None
 
 
-def _index_given(source: Source, options: RowOptions, *, whole: bool) -> SampleIndex:
-    """The .samples that a source names."""
+def _index_given(
+    source: Source, dataset: SourceDocuments, options: RowOptions, *, whole: bool
+) -> SourceIndex:
+    """The .samples, or the shard manifest, that a source names."""
     if not whole:
         raise ConfigError(
-            f"source {source.prefix!r} names index {source.index}, which has all its documents, "
+            f"source {source.title!r} names index {source.index}, which has all its documents, "
             "and the host asks for a part: give one split all of them (--split 100,0,0), or leave "
             "out index"
         )
-    assert source.index is not None
-    index = SampleIndex.load(source.index)
-    if index.parameters.get("alignment", 1) % options.align:
+    index = dataset.index if isinstance(dataset, ShardedDocuments) else source.open_index()
+    if index.alignment % options.align:
         raise ConfigError(
             f"index {source.index} has no room for segments at multiples of {options.align}: pack "
             f"it with --alignment {options.align}, or leave out index"

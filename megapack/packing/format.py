@@ -33,6 +33,7 @@ from megapack.errors import FormatError
 from megapack.packing.checksums import blocks, checksum
 from megapack.packing.header import find_fault
 from megapack.storage.atomic import atomic_write
+from megapack.storage.mapping import map_file
 
 __all__ = ["ARRAYS", "CREATED_BY", "read", "verify_array", "write"]
 
@@ -105,7 +106,7 @@ def read(path: Path) -> tuple[dict[str, Any], dict[str, NDArray[Any]]]:
         size = os.fstat(file.fileno()).st_size
         header = _read_header(path, file, size)
         # From the descriptor that was read: the name may belong to another file by now.
-        mapped = np.memmap(file, dtype=np.uint8, mode="r")
+        mapped = map_file(file)
     table = header.pop("arrays", None)
     arrays = _map(path, mapped, table)
     header["checksums"] = {name: table[name]["xxh3"] for name in arrays}
@@ -168,8 +169,7 @@ def _map(path: Path, mapped: NDArray[np.uint8], table: Any) -> dict[str, NDArray
                 f"{path}: array {name} lies at {begin} to {end}, outside of the file or of its "
                 "place in it"
             )
-        # A plain ndarray: memmap's own __getitem__ is slow, and the map stays alive as its base.
-        arrays[name] = np.asarray(mapped[begin:end]).view(dtype)
+        arrays[name] = mapped[begin:end].view(dtype)
         free = end
     return arrays
 

@@ -19,6 +19,8 @@ from megapack.packing import format as samples_format
 from megapack.packing.checksums import checksum
 from megapack.packing.metrics import DocumentTotals, Lengths, compute_metrics
 from megapack.packing.stored import check_dataset, how_it_differs
+from megapack.storage.remote import is_remote
+from megapack.storage.remote.opening import fetch_file
 from megapack.storage.replace import check_target
 
 __all__ = ["SampleIndex"]
@@ -252,7 +254,7 @@ class SampleIndex:
         """Memory-map a ``.samples`` file.
 
         Args:
-            path: the file.
+            path: the file; one at an address is copied to the local cache, and verified there.
             verify: read all of it, and refuse it unless every checksum is right. Without, only
                 the header and the arrays along the buckets are checked; a damaged number in the
                 arrays along samples and segments is then found by ``verify``.
@@ -261,6 +263,8 @@ class SampleIndex:
             FormatError: truncated, damaged, of a newer version, or not a ``.samples`` file.
             OSError: the file cannot be opened.
         """
+        if is_remote(path):
+            path = fetch_file(os.fspath(path), lambda copy: cls.load(copy, verify=True))
         header, arrays = samples_format.read(Path(path))
         metrics = header["metrics"]
         documents = DocumentTotals(

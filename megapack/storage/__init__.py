@@ -4,6 +4,7 @@
   second dataset beside the first
 - builder: writing; tokens and token_writer make .bin, document_log and layout .idx, publishing
   gives all files their names; atomic, replace and lock are for every file that megapack writes
+- remote: reading from object stores
 - meta: what a dataset says of itself
 - merge (of input_dataset) and importing (of foreign, plain_tokens): datasets from datasets
 - verify (survey, verify_tokens, findings) and repair
@@ -11,6 +12,6 @@
 
 from megapack.storage.builder import IndexedDatasetBuilder
 from megapack.storage.dataset import IndexedDataset
-from megapack.storage.mmididx import read_document_lengths
+from megapack.storage.lengths import read_document_lengths
 
 __all__ = ["IndexedDataset", "IndexedDatasetBuilder", "read_document_lengths"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import mmap
 import operator
 import os
 from functools import cached_property
@@ -16,10 +15,14 @@ from numpy.typing import NDArray
 from megapack import _core
 from megapack.errors import FormatError
 from megapack.storage.hosts import HostNames
+from megapack.storage.mapping import map_file
 from megapack.storage.meta import difference_from_files, read_meta
-from megapack.storage.mmididx import dtype_of_code, path_of, prefix_of
+from megapack.storage.mmididx import IndexFile, dtype_of_code, path_of, prefix_of
 from megapack.storage.opening import identity_of
 from megapack.storage.pair import open_pair
+from megapack.storage.remote import is_remote
+from megapack.storage.remote.opening import exists, open_remote_pair
+from megapack.storage.remote.tokens import RemoteTokens
 
 __all__ = ["IndexedDataset"]
 
@@ -36,13 +39,17 @@ class IndexedDataset(HostNames):
     ``truncate``) ends every process that reads the lost part with SIGBUS, without a traceback;
     write beside it and rename, as the builder does.
 
+    A prefix may be an address (``s3://bucket/folder/name``, see ``docs/guides/object_storage.md``).
+    Then .idx is copied to a local cache and tokens are fetched when they are read; what is read is
+    a copy.
+
     Args:
         prefix: the files' common name, without (or with) ``.idx``.
         multimodal: the .idx has a mode per sequence (it does not say so itself); ``ds[i]`` is
             then ``(tokens, mode)``.
         mmap, fast_cache_load, sequences_per_dataset, dtype_code: accepted for Megatron's sake;
             files are always mapped and their header is always read.
-        object_storage_config, s3_config: not supported; mount or copy the dataset.
+        object_storage_config, s3_config: not supported; MEGAPACK_CACHE says where the cache lies.
 
     Raises:
         FormatError: the .idx is damaged, .bin is shorter than it says, or writers replaced both
@@ -63,16 +70,38 @@ class IndexedDataset(HostNames):
         dtype_code: int | None = None,  # noqa: ARG002
     ) -> None:
         if object_storage_config is not None or s3_config is not None:
-            raise ValueError(f"{prefix}: object storage is not read; mount or copy the dataset")
+            raise ValueError(
+                f"{prefix}: leave out the settings of object storage; the client finds its own, "
+                "and MEGAPACK_CACHE names the cache"
+            )
         self.prefix = prefix_of(prefix)
         self.multimodal = multimodal
+        if is_remote(self.prefix):
+            self._open_remote()
+        else:
+            self._open_local()
+
+    def _open_local(self) -> None:
+        self._files = self.prefix  # beside which .idx and .meta.json lie
         self._index, bin_file = open_pair(self.prefix)
         with bin_file:
-            code = self._index.header.dtype_code
-            self.dtype: np.dtype[Any] = dtype_of_code(code, self._index.name)
-            self._check_first_pointers()
-            self._modes = self._index.modes() if multimodal else None
-            self.tokens: NDArray[Any] = self._map_tokens(bin_file)
+            self._take_index()
+            name, num_bytes = str(bin_file.name), identity_of(bin_file).num_bytes
+            self.tokens: Any = self._map_tokens(bin_file, self._count_tokens(name, num_bytes))
+
+    def _open_remote(self) -> None:
+        pair = open_remote_pair(self.prefix)
+        self._files = pair.local_prefix
+        self._index = IndexFile(path_of(self._files, ".idx"))
+        self._take_index()
+        size = self._count_tokens(pair.bin_object.url, pair.bin_object.num_bytes)
+        self.tokens = pair.tokens(self.dtype, size)
+
+    def _take_index(self) -> None:
+        code = self._index.header.dtype_code
+        self.dtype: np.dtype[Any] = dtype_of_code(code, self._index.name)
+        self._check_first_pointers()
+        self._modes = self._index.modes() if self.multimodal else None
 
     def _check_first_pointers(self) -> None:
         """Another tool's dtype table shows in the first pointers: they grow by another width."""
@@ -86,22 +115,28 @@ class IndexedDataset(HostNames):
                 )
             expected += self._index.length(i) * self.dtype.itemsize
 
-    def _map_tokens(self, file: io.FileIO) -> NDArray[Any]:
-        """The tokens the index speaks of; bytes behind them, if any, are left out."""
+    def _count_tokens(self, name: str, bin_bytes: int) -> int:
+        """Those the index speaks of; bytes behind them, if any, are left out."""
         last = self._index.num_sequences - 1
         itemsize = self.dtype.itemsize
         needed = self._index.pointer(last) + self._index.length(last) * itemsize if last >= 0 else 0
-        bin_bytes = identity_of(file).num_bytes
         if not 0 <= needed <= bin_bytes:
             raise FormatError(
-                f"{file.name} has {bin_bytes} bytes, but its .idx ({self.dtype.name} tokens) "
+                f"{name} has {bin_bytes} bytes, but its .idx ({self.dtype.name} tokens) "
                 f"ends at byte {needed}: .bin is truncated, or the .idx belongs to another "
                 "file or another dtype table; `megapack-build verify` tells which"
             )
-        if needed < itemsize:
+        return needed // itemsize
+
+    def _map_tokens(self, file: io.FileIO, count: int) -> NDArray[Any]:
+        if count == 0:
             return np.zeros(0, self.dtype)
-        mapping = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        return np.frombuffer(mapping, self.dtype, needed // itemsize)
+        return map_file(file)[: count * self.dtype.itemsize].view(self.dtype)
+
+    @property
+    def mapped_tokens(self) -> NDArray[Any]:
+        """(num_tokens,) in place, for C++; of a remote dataset without those not fetched yet."""
+        return self.tokens.mapped if isinstance(self.tokens, RemoteTokens) else self.tokens
 
     def __len__(self) -> int:
         return self._index.num_sequences
@@ -195,7 +230,7 @@ class IndexedDataset(HostNames):
 
     @property
     def num_tokens(self) -> int:
-        return self.tokens.size
+        return int(self.tokens.size)
 
     @cached_property
     def meta(self) -> dict[str, Any] | None:
@@ -204,7 +239,7 @@ class IndexedDataset(HostNames):
         Raises:
             FormatError: it is damaged, or speaks of other files than those that were opened.
         """
-        meta = read_meta(self.prefix)
+        meta = read_meta(self._files)
         if meta is None:
             return None
         if not self._index.has_its_name():
@@ -230,20 +265,30 @@ class IndexedDataset(HostNames):
         """
         return self._index.fingerprint
 
+    @property
+    def ends_digest(self) -> str:
+        """Of the size, the beginning and the end of the .idx: tells files apart without reading
+        them (xxh3_64, in hexadecimal).
+        """
+        return self._index.ends_digest()
+
     @staticmethod
     def exists(prefix: str | os.PathLike[str]) -> bool:
         """Whether both files stand at the prefix."""
         base = prefix_of(prefix)
+        if is_remote(base):
+            return exists(base)
         return path_of(base, ".idx").exists() and path_of(base, ".bin").exists()
 
     def __getstate__(self) -> tuple[str, bool, str]:
         # Absolute: a worker may have another working directory.
-        return str(Path(self.prefix).absolute()), self.multimodal, self._index.ends_digest()
+        prefix = self.prefix if is_remote(self.prefix) else str(Path(self.prefix).absolute())
+        return prefix, self.multimodal, self.ends_digest
 
     def __setstate__(self, state: tuple[str, bool, str]) -> None:
         prefix, multimodal, ends_digest = state
         IndexedDataset.__init__(self, prefix, multimodal)
-        if self._index.ends_digest() != ends_digest:
+        if self.ends_digest != ends_digest:
             raise FormatError(f"{prefix} was replaced since it was pickled; start the run again")
 
     def __repr__(self) -> str:

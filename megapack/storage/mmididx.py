@@ -5,7 +5,6 @@ The byte layout stands in csrc/core/storage/mmididx.hpp; all that interprets byt
 
 from __future__ import annotations
 
-import mmap
 import os
 import struct
 from dataclasses import dataclass
@@ -19,7 +18,9 @@ from numpy.typing import DTypeLike, NDArray
 
 from megapack import _core
 from megapack.errors import ConfigError, FormatError
+from megapack.storage.mapping import map_file
 from megapack.storage.opening import Identity, identity_of, is_at, open_regular
+from megapack.storage.remote.address import is_remote
 
 __all__ = [
     "CODE_OF_DTYPE",
@@ -32,7 +33,6 @@ __all__ = [
     "path_of",
     "pick_dtype",
     "prefix_of",
-    "read_document_lengths",
     "read_header",
 ]
 
@@ -52,7 +52,13 @@ _POINTER = struct.Struct("<q")
 
 
 def path_of(prefix: str | os.PathLike[str], suffix: str) -> Path:
-    """``prefix + suffix``, where the prefix may itself contain dots."""
+    """``prefix + suffix``, where the prefix may itself contain dots.
+
+    Raises:
+        ConfigError: the prefix is an address, and whoever asks works on local files only.
+    """
+    if is_remote(prefix):
+        raise ConfigError(f"{os.fspath(prefix)}: this works on local files; copy the dataset first")
     return Path(os.fspath(prefix) + suffix)
 
 
@@ -138,10 +144,8 @@ class IndexFile:
         self.name = os.fspath(path)
         with open_regular(path) as file:
             identity = identity_of(file)
-            self._buffer: mmap.mmap | bytes = (
-                mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if identity.num_bytes else b""
-            )
-        self.bytes: NDArray[np.uint8] = np.frombuffer(self._buffer, np.uint8)
+            self.bytes = map_file(file)
+        self._buffer = self.bytes.data  # for struct, to which an array is slow
         self.header = _parse_header(self.bytes, identity, self.name)
         self.num_sequences = self.header.num_sequences
         self.num_documents = self.header.num_documents
@@ -186,21 +190,3 @@ class IndexFile:
             raise FormatError(f"{self.name} has no modes; it was not built with multimodal=True")
         at = self.header.modes_at
         return self.bytes[at : at + self.num_sequences].view(np.int8)
-
-
-def read_document_lengths(
-    prefix: str | os.PathLike[str],
-) -> NDArray[np.int32] | NDArray[np.int64]:
-    """Tokens per document, straight from the .idx; .bin is not opened.
-
-    Args:
-        prefix: of the dataset, with or without ``.idx``.
-
-    Returns:
-        int32 ``(num_documents,)``; int64 only when a document has more than 2^31 - 1 tokens.
-
-    Raises:
-        FormatError: the .idx is damaged.
-        OSError: it cannot be read.
-    """
-    return IndexFile(path_of(prefix_of(prefix), ".idx")).document_lengths()

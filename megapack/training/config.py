@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from megapack.config import load_config
 from megapack.errors import ConfigError
+from megapack.packing.shard_manifest import is_shard_manifest
 
 __all__ = [
     "CheckpointConfig",
@@ -62,7 +63,8 @@ class DataConfig:
     prefix: str | None = None
     """Training documents, a path without .bin/.idx."""
     index: str | None = None
-    """Their samples: the .samples file of ``megapack-build pack``."""
+    """Their samples, made by ``megapack-build pack``: a .samples file, or a shard manifest (many
+    datasets), which names the documents, so that there is no prefix."""
     blend: str | None = None
     """A manifest of several datasets (``megapack.data.blend``), instead of prefix and index."""
     valid_prefix: str | None = None
@@ -105,10 +107,14 @@ class DataConfig:
             tokens_per_step=self.tokens_per_step,
             micro_batch_tokens=self.micro_batch_tokens,
         )
-        alone = self.prefix is not None and self.index is not None
+        sharded = self.index is not None and is_shard_manifest(self.index)
+        alone = self.index is not None and (self.prefix is None) == sharded
         neither = self.prefix is None and self.index is None
         if not (neither if self.blend else alone):
-            raise ConfigError("data: give prefix and index, or blend, and not both")
+            raise ConfigError(
+                "data: give prefix and index (a shard manifest needs no prefix), or blend, and not "
+                "both"
+            )
         if self.tokens_per_step % self.micro_batch_tokens:
             raise ConfigError(
                 f"data: tokens_per_step {self.tokens_per_step} is not a multiple of "
@@ -170,6 +176,9 @@ class CheckpointConfig:
     """Steps between checkpoints; null writes one at the end (and on a signal) only."""
     keep: int = 3
     """Newest checkpoints kept; older ones are removed after a newer one is complete."""
+    asynchronous: bool = True
+    """Training waits for a copy in host memory only, and goes on while that is written; false
+    takes no such memory, and waits."""
     resume: Literal["auto", "never"] = "auto"
     """auto continues from the newest checkpoint of ``run_dir``; never refuses to find one."""
     allow_change: tuple[str, ...] = ()
@@ -228,11 +237,13 @@ class EngineConfig:
 
     precision: Literal["bf16", "fp32"] = "bf16"
     """bf16 keeps float32 master weights, gradients accumulated in float32."""
-    zero_stage: Literal[0, 1, 2, 3] = 1
+    zero_stage: Literal["auto", 0, 1, 2, 3] = "auto"
+    """auto: 2 in bfloat16 and 1 in float32, of these two the one that reduces gradients while the
+    backward goes on (``--dry-run`` says how much of them, and when)."""
     activation_checkpointing: bool = False
     """Recompute every layer's activations in the backward pass."""
     compile: bool = False
-    """torch.compile every decoder layer (one graph for all buckets)."""
+    """torch.compile every decoder layer: one graph per bucket, and one more that validates."""
     loss_chunk_tokens: int = 2048
     """Positions whose logits exist at once: chunk x vocabulary x 4 bytes of memory."""
     timeout_minutes: float = 30.0
@@ -253,6 +264,13 @@ class EngineConfig:
             silence_seconds=self.silence_seconds,
             stall_seconds=self.stall_seconds,
         )
+
+    @property
+    def stage(self) -> int:
+        """The ZeRO stage, whoever chose it."""
+        if self.zero_stage == "auto":
+            return 2 if self.precision == "bf16" else 1
+        return self.zero_stage
 
 
 @dataclass(frozen=True, kw_only=True)

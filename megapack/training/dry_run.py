@@ -26,6 +26,7 @@ from megapack.training.run.directory import plain
 from megapack.training.run.inputs import Inputs, PlannedSteps, check_inputs, open_inputs
 from megapack.training.run.learning_rate import num_warmup_steps
 from megapack.training.run.lengths import steps_from_lengths
+from megapack.training.run.zero import describe_reduction
 from megapack.training.watch.work import segment_lengths
 
 __all__ = ["dry_run"]
@@ -74,6 +75,7 @@ def dry_run(
         _length(config, steps),
         _buckets(config, steps, ranks),
         *_sources(steps),
+        _reduction(config, model.num_parameters, ranks),
         _memory(config, model, steps, ranks),
         _time(total, steps.num_steps, ranks, device, gpu_price),
     ]
@@ -174,6 +176,11 @@ def _stage(
             f"order: {settings.order}; the first draws: {order}",
         ]
     )
+
+
+def _reduction(config: PretrainConfig, num_parameters: int, ranks: int) -> str:
+    micro_steps = -(-config.data.tokens_per_step // (config.data.micro_batch_tokens * ranks))
+    return describe_reduction(config.engine, num_parameters, ranks, micro_steps)
 
 
 def _memory(config: PretrainConfig, model: Any, plan: PlannedSteps, ranks: int) -> str:

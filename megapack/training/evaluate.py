@@ -6,6 +6,7 @@
         --model concat=runs/b/model --data valid --contexts 1024 2048 4096 8192 16384 --output out
     megapack-evaluate --model runs/a/model --lm-eval hellaswag,piqa --tokenizer tok
     megapack-evaluate --run bucket=runs/a --run concat=runs/b --output out
+    megapack-evaluate --report runs/a                         # one page of figures: report.png
 
 Models are scored on held-out documents: every token once, given its own document; with --blend
 those of every source of the manifest (valid_prefix), one by one and together. Runs are
@@ -30,6 +31,7 @@ from megapack.training.config import EngineConfig, ModelConfig
 from megapack.training.judge.curves import compare, read_curve
 from megapack.training.judge.lm_eval_bridge import run_lm_eval
 from megapack.training.judge.plots import plot_contexts, plot_curves
+from megapack.training.judge.report import plot_run
 from megapack.training.judge.validation import evaluate_sources, perplexity_by_context
 from megapack.training.model.architecture import model_configuration
 from megapack.training.model.opening import compute_dtype, open_model
@@ -57,10 +59,17 @@ def judge(args: argparse.Namespace) -> int:
         show_models(scored, args.output)
     if args.run:
         results["runs"] = compare_runs(dict(args.run), args.output)
+    if args.report is not None:
+        page = (args.output or args.report) / "report.png"
+        plot_run(args.report, page)
+        print(f"report: {page}")
+        results["report"] = str(page)
     if args.lm_eval:
         results["lm_eval"] = {name: benchmarks(directory, args) for name, directory in args.model}
     if not results:
-        raise ConfigError("nothing to do: give --model with --data, --blend or --lm-eval, or --run")
+        raise ConfigError(
+            "nothing to do: give --model with --data, --blend or --lm-eval, or --run, --report"
+        )
     if args.output is not None:
         args.output.mkdir(parents=True, exist_ok=True)
         with atomic_write(args.output / "evaluation.json", "w") as file:
@@ -155,6 +164,7 @@ def parse_arguments() -> argparse.Namespace:
     add = parser.add_argument
     add("--model", action="append", type=named, default=[], metavar="[NAME=]DIR")
     add("--run", action="append", type=named, default=[], metavar="[NAME=]DIR")
+    add("--report", type=Path, metavar="DIR", help="draw the log of a run: DIR/report.png")
     add("--output", type=Path, help="directory for evaluation.json and plots")
     data = parser.add_argument_group("held-out documents")
     data.add_argument("--data", help="prefix of the documents")

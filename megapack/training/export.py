@@ -24,7 +24,7 @@ from megapack.training.model.architecture import model_configuration
 from megapack.training.model.opening import open_model
 from megapack.training.run.checkpoint import CheckpointStore
 from megapack.training.run.directory import RunDirectory
-from megapack.training.run.engine import start_engine
+from megapack.training.run.engine import start_engine, zero_3_configuration
 from megapack.training.run.export import end_token, export_model, tokenizer_of
 from megapack.training.run.inputs import open_inputs
 from megapack.training.run.manifest import step_of
@@ -52,7 +52,10 @@ def export(config: PretrainConfig, here: World, *, step: int | None, output: Pat
     output = output or run.model
     inputs = open_inputs(config)
     architecture = model_configuration(config.model, inputs.vocab_size)
-    model, _ = open_model(config.model, config.engine, architecture, device=here.device)
+    zero_3 = zero_3_configuration(config, here.size)
+    model, _ = open_model(
+        config.model, config.engine, architecture, device=here.device, zero_3=zero_3
+    )
     # Not beside the checkpoints: a run that goes on clears what is half done there.
     output.parent.mkdir(parents=True, exist_ok=True)
     scratch = Path(here.on_first(lambda: mkdtemp(dir=output.parent, prefix=".export-")))
@@ -61,7 +64,7 @@ def export(config: PretrainConfig, here: World, *, step: int | None, output: Pat
             run.checkpoints,
             here,
             keep=1,
-            zero_stage=config.engine.zero_stage,
+            zero_stage=config.engine.stage,
             scratch=scratch,
         )
         found = store.find(verify=config.checkpoint.verify, step=step)

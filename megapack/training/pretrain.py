@@ -20,6 +20,8 @@ import sys
 import traceback
 from typing import Any, NoReturn
 
+import torch
+
 from megapack.errors import ConfigError, MegapackError, exit_code
 from megapack.training.command import add_overrides, command_parser, run_command
 from megapack.training.config import PretrainConfig
@@ -31,12 +33,13 @@ from megapack.training.model.training_model import TrainingModel
 from megapack.training.recipes import read_config
 from megapack.training.run.checkpoint import CheckpointStore
 from megapack.training.run.directory import RunDirectory
-from megapack.training.run.engine import start_engine
+from megapack.training.run.engine import start_engine, zero_3_configuration
 from megapack.training.run.export import end_token, export_model, tokenizer_of
 from megapack.training.run.inputs import Inputs, check_inputs, open_inputs, verify_samples
 from megapack.training.run.world import World, join, world
 from megapack.training.trainer import Trainer
 from megapack.training.watch.heartbeat import LOST_CONTACT, Heartbeat
+from megapack.training.watch.profile import parse_steps
 from megapack.training.watch.signals import PREEMPTED, StopSignals
 
 logger = logging.getLogger("megapack")
@@ -58,7 +61,10 @@ def pretrain(args: argparse.Namespace) -> int:
         options = ("world_size", "device", "lengths", "buckets", "gpu_price", "show_config")
         print(dry_run(config, **{name: getattr(args, name) for name in options}))
         return 0
+    profile = None if args.profile is None else parse_steps(args.profile)
     join(args.local_rank)
+    if torch.cuda.is_available():
+        RunDirectory(config.run_dir).record_flight()
     with world(timeout_minutes=config.engine.timeout_minutes) as here:
         show_log(here)
         run = RunDirectory(config.run_dir)
@@ -71,7 +77,7 @@ def pretrain(args: argparse.Namespace) -> int:
         with StopSignals() as signals, heart:
             try:
                 with run.held(here):
-                    return train(config, here, run, signals)
+                    return train(config, here, run, signals, profile)
             except (MegapackError, OSError) as error:
                 leave(here, run, f"{type(error).__name__}: {error}", code=exit_code(error))
             except Exception as error:  # a rank that fails must not leave the others waiting
@@ -84,7 +90,13 @@ def pretrain(args: argparse.Namespace) -> int:
                 leave(here, run, "interrupted before it could save", code=130)
 
 
-def train(config: PretrainConfig, here: World, run: RunDirectory, signals: StopSignals) -> int:
+def train(
+    config: PretrainConfig,
+    here: World,
+    run: RunDirectory,
+    signals: StopSignals,
+    profile: range | None = None,
+) -> int:
     inputs = open_inputs(config)
     if config.data.verify:
         verify_samples(inputs, here)
@@ -93,15 +105,24 @@ def train(config: PretrainConfig, here: World, run: RunDirectory, signals: StopS
     check_inputs(inputs, architecture, config.data.positions)
     tokenizer = tokenizer_of(config.model)
     model, attention = open_model(
-        config.model, config.engine, architecture, device=here.device, seed=config.seed
+        config.model,
+        config.engine,
+        architecture,
+        device=here.device,
+        seed=config.seed,
+        zero_3=zero_3_configuration(config, here.size),
     )
     logger.info("attention: %s, %s", attention.name, attention.reason)
     logger.info("model: %s, %s parameters", architecture.model_type, f"{model.num_parameters:,}")
 
     store = CheckpointStore(
-        run.checkpoints, here, keep=config.checkpoint.keep, zero_stage=config.engine.zero_stage
+        run.checkpoints,
+        here,
+        keep=config.checkpoint.keep,
+        zero_stage=config.engine.stage,
+        asynchronous=config.checkpoint.asynchronous,
     )
-    flops = ModelFlops.of(model, architecture)  # before ZeRO-3 divides the parameters
+    flops = ModelFlops.of(model, architecture)
     engine, start, changes = start_or_continue(config, here, inputs, model, store)
     if here.is_first:
         facts = {
@@ -117,7 +138,15 @@ def train(config: PretrainConfig, here: World, run: RunDirectory, signals: StopS
         run.forget_after(inputs.schedule.tokens_before(start))
 
     trainer = Trainer(
-        config, here, inputs, engine=engine, run=run, store=store, flops=flops, start=start
+        config,
+        here,
+        inputs,
+        engine=engine,
+        run=run,
+        store=store,
+        flops=flops,
+        start=start,
+        profile=profile,
     )
     reason = trainer.run(signals)
     if reason == "done" and config.checkpoint.export:
@@ -196,6 +225,11 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--config", required=True, help="a YAML file, or a recipe: demo_cpu")
     add_overrides(parser)
     parser.add_argument("--dry-run", action="store_true", help="print the plan and start nothing")
+    parser.add_argument(
+        "--profile",
+        metavar="BEGIN:END",
+        help="trace these steps, as in 100:105 (SIGUSR2 to a rank: its next five)",
+    )
     plan = parser.add_argument_group("of a dry run").add_argument
     plan("--world-size", type=int, metavar="RANKS", help="this launcher's, or 1")
     plan("--device", metavar="NAME", help="H100, A800, ...: the time it takes")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Iterable, Iterator
 from typing import Any, Literal
 
@@ -21,6 +22,7 @@ from megapack.training.run.learning_rate import learning_rate
 from megapack.training.run.world import World
 from megapack.training.watch.batches import BatchTrace, TimedBatches
 from megapack.training.watch.monitor import Monitor
+from megapack.training.watch.profile import StepProfiler
 from megapack.training.watch.signals import Agreement, StopSignals
 from megapack.training.watch.work import StepWork
 
@@ -43,11 +45,13 @@ class Trainer:
         store: CheckpointStore,
         flops: ModelFlops,
         start: int,
+        profile: range | None = None,
     ) -> None:
         self.config, self.here, self.inputs, self.engine = config, here, inputs, engine
         self.run_dir, self.store, self.flops = run, store, flops
-        self.saved = start  # steps that are in a checkpoint
+        self.saved = self.begun = start  # steps in a checkpoint; in one on its way to the disk
         self.end = min(inputs.num_steps, config.stop_at or inputs.num_steps)
+        self.save_began = self.save_waited = 0.0  # seconds
         self.note(start)
         self.batches = TimedBatches(
             build_loader(
@@ -75,6 +79,7 @@ class Trainer:
             start=start,
             max_skipped=config.optimizer.max_skipped,
         )
+        self.profiler = StepProfiler(run.profile, here, profile)
         self.trace = BatchTrace(run, here, inputs.schedule) if config.logging.batches else None
 
     def note(self, done: int) -> None:
@@ -85,21 +90,39 @@ class Trainer:
 
     def run(self, signals: StopSignals) -> Literal["done", "signal", "stop_at"]:
         """Train to the end, to the step after a signal, or to ``stop_at``; which of them it was."""
+        try:
+            stopped = self.take_steps(signals)
+            self.profiler.close()
+            self.save()
+            self.monitor.close()
+        except FloatingPointError:  # on all ranks alike, and what was begun before is good
+            self.finish_save()
+            raise
+        self.finish_save()
+        if stopped:
+            return "signal"
+        return "stop_at" if self.done < self.inputs.num_steps else "done"
+
+    def take_steps(self, signals: StopSignals) -> bool:
+        """All that are left; whether a signal ended them."""
         agreement = Agreement(self.here.group)
         for step, micro_batches in self.batches.steps():
+            self.profiler.begin(step)
             self.take(step, micro_batches)
-            if agreement.stop(signals.received is not None):
+            self.profiler.end(step)
+            said = agreement.any(signals.received is not None, not self.store.is_written)
+            stop, still_writing = said or (False, True)
+            if stop:
                 logger.warning("a signal came; saving after step %d", step)
-                self.monitor.close()
-                self.save()
-                return "signal"
+                return True
+            if not still_writing:
+                self.finish_save()
             last = self.done == self.inputs.num_steps
             if _due(self.config.evaluation.every, self.done) or last:
                 self.validate()
-            if _due(self.config.checkpoint.every, self.done) or self.done == self.end:
+            if _due(self.config.checkpoint.every, self.done):
                 self.save()
-        self.monitor.close()
-        return "stop_at" if self.done < self.inputs.num_steps else "done"
+        return False
 
     def take(self, step: int, micro_batches: Iterable[Batch]) -> None:
         """One optimizer step."""
@@ -156,15 +179,31 @@ class Trainer:
         self.monitor.skip_time()
 
     def save(self) -> None:
-        """A checkpoint; the data order's state is one step number."""
-        if self.saved == self.done:
+        """Begin a checkpoint; the data order's state is one step number."""
+        if self.begun == self.done:
             return
+        self.finish_save()
         self.monitor.flush()
         state = {"data": self.inputs.schedule.state_dict(self.done)}
-        tag = self.store.save(self.engine, self.done, self.tokens_seen, state)
-        self.saved = self.done
+        self.save_began = time.perf_counter()
+        self.store.begin(self.engine, self.done, self.tokens_seen, state)
+        self.save_waited = time.perf_counter() - self.save_began
+        self.begun = self.done
+        self.monitor.skip_time()
+        if not self.config.checkpoint.asynchronous:
+            self.finish_save()
+
+    def finish_save(self) -> None:
+        """See to it that a checkpoint that was begun counts."""
+        tag = self.store.finish()
+        if tag is None:
+            return
+        self.saved = self.begun
         self.note(self.done)
-        logger.info("saved %s", self.store.directory / tag)
+        logger.info(
+            "saved %s: training waited %.2f s, on the disk after %.2f s",
+            *(self.store.directory / tag, self.save_waited, time.perf_counter() - self.save_began),
+        )
         self.monitor.skip_time()
 
 

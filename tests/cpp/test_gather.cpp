@@ -75,6 +75,10 @@ struct Corpus {
     }
 };
 
+// One shard of three samples, whose ids are their numbers.
+const std::vector<std::int64_t> kFirstIds{0, 3}, kShards{0}, kFirstSamples{0};
+const SampleRuns kRuns{kFirstIds, kShards, kFirstSamples};
+
 struct Batch {
     std::vector<std::int64_t> tokens, labels, positions;
     std::vector<float> mask;
@@ -84,7 +88,7 @@ struct Batch {
 Batch gather(const GatherSource& source, const std::vector<std::int64_t>& ids, GatherShape shape,
              const GatherOptions& options) {
     const std::vector<GatherSource> sources{source};
-    const std::vector<SampleRef> refs = locate_samples(sources, ids);
+    const std::vector<SampleRef> refs = locate_samples(kRuns, ids);
     Batch batch{{}, {}, {}, {}, plan_gather(sources, refs, shape, options)};
     const auto size = static_cast<std::size_t>(shape.num_tokens());
     batch.tokens.assign(size, -7);
@@ -122,9 +126,9 @@ void test_will_need() {
     const std::vector<GatherSource> sources{corpus.source()};
     const std::vector<std::int64_t> ids{2, 0, 1, 0}, none;
     const std::int64_t page = sysconf(_SC_PAGESIZE);
-    const std::int64_t bytes = will_need_samples(sources, locate_samples(sources, ids));
+    const std::int64_t bytes = will_need_samples(sources, locate_samples(kRuns, ids));
     REQUIRE(bytes == page || bytes == 2 * page);
-    REQUIRE(will_need_samples(sources, locate_samples(sources, none)) == 0);
+    REQUIRE(will_need_samples(sources, locate_samples(kRuns, none)) == 0);
     const std::vector<SampleRef> missing{{0, 3}};
     try {
         will_need_samples(sources, missing);
@@ -145,7 +149,7 @@ void test_excluded_documents() {
     const std::int64_t one = kFirstMasked;
     const auto lengths = [&](std::int64_t id) {
         const std::vector<std::int64_t> ids{id};
-        const auto refs = locate_samples(sources, ids, 2);
+        const auto refs = locate_samples(kRuns, ids, 2);
         return cumulative_lengths(plan_gather(sources, refs, {1, 7, 7}, {}), false, false, 0);
     };
     REQUIRE(lengths(0) == (std::vector<std::int32_t>{0, 5, 6, 7}));
@@ -155,9 +159,42 @@ void test_excluded_documents() {
     REQUIRE(lengths(one + 2) == (std::vector<std::int32_t>{0, 3, 7}));
     const std::vector<std::int64_t> too_many{3 * one};
     try {
-        locate_samples(sources, too_many, 2);
+        locate_samples(kRuns, too_many, 2);
         REQUIRE(false);
     } catch (const std::out_of_range&) {
+    }
+}
+
+// Ids are those of two shards in turns; of the first one nothing is read, and so it is not open.
+void test_shards() {
+    const Corpus corpus;
+    std::vector<GatherSource> sources(2);
+    sources[1] = corpus.source();
+    sources[1].number = 7;
+    const std::vector<std::int64_t> first_ids{0, 5, 6, 6, 8}, shards{0, 1, 0, 1}, from{0, 0, 5, 1};
+    const SampleRuns runs{first_ids, shards, from};
+    check_runs(runs, 2);
+    const std::vector<std::int64_t> mine{7, 5}, both{4, 5};
+    const auto refs = locate_samples(runs, mine);
+    REQUIRE(refs[0].shard == 1 && refs[0].sample == 2 && refs[1].sample == 0);
+    REQUIRE(not_open(sources, refs).empty());
+    const auto closed = locate_samples(runs, both);
+    REQUIRE(not_open(sources, closed) == (std::vector<std::int64_t>{0}));
+    const GatherPlan plan = plan_gather(sources, refs, {1, 14, 7}, {});
+    REQUIRE(plan.sources() == (std::vector<std::int32_t>{7, 7, -1, 7, 7, -1}));
+    try {
+        plan_gather(sources, closed, {1, 14, 7}, {});
+        REQUIRE(false);
+    } catch (const std::out_of_range&) {
+    }
+    const std::vector<std::int64_t> descending{0, 5, 4, 6, 8};
+    const std::vector<SampleRuns> wrong{{descending, shards, from}, {first_ids, from, from}};
+    for (const SampleRuns& bad : wrong) {
+        try {
+            check_runs(bad, 2);
+            REQUIRE(false);
+        } catch (const std::invalid_argument&) {
+        }
     }
 }
 
@@ -233,6 +270,7 @@ int main() {
     test_values();
     test_will_need();
     test_excluded_documents();
+    test_shards();
     test_damaged_arrays();
     test_refused_shapes();
     std::puts("ok");

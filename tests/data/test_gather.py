@@ -151,9 +151,38 @@ def test_cu_seqlens_per_row_count_from_the_beginning_of_each_row(case: dict[str,
         dataset = _open(Path(folder), {**case, "chosen": False})
         ids = np.arange(len(case["samples"]))
         result = dataset.micro_batch(ids, layout=layout, capacity=case["capacity"])["cu_seqlens"]
-        assert result.shape == (rows, dataset.max_cu_seqlens(layout))
+        assert result.shape == (rows, dataset.max_cu_seqlens(layout, case["capacity"]))
     for found, wanted in zip(result.tolist(), expected, strict=True):
         assert found == wanted + [wanted[-1]] * (len(found) - len(wanted))
+
+
+@given(case=corpora(), data=st.data())
+def test_a_loss_weight_meets_the_labels_of_its_sample_and_no_others(
+    case: dict[str, Any], data: st.DataObject
+) -> None:
+    """Rows may be longer than their samples; then these lie apart."""
+    count = len(case["samples"])
+    factors = data.draw(st.lists(st.sampled_from([0.0, 0.5, 2.0]), min_size=count, max_size=count))
+    expected = np.zeros(case["rows"] * case["row_tokens"])
+    for i, factor in enumerate(factors):
+        alone = reference.gather(
+            case["documents"],
+            [sample if j == i else [] for j, sample in enumerate(case["samples"])],
+            num_rows=case["rows"],
+            row_tokens=case["row_tokens"],
+            capacity=case["capacity"],
+            **case["options"],
+        )
+        expected += factor * np.array(alone.loss_mask)
+    layout = BatchLayout(
+        micro_batch_tokens=case["rows"] * case["row_tokens"], row_tokens=case["row_tokens"]
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        dataset = _open(Path(folder), {**case, "chosen": False})
+        batch = dataset.micro_batch(
+            np.arange(count), layout=layout, capacity=case["capacity"], loss_weight=factors
+        )
+    assert batch["loss_mask"].flatten().tolist() == expected.tolist()
 
 
 def test_a_label_is_the_next_token_of_the_document_also_across_a_cut(tmp_path: Path) -> None:

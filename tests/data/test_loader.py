@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from megapack.data import BatchLayout, PackedDataset, Schedule
+from megapack.data import BatchLayout, PackedDataset, Schedule, build_loader
+from megapack.data.batch import slot_tokens
 from megapack.errors import ConfigError, IndexMismatchError
 from megapack.packing import pack
 from tests.data.corpora import STEP_TOKENS, packed_lengths, random_documents, write_documents
@@ -58,7 +59,8 @@ def test_batches_do_not_depend_on_who_prepares_them(
 
 def test_a_batch_has_every_promised_key(packed: PackedDataset) -> None:
     batches = list(loader(packed, cu_seqlens="padded"))
-    assert len({batch["cu_seqlens"].shape for batch in batches}) == 1
+    shapes = {(batch["capacity"], batch["cu_seqlens"].shape) for batch in batches}
+    assert len(shapes) == len({batch["capacity"] for batch in batches}) == 3
     for batch in batches:
         for name in ("tokens", "labels", "loss_mask", "position_ids"):
             assert batch[name].shape == (1, 128)
@@ -98,6 +100,29 @@ def test_label_counts_are_right_for_chat_labels_and_bare_indices(tmp_path: Path)
         assert batch["num_step_label_tokens"] == batch["loss_mask"].sum() < 100
 
 
+@pytest.mark.parametrize("row_tokens", [None, 100])
+def test_padded_boundaries_are_as_many_as_the_bucket_needs_and_no_longer_than_said(
+    tmp_path: Path, row_tokens: int | None
+) -> None:
+    """Not those of the bucket with the most segments: every one is a block of an attention grid."""
+    documents = random_documents([2] * 300 + [64] * 30)
+    dataset = write_documents(tmp_path / "d", documents)
+    index = pack(dataset.document_lengths, "bucket", buckets=[32, 64], promote="off")
+    data = PackedDataset(dataset, index)
+    tokens = 128 if row_tokens is None else 400
+    schedule = Schedule(data, tokens_per_step=2 * tokens, row_tokens=row_tokens)
+    options: dict[str, Any] = {"data_parallel_rank": 0, "data_parallel_size": 1}
+    options |= {"micro_batch_tokens": tokens, "cu_seqlens": "padded"}
+    entries: dict[int, int] = {}
+    for batch in build_loader(data, schedule, **options):
+        capacity, found = batch["capacity"], batch["cu_seqlens"]
+        assert entries.setdefault(capacity, len(found)) == len(found)
+        assert batch["max_seqlen"] <= slot_tokens(capacity, batch["row_tokens"])[-1]
+    slots = {32: 4, 64: 2} if row_tokens is None else {32: 12, 64: 4}
+    most = {32: 32 // 2, 64: 1}
+    assert entries == {c: slots[c] * (most[c] + 1) + 1 for c in (32, 64)}
+
+
 def test_the_loss_mask_holds_loss_weights_for_those_who_ask_for_them(tmp_path: Path) -> None:
     """A loop that does not would train without them and not know it; rows may end in padding."""
     datasets = [
@@ -121,8 +146,8 @@ def test_the_loss_mask_holds_loss_weights_for_those_who_ask_for_them(tmp_path: P
             factor = torch.ones(128 // 32, 32)
             slots = 32 // batch["capacity"]
             for i, source in enumerate(batch["source"].tolist()):
-                row, begin = i // slots, i % slots * batch["capacity"]
-                factor[row, begin : begin + batch["capacity"]] = [1, 0.5][source]
+                row, begin = i // slots, i % slots * (32 // slots)  # of its slot
+                factor[row, begin : begin + 32 // slots] = [1, 0.5][source]
             assert torch.equal(batch["loss_mask"], other["loss_mask"] * factor.view(1, -1))
             assert torch.equal(batch["labels"], other["labels"])
             if batch["step"] == 0:

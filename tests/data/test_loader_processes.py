@@ -6,9 +6,11 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import DataLoader
@@ -17,6 +19,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from megapack.data import BucketBatchSampler, PackedDataset, Schedule
 from megapack.data.prefetch import ThreadPrefetcher
 from megapack.errors import FormatError
+from megapack.packing import SampleIndex
 from tests.data.corpora import STEP_TOKENS
 from tests.data.corpora import small_loader as loader
 
@@ -95,35 +98,17 @@ def test_an_error_keeps_its_type_and_message(
     packed: PackedDataset, num_workers: int | None
 ) -> None:
     """In the loader's thread, and in torch's DataLoader with worker processes or without."""
-    damaged = PackedDataset(packed.datasets[0], packed.samples.indices[0])
-    lengths = damaged.samples.indices[0].segment_length.copy()
-    lengths[:] = 10_000
+    index = packed.samples.indices[0]
+    assert isinstance(index, SampleIndex)
+    lengths = np.full_like(index.segment_length, 10_000)
+    damaged = PackedDataset(packed.datasets[0], replace(index, segment_length=lengths, path=None))
     batches: Iterable[Any] = loader(damaged, dealing="in_order")
     if num_workers is not None:
         batches = DataLoader(
             damaged, batch_sampler=_sampler(packed), num_workers=num_workers, collate_fn=_stacked
         )
-    damaged._gatherer = _gatherer_with(damaged, lengths)
     with pytest.raises(FormatError, match="pack again"):
         list(batches)
-
-
-def _gatherer_with(packed: PackedDataset, lengths: Any) -> Any:
-    from megapack import _core  # noqa: PLC0415
-
-    dataset, index = packed.datasets[0], packed.samples.indices[0]
-    gatherer = _core.Gatherer(**packed._options)
-    gatherer.add_source(
-        tokens=dataset.tokens,
-        labels=None,
-        index_bytes=dataset.index_bytes,
-        index_name="broken.idx",
-        sample_segment_offsets=index.sample_segment_offsets,
-        segment_document=index.segment_document,
-        segment_begin=index.segment_begin,
-        segment_length=lengths,
-    )
-    return gatherer
 
 
 def _sampler(packed: PackedDataset, **options: Any) -> BucketBatchSampler:

@@ -6,6 +6,7 @@ import ctypes
 import mmap
 import os
 import time
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +73,31 @@ def test_what_a_micro_batch_reads_is_read_before_and_nothing_else(cold: PackedDa
     assert cold.will_need([]) == 0
     with pytest.raises(IndexError):
         cold.will_need([cold.samples.num_samples])
+
+
+def test_ranges_of_tokens_are_those_of_the_segments_and_the_labels_behind_them(
+    tmp_path: Path,
+) -> None:
+    """Of every source; the label of a segment's last token is the next token of its document."""
+    lengths = packed_lengths(400, 64)
+    documents = [
+        write_documents(tmp_path / f"docs{i}", random_documents(lengths)) for i in range(2)
+    ]
+    data = PackedDataset(documents, [packed_index(), packed_index()])
+    first = data.samples.indices[0].num_samples
+    samples = np.random.default_rng(0).choice(len(data), 60, replace=False)
+    wanted: set[tuple[int, int]] = set()
+    for sample in samples.tolist():
+        source = int(sample >= first)
+        for document, begin, length in data.samples.indices[source].sample(sample % first)[1]:
+            start = int(documents[source].document_offsets[document])
+            end = min(begin + length + 1, int(documents[source].document_lengths[document]))
+            wanted |= {(source, position) for position in range(start + begin, start + end)}
+    ranges = list(zip(*data._gathering._gatherer.token_ranges(samples), strict=True))
+    found = [(s, position) for s, begin, end in ranges for position in range(begin, end)]
+    assert len(wanted) > 1000 and found == sorted(wanted)
+    touching = [(a, b) for a, b in pairwise(ranges) if a[0] == b[0] and a[2] >= b[1]]
+    assert len(ranges) > 50 and not touching
 
 
 def test_a_loader_has_the_documents_of_later_batches_read(cold: PackedDataset) -> None:

@@ -42,7 +42,7 @@ def test_an_epoch_ascends_and_equal_scores_are_shuffled(
     for epoch, samples in enumerate(epochs):
         assert sorted(samples.tolist()) == list(range(size))
         assert (np.diff(scores[samples]) >= 0).all()
-        assert order.places(epoch, samples).tolist() == list(range(size))
+        assert order.places(0, epoch, samples).tolist() == list(range(size))
     if len(set(means)) == 1 and size > 30:
         assert len({tuple(samples.tolist()) for samples in epochs}) == 12
 

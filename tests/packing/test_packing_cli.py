@@ -16,6 +16,7 @@ from megapack import words
 from megapack.cli import report
 from megapack.errors import ConfigError
 from megapack.packing import STRATEGIES, SampleIndex, pack
+from megapack.packing.shard_manifest import load_shards
 from megapack.storage import IndexedDataset, IndexedDatasetBuilder
 
 LENGTHS = np.random.default_rng(0).integers(0, 90, 300)
@@ -189,3 +190,27 @@ def test_progress_off_a_terminal_is_a_line_now_and_then(
         "packing:  50% after 12 s",
         "packing: 100% after 24 s",
     ]
+
+
+def test_many_datasets_become_one_source(tmp_path: Path) -> None:
+    """From a quoted pattern, by two machines; labels are no dataset; a second run packs nothing."""
+    for name in ("a", "b", "c", "b.labels"):
+        with IndexedDatasetBuilder(tmp_path / name, dtype=np.int32) as builder:
+            for length in LENGTHS[:50]:
+                builder.add_document(np.arange(length, dtype=np.int32))
+    manifest = tmp_path / "web.shards.json"
+    command = (tmp_path / "*", "--buckets", "32,64", "--output", manifest)
+    first = run(*command, "--part", "0/2", "--workers", 2)
+    assert first.returncode == 0 and "part 0/2: 2 datasets packed" in first.stderr, first.stderr
+    assert not manifest.exists()
+    done = run(*command, "--workers", 1, "--json")
+    assert done.returncode == 0, done.stderr
+    facts = json.loads(done.stdout)
+    assert (facts["num_shards"], facts["num_new_shards"], facts["num_documents"]) == (3, 3, 150)
+    assert [shard.labels for shard in load_shards(manifest).shards] == [False, True, False]
+    again = run(*command)
+    assert "3 datasets, 0 of them new, 150 documents" in again.stdout, again.stderr
+    several = run(tmp_path / "a", tmp_path / "b", "--buckets", "32")
+    assert several.returncode == 2 and "--output NAME.shards.json" in several.stderr
+    nothing = run(tmp_path / "x*", "--buckets", "32", "--output", manifest)
+    assert nothing.returncode == 2 and "matches no file" in nothing.stderr

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from megapack.tokenization.build.worker import Counted
+from megapack.execution.work import Counted
 
 WriteJsonl = Callable[[Path, Iterable[Any]], Path]
 

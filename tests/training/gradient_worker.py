@@ -11,13 +11,14 @@ from typing import Any
 import torch
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad
 
-from megapack.data import BucketBatchSampler
+from megapack.data import build_loader
 from megapack.training.config import PretrainConfig, load_config
 from megapack.training.model.architecture import model_configuration
-from megapack.training.model.opening import build_model
-from megapack.training.run.engine import start_engine, train_step
+from megapack.training.model.opening import open_model
+from megapack.training.run.engine import start_engine, train_step, zero_3_configuration
 from megapack.training.run.inputs import open_inputs
 from megapack.training.run.world import join, world
+from megapack.training.watch.batches import TimedBatches
 
 
 def main() -> None:
@@ -26,26 +27,32 @@ def main() -> None:
     with world(timeout_minutes=20) as here:
         inputs = open_inputs(config)
         architecture = model_configuration(config.model, inputs.vocab_size)
-        model = build_model(config.model, architecture, backend="sdpa", seed=config.seed)
+        model, _ = open_model(
+            config.model,
+            config.engine,
+            architecture,
+            device=here.device,
+            seed=config.seed,
+            zero_3=zero_3_configuration(config, here.size),
+        )
+        held = sum(p.numel() for p in model.parameters())
         engine = start_engine(model, config, here)
-        sampler = BucketBatchSampler(
+        initial = {name: full(p).detach().float().clone() for name, p in model.named_parameters()}
+        loader = build_loader(
+            inputs.data,
             inputs.schedule,
             data_parallel_rank=here.rank,
             data_parallel_size=here.size,
             micro_batch_tokens=config.data.micro_batch_tokens,
+            num_steps=config.num_steps,
+            cu_seqlens="padded" if config.engine.compile else "exact",
             weighted_loss=True,
         )
         grads: dict[str, torch.Tensor] = {}
         capture_before_step(engine, model, grads)
-        losses, norms = [], []
-        for step in range(config.num_steps or 0):
-            batches = [
-                {
-                    **inputs.data.micro_batch(item.sample_ids, loss_weight=item.loss_weight),
-                    **item.about(),
-                }
-                for item in sampler.micro_batches(step)
-            ]
+        losses, norms, capacities = [], [], set()
+        for step, batches in TimedBatches(loader).steps():
+            capacities.add(inputs.schedule.step(step).capacity)
             result = train_step(engine, batches, world=here, config=config.engine, lr=0.01)
             total = result.loss_sum.clone()
             torch.distributed.all_reduce(total)
@@ -56,7 +63,14 @@ def main() -> None:
         buffers = {str(b.dtype) for b in model.buffers() if b.is_floating_point()}
         if here.is_first:
             result = {"grads": grads, "losses": losses, "norms": norms, "weights": weights}
-            torch.save({**result, "buffers": buffers}, sys.argv[2])
+            graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+            more = {
+                "initial": initial,
+                "graphs": graphs,
+                "num_buckets": len(capacities),
+                "held": held,
+            }
+            torch.save({**result, **more, "buffers": buffers}, sys.argv[2])
 
 
 def full(parameter: torch.nn.Parameter) -> torch.Tensor:

@@ -12,7 +12,9 @@ from typing import Any
 
 import torch
 
+from megapack.training.model.training_model import TrainingModel
 from megapack.training.run import engine
+from megapack.training.run.written import WrittenFiles
 from megapack.training.watch.batches import TimedBatches
 
 _NEW_NAMESPACE, _PRIVATE = 0x00020000, 0x44000  # CLONE_NEWNS, MS_REC | MS_PRIVATE
@@ -90,6 +92,29 @@ def small_disk(directory: str, size: str) -> None:
     assert not failed, os.strerror(ctypes.get_errno())
 
 
+def slow_forward(seconds: float) -> None:
+    """Every forward takes so much longer."""
+    original = TrainingModel.forward
+
+    def forward(self: TrainingModel, *args: Any, **kwargs: Any) -> Any:
+        time.sleep(seconds)
+        return original(self, *args, **kwargs)
+
+    TrainingModel.forward = forward  # type: ignore[method-assign]
+
+
+def writes_wait_for(gate: str, tag: str) -> None:
+    """The disk takes nothing of this checkpoint until a file exists."""
+    original = WrittenFiles._write
+
+    def write(self: WrittenFiles, state_dict: Any, path: str) -> None:
+        while tag in path and not Path(gate).exists():
+            time.sleep(0.02)
+        original(self, state_dict, path)
+
+    WrittenFiles._write = write  # type: ignore[method-assign]
+
+
 FAULTS: dict[str, Callable[..., None]] = {
     f.__name__: f
     for f in (
@@ -99,5 +124,7 @@ FAULTS: dict[str, Callable[..., None]] = {
         nan_weight_after,
         stale_listing,
         small_disk,
+        slow_forward,
+        writes_wait_for,
     )
 }

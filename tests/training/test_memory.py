@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from megapack.training.config import (
 from megapack.training.model.architecture import model_configuration
 from megapack.training.model.memory import estimate_memory, saved_activations
 from megapack.training.model.opening import build_model
+from megapack.training.run.zero import describe_reduction
 
 from .packing_helpers import VOCAB, documents, pack_documents, tiny_model
 from .processes import ROOT
@@ -79,6 +81,19 @@ def test_zero_divides_what_it_says_it_divides() -> None:
         assert found["gradients"] == alone["gradients"] // (8 if stage >= 2 else 1)
         assert found["parameters"] == alone["parameters"] // (8 if stage == 3 else 1)
     assert parts(1, 1)["activations"] == divided[3]["activations"]
+
+
+def test_the_plan_says_when_gradients_are_reduced() -> None:
+    def line(precision: Any, stage: Any, ranks: int = 8) -> str:
+        engine = EngineConfig(precision=precision, zero_stage=stage)
+        return describe_reduction(engine, 2**30, ranks, 4)
+
+    assert line("bf16", "auto").startswith("ZeRO: stage 2 (auto); 4.00 GiB of gradients")
+    assert "in each of 4 micro steps, during the backward" in line("bf16", "auto")
+    assert line("fp32", "auto").startswith("ZeRO: stage 1 (auto)")
+    assert line("fp32", "auto").endswith("once per step, during the last backward")
+    assert "after the last backward, which does not hide it" in line("bf16", 1)
+    assert line("bf16", 1, ranks=1) == "ZeRO: stage 1; one rank, nothing to reduce"
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)

@@ -80,7 +80,7 @@ def test_a_run_killed_in_the_middle_continues_as_if_nothing_had_happened(
     zygote: Zygote, corpus: Corpus, whole: Path, tmp_path: Path
 ) -> None:
     run_dir = tmp_path / "run"
-    config = corpus.config(run_dir)
+    config = corpus.config(run_dir, checkpoint={"asynchronous": False})  # there before the kill
     ranks = start_run(zygote, config, "killed", of_rank={1: {"faults": {"kill_before_step": [4]}}})
     assert ranks.wait() == [LOST_CONTACT, -signal.SIGKILL]
     assert "lost contact to rank 1 on " in ranks.output()

@@ -101,6 +101,7 @@ def test_a_dry_run_prints_the_plan_and_starts_nothing(
     assert "ranks: 4, 1 micro steps of 256 tokens each" in output
     for capacity in BUCKETS:
         assert any(line.split()[:1] == [str(capacity)] for line in output.splitlines()), capacity
+    assert "ZeRO: stage 1; 0.00 GiB of gradients (float32) are reduced once per step" in output
     for part in ("parameters", "optimizer state", "activations", "GiB", "FLOP", "on 4 ranks"):
         assert part in output, part
     assert output.index("model: llama") < output.index("precision: bf16"), "the plan comes first"

@@ -173,8 +173,8 @@ def test_attention_stays_inside_the_window_of_the_step(
 def test_samples_are_summed_where_rows_end_in_padding() -> None:
     losses = torch.arange(1.0, 21.0)
     batch = {"capacity": 4, "row_tokens": 10, "sample_ids": torch.tensor([7, 3, 5])}
-    # Row 1 is [1..4][5..8] and 9, 10 of padding, row 2 [11..14] and an empty slot.
-    assert _by_sample(losses, batch).tolist() == [10.0, 26.0, 50.0]
+    losses[[4, 9, 14]] = 0  # of padding: row 1 is [1..4 .][6..9 .], row 2 [11..14 .] and empty
+    assert _by_sample(losses, batch).tolist() == [10.0, 30.0, 50.0]
 
 
 def test_means_over_lines_count_label_tokens_and_leave_out_what_is_no_number() -> None:

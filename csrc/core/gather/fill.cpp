@@ -83,7 +83,7 @@ std::vector<std::int64_t> count_labels(Span<const GatherSource> sources,
     std::vector<std::int64_t> counts(samples.size(), 0);
     std::vector<Segment> segments;
     for (std::int64_t i = 0; i < samples.size(); ++i) {
-        const GatherSource& source = sources[samples[i].source];
+        const GatherSource& source = sources[samples[i].shard];
         segments.clear();
         read_segments(source, samples[i], segments);
         for (std::int64_t s = 0; s < ssize(segments); ++s) {

@@ -35,7 +35,7 @@ class Planner {
 
     // One slot of `slot` tokens holding `ref`.
     void add_sample(SampleRef ref, std::int64_t slot) {
-        const GatherSource& source = sources_[ref.source];
+        const GatherSource& source = sources_[ref.shard];
         segments_.clear();
         read_segments(source, ref, segments_);
         const std::int64_t used = add_segments(source, ref, slot);
@@ -58,31 +58,31 @@ class Planner {
         for (std::int64_t i = 0; i < ssize(segments_); ++i) {
             const Segment& segment = segments_[i];
             const bool last = i + 1 == ssize(segments_);
-            check<FormatError>(segment.length <= shape_.capacity - used, "source ", ref.source,
+            check<FormatError>(segment.length <= shape_.capacity - used, source.documents.name(),
                                ", sample ", ref.sample, " has more than ", shape_.capacity,
                                " tokens, the capacity it is asked for with");
             used += segment.length;
             const std::int64_t end = whole ? used : placed + segment.length;
             const std::int64_t next = !whole || last ? align_up(end, options_.alignment) : end;
-            check(next <= slot, "source ", ref.source, ", sample ", ref.sample, " needs ", next,
+            check(next <= slot, source.documents.name(), ", sample ", ref.sample, " needs ", next,
                   " of ", slot, " tokens when its ", segments_.size(), " segments are aligned to ",
                   options_.alignment, "; pack with alignment=", options_.alignment,
                   " (megapack-build pack --alignment ", options_.alignment,
                   "), or make the row longer");
             add_piece(source, i, next - placed, whole ? used - segment.length : placed);
             if (!whole) {
-                add_segment(segment.length, next - placed, ref);
+                add_segment(segment.length, next - placed, source);
             }
             placed = next;
         }
         if (whole && used > 0) {
-            add_segment(used, placed, ref);
+            add_segment(used, placed, source);
         }
         return placed;
     }
 
-    void add_segment(std::int64_t length, std::int64_t room, SampleRef ref) {
-        plan_.segments.push_back({length, room, static_cast<std::int32_t>(ref.source)});
+    void add_segment(std::int64_t length, std::int64_t room, const GatherSource& source) {
+        plan_.segments.push_back({length, room, static_cast<std::int32_t>(source.number)});
     }
 
     void add_piece(const GatherSource& source, std::int64_t i, std::int64_t room,

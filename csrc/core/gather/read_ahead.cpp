@@ -4,7 +4,8 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <vector>
+#include <tuple>
+#include <utility>
 
 namespace megapack {
 namespace {
@@ -29,13 +30,27 @@ std::int64_t advise(Pages pages, int advice) {
     return static_cast<std::int64_t>(size);
 }
 
-// The last token of a segment has the next one of its document as its label.
-void add_pages(const TokenArray& array, const Segment& segment, std::vector<Pages>& out) {
+void add_pages(const TokenArray& array, const TokenRange& range, std::vector<Pages>& out) {
     if (array.data == nullptr) return;
     const std::int64_t itemsize = bytes_of(array.type);
-    const std::int64_t length = segment.length + (segment.ends_document ? 0 : 1);
     const auto* data = static_cast<const std::uint8_t*>(array.data);
-    out.push_back(pages_of(data + segment.token_begin * itemsize, length * itemsize));
+    out.push_back(pages_of(data + range.begin * itemsize, (range.end - range.begin) * itemsize));
+}
+
+// Touching or overlapping ranges of a source become one.
+std::vector<TokenRange> merged(std::vector<TokenRange> ranges) {
+    std::sort(ranges.begin(), ranges.end(), [](const TokenRange& a, const TokenRange& b) {
+        return std::tie(a.shard, a.begin) < std::tie(b.shard, b.begin);
+    });
+    std::vector<TokenRange> out;
+    for (const TokenRange& range : ranges) {
+        if (!out.empty() && out.back().shard == range.shard && range.begin <= out.back().end) {
+            out.back().end = std::max(out.back().end, range.end);
+        } else {
+            out.push_back(range);
+        }
+    }
+    return out;
 }
 
 }  // namespace
@@ -52,17 +67,27 @@ void read_exactly(Span<const GatherSource> sources) {
     }
 }
 
-std::int64_t will_need_samples(Span<const GatherSource> sources, Span<const SampleRef> samples) {
+std::vector<TokenRange> token_ranges(Span<const GatherSource> sources,
+                                     Span<const SampleRef> samples) {
     std::vector<Segment> segments;
-    std::vector<Pages> wanted;
+    std::vector<TokenRange> ranges;
     for (const SampleRef& sample : samples) {
-        const GatherSource& source = sources[sample.source];
         segments.clear();
-        read_segments(source, sample, segments);
+        read_segments(sources[sample.shard], sample, segments);
         for (const Segment& segment : segments) {
-            add_pages(source.tokens, segment, wanted);
-            add_pages(source.labels, segment, wanted);
+            // The last token of a segment has the next one of its document as its label.
+            const std::int64_t length = segment.length + (segment.ends_document ? 0 : 1);
+            ranges.push_back({sample.shard, segment.token_begin, segment.token_begin + length});
         }
+    }
+    return merged(std::move(ranges));
+}
+
+std::int64_t will_need_samples(Span<const GatherSource> sources, Span<const SampleRef> samples) {
+    std::vector<Pages> wanted;
+    for (const TokenRange& range : token_ranges(sources, samples)) {
+        add_pages(sources[range.shard].tokens, range, wanted);
+        add_pages(sources[range.shard].labels, range, wanted);
     }
     std::sort(wanted.begin(), wanted.end(),
               [](const Pages& a, const Pages& b) { return a.begin < b.begin; });

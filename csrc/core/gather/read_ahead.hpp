@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <vector>
 
 #include "core/base/span.hpp"
 #include "core/gather/source.hpp"
@@ -14,6 +15,18 @@ void will_need(Span<const std::uint8_t> bytes);
 // Tells it that the arrays of tokens and labels are read in no order: what is read is then what was
 // asked for, and not what lies around it (by default 128 KiB for every page that is missing).
 void read_exactly(Span<const GatherSource> sources);
+
+// Tokens [begin, end) of a shard, and as many labels where it has them.
+struct TokenRange {
+    std::int64_t shard;
+    std::int64_t begin;
+    std::int64_t end;
+};
+
+// What a gather of these samples reads, by shard and position; no two ranges of a shard touch.
+// Throws as read_segments does.
+std::vector<TokenRange> token_ranges(Span<const GatherSource> sources,
+                                     Span<const SampleRef> samples);
 
 // As will_need, for what a gather of these samples reads of the arrays of tokens and labels: a
 // request for every run of touching pages. Returns how many bytes they are. Throws as read_segments

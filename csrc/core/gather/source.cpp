@@ -36,7 +36,7 @@ Range document_range(const GatherSource& source, std::int64_t document) {
 
 Segment read_segment(const GatherSource& source, SampleRef ref, std::int64_t s) {
     const auto refuse = [&](bool ok, auto... what) {
-        check<FormatError>(ok, "source ", ref.source, ", sample ", ref.sample, ", segment ", s,
+        check<FormatError>(ok, source.documents.name(), ", sample ", ref.sample, ", segment ", s,
                            what..., kRemedy);
     };
     Segment segment{};
@@ -101,12 +101,22 @@ void check_source(const GatherSource& source) {
           "excluded documents are not ascending, or there is not one list for each");
 }
 
-std::vector<SampleRef> locate_samples(Span<const GatherSource> sources,
-                                      Span<const std::int64_t> sample_ids, std::int64_t num_lists) {
-    std::vector<std::int64_t> ends;  // first id behind each source
-    for (const GatherSource& source : sources) {
-        ends.push_back((ends.empty() ? 0 : ends.back()) + source.samples.num_samples());
+void check_runs(const SampleRuns& runs, std::int64_t num_shards) {
+    const std::int64_t count = runs.shards.size();
+    check(runs.first_ids.size() == count + 1 && runs.first_samples.size() == count &&
+              runs.first_ids[0] == 0 &&
+              std::is_sorted(runs.first_ids.begin(), runs.first_ids.end()),
+          "runs of samples do not follow each other from 0 on");
+    for (std::int64_t r = 0; r < count; ++r) {
+        check(runs.shards[r] >= 0 && runs.shards[r] < num_shards && runs.first_samples[r] >= 0,
+              "run ", r, " begins with sample ", runs.first_samples[r], " of shard ",
+              runs.shards[r], "; there are ", num_shards);
     }
+}
+
+std::vector<SampleRef> locate_samples(const SampleRuns& runs, Span<const std::int64_t> sample_ids,
+                                      std::int64_t num_lists) {
+    const std::int64_t num_samples = runs.first_ids[runs.shards.size()];
     std::vector<SampleRef> refs;
     refs.reserve(sample_ids.size());
     for (const std::int64_t given : sample_ids) {
@@ -114,23 +124,35 @@ std::vector<SampleRef> locate_samples(Span<const GatherSource> sources,
         const std::int64_t id = given % kFirstMasked;
         check<std::out_of_range>(lists <= num_lists, "sample ", given, " is one with ", lists,
                                  " lists of excluded documents; there are ", num_lists);
-        const auto end = std::upper_bound(ends.begin(), ends.end(), id);
-        check<std::out_of_range>(id >= 0 && end != ends.end(), "sample ", id, " of ",
-                                 ends.empty() ? 0 : ends.back(), " samples");
-        const std::int64_t source = end - ends.begin();
-        refs.push_back({source, id - (*end - sources[source].samples.num_samples()), lists});
+        check<std::out_of_range>(id >= 0 && id < num_samples, "sample ", id, " of ", num_samples,
+                                 " samples");
+        const auto* after = std::upper_bound(runs.first_ids.begin(), runs.first_ids.end(), id);
+        const std::int64_t run = after - runs.first_ids.begin() - 1;
+        refs.push_back(
+            {runs.shards[run], runs.first_samples[run] + id - runs.first_ids[run], lists});
     }
     return refs;
+}
+
+std::vector<std::int64_t> not_open(Span<const GatherSource> sources,
+                                   Span<const SampleRef> samples) {
+    std::vector<std::int64_t> result;
+    for (const SampleRef& ref : samples) {
+        if (!sources[ref.shard].is_open()) result.push_back(ref.shard);
+    }
+    std::sort(result.begin(), result.end());
+    result.erase(std::unique(result.begin(), result.end()), result.end());
+    return result;
 }
 
 void read_segments(const GatherSource& source, SampleRef ref, std::vector<Segment>& out) {
     const std::int64_t num_samples = source.samples.num_samples();
     check<std::out_of_range>(ref.sample >= 0 && ref.sample < num_samples, "sample ", ref.sample,
-                             " of source ", ref.source, ", which has ", num_samples);
+                             " of ", source.documents.name(), ", which has ", num_samples);
     const std::int64_t first = source.samples.sample_segment_offsets[ref.sample];
     const std::int64_t last = source.samples.sample_segment_offsets[ref.sample + 1];
     check<FormatError>(first >= 0 && first <= last && last <= source.samples.segment_length.size(),
-                       "source ", ref.source, ", sample ", ref.sample, " has segments [", first,
+                       source.documents.name(), ", sample ", ref.sample, " has segments [", first,
                        ", ", last, ") of ", source.samples.segment_length.size(), kRemedy);
     for (std::int64_t s = first; s < last; ++s) {
         const Segment segment = read_segment(source, ref, s);

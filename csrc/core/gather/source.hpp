@@ -25,18 +25,21 @@ struct TokenArray {
 // an id stands for is the same wherever it is gathered.
 constexpr std::int64_t kFirstMasked = std::int64_t{1} << 48;
 
-// One dataset with its sample index. Nothing in it is trusted: every number that is used as an
-// address is checked at the moment it is read.
+// One dataset with its sample index: a source, or one of the shards of a source. Nothing in it is
+// trusted: every number that is used as an address is checked at the moment it is read.
 struct GatherSource {
+    GatherSource() = default;  // not open yet: it has no samples
     explicit GatherSource(IndexView index) : documents(std::move(index)) {}
 
-    IndexView documents;  // the mapped .idx: no table per process, nothing to build
-    TokenArray tokens;    // the mapped .bin
-    TokenArray labels;    // beside the tokens, not shifted, -100 = none; may be absent
-    SampleView samples;   // without bucket_sample_offsets
+    std::int64_t number = 0;  // of the source; its shards share it
+    IndexView documents;      // the mapped .idx: no table per process, nothing to build
+    TokenArray tokens;        // the mapped .bin
+    TokenArray labels;        // beside the tokens, not shifted, -100 = none; may be absent
+    SampleView samples;       // without bucket_sample_offsets
     Span<const std::int64_t> excluded;     // documents that some list masks, ascending
     Span<const std::int64_t> excluded_by;  // the first list that has each, counted from 1
 
+    bool is_open() const { return samples.num_samples() >= 0; }
     bool has_labels() const { return labels.data != nullptr; }
 };
 
@@ -49,9 +52,9 @@ struct Segment {
     bool ends_document;
 };
 
-// A sample of one of several sources, without what the first `lists` lists mask; the source exists.
+// A sample of one of several shards, without what the first `lists` lists mask; the shard exists.
 struct SampleRef {
-    std::int64_t source;
+    std::int64_t shard;
     std::int64_t sample;
     std::int64_t lists = 0;
 };
@@ -59,11 +62,24 @@ struct SampleRef {
 // Refuses arrays whose sizes contradict each other. Costs nothing: no element is read.
 void check_source(const GatherSource& source);
 
-// Sample ids count through the sources: those of source 0, then those of source 1, and so on.
+// What sample ids stand for, whatever is open: the ids of run r, from first_ids[r] on, are
+// consecutive samples of shards[r], from first_samples[r] on.
+struct SampleRuns {
+    Span<const std::int64_t>
+        first_ids;  // one more than there are runs; from 0 on, never descending
+    Span<const std::int64_t> shards;
+    Span<const std::int64_t> first_samples;
+};
+
+// Refuses runs that contradict each other, or speak of other shards than [0, num_shards).
+void check_runs(const SampleRuns& runs, std::int64_t num_shards);
+
 // Throws std::out_of_range for a sample that does not exist, or more than num_lists lists.
-std::vector<SampleRef> locate_samples(Span<const GatherSource> sources,
-                                      Span<const std::int64_t> sample_ids,
+std::vector<SampleRef> locate_samples(const SampleRuns& runs, Span<const std::int64_t> sample_ids,
                                       std::int64_t num_lists = 0);
+
+// Numbers of those shards of some samples that are not open, ascending.
+std::vector<std::int64_t> not_open(Span<const GatherSource> sources, Span<const SampleRef> samples);
 
 // The segments of a sample in order but those of excluded documents, appended to `out`. Throws
 // std::out_of_range for a sample that does not exist and FormatError for an index that points

@@ -92,9 +92,9 @@ StepPlan plan_step(Span<const std::int64_t> lengths, const StepRules& rules) {
     if (documents.empty()) return {};
     std::int64_t m = ceil_div(ceil_div(num_tokens, rules.max_tokens), rules.num_ranks);
     while (true) {
-        for (std::int64_t least = 1; least <= rules.max_degree; least *= 2) {
-            // What cannot be filled with a quarter of the tokens may be with all of them.
-            for (const std::int64_t share : {num_tokens - num_tokens / 4, std::int64_t{0}}) {
+        // What cannot be filled with a quarter of the tokens may be with all of them.
+        for (const std::int64_t share : {num_tokens - num_tokens / 4, std::int64_t{0}}) {
+            for (std::int64_t least = 1; least <= rules.max_degree; least *= 2) {
                 if (auto plan = attempt(m, least, share)) return *std::move(plan);
             }
         }

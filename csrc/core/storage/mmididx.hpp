@@ -46,6 +46,7 @@ IndexHeader parse_index_header(Span<const std::uint8_t> bytes, std::int64_t file
 // A whole .idx in memory (usually a mapping).
 class IndexView {
   public:
+    IndexView() = default;  // of a file that is not open
     IndexView(Span<const std::uint8_t> bytes, std::string name);
 
     const IndexHeader& header() const { return header_; }

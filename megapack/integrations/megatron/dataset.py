@@ -16,13 +16,13 @@ from megatron.core.datasets.utils import Split
 from numpy.typing import NDArray
 from torch import Tensor
 
+from megapack.data.documents import SourceDocuments
 from megapack.errors import ConfigError
 from megapack.integrations.collation import GatheredRow, new_key, rows_of
 from megapack.integrations.manifest import Manifest
 from megapack.integrations.megatron.host import HOST, BatchSizes, batch_sizes, version
 from megapack.integrations.open_rows import open_rows, open_sources
 from megapack.integrations.rows import RowDataset, RowOptions
-from megapack.storage import IndexedDataset
 
 __all__ = ["PackedGPTDataset", "PackedSources", "context_parallel_alignment"]
 
@@ -36,7 +36,7 @@ class PackedSources:
 
     def __init__(self, data_path: str) -> None:
         self.manifest = Manifest.read(data_path)
-        self.datasets: list[IndexedDataset] = open_sources(self.manifest)
+        self.datasets: list[SourceDocuments] = open_sources(self.manifest)
 
 
 class PackedGPTDataset(MegatronDataset):  # type: ignore[misc]  # megatron-core has no stubs

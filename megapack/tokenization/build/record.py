@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from megapack.execution.work import Counted
 from megapack.storage.atomic import atomic_write
 from megapack.storage.meta import has_its_checksums
 from megapack.storage.mmididx import path_of
 from megapack.tokenization.corpus.faults import Faults, Place, fault_lines, lacks_documents
 
 __all__ = [
-    "Counted",
     "ShardRecord",
     "Totals",
     "read_record",
@@ -23,17 +23,6 @@ __all__ = [
     "shard_prefix",
     "write_record",
 ]
-
-
-class Counted(NamedTuple):
-    """Work that was done."""
-
-    documents: int = 0
-    text_bytes: int = 0
-    tokens: int = 0
-
-    def plus(self, more: Counted) -> Counted:
-        return Counted(*(a + b for a, b in zip(self, more, strict=True)))
 
 
 class ShardRecord(NamedTuple):

@@ -9,14 +9,15 @@ from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from megapack.errors import DataError, MegapackError
+from megapack.execution.carry_out import carry_out
+from megapack.execution.processes import prepare_processes
+from megapack.execution.work import Counted
 from megapack.tokenization.build.assemble import assemble
 from megapack.tokenization.build.config import BuildConfig
-from megapack.tokenization.build.executors import prepare_processes, run_processes
 from megapack.tokenization.build.plan import Plan, make_plan
-from megapack.tokenization.build.ray_executor import run_ray
-from megapack.tokenization.build.record import Counted, ShardRecord, Totals
+from megapack.tokenization.build.record import ShardRecord, Totals
 from megapack.tokenization.build.space import Estimate, check_space, estimate
-from megapack.tokenization.build.worker import Worker, open_coder
+from megapack.tokenization.build.worker import ShardWorker, open_coder
 from megapack.tokenization.build.workspace import Workspace
 from megapack.tokenization.corpus.inputs import find_inputs
 from megapack.tokenization.corpus.pieces import InputFile
@@ -109,7 +110,8 @@ def build(config: BuildConfig, progress: Progress) -> BuildResult:
     inputs = _inputs(config, progress)
     several = sum(file.size for file in inputs) > (config.shard_bytes or MIN_SHARD_BYTES)
     if config.workers > 1 and config.executor == "local" and several:
-        prepare_processes(config.backend)
+        packages = ["gigatoken", "awkward"] if config.backend in ("auto", "gigatoken") else []
+        prepare_processes([ShardWorker.__module__, *packages])
     plan = make_plan(config, inputs, progress.note)
     workspace = Workspace(config, plan)
     workspace.root.parent.mkdir(parents=True, exist_ok=True)
@@ -158,7 +160,7 @@ def _build_shards(
             "the same options and inputs), or leave out --finish to build them here"
         )
     num_processes = min(config.workers, max(1, len(indices)))
-    worker = Worker(
+    worker = ShardWorker(
         plan=plan,
         directory=workspace.directory,
         # More workers than shards: the spare ones work inside of a shard.
@@ -173,9 +175,14 @@ def _build_shards(
         to_join = whole if config.part is None else 0
         check_space(workspace.root.parent, disk_bytes, to_join=to_join, note=progress.note)
     progress.start(plan.num_bytes(indices), len(indices), disk_bytes)
-    if config.executor == "local" and num_processes == 1:
-        return [worker.build(index, progress.advance) for index in indices]
-    worker = dataclasses.replace(worker)  # without the coder, which every process loads itself
-    if config.executor == "ray":
-        return run_ray(worker, indices, progress.advance, address=config.ray_address)
-    return run_processes(worker, indices, progress.advance, num_processes=num_processes)
+    if config.executor == "ray" or num_processes > 1:
+        worker = dataclasses.replace(worker)  # without the coder, which every process loads itself
+    return carry_out(
+        worker,
+        indices,
+        progress.advance,
+        executor=config.executor,
+        num_processes=num_processes,
+        ray_address=config.ray_address,
+        remedy="fewer --workers or smaller --block-bytes",
+    )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,12 +13,12 @@ from numpy.typing import NDArray
 
 from megapack import _core
 from megapack.errors import ConfigError, MegapackError
+from megapack.execution.work import Counted, Report
 from megapack.storage import IndexedDatasetBuilder
 from megapack.tokenization.build.background import ahead
 from megapack.tokenization.build.config import LABELS
 from megapack.tokenization.build.plan import Plan
 from megapack.tokenization.build.record import (
-    Counted,
     ShardRecord,
     Totals,
     read_record,
@@ -35,9 +35,7 @@ from megapack.tokenization.tokenizers.coding import Coded, Coder, TextCoder
 from megapack.tokenization.tokenizers.encoders import Limits, open_reference
 from megapack.tokenization.tokenizers.guard import open_any
 
-__all__ = ["Report", "Worker", "open_coder"]
-
-Report = Callable[[Counted], None]  # is told what was done since it was last called
+__all__ = ["ShardWorker", "open_coder"]
 
 
 def open_coder(plan: Plan, limits: Limits = Limits()) -> Coder:  # noqa: B008
@@ -61,13 +59,17 @@ def open_coder(plan: Plan, limits: Limits = Limits()) -> Coder:  # noqa: B008
 
 
 @dataclass(frozen=True, kw_only=True)
-class Worker:
+class ShardWorker:
     """Builds shards of a plan, with a tokenizer that is loaded once, by the first that needs it."""
 
     plan: Plan
     directory: Path  # of the shards
     limits: Limits  # of the tokenizer
     finish_only: bool  # build nothing, find everything finished
+
+    @property
+    def threads(self) -> int:
+        return self.limits.threads
 
     @functools.cached_property
     def coder(self) -> Coder:

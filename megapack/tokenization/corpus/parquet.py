@@ -14,11 +14,11 @@ import xxhash
 from numpy.typing import NDArray
 
 from megapack.errors import DataError
+from megapack.optional import require
 from megapack.tokenization.corpus.blocks import TextBlock
 from megapack.tokenization.corpus.faults import Faults, Place
 from megapack.tokenization.corpus.pieces import InputFile, Piece, ReadOptions
 from megapack.tokenization.corpus.streams import require_unchanged
-from megapack.tokenization.optional import require
 
 __all__ = ["open_parquet", "read_parquet", "text_bytes"]
 

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 from megapack.errors import DataError
+from megapack.optional import require
 from megapack.tokenization.corpus.pieces import Format, InputFile, suffix_of
-from megapack.tokenization.optional import require
 
 __all__ = ["open_stream", "require_unchanged", "seems"]
 

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from megapack.errors import ConfigError, DataError
-from megapack.tokenization.optional import require
+from megapack.optional import require
 from megapack.tokenization.tokenizers.chat import ASSISTANT, ChatLoss, Chats, CodedChat, Message
 from megapack.tokenization.tokenizers.encoders import load_tokenizers
 from megapack.tokenization.tokenizers.tokenizer import TokenizerFiles

@@ -17,8 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megapack.errors import ConfigError, DataError, MegapackError
+from megapack.optional import require
 from megapack.tokenization.corpus.blocks import TextBlock
-from megapack.tokenization.optional import require
 from megapack.tokenization.tokenizers.tokenizer import TokenizerFiles
 
 __all__ = [

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megapack.errors import ConfigError, FormatError
-from megapack.tokenization.optional import require
+from megapack.optional import require
 
 __all__ = ["GPT2_CONFIG", "gpt2_definition"]
 

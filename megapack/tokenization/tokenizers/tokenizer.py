@@ -16,7 +16,7 @@ from typing import Any, Literal
 import xxhash
 
 from megapack.errors import ConfigError, DataError, FormatError
-from megapack.tokenization.optional import require
+from megapack.optional import require
 from megapack.tokenization.tokenizers.gpt2 import GPT2_CONFIG, gpt2_definition
 
 __all__ = ["Kind", "SpecialToken", "TokenizerFiles", "library_versions"]

@@ -7,6 +7,7 @@ is ``6 * layers * width * n^2`` over forward and backward, causal: only half of 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +15,8 @@ import numpy as np
 import torch
 from numpy.typing import ArrayLike, NDArray
 from torch import nn
+
+from megapack.training.model.sharding import whole_shape
 
 __all__ = ["ModelFlops", "peak_by_name", "peak_flops"]
 
@@ -73,9 +76,9 @@ class ModelFlops:
         embedding = configuration.vocab_size * configuration.hidden_size
         active = _active_experts(configuration)
         weights = sum(
-            p.numel() * (active if ".experts." in name else 1.0)
+            math.prod(whole_shape(p)) * (active if ".experts." in name else 1.0)
             for name, p in model.named_parameters()
-            if p.dim() >= 2
+            if len(whole_shape(p)) >= 2
         )
         if not configuration.tie_word_embeddings:
             weights -= embedding  # reading a row is no multiplication; a tied table is the head

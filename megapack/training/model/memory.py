@@ -30,8 +30,8 @@ def estimate_memory(
     if engine.precision == "bf16":  # under autocast activations are bfloat16 as well
         model.cast(torch.bfloat16)
     count = sum(p.numel() for p in model.parameters())
-    low = engine.precision == "bf16" and engine.zero_stage > 0
-    over = {stage: world_size if engine.zero_stage >= stage else 1 for stage in (1, 2, 3)}
+    low = engine.precision == "bf16" and engine.stage > 0
+    over = {stage: world_size if engine.stage >= stage else 1 for stage in (1, 2, 3)}
     head = model.model.get_output_embeddings().weight  # type: ignore[operator]
     activations = saved_activations(model, config.data.micro_batch_tokens, longest)
     if engine.activation_checkpointing:  # kept inputs, and one layer at a time recomputed

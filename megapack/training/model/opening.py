@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from megapack.attention import (
 )
 from megapack.training.config import EngineConfig, ModelConfig
 from megapack.training.model.architecture import attention_needs, register_architectures
+from megapack.training.model.sharding import loaded_in_shares, made_in_shares
 from megapack.training.model.training_model import TrainingModel
 
 __all__ = ["build_model", "compute_dtype", "open_model", "try_model"]
@@ -30,8 +32,10 @@ def open_model(
     device: torch.device,
     seed: int = 0,
     empty: bool = False,
+    zero_3: Mapping[str, Any] | None = None,
 ) -> tuple[TrainingModel, Choice]:
-    """The model of a run in float32, and the attention that was chosen for it.
+    """The model of a run in float32, and the attention that was chosen for it; with ``zero_3``
+    collective, and in the dtype it will compute in.
 
     Args:
         config: which weights and which attention.
@@ -40,6 +44,7 @@ def open_model(
         device: where it will compute.
         seed: of weights from scratch.
         empty: shapes without numbers (the meta device), for an estimate.
+        zero_3: DeepSpeed's configuration, where ZeRO-3 is to divide parameters as they are made.
 
     Raises:
         ConfigError: no attention can serve it, or packed rows would train it wrongly.
@@ -55,8 +60,10 @@ def open_model(
             seed=seed,
             chunk_tokens=engine.loss_chunk_tokens,
             fused_loss=engine.compile,
+            zero_3=zero_3,
         )
-    return model, choice
+    # DeepSpeed casts a model, and not one that is divided already.
+    return (model if zero_3 is None else model.cast(dtype)), choice
 
 
 def compute_dtype(engine: EngineConfig) -> torch.dtype:
@@ -111,8 +118,9 @@ def build_model(
     seed: int,
     chunk_tokens: int = 2048,
     fused_loss: bool = False,
+    zero_3: Mapping[str, Any] | None = None,
 ) -> TrainingModel:
-    """The model in float32 on the current default device.
+    """The model in float32 on the current default device, divided by ZeRO-3 if asked to.
 
     From scratch, the weights are a function of ``seed``, the architecture and the kind of device.
     """
@@ -121,18 +129,18 @@ def build_model(
     register_architectures()
     register(backend)
     if config.pretrained is not None:
-        model = _with_slopes(
-            AutoModelForCausalLM.from_pretrained(
+        with loaded_in_shares(zero_3):
+            model = AutoModelForCausalLM.from_pretrained(
                 config.pretrained,
                 config=configuration,
                 dtype=torch.float32,
                 attn_implementation=ATTENTION_NAME,
             )
-        )
+        model = _with_slopes(model)
     else:
         # The generators of this process's device only: the others' would be initialised for it.
         mine = [torch.cuda.current_device()] if torch.cuda.is_available() else []
-        with torch.random.fork_rng(devices=mine):
+        with torch.random.fork_rng(devices=mine), made_in_shares(zero_3):
             torch.manual_seed(seed)
             model = _from_scratch(configuration, ATTENTION_NAME)
     # from_pretrained gives a model in evaluation mode, which would not checkpoint activations.

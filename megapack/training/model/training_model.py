@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,10 @@ from torch import Tensor, nn
 
 from megapack.attention import varlen_arguments
 from megapack.data import Batch
+from megapack.data.batch import slot_tokens
 from megapack.training.config import EngineConfig
 from megapack.training.model.loss import linear_cross_entropy
+from megapack.training.model.sharding import whole_shape
 
 __all__ = ["TrainingModel", "on_device"]
 
@@ -33,7 +36,7 @@ class TrainingModel(nn.Module):
     @property
     def num_parameters(self) -> int:
         """Trained numbers, tied ones once, wherever ZeRO-3 keeps them."""
-        return sum(int(getattr(p, "ds_numel", p.numel())) for p in self.parameters())
+        return sum(math.prod(whole_shape(p)) for p in self.parameters())
 
     @property
     def layers(self) -> nn.ModuleList:
@@ -86,6 +89,9 @@ class TrainingModel(nn.Module):
         """Parameters in ``dtype``; buffers (RoPE frequencies) keep their precision."""
         for parameter in self.parameters():
             parameter.data = parameter.data.to(dtype)
+            share = getattr(parameter, "ds_tensor", None)  # of ZeRO-3
+            if share is not None:
+                share.data = share.data.to(dtype)
         return self
 
     def checkpoint_activations(self) -> None:
@@ -139,7 +145,10 @@ def longest_segment(batch: Batch, config: EngineConfig) -> int:
     """The ``max_seqlen`` a forward is given.
 
     The exact one keeps the attention grid tight. A compiled layer is specialised on it, so there
-    it is the bucket's capacity, whatever the attention window: one graph per bucket instead of one
-    per batch.
+    it is the most that the bucket can have (the padding of an empty slot), whatever the attention
+    window: one graph per bucket instead of one per batch.
     """
-    return int(batch["capacity"] if config.compile else batch["max_seqlen"])
+    if not config.compile:
+        return int(batch["max_seqlen"])
+    capacity = int(batch["capacity"])
+    return slot_tokens(capacity, int(batch.get("row_tokens", capacity)))[-1]

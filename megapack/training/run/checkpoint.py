@@ -2,9 +2,9 @@
 
 ``<directory>/step_00001000_tokens_4194304000/`` holds DeepSpeed's files and ``manifest.json``
 (step, world size, state of the data order, size and checksum of every file). It is written under
-another name and renamed when everything is on the disk; ``latest`` names the newest. With another
-number of ranks or another ZeRO stage the checkpoint is first rewritten as a DeepSpeed universal
-checkpoint.
+another name, while training goes on, and renamed when everything is on the disk; ``latest`` names
+the newest. With another number of ranks or another ZeRO stage the checkpoint is first rewritten as
+a DeepSpeed universal checkpoint.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from megapack.training.run.manifest import (
     tags_in,
 )
 from megapack.training.run.world import World
-from megapack.training.run.written import written_files
+from megapack.training.run.written import WrittenFiles, host_copies, saving_to
 
 __all__ = ["CheckpointStore", "Resume"]
 
@@ -46,6 +46,16 @@ class Resume:
     """Newer checkpoints that were damaged, and how."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Begun:
+    """A checkpoint on its way to the disk."""
+
+    tag: str
+    step: int
+    state: dict[str, Any]
+    files: WrittenFiles
+
+
 class CheckpointStore:
     """The checkpoints of one run. All methods but ``tags`` are collective.
 
@@ -54,6 +64,7 @@ class CheckpointStore:
         world: this process.
         keep: newest checkpoints to keep.
         zero_stage: of the engine that saves and loads.
+        asynchronous: write while training goes on, from a copy in host memory.
         scratch: where a checkpoint is rewritten for other ranks; None: beside it.
     """
 
@@ -64,10 +75,13 @@ class CheckpointStore:
         *,
         keep: int,
         zero_stage: int,
+        asynchronous: bool = False,
         scratch: Path | None = None,
     ) -> None:
         self.directory, self.world, self.keep = directory, world, keep
         self.zero_stage, self.scratch = zero_stage, scratch or directory
+        self._stager = host_copies() if asynchronous else None
+        self._begun: _Begun | None = None
 
     def tags(self) -> list[str]:
         """Names of the checkpoints by tokens seen, damaged ones included."""
@@ -75,8 +89,10 @@ class CheckpointStore:
 
     # --- saving ---------------------------------------------------------------------------------
 
-    def save(self, engine: Any, step: int, tokens: int, state: dict[str, Any]) -> str:
-        """Write a checkpoint and remove those beyond ``keep``.
+    def begin(self, engine: Any, step: int, tokens: int, state: dict[str, Any]) -> None:
+        """Take a checkpoint of the present; it counts when ``finish`` returns.
+
+        With ``asynchronous`` this returns when everything was copied to the host.
 
         Args:
             engine: of ``start_engine``.
@@ -84,43 +100,63 @@ class CheckpointStore:
             tokens: of all these steps, padding included; decides which checkpoint is the newest.
             state: goes into the manifest.
 
-        Returns:
-            Its name. Saving the same again replaces it.
-
         Raises:
             FloatingPointError: a weight is infinite or not a number.
-            ResumeError: some rank could not write; nothing appears under the final name.
+            ResumeError: as ``finish``, of one that was begun before.
         """
+        self.finish()
         tag = tag_of(step, tokens)
         partial = self.directory / f"{tag}.partial"
         bad = not_finite(engine.module)
         what = f"checkpoint {tag} is not written: weights are not finite"
         self.world.fail_together(", ".join(bad[:3]) or None, what, FloatingPointError)
         self.world.on_first(self._clear_partial)
-        with written_files(engine, partial, self.world.progress) as written:
+        files = WrittenFiles(partial, self.world.progress, self._stager)
+        with saving_to(engine, files):
             # No `latest` from DeepSpeed: it would name a directory before it is complete.
             client_state = {"megapack": state}
             engine.save_checkpoint(
                 str(self.directory), partial.name, client_state=client_state, save_latest=False
             )
-        problem = (
-            written.problem and f"rank {self.world.rank} on {self.world.host}: {written.problem}"
-        )
-        files = {name: v for part in self.world.gather(written.files) for name, v in part.items()}
+        files.start()
+        self._begun = _Begun(tag=tag, step=step, state=state, files=files)
+
+    @property
+    def is_written(self) -> bool:
+        """Whether this rank has written its part of a checkpoint that waits for ``finish``."""
+        return self._begun is not None and self._begun.files.is_complete
+
+    def finish(self) -> str | None:
+        """Wait until all ranks have written, publish, and remove checkpoints beyond ``keep``.
+
+        Returns:
+            The checkpoint's name; None when none was begun. Of the same name it replaces one.
+
+        Raises:
+            ResumeError: some rank could not write; nothing appears under the final name.
+        """
+        begun, self._begun = self._begun, None
+        if begun is None:
+            return None
+        begun.files.wait()
+        problem = begun.files.problem
+        problem = problem and f"rank {self.world.rank} on {self.world.host}: {problem}"
+        parts = self.world.gather(begun.files.files)
+        files = {name: value for part in parts for name, value in part.items()}
         try:
-            self.world.fail_together(problem, f"checkpoint {tag} could not be written")
+            self.world.fail_together(problem, f"checkpoint {begun.tag} could not be written")
         except ResumeError:
             self.world.on_first(self._clear_partial)  # half of it may fill the disk
             raise
         manifest = CheckpointManifest(
-            step=step,
+            step=begun.step,
             world_size=self.world.size,
             zero_stage=self.zero_stage,
-            state=state,
+            state=begun.state,
             files=dict(sorted(files.items())),
         )
-        self.world.on_first(lambda: self._publish(partial, tag, manifest))
-        return tag
+        self.world.on_first(lambda: self._publish(begun.tag, manifest))
+        return begun.tag
 
     def _clear_partial(self) -> None:
         self.directory.mkdir(parents=True, exist_ok=True)
@@ -128,7 +164,8 @@ class CheckpointStore:
             for leftover in self.directory.glob(f"step_*.{kind}"):
                 shutil.rmtree(leftover, ignore_errors=True)
 
-    def _publish(self, partial: Path, tag: str, manifest: CheckpointManifest) -> None:
+    def _publish(self, tag: str, manifest: CheckpointManifest) -> None:
+        partial = self.directory / f"{tag}.partial"
         manifest.write(partial)
         self._remove(tag)
         partial.rename(self.directory / tag)

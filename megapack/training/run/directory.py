@@ -3,8 +3,9 @@
 ``config.yaml`` the resolved configuration, ``starts.jsonl`` one line per start (versions, git,
 hosts, fingerprints, command), ``log.jsonl`` one line per step, ``evaluation.jsonl``,
 ``checkpoints/``, ``tensorboard/``, ``model/`` (what ``from_pretrained`` loads), ``end.json`` (why
-and where the run ended), and when asked for ``batches/``, what every rank was fed, and ``run_id``,
-the name of its curves on a server.
+and where the run ended), and when asked for ``batches/``, what every rank was fed, ``profile/``,
+traces of steps, and ``run_id``, the name of its curves on a server. ``flight/`` has the collectives
+of every rank after a timeout of NCCL.
 """
 
 from __future__ import annotations
@@ -50,6 +51,8 @@ class RunDirectory:
         self.evaluation = self.path / "evaluation.jsonl"
         self.batches = self.path / "batches"
         self.tensorboard = self.path / "tensorboard"
+        self.profile = self.path / "profile"
+        self.flight = self.path / "flight"
         self.at: dict[str, int] = {}
         """``step`` and ``saved``: steps done and steps in a checkpoint, for ``end.json``."""
         self._end = self.path / "end.json"
@@ -98,6 +101,15 @@ class RunDirectory:
         line = {"time": time.time(), **environment(), **facts}
         with (self.path / "starts.jsonl").open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
+
+    def record_flight(self) -> None:
+        """Have NCCL write the last collectives of every rank here when one of them times out;
+        before the process group is made. What the environment says already stays."""
+        self.flight.mkdir(parents=True, exist_ok=True)
+        os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
+        os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
+        for name in ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"):
+            os.environ.setdefault(name, str(self.flight / "rank_"))
 
     def end(self, reason: str) -> None:
         """Record how the run ended by itself: "done", "signal" or "stop_at"."""

@@ -20,8 +20,11 @@ from torch import Tensor, nn
 
 from megapack.data import Batch
 from megapack.training.config import EngineConfig, OptimizerConfig, PretrainConfig
+from megapack.training.model.sharding import whole_shape
 from megapack.training.model.training_model import TrainingModel, is_weighted, on_device
+from megapack.training.run.stopwatch import Stopwatch
 from megapack.training.run.world import World
+from megapack.training.run.zero import zero_section
 
 __all__ = [
     "StepResult",
@@ -30,6 +33,7 @@ __all__ = [
     "parameter_groups",
     "start_engine",
     "train_step",
+    "zero_3_configuration",
 ]
 
 
@@ -48,6 +52,8 @@ class StepResult:
     """(samples,) the number of the source of each."""
     grad_norm: float | Tensor | None
     """Norm of the whole gradient before clipping."""
+    forward: Stopwatch
+    """Of this rank's forwards."""
     skipped: bool
     """The gradient was not finite: the weights are those of before, on all ranks."""
 
@@ -72,7 +78,7 @@ def deepspeed_configuration(
         "gradient_clipping": config.optimizer.clip,
         "steps_per_print": 10**9,  # the monitor prints
         "zero_allow_untested_optimizer": True,
-        "zero_optimization": _zero(engine),
+        **zero_section(engine),
         **_precision(engine),
     }
     if universal:
@@ -80,19 +86,17 @@ def deepspeed_configuration(
     return _merge(ours, engine.deepspeed)
 
 
-def _zero(engine: EngineConfig) -> dict[str, Any]:
-    overlap = torch.cuda.is_available() and engine.zero_stage > 0
-    return {
-        "stage": engine.zero_stage,
-        "overlap_comm": overlap,
-        "contiguous_gradients": True,
-    }
+def zero_3_configuration(config: PretrainConfig, world_size: int) -> dict[str, Any] | None:
+    """What ``open_model`` divides a model with; None where it stays whole."""
+    if config.engine.stage != 3:
+        return None
+    return deepspeed_configuration(config, world_size)
 
 
 def _precision(engine: EngineConfig) -> dict[str, Any]:
     if engine.precision == "fp32":
         return {}
-    if engine.zero_stage == 0:
+    if engine.stage == 0:
         # DeepSpeed has no float32 accumulation of bfloat16 gradients without ZeRO; autocast over
         # float32 parameters has, and computes in bfloat16 as well.
         return {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}
@@ -122,7 +126,7 @@ def parameter_groups(model: nn.Module, optimizer: OptimizerConfig) -> list[dict[
         if not parameter.requires_grad:
             continue
         spared = id(parameter) in embeddings and not optimizer.decay_embeddings
-        (kept if parameter.dim() < 2 or spared else decayed).append(parameter)
+        (kept if len(whole_shape(parameter)) < 2 or spared else decayed).append(parameter)
     groups = [
         {"params": decayed, "weight_decay": optimizer.weight_decay},
         {"params": kept, "weight_decay": 0.0},
@@ -141,7 +145,7 @@ def start_engine(
     buffers = {
         name: buffer.clone() for name, buffer in model.named_buffers() if buffer.is_floating_point()
     }
-    kind = torch.optim.AdamW if config.engine.zero_stage else _CheckedAdamW
+    kind = torch.optim.AdamW if config.engine.stage else _CheckedAdamW
     optimizer = kind(
         parameter_groups(model, config.optimizer),
         lr=config.optimizer.lr,
@@ -156,13 +160,13 @@ def start_engine(
         dist_init_required=False,
     )
     _restore_buffers(model, buffers, world.device)
-    if config.engine.zero_stage == 3:
+    if config.engine.stage == 3:
         # The loss reads the head's weight outside of the head's own forward.
         head = model.model.get_output_embeddings()  # type: ignore[operator]
         deepspeed.zero.register_external_parameter(model, head.weight)
     if config.engine.compile:
         # ZeRO-3 fetches parameters between the parts of a layer, which no single graph can hold.
-        _compile_layers(model, fullgraph=config.engine.zero_stage < 3)
+        _compile_layers(model, fullgraph=config.engine.stage < 3)
     return engine
 
 
@@ -210,13 +214,15 @@ def train_step(
     """
     for group in engine.optimizer.param_groups:
         group["lr"] = lr
-    sums, of_samples, source = [], [], []
+    sums, of_samples, source, forward = [], [], [], Stopwatch(world.device)
     for batch in micro_batches:
         weight = _label_weight(batch)
         scale = world.size / weight
         last = batch["micro_step"] == batch["num_micro_steps"] - 1
         engine.set_gradient_accumulation_boundary(last)
-        loss, losses = engine(**on_device(batch, world.device, config), scale=scale)
+        arguments = on_device(batch, world.device, config)
+        with forward:
+            loss, losses = engine(**arguments, scale=scale)
         # A new tensor: without ZeRO, DeepSpeed 0.19 divides by the accumulation steps all the same
         # when backward starts at the very tensor that its forward returned.
         engine.backward(loss.clone(), scale_wrt_gas=False)
@@ -231,6 +237,7 @@ def train_step(
         sample_losses=torch.cat(of_samples),
         source=np.concatenate(source),
         grad_norm=engine.get_global_grad_norm(),
+        forward=forward,
         skipped=engine.skipped_steps > skipped_before,
     )
 
@@ -242,11 +249,14 @@ def _label_weight(batch: Batch) -> float:
 
 
 def _by_sample(losses: Tensor, batch: Batch) -> Tensor:
-    """(samples,) sums of (T,): rows hold whole samples, and padding behind them."""
+    """(samples,) sums of (T,): a sample lies at the begin of its slot, and padding behind it."""
     capacity = int(batch["capacity"])
     row = int(batch.get("row_tokens", capacity))
-    slots = losses.view(-1, row)[:, : row // capacity * capacity].reshape(-1, capacity)
-    return slots[: len(batch["sample_ids"])].sum(1)
+    slots = row // capacity
+    slot = row // slots  # what the last one has beyond is padding
+    return (
+        losses.view(-1, row)[:, : slots * slot].reshape(-1, slot)[: len(batch["sample_ids"])].sum(1)
+    )
 
 
 def not_finite(model: nn.Module) -> list[str]:

@@ -12,8 +12,8 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
+from megapack.data.documents import SourceDocuments
 from megapack.errors import ConfigError
-from megapack.storage import IndexedDataset
 from megapack.training.config import ModelConfig
 from megapack.training.run.world import World
 
@@ -70,7 +70,7 @@ def _end_with(model: Any, end: int) -> None:
         generation.pad_token_id = end
 
 
-def end_token(datasets: Sequence[IndexedDataset]) -> int | None:
+def end_token(datasets: Sequence[SourceDocuments]) -> int | None:
     """The id with which documents end, as the meta files of all datasets say; None if none does."""
     found = {(dataset.meta or {}).get("document_end_token") for dataset in datasets}
     if len(found) > 1:

@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-import numpy as np
-
 from megapack.data import PackedDataset, Schedule, check_token_ids, load_blend
 from megapack.data.blend import BlendConfig
 from megapack.data.report import check_epochs
 from megapack.errors import ConfigError, FormatError, MegapackError
 from megapack.packing import SampleIndex, pack
+from megapack.packing.extents import longest_reach, longest_segment
+from megapack.packing.shards import SourceIndex
 from megapack.storage import IndexedDataset
 from megapack.training.config import DataConfig, PretrainConfig
 from megapack.training.model.architecture import position_limit
@@ -125,7 +125,7 @@ def _open_training_data(config: DataConfig, blend: BlendConfig | None) -> Packed
     }
     if blend is not None:
         return blend.open(**options)
-    assert config.prefix is not None and config.index is not None  # DataConfig checked it
+    assert config.index is not None  # DataConfig checked it
     return PackedDataset(config.prefix, config.index, **options)
 
 
@@ -145,6 +145,8 @@ def _vocab_size(config: PretrainConfig, data: PackedDataset) -> int:
 def verify_samples(inputs: Inputs, world: World) -> None:
     """Read every .samples file once per host and compare its checksums; collective.
 
+    Those of shards are opened when they are drawn from, and compared with their manifest then.
+
     Raises:
         FormatError: a file is damaged or cannot be read; on all ranks.
     """
@@ -153,7 +155,8 @@ def verify_samples(inputs: Inputs, world: World) -> None:
         try:
             for data in (inputs.data, *inputs.held_out):
                 for index in data.samples.indices:
-                    index.verify()
+                    if isinstance(index, SampleIndex):
+                        index.verify()
         except (MegapackError, OSError) as error:
             problem = str(error)
     world.fail_together(problem, "samples", FormatError)
@@ -182,14 +185,11 @@ def check_inputs(inputs: Inputs, architecture: Any, positions: str) -> None:
         check_token_ids(data, architecture.vocab_size)
 
 
-def _longest_position(index: SampleIndex, positions: str) -> int:
+def _longest_position(index: SourceIndex, positions: str) -> int:
     """One more than the highest position id of an index."""
     if positions == "sample":
         return int(index.bucket_capacity.max())
-    ends = np.asarray(index.segment_length, dtype=np.int64)
-    if positions == "document":
-        ends = ends + index.segment_begin
-    return int(ends.max(initial=0))
+    return longest_reach(index) if positions == "document" else longest_segment(index)
 
 
 def open_validation(
@@ -234,7 +234,7 @@ def open_validation_of_sources(blend: BlendConfig, **how: Any) -> dict[str, Pack
     result: dict[str, PackedDataset] = {}
     for source in blend.sources:
         if source.valid_prefix is not None:
-            name = source.name or source.prefix
+            name = source.title
             if name in result:
                 raise ConfigError(
                     f"two sources with held-out documents are named {name!r}; give each its name"

@@ -24,6 +24,7 @@ from megapack.training.model.flops import peak_flops
 from megapack.training.run.directory import RunDirectory
 from megapack.training.run.engine import StepResult
 from megapack.training.run.world import World
+from megapack.training.watch.ranks import RankTimes, Slowdowns
 from megapack.training.watch.skipped import SkippedUpdates
 from megapack.training.watch.sources import SourceLosses, mean_by_source, named_means
 from megapack.training.watch.work import StepWork, sample_digest
@@ -62,6 +63,7 @@ class Monitor:
         self._skipped = SkippedUpdates(max_skipped)
         self._sources = SourceLosses(samples, world) if len(samples.indices) > 1 else None
         self._peak = peak_flops(world.device)
+        self._ranks, self._limits = RankTimes(world), Slowdowns()
         self._lines: list[dict[str, Any]] = []
         self._results: list[StepResult] = []
         self._since = time.perf_counter()
@@ -128,6 +130,12 @@ class Monitor:
         values = losses.tolist()
         if self._sources is not None:
             self._sources.add_losses(self._lines, self._results)
+        # Not of the first one, which sets up and compiles.
+        counted = [i for i, line in enumerate(self._lines) if line["step"] > self.start]
+        times = self._ranks.gather(
+            sum(self._results[i].forward.seconds() for i in counted),
+            sum(self._lines[i]["data_wait"] for i in counted),
+        )
         norms = [None if r.grad_norm is None else float(r.grad_norm) for r in self._results]
         # The device may have worked on after the last step was recorded: its time counts too.
         self._lines[-1]["seconds"] += time.perf_counter() - self._since
@@ -138,6 +146,7 @@ class Monitor:
                 self._lines, values, norms, self._results, strict=True
             )
         ]
+        lines[-1].update(times)
         self._lines, self._results = [], []
         if self.world.is_first:
             with self.directory.log.open("a", encoding="utf-8") as file:
@@ -145,6 +154,8 @@ class Monitor:
             for line in lines:
                 self._show(line)
             logger.info(self._sentence(lines))
+            if counted:
+                self._limits.look([lines[i] for i in counted])
         for line in lines:
             if line["loss"] is None:
                 raise FloatingPointError(

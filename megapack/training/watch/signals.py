@@ -1,8 +1,8 @@
 """Signals, heard by one rank and obeyed by all after the same step.
 
 Slurm and launchers signal ranks one by one, and a rank that stopped alone would leave the others
-waiting. One integer is reduced over all ranks at every step, on the CPU, started at a step and
-read at the next one, so that no device and no rank waits for it.
+waiting. A few bytes are reduced over all ranks at every step, on the CPU, started at a step and
+read at the next one, so that no device and no rank waits for them.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class StopSignals:
 
 
 class Agreement:
-    """Whether any rank asked to stop. All ranks call ``stop`` once per step.
+    """Whether any rank says so. All ranks ask the same questions once per step.
 
     Args:
         group: of CPU messages (``World.group``).
@@ -59,18 +59,19 @@ class Agreement:
         self._group = group
         self._pending: tuple[Any, torch.Tensor] | None = None
 
-    def stop(self, asked: bool) -> bool:
-        """Send whether this rank was asked to stop.
+    def any(self, *says: bool) -> list[bool] | None:
+        """Send what this rank says.
 
         Returns:
-            Whether any rank was by the previous call: the same answer on every rank.
+            Whether any rank said so in the previous call: the same answers on every rank. None in
+            the first call.
         """
-        answer = False
+        answers = None
         if self._pending is not None:
             work, message = self._pending
             work.wait()
-            answer = bool(message.item())
-        message = torch.tensor(int(asked))
+            answers = message.bool().tolist()
+        message = torch.tensor(says, dtype=torch.uint8)
         work = dist.all_reduce(message, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
         self._pending = (work, message)
-        return answer
+        return answers

@@ -6,20 +6,21 @@ Every node must see the inputs and the output directory under the same paths.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 
-from megapack.tokenization.build.record import ShardRecord
-from megapack.tokenization.build.worker import Report, Worker
-from megapack.tokenization.optional import require
+from megapack.execution.work import Counted, Report, Worker
+from megapack.optional import require
 
 __all__ = ["run_ray"]
+
+R = TypeVar("R")
 
 _RETRIES = 10  # of a task whose process or node died; an error in the data is not tried again
 
 
 def run_ray(
-    worker: Worker, indices: Sequence[int], report: Report, *, address: str | None
-) -> list[ShardRecord]:
+    worker: Worker[R], indices: Sequence[int], report: Report, *, address: str | None
+) -> list[R]:
     """Build shards on the cluster at ``address``, records in the order of ``indices``.
 
     Args:
@@ -41,18 +42,17 @@ def run_ray(
             ray.shutdown()
 
 
-def _run(ray: Any, worker: Worker, indices: Sequence[int], report: Report) -> list[ShardRecord]:
-    task = ray.remote(num_cpus=worker.limits.threads, max_retries=_RETRIES)(_build)
+def _run(ray: Any, worker: Worker[R], indices: Sequence[int], report: Report) -> list[R]:
+    task = ray.remote(num_cpus=worker.threads, max_retries=_RETRIES)(_build)
     everywhere = ray.put(worker)
     running = [task.remote(everywhere, index) for index in indices]
     pending = list(running)
     try:
         while pending:
             done, pending = ray.wait(pending)
-            for record in ray.get(done):
-                report(record.counted)
-        records: list[ShardRecord] = ray.get(running)
-        return records
+            for _, counted in ray.get(done):
+                report(counted)
+        return [record for record, _ in ray.get(running)]
     except ray.exceptions.RayTaskError as error:
         cause = error.cause
         raise (cause if isinstance(cause, Exception) else error) from None
@@ -62,11 +62,14 @@ def _run(ray: Any, worker: Worker, indices: Sequence[int], report: Report) -> li
 
 
 # Of a process, which Ray uses for many tasks.
-_worker: Worker | None = None
+_worker: Worker[Any] | None = None
 
 
-def _build(worker: Worker, index: int) -> ShardRecord:
+def _build(worker: Worker[R], index: int) -> tuple[R, Counted]:
+    """The record, and what was done."""
     global _worker  # noqa: PLW0603 (a task has no other place that outlives it)
     if _worker is None or _worker != worker:
         _worker = worker
-    return _worker.build(index, lambda _: None)
+    done = [Counted()]
+    record = _worker.build(index, lambda more: done.append(done.pop().plus(more)))
+    return record, done[0]

@@ -1,6 +1,5 @@
-"""Worker processes that build the shards; ray_executor.py is the same on a Ray cluster.
+"""Worker processes of this machine.
 
-Both give the records in the order of the shards and call ``report`` as work goes on.
 Shards go to whoever is free, so that one with long documents holds nobody up.
 """
 
@@ -19,21 +18,25 @@ from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, TypeVar
 
 from megapack.errors import MegapackError
-from megapack.tokenization.build.record import Counted, ShardRecord
-from megapack.tokenization.build.worker import Report, Worker
+from megapack.execution.work import Counted, Report, Worker
 
 __all__ = ["prepare_processes", "run_processes"]
+
+R = TypeVar("R")
 
 _POLL_SECONDS = 0.2
 
 
 def run_processes(
-    worker: Worker, indices: Sequence[int], report: Report, *, num_processes: int
-) -> list[ShardRecord]:
-    """In ``num_processes`` processes of this machine.
+    worker: Worker[R], indices: Sequence[int], report: Report, *, num_processes: int, remedy: str
+) -> list[R]:
+    """Build shards in ``num_processes`` processes of this machine; records in their order.
+
+    Args:
+        remedy: what takes less memory, for the message.
 
     Raises:
         MegapackError: a worker was killed (out of memory, as a rule).
@@ -57,25 +60,24 @@ def run_processes(
             return [future.result() for future in futures]
         except BrokenProcessPool as error:
             raise MegapackError(
-                "a worker process was killed; the usual reason is memory: use fewer --workers or "
-                "smaller --block-bytes. Finished shards are kept; run the same command to go on"
+                f"a worker process was killed; the usual reason is memory: use {remedy}. Finished "
+                "shards are kept; run the same command to go on"
             ) from error
         finally:
             pool.shutdown(cancel_futures=True)
 
 
-def prepare_processes(backend: str) -> None:
+def prepare_processes(modules: Sequence[str]) -> None:
     """Start what will fork the workers: a server without threads that imports what they need, while
     the build is still being planned. It leaves with this process.
     """
-    packages = ["gigatoken", "awkward"] if backend in ("auto", "gigatoken") else []
-    forkserver.set_forkserver_preload([__name__, *packages])
+    forkserver.set_forkserver_preload([__name__, *modules])
     forkserver.ensure_running()
 
 
-def _watch(futures: Sequence[Future[ShardRecord]], counters: Any, report: Report) -> None:
+def _watch(futures: Sequence[Future[R]], counters: Any, report: Report) -> None:
     """Report what is counted until all shards are done. Raises what a worker raised."""
-    done: queue.SimpleQueue[Future[ShardRecord]] = queue.SimpleQueue()
+    done: queue.SimpleQueue[Future[R]] = queue.SimpleQueue()
     for future in futures:
         future.add_done_callback(done.put)
     num_pending = len(futures)
@@ -90,19 +92,19 @@ def _watch(futures: Sequence[Future[ShardRecord]], counters: Any, report: Report
         reported = now
 
 
-# The worker process, and what it counts. One coder per process, loaded by the first task: an error
-# there reaches the parent, unlike one at the start.
-_worker: Worker
+# The worker process, and what it counts. What the worker needs is loaded by the first task: an
+# error there reaches the parent, unlike one at the start.
+_worker: Worker[Any]
 _counters: Any
 
 
-def _start_worker(worker: Worker, counters: Any, parent: Connection) -> None:
+def _start_worker(worker: Worker[Any], counters: Any, parent: Connection) -> None:
     global _worker, _counters
     _end_with(parent)
     _worker, _counters = worker, counters
 
 
-def _work(index: int) -> ShardRecord:
+def _work(index: int) -> Any:
     return _worker.build(index, _count)
 
 

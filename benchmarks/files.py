@@ -1,0 +1,190 @@
+"""``make bench-files``: many files as one source, from nothing to the first batch of a rank of 64.
+
+Every file is a .idx of its own, packed by itself, and a .bin of holes; steps have 3 Mi tokens. All
+sides run in a process of their own, whose imports are done. ``shard manifest``: the files as one
+source, packed by ``pack --output NAME.shards.json``. ``blend of files``: each as a source, all
+opened at the start. ``GPTDataset``: megatron-core's builder over the same files with equal weights,
+to the first row; the first start builds the indices of every file, a later one finds its cache.
+
+``cold``: the system was told to forget every page of the files before (posix_fadvise); names and
+inodes may still be known to it. ``private``: memory of the process itself. ``opened``: files whose
+samples the step holds, which are all that anybody opened. No rank waits for another: megapack has
+no barrier at the start, Megatron's other ranks wait until rank 0 has built.
+
+10,000 files of 10,000 documents (4 GB of disk), 1,000 of them for the others; LARGE=1: of 100,000.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from common import in_child, large, quick, show, timed, write_results
+from data_corpus import BUCKETS, megatron_train, write_index
+from lengths import LAWS
+from torch import distributed
+from torch.distributed import HashStore
+
+from megapack.cli.arguments import usable_cores
+from megapack.data import PackedDataset, Schedule, build_loader
+from megapack.packing.shard_manifest import load_shards
+
+RANKS, RANK_TOKENS = 64, 49_152
+MANIFEST = "web.shards.json"
+
+
+def write_files(folder: Path, num_files: int, num_documents: int) -> list[str]:
+    """Datasets of as many documents each, their lengths rolled anew."""
+    lengths = LAWS["fineweb_edu_like"](num_documents, 1)
+    prefixes = [folder / f"web{number:05d}" for number in range(num_files)]
+    for number, prefix in enumerate(prefixes):
+        write_index(prefix, np.roll(lengths, number))
+    return [str(prefix) for prefix in prefixes]
+
+
+def packed(folder: Path, prefixes: list[str]) -> dict[str, Any]:
+    """The shards packed by the command, and one that came later."""
+    buckets = ",".join(map(str, BUCKETS))
+    command = [sys.executable, "-m", "megapack.cli.main", "pack", "--buckets", buckets]
+    command += ["--output", str(folder / MANIFEST)]
+
+    def pack_them(those: list[str]) -> None:
+        subprocess.run([*command, *those], check=True, stdout=subprocess.DEVNULL)
+
+    first, _ = timed(lambda: pack_them(prefixes[:-1]))
+    later, _ = timed(lambda: pack_them([str(folder / "*.idx")]))
+    index = load_shards(folder / MANIFEST)
+    assert len(index.shards) == len(prefixes)
+    return {
+        "files": len(prefixes),
+        "documents": index.num_documents,
+        "processes": usable_cores(),
+        "pack_seconds": first,
+        "documents_per_second": index.num_documents / first,
+        "add_one_file_seconds": later,
+        "manifest_bytes": (folder / MANIFEST).stat().st_size,
+    }
+
+
+def first_batch(dataset: PackedDataset) -> dict[str, Any]:
+    """Of rank 0: what it took from an open dataset on, and what was opened for it."""
+    schedule = Schedule(dataset, tokens_per_step=RANKS * RANK_TOKENS, seed=1)
+    loader = build_loader(
+        dataset,
+        schedule,
+        data_parallel_rank=0,
+        data_parallel_size=RANKS,
+        micro_batch_tokens=RANK_TOKENS,
+        prefetch=0,
+    )
+    batch = next(iter(loader))
+    assert batch["tokens"].shape == (1, RANK_TOKENS)
+    shards = dataset.samples.shards
+    return {"samples": len(schedule.step(0).sample_ids)} | {
+        "opened": sum(map(shards.is_open, range(len(shards))))
+    }
+
+
+def start_of_manifest(folder: Path, _: list[str]) -> dict[str, Any]:
+    return first_batch(PackedDataset(None, folder / MANIFEST))
+
+
+def start_of_blend(folder: Path, prefixes: list[str]) -> dict[str, Any]:
+    shards = load_shards(folder / MANIFEST).shards[: len(prefixes)]
+    return first_batch(PackedDataset(prefixes, [shard.samples for shard in shards]))
+
+
+def start_of_megatron(folder: Path, prefixes: list[str]) -> dict[str, Any]:
+    distributed.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    paths = [Path(prefix) for prefix in prefixes]
+    train = megatron_train(None, paths, folder / "cache", positions=False, num_samples=RANKS * 1000)
+    assert len(train[0]["tokens"]) > 0
+    return {"samples": 1, "opened": len(prefixes)}
+
+
+def measured(
+    side: Callable[[Path, list[str]], dict[str, Any]], folder: Path, prefixes: list[str], cold: bool
+) -> dict[str, Any]:
+    """A start in a process of its own."""
+    if cold:
+        forget(folder)
+
+    def run() -> dict[str, Any]:
+        gc.collect()
+        begin, worked = time.perf_counter(), time.process_time()
+        about = side(folder, prefixes)
+        cpu = time.process_time() - worked
+        return {"seconds": time.perf_counter() - begin, "cpu_seconds": cpu, **about}
+
+    found = in_child(run)
+    return {
+        "seconds_to_first_batch": found["seconds"],
+        "cpu_seconds": found["cpu_seconds"],
+        "samples_of_step": found["samples"],
+        "opened": found["opened"],
+        "private_bytes": found["private_bytes"],
+    }
+
+
+def forget(folder: Path) -> None:
+    """Have the system drop every page of the files."""
+    os.sync()
+    for path in folder.rglob("*"):
+        if path.is_file() and path.suffix != ".bin":  # of holes nothing is kept but what was read
+            file = os.open(path, os.O_RDONLY)
+            os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
+            os.close(file)
+
+
+def starts(folder: Path, prefixes: list[str], num_documents: int) -> list[dict[str, Any]]:
+    """Cold and warm starts of one side after the other on as many files as each can bear."""
+    some = prefixes[: min(len(prefixes), 100 if quick() else 1000)]
+    sides: list[tuple[str, Callable[..., dict[str, Any]], list[str]]] = [
+        ("shard manifest", start_of_manifest, prefixes),
+        ("blend of files", start_of_blend, some),
+        ("GPTDataset, first start", start_of_megatron, some),
+        ("GPTDataset, later start", start_of_megatron, some),
+    ]
+    rows = []
+    for name, side, own in sides:
+        for cold in (True, False):
+            if cold == (name == "GPTDataset, later start") and "GPTDataset" in name:
+                continue  # the first start is the cold one
+            found = measured(side, folder, own, cold)
+            documents = len(own) * num_documents
+            rows.append(
+                {"side": name, "files": len(own), "documents": documents}
+                | {"pages": "cold" if cold else "warm", **found}
+                | {"private_bytes_per_document": found["private_bytes"] / documents}
+            )
+    return rows
+
+
+def main() -> None:
+    num_files, num_documents = 10_000, 100_000 if large() else 10_000
+    if quick():
+        num_files, num_documents = 200, 1_000
+    with tempfile.TemporaryDirectory(dir=os.environ.get("BENCH_DIR")) as name:
+        folder = Path(name)
+        prefixes = write_files(folder, num_files, num_documents)
+        work = packed(folder, prefixes)
+        # Before the children: what they measure begins with everything imported.
+        import megatron.core.datasets.blended_megatron_dataset_builder  # noqa: PLC0415
+        import megatron.core.datasets.gpt_dataset  # noqa: F401, PLC0415
+
+        rows = starts(folder, prefixes, num_documents)
+    write_results("files", {"pack": [work], "start": rows})
+    show("packing many files as one source", [work])
+    show("from nothing to the first batch", rows)
+
+
+if __name__ == "__main__":
+    main()

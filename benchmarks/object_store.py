@@ -1,0 +1,265 @@
+"""Servers on the loopback interface, and a line to them that is slow, narrow or broken.
+
+``serve_objects`` is moto's S3 server, for tests. It copies the whole object for every range of it,
+so what is measured is read from ``serve_files``: aiohttp's file server, which answers GET and HEAD
+with ranges and ETags as S3 does, and takes any signature. ``Line`` is a proxy before either: it
+adds latency, shares a bandwidth among all connections, counts, and fails as networks and stores do.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import random
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+__all__ = ["BUCKET", "Faults", "Line", "serve_files", "serve_objects", "use_store"]
+
+BUCKET = "bucket"
+_CHUNK = 1 << 18
+_Ends = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+
+
+@contextlib.contextmanager
+def serve_objects(port: int) -> Iterator[str]:
+    """Run moto's server with one empty bucket; its URL."""
+    with _running(port, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)) as url:
+        request = urllib.request.Request(f"{url}/{BUCKET}", method="PUT")
+        urllib.request.urlopen(request, timeout=60).close()
+        yield url
+
+
+@contextlib.contextmanager
+def serve_files(port: int, folder: Path) -> Iterator[str]:
+    """Serve the folders in a folder as buckets, read-only; its URL."""
+    with _running(port, __file__, str(port), str(folder)) as url:
+        yield url
+
+
+@contextlib.contextmanager
+def _running(port: int, *arguments: str) -> Iterator[str]:
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    server = subprocess.Popen([sys.executable, *arguments], **quiet)
+    try:
+        while True:
+            assert server.poll() is None, "the server ended"
+            with contextlib.suppress(OSError):
+                socket.create_connection(("127.0.0.1", port)).close()
+                break
+            time.sleep(0.05)
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        server.kill()
+        server.wait()
+
+
+def use_store(url: str) -> None:
+    """Have clients of this process and its children talk to the store at a URL."""
+    os.environ.update(
+        AWS_ENDPOINT_URL=url,
+        AWS_ACCESS_KEY_ID="key",
+        AWS_SECRET_ACCESS_KEY="secret",
+        AWS_REGION="us-east-1",
+        AWS_DEFAULT_REGION="us-east-1",
+    )
+
+
+@dataclass
+class Faults:
+    """Shares of GET requests that go wrong, each in its way.
+
+    Attributes:
+        slow_down: answered 503 SlowDown.
+        cut: closed in the middle of the body.
+        short: answered with half of the bytes, as if they were all.
+        flip: answered with one bit changed.
+        expired: answered 400 ExpiredToken.
+    """
+
+    slow_down: float = 0.0
+    cut: float = 0.0
+    short: float = 0.0
+    flip: float = 0.0
+    expired: float = 0.0
+
+    def choose(self, rng: random.Random) -> str | None:
+        """The name of what goes wrong with the next request, mostly None."""
+        drawn = rng.random()
+        for name, share in vars(self).items():
+            if drawn < share:
+                return str(name)
+            drawn -= share
+        return None
+
+
+@dataclass(eq=False)
+class Line:
+    """A proxy for HTTP/1.1, in a thread of this process, while ``open()`` lasts.
+
+    Args:
+        port: where it listens.
+        server: URL of what it leads to.
+        latency: seconds before an answer begins.
+        bandwidth: bytes per second of all answers together; None: no limit.
+    """
+
+    port: int
+    server: str
+    latency: float = 0.0
+    bandwidth: float | None = None
+    faults: Faults = field(default_factory=Faults)
+    counts: Counter[str] = field(default_factory=Counter)
+
+    def __post_init__(self) -> None:
+        self.url = f"http://127.0.0.1:{self.port}"
+        self._rng = random.Random(1)
+        self._free_at = 0.0
+        self._open: set[asyncio.StreamWriter] = set()
+
+    @contextlib.contextmanager
+    def open(self) -> Iterator[Line]:
+        loop = asyncio.new_event_loop()
+        ready = threading.Event()
+
+        async def serve() -> None:
+            self._stop = asyncio.Event()
+            server = await asyncio.start_server(self._serve, "127.0.0.1", self.port, limit=_CHUNK)
+            ready.set()
+            await self._stop.wait()
+            server.close()
+            for writer in list(self._open):
+                writer.transport.abort()
+            for task in asyncio.all_tasks() - {asyncio.current_task()}:
+                task.cancel()
+
+        thread = threading.Thread(target=loop.run_until_complete, args=(serve(),), daemon=True)
+        thread.start()
+        assert ready.wait(60)
+        try:
+            yield self
+        finally:
+            loop.call_soon_threadsafe(self._stop.set)
+            thread.join()
+            loop.close()
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._open.add(writer)
+        try:
+            while await self._exchange(reader, writer):
+                pass
+        except (OSError, EOFError):
+            pass  # either side left
+        finally:
+            self._open.discard(writer)
+            writer.transport.abort()
+
+    async def _exchange(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
+        """One request and its answer; whether the connection lives on."""
+        head = await reader.readuntil(b"\r\n\r\n")
+        host, _, port = self.server.removeprefix("http://").partition(":")
+        # The server closes after every answer; the line keeps its clients' connections.
+        server = await asyncio.open_connection(host, int(port), limit=_CHUNK)
+        try:
+            return await self._pass_on(head, (reader, writer), server)
+        finally:
+            server[1].transport.abort()
+
+    async def _pass_on(self, head: bytes, client: _Ends, server: _Ends) -> bool:
+        (reader, writer), (server_reader, server_writer) = client, server
+        method = head.partition(b" ")[0].decode()
+        server_writer.write(head)
+        await _copy(reader, _length(head), server_writer.write, server_writer.drain)
+        answer = await server_reader.readuntil(b"\r\n\r\n")
+        answer = answer.replace(b"HTTP/1.0", b"HTTP/1.1", 1).replace(b"Connection: close\r\n", b"")
+        num_bytes = 0 if method == "HEAD" else _length(answer)
+        self.counts["requests"] += 1
+        self.counts[method] += 1
+        await asyncio.sleep(self.latency)
+        fault = self.faults.choose(self._rng) if method == "GET" else None
+        if fault:
+            self.counts[fault] += 1
+        if fault in ("slow_down", "expired"):
+            writer.write(_ERRORS[fault])
+            await writer.drain()
+            return True
+        if fault == "short":
+            answer = answer.replace(
+                f"ontent-Length: {num_bytes}".encode(), f"ontent-Length: {num_bytes // 2}".encode()
+            )
+        writer.write(answer)
+        sent = num_bytes // 2 if fault in ("short", "cut") else num_bytes
+        flip = [fault == "flip" and num_bytes > 0]
+
+        def send(data: bytes) -> None:
+            if flip[0]:
+                data = bytes([data[0] ^ 1]) + data[1:]
+                flip[0] = False
+            self.counts["bytes"] += len(data)
+            writer.write(data)
+
+        await _copy(server_reader, sent, send, writer.drain, self._spend)
+        return fault != "cut"
+
+    async def _spend(self, num_bytes: int) -> None:
+        """Wait until so many bytes have passed the line."""
+        if self.bandwidth is None:
+            return
+        now = time.monotonic()
+        self._free_at = max(now, self._free_at) + num_bytes / self.bandwidth
+        await asyncio.sleep(self._free_at - now)
+
+
+async def _copy(
+    reader: asyncio.StreamReader,
+    num_bytes: int,
+    write: Callable[[bytes], object],
+    drain: Callable[[], Awaitable[None]],
+    spend: Callable[[int], Awaitable[None]] | None = None,
+) -> None:
+    while num_bytes:
+        data = await reader.read(min(num_bytes, _CHUNK))
+        if not data:
+            raise EOFError
+        num_bytes -= len(data)
+        if spend is not None:
+            await spend(len(data))
+        write(data)
+        await drain()
+
+
+def _length(head: bytes) -> int:
+    for line in head.split(b"\r\n"):
+        name, _, value = line.partition(b":")
+        if name.lower() == b"content-length":
+            return int(value)
+    return 0
+
+
+def _error(status: str, code: str) -> bytes:
+    body = f"<Error><Code>{code}</Code><Message>of the line</Message></Error>".encode()
+    head = f"HTTP/1.1 {status}\r\nContent-Length: {len(body)}\r\n\r\n"
+    return head.encode() + body
+
+
+_ERRORS = {
+    "slow_down": _error("503 Slow Down", "SlowDown"),
+    "expired": _error("400 Bad Request", "ExpiredToken"),
+}
+
+
+if __name__ == "__main__":
+    from aiohttp import web
+
+    app = web.Application()
+    app.router.add_static("/", sys.argv[2])
+    web.run_app(app, host="127.0.0.1", port=int(sys.argv[1]))

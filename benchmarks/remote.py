@@ -1,0 +1,229 @@
+"""``make bench-remote``: batches out of an object store, 50 ms and 200 MB/s away.
+
+A server on this machine that answers as S3 does, behind a line with that latency and that
+bandwidth, which all requests share (``object_store.py``). ``bare ranges`` is what the client alone
+gives: the ranges of the whole .bin, 4 MiB each, 64 at a time. All others make batches:
+
+- ``arranged``: samples drawn in the order in which their documents lie in the file, as ``arrange``
+  writes them;
+- ``shuffled``: in the schedule's order, one document here and one there, out of an empty cache;
+- ``whole file, then``: the .bin is downloaded first, then read from disk;
+- ``Megatron``: megatron-core's S3 reader, which holds one chunk of 256 MiB in memory, asked for the
+  documents of the same samples in the same order (it makes no batches of them).
+
+``data_wait_%``: of a trainer that takes its batches at 80 % of what the line gives (``bare``);
+``tokens_per_s``: of one that takes them as they come; ``read_over_useful``: bytes that came over
+bytes of the samples' tokens.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import boto3
+import numpy as np
+from common import in_child, quick, show, write_results
+from megatron.core.datasets.indexed_dataset import _S3BinReader
+from megatron.core.datasets.object_storage_utils import ObjectStorageConfig
+from object_store import BUCKET, Line, serve_files, use_store
+
+from megapack.data import BatchLayout, PackedDataset
+from megapack.data.batch import MicroBatch
+from megapack.data.fetch_ahead import fetching_ahead
+from megapack.data.prefetch import ThreadPrefetcher
+from megapack.packing import SampleIndex, pack
+from megapack.storage import IndexedDataset, IndexedDatasetBuilder
+from megapack.storage.remote.client import find_object
+from megapack.storage.remote.upload import upload_dataset
+
+ADDRESS = f"s3://{BUCKET}/docs"
+LATENCY, BANDWIDTH = 0.05, 200e6
+TOKENS = 32_768  # per micro batch
+REQUEST = 1 << 22
+MEGATRON_CHUNK = 1 << 28
+
+
+def write(prefix: Path, num_tokens: int) -> int:
+    """Documents of 1,000 tokens on average and an index over them; bytes of .bin."""
+    rng = np.random.default_rng(0)
+    with IndexedDatasetBuilder(prefix, np.uint16) as builder:
+        while builder.num_tokens < num_tokens:
+            lengths = np.minimum(rng.lognormal(6.4, 1.0, 4096).astype(np.int64) + 1, 2048)
+            offsets = np.concatenate([[0], np.cumsum(lengths)])
+            builder.add_documents(rng.integers(0, 50_000, offsets[-1]).astype("u2"), offsets)
+        builder.finalize()
+    documents = IndexedDataset(prefix)
+    index = pack(documents.document_lengths, "concat", buckets=[2048], shuffle=False)
+    index.save(f"{prefix}.samples", source=documents)
+    bucket = prefix.parent / BUCKET
+    bucket.mkdir()
+    upload_dataset(str(prefix), f"file://{bucket}/docs")
+    return Path(f"{prefix}.bin").stat().st_size
+
+
+def micro_batches(samples: SampleIndex, *, shuffled: bool, count: int) -> Iterator[MicroBatch]:
+    """In file order or not; 16 samples of 2,048 tokens each."""
+    each = TOKENS // 2048
+    order = np.arange(len(samples))
+    if shuffled:
+        order = np.random.default_rng(1).permutation(order)
+    for step in range(count):
+        yield MicroBatch(
+            sample_ids=order[step * each : (step + 1) * each],
+            capacity=2048,
+            bucket=0,
+            step=step,
+            micro_step=0,
+            num_micro_steps=1,
+            num_step_label_tokens=TOKENS,
+            imbalance=1.0,
+            imbalance_undealt=1.0,
+            source=np.zeros(each, np.int64),
+            loss_weight=None,
+            step_label_weight=None,
+            attention_window=None,
+        )
+
+
+def batches(prefix: str, samples: str, *, shuffled: bool, count: int) -> Iterator[Any]:
+    """As build_loader makes them, in a thread."""
+    data = PackedDataset(prefix, samples)
+    coming = micro_batches(data.samples.indices[0], shuffled=shuffled, count=count)
+    layout = BatchLayout(micro_batch_tokens=TOKENS)
+
+    def gathered() -> Iterator[Any]:
+        reads = data.remote_reads
+        for item in fetching_ahead(coming, reads) if reads.any else coming:
+            yield data.micro_batch(item.sample_ids, layout=layout, capacity=2048)
+
+    return ThreadPrefetcher(gathered(), 2)
+
+
+def whole_file(samples: str, *, shuffled: bool, count: int) -> Iterator[Any]:
+    """The .bin is copied, then read from the copy."""
+    with tempfile.TemporaryDirectory() as folder:
+        for suffix in (".bin", ".idx"):
+            boto3.client("s3").download_file(BUCKET, f"docs{suffix}", f"{folder}/docs{suffix}")
+        yield from batches(f"{folder}/docs", samples, shuffled=shuffled, count=count)
+
+
+def megatron(prefix: str, samples: str, *, shuffled: bool, count: int) -> Iterator[Any]:
+    """The documents of the same samples, as megatron-core's reader gives them."""
+    config = ObjectStorageConfig(path_to_idx_cache="", bin_chunk_nbytes=MEGATRON_CHUNK)
+    reader = _S3BinReader(f"{ADDRESS}.bin", config)
+    index = SampleIndex.load(samples)
+    offsets = IndexedDataset(prefix).document_offsets
+    for item in micro_batches(index, shuffled=shuffled, count=count):
+        yield [
+            reader.read(np.uint16, length, 2 * int(offsets[document] + begin))
+            for sample in item.sample_ids.tolist()
+            for document, begin, length in index.sample(sample)[1]
+        ]
+
+
+def bare(num_bytes: int) -> dict[str, float]:
+    """Bytes per second of the client's parallel range reads of the whole file."""
+    found = find_object(f"{ADDRESS}.bin")
+    assert found is not None
+    begins = range(0, num_bytes, REQUEST)
+    with ThreadPoolExecutor(64) as pool:
+        began = time.perf_counter()
+        list(pool.map(lambda b: len(found.read(b, min(b + REQUEST, num_bytes))), begins))
+        return {"bytes_per_s": num_bytes / (time.perf_counter() - began)}
+
+
+def consume(make: Callable[[], Iterator[Any]], pace: float | None) -> dict[str, float]:
+    """Take all batches; ``pace``: seconds that a trainer needs for each, after the first."""
+    began = time.perf_counter()
+    items = iter(make())
+    next(items)
+    first = time.perf_counter()
+    waited, taken = 0.0, 1
+    while True:
+        asked = time.perf_counter()
+        try:
+            next(items)
+        except StopIteration:
+            break
+        waited += time.perf_counter() - asked
+        taken += 1
+        if pace is not None:
+            time.sleep(pace)
+    seconds = time.perf_counter() - first
+    return {
+        "first_batch_s": first - began,
+        "tokens_per_s": taken * TOKENS / (time.perf_counter() - began),
+        "data_wait_%": 100 * waited / seconds,
+    }
+
+
+def measured(line: Line, fn: Callable[[], dict[str, float]], useful: int) -> dict[str, Any]:
+    """In a process of its own, with an empty cache, and what the line carried meanwhile."""
+    with tempfile.TemporaryDirectory() as cache:
+        os.environ["MEGAPACK_CACHE"] = cache
+        line.counts.clear()
+        began = time.perf_counter()
+        found = in_child(fn)
+        seconds = time.perf_counter() - began
+    return {
+        **found,
+        "requests_per_s": line.counts["requests"] / seconds,
+        "read_over_useful": line.counts["bytes"] / useful,
+    }
+
+
+def main() -> None:
+    with tempfile.TemporaryDirectory() as name:
+        prefix, samples = f"{name}/docs", f"{name}/docs.samples"
+        size = in_child(partial(write, Path(prefix), 30_000_000 if quick() else 300_000_000))
+        with (
+            serve_files(_free_port(), Path(name)) as server,
+            Line(_free_port(), server, LATENCY, BANDWIDTH).open() as line,
+        ):
+            use_store(line.url)
+            count = len(SampleIndex.load(samples)) * 2048 // TOKENS
+            few = count // 40  # of what is read one document here and one there
+            rate = measured(line, partial(bare, size), size)["bytes_per_s"]
+            pace = 2 * TOKENS / (0.8 * rate)
+            rows: list[dict[str, Any]] = [
+                {"case": "bare ranges", "tokens_per_s": rate / 2, "read_over_useful": 1.0}
+            ]
+            ours = partial(batches, ADDRESS, samples)
+            sides: dict[str, tuple[Callable[..., Any], bool, int]] = {
+                "arranged": (ours, False, count),
+                "shuffled": (ours, True, few),
+                "whole file, then arranged": (partial(whole_file, samples), False, count),
+                "Megatron, arranged": (partial(megatron, prefix, samples), False, count),
+                "Megatron, shuffled": (partial(megatron, prefix, samples), True, 1),
+            }
+            for case, (make, shuffled, number) in sides.items():
+                making = partial(make, shuffled=shuffled, count=number)
+                useful = 2 * number * TOKENS
+                row = measured(line, partial(consume, making, None), useful)
+                at_pace = measured(line, partial(consume, making, pace), useful)
+                rows.append({"case": case} | row | {"data_wait_%": at_pace["data_wait_%"]})
+    write_results("remote", rows)
+    show(
+        f"{LATENCY * 1e3:.0f} ms, {BANDWIDTH / 1e6:.0f} MB/s; {size / 1e6:.0f} MB of tokens",
+        rows,
+        *("case", "tokens_per_s", "data_wait_%", "first_batch_s", "requests_per_s"),
+        "read_over_useful",
+    )
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,91 @@
+"""Write a source anew, so that its tokens lie in the order in which they are drawn.
+
+SOURCE is a shard manifest (`megapack-build pack --output NAME.shards.json`, of one dataset or of
+many), OUTPUT another one. A run that draws from OUTPUT reads every bucket straight through in the
+first epoch, and by megabytes in shuffled blocks in later ones, instead of a few kilobytes here and
+there: for disks and object stores that are slow at that. Its samples are those of the source, token
+by token, in one random order (--seed).
+
+The same command goes on where it was stopped, and always writes the same bytes. Several machines:
+each runs it with its own --part I/N, then one of them without.
+
+examples:
+  megapack-build arrange web.shards.json --output web-arranged.shards.json --seed 1
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+
+from megapack.cli.arguments import add_shared, byte_count
+from megapack.cli.pack_shards import add_sharing
+from megapack.cli.report import Work, note
+from megapack.execution.work import Counted
+from megapack.words import count, counted
+
+__all__ = ["add_arguments", "run"]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("source", metavar="SOURCE", help="shard manifest to read")
+    add_shared(parser, "--output", required=True, help="a shard manifest NAME.shards.json")
+    add_shared(parser, "--overwrite", "--seed")
+    parser.add_argument(
+        "--bytes-per-shard",
+        type=byte_count,
+        default=1 << 30,
+        metavar="SIZE",
+        help="tokens of a shard on disk, about (default: 1G)",
+    )
+    add_shared(parser, "--json")
+    add_sharing(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    from megapack.data.arranging import arrange, plan_arrangement  # noqa: PLC0415 (needs torch)
+
+    arranger = plan_arrangement(
+        args.source,
+        args.output,
+        seed=args.seed,
+        shard_bytes=args.bytes_per_shard,
+        overwrite=args.overwrite,
+    )
+    i, n = args.part or (0, 1)
+    total, done = len(range(i, arranger.num_shards, n)), 0
+    with Work(f"arranging {counted(arranger.source.num_samples, 'sample')}") as work:
+
+        def report(more: Counted) -> None:
+            nonlocal done
+            done += more.tokens
+            work(done, arranger.source.num_tokens * total // arranger.num_shards)
+
+        shards = arrange(
+            arranger,
+            report,
+            part=args.part,
+            executor=args.executor or "local",
+            num_processes=max(1, min(args.workers, total)),
+            ray_address=args.ray_address,
+        )
+    if args.part is not None:
+        note(
+            f"part {i}/{n}: {counted(len(shards), 'shard')} written; when all parts are, run the "
+            f"command without --part, which writes {args.output}"
+        )
+        return 0
+    facts = {
+        "manifest": args.output,
+        "num_shards": len(shards),
+        "num_samples": arranger.source.num_samples,
+        "num_tokens": sum(shard.num_tokens for shard in shards),
+    }
+    if args.json:
+        print(json.dumps(facts, indent=2))
+    else:
+        print(
+            f"{args.output}: {count(len(shards))} shards, {count(facts['num_samples'])} samples, "
+            f"{count(facts['num_tokens'])} tokens"
+        )
+    return 0

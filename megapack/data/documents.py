@@ -1,0 +1,137 @@
+"""The documents of a source; of one of many shards what is known of all, and each when needed."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any, TypeAlias
+
+import numpy as np
+import xxhash
+
+from megapack.errors import ConfigError, IndexMismatchError
+from megapack.packing.shards import ShardedIndex, SourceIndex
+from megapack.storage import IndexedDataset
+from megapack.storage.labels import LabelDocuments, open_labels
+
+__all__ = ["Documents", "ShardedDocuments", "SourceDocuments", "open_source", "refuse_arranged"]
+
+# Of one source: as they are given, None for those of a shard manifest, and open.
+Documents: TypeAlias = "IndexedDataset | ShardedDocuments | str | os.PathLike[str] | None"
+SourceDocuments: TypeAlias = "IndexedDataset | ShardedDocuments"
+
+
+class ShardedDocuments:
+    """What an ``IndexedDataset`` of the merged shards would say; from their manifest, none is open.
+
+    Args:
+        index: their samples.
+        with_labels: whether labels beside shards are used.
+    """
+
+    def __init__(self, index: ShardedIndex, *, with_labels: bool) -> None:
+        self.index, self.with_labels = index, with_labels
+
+    @property
+    def prefix(self) -> str:
+        """What to call it: the manifest's path."""
+        return str(self.index.path)
+
+    @property
+    def num_documents(self) -> int:
+        return self.index.num_documents
+
+    @property
+    def num_tokens(self) -> int:
+        return self.index.num_tokens
+
+    @cached_property
+    def dtype(self) -> np.dtype[Any]:
+        """The widest of the shards."""
+        found = {np.dtype(shard.dtype) for shard in self.index.shards}
+        return max(found, key=lambda dtype: int(np.iinfo(dtype).max))
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Identity of the layout of all documents."""
+        text = ";".join(shard.fingerprint for shard in self.index.shards)
+        return f"{xxhash.xxh3_128_hexdigest(text.encode())} of {len(self.index.shards)} shards"
+
+    @cached_property
+    def vocab_size(self) -> int | None:
+        """Number of token ids of the tokenizer, None where a shard does not tell."""
+        sizes = {shard.vocab_size for shard in self.index.shards}
+        return None if None in sizes else max(size for size in sizes if size is not None)
+
+    @cached_property
+    def meta(self) -> dict[str, Any] | None:
+        """``max_token_id`` (of labels, too) and ``document_end_token`` (None where shards differ);
+        None where a shard has no meta file.
+        """
+        largest = [shard.max_token_id for shard in self.index.shards]
+        known = [token for token in largest if token is not None]
+        if len(known) < len(largest):
+            return None
+        ends = {shard.document_end_token for shard in self.index.shards}
+        end = ends.pop() if len(ends) == 1 else None
+        return {"max_token_id": max(known), "document_end_token": end}
+
+    def open(self, number: int) -> tuple[IndexedDataset, IndexedDataset | None]:
+        """The documents of one shard and their labels, mapped.
+
+        Raises:
+            IndexMismatchError: they are not those that the manifest speaks of.
+            FormatError, OSError: a file is damaged or missing.
+        """
+        shard = self.index.shards[number]
+        dataset = IndexedDataset(shard.prefix)
+        for name, now, then in (
+            ("tokens", dataset.num_tokens, shard.num_tokens),
+            ("documents", dataset.num_documents, shard.num_documents),
+            ("type", dataset.dtype.name, shard.dtype),
+            ("digest of the ends of the .idx", dataset.ends_digest, shard.ends),
+        ):
+            if now != then:
+                raise IndexMismatchError(
+                    f"{shard.prefix} has changed since {self.prefix} was written: {name} {now}, "
+                    f"and it was {then}; restore it, or pack the shards again"
+                )
+        wanted = self.with_labels and shard.labels
+        return dataset, open_labels(dataset, f"{shard.prefix}.labels" if wanted else None)
+
+
+def open_source(
+    documents: Documents, samples: SourceIndex, labels: LabelDocuments
+) -> tuple[SourceDocuments, IndexedDataset | None]:
+    """The documents of a source and the labels beside them; of shards, each opens its own later.
+
+    Raises:
+        ConfigError: documents, or labels of their own, for a shard manifest; none for an index.
+        IndexMismatchError, FormatError, OSError: as of ``PackedDataset``.
+    """
+    if isinstance(documents, ShardedDocuments):
+        return documents, None
+    if isinstance(samples, ShardedIndex):
+        if documents is not None or labels not in ("auto", None):
+            raise ConfigError(
+                f"{samples.path} names the documents of its shards, and labels stand beside them "
+                "(PREFIX.labels): leave out the prefix and the labels"
+            )
+        return ShardedDocuments(samples, with_labels=labels is not None), None
+    if documents is None:
+        raise ConfigError(f"{samples.path or samples} does not name its documents; give a prefix")
+    opened = documents if isinstance(documents, IndexedDataset) else IndexedDataset(documents)
+    samples.check_source(opened)
+    return opened, open_labels(opened, labels)
+
+
+def refuse_arranged(indices: Sequence[SourceIndex], positions: str) -> None:
+    """Refuse (ConfigError) positions in documents where segments do not know where they began."""
+    for index in indices:
+        arranged = isinstance(index, ShardedIndex) and index.arranged is not None
+        if arranged and positions == "document":
+            raise ConfigError(
+                f"{index.path} is an arranged source, whose segments do not tell where in their "
+                "document they began: use positions: segment, or the source that it was made of"
+            )

@@ -1,0 +1,248 @@
+"""Many datasets packed, each by itself, by any number of processes and machines.
+
+A shard's .samples is complete or absent, and says what it was packed from and with. So work that
+was done is found again, whoever did it, and machines need not wait for each other: the manifest is
+written by whoever finds all of it done. A later packing of more datasets goes on behind those that
+the manifest has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import xxhash
+
+from megapack.errors import ConfigError, IndexMismatchError
+from megapack.execution.carry_out import carry_out
+from megapack.execution.work import Counted, Report
+from megapack.packing.engine import check_packing, pack
+from megapack.packing.extents import longest_reach, longest_segment, most_segments
+from megapack.packing.index import SampleIndex
+from megapack.packing.shard_manifest import PLAN, SUFFIX, load_shards, plain, related, save_shards
+from megapack.packing.shards import PackedShard, ShardedIndex, place
+from megapack.packing.stored import how_it_differs
+from megapack.storage import IndexedDataset
+from megapack.storage.meta import read_meta
+from megapack.storage.mmididx import IndexFile, path_of
+from megapack.storage.replace import check_target
+
+__all__ = ["PackingPlan", "ShardPacker", "describe_shard", "pack_shards", "plan_packing"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PackingPlan:
+    """What is packed and how, decided before the first shard; the same on all machines.
+
+    Attributes:
+        manifest: path of the result.
+        prefixes: of all shards in their order: those of the manifest that is there, then new ones.
+        known: what that manifest says of its shards, by ``place``.
+        options: of ``pack``, seed and strategy among them.
+        how: the same in full, as the manifest has it (``PLAN``).
+    """
+
+    manifest: Path
+    prefixes: tuple[str, ...]
+    known: Mapping[str, PackedShard]
+    options: Mapping[str, Any]
+    how: Mapping[str, Any]
+
+    @property
+    def folder(self) -> Path:
+        """Of the .samples files: named like the manifest."""
+        return self.manifest.with_name(self.manifest.name.removesuffix(".json"))
+
+    def samples_of(self, prefix: str) -> Path:
+        """The .samples of a shard; a digest tells datasets of one name in two folders apart."""
+        digest = xxhash.xxh3_64_hexdigest(related(self.manifest, prefix).encode())
+        return self.folder / f"{Path(prefix).name}-{digest[:8]}.samples"
+
+
+def plan_packing(
+    manifest: str, prefixes: Sequence[str], options: Mapping[str, Any], *, overwrite: bool = False
+) -> PackingPlan:
+    """What is to be done for a shard manifest, whether it is there or not.
+
+    Args:
+        manifest: where it stands, or shall stand.
+        prefixes: datasets; those that it has already keep their places.
+        options: of ``pack``.
+        overwrite: what the manifest says counts for nothing.
+
+    Raises:
+        ConfigError: a bad option or name, no datasets, or the manifest that is there was packed
+            with other options.
+        FormatError, OSError: it is damaged or cannot be read.
+    """
+    path = Path(manifest)
+    if not path.name.endswith(SUFFIX):
+        raise ConfigError(f"{path}: several datasets become one source by a file NAME{SUFFIX}")
+    given = dict(options)
+    seed, strategy = given.pop("seed", 0), given.pop("strategy", "bucket")
+    shape = {name: given.pop(name) for name in ("buckets", "alignment", "preset") if name in given}
+    method = check_packing(strategy, **shape, parameters=given)
+    nothing = pack(np.zeros(0, np.int32), **options)
+    values = (strategy, method.parameters, method.buckets, seed, nothing.bucket_capacity.tolist())
+    how = dict(zip(PLAN, values, strict=True))
+    there: ShardedIndex | None = None
+    if not check_target(
+        path, overwrite=overwrite, difference="it is replaced" if overwrite else None
+    ):
+        there = load_shards(path)
+        if there.arranged is not None:
+            raise ConfigError(
+                f"{path} is an arranged source: add datasets to the one it is made of"
+            )
+        changed = [name for name in PLAN if plain(getattr(there, name)) != how[name]]
+        if changed:
+            raise ConfigError(
+                f"{path} was packed with another {' and '.join(changed)}: give the same options to "
+                "add datasets to it, another --output, or --overwrite to pack all of them again"
+            )
+    known = {} if there is None else {place(shard.prefix): shard for shard in there.shards}
+    new = {place(prefix): prefix for prefix in prefixes if place(prefix) not in known}
+    wanted = (*(shard.prefix for shard in known.values()), *new.values())
+    if not wanted:
+        raise ConfigError(f"there are no datasets to make {path} of; give their prefixes")
+    return PackingPlan(manifest=path, prefixes=wanted, known=known, options=options, how=how)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardPacker:
+    """Packs the shards of a plan."""
+
+    plan: PackingPlan
+    threads: int
+    overwrite: bool = False
+    """Replace .samples that were packed of or with something else."""
+
+    def build(self, index: int, report: Report) -> PackedShard:
+        """Pack a shard, or find it packed.
+
+        Raises:
+            IndexMismatchError: it is one that the manifest speaks of, and has changed.
+            ConfigError: its .samples is of or with something else, and may not be replaced.
+            FormatError, OSError: the dataset is damaged or missing, or cannot be written.
+        """
+        prefix = self.plan.prefixes[index]
+        shard = self.plan.known.get(place(prefix))
+        if shard is None:
+            shard = self._packed(prefix)
+        else:
+            self._check_unchanged(shard)
+        report(Counted(documents=shard.num_documents, tokens=shard.num_tokens))
+        return shard
+
+    def _check_unchanged(self, shard: PackedShard) -> None:
+        """By ends and fingerprint: what was packed is not read again."""
+        idx = IndexFile(path_of(shard.prefix, ".idx"))
+        samples = SampleIndex.load(shard.samples)
+        for name, same in (
+            (idx.name, idx.ends_digest() == shard.ends),
+            (shard.samples, samples.fingerprint == shard.samples_fingerprint),
+        ):
+            if not same:
+                raise IndexMismatchError(
+                    f"{name} has changed since {self.plan.manifest} was written: restore it, or "
+                    "pack all datasets again with --overwrite"
+                )
+
+    def _packed(self, prefix: str) -> PackedShard:
+        dataset = IndexedDataset(prefix)
+        path = self.plan.samples_of(prefix)
+        path.parent.mkdir(exist_ok=True)
+        how = self.plan.how
+
+        def difference() -> str | None:
+            return how_it_differs(
+                path, **{name: how[name] for name in PLAN[:4]}, dataset=dataset.fingerprint
+            )
+
+        if check_target(path, overwrite=self.overwrite, difference=difference):
+            index = pack(dataset.document_lengths, threads=self.threads, **self.plan.options)
+            index.save(path, source=dataset, overwrite=True)
+        else:
+            index = SampleIndex.load(path)
+        return describe_shard(dataset, path, index)
+
+
+def describe_shard(dataset: IndexedDataset, path: Path, index: SampleIndex) -> PackedShard:
+    """What a manifest says of a dataset and its samples, which stand at ``path``."""
+    prefix = dataset.prefix
+    has_labels = IndexedDataset.exists(f"{prefix}.labels")
+    streams = [prefix, f"{prefix}.labels"] if has_labels else [prefix]
+    metas = [read_meta(stream) for stream in streams]
+    known = [meta["max_token_id"] for meta in metas if meta is not None]
+    meta = metas[0] or {}
+    return PackedShard(
+        prefix=prefix,
+        samples=str(path),
+        dtype=dataset.dtype.name,
+        num_documents=dataset.num_documents,
+        num_tokens=dataset.num_tokens,
+        fingerprint=dataset.fingerprint,
+        ends=dataset.ends_digest,
+        samples_fingerprint=index.fingerprint,
+        samples_per_bucket=tuple(np.diff(index.bucket_sample_offsets).tolist()),
+        most_segments=tuple(most_segments(index)),
+        longest_segment=longest_segment(index),
+        longest_reach=longest_reach(index),
+        max_token_id=_largest(known) if len(known) == len(streams) else None,
+        vocab_size=meta.get("vocab_size"),
+        document_end_token=meta.get("document_end_token"),
+        labels=has_labels,
+    )
+
+
+def _largest(ids: Sequence[int | None]) -> int:
+    """Of ids of which None says that there is none; -1 then."""
+    return max((i for i in ids if i is not None), default=-1)
+
+
+def pack_shards(
+    plan: PackingPlan,
+    report: Report,
+    *,
+    workers: int = 1,
+    threads: int = 1,
+    part: tuple[int, int] | None = None,
+    executor: Literal["local", "ray"] = "local",
+    ray_address: str | None = None,
+    overwrite: bool = False,
+) -> list[PackedShard]:
+    """Pack what is not packed yet, and write the manifest; nothing in it depends on who did what.
+
+    Args:
+        plan: of ``plan_packing``.
+        report: is told what is done, as work goes on.
+        workers, threads: processes, and threads for all of them together.
+        part: (i, n): only the i-th of n parts of the shards, and no manifest.
+        executor, ray_address: processes of this machine, or one task per shard of a Ray cluster.
+        overwrite: replace .samples that were packed of or with something else.
+
+    Raises:
+        ConfigError, IndexMismatchError, FormatError, OSError: as of ``ShardPacker.build``; shards
+            that are packed stay.
+        MegapackError: a worker was killed, or ray is not installed.
+    """
+    i, n = part or (0, 1)
+    if not 0 <= i < n:
+        raise ConfigError(f"part {i}/{n}: parts are counted from 0 to {n - 1}")
+    indices = range(i, len(plan.prefixes), n)
+    num_processes = max(1, min(workers, len(indices)))
+    packer = ShardPacker(plan=plan, threads=max(1, threads // num_processes), overwrite=overwrite)
+    shards = carry_out(
+        packer,
+        indices,
+        report,
+        executor=executor,
+        num_processes=num_processes,
+        ray_address=ray_address,
+    )
+    if part is None:
+        save_shards(plan.manifest, plan.how, shards)
+    return shards

@@ -1,0 +1,173 @@
+"""The local cache, shared by all processes of a node: a directory, and what may lie in it.
+
+Every version of a dataset or file has an entry of its own, a directory that its address and the
+versions of its objects name: what was replaced far away is never taken for what stands there now.
+Two environment variables reach every rank and every command:
+
+- ``MEGAPACK_CACHE``: the directory, on a disk of this node (or in its memory: /dev/shm);
+  ``~/.cache/megapack`` by default
+- ``MEGAPACK_CACHE_SIZE``: what it may hold, in bytes or as 200G (units of 1000); all by default
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import re
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from concurrent.futures import wait
+from functools import cache
+from pathlib import Path
+
+import xxhash
+
+from megapack.errors import ConfigError, FormatError
+from megapack.storage.remote.client import RemoteObject
+from megapack.storage.remote.locks import RangeLocks
+from megapack.storage.remote.pool import FetchPool
+from megapack.storage.remote.sparse import SparseFile
+
+__all__ = ["REQUEST_BYTES", "Cache", "open_cache"]
+
+REQUEST_BYTES = 1 << 22  # of one range: long enough that its latency does not count
+NUM_REQUESTS = 64  # at a time, of a process: at most 256 MiB wait for their disk
+SMALLEST_SIZE = 1 << 28
+
+_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
+_CHECK_ATTEMPTS = 3
+
+
+def open_cache() -> Cache:
+    """The one that the environment names.
+
+    Raises:
+        ConfigError: a variable cannot be what it is.
+        OSError: the directory cannot be made.
+    """
+    directory = os.environ.get("MEGAPACK_CACHE") or Path.home() / ".cache" / "megapack"
+    text = os.environ.get("MEGAPACK_CACHE_SIZE", "")
+    return _open_cache(os.path.realpath(directory), _size(text) if text else None, os.getpid())
+
+
+@cache
+def _open_cache(directory: str, limit: int | None, _pid: int) -> Cache:
+    """One per process: its locks are the process's."""
+    return Cache(Path(directory), limit)
+
+
+class Cache:
+    """One directory.
+
+    Attributes:
+        limit: bytes it may hold, or None.
+        locks: between the processes that use it; in_use: shared ones, on entries.
+        entries, files: that this process has open.
+        pool: the threads of this process that fetch.
+    """
+
+    def __init__(self, directory: Path, limit: int | None) -> None:
+        directory.mkdir(parents=True, exist_ok=True)
+        self.directory, self.limit = directory, limit
+        self.locks = RangeLocks(directory / "locks")
+        self.in_use = RangeLocks(directory / "in_use")
+        self.entries: set[Path] = set()
+        self.files: weakref.WeakSet[SparseFile] = weakref.WeakSet()
+        self.pool = FetchPool(NUM_REQUESTS)
+        self._counting = threading.Lock()
+        self._written = SMALLEST_SIZE  # since the last look at all of it; at first look at once
+
+    def entry(self, name: str, url: str, *objects: RemoteObject | None) -> Path:
+        """The directory of these versions of objects, which stays as long as this process."""
+        versions = [found.version if found else "none" for found in objects]
+        digest = xxhash.xxh3_64_hexdigest("\n".join([url, *versions]).encode())
+        entry = self.directory / f"{name}-{digest}"
+        while entry not in self.entries:
+            entry.mkdir(exist_ok=True)
+            self.in_use.share(str(entry))
+            if entry.exists():  # else it was removed in between, to make room
+                self.entries.add(entry)
+        return entry
+
+    def fetch(
+        self, found: RemoteObject, path: Path, check: Callable[[Path], object] = lambda _: None
+    ) -> None:
+        """Have a whole object at a path, complete or not at all, fetched by one process.
+
+        Args:
+            found: the object.
+            path: in an entry.
+            check: raises FormatError where the file that it is given is not what it should be.
+
+        Raises:
+            FormatError: what came is wrong again and again.
+            OSError: as of ``RemoteObject.read``, or the disk is full.
+        """
+        with self.locks.held(str(path)):
+            attempts = 0 if path.exists() else _CHECK_ATTEMPTS
+            for attempt in range(attempts):
+                temporary = path.with_name(f"{path.name}.tmp")  # whoever died here left it
+                try:
+                    self._download(found, temporary)
+                    check(temporary)
+                    temporary.replace(path)
+                    return
+                except FormatError as error:
+                    if attempt + 1 == attempts:
+                        raise FormatError(f"{found.url}: {error}") from error
+                finally:
+                    temporary.unlink(missing_ok=True)
+
+    def _download(self, found: RemoteObject, path: Path) -> None:
+        with self.naming_full_disk(), path.open("wb") as file:
+
+            def fetch(begin: int) -> None:
+                data = found.read(begin, min(begin + REQUEST_BYTES, found.num_bytes))
+                if os.pwrite(file.fileno(), data, begin) != len(data):
+                    raise OSError(errno.ENOSPC, "No space left on device", str(path))
+
+            begins = range(0, found.num_bytes, REQUEST_BYTES)
+            requests = [self.pool.submit(fetch, begin) for begin in begins]
+            wait(requests)  # all of them: none may write when the file is closed
+            for request in requests:
+                request.result()
+            os.fsync(file.fileno())
+
+    def will_write(self, num_bytes: int) -> bool:
+        """Whether so much was written since the last time that somebody should look for room."""
+        if self.limit is None:
+            return False
+        with self._counting:
+            self._written += num_bytes
+            if self._written < self.limit // 64:
+                return False
+            self._written = 0
+            return True
+
+    @contextlib.contextmanager
+    def naming_full_disk(self) -> Iterator[None]:
+        """An error of a full disk says which, and what to do."""
+        try:
+            yield
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            raise OSError(
+                error.errno,
+                f"the disk of the cache is full ({os.strerror(error.errno)}): free some, let "
+                "MEGAPACK_CACHE name another, or set MEGAPACK_CACHE_SIZE to less than it has",
+                str(self.directory),
+            ) from error
+
+
+def _size(text: str) -> int:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)B?", text.strip().upper())
+    size = int(float(match[1]) * _UNITS[match[2]]) if match else 0
+    if size < SMALLEST_SIZE:
+        raise ConfigError(
+            f"MEGAPACK_CACHE_SIZE is {text!r}; it is a number of bytes, at least "
+            f"{SMALLEST_SIZE:,}, as in 200G"
+        )
+    return size

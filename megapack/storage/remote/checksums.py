@@ -1,0 +1,128 @@
+"""``<prefix>.checksums``: what tells, range by range, that bytes from far away are right.
+
+The checksums of a meta file are of gigabytes; a range read needs some of its own::
+
+    8 bytes    magic "MEGASUMS"
+    4 bytes    size of the header, little-endian
+    header     JSON, UTF-8: version, block_bytes, bin_bytes, and of the small files beside it
+               {suffix: {bytes, xxh3_128}}
+    8 bytes    for every block of .bin (the last may be shorter): xxh3_64, little-endian
+    16 bytes   xxh3_128 of all of the above
+
+Reading works without it; only lengths and versions of objects are then compared.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from megapack.errors import FormatError
+from megapack.storage.atomic import atomic_write
+from megapack.storage.meta import checksum, has_its_checksums, read_meta
+from megapack.storage.mmididx import path_of
+from megapack.storage.opening import identity_of, open_regular, read_blocks
+from megapack.storage.remote.client import WrongBytesError
+
+__all__ = ["BLOCK_BYTES", "SUFFIX", "BlockChecksums", "write_checksums"]
+
+SUFFIX = ".checksums"
+# Small enough that a document of a few kilobytes does not fetch much else, large enough that the
+# checksums are 0.05 % of the tokens.
+BLOCK_BYTES = 1 << 14
+
+_MAGIC = b"MEGASUMS"
+_VERSION = 1
+_SIZE = struct.Struct("<I")
+_DIGEST_BYTES = 16
+_SMALL = (".idx", ".meta.json")
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockChecksums:
+    """Of one dataset.
+
+    Attributes:
+        bin_bytes: size of .bin.
+        blocks: uint64 (num_blocks,), xxh3_64 of every block of it.
+        files: suffix -> (bytes, xxh3_128) of the small files.
+    """
+
+    bin_bytes: int
+    blocks: NDArray[np.uint64]
+    files: dict[str, tuple[int, str]]
+
+    @staticmethod
+    def read(path: Path) -> BlockChecksums:
+        """Of a local file. Raises FormatError: it is damaged, or of a newer version."""
+        data = path.read_bytes()
+        body, digest = data[:-_DIGEST_BYTES], data[-_DIGEST_BYTES:]
+        if not data.startswith(_MAGIC) or xxhash.xxh3_128_digest(body) != digest:
+            raise FormatError(f"{path} is damaged: it does not have its own checksum")
+        begin = len(_MAGIC) + _SIZE.size
+        end = begin + _SIZE.unpack_from(body, len(_MAGIC))[0]
+        header: dict[str, Any] = json.loads(body[begin:end])
+        if header["version"] != _VERSION or header["block_bytes"] != BLOCK_BYTES:
+            raise FormatError(
+                f"{path} has version {header['version']} with blocks of {header['block_bytes']} "
+                f"bytes; this megapack reads version {_VERSION} with {BLOCK_BYTES}"
+            )
+        return BlockChecksums(
+            bin_bytes=header["bin_bytes"],
+            blocks=np.frombuffer(body[end:], "<u8"),
+            files={name: (of["bytes"], of["xxh3_128"]) for name, of in header["files"].items()},
+        )
+
+    def check(self, first: int, data: memoryview) -> None:
+        """Refuse bytes that begin with block ``first``. Raises WrongBytesError."""
+        for at, block in enumerate(range(0, len(data), BLOCK_BYTES), first):
+            found = xxhash.xxh3_64_intdigest(data[block : block + BLOCK_BYTES])
+            if found != self.blocks[at]:
+                raise WrongBytesError(
+                    f"bytes [{at * BLOCK_BYTES}, {at * BLOCK_BYTES + BLOCK_BYTES}) do not have "
+                    f"their checksum in {SUFFIX}"
+                )
+
+
+def write_checksums(prefix: str, path: str | os.PathLike[str]) -> None:
+    """Write the checksums of the dataset at a local prefix; all of .bin is read.
+
+    Raises:
+        FormatError: the files do not have the checksums of their meta file, where there is one.
+        OSError: a file is missing or cannot be read, or ``path`` not be written.
+    """
+    if read_meta(prefix) is not None and not has_its_checksums(prefix):
+        raise FormatError(
+            f"{prefix}: .bin or .idx do not have the checksums of the meta file; "
+            "`megapack-build verify` tells which"
+        )
+    files = {}
+    for suffix in _SMALL:
+        small = path_of(prefix, suffix)
+        if small.exists():
+            files[suffix] = {"bytes": small.stat().st_size, "xxh3_128": checksum(small)}
+    with open_regular(path_of(prefix, ".bin")) as file:
+        num_bytes = identity_of(file).num_bytes
+        blocks = [
+            xxhash.xxh3_64_intdigest(block.data)
+            for block in read_blocks(file, np.uint8, num_bytes, BLOCK_BYTES)
+        ]
+    header = json.dumps(
+        {
+            "version": _VERSION,
+            "block_bytes": BLOCK_BYTES,
+            "bin_bytes": num_bytes,
+            "files": files,
+        }
+    ).encode()
+    body = b"".join((_MAGIC, _SIZE.pack(len(header)), header, np.array(blocks, "<u8").tobytes()))
+    with atomic_write(path) as out:
+        out.write(body + xxhash.xxh3_128_digest(body))

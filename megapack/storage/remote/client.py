@@ -1,0 +1,241 @@
+"""The client of object stores (obstore): one version of an object, read by ranges.
+
+Everything that fails on the way is tried again with growing, random pauses, and named clearly when
+it goes on failing. Credentials and endpoints come from the client's usual places.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import random
+import re
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from functools import cache
+from typing import Any, TypeVar
+
+from megapack.errors import ConfigError, FormatError
+from megapack.storage.remote.address import split
+
+__all__ = [
+    "RemoteObject",
+    "WrongBytesError",
+    "ending",
+    "find_object",
+    "put_object",
+    "refuse_fork",
+    "remove_object",
+]
+
+T = TypeVar("T")
+
+RETRY_SECONDS = 180.0  # after these, what still fails is an error
+WRONG_ATTEMPTS = 5  # to read a range whose bytes are wrong
+FIRST_PAUSE, LONGEST_PAUSE = 0.1, 10.0  # seconds
+REQUEST_TIMEOUT = timedelta(seconds=30)
+
+ending = threading.Event()  # the program ends: nothing is tried again
+
+_REFUSED = re.compile(r"status code: 4(?!08|29)\d\d (?!.*RequestTimeout)", re.DOTALL)
+_THROTTLED = re.compile(r"\b429 |SlowDown|ServerBusy|TooManyRequests|RequestLimitExceeded")
+
+
+class WrongBytesError(Exception):
+    """An answer that is not what was asked for; asking again may help."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RemoteObject:
+    """One version of an object; another that takes its name is never read in its place."""
+
+    url: str
+    num_bytes: int
+    etag: str | None
+    modified: datetime
+
+    @property
+    def version(self) -> str:
+        """What differs where the object differs."""
+        return f"{self.num_bytes} {self.etag or self.modified.isoformat()}"
+
+    def read(
+        self, begin: int, end: int, check: Callable[[memoryview], object] = lambda _: None
+    ) -> memoryview:
+        """Bytes ``[begin, end)``, tried again until they are there and right.
+
+        Args:
+            check: raises WrongBytesError where they are not what they should be.
+
+        Raises:
+            FormatError: the object was replaced, or its bytes stay wrong.
+            ConfigError: credentials are missing, expired or not sufficient.
+            FileNotFoundError: the object is gone.
+            ConnectionError: the store cannot be reached, or throttles all the time.
+        """
+
+        def attempt() -> memoryview:
+            data = self._get(begin, end)
+            check(data)
+            return data
+
+        return _until_it_works(self.url, attempt)
+
+    def _get(self, begin: int, end: int) -> memoryview:
+        store, name = _store_of(self.url)
+        options: dict[str, Any] = {"range": (begin, end)}
+        if self.etag is not None:
+            options["if_match"] = self.etag
+        answer = _client().get(store, name, options=options)
+        if _object(self.url, answer.meta).version != self.version:
+            raise _replaced(self.url)
+        data = memoryview(answer.bytes())
+        if answer.range != (begin, end) or len(data) != end - begin:
+            raise WrongBytesError(
+                f"asked for bytes [{begin}, {end}), answered with {len(data)} of {answer.range}"
+            )
+        return data
+
+
+def find_object(url: str) -> RemoteObject | None:
+    """What stands at an address, None where there is nothing. Raises as ``RemoteObject.read``."""
+    store, name = _store_of(url)
+    try:
+        return _object(url, _until_it_works(url, lambda: _client().head(store, name)))
+    except FileNotFoundError:
+        return None
+
+
+def put_object(url: str, path: str | os.PathLike[str]) -> None:
+    """Upload a file. The object appears when it is complete. Raises as ``RemoteObject.read``."""
+    store, name = _store_of(url)
+
+    def attempt() -> None:
+        with open(path, "rb") as file:  # noqa: PTH123
+            _client().put(store, name, file)
+
+    _until_it_works(url, attempt)
+
+
+def remove_object(url: str) -> None:
+    """Delete an object, if it is there. Raises as ``RemoteObject.read``."""
+    store, name = _store_of(url)
+    try:
+        _until_it_works(url, lambda: _client().delete(store, name))
+    except FileNotFoundError:
+        return
+
+
+def _object(url: str, meta: Any) -> RemoteObject:
+    return RemoteObject(
+        url=url, num_bytes=meta["size"], etag=meta["e_tag"], modified=meta["last_modified"]
+    )
+
+
+def _until_it_works(url: str, attempt: Callable[[], T]) -> T:
+    until = time.monotonic() + RETRY_SECONDS
+    pause, wrong = FIRST_PAUSE, 0
+    while True:
+        try:
+            return attempt()
+        except WrongBytesError as error:
+            wrong += 1
+            if wrong == WRONG_ATTEMPTS:
+                raise FormatError(
+                    f"{url} is damaged, or changed on the way {wrong} times: {error}; "
+                    "`megapack-build verify` tells which"
+                ) from error
+        except FileNotFoundError as error:
+            raise FileNotFoundError(f"{url} does not exist (or is not visible)") from error
+        except _client().exceptions.PreconditionError as error:
+            raise _replaced(url) from error
+        except (_client().exceptions.BaseError, OSError) as error:
+            _raise_if_refused(url, error)
+            if time.monotonic() > until or ending.is_set():
+                raise _unreachable(url, error) from error
+        time.sleep(random.uniform(0, pause))  # random: not all readers at once
+        pause = min(2 * pause, LONGEST_PAUSE)
+
+
+def _replaced(url: str) -> FormatError:
+    return FormatError(
+        f"{url} was replaced since it was opened (another size or ETag); start the run again with "
+        "what stands there now, or restore it"
+    )
+
+
+def _raise_if_refused(url: str, error: Exception) -> None:
+    kinds = (_client().exceptions.PermissionDeniedError, _client().exceptions.UnauthenticatedError)
+    if isinstance(error, (*kinds, PermissionError)) or _REFUSED.search(str(error)):
+        raise ConfigError(
+            f"{url}: the store refuses the request. Are the credentials there, not expired and "
+            f"sufficient, the region and endpoint right? ({_first_line(error)})"
+        ) from error
+
+
+def _unreachable(url: str, error: Exception) -> ConnectionError:
+    if _THROTTLED.search(str(error)):
+        return ConnectionError(
+            f'{url}: the store throttles (it answered "slow down" for {RETRY_SECONDS:.0f} '
+            f"seconds): spread the data over more prefixes, or read with fewer nodes "
+            f"({_first_line(error)})"
+        )
+    return ConnectionError(
+        f"{url} could not be read for {RETRY_SECONDS:.0f} seconds: {_first_line(error)}"
+    )
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0][:300]
+
+
+# --- the client ---------------------------------------------------------------------------------
+
+
+@cache
+def _client() -> Any:
+    try:
+        module = importlib.import_module("obstore")
+        importlib.import_module("obstore.store")
+        importlib.import_module("obstore.exceptions")
+    except ImportError as error:
+        raise ConfigError("object stores are read with obstore: pip install obstore") from error
+    return module
+
+
+def _store_of(url: str) -> tuple[Any, str]:
+    folder, name = split(url)
+    refuse_fork()
+    return _open_store(folder), name
+
+
+@cache
+def _open_store(folder: str) -> Any:
+    """One per folder, whose connections all its objects share."""
+    if folder.startswith("file:"):
+        return _client().store.from_url(folder)
+    # Its own retries would hide what fails, and know nothing of wrong bytes.
+    options = {"timeout": REQUEST_TIMEOUT, "allow_http": True}  # where the endpoint says so
+    return _client().store.from_url(folder, client_options=options, retry_config={"max_retries": 0})
+
+
+_users: list[int] = []  # the process that uses it first, in its children, too
+
+
+def refuse_fork() -> None:
+    """The client's threads do not survive a fork: a child that used it would wait for ever.
+
+    Raises:
+        ConfigError: this process was forked from one that has used it.
+    """
+    if not _users:
+        _users.append(os.getpid())
+    if _users[0] != os.getpid():
+        raise ConfigError(
+            f"process {os.getpid()} was forked from one that reads an object store already, which "
+            "the client does not allow: use build_loader, or give torch's DataLoader "
+            "multiprocessing_context='spawn'"
+        )

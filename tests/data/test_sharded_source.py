@@ -1,0 +1,319 @@
+"""A source of many datasets is what their merge would be, and none is opened before it is needed.
+
+The specification is ``merge``: documents one after the other, samples of every bucket likewise.
+"""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from megapack.data import (
+    BlendConfig,
+    BucketBatchSampler,
+    PackedDataset,
+    Schedule,
+    Source,
+    Stage,
+    build_loader,
+    plan_exclusions,
+    plan_run,
+    unseen_documents,
+)
+from megapack.data.scores import Scores
+from megapack.data.vocabulary import check_token_ids
+from megapack.errors import ConfigError, IndexMismatchError, ResumeError
+from megapack.packing import SampleIndex, pack
+from megapack.packing.metrics import DocumentTotals
+from megapack.packing.shard_manifest import load_shards
+from megapack.packing.shard_packing import pack_shards, plan_packing
+from megapack.packing.shards import ShardedIndex
+from megapack.storage import IndexedDataset
+from megapack.storage.merge import merge
+from tests.data.corpora import packed_lengths, random_documents, write_documents
+
+BUCKETS = [16, 32, 64]
+SIZES = [40, 1, 90, 0, 33]  # documents of every shard; one has none
+STEP_TOKENS = 64 * 8
+
+
+def sharded(manifest: Path, prefixes: list[str]) -> ShardedIndex:
+    plan = plan_packing(str(manifest), prefixes, {"buckets": BUCKETS})
+    pack_shards(plan, lambda _: None)
+    return load_shards(manifest)
+
+
+def merged_index(index: ShardedIndex, dataset: IndexedDataset) -> SampleIndex:
+    """The samples of all shards as one index, by the definition: in Python, sample by sample."""
+    samples: dict[int, list[list[tuple[int, int, int]]]] = {capacity: [] for capacity in BUCKETS}
+    first = 0
+    for number, shard in enumerate(index.shards):
+        own = index.open(number)
+        for i in range(own.num_samples):
+            bucket, segments = own.sample(i)
+            moved = [(first + document, begin, n) for document, begin, n in segments]
+            samples[BUCKETS[bucket]].append(moved)
+        first += shard.num_documents
+    flat = [segments for capacity in BUCKETS for segments in samples[capacity]]
+    columns = np.array([s for segments in flat for s in segments], np.int64).T
+    packed = pack(dataset.document_lengths, buckets=BUCKETS)
+    counts = [len(samples[capacity]) for capacity in BUCKETS]
+    return SampleIndex(
+        bucket_capacity=np.array(BUCKETS),
+        bucket_sample_offsets=np.cumsum([0, *counts]),
+        sample_segment_offsets=np.cumsum([0, *map(len, flat)]),
+        segment_document=columns[0].astype(np.int32),
+        segment_begin=columns[1].astype(np.int32),
+        segment_length=columns[2].astype(np.int32),
+        strategy="bucket",
+        parameters={},
+        buckets=BUCKETS,
+        seed=0,
+        decisions={},
+        documents=DocumentTotals(**vars(packed.documents)),
+        dropped_tokens=0,
+        repeated_tokens=0,
+    )
+
+
+class Corpus:
+    """Shards, what they are merged, and another source."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.prefixes = [str(folder / f"shard{i}") for i in range(len(SIZES))]
+        for i, (prefix, size) in enumerate(zip(self.prefixes, SIZES, strict=True)):
+            lengths = packed_lengths(size, 64, seed=i)
+            write_documents(Path(prefix), random_documents(lengths, seed=i))
+        self.index = sharded(folder / "web.shards.json", self.prefixes)
+        merge(self.prefixes, folder / "merged")
+        self.dataset = IndexedDataset(folder / "merged")
+        self.merged = merged_index(self.index, self.dataset)
+        other = write_documents(folder / "other", random_documents(packed_lengths(60, 64, 9)))
+        self.other = (other, pack(other.document_lengths, buckets=BUCKETS))
+
+    def both(self, *, blend: bool = False, **options: Any) -> tuple[PackedDataset, PackedDataset]:
+        """Of the shards, and of the merged dataset."""
+        if not blend:
+            return (
+                PackedDataset(None, self.index, names=["web"], **options),
+                PackedDataset(self.dataset, self.merged, names=["web"], **options),
+            )
+        dataset, index = self.other
+        how: dict[str, Any] = {"names": ["other", "web"], "weights": [1, 3], **options}
+        return (
+            PackedDataset([dataset, None], [index, self.index], **how),
+            PackedDataset([dataset, self.dataset], [index, self.merged], **how),
+        )
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
+    return Corpus(tmp_path_factory.mktemp("sharded"))
+
+
+def batches(packed: PackedDataset, num_steps: int = 12, **options: Any) -> list[dict[str, Any]]:
+    schedule = Schedule(packed, tokens_per_step=STEP_TOKENS, seed=5)
+    loader = build_loader(
+        packed,
+        schedule,
+        data_parallel_rank=1,
+        data_parallel_size=2,
+        micro_batch_tokens=128,
+        num_steps=num_steps,
+        **options,
+    )
+    return list(loader)
+
+
+def assert_equal(ours: list[dict[str, Any]], theirs: list[dict[str, Any]]) -> None:
+    assert len(ours) == len(theirs) > 0
+    for a, b in zip(ours, theirs, strict=True):
+        assert a.keys() == b.keys()
+        for name, value in a.items():
+            if isinstance(value, torch.Tensor):
+                assert value.dtype == b[name].dtype and torch.equal(value, b[name]), name
+            else:
+                assert value == b[name], name
+
+
+def test_its_batches_are_those_of_the_merged_dataset(corpus: Corpus) -> None:
+    """Three epochs, the cost of whose dealing and whose labels come from the shards."""
+    ours, theirs = corpus.both()
+    assert len(ours) == len(theirs) > 60
+    assert_equal(batches(ours, 30, cu_seqlens="padded"), batches(theirs, 30, cu_seqlens="padded"))
+    schedule = Schedule(ours, tokens_per_step=STEP_TOKENS, seed=5)
+    drawn = np.concatenate([schedule.step(i).sample_ids for i in range(schedule.num_steps())])
+    assert set(drawn.tolist()) == set(range(len(ours))), "an epoch has every sample"
+
+
+def test_in_a_blend_with_stages_lists_windows_and_scores(corpus: Corpus, tmp_path: Path) -> None:
+    """All that speaks of documents numbers them through the shards, whoever looks them up."""
+    gone = np.array([0, 7, 39, 40, 41, 99, 130, 131, 163])
+    assert gone[-1] == sum(SIZES) - 1
+    np.save(tmp_path / "gone.npy", gone)
+    quality = np.random.default_rng(1).integers(0, 4, sum(SIZES)).astype(np.float64)
+    np.save(tmp_path / "quality.npy", quality)
+    stages = [
+        Stage(from_step=3, exclude={"web": str(tmp_path / "gone.npy")}),
+        Stage(from_step=6, weights={"web": 1, "other": 1}, attention_window=8),
+    ]
+    scores = [None, Scores(path=str(tmp_path / "quality.npy"), order="descending")]
+    pair = corpus.both(blend=True, stages=stages, scores=scores)
+    assert_equal(*(batches(packed) for packed in pair))
+    ours, theirs = (Schedule(packed, tokens_per_step=STEP_TOKENS, seed=5) for packed in pair)
+    assert plan_run(ours, 20).table() == plan_run(theirs, 20).table()
+    assert plan_exclusions(ours, 20) == plan_exclusions(theirs, 20) != []
+    for sample in range(0, len(pair[0]), 7):
+        assert pair[0].samples.segments(sample) == pair[1].samples.segments(sample)
+        assert ours.steps_of(sample, 40) == theirs.steps_of(sample, 40)
+    for document in (0, 40, 41, 130, 131, 163):
+        found = pair[0].samples.samples_of(1, document)
+        assert found == pair[1].samples.samples_of(1, document) and found
+    left, passes = unseen_documents(ours, 1, 9)
+    expected, as_many = unseen_documents(theirs, 1, 9)
+    assert left.tolist() == expected.tolist() and passes == as_many and len(left) > 5
+    with pytest.raises(ConfigError, match="document 164 of web: it has 164 documents"):
+        pair[0].samples.samples_of(1, 164)
+
+
+def test_bare_indices_make_the_same_schedule(corpus: Corpus) -> None:
+    ours, theirs = (
+        Schedule(index, tokens_per_step=STEP_TOKENS, cost_window=4)
+        for index in (corpus.index, corpus.merged)
+    )
+    for i in range(10):
+        assert ours.step(i).sample_ids.tolist() == theirs.step(i).sample_ids.tolist()
+        assert ours.step(i).num_label_tokens == theirs.step(i).num_label_tokens
+
+
+def moved(folder: Path, to: Path, number: int) -> None:
+    """Take the files of a shard away, or bring them back."""
+    for path in sorted(folder.glob(f"shard{number}*")):
+        path.rename(to / path.name)
+    for path in sorted((folder / "web.shards").glob(f"shard{number}-*")):
+        path.rename(to / path.name)
+
+
+def test_no_file_of_a_shard_is_opened_before_a_sample_of_it_is_drawn(tmp_path: Path) -> None:
+    """With all files away a run starts; with one shard away, what draws from the others goes on."""
+    corpus, away = Corpus(tmp_path), tmp_path / "away"
+    away.mkdir()
+    for number in range(len(SIZES)):
+        moved(tmp_path, away, number)
+    packed = PackedDataset(None, tmp_path / "web.shards.json")
+    schedule = Schedule(packed, tokens_per_step=STEP_TOKENS)
+    sampler = BucketBatchSampler(
+        schedule, data_parallel_rank=0, data_parallel_size=1, micro_batch_tokens=128
+    )
+    assert len(sampler) > 10 and plan_run(schedule, 10).datasets[0].num_samples == len(packed)
+    assert schedule.state_dict(3)["indices"] == [corpus.index.fingerprint]
+    check_token_ids(packed, 120)
+    with pytest.raises(ConfigError, match=r"web\.shards\.json holds token id 119"):
+        check_token_ids(packed, 119)
+    with pytest.raises(FileNotFoundError, match=r"shard\d"):
+        sampler.micro_batches(0)
+    for path in sorted(away.iterdir()):
+        home = tmp_path / "web.shards" if path.suffix == ".samples" else tmp_path
+        path.rename(home / path.name)
+    moved(tmp_path, away, 2)
+    index, (shards, _) = corpus.index, packed.samples.shards.locate(np.arange(len(packed)))
+    largest = np.arange(*index.bucket_sample_offsets[2:4])
+    for sample in largest[shards[largest] != 2].tolist():
+        packed[sample]
+    assert not packed.samples.shards.is_open(2)
+    with pytest.raises(FileNotFoundError, match="shard2"):
+        packed[int(np.flatnonzero(shards == 2)[0])]
+
+
+def test_a_shard_that_changed_is_refused_by_name_when_it_is_opened(tmp_path: Path) -> None:
+    Corpus(tmp_path)
+    packed = PackedDataset(None, tmp_path / "web.shards.json")
+    lengths = packed_lengths(SIZES[2], 64, seed=2)[::-1]
+    (tmp_path / "shard2.idx").unlink()
+    write_documents(tmp_path / "again", random_documents(lengths, seed=2))
+    for suffix in (".bin", ".idx"):
+        (tmp_path / f"again{suffix}").rename(tmp_path / f"shard2{suffix}")
+    with pytest.raises(IndexMismatchError, match=r"shard2 has changed since .*web\.shards\.json"):
+        [packed[i] for i in range(len(packed))]
+
+
+def test_worker_processes_get_the_same_shards(corpus: Corpus) -> None:
+    ours, theirs = corpus.both()
+    [again] = pickle.loads(pickle.dumps([ours]))
+    for sample in range(0, len(theirs), 11):
+        assert torch.equal(again[sample]["tokens"], theirs[sample]["tokens"])
+
+
+def test_labels_of_shards_stand_beside_them(tmp_path: Path) -> None:
+    prefixes = [str(tmp_path / name) for name in ("a", "b")]
+    for seed, prefix in enumerate(prefixes):
+        documents = random_documents(packed_lengths(30, 64, seed), seed)
+        write_documents(Path(prefix), documents)
+        chosen = [[t if t % 2 else -100 for t in document] for document in documents]
+        write_documents(Path(f"{prefix}.labels"), chosen, "int32")
+    index = sharded(tmp_path / "chat.shards.json", prefixes)
+    assert all(shard.labels for shard in index.shards)
+    chosen, every = (PackedDataset(None, index, label_dataset=how) for how in ("auto", None))
+    ids = np.arange(len(chosen))
+    assert (chosen.count_labels(ids) < every.count_labels(ids)).all()
+    labels = chosen[0]["labels"]
+    assert (labels[labels >= 0] % 2 == 1).all() and (labels >= 0).any()
+    with pytest.raises(ConfigError, match="labels stand beside them"):
+        PackedDataset(None, index, label_dataset=str(tmp_path / "a.labels"))
+
+
+# --- in a manifest, and in a run that goes on -----------------------------------------------------
+
+
+def test_shards_added_later_join_by_a_stage_and_never_by_themselves(tmp_path: Path) -> None:
+    corpus = Corpus(tmp_path)
+    manifest = str(tmp_path / "web.shards.json")
+
+    def run(*sources: Source, stages: tuple[Stage, ...] = ()) -> Schedule:
+        packed = BlendConfig(sources=sources, stages=stages).open()
+        return Schedule(packed, tokens_per_step=STEP_TOKENS)
+
+    state = run(Source(index=manifest, weight=1.0)).state_dict(7)
+    later = write_documents(tmp_path / "later", random_documents(packed_lengths(50, 64, 8)))
+    sharded(tmp_path / "web.shards.json", [later.prefix])
+    with pytest.raises(ResumeError, match=r"of 5 shards.* and is .* of 6 shards"):
+        run(Source(index=manifest, weight=1.0)).check_state(state)
+    old = Source(index=manifest, weight=1.0, name="web", shards=(0, 5))
+    new = Source(index=manifest, weight=0.0, name="new", shards=(5, 6))
+    join = Stage(from_step=7, weights={"web": 3, "new": 1})
+    goes_on = run(old, new, stages=(join,))
+    [change] = goes_on.check_state(state)
+    assert change.startswith("from step 7 on weights was")
+    before = run(old)
+    for step in range(7):
+        assert goes_on.step(step).sample_ids.tolist() == before.step(step).sample_ids.tolist()
+    first = len(PackedDataset(None, corpus.index))
+    assert any((goes_on.step(step).sample_ids >= first).any() for step in range(7, 12))
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"prefix": "a", "index": "a.shards.json"}, "needs a prefix, or a shard manifest"),
+        ({"index": "a.samples"}, "needs a prefix, or a shard manifest"),
+        ({}, "needs a prefix, or a shard manifest"),
+        ({"prefix": "a", "index": "a.samples", "shards": (0, 1)}, r"\[first, end\] of a shard"),
+        ({"index": "a.shards.json", "shards": (1,)}, r"\[first, end\] of a shard manifest"),
+    ],
+)
+def test_a_source_says_its_documents_once(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Source(**given)
+
+
+def test_documents_and_samples_that_do_not_fit_together_are_refused(corpus: Corpus) -> None:
+    with pytest.raises(ConfigError, match="names the documents of its shards"):
+        PackedDataset(corpus.dataset, corpus.index)
+    with pytest.raises(ConfigError, match="does not name its documents; give a prefix"):
+        PackedDataset(None, corpus.merged)

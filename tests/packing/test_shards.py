@@ -1,0 +1,228 @@
+"""Many datasets packed as one source: the same whoever did it, and no change passes unseen."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from packing_inputs import same_arrays
+
+from megapack.errors import ConfigError, FormatError, IndexMismatchError
+from megapack.packing import STRATEGIES, SampleIndex, pack
+from megapack.packing.extents import longest_reach, longest_segment, most_segments
+from megapack.packing.shard_manifest import load_index, load_shards
+from megapack.packing.shard_packing import pack_shards, plan_packing
+from megapack.packing.shards import ShardedIndex
+from megapack.storage import IndexedDataset, IndexedDatasetBuilder
+
+OPTIONS = {"strategy": "bucket", "buckets": [16, 32, 64], "seed": 3}
+NUM_SHARDS = 5
+
+
+def write(prefix: Path, seed: int, **how: Any) -> str:
+    prefix.parent.mkdir(exist_ok=True)
+    lengths = np.random.default_rng(seed).integers(0, 90, 40 + 10 * seed)
+    metadata = {"document_end_token": 0}
+    with IndexedDatasetBuilder(
+        prefix, dtype=np.uint16, vocab_size=300, metadata=metadata, **how
+    ) as builder:
+        for length in lengths:
+            builder.add_document(np.r_[np.full(max(0, length - 1), 100 + seed), [0]][:length])
+    return str(prefix)
+
+
+@pytest.fixture
+def prefixes(tmp_path: Path) -> list[str]:
+    return [write(tmp_path / f"web{i % 2}" / f"part{i}", i) for i in range(NUM_SHARDS)]
+
+
+def packed(manifest: Path, prefixes: list[str], **how: Any) -> ShardedIndex:
+    options = {**OPTIONS, **how.pop("options", {})}
+    overwrite = how.get("overwrite", False)
+    plan = plan_packing(str(manifest), prefixes, options, overwrite=overwrite)
+    pack_shards(plan, lambda _: None, **how)
+    return load_shards(manifest)
+
+
+def files(manifest: Path) -> dict[str, bytes]:
+    folder = manifest.with_name(manifest.name.removesuffix(".json"))
+    found = {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
+    return {**found, "manifest": manifest.read_bytes()}
+
+
+def test_the_manifest_says_of_every_shard_what_its_files_say(
+    tmp_path: Path, prefixes: list[str]
+) -> None:
+    index = packed(tmp_path / "web.shards.json", prefixes)
+    assert len(index.shards) == NUM_SHARDS
+    for number, (prefix, shard) in enumerate(zip(prefixes, index.shards, strict=True)):
+        dataset, own = IndexedDataset(prefix), index.open(number)
+        assert same_arrays(own, pack(dataset.document_lengths, **OPTIONS))
+        own.check_source(dataset)
+        assert (shard.num_documents, shard.num_tokens) == (
+            dataset.num_documents,
+            dataset.num_tokens,
+        )
+        assert (shard.fingerprint, shard.ends) == (dataset.fingerprint, dataset.ends_digest)
+        assert (shard.vocab_size, shard.document_end_token, shard.labels) == (300, 0, False)
+        assert shard.max_token_id == dataset.meta["max_token_id"] and shard.dtype == "uint16"
+    assert index.num_documents == sum(s.num_documents for s in index.shards)
+    opened = [index.open(number) for number in range(NUM_SHARDS)]
+    assert index.num_samples == sum(own.num_samples for own in opened) > 100
+    assert most_segments(index) == np.max([most_segments(own) for own in opened], axis=0).tolist()
+    assert longest_segment(index) == max(map(longest_segment, opened))
+    assert longest_reach(index) == max(map(longest_reach, opened)) > longest_segment(index)
+
+
+def test_runs_give_every_sample_of_every_shard_one_number(
+    tmp_path: Path, prefixes: list[str]
+) -> None:
+    """Bucket after bucket, in each of them shard after shard."""
+    index = packed(tmp_path / "web.shards.json", prefixes)
+    first, shard, begin = index.runs
+    numbered = [
+        (int(s), int(b) + i)
+        for r, (s, b) in enumerate(zip(shard, begin, strict=True))
+        for i in range(int(first[r + 1] - first[r]))
+    ]
+    expected = [
+        (number, sample)
+        for bucket in range(len(index.bucket_capacity))
+        for number in range(NUM_SHARDS)
+        for sample in range(*index.open(number).bucket_sample_offsets[bucket : bucket + 2].tolist())
+    ]
+    assert numbered == expected and len(expected) == index.num_samples
+
+
+def test_parts_processes_and_a_killed_run_make_the_same_files(
+    tmp_path: Path, prefixes: list[str]
+) -> None:
+    alone = tmp_path / "alone"
+    alone.mkdir()
+    packed(alone / "web.shards.json", prefixes)
+    together = tmp_path / "together"
+    together.mkdir()
+    manifest = together / "web.shards.json"
+    plan = plan_packing(str(manifest), prefixes, OPTIONS)
+    done = pack_shards(plan, lambda _: None, part=(1, 2))
+    assert len(done) == NUM_SHARDS // 2 and not manifest.exists()
+    kept = {path: path.stat().st_mtime_ns for path in manifest.with_name("web.shards").iterdir()}
+    packed(manifest, prefixes, workers=2)
+    assert {path: path.stat().st_mtime_ns for path in kept} == kept, "what was there stays"
+    assert files(manifest) == files(alone / "web.shards.json")
+
+
+def test_a_later_dataset_is_packed_alone_and_goes_behind_the_others(
+    tmp_path: Path, prefixes: list[str]
+) -> None:
+    manifest = tmp_path / "web.shards.json"
+    before = packed(manifest, prefixes)
+    kept = {path: path.stat().st_mtime_ns for path in manifest.with_name("web.shards").iterdir()}
+    later = write(tmp_path / "a_name_that_sorts_first", 9)
+    after = packed(manifest, [later, *prefixes])
+    assert [s.prefix for s in after.shards[:-1]] == [s.prefix for s in before.shards]
+    assert after.shards[:-1] == before.shards and after.shards[-1].prefix == later
+    assert {path: path.stat().st_mtime_ns for path in kept} == kept
+    assert packed(manifest, []).shards == after.shards, "those that it has need not be named"
+    assert load_shards(manifest, [0, NUM_SHARDS]).fingerprint == before.fingerprint
+    assert after.fingerprint != before.fingerprint and "of 6 shards" in after.fingerprint
+    [added] = load_shards(manifest, [NUM_SHARDS, NUM_SHARDS + 1]).shards
+    assert added.prefix == later
+    with pytest.raises(ConfigError, match=r"shards \[3, 9\) of .*, which has 6"):
+        load_shards(manifest, [3, 9])
+
+
+def test_a_changed_file_is_an_error_that_names_it(tmp_path: Path, prefixes: list[str]) -> None:
+    manifest = tmp_path / "web.shards.json"
+    index = packed(manifest, prefixes)
+    written = manifest.read_bytes()
+    write(tmp_path / "web1" / "part1", 7, overwrite=True)
+    with pytest.raises(IndexMismatchError, match=r"part1\.idx has changed since .*shards\.json"):
+        packed(manifest, prefixes)
+    assert manifest.read_bytes() == written
+    new = packed(manifest, prefixes, overwrite=True)
+    assert new.shards[1] != index.shards[1] and new.shards[2] == index.shards[2]
+    other = SampleIndex.load(new.shards[2].samples)
+    other.save(new.shards[3].samples, overwrite=True)
+    with pytest.raises(IndexMismatchError, match=r"part3-.*samples has changed"):
+        packed(manifest, prefixes)
+    with pytest.raises(IndexMismatchError, match=r"part3-.*samples holds other samples than"):
+        new.open(3)
+
+
+def test_other_options_are_refused_and_not_mixed(tmp_path: Path, prefixes: list[str]) -> None:
+    manifest = tmp_path / "web.shards.json"
+    packed(manifest, prefixes)
+    with pytest.raises(ConfigError, match="packed with another seed: give the same options"):
+        packed(manifest, prefixes, options={"seed": 4})
+    with pytest.raises(ConfigError, match="another parameters and buckets and bucket_capacity"):
+        packed(manifest, prefixes, options={"buckets": [16], "alignment": 4})
+    manifest.unlink()  # a run that was stopped before the manifest, then other options
+    with pytest.raises(ConfigError, match=r"part0-.* is there already: it was packed with another"):
+        packed(manifest, prefixes, options={"seed": 4})
+    assert packed(manifest, prefixes, options={"seed": 4}, overwrite=True).seed == 4
+    with pytest.raises(ConfigError, match=r"NAME\.shards\.json"):
+        packed(tmp_path / "web.json", prefixes)
+    with pytest.raises(ConfigError, match="no datasets"):
+        packed(tmp_path / "none.shards.json", [])
+
+
+def test_a_folder_that_moves_takes_its_manifest_along(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    prefix = write(Path("here") / "docs", 2)
+    index = packed(Path("here") / "web.shards.json", [prefix, str(tmp_path / "here" / "docs")])
+    assert len(index.shards) == 1, "two ways to write one prefix are one shard"
+    carried = pickle.dumps(index)
+    shutil.move("here", "there")
+    moved = load_shards(Path("there") / "web.shards.json")
+    assert moved.open(0).num_samples == index.num_samples
+    monkeypatch.chdir("there")
+    shutil.move(tmp_path / "there", tmp_path / "here")
+    assert pickle.loads(carried).open(0).num_samples == index.num_samples, "from any directory"
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_which_buckets_there_are_never_depends_on_the_documents(strategy: str) -> None:
+    """So that shards of one packing have the same ones."""
+    many = STRATEGIES[strategy].many_buckets
+    options: dict[str, Any] = {"strategy": strategy, "buckets": [16, 64] if many else [64]}
+    lengths = np.arange(1, 80)
+    assert (
+        pack(np.zeros(0, np.int32), **options).bucket_capacity.tolist()
+        == pack(lengths[:3], **options).bucket_capacity.tolist()
+        == pack(lengths, **options).bucket_capacity.tolist()
+    )
+
+
+def test_a_damaged_manifest_is_refused(tmp_path: Path, prefixes: list[str]) -> None:
+    manifest = tmp_path / "web.shards.json"
+    packed(manifest, prefixes)
+    sound = json.loads(manifest.read_text())
+
+    def damaged(change: Any) -> str:
+        content = json.loads(json.dumps(sound))
+        change(content)
+        manifest.write_text(json.dumps(content))
+        with pytest.raises(FormatError) as caught:
+            load_index(manifest)
+        return str(caught.value)
+
+    assert "no shard manifest" in damaged(lambda c: c.update(format="other"))
+    assert "has version 2; this megapack reads 1" in damaged(lambda c: c.update(version=2))
+    assert "lacks shards" in damaged(lambda c: c.pop("seed"))
+    assert "lacks shards" in damaged(lambda c: c.update(shards=[]))
+    for name in sound["shards"][2]:
+        assert f"shard 2 says {name} is" in damaged(lambda c, n=name: c["shards"][2].pop(n))
+    text = damaged(lambda c: c["shards"][1].update(num_documents=-1))
+    assert "shard 1 says num_documents is -1" in text
+    assert "counts of 1 buckets" in damaged(lambda c: c["shards"][0].update(samples_per_bucket=[1]))
+    manifest.write_text(json.dumps(sound)[:-30])
+    with pytest.raises(FormatError, match="no valid JSON"):
+        load_index(manifest)

@@ -1,0 +1,62 @@
+"""Small datasets, here and at an address, and what a run makes of either."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megapack.data import PackedDataset, Schedule, build_loader
+from megapack.packing import pack
+from megapack.storage import IndexedDataset
+from megapack.storage.remote.client import put_object
+from megapack.storage.remote.upload import upload_dataset
+from tests.data.corpora import packed_lengths, random_documents, write_documents
+
+__all__ = ["address_of", "put_dataset", "run", "write_packed"]
+
+MICRO_BATCH = 1024
+
+
+def write_packed(prefix: Path, num_documents: int = 2000, seed: int = 0) -> IndexedDataset:
+    """Some 100 tokens per document, so 25 blocks of .bin, and a .samples beside them."""
+    lengths = packed_lengths(num_documents, 400, seed)
+    documents = write_documents(prefix, random_documents(lengths, seed))
+    index = pack(documents.document_lengths, "bucket", buckets=[64, 256, 512])
+    index.save(f"{prefix}.samples", source=documents)
+    return documents
+
+
+def address_of(prefix: Path) -> str:
+    """One that no other test writes to."""
+    return f"s3://bucket/{prefix.parent.name}/{prefix.name}"
+
+
+def put_dataset(prefix: Path, num_documents: int = 2000, seed: int = 0) -> str:
+    """Written and uploaded; the address of the prefix. The local files stay."""
+    write_packed(prefix, num_documents, seed)
+    upload_dataset(str(prefix), address_of(prefix))
+    put_object(f"{address_of(prefix)}.samples", f"{prefix}.samples")
+    return address_of(prefix)
+
+
+def run(
+    prefix: str | os.PathLike[str] | Sequence[Any], rank: int = 0, size: int = 1, **options: Any
+) -> list[dict[str, Any]]:
+    """Every batch of a rank in one epoch, as lists; of one dataset or a blend."""
+    prefixes = prefix if isinstance(prefix, list) else [prefix]
+    data = PackedDataset(prefixes, [f"{os.fspath(each)}.samples" for each in prefixes])
+    schedule = Schedule(data, tokens_per_step=2 * MICRO_BATCH, seed=3)
+    loader = build_loader(
+        data,
+        schedule,
+        data_parallel_rank=rank,
+        data_parallel_size=size,
+        micro_batch_tokens=MICRO_BATCH,
+        **options,
+    )
+    names = ("tokens", "labels", "loss_mask", "sample_ids")
+    return [{name: np.asarray(batch[name]).tolist() for name in names} for batch in loader]

