@@ -11,7 +11,7 @@ from megapack.cli import arguments
 from megapack.cli.main import COMMANDS, build_parser
 
 ALL = sorted(COMMANDS)
-READ_DATASETS = {"pack", "compare", "merge", "verify", "repair", "inspect"}
+READ_DATASETS = {"pack", "compare", "merge", "verify", "repair", "inspect", "upload"}
 READ_RUNS = {"trace"}
 WRITE = {"tokenize", "train-tokenizer", "pack", "arrange", "compare", "merge", "import"}
 # Spellings that another word of the vocabulary has taken over.
@@ -66,7 +66,7 @@ def test_a_shared_option_is_the_shared_one(command: str) -> None:
 @pytest.mark.parametrize("command", sorted(READ_DATASETS))
 def test_a_dataset_is_read_by_position_or_by_data_prefix(command: str) -> None:
     actions = _actions(command)
-    (position,) = (a for a in actions if not a.option_strings)
+    position = next(a for a in actions if not a.option_strings)
     (option,) = (a for a in actions if "--data-prefix" in a.option_strings)
     assert position.dest == option.dest
     assert str(position.metavar).startswith("PREFIX") and option.metavar == "PREFIX"
