@@ -24,7 +24,7 @@ from megapack.training.model.memory import estimate_memory
 from megapack.training.model.opening import open_model
 from megapack.training.model.training_model import TrainingModel
 from megapack.training.run.directory import plain
-from megapack.training.run.inputs import Inputs, PlannedSteps, check_inputs, open_inputs
+from megapack.training.run.inputs import PlannedSteps, check_inputs, open_inputs
 from megapack.training.run.learning_rate import num_warmup_steps
 from megapack.training.run.lengths import steps_from_lengths
 from megapack.training.run.zero import describe_reduction
@@ -64,8 +64,7 @@ def dry_run(
     ranks = world_size or int(os.environ.get("WORLD_SIZE", "1"))
     steps = _steps(config, lengths, buckets)
     architecture = model_configuration(config.model, steps.vocab_size)
-    if isinstance(steps, Inputs):
-        check_inputs(steps, architecture, config.data.positions)
+    check_inputs(steps, architecture, config.data.positions)
     _check_ranks(config, ranks)
     here = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     wanted = config.model if here.type == "cuda" else replace(config.model, attention="auto")
@@ -193,7 +192,10 @@ def _memory(config: PretrainConfig, model: Any, plan: PlannedSteps, ranks: int) 
     parts = estimate_memory(model, config, ranks, longest=plan.schedule.capacities[-1])
     lines = [f"{name:>22}: {size / 2**30:8.2f} GiB" for name, size in parts.items()]
     total = sum(parts.values()) / 2**30
-    return "\n".join(["memory per rank, estimated:", *lines, f"{'together':>22}: {total:8.2f} GiB"])
+    # Of attention what is kept grows with the tokens, not with the square of a document.
+    tokens = f"{config.data.micro_batch_tokens:,} tokens"
+    title = f"memory per rank, estimated, the same in every bucket ({tokens})"
+    return "\n".join([f"{title}:", *lines, f"{'together':>22}: {total:8.2f} GiB"])
 
 
 def _flops_of_run(plan: PlannedSteps, flops: ModelFlops) -> float:
