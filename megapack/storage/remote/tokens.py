@@ -158,8 +158,8 @@ class RemoteTokens:
 
 
 def blocks_of(begins: NDArray[np.int64], ends: NDArray[np.int64], itemsize: int) -> Blocks:
-    """Ascending numbers, each once, of the blocks that hold ranges of tokens, which are (num_ranges,)
-    ascending and do not overlap."""
+    """Ascending numbers, each once, of the blocks that hold ranges of tokens, which are ascending
+    and do not overlap, (num_ranges,) each."""
     first, last = begins * itemsize // BLOCK_BYTES, -(-ends * itemsize // BLOCK_BYTES)
     first[1:] = np.maximum(first[1:], last[:-1])  # a block of two ranges counts with the first
     counts = last - first
