@@ -11,9 +11,9 @@ gives: the ranges of the whole .bin, 4 MiB each, 64 at a time. All others make b
 - ``Megatron``: megatron-core's S3 reader, which holds one chunk of 256 MiB in memory, asked for the
   documents of the same samples in the same order (it makes no batches of them).
 
-``data_wait_%``: of a trainer that takes its batches at 80 % of what the line gives (``bare``);
-``tokens_per_s``: of one that takes them as they come; both once a tenth was taken, until when
-64 MiB ahead have been asked for (of ``whole file`` from the start, which is when it reads).
+``tokens_per_s``: of a trainer that takes its batches as they come, after the first (``whole file``
+from the start, which is when it reads); ``data_wait_%``: of one that takes them at 80 % of what the
+line gives (``bare``), once a tenth was taken, until when 64 MiB ahead have been asked for.
 ``read_over_useful``: bytes that came over bytes of the samples' tokens. The cache lies in memory:
 what a disk gives is no matter here. The line has 100 MB/s since server, line and client share the
 cores of one machine; BANDWIDTH=200e6 takes more than two of them.
@@ -147,24 +147,32 @@ def bare(num_bytes: int) -> dict[str, float]:
 def consume(
     make: Callable[[], Iterator[Any]], count: int, skip: int, pace: float | None
 ) -> dict[str, float]:
-    """Take all batches, the first of them unmeasured; ``pace``: seconds that a trainer needs for
-    each."""
-    began = begin = time.perf_counter()
-    items, waited, first = iter(make()), 0.0, 0.0
+    """Take all batches.
+
+    Args:
+        make: them.
+        count: how many there are.
+        skip: that are taken before waiting counts; 0: everything counts from the start.
+        pace: seconds that a trainer needs for each; None: none.
+    """
+    began = begin = begin_waiting = time.perf_counter()
+    items, waited = iter(make()), 0.0
     for number in range(count):
-        if number == skip:
-            begin, waited = time.perf_counter(), 0.0
         asked = time.perf_counter()
+        if number == skip:
+            begin_waiting, waited = asked, 0.0
         next(items)
         waited += time.perf_counter() - asked
-        first = first or time.perf_counter() - began
+        if number == 0:
+            first = time.perf_counter()
+            begin = first if skip else began
         if pace is not None:
             time.sleep(pace)
-    seconds = time.perf_counter() - begin
+    end = time.perf_counter()
     return {
-        "first_batch_s": first,
-        "tokens_per_s": (count - skip) * TOKENS / seconds,
-        "data_wait_%": 100 * waited / seconds,
+        "first_batch_s": first - began,
+        "tokens_per_s": (count - bool(skip)) * TOKENS / (end - begin),
+        "data_wait_%": 100 * waited / (end - begin_waiting),
     }
 
 
