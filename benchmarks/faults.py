@@ -46,6 +46,7 @@ from ports import free_port
 
 from tests.training.processes import Zygote, environment
 
+WAITS_ON = f"waits on after {PATIENCE:.0f} s"
 TWO_NODES = Path(__file__).parents[1] / "launch" / "two_nodes.sh"
 FALLBACK = ["--set", "checkpoint.fallback=true"]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
@@ -59,7 +60,8 @@ def signalled(number: int, ranks: list[int]) -> Callable[[Run], dict[str, Any]]:
         run.reach(FAULT_AT)
         started.signal(number, ranks)
         noticed = leaves(started.pids, time.monotonic(), PATIENCE)
-        return {"noticed_s": noticed, "exit": str(end(started))}
+        result = {"noticed_s": noticed, "exit": str(end(started))}
+        return result if noticed is not None else {**result, "happened": WAITS_ON}
 
     return fault
 
@@ -115,10 +117,15 @@ def launched_twice(run: Run) -> dict[str, Any]:
     begin = time.monotonic()
     second = run.start()
     noticed = leaves(second.pids, begin)
-    result = {"noticed_s": noticed, "exit": str(end(second)), "happened": run.message()}
+    codes = end(second)
+    result = {"exit": str(codes), "again": "was not needed"}
+    if any(codes):
+        result |= {"noticed_s": noticed, "happened": run.message()}
+    else:
+        result["happened"] = "nothing was noticed: both wrote the same log and checkpoints"
     leaves(first.pids, time.monotonic())
     end(first)
-    return {**result, "again": "was not needed"}
+    return result
 
 
 def torchrun_killed(run: Run) -> dict[str, Any]:
@@ -175,7 +182,8 @@ def node_lost(run: Run) -> dict[str, Any] | None:
         code, noticed = None, None
         nodes.terminate()  # its trap ends what it started
         nodes.wait()
-    result = {"noticed_s": noticed, "exit": str([code]), "happened": run.message()}
+    happened = WAITS_ON if noticed is None else run.message()
+    result = {"noticed_s": noticed, "exit": str([code]), "happened": happened}
     return {**result, **again(run)}
 
 

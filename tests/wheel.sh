@@ -24,8 +24,10 @@ mkdir "$work/run"
 printf '{"text": "%s"}\n' "one document" "another, longer document" >"$work/run/a.jsonl"
 # Only what the environment has: no compiler, no checkout, no modules of the user's.
 alone=(env -i -C "$work/run" PATH="$bin" HOME="$work/run")
-"${alone[@]}" CC=none CXX=none "$bin/python" -m pip install --quiet --disable-pip-version-check \
-    --only-binary :all: "$wheel"
+# pip keeps its own settings (where the CPU build of torch is), and finds no compiler either.
+pip=(env -u PYTHONPATH -C "$work/run" PATH="$bin" CC=none CXX=none DS_BUILD_OPS=0
+    "$bin/python" -m pip install --quiet --disable-pip-version-check -c "$PWD/constraints.txt")
+"${pip[@]}" --only-binary :all: "$wheel"
 "${alone[@]}" megapack-build tokenize --input a.jsonl --tokenizer bytes --output-prefix a
 "${alone[@]}" megapack-build pack --data-prefix a --buckets 16,32 --output a.samples
 "${alone[@]}" megapack-build inspect a.samples --sample 0
@@ -40,6 +42,22 @@ assert Path(megapack._core.__file__).is_relative_to(sys.argv[1]), megapack._core
 assert pack([10, 3, 7], "bucket", buckets=[8, 16]).num_samples == 2
 assert (Path(megapack.__file__).parent / "configs" / "demo_cpu.yaml").is_file()
 PYTHON
+if "${alone[@]}" megapack-pretrain --help 2>"$work/said"; then
+    echo "megapack-pretrain started without torch" >&2
+    exit 1
+fi
+grep "install megapack with its extra train" "$work/said"
+
+# The recipe of the demonstration: planned before there are data, then two steps of it.
+"${pip[@]}" --only-binary :all: torch numpy wheel "setuptools>=77"
+"${pip[@]}" --no-build-isolation deepspeed # comes as source; its operators are left out
+"${pip[@]}" "$wheel[train]"
+"${alone[@]}" megapack-pretrain --config demo_cpu --dry-run --world-size 2 \
+    --lengths lognormal:999,603,1e4 --set model.vocab_size=257
+"${alone[@]}" megapack-pretrain --config demo_cpu --set run_dir=run --set num_steps=2 \
+    --set data.prefix=a --set data.index=a.samples --set data.valid_prefix=null \
+    --set data.tokens_per_step=64 --set data.micro_batch_tokens=32
+"${alone[@]}" megapack-export run --step 2 --output exported
 
 mkdir -p dist
 cp "${wheel[0]}" dist/

@@ -13,6 +13,7 @@ import yaml
 from megapack.attention import Choice
 from megapack.config import to_dict
 from megapack.data.report import plan_run
+from megapack.data.sequence_parallel import check_group, ranks_per_micro_batch
 from megapack.data.stage import StageDraws
 from megapack.data.window import Window
 from megapack.errors import ConfigError
@@ -23,7 +24,7 @@ from megapack.training.model.memory import estimate_memory
 from megapack.training.model.opening import open_model
 from megapack.training.model.training_model import TrainingModel
 from megapack.training.run.directory import plain
-from megapack.training.run.inputs import Inputs, PlannedSteps, check_inputs, open_inputs
+from megapack.training.run.inputs import PlannedSteps, check_inputs, open_inputs
 from megapack.training.run.learning_rate import num_warmup_steps
 from megapack.training.run.lengths import steps_from_lengths
 from megapack.training.run.zero import describe_reduction
@@ -63,8 +64,7 @@ def dry_run(
     ranks = world_size or int(os.environ.get("WORLD_SIZE", "1"))
     steps = _steps(config, lengths, buckets)
     architecture = model_configuration(config.model, steps.vocab_size)
-    if isinstance(steps, Inputs):
-        check_inputs(steps, architecture, config.data.positions)
+    check_inputs(steps, architecture, config.data.positions)
     _check_ranks(config, ranks)
     here = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     wanted = config.model if here.type == "cuda" else replace(config.model, attention="auto")
@@ -99,6 +99,7 @@ def _steps(
 
 
 def _check_ranks(config: PretrainConfig, ranks: int) -> None:
+    check_group(config.engine.sequence_parallel_size, ranks)
     batches = config.data.tokens_per_step // config.data.micro_batch_tokens
     if batches % ranks and config.data.uneven == "error":
         raise ConfigError(
@@ -152,16 +153,19 @@ def _stage(
     settings, micro = stage.config, config.data.micro_batch_tokens
     micro_steps = -(-settings.tokens_per_step // (micro * ranks))
     draws = stage.num_draws(end)
-    rows = [
-        f"{'bucket':>8} {'steps':>10} {'share':>7} {'samples/step':>13} {'per micro batch':>16}"
-    ]
+    unit = "step" if settings.draws_per_step == 1 else "draw"
+    each = f"samples/{unit}"
+    rows = [f"{'bucket':>8} {unit + 's':>10} {'share':>7} {each:>13} {'per micro batch':>16}"]
+    size = config.engine.sequence_parallel_size
     for stream, samples, count in zip(
         stage.buckets, stage.samples_per_draw, draws.tolist(), strict=True
     ):
         share = count / max(1, int(draws.sum()))
-        per_batch = micro // stream.capacity
+        shared = ranks_per_micro_batch(stream.capacity, micro, size)
+        per_batch = micro * shared // stream.capacity
+        by = f"  of {shared} ranks" if shared > 1 else ""
         rows.append(
-            f"{stream.capacity:>8,} {count:>10,} {share:>7.2%} {samples:>13,} {per_batch:>16,}"
+            f"{stream.capacity:>8,} {count:>10,} {share:>7.2%} {samples:>13,} {per_batch:>16,}{by}"
         )
     shown = min(stage.begin + 12, end)
     order = " ".join(
@@ -171,7 +175,8 @@ def _stage(
         [
             *([f"steps {stage.begin:,} to {end - 1:,}:"] if stage.begin else []),
             *([] if window is None else [f"attention window: {window}"]),
-            f"ranks: {ranks}, {micro_steps} micro steps of {micro:,} tokens each",
+            f"ranks: {ranks}, {micro_steps} micro steps of {micro:,} tokens each"
+            + ("" if unit == "step" else f"; {settings.draws_per_step} draws per step"),
             *rows,
             f"order: {settings.order}; the first draws: {order}",
         ]
@@ -187,7 +192,10 @@ def _memory(config: PretrainConfig, model: Any, plan: PlannedSteps, ranks: int) 
     parts = estimate_memory(model, config, ranks, longest=plan.schedule.capacities[-1])
     lines = [f"{name:>22}: {size / 2**30:8.2f} GiB" for name, size in parts.items()]
     total = sum(parts.values()) / 2**30
-    return "\n".join(["memory per rank, estimated:", *lines, f"{'together':>22}: {total:8.2f} GiB"])
+    # Of attention what is kept grows with the tokens, not with the square of a document.
+    tokens = f"{config.data.micro_batch_tokens:,} tokens"
+    title = f"memory per rank, estimated, the same in every bucket ({tokens})"
+    return "\n".join([f"{title}:", *lines, f"{'together':>22}: {total:8.2f} GiB"])
 
 
 def _flops_of_run(plan: PlannedSteps, flops: ModelFlops) -> float:

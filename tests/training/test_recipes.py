@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 
 from megapack.errors import ConfigError
@@ -18,3 +21,13 @@ def test_an_unknown_recipe_names_the_nearest() -> None:
         read_config("llama_1b_buckets")
     with pytest.raises(OSError, match=r"nothing\.yaml"):
         read_config("nothing.yaml")
+
+
+def test_an_environment_for_data_is_told_what_training_needs() -> None:
+    """Not the first import that happens to fail, somewhere below."""
+    without = "import sys; sys.modules['deepspeed'] = None; import megapack.training"
+    done = subprocess.run(
+        [sys.executable, "-c", without], check=False, capture_output=True, text=True
+    )
+    assert done.returncode == 1
+    assert "training needs deepspeed" in done.stderr and "extra train" in done.stderr

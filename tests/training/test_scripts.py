@@ -141,7 +141,17 @@ def test_a_dry_run_plans_from_lengths_before_there_are_data(
         ("data.tokens_per_step=1000", "not a multiple of", 2),
         ("data.prefix=/nowhere", "/nowhere", 1),
         ("model.attention=flash2", "cannot serve", 2),
-        ("model.preset=gpt2_tiny model.overrides={n_positions: 100}", "100 positions", 2),
+        (
+            "model.preset=gpt2_tiny model.overrides={n_positions: 100}",
+            "max_position_embeddings is 100, and the training data need 128 positions",
+            2,
+        ),
+        (
+            "model.overrides={max_position_embeddings: 100}",
+            "largest bucket 128); pack into buckets of at most 100, or set "
+            "model.overrides.max_position_embeddings=128",
+            2,
+        ),
     ],
 )
 def test_a_configuration_that_cannot_run_is_one_line_without_a_traceback(

@@ -14,12 +14,8 @@ from megapack.training.model.presets import PRESETS
 __all__ = [
     "attention_needs",
     "model_configuration",
-    "position_limit",
     "register_architectures",
 ]
-
-# Position embeddings with a row per position; all others reach any length.
-_LEARNED_POSITIONS = ("gpt2", "gpt_bigcode", "gpt_neo", "opt", "biogpt")
 
 _DROPOUTS = ("attention_dropout", "attn_pdrop", "embd_pdrop", "resid_pdrop")
 
@@ -123,9 +119,3 @@ def attention_needs(configuration: Any, device: torch.device, dtype: torch.dtype
         softcap=bool(getattr(configuration, "attn_logit_softcapping", None)),
         alibi=configuration.model_type == "gpt2_alibi",
     )
-
-
-def position_limit(configuration: Any) -> int | None:
-    """The longest document (tokens) that learned position embeddings can number, if there are."""
-    learned = configuration.model_type in _LEARNED_POSITIONS
-    return int(configuration.max_position_embeddings) if learned else None

@@ -15,7 +15,7 @@ from megapack.packing.extents import longest_reach, longest_segment
 from megapack.packing.shards import SourceIndex
 from megapack.storage import IndexedDataset
 from megapack.training.config import DataConfig, PretrainConfig
-from megapack.training.model.architecture import position_limit
+from megapack.training.model.positions import position_limit
 from megapack.training.run.world import World
 
 __all__ = [
@@ -162,27 +162,41 @@ def verify_samples(inputs: Inputs, world: World) -> None:
     world.fail_together(problem, "samples", FormatError)
 
 
-def check_inputs(inputs: Inputs, architecture: Any, positions: str) -> None:
-    """Refuse data that a model cannot take.
+def check_inputs(steps: PlannedSteps, architecture: Any, positions: str) -> None:
+    """Refuse data that a model cannot take; of steps without files, lengths that it cannot.
 
     Args:
-        inputs: of ``open_inputs``.
+        steps: of ``open_inputs`` or ``plan_steps``.
         architecture: of ``model_configuration``.
         positions: of the training data (``data.positions``).
 
     Raises:
-        ConfigError: a token id or a position (of learned position embeddings) is beyond its table.
+        ConfigError: a document is longer than the positions of the model, or a token id is beyond
+            its vocabulary.
     """
-    limit = position_limit(architecture)
-    valid = "document" if positions == "document" else "segment"
-    for data, kind in ((inputs.data, positions), *((data, valid) for data in inputs.held_out)):
-        longest = max((_longest_position(index, kind) for index in data.samples.indices), default=0)
-        if limit is not None and longest > limit:
-            raise ConfigError(
-                f"the model has {limit} positions and {data} needs {longest} (positions: {kind}); "
-                f"pack into buckets of at most {limit}, or take a model with RoPE or ALiBi"
-            )
+    _check_positions(steps.schedule.samples.indices, architecture, positions, "the training data")
+    if not isinstance(steps, Inputs):
+        return
+    for data in steps.held_out:
+        valid = "document" if positions == "document" else "segment"
+        _check_positions(data.samples.indices, architecture, valid, str(data))
+    for data in (steps.data, *steps.held_out):
         check_token_ids(data, architecture.vocab_size)
+
+
+def _check_positions(
+    indices: Sequence[SourceIndex], architecture: Any, positions: str, what: str
+) -> None:
+    longest = max((_longest_position(index, positions) for index in indices), default=0)
+    bucket = max(int(index.bucket_capacity.max()) for index in indices)
+    limit = position_limit(architecture, max(longest, bucket))
+    if limit is not None and longest > limit.tokens:
+        cut = " with data.positions=segment" if positions == "document" else ""
+        raise ConfigError(
+            f"model: {limit.source} is {limit.tokens}, and {what} need {longest} positions "
+            f"(data.positions: {positions}; largest bucket {bucket}); pack into buckets of at most "
+            f"{limit.tokens}{cut}, or {limit.remedy}"
+        )
 
 
 def _longest_position(index: SourceIndex, positions: str) -> int:
