@@ -38,7 +38,8 @@ class Rows(Dataset[tuple[int, torch.Tensor]]):
 
 
 def main() -> None:
-    run_dir, num_steps, every = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+    words = sys.argv[-3:]  # a launcher may put --local_rank before
+    run_dir, num_steps, every = Path(words[0]), int(words[1]), int(words[2])
     nan_at = int(os.environ.get("NAN_AT", "-1"))
     # It would be compiled; only inference uses it.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
