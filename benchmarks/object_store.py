@@ -19,7 +19,7 @@ import threading
 import time
 import urllib.request
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -27,7 +27,6 @@ __all__ = ["BUCKET", "Faults", "Line", "serve_files", "serve_objects", "use_stor
 
 BUCKET = "bucket"
 _CHUNK = 1 << 18
-_Ends = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
 @contextlib.contextmanager
@@ -124,23 +123,21 @@ class Line:
         self.url = f"http://127.0.0.1:{self.port}"
         self._rng = random.Random(1)
         self._free_at = 0.0
-        self._open: set[asyncio.StreamWriter] = set()
 
     @contextlib.contextmanager
     def open(self) -> Iterator[Line]:
         loop = asyncio.new_event_loop()
-        ready = threading.Event()
+        ready, stop = threading.Event(), asyncio.Event()
 
         async def serve() -> None:
-            self._stop = asyncio.Event()
-            server = await asyncio.start_server(self._serve, "127.0.0.1", self.port, limit=_CHUNK)
-            ready.set()
-            await self._stop.wait()
-            server.close()
-            for writer in list(self._open):
-                writer.transport.abort()
-            for task in asyncio.all_tasks() - {asyncio.current_task()}:
-                task.cancel()
+            with socket.create_server(("127.0.0.1", self.port), backlog=256) as server:
+                server.setblocking(False)
+                accepting = loop.create_task(self._accept(server))
+                ready.set()
+                await stop.wait()
+                for task in (accepting, *self._open):
+                    task.cancel()
+                await asyncio.gather(accepting, *self._open, return_exceptions=True)
 
         thread = threading.Thread(target=loop.run_until_complete, args=(serve(),), daemon=True)
         thread.start()
@@ -148,38 +145,38 @@ class Line:
         try:
             yield self
         finally:
-            loop.call_soon_threadsafe(self._stop.set)
+            loop.call_soon_threadsafe(stop.set)
             thread.join()
             loop.close()
 
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._open.add(writer)
-        try:
-            while await self._exchange(reader, writer):
-                pass
-        except (OSError, EOFError):
-            pass  # either side left
-        finally:
-            self._open.discard(writer)
-            writer.transport.abort()
+    async def _accept(self, server: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
+        self._open: set[asyncio.Task[None]] = set()
+        while True:
+            client, _ = await loop.sock_accept(server)
+            task = loop.create_task(self._serve(_End(client)))
+            self._open.add(task)
+            task.add_done_callback(self._open.discard)
 
-    async def _exchange(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
+    async def _serve(self, client: _End) -> None:
+        with client.socket, contextlib.suppress(OSError, EOFError):  # either side left
+            while True:
+                head = await client.head()
+                host, _, port = self.server.removeprefix("http://").partition(":")
+                # The server closes after every answer; the line keeps its clients' connections.
+                with socket.socket() as connection:
+                    connection.setblocking(False)
+                    await asyncio.get_running_loop().sock_connect(connection, (host, int(port)))
+                    if not await self._pass_on(head, client, _End(connection)):
+                        return
+
+    async def _pass_on(self, head: bytes, client: _End, server: _End) -> bool:
         """One request and its answer; whether the connection lives on."""
-        head = await reader.readuntil(b"\r\n\r\n")
-        host, _, port = self.server.removeprefix("http://").partition(":")
-        # The server closes after every answer; the line keeps its clients' connections.
-        server = await asyncio.open_connection(host, int(port), limit=_CHUNK)
-        try:
-            return await self._pass_on(head, (reader, writer), server)
-        finally:
-            server[1].transport.abort()
-
-    async def _pass_on(self, head: bytes, client: _Ends, server: _Ends) -> bool:
-        (reader, writer), (server_reader, server_writer) = client, server
         method = head.partition(b" ")[0].decode()
-        server_writer.write(head)
-        await _copy(reader, _length(head), server_writer.write, server_writer.drain)
-        answer = await server_reader.readuntil(b"\r\n\r\n")
+        await server.send(head)
+        async for data in client.read(_length(head)):
+            await server.send(data)
+        answer = await server.head()
         answer = answer.replace(b"HTTP/1.0", b"HTTP/1.1", 1).replace(b"Connection: close\r\n", b"")
         num_bytes = 0 if method == "HEAD" else _length(answer)
         self.counts["requests"] += 1
@@ -189,25 +186,21 @@ class Line:
         if fault:
             self.counts[fault] += 1
         if fault in ("slow_down", "expired"):
-            writer.write(_ERRORS[fault])
-            await writer.drain()
+            await client.send(_ERRORS[fault])
             return True
         if fault == "short":
             answer = answer.replace(
                 f"ontent-Length: {num_bytes}".encode(), f"ontent-Length: {num_bytes // 2}".encode()
             )
-        writer.write(answer)
-        sent = num_bytes // 2 if fault in ("short", "cut") else num_bytes
-        flip = [fault == "flip" and num_bytes > 0]
-
-        def send(data: bytes) -> None:
-            if flip[0]:
-                data = bytes([data[0] ^ 1]) + data[1:]
-                flip[0] = False
+        await client.send(answer)
+        flip = fault == "flip"
+        async for data in server.read(num_bytes // 2 if fault in ("short", "cut") else num_bytes):
+            if flip:
+                data[0] ^= 1
+                flip = False
+            await self._spend(len(data))
             self.counts["bytes"] += len(data)
-            writer.write(data)
-
-        await _copy(server_reader, sent, send, writer.drain, self._spend)
+            await client.send(data)
         return fault != "cut"
 
     async def _spend(self, num_bytes: int) -> None:
@@ -219,22 +212,43 @@ class Line:
         await asyncio.sleep(self._free_at - now)
 
 
-async def _copy(
-    reader: asyncio.StreamReader,
-    num_bytes: int,
-    write: Callable[[bytes], object],
-    drain: Callable[[], Awaitable[None]],
-    spend: Callable[[int], Awaitable[None]] | None = None,
-) -> None:
-    while num_bytes:
-        data = await reader.read(min(num_bytes, _CHUNK))
-        if not data:
-            raise EOFError
-        num_bytes -= len(data)
-        if spend is not None:
-            await spend(len(data))
-        write(data)
-        await drain()
+class _End:
+    """A connection. Bytes pass through one buffer of its own: the line shall cost little."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        connection.setblocking(False)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self.socket, self._loop = connection, asyncio.get_running_loop()
+        self._buffer, self._early = bytearray(), b""
+
+    async def head(self) -> bytes:
+        """What stands before a body. Raises EOFError: the other side left."""
+        received = bytearray(self._early)
+        while b"\r\n\r\n" not in received:
+            data = await self._loop.sock_recv(self.socket, 1 << 14)
+            if not data:
+                raise EOFError
+            received += data
+        head, end, self._early = bytes(received).partition(b"\r\n\r\n")
+        return head + end
+
+    async def read(self, num_bytes: int) -> AsyncIterator[memoryview]:
+        """The body, some at a time; each is overwritten by the next."""
+        while num_bytes:
+            if self._early:
+                data = memoryview(bytearray(self._early[:num_bytes]))
+                self._early = self._early[num_bytes:]
+            else:
+                self._buffer = self._buffer or bytearray(_CHUNK)
+                room = memoryview(self._buffer)[: min(num_bytes, _CHUNK)]
+                data = room[: await self._loop.sock_recv_into(self.socket, room)]
+                if not data:
+                    raise EOFError
+            num_bytes -= len(data)
+            yield data
+
+    async def send(self, data: bytes | memoryview) -> None:
+        await self._loop.sock_sendall(self.socket, data)
 
 
 def _length(head: bytes) -> int:

@@ -130,10 +130,16 @@ QUESTIONS = (
         _claim("masking", "attention across documents makes a worse model"),
     ),
     Question(
-        "Does one bucket per step cost nothing in quality?",
-        "{}: {} (one bucket, then any)",
-        "ONLY=steps make bench-papers",
-        _claim("steps", "steps of one bucket cost no quality"),
+        "Which packing, with masks, at equal tokens?",
+        "held-out perplexity against concatenate-and-chunk, both in samples of the longest bucket, "
+        "in per cent +- 95 %: best fit {} +- {}, buckets with one per step {} +- {}, with several "
+        "per step {} +- {}",
+        "SCALE=long ONLY=packing make bench-papers",
+        tuple(
+            Figure("papers-packing", key, {"arm": arm})
+            for arm in ("best_fit, 16k", "bucket, one per step", "bucket, mix: micro_step")
+            for key in ("against_first_%", "plus_minus_%")
+        ),
     ),
     Question(
         "Is the work of the ranks equal?",

@@ -219,6 +219,11 @@ def test_a_verdict_among_many_needs_more_than_one_that_stands_alone() -> None:
     assert alike_ones.agrees == "yes" and alike_ones.p is not None and alike_ones.p < 0.001
     apart = same([2 * x for x in base], base, within=0.05, **words)
     assert apart.agrees == "no" and apart.p is not None and apart.p < 0.001
+    some = [x * f for x, f in zip(base, (1.03, 1.08, 1.06, 1.05, 1.07, 1.04), strict=True)]
+    beyond = same(some, base, within=0.05, **words)
+    assert beyond.agrees == "undecided" and beyond.p is not None and beyond.p > 0.5, (
+        "half a percent beyond a limit of five is not far beyond"
+    )
 
 
 def test_a_wrong_choice_of_recipes_or_scale_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ from megapack.attention.alibi import alibi_slopes
 from megapack.attention.backends import BACKENDS, Choice, choose_backend, survey
 from megapack.attention.guard import check_architecture
 from megapack.attention.problem import AttentionNeeds, ScoreRule
+from megapack.attention.sequence_parallel import check_sequence_parallel, over_ranks
 from megapack.attention.transformers_interface import ATTENTION_NAME, register, varlen_arguments
 from megapack.attention.varlen import varlen_attention
 
@@ -17,7 +18,9 @@ __all__ = [
     "ScoreRule",
     "alibi_slopes",
     "check_architecture",
+    "check_sequence_parallel",
     "choose_backend",
+    "over_ranks",
     "register",
     "survey",
     "varlen_arguments",

@@ -26,7 +26,7 @@ from megapack.attention.tiny import VOCABULARY, randomize, tiny_configuration
 from megapack.attention.trace import Row, Trace, difference, joined, plain_arguments, trace
 from megapack.errors import ConfigError
 
-__all__ = ["check_architecture"]
+__all__ = ["apart", "check_architecture"]
 
 LENGTHS = (37, 23)  # different, and longer than a tiny window or chunk
 REFERENCE = "eager"
@@ -73,7 +73,7 @@ def check_architecture(
     dtype = torch.float32 if device.type == "cpu" else dtype
     subject = f"architecture {configuration.model_type!r} with attention {attention!r}"
     remedy = "choose another attention or architecture, or train it without packing"
-    with _apart(device):
+    with apart(device):
         draw = torch.randint(0, VOCABULARY - 8, (sum(LENGTHS),)).to(device)
         documents = list(torch.split(draw, list(LENGTHS)))
         try:
@@ -102,7 +102,7 @@ def check_architecture(
 
 
 @contextmanager
-def _apart(device: torch.device) -> Iterator[None]:
+def apart(device: torch.device) -> Iterator[None]:
     """The run's random state stays as it is; threads would only wait for each other."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)

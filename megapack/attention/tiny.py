@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-__all__ = ["VOCABULARY", "WINDOW", "randomize", "tiny_configuration"]
+__all__ = ["HEADS", "VOCABULARY", "WINDOW", "randomize", "tiny_configuration"]
 
 HEADS, EXPERTS, VOCABULARY, WINDOW, CHUNK, WIDTH, RANK, CAP = 4, 4, 128, 8, 16, 128, 32, 2
 
@@ -40,12 +40,13 @@ _RULES = {
 _PERIOD = re.compile(r"(period|_step|freq|interval|pattern|every_n_layers|first_k_dense_replace)$")
 
 
-def tiny_configuration(configuration: Any, *, all_layers: bool = False) -> Any:
+def tiny_configuration(configuration: Any, *, all_layers: bool = False, heads: int = HEADS) -> Any:
     """The configuration of a tiny model of the same architecture (of its text decoder).
 
     Args:
         configuration: of a transformers model.
         all_layers: as many layers as the model, for architectures whose layers refer to others.
+        heads: of attention; no more than the model has.
 
     Raises:
         Exception: whatever the configuration's class says against the result.
@@ -55,7 +56,7 @@ def tiny_configuration(configuration: Any, *, all_layers: bool = False) -> Any:
     fields.pop("dtype", None)
     layers = int(text.num_hidden_layers)
     kept = layers if all_layers else _num_layers(fields, layers)
-    shrink = _Shrink(text)
+    shrink = _Shrink(text, heads)
     tiny = {}
     for name, value in fields.items():
         if value == layers and re.search(r"layers?$", name):
@@ -102,14 +103,14 @@ def _of_first(kept: int, value: Any) -> Any:
 class _Shrink:
     """The value of a field in the tiny configuration."""
 
-    def __init__(self, text: Any) -> None:
+    def __init__(self, text: Any, most_heads: int) -> None:
         fields = text.to_dict()
         heads = [
             fields.get(name) for name in ("num_attention_heads", "num_heads", "n_heads", "n_head")
         ]
         self.heads = next((n for n in heads if isinstance(n, int) and n > 0), 0)
         self.hidden = int(text.hidden_size)
-        self.head_ratio = Fraction(min(HEADS, self.heads or HEADS), self.heads or HEADS)
+        self.head_ratio = Fraction(min(most_heads, self.heads or HEADS), self.heads or HEADS)
         self.states = any(re.search("mamba|ssm|expand|state_size", name) for name in fields)
         free = not self.heads or (fields.get("head_dim") and not self.states)
         # Without a width of heads of its own, the hidden size is heads times their width.

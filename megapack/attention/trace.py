@@ -48,6 +48,16 @@ class Row:
             max_seqlen=max(lengths),
         )
 
+    def to(self, device: torch.device) -> Row:
+        """The same row there."""
+        return Row(
+            tokens=self.tokens.to(device),
+            labels=self.labels.to(device),
+            position_ids=self.position_ids.to(device),
+            cu_seqlens=self.cu_seqlens.to(device),
+            max_seqlen=self.max_seqlen,
+        )
+
     def arguments(self) -> dict[str, Any]:
         """Of a transformers model's forward."""
         return {

@@ -7,21 +7,31 @@ its forward was called with. The name is not in transformers' mask interface, so
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
 from megapack.attention.varlen import varlen_attention
 
-__all__ = ["ATTENTION_NAME", "register", "varlen_arguments"]
+__all__ = ["ATTENTION_NAME", "Attention", "register", "varlen_arguments"]
 
 ATTENTION_NAME = "megapack"
 
+Attention: TypeAlias = Callable[..., tuple[Tensor, None]]
 
-def varlen_arguments(cu_seqlens: Tensor, max_seqlen: int) -> dict[str, Any]:
-    """What to pass to a model's forward beside ``input_ids`` and ``position_ids``."""
+
+def varlen_arguments(
+    cu_seqlens: Tensor, max_seqlen: int, sequence_parallel_size: int = 1
+) -> dict[str, Any]:
+    """What to pass to a model's forward beside ``input_ids`` and ``position_ids``.
+
+    With ``sequence_parallel_size`` above 1 these are a slice of the tokens that ``cu_seqlens``
+    divides (``megapack.attention.sequence_parallel``).
+    """
+    shared = {"sequence_parallel_size": sequence_parallel_size}
     return {
+        **(shared if sequence_parallel_size > 1 else {}),
         "cu_seq_lens_q": cu_seqlens,
         "cu_seq_lens_k": cu_seqlens,
         "max_length_q": max_seqlen,
@@ -30,14 +40,15 @@ def varlen_arguments(cu_seqlens: Tensor, max_seqlen: int) -> dict[str, Any]:
     }
 
 
-def register(backend: str) -> None:
-    """Make ``attn_implementation="megapack"`` mean varlen attention on ``backend``."""
+def register(backend: str, wrap: Callable[[Attention], Attention] | None = None) -> None:
+    """Make ``attn_implementation="megapack"`` mean varlen attention on ``backend``, wrapped."""
     from transformers import AttentionInterface  # noqa: PLC0415
 
-    AttentionInterface.register(ATTENTION_NAME, _attention_function(backend))
+    attend = _attention_function(backend)
+    AttentionInterface.register(ATTENTION_NAME, attend if wrap is None else wrap(attend))
 
 
-def _attention_function(backend: str) -> Callable[..., tuple[Tensor, None]]:
+def _attention_function(backend: str) -> Attention:
     def megapack_attention(
         module: nn.Module,
         query: Tensor,
@@ -118,6 +129,11 @@ def _refuse_what_we_ignore(
         raise ValueError(
             f"{length} queries meet {key.shape[2]} keys: megapack attention serves training and "
             "scoring, not decoding with a cache; load the model with attn_implementation='sdpa'"
+        )
+    if "sequence_parallel_size" in unused:
+        raise ValueError(
+            "megapack attention got a slice of the tokens and no group of ranks to exchange with; "
+            "register it with megapack.attention.sequence_parallel's over_ranks"
         )
     if unused.get("s_aux") is not None:
         raise ValueError("attention sinks (s_aux) are not supported by megapack attention")

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megapack.storage.meta import read_meta
+from megapack.storage import IndexedDataset
 from megapack.tokenization.build.plan import Plan
 from megapack.tokenization.build.run import BuildResult, Preview
 from megapack.tokenization.build.space import free_bytes
@@ -151,8 +151,8 @@ def _written(result: BuildResult) -> list[str]:
 
 
 def _counts(prefix: str) -> dict[str, int]:
-    meta = read_meta(prefix) or {}
-    return {"documents": meta["num_documents"], "tokens": meta["num_tokens"]}
+    dataset = IndexedDataset(prefix)
+    return {"documents": dataset.num_documents, "tokens": dataset.num_tokens}
 
 
 def _print_tokens(plan: Plan) -> None:

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import glob
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from megapack.errors import ConfigError
+from megapack.packing.shard_manifest import SUFFIX, is_shard_manifest
 from megapack.storage.remote import is_remote
 
-__all__ = ["dataset_prefixes", "local_file"]
+__all__ = ["dataset_prefixes", "local_file", "named_files"]
 
 COMPANIONS = (
     *(".bin", ".meta.json", ".idx.orig", ".lock", ".manifest.json", ".samples"),
-    ".shards.json",
+    SUFFIX,
 )
 
 
@@ -28,7 +29,7 @@ def dataset_prefixes(names: Iterable[str]) -> list[str]:
     """
     prefixes: dict[str, None] = {}
     for name in _expanded(names):
-        if Path(name).is_dir():
+        if not is_remote(name) and Path(name).is_dir():
             found = sorted(str(path)[: -len(".idx")] for path in Path(name).glob("*.idx"))
             if not found:
                 raise ConfigError(f"{name} is a directory without any .idx")
@@ -38,6 +39,18 @@ def dataset_prefixes(names: Iterable[str]) -> list[str]:
         elif name.endswith(".bin") and not Path(name.removesuffix(".bin") + ".idx").exists():
             prefixes[name.removesuffix(".bin")] = None  # verify says that its .idx is missing
     return list(prefixes)
+
+
+def named_files(names: Sequence[str]) -> tuple[list[str], list[str], list[str]]:
+    """Prefixes of datasets, .samples files and shard manifests, each as they were named.
+
+    Raises:
+        ConfigError: as of ``dataset_prefixes``.
+    """
+    samples = [name for name in names if name.endswith(".samples")]
+    manifests = [name for name in names if is_shard_manifest(name)]
+    others = [name for name in names if name not in samples + manifests]
+    return dataset_prefixes(others), samples, manifests
 
 
 def local_file(name: str, option: str) -> Path:

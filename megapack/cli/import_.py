@@ -8,7 +8,7 @@ Kinds: mmididx (Megatron, Megatron-DeepSpeed, GPT-NeoX, DeepSpeed), tntidx (the 
 datatrove (.ds with .ds.index), llm.c (.bin with a header), npy, and flat (nothing but tokens:
 nanoGPT's .bin, OLMo's headerless .npy). The .bin becomes a hard or symbolic link where the file
 holds plain tokens from its first byte on; an output prefix that names the file itself
-(train.bin -> train) only adds the .idx.
+(train.bin -> train) only adds the .idx. PREFIX may be an address: then all of it is uploaded.
 """
 
 from __future__ import annotations

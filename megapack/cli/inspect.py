@@ -1,7 +1,8 @@
 """Look inside the files megapack makes (and those other tools made).
 
 An .idx (or the prefix of a dataset) shows what is stored and how long the documents are; a
-.samples file shows how it was packed and what the packing is worth. With --sample, one sample
+.samples file shows how it was packed and what the packing is worth; a shard manifest shows what
+its datasets hold together, with --shards also each. With --sample, one sample
 is shown as training sees it: its text, where documents begin and end, and which tokens have no
 label (PREFIX.labels, where it stands, decides that).
 
@@ -10,6 +11,7 @@ examples:
   megapack-build inspect data/train.samples
   megapack-build inspect data/train.samples --sample 17 --tokenizer tokenizer.model
   megapack-build inspect data/train.samples --json
+  megapack-build inspect web.shards.json --shards
 """
 
 from __future__ import annotations
@@ -22,12 +24,15 @@ import numpy as np
 
 from megapack.cli.arguments import add_shared
 from megapack.cli.composition import print_composition
-from megapack.cli.datasets import dataset_prefixes
+from megapack.cli.datasets import named_files
 from megapack.cli.decoding import decoder
 from megapack.cli.inspect_sample import print_sample, view_sample
 from megapack.cli.report import Screen, print_table
+from megapack.cli.shard_report import describe_shards, print_shards
 from megapack.errors import ConfigError
 from megapack.packing import SampleIndex
+from megapack.packing.shard_manifest import load_shards
+from megapack.packing.shards import ShardedIndex
 from megapack.packing.verify import prefix_of_samples
 from megapack.storage import IndexedDataset
 from megapack.words import counted
@@ -45,7 +50,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="extend",
         metavar="PREFIX",
         default=argparse.SUPPRESS,
-        help="datasets (prefixes, .idx files, directories of them), or .samples files",
+        help="datasets (prefixes, .idx files, directories of them), .samples files, or shard "
+        "manifests",
     )
     parser.add_argument(
         "--data-prefix",
@@ -58,30 +64,37 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--sample", type=int, metavar="I", help="show sample I of a .samples file")
     add_shared(parser, "--tokenizer", help="turns ids into text")
+    parser.add_argument("--shards", action="store_true", help="list those of a shard manifest")
     parser.add_argument("--full", action="store_true", help="do not shorten the text of segments")
     add_shared(parser, "--json")
 
 
 def run(args: argparse.Namespace) -> int:
     console = Screen()
-    names = [name for name in args.prefixes if name.endswith(".samples")]
-    prefixes = dataset_prefixes(name for name in args.prefixes if not name.endswith(".samples"))
-    if not names and not prefixes:
-        raise ConfigError("nothing to inspect; name a dataset (PREFIX) or a .samples file")
+    prefixes, names, manifests = named_files(args.prefixes)
+    if not names and not prefixes and not manifests:
+        raise ConfigError(
+            "nothing to inspect; name a dataset (PREFIX), a .samples file or a shard manifest"
+        )
     if args.sample is not None:
-        if len(names) != 1 or len(prefixes) > 1:
+        if len(names) != 1 or len(prefixes) > 1 or manifests:
             raise ConfigError(
                 f"--sample needs one .samples file and at most one dataset, not "
                 f"{' '.join(args.prefixes)}"
             )
         _show_sample(console, names[0], prefixes, args)
         return 0
+    sources = [load_shards(name) for name in manifests]
     indices = {name: SampleIndex.load(name) for name in names}
     datasets = [describe_dataset(IndexedDataset(prefix)) for prefix in prefixes]
     if args.json:
-        facts = [*(describe_index(name, index) for name, index in indices.items()), *datasets]
+        facts = [_describe_source(index, each=args.shards) for index in sources]
+        facts += [describe_index(name, index) for name, index in indices.items()]
+        facts += datasets
         print(json.dumps(facts[0] if len(facts) == 1 else facts, indent=2))
         return 0
+    for source in sources:
+        print_shards(source, each=args.shards)
     for name, index in indices.items():
         _print_index(console, name, index)
     for described in datasets:
@@ -101,6 +114,13 @@ def _show_sample(console: Screen, path: str, prefixes: list[str], args: argparse
     if args.tokenizer is not None:
         decode = decoder(args.tokenizer, dataset, [i for view in segments for i in view.token_ids])
     print_sample(console, index, args.sample, segments, decode, full=args.full)
+
+
+def _describe_source(index: ShardedIndex, *, each: bool) -> dict[str, Any]:
+    about = {"strategy": index.strategy, "parameters": index.parameters, "seed": index.seed}
+    facts = {**describe_shards(index), **about}
+    facts["arranged"] = None if index.arranged is None else vars(index.arranged)
+    return facts | ({"shards": [vars(shard) for shard in index.shards]} if each else {})
 
 
 def describe_dataset(dataset: IndexedDataset) -> dict[str, Any]:

@@ -4,7 +4,9 @@
   megapack-build merge shards/ web.idx --output-prefix corpus --dtype int32
 
 Takes datasets of megapack, Megatron, Megatron-DeepSpeed and GPT-NeoX. Memory does not grow with
-their size, and the result is byte for byte what one builder would have written.
+their size, and the result is byte for byte what one builder would have written. Any of them may be
+an address (s3://bucket/folder/name): inputs are fetched whole, and the result is uploaded when it
+is complete.
 """
 
 from __future__ import annotations

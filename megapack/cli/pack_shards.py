@@ -9,13 +9,14 @@ from typing import Any
 
 from megapack.cli.arguments import Arguments, add_shared, part_of
 from megapack.cli.datasets import dataset_prefixes
-from megapack.cli.report import Work, note, print_table
+from megapack.cli.report import Work, note
+from megapack.cli.shard_report import describe_shards, print_shards
 from megapack.errors import ConfigError
 from megapack.execution.work import Counted
 from megapack.packing.shard_manifest import load_shards
 from megapack.packing.shard_packing import PackingPlan, pack_shards, plan_packing
-from megapack.storage.mmididx import path_of, read_header
-from megapack.words import count, counted, percent
+from megapack.storage.lengths import open_index
+from megapack.words import count, counted
 
 __all__ = ["add_sharing", "run_shards"]
 
@@ -70,7 +71,7 @@ class _Progress:
 
     def __init__(self, plan: PackingPlan, part: tuple[int, int]) -> None:
         mine = plan.prefixes[part[0] :: part[1]]
-        self.total = sum(read_header(path_of(p, ".idx")).num_documents for p in mine)
+        self.total = sum(open_index(p).num_documents for p in mine)
         self.done = 0
         self.work = Work(f"packing {counted(len(mine), 'dataset')}")
 
@@ -81,40 +82,8 @@ class _Progress:
 
 def _tell(args: argparse.Namespace, plan: PackingPlan) -> None:
     index = load_shards(plan.manifest)
-    samples = index.bucket_sample_offsets[1:] - index.bucket_sample_offsets[:-1]
-    facts = {
-        "manifest": str(plan.manifest),
-        "num_shards": len(index.shards),
-        "num_new_shards": len(index.shards) - len(plan.known),
-        "num_documents": index.num_documents,
-        "num_tokens": index.num_tokens,
-        "num_samples": index.num_samples,
-        "bucket_capacity": index.bucket_capacity.tolist(),
-        "samples_per_bucket": samples.tolist(),
-        "fingerprint": index.fingerprint,
-    }
+    new = len(index.shards) - len(plan.known)
     if args.json:
-        print(json.dumps(facts, indent=2))
-        return
-    positions = samples * index.bucket_capacity
-    print_table(
-        ("bucket", "samples", "of all tokens"),
-        [
-            (count(capacity), count(number), percent(held / max(1, positions.sum())))
-            for capacity, number, held in zip(
-                index.bucket_capacity.tolist(), samples.tolist(), positions.tolist(), strict=True
-            )
-        ],
-    )
-    new = f", {count(facts['num_new_shards'])} of them new" if plan.known else ""
-    print(
-        f"\n{plan.manifest}: {count(facts['num_shards'])} datasets{new}, "
-        f"{count(index.num_documents)} documents, {count(index.num_tokens)} tokens -> "
-        f"{count(index.num_samples)} samples"
-    )
-    unknown = sum(shard.max_token_id is None for shard in index.shards)
-    if unknown:
-        note(
-            f"{counted(unknown, 'dataset')} without .meta.json: nobody checks their token ids "
-            "against a model (`megapack-build import` writes it)"
-        )
+        print(json.dumps({**describe_shards(index), "num_new_shards": new}, indent=2))
+    else:
+        print_shards(index, f", {count(new)} of them new" if plan.known else "")

@@ -8,6 +8,9 @@ The result is the same, byte for byte, for any number of workers and machines. W
 <output-prefix>.build/ until it is done: after a crash, run the same command again and it goes on
 behind the last finished shard. --dry-run says what would be done, and what it will take.
 
+PREFIX may be an address, as s3://bucket/folder/name: the dataset is built in the cache
+(MEGAPACK_CACHE), and uploaded when it is complete.
+
 Several machines: every machine runs the same command with its own --part i/n; when all are done,
 one runs it with --finish. Or one command with --executor ray.
 """

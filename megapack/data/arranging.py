@@ -27,6 +27,7 @@ from numpy.typing import NDArray
 from megapack import _core
 from megapack.data.counting import segments_of
 from megapack.data.dataset import PackedDataset
+from megapack.data.documents import ShardedDocuments
 from megapack.data.streams import fold_key
 from megapack.errors import ConfigError
 from megapack.execution.carry_out import carry_out
@@ -47,6 +48,8 @@ Ids = NDArray[np.int64]
 BLOCK_TOKENS = 1 << 20  # of one bucket: 2 to 4 MB
 WINDOW_BLOCKS = 16
 _CHUNK_TOKENS = 1 << 22
+# What meta files say of documents that begin and end otherwise here, and of how files were made.
+_NOT_KEPT = {"document_begin_token", "document_end_token", "plan", "command", "imported_from"}
 _ORDER = 6  # what the key is for, beside those of megapack.data.streams
 
 
@@ -110,13 +113,26 @@ class Arranger:
         data, chosen = self._data
         found: list[_Pieces] = []
         with ExitStack() as stack:
-            how: dict[str, Any] = {"metadata": {"arranged": made_of}, "overwrite": True}
             documents = data.datasets[0]
-            how["vocab_size"] = documents.vocab_size
-            builder = stack.enter_context(IndexedDatasetBuilder(prefix, documents.dtype, **how))
+            said, said_of_labels = self._said
+            builder = stack.enter_context(
+                IndexedDatasetBuilder(
+                    prefix,
+                    documents.dtype,
+                    vocab_size=documents.vocab_size,
+                    metadata={**said, "arranged": made_of},
+                    overwrite=True,
+                )
+            )
             if chosen is not None:
-                how["vocab_size"], how["allow_negative"] = None, True
-                beside = stack.enter_context(IndexedDatasetBuilder(f"{prefix}.labels", **how))
+                beside = stack.enter_context(
+                    IndexedDatasetBuilder(
+                        f"{prefix}.labels",
+                        allow_negative=True,
+                        metadata={**said_of_labels, "arranged": made_of},
+                        overwrite=True,
+                    )
+                )
             for capacity, ids in self._chunks(number):
                 pieces, tokens, labels = _pieces(data, chosen, capacity, ids)
                 builder.add_documents(tokens, pieces.offsets)
@@ -136,6 +152,12 @@ class Arranger:
         has_labels = any(shard.labels for shard in self.source.shards)
         plain = PackedDataset(None, self.source, label_dataset=None)
         return plain, PackedDataset(None, self.source) if has_labels else None
+
+    @cached_property
+    def _said(self) -> list[dict[str, Any]]:
+        """Of tokens and of labels, what stays true: their tokenizer above all."""
+        said = ShardedDocuments(self.source, with_labels=True).metadata()
+        return [{k: value for k, value in of.items() if k not in _NOT_KEPT} for of in said]
 
     def _chunks(self, number: int) -> Iterator[tuple[int, Ids]]:
         """Capacity and ids of the samples of a shard, in their order, some at a time."""

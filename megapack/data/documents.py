@@ -14,6 +14,7 @@ from megapack.errors import ConfigError, IndexMismatchError
 from megapack.packing.shards import ShardedIndex, SourceIndex
 from megapack.storage import IndexedDataset
 from megapack.storage.labels import LabelDocuments, open_labels
+from megapack.storage.meta import common_metadata
 
 __all__ = ["Documents", "ShardedDocuments", "SourceDocuments", "open_source", "refuse_arranged"]
 
@@ -76,6 +77,16 @@ class ShardedDocuments:
         ends = {shard.document_end_token for shard in self.index.shards}
         end = ends.pop() if len(ends) == 1 else None
         return {"max_token_id": max(known), "document_end_token": end}
+
+    def metadata(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """What the builders of all shards, and of the labels beside some, were told alike; every
+        shard is opened. Raises as ``open``."""
+        metas, of_labels = [], []
+        for number in range(len(self.index.shards)):
+            dataset, labels = self.open(number)
+            metas.append(dataset.meta)
+            of_labels += [] if labels is None else [labels.meta]
+        return common_metadata(metas), common_metadata(of_labels or [None])
 
     def open(self, number: int) -> tuple[IndexedDataset, IndexedDataset | None]:
         """The documents of one shard and their labels, mapped.

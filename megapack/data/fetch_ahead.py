@@ -1,8 +1,9 @@
 """Has what coming micro batches read of object stores fetched before they are gathered.
 
 A store answers after tens of milliseconds, whatever it is asked for. So some tens of megabytes are
-always on their way; and since it is known what they are, what lies side by side in a file is asked
-for as one range although it belongs to several micro batches.
+always here or on their way; and since it is known what they are, what lies side by side in a file
+is asked for as one range although it belongs to several micro batches. They are asked for in
+portions, so that the line does not rest in between.
 """
 
 from __future__ import annotations
@@ -18,28 +19,35 @@ from megapack.data.remote_reads import RemoteReads
 
 __all__ = ["fetching_ahead"]
 
+_PORTIONS = 8
 _LEAST_BYTES = 1 << 14  # that a micro batch counts, also one that needs nothing from far away
 
 
 def fetching_ahead(micro_batches: Iterable[MicroBatch], reads: RemoteReads) -> Iterator[MicroBatch]:
     """The micro batches; before each is given, what the next ones need is on its way.
 
-    At first one is asked for, then two, four, ...: it is not kept waiting for later ones.
+    It begins with one portion, and adds to it as they are taken: whatever is on its way shares the
+    line, and the first shall not wait for the last. Nor for shards that later ones have opened.
     """
     items = iter(micro_batches)
     coming: deque[tuple[MicroBatch, float]] = deque()  # and the bytes that it needs
-    ahead, num_asked, half = 0.0, 1, reads.ahead_bytes / 2
+    portion = reads.ahead_bytes / _PORTIONS
+    ahead, room, num_asked = 0.0, portion, 1
     while True:
-        if ahead <= half:
-            group = list(islice(items, num_asked))
-            if group:
-                ids = np.concatenate([np.asarray(item.sample_ids, np.int64) for item in group])
-                each = max(reads.want(ids) / len(group), _LEAST_BYTES)
-                coming.extend((item, each) for item in group)
-                ahead += each * len(group)
-                num_asked = max(1, min(2 * num_asked, int(half / each)))
+        while ahead <= room and (group := list(islice(items, num_asked))):
+            num_open = reads.num_open
+            ids = np.concatenate([np.asarray(item.sample_ids, np.int64) for item in group])
+            each = max(reads.want(ids) / len(group), _LEAST_BYTES)
+            coming.extend((item, each) for item in group)
+            ahead += each * len(group)
+            most = max(1, int(portion / each))
+            if reads.num_open > num_open:
+                num_asked = min(2 * num_asked, most)
+                break
+            num_asked = most
         if not coming:
             return
         item, num_bytes = coming.popleft()
         yield item
         ahead -= num_bytes
+        room = min(room + num_bytes, (_PORTIONS - 1) * portion)

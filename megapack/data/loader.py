@@ -23,6 +23,7 @@ from megapack.data.read_ahead import read_indices, reading_ahead
 from megapack.data.report import plan_run
 from megapack.data.sampler import BucketBatchSampler
 from megapack.data.schedule import Schedule
+from megapack.data.sequence_parallel import cut_slice
 from megapack.errors import ConfigError, IndexMismatchError
 
 __all__ = ["PackedLoader", "build_loader"]
@@ -41,6 +42,7 @@ def build_loader(
     num_steps: int | None = None,
     dealing: Literal["balanced", "in_order"] = "balanced",
     uneven: Literal["error", "pad"] = "error",
+    sequence_parallel_size: int = 1,
     layout: Literal["stream", "rows"] = "stream",
     row_tokens: int | None = None,
     cu_seqlens: Literal["exact", "padded"] = "exact",
@@ -59,7 +61,7 @@ def build_loader(
     Args:
         dataset: what to gather from; made of the schedule's index.
         schedule: the same on all ranks.
-        data_parallel_rank .. uneven: see ``BucketBatchSampler``.
+        data_parallel_rank .. sequence_parallel_size: see ``BucketBatchSampler``.
         layout .. cu_seqlens_per_row: see ``BatchLayout``; row_tokens is the schedule's by default.
         prefetch: batches that the thread prepares ahead; 0: none, and no thread.
         read_ahead: micro batches whose documents the system is asked to read before they are
@@ -67,7 +69,7 @@ def build_loader(
             64 MiB are fetched ahead, whatever it is (``megapack.data.fetch_ahead``).
         pin_memory: batches in page-locked memory, where there is CUDA.
         reuse_buffers: write into the same few buffers again and again. A batch is then valid until
-            the next one is asked for. Not with a device.
+            the next one is asked for. Not with a device, nor with sequence_parallel_size.
         device: move the tensors there, one batch ahead on a CUDA stream of its own.
         check_ranks_every: compare ranks every so many steps (``RankChecker``); 0: never. Needs
             torch.distributed.
@@ -80,7 +82,9 @@ def build_loader(
         - tokens, labels, position_ids (int64), loss_mask (float32): (1, micro_batch_tokens) or
           (rows, row_tokens);
         - cu_seqlens int32, max_seqlen int, and where asked for cu_seqlens_padded, dataset_ids (see
-          ``PackedDataset.micro_batch``);
+          ``PackedDataset.micro_batch``). Of a micro batch that ranks share these are the rank's
+          slice, but for cu_seqlens and max_seqlen, which are of the whole, and it says which:
+          sequence_parallel_rank, sequence_parallel_size (``megapack.data.sequence_parallel``);
         - step, micro_step, num_micro_steps, bucket, capacity, row_tokens, num_step_label_tokens
           (ints), imbalance, imbalance_undealt (floats), and where the step has loss weights
           step_label_weight, the sum of loss_mask over the whole step and all ranks (float); where
@@ -100,6 +104,11 @@ def build_loader(
             "reuse_buffers is for batches that stay in host memory: a copy to a device may still "
             "be reading; leave out one of the two"
         )
+    if sequence_parallel_size > 1 and (layout != "stream" or reuse_buffers):
+        raise ConfigError(
+            "sequence_parallel_size cuts streams of new memory: leave out layout='rows' and "
+            "reuse_buffers"
+        )
     sampler = BucketBatchSampler(
         schedule,
         data_parallel_rank=data_parallel_rank,
@@ -109,6 +118,7 @@ def build_loader(
         num_steps=num_steps,
         dealing=dealing,
         uneven=uneven,
+        sequence_parallel_size=sequence_parallel_size,
         weighted_loss=weighted_loss,
         count_labels=dataset.count_labels,
     )
@@ -120,12 +130,15 @@ def build_loader(
         num_cu_seqlens=num_cu_seqlens,
         cu_seqlens_per_row=cu_seqlens_per_row,
     )
-    layouts = dict.fromkeys(schedule.capacities, shape)
-    for capacity in layouts:
-        shape.rows(capacity)  # refuse now what would be refused at some step
+    layouts = {}
+    for capacity in schedule.capacities:
+        shared = sampler.ranks_per_micro_batch(capacity)
+        own = replace(shape, micro_batch_tokens=micro_batch_tokens * shared)
+        own.rows(capacity)  # refuse now what would be refused at some step
         if cu_seqlens == "padded" and num_cu_seqlens is None:  # one shape per bucket
-            entries = dataset.max_cu_seqlens(shape, capacity, schedule.smallest_window)
-            layouts[capacity] = replace(shape, num_cu_seqlens=entries)
+            entries = dataset.max_cu_seqlens(own, capacity, schedule.smallest_window)
+            own = replace(own, num_cu_seqlens=entries)
+        layouts[capacity] = own
     if data_parallel_rank == 0 and log.isEnabledFor(logging.INFO):
         log.info("%s", plan_run(schedule, sampler.start_step + sampler.num_steps))
     return PackedLoader(
@@ -207,10 +220,9 @@ class PackedLoader:
             ahead.close()
 
     def _gathered(self) -> Iterator[Batch]:
-        tokens = self.sampler.micro_batch_tokens
         # One is read by the trainer, one is written, the others wait.
         ring = [
-            allocate(tokens, pin_memory=self._pin_memory)
+            allocate(self.sampler.micro_batch_tokens, pin_memory=self._pin_memory)
             for _ in range(self._prefetch + 2 if self._reuse_buffers else 0)
         ]
         indices = read_indices(self.dataset)
@@ -218,8 +230,9 @@ class PackedLoader:
         if self.dataset.remote_reads.any:
             coming = fetching_ahead(coming, self.dataset.remote_reads)
         for i, item in enumerate(reading_ahead(coming, self.dataset, self._read_ahead)):
-            out = ring[i % len(ring)] if ring else allocate(tokens, pin_memory=self._pin_memory)
-            layout = self.layouts[item.capacity]
+            layout, shared = self.layouts[item.capacity], item.sequence_parallel_size
+            size = layout.micro_batch_tokens
+            out = ring[i % len(ring)] if ring else allocate(size, pin_memory=self._pin_memory)
             batch = self.dataset.micro_batch(
                 item.sample_ids,
                 layout=layout,
@@ -229,5 +242,7 @@ class PackedLoader:
                 attention_window=item.attention_window,
             )
             _, row_tokens = layout.rows(item.capacity)
+            if shared > 1:
+                batch = cut_slice(batch, self.sampler.data_parallel_rank % shared, shared)
             yield {**batch, **item.about(), "row_tokens": row_tokens}
             next(indices, None)

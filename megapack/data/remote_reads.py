@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 from typing import TypeVar
 
 import numpy as np
@@ -54,6 +55,11 @@ class RemoteReads:
         return self._expected or bool(self._tokens)
 
     @property
+    def num_open(self) -> int:
+        """Remote shards that are open."""
+        return len(self._tokens)
+
+    @property
     def ahead_bytes(self) -> int:
         """Of the blocks that hold what coming micro batches need: so much is asked for ahead."""
         limit = open_cache().limit
@@ -83,10 +89,10 @@ class RemoteReads:
         self, sample_ids: NDArray[np.int64]
     ) -> list[tuple[RemoteTokens, NDArray[np.int64]]]:
         shards, begins, ends = self._gatherer.token_ranges(sample_ids)
-        found, first = np.unique(shards, return_index=True)
-        bounds = [*first.tolist(), len(shards)]
+        bounds = [0, *(np.flatnonzero(np.diff(shards)) + 1).tolist(), len(shards)]
         return [
-            (tokens, blocks_of(np.stack([begins[low:high], ends[low:high]]), tokens.dtype.itemsize))
-            for shard, low, high in zip(found.tolist(), bounds, bounds[1:], strict=False)
-            for tokens in self._tokens.get(shard, ())
+            (tokens, blocks_of(begins[low:high], ends[low:high], tokens.dtype.itemsize))
+            for low, high in pairwise(bounds)
+            if low < high
+            for tokens in self._tokens.get(int(shards[low]), ())
         ]

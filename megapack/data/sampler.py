@@ -13,6 +13,7 @@ from megapack.data.batch import MicroBatch
 from megapack.data.dealing import Deal, Imbalance, deal
 from megapack.data.report import check_epochs
 from megapack.data.schedule import Schedule
+from megapack.data.sequence_parallel import check_group, ranks_per_micro_batch
 from megapack.data.stage import StageDraws
 from megapack.data.step import Draw, Step
 from megapack.errors import ConfigError, ResumeError
@@ -33,7 +34,8 @@ class BucketBatchSampler(Sampler[MicroBatch]):
 
     Args:
         schedule: the same on all ranks.
-        data_parallel_rank, data_parallel_size: this rank, of how many.
+        data_parallel_rank, data_parallel_size: this rank, of how many; those of a group that
+            shares samples (``sequence_parallel_size``) are counted one by one.
         micro_batch_tokens: tokens of one forward of one rank, padding included.
         start_step: first step, counted from the beginning of the run.
         num_steps: how many; None: to the end of the first epoch.
@@ -41,6 +43,8 @@ class BucketBatchSampler(Sampler[MicroBatch]):
         uneven: what happens when ranks do not divide the micro batches of a step: ``error``, or
             ``pad``: some ranks have an empty micro batch at the end (all padding, no labels),
             which keeps a run going on fewer nodes.
+        sequence_parallel_size: consecutive ranks that share the samples longer than
+            micro_batch_tokens (``megapack.data.sequence_parallel``).
         hidden_size: of the model, for the imbalance of whole layers in ``imbalance``.
         count_labels: sample ids -> labels of each; None: the schedule's.
         weighted_loss: the caller multiplies losses by ``loss_mask`` and divides their sum by
@@ -62,6 +66,7 @@ class BucketBatchSampler(Sampler[MicroBatch]):
         num_steps: int | None = None,
         dealing: Literal["balanced", "in_order"] = "balanced",
         uneven: Literal["error", "pad"] = "error",
+        sequence_parallel_size: int = 1,
         hidden_size: int | None = None,
         count_labels: Callable[[Ids], Ids] | None = None,
         weighted_loss: bool = False,
@@ -70,12 +75,14 @@ class BucketBatchSampler(Sampler[MicroBatch]):
             raise ConfigError(
                 f"data_parallel_rank is {data_parallel_rank} of {data_parallel_size} ranks"
             )
+        check_group(sequence_parallel_size, data_parallel_size)
         if start_step < 0:
             raise ConfigError(f"start_step is {start_step}; steps are counted from 0")
         self.schedule = schedule
         self.data_parallel_rank = data_parallel_rank
         self.data_parallel_size = data_parallel_size
         self.micro_batch_tokens = micro_batch_tokens
+        self.sequence_parallel_size = sequence_parallel_size
         self.start_step = start_step
         self.num_steps = (
             max(0, schedule.num_steps() - start_step) if num_steps is None else num_steps
@@ -116,12 +123,21 @@ class BucketBatchSampler(Sampler[MicroBatch]):
             )
         row = stage.config.row_tokens
         for stream, samples in zip(stage.buckets, stage.samples_per_draw, strict=True):
-            if samples % count or (row is not None and tokens % row):
+            shared = self.ranks_per_micro_batch(stream.capacity)
+            whole = tokens * shared
+            fits = count % shared == 0 and samples % (count // shared) == 0
+            if not fits or (row is not None and whole % row):
                 unit = row or stream.capacity
+                group = f" of {shared} ranks" if shared > 1 else ""
                 raise ConfigError(
-                    f"{stage}a micro batch of {tokens} tokens cannot hold whole samples of "
-                    f"{stream.capacity}: make micro_batch_tokens a multiple of {unit}"
+                    f"{stage}a micro batch of {whole} tokens{group} cannot hold whole samples of "
+                    f"{stream.capacity}: make micro_batch_tokens a multiple of "
+                    f"{-(-unit // shared)}, or sequence_parallel_size larger"
                 )
+
+    def ranks_per_micro_batch(self, capacity: int) -> int:
+        """Consecutive ranks that share a micro batch of samples of ``capacity`` tokens."""
+        return ranks_per_micro_batch(capacity, self.micro_batch_tokens, self.sequence_parallel_size)
 
     def num_micro_steps(self, step: int) -> int:
         """Micro steps of an optimizer step, the same on all ranks."""
@@ -136,6 +152,7 @@ class BucketBatchSampler(Sampler[MicroBatch]):
             "data_parallel_size": self.data_parallel_size,
             "micro_batch_tokens": self.micro_batch_tokens,
             "dealing": self.dealing,
+            "sequence_parallel_size": self.sequence_parallel_size,
         }
 
     def __len__(self) -> int:
@@ -162,7 +179,8 @@ class BucketBatchSampler(Sampler[MicroBatch]):
             source, _ = self.schedule.samples.locate(draw.sample_ids)
             weight = self._loss_weight(step, draw.sample_ids)
             imbalance = dealt.imbalance()
-            positions = dealt.micro_batches(self.data_parallel_rank)
+            shared = self.ranks_per_micro_batch(draw.capacity)
+            positions = dealt.micro_batches(self.data_parallel_rank // shared)
             per_draw = num_micro_steps // len(content.draws)
             positions += [np.zeros(0, np.int64)] * (per_draw - len(positions))
             result += [
@@ -180,6 +198,7 @@ class BucketBatchSampler(Sampler[MicroBatch]):
                     loss_weight=None if weight is None else weight[mine],
                     step_label_weight=label_weight,
                     attention_window=window,
+                    sequence_parallel_size=shared,
                 )
                 for m, mine in enumerate(positions)
             ]
@@ -198,12 +217,13 @@ class BucketBatchSampler(Sampler[MicroBatch]):
         window = self.schedule.settings_at(content.index).window_at(content.index)
         cost = self.schedule.samples.attention_cost
         for draw in content.draws:
+            shared = self.ranks_per_micro_batch(draw.capacity)
             yield (
                 draw,
                 deal(
                     cost(draw.sample_ids, draw.capacity, window),
-                    num_ranks=self.data_parallel_size,
-                    num_micro_batches=draw_tokens // self.micro_batch_tokens,
+                    num_ranks=self.data_parallel_size // shared,
+                    num_micro_batches=draw_tokens // (self.micro_batch_tokens * shared),
                     capacity=draw.capacity,
                     how=self.dealing,
                 ),

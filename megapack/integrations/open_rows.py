@@ -16,6 +16,7 @@ from megapack.integrations.manifest import Manifest, Source, default_buckets
 from megapack.integrations.rows import RowDataset, RowOptions
 from megapack.packing.shards import ShardedIndex, SourceIndex
 from megapack.storage import IndexedDataset
+from megapack.storage.remote import is_remote
 
 __all__ = ["open_rows", "open_sources"]
 
@@ -55,7 +56,8 @@ def open_rows(
             Stages are of the part that begins with the first document; what is behind it (for
             validation and test) has the sources and weights of the manifest from end to end.
         num_rows: see ``RowDataset``.
-        cache_directory: of the host; None: ``megapack-cache`` beside the first source.
+        cache_directory: of the host; None: ``megapack-cache`` beside the first source, if that is
+            no address.
 
     Raises:
         ConfigError: options that exclude each other, or a split without documents.
@@ -64,12 +66,13 @@ def open_rows(
     stages = manifest.stages if split[0] == 0 else ()
     options = _overruled(options, manifest)
     where = manifest.cache_directory or cache_directory
-    directory = Path(where or Path(datasets[0].prefix).parent / "megapack-cache")
+    if where is None and not is_remote(datasets[0].prefix):
+        where = Path(datasets[0].prefix).parent / "megapack-cache"
     used = [
         (source, dataset, index)
         for source, dataset in zip(manifest.sources, datasets, strict=True)
         if (stages or source.weight != 0)
-        and (index := _index_of(source, dataset, manifest, options, split, directory)) is not None
+        and (index := _index_of(source, dataset, manifest, options, split, where)) is not None
     ]
     if not used:
         raise ConfigError(
@@ -103,7 +106,7 @@ def _index_of(
     manifest: Manifest,
     options: RowOptions,
     split: tuple[float, float],
-    directory: Path,
+    where: str | Path | None,
 ) -> SourceIndex | None:
     """The samples of one source's split, None where it has no tokens."""
     begin, end = (round(part * dataset.num_documents) for part in split)
@@ -118,6 +121,12 @@ def _index_of(
             f"bucket {max(buckets)} is longer than the host's sequence length "
             f"{options.sequence_length}; raise --seq-length or drop the bucket"
         )
+    if where is None:
+        raise ConfigError(
+            f"the samples of {source.title!r} are packed into a directory that all nodes see, and "
+            f"{dataset.prefix} is an address: give cache_directory (the host's cache path), or the "
+            "index that `megapack-build pack` made"
+        )
     recipe = Recipe(
         begin=begin,
         end=end,
@@ -127,7 +136,7 @@ def _index_of(
         seed=options.seed,
         align=options.align,
     )
-    index = cached_index(dataset, recipe, directory, node_local=manifest.node_local)
+    index = cached_index(dataset, recipe, Path(where), node_local=manifest.node_local)
     return index if index.num_samples else None
 
 

@@ -38,6 +38,7 @@ logger = logging.getLogger(__name__)
 
 ROW_KEYS = ("tokens", "labels", "loss_mask", "position_ids")
 BLOCKS_IN_MEMORY = 4
+TAKES_AHEAD = 2  # of rows in object stores
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,6 +99,7 @@ class RowDataset(Dataset[dict[str, Tensor]]):
         self._blocks: OrderedDict[int, tuple[int, int, NDArray[np.int64]]] = OrderedDict()
         self._layouts: dict[int, BatchLayout] = {}
         self._buffers = ReusedBuffers()
+        self._asked = 0
 
     def __getstate__(self) -> dict[str, Any]:
         kept = ("packed", "options", "order", "num_rows", "key")
@@ -138,6 +140,8 @@ class RowDataset(Dataset[dict[str, Tensor]]):
     def micro_batch(self, numbers: Sequence[int]) -> dict[str, Tensor]:
         """Several rows, stacked: every key of ``[i]`` with the rows as its first dimension."""
         numbers = [self._check(i) for i in numbers]
+        if self.packed.remote_reads.any:
+            self._fetch_ahead(numbers)
         size = self.options.rows_per_block
         parts = [
             self._gather(block, [i - block * size for i in group])
@@ -146,6 +150,14 @@ class RowDataset(Dataset[dict[str, Tensor]]):
         if len(parts) == 1:
             return parts[0]
         return {key: torch.cat([part[key] for part in parts]) for key in parts[0]}
+
+    def _fetch_ahead(self, numbers: list[int]) -> None:
+        """Hosts take rows at equal distances; what they take next is on its way meanwhile."""
+        distance, self._asked = numbers[0] - self._asked, numbers[0]
+        for times in range(TAKES_AHEAD + 1):
+            rows = [i + times * distance for i in numbers]
+            if distance >= 0 and rows[-1] < self.num_rows:
+                self.packed.remote_reads.want(np.concatenate([self.samples_of(i) for i in rows]))
 
     def _check(self, i: int) -> int:
         number = i.__index__()

@@ -15,7 +15,7 @@ A micro batch is one row of segments with the names that transformers' attention
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -30,6 +30,7 @@ from megapack.data import (
     PackedDataset,
     Schedule,
 )
+from megapack.data.fetch_ahead import fetching_ahead
 from megapack.errors import ConfigError
 from megapack.integrations.model_check import check_model
 
@@ -110,6 +111,7 @@ class MicroBatches(Dataset[dict[str, Any]]):
         )
         self._options = options
         self._step: tuple[int, list[MicroBatch]] = (-1, [])
+        self._coming: tuple[int, Iterator[MicroBatch]] = (-1, iter(()))
 
     def of_rank(
         self, data_parallel_rank: int, data_parallel_size: int, num_steps: int | None
@@ -148,10 +150,7 @@ class MicroBatches(Dataset[dict[str, Any]]):
         """See ``model_inputs``. Raises IndexError behind the last one."""
         if not 0 <= i < len(self):
             raise IndexError(f"micro batch {i} of {len(self)}")
-        step, micro_step = divmod(i, self.num_micro_steps)
-        if self._step[0] != step:
-            self._step = (step, self.sampler.micro_batches(step))
-        chosen = self._step[1][micro_step]
+        chosen = self._fetched(i) if self.dataset.remote_reads.any else self._chosen(i)
         return model_inputs(
             self.dataset.micro_batch(
                 chosen.sample_ids,
@@ -160,6 +159,24 @@ class MicroBatches(Dataset[dict[str, Any]]):
                 attention_window=chosen.attention_window,
             )
         )
+
+    def _chosen(self, i: int) -> MicroBatch:
+        step, micro_step = divmod(i, self.num_micro_steps)
+        if self._step[0] != step:
+            self._step = (step, self.sampler.micro_batches(step))
+        return self._step[1][micro_step]
+
+    def _fetched(self, i: int) -> MicroBatch:
+        """The same; what follows is fetched ahead where they are taken one after the other."""
+        expected, coming = self._coming
+        if i != expected:
+            rest = map(self._chosen, range(i, len(self)))
+            coming = fetching_ahead(rest, self.dataset.remote_reads)
+        self._coming = (i + 1, coming)
+        return next(coming)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_coming": (-1, iter(()))}
 
 
 class PackedTrainerMixin:

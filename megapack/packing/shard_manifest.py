@@ -29,6 +29,9 @@ from megapack.packing.index import SampleIndex
 from megapack.packing.shards import Arranged, PackedShard, ShardedIndex, place
 from megapack.storage.atomic import atomic_write
 from megapack.storage.opening import open_regular
+from megapack.storage.remote import is_remote
+from megapack.storage.remote.address import split
+from megapack.storage.remote.opening import fetch_file
 
 __all__ = [
     "PLAN",
@@ -95,7 +98,7 @@ def load_shards(path: str | os.PathLike[str], shards: Sequence[int] | None = Non
     """Read a shard manifest; no file of a shard is opened.
 
     Args:
-        path: of the manifest.
+        path: of the manifest, or its address.
         shards: take those from the first of these numbers up to the second; None: all.
 
     Raises:
@@ -103,8 +106,8 @@ def load_shards(path: str | os.PathLike[str], shards: Sequence[int] | None = Non
         ConfigError: it has not so many shards.
         OSError: it cannot be read.
     """
-    path = Path(path)
-    with open_regular(path) as file:
+    path = os.fspath(path) if is_remote(path) else Path(path)
+    with open_regular(fetch_file(path) if isinstance(path, str) else path) as file:
         encoded = file.readall()
     try:
         content = json.loads(encoded)
@@ -123,7 +126,7 @@ def load_shards(path: str | os.PathLike[str], shards: Sequence[int] | None = Non
     if not 0 <= begin < end <= len(rows):
         raise ConfigError(f"shards [{begin}, {end}) of {path}, which has {len(rows)}")
     num_buckets = len(content["bucket_capacity"])
-    folder = str(path.parent)
+    folder, _ = split(path) if isinstance(path, str) else (str(path.parent), "")
     found = [
         _shard(path, folder, number, row, num_buckets)
         for number, row in enumerate(rows[begin:end], begin)
@@ -137,7 +140,7 @@ def load_shards(path: str | os.PathLike[str], shards: Sequence[int] | None = Non
     )
 
 
-def _arranged(path: Path, value: Any) -> Arranged | None:
+def _arranged(path: Path | str, value: Any) -> Arranged | None:
     if value is None:
         return None
     try:
@@ -146,7 +149,7 @@ def _arranged(path: Path, value: Any) -> Arranged | None:
         raise FormatError(f"{path} is damaged: {error}") from error
 
 
-def _shard(path: Path, folder: str, number: int, row: Any, num_buckets: int) -> PackedShard:
+def _shard(path: Path | str, folder: str, number: int, row: Any, num_buckets: int) -> PackedShard:
     values = row if isinstance(row, dict) else {}
     for name, check in _FIELDS.items():
         if not check(values.get(name, ...)):
@@ -163,8 +166,9 @@ def _shard(path: Path, folder: str, number: int, row: Any, num_buckets: int) -> 
 
 
 def located(folder: str, path: str) -> str:
-    """A path of a manifest in a folder, from here; those of an object store are whole."""
-    return path if "://" in path else os.path.normpath(os.path.join(folder, path))  # noqa: PTH118 (fast)
+    """A path of a manifest in a folder or at an address, from here."""
+    found = path if "://" in path else os.path.join(folder, path)  # noqa: PTH118 (fast)
+    return found if "://" in found else os.path.normpath(found)
 
 
 def related(manifest: Path, path: str) -> str:

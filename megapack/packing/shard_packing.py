@@ -8,6 +8,7 @@ the manifest has.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,8 +27,8 @@ from megapack.packing.shard_manifest import PLAN, SUFFIX, load_shards, plain, re
 from megapack.packing.shards import PackedShard, ShardedIndex, place
 from megapack.packing.stored import how_it_differs
 from megapack.storage import IndexedDataset
-from megapack.storage.meta import read_meta
-from megapack.storage.mmididx import IndexFile, path_of
+from megapack.storage.labels import open_labels
+from megapack.storage.lengths import open_index
 from megapack.storage.replace import check_target
 
 __all__ = ["PackingPlan", "ShardPacker", "describe_shard", "pack_shards", "plan_packing"]
@@ -139,10 +140,10 @@ class ShardPacker:
 
     def _check_unchanged(self, shard: PackedShard) -> None:
         """By ends and fingerprint: what was packed is not read again."""
-        idx = IndexFile(path_of(shard.prefix, ".idx"))
+        idx = open_index(shard.prefix)
         samples = SampleIndex.load(shard.samples)
         for name, same in (
-            (idx.name, idx.ends_digest() == shard.ends),
+            (f"{shard.prefix}.idx", idx.ends_digest() == shard.ends),
             (shard.samples, samples.fingerprint == shard.samples_fingerprint),
         ):
             if not same:
@@ -170,17 +171,21 @@ class ShardPacker:
         return describe_shard(dataset, path, index)
 
 
-def describe_shard(dataset: IndexedDataset, path: Path, index: SampleIndex) -> PackedShard:
-    """What a manifest says of a dataset and its samples, which stand at ``path``."""
-    prefix = dataset.prefix
-    has_labels = IndexedDataset.exists(f"{prefix}.labels")
-    streams = [prefix, f"{prefix}.labels"] if has_labels else [prefix]
-    metas = [read_meta(stream) for stream in streams]
-    known = [meta["max_token_id"] for meta in metas if meta is not None]
-    meta = metas[0] or {}
+def describe_shard(
+    dataset: IndexedDataset, path: str | os.PathLike[str], index: SampleIndex
+) -> PackedShard:
+    """What a manifest says of a dataset and its samples, which stand at ``path``.
+
+    Raises:
+        IndexMismatchError: the labels beside it are of other documents.
+    """
+    labels = open_labels(dataset)
+    streams = [dataset] if labels is None else [dataset, labels]
+    known = [stream.meta["max_token_id"] for stream in streams if stream.meta is not None]
+    meta = dataset.meta or {}
     return PackedShard(
-        prefix=prefix,
-        samples=str(path),
+        prefix=dataset.prefix,
+        samples=os.fspath(path),
         dtype=dataset.dtype.name,
         num_documents=dataset.num_documents,
         num_tokens=dataset.num_tokens,
@@ -194,7 +199,7 @@ def describe_shard(dataset: IndexedDataset, path: Path, index: SampleIndex) -> P
         max_token_id=_largest(known) if len(known) == len(streams) else None,
         vocab_size=meta.get("vocab_size"),
         document_end_token=meta.get("document_end_token"),
-        labels=has_labels,
+        labels=labels is not None,
     )
 
 

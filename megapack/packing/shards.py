@@ -88,14 +88,14 @@ class ShardedIndex:
     """What a ``SampleIndex`` says of itself, of all shards together.
 
     Attributes:
-        path: of the shard manifest.
+        path: of the shard manifest; its address, a str, where that is remote.
         shards: in their order; all of the manifest, or some that follow each other.
         strategy, parameters, buckets, seed: how each of them was packed.
         bucket_capacity: int64 (num_buckets,), tokens.
         arranged: the order in which its samples lie, if they lie in one.
     """
 
-    path: Path
+    path: Path | str
     shards: tuple[PackedShard, ...]
     strategy: str
     parameters: Mapping[str, Any]

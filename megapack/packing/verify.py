@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from dataclasses import fields
 from pathlib import Path
 
 from megapack.errors import ConfigError, FormatError, IndexMismatchError
 from megapack.packing.index import SampleIndex
+from megapack.packing.shard_packing import describe_shard
+from megapack.packing.shards import PackedShard, ShardedIndex
 from megapack.storage import IndexedDataset
-from megapack.storage.findings import Finding
+from megapack.storage.findings import Finding, has_errors
+from megapack.storage.verify import verify
 
-__all__ = ["prefix_of_samples", "verify_samples"]
+__all__ = ["prefix_of_samples", "verify_samples", "verify_shard"]
 
 _REMEDY = "pack the dataset again"
 
 
-def verify_samples(path: str) -> list[Finding]:
+def verify_samples(path: str, prefix: str | None = None) -> list[Finding]:
     """All checksums and, where its dataset is, that every segment lies inside its document.
+
+    Args:
+        path: of the file, or its address.
+        prefix: of its dataset; None: as the file says.
 
     Raises:
         ConfigError: the file does not say which dataset it is of.
@@ -24,7 +33,8 @@ def verify_samples(path: str) -> list[Finding]:
     try:
         index = SampleIndex.load(path)
         index.verify()
-        prefix = prefix_of_samples(path, index) if index.source else None
+        if prefix is None and index.source:
+            prefix = prefix_of_samples(path, index)
         if prefix is None or not IndexedDataset.exists(prefix):
             text = f"{prefix or 'its dataset'} is not there: segments were not compared with it"
             return [Finding("note", "no-dataset", text)]
@@ -35,7 +45,58 @@ def verify_samples(path: str) -> list[Finding]:
         return [Finding("error", "samples", str(error), _REMEDY)]
     except IndexMismatchError as error:
         return [Finding("error", "samples-source", str(error), _REMEDY)]
+    except FileNotFoundError:
+        return [Finding("error", "missing", f"{path} does not exist", _REMEDY)]
     return []
+
+
+def verify_shard(
+    index: ShardedIndex,
+    number: int,
+    *,
+    tokens: bool = True,
+    progress: Callable[[int, int], None] | None = None,
+) -> dict[str, list[Finding]]:
+    """Everything about one shard: its documents, their labels, its samples and, where these are
+    sound, what the manifest says of them.
+
+    Args:
+        index: of the manifest.
+        number: of the shard.
+        tokens, progress: of ``megapack.storage.verify``.
+
+    Returns:
+        Prefix or path -> what was found.
+
+    Raises:
+        OSError: a file exists but cannot be read.
+    """
+    shard = index.shards[number]
+    streams = [shard.prefix, *([f"{shard.prefix}.labels"] if shard.labels else [])]
+    findings = {s: verify(s, tokens=tokens, progress=progress) for s in streams}
+    if not has_errors(findings[shard.prefix]):
+        findings[shard.samples] = verify_samples(shard.samples, shard.prefix)
+    if not any(map(has_errors, findings.values())):
+        findings[shard.prefix] += _differences(index, shard)
+    return findings
+
+
+def _differences(index: ShardedIndex, shard: PackedShard) -> Iterator[Finding]:
+    """What a manifest says of a shard whose files say otherwise."""
+    remedy = "restore the files, or pack all datasets again with --overwrite"
+    try:
+        samples = SampleIndex.load(shard.samples)
+        now = describe_shard(IndexedDataset(shard.prefix), shard.samples, samples)
+    except IndexMismatchError as error:  # of labels that nobody knew when it was packed
+        yield Finding("error", "manifest", str(error), remedy)
+        return
+    # Arranged documents end where samples do; their manifest keeps the token for the record.
+    known = {"prefix", "samples", *(["document_end_token"] if index.arranged else [])}
+    for name in (field.name for field in fields(PackedShard) if field.name not in known):
+        said, found = getattr(shard, name), getattr(now, name)
+        if said != found:
+            text = f"{index.path} says {name} {said!r} of {shard.prefix}; its files say {found!r}"
+            yield Finding("error", "manifest", text, remedy)
 
 
 def prefix_of_samples(path: str, index: SampleIndex) -> str:
@@ -48,4 +109,6 @@ def prefix_of_samples(path: str, index: SampleIndex) -> str:
     if prefix is None:
         raise ConfigError(f"{path} does not say which dataset it is of; give --data-prefix")
     # A dataset and its index often travel together.
-    return prefix if IndexedDataset.exists(prefix) else str(Path(path).with_name(Path(prefix).name))
+    if IndexedDataset.exists(prefix):
+        return str(prefix)
+    return path.removesuffix(Path(path).name) + Path(prefix).name

@@ -24,6 +24,7 @@ from megapack.storage.publishing import (
     check_prefix_names,
     publish_dataset,
 )
+from megapack.storage.remote.copies import local_output, refuse_existing
 from megapack.storage.token_writer import TokenWriter
 from megapack.storage.tokens import TokenLimits, as_tokens, scan_tokens
 
@@ -53,7 +54,7 @@ def import_dataset(
 
     Args:
         path: file or prefix; may be ``<output>.bin`` itself, which then stays as it is.
-        output: prefix of the dataset.
+        output: prefix of the dataset; at an address it is uploaded when it is complete.
         kind: of the file (see ``foreign``); found out by default.
         dtype: of tokens in files that do not say it.
         eod_token: the id that ends a document, for files without an index.
@@ -67,7 +68,8 @@ def import_dataset(
         What was done, for people. When the same dataset stands there already, nothing is.
 
     Raises:
-        ConfigError: another dataset stands at ``output``, or its files cannot be written there.
+        ConfigError: another dataset stands at ``output`` (any, at an address), or its files cannot
+            be written there.
         LockedError: another process writes ``output``.
         DataError, FormatError, ConfigError: see ``open_foreign``.
         OSError: a file cannot be read, linked or written; nothing has the output's name then.
@@ -79,17 +81,18 @@ def import_dataset(
     eod_at = ("start" if kind == "llm.c" else "end") if eod_at is None else eod_at
     if eod_at not in ("end", "start"):
         raise ConfigError(f"eod_at is {eod_at!r}; it is 'end' or 'start'")
-    bin_path = path_of(output, ".bin")
-    in_place = _is_same(bin_path, tokens_path(path, kind))
-    with WriterLock(output, what="import"):
-        check_prefix_names(output, keeps_bin=in_place)
+    refuse_existing([output], overwrite=overwrite)
+    with local_output(output) as target, WriterLock(target, what="import"):
+        bin_path = path_of(target, ".bin")
+        in_place = _is_same(bin_path, tokens_path(path, kind))
+        check_prefix_names(target, keeps_bin=in_place)
         foreign = open_foreign(path, kind, dtype=dtype, eod_token=eod_token, eod_at=eod_at)
         if in_place and foreign.begin_byte:
             raise ConfigError(f"{bin_path} is imported and has a header; choose another output")
         facts = {"imported_from": kind, **foreign.metadata, **(metadata or {})}
         check_metadata(facts)
         limits = TokenLimits(foreign.dtype, vocab_size, foreign.allow_negative)
-        how = _import(foreign, output, limits, link=link, metadata=facts, overwrite=overwrite)
+        how = _import(foreign, target, limits, link=link, metadata=facts, overwrite=overwrite)
     if how is None:
         return f"nothing to do: {output} is there already"
     layout = foreign.layout

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import numpy as np
@@ -19,12 +20,14 @@ from megapack.storage.lock import WriterLock
 from megapack.storage.meta import (
     TokenFacts,
     check_metadata,
+    common_metadata,
     joined_range,
     meta_path,
-    own_metadata,
 )
 from megapack.storage.mmididx import path_of, pick_dtype, prefix_of
 from megapack.storage.publishing import DatasetContent, check_prefix, publish_dataset
+from megapack.storage.remote import is_remote
+from megapack.storage.remote.copies import local_copy, local_output, refuse_existing
 from megapack.storage.token_writer import TokenWriter
 from megapack.storage.tokens import TokenLimits
 
@@ -51,8 +54,9 @@ def merge(
     document indices were lost in a merge: there every sequence is a document).
 
     Args:
-        prefixes: of the datasets, at least one; the output must not be among them.
-        output: prefix of the result.
+        prefixes: of the datasets, at least one; the output must not be among them. Those at
+            addresses are fetched whole first, into the cache.
+        output: prefix of the result; at an address it is uploaded when it is complete.
         dtype: of the result; needed when the inputs differ. Ids that do not fit are refused.
         multimodal: the inputs have modes.
         allow_mixed_tokenizers: accept inputs whose meta files name different tokenizers, or of
@@ -67,7 +71,8 @@ def merge(
         where an input has none or is converted, nothing tells).
 
     Raises:
-        ConfigError: another dataset stands at ``output``, or its files cannot be written there.
+        ConfigError: another dataset stands at ``output`` (any, at an address), or its files cannot
+            be written there; inputs are to be removed and not all of this is local.
         LockedError: another process writes ``output``.
         DataError: dtypes or tokenizers differ, or an id does not fit.
         FormatError: an input is damaged.
@@ -75,14 +80,46 @@ def merge(
     """
     if not prefixes:
         raise ConfigError("merge needs at least one dataset")
-    output = prefix_of(output)
+    if remove_inputs and any(map(is_remote, [*prefixes, output])):
+        raise ConfigError(
+            "inputs are removed where they and the result are local (--remove-inputs)"
+        )
+    refuse_existing([prefix_of(output)], overwrite=overwrite)
+    with ExitStack() as stack:
+        target = stack.enter_context(local_output(output))
+        return _merge(
+            [stack.enter_context(local_copy(prefix)) for prefix in prefixes],
+            target,
+            dtype=dtype,
+            multimodal=multimodal,
+            allow_mixed_tokenizers=allow_mixed_tokenizers,
+            metadata=metadata or {},
+            remove_inputs=remove_inputs,
+            overwrite=overwrite,
+            progress=progress,
+        )
+
+
+def _merge(
+    prefixes: Sequence[str],
+    output: str,
+    *,
+    dtype: DTypeLike | None,
+    multimodal: bool,
+    allow_mixed_tokenizers: bool,
+    metadata: Mapping[str, Any],
+    remove_inputs: bool,
+    overwrite: bool,
+    progress: Progress | None,
+) -> bool:
+    """Of local datasets into one."""
     inputs = [InputDataset(prefix, multimodal) for prefix in prefixes]
     _check_output(inputs, output)
     result_dtype = _common_dtype(inputs) if dtype is None else pick_dtype(dtype)
     if not allow_mixed_tokenizers:
         _check_tokenizers(inputs)
     limits = TokenLimits(result_dtype, _common_vocab_size(inputs), result_dtype.kind == "i")
-    metadata = {**_common_metadata(inputs), **(metadata or {})}
+    metadata = {**common_metadata(dataset.meta for dataset in inputs), **metadata}
     check_metadata(metadata)
 
     def content(tokens: TokenFacts) -> DatasetContent:
@@ -179,16 +216,6 @@ def _common_vocab_size(inputs: list[InputDataset]) -> int | None:
     """The largest, when all inputs know theirs."""
     sizes = [None if dataset.meta is None else dataset.meta["vocab_size"] for dataset in inputs]
     return None if None in sizes else max(size for size in sizes if size is not None)
-
-
-def _common_metadata(inputs: list[InputDataset]) -> dict[str, Any]:
-    """What all inputs say alike."""
-    first, *others = [own_metadata(dataset.meta or {}) for dataset in inputs]
-    return {
-        key: value
-        for key, value in first.items()
-        if all(key in meta and meta[key] == value for meta in others)
-    }
 
 
 def _remove(dataset: InputDataset) -> None:

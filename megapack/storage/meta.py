@@ -45,6 +45,7 @@ __all__ = [
     "check_metadata",
     "checksum",
     "checksum_of",
+    "common_metadata",
     "difference_from_files",
     "has_its_checksums",
     "joined_range",
@@ -114,6 +115,16 @@ def check_metadata(metadata: Mapping[str, Any]) -> None:
 def own_metadata(meta: Mapping[str, Any]) -> dict[str, Any]:
     """The part of a meta file that its builder was told."""
     return {key: value for key, value in meta.items() if key not in OWN_KEYS}
+
+
+def common_metadata(metas: Iterable[Mapping[str, Any] | None]) -> dict[str, Any]:
+    """What the builders of several datasets were told alike; None: one without a meta file."""
+    first, *others = [own_metadata(meta or {}) for meta in metas]
+    return {
+        key: value
+        for key, value in first.items()
+        if all(key in meta and meta[key] == value for meta in others)
+    }
 
 
 def read_meta(prefix: str | os.PathLike[str]) -> dict[str, Any] | None:

@@ -6,6 +6,7 @@ import contextlib
 import os
 import re
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,9 @@ from megapack.storage.findings import Finding, has_errors
 from megapack.storage.meta import bin_checksums, checksum, difference_from_files, read_meta
 from megapack.storage.mmididx import MAGIC, path_of, prefix_of
 from megapack.storage.opening import identity_of, open_regular
+from megapack.storage.remote import is_remote
+from megapack.storage.remote.client import find_object
+from megapack.storage.remote.copies import local_copy
 from megapack.storage.survey import LEGACY_MAGIC, Survey, survey
 from megapack.storage.verify_tokens import TokenChecks, check_tokens
 
@@ -35,7 +39,7 @@ def verify(
     """Check everything that can be checked about one dataset.
 
     Args:
-        prefix: with or without ``.idx``.
+        prefix: with or without ``.idx``; an address, too: its .bin is fetched whole meanwhile.
         tokens: also read .bin: checksums, range of ids, first and last token of every document.
         vocab_size: ids must be smaller; the meta file's by default.
         document_end_token: must end every non-empty document; the meta file's by default.
@@ -48,6 +52,26 @@ def verify(
         OSError: a file exists but cannot be read.
     """
     prefix = prefix_of(prefix)
+    if not is_remote(prefix):
+        return _verify(prefix, tokens, vocab_size, document_end_token, progress)
+    try:
+        with local_copy(prefix, tokens=tokens) as files:
+            found = _verify(files, tokens, vocab_size, document_end_token, progress)
+            return [replace(f, message=f.message.replace(files, prefix)) for f in found]
+    except FileNotFoundError as error:
+        return [Finding("error", "missing", str(error))]
+    except FormatError as error:
+        return [Finding("error", "damaged", str(error), "upload it again")]
+
+
+def _verify(
+    prefix: str,
+    tokens: bool,
+    vocab_size: int | None,
+    document_end_token: int | None,
+    progress: Callable[[int, int], None] | None,
+) -> list[Finding]:
+    """Of local files."""
     idx_path, bin_path = path_of(prefix, ".idx"), path_of(prefix, ".bin")
     findings = [*_leftovers(prefix), *_missing(idx_path, bin_path)]
     if has_errors(findings):
@@ -203,6 +227,12 @@ def _meta(prefix: str, facts: Survey) -> tuple[dict[str, Any] | None, list[Findi
 
 def _identities(prefix: str) -> Iterator[Any]:
     """Keys that only equal datasets share."""
+    if is_remote(prefix):
+        objects = [find_object(f"{prefix}{suffix}") for suffix in (".idx", ".bin")]
+        versions = [found.version for found in objects if found is not None and found.etag]
+        if len(versions) == len(objects):
+            yield "objects", *versions
+        return
     idx_path, bin_path = path_of(prefix, ".idx"), path_of(prefix, ".bin")
     if not (idx_path.is_file() and bin_path.is_file()):
         return

@@ -244,6 +244,9 @@ class EngineConfig:
     """Recompute every layer's activations in the backward pass."""
     compile: bool = False
     """torch.compile every decoder layer: one graph per bucket, and one more that validates."""
+    sequence_parallel_size: int = 1
+    """Consecutive ranks that share every sample longer than ``data.micro_batch_tokens``, each a
+    slice of it (DeepSpeed-Ulysses). Shorter samples are not shared."""
     loss_chunk_tokens: int = 2048
     """Positions whose logits exist at once: chunk x vocabulary x 4 bytes of memory."""
     timeout_minutes: float = 30.0
@@ -259,6 +262,7 @@ class EngineConfig:
     def __post_init__(self) -> None:
         _positive(
             "engine",
+            sequence_parallel_size=self.sequence_parallel_size,
             loss_chunk_tokens=self.loss_chunk_tokens,
             timeout_minutes=self.timeout_minutes,
             silence_seconds=self.silence_seconds,

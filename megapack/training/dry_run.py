@@ -13,6 +13,7 @@ import yaml
 from megapack.attention import Choice
 from megapack.config import to_dict
 from megapack.data.report import plan_run
+from megapack.data.sequence_parallel import check_group, ranks_per_micro_batch
 from megapack.data.stage import StageDraws
 from megapack.data.window import Window
 from megapack.errors import ConfigError
@@ -98,6 +99,7 @@ def _steps(
 
 
 def _check_ranks(config: PretrainConfig, ranks: int) -> None:
+    check_group(config.engine.sequence_parallel_size, ranks)
     batches = config.data.tokens_per_step // config.data.micro_batch_tokens
     if batches % ranks and config.data.uneven == "error":
         raise ConfigError(
@@ -151,16 +153,19 @@ def _stage(
     settings, micro = stage.config, config.data.micro_batch_tokens
     micro_steps = -(-settings.tokens_per_step // (micro * ranks))
     draws = stage.num_draws(end)
-    rows = [
-        f"{'bucket':>8} {'steps':>10} {'share':>7} {'samples/step':>13} {'per micro batch':>16}"
-    ]
+    unit = "step" if settings.draws_per_step == 1 else "draw"
+    each = f"samples/{unit}"
+    rows = [f"{'bucket':>8} {unit + 's':>10} {'share':>7} {each:>13} {'per micro batch':>16}"]
+    size = config.engine.sequence_parallel_size
     for stream, samples, count in zip(
         stage.buckets, stage.samples_per_draw, draws.tolist(), strict=True
     ):
         share = count / max(1, int(draws.sum()))
-        per_batch = micro // stream.capacity
+        shared = ranks_per_micro_batch(stream.capacity, micro, size)
+        per_batch = micro * shared // stream.capacity
+        by = f"  of {shared} ranks" if shared > 1 else ""
         rows.append(
-            f"{stream.capacity:>8,} {count:>10,} {share:>7.2%} {samples:>13,} {per_batch:>16,}"
+            f"{stream.capacity:>8,} {count:>10,} {share:>7.2%} {samples:>13,} {per_batch:>16,}{by}"
         )
     shown = min(stage.begin + 12, end)
     order = " ".join(
@@ -170,7 +175,8 @@ def _stage(
         [
             *([f"steps {stage.begin:,} to {end - 1:,}:"] if stage.begin else []),
             *([] if window is None else [f"attention window: {window}"]),
-            f"ranks: {ranks}, {micro_steps} micro steps of {micro:,} tokens each",
+            f"ranks: {ranks}, {micro_steps} micro steps of {micro:,} tokens each"
+            + ("" if unit == "step" else f"; {settings.draws_per_step} draws per step"),
             *rows,
             f"order: {settings.order}; the first draws: {order}",
         ]

@@ -65,7 +65,10 @@ def pretrain(args: argparse.Namespace) -> int:
     join(args.local_rank)
     if torch.cuda.is_available():
         RunDirectory(config.run_dir).record_flight()
-    with world(timeout_minutes=config.engine.timeout_minutes) as here:
+    with world(
+        timeout_minutes=config.engine.timeout_minutes,
+        sequence_parallel_size=config.engine.sequence_parallel_size,
+    ) as here:
         show_log(here)
         run = RunDirectory(config.run_dir)
         heart = Heartbeat(
@@ -111,6 +114,7 @@ def train(
         device=here.device,
         seed=config.seed,
         zero_3=zero_3_configuration(config, here.size),
+        sequence_group=here.sequence_group,
     )
     logger.info("attention: %s, %s", attention.name, attention.reason)
     logger.info("model: %s, %s parameters", architecture.model_type, f"{model.num_parameters:,}")

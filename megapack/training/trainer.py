@@ -63,6 +63,7 @@ class Trainer:
                 start_step=start,
                 num_steps=max(0, self.end - start),
                 uneven=config.data.uneven,
+                sequence_parallel_size=config.engine.sequence_parallel_size,
                 cu_seqlens="padded" if config.engine.compile else "exact",
                 pin_memory=here.device.type == "cuda",
                 device=here.device,

@@ -17,7 +17,10 @@ from megapack.data.arranging import Arranger, arrange, plan_arrangement
 from megapack.errors import ConfigError
 from megapack.packing.shard_manifest import load_shards
 from megapack.packing.shard_packing import pack_shards, plan_packing
-from megapack.storage import IndexedDataset
+from megapack.packing.verify import verify_shard
+from megapack.storage import IndexedDataset, IndexedDatasetBuilder
+from megapack.storage.findings import has_errors
+from megapack.storage.meta import own_metadata
 from megapack.storage.verify import verify
 from tests.data.corpora import packed_lengths, random_documents, write_documents
 
@@ -134,6 +137,25 @@ def test_what_stands_there_is_replaced_only_when_asked(source: str, tmp_path: Pa
         plan_arrangement(source, source)
     with pytest.raises(ConfigError, match="use positions: segment"):
         PackedDataset(None, output, positions="document")
+
+
+def test_what_stays_true_of_the_meta_files_is_kept(tmp_path: Path) -> None:
+    """Of what all say alike: the tokenizer, and not where documents end or who made the files."""
+    told = {"tokenizer": {"digest": "t"}, "licence": "mit", "document_end_token": 0, "plan": "p"}
+    for name, more in (("a", {}), ("b", {"licence": "other"})):
+        about = {"vocab_size": 300, "metadata": {**told, "command": name, **more}}
+        with IndexedDatasetBuilder(tmp_path / name, np.uint16, **about) as builder:
+            for _ in range(40):
+                builder.add_document([*range(1, 20), 0])
+    manifest = str(tmp_path / "web.shards.json")
+    plan = plan_packing(manifest, [str(tmp_path / name) for name in "ab"], {"buckets": BUCKETS})
+    pack_shards(plan, lambda _: None)
+    arranged(manifest, tmp_path / "new.shards.json")
+    index = load_shards(tmp_path / "new.shards.json")
+    meta = IndexedDataset(index.shards[0].prefix).meta
+    assert meta is not None and own_metadata(meta).keys() == {"tokenizer", "arranged"}
+    assert meta["tokenizer"] == told["tokenizer"] and meta["vocab_size"] == 300
+    assert not any(map(has_errors, verify_shard(index, 0).values()))
 
 
 def test_the_command_and_a_loader_over_what_it_wrote(source: str, tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
 """Real processes under gloo: ``run_ranks(function, world_size, port, *args)``.
 
-A fork server imports torch and megatron-core once; every rank is a fork of it, so a group of four
+A fork server imports torch and the hosts once; every rank is a fork of it, so a group of four
 starts in a fraction of a second. Functions that run in ranks must be importable by name.
 """
 
@@ -17,7 +17,10 @@ from patience import PATIENCE
 
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(
-    ["torch", "megatron.core.parallel_state", "megatron.core.datasets.gpt_dataset"]
+    [
+        *("torch", "megatron.core.parallel_state", "megatron.core.datasets.gpt_dataset"),
+        *("deepspeed", "transformers.trainer", "transformers.models.llama.modeling_llama"),
+    ]
 )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,10 @@ from megapack.cli.main import main
 from megapack.errors import FormatError
 from megapack.storage import IndexedDataset
 from megapack.storage.remote import client
+from megapack.storage.remote.client import find_object, put_object, remove_object
+from megapack.storage.remote.opening import fetch_file
 from megapack.storage.remote.upload import upload_dataset
+from megapack.storage.verify import verify
 from tests.remote.far import address_of, run, write_packed
 
 
@@ -36,15 +40,123 @@ def test_upload_inspect_and_pack(
     assert near == again
 
 
-@pytest.mark.parametrize("command", ["verify", "repair"])
 def test_commands_for_local_files_say_so(
-    line: Line, tmp_path: Path, command: str, capsys: pytest.CaptureFixture[str]
+    line: Line, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write_packed(tmp_path / "docs")
     upload_dataset(str(tmp_path / "docs"), address_of(tmp_path / "docs"))
-    assert main([command, address_of(tmp_path / "docs")]) == 2
+    assert main(["repair", address_of(tmp_path / "docs")]) == 2
     assert "this works on local files" in capsys.readouterr().err
     assert not Path("s3:").exists()
+
+
+def test_verify_finds_what_it_finds_in_local_files(
+    line: Line, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_packed(tmp_path / "docs")
+    address = address_of(tmp_path / "docs")
+    upload_dataset(str(tmp_path / "docs"), address)
+    assert verify(address) == verify(tmp_path / "docs") == []
+    line.counts.clear()
+    assert verify(address, tokens=False) == []
+    assert line.counts["bytes"] < (tmp_path / "docs.bin").stat().st_size, ".bin was not asked for"
+    ids = {"vocab_size": 7, "document_end_token": 3}
+    there, here = verify(address, **ids), verify(tmp_path / "docs", **ids)
+    assert there == here and len(here) == 2
+    upload_dataset(str(tmp_path / "docs"), f"{address}2")
+    assert main(["verify", address, f"{address}2", "--no-tokens"]) == 0
+    assert f"holds the same documents as {address}" in capsys.readouterr().out
+    tokens = bytearray((tmp_path / "docs.bin").read_bytes())
+    tokens[1000] ^= 1
+    (tmp_path / "docs.bin").write_bytes(tokens)
+    put_object(f"{address}.bin", tmp_path / "docs.bin")
+    [found] = verify(address)
+    assert found.severity == "error" and f"{address}.bin" in found.message
+    remove_object(f"{address}.checksums")  # then the meta file tells
+    [found] = [f for f in verify(address) if f.severity == "error"]
+    assert found == verify(tmp_path / "docs")[0] and found.code == "checksum"
+    remove_object(f"{address}.bin")
+    assert verify(address)[0].message.startswith(f"{address}.bin does not exist")
+
+
+def objects(address: str) -> dict[str, bytes]:
+    """What stands at an address, by suffix."""
+    found = {}
+    for suffix in (".bin", ".idx", ".meta.json", ".manifest.json"):
+        if find_object(f"{address}{suffix}") is not None:
+            found[suffix] = fetch_file(f"{address}{suffix}").read_bytes()
+    return found
+
+
+def local_files(prefix: Path) -> dict[str, bytes]:
+    names = (".bin", ".idx", ".meta.json", ".manifest.json")
+    paths = {suffix: Path(f"{prefix}{suffix}") for suffix in names}
+    return {suffix: path.read_bytes() for suffix, path in paths.items() if path.exists()}
+
+
+def commands(tmp_path: Path, address: str) -> dict[str, list[str]]:
+    """Each without its --output-prefix; ``address`` is an input of merge."""
+    (tmp_path / "text.jsonl").write_text('{"text": "some words"}\n{"text": "and more"}\n' * 50)
+    text = ["--input", f"{tmp_path}/text.jsonl", "--tokenizer", "bytes", "--workers", "1"]
+    flat = ["--kind", "flat", "--dtype", "uint16", "--eod-token", "7"]
+    return {
+        "tokenize": ["tokenize", *text, "--append-eod"],
+        "merge": ["merge", f"{tmp_path}/docs", address],
+        "import": ["import", f"{tmp_path}/docs.bin", *flat],
+    }
+
+
+@pytest.mark.parametrize("command", ["tokenize", "merge", "import"])
+def test_what_is_written_to_an_address_is_what_is_written_here(
+    line: Line,
+    tmp_path: Path,
+    command: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    write_packed(tmp_path / "docs", 300)
+    address = address_of(tmp_path / "docs")
+    upload_dataset(str(tmp_path / "docs"), address)
+    how = commands(tmp_path, address)[command]
+    target = f"{address}-out"
+
+    def fails(*_: object) -> None:
+        raise ConnectionError("the line is down")
+
+    with monkeypatch.context() as patched:  # killed before the last object of the dataset
+        patched.setattr("megapack.storage.remote.upload.put_object", fails)
+        assert main([*how, "--output-prefix", target]) == 1
+    assert not IndexedDataset.exists(target), "absent until it is complete"
+    capsys.readouterr()
+    assert main([*how, "--output-prefix", target]) == 0
+    out = capsys.readouterr().out
+    assert target in out and str(tmp_path / "cache") not in out
+    if command == "tokenize":
+        assert "this very build is finished" in out, "it was built anew"
+    assert not list((tmp_path / "cache").glob("*output*")), "the local files stay behind"
+    assert main([*how, "--output-prefix", f"{tmp_path}/out"]) == 0
+    here, there = local_files(tmp_path / "out"), objects(target)
+    meta, theirs = json.loads(here.pop(".meta.json")), json.loads(there.pop(".meta.json"))
+    assert str(meta.pop("command", "")).replace(f"{tmp_path}/out", target) == str(
+        theirs.pop("command", "")
+    )
+    assert meta == theirs and here == there and len(here) == 2 + (command == "tokenize")
+    assert verify(target) == verify(tmp_path / "out")
+    capsys.readouterr()
+    assert main([*how, "--output-prefix", target]) == 2
+    assert "is there already: replace it with --overwrite" in capsys.readouterr().err
+    assert main([*how, "--output-prefix", target, "--overwrite"]) == 0
+
+
+def test_parts_of_a_build_need_a_directory_that_all_see(
+    line: Line, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    how = [*commands(tmp_path, "")["tokenize"], "--output-prefix", "s3://bucket/parts/docs"]
+    assert main([*how, "--part", "0/2"]) == 2
+    assert "megapack-build upload" in capsys.readouterr().err
+    merged = ["merge", "s3://bucket/parts/docs", "--output-prefix", f"{tmp_path}/out"]
+    assert main([*merged, "--remove-inputs"]) == 2
+    assert "--remove-inputs" in capsys.readouterr().err
 
 
 def test_an_upload_that_is_cut_short_leaves_no_dataset(

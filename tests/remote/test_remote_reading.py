@@ -20,8 +20,9 @@ from megapack.packing import SampleIndex
 from megapack.packing.shard_manifest import save_shards
 from megapack.packing.shard_packing import pack_shards, plan_packing
 from megapack.storage import IndexedDataset, IndexedDatasetBuilder, read_document_lengths
-from megapack.storage.remote.checksums import SUFFIX
+from megapack.storage.remote.checksums import BLOCK_BYTES, SUFFIX
 from megapack.storage.remote.client import remove_object
+from megapack.storage.remote.tokens import blocks_of
 from megapack.storage.remote.upload import upload_dataset
 from tests.remote.far import address_of, put_dataset, run
 
@@ -198,3 +199,14 @@ def test_shards_of_one_source_may_be_far_and_are_fetched_ahead(line: Line, tmp_p
     expected = batches(manifest)
     assert len(expected) > 100
     assert batches(tmp_path / "far.shards.json") == expected
+
+
+def test_blocks_of_ranges_are_each_named_once() -> None:
+    """Also where several ranges lie in one block, and one in several."""
+    rng = np.random.default_rng(0)
+    for itemsize in (2, 4) * 100:
+        size = int(rng.integers(1, 30))
+        begins, ends = np.sort(rng.choice(300_000, (2 * size), replace=False)).reshape(-1, 2).T
+        tokens = [np.arange(begin, end) for begin, end in zip(begins, ends, strict=True)]
+        expected = np.unique(np.concatenate(tokens) * itemsize // BLOCK_BYTES)
+        assert blocks_of(begins, ends, itemsize).tolist() == expected.tolist()

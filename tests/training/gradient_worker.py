@@ -24,7 +24,8 @@ from megapack.training.watch.batches import TimedBatches
 def main() -> None:
     config = load_config(PretrainConfig, sys.argv[1], sys.argv[3:])
     join()
-    with world(timeout_minutes=20) as here:
+    shared = config.engine.sequence_parallel_size
+    with world(timeout_minutes=20, sequence_parallel_size=shared) as here:
         inputs = open_inputs(config)
         architecture = model_configuration(config.model, inputs.vocab_size)
         model, _ = open_model(
@@ -34,6 +35,7 @@ def main() -> None:
             device=here.device,
             seed=config.seed,
             zero_3=zero_3_configuration(config, here.size),
+            sequence_group=here.sequence_group,
         )
         held = sum(p.numel() for p in model.parameters())
         engine = start_engine(model, config, here)
@@ -45,6 +47,7 @@ def main() -> None:
             data_parallel_size=here.size,
             micro_batch_tokens=config.data.micro_batch_tokens,
             num_steps=config.num_steps,
+            sequence_parallel_size=shared,
             cu_seqlens="padded" if config.engine.compile else "exact",
             weighted_loss=True,
         )

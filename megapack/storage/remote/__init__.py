@@ -5,6 +5,7 @@
 - cache: the directory; pool: threads that fetch; locks between processes; sparse: a file of which
   only some blocks are here; eviction: room in it
 - tokens: a .bin as an array; opening: a dataset; upload: writing one
+- copies: whole datasets, for what works on local files
 """
 
 from megapack.storage.remote.address import is_remote

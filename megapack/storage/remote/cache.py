@@ -15,6 +15,7 @@ import contextlib
 import errno
 import os
 import re
+import shutil
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -90,6 +91,13 @@ class Cache:
             if entry.exists():  # else it was removed in between, to make room
                 self.entries.add(entry)
         return entry
+
+    def give_back(self, entry: Path) -> None:
+        """Remove an entry, unless other processes have it open as well."""
+        self.entries.discard(entry)
+        with self.in_use.if_free(str(entry)) as free:
+            if free:
+                shutil.rmtree(entry, ignore_errors=True)
 
     def fetch(
         self, found: RemoteObject, path: Path, check: Callable[[Path], object] = lambda _: None

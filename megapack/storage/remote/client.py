@@ -236,6 +236,6 @@ def refuse_fork() -> None:
     if _users[0] != os.getpid():
         raise ConfigError(
             f"process {os.getpid()} was forked from one that reads an object store already, which "
-            "the client does not allow: use build_loader, or give torch's DataLoader "
-            "multiprocessing_context='spawn'"
+            "the client does not allow: use build_loader, or torch's DataLoader without workers "
+            "(num_workers=0, Megatron's --num-workers 0) or with multiprocessing_context='spawn'"
         )

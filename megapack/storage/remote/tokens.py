@@ -74,7 +74,8 @@ class RemoteTokens:
         begin, end, step = where.indices(self.size)
         if step != 1:
             raise ValueError(f"slice step is {step}; slices of remote tokens are contiguous")
-        wanted = [(self, blocks_of(np.array([[begin], [max(begin, end)]]), self.dtype.itemsize))]
+        ends = np.array([begin, max(begin, end)])
+        wanted = [(self, blocks_of(ends[:1], ends[1:], self.dtype.itemsize))]
         tokens = read_consistently(wanted, self.mapped[begin:end].copy)
         tokens.flags.writeable = False
         return tokens
@@ -103,6 +104,10 @@ class RemoteTokens:
                     last = min(first + REQUEST_BYTES // BLOCK_BYTES, end)
                     self._submit(first, last)
             return {self._coming[b] for b in absent.tolist() if b in self._coming}
+
+    def are_here(self, blocks: Blocks) -> bool:
+        """Whether blocks are all here just now."""
+        return bool((self._file.changes[blocks] % 2).all())
 
     def hold(self, blocks: Blocks) -> Stamp:
         """Wait until blocks are here; what ``held`` compares with. Raises as RemoteObject.read."""
@@ -152,12 +157,14 @@ class RemoteTokens:
             self._checksums.check(first, data)
 
 
-def blocks_of(ranges: NDArray[np.int64], itemsize: int) -> Blocks:
-    """Ascending numbers of the blocks that hold ranges of tokens, (2, num_ranges), ascending."""
-    first = ranges[0] * itemsize // BLOCK_BYTES
-    counts = np.maximum(-(-ranges[1] * itemsize // BLOCK_BYTES) - first, 0)
+def blocks_of(begins: NDArray[np.int64], ends: NDArray[np.int64], itemsize: int) -> Blocks:
+    """Ascending numbers, each once, of the blocks that hold ranges of tokens, which are ascending
+    and do not overlap, (num_ranges,) each."""
+    first, last = begins * itemsize // BLOCK_BYTES, -(-ends * itemsize // BLOCK_BYTES)
+    first[1:] = np.maximum(first[1:], last[:-1])  # a block of two ranges counts with the first
+    counts = last - first
     before = np.cumsum(counts) - counts
-    return np.unique(np.repeat(first - before, counts) + np.arange(counts.sum()))
+    return np.repeat(first - before, counts) + np.arange(counts.sum())
 
 
 def read_consistently(wanted: list[tuple[RemoteTokens, Blocks]], read: Callable[[], T]) -> T:
@@ -167,8 +174,9 @@ def read_consistently(wanted: list[tuple[RemoteTokens, Blocks]], read: Callable[
         Whatever ``read`` and ``RemoteTokens.hold`` raise.
     """
     for _ in range(MANY_TIMES):
-        for tokens, blocks in wanted:
-            tokens.want(blocks)  # all of them at once; then each is waited for
+        if not all(tokens.are_here(blocks) for tokens, blocks in wanted):
+            for tokens, blocks in wanted:
+                tokens.want(blocks)  # all of them at once; then each is waited for
         seen = [tokens.hold(blocks) for tokens, blocks in wanted]
         result = read()
         if all(t.held(blocks, then) for (t, blocks), then in zip(wanted, seen, strict=True)):

@@ -25,6 +25,8 @@ def assemble(
     workspace: Workspace,
     documents_of_shard: Sequence[int],
     progress: Callable[[int, int], None],
+    *,
+    command: str,
 ) -> None:
     """Join all shards. Where the disk has no room for two copies, a shard's tokens are removed as
     soon as they are copied; a run that is stopped then has to build those again.
@@ -32,6 +34,7 @@ def assemble(
     Args:
         documents_of_shard: of every shard of the plan.
         progress: called with (shards copied, shards to copy), counted for every output.
+        command: that builds the same datasets, for their meta files.
 
     Raises:
         DataError: a split would be empty.
@@ -62,7 +65,7 @@ def assemble(
     for stream, output in outputs.items():
         is_labels = stream.endswith(LABELS)
         stored = plan.stored(labels=is_labels)
-        stored["metadata"]["command"] = config.command()
+        stored["metadata"]["command"] = command
         if ranges is None:
             datasets = [shard + stream for shard in shards]
             following = iter(datasets)

@@ -9,6 +9,7 @@ from typing import Literal
 
 from megapack.errors import ConfigError
 from megapack.storage.mmididx import prefix_of
+from megapack.storage.remote import is_remote
 from megapack.tokenization.corpus.faults import OnError
 from megapack.tokenization.corpus.pieces import Format
 from megapack.tokenization.corpus.split import SPLIT_NAMES, parse_split
@@ -121,6 +122,13 @@ class BuildConfig:
                 self.boundary != "none" and framed,
                 f"--boundary {self.boundary} already says what stands around a document; leave out "
                 "--append-eod and --prepend-bos",
+            ),
+            (
+                is_remote(self.output_prefix)
+                and (self.part is not None or self.finish or self.executor == "ray"),
+                f"parts of {self.output_prefix} would be built on several machines, of which none "
+                "sees what the others did: build under a local prefix that all of them see, and "
+                "copy the result with `megapack-build upload`",
             ),
             (chat and words, "conversations have no --min-words and --max-words"),
             (

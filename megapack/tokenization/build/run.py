@@ -12,6 +12,7 @@ from megapack.errors import DataError, MegapackError
 from megapack.execution.carry_out import carry_out
 from megapack.execution.processes import prepare_processes
 from megapack.execution.work import Counted
+from megapack.storage.remote.copies import local_output, refuse_existing
 from megapack.tokenization.build.assemble import assemble
 from megapack.tokenization.build.config import BuildConfig
 from megapack.tokenization.build.plan import Plan, make_plan
@@ -97,16 +98,26 @@ def build(config: BuildConfig, progress: Progress) -> BuildResult:
     """Tokenize a corpus into ``<output_prefix>.bin/.idx`` (+ .meta.json, .manifest.json).
 
     Shards are built in ``<output_prefix>.build/<digest of the plan>/``; a run that was stopped
-    leaves the finished ones there, and the next run of the same plan goes on behind them.
+    leaves the finished ones there, and the next run of the same plan goes on behind them. What
+    shall stand at an address is built in the cache, and uploaded when it is complete.
 
     Raises:
-        ConfigError: options that cannot be; another dataset has the output's name; a machine has
-            other tokenizer files or libraries than the plan.
+        ConfigError: options that cannot be; another dataset has the output's name (any, at an
+            address); a machine has other tokenizer files or libraries than the plan.
         DataError: a document that may not pass (with on_error "fail"); no documents at all.
         LockedError: another process is at this build.
         MegapackError: a package is missing, or room on the disk.
         OSError: a file cannot be read or written; finished shards are kept.
     """
+    refuse_existing(config.outputs.values(), overwrite=config.overwrite)
+    with local_output(config.output_prefix) as local:
+        here = dataclasses.replace(config, output_prefix=local)
+        result = _build(here, progress, command=config.command())
+    return dataclasses.replace(result, prefixes=config.outputs)
+
+
+def _build(config: BuildConfig, progress: Progress, *, command: str) -> BuildResult:
+    """Into local files; ``command`` is what their meta files say of it."""
     inputs = _inputs(config, progress)
     several = sum(file.size for file in inputs) > (config.shard_bytes or MIN_SHARD_BYTES)
     if config.workers > 1 and config.executor == "local" and several:
@@ -130,7 +141,7 @@ def build(config: BuildConfig, progress: Progress) -> BuildResult:
                 skipped = "; ".join(totals.fault_lines()) or "the files are empty"
                 raise DataError(f"the corpus has no documents ({skipped})")
             counts = [record.counted.documents for record in records]
-            assemble(plan, config, workspace, counts, progress.join)
+            assemble(plan, config, workspace, counts, progress.join, command=command)
         finally:
             progress.stop()
         workspace.finish(totals)

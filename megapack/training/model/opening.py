@@ -13,7 +13,9 @@ from megapack.attention import (
     Choice,
     alibi_slopes,
     check_architecture,
+    check_sequence_parallel,
     choose_backend,
+    over_ranks,
     register,
 )
 from megapack.training.config import EngineConfig, ModelConfig
@@ -33,9 +35,10 @@ def open_model(
     seed: int = 0,
     empty: bool = False,
     zero_3: Mapping[str, Any] | None = None,
+    sequence_group: Any = None,
 ) -> tuple[TrainingModel, Choice]:
     """The model of a run in float32, and the attention that was chosen for it; with ``zero_3``
-    collective, and in the dtype it will compute in.
+    collective, and in the dtype it will compute in; with ``sequence_group`` collective, too.
 
     Args:
         config: which weights and which attention.
@@ -45,6 +48,7 @@ def open_model(
         seed: of weights from scratch.
         empty: shapes without numbers (the meta device), for an estimate.
         zero_3: DeepSpeed's configuration, where ZeRO-3 is to divide parameters as they are made.
+        sequence_group: process group of the ranks that share long samples.
 
     Raises:
         ConfigError: no attention can serve it, or packed rows would train it wrongly.
@@ -52,6 +56,10 @@ def open_model(
     dtype = compute_dtype(engine)
     choice = choose_backend(attention_needs(architecture, device, dtype), config.attention)
     try_model(architecture, backend=choice.name, device=device, dtype=dtype)
+    if sequence_group is not None:
+        try_slices(
+            architecture, backend=choice.name, group=sequence_group, device=device, dtype=dtype
+        )
     with torch.device("meta") if empty else device:
         model = build_model(
             config,
@@ -61,6 +69,7 @@ def open_model(
             chunk_tokens=engine.loss_chunk_tokens,
             fused_loss=engine.compile,
             zero_3=zero_3,
+            sequence_group=sequence_group,
         )
     # DeepSpeed casts a model, and not one that is divided already.
     return (model if zero_3 is None else model.cast(dtype)), choice
@@ -81,22 +90,47 @@ def try_model(
     """
     register_architectures()
     register(backend)
-
-    def loss(model: Any, row: Any) -> Tensor:
-        wrapped = TrainingModel(model, chunk_tokens=32)
-        result: Tensor = wrapped(
-            row.tokens, row.labels, row.position_ids, row.cu_seqlens, max_seqlen=row.max_seqlen
-        )[0]
-        return result
-
     check_architecture(
         configuration,
         attention=ATTENTION_NAME,
         build=_from_scratch,
         device=device,
         dtype=dtype,
-        loss=loss,
+        loss=_summed_loss,
     )
+
+
+def try_slices(
+    configuration: Any, *, backend: str, group: Any, device: torch.device, dtype: torch.dtype
+) -> None:
+    """Refuse an architecture that would not learn from slices; see ``check_sequence_parallel``.
+
+    Raises:
+        ConfigError: naming the architecture and the difference.
+    """
+    check_sequence_parallel(
+        configuration,
+        backend=backend,
+        group=group,
+        build=lambda tiny: _from_scratch(tiny, ATTENTION_NAME),
+        loss=_summed_loss,
+        device=device,
+        dtype=dtype,
+    )
+
+
+def _summed_loss(model: Any, row: Any, sequence_parallel_size: int = 1) -> Tensor:
+    """Of a row of documents, as a run computes it."""
+    wrapped = TrainingModel(model, chunk_tokens=32)
+    result: Tensor = wrapped(
+        row.tokens,
+        row.labels,
+        row.position_ids,
+        row.cu_seqlens,
+        max_seqlen=row.max_seqlen,
+        sequence_parallel_size=sequence_parallel_size,
+    )[0]
+    return result
 
 
 def _from_scratch(configuration: Any, implementation: str) -> Any:
@@ -119,6 +153,7 @@ def build_model(
     chunk_tokens: int = 2048,
     fused_loss: bool = False,
     zero_3: Mapping[str, Any] | None = None,
+    sequence_group: Any = None,
 ) -> TrainingModel:
     """The model in float32 on the current default device, divided by ZeRO-3 if asked to.
 
@@ -127,7 +162,8 @@ def build_model(
     from transformers import AutoModelForCausalLM  # noqa: PLC0415
 
     register_architectures()
-    register(backend)
+    shared = None if sequence_group is None else over_ranks(configuration, sequence_group)
+    register(backend, shared)
     if config.pretrained is not None:
         with loaded_in_shares(zero_3):
             model = AutoModelForCausalLM.from_pretrained(

@@ -46,14 +46,19 @@ class TrainingModel(nn.Module):
         return next(layers for layers in lists if len(layers) == count)
 
     def hidden_states(
-        self, tokens: Tensor, position_ids: Tensor, cu_seqlens: Tensor, max_seqlen: int
+        self,
+        tokens: Tensor,
+        position_ids: Tensor,
+        cu_seqlens: Tensor,
+        max_seqlen: int,
+        sequence_parallel_size: int = 1,
     ) -> Tensor:
         """``[T, width]``: the states before the head, of ``tokens [1, T]``."""
         base: Any = self.model.base_model
         result: Tensor = base(
             input_ids=tokens,
             position_ids=position_ids,
-            **varlen_arguments(cu_seqlens, max_seqlen),
+            **varlen_arguments(cu_seqlens, max_seqlen, sequence_parallel_size),
         ).last_hidden_state
         return result.flatten(0, 1)
 
@@ -67,10 +72,14 @@ class TrainingModel(nn.Module):
         max_seqlen: int,
         label_weights: Tensor | None = None,
         scale: float = 1.0,
+        sequence_parallel_size: int = 1,
     ) -> tuple[Tensor, Tensor]:
         """``scale`` times the summed loss of one micro batch, and the loss of every position
-        ``[T]``, without a gradient; see ``linear_cross_entropy``."""
-        hidden = self.hidden_states(tokens, position_ids, cu_seqlens, max_seqlen)
+        ``[T]``, without a gradient; see ``linear_cross_entropy``. With ``sequence_parallel_size``
+        above 1 they are of a slice, and ``cu_seqlens`` of the whole."""
+        hidden = self.hidden_states(
+            tokens, position_ids, cu_seqlens, max_seqlen, sequence_parallel_size
+        )
         head: Any = self.model.get_output_embeddings()  # type: ignore[operator]
         if (factor := _logit_factor(self.configuration)) != 1:
             hidden = hidden * factor
@@ -133,7 +142,12 @@ def on_device(batch: Batch, device: torch.device, config: EngineConfig) -> dict[
     if is_weighted(batch):
         names["label_weights"] = "loss_mask"
     moved = {name: batch[field].to(device, non_blocking=True) for name, field in names.items()}
-    return {**moved, "max_seqlen": longest_segment(batch, config)}
+    shared = int(batch.get("sequence_parallel_size", 1))
+    return {
+        **moved,
+        "max_seqlen": longest_segment(batch, config),
+        "sequence_parallel_size": shared,
+    }
 
 
 def is_weighted(batch: Batch) -> bool:

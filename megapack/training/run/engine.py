@@ -2,8 +2,9 @@
 
 The loss of a step is the mean over the label tokens of all ranks and micro batches; where sources
 have loss weights, the weighted mean, which is divided by the sum of the weights. Every micro batch
-contributes the sum of its losses times ``data_parallel_size / loss denominator of the step``;
-DeepSpeed averages over ranks, which takes the factor back out. So the gradient is the same for any
+contributes the sum of its losses times ``number of ranks / loss denominator of the step``;
+DeepSpeed averages over ranks, which takes the factor back out, whether ranks have a micro batch
+each or a slice of one. So the gradient is the same for any
 split of the step into ranks and micro batches, and clipping sees the gradient of the mean.
 """
 
@@ -249,7 +250,14 @@ def _label_weight(batch: Batch) -> float:
 
 
 def _by_sample(losses: Tensor, batch: Batch) -> Tensor:
-    """(samples,) sums of (T,): a sample lies at the begin of its slot, and padding behind it."""
+    """(samples,) sums of (T,): a sample lies at the begin of its slot, and padding behind it.
+
+    Of a slice: what this rank has of every sample.
+    """
+    if (shared := batch.get("sequence_parallel_size", 1)) > 1:
+        whole = losses.new_zeros(shared, len(losses))
+        whole[batch["sequence_parallel_rank"]] = losses
+        losses = whole.flatten()
     capacity = int(batch["capacity"])
     row = int(batch.get("row_tokens", capacity))
     slots = row // capacity

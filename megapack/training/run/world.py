@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from megapack.data.sequence_parallel import check_group
 from megapack.errors import ConfigError, MegapackError, ResumeError
 
 __all__ = ["RankProgress", "World", "free_port", "join", "world"]
@@ -46,6 +47,8 @@ class World:
     host: str
     group: Any = None
     """Of CPU messages between ranks (gloo), in which waiting costs nothing; None: the default."""
+    sequence_group: Any = None
+    """Of the ranks that this one shares long samples with; None: there are none."""
     progress: RankProgress = field(default_factory=RankProgress)
     """What the heartbeat watches."""
 
@@ -119,8 +122,11 @@ def join(local_rank: int | None = None) -> None:
 
 
 @contextmanager
-def world(*, timeout_minutes: float) -> Iterator[World]:
+def world(*, timeout_minutes: float, sequence_parallel_size: int = 1) -> Iterator[World]:
     """Join the other processes; leave them in order.
+
+    Raises:
+        ConfigError: the ranks cannot be divided into groups of ``sequence_parallel_size``.
 
     Every rank waits for the others at the end, so that none is killed by its launcher while it
     still writes. After an exception nobody waits: the others may be gone.
@@ -160,9 +166,20 @@ def world(*, timeout_minutes: float) -> Iterator[World]:
         host=socket.gethostname(),
         # Without a limit of its own: the heartbeat ends a run in which somebody is lost.
         group=dist.new_group(backend="gloo", timeout=timedelta(days=7)),
+        sequence_group=_own_group(sequence_parallel_size),
     )
     dist.barrier()
     dist.destroy_process_group()
+
+
+def _own_group(size: int) -> Any:
+    """This rank's group of so many consecutive ones; made once, by all ranks together."""
+    check_group(size, dist.get_world_size())
+    if size == 1:
+        return None
+    divide: Any = dist.new_subgroups  # which has no types
+    own, _ = divide(size)
+    return own
 
 
 def free_port() -> int:

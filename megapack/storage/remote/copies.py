@@ -1,0 +1,115 @@
+"""Whole datasets between addresses and this machine, for what works on local files.
+
+Both ways lead through the cache: what is read is fetched there whole, what is to stand at an
+address is written there first. Local prefixes pass as they are.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from megapack.errors import ConfigError, FormatError
+from megapack.storage.mmididx import path_of, prefix_of
+from megapack.storage.remote.address import is_remote, split
+from megapack.storage.remote.cache import open_cache
+from megapack.storage.remote.checksums import BLOCK_BYTES, BlockChecksums
+from megapack.storage.remote.client import WrongBytesError, put_object
+from megapack.storage.remote.opening import exists, open_remote_pair
+from megapack.storage.remote.upload import upload_dataset
+
+__all__ = ["local_copy", "local_output", "refuse_existing"]
+
+_CHECKED_BLOCKS = 256  # at once
+
+
+@contextlib.contextmanager
+def local_copy(prefix: str | os.PathLike[str], *, tokens: bool = True) -> Iterator[str]:
+    """Where the files of a dataset lie on this machine while the block runs.
+
+    Those of an address are fetched, compared with its checksums, and removed at the end.
+
+    Args:
+        prefix: of the dataset.
+        tokens: False: a .bin of an address has its size and no tokens.
+
+    Raises:
+        FileNotFoundError: there is no .idx or no .bin.
+        FormatError, ConfigError, OSError: as of ``open_remote_pair`` and ``Cache.fetch``.
+    """
+    prefix = prefix_of(prefix)
+    if not is_remote(prefix):
+        yield prefix
+        return
+    pair = open_remote_pair(prefix)
+    cache, sums = pair.cache, pair.checksums
+    name = Path(pair.local_prefix).name
+    local = cache.entry(f"{name}.{'whole' if tokens else 'sizes'}", prefix, pair.bin_object)
+    files = str(local / name)
+    try:
+        for suffix in (".idx", ".meta.json"):
+            small = path_of(pair.local_prefix, suffix)
+            if small.exists():
+                with contextlib.suppress(FileExistsError):
+                    path_of(files, suffix).hardlink_to(small)
+        if tokens:
+            cache.fetch(
+                pair.bin_object,
+                path_of(files, ".bin"),
+                lambda path: None if sums is None else _check_blocks(path, sums),
+            )
+        else:
+            with path_of(files, ".bin").open("wb") as file:
+                file.truncate(pair.bin_object.num_bytes)
+        yield files
+    finally:
+        cache.give_back(local)
+
+
+def _check_blocks(path: Path, checksums: BlockChecksums) -> None:
+    first = 0
+    with path.open("rb") as file:
+        while data := file.read(_CHECKED_BLOCKS * BLOCK_BYTES):
+            try:
+                checksums.check(first, memoryview(data))
+            except WrongBytesError as error:
+                raise FormatError(str(error)) from error
+            first += _CHECKED_BLOCKS
+
+
+@contextlib.contextmanager
+def local_output(prefix: str | os.PathLike[str]) -> Iterator[str]:
+    """The prefix to write to while the block runs, of what shall stand at a prefix.
+
+    What shall stand at an address is uploaded at the end: every dataset that was written, complete
+    or absent, and the manifest of a build. Where the block or the upload fails, all of it stays in
+    the cache, and the next run finds it there.
+
+    Raises:
+        ConfigError, FormatError, OSError: as of ``upload_dataset``.
+    """
+    prefix = prefix_of(prefix)
+    if not is_remote(prefix):
+        yield prefix
+        return
+    folder, name = split(prefix)
+    cache = open_cache()
+    local = cache.entry(f"{name}.output", prefix)
+    yield str(local / name)
+    for idx in sorted(local.glob("*.idx")):
+        upload_dataset(prefix_of(idx), f"{folder}/{idx.stem}")
+    for plan in local.glob("*.manifest.json"):
+        put_object(f"{folder}/{plan.name}", plan)
+    cache.give_back(local)
+
+
+def refuse_existing(prefixes: Iterable[str], *, overwrite: bool) -> None:
+    """Refuse (ConfigError), before any work, to replace what stands at an address."""
+    for prefix in prefixes:
+        if not overwrite and is_remote(prefix) and exists(prefix):
+            raise ConfigError(
+                f"{prefix} is there already: replace it with --overwrite (overwrite=True), or "
+                "choose another name"
+            )

@@ -1,0 +1,123 @@
+"""Ranks that share long samples train as one process does, and stop and resume as others."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from patience import PATIENCE_MINUTES
+
+from megapack.training.run.directory import read_jsonl
+
+from .conftest import Corpus
+from .processes import Zygote, read_log, start_run
+
+WORKER = str(Path(__file__).with_name("gradient_worker.py"))
+
+
+def _run(
+    zygote: Zygote, corpus: Corpus, path: Path, ranks: int, preset: str, **engine: object
+) -> dict[str, Any]:
+    """Three steps; without ``sequence_parallel_size`` every rank holds whole samples."""
+    micro = engine.pop("micro_batch_tokens", 256)
+    config = corpus.config(
+        path,
+        num_steps=3,
+        model={"preset": preset},
+        data={"micro_batch_tokens": micro},
+        engine={"timeout_minutes": PATIENCE_MINUTES, **engine},
+    )
+    out = path.with_suffix(".pt")
+    zygote.start([WORKER, str(config), str(out)], ranks, path.with_suffix(".log")).succeed()
+    result: dict[str, Any] = torch.load(out)
+    return result
+
+
+@pytest.mark.parametrize("preset", ["llama_tiny", "qwen2_tiny"])
+def test_losses_and_gradients_are_those_of_one_process(
+    zygote: Zygote, corpus: Corpus, tmp_path: Path, preset: str
+) -> None:
+    """Buckets 32, 64, 128; what is longer than a rank's micro batch is shared, the rest is not."""
+    alone = _run(zygote, corpus, tmp_path / "alone", 1, preset)
+    cases: dict[str, dict[str, Any]] = {
+        "2 x 2": {"ranks": 4, "sequence_parallel_size": 2, "micro_batch_tokens": 64},
+        "4 x 1": {"ranks": 4, "sequence_parallel_size": 4, "micro_batch_tokens": 32},
+    }
+    if preset == "llama_tiny":
+        cases["recomputed, ZeRO 3"] = {
+            "ranks": 2,
+            "sequence_parallel_size": 2,
+            "micro_batch_tokens": 64,
+            "zero_stage": 3,
+            "activation_checkpointing": True,
+        }
+    for name, case in cases.items():
+        path = tmp_path / name.replace(" ", "_")
+        found = _run(zygote, corpus, path, preset=preset, **case)
+        assert found["losses"] == pytest.approx(alone["losses"], rel=1e-4), name
+        assert found["norms"] == pytest.approx(alone["norms"], rel=1e-3), name
+        for parameter, grad in alone["grads"].items():
+            scale = grad.abs().max().clamp(min=1e-6)
+            error = (found["grads"][parameter] - grad).abs().max() / scale
+            assert error < 1e-3, f"{name}, {parameter}: {error:.1e}"
+    assert alone["num_buckets"] > 1 and alone["losses"][2] < alone["losses"][0] - 0.05
+
+
+def _stretch(
+    zygote: Zygote, config: Path, name: str, ranks: int, group: int, micro: int, *more: str
+) -> str:
+    settings = (
+        f"engine.sequence_parallel_size={group}",
+        f"data.micro_batch_tokens={micro}",
+        *more,
+    )
+    output: str = start_run(zygote, config, name, *settings, ranks=ranks).succeed()
+    return output
+
+
+def test_a_run_changes_its_groups_when_it_is_resumed(
+    zygote: Zygote, corpus: Corpus, tmp_path: Path
+) -> None:
+    """2 groups of 2, then one of 4, then 4 ranks without: the curve of an undisturbed rank."""
+    config = corpus.config(tmp_path / "one")
+    _stretch(zygote, config, "alone", 1, 1, 256)
+    log = read_log(tmp_path / "one")
+    config = corpus.config(tmp_path / "run")
+    _stretch(zygote, config, "first", 4, 2, 64, "stop_at=3")
+    ids = {}
+    for rank in range(4):
+        for line in read_jsonl(tmp_path / "run" / "batches" / f"rank_{rank:05d}.jsonl"):
+            if line["capacity"] == 128:
+                ids[rank, line["step"], line["micro_step"]] = line["sample_ids"]
+    assert ids, "no step of the longest bucket: nothing was shared"
+    for (rank, *place), shared in ids.items():
+        assert shared == ids[(rank ^ 1, *place)]
+    _stretch(zygote, config, "second", 4, 4, 32, "stop_at=6")
+    _stretch(zygote, config, "third", 4, 1, 256)
+    found = read_log(tmp_path / "run")
+    assert [line["step"] for line in found] == [line["step"] for line in log]
+    for name in ("samples", "bucket", "lr", "label_tokens", "tokens", "flops"):
+        assert [line.get(name) for line in found] == [line.get(name) for line in log], name
+    losses = [line["loss"] for line in log]
+    assert [line["loss"] for line in found] == pytest.approx(losses, rel=2e-3)
+    shutil.rmtree(tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    ("group", "model", "message"),
+    [
+        (3, "llama_tiny", "sequence_parallel_size is 3, and 4 ranks cannot be divided"),
+        (4, "gpt2_tiny_alibi", "with sequence_parallel_size 4 fails on a row of documents"),
+    ],
+)
+def test_what_cannot_be_shared_is_refused_at_start(
+    zygote: Zygote, corpus: Corpus, tmp_path: Path, group: int, model: str, message: str
+) -> None:
+    config = corpus.config(tmp_path / "run", model={"preset": model})
+    settings = (f"engine.sequence_parallel_size={group}", "data.micro_batch_tokens=64")
+    ranks = start_run(zygote, config, "refused", *settings, ranks=4)
+    assert set(ranks.wait()) == {2}
+    assert message in ranks.output()
