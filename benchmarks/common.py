@@ -22,6 +22,7 @@ from statistics import median, quantiles
 from typing import Any, TypeVar
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 __all__ = [
@@ -252,7 +253,7 @@ def show(title: str, rows: Iterable[Mapping[str, Any]], *columns: str) -> None:
         text = any(isinstance(row.get(name), str) for row in rows)
         table.add_column(name.replace("_", " "), justify="left" if text else "right")
     for row in rows:
-        table.add_row(*(cell(row.get(name)) for name in names))
+        table.add_row(*(escape(cell(row.get(name))) for name in names))
     Console(highlight=False, width=None if sys.stdout.isatty() else 200).print(table)
 
 

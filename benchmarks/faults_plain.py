@@ -1,18 +1,17 @@
 """A training loop as DeepSpeed's tutorial has it, which ``faults.py`` treats like megapack's.
 
-    RANK=0 WORLD_SIZE=2 ... python benchmarks/faults_plain.py RUN_DIR NUM_STEPS SAVE_EVERY
+    RANK=0 WORLD_SIZE=2 ... python benchmarks/faults_plain.py RUN_DIR NUM_STEPS SAVE_EVERY [NAN_AT]
 
 deepspeed.initialize, forward, backward, step, save_checkpoint with the step as client state; at the
 start load_checkpoint, and the data loader is advanced to that step. Nothing is added that the
 tutorial does not have, and nothing left out. The first rank writes log.jsonl: of every step its
-samples and its loss. NAN_AT=k makes the gradients of step k no numbers.
+samples and its loss. NAN_AT k makes the gradients of step k no numbers.
 """
 
 from __future__ import annotations
 
 import itertools
 import json
-import os
 import sys
 from pathlib import Path
 
@@ -38,8 +37,9 @@ class Rows(Dataset[tuple[int, torch.Tensor]]):
 
 
 def main() -> None:
-    run_dir, num_steps, every = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
-    nan_at = int(os.environ.get("NAN_AT", "-1"))
+    words = [word for word in sys.argv[1:] if not word.startswith("--")]  # --local_rank
+    run_dir, num_steps, every = Path(words[0]), int(words[1]), int(words[2])
+    nan_at = int(words[3]) if len(words) > 3 else -1
     # It would be compiled; only inference uses it.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed("gloo")

@@ -87,7 +87,8 @@ class Run:
     def message(self) -> str:
         """The last line that says what went wrong, without the names of this machine."""
         kinds = r"megapack: .*|\[rank\d\].*Error.*|\w*Error: .*|\[\d\d:\d\d:\d\d\] a signal.*"
-        found = [line for line in self.said().splitlines() if re.match(kinds, line.strip())]
+        said = (re.sub(r"^node\d+: ", "", line) for line in self.said().splitlines())  # pdsh's
+        found = [line for line in said if re.match(kinds, line.strip())]
         text = found[-1].strip() if found else "nothing"
         for name in (str(self.dir.parent), socket.gethostname()):
             text = text.replace(name, "...")
