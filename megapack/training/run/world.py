@@ -131,6 +131,8 @@ def world(*, timeout_minutes: float, sequence_parallel_size: int = 1) -> Iterato
     Every rank waits for the others at the end, so that none is killed by its launcher while it
     still writes. After an exception nobody waits: the others may be gone.
     """
+    # Before ranks talk: whoever left first would else break the others' greeting.
+    check_group(sequence_parallel_size, int(os.environ["WORLD_SIZE"]))
     import deepspeed  # noqa: PLC0415
     import deepspeed.ops  # noqa: PLC0415
 
@@ -174,7 +176,6 @@ def world(*, timeout_minutes: float, sequence_parallel_size: int = 1) -> Iterato
 
 def _own_group(size: int) -> Any:
     """This rank's group of so many consecutive ones; made once, by all ranks together."""
-    check_group(size, dist.get_world_size())
     if size == 1:
         return None
     divide: Any = dist.new_subgroups  # which has no types
