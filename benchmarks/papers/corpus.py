@@ -1,9 +1,9 @@
 """The corpora of the training recipes: text that is on every machine with this environment.
 
-Two domains, from the standard library and site-packages: ``code`` (Python source, a file per
-document) and ``prose`` (docstrings, one per document). Which are taken, and which are held out,
-depends on the relative paths of the files alone: the same installation gives the same corpus. A
-held-out document never comes from a file that a training document comes from.
+Two domains, from packages whose versions ``constraints.txt`` pins: ``code`` (Python source, a file
+per document) and ``prose`` (docstrings, one per document). Which are taken, and which are held out,
+depends on the relative paths of the files alone, so that whatever else is installed, the corpus is
+the same. A held-out document never comes from a file that a training document comes from.
 
 ``prepare`` tokenizes with this project's own commands: one BPE of 1,024 tokens for both domains, as
 a small model spends most of its time on its vocabulary.
@@ -43,6 +43,8 @@ VOCAB_SIZE = 1024
 TOKENIZER_BYTES = 2_000_000  # of text per domain, from which the vocabulary is learned
 WORK = Path(os.environ.get("MEGAPACK_PAPERS_WORK") or Path(__file__).with_name(".work"))
 VALID_SHARE = 0.1  # of the files
+PACKAGES = ("torch", "transformers", "deepspeed", "megatron", "trl")
+WRITTEN_BY_INSTALLERS = ("version.py", "git_version_info_installed.py")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,15 +177,15 @@ def _parts(text: str, share: float) -> tuple[str, ...]:
 @functools.cache
 def _files() -> list[tuple[bytes, Path]]:
     """(hash of the relative path, path): sorted, they are shuffled."""
-    paths = sysconfig.get_paths()
-    found = []
-    for root in (Path(paths["stdlib"]), Path(paths["purelib"])):
-        for path in root.rglob("*.py"):
-            name = path.relative_to(root).as_posix()
-            inside = name.startswith(("site-packages/", "dist-packages/"))
-            if not inside or root != Path(paths["stdlib"]):
-                found.append((hashlib.sha256(name.encode()).digest(), path))
-    return sorted(found)
+    root = Path(sysconfig.get_paths()["purelib"])
+    if missing := [package for package in PACKAGES if not (root / package).is_dir()]:
+        print(f"corpora without {', '.join(missing)}: not those of the logs", file=sys.stderr)
+    return sorted(
+        (hashlib.sha256(path.relative_to(root).as_posix().encode()).digest(), path)
+        for package in PACKAGES
+        for path in (root / package).rglob("*.py")
+        if path.name not in WRITTEN_BY_INSTALLERS
+    )
 
 
 def _documents(path: Path, domain: str) -> Iterator[str]:
