@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,10 +16,8 @@ HEAD = """# Measured results
 
 Written by `make bench-report` from the logged runs in `docs/results/*.json`; no figure here is
 typed. Read ratios rather than digits, and run the command before you believe either. All tables,
-with the paper's figure beside ours and the reason where they differ: [papers](results/papers.md),
-[composition](results/composition.md), [packing](results/packing.md), [build](results/build.md),
-[merge](results/merge.md), [data](results/data.md), [schedule](results/schedule.md),
-[train](results/train.md).
+with the paper's figure beside ours and the reason where they differ:
+{tables}
 
 ## Ten questions
 
@@ -218,7 +217,8 @@ def summary(
         if name.startswith("papers-") and not run["quick"]
         for claim in run["results"]["claims"]
     ]
-    lines = [HEAD, "| question | measured | command |", "|---|---|---|"]
+    lines = [HEAD.format(tables=_tables(runs))]
+    lines += ["| question | measured | command |", "|---|---|---|"]
     lines += [question.row(runs) for question in QUESTIONS]
     lines += ["", "![effects with their intervals](images/results_forest.png)", ""]
     lines += [
@@ -248,6 +248,13 @@ def summary(
     lines += ["", "## Where these were measured", ""]
     lines += [f"* {name}: {words}" for name, words in about.items()]
     return "\n".join(lines) + "\n"
+
+
+def _tables(runs: Mapping[str, dict[str, Any]]) -> str:
+    """Links to the pages that ``report`` writes."""
+    names = ["papers", *(name for name in runs if not name.startswith("papers-"))]
+    links = ", ".join(f"[{name}](results/{name}.md)" for name in names)
+    return textwrap.fill(f"{links}.", width=100, break_on_hyphens=False)
 
 
 def forest(runs: Mapping[str, dict[str, Any]], path: Path) -> None:
