@@ -249,6 +249,9 @@ class EngineConfig:
     slice of it (DeepSpeed-Ulysses). Shorter samples are not shared."""
     loss_chunk_tokens: int = 2048
     """Positions whose logits exist at once: chunk x vocabulary x 4 bytes of memory."""
+    mlp_chunk_tokens: int | None = None
+    """Tokens whose MLP activations exist at once, computed again in the backward; null keeps those
+    of the whole micro batch."""
     timeout_minutes: float = 30.0
     """How long a collective waits for the other ranks before the job ends with an error."""
     silence_seconds: float = 300.0
@@ -268,6 +271,13 @@ class EngineConfig:
             silence_seconds=self.silence_seconds,
             stall_seconds=self.stall_seconds,
         )
+        if self.mlp_chunk_tokens is not None:
+            _positive("engine", mlp_chunk_tokens=self.mlp_chunk_tokens)
+            if self.compile:
+                raise ConfigError(
+                    "engine: compile is true and mlp_chunk_tokens is set; a compiled layer cannot "
+                    "compute its MLP again chunk by chunk: set one of them"
+                )
 
     @property
     def stage(self) -> int:

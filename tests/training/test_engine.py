@@ -100,6 +100,27 @@ def test_the_gradient_does_not_depend_on_ranks_or_zero_stage(
         assert torch.equal(results[2, 3]["initial"][name], weight), f"{name} begins elsewhere"
 
 
+def test_mlps_in_chunks_give_the_same_gradient(
+    zygote: Zygote, corpus: Corpus, expected: dict[str, Any], tmp_path: Path
+) -> None:
+    """A gradient that is reduced before the last chunk, or never, would be another."""
+    cases: list[dict[str, Any]] = [{"zero_stage": stage} for stage in (0, 1, 2, 3)]
+    cases.append({"zero_stage": 3, "activation_checkpointing": True})
+    for case in cases:
+        result = _run(zygote, corpus, tmp_path, 2, precision="fp32", mlp_chunk_tokens=9, **case)
+        assert result["losses"][0] == pytest.approx(expected["loss"], rel=1e-5), case
+        for name, grad in expected["grads"].items():
+            scale = grad.abs().max().clamp(min=1e-6)
+            error = (result["grads"][name] - grad).abs().max() / scale
+            assert error < 1e-3, f"{case}, {name}: {error:.1e}"
+        assert result["losses"][2] < result["losses"][0] - 0.05, "nothing was learned"
+    for stage in (0, 2):
+        result = _run(zygote, corpus, tmp_path, 2, precision="bf16", zero_stage=stage,
+                      mlp_chunk_tokens=9)  # fmt: skip
+        assert result["losses"][0] == pytest.approx(expected["loss"], rel=1e-2), stage
+        assert result["losses"][2] < result["losses"][0] - 0.05, stage
+
+
 def test_zero_3_loads_a_checkpoint_in_shares(
     zygote: Zygote, corpus: Corpus, tmp_path: Path
 ) -> None:

@@ -6,6 +6,9 @@ what autograd keeps for the backward is added up.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -33,12 +36,15 @@ def estimate_memory(
     low = engine.precision == "bf16" and engine.stage > 0
     over = {stage: world_size if engine.stage >= stage else 1 for stage in (1, 2, 3)}
     head = model.model.get_output_embeddings().weight  # type: ignore[operator]
-    activations = saved_activations(model, config.data.micro_batch_tokens, longest)
+    micro_batch_tokens = config.data.micro_batch_tokens
+    activations = saved_activations(model, micro_batch_tokens, longest)
     if engine.activation_checkpointing:  # kept inputs, and one layer at a time recomputed
         recomputed = activations // len(model.layers)
         model.checkpoint_activations()
-        kept = saved_activations(model, config.data.micro_batch_tokens, longest)
+        kept = saved_activations(model, micro_batch_tokens, longest)
         activations = kept + recomputed
+    if engine.mlp_chunk_tokens is not None and engine.mlp_chunk_tokens < micro_batch_tokens:
+        activations += _of_one_chunk(model, engine.mlp_chunk_tokens)
     parts = {
         "parameters": count * (2 if low else 4) // over[3],
         "gradients": count * 4 // over[2] + (count * 2 // over[2] if low else 0),
@@ -46,7 +52,7 @@ def estimate_memory(
         "optimizer state": count * 8 // over[1],
         "activations": activations,
         # float32 logits of a chunk, their copy in the products' dtype, the weight's gradient.
-        "loss": min(engine.loss_chunk_tokens, config.data.micro_batch_tokens) * head.shape[0] * 6
+        "loss": min(engine.loss_chunk_tokens, micro_batch_tokens) * head.shape[0] * 6
         + head.numel() * 4,
     }
     return {name: size for name, size in parts.items() if size}
@@ -57,6 +63,22 @@ def saved_activations(model: TrainingModel, num_tokens: int, longest: int) -> in
 
     Uncompiled: a compiled layer keeps less.
     """
+    tokens = torch.empty(1, num_tokens, dtype=torch.int64, device="meta")
+    cu_seqlens = torch.empty(2, dtype=torch.int32, device="meta")
+    model.train()
+    return _kept(model, lambda: model(tokens, tokens, tokens, cu_seqlens, max_seqlen=longest))
+
+
+def _of_one_chunk(model: TrainingModel, num_tokens: int) -> int:
+    """Of an MLP that is computed again in the backward."""
+    mlp: Any = model.layers[0].mlp
+    width, dtype = model.configuration.hidden_size, next(model.parameters()).dtype
+    hidden = torch.empty(1, num_tokens, width, dtype=dtype, device="meta", requires_grad=True)
+    return _kept(model, lambda: mlp(hidden))
+
+
+def _kept(model: TrainingModel, forward: Callable[[], Any]) -> int:
+    """Bytes that autograd keeps of a forward, parameters apart."""
     own = {p.untyped_storage()._cdata for p in model.parameters()}
     kept: dict[int, tuple[Tensor, int]] = {}
 
@@ -67,9 +89,6 @@ def saved_activations(model: TrainingModel, num_tokens: int, longest: int) -> in
             kept[storage._cdata] = (tensor, storage.nbytes())
         return tensor
 
-    tokens = torch.empty(1, num_tokens, dtype=torch.int64, device="meta")
-    cu_seqlens = torch.empty(2, dtype=torch.int32, device="meta")
-    hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
-    with hooks:
-        model.train()(tokens, tokens, tokens, cu_seqlens, max_seqlen=longest)
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        forward()
     return sum(size for _, size in kept.values())

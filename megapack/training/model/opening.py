@@ -21,6 +21,7 @@ from megapack.attention import (
 from megapack.training.config import EngineConfig, ModelConfig
 from megapack.training.model.architecture import attention_needs, register_architectures
 from megapack.training.model.sharding import loaded_in_shares, made_in_shares
+from megapack.training.model.tiling import tile_mlps
 from megapack.training.model.training_model import TrainingModel
 
 __all__ = ["build_model", "compute_dtype", "open_model", "try_model"]
@@ -42,7 +43,7 @@ def open_model(
 
     Args:
         config: which weights and which attention.
-        engine: in which precision it will compute, and how its loss is cut.
+        engine: in which precision it will compute, and how its loss and its MLPs are cut.
         architecture: of ``model_configuration``.
         device: where it will compute.
         seed: of weights from scratch.
@@ -51,7 +52,8 @@ def open_model(
         sequence_group: process group of the ranks that share long samples.
 
     Raises:
-        ConfigError: no attention can serve it, or packed rows would train it wrongly.
+        ConfigError: no attention can serve it, packed rows would train it wrongly, or its MLPs
+            cannot be cut.
     """
     dtype = compute_dtype(engine)
     choice = choose_backend(attention_needs(architecture, device, dtype), config.attention)
@@ -71,6 +73,8 @@ def open_model(
             zero_3=zero_3,
             sequence_group=sequence_group,
         )
+    if engine.mlp_chunk_tokens is not None:
+        tile_mlps(model.layers, engine.mlp_chunk_tokens)
     # DeepSpeed casts a model, and not one that is divided already.
     return (model if zero_3 is None else model.cast(dtype)), choice
 
