@@ -19,7 +19,7 @@ import yaml
 
 from megapack.errors import ConfigError
 
-__all__ = ["apply_overrides", "from_dict", "load_config", "to_dict"]
+__all__ = ["apply_overrides", "check_positive", "from_dict", "load_config", "to_dict"]
 
 T = TypeVar("T")
 
@@ -182,3 +182,14 @@ def _convert_scalar(hint: Any, value: Any, where: str) -> Any:
     if not accepted:
         raise ConfigError(f"{where} is {value!r}; it must be of type {hint.__name__}")
     return value
+
+
+def check_positive(section: str, **values: float) -> None:
+    """Fields of a section that make no sense at 0 or below.
+
+    Raises:
+        ConfigError: naming section, field and value.
+    """
+    for name, value in values.items():
+        if value <= 0:
+            raise ConfigError(f"{section}: {name} is {value}; it must be above 0")

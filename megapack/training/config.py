@@ -9,9 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from megapack.config import load_config
+from megapack.config import check_positive, load_config
 from megapack.errors import ConfigError
 from megapack.packing.shard_manifest import is_shard_manifest
+from megapack.training.engine_config import EngineConfig
 
 __all__ = [
     "CheckpointConfig",
@@ -53,7 +54,7 @@ class ModelConfig:
             raise ConfigError(
                 "model: give exactly one of preset (from scratch) and pretrained (a checkpoint)"
             )
-        _positive("model", vocab_multiple=self.vocab_multiple)
+        check_positive("model", vocab_multiple=self.vocab_multiple)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,7 +103,7 @@ class DataConfig:
     """Steps between comparisons of what the ranks are about to train on; 0 never compares."""
 
     def __post_init__(self) -> None:
-        _positive(
+        check_positive(
             "data",
             tokens_per_step=self.tokens_per_step,
             micro_batch_tokens=self.micro_batch_tokens,
@@ -139,7 +140,7 @@ class OptimizerConfig:
     """Updates in a row that may be skipped because the gradient is not finite."""
 
     def __post_init__(self) -> None:
-        _positive("optimizer", lr=self.lr, eps=self.eps)
+        check_positive("optimizer", lr=self.lr, eps=self.eps)
         if self.weight_decay < 0 or self.clip < 0 or self.max_skipped < 0:
             raise ConfigError("optimizer: weight_decay, clip and max_skipped must be 0 or more")
         if len(self.betas) != 2 or not all(0 <= b < 1 for b in self.betas):
@@ -191,9 +192,9 @@ class CheckpointConfig:
     """Write ``run_dir/model``, which ``from_pretrained`` loads, when the run ends."""
 
     def __post_init__(self) -> None:
-        _positive("checkpoint", keep=self.keep)
+        check_positive("checkpoint", keep=self.keep)
         if self.every is not None:
-            _positive("checkpoint", every=self.every)
+            check_positive("checkpoint", every=self.every)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -210,9 +211,9 @@ class EvaluationConfig:
 
     def __post_init__(self) -> None:
         if self.every is not None:
-            _positive("evaluation", every=self.every)
+            check_positive("evaluation", every=self.every)
         if self.max_tokens is not None:
-            _positive("evaluation", max_tokens=self.max_tokens)
+            check_positive("evaluation", max_tokens=self.max_tokens)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -228,63 +229,7 @@ class LoggingConfig:
     """Write down what every rank was fed (``run_dir/batches``): samples of every micro batch."""
 
     def __post_init__(self) -> None:
-        _positive("logging", every=self.every)
-
-
-@dataclass(frozen=True, kw_only=True)
-class EngineConfig:
-    """How DeepSpeed runs it."""
-
-    precision: Literal["bf16", "fp32"] = "bf16"
-    """bf16 keeps float32 master weights, gradients accumulated in float32."""
-    zero_stage: Literal["auto", 0, 1, 2, 3] = "auto"
-    """auto: 2 in bfloat16 and 1 in float32, of these two the one that reduces gradients while the
-    backward goes on (``--dry-run`` says how much of them, and when)."""
-    activation_checkpointing: bool = False
-    """Recompute every layer's activations in the backward pass."""
-    compile: bool = False
-    """torch.compile every decoder layer: one graph per bucket, and one more that validates."""
-    sequence_parallel_size: int = 1
-    """Consecutive ranks that share every sample longer than ``data.micro_batch_tokens``, each a
-    slice of it (DeepSpeed-Ulysses). Shorter samples are not shared."""
-    loss_chunk_tokens: int = 2048
-    """Positions whose logits exist at once: chunk x vocabulary x 4 bytes of memory."""
-    mlp_chunk_tokens: int | None = None
-    """Tokens whose MLP activations exist at once, computed again in the backward; null keeps those
-    of the whole micro batch."""
-    timeout_minutes: float = 30.0
-    """How long a collective waits for the other ranks before the job ends with an error."""
-    silence_seconds: float = 300.0
-    """How long a rank may show no sign of life before the job ends and names it."""
-    stall_seconds: float = 1800.0
-    """How long no rank may get on (a batch, a part of a checkpoint) before the job ends and names
-    those that are behind."""
-    deepspeed: dict[str, Any] = field(default_factory=dict)
-    """Any further DeepSpeed configuration; merged over ours, key by key."""
-
-    def __post_init__(self) -> None:
-        _positive(
-            "engine",
-            sequence_parallel_size=self.sequence_parallel_size,
-            loss_chunk_tokens=self.loss_chunk_tokens,
-            timeout_minutes=self.timeout_minutes,
-            silence_seconds=self.silence_seconds,
-            stall_seconds=self.stall_seconds,
-        )
-        if self.mlp_chunk_tokens is not None:
-            _positive("engine", mlp_chunk_tokens=self.mlp_chunk_tokens)
-            if self.compile:
-                raise ConfigError(
-                    "engine: compile is true and mlp_chunk_tokens is set; a compiled layer cannot "
-                    "compute its MLP again chunk by chunk: set one of them"
-                )
-
-    @property
-    def stage(self) -> int:
-        """The ZeRO stage, whoever chose it."""
-        if self.zero_stage == "auto":
-            return 2 if self.precision == "bf16" else 1
-        return self.zero_stage
+        check_positive("logging", every=self.every)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -310,14 +255,8 @@ class PretrainConfig:
     engine: EngineConfig = field(default_factory=EngineConfig)
 
     def __post_init__(self) -> None:
-        _positive("run", num_epochs=self.num_epochs)
+        check_positive("run", num_epochs=self.num_epochs)
         if self.num_steps is not None:
-            _positive("run", num_steps=self.num_steps)
+            check_positive("run", num_steps=self.num_steps)
         if self.stop_at is not None:
-            _positive("run", stop_at=self.stop_at)
-
-
-def _positive(section: str, **values: float) -> None:
-    for name, value in values.items():
-        if value <= 0:
-            raise ConfigError(f"{section}: {name} is {value}; it must be above 0")
+            check_positive("run", stop_at=self.stop_at)

@@ -1,0 +1,67 @@
+"""How DeepSpeed runs a model: section ``engine`` of a run's configuration."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from megapack.config import check_positive
+from megapack.errors import ConfigError
+
+__all__ = ["EngineConfig"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """How DeepSpeed runs it."""
+
+    precision: Literal["bf16", "fp32"] = "bf16"
+    """bf16 keeps float32 master weights, gradients accumulated in float32."""
+    zero_stage: Literal["auto", 0, 1, 2, 3] = "auto"
+    """auto: 2 in bfloat16 and 1 in float32, of these two the one that reduces gradients while the
+    backward goes on (``--dry-run`` says how much of them, and when)."""
+    activation_checkpointing: bool = False
+    """Recompute every layer's activations in the backward pass."""
+    compile: bool = False
+    """torch.compile every decoder layer: one graph per bucket, and one more that validates."""
+    sequence_parallel_size: int = 1
+    """Consecutive ranks that share every sample longer than ``data.micro_batch_tokens``, each a
+    slice of it (DeepSpeed-Ulysses). Shorter samples are not shared."""
+    loss_chunk_tokens: int = 2048
+    """Positions whose logits exist at once: chunk x vocabulary x 4 bytes of memory."""
+    mlp_chunk_tokens: int | None = None
+    """Tokens whose MLP activations exist at once, computed again in the backward; null keeps those
+    of the whole micro batch."""
+    timeout_minutes: float = 30.0
+    """How long a collective waits for the other ranks before the job ends with an error."""
+    silence_seconds: float = 300.0
+    """How long a rank may show no sign of life before the job ends and names it."""
+    stall_seconds: float = 1800.0
+    """How long no rank may get on (a batch, a part of a checkpoint) before the job ends and names
+    those that are behind."""
+    deepspeed: dict[str, Any] = field(default_factory=dict)
+    """Any further DeepSpeed configuration; merged over ours, key by key."""
+
+    def __post_init__(self) -> None:
+        check_positive(
+            "engine",
+            sequence_parallel_size=self.sequence_parallel_size,
+            loss_chunk_tokens=self.loss_chunk_tokens,
+            timeout_minutes=self.timeout_minutes,
+            silence_seconds=self.silence_seconds,
+            stall_seconds=self.stall_seconds,
+        )
+        if self.mlp_chunk_tokens is not None:
+            check_positive("engine", mlp_chunk_tokens=self.mlp_chunk_tokens)
+            if self.compile:
+                raise ConfigError(
+                    "engine: compile is true and mlp_chunk_tokens is set; a compiled layer cannot "
+                    "compute its MLP again chunk by chunk: set one of them"
+                )
+
+    @property
+    def stage(self) -> int:
+        """The ZeRO stage, whoever chose it."""
+        if self.zero_stage == "auto":
+            return 2 if self.precision == "bf16" else 1
+        return self.zero_stage
