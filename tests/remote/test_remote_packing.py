@@ -16,6 +16,7 @@ from object_store import Line
 
 from megapack.cli.main import main
 from megapack.data import PackedDataset
+from megapack.errors import FormatError
 from megapack.packing import SampleIndex
 from megapack.packing.shard_manifest import load_shards
 from megapack.storage import IndexedDatasetBuilder
@@ -97,6 +98,8 @@ def test_what_stands_at_an_address_is_kept_refused_or_replaced_as_here(
     (tmp_path / "damaged").write_bytes(damaged)
     put_object(f"{address}.samples", tmp_path / "damaged")
     assert pack(address) == 2 and "checksum" in capsys.readouterr().err
+    with pytest.raises(FormatError, match="checksum"):
+        SampleIndex.load(f"{address}.samples")  # not a copy that pack has left unchecked
     assert pack(address, "--overwrite") == 0
     assert fetch_file(f"{address}.samples").read_bytes() == first
 

@@ -16,8 +16,8 @@ from megapack.storage.mmididx import path_of, prefix_of
 from megapack.storage.remote.address import is_remote, split
 from megapack.storage.remote.cache import open_cache
 from megapack.storage.remote.checksums import BLOCK_BYTES, BlockChecksums
-from megapack.storage.remote.client import WrongBytesError, put_object
-from megapack.storage.remote.opening import exists, fetch_file, open_remote_pair
+from megapack.storage.remote.client import WrongBytesError, find_object, put_object
+from megapack.storage.remote.opening import exists, open_remote_pair
 from megapack.storage.remote.upload import upload_dataset
 
 __all__ = ["local_copy", "local_output", "local_output_file", "refuse_existing"]
@@ -114,7 +114,7 @@ def local_output_file(path: str | os.PathLike[str]) -> Iterator[Path]:
     stays. Another process of this node that wants to write there waits.
 
     Raises:
-        ConfigError, FormatError, OSError: as of ``fetch_file`` and ``put_object``.
+        ConfigError, FormatError, OSError: as of ``Cache.fetch`` and ``put_object``.
     """
     if not is_remote(path):
         yield Path(path)
@@ -123,17 +123,16 @@ def local_output_file(path: str | os.PathLike[str]) -> Iterator[Path]:
     _, name = split(url)
     cache = open_cache()
     with cache.locks.held(url):
-        there = None
-        with contextlib.suppress(FileNotFoundError):
-            there = fetch_file(url)
+        found = find_object(url)
         entry = cache.entry(f"{name}.output", url)
         try:
             local = entry / name
             local.unlink(missing_ok=True)  # whoever was killed here left it
-            if there is not None:
-                local.hardlink_to(there)
+            if found is not None:
+                cache.fetch(found, local)
+            before = found and local.stat()
             yield local
-            if local.exists() and not (there is not None and local.samefile(there)):
+            if local.exists() and not (before and os.path.samestat(before, local.stat())):
                 put_object(url, local)
         finally:
             cache.give_back(entry)
