@@ -19,6 +19,7 @@ import argparse
 import json
 
 from megapack.cli.arguments import add_shared, byte_count
+from megapack.cli.datasets import local_file
 from megapack.cli.pack_shards import add_sharing
 from megapack.cli.report import Work, note
 from megapack.execution.work import Counted
@@ -47,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
 
     arranger = plan_arrangement(
         args.source,
-        args.output,
+        str(local_file(args.output, "--output")),
         seed=args.seed,
         shard_bytes=args.bytes_per_shard,
         overwrite=args.overwrite,

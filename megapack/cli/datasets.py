@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import glob
 from collections.abc import Iterable, Iterator, Sequence
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 from megapack.errors import ConfigError
 from megapack.packing.shard_manifest import SUFFIX, is_shard_manifest
 from megapack.storage.remote import is_remote
+from megapack.storage.remote.address import split
+from megapack.storage.remote.client import names_in
 
 __all__ = ["dataset_prefixes", "local_file", "named_files"]
 
 COMPANIONS = (
-    *(".bin", ".meta.json", ".idx.orig", ".lock", ".manifest.json", ".samples"),
+    *(".bin", ".meta.json", ".idx.orig", ".lock", ".manifest.json", ".samples", ".checksums"),
     SUFFIX,
 )
 
@@ -22,7 +25,7 @@ def dataset_prefixes(names: Iterable[str]) -> list[str]:
     """Prefixes in the order given, each once.
 
     ``shards/*`` names all files of the same dataset. A quoted pattern stands for what it matches,
-    sorted by name; a directory stands for every .idx in it, sorted by name.
+    sorted by name, at an address, too; a directory stands for every .idx in it, sorted by name.
 
     Raises:
         ConfigError: a directory without any .idx, or a pattern that matches nothing.
@@ -69,8 +72,22 @@ def _expanded(names: Iterable[str]) -> Iterator[str]:
         if not glob.has_magic(name) or Path(name).exists():
             yield name
             continue
-        matched = glob.glob(name, recursive=True)  # noqa: PTH207 (as the shell, with its dots)
-        found = sorted(path for path in matched if not Path(path).is_dir())
+        if is_remote(name):
+            found = _matching_objects(name)
+        else:
+            matched = glob.glob(name, recursive=True)  # noqa: PTH207 (as the shell, with its dots)
+            found = sorted(path for path in matched if not Path(path).is_dir())
         if not found:
             raise ConfigError(f"{name} matches no file")
         yield from found
+
+
+def _matching_objects(pattern: str) -> list[str]:
+    folder, last = split(pattern)
+    if glob.has_magic(folder) or folder.startswith("http"):
+        raise ConfigError(
+            f"{pattern}: at an address a pattern may stand behind the last / only, and web servers "
+            "do not list their files; name each dataset"
+        )
+    names = [name for name in names_in(folder) if fnmatchcase(name, last)]
+    return [f"{folder}/{name}" for name in names if last[0] == "." or name[0] != "."]

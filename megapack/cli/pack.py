@@ -10,6 +10,9 @@ run must know before it opens it. The same command goes on where it was stopped.
 later are added by the same command, which packs only them; one that has changed is an error.
 Several machines: each runs the command with its own --part I/N, then one of them without.
 
+PREFIX and --output may be addresses (s3://bucket/folder/name); what is written there appears when
+it is complete. A manifest at an address is of datasets at addresses.
+
 examples:
   megapack-build pack corpus_text_document --buckets 1024,2048,4096,8192,16384
   megapack-build pack corpus_text_document --output concat.samples \\
@@ -19,6 +22,8 @@ examples:
   megapack-build pack corpus_text_document --buckets 8192,32768 \\
       --documents rest.npy --output rest.samples
   megapack-build pack 'web/*.idx' --buckets 8192 --output web.shards.json
+  megapack-build pack 's3://bucket/web/*.idx' --buckets 8192 \\
+      --output s3://bucket/web.shards.json
 """
 
 from __future__ import annotations
@@ -26,13 +31,13 @@ from __future__ import annotations
 import argparse
 import json
 import textwrap
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
 
 from megapack.cli.arguments import Arguments, add_dataset_argument, add_shared, capacities, positive
 from megapack.cli.composition import print_composition
-from megapack.cli.datasets import local_file
 from megapack.cli.pack_shards import add_sharing, run_shards
 from megapack.cli.report import Work, note
 from megapack.errors import ConfigError
@@ -49,6 +54,7 @@ from megapack.packing.shard_manifest import is_shard_manifest
 from megapack.storage.document_list import read_documents
 from megapack.storage.lengths import open_index
 from megapack.storage.mmididx import IndexFile, prefix_of
+from megapack.storage.remote.copies import local_output_file
 from megapack.storage.replace import check_target
 from megapack.words import count, counted
 
@@ -57,7 +63,11 @@ __all__ = ["add_arguments", "run"]
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_dataset_argument(parser, many=True, help="only the .idx is read")
-    add_shared(parser, "--output", help="NAME.shards.json for many (default: PREFIX.samples)")
+    add_shared(
+        parser,
+        "--output",
+        help="NAME.shards.json for many; may be an address (default: PREFIX.samples)",
+    )
     add_shared(parser, "--overwrite")
     parser.add_argument(
         "--strategy", metavar="NAME", default="bucket", help="see below (default: %(default)s)"
@@ -105,44 +115,42 @@ def run(args: argparse.Namespace) -> int:
         return run_shards(args, {"strategy": args.strategy, **options, **given})
     prefix = _only(args)
     method = check_packing(args.strategy, parameters=given, **options)
-    output = local_file(args.output or f"{prefix}.samples", "--output")
+    output = args.output or f"{prefix}.samples"
     documents = open_index(prefix)
     chosen = None if args.documents is None else _chosen(args.documents, documents)
-
-    def difference() -> str | None:
-        return how_it_differs(
-            output,
-            strategy=args.strategy,
-            parameters=method.parameters,
-            buckets=method.buckets,
-            seed=args.seed,
-            dataset=documents.fingerprint,
-            chosen=None if chosen is None else checksum(chosen),
-        )
-
-    if check_target(output, overwrite=args.overwrite, difference=difference):
-        lengths = documents.document_lengths()
-        if chosen is not None:
-            only = np.zeros_like(lengths)
-            only[chosen] = lengths[chosen]
-            lengths = only
-        with Work(f"packing {counted(len(lengths), 'document')}") as work:
-            index = pack(
-                lengths,
-                args.strategy,
-                seed=args.seed,
-                threads=args.threads,
-                progress=work,
-                **options,
-                **given,
-            )
-        source = {"fingerprint": documents.fingerprint, "prefix": prefix}
-        if chosen is not None:
-            source["documents"] = checksum(chosen)
-        index.save(output, source=source, overwrite=True)
-    else:
-        note(f"nothing to do: {output} is there already, of the same documents and options")
-        index = SampleIndex.load(output)
+    wanted = {
+        "strategy": args.strategy,
+        "parameters": method.parameters,
+        "buckets": method.buckets,
+        "seed": args.seed,
+        "dataset": documents.fingerprint,
+        "chosen": None if chosen is None else checksum(chosen),
+    }
+    with local_output_file(output) as file:
+        difference = partial(how_it_differs, file, **wanted)
+        if check_target(file, overwrite=args.overwrite, difference=difference, name=output):
+            lengths = documents.document_lengths()
+            if chosen is not None:
+                only = np.zeros_like(lengths)
+                only[chosen] = lengths[chosen]
+                lengths = only
+            with Work(f"packing {counted(len(lengths), 'document')}") as work:
+                index = pack(
+                    lengths,
+                    args.strategy,
+                    seed=args.seed,
+                    threads=args.threads,
+                    progress=work,
+                    **options,
+                    **given,
+                )
+            source = {"fingerprint": documents.fingerprint, "prefix": prefix}
+            if chosen is not None:
+                source["documents"] = wanted["chosen"]
+            index.save(file, source=source, overwrite=True)
+        else:
+            note(f"nothing to do: {output} is there already, of the same documents and options")
+            index = SampleIndex.load(file)
     if args.json:
         print(json.dumps(index.metrics(), indent=2))
     else:

@@ -31,6 +31,7 @@ from megapack.storage.atomic import atomic_write
 from megapack.storage.opening import open_regular
 from megapack.storage.remote import is_remote
 from megapack.storage.remote.address import split
+from megapack.storage.remote.copies import local_output_file
 from megapack.storage.remote.opening import fetch_file
 
 __all__ = [
@@ -39,6 +40,7 @@ __all__ = [
     "is_shard_manifest",
     "load_index",
     "load_shards",
+    "manifest_path",
     "related",
     "save_shards",
 ]
@@ -106,7 +108,7 @@ def load_shards(path: str | os.PathLike[str], shards: Sequence[int] | None = Non
         ConfigError: it has not so many shards.
         OSError: it cannot be read.
     """
-    path = os.fspath(path) if is_remote(path) else Path(path)
+    path = manifest_path(path)
     with open_regular(fetch_file(path) if isinstance(path, str) else path) as file:
         encoded = file.readall()
     try:
@@ -126,9 +128,8 @@ def load_shards(path: str | os.PathLike[str], shards: Sequence[int] | None = Non
     if not 0 <= begin < end <= len(rows):
         raise ConfigError(f"shards [{begin}, {end}) of {path}, which has {len(rows)}")
     num_buckets = len(content["bucket_capacity"])
-    folder, _ = split(path) if isinstance(path, str) else (str(path.parent), "")
     found = [
-        _shard(path, folder, number, row, num_buckets)
+        _shard(path, _folder_of(path), number, row, num_buckets)
         for number, row in enumerate(rows[begin:end], begin)
     ]
     return ShardedIndex(
@@ -138,6 +139,15 @@ def load_shards(path: str | os.PathLike[str], shards: Sequence[int] | None = Non
         bucket_capacity=np.array(content["bucket_capacity"], np.int64),
         **{name: content[name] for name in ("strategy", "parameters", "buckets", "seed")},
     )
+
+
+def manifest_path(path: str | os.PathLike[str]) -> Path | str:
+    """A Path; of an address it is a str."""
+    return os.fspath(path) if is_remote(path) else Path(path)
+
+
+def _folder_of(path: Path | str) -> str:
+    return split(path)[0] if isinstance(path, str) else str(path.parent)
 
 
 def _arranged(path: Path | str, value: Any) -> Arranged | None:
@@ -171,10 +181,10 @@ def located(folder: str, path: str) -> str:
     return found if "://" in found else os.path.normpath(found)
 
 
-def related(manifest: Path, path: str) -> str:
+def related(manifest: Path | str, path: str) -> str:
     """As the manifest has a path, however it was written: relative below its folder, else whole."""
-    whole, folder = place(path), place(str(manifest.parent))
-    return os.path.relpath(whole, folder) if whole.startswith(folder + os.sep) else whole
+    whole, folder = place(path), place(_folder_of(manifest))
+    return whole.removeprefix(folder + os.sep)
 
 
 def plain(value: Any) -> Any:
@@ -192,7 +202,7 @@ def save_shards(
     """Write a shard manifest.
 
     Args:
-        path: replaced if it is there.
+        path: replaced if it is there; an address, too.
         plan: how all shards were packed; ``PLAN`` lists its fields.
         shards: with paths from here.
         arranged: the order in which they lie, if in one.
@@ -200,7 +210,7 @@ def save_shards(
     Raises:
         OSError: it cannot be written.
     """
-    path = Path(path)
+    path = manifest_path(path)
     head = {"format": FORMAT, "version": VERSION, **{name: plan[name] for name in PLAN}}
     if arranged is not None:
         head["arranged"] = vars(arranged)
@@ -208,6 +218,6 @@ def save_shards(
     for shard in shards:
         where = {name: related(path, getattr(shard, name)) for name in _PATHS}
         rows.append(json.dumps({**vars(shard), **where}))
-    with atomic_write(path, "w") as file:
+    with local_output_file(path) as local, atomic_write(local, "w") as file:
         file.write(json.dumps(head)[:-1] + ', "shards": [\n ')
         file.write(",\n ".join(rows) + "\n]}\n")

@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,12 +24,23 @@ from megapack.execution.work import Counted, Report
 from megapack.packing.engine import check_packing, pack
 from megapack.packing.extents import longest_reach, longest_segment, most_segments
 from megapack.packing.index import SampleIndex
-from megapack.packing.shard_manifest import PLAN, SUFFIX, load_shards, plain, related, save_shards
+from megapack.packing.shard_manifest import (
+    PLAN,
+    SUFFIX,
+    is_shard_manifest,
+    load_shards,
+    manifest_path,
+    plain,
+    related,
+    save_shards,
+)
 from megapack.packing.shards import PackedShard, ShardedIndex, place
 from megapack.packing.stored import how_it_differs
 from megapack.storage import IndexedDataset
 from megapack.storage.labels import open_labels
 from megapack.storage.lengths import open_index
+from megapack.storage.remote import is_remote
+from megapack.storage.remote.copies import local_output_file
 from megapack.storage.replace import check_target
 
 __all__ = ["PackingPlan", "ShardPacker", "describe_shard", "pack_shards", "plan_packing"]
@@ -39,28 +51,24 @@ class PackingPlan:
     """What is packed and how, decided before the first shard; the same on all machines.
 
     Attributes:
-        manifest: path of the result.
+        manifest: path of the result; its address, a str, where that is remote.
         prefixes: of all shards in their order: those of the manifest that is there, then new ones.
         known: what that manifest says of its shards, by ``place``.
         options: of ``pack``, seed and strategy among them.
         how: the same in full, as the manifest has it (``PLAN``).
     """
 
-    manifest: Path
+    manifest: Path | str
     prefixes: tuple[str, ...]
     known: Mapping[str, PackedShard]
     options: Mapping[str, Any]
     how: Mapping[str, Any]
 
-    @property
-    def folder(self) -> Path:
-        """Of the .samples files: named like the manifest."""
-        return self.manifest.with_name(self.manifest.name.removesuffix(".json"))
-
-    def samples_of(self, prefix: str) -> Path:
+    def samples_of(self, prefix: str) -> str:
         """The .samples of a shard; a digest tells datasets of one name in two folders apart."""
         digest = xxhash.xxh3_64_hexdigest(related(self.manifest, prefix).encode())
-        return self.folder / f"{Path(prefix).name}-{digest[:8]}.samples"
+        folder = str(self.manifest).removesuffix(".json")
+        return f"{folder}/{Path(prefix).name}-{digest[:8]}.samples"
 
 
 def plan_packing(
@@ -69,7 +77,7 @@ def plan_packing(
     """What is to be done for a shard manifest, whether it is there or not.
 
     Args:
-        manifest: where it stands, or shall stand.
+        manifest: where it stands, or shall stand; at an address only of datasets at addresses.
         prefixes: datasets; those that it has already keep their places.
         options: of ``pack``.
         overwrite: what the manifest says counts for nothing.
@@ -79,8 +87,8 @@ def plan_packing(
             with other options.
         FormatError, OSError: it is damaged or cannot be read.
     """
-    path = Path(manifest)
-    if not path.name.endswith(SUFFIX):
+    path = manifest_path(manifest)
+    if not is_shard_manifest(path):
         raise ConfigError(f"{path}: several datasets become one source by a file NAME{SUFFIX}")
     given = dict(options)
     seed, strategy = given.pop("seed", 0), given.pop("strategy", "bucket")
@@ -90,9 +98,10 @@ def plan_packing(
     values = (strategy, method.parameters, method.buckets, seed, nothing.bucket_capacity.tolist())
     how = dict(zip(PLAN, values, strict=True))
     there: ShardedIndex | None = None
-    if not check_target(
-        path, overwrite=overwrite, difference="it is replaced" if overwrite else None
-    ):
+    with local_output_file(path) as local:
+        difference = "it is replaced" if overwrite else None
+        is_new = check_target(local, overwrite=overwrite, difference=difference)
+    if not is_new:
         there = load_shards(path)
         if there.arranged is not None:
             raise ConfigError(
@@ -109,6 +118,12 @@ def plan_packing(
     wanted = (*(shard.prefix for shard in known.values()), *new.values())
     if not wanted:
         raise ConfigError(f"there are no datasets to make {path} of; give their prefixes")
+    near = [prefix for prefix in wanted if is_remote(path) and not is_remote(prefix)]
+    if near:
+        raise ConfigError(
+            f"{path} would name {near[0]}, which other machines cannot find: `megapack-build "
+            "upload` that dataset and pack its address, or pack to a local --output and upload that"
+        )
     return PackingPlan(manifest=path, prefixes=wanted, known=known, options=options, how=how)
 
 
@@ -154,21 +169,17 @@ class ShardPacker:
 
     def _packed(self, prefix: str) -> PackedShard:
         dataset = IndexedDataset(prefix)
-        path = self.plan.samples_of(prefix)
-        path.parent.mkdir(exist_ok=True)
-        how = self.plan.how
-
-        def difference() -> str | None:
-            return how_it_differs(
-                path, **{name: how[name] for name in PLAN[:4]}, dataset=dataset.fingerprint
-            )
-
-        if check_target(path, overwrite=self.overwrite, difference=difference):
-            index = pack(dataset.document_lengths, threads=self.threads, **self.plan.options)
-            index.save(path, source=dataset, overwrite=True)
-        else:
-            index = SampleIndex.load(path)
-        return describe_shard(dataset, path, index)
+        samples = self.plan.samples_of(prefix)
+        with local_output_file(samples) as path:
+            path.parent.mkdir(exist_ok=True)
+            how = {name: self.plan.how[name] for name in PLAN[:4]}
+            difference = partial(how_it_differs, path, **how, dataset=dataset.fingerprint)
+            if check_target(path, overwrite=self.overwrite, difference=difference, name=samples):
+                index = pack(dataset.document_lengths, threads=self.threads, **self.plan.options)
+                index.save(path, source=dataset, overwrite=True)
+            else:
+                index = SampleIndex.load(path)
+        return describe_shard(dataset, samples, index)
 
 
 def describe_shard(

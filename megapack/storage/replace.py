@@ -28,6 +28,7 @@ def check_target(
     *,
     overwrite: bool,
     difference: str | Callable[[], str | None] | None,
+    name: str | None = None,
 ) -> bool:
     """Whether a file is to be written; asked before any work.
 
@@ -36,6 +37,7 @@ def check_target(
         overwrite: replace a file that differs.
         difference: from what would be written, a sentence; None: there is none. A callable is
             asked only when a file stands there.
+        name: what to call it, if it is a copy of what stands elsewhere.
 
     Returns:
         True: nothing stands there, or it is to be replaced; False: the same stands there already.
@@ -52,8 +54,8 @@ def check_target(
         return False
     if not overwrite:
         raise ConfigError(
-            f"{os.fspath(path)} is there already: {difference}. Replace it with --overwrite "
-            "(overwrite=True), or choose another name"
+            f"{name or os.fspath(path)} is there already: {difference}. Replace it with "
+            "--overwrite (overwrite=True), or choose another name"
         )
     return True
 

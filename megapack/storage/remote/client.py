@@ -16,7 +16,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from functools import cache
+from pathlib import Path
 from typing import Any, TypeVar
+from urllib.parse import unquote, urlsplit
 
 from megapack.errors import ConfigError, FormatError
 from megapack.storage.remote.address import split
@@ -26,6 +28,7 @@ __all__ = [
     "WrongBytesError",
     "ending",
     "find_object",
+    "names_in",
     "put_object",
     "refuse_fork",
     "remove_object",
@@ -102,8 +105,8 @@ class RemoteObject:
 
 def find_object(url: str) -> RemoteObject | None:
     """What stands at an address, None where there is nothing. Raises as ``RemoteObject.read``."""
-    store, name = _store_of(url)
     try:
+        store, name = _store_of(url)
         return _object(url, _until_it_works(url, lambda: _client().head(store, name)))
     except FileNotFoundError:
         return None
@@ -111,6 +114,9 @@ def find_object(url: str) -> RemoteObject | None:
 
 def put_object(url: str, path: str | os.PathLike[str]) -> None:
     """Upload a file. The object appears when it is complete. Raises as ``RemoteObject.read``."""
+    if url.startswith("file:"):  # stores of other kinds have no directories
+        folder = unquote(urlsplit(split(url)[0]).path)
+        Path(folder).mkdir(parents=True, exist_ok=True)
     store, name = _store_of(url)
 
     def attempt() -> None:
@@ -122,11 +128,22 @@ def put_object(url: str, path: str | os.PathLike[str]) -> None:
 
 def remove_object(url: str) -> None:
     """Delete an object, if it is there. Raises as ``RemoteObject.read``."""
-    store, name = _store_of(url)
     try:
+        store, name = _store_of(url)
         _until_it_works(url, lambda: _client().delete(store, name))
     except FileNotFoundError:
         return
+
+
+def names_in(folder: str) -> list[str]:
+    """Names of the objects directly in a folder, sorted. Raises as ``RemoteObject.read``."""
+    refuse_fork()
+
+    def attempt() -> list[str]:
+        found = _client().list_with_delimiter(_open_store(folder))
+        return sorted(each["path"] for each in found["objects"])
+
+    return _until_it_works(folder, attempt)
 
 
 def _object(url: str, meta: Any) -> RemoteObject:
@@ -216,7 +233,10 @@ def _store_of(url: str) -> tuple[Any, str]:
 def _open_store(folder: str) -> Any:
     """One per folder, whose connections all its objects share."""
     if folder.startswith("file:"):
-        return _client().store.from_url(folder)
+        try:
+            return _client().store.from_url(folder)
+        except _client().exceptions.BaseError as error:
+            raise FileNotFoundError(f"{folder} does not exist (or is not visible)") from error
     # Its own retries would hide what fails, and know nothing of wrong bytes.
     options = {"timeout": REQUEST_TIMEOUT, "allow_http": True}  # where the endpoint says so
     return _client().store.from_url(folder, client_options=options, retry_config={"max_retries": 0})

@@ -1,7 +1,7 @@
-"""Whole datasets between addresses and this machine, for what works on local files.
+"""Whole datasets and files between addresses and this machine, for what works on local files.
 
 Both ways lead through the cache: what is read is fetched there whole, what is to stand at an
-address is written there first. Local prefixes pass as they are.
+address is written there first. Local prefixes and paths pass as they are.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from megapack.storage.mmididx import path_of, prefix_of
 from megapack.storage.remote.address import is_remote, split
 from megapack.storage.remote.cache import open_cache
 from megapack.storage.remote.checksums import BLOCK_BYTES, BlockChecksums
-from megapack.storage.remote.client import WrongBytesError, put_object
+from megapack.storage.remote.client import WrongBytesError, find_object, put_object
 from megapack.storage.remote.opening import exists, open_remote_pair
 from megapack.storage.remote.upload import upload_dataset
 
-__all__ = ["local_copy", "local_output", "refuse_existing"]
+__all__ = ["local_copy", "local_output", "local_output_file", "refuse_existing"]
 
 _CHECKED_BLOCKS = 256  # at once
 
@@ -103,6 +103,39 @@ def local_output(prefix: str | os.PathLike[str]) -> Iterator[str]:
     for plan in local.glob("*.manifest.json"):
         put_object(f"{folder}/{plan.name}", plan)
     cache.give_back(local)
+
+
+@contextlib.contextmanager
+def local_output_file(path: str | os.PathLike[str]) -> Iterator[Path]:
+    """Where to look at and write to, while the block runs, one file that shall stand at a path.
+
+    Of an address that is a copy of what stands there, if anything does; a file that takes its place
+    is uploaded at the end, complete or absent. Where the block or the upload fails, nothing of it
+    stays. Another process of this node that wants to write there waits.
+
+    Raises:
+        ConfigError, FormatError, OSError: as of ``Cache.fetch`` and ``put_object``.
+    """
+    if not is_remote(path):
+        yield Path(path)
+        return
+    url = os.fspath(path)
+    _, name = split(url)
+    cache = open_cache()
+    with cache.locks.held(url):
+        found = find_object(url)
+        entry = cache.entry(f"{name}.output", url)
+        try:
+            local = entry / name
+            local.unlink(missing_ok=True)  # whoever was killed here left it
+            if found is not None:
+                cache.fetch(found, local)
+            before = found and local.stat()
+            yield local
+            if local.exists() and not (before and os.path.samestat(before, local.stat())):
+                put_object(url, local)
+        finally:
+            cache.give_back(entry)
 
 
 def refuse_existing(prefixes: Iterable[str], *, overwrite: bool) -> None:

@@ -1,9 +1,10 @@
 """Room in a cache of a given size, made by what is known of the future.
 
-A run knows what it will read next, and that what it has read is needed an epoch later at the
-earliest. So entries that nobody uses go first; then blocks that were used, the last used first,
+A run knows what it will read next, and that a sample that it has read is needed an epoch later at
+the earliest. So entries that nobody uses go first; then blocks that were used, the last used first,
 since they are needed again last (what was used within the last seconds waits: a peer on this node
-may be about to read it); then planned blocks, those needed last first.
+may be about to read it); then planned blocks, those needed last first. That is the best there is
+where a block holds one sample or those of an arranged source; others of a block come sooner.
 """
 
 from __future__ import annotations
