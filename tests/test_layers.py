@@ -26,7 +26,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "tokenization": {"storage", "execution"},
     "packing": {"storage", "execution"},
     "planning": set(),
-    "compare": {"packing"},
+    "compare": {"packing", "planning"},
     "data": {"storage", "execution", "packing"},
     "attention": set(),
     "training": {"storage", "packing", "data", "attention"},
