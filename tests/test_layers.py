@@ -30,7 +30,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "data": {"storage", "execution", "packing"},
     "attention": set(),
     "training": {"storage", "packing", "data", "attention"},
-    "integrations": {"storage", "packing", "data", "attention"},
+    "integrations": {"storage", "packing", "planning", "data", "attention"},
     "cli": {"storage", "execution", "tokenization", "packing", "compare", "data"},
 }
 TORCH_FREE = (
