@@ -26,11 +26,11 @@ MAY_IMPORT: dict[str, set[str]] = {
     "tokenization": {"storage", "execution"},
     "packing": {"storage", "execution"},
     "planning": set(),
-    "compare": {"packing"},
+    "compare": {"packing", "planning"},
     "data": {"storage", "execution", "packing"},
     "attention": set(),
     "training": {"storage", "packing", "data", "attention"},
-    "integrations": {"storage", "packing", "data", "attention"},
+    "integrations": {"storage", "packing", "planning", "data", "attention"},
     "cli": {"storage", "execution", "tokenization", "packing", "compare", "data"},
 }
 TORCH_FREE = (

@@ -143,6 +143,13 @@ def _add_training(group: argparse._ArgumentGroup) -> None:
         default=49_152,
         help="per step (default: %(default)s)",
     )
+    group.add_argument(
+        "--micro-batch-tokens",
+        metavar="N",
+        type=positive,
+        help="of a rank: says what planning each step by its documents (megapack.plan_step; plain "
+        "data parallelism, dynamic context parallelism) would give",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -174,6 +181,7 @@ def run(args: argparse.Namespace) -> int:
             sampled_from=sampled_from,
             num_ranks=args.num_ranks,
             tokens_per_rank=args.tokens_per_rank,
+            micro_batch_tokens=args.micro_batch_tokens,
             seed=args.seed,
             threads=args.threads,
             left_out=left_out,

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from megapack.cli.report import print_table
 from megapack.compare import Comparison, Evaluation
 from megapack.compare.words import short_number
-from megapack.words import count
+from megapack.words import count, counted, percent
 
 __all__ = ["print_comparison"]
 
@@ -42,6 +42,8 @@ def print_comparison(comparison: Comparison, prefix: str) -> None:
         f"the mean; GPU hours and cost: {short_number(training.model.parameters)} parameters, "
         f"{training.gpu.name.upper()} at {training.utilization:.0%} of its peak"
     )
+    if comparison.planned:
+        _print_planned(comparison)
     _print_recommendation(comparison, prefix)
 
 
@@ -66,6 +68,34 @@ _COLUMNS: tuple[tuple[str, Callable[[Evaluation], str]], ...] = (
     ("hours", lambda e: short_number(e.breakdown.gpu_hours, 3)),
     ("$", lambda e: short_number(e.breakdown.cost, 3)),
 )
+
+
+def _print_planned(comparison: Comparison) -> None:
+    rows = [
+        [
+            "one rank" if planned.max_degree == 1 else f"up to {planned.max_degree} ranks",
+            percent(planned.split_ratio, 3).removesuffix(" %"),
+            percent(planned.shared_ratio, 1).removesuffix(" %"),
+            f"{planned.micro_batches:.2f}",
+            f"{planned.extra_micro_batches:.2f}",
+            f"{planned.attention.per_step:.3f}",
+            f"{planned.model.per_step:.3f}",
+            f"{planned.model.per_micro_batch:.3f}",
+        ]
+        for planned in comparison.planned
+    ]
+    print("\nplanned steps: documents dealt one by one (megapack.plan_step) instead of samples")
+    heads = ("held by", "split %", "shared %", "micro", "extra", "imbal", "step", "micro step")
+    print_table(heads, rows)
+    first = comparison.planned[0]
+    best = comparison.evaluations[comparison.recommendation.best]
+    print(
+        f"micro: micro batches of {count(first.micro_batch_tokens)} tokens a rank; extra: of them, "
+        "beyond what the tokens need;\nshared: of the tokens; step, micro step: all work of the "
+        "busiest rank over the mean, ranks\nmeeting at every optimizer step or micro step "
+        f"(step of {best.label}: {best.breakdown.critical_path:.3f});\n"
+        f"means of {counted(first.num_steps, 'drawn step')}"
+    )
 
 
 def _print_recommendation(comparison: Comparison, prefix: str) -> None:

@@ -17,6 +17,7 @@ from megapack.compare.cases import Case
 from megapack.compare.corpus import Corpus
 from megapack.compare.cost import TrainingRun
 from megapack.compare.evaluation import Evaluation
+from megapack.compare.planned import PlannedWork, measure_plans
 from megapack.compare.recommend import Recommendation, recommend
 from megapack.compare.workload import measure_work
 from megapack.errors import ConfigError, DataError
@@ -30,6 +31,7 @@ class Comparison:
     """The whole answer: what was compared, under which assumptions, and what is recommended.
 
     Attributes:
+        planned: steps planned by documents instead; empty if they were not asked for.
         left_out: label -> why it was not compared.
     """
 
@@ -39,6 +41,7 @@ class Comparison:
     tokens_per_rank: int
     seed: int
     evaluations: list[Evaluation]
+    planned: list[PlannedWork]
     left_out: dict[str, str]
     recommendation: Recommendation
 
@@ -52,6 +55,7 @@ def compare(
     sampled_from: int | None = None,
     num_ranks: int | None = None,
     tokens_per_rank: int = 49_152,
+    micro_batch_tokens: int | None = None,
     seed: int = 0,
     threads: int = 1,
     left_out: Mapping[str, str] | None = None,
@@ -67,18 +71,29 @@ def compare(
         sampled_from: documents of the whole dataset if ``lengths`` is a sample of it.
         num_ranks: data-parallel ranks of the imbalance estimate; None is ``run.num_gpus``.
         tokens_per_rank: tokens of one rank in one step.
+        micro_batch_tokens: of one rank in one micro batch, to plan steps by documents, too; None:
+            they are not.
         seed, threads: passed to ``pack``.
         left_out: cases that were refused (``default_cases``), for the report.
         progress: called with (work done, all work) a few times a second while packing.
 
     Raises:
-        ConfigError: no case.
+        ConfigError: no case, or numbers that do not fit.
         DataError: no token, or none that a case places.
     """
     if not cases:
         raise ConfigError("no strategy to compare; name at least one")
     corpus = Corpus.of(lengths, name=name, sampled_from=sampled_from)
     num_ranks = run.num_gpus if num_ranks is None else num_ranks
+    planned = []
+    if micro_batch_tokens is not None:
+        planned = measure_plans(
+            lengths,
+            num_ranks=num_ranks,
+            tokens_per_rank=tokens_per_rank,
+            micro_batch_tokens=micro_batch_tokens,
+            linear_length=run.model.linear_length,
+        )
     evaluations = []
     without = dict(left_out or {})
     for position, case in enumerate(cases):
@@ -109,6 +124,7 @@ def compare(
         tokens_per_rank=tokens_per_rank,
         seed=seed,
         evaluations=evaluations,
+        planned=planned,
         left_out=without,
         recommendation=recommend(evaluations, run.attention),
     )

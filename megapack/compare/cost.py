@@ -189,6 +189,11 @@ class Breakdown:
         )
 
     @property
+    def critical_path(self) -> float:
+        """The bill over what it would be if no rank waited."""
+        return self.gpu_hours / (self.gpu_hours - self.waiting)
+
+    @property
     def hours(self) -> float:
         """Wall time."""
         return self.gpu_hours / self.num_gpus

@@ -1,4 +1,4 @@
-"""Comparison -> plain dicts and lists for ``--json``: everything the page shows, and no more."""
+"""Comparison -> plain dicts and lists for ``--json``: what the table and the page show."""
 
 from __future__ import annotations
 
@@ -35,6 +35,7 @@ def to_json(comparison: Comparison, prefix: str = "PREFIX") -> dict[str, Any]:
             {**_evaluation(evaluation), "excluded": why}
             for evaluation, why in zip(comparison.evaluations, recommendation.out, strict=True)
         ],
+        "planned_steps": [dataclasses.asdict(planned) for planned in comparison.planned],
         "left_out": comparison.left_out,
         "recommendation": {
             "label": labels[recommendation.best],

@@ -75,6 +75,15 @@ class Deal:
             return list(mine[equal_groups(self.costs[mine], self.samples_per_micro_batch)])
         return list(mine.reshape(-1, self.samples_per_micro_batch))
 
+    @property
+    def loads_of_micro_batches(self) -> Ids:
+        """(micro batches, ranks) attention work; 0 where a rank has one micro batch fewer."""
+        batches = [self.micro_batches(rank) for rank in range(len(self.rank_begin) - 1)]
+        loads = np.zeros((max(map(len, batches)), len(batches)), np.int64)
+        for rank, of_rank in enumerate(batches):
+            loads[: len(of_rank), rank] = [self.costs[batch].sum() for batch in of_rank]
+        return loads
+
     def imbalance(self, hidden_size: int | None = None) -> Imbalance:
         loads, undealt = self.loads, self.loads_undealt
         attention = Imbalance(_max_over_mean(loads), _max_over_mean(undealt))

@@ -234,6 +234,14 @@ class BucketBatchSampler(Sampler[MicroBatch]):
         dealt = self._deals(self.schedule.step(step))
         return [deal.imbalance(self.hidden_size) for _, deal in dealt]
 
+    def attention_of_ranks(self, step: int) -> NDArray[np.float64]:
+        """(micro steps, ranks) attention work; ranks that share a micro batch have equal parts."""
+        rows = []
+        for draw, dealt in self._deals(self.schedule.step(step)):
+            shared = self.ranks_per_micro_batch(draw.capacity)
+            rows.append(np.repeat(dealt.loads_of_micro_batches / shared, shared, axis=1))
+        return np.concatenate(rows)
+
 
 class MicroBatchIterator(Iterator[MicroBatch]):
     """Micro batches from one on; torchdata's StatefulDataLoader keeps its state."""

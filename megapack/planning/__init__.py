@@ -3,6 +3,18 @@
 A plan is a pure function of the step's lengths: every rank computes the same one by itself.
 """
 
+from megapack.planning.context_parallel import (
+    RankMicroBatch,
+    context_parallel_indices,
+    rank_micro_batches,
+)
 from megapack.planning.step_plan import CriticalPath, StepPlan, plan_step
 
-__all__ = ["CriticalPath", "StepPlan", "plan_step"]
+__all__ = [
+    "CriticalPath",
+    "RankMicroBatch",
+    "StepPlan",
+    "context_parallel_indices",
+    "plan_step",
+    "rank_micro_batches",
+]

@@ -7,11 +7,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 import yaml
 
 from megapack.attention import Choice
 from megapack.config import to_dict
+from megapack.data import BucketBatchSampler
 from megapack.data.report import plan_run
 from megapack.data.sequence_parallel import check_group, ranks_per_micro_batch
 from megapack.data.stage import StageDraws
@@ -34,6 +36,7 @@ __all__ = ["dry_run"]
 
 _ASSUMED_MFU = 0.4
 _STEPS_LOOKED_AT = 64
+_STEPS_DEALT = 24
 
 
 def dry_run(
@@ -69,11 +72,12 @@ def dry_run(
     here = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     wanted = config.model if here.type == "cuda" else replace(config.model, attention="auto")
     model, attention = open_model(wanted, config.engine, architecture, device=here, empty=True)
-    total = _flops_of_run(steps, ModelFlops.of(model, architecture))
+    flops = ModelFlops.of(model, architecture)
+    total = _flops_of_run(steps, flops)
     sections = [
         _model(architecture, model, attention),
         _length(config, steps),
-        _buckets(config, steps, ranks),
+        _buckets(config, steps, ranks) + _balance(config, steps, ranks, flops),
         *_sources(steps),
         _reduction(config, model.num_parameters, ranks),
         _memory(config, model, steps, ranks),
@@ -137,6 +141,30 @@ def _buckets(config: PretrainConfig, plan: PlannedSteps, ranks: int) -> str:
     return "\n".join(
         _stage(config, stage, end, ranks, plan.schedule.settings_at(stage.begin).window)
         for stage, end in stages
+    )
+
+
+def _balance(config: PretrainConfig, plan: PlannedSteps, ranks: int, flops: ModelFlops) -> str:
+    """How much longer than the mean the busiest ranks will compute, in steps of the whole run."""
+    sampler = BucketBatchSampler(
+        plan.schedule,
+        data_parallel_rank=0,
+        data_parallel_size=ranks,
+        micro_batch_tokens=config.data.micro_batch_tokens,
+        num_steps=plan.num_steps,
+        uneven=config.data.uneven,
+        sequence_parallel_size=config.engine.sequence_parallel_size,
+        weighted_loss=True,
+    )
+    linear = flops.linear_length * config.data.micro_batch_tokens
+    busiest = np.zeros(3)  # of a step, of every micro step, and in the mean of the ranks
+    for step in np.unique(np.linspace(0, plan.num_steps - 1, _STEPS_DEALT).astype(int)).tolist():
+        work = sampler.attention_of_ranks(step) + linear
+        busiest += work.sum(axis=0).max(), work.max(axis=1).sum(), work.sum() / ranks
+    per_step, per_micro_step = busiest[:2] / busiest[2]
+    return (
+        f"\nwork of the busiest rank over the mean, predicted: {per_step:.4f} per step, "
+        f"{per_micro_step:.4f} per micro step"
     )
 
 

@@ -6,11 +6,13 @@ import json
 import shlex
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from megapack.compare import MODELS, measure_plans
 from megapack.packing import STRATEGIES, pack
 from megapack.storage import IndexedDatasetBuilder
 
@@ -51,6 +53,35 @@ def test_table_json_and_page_from_bare_lengths(lengths: Path, tmp_path: Path) ->
     again = compare("--lengths", lengths, *SMALL, "--html", page)
     assert again.returncode == 2 and "Replace it with --overwrite" in again.stderr
     assert not list(tmp_path.glob("*.tmp-*"))
+
+
+def test_planned_steps_are_said_where_micro_batches_are_given(lengths: Path) -> None:
+    options = ["--lengths", lengths, *SMALL, "--strategies", "bucket", "--model", "350m"]
+    plain = compare(*options)
+    assert plain.returncode == 0 and "planned" not in plain.stdout
+    assert json.loads(compare(*options, "--json").stdout)["planned_steps"] == []
+    options += ["--micro-batch-tokens", 128]
+    works = measure_plans(
+        np.load(lengths),
+        num_ranks=8,
+        tokens_per_rank=512,
+        micro_batch_tokens=128,
+        linear_length=MODELS["350m"].linear_length,
+    )
+    assert [work.max_degree for work in works] == [1, 4, 8]
+    tree = json.loads(compare(*options, "--json").stdout)
+    assert tree["planned_steps"] == [asdict(work) for work in works]
+    text = compare(*options).stdout
+    for work, name in zip(works, ("one rank", "up to 4 ranks", "up to 8 ranks"), strict=True):
+        [line] = [line for line in text.splitlines() if line.startswith(name)]
+        cells = line.removeprefix(name).split()
+        assert cells[0] == f"{100 * work.split_ratio:.3f}"
+        assert cells[-2:] == [f"{work.model.per_step:.3f}", f"{work.model.per_micro_batch:.3f}"]
+    (bucket,) = tree["strategies"]
+    waiting = bucket["cost"]["waiting"] / bucket["cost"]["gpu_hours"]
+    assert f"(step of bucket: {1 / (1 - waiting):.3f})" in text
+    refused = compare(*options, "--tokens-per-rank", 100)
+    assert refused.returncode == 2 and "micro_batch_tokens 128" in refused.stderr
 
 
 def test_a_dataset_gives_what_its_lengths_give(tmp_path: Path) -> None:

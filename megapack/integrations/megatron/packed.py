@@ -14,6 +14,8 @@ import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
+from megapack import planning
+
 __all__ = ["context_parallel_indices", "flatten_rows", "to_packed_seq_params"]
 
 ROW_KEYS = ("tokens", "labels", "loss_mask", "position_ids")
@@ -107,34 +109,5 @@ def _one_dimensional(name: str, boundaries: Tensor) -> Tensor:
 
 
 def context_parallel_indices(cu_seqlens: Tensor, cp_size: int, cp_rank: int) -> Tensor:
-    """Positions of a flat row that one context-parallel rank holds, in its order.
-
-    The split of Transformer Engine's ``thd_get_partitioned_indices``, without Transformer
-    Engine: every segment in ``2 * cp_size`` equal chunks, rank r takes chunks r and
-    ``2 * cp_size - 1 - r``.
-
-    Args:
-        cu_seqlens: 1-D, each segment a multiple of ``2 * cp_size`` tokens long.
-        cp_size, cp_rank: the context-parallel group.
-
-    Returns:
-        int64 ``(tokens / cp_size,)``.
-
-    Raises:
-        ValueError: a segment cannot be divided.
-    """
-    begins, lengths = cu_seqlens[:-1].long(), cu_seqlens.diff().long()
-    num_chunks = 2 * cp_size
-    if bool((lengths % num_chunks).any()):
-        bad = int(lengths[(lengths % num_chunks) != 0][0])
-        raise ValueError(
-            f"a segment of {bad} tokens does not divide into {num_chunks} chunks for "
-            f"context_parallel_size={cp_size}; build the rows with align={num_chunks}"
-        )
-    chunk = lengths // num_chunks
-    first = begins + cp_rank * chunk
-    second = begins + (num_chunks - 1 - cp_rank) * chunk
-    starts = torch.stack([first, second], dim=1).flatten()
-    counts = chunk.repeat_interleave(2)
-    offsets = counts.cumsum(0) - counts
-    return (starts - offsets).repeat_interleave(counts) + torch.arange(int(counts.sum()))
+    """``megapack.planning.context_parallel_indices`` of tensors on the CPU."""
+    return torch.from_numpy(planning.context_parallel_indices(cu_seqlens.numpy(), cp_size, cp_rank))

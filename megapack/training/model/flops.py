@@ -107,6 +107,12 @@ class ModelFlops:
             total += 6.0 * self.width * self.window_layers * float(visible.sum())
         return total
 
+    @property
+    def linear_length(self) -> float:
+        """Tokens of the segment whose attention costs as much as all else (``StepPlan.cost``);
+        layers with a sliding window are counted as full ones."""
+        return self.per_token / self.attention(1)
+
     def step(self, num_tokens: int, lengths: ArrayLike) -> float:
         """Of a step: every token through the weights, every segment through attention."""
         return self.per_token * num_tokens + self.attention(lengths)
