@@ -160,11 +160,13 @@ def consume(
     """
     began = begin = begin_waiting = time.perf_counter()
     items, waited = iter(make()), 0.0
+    held: list[Any] = []
     for number in range(count):
+        held.clear()  # giving back the memory of the batch before is no waiting
         asked = time.perf_counter()
         if number == skip:
             begin_waiting, waited = asked, 0.0
-        next(items)
+        held.append(next(items))
         waited += time.perf_counter() - asked
         if number == 0:
             first = time.perf_counter()
