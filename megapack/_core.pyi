@@ -167,7 +167,10 @@ class Gatherer:
         excluded: NDArray[np.int64],
         excluded_by: NDArray[np.int64],
     ) -> None: ...
-    # shards of these samples that are not open; all else is for samples of open ones
+    # shards that are not open
+    @property
+    def num_closed(self) -> int: ...
+    # those of these samples; all else is for samples of open ones
     def closed(self, sample_ids: NDArray[np.int64]) -> NDArray[np.int64]: ...
     # -> cu_seqlens, cu_seqlens_padded (with alignment), source of each segment, max_seqlen
     def gather(

@@ -113,9 +113,10 @@ class Gatherer {
                                        excluded_by));
     }
 
+    std::int64_t num_closed() const { return num_closed_; }
+
     // Shards to open before these samples are asked for.
     py::array_t<std::int64_t> closed(const Array<std::int64_t>& sample_ids) const {
-        if (num_closed_ == 0) return to_numpy(std::vector<std::int64_t>());
         return to_numpy(not_open(sources_, located(view(sample_ids, "sample_ids"))));
     }
 
@@ -224,6 +225,7 @@ void register_gather(py::module_& m) {
              py::arg("sample_segment_offsets"), py::arg("segment_document"),
              py::arg("segment_begin"), py::arg("segment_length"), py::arg("excluded").noconvert(),
              py::arg("excluded_by").noconvert())
+        .def_property_readonly("num_closed", &Gatherer::num_closed)
         .def("closed", &Gatherer::closed, py::arg("sample_ids").noconvert())
         .def("gather", &Gatherer::gather, py::arg("sample_ids").noconvert(), py::kw_only(),
              py::arg("num_rows"), py::arg("row_tokens"), py::arg("capacity"),

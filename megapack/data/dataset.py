@@ -248,30 +248,33 @@ class PackedDataset(Dataset[Batch]):
             entries = layout.num_cu_seqlens or self.max_cu_seqlens(
                 layout, capacity, attention_window
             )
-        gathered = self._gathering.gather(
+        bounds = self._gathering.gather(
             ids,
-            num_rows=rows,
-            row_tokens=row_tokens,
-            capacity=capacity,
-            per_row=layout.cu_seqlens_per_row,
-            num_cu_seqlens=0 if attention_window else entries,
-            **buffers.arrays,
+            {
+                "num_rows": rows,
+                "row_tokens": row_tokens,
+                "capacity": capacity,
+                "per_row": layout.cu_seqlens_per_row,
+                "num_cu_seqlens": 0 if attention_window else entries,
+                **buffers.arrays,
+            },
         )
-        bounds = Bounds(*gathered)
         if attention_window:
             num_lists = rows if layout.cu_seqlens_per_row else 1
-            bounds = cut_bounds(bounds, attention_window, num_lists=num_lists, entries=entries)
+            whole = Bounds(*bounds)
+            bounds = cut_bounds(whole, attention_window, num_lists=num_lists, entries=entries)
+        cu_seqlens, cu_seqlens_padded, dataset_ids, max_seqlen = bounds
         if loss_weight is not None:
             slots = slot_tokens(capacity, row_tokens, self._options["alignment"])
             weigh(buffers.arrays["loss_mask"].reshape(rows, row_tokens), loss_weight, slots)
         shape = (1, rows * row_tokens) if layout.kind == "stream" else (rows, row_tokens)
         batch: Batch = {**buffers.shaped(shape)}
-        batch["cu_seqlens"] = layout.listed(bounds.cu_seqlens, rows)
-        if bounds.cu_seqlens_padded is not None:
-            batch["cu_seqlens_padded"] = layout.listed(bounds.cu_seqlens_padded, rows)
-        batch["max_seqlen"] = bounds.max_seqlen
-        if bounds.dataset_ids is not None:
-            batch["dataset_ids"] = torch.from_numpy(bounds.dataset_ids)
+        batch["cu_seqlens"] = layout.listed(cu_seqlens, rows)
+        if cu_seqlens_padded is not None:
+            batch["cu_seqlens_padded"] = layout.listed(cu_seqlens_padded, rows)
+        batch["max_seqlen"] = max_seqlen
+        if dataset_ids is not None:
+            batch["dataset_ids"] = torch.from_numpy(dataset_ids)
         return batch
 
     def max_cu_seqlens(self, layout: BatchLayout, capacity: int, window: int | None = None) -> int:

@@ -61,9 +61,11 @@ class Gathering:
             if shards.is_open(shard):
                 self.documents(shard)
 
-    def gather(self, ids: Ids, **how: Any) -> Any:
+    def gather(self, ids: Ids, how: dict[str, Any]) -> Any:
         """``_core.Gatherer.gather``."""
         self._open_for(ids)
+        if not self.remote_reads.num_open:
+            return self._gatherer.gather(ids, **how)
         return self.remote_reads.read(ids, partial(self._gatherer.gather, ids, **how))
 
     def count_labels(self, ids: Ids) -> Ids:
@@ -93,8 +95,9 @@ class Gathering:
             return self._documents[shard]
 
     def _open_for(self, ids: Ids) -> None:
-        for shard in self._gatherer.closed(ids).tolist():
-            self.documents(shard)
+        if self._gatherer.num_closed:
+            for shard in self._gatherer.closed(ids).tolist():
+                self.documents(shard)
 
     def _open(self, shard: int) -> IndexedDataset:
         source = int(self._shards.sources[shard])
