@@ -7,6 +7,7 @@ as far as the disk's read_ahead_kb says. ``page faults, exactly`` has that switc
 as where the data do not fit into memory and what lies around would be dropped before it is used.
 ``read ahead`` is what ``build_loader`` does: the pages of the next micro batches are asked for.
 
+``tokens_per_s``: that the trainer got; without any waiting it takes TOKENS / TRAINER_SECONDS.
 ``waits``: pages that a gather had to wait for, so a disk that takes t per read adds waits x t;
 ``read over useful``: bytes read from the disk over bytes of the samples' tokens.
 """
@@ -77,6 +78,7 @@ def read(prefix: Path, depth: int | None, how: str, num_batches: int) -> dict[st
     ahead.close()
     blocks = resource.getrusage(resource.RUSAGE_SELF).ru_inblock - before.ru_inblock
     return {
+        "tokens_per_s": num_batches * TOKENS / seconds,
         "waits": counted["waits"],
         "data_wait_%": 100 * waited / seconds,
         "read_over_useful": blocks * 512 / (num_batches * TOKENS * documents.tokens.itemsize),
@@ -108,7 +110,7 @@ def main() -> None:
     show(
         f"{num_batches} micro batches of {TOKENS:,} tokens, nothing in memory",
         rows,
-        *("case", "waits", "data_wait_%", "read_over_useful"),
+        *("case", "tokens_per_s", "waits", "data_wait_%", "read_over_useful"),
     )
 
 

@@ -20,14 +20,16 @@ from megapack.data.remote_reads import RemoteReads
 __all__ = ["fetching_ahead"]
 
 _PORTIONS = 8
+_GROWTH = 4  # bytes taken for one more that is asked for ahead
 _LEAST_BYTES = 1 << 14  # that a micro batch counts, also one that needs nothing from far away
 
 
 def fetching_ahead(micro_batches: Iterable[MicroBatch], reads: RemoteReads) -> Iterator[MicroBatch]:
     """The micro batches; before each is given, what the next ones need is on its way.
 
-    It begins with one portion, and adds to it as they are taken: whatever is on its way shares the
-    line, and the first shall not wait for the last. Nor for shards that later ones have opened.
+    It begins with one portion and adds a quarter of what is taken: whatever is on its way shares
+    the line, never quite fairly, and what is needed next shall not wait for what is needed last.
+    Nor for shards that later ones have opened.
     """
     items = iter(micro_batches)
     coming: deque[tuple[MicroBatch, float]] = deque()  # and the bytes that it needs
@@ -50,4 +52,4 @@ def fetching_ahead(micro_batches: Iterable[MicroBatch], reads: RemoteReads) -> I
         item, num_bytes = coming.popleft()
         yield item
         ahead -= num_bytes
-        room = min(room + num_bytes, (_PORTIONS - 1) * portion)
+        room = min(room + num_bytes / _GROWTH, (_PORTIONS - 1) * portion)
