@@ -20,16 +20,16 @@ from megapack.data.remote_reads import RemoteReads
 __all__ = ["fetching_ahead"]
 
 _PORTIONS = 8
-_GROWTH = 4  # bytes taken for one more that is asked for ahead
+_IN_TIME = 0.25
 _LEAST_BYTES = 1 << 14  # that a micro batch counts, also one that needs nothing from far away
 
 
 def fetching_ahead(micro_batches: Iterable[MicroBatch], reads: RemoteReads) -> Iterator[MicroBatch]:
     """The micro batches; before each is given, what the next ones need is on its way.
 
-    It begins with one portion and adds a quarter of what is taken: whatever is on its way shares
-    the line, never quite fairly, and what is needed next shall not wait for what is needed last.
-    Nor for shards that later ones have opened.
+    It begins with one portion, and adds to it what is taken, a quarter of it where it was there in
+    time: whatever is on its way shares the line, never quite fairly, and what is needed next shall
+    not wait for what is needed last. Nor for shards that later ones have opened.
     """
     items = iter(micro_batches)
     coming: deque[tuple[MicroBatch, float]] = deque()  # and the bytes that it needs
@@ -50,6 +50,7 @@ def fetching_ahead(micro_batches: Iterable[MicroBatch], reads: RemoteReads) -> I
         if not coming:
             return
         item, num_bytes = coming.popleft()
+        growth = num_bytes * (_IN_TIME if reads.are_here(item.sample_ids) else 1)
         yield item
         ahead -= num_bytes
-        room = min(room + num_bytes / _GROWTH, (_PORTIONS - 1) * portion)
+        room = min(room + growth, (_PORTIONS - 1) * portion)

@@ -77,6 +77,10 @@ class RemoteReads:
             num_bytes += blocks.size * BLOCK_BYTES
         return num_bytes
 
+    def are_here(self, sample_ids: NDArray[np.int64]) -> bool:
+        """Whether a gather of samples would wait for nothing just now."""
+        return all(tokens.are_here(blocks) for tokens, blocks in self._blocks(sample_ids))
+
     def read(self, sample_ids: NDArray[np.int64], gather: Callable[[], T]) -> T:
         """``gather()``, when everything that it reads of samples is there.
 
