@@ -1,6 +1,6 @@
 """A run whose mix, attention window and batch size change twice, killed once, as one picture.
 
-    python benchmarks/changing_run.py --output runs/changing      # two minutes of one core
+    python examples/changing_run.py --output runs/changing      # two minutes of one core
 
 Two sources that lie on every disk with this software: Python's standard library and the C++ headers
 of torch, byte by byte. The whole program stands in the manifest from the beginning; in the middle
