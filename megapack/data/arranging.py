@@ -19,15 +19,15 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from megapack import _core
-from megapack.data.counting import segments_of
 from megapack.data.dataset import PackedDataset
 from megapack.data.documents import ShardedDocuments
+from megapack.data.pieces import Pieces, cut_pieces
 from megapack.data.streams import fold_key
 from megapack.errors import ConfigError
 from megapack.execution.carry_out import carry_out
@@ -111,7 +111,7 @@ class Arranger:
     ) -> SampleIndex:
         prefix.parent.mkdir(exist_ok=True)
         data, chosen = self._data
-        found: list[_Pieces] = []
+        found: list[Pieces] = []
         with ExitStack() as stack:
             documents = data.datasets[0]
             said, said_of_labels = self._said
@@ -134,7 +134,7 @@ class Arranger:
                     )
                 )
             for capacity, ids in self._chunks(number):
-                pieces, tokens, labels = _pieces(data, chosen, capacity, ids)
+                pieces, tokens, labels = cut_pieces(data, chosen, capacity, ids)
                 builder.add_documents(tokens, pieces.offsets)
                 if labels is not None:
                     beside.add_documents(labels, pieces.offsets)
@@ -174,7 +174,7 @@ class Arranger:
         """Of the samples of a bucket, how many lie in the shards before one."""
         return size * number // self.num_shards
 
-    def _index(self, number: int, found: list[_Pieces], dataset: IndexedDataset) -> SampleIndex:
+    def _index(self, number: int, found: list[Pieces], dataset: IndexedDataset) -> SampleIndex:
         sizes = np.diff(self.source.bucket_sample_offsets).tolist()
         held = [self._place(size, number + 1) - self._place(size, number) for size in sizes]
         empty = [np.zeros(0, np.int64)]
@@ -200,49 +200,6 @@ class Arranger:
         )
         whole = _core.whole_documents(*index.segment_arrays(), documents)
         return replace(index, documents=replace(index.documents, num_whole=whole))
-
-
-class _Pieces(NamedTuple):
-    """The documents that some samples become."""
-
-    offsets: Ids
-    """(documents + 1,), tokens."""
-    lengths: Ids
-    """(documents,) tokens that the sample has of each; one more goes along where it goes on."""
-    counts: Ids
-    """(samples,) documents of each."""
-
-
-def _pieces(
-    data: PackedDataset, chosen: PackedDataset | None, capacity: int, ids: Ids
-) -> tuple[_Pieces, Ids, Ids | None]:
-    """Samples of one capacity as documents of their own: where they are, their tokens, and their
-    labels: as those of ``chosen``, not shifted."""
-    shards, owners, parts = data.samples.shards, [], []
-    for shard, mine, local in shards.by_shard(ids):
-        segments, owner = segments_of(shards.index(shard), local)
-        owners.append(mine[owner])
-        parts.append(np.asarray(shards.index(shard).segment_length[segments], np.int64))
-    order = np.argsort(np.concatenate(owners), kind="stable")
-    owner, lengths = np.concatenate(owners)[order], np.concatenate(parts)[order]
-    counts = np.bincount(owner, minlength=len(ids))
-    used = np.bincount(owner, lengths, len(ids)).astype(np.int64)
-    before = np.cumsum(lengths) - lengths - (np.cumsum(used) - used)[owner]
-    begins = owner * capacity + before
-    batch = data.micro_batch(ids, capacity=capacity)
-    following = batch["labels"].numpy()[0, begins + lengths - 1]
-    goes_on = following >= 0
-    offsets = np.concatenate([[0], np.cumsum(lengths + goes_on)])
-    at = np.repeat(begins - offsets[:-1], lengths + goes_on) + np.arange(offsets[-1])
-    tokens = np.append(batch["tokens"].numpy()[0], 0)[at]
-    tokens[offsets[1:][goes_on] - 1] = following[goes_on]
-    pieces = _Pieces(offsets, lengths, counts)
-    if chosen is None:
-        return pieces, tokens, None
-    shifted = chosen.micro_batch(ids, capacity=capacity)["labels"].numpy()[0]
-    labels = np.concatenate([[-100], shifted])[at]
-    labels[offsets[:-1]] = -100  # the first token of a segment is nobody's label in its sample
-    return pieces, tokens, labels
 
 
 def plan_arrangement(

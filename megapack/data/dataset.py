@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -12,7 +11,7 @@ from numpy.typing import ArrayLike, NDArray
 from torch.utils.data import Dataset
 
 from megapack.data.batch import Batch, BatchLayout, Buffers, allocate, slot_tokens, weigh
-from megapack.data.documents import Documents, SourceDocuments, open_source, refuse_arranged
+from megapack.data.documents import Documents, Index, open_sources
 from megapack.data.exclusions import read_exclusions
 from megapack.data.gathering import Gathering
 from megapack.data.program import Stage
@@ -21,17 +20,11 @@ from megapack.data.scores import Scores
 from megapack.data.shards import Shards
 from megapack.data.source import SampleSource
 from megapack.data.window import Bounds, check_windows, cut_bounds
-from megapack.errors import ConfigError
-from megapack.packing import SampleIndex
-from megapack.packing.shard_manifest import load_index
-from megapack.packing.shards import ShardedIndex, SourceIndex
+from megapack.packing.shards import SourceIndex
 from megapack.storage import IndexedDataset
-from megapack.storage.labels import LabelDocuments, label_list
+from megapack.storage.labels import LabelDocuments
 
 __all__ = ["PackedDataset"]
-
-Index: TypeAlias = SampleIndex | ShardedIndex | str | os.PathLike[str]
-
 
 _ABOUT = (
     "weights",
@@ -108,23 +101,9 @@ class PackedDataset(Dataset[Batch]):
             "alignment": alignment,
             "pad_token": pad_token,
         }
-        given = _as_list(dataset)
-        indices = [
-            item if isinstance(item, (SampleIndex, ShardedIndex)) else load_index(item)
-            for item in _as_list(index)
-        ]
-        if len(indices) != len(given):
-            raise ConfigError(
-                f"{len(given)} datasets and {len(indices)} indices; give one for each"
-            )
-        refuse_arranged(indices, positions)
-        chosen = label_list(label_dataset, len(given))
-        self.datasets: list[SourceDocuments] = []
-        self.label_datasets: list[IndexedDataset | None] = []
-        for documents, samples, beside in zip(given, indices, chosen, strict=True):
-            opened = open_source(documents, samples, beside)
-            self.datasets.append(opened[0])
-            self.label_datasets.append(opened[1])
+        self.datasets, self.label_datasets, indices = open_sources(
+            dataset, index, label_dataset, positions=positions
+        )
         self._connect(
             indices,
             {
@@ -307,7 +286,3 @@ class PackedDataset(Dataset[Batch]):
     def count_labels(self, sample_ids: ArrayLike) -> NDArray[np.int64]:
         """Tokens of every sample that have a label (the sum of its loss_mask), int64."""
         return self.samples.count_labels(np.ascontiguousarray(sample_ids, np.int64))
-
-
-def _as_list(items: Any) -> list[Any]:
-    return list(items) if isinstance(items, (list, tuple)) else [items]

@@ -1,26 +1,29 @@
-"""The documents of a source; of one of many shards what is known of all, and each when needed."""
+"""The documents of sources; of one of many shards what is known of all, and each when needed."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Sequence
 from functools import cached_property
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import xxhash
 
 from megapack.errors import ConfigError, IndexMismatchError
+from megapack.packing import SampleIndex
+from megapack.packing.shard_manifest import load_index
 from megapack.packing.shards import ShardedIndex, SourceIndex
 from megapack.storage import IndexedDataset
-from megapack.storage.labels import LabelDocuments, open_labels
+from megapack.storage.labels import LabelDocuments, label_list, open_labels
 from megapack.storage.meta import common_metadata
 
-__all__ = ["Documents", "ShardedDocuments", "SourceDocuments", "open_source", "refuse_arranged"]
+__all__ = ["Documents", "Index", "Opened", "ShardedDocuments", "SourceDocuments", "open_sources"]
 
 # Of one source: as they are given, None for those of a shard manifest, and open.
 Documents: TypeAlias = "IndexedDataset | ShardedDocuments | str | os.PathLike[str] | None"
 SourceDocuments: TypeAlias = "IndexedDataset | ShardedDocuments"
+Index: TypeAlias = "SampleIndex | ShardedIndex | str | os.PathLike[str]"
 
 
 class ShardedDocuments:
@@ -112,7 +115,42 @@ class ShardedDocuments:
         return dataset, open_labels(dataset, f"{shard.prefix}.labels" if wanted else None)
 
 
-def open_source(
+class Opened(NamedTuple):
+    """Of every source."""
+
+    documents: list[SourceDocuments]
+    labels: list[IndexedDataset | None]
+    indices: list[SourceIndex]
+
+
+def open_sources(
+    documents: Documents | Sequence[Documents],
+    indices: Index | Sequence[Index],
+    labels: LabelDocuments | Sequence[LabelDocuments],
+    *,
+    positions: str,
+) -> Opened:
+    """One source or several, as ``PackedDataset`` is given them. Raises as it does."""
+    given = _as_list(documents)
+    found = [
+        item if isinstance(item, (SampleIndex, ShardedIndex)) else load_index(item)
+        for item in _as_list(indices)
+    ]
+    if len(found) != len(given):
+        raise ConfigError(f"{len(given)} datasets and {len(found)} indices; give one for each")
+    _refuse_arranged(found, positions)
+    sources = [
+        _open_source(*source)
+        for source in zip(given, found, label_list(labels, len(given)), strict=True)
+    ]
+    return Opened([source[0] for source in sources], [source[1] for source in sources], found)
+
+
+def _as_list(items: Any) -> list[Any]:
+    return list(items) if isinstance(items, (list, tuple)) else [items]
+
+
+def _open_source(
     documents: Documents, samples: SourceIndex, labels: LabelDocuments
 ) -> tuple[SourceDocuments, IndexedDataset | None]:
     """The documents of a source and the labels beside them; of shards, each opens its own later.
@@ -137,7 +175,7 @@ def open_source(
     return opened, open_labels(opened, labels)
 
 
-def refuse_arranged(indices: Sequence[SourceIndex], positions: str) -> None:
+def _refuse_arranged(indices: Sequence[SourceIndex], positions: str) -> None:
     """Refuse (ConfigError) positions in documents where segments do not know where they began."""
     for index in indices:
         arranged = isinstance(index, ShardedIndex) and index.arranged is not None
