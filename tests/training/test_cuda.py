@@ -144,7 +144,7 @@ def test_inputs_of_layers_on_the_host_leave_the_memory_of_the_device() -> None:
         del model, loss
     inputs = layers * tokens * width * 2
     assert peak[None] - peak[ON_HOST] > 0.7 * inputs, peak
-    assert losses[ON_HOST] == losses[None]
+    assert losses[ON_HOST] == pytest.approx(losses[None], rel=1e-6)
     assert _error(grads[ON_HOST], grads[None]) < 1e-2  # attention adds up in any order
 
 

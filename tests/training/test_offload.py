@@ -132,6 +132,8 @@ def test_the_estimate_moves_the_inputs_to_the_host() -> None:
     assert on_host == LAYERS * 2**15 and 2**14 < each < 2**15, "page-locked in powers of two"
     del kept["activations"], less["activations"]
     assert kept == less
+    _, on_host = estimate(activation_checkpointing=True, offload_activations=True, zero_stage=0)
+    assert on_host == LAYERS * 2**16, "autocast: between layers it is float32"
 
 
 def test_the_plan_names_the_memory_of_the_host(corpus: Corpus, tmp_path: Path) -> None:

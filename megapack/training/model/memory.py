@@ -37,18 +37,7 @@ def estimate_memory(
     over = {stage: world_size if engine.stage >= stage else 1 for stage in (1, 2, 3)}
     head = model.model.get_output_embeddings().weight  # type: ignore[operator]
     micro_batch_tokens = config.data.micro_batch_tokens
-    activations = saved_activations(model, micro_batch_tokens, longest)
-    on_host = 0
-    if engine.activation_checkpointing:  # kept inputs, and one layer at a time recomputed
-        recomputed = activations // len(model.layers)
-        inputs = _Kept(model)
-        model.checkpoint_activations(inputs.hooks)
-        activations = saved_activations(model, micro_batch_tokens, longest) + recomputed
-        if engine.offload_activations:
-            # torch takes page-locked memory in powers of two.
-            on_host = sum(1 << (size - 1).bit_length() for size in inputs.sizes)
-        else:
-            activations += sum(inputs.sizes)
+    activations, on_host = _activations(model, config, longest)
     if engine.mlp_chunk_tokens is not None and engine.mlp_chunk_tokens < micro_batch_tokens:
         activations += _of_one_chunk(model, engine.mlp_chunk_tokens)
     parts = {
@@ -62,6 +51,24 @@ def estimate_memory(
         + head.numel() * 4,
     }
     return {name: size for name, size in parts.items() if size}, on_host
+
+
+def _activations(model: TrainingModel, config: PretrainConfig, longest: int) -> tuple[int, int]:
+    """Bytes on the device, and on its host."""
+    engine, num_tokens = config.engine, config.data.micro_batch_tokens
+    activations = saved_activations(model, num_tokens, longest)
+    if not engine.activation_checkpointing:
+        return activations, 0
+    inputs = _Kept(model)
+    model.checkpoint_activations(inputs.hooks)
+    recomputed = activations // len(model.layers)  # one layer at a time
+    activations = saved_activations(model, num_tokens, longest) + recomputed
+    # Between layers autocast leaves float32, which here was cast.
+    wide = 2 if engine.precision == "bf16" and engine.stage == 0 else 1
+    sizes = [size * wide for size in inputs.sizes]
+    if engine.offload_activations:  # torch takes page-locked memory in powers of two
+        return activations, sum(1 << (size - 1).bit_length() for size in sizes)
+    return activations + sum(sizes), 0
 
 
 def saved_activations(model: TrainingModel, num_tokens: int, longest: int) -> int:
