@@ -217,13 +217,16 @@ def _reduction(config: PretrainConfig, num_parameters: int, ranks: int) -> str:
 
 
 def _memory(config: PretrainConfig, model: Any, plan: PlannedSteps, ranks: int) -> str:
-    parts = estimate_memory(model, config, ranks, longest=plan.schedule.capacities[-1])
+    parts, on_host = estimate_memory(model, config, ranks, longest=plan.schedule.capacities[-1])
     lines = [f"{name:>22}: {size / 2**30:8.2f} GiB" for name, size in parts.items()]
     total = sum(parts.values()) / 2**30
     # Of attention what is kept grows with the tokens, not with the square of a document.
     tokens = f"{config.data.micro_batch_tokens:,} tokens"
     title = f"memory per rank, estimated, the same in every bucket ({tokens})"
-    return "\n".join([f"{title}:", *lines, f"{'together':>22}: {total:8.2f} GiB"])
+    lines.append(f"{'together':>22}: {total:8.2f} GiB")
+    if on_host:
+        lines.append(f"{'and on its host':>22}: {on_host / 2**30:8.2f} GiB (inputs of layers)")
+    return "\n".join([f"{title}:", *lines])
 
 
 def _flops_of_run(plan: PlannedSteps, flops: ModelFlops) -> float:

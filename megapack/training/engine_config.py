@@ -22,6 +22,8 @@ class EngineConfig:
     backward goes on (``--dry-run`` says how much of them, and when)."""
     activation_checkpointing: bool = False
     """Recompute every layer's activations in the backward pass."""
+    offload_activations: bool = False
+    """What they are recomputed from, every layer's input, waits in page-locked host memory."""
     compile: bool = False
     """torch.compile every decoder layer: one graph per bucket, and one more that validates."""
     sequence_parallel_size: int = 1
@@ -51,6 +53,8 @@ class EngineConfig:
             silence_seconds=self.silence_seconds,
             stall_seconds=self.stall_seconds,
         )
+        if self.offload_activations:
+            self._check_offload()
         if self.mlp_chunk_tokens is not None:
             check_positive("engine", mlp_chunk_tokens=self.mlp_chunk_tokens)
             if self.compile:
@@ -58,6 +62,19 @@ class EngineConfig:
                     "engine: compile is true and mlp_chunk_tokens is set; a compiled layer cannot "
                     "compute its MLP again chunk by chunk: set one of them"
                 )
+
+    def _check_offload(self) -> None:
+        if not self.activation_checkpointing:
+            raise ConfigError(
+                "engine: offload_activations is true and activation_checkpointing is false; only "
+                "the inputs of layers that are computed again go to the host: set "
+                "activation_checkpointing to true, too"
+            )
+        if self.compile:
+            raise ConfigError(
+                "engine: compile is true and offload_activations is set; a compiled layer saves "
+                "its input inside its own graph: set one of them"
+            )
 
     @property
     def stage(self) -> int:

@@ -10,7 +10,9 @@ from typing import Any
 
 import torch
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad
+from torch.autograd.graph import save_on_cpu
 
+import megapack.training.run.engine as engine_module
 from megapack.data import build_loader
 from megapack.training.config import PretrainConfig, load_config
 from megapack.training.model.architecture import model_configuration
@@ -21,7 +23,24 @@ from megapack.training.run.world import join, world
 from megapack.training.watch.batches import TimedBatches
 
 
+class CountedOffload(save_on_cpu):
+    """Counts the bytes that go to the host."""
+
+    num_bytes = 0
+
+    def __init__(self, pin_memory: bool) -> None:
+        super().__init__(pin_memory)
+        pack = self.pack_hook
+
+        def counted(tensor: torch.Tensor) -> Any:
+            CountedOffload.num_bytes += tensor.nbytes
+            return pack(tensor)
+
+        self.pack_hook = counted
+
+
 def main() -> None:
+    engine_module.save_on_cpu = CountedOffload  # type: ignore[misc]
     config = load_config(PretrainConfig, sys.argv[1], sys.argv[3:])
     join()
     shared = config.engine.sequence_parallel_size
@@ -72,6 +91,7 @@ def main() -> None:
                 "graphs": graphs,
                 "num_buckets": len(capacities),
                 "held": held,
+                "offloaded": CountedOffload.num_bytes,
             }
             torch.save({**result, **more, "buffers": buffers}, sys.argv[2])
 

@@ -7,6 +7,7 @@ import json
 import shutil
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import pytest
 import torch
 from patience import PATIENCE
 from torch import Tensor
+from torch.autograd.graph import save_on_cpu
 from torch.nn import functional as F
 
 from megapack.attention import choose_backend
@@ -32,6 +34,7 @@ pytestmark = [
 ]
 
 LENGTHS = [37, 120, 1, 66]  # with 32 tokens of padding a stream of 256
+ON_HOST = partial(save_on_cpu, pin_memory=True)
 PRESETS: dict[str, dict[str, Any]] = {
     "llama_tiny": {},
     "qwen2_tiny": {},
@@ -105,14 +108,12 @@ def test_a_packed_stream_in_bfloat16_is_its_documents_one_by_one(
     assert _error(ours, torch.cat(theirs)) < 0.1
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("keeping", ["activations", "inputs", "inputs on the host"])
 @pytest.mark.parametrize("preset", PRESETS)
-def test_the_host_waits_for_nothing_in_a_forward_and_backward(
-    preset: str, checkpointing: bool
-) -> None:
+def test_the_host_waits_for_nothing_in_a_forward_and_backward(preset: str, keeping: str) -> None:
     model = _model(preset).cuda().cast(torch.bfloat16)
-    if checkpointing:
-        model.checkpoint_activations()
+    if keeping != "activations":
+        model.checkpoint_activations(ON_HOST if keeping == "inputs on the host" else None)
     batch = pack_documents(documents(LENGTHS), padding=32)
     on_device = {k: v.cuda() if isinstance(v, Tensor) else v for k, v in batch.arguments().items()}
     model(**on_device)[0].backward()  # what is compiled or set up once may wait
@@ -125,12 +126,35 @@ def test_the_host_waits_for_nothing_in_a_forward_and_backward(
         torch.cuda.set_sync_debug_mode("default")
 
 
-def _model(preset: str) -> TrainingModel:
-    model = tiny_model(preset, backend="sdpa", overrides=PRESETS[preset])
+def test_inputs_of_layers_on_the_host_leave_the_memory_of_the_device() -> None:
+    layers, tokens, width = 12, 32_768, 64
+    torch.manual_seed(0)
+    batch = pack_documents(documents([tokens // 8] * 8))
+    on_device = {k: v.cuda() if isinstance(v, Tensor) else v for k, v in batch.arguments().items()}
+    peak, losses, grads = {}, {}, {}
+    for saving in (None, ON_HOST):
+        model = _model("llama_tiny", num_hidden_layers=layers).cuda().cast(torch.bfloat16)
+        model.checkpoint_activations(saving)
+        torch.cuda.reset_peak_memory_stats()
+        loss, _ = model(**on_device)
+        loss.backward()
+        peak[saving] = torch.cuda.max_memory_allocated()
+        losses[saving] = loss.item()
+        grads[saving] = torch.cat([p.grad.flatten() for p in model.parameters()])
+        del model, loss
+    inputs = layers * tokens * width * 2
+    assert peak[None] - peak[ON_HOST] > 0.7 * inputs, peak
+    assert losses[ON_HOST] == pytest.approx(losses[None], rel=1e-6)
+    assert _error(grads[ON_HOST], grads[None]) < 1e-2  # attention adds up in any order
+
+
+def _model(preset: str, **more: Any) -> TrainingModel:
+    overrides = {**PRESETS[preset], **more}
+    model = tiny_model(preset, backend="sdpa", overrides=overrides)
     needs = attention_needs(model.configuration, torch.device("cuda"), torch.bfloat16)
     chosen = choose_backend(needs).name
     assert chosen != "eager"
-    model = tiny_model(preset, backend=chosen, overrides=PRESETS[preset])
+    model = tiny_model(preset, backend=chosen, overrides=overrides)
     with torch.no_grad():  # small initial weights would hide what attention does
         for parameter in model.parameters():
             parameter.add_(torch.randn(parameter.shape), alpha=0.05)

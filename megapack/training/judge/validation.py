@@ -3,6 +3,9 @@
 Samples come from a packed index, so evaluation runs at the speed of training. Whatever the
 capacity, the same tokens are scored: every token but the first of a document has a label, also
 where a segment begins inside a document. So figures of different capacities compare.
+
+With ``engine.sequence_parallel_size`` the ranks of a group share samples that are longer than a
+rank's forward as in training, each a slice; what a rank adds up are then the losses of its slices.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 
 from megapack.data import BatchLayout, PackedDataset
+from megapack.data.sequence_parallel import cut_slice, ranks_per_micro_batch
 from megapack.packing import pack
 from megapack.storage import IndexedDataset
 from megapack.training.config import EngineConfig
@@ -93,7 +97,7 @@ def evaluate(
         data: of ``open_validation``.
         world: this process.
         config: how batches are handed to the model.
-        micro_batch_tokens: tokens of a forward; at least one sample is taken.
+        micro_batch_tokens: tokens of a rank's forward; at least one sample is taken, or its slice.
         max_tokens: of every bucket, score samples up to this many tokens.
 
     Returns:
@@ -101,13 +105,14 @@ def evaluate(
     """
     capacities = _capacities(data)
     sums = torch.zeros(2, len(capacities), dtype=torch.float64, device=world.device)
+    how: Any = {"world": world, "config": config, "micro_batch_tokens": micro_batch_tokens}
     training = model.training
     model.eval()
     try:
         with torch.no_grad():
             for number, capacity in enumerate(capacities):
-                layout = _layout(capacity, micro_batch_tokens, config)
-                for batch in _batches(data, capacity, layout, max_tokens, world):
+                ids = _sample_ids(data, capacity, max_tokens)
+                for batch in _batches(data, ids, capacity, **how):
                     world.progress.at(f"validation, bucket {capacity}")
                     loss, _ = model(**on_device(batch, world.device, config))
                     sums[0, number] += loss
@@ -171,25 +176,38 @@ def _capacities(data: PackedDataset) -> list[int]:
     return [int(c) for c in data.samples.indices[0].bucket_capacity]
 
 
-def _layout(capacity: int, micro_batch_tokens: int, config: EngineConfig) -> BatchLayout:
-    """One stream; compiled layers want ``cu_seqlens`` of one shape."""
-    size = max(1, micro_batch_tokens // capacity)
-    kind: Literal["padded", "exact"] = "padded" if config.compile else "exact"
-    return BatchLayout(micro_batch_tokens=size * capacity, cu_seqlens=kind)
-
-
 def _batches(
-    data: PackedDataset, capacity: int, layout: BatchLayout, max_tokens: int | None, world: World
+    data: PackedDataset,
+    ids: NDArray[np.int64],
+    capacity: int,
+    *,
+    world: World,
+    config: EngineConfig,
+    micro_batch_tokens: int,
 ) -> Iterator[Any]:
-    """This rank's micro batches of one bucket; the same number on every rank."""
-    ids = _sample_ids(data, capacity, max_tokens)
+    """This rank's part of samples of one bucket; as many micro batches on every rank."""
+    shared = ranks_per_micro_batch(capacity, micro_batch_tokens, config.sequence_parallel_size)
+    layout = _layout(capacity, micro_batch_tokens, shared, config)
     size = layout.num_samples(capacity)
-    rounds = -(-len(ids) // (size * world.size))
+    groups, group = world.size // shared, world.rank // shared
+    rounds = -(-len(ids) // (size * groups))
     for i in range(rounds):
-        # Past the end a rank scores an empty batch: ZeRO-3 needs everybody in every forward.
-        mine = (i * world.size + world.rank) * size
+        # Past the end a group scores an empty batch: ZeRO-3 needs everybody in every forward.
+        mine = (i * groups + group) * size
         batch = data.micro_batch(ids[mine : mine + size], layout=layout, capacity=capacity)
-        yield {**batch, "capacity": capacity}
+        if shared > 1:
+            batch = cut_slice(batch, world.rank % shared, shared)
+        yield {**batch, "capacity": capacity, "row_tokens": layout.row_tokens}
+
+
+def _layout(
+    capacity: int, micro_batch_tokens: int, shared: int, config: EngineConfig
+) -> BatchLayout:
+    """One stream of ``shared`` equal slices; compiled layers want ``cu_seqlens`` of one shape."""
+    row = -(-capacity // shared) * shared
+    size = max(1, micro_batch_tokens * shared // row)
+    kind: Literal["padded", "exact"] = "padded" if config.compile else "exact"
+    return BatchLayout(micro_batch_tokens=size * row, row_tokens=row, cu_seqlens=kind)
 
 
 def _sample_ids(data: PackedDataset, capacity: int, max_tokens: int | None) -> NDArray[np.int64]:

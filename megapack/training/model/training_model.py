@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 
 from megapack.attention import varlen_arguments
 from megapack.data import Batch
@@ -17,6 +20,8 @@ from megapack.training.model.loss import linear_cross_entropy
 from megapack.training.model.sharding import whole_shape
 
 __all__ = ["TrainingModel", "on_device"]
+
+Saving: TypeAlias = Callable[[], saved_tensors_hooks]
 
 
 class TrainingModel(nn.Module):
@@ -103,14 +108,23 @@ class TrainingModel(nn.Module):
                 share.data = share.data.to(dtype)
         return self
 
-    def checkpoint_activations(self) -> None:
-        """Recompute every layer in the backward instead of keeping its activations."""
+    def checkpoint_activations(self, saving: Saving | None = None) -> None:
+        """Recompute every layer in the backward instead of keeping its activations.
+
+        Args:
+            saving: hooks that get what a layer keeps for it: its input ``[1, T, width]``. What all
+                layers share (RoPE's table, cu_seqlens) is referred to, not saved.
+        """
         model: Any = self.model
         enable = getattr(model, "activation_checkpointing_enable", None)
         if enable is None:  # transformers before 5.20
             model.gradient_checkpointing_enable({"use_reentrant": False})
         else:
             enable()
+        if saving is not None:
+            for module in model.modules():
+                if (recompute := vars(module).get("_gradient_checkpointing_func")) is not None:
+                    module._gradient_checkpointing_func = partial(_saved_by, saving, recompute)
 
     def save(self, directory: str | Path, weights: dict[str, Tensor] | None = None) -> None:
         """Write what ``from_pretrained`` loads.
@@ -124,6 +138,12 @@ class TrainingModel(nn.Module):
             state = {name.removeprefix("model."): value for name, value in weights.items()}
         model: Any = self.model
         model.save_pretrained(directory, state_dict=state)
+
+
+def _saved_by(saving: Saving, recompute: Callable[..., Any], *layer: Any, **arguments: Any) -> Any:
+    """Inside of the layer the checkpoint's own hooks are the innermost, which alone are called."""
+    with saving():
+        return recompute(*layer, **arguments)
 
 
 def _logit_factor(configuration: Any) -> float:

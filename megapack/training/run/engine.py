@@ -12,12 +12,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
+from torch.autograd.graph import save_on_cpu
 
 from megapack.data import Batch
 from megapack.training.config import EngineConfig, OptimizerConfig, PretrainConfig
@@ -142,7 +144,9 @@ def start_engine(
     import deepspeed  # noqa: PLC0415
 
     if config.engine.activation_checkpointing:
-        model.checkpoint_activations()
+        # Page-locked memory, which copies need not wait for.
+        on_host = partial(save_on_cpu, pin_memory=world.device.type == "cuda")
+        model.checkpoint_activations(on_host if config.engine.offload_activations else None)
     buffers = {
         name: buffer.clone() for name, buffer in model.named_buffers() if buffer.is_floating_point()
     }
