@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import os
 import random
+import re
 import socket
 import subprocess
 import sys
@@ -193,9 +194,8 @@ class Line:
             await client.send(_ERRORS[fault])
             return True
         if fault == "short":
-            answer = answer.replace(
-                f"ontent-Length: {num_bytes}".encode(), f"ontent-Length: {num_bytes // 2}".encode()
-            )
+            half = f"Content-Length: {num_bytes // 2}".encode()
+            answer = re.sub(rb"(?i)content-length: \d+", half, answer)
         await client.send(answer)
         flip = fault == "flip"
         async for data in server.read(num_bytes // 2 if fault in ("short", "cut") else num_bytes):

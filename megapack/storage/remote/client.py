@@ -170,15 +170,19 @@ def _until_it_works(url: str, attempt: Callable[[], T]) -> T:
                     "`megapack-build verify` tells which"
                 ) from error
         except FileNotFoundError as error:
-            raise FileNotFoundError(f"{url} does not exist (or is not visible)") from error
-        except _client().exceptions.PreconditionError as error:
-            raise _replaced(url) from error
+            raise _missing(url) from error
+        except _client().exceptions.PreconditionError as error:  # Azure: also of what is gone
+            raise (_replaced(url) if find_object(url) else _missing(url)) from error
         except (_client().exceptions.BaseError, OSError) as error:
             _raise_if_refused(url, error)
             if time.monotonic() > until or ending.is_set():
                 raise _unreachable(url, error) from error
         time.sleep(random.uniform(0, pause))  # random: not all readers at once
         pause = min(2 * pause, LONGEST_PAUSE)
+
+
+def _missing(url: str) -> FileNotFoundError:
+    return FileNotFoundError(f"{url} does not exist (or is not visible)")
 
 
 def _replaced(url: str) -> FormatError:
