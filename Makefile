@@ -13,8 +13,8 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
 .DEFAULT_GOAL := help
-.PHONY: help venv build demo test test-data test-hosts test-cluster wheel lint format pytest gpu faults
-.PHONY: fuzz clean
+.PHONY: help venv build demo test test-data test-hosts test-cluster test-clouds wheel lint format
+.PHONY: pytest gpu faults fuzz clean
 
 help:
 	@sed -n 's/^# make/make/p' Makefile
@@ -75,6 +75,15 @@ test-hosts: build $(VENV)/.dev $(VENV)/hosts $(VENV)/hosts-neox $(VENV)/hosts-md
 test-cluster: build $(VENV)/.dev
 	CLUSTER=1 $(BIN)/python -m pytest -v -W ignore tests/training/test_slurm.py \
 	    tests/training/test_two_nodes.py
+
+# What `make test` skips of the stores: az://, on Azurite, Microsoft's emulator. Node.js and npm.
+AZURITE := $(VENV)/azurite/node_modules/.bin/azurite-blob
+
+test-clouds: build $(VENV)/.dev $(AZURITE)
+	AZURITE=$(AZURITE) $(BIN)/python -m pytest -q tests/remote
+
+$(AZURITE):
+	npm install --no-audit --no-fund --prefix $(VENV)/azurite azurite@3
 
 # Megatron-LM imports triton, whose kernels are not called on a CPU.
 $(VENV)/hosts: $(VENV)/.dev

@@ -2,7 +2,7 @@
 
 ``serve_objects`` is moto's S3 server, for tests. It copies the whole object for every range of it,
 so what is measured is read from ``serve_files``: aiohttp's file server, which answers GET and HEAD
-with ranges and ETags as S3 does, and takes any signature. ``Line`` is a proxy before either: it
+with ranges and ETags as S3 does, and takes any signature. ``Line`` is a proxy before any server: it
 adds latency, shares a bandwidth among all connections, counts, and fails as networks and stores do.
 """
 
@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import os
 import random
+import re
 import socket
 import subprocess
 import sys
@@ -23,16 +24,19 @@ from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-__all__ = ["BUCKET", "Faults", "Line", "serve_files", "serve_objects", "use_store"]
+__all__ = ["BUCKET", "Faults", "Line", "running", "serve_files", "serve_objects", "use_store"]
 
 BUCKET = "bucket"
 _CHUNK = 1 << 18
+_UNTIL_CLOSED = 1 << 62  # bytes of a body, or as many as come
 
 
 @contextlib.contextmanager
 def serve_objects(port: int) -> Iterator[str]:
     """Run moto's server with one empty bucket; its URL."""
-    with _running(port, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)) as url:
+    with running(
+        port, sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)
+    ) as url:
         request = urllib.request.Request(f"{url}/{BUCKET}", method="PUT")
         urllib.request.urlopen(request, timeout=60).close()
         yield url
@@ -41,14 +45,15 @@ def serve_objects(port: int) -> Iterator[str]:
 @contextlib.contextmanager
 def serve_files(port: int, folder: Path) -> Iterator[str]:
     """Serve the folders in a folder as buckets, read-only; its URL."""
-    with _running(port, __file__, str(port), str(folder)) as url:
+    with running(port, sys.executable, __file__, str(port), str(folder)) as url:
         yield url
 
 
 @contextlib.contextmanager
-def _running(port: int, *arguments: str) -> Iterator[str]:
+def running(port: int, *command: str) -> Iterator[str]:
+    """Run a command that serves a port; its URL."""
     quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-    server = subprocess.Popen([sys.executable, *arguments], **quiet)
+    server = subprocess.Popen(command, **quiet)
     try:
         while True:
             assert server.poll() is None, "the server ended"
@@ -173,7 +178,7 @@ class Line:
     async def _pass_on(self, head: bytes, client: _End, server: _End) -> bool:
         """One request and its answer; whether the connection lives on."""
         method = head.partition(b" ")[0].decode()
-        await server.send(head)
+        await server.send(head.replace(b"\r\n", b"\r\nConnection: close\r\n", 1))
         async for data in client.read(_length(head)):
             await server.send(data)
         answer = await server.head()
@@ -189,9 +194,8 @@ class Line:
             await client.send(_ERRORS[fault])
             return True
         if fault == "short":
-            answer = answer.replace(
-                f"ontent-Length: {num_bytes}".encode(), f"ontent-Length: {num_bytes // 2}".encode()
-            )
+            half = f"Content-Length: {num_bytes // 2}".encode()
+            answer = re.sub(rb"(?i)content-length: \d+", half, answer)
         await client.send(answer)
         flip = fault == "flip"
         async for data in server.read(num_bytes // 2 if fault in ("short", "cut") else num_bytes):
@@ -242,6 +246,8 @@ class _End:
                 self._buffer = self._buffer or bytearray(_CHUNK)
                 room = memoryview(self._buffer)[: min(num_bytes, _CHUNK)]
                 data = room[: await self._loop.sock_recv_into(self.socket, room)]
+                if not data and num_bytes > _UNTIL_CLOSED // 2:
+                    return
                 if not data:
                     raise EOFError
             num_bytes -= len(data)
@@ -252,10 +258,13 @@ class _End:
 
 
 def _length(head: bytes) -> int:
+    """Of the body; one in chunks, which are passed on as they are, ends with its connection."""
     for line in head.split(b"\r\n"):
         name, _, value = line.partition(b":")
         if name.lower() == b"content-length":
             return int(value)
+        if name.lower() == b"transfer-encoding":
+            return _UNTIL_CLOSED
     return 0
 
 

@@ -20,6 +20,7 @@ from megapack.storage.opening import identity_of, open_regular
 from megapack.storage.remote import is_remote
 from megapack.storage.remote.client import find_object
 from megapack.storage.remote.copies import local_copy
+from megapack.storage.remote.opening import open_remote_pair
 from megapack.storage.survey import LEGACY_MAGIC, Survey, survey
 from megapack.storage.verify_tokens import TokenChecks, check_tokens
 
@@ -102,7 +103,7 @@ def _verify(
 
 def find_duplicates(prefixes: Sequence[str | os.PathLike[str]]) -> dict[str, Finding]:
     """Datasets of a list that hold the same documents as an earlier one: the same file under two
-    names, or equal .idx files and equal beginnings and ends of .bin.
+    names, equal .idx files and equal beginnings and ends of .bin, or at addresses equal checksums.
     """
     first_with: dict[Any, str] = {}
     findings = {}
@@ -228,6 +229,11 @@ def _meta(prefix: str, facts: Survey) -> tuple[dict[str, Any] | None, list[Findi
 def _identities(prefix: str) -> Iterator[Any]:
     """Keys that only equal datasets share."""
     if is_remote(prefix):
+        with contextlib.suppress(FormatError, FileNotFoundError):  # what verify says of them
+            sums = open_remote_pair(prefix).checksums
+            if sums is not None:
+                blocks = xxhash.xxh3_128_hexdigest(sums.blocks.tobytes())
+                yield "blocks", sums.bin_bytes, blocks, sums.files[".idx"]
         objects = [find_object(f"{prefix}{suffix}") for suffix in (".idx", ".bin")]
         versions = [found.version for found in objects if found is not None and found.etag]
         if len(versions) == len(objects):

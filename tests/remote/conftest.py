@@ -1,4 +1,4 @@
-"""A real S3 server for the session, a line to it and an empty cache for every test."""
+"""Real servers for the session, a line to one of them and an empty cache for every test."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
-from object_store import Line, serve_objects, use_store
+from object_store import BUCKET, Line, serve_objects
 from ports import free_port
+
+from tests.remote import far, stores
 
 
 @pytest.fixture(scope="session")
@@ -21,14 +23,32 @@ def server() -> Iterator[str]:
         yield url
 
 
+@pytest.fixture(scope="session")
+def azurite() -> Iterator[str]:
+    program = os.environ.get("AZURITE")
+    if not program:
+        pytest.skip("AZURITE names no azurite-blob; `make test-clouds` installs one")
+    with stores.serve_blobs(free_port(), program) as url:
+        yield url
+
+
 @pytest.fixture
-def line(server: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Line]:
-    """What clients of this process and of its children talk to; their cache is empty."""
+def line(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Line]:
+    """What clients of this process and of its children talk to; their cache is empty.
+
+    It leads to a store of s3, or of the kind that the test asks for (``stores.EVERY_STORE``), which
+    is then where ``far`` has its addresses.
+    """
+    scheme = getattr(request, "param", "s3")
+    server = request.getfixturevalue("azurite" if scheme == "az" else "server")
     monkeypatch.setenv("MEGAPACK_CACHE", str(tmp_path / "cache"))
     monkeypatch.delenv("MEGAPACK_CACHE_SIZE", raising=False)
+    monkeypatch.setattr(far, "ROOT", f"{scheme}://{BUCKET}")
     before = dict(os.environ)
     with Line(free_port(), server).open() as line:
-        use_store(line.url)
+        stores.use(scheme, line.url)
         yield line
     os.environ.clear()
     os.environ.update(before)

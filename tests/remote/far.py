@@ -16,9 +16,10 @@ from megapack.storage.remote.client import put_object
 from megapack.storage.remote.upload import upload_dataset
 from tests.data.corpora import packed_lengths, random_documents, write_documents
 
-__all__ = ["address_of", "put_dataset", "run", "write_packed"]
+__all__ = ["address_of", "folder_of", "put_dataset", "run", "write_packed"]
 
 MICRO_BATCH = 1024
+ROOT = "s3://bucket"  # the line's, which sets it
 
 
 def write_packed(prefix: Path, num_documents: int = 2000, seed: int = 0) -> IndexedDataset:
@@ -32,7 +33,12 @@ def write_packed(prefix: Path, num_documents: int = 2000, seed: int = 0) -> Inde
 
 def address_of(prefix: Path) -> str:
     """One that no other test writes to."""
-    return f"s3://bucket/{prefix.parent.name}/{prefix.name}"
+    return f"{folder_of(prefix.parent)}/{prefix.name}"
+
+
+def folder_of(folder: Path) -> str:
+    """The address that belongs to a folder here."""
+    return f"{ROOT}/{folder.name}"
 
 
 def put_dataset(prefix: Path, num_documents: int = 2000, seed: int = 0) -> str:

@@ -16,14 +16,16 @@ from megapack.storage.remote.client import find_object, put_object, remove_objec
 from megapack.storage.remote.opening import fetch_file
 from megapack.storage.remote.upload import upload_dataset
 from megapack.storage.verify import verify
-from tests.remote.far import address_of, run, write_packed
+from tests.remote.far import address_of, folder_of, run, write_packed
+from tests.remote.stores import EVERY_STORE
 
 
+@EVERY_STORE
 def test_upload_inspect_and_pack(
     line: Line, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write_packed(tmp_path / "docs")
-    folder = f"s3://bucket/{tmp_path.name}"
+    folder = folder_of(tmp_path)
     assert main(["upload", f"{tmp_path}/docs", folder]) == 0
     assert f"-> {folder}/docs.samples" in capsys.readouterr().out
     assert run(f"{folder}/docs") == run(tmp_path / "docs")
@@ -48,6 +50,7 @@ def test_commands_for_local_files_say_so(
     assert not Path("s3:").exists()
 
 
+@EVERY_STORE
 def test_verify_finds_what_it_finds_in_local_files(
     line: Line, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -104,6 +107,7 @@ def commands(tmp_path: Path, address: str) -> dict[str, list[str]]:
     }
 
 
+@EVERY_STORE
 @pytest.mark.parametrize("command", ["tokenize", "merge", "import"])
 def test_what_is_written_to_an_address_is_what_is_written_here(
     line: Line,
@@ -157,6 +161,7 @@ def test_parts_of_a_build_need_a_directory_that_all_see(
     assert "--remove-inputs" in capsys.readouterr().err
 
 
+@EVERY_STORE
 def test_an_upload_that_is_cut_short_leaves_no_dataset(
     line: Line, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

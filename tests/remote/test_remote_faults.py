@@ -20,6 +20,7 @@ from megapack.storage.remote import client
 from megapack.storage.remote.client import put_object
 from megapack.storage.remote.upload import upload_dataset
 from tests.remote.far import address_of, put_dataset, run, write_packed
+from tests.remote.stores import EVERY_STORE
 
 
 @pytest.fixture
@@ -29,6 +30,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(client, "FIRST_PAUSE", 0.001)
 
 
+@EVERY_STORE
 @pytest.mark.parametrize("kind", ["slow_down", "cut", "short", "flip"])
 def test_a_store_that_fails_now_and_then_changes_no_batch(
     line: Line, tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
@@ -52,6 +54,7 @@ def test_wrong_bytes_would_reach_a_batch_without_checksums(line: Line, tmp_path:
     assert run(address) != run(tmp_path / "docs")
 
 
+@EVERY_STORE
 def test_damaged_objects_are_named(line: Line, tmp_path: Path, impatient: None) -> None:
     address = put_dataset(tmp_path / "docs")
     tokens = bytearray((tmp_path / "docs.bin").read_bytes())
@@ -89,6 +92,7 @@ def test_a_damaged_small_object_is_named(
     assert not list((tmp_path / "cache").glob(f"*/docs{suffix}"))
 
 
+@EVERY_STORE
 def test_an_object_that_is_replaced_ends_the_run(line: Line, tmp_path: Path) -> None:
     address = put_dataset(tmp_path / "docs", 20_000)
     far = PackedDataset(address, f"{address}.samples")
@@ -117,6 +121,7 @@ def test_refused_credentials_are_named_at_once(line: Line, tmp_path: Path) -> No
     assert line.counts["GET"] == 1, "asked again although the answer will be the same"
 
 
+@EVERY_STORE
 def test_a_store_that_throttles_for_ever_is_named(
     line: Line, tmp_path: Path, impatient: None
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import time
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from megapack.data import PackedDataset, Schedule
 from megapack.errors import ConfigError
 from megapack.integrations.megatron.builder import PackedDatasetBuilder
 from megapack.integrations.megatron.dataset import PackedGPTDataset
+from megapack.integrations.megatron.storage import IndexedDataset
 from megapack.integrations.transformers import MicroBatches, PackedTrainer
 from megapack.packing.shard_packing import pack_shards, plan_packing
 from tests.integrations.samples import Tokenizer
@@ -90,6 +92,16 @@ def test_megatron_rows_of_an_address_and_of_shards_at_an_address(
     assert len(built[3]) == 64 and same_rows(built[3], built[2])
     batch = next(iter(DataLoader(built[3], batch_size=4)))
     assert torch.equal(batch["tokens"][3], built[2][3]["tokens"])
+
+
+@pytest.mark.parametrize("line", ["gs"], indirect=True)
+def test_megatrons_dataset_at_an_address_is_sent_to_workers(line: Line, tmp_path: Path) -> None:
+    """Of s3:// megatron-core's own reader takes care, of all others ours."""
+    address = put_dataset(tmp_path / "docs")
+    near, far = IndexedDataset(str(tmp_path / "docs")), IndexedDataset(address)
+    again = pickle.loads(pickle.dumps(far))
+    assert type(again) is IndexedDataset and again.prefix == address
+    assert again[7].tolist() == far[7].tolist() == near[7].tolist()
 
 
 def test_what_cannot_be_is_refused_at_start(line: Line, tmp_path: Path) -> None:

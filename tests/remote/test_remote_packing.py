@@ -24,7 +24,8 @@ from megapack.storage.remote.client import find_object, put_object
 from megapack.storage.remote.copies import put_object as put_once
 from megapack.storage.remote.opening import fetch_file
 from megapack.storage.remote.upload import upload_dataset
-from tests.remote.far import address_of, run, write_packed
+from tests.remote.far import address_of, folder_of, run, write_packed
+from tests.remote.stores import EVERY_STORE
 
 BUCKETS = ("--buckets", "64,256,512")
 COMMAND = (sys.executable, "-c", "import sys; from megapack.cli.main import main; sys.exit(main())")
@@ -46,13 +47,14 @@ def put_shards(folder: Path, names: str = "abc") -> str:
     """Datasets of one letter each; the folder's address."""
     for seed, name in enumerate(names):
         put_documents(folder / name, 150, seed)
-    return f"s3://bucket/{folder.name}"
+    return folder_of(folder)
 
 
 def leftovers(tmp_path: Path) -> list[Path]:
     return list((tmp_path / "cache").glob("*.output-*"))
 
 
+@EVERY_STORE
 def test_samples_packed_at_an_address_are_those_packed_here(
     line: Line, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -77,6 +79,7 @@ def test_samples_packed_at_an_address_are_those_packed_here(
     assert f"{address}.samples: bucket of {address}" in capsys.readouterr().out
 
 
+@EVERY_STORE
 def test_what_stands_at_an_address_is_kept_refused_or_replaced_as_here(
     line: Line, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -115,6 +118,7 @@ class HoldsAnswers(Counter[str]):
             self.line.latency = 3600.0
 
 
+@EVERY_STORE
 @pytest.mark.parametrize("stands", [False, True])
 def test_killed_in_its_upload_it_leaves_what_was_there(
     line: Line, tmp_path: Path, stands: bool
@@ -174,6 +178,7 @@ def test_processes_of_a_node_that_write_the_same_wait_for_each_other(
     assert line.counts["PUT"] == 1, "the second found it there"
 
 
+@EVERY_STORE
 def test_many_datasets_become_one_source_at_an_address(
     line: Line, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

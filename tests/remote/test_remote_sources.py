@@ -17,7 +17,8 @@ from megapack.packing.shard_manifest import load_shards
 from megapack.packing.shard_packing import pack_shards, plan_packing
 from megapack.storage import IndexedDataset, IndexedDatasetBuilder
 from megapack.storage.remote.client import put_object, remove_object
-from tests.remote.far import write_packed
+from tests.remote.far import folder_of, write_packed
+from tests.remote.stores import EVERY_STORE
 
 NAMES = ("a", "b", "c")
 OPTIONS = {"buckets": [64, 256, 512]}
@@ -116,10 +117,11 @@ def test_verify_names_the_file_that_is_damaged_or_missing(
     assert f"{at}: DAMAGED" in out and out.count(": sound") == 0
 
 
+@EVERY_STORE
 def test_a_source_is_uploaded_and_is_there_what_it_is_here(
     line: Line, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    manifest, folder = write_source(tmp_path), f"s3://bucket/{tmp_path.name}"
+    manifest, folder = write_source(tmp_path), folder_of(tmp_path)
     assert main(["upload", manifest, folder]) == 0
     near, far = PackedDataset(None, manifest), PackedDataset(None, f"{folder}/web.shards.json")
     assert far.remote_reads.any and len(near) == len(far) > 150

@@ -22,6 +22,7 @@ from megapack import storage
 from megapack.errors import FormatError
 from megapack.integrations.megatron.host import HOST
 from megapack.integrations.rebinding import Rebinding
+from megapack.storage.remote import is_remote
 
 __all__ = ["IndexedDataset", "IndexedDatasetBuilder", "rebind_storage"]
 
@@ -90,8 +91,11 @@ class IndexedDataset(storage.IndexedDataset, stock.IndexedDataset):  # type: ign
 
     def __getstate__(self) -> tuple[Any, ...]:
         # Absolute: a data loader worker may have another working directory.
+        prefix = self.prefix
+        if not is_remote(prefix):
+            prefix = os.path.abspath(prefix)  # noqa: PTH100 - pathlib would drop a trailing dot
         return (
-            os.path.abspath(self.prefix),  # noqa: PTH100 - pathlib would drop a trailing dot
+            prefix,
             self.multimodal,
             self.mmap,
             None,

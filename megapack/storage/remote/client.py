@@ -40,10 +40,13 @@ RETRY_SECONDS = 180.0  # after these, what still fails is an error
 WRONG_ATTEMPTS = 5  # to read a range whose bytes are wrong
 FIRST_PAUSE, LONGEST_PAUSE = 0.1, 10.0  # seconds
 REQUEST_TIMEOUT = timedelta(seconds=30)
+PART_BYTES = 5 << 20  # of an upload in parts: the least that stores take
+MOST_PARTS = 10_000  # that S3 and Google take
 
 ending = threading.Event()  # the program ends: nothing is tried again
 
 _REFUSED = re.compile(r"status code: 4(?!08|29)\d\d (?!.*RequestTimeout)", re.DOTALL)
+_TOKEN_REQUEST = re.compile(r"token request|/latest/api/token|/latest/meta-data/")
 _THROTTLED = re.compile(r"\b429 |SlowDown|ServerBusy|TooManyRequests|RequestLimitExceeded")
 
 
@@ -121,7 +124,8 @@ def put_object(url: str, path: str | os.PathLike[str]) -> None:
 
     def attempt() -> None:
         with open(path, "rb") as file:  # noqa: PTH123
-            _client().put(store, name, file)
+            part = max(PART_BYTES, -(-os.fstat(file.fileno()).st_size // MOST_PARTS))
+            _client().put(store, name, file, chunk_size=part)
 
     _until_it_works(url, attempt)
 
@@ -166,15 +170,19 @@ def _until_it_works(url: str, attempt: Callable[[], T]) -> T:
                     "`megapack-build verify` tells which"
                 ) from error
         except FileNotFoundError as error:
-            raise FileNotFoundError(f"{url} does not exist (or is not visible)") from error
-        except _client().exceptions.PreconditionError as error:
-            raise _replaced(url) from error
+            raise _missing(url) from error
+        except _client().exceptions.PreconditionError as error:  # Azure: also of what is gone
+            raise (_replaced(url) if find_object(url) else _missing(url)) from error
         except (_client().exceptions.BaseError, OSError) as error:
             _raise_if_refused(url, error)
             if time.monotonic() > until or ending.is_set():
                 raise _unreachable(url, error) from error
         time.sleep(random.uniform(0, pause))  # random: not all readers at once
         pause = min(2 * pause, LONGEST_PAUSE)
+
+
+def _missing(url: str) -> FileNotFoundError:
+    return FileNotFoundError(f"{url} does not exist (or is not visible)")
 
 
 def _replaced(url: str) -> FormatError:
@@ -193,7 +201,13 @@ def _raise_if_refused(url: str, error: Exception) -> None:
         ) from error
 
 
-def _unreachable(url: str, error: Exception) -> ConnectionError:
+def _unreachable(url: str, error: Exception) -> Exception:
+    if _TOKEN_REQUEST.search(str(error)):
+        return ConfigError(
+            f"{url}: no credentials are set, and the service that gives them to machines in a "
+            f"cloud did not for {RETRY_SECONDS:.0f} seconds: set those that "
+            f"docs/guides/object_storage.md names ({_first_line(error)})"
+        )
     if _THROTTLED.search(str(error)):
         return ConnectionError(
             f'{url}: the store throttles (it answered "slow down" for {RETRY_SECONDS:.0f} '
@@ -231,7 +245,11 @@ def _store_of(url: str) -> tuple[Any, str]:
 
 @cache
 def _open_store(folder: str) -> Any:
-    """One per folder, whose connections all its objects share."""
+    """One per folder, whose connections all its objects share.
+
+    Raises:
+        ConfigError: it is no address of a store, or the store's settings cannot be what they are.
+    """
     if folder.startswith("file:"):
         try:
             return _client().store.from_url(folder)
@@ -239,7 +257,15 @@ def _open_store(folder: str) -> Any:
             raise FileNotFoundError(f"{folder} does not exist (or is not visible)") from error
     # Its own retries would hide what fails, and know nothing of wrong bytes.
     options = {"timeout": REQUEST_TIMEOUT, "allow_http": True}  # where the endpoint says so
-    return _client().store.from_url(folder, client_options=options, retry_config={"max_retries": 0})
+    try:
+        return _client().store.from_url(
+            folder, client_options=options, retry_config={"max_retries": 0}
+        )
+    except (_client().exceptions.BaseError, ValueError) as error:
+        raise ConfigError(
+            f"{folder}: {_first_line(error)}; docs/guides/object_storage.md tells how addresses "
+            "are written and which settings a store needs"
+        ) from error
 
 
 _users: list[int] = []  # the process that uses it first, in its children, too

@@ -1,0 +1,64 @@
+"""What speaks each kind of store's protocol here, and what tells a client where it is.
+
+- s3: moto's server.
+- gs: the same one. The client speaks Google's XML API, whose requests and answers are those of S3
+  but for the signature; Google's emulators know the JSON API and too little of this one.
+- az: Azurite, Microsoft's emulator, which checks signatures. ``make test-clouds`` installs it.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import hashlib
+import hmac
+import os
+import urllib.request
+from collections.abc import Iterator
+from email.utils import formatdate
+
+import pytest
+from object_store import BUCKET, running, use_store
+
+__all__ = ["EVERY_STORE", "serve_blobs", "use"]
+
+EVERY_STORE = pytest.mark.parametrize("line", ["s3", "gs", "az"], indirect=True)
+
+# The one account of every Azurite, and its published key.
+ACCOUNT = "devstoreaccount1"
+KEY = "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="
+
+
+def use(scheme: str, url: str) -> None:
+    """As ``use_store``, of a store of any kind at a URL."""
+    if scheme == "s3":
+        use_store(url)
+    elif scheme == "gs":
+        os.environ.update(GOOGLE_BASE_URL=url, GOOGLE_BEARER_TOKEN="token")
+    else:
+        os.environ.update(
+            AZURE_STORAGE_ACCOUNT_NAME=ACCOUNT,
+            AZURE_STORAGE_ACCOUNT_KEY=KEY,
+            AZURE_STORAGE_ENDPOINT=f"{url}/{ACCOUNT}",
+        )
+
+
+@contextlib.contextmanager
+def serve_blobs(port: int, azurite: str) -> Iterator[str]:
+    """Run Azurite's blob service (the program's path) with one empty container; its URL."""
+    memory = ("--inMemoryPersistence", "--disableTelemetry", "--skipApiVersionCheck", "--silent")
+    with running(port, azurite, *memory, "--blobHost", "127.0.0.1", "--blobPort", str(port)) as url:
+        urllib.request.urlopen(_create_container(url), timeout=60).close()
+        yield url
+
+
+def _create_container(url: str) -> urllib.request.Request:
+    """The client cannot create one. Signed with the account's key, which Azurite checks."""
+    headers = {"x-ms-date": formatdate(usegmt=True), "x-ms-version": "2021-08-06"}
+    signed = "".join(f"{name}:{value}\n" for name, value in headers.items())
+    resource = f"/{ACCOUNT}/{ACCOUNT}/{BUCKET}\nrestype:container"
+    text = f"PUT{12 * chr(10)}{signed}{resource}".encode()
+    digest = hmac.new(base64.b64decode(KEY), text, hashlib.sha256).digest()
+    headers["Authorization"] = f"SharedKey {ACCOUNT}:{base64.b64encode(digest).decode()}"
+    address = f"{url}/{ACCOUNT}/{BUCKET}?restype=container"
+    return urllib.request.Request(address, method="PUT", headers=headers)
