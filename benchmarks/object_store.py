@@ -80,7 +80,7 @@ def use_store(url: str) -> None:
 
 @dataclass
 class Faults:
-    """Shares of GET requests that go wrong, each in its way.
+    """Shares of requests that go wrong, each in its way.
 
     Attributes:
         slow_down: answered 503 SlowDown.
@@ -115,6 +115,7 @@ class Line:
         server: URL of what it leads to.
         latency: seconds before an answer begins.
         bandwidth: bytes per second of all answers together; None: no limit.
+        faults: of requests of the method ``faulty``.
     """
 
     port: int
@@ -122,6 +123,7 @@ class Line:
     latency: float = 0.0
     bandwidth: float | None = None
     faults: Faults = field(default_factory=Faults)
+    faulty: str = "GET"
     counts: Counter[str] = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
@@ -187,7 +189,7 @@ class Line:
         self.counts["requests"] += 1
         self.counts[method] += 1
         await asyncio.sleep(self.latency)
-        fault = self.faults.choose(self._rng) if method == "GET" else None
+        fault = self.faults.choose(self._rng) if method == self.faulty else None
         if fault:
             self.counts[fault] += 1
         if fault in ("slow_down", "expired"):

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from object_store import BUCKET, Line
+from object_store import BUCKET, Faults, Line
 from ports import free_port
 
 from megapack.cli.main import main
@@ -58,6 +58,22 @@ def test_no_object_has_more_parts_than_stores_take(
     put_object(f"{folder_of(tmp_path)}/many", tmp_path / "many")
     requests = line.counts["PUT"] - (folder_of(tmp_path).startswith("az"))  # its list of parts
     assert requests == 2
+    found = find_object(f"{folder_of(tmp_path)}/many")
+    assert found is not None and found.read(0, len(data)) == data
+
+
+@EVERY_STORE
+def test_a_part_that_fails_is_sent_again_and_not_all_of_it(line: Line, tmp_path: Path) -> None:
+    """However long an upload takes, one failure in it costs one part."""
+    data = np.random.default_rng(0).bytes(8 * PART)
+    (tmp_path / "many").write_bytes(data)
+    line.faulty, line.faults = "PUT", Faults(slow_down=0.3)
+    put_object(f"{folder_of(tmp_path)}/many", tmp_path / "many")
+    failed = line.counts["slow_down"]
+    assert failed > 0, "nothing failed"
+    least = 8 + (folder_of(tmp_path).startswith("az"))  # its list of parts
+    assert line.counts["PUT"] == least + failed
+    line.faults = Faults()
     found = find_object(f"{folder_of(tmp_path)}/many")
     assert found is not None and found.read(0, len(data)) == data
 

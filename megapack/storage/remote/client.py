@@ -120,7 +120,9 @@ def put_object(url: str, path: str | os.PathLike[str]) -> None:
     if url.startswith("file:"):  # stores of other kinds have no directories
         folder = unquote(urlsplit(split(url)[0]).path)
         Path(folder).mkdir(parents=True, exist_ok=True)
-    store, name = _store_of(url)
+    folder, name = split(url)
+    refuse_fork()
+    store = _open_store(folder, RETRY_SECONDS)  # a part that fails is sent again, not all of it
 
     def attempt() -> None:
         with open(path, "rb") as file:  # noqa: PTH123
@@ -244,8 +246,13 @@ def _store_of(url: str) -> tuple[Any, str]:
 
 
 @cache
-def _open_store(folder: str) -> Any:
+def _open_store(folder: str, retry_seconds: float = 0) -> Any:
     """One per folder, whose connections all its objects share.
+
+    Args:
+        folder: its address.
+        retry_seconds: how long the client itself tries a request again; 0: it does not, since its
+            retries hide what fails and know nothing of wrong bytes.
 
     Raises:
         ConfigError: it is no address of a store, or the store's settings cannot be what they are.
@@ -255,12 +262,18 @@ def _open_store(folder: str) -> Any:
             return _client().store.from_url(folder)
         except _client().exceptions.BaseError as error:
             raise FileNotFoundError(f"{folder} does not exist (or is not visible)") from error
-    # Its own retries would hide what fails, and know nothing of wrong bytes.
     options = {"timeout": REQUEST_TIMEOUT, "allow_http": True}  # where the endpoint says so
+    retries = {
+        "max_retries": 1000 if retry_seconds else 0,
+        "retry_timeout": timedelta(seconds=retry_seconds),
+        "backoff": {
+            "init_backoff": timedelta(seconds=FIRST_PAUSE),
+            "max_backoff": timedelta(seconds=LONGEST_PAUSE),
+            "base": 2,
+        },
+    }
     try:
-        return _client().store.from_url(
-            folder, client_options=options, retry_config={"max_retries": 0}
-        )
+        return _client().store.from_url(folder, client_options=options, retry_config=retries)
     except (_client().exceptions.BaseError, ValueError) as error:
         raise ConfigError(
             f"{folder}: {_first_line(error)}; docs/guides/object_storage.md tells how addresses "
