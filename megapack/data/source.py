@@ -15,7 +15,8 @@ from megapack.data.blocks import BlockOrder
 from megapack.data.counting import Masks, document_ends, label_counts, segment_costs, segments_of
 from megapack.data.exclusions import FIRST_MASKED, Exclusions, read_exclusions
 from megapack.data.program import Stage
-from megapack.data.scores import ScoreOrder, Scores, score_orders
+from megapack.data.sample_orders import Place, ScoreOrders, arranged_orders
+from megapack.data.scores import ScoreOrder, Scores
 from megapack.data.shards import Shards
 from megapack.data.streams import Bucket, buckets_of
 from megapack.errors import ConfigError
@@ -95,6 +96,7 @@ class SampleSource:
             self.stages, self.names, [index.num_documents for index in self.indices]
         )
         self.bases = self.shards.bases
+        self._orders = ScoreOrders(self.indices, self.shards, self.scores)
 
     @staticmethod
     def of(
@@ -126,36 +128,18 @@ class SampleSource:
     @cached_property
     def fingerprints(self) -> list[str]:
         """Content identity of every index, and of its order by score."""
-        digests = [f", by score {digest}" if digest else "" for _, digest in self._ordered]
+        digests = [f", by score {digest}" if digest else "" for digest in self._orders.digests]
         return [f"{i.fingerprint}{by}" for i, by in zip(self.indices, digests, strict=True)]
 
-    @cached_property
-    def score_orders(self) -> dict[tuple[int, int], ScoreOrder]:
+    @property
+    def score_orders(self) -> dict[Place, ScoreOrder]:
         """(number of the index, capacity) -> the order of its samples, where it has scores."""
-        return {
-            (source, capacity): order
-            for source, (orders, _) in enumerate(self._ordered)
-            for capacity, order in orders.items()
-        }
+        return self._orders.by_score
 
     @cached_property
-    def orders(self) -> dict[tuple[int, int], ScoreOrder | BlockOrder]:
+    def orders(self) -> dict[Place, ScoreOrder | BlockOrder]:
         """(number of the index, capacity) -> the order of its samples, where it is no shuffle."""
-        arranged = {
-            (int(source), bucket.capacity): BlockOrder(int(size), bucket.capacity, index.arranged)
-            for bucket in self.buckets
-            for source, size in zip(bucket.datasets, bucket.sizes, strict=True)
-            if isinstance(index := self.indices[source], ShardedIndex) and index.arranged
-        }
-        return {**arranged, **self.score_orders}
-
-    @cached_property
-    def _ordered(self) -> list[tuple[dict[int, ScoreOrder], str]]:
-        """Of every index its orders by capacity and a digest of them; read when first asked for."""
-        return [
-            ({}, "") if scores is None else score_orders(index, self.shards.opened(source), scores)
-            for source, (index, scores) in enumerate(zip(self.indices, self.scores, strict=True))
-        ]
+        return {**arranged_orders(self.indices, self.buckets), **self.score_orders}
 
     @cached_property
     def buckets(self) -> list[Bucket]:
