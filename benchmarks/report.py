@@ -17,7 +17,7 @@ from typing import Any
 
 from common import RESULTS, cell
 from results_plots import draw, listed
-from results_summary import corrected_recipes, forest, summary
+from results_summary import forest, summary
 
 DOCS = Path(__file__).parents[1] / "docs"
 LOGGED = DOCS / "results"
@@ -87,9 +87,8 @@ def papers_section(recipes: list[dict[str, Any]]) -> str:
         f"What the papers claim, trained and counted again: {count['yes']} claims agree, "
         f"{count['no']} do not, {count['undecided']} are undecided at this scale. A difference is "
         "judged by the 95 % interval of the mean of paired seeds (`benchmarks/papers/claims.py`), "
-        f"in {corrected_recipes({run['benchmark']: run for run in recipes})} also by Holm's "
-        "correction over all claims of the recipe, which logs of before it lack; +- is the "
-        "standard deviation over seeds.",
+        "with Holm's correction over all claims of the recipe; +- is the standard deviation over "
+        "seeds.",
         "",
     ]
     for run in recipes:

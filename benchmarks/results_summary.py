@@ -10,7 +10,7 @@ from typing import Any
 
 from common import cell
 
-__all__ = ["corrected_recipes", "forest", "summary"]
+__all__ = ["forest", "summary"]
 
 HEAD = """# Measured results
 
@@ -22,8 +22,7 @@ with the paper's figure beside ours and the reason where they differ:
 ## Ten questions
 
 A verdict (yes, no, undecided) is whether the claim holds by the 95 % interval of the mean of paired
-seeds, with Holm's correction for the number of a recipe's claims in {corrected} (the
-other logs are older and have none); models are tiny and seeds few.
+seeds, with Holm's correction for the number of a recipe's claims; models are tiny and seeds few.
 """
 
 
@@ -217,7 +216,7 @@ def summary(
         if name.startswith("papers-") and not run["quick"]
         for claim in run["results"]["claims"]
     ]
-    lines = [HEAD.format(tables=_tables(runs), corrected=corrected_recipes(runs))]
+    lines = [HEAD.format(tables=_tables(runs))]
     lines += ["| question | measured | command |", "|---|---|---|"]
     lines += [question.row(runs) for question in QUESTIONS]
     lines += ["", "![effects with their intervals](images/results_forest.png)", ""]
@@ -248,16 +247,6 @@ def summary(
     lines += ["", "## Where these were measured", ""]
     lines += [f"* {name}: {words}" for name, words in about.items()]
     return "\n".join(lines) + "\n"
-
-
-def corrected_recipes(runs: Mapping[str, dict[str, Any]]) -> str:
-    """Names of recipes with verdicts of today's rule: older logs do not say their commit."""
-    names = [
-        name.removeprefix("papers-")
-        for name, run in runs.items()
-        if run.get("commit") and "seeds" in run["results"]
-    ]
-    return " and ".join(filter(None, (", ".join(names[:-1]), *names[-1:])))
 
 
 def _tables(runs: Mapping[str, dict[str, Any]]) -> str:
