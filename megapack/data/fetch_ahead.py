@@ -20,7 +20,7 @@ from megapack.data.remote_reads import RemoteReads
 __all__ = ["fetching_ahead"]
 
 _PORTIONS = 8
-_IN_TIME = 0.25
+_IN_TIME = 0.25  # of what is taken, where nobody waited for it: so much more is asked for
 _LEAST_BYTES = 1 << 14  # that a micro batch counts, also one that needs nothing from far away
 
 

@@ -120,9 +120,7 @@ def put_object(url: str, path: str | os.PathLike[str]) -> None:
     if url.startswith("file:"):  # stores of other kinds have no directories
         folder = unquote(urlsplit(split(url)[0]).path)
         Path(folder).mkdir(parents=True, exist_ok=True)
-    folder, name = split(url)
-    refuse_fork()
-    store = _open_store(folder, RETRY_SECONDS)  # a part that fails is sent again, not all of it
+    store, name = _store_of(url, RETRY_SECONDS)  # a part that fails is sent again, not all of it
 
     def attempt() -> None:
         with open(path, "rb") as file:  # noqa: PTH123
@@ -146,7 +144,7 @@ def names_in(folder: str) -> list[str]:
     refuse_fork()
 
     def attempt() -> list[str]:
-        found = _client().list_with_delimiter(_open_store(folder))
+        found = _client().list_with_delimiter(_open_store(folder, 0))
         return sorted(each["path"] for each in found["objects"])
 
     return _until_it_works(folder, attempt)
@@ -239,14 +237,14 @@ def _client() -> Any:
     return module
 
 
-def _store_of(url: str) -> tuple[Any, str]:
+def _store_of(url: str, retry_seconds: float = 0) -> tuple[Any, str]:
     folder, name = split(url)
     refuse_fork()
-    return _open_store(folder), name
+    return _open_store(folder, retry_seconds), name
 
 
 @cache
-def _open_store(folder: str, retry_seconds: float = 0) -> Any:
+def _open_store(folder: str, retry_seconds: float) -> Any:
     """One per folder, whose connections all its objects share.
 
     Args:
