@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -75,6 +76,52 @@ def test_a_wheel_has_the_package_and_nothing_else(tmp_path: Path) -> None:
         "megapack",
         entry.partition("/")[0],
     }
+
+
+CORE = {
+    "module.cpp": '#include "a.hpp"\n#include <Python.h>\nPyMODINIT_FUNC PyInit__core() {'
+    " static PyModuleDef core{}; return PyModuleDef_Init(&core); }",
+    "a.cpp": '#include "a.hpp"\n#include "b.hpp"\nint a() { return b(); }',
+    "b.cpp": '#include "b.hpp"\nint b() { return 1; }',
+    "a.hpp": "int a();",
+    "b.hpp": "int b();",
+}
+
+
+def test_a_build_compiles_what_changed_and_nothing_else(tmp_path: Path) -> None:
+    """The real setup.py on three small sources."""
+    shutil.copy(ROOT / "setup.py", tmp_path)
+    (tmp_path / "pyproject.toml").write_text('[project]\nname = "megapack"\nversion = "1"\n')
+    (tmp_path / "csrc").mkdir()
+    for name, text in CORE.items():
+        (tmp_path / "csrc" / name).write_text(f"{text}\n")
+
+    def ages() -> dict[Path, int]:
+        """When each object and the extension were made."""
+        found = (path for path in tmp_path.rglob("*") if path.suffix in (".o", ".so"))
+        return {path: path.stat().st_mtime_ns for path in found}
+
+    def build(**environment: str) -> dict[Path, int]:
+        env = {**os.environ, "MEGAPACK_WERROR": "1", **environment}
+        command = [sys.executable, "setup.py", "--quiet", "build_ext"]
+        subprocess.run(command, check=True, cwd=tmp_path, env=env)
+        return ages()
+
+    def compiled(**environment: str) -> set[str]:
+        """Objects that a build makes; a second build makes nothing."""
+        before = ages()
+        after = build(**environment)
+        assert build(**environment) == after
+        (binary,) = (path for path in after if path.suffix == ".so")
+        assert after[binary] == max(after.values())
+        return {path.stem for path in after if path != binary and after[path] != before.get(path)}
+
+    assert compiled() == {"module", "a", "b"}
+    (tmp_path / "csrc" / "b.cpp").touch()
+    assert compiled() == {"b"}
+    (tmp_path / "csrc" / "b.hpp").touch()
+    assert compiled() == {"a", "b"}
+    assert compiled(MEGAPACK_WERROR="0") == {"module", "a", "b"}  # other flags
 
 
 def test_nobody_is_told_to_install_a_package_that_is_not_published() -> None:
