@@ -1,11 +1,16 @@
 """The core without Python: tests/cpp/test_*.cpp under the sanitizers.
 
 All under AddressSanitizer and UBSan, those that start threads under ThreadSanitizer, too; both with
-libstdc++'s assertions. Every source is compiled once per set, two at a time.
+libstdc++'s assertions. Every source is compiled once per set, two at a time, and again when it, a
+header that it includes or a flag has changed: the names of objects, kept in build/sanitizers, say
+what they were made from.
 """
 
 from __future__ import annotations
 
+import hashlib
+import os
+import re
 import shutil
 import subprocess
 import sys
@@ -38,16 +43,40 @@ def compiler() -> str:
     return found
 
 
-def compile_all(sources: list[Path], out: Path, flags: list[str]) -> list[str]:
-    """Object files of the sources, warnings being errors."""
+def included(source: Path, found: dict[Path, bytes]) -> dict[Path, bytes]:
+    """The source and all headers of this repository that it includes, with their contents."""
+    found[source] = source.read_bytes()
+    for name in re.findall(r'^#include "(.+)"', found[source].decode(), re.MULTILINE):
+        folders = (source.parent, ROOT / "csrc")
+        (header,) = {folder / name for folder in folders if (folder / name).is_file()}
+        if header not in found:
+            included(header, found)
+    return found
 
-    def compile_one(source: Path) -> str:
-        target = out / f"{source.parent.name}_{source.stem}.o"
-        command = [compiler(), *FLAGS, *flags, "-c", str(source), "-o", str(target)]
-        done = subprocess.run(command, check=False, capture_output=True, text=True)
-        assert done.returncode == 0, f"{source.name} does not compile cleanly:\n{done.stderr}"
-        return str(target)
 
+def compile_all(sources: list[Path], out: Path, flags: list[str]) -> list[Path]:
+    """Object files of the sources, warnings being errors; those of other contents are removed."""
+    command = [compiler(), *FLAGS, *flags]
+    version = subprocess.run([compiler(), "--version"], check=True, capture_output=True).stdout
+
+    def compile_one(source: Path) -> Path:
+        key = hashlib.sha256(f"{command}".encode() + version)
+        for path, text in sorted(included(source, {}).items()):
+            key.update(f"{path} {len(text)} ".encode() + text)
+        name = f"{source.parent.name}_{source.stem}"
+        target = out / f"{name}.{key.hexdigest()[:24]}.o"
+        if not target.exists():
+            new = target.with_suffix(f".{os.getpid()}.tmp")
+            done = subprocess.run(
+                [*command, "-c", source, "-o", new], check=False, capture_output=True, text=True
+            )
+            assert done.returncode == 0, f"{source.name} does not compile cleanly:\n{done.stderr}"
+            for old in out.glob(f"{name}.*.o"):
+                old.unlink()
+            new.rename(target)
+        return target
+
+    out.mkdir(parents=True, exist_ok=True)
     with ThreadPoolExecutor(2) as pool:
         return list(pool.map(compile_one, sources))
 
@@ -60,17 +89,41 @@ def test_the_core_under_sanitizers(sanitizer: str, tmp_path: Path) -> None:
     if sanitizer == "thread":
         chosen, sources = THREADED, [s for s in sources if s.parent.name in THREADED_CORE]
     assert chosen and sources
-    objects = compile_all([*sources, *chosen], tmp_path, flags)
+    objects = compile_all([*sources, *chosen], ROOT / "build" / "sanitizers" / sanitizer, flags)
     core = objects[: len(sources)]
     failed = []
     for path, object_file in zip(chosen, objects[len(sources) :], strict=True):
         binary = tmp_path / path.stem
-        link = [compiler(), *flags, "-pthread", object_file, *core, "-o", str(binary)]
+        link = [compiler(), *flags, "-pthread", object_file, *core, "-o", binary]
         subprocess.run(link, check=True)
         done = subprocess.run([binary], check=False, capture_output=True, text=True, cwd=tmp_path)
         if done.returncode != 0:
             failed.append(f"{path.name}:\n{done.stdout}{done.stderr}")
     assert not failed, "\n\n".join(failed)
+
+
+def test_objects_are_compiled_again_when_what_they_were_made_from_changed(tmp_path: Path) -> None:
+    header, first, second = (tmp_path / name for name in ("a.hpp", "a.cpp", "b.cpp"))
+    header.write_text("int a();\n")
+    first.write_text('#include "a.hpp"\nint a() { return 1; }\n')
+    second.write_text("int b();\nint b() { return 2; }\n")
+
+    def compiled(*flags: str) -> set[Path]:
+        """Sources whose objects are new."""
+        before = set((tmp_path / "out").glob("*"))
+        objects = compile_all([first, second], tmp_path / "out", [*flags])
+        assert {*objects} == set((tmp_path / "out").glob("*"))
+        pairs = zip((first, second), objects, strict=True)
+        return {path for path, made in pairs if made not in before}
+
+    assert compiled() == {first, second}
+    assert not compiled()
+    header.write_text("int a(void);\n")
+    assert compiled() == {first}
+    assert compiled("-O1") == {first, second}
+    second.write_text("int b() { return 2 + c; }\n")
+    with pytest.raises(AssertionError, match=r"b\.cpp does not compile cleanly"):
+        compiled()
 
 
 def test_the_core_knows_nothing_of_python() -> None:
