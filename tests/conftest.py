@@ -1,8 +1,13 @@
-"""Shared by all tests: hypothesis profiles, one thread per process, free ports."""
+"""Shared by all tests: hypothesis profiles, one thread per process, time limits, free ports."""
 
 from __future__ import annotations
 
+import faulthandler
 import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -42,6 +47,58 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     if passed < wanted and session.exitstatus == pytest.ExitCode.OK:
         reporter.write_line(f"only {passed} tests passed; at least {wanted} are there", red=True)
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def descendants() -> set[int]:
+    """Processes that this one started, and theirs."""
+    parents = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            parents[int(stat.parent.name)] = int(stat.read_text().rpartition(")")[2].split()[1])
+        except OSError:  # it has ended
+            continue
+    found, new = set(), {os.getpid()}
+    while new := {pid for pid, parent in parents.items() if parent in new}:
+        found |= new
+    return found
+
+
+# A time limit (pytest-timeout, `timeout` in pyproject.toml) is an exception in the test. Processes
+# that the test, not a fixture, started by then end with it; and where no exception can be raised,
+# in C++ that keeps the GIL, the test process ends with the stacks of its threads.
+
+
+STDERR = pytest.StashKey[int]()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call() -> Iterator[None]:
+    before = descendants()
+    try:
+        return (yield)
+    except pytest.fail.Exception as failure:
+        if str(failure).startswith("Timeout"):
+            for pid in descendants() - before:
+                os.kill(pid, signal.SIGKILL)
+        raise
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    with config.pluginmanager.get_plugin("capturemanager").global_and_fixture_disabled():
+        config.stash[STDERR] = os.dup(2)
+
+
+def pytest_timeout_set_timer(item: pytest.Item, settings: Any) -> None:
+    stderr = item.config.stash[STDERR]
+    faulthandler.dump_traceback_later(settings.timeout + 10, exit=True, file=stderr)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol() -> Iterator[object]:
+    try:
+        return (yield)
+    finally:
+        faulthandler.cancel_dump_traceback_later()
 
 
 @pytest.fixture

@@ -82,6 +82,7 @@ def compile_all(sources: list[Path], out: Path, flags: list[str]) -> list[Path]:
 
 
 # One test for each sanitizer: test processes that share its programs would each compile the core.
+@pytest.mark.timeout(1800)  # the first time, on a busy machine
 @pytest.mark.parametrize("sanitizer", SANITIZERS)
 def test_the_core_under_sanitizers(sanitizer: str, tmp_path: Path) -> None:
     flags = SANITIZERS[sanitizer]

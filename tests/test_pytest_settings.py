@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import warnings
 from pathlib import Path
 
 import pytest
+from patience import PATIENCE
 
 ROOT = Path(__file__).parents[1]
 
@@ -39,3 +41,42 @@ def test_a_run_that_collects_too_few_tests_fails(tmp_path: Path, wanted: str, st
     )
     assert done.returncode == status, done.stdout
     assert ("only 3 tests passed; at least 4 are there" in done.stdout) == bool(status)
+
+
+def test_every_test_has_a_time_limit(request: pytest.FixtureRequest) -> None:
+    limit = float(os.environ.get("PYTEST_TIMEOUT") or request.config.getini("timeout"))
+    assert 0 < PATIENCE < limit <= 7200
+
+
+HANGING = """
+import itertools, pathlib, subprocess, time
+
+def test_that_waits_for_a_process():
+    process = subprocess.Popen(["sleep", "1000"])
+    pathlib.Path("pid").write_text(str(process.pid))
+    process.wait()
+
+def test_after_it():
+    pass
+
+def test_that_never_lets_go_of_the_interpreter():
+    sum(itertools.repeat(0))
+"""
+
+
+def test_a_time_limit_ends_a_test_and_its_processes(tmp_path: Path) -> None:
+    (tmp_path / "conftest.py").write_text((ROOT / "tests" / "conftest.py").read_text())
+    (tmp_path / "test_hanging.py").write_text(HANGING)
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-v", "-n", "1", "--timeout", "2"],
+        check=False,
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+    )
+    said = done.stdout + done.stderr
+    assert done.returncode == 1, said
+    assert "Failed: Timeout (>2.0s) from pytest-timeout" in said
+    assert not Path("/proc", (tmp_path / "pid").read_text(), "exe").exists()
+    assert "PASSED test_hanging.py::test_after_it" in said
+    assert "in test_that_never_lets_go_of_the_interpreter" in done.stderr

@@ -37,6 +37,9 @@ class Zygote:
     """The process that forks ranks; see ``zygote.py``."""
 
     def __init__(self) -> None:
+        self._start()
+
+    def _start(self) -> None:
         self._process = subprocess.Popen(
             [sys.executable, str(Path(__file__).with_name("zygote.py"))],
             stdin=subprocess.PIPE,
@@ -51,9 +54,14 @@ class Zygote:
 
     def ask(self, request: dict[str, Any]) -> int:
         assert self._process.stdin is not None and self._process.stdout is not None
-        self._process.stdin.write(json.dumps(request) + "\n")
-        self._process.stdin.flush()
-        return int(self._process.stdout.readline())
+        try:
+            self._process.stdin.write(json.dumps(request) + "\n")
+            self._process.stdin.flush()
+            return int(self._process.stdout.readline())
+        except BaseException:  # a time limit: the answer would be read by the next who asks
+            self._process.kill()
+            self._start()
+            raise
 
     def start(
         self,
