@@ -1,5 +1,7 @@
 # make demo   documents -> trained model, in a few minutes on a laptop
-# make test   every check this repository has: format, lint, types, tests
+# make test   the gate: format, lint, types, and every test of the product
+# make test-all   and the tests of documents, papers and results
+# make mutants   faults that the tests must notice, one at a time; ONLY=name,... JOBS=2
 # make test-data PYTHON=python3.13   what builds data, on another Python, without torch
 # All create their environment by themselves; PYTHON chooses the interpreter (>= 3.10), JOBS the test
 # processes.
@@ -13,8 +15,8 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
 .DEFAULT_GOAL := help
-.PHONY: help venv build demo test test-data test-hosts test-cluster test-clouds wheel lint format
-.PHONY: pytest gpu faults fuzz clean
+.PHONY: help venv build demo test test-all test-data test-hosts test-cluster test-clouds wheel lint
+.PHONY: format pytest mutants gpu faults fuzz clean
 
 help:
 	@sed -n 's/^# make/make/p' Makefile
@@ -54,8 +56,17 @@ format: $(VENV)/.dev
 	$(BIN)/ruff format .
 	$(BIN)/clang-format -i csrc/bindings/* csrc/core/*/* tests/*/*.cpp
 
+PYTEST := $(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal --durations=20
+
 pytest: build $(VENV)/.dev
-	$(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal --durations=20
+	$(PYTEST) -m "not pages"
+
+test-all: lint
+	$(PYTEST)
+
+# Each in a copy of the tree, by the tests of its module; not less often than before a release.
+mutants: build $(VENV)/.dev
+	ONLY=$(ONLY) JOBS=$(JOBS) $(BIN)/python tests/mutants.py
 
 test-data:
 	PYTHON=$(PYTHON) JOBS=$(JOBS) bash tests/data_only.sh
@@ -63,6 +74,9 @@ test-data:
 # dist/megapack-*manylinux*.whl for machines without a compiler, tried in a fresh environment.
 wheel:
 	PYTHON=$(PYTHON) bash tests/wheel.sh
+
+# Trainers of others, daemons, compilers of kernels: more time than a test of `make test` has.
+test-hosts test-cluster test-clouds gpu: export PYTEST_TIMEOUT = 3600
 
 # Hosts that are on no package index: MEGATRON_LM=/path/to/checkout[:/another] make test-hosts, and so
 # GPT_NEOX, MEGATRON_DEEPSPEED. What a host alone imports has a folder beside the environment's own.

@@ -1,4 +1,4 @@
-"""Shared by all tests: hypothesis profiles, one thread per process, time limits, free ports."""
+"""Shared by all tests: hypothesis profiles, one thread per process, time limits, ports, ranks."""
 
 from __future__ import annotations
 
@@ -7,10 +7,13 @@ import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+if TYPE_CHECKING:
+    from training.processes import Zygote
 
 # Two test processes share two cores; oversubscription would only slow both.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -107,3 +110,13 @@ def free_port() -> int:
     import ports  # noqa: PLC0415  # this file is also used without what lies beside it
 
     return ports.free_port()
+
+
+@pytest.fixture(scope="session")
+def zygote() -> Iterator[Zygote]:
+    """What forks ranks of a run that need not import torch, once per test process."""
+    from training.processes import Zygote  # noqa: PLC0415  # the same
+
+    process = Zygote()
+    yield process
+    process.close()

@@ -20,6 +20,8 @@ import report
 import results_plots
 import results_summary
 
+pytestmark = pytest.mark.pages
+
 ROOT = Path(__file__).parents[1]
 
 

@@ -18,6 +18,8 @@ from papers.composition.seamless import expect_seamless
 
 from megapack.packing import pack
 
+pytestmark = pytest.mark.pages
+
 
 def by_item(rows: list[Row]) -> dict[tuple[str, str], Row]:
     return {(row.item, row.quantity): row for row in rows}

@@ -16,6 +16,8 @@ from lengths import LAWS
 
 from megapack.packing import pack
 
+pytestmark = pytest.mark.pages
+
 FIVE = [1024, 2048, 4096, 8192, 16384]
 PAGE = Path(__file__).parents[1] / "docs" / "concepts.md"
 

@@ -32,6 +32,8 @@ from megapack.storage import IndexedDataset, IndexedDatasetBuilder
 from megapack.training import pretrain
 from megapack.training.recipes import read_config
 
+pytestmark = pytest.mark.pages
+
 ROOT = Path(__file__).parents[1]
 # docs/concepts.md is run by test_concepts.py; docs/results.md is written by a command.
 PAGES = sorted(

@@ -39,6 +39,8 @@ from papers.recipes.packing import (
 from papers.recipes.steps import ANY, MEANS, ON, PADDED, PADDED_MEANS
 from papers.runs import SCALES, Result, Run
 
+pytestmark = pytest.mark.pages
+
 SEEDS = (0, 1, 2, 3)
 LENGTHS = (64, 128)
 Values = dict[str, float]

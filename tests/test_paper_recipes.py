@@ -22,6 +22,8 @@ from papers.ranks import mean_of_ranks
 from papers.recipes import bucketllm, masking, packing, steps
 from papers.runs import SCALES, Result, Run, run_all, worker_pool
 
+pytestmark = pytest.mark.pages
+
 RECIPES = {
     "bucketllm": bucketllm,
     "masking": masking,

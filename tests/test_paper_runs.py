@@ -27,6 +27,8 @@ from papers.settings import shifted
 
 from megapack.packing import pack
 
+pytestmark = pytest.mark.pages
+
 PROSE = Corpus(domain="prose", train_bytes=40_000, valid_bytes=5_000, max_bytes=2_000)
 RUN = Run(
     recipe="test",

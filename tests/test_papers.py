@@ -7,7 +7,11 @@ import importlib
 import re
 from pathlib import Path
 
+import pytest
+
 from megapack.packing import STRATEGIES
+
+pytestmark = pytest.mark.pages
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "papers.md").read_text(encoding="utf-8")

@@ -14,6 +14,8 @@ from papers.composition.seamless import expect_seamless, measure_seamless
 
 from megapack.packing import pack
 
+pytestmark = pytest.mark.pages
+
 # Table 13: PubMed documents with a length in (2048 k, 2048 (k + 1)], k = 1 ... 9.
 PUBMED = [3906, 4095, 1789, 763, 355, 150, 73, 47, 90]
 

@@ -3,28 +3,26 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
-from patience import PATIENCE
 
 from megapack.data.rank_check import _describe
 
+if TYPE_CHECKING:
+    from tests.training.processes import Zygote
+
 PROGRAM = """
-import json, sys
+import json, os, sys
 import torch.distributed as dist
 from megapack.data import PackedDataset, Schedule, build_loader
 from megapack.errors import RankMismatchError
 from megapack.packing import pack
 from megapack.storage import IndexedDataset
 
-rank, port, folder, options = int(sys.argv[1]), sys.argv[2], sys.argv[3], json.loads(sys.argv[4])
-dist.init_process_group(
-    "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=4
-)
+rank, folder, options = int(os.environ["RANK"]), sys.argv[1], json.loads(sys.argv[2])
+dist.init_process_group("gloo")
 mine = options.get(str(rank), {})
 dataset = IndexedDataset(f"{folder}/d")
 index = pack(dataset.document_lengths, "concat", buckets=[32], seed=mine.get("pack_seed", 0))
@@ -54,39 +52,32 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def run_ranks(folder: Path, port: int, options: dict[int, dict[str, int]]) -> list[dict[str, Any]]:
-    arguments = [str(port), str(folder), json.dumps(options)]
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", PROGRAM, str(rank), *arguments],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            cwd=Path(__file__).parents[2],
-        )
-        for rank in range(4)
-    ]
-    outputs = [rank.communicate(timeout=PATIENCE) for rank in ranks]
-    assert all(rank.returncode == 0 for rank in ranks), [err[-2000:] for _, err in outputs]
-    return [json.loads(out.splitlines()[-1]) for out, _ in outputs]
+def run_ranks(
+    zygote: Zygote, folder: Path, options: dict[int, dict[str, int]]
+) -> list[dict[str, Any]]:
+    program, log = folder / "program.py", folder / f"{len(list(folder.iterdir()))}.log"
+    program.write_text(PROGRAM)
+    ranks = zygote.start([str(program), str(folder), json.dumps(options)], 4, log)
+    ranks.succeed()
+    return [json.loads(path.read_text().splitlines()[-1]) for path in ranks.logs]
 
 
 @pytest.mark.multiprocess
 def test_a_rank_with_another_seed_stops_all_ranks_at_once_by_name(
-    folder: Path, free_port: int
+    zygote: Zygote, folder: Path
 ) -> None:
-    for result in run_ranks(folder, free_port, {2: {"seed": 8}}):
+    for result in run_ranks(zygote, folder, {2: {"seed": 8}}):
         assert not result["finished"] and result["step"] == 0
         assert "seed is 8 on rank 2 and 7 on the other 3" in result["error"]
 
 
 @pytest.mark.multiprocess
 def test_ranks_that_agree_run_to_the_end_and_another_index_or_step_is_named(
-    folder: Path, free_port: int
+    zygote: Zygote, folder: Path
 ) -> None:
-    assert all(r["finished"] and r["step"] == 8 for r in run_ranks(folder, free_port, {}))
+    assert all(r["finished"] and r["step"] == 8 for r in run_ranks(zygote, folder, {}))
     wrong = {1: {"pack_seed": 5}, 3: {"start_step": 4, "num_steps": 5}}
-    for result in run_ranks(folder, free_port, wrong):
+    for result in run_ranks(zygote, folder, wrong):
         assert not result["finished"]
         assert "step is 4 on rank 3 and 0 on the other 3" in result["error"]
         assert "indices is #" in result["error"] and "on rank 1" in result["error"]

@@ -1,8 +1,7 @@
-"""A small dataset and the process that starts ranks, once per test process."""
+"""A small dataset, once per test process."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,8 +12,6 @@ from patience import PATIENCE_MINUTES
 
 from megapack.packing import pack
 from megapack.storage import IndexedDataset, IndexedDatasetBuilder
-
-from .processes import Zygote
 
 VOCAB = 64
 BUCKETS = [32, 64, 128]
@@ -85,10 +82,3 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
         index = pack(dataset.document_lengths, "bucket", buckets=BUCKETS)
         index.save(f"{directory / name}.samples", source=dataset)
     return Corpus(directory)
-
-
-@pytest.fixture(scope="session")
-def zygote() -> Iterator[Zygote]:
-    process = Zygote()
-    yield process
-    process.close()
