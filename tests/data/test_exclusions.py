@@ -236,9 +236,10 @@ def test_a_list_is_part_of_the_program(tmp_path: Path) -> None:
     with pytest.raises(ResumeError, match="exclude was"):
         schedule().check_state(done)
     assert "masked" in schedule().check_state(done, allow_change=["exclude", "from_step"])[0]
-    write_list(tmp_path / "a.txt", [3, 4])  # the file was edited
-    with pytest.raises(ResumeError, match="exclude was"):
-        schedule(listed).check_state(done)
+    for edited in ([3, 4], [3, 4, 6]):
+        write_list(tmp_path / "a.txt", edited)
+        with pytest.raises(ResumeError, match="exclude was"):
+            schedule(listed).check_state(done)
 
 
 def test_a_copy_in_another_process_keeps_the_lists_that_were_read(tmp_path: Path) -> None:

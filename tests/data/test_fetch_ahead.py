@@ -28,11 +28,12 @@ class Reads:
     ahead_bytes, num_open = MOST, 1
 
     def __init__(self, in_time: bool) -> None:
-        self.in_time, self.asked = in_time, 0
+        self.in_time, self.asked, self.times_asked = in_time, 0, 0
 
     def want(self, sample_ids: NDArray[np.int64]) -> int:
         assert sample_ids.tolist() == list(range(self.asked, self.asked + len(sample_ids)))
         self.asked += len(sample_ids)
+        self.times_asked += 1
         return EACH * len(sample_ids)
 
     def are_here(self, _sample_ids: NDArray[np.int64]) -> bool:
@@ -48,6 +49,8 @@ def asked_ahead(in_time: bool, count: int) -> list[int]:
         assert item is items[number]
         found.append(EACH * (reads.asked - number))
     assert len(found) == reads.asked == count
+    # By the portion: what lies side by side in a file is one request.
+    assert reads.times_asked <= EACH * count / PORTION + 2
     return found
 
 

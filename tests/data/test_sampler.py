@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megapack import _core
 from megapack.data import BucketBatchSampler, Schedule, dealing
 from megapack.data.dealing import deal
 from megapack.data.sampler import MicroBatch
@@ -113,8 +114,6 @@ def test_uneven_ranks_get_empty_micro_batches_and_nothing_is_lost(
     data=st.data(),
 )
 def test_dealing_gives_every_bin_its_number_of_items(bins: list[int], data: st.DataObject) -> None:
-    from megapack import _core  # noqa: PLC0415
-
     n = sum(bins)
     costs = np.array(data.draw(st.lists(st.integers(0, 50), min_size=n, max_size=n)), np.int64)
     order = _core.deal_evenly(costs, np.array(bins, np.int64))
@@ -125,6 +124,24 @@ def test_dealing_gives_every_bin_its_number_of_items(bins: list[int], data: st.D
         assert own == sorted(own, reverse=True)
         at += size
     assert np.array_equal(order, _core.deal_evenly(costs, np.array(bins, np.int64)))
+
+
+@given(
+    costs=st.lists(st.integers(1, 40), min_size=12, max_size=12), size=st.sampled_from([2, 3, 4])
+)
+def test_no_exchange_with_the_fullest_bin_would_make_work_more_equal(
+    costs: list[int], size: int
+) -> None:
+    """Dealing longest first alone leaves such exchanges."""
+    bins = _core.deal_evenly(np.array(costs), np.full(12 // size, size)).reshape(-1, size)
+    bins = np.array(costs)[bins]
+    loads = bins.sum(axis=1)
+    fullest = int(loads.argmax())
+    if loads[fullest] <= 1.001 * loads.mean():
+        return
+    for other in set(range(len(bins))) - {fullest}:
+        moved = bins[fullest][:, None] - bins[other]
+        assert (np.maximum(loads[fullest] - moved, loads[other] + moved) >= loads[fullest]).all()
 
 
 def test_dealt_work_is_nearly_equal_where_undealt_work_is_not() -> None:

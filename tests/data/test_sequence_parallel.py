@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -49,7 +50,7 @@ def test_groups_share_what_one_rank_cannot_hold_and_nothing_else(
     for step in range(4):
         content = schedule.step(step)
         shared = group if content.capacity > tokens else 1
-        found = []
+        found, work = [], []
         for together in zip(*(rank.micro_batches(step) for rank in ranks), strict=True):
             assert {item.sequence_parallel_size for item in together} == {shared}
             for first in range(0, size, shared):
@@ -57,7 +58,11 @@ def test_groups_share_what_one_rank_cannot_hold_and_nothing_else(
                 assert all(ids == members[0] for ids in members), "a group has one micro batch"
                 assert len(members[0]) * content.capacity == tokens * shared
                 found += members[0]
+                cost = schedule.samples.attention_cost(np.array(members[0]), content.capacity)
+                work.append(np.full(shared, cost.sum() / shared))
         assert sorted(found) == sorted(content.sample_ids.tolist()), "each sample once"
+        work_of_ranks = np.concatenate(work).reshape(-1, size)
+        assert np.allclose(ranks[0].attention_of_ranks(step), work_of_ranks)
 
 
 def test_the_slices_of_a_group_are_its_micro_batch(packed: PackedDataset) -> None:

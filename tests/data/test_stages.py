@@ -69,6 +69,20 @@ def test_epochs_and_steps_of_a_program() -> None:
     assert halved.num_steps(3) - end == pytest.approx(2 * later, abs=1)
 
 
+def test_steps_of_an_epoch_are_the_fewest_that_hold_it() -> None:
+    """In whichever stage it ends, and where its tokens are no multiple of a step's."""
+    rounded = False
+    for begin in range(1, 12):
+        schedule = schedule_of(
+            Stage(from_step=begin, tokens_per_step=144), Stage(from_step=30, tokens_per_step=96)
+        )
+        for epochs in (1, 2, 5):
+            end = schedule.num_steps(epochs)
+            assert schedule.epochs(end - 1) < epochs - 1e-9 < schedule.epochs(end)
+            rounded |= schedule.epochs(end) > epochs + 1e-9
+    assert rounded
+
+
 def test_a_sampler_counts_the_micro_steps_of_every_stage() -> None:
     schedule = schedule_of(
         Stage(from_step=4, tokens_per_step=144), Stage(from_step=6, tokens_per_step=48)

@@ -206,6 +206,18 @@ def test_shards_of_one_source_may_be_far_and_are_fetched_ahead(line: Line, tmp_p
     assert batches(tmp_path / "far.shards.json") == expected
 
 
+def test_blocks_beside_each_other_are_one_request_also_over_a_few_that_nobody_wants(
+    line: Line, tmp_path: Path
+) -> None:
+    far = IndexedDataset(put_dataset(tmp_path / "docs", 20_000))
+    blocks = np.arange(120)
+    far.tokens.hold(blocks[:1])  # and what comes with the first
+    for wanted, requests in ((blocks[1:41], 1), (blocks[42:60:3], 1), (blocks[70:120:20], 3)):
+        line.counts.clear()
+        far.tokens.hold(wanted)
+        assert line.counts["GET"] == requests
+
+
 def test_blocks_of_ranges_are_each_named_once() -> None:
     """Also where several ranges lie in one block, and one in several."""
     rng = np.random.default_rng(0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import os
 import re
 import shutil
 import socket
@@ -94,6 +95,31 @@ def test_a_changed_plan_is_another_build_and_says_what_the_first_left_behind(
     result = run_build(corpus, shard_bytes=4000, overwrite=True, progress=progress)
     assert (result.totals.num_documents, result.num_shards_kept) == (1, 0)
     assert not progress.notes and not (tmp_path / "out.build").exists(), "--overwrite removes all"
+
+
+def test_a_file_of_the_same_size_that_was_written_again_is_another_plan(
+    corpus: Path, run_build: Build
+) -> None:
+    run_build(corpus)
+    facts = corpus.stat()
+    corpus.write_text(corpus.read_text().replace("document", "DOCUMENT"))
+    os.utime(corpus, ns=(facts.st_atime_ns, facts.st_mtime_ns + 1))
+    assert corpus.stat().st_size == facts.st_size
+    with pytest.raises(ConfigError, match=rf"input {re.escape(str(corpus))} changed"):
+        run_build(corpus)
+
+
+@pytest.mark.parametrize(("num_ids", "dtype"), [(65_499, "uint16"), (65_500, "int32")])
+def test_ids_are_stored_as_megatron_will_read_them(
+    tmp_path: Path, corpus: Path, run_build: Build, num_ids: int, dtype: str
+) -> None:
+    """Its readers take vocabularies below 65,500 as uint16, and all others as int32."""
+    words = {"document": 0, **{f"w{number}": number for number in range(1, num_ids)}}
+    tokenizer = tmp_path / "tokenizer.json"
+    model = {"type": "WordLevel", "vocab": words, "unk_token": "document"}
+    tokenizer.write_text(json.dumps({"version": "1.0", "model": model}))
+    run_build(corpus, tokenizer=str(tokenizer), backend="tokenizers")
+    assert IndexedDataset(tmp_path / "out").dtype == dtype
 
 
 def test_overwrite_leaves_the_same_dataset_alone_and_removes_what_other_plans_left(
