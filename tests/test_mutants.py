@@ -1,0 +1,54 @@
+"""The kept mutants fit the sources of today, and what runs them tells killed from survived."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import mutants
+import pytest
+from mutants import MUTANTS, ROOT, Mutant
+
+
+def test_mutants_fit_the_sources() -> None:
+    """Give a stale one the text that says the same now (see tests/mutants.py)."""
+    assert len({mutant.name for mutant in MUTANTS}) == len(MUTANTS) >= 60
+    found = {m.name: (ROOT / m.file).read_text().count(m.old) for m in MUTANTS}
+    assert {name: times for name, times in found.items() if times != 1} == {}
+    for mutant in MUTANTS:
+        assert mutant.new != mutant.old, mutant.name
+        for word in mutant.tests.split():
+            assert "/" not in word or (ROOT / word).exists(), f"{mutant.name}: {word}"
+
+
+SOURCE = "def larger(a, b):\n    return a if a > b else b\n"
+TESTS = """
+from product import larger
+
+def test_the_larger_is_found():
+    assert larger(1, 2) == larger(2, 1) == 2
+"""
+
+
+def test_a_run_tells_what_became_of_each(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "product.py").write_text(SOURCE)
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "tests" / "test_product.py").write_text(TESTS)
+    killed = Mutant("smaller", "product.py", "a > b", "a < b", "tests/test_product.py", "all")
+    hangs = replace(killed, name="hangs", old="    return", new="    while True: pass\n    return")
+    monkeypatch.setattr(mutants, "SECONDS", 10)
+    assert mutants.run([killed, hangs], tmp_path, jobs=2)
+    assert "2 of 2 killed" in capsys.readouterr().out
+    others = [
+        replace(killed, name="equal", new="a >= b"),
+        replace(killed, name="stale", old="a >  b"),
+        replace(killed, name="broken", new="a >"),
+    ]
+    assert not mutants.run([killed, *others], tmp_path, jobs=2)
+    said = capsys.readouterr().out
+    assert "1 of 4 killed" in said and (tmp_path / "product.py").read_text() == SOURCE
+    for words in ("equal +. s  survived", "stale .* stale: .* 0 times", "broken .* do not run"):
+        assert re.search(words, said), said
