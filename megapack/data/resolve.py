@@ -216,12 +216,6 @@ def _config(stage: Stage, before: ScheduleConfig) -> ScheduleConfig:
 
 
 def _check_transition(stage: Stage, before: ScheduleConfig, after: ScheduleConfig) -> None:
-    if before.cost_window > 1:
-        raise ConfigError(
-            f"{stage} ends one with cost_window {before.cost_window}: a window that is cut has "
-            "drawn some of its samples and not others, which no cursor can tell; set cost_window "
-            "to 1"
-        )
     if order_named(before.order).shuffled != order_named(after.order).shuffled:
         raise ConfigError(
             f"{stage} goes from order {before.order} to {after.order}: an epoch cannot be both "

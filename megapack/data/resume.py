@@ -20,7 +20,8 @@ __all__ = ["ORDER_VERSION", "check_state", "identity", "resume_step"]
 
 # Raised whenever the same (index, configuration, step) would give other samples than before.
 # 2: blends take from their datasets by exact weights.
-ORDER_VERSION = 2
+# 3: windows of cost order the samples of every source by themselves, inside an epoch.
+ORDER_VERSION = 3
 
 _RESHUFFLED = "from here on the samples of the epoch come in another order: some again, some not"
 _CONSEQUENCE = {

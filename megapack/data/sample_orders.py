@@ -4,17 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
-from typing import TypeAlias
 
 from megapack.data.blocks import BlockOrder
 from megapack.data.scores import ScoreOrder, Scores, score_orders
 from megapack.data.shards import Shards
-from megapack.data.streams import Bucket
+from megapack.data.streams import Bucket, Place
 from megapack.packing.shards import ShardedIndex, SourceIndex
 
-__all__ = ["Place", "ScoreOrders", "arranged_orders"]
-
-Place: TypeAlias = tuple[int, int]  # number of the index, capacity
+__all__ = ["ScoreOrders", "arranged_orders"]
 
 
 class ScoreOrders:

@@ -15,10 +15,10 @@ from megapack.data.blocks import BlockOrder
 from megapack.data.counting import Masks, document_ends, label_counts, segment_costs, segments_of
 from megapack.data.exclusions import FIRST_MASKED, Exclusions, read_exclusions
 from megapack.data.program import Stage
-from megapack.data.sample_orders import Place, ScoreOrders, arranged_orders
+from megapack.data.sample_orders import ScoreOrders, arranged_orders
 from megapack.data.scores import ScoreOrder, Scores
 from megapack.data.shards import Shards
-from megapack.data.streams import Bucket, buckets_of
+from megapack.data.streams import Bucket, Place, buckets_of
 from megapack.errors import ConfigError
 from megapack.packing import SampleIndex
 from megapack.packing.shards import ShardedIndex, SourceIndex
@@ -248,11 +248,15 @@ class SampleSource:
             parts.append(np.asarray(index.segment_length[segments[kept]], np.int64))
         return np.concatenate(parts)
 
-    def attention_cost(self, ids: Ids, capacity: int, window: int | None = None) -> Ids:
+    def attention_cost(
+        self, ids: Ids, capacity: int, window: int | None = None, *, whole: bool | None = None
+    ) -> Ids:
         """Token pairs per sample: sum of squared segment lengths, its padding included.
 
-        A window cuts segments, and padding, into pieces of at most so many tokens.
+        A window cuts segments, and padding, into pieces of at most so many tokens. ``whole``: the
+        sample attends as a whole; None: as ``attention`` says.
         """
+        whole = self.attention == "sample" if whole is None else whole
         costs = np.empty(len(ids), np.int64)
         for shard, mine, local in self._by_shard(ids):
             index = self.shards.index(shard)
@@ -264,7 +268,7 @@ class SampleSource:
                     self._masks(shard, lists),
                     capacity=capacity,
                     window=capacity if window is None else window,
-                    whole=self.attention == "sample",
+                    whole=whole,
                 )
                 continue
             costs[mine] = _core.attention_cost_of(
@@ -272,7 +276,7 @@ class SampleSource:
                 index.segment_length,
                 local,
                 capacity,
-                self.attention == "sample",
+                whole,
             )
         return costs
 

@@ -14,20 +14,35 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference import programs
 
 from megapack.data import BucketBatchSampler, Ramp, Schedule, Scores, Stage, plan_run
 from megapack.data.source import SampleSource
-from tests.data.corpora import samples_of_buckets
+from megapack.packing import SampleIndex
+from tests.data.corpora import index_of
 
 CAPACITIES = (4, 8, 16)
 TOKENS = (32, 48, 96, 144)
 PROGRAMS = int(os.environ.get("MEGAPACK_PROGRAMS", "100"))
 NAMES = [f"s{number}" for number in range(6)]
 POOL_COUNTS = [{4: 9, 8: 30, 16: 3}, {8: 11}, {4: 2, 16: 25}, {16: 1}, {4: 40, 8: 5}, {4: 1, 8: 1}]
-POOL = [samples_of_buckets(counts) for counts in POOL_COUNTS]
+LENGTHS = np.random.default_rng(0).integers(1, 5, 200)  # in quarters of a capacity
+
+
+def samples_of(counts: dict[int, int]) -> SampleIndex:
+    """One document in each, of a length between a quarter of the capacity and the whole."""
+    buckets: dict[int, list[list[tuple[int, int, int]]]] = {}
+    lengths: list[int] = []
+    for capacity, count in sorted(counts.items()):
+        own = (LENGTHS[len(lengths) :][:count] * capacity // 4).tolist()
+        buckets[capacity] = [[(len(lengths) + i, 0, length)] for i, length in enumerate(own)]
+        lengths += own
+    return index_of(buckets, lengths)
+
+
+POOL = [samples_of(counts) for counts in POOL_COUNTS]
 # Samples are documents of one segment here, so a score of a document is one of a sample.
 SCORES = [np.random.default_rng(s).integers(0, 4, i.num_documents) for s, i in enumerate(POOL)]
 FOLDER = tempfile.TemporaryDirectory()  # lists of documents to exclude; gone when the tests end
@@ -58,9 +73,18 @@ def written_programs(draw: st.DrawFn) -> dict[str, Any]:
             for s in stages
         ],
         "seed": draw(st.integers(0, 2**63)),
+        "cost_window": draw(st.sampled_from([1, 2, 3, 8])),
     }
 
 
+def cost_of(source: int, capacity: int, number: int) -> int:
+    """Token pairs of one of ``POOL``: those of its document and those of its padding."""
+    before = sum(n for c, n in POOL_COUNTS[source].items() if c < capacity)
+    length = int(LENGTHS[before + number]) * capacity // 4
+    return length**2 + (capacity - length) ** 2
+
+
+@settings(max_examples=max(PROGRAMS, settings.default.max_examples))
 @given(program=written_programs())
 def test_steps_are_those_of_the_definition(program: dict[str, Any]) -> None:
     """tests/reference/programs.py draws one sample after the other; here any step by itself."""
@@ -72,6 +96,7 @@ def test_steps_are_those_of_the_definition(program: dict[str, Any]) -> None:
         weights=first.weights,
         tokens_per_step=first.tokens_per_step,
         seed=program["seed"],
+        cost_window=program["cost_window"],
         stages=[
             Stage(
                 from_step=stage.begin,
@@ -83,7 +108,14 @@ def test_steps_are_those_of_the_definition(program: dict[str, Any]) -> None:
         ],
     )
     counts = [POOL_COUNTS[s] for s in used]
-    expected = programs.steps(counts, program["stages"], program["seed"], 50)
+    expected = programs.steps(
+        counts,
+        program["stages"],
+        program["seed"],
+        50,
+        program["cost_window"],
+        lambda source, capacity, number: cost_of(used[source], capacity, number),
+    )
     assert len(expected) == 50
     for i in (49, *range(50)):  # any order of asking
         step = schedule.step(i)
@@ -125,6 +157,7 @@ class Run:
             self.orders.append("grow-p2")
         self.order = str(self.random.choice(self.orders))
         self.scored = {source for source in order.tolist() if self.random.random() < 0.2}
+        self.cost_window = int(self.random.choice([1, 2, 5]))
         self.stages: list[Stage] = []
         self.step = 0
         self.seen: list[list[int]] = []
@@ -141,7 +174,11 @@ class Run:
             scores=[scores_of(s) if s in self.scored else None for s in self.sources],
         )
         return Schedule(
-            SimpleNamespace(samples=samples), tokens_per_step=self.tokens, order=self.order, seed=7
+            SimpleNamespace(samples=samples),
+            tokens_per_step=self.tokens,
+            order=self.order,
+            cost_window=self.cost_window,
+            seed=7,
         )
 
     def edit(self) -> None:
@@ -239,7 +276,7 @@ def test_edited_runs_keep_every_law() -> None:
         run.advance(schedule, 8)
         scratch = run.schedule()
         assert [scratch.step(i).sample_ids.tolist() for i in range(run.step)] == run.seen, number
-        check_epochs_of_sources(scratch, run.seen, run.scored)
+        check_epochs_of_sources(scratch, run)
         check_shares(scratch, run.seen)
         check_masks(scratch, run)
         check_ranks(scratch, int(run.random.integers(0, run.step)))
@@ -268,9 +305,9 @@ def check_masks(schedule: Schedule, run: Run) -> None:
         assert schedule.step(i).num_label_tokens == labels
 
 
-def check_epochs_of_sources(schedule: Schedule, seen: list[list[int]], scored: set[int]) -> None:
+def check_epochs_of_sources(schedule: Schedule, run: Run) -> None:
     """Per bucket of a source: the samples in the order drawn (or passed over) are whole epochs,
-    each of them by score where the source has scores."""
+    each of them by score where the source has scores and no window puts them in order of cost."""
     streams: dict[tuple[int, int], list[int]] = defaultdict(list)
     passed = {  # what the stage before would have drawn on
         stage.begin: [before.step_draws(stage.begin + i) for i in range(settings.skip_steps)]
@@ -278,7 +315,7 @@ def check_epochs_of_sources(schedule: Schedule, seen: list[list[int]], scored: s
             schedule.stages[:-1], schedule.stages[1:], schedule.program[1:], strict=True
         )
     }
-    for i, ids in enumerate(seen):
+    for i, ids in enumerate(run.seen):
         for ahead in passed.get(i, ()):
             follow(schedule, streams, np.concatenate([draw.sample_ids for draw in ahead]))
         follow(schedule, streams, np.array(ids))
@@ -289,7 +326,7 @@ def check_epochs_of_sources(schedule: Schedule, seen: list[list[int]], scored: s
             epoch = numbers[begin : begin + size]
             assert len(set(epoch)) == len(epoch)
             assert len(epoch) < size or len(set(epoch)) == size
-            if number in scored:
+            if number in run.scored and run.cost_window == 1:
                 rising = np.diff(SCORES[number][epoch]) * (-1 if number % 2 else 1)
                 assert (rising >= 0).all()
 
