@@ -56,8 +56,6 @@ class Shards:
 
     def locate(self, ids: Ids) -> tuple[Ids, Ids]:
         """Ids that exist -> (number of the shard, sample there), int64 both."""
-        if len(self.shards) == 1:
-            return np.zeros(len(ids), np.int64), ids
         run = np.searchsorted(self.first_ids, ids, side="right") - 1
         return self.shards[run], self.first_samples[run] + ids - self.first_ids[run]
 
