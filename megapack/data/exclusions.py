@@ -4,8 +4,8 @@ A list in force takes the segments of its documents out of the batch: a sample i
 be had they never been packed, and their room is padding of it. Which samples a step draws stays as
 it is, and so do shapes. Lists add up over the stages of a run.
 
-A sample under n lists has the id of the sample + n * FIRST_MASKED. So an id says what it stands
-for, whoever gathers it, counts its labels or weighs its attention.
+Ids of samples know nothing of lists: beside them goes ``num_lists``, how many lists are in force at
+a step, to whoever gathers samples, counts their labels or weighs their attention.
 """
 
 from __future__ import annotations
@@ -23,9 +23,7 @@ from megapack.data.program import Stage
 from megapack.errors import ConfigError
 from megapack.storage.document_list import read_documents
 
-__all__ = ["FIRST_MASKED", "Exclusions", "read_exclusions"]
-
-FIRST_MASKED = 1 << 48  # csrc/core/gather/source.hpp has the same
+__all__ = ["Exclusions", "read_exclusions"]
 
 Ids = NDArray[np.int64]
 
@@ -49,7 +47,7 @@ class Exclusions:
         """Numbers of those sources of which a list has documents."""
         return [source for source, own in enumerate(self.documents) if len(own)]
 
-    def masks(self, source: int, documents: Ids, num_lists: int | Ids) -> NDArray[np.bool_]:
+    def masks(self, source: int, documents: Ids, num_lists: int) -> NDArray[np.bool_]:
         """Whether each of some documents of a source is masked by the first ``num_lists`` lists."""
         known = self.documents[source]
         if not len(known):

@@ -26,7 +26,6 @@ from numpy.typing import NDArray
 from megapack.data.blocks import BlockOrder
 from megapack.data.draws import DrawOrder
 from megapack.data.epochs import Epochs
-from megapack.data.exclusions import FIRST_MASKED
 from megapack.data.order import order_named
 from megapack.data.program import Program, StageSettings
 from megapack.data.scores import ScoreOrder
@@ -178,14 +177,10 @@ class StageDraws:
 
     def _draw(self, draw: int) -> Draw:
         bucket, turn = self.draws.locate(draw)
-        ids = self.ids(bucket, turn) + self.num_lists * FIRST_MASKED
-        return Draw(bucket, self.buckets[bucket].capacity, ids)
+        return Draw(bucket, self.buckets[bucket].capacity, self.ids(bucket, turn))
 
     def steps_of(self, sample: int, end: int) -> list[int]:
-        """In which steps of the stage before ``end`` a global sample id is drawn, ascending.
-
-        Whatever is masked of it there: the id is that of the sample without lists.
-        """
+        """In which steps of the stage before ``end`` a global sample id is drawn, ascending."""
         capacity = self.samples.capacity_of(sample)
         dataset = self.samples.locate(np.array([sample]))[0][0]
         num_turns = self.draws.counts(self.draw_of(end)).tolist()
@@ -201,7 +196,7 @@ class StageDraws:
         return [step for step in steps if step is not None and step < end]
 
     def ids(self, bucket: int, turn: int) -> Ids:
-        """Samples of the ``turn``-th draw of a bucket; of their documents none is masked."""
+        """Samples of the ``turn``-th draw of a bucket."""
         count = self.samples_per_draw[bucket]
         return self.buckets[bucket].ids(turn * count, (turn + 1) * count)
 

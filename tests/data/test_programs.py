@@ -289,18 +289,19 @@ def check_masks(schedule: Schedule, run: Run) -> None:
     """A sample shows its segments but those of documents that a stage begun so far excludes."""
     gone: set[tuple[int, int]] = set()
     waiting = [stage for stage in run.stages if stage.exclude]
-    assert waiting or max(max(ids) for ids in run.seen) < schedule.samples.num_samples
+    assert max(max(ids) for ids in run.seen) < schedule.samples.num_samples
     for i, ids in enumerate(run.seen if waiting else ()):
         while waiting and waiting[0].from_step <= i:
             for name, path in waiting.pop(0).exclude.items():
                 listed = np.load(path) if path.endswith(".npy") else Path(path).read_text().split()
                 gone |= {(schedule.samples.names.index(name), int(d)) for d in listed}
+        num_lists = schedule.step(i).num_lists
         for sample in ids:
-            source, shown = schedule.samples.segments(sample)
+            source, shown = schedule.samples.segments(sample, num_lists)
             _, local = schedule.samples.locate(np.array([sample]))
             _, segments = schedule.samples.indices[source].sample(int(local[0]))
             assert shown == [s for s in segments if (source, s[0]) not in gone]
-        kept = [schedule.samples.segments(sample)[1] for sample in ids]
+        kept = [schedule.samples.segments(sample, num_lists)[1] for sample in ids]
         labels = sum(length - 1 for segments in kept for _, _, length in segments)  # whole ones
         assert schedule.step(i).num_label_tokens == labels
 
