@@ -165,7 +165,7 @@ def check_ids_that_leave(data: PackedDataset, schedule: Schedule) -> None:
     arguments: Any = {
         "data_parallel_rank": 0,
         "data_parallel_size": 1,
-        "micro_batch_tokens": 256,
+        "micro_batch_tokens": 64,
         "num_steps": 30,
     }
     sampler = BucketBatchSampler(schedule, **arguments)

@@ -247,6 +247,13 @@ def test_a_manifest_lists_stages_beside_sources(tmp_path: Path) -> None:
         assert [stage.weights for stage in schedule.stages] == [(1, 0), (1, 2.5), (1, 2.5)]
         assert schedule.stages[2].num_cycles == 2
         assert (schedule.step(9).sample_ids < packed.samples.bases[1]).all()
+    hosts = "\n    rows_per_block: 8\n    cu_seqlens: padded\n    strategy: concat\n"
+    path.write_text(text + hosts)  # the same file serves a host
+    again = Schedule(load_blend(path).open(), tokens_per_step=32)
+    assert again.identity() == Schedule(packed, tokens_per_step=32).identity()
+    path.write_text(text + hosts.replace("rows", "row"))
+    with pytest.raises(ConfigError, match="unknown key 'row_per_block'; did you mean"):
+        load_blend(path)
     path.write_text(text.replace("from_step", "form_step"))
     with pytest.raises(ConfigError, match=r"stages\[1\]: unknown key 'form_step'; did you mean"):
         load_blend(path)
