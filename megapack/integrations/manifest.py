@@ -18,7 +18,6 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any
 
 from megapack.config import from_dict, load_config, to_dict
 from megapack.data.blend import BlendConfig, HostOptions, Source

@@ -8,7 +8,8 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-from collections import defaultdict
+from collections import Counter, defaultdict
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,6 +21,7 @@ from reference import programs
 
 from megapack.data import BucketBatchSampler, Ramp, Schedule, Scores, Stage, plan_run
 from megapack.data.source import SampleSource
+from megapack.errors import ConfigError, ResumeError
 from megapack.packing import SampleIndex
 from tests.data.corpora import index_of
 
@@ -396,3 +398,66 @@ def check_ranks(schedule: Schedule, step: int) -> None:
             assert len({(b.attention_window, b.step_label_weight) for b in row}) == 1
         dealt = sorted(i for batches in ranks for batch in batches for i in batch)
         assert dealt == sorted(schedule.step(step).sample_ids.tolist())
+
+
+def rewritten(run: Run, k: int, how: str) -> list[Stage]:
+    """The stages of a run, the k-th of which is written otherwise: as something else, or as the
+    same in other words."""
+    stages, stage = list(run.stages), run.stages[k]
+    number = int(run.random.integers(0, 3))
+    weights = {name: 2 * weight for name, weight in (stage.weights or {}).items()}
+    changed = {
+        "drop": [],
+        "move": [replace(stage, from_step=stage.from_step + number - 1)],
+        "skip": [replace(stage, skip_steps=number)],
+        "order": [replace(stage, order="uniform", num_cycles=1)],
+        "tokens": [replace(stage, tokens_per_step=TOKENS[number])],
+        "window": [replace(stage, attention_window=8 * number, window_steps=0)],
+        "weights twice as large": [replace(stage, weights=weights or None)],
+        "a stage that changes nothing": [
+            stage,
+            replace(stage, from_step=stage.from_step + 1, skip_steps=0, ramp=None),
+        ],
+    }
+    stages[k : k + 1] = changed[how]
+    return stages
+
+
+def test_the_past_may_be_written_otherwise_where_no_step_changes() -> None:
+    """Whatever is allowed changes no step that was taken; other words for the same are allowed."""
+    ways = ("drop", "move", "skip", "order", "tokens", "window")
+    words = ("weights twice as large", "a stage that changes nothing")
+    allowed: Counter[tuple[str, bool]] = Counter()
+    for number in range(max(40, PROGRAMS // 4)):
+        run = edited_run(number, 6)
+        past = [k for k, stage in enumerate(run.stages) if stage.from_step < run.step]
+        schedule = run.schedule()
+        state = json.loads(json.dumps(schedule.state_dict(run.step)))
+        for k in past[:3]:
+            for how in (str(run.random.choice(ways)), *words):
+                if how in words and run.stages[k].ramp is not None:
+                    continue  # shares of its pieces are rounded otherwise
+                try:
+                    edited = run.schedule(rewritten(run, k, how))
+                except ConfigError:
+                    continue
+                try:
+                    edited.check_state(state)
+                except ResumeError:
+                    assert how not in words or how == words[1], (number, how)
+                    allowed[how, False] += 1
+                    continue
+                allowed[how, True] += 1
+                for i in range(run.step):
+                    for now, then in zip(held(edited, i), held(schedule, i), strict=True):
+                        assert now == then, (number, how, i)
+    assert {name for name, _ in allowed} == {*ways, *words}
+    assert all(allowed[how, True] for how in words)
+
+
+def held(schedule: Schedule, i: int) -> tuple[Any, ...]:
+    """What a step holds and how it is trained."""
+    step, settings = schedule.step(i), schedule.settings_at(i)
+    ids = step.sample_ids.tolist()
+    shown = [schedule.samples.segments(sample, step.num_lists) for sample in ids]
+    return ids, shown, settings.window_at(i), settings.loss_weights

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from megapack.data import BucketBatchSampler, Schedule, Stage, load_blend, plan_run
+from megapack.data import BucketBatchSampler, Ramp, Schedule, Stage, load_blend, plan_run
 from megapack.errors import ConfigError, ResumeError
 from megapack.packing import pack
 from tests.data.corpora import packed_lengths, random_documents, write_documents
@@ -136,6 +136,13 @@ def test_a_new_largest_bucket_comes_first() -> None:
         ([Stage(from_step=5, weights={"s9": 1})], "step 5 gives 's9' a weight; sources are s0, s1"),
         ([Stage(from_step=5, weights={"s0": 0})], "gives 's0' the weight 0; it must be a positive"),
         ([Stage(from_step=5, weights={})], "from step 5 has empty weights; name at least one"),
+        ([Stage(from_tokens=2**70)], "tokens reaches to step 12297829382473034411, and a run has"),
+        ([Stage(from_step=2**63)], "from step 9223372036854775808 reaches to step 92233720368547"),
+        ([Stage(from_step=5, skip_steps=2**60)], "from step 5 reaches to step 1152921504606846981"),
+        (
+            [Stage(from_step=5, weights={"s0": 1}, ramp=Ramp(until_tokens=2**64))],
+            "from step 5 reaches to step 192153584101141163, and a run has at most 2^53 tokens",
+        ),
         ([Stage(from_step=5, order="grow-p3")], "from step 5: order is 'grow-p3'; it must be one"),
         ([Stage(from_step=5, order="sequential")], "cannot be both sequential and shuffled"),
         ([Stage(from_tokens=500, tokens_per_step=90)], "from step 6: a draw of 90 tokens cannot"),
