@@ -95,7 +95,7 @@ def read_exclusions(
         FormatError, OSError: a file that is no list of documents, or cannot be read.
     """
     times = Counter(names)
-    parts: list[list[tuple[Ids, int]]] = [[] for _ in names]
+    parts: dict[int, list[tuple[Ids, int]]] = {}
     num_lists = 0
     for stage in stages:
         if stage.exclude is None:
@@ -112,10 +112,12 @@ def read_exclusions(
                     f"{stage}: {path} excludes document {listed[-1]} of {name!r}, which has "
                     f"{num_documents[source]} (counted from 0); is it a list of another dataset?"
                 )
-            parts[source].append((listed, num_lists))
+            parts.setdefault(source, []).append((listed, num_lists))
     none = np.zeros(0, np.int64)
-    joined = [_joined(own) if own else (none, none) for own in parts]
-    return Exclusions(num_lists, tuple(d for d, _ in joined), tuple(n for _, n in joined))
+    documents, lists = [none] * len(names), [none] * len(names)
+    for source, own in parts.items():
+        documents[source], lists[source] = _joined(own)
+    return Exclusions(num_lists, tuple(documents), tuple(lists))
 
 
 def _joined(parts: Sequence[tuple[Ids, int]]) -> tuple[Ids, Ids]:

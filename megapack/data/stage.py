@@ -31,14 +31,20 @@ from megapack.data.program import Program, StageSettings
 from megapack.data.scores import ScoreOrder
 from megapack.data.source import SampleSource
 from megapack.data.step import Draw, ScheduleConfig
-from megapack.data.streams import CostWindows, Moves, Place, bucket_streams, fold_key, shuffle_key
+from megapack.data.streams import (
+    CostWindows,
+    Cursors,
+    Moves,
+    Place,
+    bucket_streams,
+    fold_key,
+    shuffle_key,
+)
 from megapack.errors import ConfigError
 
-__all__ = ["Cursors", "StageDraws", "open_stages"]
+__all__ = ["StageDraws", "open_stages"]
 
 Ids = NDArray[np.int64]
-Cursors = Mapping[Place, int]  # samples taken
-
 log = logging.getLogger(__name__)
 
 
@@ -165,9 +171,11 @@ class StageDraws:
         """Cursors before a step, also of those that the stage does not move."""
         result = dict(self._cursors)
         ends = self.draws.counts(self.draw_of(step)) * self.samples_per_draw
+        none = np.zeros(len(self.samples.indices), np.int64)
         for stream, end in zip(self.buckets, ends.tolist(), strict=True):
-            keys = [(dataset, stream.capacity) for dataset in stream.datasets.tolist()]
-            result.update(zip(keys, (stream.starts + stream.taken(end)).tolist(), strict=True))
+            own = result.get(stream.capacity, none).copy()
+            own[stream.datasets] = stream.starts + stream.taken(end)
+            result[stream.capacity] = own
         return result
 
     def step_draws(self, step: int) -> tuple[Draw, ...]:
@@ -218,16 +226,18 @@ class StageDraws:
         for b, i in self._where(source, capacity):
             end = int(self.draws.counts(self.draw_of(step))[b]) * self.samples_per_draw[b]
             return self.buckets[b].order_at(i, end), self.buckets[b].cursor(i, end)
-        place, seed = (source, capacity), self.config.seed
+        place = (source, capacity)
         [size] = [
             int(sizes[datasets == source][0])
             for of, datasets, _, sizes in self.samples.buckets
             if of == capacity
         ]
         shuffled = order_named(self.config.order).shuffled
-        key = shuffle_key(seed, capacity, source) if shuffled else None
+        key = shuffle_key(self.config.seed, capacity, source) if shuffled else None
+        taken = self._cursors.get(capacity)
         moves = self.moves_before().get(place, ())
-        return Epochs(size, key, self._orders.get(place), moves), self._cursors.get(place, 0)
+        epochs = Epochs(size, key, self._orders.get(place), moves)
+        return epochs, 0 if taken is None else int(taken[source])
 
     def moves_before(self) -> Moves:
         """What windows of the stages before moved of samples that come in this one or later."""

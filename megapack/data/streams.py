@@ -31,7 +31,8 @@ from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from functools import cached_property
+from functools import cached_property, partial
+from itertools import pairwise
 from types import MappingProxyType
 from typing import NamedTuple, TypeAlias
 
@@ -49,6 +50,7 @@ __all__ = [
     "Bucket",
     "BucketStream",
     "CostWindows",
+    "Cursors",
     "Moves",
     "Place",
     "bucket_streams",
@@ -60,6 +62,7 @@ __all__ = [
 
 Ids = NDArray[np.int64]
 Place: TypeAlias = tuple[int, int]  # number of the index, capacity
+Cursors: TypeAlias = Mapping[int, Ids]  # capacity -> samples taken of every index; none: 0 of all
 Moves: TypeAlias = Mapping[Place, tuple[Move, ...]]  # what windows of cost moved of each
 
 _WINDOWS = 2  # remembered of every bucket: the draws of a run need one, a look back another
@@ -141,21 +144,21 @@ class BucketStream:
         samples_per_epoch: int,
         *,
         seed: int | None,
-        starts: Mapping[Place, int],
+        starts: Cursors,
         orders: Mapping[Place, ScoreOrder | BlockOrder],
         windows: CostWindows | None,
         moves: Callable[[], Moves],
     ) -> None:
         self.capacity, self.datasets, self.first_sample, self.sizes = bucket
-        there = [(dataset, bucket.capacity) for dataset in self.datasets.tolist()]
-        self.starts = np.array([starts.get(pair, 0) for pair in there], np.int64)
+        none = np.zeros(int(self.datasets[-1]) + 1, np.int64)
+        self.starts = starts.get(bucket.capacity, none)[self.datasets]
         self.blend = _core.Blend(whole_shares(parts))
         self.samples_per_epoch = samples_per_epoch
         self._shuffled = seed is not None
-        self._orders = [orders.get(pair) for pair in there]
-        self._ordered = np.array([order is not None for order in self._orders])
-        keys = [shuffle_key(seed or 0, bucket.capacity, dataset) for dataset, _ in there]
-        self._keys = np.array(keys, np.uint64)
+        self._orders = {d: order for (d, c), order in orders.items() if c == bucket.capacity}
+        self._ordered = np.isin(self.datasets, list(self._orders))
+        own = partial(_core.random_bits, fold_key(seed or 0, 1, bucket.capacity))
+        self._keys = np.array(list(map(own, self.datasets.tolist())), np.uint64)
         self._windows, self._moves_before = windows, moves
         self._recent: OrderedDict[int, _Range] = OrderedDict()
 
@@ -243,7 +246,9 @@ class BucketStream:
 
     def _epochs(self, i: int) -> Epochs:
         key = int(self._keys[i]) if self._shuffled else None
-        return Epochs(int(self.sizes[i]), key, self._orders[i], self._moves.get(i, ()))
+        return Epochs(
+            int(self.sizes[i]), key, self._orders.get(int(self.datasets[i])), self._moves.get(i, ())
+        )
 
     @cached_property
     def _moves(self) -> dict[int, tuple[Move, ...]]:
@@ -333,7 +338,7 @@ def bucket_streams(
     seed: int,
     *,
     shuffled: bool = True,
-    starts: Mapping[Place, int] = MappingProxyType({}),
+    starts: Cursors = MappingProxyType({}),
     orders: Mapping[Place, ScoreOrder | BlockOrder] = MappingProxyType({}),
     windows: Callable[[int], CostWindows | None] = lambda _: None,
     moves: Callable[[], Moves] = dict,
@@ -345,7 +350,7 @@ def bucket_streams(
         weights: of every index: a share of the tokens, 0 to leave it out, None for its tokens.
         seed: of the shuffles.
         shuffled: False: samples in the order of their index.
-        starts: (number of the index, capacity) -> samples taken before; 0 where it is missing.
+        starts: samples taken before.
         orders: (number of the index, capacity) -> order by score, or of an arranged source,
             instead of a shuffle.
         windows: of the bucket of a capacity; None: its samples come as they are.
@@ -405,16 +410,19 @@ def whole_shares(parts: Sequence[int]) -> NDArray[np.int64]:
 
 def buckets_of(indices: Sequence[SourceIndex]) -> list[Bucket]:
     """The samples of all indices by rising capacity."""
-    found: dict[int, list[tuple[int, int, int]]] = {}
+    found: dict[int, tuple[list[int], list[int], list[int]]] = {}  # the rows of Bucket
     base = 0
     for d, index in enumerate(indices):
         offsets = index.bucket_sample_offsets.tolist()
-        for b, capacity in enumerate(index.bucket_capacity.tolist()):
-            begin, end = offsets[b], offsets[b + 1]
+        for capacity, (begin, end) in zip(
+            index.bucket_capacity.tolist(), pairwise(offsets), strict=True
+        ):
             if begin < end:
-                found.setdefault(capacity, []).append((d, base + begin, end - begin))
-        base += index.num_samples
-    return [Bucket(c, *np.array(rows, np.int64).T.copy()) for c, rows in sorted(found.items())]
+                rows = found.setdefault(capacity, ([], [], []))
+                for row, value in zip(rows, (d, base + begin, end - begin), strict=True):
+                    row.append(value)
+        base += offsets[-1]
+    return [Bucket(c, *np.array(rows, np.int64)) for c, rows in sorted(found.items())]
 
 
 def _exact_weights(weights: Sequence[float | None], tokens: Sequence[int]) -> list[int]:

@@ -81,9 +81,10 @@ def steps(
         before = stages[number - 1]
         for _ in range(stage.skip_steps):
             next(draws)
-        if number == 0 or (stage.tokens_per_step, stage.weights) != (
-            before.tokens_per_step,
-            before.weights,
+        if (
+            number == 0
+            or stage.tokens_per_step != before.tokens_per_step
+            or shares(stage.weights) != shares(before.weights)
         ):
             capacity = max(c for s, w in zip(sources, stage.weights, strict=True) if w for c in s)
             draws = stage_draws(
@@ -93,6 +94,11 @@ def steps(
         end = stages[number + 1].begin if number + 1 < len(stages) else num_steps
         found += [next(draws) for _ in range(min(end, num_steps) - stage.begin)]
     return found
+
+
+def shares(weights: tuple[float, ...]) -> list[Fraction]:
+    """Weights count by their proportions."""
+    return [Fraction(weight) / sum(map(Fraction, weights)) for weight in weights]
 
 
 def stage_draws(
