@@ -143,14 +143,13 @@ class Gatherer:
         shards: NDArray[np.int64],
         first_samples: NDArray[np.int64],
         sources: NDArray[np.int64],
-        num_lists: int,
         positions: str,
         attention: str,
         labels: str,
         alignment: int,
         pad_token: int,
     ) -> None: ...
-    # excluded: documents, ascending; excluded_by: the first (from 1 on) of num_lists lists that has
+    # excluded: documents, ascending; excluded_by: the first list (from 1 on) that has
     # each of them. A shard that is open already stays as it is.
     def open(
         self,
@@ -172,7 +171,8 @@ class Gatherer:
     def num_closed(self) -> int: ...
     # those of these samples; all else is for samples of open ones
     def closed(self, sample_ids: NDArray[np.int64]) -> NDArray[np.int64]: ...
-    # -> cu_seqlens, cu_seqlens_padded (with alignment), source of each segment, max_seqlen
+    # -> cu_seqlens, cu_seqlens_padded (with alignment), source of each segment, max_seqlen;
+    # num_lists: of excluded documents, those in force
     def gather(
         self,
         sample_ids: NDArray[np.int64],
@@ -186,8 +186,9 @@ class Gatherer:
         position_ids: NDArray[np.int64],
         per_row: bool,
         num_cu_seqlens: int,
+        num_lists: int,
     ) -> tuple[NDArray[np.int32], NDArray[np.int32] | None, NDArray[np.int32] | None, int]: ...
-    def count_labels(self, sample_ids: NDArray[np.int64]) -> NDArray[np.int64]: ...
+    def count_labels(self, sample_ids: NDArray[np.int64], num_lists: int) -> NDArray[np.int64]: ...
     def token_ranges(
         self, sample_ids: NDArray[np.int64]
     ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]: ...

@@ -41,7 +41,7 @@ def gatherer(**changed: Any) -> _core.Gatherer:
     zero = np.zeros(1, np.int64)
     given = {"positions": "segment", "attention": "document", "labels": "document"}
     runs = {"first_ids": np.array([0, 3]), "shards": zero, "first_samples": zero, "sources": zero}
-    rest = {"num_lists": 0, "alignment": 1, "pad_token": 0}
+    rest = {"alignment": 1, "pad_token": 0}
     return _core.Gatherer(**{**given, **runs, **rest, **changed})
 
 
@@ -312,6 +312,7 @@ def _gathered(idx: np.ndarray, samples: list[tuple[int, int, int]], wanted: int)
         position_ids=positions,
         per_row=False,
         num_cu_seqlens=0,
+        num_lists=0,
     )
     return tokens[: length[wanted]].tolist()
 

@@ -64,13 +64,11 @@ class Gatherer {
   public:
     Gatherer(const Array<std::int64_t>& first_ids, const Array<std::int64_t>& shards,
              const Array<std::int64_t>& first_samples, const Array<std::int64_t>& sources,
-             const py::object& num_lists, const py::object& positions_name,
-             const py::object& attention, const py::object& labels, const py::object& alignment,
-             const py::object& pad_token)
+             const py::object& positions_name, const py::object& attention,
+             const py::object& labels, const py::object& alignment, const py::object& pad_token)
         : options_{positions(positions_name), extent(attention, "attention"),
                    extent(labels, "labels"), integer(alignment, "alignment", 1),
                    integer(pad_token, "pad_token")},
-          num_lists_(integer(num_lists, "num_lists", 0, 1 << 14)),
           runs_{view(first_ids, "first_ids"), view(shards, "shards"),
                 view(first_samples, "first_samples")},
           sources_(sources.size()),
@@ -124,13 +122,15 @@ class Gatherer {
                      const py::object& row_tokens, const py::object& capacity,
                      Array<std::int64_t>& tokens, Array<std::int64_t>& labels,
                      Array<float>& loss_mask, Array<std::int64_t>& position_ids,
-                     const py::object& per_row, const py::object& num_cu_seqlens) const {
+                     const py::object& per_row, const py::object& num_cu_seqlens,
+                     const py::object& num_lists) const {
         const auto samples = view(sample_ids, "sample_ids");
         const GatherShape shape{integer(num_rows, "num_rows", 1),
                                 integer(row_tokens, "row_tokens", 1),
                                 integer(capacity, "capacity", 1)};
         const bool by_row = flag(per_row, "per_row");
         const std::int64_t entries = integer(num_cu_seqlens, "num_cu_seqlens", 0);
+        const std::int64_t lists = integer(num_lists, "num_lists", 0);
         const GatherOutput out{mutable_view(tokens, "tokens"), mutable_view(labels, "labels"),
                                mutable_view(loss_mask, "loss_mask"),
                                mutable_view(position_ids, "position_ids")};
@@ -141,7 +141,7 @@ class Gatherer {
         std::int64_t max_seqlen = 0;
         {
             const py::gil_scoped_release release;
-            const GatherPlan plan = plan_gather(sources_, located(samples), shape, options_);
+            const GatherPlan plan = plan_gather(sources_, located(samples, lists), shape, options_);
             cu_seqlens = cumulative_lengths(plan, false, by_row, entries);
             if (aligned) cu_seqlens_padded = cumulative_lengths(plan, true, by_row, entries);
             if (is_blend_) segment_sources = plan.sources();
@@ -153,12 +153,14 @@ class Gatherer {
                               optional_array(std::move(segment_sources), is_blend_), max_seqlen);
     }
 
-    py::array_t<std::int64_t> count(const Array<std::int64_t>& sample_ids) const {
+    py::array_t<std::int64_t> count(const Array<std::int64_t>& sample_ids,
+                                    const py::object& num_lists) const {
         const auto samples = view(sample_ids, "sample_ids");
+        const std::int64_t lists = integer(num_lists, "num_lists", 0);
         std::vector<std::int64_t> counts;
         {
             const py::gil_scoped_release release;
-            counts = count_labels(sources_, located(samples), options_.labels);
+            counts = count_labels(sources_, located(samples, lists), options_.labels);
         }
         return to_numpy(std::move(counts));
     }
@@ -193,12 +195,12 @@ class Gatherer {
     }
 
   private:
-    std::vector<SampleRef> located(Span<const std::int64_t> samples) const {
-        return locate_samples(runs_, samples, num_lists_);
+    // Without what the first `lists` lists of excluded documents mask.
+    std::vector<SampleRef> located(Span<const std::int64_t> samples, std::int64_t lists = 0) const {
+        return locate_samples(runs_, samples, lists);
     }
 
     GatherOptions options_;
-    std::int64_t num_lists_;  // of excluded documents
     SampleRuns runs_;
     std::vector<GatherSource> sources_;  // by number of the shard
     std::int64_t num_closed_;            // of them
@@ -214,12 +216,11 @@ void register_gather(py::module_& m) {
     py::class_<Gatherer>(m, "Gatherer")
         .def(py::init<const Array<std::int64_t>&, const Array<std::int64_t>&,
                       const Array<std::int64_t>&, const Array<std::int64_t>&, const py::object&,
-                      const py::object&, const py::object&, const py::object&, const py::object&,
-                      const py::object&>(),
+                      const py::object&, const py::object&, const py::object&, const py::object&>(),
              py::kw_only(), py::arg("first_ids").noconvert(), py::arg("shards").noconvert(),
              py::arg("first_samples").noconvert(), py::arg("sources").noconvert(),
-             py::arg("num_lists"), py::arg("positions"), py::arg("attention"), py::arg("labels"),
-             py::arg("alignment"), py::arg("pad_token"))
+             py::arg("positions"), py::arg("attention"), py::arg("labels"), py::arg("alignment"),
+             py::arg("pad_token"))
         .def("open", &Gatherer::open, py::arg("shard"), py::kw_only(), py::arg("tokens"),
              py::arg("labels"), py::arg("index_bytes").noconvert(), py::arg("index_name"),
              py::arg("sample_segment_offsets"), py::arg("segment_document"),
@@ -231,8 +232,9 @@ void register_gather(py::module_& m) {
              py::arg("num_rows"), py::arg("row_tokens"), py::arg("capacity"),
              py::arg("tokens").noconvert(), py::arg("labels").noconvert(),
              py::arg("loss_mask").noconvert(), py::arg("position_ids").noconvert(),
-             py::arg("per_row"), py::arg("num_cu_seqlens"))
-        .def("count_labels", &Gatherer::count, py::arg("sample_ids").noconvert())
+             py::arg("per_row"), py::arg("num_cu_seqlens"), py::arg("num_lists"))
+        .def("count_labels", &Gatherer::count, py::arg("sample_ids").noconvert(),
+             py::arg("num_lists"))
         .def("token_ranges", &Gatherer::token_ranges, py::arg("sample_ids").noconvert())
         .def("will_need", &Gatherer::will_need, py::arg("sample_ids").noconvert())
         .def("read_exactly", &Gatherer::read_exactly);

@@ -40,7 +40,7 @@ def answer_step(
                 "segments": segments,
             }
             for place, sample in _dealt(args, tree, schedule)
-            for source, segments in [data.samples.segments(sample)]
+            for source, segments in [data.samples.segments(sample, content.num_lists)]
         ],
     }
     if args.json:

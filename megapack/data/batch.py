@@ -61,6 +61,7 @@ class MicroBatch:
         step_label_weight: their sum over the label tokens of the whole step, over all ranks; None:
             ``num_step_label_tokens``.
         attention_window: of the step, tokens; None: there is none.
+        num_lists: of excluded documents in force (``megapack.data.exclusions``).
         sequence_parallel_size: ranks that share this micro batch, each a slice of its tokens.
     """
 
@@ -77,6 +78,7 @@ class MicroBatch:
     loss_weight: NDArray[np.float32] | None
     step_label_weight: float | None
     attention_window: int | None
+    num_lists: int = 0
     sequence_parallel_size: int = 1
 
     def __len__(self) -> int:

@@ -9,7 +9,7 @@
     stages: []                     # what changes at later steps: megapack.data.program
 
 The same file serves launch/ and the hosts of ``megapack.integrations``, which also pack sources
-that have no index (``megapack.integrations.manifest`` has their further keys). The blend happens
+that have no index and form rows (``HostOptions``: launch/ reads past these keys). The blend happens
 inside every bucket, so that all ranks still have the same bucket at every micro step.
 """
 
@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -30,7 +30,7 @@ from megapack.packing.shard_manifest import is_shard_manifest, load_index
 from megapack.packing.shards import SourceIndex
 from megapack.storage.remote.address import joined
 
-__all__ = ["BlendConfig", "Source", "load_blend", "open_blend"]
+__all__ = ["BlendConfig", "HostOptions", "Source", "load_blend", "open_blend"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,6 +175,37 @@ class BlendConfig:
         )
 
 
+@dataclass(frozen=True, kw_only=True)
+class HostOptions:
+    """Keys of a manifest that only hosts ask for: how they pack, and form rows of samples."""
+
+    strategy: str = "bucket"
+    parameters: dict[str, Any] = field(default_factory=dict)
+    """Of the strategy (``megapack-build pack --help`` lists them)."""
+    buckets: tuple[int, ...] | None = None
+    """Capacities in tokens, each a divisor of the sequence length; None: ``default_buckets``."""
+    order: str = "proportional"
+    """How buckets follow each other: proportional, or a length curriculum."""
+    seed: int | None = None
+    """None: the host's seed."""
+    rows_per_block: int | None = None
+    """Rows that share a bucket, a multiple of micro batch size x data-parallel size; None: the
+    host's global batch size."""
+    cu_seqlens: Literal["auto", "exact", "padded"] = "auto"
+    """Exact length (one row per micro batch) or padded to sequence length + 1 (several rows)."""
+    align: int | None = None
+    """Segments start at multiples of this; None: 2 x context_parallel_size where that exceeds 1."""
+    cache_directory: str | None = None
+    """Where the sample index lies; None: the host's cache path, else beside the first source."""
+    node_local: bool = False
+    """The cache directory is a disk of each node, not shared: one process of each node builds."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _WholeManifest(HostOptions, BlendConfig):
+    """All keys that a manifest may have."""
+
+
 def open_blend(
     sources: Sequence[Source], datasets: Sequence[Any], indices: Sequence[Any], **options: Any
 ) -> PackedDataset:
@@ -194,4 +225,4 @@ def open_blend(
 
 def load_blend(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> BlendConfig:
     """Read a manifest. Raises ConfigError and OSError as ``load_config`` does."""
-    return load_config(BlendConfig, Path(path), overrides).relative_to(Path(path).parent)
+    return load_config(_WholeManifest, Path(path), overrides).relative_to(Path(path).parent)

@@ -15,8 +15,8 @@ __all__ = ["Masks", "document_ends", "label_counts", "segment_costs", "segments_
 
 Ids = NDArray[np.int64]
 
-# (document of each segment, the sample it belongs to as a position) -> whether it is masked
-Masks: TypeAlias = Callable[[Ids, Ids], NDArray[np.bool_]]
+# document of each segment -> whether it is masked
+Masks: TypeAlias = Callable[[Ids], NDArray[np.bool_]]
 
 
 def segment_costs(
@@ -34,7 +34,7 @@ def segment_costs(
     segments, owner = segments_of(index, samples)
     documents = np.asarray(index.segment_document[segments], np.int64)
     lengths = np.asarray(index.segment_length[segments], np.int64)
-    kept = np.where(masks(documents, owner), 0, lengths)
+    kept = np.where(masks(documents), 0, lengths)
     used = _sums(owner, kept, len(samples))
     own, padding = (
         window * window * (n // window) + (n % window) ** 2
@@ -55,7 +55,7 @@ def label_counts(index: SampleIndex, samples: Ids, masks: Masks, ends: Ids) -> I
     documents = np.asarray(index.segment_document[segments], np.int64)
     lengths = np.asarray(index.segment_length[segments], np.int64)
     last = np.asarray(index.segment_begin[segments], np.int64) + lengths == ends[documents]
-    labels = np.where(masks(documents, owner), 0, lengths - last)
+    labels = np.where(masks(documents), 0, lengths - last)
     return _sums(owner, labels, len(samples))
 
 

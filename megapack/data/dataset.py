@@ -166,13 +166,21 @@ class PackedDataset(Dataset[Batch]):
             tokens, labels, position_ids int64 (capacity,); loss_mask float32 (capacity,);
             cu_seqlens int32 (segments + 1,); max_seqlen int.
         """
+        return self._sample(i, 0)
+
+    def _sample(self, i: int, num_lists: int) -> Batch:
         sample = i.__index__()
         if sample < 0:
             sample += len(self)
-        batch = self.micro_batch([sample])
+        batch = self.micro_batch([sample], num_lists=num_lists)
         for name in ("tokens", "labels", "loss_mask", "position_ids"):
             batch[name] = batch[name][0]
         return batch
+
+    def __getitems__(self, samples: Sequence[int]) -> list[Batch]:
+        """One batch for each; torch's DataLoader hands over what its batch sampler gave, and a
+        ``MicroBatch`` says which documents are masked."""
+        return [self._sample(i, getattr(samples, "num_lists", 0)) for i in samples]
 
     def micro_batch(
         self,
@@ -184,12 +192,12 @@ class PackedDataset(Dataset[Batch]):
         pin_memory: bool = False,
         loss_weight: ArrayLike | None = None,
         attention_window: int | None = None,
+        num_lists: int = 0,
     ) -> Batch:
         """Gather samples of one bucket.
 
         Args:
-            sample_ids: ids of samples of one capacity, placed in this order. Where they are those
-                of a step that masks documents, these are padding.
+            sample_ids: ids of samples of one capacity, placed in this order.
             layout: shape of the batch; None: one stream of exactly these samples.
             capacity: of the samples, tokens; None: looked up.
             out: buffers of ``allocate(num_tokens)`` to write into; the tensors of the batch are
@@ -198,6 +206,8 @@ class PackedDataset(Dataset[Batch]):
             loss_weight: (samples,) factors on the loss of their labels, float; None: 1.
             attention_window: segments of cu_seqlens, padding too, are cut at multiples of so many
                 tokens, all else stays; None: they are whole.
+            num_lists: documents of the first so many lists of excluded documents are padding; that
+                of the step or ``MicroBatch``.
 
         Returns:
             ``tokens, labels, position_ids`` int64 and ``loss_mask`` float32 in the layout's shape,
@@ -235,6 +245,7 @@ class PackedDataset(Dataset[Batch]):
                 "capacity": capacity,
                 "per_row": layout.cu_seqlens_per_row,
                 "num_cu_seqlens": 0 if attention_window else entries,
+                "num_lists": num_lists,
                 **buffers.arrays,
             },
         )
@@ -283,6 +294,9 @@ class PackedDataset(Dataset[Batch]):
         """The documents of a shard (``samples.shard_of`` tells of which), opened if need be."""
         return self._gathering.documents(shard)
 
-    def count_labels(self, sample_ids: ArrayLike) -> NDArray[np.int64]:
-        """Tokens of every sample that have a label (the sum of its loss_mask), int64."""
-        return self.samples.count_labels(np.ascontiguousarray(sample_ids, np.int64))
+    def count_labels(self, sample_ids: ArrayLike, num_lists: int = 0) -> NDArray[np.int64]:
+        """Tokens of every sample that have a label (the sum of its loss_mask), int64.
+
+        Arguments are those of ``micro_batch``.
+        """
+        return self.samples.count_labels(np.ascontiguousarray(sample_ids, np.int64), num_lists)

@@ -83,17 +83,6 @@ class DrawOrder:
         before = [self.drawn(b, cycle) for b in range(len(self.samples_per_draw))]
         return np.array(before, np.int64) + _cycle(self, cycle).counts(end - sum(before))
 
-    def window(self, bucket: int, turn: int, size: int) -> tuple[int, int]:
-        """The turns ``[begin, end)`` of a bucket that are grouped with ``turn``, at most ``size``.
-
-        Windows start over with every epoch, so that an epoch still has every sample once.
-        """
-        epoch = turn * self.samples_per_draw[bucket] // self.samples_per_epoch[bucket]
-        first = self.drawn(bucket, epoch * self.num_cycles)
-        last = self.drawn(bucket, (epoch + 1) * self.num_cycles)
-        begin = turn - (turn - first) % size
-        return begin, min(begin + size, last)
-
     def _cycle_of(self, draw: int) -> int:
         """The cycle of a draw: the largest c with begin(c) <= draw."""
         need = sum(

@@ -4,8 +4,8 @@ A list in force takes the segments of its documents out of the batch: a sample i
 be had they never been packed, and their room is padding of it. Which samples a step draws stays as
 it is, and so do shapes. Lists add up over the stages of a run.
 
-A sample under n lists has the id of the sample + n * FIRST_MASKED. So an id says what it stands
-for, whoever gathers it, counts its labels or weighs its attention.
+Ids of samples know nothing of lists: beside them goes ``num_lists``, how many lists are in force at
+a step, to whoever gathers samples, counts their labels or weighs their attention.
 """
 
 from __future__ import annotations
@@ -23,9 +23,7 @@ from megapack.data.program import Stage
 from megapack.errors import ConfigError
 from megapack.storage.document_list import read_documents
 
-__all__ = ["FIRST_MASKED", "Exclusions", "read_exclusions"]
-
-FIRST_MASKED = 1 << 48  # csrc/core/gather/source.hpp has the same
+__all__ = ["Exclusions", "read_exclusions"]
 
 Ids = NDArray[np.int64]
 
@@ -49,7 +47,7 @@ class Exclusions:
         """Numbers of those sources of which a list has documents."""
         return [source for source, own in enumerate(self.documents) if len(own)]
 
-    def masks(self, source: int, documents: Ids, num_lists: int | Ids) -> NDArray[np.bool_]:
+    def masks(self, source: int, documents: Ids, num_lists: int) -> NDArray[np.bool_]:
         """Whether each of some documents of a source is masked by the first ``num_lists`` lists."""
         known = self.documents[source]
         if not len(known):
@@ -97,7 +95,7 @@ def read_exclusions(
         FormatError, OSError: a file that is no list of documents, or cannot be read.
     """
     times = Counter(names)
-    parts: list[list[tuple[Ids, int]]] = [[] for _ in names]
+    parts: dict[int, list[tuple[Ids, int]]] = {}
     num_lists = 0
     for stage in stages:
         if stage.exclude is None:
@@ -114,10 +112,12 @@ def read_exclusions(
                     f"{stage}: {path} excludes document {listed[-1]} of {name!r}, which has "
                     f"{num_documents[source]} (counted from 0); is it a list of another dataset?"
                 )
-            parts[source].append((listed, num_lists))
+            parts.setdefault(source, []).append((listed, num_lists))
     none = np.zeros(0, np.int64)
-    joined = [_joined(own) if own else (none, none) for own in parts]
-    return Exclusions(num_lists, tuple(d for d, _ in joined), tuple(n for _, n in joined))
+    documents, lists = [none] * len(names), [none] * len(names)
+    for source, own in parts.items():
+        documents[source], lists[source] = _joined(own)
+    return Exclusions(num_lists, tuple(documents), tuple(lists))
 
 
 def _joined(parts: Sequence[tuple[Ids, int]]) -> tuple[Ids, Ids]:

@@ -51,7 +51,6 @@ class Gathering:
             shards=shards.shards,
             first_samples=shards.first_samples,
             sources=shards.sources,
-            num_lists=exclusions.num_lists,
             **options,
         )
         expected = any(map(_is_remote, datasets))
@@ -68,10 +67,11 @@ class Gathering:
             return self._gatherer.gather(ids, **how)
         return self.remote_reads.read(ids, partial(self._gatherer.gather, ids, **how))
 
-    def count_labels(self, ids: Ids) -> Ids:
+    def count_labels(self, ids: Ids, num_lists: int = 0) -> Ids:
         """int64 (len(ids),), tokens of every sample that have a label."""
         self._open_for(ids)
-        return self._remote_labels.read(ids, partial(self._gatherer.count_labels, ids))
+        count = partial(self._gatherer.count_labels, ids, num_lists)
+        return self._remote_labels.read(ids, count)
 
     def will_need(self, ids: Ids) -> int:
         """``_core.Gatherer.will_need``."""

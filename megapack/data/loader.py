@@ -240,6 +240,7 @@ class PackedLoader:
                 out=out,
                 loss_weight=item.loss_weight,
                 attention_window=item.attention_window,
+                num_lists=item.num_lists,
             )
             _, row_tokens = layout.rows(item.capacity)
             if shared > 1:

@@ -22,15 +22,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from pathlib import Path
-from typing import Literal, NamedTuple, Protocol, TypeVar
+from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 
+from megapack.data.order import order_named
 from megapack.data.ramp import Ramp
 from megapack.data.step import ScheduleConfig
 from megapack.data.window import Window
 from megapack.errors import ConfigError
 
-__all__ = ["Program", "Stage", "StageSettings", "Weights", "spans", "tokens_before"]
+__all__ = ["Program", "Stage", "StageSettings", "Weights", "drawn_by", "spans", "tokens_before"]
 
 # Of every source: a share of the tokens, 0 for none, None for its size.
 Weights = tuple[float | None, ...]
@@ -120,7 +122,41 @@ class StageSettings(NamedTuple):
 
     def same_draws(self, other: StageSettings) -> bool:
         """Whether it goes on as the other one would have, but for what it skips."""
-        return (self.config, self.weights) == (other.config, other.weights)
+        return self.drawn == other.drawn
+
+    @property
+    def drawn(self) -> tuple[Any, ...]:
+        """What decides its draws: equal for two ways to write one thing, as ``drawn_by`` says."""
+        config = self.config
+        return drawn_by(
+            config.tokens_per_step,
+            config.order,
+            config.num_cycles,
+            config.micro_step_tokens,
+            self.weights,
+        )
+
+
+def drawn_by(
+    tokens_per_step: int,
+    order: str,
+    num_cycles: int | None,
+    micro_step_tokens: int | None,
+    weights: Sequence[float | None],
+) -> tuple[Any, ...]:
+    """What a stage may say of its draws, in one form of all that draw alike.
+
+    Weights count by their proportions; sources that are not drawn, at the end, by nothing; a step
+    of one micro step is one of none; an order has cycles of its own.
+    """
+    known = order_named(order)
+    total = sum(map(Fraction, (weight for weight in weights if weight is not None)), Fraction())
+    shares = [None if weight is None else Fraction(weight) / (total or 1) for weight in weights]
+    while shares and shares[-1] == 0:
+        shares.pop()
+    cycles = num_cycles or known.num_cycles
+    rule = (known.times, tuple(known.odds(16)), cycles)
+    return (tokens_per_step, micro_step_tokens or tokens_per_step, rule, tuple(shares))
 
 
 # The stages of a run in order; the first begins at step 0, each later one changes something.

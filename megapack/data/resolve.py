@@ -17,6 +17,8 @@ from megapack.errors import ConfigError
 
 __all__ = ["resolve"]
 
+MOST_TOKENS = 1 << 53  # of a run
+
 
 def resolve(
     config: ScheduleConfig,
@@ -54,6 +56,7 @@ def resolve(
                 f"{stage} begins at step {begin}, and the one before it at {last.begin}: list "
                 "stages in order, and what holds from step 0 on outside of them"
             )
+        _check_reach(program, stage, begin + stage.skip_steps)
         program = _ramped(program, ramp, begin)
         last = program[-1]
         ramp = [piece for piece in ramp if piece[0] >= begin]
@@ -97,6 +100,15 @@ def _begin(program: Program, stage: Stage) -> int:
     return last.begin + -(-missing // last.config.tokens_per_step)
 
 
+def _check_reach(program: Program, stage: Stage, step: int) -> None:
+    """Positions of blends and of attention windows are counted as far, and no farther."""
+    if tokens_before(program, step) > MOST_TOKENS:
+        raise ConfigError(
+            f"{stage} reaches to step {step}, and a run has at most 2^53 tokens "
+            f"({MOST_TOKENS:,}): let it begin (its ramp end, or skip fewer steps) before that"
+        )
+
+
 def _weights(stage: Stage, names: Sequence[str]) -> Weights:
     assert stage.weights is not None
     times = Counter(names)
@@ -130,6 +142,7 @@ def _pieces(
         raise ConfigError(
             f"{stage} begins at step {begin} and its ramp ends at {end}: let it end at a later step"
         )
+    _check_reach(program, stage, end)
     before = [weight for weight in last.weights if weight is not None]
     if len(before) < len(last.weights):
         raise ConfigError(
@@ -216,12 +229,6 @@ def _config(stage: Stage, before: ScheduleConfig) -> ScheduleConfig:
 
 
 def _check_transition(stage: Stage, before: ScheduleConfig, after: ScheduleConfig) -> None:
-    if before.cost_window > 1:
-        raise ConfigError(
-            f"{stage} ends one with cost_window {before.cost_window}: a window that is cut has "
-            "drawn some of its samples and not others, which no cursor can tell; set cost_window "
-            "to 1"
-        )
     if order_named(before.order).shuffled != order_named(after.order).shuffled:
         raise ConfigError(
             f"{stage} goes from order {before.order} to {after.order}: an epoch cannot be both "

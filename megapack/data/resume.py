@@ -12,7 +12,7 @@ from typing import Any
 
 from megapack.config import to_dict
 from megapack.data.order import order_named
-from megapack.data.program import Program, StageSettings
+from megapack.data.program import Program, StageSettings, drawn_by
 from megapack.data.source import SampleSource
 from megapack.errors import ConfigError, ResumeError
 
@@ -20,7 +20,8 @@ __all__ = ["ORDER_VERSION", "check_state", "identity", "resume_step"]
 
 # Raised whenever the same (index, configuration, step) would give other samples than before.
 # 2: blends take from their datasets by exact weights.
-ORDER_VERSION = 2
+# 3: windows of cost order the samples of every source by themselves, inside an epoch.
+ORDER_VERSION = 3
 
 _RESHUFFLED = "from here on the samples of the epoch come in another order: some again, some not"
 _CONSEQUENCE = {
@@ -166,7 +167,10 @@ def _stages(current: State, state: State, step: int) -> Iterator[tuple[int, list
     last: list[_Difference] = []
     for begin in sorted({stage["from_step"] for stage in (*now, *then)} | {step}):
         ours, theirs = _at(now, begin), _at(then, begin)
-        fields = [name for name in ours if ours[name] != theirs[name]]
+        alike = _drawn_by(ours) == _drawn_by(theirs)
+        fields = [
+            name for name in ours if ours[name] != theirs[name] and not (alike and name in _STAGE)
+        ]
         if len(fields) > 1 and "from_step" in fields:
             fields.remove("from_step")  # of two stages that differ anyway
         found = [(name, _both(name, theirs[name], ours[name])) for name in fields]
@@ -176,14 +180,30 @@ def _stages(current: State, state: State, step: int) -> Iterator[tuple[int, list
 
 
 def _all_stages(state: State) -> list[dict[str, Any]]:
-    """The stages of a state in full; without what it does not draw at the end of the weights."""
+    """The stages of a state in full, but those that change nothing.
+
+    Weights are without what is not drawn at their end.
+    """
     # What a stage without them does not speak of.
     always: dict[str, Any] = {"exclude": {}, **dict.fromkeys(_TRAINING)}
     first: dict[str, Any] = {"from_step": 0, "skip_steps": 0}
     first |= {name: state.get(name) for name in (*_STAGE, *_TRAINING)}
     first["weights"] = first["weights"] or [None] * len(state["indices"])
     stages = [first, *state.get("stages", ())]
-    return [{**always, **stage, "weights": _drawn(stage["weights"])} for stage in stages]
+    found: list[dict[str, Any]] = []
+    for given in stages:
+        stage = {**always, **given, "weights": _drawn(given["weights"])}
+        if found and not stage["skip_steps"] and _drawn_by(found[-1]) == _drawn_by(stage):
+            rest = [name for name in stage if name not in ("from_step", "skip_steps", *_STAGE)]
+            if all(stage[name] == found[-1][name] for name in rest):
+                continue
+        found.append(stage)
+    return found
+
+
+def _drawn_by(stage: Mapping[str, Any]) -> tuple[Any, ...]:
+    names = ("tokens_per_step", "order", "num_cycles", "micro_step_tokens", "weights")
+    return drawn_by(*(stage[name] for name in names))
 
 
 def _drawn(weights: Sequence[float | None]) -> list[float | None]:

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
-from typing import TypeAlias
 
 from megapack.data.blocks import BlockOrder
 from megapack.data.scores import ScoreOrder, Scores, score_orders
 from megapack.data.shards import Shards
-from megapack.data.streams import Bucket
+from megapack.data.streams import Bucket, Place
 from megapack.packing.shards import ShardedIndex, SourceIndex
 
-__all__ = ["Place", "ScoreOrders", "arranged_orders"]
-
-Place: TypeAlias = tuple[int, int]  # number of the index, capacity
+__all__ = ["ScoreOrders", "arranged_orders"]
 
 
 class ScoreOrders:
@@ -36,30 +33,36 @@ class ScoreOrders:
         """Of all buckets of the indices that have scores."""
         return {
             (source, capacity): order
-            for source, (orders, _) in enumerate(self._read)
+            for source, (orders, _) in self._read.items()
             for capacity, order in orders.items()
         }
 
     @property
     def digests(self) -> list[str]:
         """Of every index one of its orders; empty where it has none."""
-        return [digest for _, digest in self._read]
+        return [self._read[i][1] if i in self._read else "" for i in range(len(self._indices))]
 
     @cached_property
-    def _read(self) -> list[tuple[dict[int, ScoreOrder], str]]:
-        return [
-            ({}, "") if scores is None else score_orders(index, self._shards.opened(source), scores)
-            for source, (index, scores) in enumerate(zip(self._indices, self._scores, strict=True))
-        ]
+    def _read(self) -> dict[int, tuple[dict[int, ScoreOrder], str]]:
+        return {
+            source: score_orders(self._indices[source], self._shards.opened(source), scores)
+            for source, scores in enumerate(self._scores)
+            if scores is not None
+        }
 
 
 def arranged_orders(
     indices: Sequence[SourceIndex], buckets: Sequence[Bucket]
 ) -> dict[Place, BlockOrder]:
     """Of the indices that were written in the order in which they are drawn."""
+    arranged = {
+        source: index.arranged
+        for source, index in enumerate(indices)
+        if isinstance(index, ShardedIndex) and index.arranged
+    }
     return {
-        (int(source), bucket.capacity): BlockOrder(int(size), bucket.capacity, index.arranged)
+        (source, bucket.capacity): BlockOrder(int(size), bucket.capacity, how)
         for bucket in buckets
-        for source, size in zip(bucket.datasets, bucket.sizes, strict=True)
-        if isinstance(index := indices[source], ShardedIndex) and index.arranged
+        for source, how in arranged.items()
+        for size in bucket.sizes[bucket.datasets == source]
     }

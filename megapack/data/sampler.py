@@ -46,7 +46,8 @@ class BucketBatchSampler(Sampler[MicroBatch]):
         sequence_parallel_size: consecutive ranks that share the samples longer than
             micro_batch_tokens (``megapack.data.sequence_parallel``).
         hidden_size: of the model, for the imbalance of whole layers in ``imbalance``.
-        count_labels: sample ids -> labels of each; None: the schedule's.
+        count_labels: (sample ids, number of lists of excluded documents) -> labels of each; None:
+            the schedule's.
         weighted_loss: the caller multiplies losses by ``loss_mask`` and divides their sum by
             ``step_label_weight``. Without that a run with loss weights is refused.
 
@@ -68,7 +69,7 @@ class BucketBatchSampler(Sampler[MicroBatch]):
         uneven: Literal["error", "pad"] = "error",
         sequence_parallel_size: int = 1,
         hidden_size: int | None = None,
-        count_labels: Callable[[Ids], Ids] | None = None,
+        count_labels: Callable[[Ids, int], Ids] | None = None,
         weighted_loss: bool = False,
     ) -> None:
         if not 0 <= data_parallel_rank < data_parallel_size:
@@ -169,7 +170,7 @@ class BucketBatchSampler(Sampler[MicroBatch]):
         """This rank's micro batches of one step; ``num_micro_steps(step)`` of them."""
         content = self.schedule.step(step)
         window = self.schedule.settings_at(step).window_at(step)
-        labels = self._count_labels(content.sample_ids)
+        labels = self._count_labels(content.sample_ids, content.num_lists)
         num_labels = int(labels.sum())
         factors = self._loss_weight(step, content.sample_ids)
         label_weight = None if factors is None else float(labels @ factors.astype(float))
@@ -198,6 +199,7 @@ class BucketBatchSampler(Sampler[MicroBatch]):
                     loss_weight=None if weight is None else weight[mine],
                     step_label_weight=label_weight,
                     attention_window=window,
+                    num_lists=content.num_lists,
                     sequence_parallel_size=shared,
                 )
                 for m, mine in enumerate(positions)
@@ -221,7 +223,7 @@ class BucketBatchSampler(Sampler[MicroBatch]):
             yield (
                 draw,
                 deal(
-                    cost(draw.sample_ids, draw.capacity, window),
+                    cost(draw.sample_ids, draw.capacity, window, num_lists=content.num_lists),
                     num_ranks=self.data_parallel_size // shared,
                     num_micro_batches=draw_tokens // (self.micro_batch_tokens * shared),
                     capacity=draw.capacity,

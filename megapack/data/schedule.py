@@ -152,13 +152,14 @@ class Schedule:
         """Step ``i``, counted from 0; any step at any time."""
         if i < 0:
             raise IndexError(f"step {i}; steps are counted from 0")
-        return Step(i, self.stage_at(i).step_draws(i), self.samples.count_labels)
+        stage = self.stage_at(i)
+        return Step(i, stage.step_draws(i), stage.num_lists, self.samples.count_labels)
 
     def steps_of(self, sample: int, num_steps: int) -> list[int]:
         """Which of the first ``num_steps`` steps draw a global sample id, without looking at them.
 
         The shuffle, the blend and the order of draws are inverted; a step comes twice where it
-        draws the sample twice. The id is that of the sample without masked documents.
+        draws the sample twice.
         """
         spans = self.spans(num_steps)
         return [step for stage, end in spans for step in stage.steps_of(sample, end)]

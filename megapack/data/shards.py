@@ -35,29 +35,33 @@ class Shards:
         self.indices = list(indices)
         self.bases = np.cumsum([0] + [index.num_samples for index in indices], dtype=np.int64)
         self._open: list[SampleIndex | None] = []
-        runs: list[tuple[Ids, Ids, Ids]] = []
-        sources, first_documents = [], []
-        zero = np.zeros(1, np.int64)
-        for source, (index, base) in enumerate(zip(indices, self.bases[:-1], strict=True)):
-            first, shards, samples, documents = zero, zero, zero, zero
-            if isinstance(index, ShardedIndex):
-                (first, shards, samples), documents = index.runs, index.first_documents[:-1]
-            runs.append((first[: len(shards)] + base, shards + len(self._open), samples))
-            self._open += [None] * len(documents) if isinstance(index, ShardedIndex) else [index]
-            sources.append(np.full(len(documents), source))
-            first_documents.append(documents)
-        first_ids, self.shards, self.first_samples = map(np.concatenate, zip(*runs, strict=True))
+        of_many = {i: index for i, index in enumerate(indices) if isinstance(index, ShardedIndex)}
+        counts = np.ones((2, len(indices)), np.int64)  # of shards and runs
+        for source, many in of_many.items():
+            counts[:, source] = len(many.shards), len(many.runs[1])
+        for index in indices:
+            self._open += [None] * len(index.shards) if isinstance(index, ShardedIndex) else [index]
+        # As if every source was one shard; then those that are not.
+        first_shards, first_runs = np.cumsum(counts, axis=1) - counts
+        self.sources = np.repeat(np.arange(len(indices)), counts[0])
+        self.first_documents = np.zeros(len(self.sources), np.int64)
+        first_ids = np.repeat(self.bases[:-1], counts[1])
+        self.shards = np.repeat(first_shards, counts[1])
+        self.first_samples = np.zeros(len(self.shards), np.int64)
+        for source, many in of_many.items():
+            first, shards, samples = many.runs
+            runs = slice(first_runs[source], first_runs[source] + len(shards))
+            first_ids[runs] += first[:-1]
+            self.shards[runs] += shards
+            self.first_samples[runs] = samples
+            self.first_documents[self.of_source(source)] = many.first_documents[:-1]
         self.first_ids = np.append(first_ids, self.bases[-1])
-        self.sources = np.concatenate(sources)
-        self.first_documents = np.concatenate(first_documents)
 
     def __len__(self) -> int:
         return len(self._open)
 
     def locate(self, ids: Ids) -> tuple[Ids, Ids]:
         """Ids that exist -> (number of the shard, sample there), int64 both."""
-        if len(self.shards) == 1:
-            return np.zeros(len(ids), np.int64), ids
         run = np.searchsorted(self.first_ids, ids, side="right") - 1
         return self.shards[run], self.first_samples[run] + ids - self.first_ids[run]
 

@@ -13,12 +13,12 @@ from numpy.typing import NDArray
 from megapack import _core
 from megapack.data.blocks import BlockOrder
 from megapack.data.counting import Masks, document_ends, label_counts, segment_costs, segments_of
-from megapack.data.exclusions import FIRST_MASKED, Exclusions, read_exclusions
+from megapack.data.exclusions import Exclusions, read_exclusions
 from megapack.data.program import Stage
-from megapack.data.sample_orders import Place, ScoreOrders, arranged_orders
+from megapack.data.sample_orders import ScoreOrders, arranged_orders
 from megapack.data.scores import ScoreOrder, Scores
 from megapack.data.shards import Shards
-from megapack.data.streams import Bucket, buckets_of
+from megapack.data.streams import Bucket, Place, buckets_of
 from megapack.errors import ConfigError
 from megapack.packing import SampleIndex
 from megapack.packing.shards import ShardedIndex, SourceIndex
@@ -38,7 +38,7 @@ class HasSamples(Protocol):
 class SampleSource:
     """Samples of several indices; the global id of sample s of index d is ``bases[d] + s``.
 
-    Where documents are masked it is that and ``FIRST_MASKED`` for every list in force.
+    ``num_lists`` says how many lists of excluded documents are in force, where that matters.
 
     Args:
         indices: at least one.
@@ -53,8 +53,8 @@ class SampleSource:
         max_epochs: a run that would repeat an index more often is refused; None: no limit.
         loss_weights: factors on the loss of every index's labels; None: 1 for all.
         attention_window: of the first stage (``megapack.data.window``); None or 0: none.
-        counter: counts the labels of global ids; None: derived from the indices, which works as
-            long as no strategy dropped tokens.
+        counter: (global ids, num_lists) -> labels of each; None: derived from the indices, which
+            works as long as no strategy dropped tokens.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class SampleSource:
         loss_weights: Sequence[float] | None = None,
         attention_window: int | None = None,
         attention: Literal["document", "sample"] = "document",
-        counter: Callable[[Ids], Ids] | None = None,
+        counter: Callable[[Ids, int], Ids] | None = None,
     ) -> None:
         if not indices:
             raise ConfigError("no sample index was given; give at least one")
@@ -163,7 +163,6 @@ class SampleSource:
         Raises:
             IndexError: an id that does not exist.
         """
-        ids = self._plain(ids)
         if len(ids) and (ids.min() < 0 or ids.max() >= self.num_samples):
             raise IndexError(f"sample ids [{ids.min()}, {ids.max()}] of {self.num_samples} samples")
         if len(self.indices) == 1:
@@ -171,21 +170,8 @@ class SampleSource:
         source = np.searchsorted(self.bases, ids, side="right") - 1
         return source, ids - self.bases[source]
 
-    def _plain(self, ids: Ids) -> Ids:
-        """The ids of the same samples without lists of excluded documents."""
-        if not self.exclusions.num_lists:
-            return ids
-        lists, plain = np.divmod(ids, FIRST_MASKED)
-        if len(ids) and not 0 <= lists.min() <= lists.max() <= self.exclusions.num_lists:
-            raise IndexError(
-                f"sample ids [{ids.min()}, {ids.max()}] of {self.num_samples} samples and "
-                f"{self.exclusions.num_lists} lists of excluded documents"
-            )
-        return plain
-
     def capacity_of(self, sample: int) -> int:
         """Capacity of one global id, tokens. Raises IndexError."""
-        sample = int(self._plain(np.array([sample]))[0])
         if not 0 <= sample < self.num_samples:
             raise IndexError(f"sample {sample} of {self.num_samples} samples")
         starts, capacities = self._bucket_table
@@ -203,23 +189,23 @@ class SampleSource:
                     capacities.append(capacity)
         return starts, capacities
 
-    def segments(self, sample: int) -> tuple[int, list[tuple[int, int, int]]]:
+    def segments(self, sample: int, num_lists: int = 0) -> tuple[int, list[tuple[int, int, int]]]:
         """(number of the index, its segments (document, begin, length)) of a global id.
 
-        Without those of documents that the id masks.
+        Without those of documents that are masked.
         """
         shard, local = self.shard_of(sample)
         source, first = int(self.shards.sources[shard]), int(self.shards.first_documents[shard])
         segments = [(first + d, b, n) for d, b, n in self.shards.index(shard).sample(local)[1]]
         documents = np.array([document for document, _, _ in segments], np.int64)
-        masked = self.exclusions.masks(source, documents, sample // FIRST_MASKED)
+        masked = self.exclusions.masks(source, documents, num_lists)
         return source, [s for s, out in zip(segments, masked.tolist(), strict=True) if not out]
 
     def shard_of(self, sample: int) -> tuple[int, int]:
         """(number of the shard, sample there) of a global id. Raises IndexError."""
         ids = np.array([sample])
         self.locate(ids)  # refuses what does not exist
-        shard, local = self.shards.locate(self._plain(ids))
+        shard, local = self.shards.locate(ids)
         return int(shard[0]), int(local[0])
 
     def samples_of(self, source: int, documents: int | Ids) -> list[int]:
@@ -237,34 +223,43 @@ class SampleSource:
         samples: list[int] = self.shards.holding(source, np.unique(documents)).tolist()
         return samples
 
-    def segment_lengths(self, ids: Ids) -> Ids:
+    def segment_lengths(self, ids: Ids, num_lists: int = 0) -> Ids:
         """Lengths of all segments of some samples that are not masked, tokens, in any order."""
         parts = [np.zeros(0, np.int64)]
-        for shard, mine, local in self._by_shard(ids):
+        for shard, _, local in self._by_shard(ids):
             index = self.shards.index(shard)
-            segments, owner = segments_of(index, local)
-            masks = self._masks(shard, ids[mine] // FIRST_MASKED)
-            kept = ~masks(np.asarray(index.segment_document[segments], np.int64), owner)
+            segments, _ = segments_of(index, local)
+            masks = self._masks(shard, num_lists)
+            kept = ~masks(np.asarray(index.segment_document[segments], np.int64))
             parts.append(np.asarray(index.segment_length[segments[kept]], np.int64))
         return np.concatenate(parts)
 
-    def attention_cost(self, ids: Ids, capacity: int, window: int | None = None) -> Ids:
+    def attention_cost(
+        self,
+        ids: Ids,
+        capacity: int,
+        window: int | None = None,
+        *,
+        num_lists: int = 0,
+        whole: bool | None = None,
+    ) -> Ids:
         """Token pairs per sample: sum of squared segment lengths, its padding included.
 
-        A window cuts segments, and padding, into pieces of at most so many tokens.
+        A window cuts segments, and padding, into pieces of at most so many tokens. ``whole``: the
+        sample attends as a whole; None: as ``attention`` says.
         """
+        whole = self.attention == "sample" if whole is None else whole
         costs = np.empty(len(ids), np.int64)
         for shard, mine, local in self._by_shard(ids):
             index = self.shards.index(shard)
-            lists = ids[mine] // FIRST_MASKED
-            if window is not None or lists.any():
+            if window is not None or num_lists:
                 costs[mine] = segment_costs(
                     index,
                     local,
-                    self._masks(shard, lists),
+                    self._masks(shard, num_lists),
                     capacity=capacity,
                     window=capacity if window is None else window,
-                    whole=self.attention == "sample",
+                    whole=whole,
                 )
                 continue
             costs[mine] = _core.attention_cost_of(
@@ -272,34 +267,32 @@ class SampleSource:
                 index.segment_length,
                 local,
                 capacity,
-                self.attention == "sample",
+                whole,
             )
         return costs
 
-    def count_labels(self, ids: Ids) -> Ids:
+    def count_labels(self, ids: Ids, num_lists: int = 0) -> Ids:
         """Tokens of every sample that have a label, int64 (len(ids),)."""
         if self._counter is not None:
-            return self._counter(ids)
+            return self._counter(ids, num_lists)
         counts = np.empty(len(ids), np.int64)
         for shard, mine, local in self._by_shard(ids):
             index = self.shards.index(shard)
             if shard not in self._ends:
                 self._ends[shard] = document_ends(index)
-            masks = self._masks(shard, ids[mine] // FIRST_MASKED)
+            masks = self._masks(shard, num_lists)
             counts[mine] = label_counts(index, local, masks, self._ends[shard])
         return counts
 
-    def _masks(self, shard: int, lists: Ids) -> Masks:
-        """Which segments of some samples of a shard are masked; ``lists`` are those of each."""
+    def _masks(self, shard: int, num_lists: int) -> Masks:
+        """Which documents of a shard are masked."""
         source, first = int(self.shards.sources[shard]), int(self.shards.first_documents[shard])
-        return lambda documents, owner: self.exclusions.masks(
-            source, first + documents, lists[owner]
-        )
+        return lambda documents: self.exclusions.masks(source, first + documents, num_lists)
 
     def _by_shard(self, ids: Ids) -> Iterator[tuple[int, Ids, Ids]]:
         """Every shard that has some of the ids: its number, where they stand, samples there."""
         self.locate(ids)  # refuses what does not exist
-        return self.shards.by_shard(self._plain(ids))
+        return self.shards.by_shard(ids)
 
     @cached_property
     def _ends(self) -> dict[int, Ids]:

@@ -3,8 +3,9 @@
 Every bucket of every source has one cursor, the number of its samples that were taken since the
 run began. A stage knows the cursors at its first draw, and inside it they follow from the order of
 draws and the blend, both in closed form; the next stage begins with those at its end. At cursor c a
-bucket of n samples gives element ``c mod n`` of the shuffle of its epoch ``c div n``. So inside an
-epoch of a source's bucket no sample is repeated or missed, whatever the stages do.
+bucket of n samples gives element ``c mod n`` of the order of its epoch ``c div n``
+(``megapack.data.epochs``). So inside an epoch of a source's bucket no sample is repeated or missed,
+whatever the stages do.
 
 In every stage the blend is exact: of the first n samples of a bucket a source has given n times its
 weight there, within 1.69 (``megapack.data.streams``). Over k stages these errors add up, so what it
@@ -16,31 +17,35 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections import OrderedDict
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
 
-from megapack import _core
+from megapack.data.blocks import BlockOrder
 from megapack.data.draws import DrawOrder
-from megapack.data.exclusions import FIRST_MASKED
+from megapack.data.epochs import Epochs
 from megapack.data.order import order_named
 from megapack.data.program import Program, StageSettings
+from megapack.data.scores import ScoreOrder
 from megapack.data.source import SampleSource
 from megapack.data.step import Draw, ScheduleConfig
-from megapack.data.streams import bucket_streams, fold_key
+from megapack.data.streams import (
+    CostWindows,
+    Cursors,
+    Moves,
+    Place,
+    bucket_streams,
+    fold_key,
+    shuffle_key,
+)
 from megapack.errors import ConfigError
 
-__all__ = ["Cursors", "StageDraws", "open_stages"]
+__all__ = ["StageDraws", "open_stages"]
 
 Ids = NDArray[np.int64]
-Cursors = Mapping[tuple[int, int], int]  # (number of the index, capacity) -> samples taken
-
 log = logging.getLogger(__name__)
-
-_WINDOWS = 4  # remembered: a run needs one, a look back two
 
 
 class StageDraws:
@@ -49,7 +54,8 @@ class StageDraws:
     Args:
         settings: the stage.
         samples: of the whole run.
-        cursors: at its first draw.
+        before: the stage before, if there is one; its cursors after what this one passes over are
+            those at the first draw.
         largest: capacity of the largest bucket of the stages before; the first draw takes a larger
             one, so that running out of memory happens at once.
 
@@ -66,8 +72,13 @@ class StageDraws:
     """
 
     def __init__(
-        self, settings: StageSettings, samples: SampleSource, cursors: Cursors, largest: int
+        self,
+        settings: StageSettings,
+        samples: SampleSource,
+        before: StageDraws | None,
+        largest: int,
     ) -> None:
+        first = settings.begin + settings.skip_steps
         self.begin, self.config, self.weights = settings.begin, settings.config, settings.weights
         self.num_lists, self.ramping = settings.num_lists, settings.ramping
         self.samples = samples
@@ -78,13 +89,19 @@ class StageDraws:
                 f"order {self.config.order} takes samples as the index has them, and a source has "
                 "scores to order them by: leave out one of the two"
             )
+        self._cursors: Cursors = before.cursors(first) if before else {}
+        self._moves: Moves | None = None if before and self.config.cost_window > 1 else {}
+        self._before, self._before_end = before, first
+        self._key = fold_key(seed, 4, self.begin) if self.begin else seed
         self.buckets = bucket_streams(
             samples.buckets,
             self.weights,
             seed,
             shuffled=order.shuffled,
-            starts=cursors,
-            orders=samples.orders if order.shuffled else {},
+            starts=self._cursors,
+            orders=self._orders,
+            windows=self._windows,
+            moves=self.moves_before,
         )
         self.samples_per_draw = [
             _samples_per_draw(self.config, stream.capacity) for stream in self.buckets
@@ -95,12 +112,10 @@ class StageDraws:
             samples_per_draw=tuple(self.samples_per_draw),
             order=order,
             num_cycles=self.num_cycles,
-            seed=fold_key(seed, 4, self.begin) if self.begin else seed,
+            seed=self._key,
             largest_first=self.buckets[-1].capacity > largest,
         )
         self._first_draw = 0
-        self._cursors = cursors
-        self._windows: OrderedDict[tuple[int, int], Ids] = OrderedDict()
         for stream, count in zip(self.buckets, self.samples_per_draw, strict=True):
             if stream.num_samples < count and not self.ramping:  # once for all pieces of a ramp
                 log.warning(
@@ -156,14 +171,12 @@ class StageDraws:
         """Cursors before a step, also of those that the stage does not move."""
         result = dict(self._cursors)
         ends = self.draws.counts(self.draw_of(step)) * self.samples_per_draw
+        none = np.zeros(len(self.samples.indices), np.int64)
         for stream, end in zip(self.buckets, ends.tolist(), strict=True):
-            keys = [(dataset, stream.capacity) for dataset in stream.datasets.tolist()]
-            result.update(zip(keys, (stream.starts + stream.taken(end)).tolist(), strict=True))
+            own = result.get(stream.capacity, none).copy()
+            own[stream.datasets] = stream.starts + stream.taken(end)
+            result[stream.capacity] = own
         return result
-
-    def cursor_at_begin(self, source: int, capacity: int) -> int:
-        """How many samples a bucket of a source gave before the stage and what it passes over."""
-        return self._cursors.get((source, capacity), 0)
 
     def step_draws(self, step: int) -> tuple[Draw, ...]:
         """What a step of the run holds, if it is one of the stage."""
@@ -172,67 +185,98 @@ class StageDraws:
 
     def _draw(self, draw: int) -> Draw:
         bucket, turn = self.draws.locate(draw)
-        ids = self.ids(bucket, turn) + self.num_lists * FIRST_MASKED
-        return Draw(bucket, self.buckets[bucket].capacity, ids)
+        return Draw(bucket, self.buckets[bucket].capacity, self.ids(bucket, turn))
 
     def steps_of(self, sample: int, end: int) -> list[int]:
-        """In which steps of the stage before ``end`` a global sample id is drawn, ascending.
-
-        Whatever is masked of it there: the id is that of the sample without lists.
-        """
+        """In which steps of the stage before ``end`` a global sample id is drawn, ascending."""
         capacity = self.samples.capacity_of(sample)
         dataset = self.samples.locate(np.array([sample]))[0][0]
+        num_turns = self.draws.counts(self.draw_of(end)).tolist()
         found = [
-            self.draws.draw_at(b, turn)
-            for b, stream in enumerate(self.buckets)
+            self.draws.draw_at(b, position // count)
+            for b, (stream, count) in enumerate(
+                zip(self.buckets, self.samples_per_draw, strict=True)
+            )
             if stream.capacity == capacity and dataset in stream.datasets
-            for turn in self._turns_of(b, sample, int(self.draws.counts(self.draw_of(end))[b]))
+            for position in stream.positions(sample, num_turns[b] * count)
         ]
         steps = [self.step_of(draw) for draw in sorted(found)]
         return [step for step in steps if step is not None and step < end]
 
-    def _turns_of(self, bucket: int, sample: int, num_turns: int) -> list[int]:
-        """Which of the first turns of a bucket have a sample; with windows some later ones too."""
-        stream, count = self.buckets[bucket], self.samples_per_draw[bucket]
-        if self.config.cost_window == 1:
-            return [p // count for p in stream.positions(sample, num_turns * count)]
-        if num_turns == 0:
-            return []
-        _, num_turns = self.draws.window(bucket, num_turns - 1, self.config.cost_window)
-        near = {p // count for p in stream.positions(sample, num_turns * count)}
-        windows = {self.draws.window(bucket, turn, self.config.cost_window) for turn in near}
+    def ids(self, bucket: int, turn: int) -> Ids:
+        """Samples of the ``turn``-th draw of a bucket."""
+        count = self.samples_per_draw[bucket]
+        return self.buckets[bucket].ids(turn * count, (turn + 1) * count)
+
+    def last_step(self, source: int, capacity: int, samples: Ids, end: int) -> int:
+        """The last step before ``end`` that draws one of some samples of a bucket of a source.
+
+        Samples are counted from the bucket's first one; the stage draws one of them before ``end``.
+        """
+        [(b, i)] = self._where(source, capacity)
+        count = self.samples_per_draw[b]
+        turns = int(self.draws.counts(self.draw_of(end))[b])
+        position = self.buckets[b].latest(i, samples, turns * count)
+        step = self.step_of(self.draws.draw_at(b, position // count))
+        assert step is not None
+        return step
+
+    def order_at(self, source: int, capacity: int, step: int) -> tuple[Epochs, int]:
+        """The order of a bucket of a source as it is before a step, and the cursor there."""
+        for b, i in self._where(source, capacity):
+            end = int(self.draws.counts(self.draw_of(step))[b]) * self.samples_per_draw[b]
+            return self.buckets[b].order_at(i, end), self.buckets[b].cursor(i, end)
+        place = (source, capacity)
+        [size] = [
+            int(sizes[datasets == source][0])
+            for of, datasets, _, sizes in self.samples.buckets
+            if of == capacity
+        ]
+        shuffled = order_named(self.config.order).shuffled
+        key = shuffle_key(self.config.seed, capacity, source) if shuffled else None
+        taken = self._cursors.get(capacity)
+        moves = self.moves_before().get(place, ())
+        epochs = Epochs(size, key, self._orders.get(place), moves)
+        return epochs, 0 if taken is None else int(taken[source])
+
+    def moves_before(self) -> Moves:
+        """What windows of the stages before moved of samples that come in this one or later."""
+        waiting = [self]
+        while waiting[-1]._moves is None:  # one after the other: there may be thousands of stages
+            assert waiting[-1]._before is not None
+            waiting.append(waiting[-1]._before)
+        for stage in reversed(waiting[:-1]):
+            before = stage._before
+            assert before is not None and before._moves is not None
+            ends = before.draws.counts(before.draw_of(stage._before_end)) * before.samples_per_draw
+            moves = dict(before._moves)
+            for stream, end in zip(before.buckets, ends.tolist(), strict=True):
+                moves.update(stream.moves_at(end))
+            stage._moves = {place: left for place, left in moves.items() if left}
+        assert self._moves is not None
+        return self._moves
+
+    def _where(self, source: int, capacity: int) -> list[tuple[int, int]]:
+        """The number of the bucket, and of the source in it; none where it is not drawn."""
         return [
-            turn
-            for begin, end in windows
-            for turn in range(begin, end)
-            for _ in range(int((self.ids(bucket, turn) == sample).sum()))
+            (b, int(stream.datasets.searchsorted(source)))
+            for b, stream in enumerate(self.buckets)
+            if stream.capacity == capacity and source in stream.datasets
         ]
 
-    def ids(self, bucket: int, turn: int) -> Ids:
-        """Samples of the ``turn``-th draw of a bucket; of their documents none is masked."""
-        stream, count = self.buckets[bucket], self.samples_per_draw[bucket]
-        if self.config.cost_window == 1:
-            return stream.ids(turn * count, (turn + 1) * count)
-        begin, end = self.draws.window(bucket, turn, self.config.cost_window)
-        rows: Ids = self._window(bucket, begin, end)[turn - begin]
-        return rows
+    @property
+    def _orders(self) -> Mapping[Place, ScoreOrder | BlockOrder]:
+        return self.samples.orders if order_named(self.config.order).shuffled else {}
 
-    def _window(self, bucket: int, begin: int, end: int) -> Ids:
-        """(end - begin, samples) ids of some draws, sorted by cost, draws in random order."""
-        known = self._windows.get((bucket, begin))
-        if known is not None:
-            return known
-        stream, count = self.buckets[bucket], self.samples_per_draw[bucket]
-        ids = stream.ids(begin * count, end * count)
-        by_cost = np.argsort(self.samples.attention_cost(ids, stream.capacity), kind="stable")
-        key = fold_key(self.config.seed, 3, bucket, begin)
-        order = _core.permute_range(key, end - begin, 0, end - begin)
-        rows: Ids = ids[by_cost].reshape(end - begin, count)[order]
-        self._windows[bucket, begin] = rows
-        while len(self._windows) > _WINDOWS:  # threads may do so at once: nothing is lost
-            with suppress(KeyError):
-                self._windows.popitem(last=False)
-        return rows
+    def _windows(self, capacity: int) -> CostWindows | None:
+        if self.config.cost_window == 1:
+            return None
+        return CostWindows(
+            num_draws=self.config.cost_window,
+            samples_per_draw=_samples_per_draw(self.config, capacity),
+            key=fold_key(self._key, 3, capacity),
+            cost=partial(self.samples.attention_cost, capacity=capacity, whole=False),
+        )
 
 
 def open_stages(program: Program, samples: SampleSource) -> list[StageDraws]:
@@ -241,13 +285,12 @@ def open_stages(program: Program, samples: SampleSource) -> list[StageDraws]:
     largest = 0
     for before, settings in zip((None, *program[:-1]), program, strict=True):
         if before is None:
-            stages.append(StageDraws(settings, samples, {}, largest))
+            stages.append(StageDraws(settings, samples, None, largest))
         elif settings.same_draws(before):
             stages.append(stages[-1].continued(settings))
         else:
-            cursors = stages[-1].cursors(settings.begin + settings.skip_steps)
             try:
-                stages.append(StageDraws(settings, samples, cursors, largest))
+                stages.append(StageDraws(settings, samples, stages[-1], largest))
             except ConfigError as error:
                 raise ConfigError(f"the stage from step {settings.begin}: {error}") from error
         largest = max(largest, stages[-1].buckets[-1].capacity)

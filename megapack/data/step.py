@@ -77,8 +77,7 @@ class Draw:
     Attributes:
         bucket: number of the bucket among those that have samples, by rising capacity.
         capacity: tokens per sample.
-        sample_ids: (samples,) int64, global ids; ``megapack.data.exclusions`` has those of samples
-            of which documents are masked.
+        sample_ids: (samples,) int64, global ids.
     """
 
     bucket: int
@@ -88,11 +87,19 @@ class Draw:
 
 @dataclass(frozen=True, eq=False)
 class Step:
-    """One optimizer step of all ranks; ``mix="step"`` has one draw, ``micro_step`` several."""
+    """One optimizer step of all ranks; ``mix="step"`` has one draw, ``micro_step`` several.
+
+    Attributes:
+        index: of the step, counted from 0.
+        draws: what it holds.
+        num_lists: of excluded documents in force.
+        count_labels: (sample ids, num_lists) -> tokens of each sample that have a label.
+    """
 
     index: int
     draws: tuple[Draw, ...]
-    count_labels: Callable[[NDArray[np.int64]], NDArray[np.int64]] = field(repr=False)
+    num_lists: int
+    count_labels: Callable[[NDArray[np.int64], int], NDArray[np.int64]] = field(repr=False)
 
     @property
     def bucket(self) -> int:
@@ -110,6 +117,11 @@ class Step:
         return np.concatenate([draw.sample_ids for draw in self.draws])
 
     @cached_property
+    def label_counts(self) -> NDArray[np.int64]:
+        """Of every sample, in the order of ``sample_ids``, tokens that have a label; int64."""
+        return self.count_labels(self.sample_ids, self.num_lists)
+
+    @property
     def num_label_tokens(self) -> int:
         """Tokens of the step that have a label: its loss denominator."""
-        return int(self.count_labels(self.sample_ids).sum())
+        return int(self.label_counts.sum())

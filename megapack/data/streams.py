@@ -7,22 +7,41 @@ their exact weights (``_core.Blend``): of its first n samples every dataset has 
 weight, within 1.69 samples, for any number of datasets and every n up to 2^53 (csrc/core/
 schedule/blend.hpp has the proof: 1.681, and 2^-9 because weights are whole numbers of 2^-62).
 Sample ids are global: the samples of dataset 0, then those of dataset 1, and so on.
+
+Windows of cost (``ScheduleConfig.cost_window``) give a draw samples of like cost. Whose turn it is
+stays; at the begin of every window of so many draws, each source puts those samples of an epoch
+that the window takes from it into another order. The draws of a window have ranks, a random
+permutation, and what a source gives to draws of rising rank rises in cost:
+
+    draws of a window, of ranks 1, 2, 0      costs of web      costs of code
+    as shuffled                              9 2 | 5 5 | 1 7     4 | 1 | 6
+    with the window                          5 5 | 7 9 | 1 2     4 | 6 | 1
+
+All sources of a draw have its rank, so costs are alike in it as far as they are among the sources.
+An epoch that ends inside a window is put in order by itself, and so is what the next one begins
+with. A stage that ends inside a window leaves the rest of it as it lies (``Move``), and the windows
+of the next stage go on from there. Costs are those of whole documents (the sum of squared segment
+lengths), whatever is masked, cut by attention windows, or attended to.
 """
 
 from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from functools import cached_property, partial
+from itertools import pairwise
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from megapack import _core
 from megapack.data.blocks import BlockOrder
-from megapack.data.epochs import Epochs
+from megapack.data.epochs import Epochs, Move
 from megapack.data.scores import ScoreOrder
 from megapack.errors import ConfigError
 from megapack.packing.shards import SourceIndex
@@ -30,6 +49,10 @@ from megapack.packing.shards import SourceIndex
 __all__ = [
     "Bucket",
     "BucketStream",
+    "CostWindows",
+    "Cursors",
+    "Moves",
+    "Place",
     "bucket_streams",
     "buckets_of",
     "fold_key",
@@ -38,7 +61,11 @@ __all__ = [
 ]
 
 Ids = NDArray[np.int64]
+Place: TypeAlias = tuple[int, int]  # number of the index, capacity
+Cursors: TypeAlias = Mapping[int, Ids]  # capacity -> samples taken of every index; none: 0 of all
+Moves: TypeAlias = Mapping[Place, tuple[Move, ...]]  # what windows of cost moved of each
 
+_WINDOWS = 2  # remembered of every bucket: the draws of a run need one, a look back another
 _SHARE_BITS = 62  # what _core.Blend takes
 _PART_BITS = 128  # parts are precise to 2^-64 of themselves for up to 2^64 tokens
 
@@ -54,6 +81,46 @@ def fold_key(seed: int, *parts: int) -> int:
 def shuffle_key(seed: int, capacity: int, dataset: int) -> int:
     """Of the shuffles of all epochs of one bucket of a dataset."""
     return fold_key(seed, 1, capacity, dataset)
+
+
+class CostWindows(NamedTuple):
+    """How the draws of a bucket are given samples of like cost; see the module.
+
+    Attributes:
+        num_draws: of a window.
+        samples_per_draw: of the bucket.
+        key: of the ranks of the draws.
+        cost: global ids of samples of the bucket -> the cost of each.
+    """
+
+    num_draws: int
+    samples_per_draw: int
+    key: int
+    cost: Callable[[Ids], Ids]
+
+    @property
+    def size(self) -> int:
+        """Positions of a window."""
+        return self.num_draws * self.samples_per_draw
+
+    def ranks(self, window: int, places: NDArray[np.int32]) -> Ids:
+        """The rank of the draw that each of some places of a window belongs to."""
+        key = fold_key(self.key, window)
+        ranks = _core.permute_range(key, self.num_draws, 0, self.num_draws)
+        return ranks[places // self.samples_per_draw]
+
+
+class _Range(NamedTuple):
+    """Some positions of a stream, source by source: run r is ``counts[r]`` samples from cursor
+    ``begins[r]`` of ``datasets[which[r]]`` on."""
+
+    which: NDArray[np.int32]
+    begins: Ids
+    counts: Ids
+    places: NDArray[np.int32]
+    """Of the samples of all runs, counted from the first position."""
+    samples: Ids
+    """Beside them: global ids."""
 
 
 class BucketStream:
@@ -77,19 +144,23 @@ class BucketStream:
         samples_per_epoch: int,
         *,
         seed: int | None,
-        starts: Mapping[tuple[int, int], int],
-        orders: Mapping[tuple[int, int], ScoreOrder | BlockOrder],
+        starts: Cursors,
+        orders: Mapping[Place, ScoreOrder | BlockOrder],
+        windows: CostWindows | None,
+        moves: Callable[[], Moves],
     ) -> None:
         self.capacity, self.datasets, self.first_sample, self.sizes = bucket
-        there = [(dataset, bucket.capacity) for dataset in self.datasets.tolist()]
-        self.starts = np.array([starts.get(pair, 0) for pair in there], np.int64)
+        none = np.zeros(int(self.datasets[-1]) + 1, np.int64)
+        self.starts = starts.get(bucket.capacity, none)[self.datasets]
         self.blend = _core.Blend(whole_shares(parts))
         self.samples_per_epoch = samples_per_epoch
         self._shuffled = seed is not None
-        self._orders = [orders.get(pair) for pair in there]
-        self._ordered = np.array([order is not None for order in self._orders])
-        keys = [shuffle_key(seed or 0, bucket.capacity, dataset) for dataset, _ in there]
-        self._keys = np.array(keys, np.uint64)
+        self._orders = {d: order for (d, c), order in orders.items() if c == bucket.capacity}
+        self._ordered = np.isin(self.datasets, list(self._orders))
+        own = partial(_core.random_bits, fold_key(seed or 0, 1, bucket.capacity))
+        self._keys = np.array(list(map(own, self.datasets.tolist())), np.uint64)
+        self._windows, self._moves_before = windows, moves
+        self._recent: OrderedDict[int, _Range] = OrderedDict()
 
     @property
     def num_samples(self) -> int:
@@ -98,56 +169,157 @@ class BucketStream:
 
     def ids(self, begin: int, end: int) -> NDArray[np.int64]:
         """Global sample ids at positions ``[begin, end)``; shape (end - begin,)."""
-        which, first, count, places = self.blend.range(begin, end)
-        own = _core.permute_epochs(
-            self._keys[which], self.sizes[which], self.starts[which] + first, count, self._shuffled
-        )
-        if self._ordered.any():
-            self._put_in_order(own, which, self.starts[which] + first, count)
-        ids = np.empty_like(own)
-        ids[places] = own + np.repeat(self.first_sample[which], count)
-        return ids
-
-    def _put_in_order(self, own: Ids, which: NDArray[np.int32], begin: Ids, count: Ids) -> None:
-        """Puts those runs of ``own`` whose source has an order of its own into that order."""
-        ends = np.cumsum(count)
-        for run in np.flatnonzero(self._ordered[which]).tolist():
-            order, key = self._orders[which[run]], int(self._keys[which[run]])
-            assert order is not None
-            number, end = int(count[run]), int(ends[run])
-            own[end - number : end] = order.samples(
-                lambda epoch, key=key: fold_key(key, epoch), int(begin[run]), number
-            )
+        if self._windows is None:
+            return _in_place(self._range(begin, end))
+        size = self._windows.size
+        first, last = begin // size, -(-end // size)
+        parts = [_in_place(self._window(number)) for number in range(first, last)]
+        return np.concatenate([np.zeros(0, np.int64), *parts])[begin - first * size :][
+            : end - begin
+        ]
 
     def positions(self, sample: int, end: int) -> list[int]:
         """Where a global sample id stands in positions ``[0, end)``; once per epoch."""
         [i] = np.flatnonzero(
             (self.first_sample <= sample) & (sample < self.first_sample + self.sizes)
         ).tolist()
-        epochs, own = self._epochs(i), np.array([sample - int(self.first_sample[i])])
-        first, last = int(self.starts[i]), self.cursor(i, end)
+        order, own = self._epochs(i), np.array([sample - int(self.first_sample[i])])
+        size = self._windows.size if self._windows else 1
+        first, last = int(self.starts[i]), self.cursor(i, -(-end // size) * size)
         found = []
-        for epoch in range(first // epochs.size, -(-last // epochs.size)):
-            cursor = epoch * epochs.size + int(epochs.places(epoch, own)[0])
-            if first <= cursor < last:  # the position at which the source is taken once more
-                turn = cursor - first
-                found.append(
-                    bisect_right(range(end), turn, key=lambda n: self.blend.taken_of(i, n)) - 1
-                )
+        for epoch in range(first // order.size, -(-last // order.size)):
+            cursor = epoch * order.size + int(order.places(epoch, own)[0])
+            if first <= cursor < last:  # and where its window moved it
+                position = self._position(i, cursor)
+                if self._windows:
+                    moved = self._moved(i, position // size).places(epoch, own)
+                    position = self._position(i, epoch * order.size + int(moved[0]))
+                found += [position] if position < end else []
         return found
+
+    def latest(self, i: int, samples: Ids, end: int) -> int:
+        """The last position before ``end`` that has one of some samples of dataset ``datasets[i]``,
+        counted from its first one; there is such a position."""
+        cursors = self.order_at(i, end).last(self.cursor(i, end), samples)
+        position = self._position(i, int(cursors.max()))
+        if self._windows:  # exact is the window; inside it another may come later
+            number, size = position // self._windows.size, self._windows.size
+            end = self.cursor(i, min(end, (number + 1) * size))
+            position = self._position(i, int(self._moved(i, number).last(end, samples).max()))
+        return position
 
     def cursor(self, i: int, end: int) -> int:
         """How many samples dataset ``datasets[i]`` gave, before this stream and in its first
         ``end`` samples."""
         return int(self.starts[i]) + self.blend.taken_of(i, end)
 
-    def _epochs(self, i: int) -> Epochs:
-        key = int(self._keys[i]) if self._shuffled else None
-        return Epochs(int(self.sizes[i]), key, self._orders[i])
+    def order_at(self, i: int, end: int) -> Epochs:
+        """The order of the samples of dataset ``datasets[i]`` with what the window moves that
+        position ``end`` divides."""
+        if self._windows is None or end % self._windows.size == 0:
+            return self._epochs(i)
+        return self._moved(i, end // self._windows.size)
+
+    def moves_at(self, end: int) -> Iterator[tuple[Place, tuple[Move, ...]]]:
+        """What windows moved of samples that come behind position ``end``; none of them has begun
+        there but the one that ``end`` divides."""
+        if self._windows is None:
+            return
+        taken, changed = self.starts + self.taken(end), set(self._moves)
+        if end % self._windows.size:
+            changed |= set(self._window(end // self._windows.size).which.tolist())
+        for i in sorted(changed):
+            moves = self.order_at(i, end).moves
+            left = tuple(move for move in moves if move.end > taken[i])
+            yield (int(self.datasets[i]), self.capacity), left
 
     def taken(self, end: int) -> NDArray[np.int64]:
         """How many of the first ``end`` samples each of ``datasets`` gave; shape (D,)."""
         return self.blend.taken(end)
+
+    def _position(self, i: int, cursor: int) -> int:
+        """Where dataset ``datasets[i]`` is taken at a cursor that it has in this stream."""
+        turn, high = cursor - int(self.starts[i]), 1
+        while self.blend.taken_of(i, high) <= turn:
+            high *= 2
+        return bisect_right(range(high), turn, key=lambda n: self.blend.taken_of(i, n)) - 1
+
+    def _epochs(self, i: int) -> Epochs:
+        key = int(self._keys[i]) if self._shuffled else None
+        return Epochs(
+            int(self.sizes[i]), key, self._orders.get(int(self.datasets[i])), self._moves.get(i, ())
+        )
+
+    @cached_property
+    def _moves(self) -> dict[int, tuple[Move, ...]]:
+        """Of the datasets that have some from before this stream."""
+        places = {(d, self.capacity): i for i, d in enumerate(self.datasets.tolist())}
+        before = self._moves_before() if self._windows else {}
+        return {places[place]: moves for place, moves in before.items() if place in places}
+
+    @cached_property
+    def _ends_of_moves(self) -> Ids:
+        """(D,) the cursor from which on nothing is moved."""
+        ends = np.zeros(len(self.datasets), np.int64)
+        for i, moves in self._moves.items():
+            ends[i] = max((move.end for move in moves), default=0)
+        return ends
+
+    def _range(self, begin: int, end: int) -> _Range:
+        which, first, count, places = self.blend.range(begin, end)
+        cursors = self.starts[which] + first
+        own = _core.permute_epochs(
+            self._keys[which], self.sizes[which], cursors, count, self._shuffled
+        )
+        special = self._ordered[which]
+        if self._windows is not None:
+            special = special | (cursors < self._ends_of_moves[which])
+        ends = np.cumsum(count)
+        for run in np.flatnonzero(special).tolist():
+            number, last = int(count[run]), int(ends[run])
+            order = self._epochs(int(which[run]))
+            own[last - number : last] = order.samples(int(cursors[run]), number)
+        samples = own + np.repeat(self.first_sample[which], count)
+        return _Range(which, cursors, count, places, samples)
+
+    def _window(self, number: int) -> _Range:
+        """The positions of a window, the samples of every source in the order of the ranks."""
+        windows = self._windows
+        assert windows is not None
+        known = self._recent.get(number)
+        if known is not None:
+            return known
+        found = self._range(number * windows.size, (number + 1) * windows.size)
+        which, begin, count, places, samples = found
+        within = np.arange(len(samples)) - np.repeat(np.cumsum(count) - count, count)
+        epoch = (np.repeat(begin, count) + within) // np.repeat(self.sizes[which], count)
+        last = np.r_[np.diff(np.repeat(which, count)) | np.diff(epoch), 0] != 0
+        group = np.cumsum(last) - last  # of one epoch of one source
+        by_cost = np.lexsort((windows.cost(samples), group))
+        by_rank = np.lexsort((windows.ranks(number, places), group))
+        moved = np.empty_like(samples)
+        moved[by_rank] = samples[by_cost]
+        self._recent[number] = found = found._replace(samples=moved)
+        while len(self._recent) > _WINDOWS:  # threads may do so at once: nothing is lost
+            with suppress(KeyError):
+                self._recent.popitem(last=False)
+        return found
+
+    def _moved(self, i: int, number: int) -> Epochs:
+        """The order of dataset ``datasets[i]`` with what a window moves."""
+        which, begin, count, _, samples = self._window(number)
+        for r in np.flatnonzero(which == i).tolist():
+            end = int(count[: r + 1].sum())
+            own = samples[end - int(count[r]) : end] - int(self.first_sample[i])
+            return self._epochs(i).moved(int(begin[r]), own)
+        return self._epochs(i)
+
+
+def _in_place(found: _Range) -> Ids:
+    """Its samples by position."""
+    ids = np.empty_like(found.samples)
+    ids[found.places] = found.samples
+    return ids
 
 
 class Bucket(NamedTuple):
@@ -166,8 +338,10 @@ def bucket_streams(
     seed: int,
     *,
     shuffled: bool = True,
-    starts: Mapping[tuple[int, int], int] = MappingProxyType({}),
-    orders: Mapping[tuple[int, int], ScoreOrder | BlockOrder] = MappingProxyType({}),
+    starts: Cursors = MappingProxyType({}),
+    orders: Mapping[Place, ScoreOrder | BlockOrder] = MappingProxyType({}),
+    windows: Callable[[int], CostWindows | None] = lambda _: None,
+    moves: Callable[[], Moves] = dict,
 ) -> list[BucketStream]:
     """One stream per capacity, ascending, of all indices together.
 
@@ -176,9 +350,11 @@ def bucket_streams(
         weights: of every index: a share of the tokens, 0 to leave it out, None for its tokens.
         seed: of the shuffles.
         shuffled: False: samples in the order of their index.
-        starts: (number of the index, capacity) -> samples taken before; 0 where it is missing.
+        starts: samples taken before.
         orders: (number of the index, capacity) -> order by score, or of an arranged source,
             instead of a shuffle.
+        windows: of the bucket of a capacity; None: its samples come as they are.
+        moves: what windows moved of samples that come after ``starts``.
 
     Weights are shares of tokens (samples x capacity). Every dataset keeps its own distribution over
     buckets: bucket b of dataset d is given ``weight[d] * tokens[d, b] / tokens[d]`` of the tokens,
@@ -210,6 +386,8 @@ def bucket_streams(
                 seed=seed if shuffled else None,
                 starts=starts,
                 orders=orders,
+                windows=windows(capacity),
+                moves=moves,
             )
         )
     return result
@@ -232,16 +410,19 @@ def whole_shares(parts: Sequence[int]) -> NDArray[np.int64]:
 
 def buckets_of(indices: Sequence[SourceIndex]) -> list[Bucket]:
     """The samples of all indices by rising capacity."""
-    found: dict[int, list[tuple[int, int, int]]] = {}
+    found: dict[int, tuple[list[int], list[int], list[int]]] = {}  # the rows of Bucket
     base = 0
     for d, index in enumerate(indices):
         offsets = index.bucket_sample_offsets.tolist()
-        for b, capacity in enumerate(index.bucket_capacity.tolist()):
-            begin, end = offsets[b], offsets[b + 1]
+        for capacity, (begin, end) in zip(
+            index.bucket_capacity.tolist(), pairwise(offsets), strict=True
+        ):
             if begin < end:
-                found.setdefault(capacity, []).append((d, base + begin, end - begin))
-        base += index.num_samples
-    return [Bucket(c, *np.array(rows, np.int64).T.copy()) for c, rows in sorted(found.items())]
+                rows = found.setdefault(capacity, ([], [], []))
+                for row, value in zip(rows, (d, base + begin, end - begin), strict=True):
+                    row.append(value)
+        base += offsets[-1]
+    return [Bucket(c, *np.array(rows, np.int64)) for c, rows in sorted(found.items())]
 
 
 def _exact_weights(weights: Sequence[float | None], tokens: Sequence[int]) -> list[int]:

@@ -16,12 +16,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any, Literal
 
 from megapack.config import from_dict, load_config, to_dict
-from megapack.data.blend import BlendConfig, Source
+from megapack.data.blend import BlendConfig, HostOptions, Source
 from megapack.errors import ConfigError
 from megapack.packing.shard_manifest import is_shard_manifest
 
@@ -39,29 +38,8 @@ STAGE_FIELDS = frozenset(
 
 
 @dataclass(frozen=True, kw_only=True)
-class Manifest(BlendConfig):
-    """Sources and packing options; every field but ``sources`` has a default."""
-
-    strategy: str = "bucket"
-    parameters: dict[str, Any] = field(default_factory=dict)
-    """Of the strategy (``megapack-build pack --help`` lists them)."""
-    buckets: tuple[int, ...] | None = None
-    """Capacities in tokens, each a divisor of the sequence length; None: ``default_buckets``."""
-    order: str = "proportional"
-    """How buckets follow each other: proportional, or a length curriculum."""
-    seed: int | None = None
-    """None: the host's seed."""
-    rows_per_block: int | None = None
-    """Rows that share a bucket, a multiple of micro batch size x data-parallel size; None: the
-    host's global batch size."""
-    cu_seqlens: Literal["auto", "exact", "padded"] = "auto"
-    """Exact length (one row per micro batch) or padded to sequence length + 1 (several rows)."""
-    align: int | None = None
-    """Segments start at multiples of this; None: 2 x context_parallel_size where that exceeds 1."""
-    cache_directory: str | None = None
-    """Where the sample index lies; None: the host's cache path, else beside the first source."""
-    node_local: bool = False
-    """The cache directory is a disk of each node, not shared: one process of each node builds."""
+class Manifest(HostOptions, BlendConfig):
+    """Sources and what is for hosts; every field but ``sources`` has a default."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

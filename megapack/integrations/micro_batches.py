@@ -135,6 +135,7 @@ class MicroBatches(Dataset[dict[str, Any]]):
                 layout=self.layout,
                 capacity=chosen.capacity,
                 attention_window=chosen.attention_window,
+                num_lists=chosen.num_lists,
             )
         )
 

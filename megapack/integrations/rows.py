@@ -122,6 +122,15 @@ class RowDataset(Dataset[dict[str, Tensor]]):
         samples: NDArray[np.int64] = self._block(block)[2][within]
         return samples
 
+    def segments_of(self, i: int) -> list[tuple[int, list[tuple[int, int, int]]]]:
+        """Of every sample of row ``i`` its source and its segments (document, begin, length), but
+        those of documents that are masked."""
+        num_lists = self.schedule.stage_at(self._check(i) // self.options.rows_per_block).num_lists
+        return [
+            self.packed.samples.segments(sample, num_lists)
+            for sample in self.samples_of(i).tolist()
+        ]
+
     def __getitem__(self, i: int) -> dict[str, Tensor]:
         """One row.
 
@@ -175,6 +184,7 @@ class RowDataset(Dataset[dict[str, Tensor]]):
             capacity=capacity,
             out=self._buffers.take(len(within), self.options.sequence_length),
             attention_window=self._window(block),
+            num_lists=self.schedule.stage_at(block).num_lists,
         )
         names = ["cu_seqlens"] if self.options.align == 1 else ["cu_seqlens", "cu_seqlens_padded"]
         rows = {name: batch[name] for name in (*ROW_KEYS, *names)}
@@ -203,7 +213,7 @@ class RowDataset(Dataset[dict[str, Tensor]]):
             return self._blocks[block]
         step = self.schedule.step(block)
         costs = self.packed.samples.attention_cost(
-            step.sample_ids, step.capacity, self._window(block)
+            step.sample_ids, step.capacity, self._window(block), num_lists=step.num_lists
         )
         rows = step.sample_ids[equal_groups(costs, len(costs) // self.options.rows_per_block)]
         self._blocks[block] = (step.bucket, step.capacity, rows)

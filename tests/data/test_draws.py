@@ -65,20 +65,3 @@ def test_a_draw_far_ahead_stands_where_counting_from_a_cycle_before_it_arrives(
         assert turn == counts[bucket]
         counts[bucket] += 1
     assert draws.counts(begin + 40).tolist() == counts
-
-
-@given(draws=draw_orders, size=st.integers(1, 9), data=st.data())
-def test_windows_part_the_turns_of_every_epoch(
-    draws: DrawOrder, size: int, data: st.DataObject
-) -> None:
-    bucket = data.draw(st.integers(0, len(draws.samples_per_draw) - 1))
-    epoch = draws.num_cycles
-    ends = {draws.drawn(bucket, e * epoch) for e in range(5)}
-    turn, last = 0, max(ends)
-    while turn < last:
-        begin, end = draws.window(bucket, turn, size)
-        assert begin == turn < end <= turn + size
-        assert all(draws.window(bucket, t, size) == (begin, end) for t in range(begin, end))
-        assert not ends & set(range(begin + 1, end))
-        turn = end
-    assert turn == last

@@ -10,12 +10,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils.data import DataLoader
 
 from megapack.data import (
     BatchLayout,
+    BucketBatchSampler,
     PackedDataset,
     Schedule,
     Stage,
@@ -23,7 +26,6 @@ from megapack.data import (
     load_blend,
     plan_exclusions,
 )
-from megapack.data.exclusions import FIRST_MASKED
 from megapack.errors import ConfigError, FormatError, ResumeError
 from megapack.packing import SampleIndex, pack
 from megapack.storage.document_list import read_documents
@@ -69,31 +71,31 @@ def test_a_masked_sample_is_what_it_would_be_without_those_segments(
                 capacity=capacity,
                 **case["options"],
             )
-            ids = np.arange(len(samples)) + force * FIRST_MASKED
-            batch = dataset.micro_batch(ids, layout=layout)
+            ids = np.arange(len(samples))
+            batch = dataset.micro_batch(ids, layout=layout, num_lists=force)
             for name in TENSORS:
                 assert batch[name].flatten().tolist() == getattr(expected, name), name
             lengths_of = "rooms" if "cu_seqlens_padded" in batch else "lengths"
             bounds = batch.get("cu_seqlens_padded", batch["cu_seqlens"])
             assert bounds.tolist() == expected.cu_seqlens(lengths_of)
-            assert dataset.count_labels(ids).sum() == sum(expected.loss_mask)
-            check_costs(dataset, ids, samples, capacity, case["options"]["attention"])
-            assert [dataset.samples.segments(i)[1] for i in ids.tolist()] == samples
-            lengths_there = dataset.samples.segment_lengths(ids).tolist()
+            assert dataset.count_labels(ids, force).sum() == sum(expected.loss_mask)
+            check_costs(dataset, force, samples, capacity, case["options"]["attention"])
+            assert [dataset.samples.segments(i, force)[1] for i in ids.tolist()] == samples
+            lengths_there = dataset.samples.segment_lengths(ids, force).tolist()
             assert lengths_there == [length for sample in samples for _, _, length in sample]
-        with pytest.raises(IndexError):
-            dataset.micro_batch([3 * FIRST_MASKED])
 
 
 def check_costs(
-    dataset: PackedDataset, ids: Any, samples: Any, capacity: int, attention: str
+    dataset: PackedDataset, num_lists: int, samples: Any, capacity: int, attention: str
 ) -> None:
     expected = []
     for sample in samples:
         lengths = [length for _, _, length in sample]
         attends = [sum(lengths)] if attention == "sample" else lengths
         expected.append(sum(n * n for n in attends) + (capacity - sum(lengths)) ** 2)
-    assert dataset.samples.attention_cost(ids, capacity).tolist() == expected
+    ids = np.arange(len(samples))
+    costs = dataset.samples.attention_cost(ids, capacity, num_lists=num_lists)
+    assert costs.tolist() == expected
 
 
 def write_list(path: Path, documents: Any) -> str:
@@ -149,11 +151,36 @@ def test_what_a_loader_gives_has_no_excluded_token_from_the_step_on(
                 assert not shown or batch["step"] < begins[name]
                 seen_before |= {name for _ in shown}
     assert seen_before == {"web", "code"}
+    check_ids_that_leave(data, schedule)
     for step in range(30):  # which samples are drawn is as it was
         ours, theirs = schedule.step(step), plain.step(step)
-        assert (ours.sample_ids % FIRST_MASKED).tolist() == theirs.sample_ids.tolist()
-        assert (ours.sample_ids >= FIRST_MASKED).all() == (step >= 5)
+        assert ours.sample_ids.tolist() == theirs.sample_ids.tolist()
+        assert (ours.num_lists > 0) == (step >= 5)
         assert ours.num_label_tokens <= theirs.num_label_tokens
+
+
+def check_ids_that_leave(data: PackedDataset, schedule: Schedule) -> None:
+    """Ids of batches, micro batches, logs and draws are those of samples, whatever is masked; and
+    a DataLoader of torch's own masks what our loader masks."""
+    arguments: Any = {
+        "data_parallel_rank": 0,
+        "data_parallel_size": 1,
+        "micro_batch_tokens": 64,
+        "num_steps": 30,
+    }
+    sampler = BucketBatchSampler(schedule, **arguments)
+    theirs = DataLoader(data, batch_sampler=sampler, collate_fn=list)
+    for batch, items, micro in zip(
+        build_loader(data, schedule, **arguments), theirs, sampler, strict=True
+    ):
+        ids = batch["sample_ids"].tolist()
+        assert ids == list(micro) == micro.sample_ids.tolist() and max(ids) < len(data)
+        assert all(isinstance(data.samples.segments(i), tuple) for i in ids)
+        tokens = torch.cat([item["tokens"] for item in items])
+        assert torch.equal(tokens, batch["tokens"].flatten())
+        step = schedule.step(batch["step"])
+        assert set(ids) <= set(step.sample_ids.tolist())
+        assert (micro.num_lists > 0) == (batch["step"] >= 5)
 
 
 @pytest.mark.parametrize("window", [1, 4])
@@ -184,7 +211,7 @@ def test_the_plan_of_exclusions_counts_what_the_steps_hold(
         drawn = [
             step
             for step in range(60)
-            for sample in (schedule.step(step).sample_ids % FIRST_MASKED).tolist()
+            for sample in schedule.step(step).sample_ids.tolist()
             if sample in holding
         ]
         before = [step for step in drawn if step < plan.from_step]
@@ -249,9 +276,9 @@ def test_a_copy_in_another_process_keeps_the_lists_that_were_read(tmp_path: Path
     text = pickle.dumps(data)
     file.unlink()
     copy = pickle.loads(text)
-    ids = np.arange(5) + FIRST_MASKED
-    assert copy.count_labels(ids).tolist() == data.count_labels(ids).tolist()
-    assert copy.count_labels(ids).sum() < data.count_labels(ids - FIRST_MASKED).sum()
+    ids = np.arange(5)
+    assert copy.count_labels(ids, 1).tolist() == data.count_labels(ids, 1).tolist()
+    assert copy.count_labels(ids, 1).sum() < data.count_labels(ids).sum()
 
 
 def test_labels_are_counted_without_the_documents_too(tmp_path: Path) -> None:
@@ -266,7 +293,7 @@ def test_labels_are_counted_without_the_documents_too(tmp_path: Path) -> None:
         segments = [
             segment
             for sample in schedule.step(step).sample_ids.tolist()
-            for segment in schedule.samples.segments(sample)[1]
+            for segment in schedule.samples.segments(sample, 1)[1]
         ]
         assert all(document % 2 for document, _, _ in segments)
         ends = sum(begin + n == lengths[document] for document, begin, n in segments)

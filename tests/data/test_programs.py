@@ -8,26 +8,43 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-from collections import defaultdict
+from collections import Counter, defaultdict
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference import programs
 
 from megapack.data import BucketBatchSampler, Ramp, Schedule, Scores, Stage, plan_run
 from megapack.data.source import SampleSource
-from tests.data.corpora import samples_of_buckets
+from megapack.errors import ConfigError, ResumeError
+from megapack.packing import SampleIndex
+from tests.data.corpora import index_of
 
 CAPACITIES = (4, 8, 16)
 TOKENS = (32, 48, 96, 144)
 PROGRAMS = int(os.environ.get("MEGAPACK_PROGRAMS", "100"))
 NAMES = [f"s{number}" for number in range(6)]
 POOL_COUNTS = [{4: 9, 8: 30, 16: 3}, {8: 11}, {4: 2, 16: 25}, {16: 1}, {4: 40, 8: 5}, {4: 1, 8: 1}]
-POOL = [samples_of_buckets(counts) for counts in POOL_COUNTS]
+LENGTHS = np.random.default_rng(0).integers(1, 5, 200)  # in quarters of a capacity
+
+
+def samples_of(counts: dict[int, int]) -> SampleIndex:
+    """One document in each, of a length between a quarter of the capacity and the whole."""
+    buckets: dict[int, list[list[tuple[int, int, int]]]] = {}
+    lengths: list[int] = []
+    for capacity, count in sorted(counts.items()):
+        own = (LENGTHS[len(lengths) :][:count] * capacity // 4).tolist()
+        buckets[capacity] = [[(len(lengths) + i, 0, length)] for i, length in enumerate(own)]
+        lengths += own
+    return index_of(buckets, lengths)
+
+
+POOL = [samples_of(counts) for counts in POOL_COUNTS]
 # Samples are documents of one segment here, so a score of a document is one of a sample.
 SCORES = [np.random.default_rng(s).integers(0, 4, i.num_documents) for s, i in enumerate(POOL)]
 FOLDER = tempfile.TemporaryDirectory()  # lists of documents to exclude; gone when the tests end
@@ -58,9 +75,18 @@ def written_programs(draw: st.DrawFn) -> dict[str, Any]:
             for s in stages
         ],
         "seed": draw(st.integers(0, 2**63)),
+        "cost_window": draw(st.sampled_from([1, 2, 3, 8])),
     }
 
 
+def cost_of(source: int, capacity: int, number: int) -> int:
+    """Token pairs of one of ``POOL``: those of its document and those of its padding."""
+    before = sum(n for c, n in POOL_COUNTS[source].items() if c < capacity)
+    length = int(LENGTHS[before + number]) * capacity // 4
+    return length**2 + (capacity - length) ** 2
+
+
+@settings(max_examples=max(PROGRAMS, settings.default.max_examples))
 @given(program=written_programs())
 def test_steps_are_those_of_the_definition(program: dict[str, Any]) -> None:
     """tests/reference/programs.py draws one sample after the other; here any step by itself."""
@@ -72,6 +98,7 @@ def test_steps_are_those_of_the_definition(program: dict[str, Any]) -> None:
         weights=first.weights,
         tokens_per_step=first.tokens_per_step,
         seed=program["seed"],
+        cost_window=program["cost_window"],
         stages=[
             Stage(
                 from_step=stage.begin,
@@ -83,7 +110,14 @@ def test_steps_are_those_of_the_definition(program: dict[str, Any]) -> None:
         ],
     )
     counts = [POOL_COUNTS[s] for s in used]
-    expected = programs.steps(counts, program["stages"], program["seed"], 50)
+    expected = programs.steps(
+        counts,
+        program["stages"],
+        program["seed"],
+        50,
+        program["cost_window"],
+        lambda source, capacity, number: cost_of(used[source], capacity, number),
+    )
     assert len(expected) == 50
     for i in (49, *range(50)):  # any order of asking
         step = schedule.step(i)
@@ -125,6 +159,7 @@ class Run:
             self.orders.append("grow-p2")
         self.order = str(self.random.choice(self.orders))
         self.scored = {source for source in order.tolist() if self.random.random() < 0.2}
+        self.cost_window = int(self.random.choice([1, 2, 5]))
         self.stages: list[Stage] = []
         self.step = 0
         self.seen: list[list[int]] = []
@@ -141,7 +176,11 @@ class Run:
             scores=[scores_of(s) if s in self.scored else None for s in self.sources],
         )
         return Schedule(
-            SimpleNamespace(samples=samples), tokens_per_step=self.tokens, order=self.order, seed=7
+            SimpleNamespace(samples=samples),
+            tokens_per_step=self.tokens,
+            order=self.order,
+            cost_window=self.cost_window,
+            seed=7,
         )
 
     def edit(self) -> None:
@@ -239,7 +278,7 @@ def test_edited_runs_keep_every_law() -> None:
         run.advance(schedule, 8)
         scratch = run.schedule()
         assert [scratch.step(i).sample_ids.tolist() for i in range(run.step)] == run.seen, number
-        check_epochs_of_sources(scratch, run.seen, run.scored)
+        check_epochs_of_sources(scratch, run)
         check_shares(scratch, run.seen)
         check_masks(scratch, run)
         check_ranks(scratch, int(run.random.integers(0, run.step)))
@@ -252,25 +291,26 @@ def check_masks(schedule: Schedule, run: Run) -> None:
     """A sample shows its segments but those of documents that a stage begun so far excludes."""
     gone: set[tuple[int, int]] = set()
     waiting = [stage for stage in run.stages if stage.exclude]
-    assert waiting or max(max(ids) for ids in run.seen) < schedule.samples.num_samples
+    assert max(max(ids) for ids in run.seen) < schedule.samples.num_samples
     for i, ids in enumerate(run.seen if waiting else ()):
         while waiting and waiting[0].from_step <= i:
             for name, path in waiting.pop(0).exclude.items():
                 listed = np.load(path) if path.endswith(".npy") else Path(path).read_text().split()
                 gone |= {(schedule.samples.names.index(name), int(d)) for d in listed}
+        num_lists = schedule.step(i).num_lists
         for sample in ids:
-            source, shown = schedule.samples.segments(sample)
+            source, shown = schedule.samples.segments(sample, num_lists)
             _, local = schedule.samples.locate(np.array([sample]))
             _, segments = schedule.samples.indices[source].sample(int(local[0]))
             assert shown == [s for s in segments if (source, s[0]) not in gone]
-        kept = [schedule.samples.segments(sample)[1] for sample in ids]
+        kept = [schedule.samples.segments(sample, num_lists)[1] for sample in ids]
         labels = sum(length - 1 for segments in kept for _, _, length in segments)  # whole ones
         assert schedule.step(i).num_label_tokens == labels
 
 
-def check_epochs_of_sources(schedule: Schedule, seen: list[list[int]], scored: set[int]) -> None:
+def check_epochs_of_sources(schedule: Schedule, run: Run) -> None:
     """Per bucket of a source: the samples in the order drawn (or passed over) are whole epochs,
-    each of them by score where the source has scores."""
+    each of them by score where the source has scores and no window puts them in order of cost."""
     streams: dict[tuple[int, int], list[int]] = defaultdict(list)
     passed = {  # what the stage before would have drawn on
         stage.begin: [before.step_draws(stage.begin + i) for i in range(settings.skip_steps)]
@@ -278,7 +318,7 @@ def check_epochs_of_sources(schedule: Schedule, seen: list[list[int]], scored: s
             schedule.stages[:-1], schedule.stages[1:], schedule.program[1:], strict=True
         )
     }
-    for i, ids in enumerate(seen):
+    for i, ids in enumerate(run.seen):
         for ahead in passed.get(i, ()):
             follow(schedule, streams, np.concatenate([draw.sample_ids for draw in ahead]))
         follow(schedule, streams, np.array(ids))
@@ -289,7 +329,7 @@ def check_epochs_of_sources(schedule: Schedule, seen: list[list[int]], scored: s
             epoch = numbers[begin : begin + size]
             assert len(set(epoch)) == len(epoch)
             assert len(epoch) < size or len(set(epoch)) == size
-            if number in scored:
+            if number in run.scored and run.cost_window == 1:
                 rising = np.diff(SCORES[number][epoch]) * (-1 if number % 2 else 1)
                 assert (rising >= 0).all()
 
@@ -358,3 +398,66 @@ def check_ranks(schedule: Schedule, step: int) -> None:
             assert len({(b.attention_window, b.step_label_weight) for b in row}) == 1
         dealt = sorted(i for batches in ranks for batch in batches for i in batch)
         assert dealt == sorted(schedule.step(step).sample_ids.tolist())
+
+
+def rewritten(run: Run, k: int, how: str) -> list[Stage]:
+    """The stages of a run, the k-th of which is written otherwise: as something else, or as the
+    same in other words."""
+    stages, stage = list(run.stages), run.stages[k]
+    number = int(run.random.integers(0, 3))
+    weights = {name: 2 * weight for name, weight in (stage.weights or {}).items()}
+    changed = {
+        "drop": [],
+        "move": [replace(stage, from_step=stage.from_step + number - 1)],
+        "skip": [replace(stage, skip_steps=number)],
+        "order": [replace(stage, order="uniform", num_cycles=1)],
+        "tokens": [replace(stage, tokens_per_step=TOKENS[number])],
+        "window": [replace(stage, attention_window=8 * number, window_steps=0)],
+        "weights twice as large": [replace(stage, weights=weights or None)],
+        "a stage that changes nothing": [
+            stage,
+            replace(stage, from_step=stage.from_step + 1, skip_steps=0, ramp=None),
+        ],
+    }
+    stages[k : k + 1] = changed[how]
+    return stages
+
+
+def test_the_past_may_be_written_otherwise_where_no_step_changes() -> None:
+    """Whatever is allowed changes no step that was taken; other words for the same are allowed."""
+    ways = ("drop", "move", "skip", "order", "tokens", "window")
+    words = ("weights twice as large", "a stage that changes nothing")
+    allowed: Counter[tuple[str, bool]] = Counter()
+    for number in range(max(40, PROGRAMS // 4)):
+        run = edited_run(number, 6)
+        past = [k for k, stage in enumerate(run.stages) if stage.from_step < run.step]
+        schedule = run.schedule()
+        state = json.loads(json.dumps(schedule.state_dict(run.step)))
+        for k in past[:3]:
+            for how in (str(run.random.choice(ways)), *words):
+                if how in words and run.stages[k].ramp is not None:
+                    continue  # shares of its pieces are rounded otherwise
+                try:
+                    edited = run.schedule(rewritten(run, k, how))
+                except ConfigError:
+                    continue
+                try:
+                    edited.check_state(state)
+                except ResumeError:
+                    assert how not in words or how == words[1], (number, how)
+                    allowed[how, False] += 1
+                    continue
+                allowed[how, True] += 1
+                for i in range(run.step):
+                    for now, then in zip(held(edited, i), held(schedule, i), strict=True):
+                        assert now == then, (number, how, i)
+    assert {name for name, _ in allowed} == {*ways, *words}
+    assert all(allowed[how, True] for how in words)
+
+
+def held(schedule: Schedule, i: int) -> tuple[Any, ...]:
+    """What a step holds and how it is trained."""
+    step, settings = schedule.step(i), schedule.settings_at(i)
+    ids = step.sample_ids.tolist()
+    shown = [schedule.samples.segments(sample, step.num_lists) for sample in ids]
+    return ids, shown, settings.window_at(i), settings.loss_weights

@@ -107,7 +107,7 @@ def test_other_data_and_other_weights_are_refused() -> None:
 def test_a_state_of_an_older_order_of_samples_is_refused_with_what_to_do() -> None:
     schedule = Schedule([INDEX, OTHER], weights=[1, 2], tokens_per_step=TOKENS)
     old = {**schedule.state_dict(3), "order_version": 1}
-    message = "order_version was 1 and is 2. Continue with the version of megapack that began"
+    message = "order_version was 1 and is 3. Continue with the version of megapack that began"
     with pytest.raises(ResumeError, match=message):
         schedule.check_state(old)
     [text] = schedule.check_state(old, allow_change=["order_version"])

@@ -5,6 +5,7 @@ The specification is ``merge``: documents one after the other, samples of every 
 
 from __future__ import annotations
 
+import dataclasses
 import pickle
 from pathlib import Path
 from typing import Any
@@ -26,13 +27,14 @@ from megapack.data import (
     unseen_documents,
 )
 from megapack.data.scores import Scores
+from megapack.data.shards import Shards
 from megapack.data.vocabulary import check_token_ids
 from megapack.errors import ConfigError, IndexMismatchError, ResumeError
 from megapack.packing import SampleIndex, pack
 from megapack.packing.metrics import DocumentTotals
 from megapack.packing.shard_manifest import load_shards
 from megapack.packing.shard_packing import pack_shards, plan_packing
-from megapack.packing.shards import ShardedIndex
+from megapack.packing.shards import PackedShard, ShardedIndex
 from megapack.storage import IndexedDataset
 from megapack.storage.merge import merge
 from tests.data.corpora import packed_lengths, random_documents, write_documents
@@ -78,6 +80,72 @@ def merged_index(index: ShardedIndex, dataset: IndexedDataset) -> SampleIndex:
         documents=DocumentTotals(**vars(packed.documents)),
         dropped_tokens=0,
         repeated_tokens=0,
+    )
+
+
+@pytest.mark.parametrize("sizes", [[0, 2], [2, 0], [0, 0, 1, 0], [0, 3, 0, 2]])
+def test_shards_without_samples_may_stand_anywhere(tmp_path: Path, sizes: list[int]) -> None:
+    """Also all but one: a document of no tokens is in no sample."""
+    prefixes = [str(tmp_path / f"shard{i}") for i in range(len(sizes))]
+    documents = [random_documents([5] * size or [0], seed=i) for i, size in enumerate(sizes)]
+    for prefix, own in zip(prefixes, documents, strict=True):
+        write_documents(Path(prefix), own)
+    data = PackedDataset(None, sharded(tmp_path / "web.shards.json", prefixes), names=["web"])
+    schedule = Schedule(data, tokens_per_step=16 * len(data))
+    loader = build_loader(
+        data,
+        schedule,
+        data_parallel_rank=0,
+        data_parallel_size=1,
+        micro_batch_tokens=16 * len(data),
+    )
+    [batch] = loader
+    kept = batch["loss_mask"] > 0
+    seen = batch["tokens"][kept].tolist()
+    assert sorted(seen) == sorted(t for own in documents for d in own for t in d[:-1])
+    assert int(kept.sum()) == schedule.step(0).num_label_tokens == 4 * sum(sizes)
+
+
+def test_ids_are_located_in_every_layout_of_shards() -> None:
+    """By the definition: bucket after bucket of a source, in each shard after shard."""
+    random = np.random.default_rng(0)
+    for _ in range(300):
+        layouts = [
+            random.integers(0, 4, (random.integers(1, 5), random.integers(1, 4)))
+            * (random.random() < 0.6)
+            for _ in range(random.integers(1, 4))
+        ]
+        shards = Shards([index_of_counts(counts) for counts in layouts])
+        places, first_shard = [], 0
+        for counts in layouts:
+            before = np.cumsum(counts, axis=1) - counts
+            for bucket, shard in np.ndindex(*counts.T.shape):
+                for i in range(counts[shard, bucket]):
+                    places.append((first_shard + shard, int(before[shard, bucket]) + i))
+            first_shard += len(counts)
+        ids = random.permutation(len(places))
+        found = np.stack(shards.locate(ids), axis=1).tolist()
+        assert found == [list(places[i]) for i in ids.tolist()]
+        for shard in range(first_shard):
+            own = [i for i, place in enumerate(places) if place[0] == shard]
+            assert sorted(shards.ids(shard).tolist()) == own
+
+
+def index_of_counts(counts: np.ndarray) -> ShardedIndex:
+    """Shards of so many samples per bucket, of which no file exists."""
+    none = dict.fromkeys((f.name for f in dataclasses.fields(PackedShard)), None)
+    rows = [
+        PackedShard(**{**none, "samples_per_bucket": tuple(own), "num_documents": 1})
+        for own in counts.tolist()
+    ]
+    return ShardedIndex(
+        path="none",
+        shards=tuple(rows),
+        strategy="bucket",
+        parameters={},
+        buckets=[],
+        seed=0,
+        bucket_capacity=np.arange(1, counts.shape[1] + 1),
     )
 
 

@@ -1,21 +1,24 @@
 """What the steps of a program hold: the definition, one sample after the other.
 
 A program is stages, each a first step, tokens per step, weights of the sources (0: not drawn) and
-how many steps it passes over before it begins. Every bucket of every source has a cursor, which a
-sample that is drawn (or passed over) moves on by one; the sample at cursor c is element ``c % n``
-of the shuffle of epoch ``c // n`` of the n samples that the source has in the bucket. Nothing else
-is remembered from stage to stage.
+how many steps it passes over before it begins. Every bucket of every source is a queue, of which a
+draw (also one that is passed over) takes the first sample; an empty queue is filled with the next
+epoch, the n samples that the source has in the bucket in the order of that epoch's shuffle. Nothing
+else is remembered from stage to stage.
+
+A window of cost puts the first samples of the queues in another order when its first draw begins.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import partial
+from itertools import groupby
 from math import ceil, floor
 
-from reference.blends import locate, tree
+from reference.blends import Pair, locate, tree
 from reference.random import MASK
 
 SHARES = 1 << 62
@@ -33,11 +36,44 @@ class Stage:
 Sources = list[dict[int, int]]
 # capacity, [(source, number among its samples of that capacity)]
 StepContent = tuple[int, list[tuple[int, int]]]
+# (source, capacity, number among its samples) -> cost
+Cost = Callable[[int, int, int], int]
 
 
-def steps(sources: Sources, stages: list[Stage], seed: int, num_steps: int) -> list[StepContent]:
+class Queue:
+    """The coming samples of a bucket of a source: (epoch, number)."""
+
+    def __init__(self, size: int, seed: int, capacity: int, source: int) -> None:
+        self.size, self.names = size, (seed, 1, capacity, source)
+        self.coming: list[tuple[int, int]] = []
+        self.epochs = 0
+
+    def fill(self, count: int) -> None:
+        """So that it has ``count`` samples and more."""
+        while len(self.coming) < count:
+            order = permuted(self.size, fold_key(*self.names, self.epochs))
+            self.coming += [(self.epochs, number) for number in order]
+            self.epochs += 1
+
+    def take(self) -> int:
+        self.fill(1)
+        return self.coming.pop(0)[1]
+
+
+def steps(
+    sources: Sources,
+    stages: list[Stage],
+    seed: int,
+    num_steps: int,
+    cost_window: int = 1,
+    cost: Cost = lambda *_: 0,
+) -> list[StepContent]:
     """The first ``num_steps`` steps, with order "proportional" and one bucket per step."""
-    cursors: Counter[tuple[int, int]] = Counter()
+    queues = {
+        (s, capacity): Queue(size, seed, capacity, s)
+        for s, source in enumerate(sources)
+        for capacity, size in source.items()
+    }
     found: list[StepContent] = []
     largest = 0
     draws: Iterator[StepContent] = iter(())
@@ -45,28 +81,44 @@ def steps(sources: Sources, stages: list[Stage], seed: int, num_steps: int) -> l
         before = stages[number - 1]
         for _ in range(stage.skip_steps):
             next(draws)
-        if number == 0 or (stage.tokens_per_step, stage.weights) != (
-            before.tokens_per_step,
-            before.weights,
+        if (
+            number == 0
+            or stage.tokens_per_step != before.tokens_per_step
+            or shares(stage.weights) != shares(before.weights)
         ):
             capacity = max(c for s, w in zip(sources, stage.weights, strict=True) if w for c in s)
-            draws = stage_draws(sources, stage, seed, cursors, swap=capacity > largest)
+            draws = stage_draws(
+                sources, stage, seed, queues, cost_window, cost, swap=capacity > largest
+            )
             largest = max(largest, capacity)
         end = stages[number + 1].begin if number + 1 < len(stages) else num_steps
         found += [next(draws) for _ in range(min(end, num_steps) - stage.begin)]
     return found
 
 
+def shares(weights: tuple[float, ...]) -> list[Fraction]:
+    """Weights count by their proportions."""
+    return [Fraction(weight) / sum(map(Fraction, weights)) for weight in weights]
+
+
 def stage_draws(
-    sources: Sources, stage: Stage, seed: int, cursors: Counter[tuple[int, int]], *, swap: bool
+    sources: Sources,
+    stage: Stage,
+    seed: int,
+    queues: dict[tuple[int, int], Queue],
+    cost_window: int,
+    cost: Cost,
+    *,
+    swap: bool,
 ) -> Iterator[StepContent]:
-    """Draw after draw of one stage; moves the cursors."""
+    """Draw after draw of one stage; takes from the queues."""
     drawn = [s for s, weight in enumerate(stage.weights) if weight]
     tokens = [sum(c * n for c, n in source.items()) for source in sources]
     total = sum(Fraction(w) for w in stage.weights)
     epoch_tokens = sum(tokens[s] for s in drawn)
     capacities = sorted({c for s in drawn for c in sources[s]})
-    blends, members, epochs = [], [], []
+    members, epochs = [], []
+    blends: list[Pair | int] = []
     for capacity in capacities:
         those = [s for s in drawn if capacity in sources[s]]
         parts = [
@@ -80,17 +132,44 @@ def stage_draws(
     positions = [0] * len(capacities)
     key = fold_key(seed, 4, stage.begin) if stage.begin else seed
     for bucket in draw_order(epochs, per_draw, key, swap=swap):
-        capacity = capacities[bucket]
+        capacity, count = capacities[bucket], per_draw[bucket]
+        own = {which: queues[s, capacity] for which, s in enumerate(members[bucket])}
+        window, rest = divmod(positions[bucket], cost_window * count)
+        if cost_window > 1 and rest == 0:
+            ranks = permuted(cost_window, fold_key(key, 3, capacity, window))
+            draw_of: dict[int, list[int]] = {which: [] for which in own}
+            for place in range(cost_window * count):
+                which, _ = locate(blends[bucket], positions[bucket] + place)
+                draw_of[which].append(place // count)
+            for which, queue in own.items():
+                s = members[bucket][which]
+                order_by_cost(queue, draw_of[which], ranks, partial(cost, s, capacity))
         content = []
-        for _ in range(per_draw[bucket]):
+        for _ in range(count):
             which, _ = locate(blends[bucket], positions[bucket])
             positions[bucket] += 1
-            source = members[bucket][which]
-            epoch, place = divmod(cursors[source, capacity], sources[source][capacity])
-            cursors[source, capacity] += 1
-            shuffle = fold_key(seed, 1, capacity, source, epoch)
-            content.append((source, permuted(sources[source][capacity], shuffle)[place]))
+            content.append((members[bucket][which], own[which].take()))
         yield capacity, content
+
+
+def order_by_cost(
+    queue: Queue, draw_of: list[int], ranks: list[int], cost: Callable[[int], int]
+) -> None:
+    """Puts the first samples of a queue into the order in which a window takes them.
+
+    ``draw_of[i]`` is the draw of the window that takes the i-th of them. Those of one epoch change
+    places among themselves: a draw of lower rank gets samples of lower cost.
+    """
+    queue.fill(len(draw_of))
+    begin = 0
+    for _, group in groupby(queue.coming[: len(draw_of)], key=lambda sample: sample[0]):
+        samples = list(group)
+        places = range(begin, begin + len(samples))
+        by_cost = sorted(samples, key=lambda sample: cost(sample[1]))
+        by_rank = sorted(places, key=lambda place: ranks[draw_of[place]])
+        for place, sample in zip(by_rank, by_cost, strict=True):
+            queue.coming[place] = sample
+        begin += len(samples)
 
 
 def draw_order(epochs: list[int], per_draw: list[int], key: int, *, swap: bool) -> Iterator[int]:

@@ -76,8 +76,9 @@ def losses_one_by_one(
     """
     found = []
     samples = inputs.schedule.samples
-    for sample in inputs.schedule.step(step).sample_ids.tolist():
-        source, segments = samples.segments(sample)
+    content = inputs.schedule.step(step)
+    for sample in content.sample_ids.tolist():
+        source, segments = samples.segments(sample, content.num_lists)
         dataset = inputs.data.datasets[source]
         for document, begin, length in segments:
             whole = torch.tensor(dataset.tokens[int(dataset.document_offsets[document]) :])

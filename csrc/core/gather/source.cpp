@@ -115,15 +115,11 @@ void check_runs(const SampleRuns& runs, std::int64_t num_shards) {
 }
 
 std::vector<SampleRef> locate_samples(const SampleRuns& runs, Span<const std::int64_t> sample_ids,
-                                      std::int64_t num_lists) {
+                                      std::int64_t lists) {
     const std::int64_t num_samples = runs.first_ids[runs.shards.size()];
     std::vector<SampleRef> refs;
     refs.reserve(sample_ids.size());
-    for (const std::int64_t given : sample_ids) {
-        const std::int64_t lists = given / kFirstMasked;
-        const std::int64_t id = given % kFirstMasked;
-        check<std::out_of_range>(lists <= num_lists, "sample ", given, " is one with ", lists,
-                                 " lists of excluded documents; there are ", num_lists);
+    for (const std::int64_t id : sample_ids) {
         check<std::out_of_range>(id >= 0 && id < num_samples, "sample ", id, " of ", num_samples,
                                  " samples");
         const auto* after = std::upper_bound(runs.first_ids.begin(), runs.first_ids.end(), id);

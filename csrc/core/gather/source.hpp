@@ -21,10 +21,6 @@ struct TokenArray {
     TokenType type = TokenType::kUint16;
 };
 
-// The id of a sample is its number, plus this for every list of excluded documents in force: what
-// an id stands for is the same wherever it is gathered.
-constexpr std::int64_t kFirstMasked = std::int64_t{1} << 48;
-
 // One dataset with its sample index: a source, or one of the shards of a source. Nothing in it is
 // trusted: every number that is used as an address is checked at the moment it is read.
 struct GatherSource {
@@ -74,9 +70,10 @@ struct SampleRuns {
 // Refuses runs that contradict each other, or speak of other shards than [0, num_shards).
 void check_runs(const SampleRuns& runs, std::int64_t num_shards);
 
-// Throws std::out_of_range for a sample that does not exist, or more than num_lists lists.
+// Samples without what the first `lists` lists mask. Throws std::out_of_range for a sample that does
+// not exist.
 std::vector<SampleRef> locate_samples(const SampleRuns& runs, Span<const std::int64_t> sample_ids,
-                                      std::int64_t num_lists = 0);
+                                      std::int64_t lists = 0);
 
 // Numbers of those shards of some samples that are not open, ascending.
 std::vector<std::int64_t> not_open(Span<const GatherSource> sources, Span<const SampleRef> samples);

@@ -217,8 +217,8 @@ def _draw(provider: Callable[..., Any], args: Any, steps: int, report: RankRepor
 
 
 def _measure(step: int, train: Any, numbers: list[int], batch: dict[str, Any]) -> Drawn:
-    samples = [int(sample) for i in numbers for sample in train.rows.samples_of(i)]
-    lengths = [n for s in samples for _, _, n in train.rows.packed.samples.segments(s)[1]]
+    samples = [segments for i in numbers for _, segments in train.rows.segments_of(i)]
+    lengths = [length for segments in samples for _, _, length in segments]
     return Drawn(
         step=step,
         rows=tuple(int(i) for i in numbers),
@@ -237,7 +237,7 @@ def _first_documents(train: Any, row: int) -> Iterator[str]:
     bounds, tokens = rows[row]["cu_seqlens"].tolist(), train[row]["tokens"]
     if "cu_seqlens_padded" in rows[row]:
         bounds = rows[row]["cu_seqlens_padded"].tolist()
-    source, segments = samples.segments(int(rows.samples_of(row)[0]))
+    source, segments = rows.segments_of(row)[0]
     for at, (document, begin, length) in list(zip(bounds, segments, strict=False))[
         :SHOWN_DOCUMENTS
     ]:

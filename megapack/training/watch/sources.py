@@ -37,7 +37,7 @@ class SourceLosses:
     def label_tokens(self, content: Step) -> dict[str, int]:
         """Label tokens of a step by source, over all ranks."""
         source = self._place[self.samples.locate(content.sample_ids)[0]]
-        counts = np.bincount(source, content.count_labels(content.sample_ids))
+        counts = np.bincount(source, content.label_counts)
         return {self.names[place]: int(counts[place]) for place in np.unique(source).tolist()}
 
     def add_losses(self, lines: Sequence[dict[str, Any]], results: Sequence[StepResult]) -> None:
