@@ -4,8 +4,7 @@
 #include <optional>
 #include <string>
 
-#include "bindings/integers.hpp"
-#include "bindings/scalars.hpp"
+#include "bindings/checked_array.hpp"
 #include "core/gather/fill.hpp"
 #include "core/gather/read_ahead.hpp"
 
@@ -47,7 +46,9 @@ Positions positions(const py::object& value) {
                               {"sample", Positions::kSample}});
 }
 
-void will_need_numpy(const py::array& array, const py::object& begin, const py::object& num_bytes) {
+void will_need_numpy(const py::object& object, const py::object& begin,
+                     const py::object& num_bytes) {
+    const py::array array = array_view(object, "array").array;
     const auto size = static_cast<std::int64_t>(array.nbytes());
     const std::int64_t at = integer(begin, "begin", 0, size);
     const std::int64_t wanted = std::min(integer(num_bytes, "num_bytes", 0), size - at);
@@ -86,14 +87,14 @@ class Gatherer {
 
     // A shard is opened once: others may be reading it from then on.
     void open(const py::object& shard, const py::array& tokens,
-              const std::optional<py::array>& labels, const Array<std::uint8_t>& index_bytes,
-              const py::object& index_name, const py::array& sample_segment_offsets,
-              const py::array& segment_document, const py::array& segment_begin,
-              const py::array& segment_length, const Array<std::int64_t>& excluded,
+              const std::optional<py::array>& labels, const py::object& index_bytes,
+              const py::object& index_name, const py::object& sample_segment_offsets,
+              const py::object& segment_document, const py::object& segment_begin,
+              const py::object& segment_length, const Array<std::int64_t>& excluded,
               const Array<std::int64_t>& excluded_by) {
         GatherSource& place = sources_[integer(shard, "shard", 0, ssize(sources_) - 1)];
         if (place.is_open()) return;
-        GatherSource source(IndexView(view(index_bytes, "index_bytes"), file_name(index_name)));
+        GatherSource source(index_view(index_bytes, index_name));
         source.tokens = token_array(tokens, "tokens");
         if (labels) source.labels = token_array(*labels, "labels");
         source.samples.sample_segment_offsets =
@@ -221,7 +222,7 @@ void register_gather(py::module_& m) {
              py::arg("num_lists"), py::arg("positions"), py::arg("attention"), py::arg("labels"),
              py::arg("alignment"), py::arg("pad_token"))
         .def("open", &Gatherer::open, py::arg("shard"), py::kw_only(), py::arg("tokens"),
-             py::arg("labels"), py::arg("index_bytes").noconvert(), py::arg("index_name"),
+             py::arg("labels"), py::arg("index_bytes"), py::arg("index_name"),
              py::arg("sample_segment_offsets"), py::arg("segment_document"),
              py::arg("segment_begin"), py::arg("segment_length"), py::arg("excluded").noconvert(),
              py::arg("excluded_by").noconvert())
