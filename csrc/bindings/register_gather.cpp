@@ -1,10 +1,12 @@
 // gather: a Gatherer holds the mapped arrays of its datasets; every call validates, releases the
 // GIL and writes a whole micro batch into the caller's buffers.
 #include <algorithm>
+#include <mutex>
 #include <optional>
 #include <string>
 
 #include "bindings/checked_array.hpp"
+#include "core/base/buffer.hpp"
 #include "core/gather/fill.hpp"
 #include "core/gather/read_ahead.hpp"
 
@@ -60,6 +62,59 @@ void will_need_numpy(const py::object& object, const py::object& begin,
 py::object optional_array(std::vector<std::int32_t>&& values, bool wanted) {
     return wanted ? py::object(to_numpy(std::move(values))) : py::none();
 }
+
+// Memory that is handed out as arrays and comes back when the last view of it is gone, which the
+// owner of the array's memory (its base, kept by every view, as numpy and torch make them) sees by
+// being destroyed. Nothing counts references.
+class MemoryPool {
+  public:
+    explicit MemoryPool(const py::object& max_blocks) : returned_(std::make_shared<Returned>()) {
+        returned_->limit = integer(max_blocks, "max_blocks", 0);
+    }
+
+    // uint8 (num_bytes,), not cleared.
+    py::array_t<std::uint8_t> take(const py::object& num_bytes) const {
+        const std::int64_t size = integer(num_bytes, "num_bytes", 1);
+        auto lease = std::make_unique<Lease>(Lease{returned_, returned_->block(size)});
+        const std::uint8_t* memory = lease->block.data();
+        const py::capsule owner(lease.get(), [](void* p) {
+            const std::unique_ptr<Lease> ended(static_cast<Lease*>(p));
+            ended->pool->keep(std::move(ended->block));
+        });
+        static_cast<void>(lease.release());
+        return py::array_t<std::uint8_t>(static_cast<py::ssize_t>(size), memory, owner);
+    }
+
+  private:
+    using Block = Buffer<std::uint8_t>;
+
+    struct Returned {
+        std::mutex mutex;
+        std::vector<Block> blocks;
+        std::int64_t limit = 0;
+
+        Block block(std::int64_t size) {
+            const std::lock_guard<std::mutex> lock(mutex);
+            const auto at = std::find_if(blocks.begin(), blocks.end(),
+                                         [&](const Block& b) { return b.size() == size; });
+            if (at == blocks.end()) return Block(size);
+            Block found = std::move(*at);
+            blocks.erase(at);
+            return found;
+        }
+        void keep(Block&& block) {
+            const std::lock_guard<std::mutex> lock(mutex);
+            if (ssize(blocks) == limit) blocks.erase(blocks.begin());  // the longest unused
+            if (ssize(blocks) < limit) blocks.push_back(std::move(block));
+        }
+    };
+    struct Lease {
+        std::shared_ptr<Returned> pool;
+        Block block;
+    };
+
+    std::shared_ptr<Returned> returned_;
+};
 
 class Gatherer {
   public:
@@ -212,6 +267,9 @@ class Gatherer {
 
 void register_gather(py::module_& m) {
     m.def("will_need", &will_need_numpy, py::arg("array"), py::arg("begin"), py::arg("num_bytes"));
+    py::class_<MemoryPool>(m, "MemoryPool")
+        .def(py::init<const py::object&>(), py::arg("max_blocks"))
+        .def("take", &MemoryPool::take, py::arg("num_bytes"));
     py::class_<Gatherer>(m, "Gatherer")
         .def(py::init<const Array<std::int64_t>&, const Array<std::int64_t>&,
                       const Array<std::int64_t>&, const Array<std::int64_t>&, const py::object&,
