@@ -12,8 +12,9 @@ from numpy.typing import NDArray
 # A file read-only, with no descriptor kept; OSError.
 def map_file(descriptor: int, num_bytes: int) -> NDArray[np.uint8]: ...
 
-# xxh64 of every BLOCK_BYTES bytes; a CheckedArray (megapack.storage.mapping) compares them with those
-# promised before it is read: FormatError. Where the core reads an index it takes one for an array.
+# xxh64 of every BLOCK_BYTES bytes; a CheckedArray (megapack.storage.mapping) compares them with
+# those promised before it is read: FormatError. Where the core reads an index it takes one for an
+# array.
 BLOCK_BYTES: int
 
 def block_checksums(bytes: NDArray[np.uint8]) -> NDArray[np.uint64]: ...
@@ -149,7 +150,7 @@ def measure_samples(*arrays: Any) -> dict[str, Any]: ...
 
 def will_need(array: NDArray[Any], begin: int, num_bytes: int) -> None: ...
 
-# uint8 (num_bytes,), not cleared; its memory is handed out again when it and all its views are gone.
+# take: uint8 (num_bytes,), not cleared; its memory is handed out again when all its views are gone.
 class MemoryPool:
     def __init__(self, max_blocks: int) -> None: ...
     def take(self, num_bytes: int) -> NDArray[np.uint8]: ...

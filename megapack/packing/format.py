@@ -166,7 +166,12 @@ def _map(path: Path, mapped: NDArray[np.uint8], table: Any) -> dict[str, Any]:
     free = _PREAMBLE.size  # the arrays follow each other in this order
     for name, dtypes in ARRAYS.items():
         match table.get(name) if isinstance(table, dict) else None:
-            case {"dtype": str(kind), "shape": [int(count)], "offset": int(begin), "xxh64": str(sums)}:
+            case {
+                "dtype": str(kind),
+                "shape": [int(count)],
+                "offset": int(begin),
+                "xxh64": str(sums),
+            }:
                 pass
             case _:
                 kind, count, begin, sums = "", 0, 0, ""

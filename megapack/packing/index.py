@@ -35,10 +35,12 @@ _HEADER = (
 class SampleIndex:
     """Samples grouped by bucket, in memory or memory-mapped from a ``.samples`` file.
 
-    Made by ``pack`` or ``SampleIndex.load``; a loaded one has ``CheckedArray``s for arrays. Sample ``i`` has the segments
+    Made by ``pack`` or ``SampleIndex.load``. Sample ``i`` has the segments
     ``sample_segment_offsets[i]`` to ``sample_segment_offsets[i + 1]``; bucket ``b`` has the samples
     ``bucket_sample_offsets[b]`` to ``bucket_sample_offsets[b + 1]``, buckets in ascending order of
-    capacity. What its segments leave of a sample's capacity is padding.
+    capacity. What its segments leave of a sample's capacity is padding. The arrays along samples
+    and segments of an index that was loaded are ``CheckedArray``s: what is read is compared with
+    its checksum.
 
     Attributes:
         bucket_capacity: int64 (num_buckets,), tokens.
@@ -194,7 +196,7 @@ class SampleIndex:
         return {name: block_checksums(a) for name, a in self._arrays.items()}
 
     @property
-    def _arrays(self) -> dict[str, NDArray[Any]]:
+    def _arrays(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in samples_format.ARRAYS}
 
     def check_source(self, dataset: Any) -> None:

@@ -221,7 +221,7 @@ class IndexedDataset(HostNames):
 
     @property
     def index_bytes(self) -> Any:
-        """The mapped .idx in place, for C++ that reads it without a copy; see ``IndexFile.bytes``."""
+        """The mapped .idx in place, for C++ that reads it without a copy (``IndexFile.bytes``)."""
         return self._index.bytes
 
     @property

@@ -1,7 +1,7 @@
 """Whole files in memory, as the system maps them: read when touched, shared by all processes.
 
-A file that is opened in a moment, whatever its size, cannot be compared with a checksum of the whole
-of it then. So there is one for each of its blocks, and a block is compared when something of it is
+A file that is opened in a moment, whatever its size, cannot be compared with a checksum of all of
+it then. So there is one for each of its blocks, and a block is compared when something of it is
 read for the first time:
 
     sums = block_checksums(written)            # "f1c3...": 16 hexadecimal digits per 64 KiB

@@ -47,8 +47,9 @@ HEADER_BYTES = 34
 CODE_OF_DTYPE = {"uint8": 1, "int8": 2, "int16": 3, "int32": 4, "int64": 5, "uint16": 8}
 DTYPE_OF_CODE = {code: np.dtype(name) for name, code in CODE_OF_DTYPE.items()}
 
-# Of the fingerprint: of every array what stands at its ends, and blocks all over the file.
-_END_BYTES = 512
+# Of the fingerprint: what opening a dataset reads at the beginning of an array, and the number of
+# blocks all over the file.
+_OPENING_BYTES = 512
 _SPREAD_BLOCKS = 16
 _LENGTH = struct.Struct("<i")
 _POINTER = struct.Struct("<q")
@@ -166,19 +167,19 @@ class IndexFile:
 
     @cached_property
     def fingerprint(self) -> str:
-        """xxh3_128, in hexadecimal, of the size and of the checksums of some 64 KiB blocks: those in
-        which the arrays begin and end, and 16 spread evenly over the file (all, if it has no more).
-
-        Pointers are running sums of lengths, so another length shows in every block of them behind
-        it. What it does not show in is found by ``hold_to``, when it is read.
+        """xxh3_128, in hexadecimal, of the size and of the checksums of some 64 KiB blocks: those
+        in which the arrays begin and end, and 16 spread evenly over the file (all, if there are not
+        more). Pointers are running sums of lengths, so another length shows in every block of them
+        behind it. The blocks between are compared when they are read (``hold_to``).
         """
         header, size = self.header, self.header.file_bytes
         last = (size - 1) // _core.BLOCK_BYTES
         blocks = {last * i // (_SPREAD_BLOCKS - 1) for i in range(_SPREAD_BLOCKS)}
         starts = (0, header.pointers_at, header.document_indices_at, header.modes_at, size)
         for begin, end in pairwise(starts):
-            near = (begin, begin + _END_BYTES, end - _END_BYTES, end - 1)
-            blocks |= {min(max(at, begin), end - 1) // _core.BLOCK_BYTES for at in near if end > begin}
+            if begin < end:
+                near = (begin, min(begin + _OPENING_BYTES, end - 1), end - 1)
+                blocks |= {at // _core.BLOCK_BYTES for at in near}
         digest = xxhash.xxh3_128(str(size).encode())
         for block in sorted(blocks):
             begin = block * _core.BLOCK_BYTES
@@ -199,9 +200,7 @@ class IndexFile:
         """
         if self._checked is None:
             remedy = "restore the file that was packed, or pack the dataset again"
-            self._checked = CheckedArray.of(
-                self._mapped, checksums, name=self.name, remedy=remedy
-            )
+            self._checked = CheckedArray.of(self._mapped, checksums, name=self.name, remedy=remedy)
 
     def length(self, sequence: int) -> int:
         """Tokens of one sequence."""
@@ -229,4 +228,5 @@ class IndexFile:
         if not self.header.has_modes:
             raise FormatError(f"{self.name} has no modes; it was not built with multimodal=True")
         at = self.header.modes_at
-        return self.bytes[at : at + self.num_sequences].view(np.int8)
+        modes: NDArray[np.int8] = self.bytes[at : at + self.num_sequences].view(np.int8)
+        return modes

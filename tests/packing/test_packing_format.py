@@ -6,7 +6,6 @@ import json
 import runpy
 import struct
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
