@@ -24,7 +24,9 @@ import pytest
 ROOT = Path(__file__).parents[1]
 CORE = ROOT / "csrc" / "core"
 PROGRAMS = sorted((ROOT / "tests" / "cpp").glob("test_*.cpp"))
-THREADED = [path for path in PROGRAMS if path.stem in ("test_strategies", "test_parallel")]
+THREADED = [
+    path for path in PROGRAMS if path.stem in ("test_blocks", "test_strategies", "test_parallel")
+]
 THREADED_CORE = ("base", "packing", "index")  # the folders they need
 # Parts of a few documents: small inputs then have many parts, and threads something to do.
 FLAGS = ["-std=c++17", "-g1", "-Wall", "-Wextra", "-Wconversion", "-Wno-sign-conversion", "-Werror"]

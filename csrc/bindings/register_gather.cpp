@@ -1,11 +1,12 @@
 // gather: a Gatherer holds the mapped arrays of its datasets; every call validates, releases the
 // GIL and writes a whole micro batch into the caller's buffers.
 #include <algorithm>
+#include <mutex>
 #include <optional>
 #include <string>
 
-#include "bindings/integers.hpp"
-#include "bindings/scalars.hpp"
+#include "bindings/checked_array.hpp"
+#include "core/base/buffer.hpp"
 #include "core/gather/fill.hpp"
 #include "core/gather/read_ahead.hpp"
 
@@ -47,7 +48,9 @@ Positions positions(const py::object& value) {
                               {"sample", Positions::kSample}});
 }
 
-void will_need_numpy(const py::array& array, const py::object& begin, const py::object& num_bytes) {
+void will_need_numpy(const py::object& object, const py::object& begin,
+                     const py::object& num_bytes) {
+    const py::array array = array_view(object, "array").array;
     const auto size = static_cast<std::int64_t>(array.nbytes());
     const std::int64_t at = integer(begin, "begin", 0, size);
     const std::int64_t wanted = std::min(integer(num_bytes, "num_bytes", 0), size - at);
@@ -59,6 +62,59 @@ void will_need_numpy(const py::array& array, const py::object& begin, const py::
 py::object optional_array(std::vector<std::int32_t>&& values, bool wanted) {
     return wanted ? py::object(to_numpy(std::move(values))) : py::none();
 }
+
+// Memory that is handed out as arrays and comes back when the last view of it is gone, which the
+// owner of the array's memory (its base, kept by every view, as numpy and torch make them) sees by
+// being destroyed. Nothing counts references.
+class MemoryPool {
+  public:
+    explicit MemoryPool(const py::object& max_blocks) : returned_(std::make_shared<Returned>()) {
+        returned_->limit = integer(max_blocks, "max_blocks", 0);
+    }
+
+    // uint8 (num_bytes,), not cleared.
+    py::array_t<std::uint8_t> take(const py::object& num_bytes) const {
+        const std::int64_t size = integer(num_bytes, "num_bytes", 1);
+        auto lease = std::make_unique<Lease>(Lease{returned_, returned_->block(size)});
+        const std::uint8_t* memory = lease->block.data();
+        const py::capsule owner(lease.get(), [](void* p) {
+            const std::unique_ptr<Lease> ended(static_cast<Lease*>(p));
+            ended->pool->keep(std::move(ended->block));
+        });
+        static_cast<void>(lease.release());
+        return py::array_t<std::uint8_t>(static_cast<py::ssize_t>(size), memory, owner);
+    }
+
+  private:
+    using Block = Buffer<std::uint8_t>;
+
+    struct Returned {
+        std::mutex mutex;
+        std::vector<Block> blocks;
+        std::int64_t limit = 0;
+
+        Block block(std::int64_t size) {
+            const std::lock_guard<std::mutex> lock(mutex);
+            const auto at = std::find_if(blocks.begin(), blocks.end(),
+                                         [&](const Block& b) { return b.size() == size; });
+            if (at == blocks.end()) return Block(size);
+            Block found = std::move(*at);
+            blocks.erase(at);
+            return found;
+        }
+        void keep(Block&& block) {
+            const std::lock_guard<std::mutex> lock(mutex);
+            if (ssize(blocks) == limit) blocks.erase(blocks.begin());  // the longest unused
+            if (ssize(blocks) < limit) blocks.push_back(std::move(block));
+        }
+    };
+    struct Lease {
+        std::shared_ptr<Returned> pool;
+        Block block;
+    };
+
+    std::shared_ptr<Returned> returned_;
+};
 
 class Gatherer {
   public:
@@ -84,14 +140,14 @@ class Gatherer {
 
     // A shard is opened once: others may be reading it from then on.
     void open(const py::object& shard, const py::array& tokens,
-              const std::optional<py::array>& labels, const Array<std::uint8_t>& index_bytes,
-              const py::object& index_name, const py::array& sample_segment_offsets,
-              const py::array& segment_document, const py::array& segment_begin,
-              const py::array& segment_length, const Array<std::int64_t>& excluded,
+              const std::optional<py::array>& labels, const py::object& index_bytes,
+              const py::object& index_name, const py::object& sample_segment_offsets,
+              const py::object& segment_document, const py::object& segment_begin,
+              const py::object& segment_length, const Array<std::int64_t>& excluded,
               const Array<std::int64_t>& excluded_by) {
         GatherSource& place = sources_[integer(shard, "shard", 0, ssize(sources_) - 1)];
         if (place.is_open()) return;
-        GatherSource source(IndexView(view(index_bytes, "index_bytes"), file_name(index_name)));
+        GatherSource source(index_view(index_bytes, index_name));
         source.tokens = token_array(tokens, "tokens");
         if (labels) source.labels = token_array(*labels, "labels");
         source.samples.sample_segment_offsets =
@@ -213,6 +269,9 @@ class Gatherer {
 
 void register_gather(py::module_& m) {
     m.def("will_need", &will_need_numpy, py::arg("array"), py::arg("begin"), py::arg("num_bytes"));
+    py::class_<MemoryPool>(m, "MemoryPool")
+        .def(py::init<const py::object&>(), py::arg("max_blocks"))
+        .def("take", &MemoryPool::take, py::arg("num_bytes"));
     py::class_<Gatherer>(m, "Gatherer")
         .def(py::init<const Array<std::int64_t>&, const Array<std::int64_t>&,
                       const Array<std::int64_t>&, const Array<std::int64_t>&, const py::object&,
@@ -222,7 +281,7 @@ void register_gather(py::module_& m) {
              py::arg("positions"), py::arg("attention"), py::arg("labels"), py::arg("alignment"),
              py::arg("pad_token"))
         .def("open", &Gatherer::open, py::arg("shard"), py::kw_only(), py::arg("tokens"),
-             py::arg("labels"), py::arg("index_bytes").noconvert(), py::arg("index_name"),
+             py::arg("labels"), py::arg("index_bytes"), py::arg("index_name"),
              py::arg("sample_segment_offsets"), py::arg("segment_document"),
              py::arg("segment_begin"), py::arg("segment_length"), py::arg("excluded").noconvert(),
              py::arg("excluded_by").noconvert())

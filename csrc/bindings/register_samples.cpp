@@ -1,15 +1,14 @@
 // What is counted from the arrays of a SampleIndex: numpy views in, checked; GIL released.
-#include "bindings/integers.hpp"
-#include "bindings/scalars.hpp"
+#include "bindings/checked_array.hpp"
 #include "core/index/laws.hpp"
 #include "core/index/metrics.hpp"
 
 namespace megapack {
 namespace {
 
-SampleView sample_view(const py::array& bucket_sample_offsets,
-                       const py::array& sample_segment_offsets, const py::array& segment_document,
-                       const py::array& segment_begin, const py::array& segment_length) {
+SampleView sample_view(const py::object& bucket_sample_offsets,
+                       const py::object& sample_segment_offsets, const py::object& segment_document,
+                       const py::object& segment_begin, const py::object& segment_length) {
     return {integers(bucket_sample_offsets, "bucket_sample_offsets"),
             integers(sample_segment_offsets, "sample_segment_offsets"),
             integers(segment_document, "segment_document"),
@@ -17,7 +16,7 @@ SampleView sample_view(const py::array& bucket_sample_offsets,
 }
 
 // The arrays that tell what samples cost, and nothing else.
-SampleView cost_view(const py::array& sample_segment_offsets, const py::array& segment_length) {
+SampleView cost_view(const py::object& sample_segment_offsets, const py::object& segment_length) {
     SampleView result;
     result.sample_segment_offsets = integers(sample_segment_offsets, "sample_segment_offsets");
     result.segment_length = integers(segment_length, "segment_length");
@@ -41,9 +40,9 @@ py::object python_int(Wide value) {
     return (py::int_(high) << py::int_(64)) | py::int_(static_cast<std::uint64_t>(value));
 }
 
-py::dict measure_samples(const py::array& buckets, const py::array& samples,
-                         const py::array& document, const py::array& begin, const py::array& length,
-                         const py::object& num_documents) {
+py::dict measure_samples(const py::object& buckets, const py::object& samples,
+                         const py::object& document, const py::object& begin,
+                         const py::object& length, const py::object& num_documents) {
     const SampleView arrays = sample_view(buckets, samples, document, begin, length);
     const std::int64_t documents = integer(num_documents, "num_documents", 0);
     SegmentTotals totals;
@@ -59,9 +58,9 @@ py::dict measure_samples(const py::array& buckets, const py::array& samples,
     return result;
 }
 
-void check_laws_of(const Array<std::int64_t>& capacities, const py::array& buckets,
-                   const py::array& samples, const py::array& document, const py::array& begin,
-                   const py::array& length, const py::array& lengths) {
+void check_laws_of(const Array<std::int64_t>& capacities, const py::object& buckets,
+                   const py::object& samples, const py::object& document, const py::object& begin,
+                   const py::object& length, const py::object& lengths) {
     const SampleView arrays = sample_view(buckets, samples, document, begin, length);
     const auto sizes = view(capacities, "bucket_capacity");
     const Integers documents = integers(lengths, "lengths");
@@ -69,31 +68,31 @@ void check_laws_of(const Array<std::int64_t>& capacities, const py::array& bucke
     check_laws(arrays, sizes, documents);
 }
 
-std::int64_t count_whole(const py::array& buckets, const py::array& samples,
-                         const py::array& document, const py::array& begin, const py::array& length,
-                         const py::array& lengths) {
+std::int64_t count_whole(const py::object& buckets, const py::object& samples,
+                         const py::object& document, const py::object& begin,
+                         const py::object& length, const py::object& lengths) {
     const SampleView arrays = sample_view(buckets, samples, document, begin, length);
     const Integers documents = integers(lengths, "lengths");
     const py::gil_scoped_release unlocked;
     return whole_documents(arrays, documents);
 }
 
-py::array_t<std::int64_t> count_label_tokens(const py::array& buckets, const py::array& samples,
-                                             const py::array& document, const py::array& begin,
-                                             const py::array& length, const py::array& lengths) {
+py::array_t<std::int64_t> count_label_tokens(const py::object& buckets, const py::object& samples,
+                                             const py::object& document, const py::object& begin,
+                                             const py::object& length, const py::object& lengths) {
     const SampleView arrays = sample_view(buckets, samples, document, begin, length);
     const Integers documents = integers(lengths, "lengths");
     return counted([&] { return label_tokens(arrays, documents); });
 }
 
-py::array_t<std::int64_t> cost_of_all(const py::array& sample_segment_offsets,
-                                      const py::array& segment_length) {
+py::array_t<std::int64_t> cost_of_all(const py::object& sample_segment_offsets,
+                                      const py::object& segment_length) {
     const SampleView arrays = cost_view(sample_segment_offsets, segment_length);
     return counted([&] { return attention_cost(arrays); });
 }
 
-py::array_t<std::int64_t> cost_of_some(const py::array& sample_segment_offsets,
-                                       const py::array& segment_length,
+py::array_t<std::int64_t> cost_of_some(const py::object& sample_segment_offsets,
+                                       const py::object& segment_length,
                                        const Array<std::int64_t>& samples,
                                        const py::object& capacity, const py::object& whole) {
     const SampleView arrays = cost_view(sample_segment_offsets, segment_length);

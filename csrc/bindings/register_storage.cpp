@@ -3,8 +3,7 @@
 
 #include <memory>
 
-#include "bindings/scalars.hpp"
-#include "core/storage/mmididx.hpp"
+#include "bindings/checked_array.hpp"
 #include "core/storage/tokens.hpp"
 
 namespace megapack {
@@ -94,10 +93,6 @@ py::tuple store_tokens(const py::array& tokens, py::array& out, const py::object
     });
 }
 
-IndexView open_view(const Bytes& bytes, const py::object& name) {
-    return {view(bytes, "bytes"), file_name(name)};
-}
-
 // An uninitialised array filled by f(Span) without the GIL.
 template <typename T, typename F>
 py::array_t<T> filled(std::int64_t size, const F& f) {
@@ -131,8 +126,8 @@ py::dict index_header(const Bytes& bytes, const py::object& file_bytes, const py
     return result;
 }
 
-py::array document_lengths_of(const Bytes& bytes, const py::object& name) {
-    const IndexView index = open_view(bytes, name);
+py::array document_lengths_of(const py::object& bytes, const py::object& name) {
+    const IndexView index = index_view(bytes, name);
     bool fits = false;
     auto narrow = filled<std::int32_t>(index.num_documents(), [&](Span<std::int32_t> out) {
         fits = document_lengths(index, out);
@@ -166,48 +161,68 @@ py::array_t<std::uint8_t> map_file(const py::object& descriptor, const py::objec
     return bytes;
 }
 
+py::array_t<std::uint64_t> checksums_of(const Bytes& bytes) {
+    const auto given = view(bytes, "bytes");
+    std::vector<std::uint64_t> checksums;
+    {
+        const py::gil_scoped_release unlock;
+        checksums = block_checksums(given);
+    }
+    return to_numpy(std::move(checksums));
+}
+
 void register_reading(py::module_& m) {
+    m.attr("BLOCK_BYTES") = kBlockBytes;
+    m.def("block_checksums", &checksums_of, py::arg("bytes").noconvert());
+    py::class_<CheckedArray>(m, "CheckedArray")
+        .def(py::init<const py::array&, const Array<std::uint64_t>&, const py::object&,
+                      const py::object&>(),
+             py::arg("array").noconvert(), py::arg("checksums").noconvert(), py::kw_only(),
+             py::arg("name"), py::arg("remedy"))
+        .def_property_readonly("unchecked", &CheckedArray::array)
+        .def("require", &CheckedArray::require, py::arg("begin"), py::arg("end"))
+        .def("require_at", &CheckedArray::require_at, py::arg("positions").noconvert());
     m.def("map_file", &map_file, py::arg("descriptor"), py::arg("num_bytes"));
     m.def("index_header", &index_header, py::arg("bytes").noconvert(), py::arg("file_bytes"),
           py::arg("name"));
-    m.def("document_lengths", &document_lengths_of, py::arg("bytes").noconvert(), py::arg("name"));
+    m.def("document_lengths", &document_lengths_of, py::arg("bytes"), py::arg("name"));
     m.def(
         "document_offsets",
-        [](const Bytes& bytes, const py::object& name, const py::object& itemsize) {
-            const IndexView index = open_view(bytes, name);
+        [](const py::object& bytes, const py::object& name, const py::object& itemsize) {
+            const IndexView index = index_view(bytes, name);
             const std::int64_t width = token_bytes(itemsize);
             return filled<std::int64_t>(index.num_documents() + 1, [&](Span<std::int64_t> out) {
                 document_offsets(index, width, out);
             });
         },
-        py::arg("bytes").noconvert(), py::arg("name"), py::arg("itemsize"));
+        py::arg("bytes"), py::arg("name"), py::arg("itemsize"));
     m.def(
         "sequence_lengths",
-        [](const Bytes& bytes, const py::object& name) {
-            const IndexView index = open_view(bytes, name);
+        [](const py::object& bytes, const py::object& name) {
+            const IndexView index = index_view(bytes, name);
             return filled<std::int32_t>(index.num_sequences(), [&](Span<std::int32_t> out) {
                 copy_sequence_lengths(index, out);
             });
         },
-        py::arg("bytes").noconvert(), py::arg("name"));
+        py::arg("bytes"), py::arg("name"));
     m.def(
         "sequence_pointers",
-        [](const Bytes& bytes, const py::object& name) {
-            const IndexView index = open_view(bytes, name);
+        [](const py::object& bytes, const py::object& name) {
+            const IndexView index = index_view(bytes, name);
             return filled<std::int64_t>(index.num_sequences(), [&](Span<std::int64_t> out) {
                 copy_sequence_pointers(index, out);
             });
         },
-        py::arg("bytes").noconvert(), py::arg("name"));
+        py::arg("bytes"), py::arg("name"));
     m.def(
         "document_indices",
-        [](const Bytes& bytes, const py::object& name) {
-            const IndexView index = open_view(bytes, name);
+        [](const py::object& bytes, const py::object& name) {
+            const IndexView index = index_view(bytes, name);
             return filled<std::int64_t>(index.num_documents() + 1, [&](Span<std::int64_t> out) {
                 copy_document_indices(index, out);
             });
         },
-        py::arg("bytes").noconvert(), py::arg("name"));
+        py::arg("bytes"), py::arg("name"));
 }
 
 void register_writing(py::module_& m) {

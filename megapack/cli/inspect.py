@@ -33,6 +33,7 @@ from megapack.errors import ConfigError
 from megapack.packing import SampleIndex
 from megapack.packing.shard_manifest import load_shards
 from megapack.packing.shards import ShardedIndex
+from megapack.packing.stored import IDX_CHECKSUMS
 from megapack.packing.verify import prefix_of_samples
 from megapack.storage import IndexedDataset
 from megapack.words import counted
@@ -145,6 +146,7 @@ def describe_dataset(dataset: IndexedDataset) -> dict[str, Any]:
 
 def describe_index(path: str, index: SampleIndex) -> dict[str, Any]:
     """Facts about a .samples file as JSON values."""
+    source = {key: of for key, of in (index.source or {}).items() if key != IDX_CHECKSUMS}
     return {
         "path": path,
         "strategy": index.strategy,
@@ -153,7 +155,7 @@ def describe_index(path: str, index: SampleIndex) -> dict[str, Any]:
         "decisions": index.decisions,
         "bucket_capacity": index.bucket_capacity.tolist(),
         "fingerprint": index.fingerprint,
-        "source": index.source,
+        "source": source or None,
         "metrics": index.metrics(),
     }
 

@@ -51,6 +51,7 @@ from megapack.packing import (
 )
 from megapack.packing.checksums import checksum
 from megapack.packing.shard_manifest import is_shard_manifest
+from megapack.packing.stored import describe_source
 from megapack.storage.document_list import read_documents
 from megapack.storage.lengths import open_index
 from megapack.storage.mmididx import IndexFile, prefix_of
@@ -144,7 +145,7 @@ def run(args: argparse.Namespace) -> int:
                     **options,
                     **given,
                 )
-            source = {"fingerprint": documents.fingerprint, "prefix": prefix}
+            source = describe_source(documents, prefix)
             if chosen is not None:
                 source["documents"] = wanted["chosen"]
             index.save(file, source=source, overwrite=True)

@@ -37,6 +37,7 @@ from megapack.packing.metrics import DocumentTotals
 from megapack.packing.shard_manifest import PLAN, SUFFIX, load_shards, plain, save_shards
 from megapack.packing.shard_packing import describe_shard
 from megapack.packing.shards import Arranged, PackedShard, ShardedIndex
+from megapack.packing.stored import describe_source
 from megapack.storage import IndexedDataset, IndexedDatasetBuilder
 from megapack.storage.meta import read_meta
 from megapack.storage.replace import check_target
@@ -142,7 +143,7 @@ class Arranger:
         dataset = IndexedDataset(prefix)
         index = self._index(number, found, dataset)
         # Its name alone: the bytes are the same in every folder, and the two lie side by side.
-        made = {"fingerprint": dataset.fingerprint, "prefix": prefix.name}
+        made = describe_source(dataset, prefix.name)
         index.save(samples, source=made, overwrite=True)
         return index
 

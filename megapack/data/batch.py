@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
@@ -12,6 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import ArrayLike, NDArray
 
+from megapack import _core
 from megapack.errors import ConfigError
 from megapack.packing.extents import most_segments
 from megapack.packing.shards import SourceIndex
@@ -244,39 +243,28 @@ def allocate(num_tokens: int, *, pin_memory: bool = False) -> Buffers:
 
 
 class ReusedBuffers:
-    """Buffers whose memory is filled again as soon as nobody holds a tensor of it.
+    """Buffers whose memory is filled again when nobody holds an array or tensor of it any more.
 
     New memory costs several times what is written into it: the kernel clears it page by page. At
-    most ``MAX_BLOCKS`` micro batches are kept; what is held beyond that has memory of its own.
+    most ``MAX_BLOCKS`` blocks that nobody holds are kept. Threads may share it: a loader's
+    pin_memory thread gathers, too.
     """
 
     MAX_BLOCKS = 8
 
     def __init__(self) -> None:
-        self._blocks: list[NDArray[np.uint8]] = []
-        self._lock = threading.Lock()  # a loader's pin_memory thread gathers, too
+        self._pool = _core.MemoryPool(self.MAX_BLOCKS)
 
     def take(self, rows: int, row_tokens: int) -> Buffers:
         """Buffers of that shape, not cleared."""
         num_tokens = rows * row_tokens
         arrays, begin = {}, 0
-        with self._lock:
-            block = self._free_block(num_tokens * sum(d.itemsize for d in _NUMPY.values()))
-            for name, dtype in _NUMPY.items():
-                end = begin + num_tokens * dtype.itemsize
-                arrays[name] = block[begin:end].view(dtype)  # which refers to the block
-                begin = end
+        block = self._pool.take(num_tokens * sum(d.itemsize for d in _NUMPY.values()))
+        for name, dtype in _NUMPY.items():
+            end = begin + num_tokens * dtype.itemsize
+            arrays[name] = block[begin:end].view(dtype)  # which keeps the block
+            begin = end
         shape = (rows, row_tokens)
-        # A tensor keeps the array that it was made from, and so the block.
+        # A tensor keeps the array that it was made from.
         tensors = {name: torch.from_numpy(flat.reshape(shape)) for name, flat in arrays.items()}
         return Buffers(tensors, arrays)
-
-    def _free_block(self, num_bytes: int) -> NDArray[np.uint8]:
-        for block in self._blocks:
-            # Referred to by the list, by this loop and by the call: nobody else has it.
-            if block.nbytes == num_bytes and sys.getrefcount(block) == 3:
-                return block
-        block = np.empty(num_bytes, np.uint8)
-        if len(self._blocks) < self.MAX_BLOCKS:
-            self._blocks.append(block)
-        return block

@@ -104,7 +104,7 @@ class ShardedDocuments:
             ("tokens", dataset.num_tokens, shard.num_tokens),
             ("documents", dataset.num_documents, shard.num_documents),
             ("type", dataset.dtype.name, shard.dtype),
-            ("digest of the ends of the .idx", dataset.ends_digest, shard.ends),
+            ("fingerprint", dataset.fingerprint, shard.fingerprint),
         ):
             if now != then:
                 raise IndexMismatchError(

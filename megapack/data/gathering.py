@@ -107,6 +107,8 @@ class Gathering:
         else:
             dataset = found
         index = self._shards.index(shard)
+        if isinstance(found, ShardedDocuments):
+            index.check_source(dataset)
         first = int(self._shards.first_documents[shard])
         excluded, excluded_by = self._exclusions.of_documents(
             source, first, first + dataset.num_documents

@@ -24,6 +24,7 @@ import xxhash
 
 from megapack.errors import ConfigError
 from megapack.packing import SampleIndex, find_strategy, pack
+from megapack.packing.stored import describe_source
 from megapack.storage import IndexedDataset
 
 __all__ = ["Recipe", "build_index", "cached_index", "is_first_rank"]
@@ -111,7 +112,7 @@ def _build_and_save(dataset: IndexedDataset, recipe: Recipe, path: Path) -> None
     started = time.perf_counter()
     index = build_index(dataset, recipe)
     # Given as a mapping: the index knows the lengths of its range, not those of all documents.
-    index.save(path, source={"fingerprint": dataset.fingerprint, "prefix": dataset.prefix})
+    index.save(path, source=describe_source(dataset, dataset.prefix))
     metrics = index.metrics()
     logger.info(
         "packed %s documents [%d, %d) in %.1f s: %d samples, padding %.3f %%, cut documents "

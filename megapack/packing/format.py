@@ -3,16 +3,18 @@
 All numbers little-endian::
 
     0   8 bytes   magic "MEGASAMP"
-    8   uint32    version (1)
+    8   uint32    version (2)
     12  uint32    0
     16  uint64    size of the header in bytes
     24  uint64    xxh3_64 of the header
     32  header    JSON, UTF-8: what made the index, counts, metrics, and "arrays": name ->
-                  {dtype, shape, offset, xxh3}; offsets count from the start of the file
+                  {dtype, shape, offset, xxh64}; offsets count from the start of the file, xxh64
+                  is 16 hexadecimal digits for every 64 KiB of the array
     ..  arrays    each at a multiple of 64 bytes, gaps zero
 
-A reader maps the file and touches only the header and the arrays along the buckets, which it holds
-to their checksums and their order; ``SampleIndex.verify`` reads it all.
+A reader maps the file and touches only the header and the arrays along the buckets, whose order it
+checks. The others are compared with their checksums block by block, when something of a block is
+read for the first time (``megapack.storage.mapping``); ``SampleIndex.verify`` compares all of it.
 """
 
 from __future__ import annotations
@@ -30,16 +32,16 @@ from numpy.typing import NDArray
 
 from megapack import __version__
 from megapack.errors import FormatError
-from megapack.packing.checksums import blocks, checksum
+from megapack.packing.checksums import blocks
 from megapack.packing.header import find_fault
 from megapack.storage.atomic import atomic_write
-from megapack.storage.mapping import map_file
+from megapack.storage.mapping import CheckedArray, map_file
 
-__all__ = ["ARRAYS", "CREATED_BY", "read", "verify_array", "write"]
+__all__ = ["ARRAYS", "CREATED_BY", "read", "write"]
 
 CREATED_BY = f"megapack {__version__}"
 MAGIC = b"MEGASAMP"
-VERSION = 1
+VERSION = 2
 ALIGNMENT = 64
 _PREAMBLE = struct.Struct("<8sIIQQ")
 
@@ -64,13 +66,17 @@ def write(
     arrays: Mapping[str, NDArray[Any]],
     checksums: Mapping[str, str],
 ) -> None:
-    """Write a file; the arrays go from their memory to the disk without a copy."""
+    """Write a file; the arrays go from their memory to the disk without a copy.
+
+    Args:
+        checksums: ``block_checksums`` of the arrays.
+    """
     table = {
         name: {
             "dtype": array.dtype.newbyteorder("<").str,
             "shape": list(array.shape),
             "offset": 0,
-            "xxh3": checksums[name],
+            "xxh64": checksums[name],
         }
         for name, array in arrays.items()
     }
@@ -94,7 +100,8 @@ def write(
 
 
 def read(path: Path) -> tuple[dict[str, Any], dict[str, NDArray[Any]]]:
-    """Header and memory-mapped arrays; header and small arrays are sound, the large ones unread.
+    """Header and memory-mapped arrays; header and small arrays are sound, the large ones are
+    ``CheckedArray``s, not read yet.
 
     Raises:
         FormatError: not a ``.samples`` file, truncated, damaged, or of another version.
@@ -109,9 +116,9 @@ def read(path: Path) -> tuple[dict[str, Any], dict[str, NDArray[Any]]]:
         mapped = map_file(file)
     table = header.pop("arrays", None)
     arrays = _map(path, mapped, table)
-    header["checksums"] = {name: table[name]["xxh3"] for name in arrays}
+    header["checksums"] = {name: table[name]["xxh64"] for name in arrays}
     for name in SMALL:
-        verify_array(path, name, arrays[name], header["checksums"][name])
+        arrays[name] = np.asarray(arrays[name])
     _check_small(path, arrays)
     fault = find_fault(header, arrays)
     if fault is not None:
@@ -127,9 +134,12 @@ def _read_header(path: Path, file: IO[bytes], size: int) -> dict[str, Any]:
         raise FormatError(f"{path} is truncated: it has {size} bytes, less than a header")
     _, version, _, header_size, digest = _PREAMBLE.unpack(preamble)
     if version != VERSION:
+        remedy = "install a newer megapack, or pack the dataset again"
+        if version < VERSION:
+            remedy = f"pack again: megapack-build pack PREFIX --output {path} --overwrite"
         raise FormatError(
             f"{path} has format version {version}; megapack {__version__} reads version "
-            f"{VERSION}: install a newer megapack, or pack the dataset again"
+            f"{VERSION}: {remedy}"
         )
     if _PREAMBLE.size + header_size > size:
         raise FormatError(
@@ -151,15 +161,20 @@ def _read_header(path: Path, file: IO[bytes], size: int) -> dict[str, Any]:
     return header
 
 
-def _map(path: Path, mapped: NDArray[np.uint8], table: Any) -> dict[str, NDArray[Any]]:
-    arrays = {}
+def _map(path: Path, mapped: NDArray[np.uint8], table: Any) -> dict[str, Any]:
+    arrays: dict[str, Any] = {}
     free = _PREAMBLE.size  # the arrays follow each other in this order
     for name, dtypes in ARRAYS.items():
         match table.get(name) if isinstance(table, dict) else None:
-            case {"dtype": str(kind), "shape": [int(count)], "offset": int(begin), "xxh3": str()}:
+            case {
+                "dtype": str(kind),
+                "shape": [int(count)],
+                "offset": int(begin),
+                "xxh64": str(sums),
+            }:
                 pass
             case _:
-                kind, count, begin = "", 0, 0
+                kind, count, begin, sums = "", 0, 0, ""
         if kind not in dtypes:
             raise FormatError(f"{path} has no array {name} of dtype {' or '.join(dtypes)}")
         dtype = np.dtype(kind)
@@ -169,7 +184,12 @@ def _map(path: Path, mapped: NDArray[np.uint8], table: Any) -> dict[str, NDArray
                 f"{path}: array {name} lies at {begin} to {end}, outside of the file or of its "
                 "place in it"
             )
-        arrays[name] = mapped[begin:end].view(dtype)
+        arrays[name] = CheckedArray.of(
+            mapped[begin:end].view(dtype),
+            sums,
+            name=f"{path}: array {name}",
+            remedy="pack the dataset again",
+        )
         free = end
     return arrays
 
@@ -200,13 +220,3 @@ def _check_small(path: Path, arrays: Mapping[str, NDArray[Any]]) -> None:
 
 def _listed(numbers: NDArray[Any]) -> str:
     return ", ".join(map(str, numbers.tolist()))
-
-
-def verify_array(path: Path | None, name: str, array: NDArray[Any], expected: str) -> None:
-    """Raise FormatError if the array's bytes are not those the header promises."""
-    found = checksum(array)
-    if found != expected:
-        raise FormatError(
-            f"{path or 'index'}: array {name} is damaged (checksum {found}, the header says "
-            f"{expected}); pack the dataset again"
-        )

@@ -16,9 +16,9 @@ from numpy.typing import NDArray
 from megapack import _core
 from megapack.errors import IndexMismatchError
 from megapack.packing import format as samples_format
-from megapack.packing.checksums import checksum
 from megapack.packing.metrics import DocumentTotals, Lengths, compute_metrics
-from megapack.packing.stored import check_dataset, how_it_differs
+from megapack.packing.stored import check_dataset, describe_source, how_it_differs
+from megapack.storage.mapping import CheckedArray, block_checksums
 from megapack.storage.remote import is_remote
 from megapack.storage.remote.opening import fetch_file
 from megapack.storage.replace import check_target
@@ -38,7 +38,9 @@ class SampleIndex:
     Made by ``pack`` or ``SampleIndex.load``. Sample ``i`` has the segments
     ``sample_segment_offsets[i]`` to ``sample_segment_offsets[i + 1]``; bucket ``b`` has the samples
     ``bucket_sample_offsets[b]`` to ``bucket_sample_offsets[b + 1]``, buckets in ascending order of
-    capacity. What its segments leave of a sample's capacity is padding.
+    capacity. What its segments leave of a sample's capacity is padding. The arrays along samples
+    and segments of an index that was loaded are ``CheckedArray``s: what is read is compared with
+    its checksum.
 
     Attributes:
         bucket_capacity: int64 (num_buckets,), tokens.
@@ -52,7 +54,7 @@ class SampleIndex:
         decisions: what the strategy decided by itself, and why; name -> sentence.
         documents: totals of the documents it was packed from.
         dropped_tokens, repeated_tokens: in no sample, and in more than one.
-        source: dict of fingerprint and prefix of the dataset it was packed from, or None.
+        source: of the dataset it was packed from (``describe_source``), or None.
         created_by: the release that packed it.
         path: the file it is mapped from, or None.
     """
@@ -190,18 +192,21 @@ class SampleIndex:
 
     @cached_property
     def _checksums(self) -> dict[str, str]:
-        """Of the arrays; of a loaded index those that its header promises."""
-        return {name: checksum(a) for name, a in self._arrays.items()}
+        """``block_checksums`` of the arrays; of a loaded index those that its header promises."""
+        return {name: block_checksums(a) for name, a in self._arrays.items()}
 
     @property
-    def _arrays(self) -> dict[str, NDArray[Any]]:
+    def _arrays(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in samples_format.ARRAYS}
 
     def check_source(self, dataset: Any) -> None:
         """Refuse a dataset other than the one this index was packed from.
 
+        What the fingerprint of the dataset does not cover is compared when it is read: its .idx is
+        held to the checksums that it had when it was packed (``IndexedDataset.hold_to``).
+
         Args:
-            dataset: an IndexedDataset (``num_documents``, ``fingerprint``, ``document_lengths``).
+            dataset: an IndexedDataset.
 
         Raises:
             IndexMismatchError: says what differs.
@@ -217,9 +222,9 @@ class SampleIndex:
 
         Args:
             path: the file.
-            source: the IndexedDataset (or a dict with ``fingerprint`` and ``prefix``) it was
-                packed from; ``check_source`` compares with it. ``documents`` in the dict is a
-                checksum of the numbers of those that were packed, if not all were.
+            source: the IndexedDataset it was packed from, or what ``describe_source`` says of
+                it; ``check_source`` compares with it. ``documents`` in the dict is a checksum of
+                the numbers of those that were packed, if not all were.
             overwrite: replace a file that is another index, or damaged.
 
         Returns:
@@ -233,7 +238,7 @@ class SampleIndex:
         """
         if source is not None and not isinstance(source, Mapping):
             self.check_source(source)
-            source = {"fingerprint": source.fingerprint, "prefix": str(source.prefix)}
+            source = describe_source(source, source.prefix)
         source = self.source if source is None else dict(source)
         same = {name: getattr(self, name) for name in ("strategy", "parameters", "buckets", "seed")}
         recorded, chosen = ((source or {}).get(name) for name in ("fingerprint", "documents"))
@@ -255,12 +260,12 @@ class SampleIndex:
 
         Args:
             path: the file; one at an address is copied to the local cache, and verified there.
-            verify: read all of it, and refuse it unless every checksum is right. Without, only
-                the header and the arrays along the buckets are checked; a damaged number in the
-                arrays along samples and segments is then found by ``verify``.
+            verify: read all of it, and refuse it unless every checksum is right. Without, the
+                header and the arrays along the buckets are checked, and every block of the others
+                when something of it is read for the first time.
 
         Raises:
-            FormatError: truncated, damaged, of a newer version, or not a ``.samples`` file.
+            FormatError: truncated, damaged, of another version, or not a ``.samples`` file.
             OSError: the file cannot be opened.
         """
         if is_remote(path):
@@ -290,8 +295,9 @@ class SampleIndex:
             FormatError: says what is damaged.
             IndexMismatchError: another number of documents.
         """
-        for name, array in self._arrays.items():
-            samples_format.verify_array(self.path, name, array, self._checksums[name])
+        for array in self._arrays.values():
+            if isinstance(array, CheckedArray):
+                array.verify()
         if document_lengths is not None:
             lengths = self._own_lengths(document_lengths)
             _core.check_laws(self.bucket_capacity, *self.segment_arrays(), lengths)

@@ -1,11 +1,13 @@
 """The shard manifest: one small JSON file that says of every shard of a source what a run must know
 before it opens any of them.
 
-    {"format": "megapack shards", "version": 1, "strategy": "bucket", "parameters": {...},
+    {"format": "megapack shards", "version": 2, "strategy": "bucket", "parameters": {...},
      "buckets": [...], "seed": 0, "bucket_capacity": [...], "shards": [
       {"prefix": "web/000", "samples": "web.shards/000.samples", "num_documents": 81723, ...},
       ...
-    ]}
+    ], "xxh3": "5e0b..."}
+
+``xxh3`` is of all that stands before it, as ``json.dumps`` writes it (xxh3_64).
 
 A shard's fields are those of ``PackedShard``; paths below the manifest's folder are relative to it,
 so that they move along. The file is written last, when all shards are packed: it is complete or
@@ -22,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import xxhash
 
 from megapack.config import from_dict
 from megapack.errors import ConfigError, FormatError
@@ -47,7 +50,7 @@ __all__ = [
 
 SUFFIX = ".shards.json"
 FORMAT = "megapack shards"
-VERSION = 1
+VERSION = 2
 # How shards are packed: the same for all of them.
 PLAN = ("strategy", "parameters", "buckets", "seed", "bucket_capacity")
 
@@ -119,7 +122,13 @@ def load_shards(path: str | os.PathLike[str], shards: Sequence[int] | None = Non
         raise FormatError(f"{path} is no shard manifest of megapack")
     if content.get("version") != VERSION:
         raise FormatError(
-            f"{path} has version {content.get('version')!r}; this megapack reads {VERSION}"
+            f"{path} has version {content.get('version')!r}; this megapack reads {VERSION}: pack "
+            f"again, megapack-build pack PREFIX ... --output {path} --overwrite"
+        )
+    if content.pop("xxh3", None) != _digest(content):
+        raise FormatError(
+            f"{path} is damaged, or was edited: it does not have its checksum; restore it, or pack "
+            "the datasets again"
         )
     rows = content.get("shards")
     if not isinstance(rows, list) or not rows or any(name not in content for name in PLAN):
@@ -217,7 +226,12 @@ def save_shards(
     rows = []
     for shard in shards:
         where = {name: related(path, getattr(shard, name)) for name in _PATHS}
-        rows.append(json.dumps({**vars(shard), **where}))
+        rows.append({**vars(shard), **where})
+    digest = _digest({**head, "shards": rows})
     with local_output_file(path) as local, atomic_write(local, "w") as file:
         file.write(json.dumps(head)[:-1] + ', "shards": [\n ')
-        file.write(",\n ".join(rows) + "\n]}\n")
+        file.write(",\n ".join(map(json.dumps, rows)) + f'\n], "xxh3": "{digest}"}}\n')
+
+
+def _digest(content: Mapping[str, Any]) -> str:
+    return xxhash.xxh3_64_hexdigest(json.dumps(content).encode())

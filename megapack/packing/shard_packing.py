@@ -154,11 +154,11 @@ class ShardPacker:
         return shard
 
     def _check_unchanged(self, shard: PackedShard) -> None:
-        """By ends and fingerprint: what was packed is not read again."""
+        """By fingerprints: what was packed is not read again."""
         idx = open_index(shard.prefix)
         samples = SampleIndex.load(shard.samples)
         for name, same in (
-            (f"{shard.prefix}.idx", idx.ends_digest() == shard.ends),
+            (f"{shard.prefix}.idx", idx.fingerprint == shard.fingerprint),
             (shard.samples, samples.fingerprint == shard.samples_fingerprint),
         ):
             if not same:
@@ -201,7 +201,6 @@ def describe_shard(
         num_documents=dataset.num_documents,
         num_tokens=dataset.num_tokens,
         fingerprint=dataset.fingerprint,
-        ends=dataset.ends_digest,
         samples_fingerprint=index.fingerprint,
         samples_per_bucket=tuple(np.diff(index.bucket_sample_offsets).tolist()),
         most_segments=tuple(most_segments(index)),

@@ -43,9 +43,7 @@ class PackedShard:
     num_documents: int
     num_tokens: int
     fingerprint: str
-    """Of the documents' layout (``IndexedDataset.fingerprint``)."""
-    ends: str
-    """Of the size, the beginning and the end of the .idx: compared whenever it is opened."""
+    """Of the documents' layout (``IndexedDataset.fingerprint``), compared whenever it is opened."""
     samples_fingerprint: str
     samples_per_bucket: tuple[int, ...]
     most_segments: tuple[int, ...]

@@ -7,12 +7,28 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from megapack.errors import FormatError, IndexMismatchError
 from megapack.packing import format as samples_format
 from megapack.packing.checksums import lengths_fingerprint
 from megapack.packing.metrics import DocumentTotals
 
-__all__ = ["check_dataset", "how_it_differs"]
+__all__ = ["IDX_CHECKSUMS", "check_dataset", "describe_source", "how_it_differs"]
+
+IDX_CHECKSUMS = "idx_xxh64"
+
+
+def describe_source(dataset: Any, prefix: str) -> dict[str, str]:
+    """What a ``.samples`` file says of its documents: fingerprint, prefix, and the checksums of all
+    blocks of the .idx (``idx_xxh64``), which is read for that.
+
+    Args:
+        dataset: an IndexedDataset or an IndexFile.
+        prefix: where to say that it lies.
+    """
+    sums = dataset.idx_checksums
+    return {"fingerprint": dataset.fingerprint, "prefix": str(prefix), IDX_CHECKSUMS: sums}
 
 
 def check_dataset(
@@ -23,8 +39,9 @@ def check_dataset(
     Args:
         index: what to call it.
         documents: totals of the documents it was packed from.
-        source: fingerprint and prefix of their dataset; may be empty.
-        dataset: an IndexedDataset (``num_documents``, ``fingerprint``, ``document_lengths``).
+        source: ``describe_source`` of their dataset; may be empty.
+        dataset: an IndexedDataset; what is read of its .idx from then on is compared with the
+            checksums that the source tells.
 
     Raises:
         IndexMismatchError: says what differs.
@@ -46,6 +63,8 @@ def check_dataset(
         raise IndexMismatchError(
             f"{apart}: as many documents, but of other lengths; pack the dataset again"
         )
+    if IDX_CHECKSUMS in source:
+        dataset.hold_to(source[IDX_CHECKSUMS])
 
 
 def how_it_differs(
@@ -71,8 +90,8 @@ def how_it_differs(
     """
     try:
         found, arrays = samples_format.read(Path(path))
-        for name, array in arrays.items():
-            samples_format.verify_array(Path(path), name, array, found["checksums"][name])
+        for array in arrays.values():
+            np.asarray(array)  # compares all of it
     except FormatError as error:
         return str(error)
     release = found["created_by"]

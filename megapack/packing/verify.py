@@ -12,7 +12,8 @@ from megapack.packing.shard_packing import describe_shard
 from megapack.packing.shards import PackedShard, ShardedIndex
 from megapack.storage import IndexedDataset
 from megapack.storage.findings import Finding, has_errors
-from megapack.storage.verify import verify
+from megapack.storage.remote import is_remote
+from megapack.storage.verify import leftovers, verify
 
 __all__ = ["prefix_of_samples", "verify_samples", "verify_shard"]
 
@@ -30,9 +31,13 @@ def verify_samples(path: str, prefix: str | None = None) -> list[Finding]:
         ConfigError: the file does not say which dataset it is of.
         OSError: it cannot be read.
     """
+    left = [] if is_remote(path) else list(leftovers(Path(path)))
+    return [*left, *_faults_of_samples(path, prefix)]
+
+
+def _faults_of_samples(path: str, prefix: str | None) -> list[Finding]:
     try:
-        index = SampleIndex.load(path)
-        index.verify()
+        index = SampleIndex.load(path, verify=True)
         if prefix is None and index.source:
             prefix = prefix_of_samples(path, index)
         if prefix is None or not IndexedDataset.exists(prefix):

@@ -1,15 +1,20 @@
 """Files that get their name when they are complete: temporary name, fsync, rename.
 
 Whatever happens before (an exception, a full disk, kill -9), nothing stands under the final name
-that was not written to the end. A kill leaves at most ``<name>.tmp-<hex>`` beside it.
+that was not written to the end. A kill leaves at most ``<name>.tmp-<hex>`` beside it. Its writer
+held the kernel's lock on it, which ends with the process: so the next writer of the same name knows
+that it was left, and removes it.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import io
+import logging
 import os
+import re
 import secrets
 import weakref
 from collections.abc import Iterator
@@ -18,7 +23,21 @@ from typing import IO, Any, Protocol, TypeAlias
 
 from megapack.storage.replace import target_of
 
-__all__ = ["AtomicFile", "Buffer", "Publishable", "atomic_write", "naming", "publish"]
+__all__ = [
+    "AtomicFile",
+    "Buffer",
+    "Publishable",
+    "atomic_write",
+    "is_being_written",
+    "lock_file",
+    "naming",
+    "publish",
+    "remove_leftovers",
+    "temporary_files",
+    "temporary_name",
+]
+
+logger = logging.getLogger(__name__)
 
 Buffer: TypeAlias = Any  # bytes, a memoryview, a contiguous array (typing.Buffer from 3.12 on)
 
@@ -26,6 +45,8 @@ COPY_BLOCK = 1 << 22  # bytes
 # Other file systems, old kernels, special files.
 _CANNOT_COPY_IN_KERNEL = {errno.EXDEV, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL}
 _CANNOT_COPY_IN_KERNEL |= {errno.ENOTSUP, errno.EBADF, errno.EPERM}
+_NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL}
+_TEMPORARY = re.compile(r"(.+)\.tmp-[0-9a-f]{8}")
 
 
 class Publishable(Protocol):
@@ -54,10 +75,9 @@ class AtomicFile:
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = target_of(path)
-        self.temporary = self.path.with_name(f"{self.path.name}.tmp-{secrets.token_hex(4)}")
-        # Not tempfile: its 0600 would survive the rename and shut out the rest of the team.
-        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-        self.file = open(os.open(self.temporary, flags, 0o666), "r+b", buffering=0)  # noqa: PTH123,SIM115
+        remove_leftovers(self.path)
+        self.temporary, descriptor = _create(self.path)
+        self.file = open(descriptor, "r+b", buffering=0)  # noqa: PTH123,SIM115
         self._discard = weakref.finalize(self, _discard, self.file, self.temporary, os.getpid())
 
     @property
@@ -122,8 +142,8 @@ class AtomicFile:
 
     def take_name(self) -> None:
         """Become the file at ``path``; ``publish`` does this when everything is on disk."""
+        self.temporary.replace(self.path)  # before it is closed, which ends the lock
         self.file.close()
-        self.temporary.replace(self.path)
         self._discard.detach()
 
     def discard(self) -> None:
@@ -195,6 +215,106 @@ def naming(path: Path) -> Iterator[None]:
             raise
         text = error.strerror or os.strerror(error.errno)
         raise OSError(error.errno, f"{text} while writing", str(path)) from error
+
+
+def temporary_name(path: Path) -> Path:
+    """A new name beside a file, for what will take the file's."""
+    return path.with_name(f"{path.name}.tmp-{secrets.token_hex(4)}")
+
+
+def temporary_files(directory: Path) -> Iterator[tuple[str, Path]]:
+    """(name they are to take, path) of the temporary files of a directory, in order."""
+    for name in sorted(os.listdir(directory)):  # noqa: PTH208 (a tenth of the time)
+        if (match := _TEMPORARY.fullmatch(name)) is not None:
+            yield match[1], directory / name
+
+
+def lock_file(descriptor: int, path: Path, kind: int = fcntl.LOCK_EX) -> bool:
+    """Take the kernel's lock on an open file, at once.
+
+    Returns:
+        Whether the file is at ``path`` still: it may have been removed before it was locked.
+
+    Raises:
+        BlockingIOError: another process, or another open file of this one, holds it.
+        NotImplementedError: the file system has no locks.
+    """
+    try:
+        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in _NO_LOCKS:
+            raise NotImplementedError(error.strerror) from error
+        raise
+    try:
+        return os.path.samestat(os.fstat(descriptor), os.lstat(path))
+    except FileNotFoundError:
+        return False
+
+
+def is_being_written(path: Path) -> bool:
+    """Whether a process holds a temporary file, or nobody can tell."""
+    try:
+        with _locked(path):
+            return False
+    except (OSError, NotImplementedError):
+        return not path.is_symlink()  # of an import, which needs it for a moment
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[bool]:
+    """A file with the lock on it; whether it is there still. Raises as lock_file and os.open."""
+    flags = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    descriptor = os.open(path, flags)
+    try:
+        yield lock_file(descriptor, path)
+    finally:
+        os.close(descriptor)
+
+
+# Directory -> name -> what was left of it when this process wrote there for the first time. Asked
+# for once: there may be a hundred thousand files, and every one of them is written here.
+_left: dict[Path, dict[str, list[Path]]] = {}
+
+
+def remove_leftovers(target: Path) -> None:
+    """Remove what writers of a name left beside it when they were killed, and say so.
+
+    What a living process holds stays, and so does everything where files cannot be locked.
+    """
+    found = _left.get(target.parent)
+    if found is None:
+        found = _left[target.parent] = {}
+        with contextlib.suppress(OSError):  # a directory that may be written, but not listed
+            for name, path in temporary_files(target.parent):
+                found.setdefault(name, []).append(path)
+    for path in found.pop(target.name, ()):
+        with contextlib.suppress(OSError, NotImplementedError):
+            if not path.is_symlink():
+                with _locked(path) as is_there:
+                    if not is_there:
+                        continue
+                    size = path.stat().st_size
+                    path.unlink()
+                logger.warning("removed %s (%d bytes), left by a killed process", path, size)
+            else:
+                path.unlink()
+
+
+def _create(target: Path) -> tuple[Path, int]:
+    """A new temporary file and its descriptor, with the lock on it where files can be locked."""
+    while True:
+        path = temporary_name(target)
+        # Not tempfile: its 0600 would survive the rename and shut out the rest of the team.
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+        descriptor = os.open(path, flags, 0o666)
+        try:
+            if lock_file(descriptor, path):
+                return path, descriptor
+        except NotImplementedError:
+            return path, descriptor
+        except BlockingIOError:  # another writer took it for left behind, before it was locked
+            path.unlink(missing_ok=True)
+        os.close(descriptor)
 
 
 def _discard(file: IO[bytes], temporary: Path, owner: int) -> None:

@@ -220,8 +220,8 @@ class IndexedDataset(HostNames):
         return _frozen(self._index.document_offsets(self.dtype.itemsize))
 
     @property
-    def index_bytes(self) -> NDArray[np.uint8]:
-        """The mapped .idx in place, for C++ that reads it without a copy."""
+    def index_bytes(self) -> Any:
+        """The mapped .idx in place, for C++ that reads it without a copy (``IndexFile.bytes``)."""
         return self._index.bytes
 
     @property
@@ -258,19 +258,26 @@ class IndexedDataset(HostNames):
 
     @property
     def fingerprint(self) -> str:
-        """Identity of the documents' layout: xxh3_128 of the whole .idx, in hexadecimal.
+        """Identity of the documents' layout, of some blocks of the .idx (see
+        ``IndexFile.fingerprint``): costs no pass over it.
 
-        The .idx holds the dtype, the numbers of sequences and documents and every length, so any
-        change of those changes it; a change of token values alone does not (see ``verify``).
+        The .idx holds the dtype, the numbers of sequences and documents and every length; a change
+        of token values alone does not change it (see ``verify``).
         """
         return self._index.fingerprint
 
     @property
-    def ends_digest(self) -> str:
-        """Of the size, the beginning and the end of the .idx: tells files apart without reading
-        them (xxh3_64, in hexadecimal).
+    def idx_checksums(self) -> str:
+        """Of all blocks of the .idx, which is read for that."""
+        return self._index.idx_checksums
+
+    def hold_to(self, idx_checksums: str) -> None:
+        """Compare whatever is read of the .idx from now on with checksums of what it should be.
+
+        Raises:
+            FormatError: it has another size; later, by whatever reads it: a block differs.
         """
-        return self._index.ends_digest()
+        self._index.hold_to(idx_checksums)
 
     @staticmethod
     def exists(prefix: str | os.PathLike[str]) -> bool:
@@ -283,12 +290,12 @@ class IndexedDataset(HostNames):
     def __getstate__(self) -> tuple[str, bool, str]:
         # Absolute: a worker may have another working directory.
         prefix = self.prefix if is_remote(self.prefix) else str(Path(self.prefix).absolute())
-        return prefix, self.multimodal, self.ends_digest
+        return prefix, self.multimodal, self.fingerprint
 
     def __setstate__(self, state: tuple[str, bool, str]) -> None:
-        prefix, multimodal, ends_digest = state
+        prefix, multimodal, fingerprint = state
         IndexedDataset.__init__(self, prefix, multimodal)
-        if self.ends_digest != ends_digest:
+        if self.fingerprint != fingerprint:
             raise FormatError(f"{prefix} was replaced since it was pickled; start the run again")
 
     def __repr__(self) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import secrets
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,12 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from megapack.errors import ConfigError, DataError, FormatError
-from megapack.storage.atomic import AtomicFile, Publishable
+from megapack.storage.atomic import (
+    AtomicFile,
+    Publishable,
+    remove_leftovers,
+    temporary_name,
+)
 from megapack.storage.foreign import Foreign, detect, open_foreign, tokens_path
 from megapack.storage.lock import WriterLock
 from megapack.storage.meta import TokenFacts, check_metadata
@@ -179,7 +183,8 @@ class _Link:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.temporary = path.with_name(f"{path.name}.tmp-{secrets.token_hex(4)}")
+        remove_leftovers(path)
+        self.temporary = temporary_name(path)
 
     @staticmethod
     def make(tokens: Path, path: Path, link: str) -> tuple[_Link, str] | None:

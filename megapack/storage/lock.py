@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
 import os
 import socket
@@ -12,12 +11,10 @@ import weakref
 from pathlib import Path
 
 from megapack.errors import LockedError, MegapackWarning
-from megapack.storage.atomic import naming
+from megapack.storage.atomic import lock_file, naming
 from megapack.storage.replace import target_of
 
 __all__ = ["WriterLock"]
-
-_NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL}
 
 
 class WriterLock:
@@ -69,7 +66,9 @@ def _acquire(path: Path, name: str, shared: bool) -> int:
     while True:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
         try:
-            fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+            if lock_file(descriptor, path, kind):
+                return descriptor
+            os.close(descriptor)  # its owner removed the file between our opening and locking it
         except BlockingIOError:
             owners = os.pread(descriptor, 4096, 0).decode(errors="replace").split("\n")[:-1]
             os.close(descriptor)
@@ -77,27 +76,17 @@ def _acquire(path: Path, name: str, shared: bool) -> int:
                 f"{name} is being written by {'; '.join(owners) or 'another process'}; wait for "
                 "it or end it"
             ) from None
-        except OSError as error:
-            if error.errno not in _NO_LOCKS:
-                os.close(descriptor)
-                raise
+        except NotImplementedError as error:
             warnings.warn(
-                f"{path.parent} is on a file system without locks ({error.strerror}); make sure "
+                f"{path.parent} is on a file system without locks ({error}); make sure "
                 f"that nobody else writes {name}",
                 MegapackWarning,
                 stacklevel=3,
             )
             return descriptor
-        if _is_at(descriptor, path):
-            return descriptor
-        os.close(descriptor)  # its owner removed the file between our opening and locking it
-
-
-def _is_at(descriptor: int, path: Path) -> bool:
-    try:
-        return os.path.samestat(os.fstat(descriptor), os.stat(path))  # noqa: PTH116
-    except FileNotFoundError:
-        return False
+        except OSError:
+            os.close(descriptor)
+            raise
 
 
 def _release(descriptor: int, path: Path, owner: int) -> None:

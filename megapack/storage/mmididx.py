@@ -9,6 +9,7 @@ import os
 import struct
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -18,7 +19,7 @@ from numpy.typing import DTypeLike, NDArray
 
 from megapack import _core
 from megapack.errors import ConfigError, FormatError
-from megapack.storage.mapping import map_file
+from megapack.storage.mapping import CheckedArray, block_checksums, map_file
 from megapack.storage.opening import Identity, identity_of, is_at, open_regular
 from megapack.storage.remote.address import is_remote
 
@@ -46,7 +47,10 @@ HEADER_BYTES = 34
 CODE_OF_DTYPE = {"uint8": 1, "int8": 2, "int16": 3, "int32": 4, "int64": 5, "uint16": 8}
 DTYPE_OF_CODE = {code: np.dtype(name) for name, code in CODE_OF_DTYPE.items()}
 
-_END_BYTES = 1 << 16
+# Of the fingerprint: what opening a dataset reads at the beginning of an array, and the number of
+# blocks all over the file.
+_OPENING_BYTES = 512
+_SPREAD_BLOCKS = 16
 _LENGTH = struct.Struct("<i")
 _POINTER = struct.Struct("<q")
 
@@ -144,9 +148,11 @@ class IndexFile:
         self.name = os.fspath(path)
         with open_regular(path) as file:
             identity = identity_of(file)
-            self.bytes = map_file(file)
-        self._buffer = self.bytes.data  # for struct, to which an array is slow
-        self.header = _parse_header(self.bytes, identity, self.name)
+            mapped = map_file(file)
+        self._mapped = mapped
+        self._buffer = mapped.data  # for struct, to which an array is slow
+        self._checked: CheckedArray | None = None
+        self.header = _parse_header(mapped, identity, self.name)
         self.num_sequences = self.header.num_sequences
         self.num_documents = self.header.num_documents
 
@@ -154,27 +160,60 @@ class IndexFile:
         """Whether the file at its name is still the one that was opened."""
         return is_at(self.header.identity, self.name)
 
+    @property
+    def bytes(self) -> Any:
+        """uint8, all of the file, in place; a ``CheckedArray`` when it is held to checksums."""
+        return self._mapped if self._checked is None else self._checked
+
     @cached_property
     def fingerprint(self) -> str:
-        """xxh3_128 of the whole file, in hexadecimal."""
-        return xxhash.xxh3_128(self.bytes.data).hexdigest()
-
-    def ends_digest(self) -> str:
-        """xxh3_64 of the size, beginning and end: tells files apart without reading them."""
-        digest = xxhash.xxh3_64(str(self.bytes.size).encode())
-        digest.update(self.bytes[:_END_BYTES].data)
-        digest.update(self.bytes[-_END_BYTES:].data)
+        """xxh3_128, in hexadecimal, of the size and of the checksums of some 64 KiB blocks: those
+        in which the arrays begin and end, and 16 spread evenly over the file (all, if there are not
+        more). Pointers are running sums of lengths, so another length shows in every block of them
+        behind it. The blocks between are compared when they are read (``hold_to``).
+        """
+        header, size = self.header, self.header.file_bytes
+        last = (size - 1) // _core.BLOCK_BYTES
+        blocks = {last * i // (_SPREAD_BLOCKS - 1) for i in range(_SPREAD_BLOCKS)}
+        starts = (0, header.pointers_at, header.document_indices_at, header.modes_at, size)
+        for begin, end in pairwise(starts):
+            if begin < end:
+                near = (begin, min(begin + _OPENING_BYTES, end - 1), end - 1)
+                blocks |= {at // _core.BLOCK_BYTES for at in near}
+        digest = xxhash.xxh3_128(str(size).encode())
+        for block in sorted(blocks):
+            begin = block * _core.BLOCK_BYTES
+            digest.update(block_checksums(self._mapped[begin : begin + _core.BLOCK_BYTES]).encode())
         return digest.hexdigest()
+
+    @property
+    def idx_checksums(self) -> str:
+        """``block_checksums`` of the whole file, which is read for it."""
+        return block_checksums(self._mapped)
+
+    def hold_to(self, checksums: str) -> None:
+        """Compare what is read from now on with ``idx_checksums`` of what the file should be.
+
+        Raises:
+            FormatError: they are of a file of another size; later, by whatever reads it: a block
+                differs.
+        """
+        if self._checked is None:
+            remedy = "restore the file that was packed, or pack the dataset again"
+            self._checked = CheckedArray.of(self._mapped, checksums, name=self.name, remedy=remedy)
 
     def length(self, sequence: int) -> int:
         """Tokens of one sequence."""
-        at = self.header.lengths_at + 4 * sequence
-        return int(_LENGTH.unpack_from(self._buffer, at)[0])
+        return self._number(_LENGTH, self.header.lengths_at + 4 * sequence)
 
     def pointer(self, sequence: int) -> int:
         """Byte of .bin at which one sequence begins."""
-        at = self.header.pointers_at + 8 * sequence
-        return int(_POINTER.unpack_from(self._buffer, at)[0])
+        return self._number(_POINTER, self.header.pointers_at + 8 * sequence)
+
+    def _number(self, kind: struct.Struct, at: int) -> int:
+        if self._checked is not None:
+            self._checked.require(at, at + kind.size)
+        return int(kind.unpack_from(self._buffer, at)[0])
 
     def document_lengths(self) -> NDArray[np.int32] | NDArray[np.int64]:
         """(num_documents,), tokens; int64 only when a document has more than 2^31 - 1."""
@@ -189,4 +228,5 @@ class IndexFile:
         if not self.header.has_modes:
             raise FormatError(f"{self.name} has no modes; it was not built with multimodal=True")
         at = self.header.modes_at
-        return self.bytes[at : at + self.num_sequences].view(np.int8)
+        modes: NDArray[np.int8] = self.bytes[at : at + self.num_sequences].view(np.int8)
+        return modes

@@ -13,6 +13,7 @@ from typing import Any
 import xxhash
 
 from megapack.errors import FormatError
+from megapack.storage.atomic import is_being_written, temporary_files
 from megapack.storage.findings import Finding, has_errors
 from megapack.storage.meta import bin_checksums, checksum, difference_from_files, read_meta
 from megapack.storage.mmididx import MAGIC, path_of, prefix_of
@@ -24,9 +25,10 @@ from megapack.storage.remote.opening import open_remote_pair
 from megapack.storage.survey import LEGACY_MAGIC, Survey, survey
 from megapack.storage.verify_tokens import TokenChecks, check_tokens
 
-__all__ = ["find_duplicates", "verify"]
+__all__ = ["find_duplicates", "leftovers", "verify"]
 
 REPAIR = "megapack-build repair"
+DATASET = r"(\.labels)?\.(bin|idx|meta\.json|samples)"
 
 
 def verify(
@@ -74,7 +76,7 @@ def _verify(
 ) -> list[Finding]:
     """Of local files."""
     idx_path, bin_path = path_of(prefix, ".idx"), path_of(prefix, ".bin")
-    findings = [*_leftovers(prefix), *_missing(idx_path, bin_path)]
+    findings = [*leftovers(Path(prefix), DATASET), *_missing(idx_path, bin_path)]
     if has_errors(findings):
         return findings
     try:
@@ -123,14 +125,22 @@ def _missing(idx_path: Path, bin_path: Path) -> Iterator[Finding]:
             yield Finding("error", "missing", f"{path} does not exist")
 
 
-def _leftovers(prefix: str) -> Iterator[Finding]:
-    base = Path(prefix)
-    pattern = re.compile(re.escape(base.name) + r"\.(bin|idx|meta\.json)\.tmp-[0-9a-f]{8}")
-    if base.parent.is_dir():
-        for path in sorted(base.parent.iterdir()):
-            if pattern.fullmatch(path.name):
-                text = f"{path} was left by a build that was killed, or one is running"
-                yield Finding("note", "leftover", text, "delete it if nothing is running")
+def leftovers(base: Path, suffixes: str = "") -> Iterator[Finding]:
+    """Temporary files beside a file, whose writers are gone or at work.
+
+    Args:
+        base: the file, or the prefix of several.
+        suffixes: of these, a regular expression.
+    """
+    wanted = re.compile(re.escape(base.name) + suffixes)
+    for name, path in temporary_files(base.parent) if base.parent.is_dir() else ():
+        if wanted.fullmatch(name) is None:
+            continue
+        if is_being_written(path):
+            yield Finding("note", "being-written", f"{path} is being written")
+        elif path.exists():
+            text = f"{path} ({path.stat().st_size:,} bytes) was left by a process that was killed"
+            yield Finding("note", "leftover", text, "delete it, or write its dataset again")
 
 
 def _unreadable(idx_path: Path, error: FormatError) -> Finding:

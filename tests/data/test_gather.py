@@ -245,8 +245,8 @@ DAMAGES = [
     ("segment_length", 0, "of a document of 4"),
     ("segment_length", -4, "of a document of 4"),
     ("segment_length", 2**31 - 1, "of a document of 4"),
-    ("sample_segment_offsets", 2**40, "has segments"),
-    ("sample_segment_offsets", -5, "has segments"),
+    ("sample_segment_offsets", 2**40, "claims segments"),
+    ("sample_segment_offsets", -5, "claims segments"),
 ]
 
 

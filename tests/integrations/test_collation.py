@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import DataLoader, default_collate
 
-from megapack.data.batch import ReusedBuffers
+from megapack.data.batch import Buffers, ReusedBuffers
 from megapack.integrations.manifest import Manifest, Source
 from megapack.integrations.open_rows import open_rows, open_sources
 from megapack.integrations.rows import RowDataset, RowOptions
@@ -55,15 +59,59 @@ def test_rows_that_are_no_whole_micro_batch_are_stacked(rows: RowDataset) -> Non
             assert torch.equal(value, torch.stack([row[key] for row in chosen])), key
 
 
-def test_memory_is_used_again_only_when_nobody_holds_a_tensor_of_it() -> None:
+VIEWS: dict[str, Callable[[Buffers], Any]] = {
+    "tensor": lambda buffers: buffers["labels"],
+    "array": lambda buffers: buffers.arrays["loss_mask"],
+    "shaped": lambda buffers: buffers.shaped((2, 8))["tokens"],
+    "slice of a slice": lambda buffers: buffers.shaped((2, 8))["position_ids"][1][2:4][:1],
+    "slice of an array": lambda buffers: buffers.arrays["labels"][3:][:2][::2],
+    "other dtype": lambda buffers: buffers.arrays["tokens"].view(np.uint8)[5:],
+    "tensor of a slice": lambda buffers: torch.from_numpy(buffers.arrays["tokens"][4:]).view(2, 6),
+    "array of a tensor": lambda buffers: buffers["tokens"][1].numpy()[2:],
+    "memoryview": lambda buffers: memoryview(buffers.arrays["labels"])[1:],
+    "detached": lambda buffers: buffers["loss_mask"].view(-1).detach()[:1],
+    "all": lambda buffers: buffers,
+}
+
+
+@pytest.mark.parametrize("name", VIEWS)
+def test_memory_is_used_again_only_when_nobody_holds_a_view_of_it(name: str) -> None:
     pool = ReusedBuffers()
-    first = pool.take(2, 8).shaped((2, 8))["tokens"]
-    address = first.data_ptr()
-    view = first[1]
-    del first
-    assert pool.take(2, 8)["tokens"].data_ptr() != address, "a view of it is held"
+    buffers = pool.take(2, 8)
+    memory = range(buffers["tokens"].data_ptr(), buffers["loss_mask"].data_ptr() + 2 * 8 * 4)
+    view = VIEWS[name](buffers)
+    del buffers
+    for _ in range(10):
+        assert pool.take(2, 8)["tokens"].data_ptr() not in memory, "a view of it is held"
     del view
-    addresses = {pool.take(2, 8)["tokens"].data_ptr() for _ in range(20)}
-    assert len(addresses) <= 2, "and then it is free"
+    held = [pool.take(2, 8) for _ in range(2)]
+    assert any(b["tokens"].data_ptr() in memory for b in held), "and then it is free"
+
+
+def test_memory_that_is_held_is_never_shared_and_little_is_kept() -> None:
+    pool = ReusedBuffers()
     held = [pool.take(2, 8)["tokens"] for _ in range(3 * ReusedBuffers.MAX_BLOCKS)]
-    assert len({tensor.data_ptr() for tensor in held}) == len(held)
+    addresses = {tensor.data_ptr() for tensor in held}
+    assert len(addresses) == len(held)
+    del held
+    again = [pool.take(2, 8)["tokens"] for _ in range(ReusedBuffers.MAX_BLOCKS)]
+    assert {tensor.data_ptr() for tensor in again} <= addresses
+    first = pool.take(4, 8)["tokens"]
+    del pool
+    first.fill_(7)  # its memory outlives the pool
+    assert (first == 7).all()
+
+
+def test_threads_share_a_pool() -> None:
+    pool = ReusedBuffers()
+
+    def work(number: int) -> bool:
+        for _ in range(300):
+            tokens = pool.take(2, 64)["tokens"]
+            tokens.fill_(number)
+            if not (tokens == number).all():
+                return False
+        return True
+
+    with ThreadPoolExecutor(6) as threads:
+        assert all(threads.map(work, range(6)))

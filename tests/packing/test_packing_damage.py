@@ -1,7 +1,7 @@
 """Damaged .samples files: what is wrong is refused before a batch is wrong.
 
 The small arrays and the header are held to their checksums and to each other when a file is opened;
-the large ones by ``verify``, or by opening with ``verify=True``.
+the large ones, and the .idx that was packed, block by block when something of a block is read.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import numpy as np
 import pytest
 import xxhash
 
+from megapack import _core
 from megapack.errors import FormatError
 from megapack.packing import SampleIndex, pack
 
@@ -42,7 +44,7 @@ def with_header(data: bytes, header: Any) -> bytes:
     size = PREAMBLE.unpack_from(data)[3]
     encoded = json.dumps(header).encode().ljust(size)
     assert len(encoded) == size, "the change does not fit where the header stands"
-    preamble = PREAMBLE.pack(b"MEGASAMP", 1, 0, size, xxhash.xxh3_64_intdigest(encoded))
+    preamble = PREAMBLE.pack(b"MEGASAMP", 2, 0, size, xxhash.xxh3_64_intdigest(encoded))
     return preamble + encoded + data[PREAMBLE.size + size :]
 
 
@@ -55,7 +57,7 @@ def with_value(data: bytes, name: str, position: int, value: int, *, hidden: boo
     array = np.frombuffer(data[begin:end], dtype).copy()
     assert array[position] != value
     array[position] = value
-    entry["xxh3"] = xxhash.xxh3_64_hexdigest(array.tobytes())
+    entry["xxh64"] = xxhash.xxh64_hexdigest(array.tobytes())
     changed = data[:begin] + array.tobytes() + data[end:]
     return with_header(changed, header) if hidden else changed
 
@@ -93,16 +95,72 @@ def test_small_arrays_are_held_to_their_order_even_where_checksums_agree(
         SampleIndex.load(path)
 
 
+READERS: dict[str, Callable[[SampleIndex], Any]] = {
+    "verify": lambda index: index.verify(),
+    "sample": lambda index: [index.sample(i) for i in range(len(index))],
+    "numpy": lambda index: [np.asarray(array) for array in index.segment_arrays()],
+    "sum": lambda index: [array.sum() for array in index.segment_arrays()],
+    "arithmetic": lambda index: [1 + array for array in index.segment_arrays()],
+    "comparison": lambda index: [array == 1 for array in index.segment_arrays()],
+    "labels": lambda index: index.label_tokens(LENGTHS),
+    "measure": lambda index: _core.measure_samples(*index.segment_arrays(), len(LENGTHS)),
+    "whole": lambda index: _core.whole_documents(*index.segment_arrays(), np.array(LENGTHS)),
+}
+# Of these arrays the others do not read all.
+READ = {"whole": ("segment_document", "segment_length")}
+
+
+@pytest.mark.parametrize("reader", READERS)
 @pytest.mark.parametrize("name", LARGE)
-def test_a_changed_number_of_a_large_array_is_refused_by_verify(path: Path, name: str) -> None:
+def test_a_changed_number_of_a_large_array_is_refused_when_it_is_read(
+    path: Path, name: str, reader: str
+) -> None:
     data = path.read_bytes()
     for position in range(1, header_of(data)["arrays"][name]["shape"][0] - 1):
         path.write_bytes(with_value(data, name, position, 100))
-        index = SampleIndex.load(path)
-        with pytest.raises(FormatError, match=f"array {name} is damaged"):
-            index.verify()
-        with pytest.raises(FormatError, match=f"array {name} is damaged"):
+        with pytest.raises(FormatError, match=f"array {name} is damaged: bytes 0 to "):
             SampleIndex.load(path, verify=True)
+        if name in READ.get(reader, LARGE):
+            with pytest.raises(FormatError, match=f"array {name} is damaged"):
+                READERS[reader](SampleIndex.load(path))
+
+
+def test_damage_is_found_by_whoever_reads_its_block_and_by_nobody_else(tmp_path: Path) -> None:
+    lengths = np.full(100_000, 3)  # 2 segments per sample; 16,384 numbers per block
+    pack(lengths, "next_fit", buckets=6, shuffle=False).save(tmp_path / "x.samples")
+    data = (tmp_path / "x.samples").read_bytes()
+    (tmp_path / "x.samples").write_bytes(with_value(data, "segment_length", 40_000, 4))
+    index = SampleIndex.load(tmp_path / "x.samples")
+    offsets, column = index.sample_segment_offsets, index.segment_length
+    good, bad = np.arange(16_000), np.arange(16_000, 24_000)
+    expected = np.full(16_000, 18)
+    assert (_core.attention_cost_of(offsets, column, good, 6, False) == expected).all()
+    assert (column[:32_768] == 3).all() and column[np.array([5, -1, -30_000])].tolist() == [3] * 3
+    assert index.sample(0) == (0, [(0, 0, 3), (1, 0, 3)]) and column[99_999] == 3
+    message = "array segment_length is damaged: bytes 131072 to 196608 do not have their checksum"
+    for _ in range(2):  # however often
+        for read in (
+            lambda: _core.attention_cost_of(offsets, column, bad, 6, False),
+            lambda: column[32_768],
+            lambda: column[::-9_999],
+            lambda: column[np.array([1, -60_000])],
+            lambda: column[np.ones(100_000, np.bool_)],
+            lambda: np.max(column),
+            lambda: list(column),
+            index.attention_cost,
+        ):
+            with pytest.raises(FormatError, match=message):
+                read()
+
+
+def test_an_index_of_a_file_is_read_by_threads_at_once(tmp_path: Path) -> None:
+    lengths = np.arange(200_000) % 7 + 1
+    made = pack(lengths, "next_fit", buckets=64)
+    made.save(tmp_path / "x.samples")
+    index = SampleIndex.load(tmp_path / "x.samples")
+    with ThreadPoolExecutor(8) as pool:
+        costs = list(pool.map(lambda _: index.attention_cost(), range(16)))
+    assert all((cost == made.attention_cost()).all() for cost in costs)
 
 
 def test_a_sound_file_loads_with_its_checksums(path: Path) -> None:
@@ -152,7 +210,7 @@ HEADERS: dict[str, Change] = {
     "two arrays in one place": lambda h: h["arrays"]["segment_begin"].update(
         offset=h["arrays"]["segment_document"]["offset"]
     ),
-    "checksum is a number": lambda h: h["arrays"]["segment_length"].update(xxh3=3),
+    "checksum is a number": lambda h: h["arrays"]["segment_length"].update(xxh64=3),
 }
 
 
@@ -169,7 +227,7 @@ def test_a_header_that_lies_is_refused_at_load(path: Path, name: str) -> None:
 @pytest.mark.parametrize("content", [b"{", b"\xff\xfe", b"", b"[" * 100_000])
 def test_a_header_that_is_no_json_is_refused(path: Path, content: bytes) -> None:
     digest = xxhash.xxh3_64_intdigest(content)
-    path.write_bytes(PREAMBLE.pack(b"MEGASAMP", 1, 0, len(content), digest) + content)
+    path.write_bytes(PREAMBLE.pack(b"MEGASAMP", 2, 0, len(content), digest) + content)
     with pytest.raises(FormatError, match=r"x\.samples"):
         SampleIndex.load(path)
 

@@ -8,9 +8,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import xxhash
 
 from megapack.errors import FormatError, IndexMismatchError
 from megapack.packing import STRATEGIES, SampleIndex, pack
+from megapack.packing.stored import describe_source
 from megapack.storage import IndexedDataset, IndexedDatasetBuilder
 
 LENGTHS = np.array([5, 0, 12, 3, 40, 8, 8, 1, 16, 2], np.int32)
@@ -56,7 +58,8 @@ def test_an_index_refuses_another_dataset(tmp_path: Path) -> None:
     index.save(tmp_path / "x.samples", source=dataset)
     loaded = SampleIndex.load(tmp_path / "x.samples")
     loaded.check_source(dataset)  # by the fingerprint
-    assert loaded.source == {"fingerprint": dataset.fingerprint, "prefix": str(dataset.prefix)}
+    assert loaded.source == describe_source(dataset, dataset.prefix)
+    assert loaded.source["idx_xxh64"] == xxhash.xxh64_hexdigest((tmp_path / "a.idx").read_bytes())
 
     fewer = _dataset(tmp_path / "b", LENGTHS[:-1])
     other = _dataset(tmp_path / "c", LENGTHS[::-1])

@@ -14,9 +14,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from megapack.packing.verify import verify_samples
 from megapack.storage import IndexedDataset, IndexedDatasetBuilder
 from megapack.storage.atomic import AtomicFile, atomic_write
-from megapack.storage.verify import verify
+from megapack.storage.verify import leftovers, verify
 
 
 def names(directory: Path) -> list[str]:
@@ -167,3 +168,120 @@ def test_sigkill_at_any_moment_leaves_a_whole_dataset_or_none(tmp_path: Path) ->
             findings = verify(tmp_path / "data")
             assert not [finding for finding in findings if finding.severity == "error"]
     assert seen, "no dataset was ever finished: the test would pass vacuously"
+
+
+# Writers that are killed when all they write stands there, but for its name.
+WRITERS = {
+    "builder": (
+        "from megapack.storage import IndexedDatasetBuilder\n"
+        "with IndexedDatasetBuilder(root + '/data', overwrite=True) as builder:\n"
+        "    builder.add_documents(np.zeros(500_000, np.int32), [0, 500_000])\n"
+    ),
+    "merge": (
+        "from megapack.storage.merge import merge\n"
+        "merge([root + '/a', root + '/b'], root + '/data', overwrite=True)\n"
+    ),
+    "import": (
+        "from megapack.storage.importing import import_dataset\n"
+        "import_dataset(root + '/a', root + '/data', link='copy', overwrite=True)\n"
+    ),
+    "pack": (
+        "from megapack.cli.main import main\n"
+        "main(['pack', root + '/a', '--output', root + '/data.samples', '--buckets', '64'])\n"
+    ),
+}
+WAITING = """
+import os, sys, time
+import numpy as np
+root = sys.argv[1]
+def wait(_):
+    print("written", flush=True)
+    time.sleep(600)
+os.fsync = wait
+"""
+
+
+def killed(program: str, root: Path) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-c", WAITING + program, str(root)], stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "written\n"
+    process.kill()
+    process.wait()
+
+
+def temporary(root: Path) -> list[Path]:
+    return sorted(root.glob("*.tmp-*"))
+
+
+@pytest.mark.parametrize("writer", WRITERS)
+def test_what_a_killed_writer_left_is_found_and_removed_by_the_next(
+    tmp_path: Path, writer: str
+) -> None:
+    for name in "ab":
+        with IndexedDatasetBuilder(tmp_path / name, np.int32) as builder:
+            builder.add_documents(np.zeros(300_000, np.int32), [0, 30, 300_000])
+    killed(WRITERS[writer], tmp_path)
+    first = temporary(tmp_path)
+    assert sum(path.stat().st_size for path in first) > 50, "it left something of size"
+    checked = (
+        verify_samples(str(tmp_path / "data.samples"))
+        if writer == "pack"
+        else verify(tmp_path / "data")
+    )
+    assert {path.name for path in first} == {
+        Path(finding.message.split(" ")[0]).name
+        for finding in checked
+        if finding.code == "leftover"
+    }
+    killed(WRITERS[writer], tmp_path)
+    second = temporary(tmp_path)
+    assert len(second) == len(first) and not set(second) & set(first), "one killed run, not two"
+    other = tmp_path / "other.bin.tmp-01234567"  # of another target
+    other.write_bytes(b"x")
+    program = "import sys\nimport numpy as np\nroot = sys.argv[1]\n" + WRITERS[writer]
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(tmp_path)], check=True, capture_output=True, text=True
+    )
+    assert temporary(tmp_path) == [other]
+    said = [line for line in done.stderr.splitlines() if line.startswith("removed ")]
+    assert len(said) == len(second), done.stderr
+    assert all(line.endswith(" bytes), left by a killed process") for line in said)
+
+
+def test_what_a_living_process_writes_is_left_alone(tmp_path: Path) -> None:
+    program = (
+        "import sys\n"
+        "from megapack.storage.atomic import AtomicFile\n"
+        "file = AtomicFile(sys.argv[1])\n"
+        "file.write(b'slow')\n"
+        "print('written', flush=True)\n"
+        "sys.stdin.read()\n"
+        "file.sync()\n"
+        "file.take_name()\n"
+    )
+    target = tmp_path / "data"
+    process = subprocess.Popen([sys.executable, "-c", program, str(target)], stdin=-1, stdout=-1)
+    assert process.stdout is not None and process.stdout.readline() == b"written\n"
+    with atomic_write(target) as file:
+        file.write(b"quick")
+    assert target.read_bytes() == b"quick" and len(temporary(tmp_path)) == 1
+    assert [finding.code for finding in leftovers(target)] == ["being-written"]
+    process.communicate(b"")
+    assert process.returncode == 0
+    assert target.read_bytes() == b"slow" and temporary(tmp_path) == []
+
+
+def test_links_and_foreign_names_are_no_leftovers_of_ours(tmp_path: Path) -> None:
+    names_of_others = ["data.tmp-1234567", "data.tmp-x1234567", "data2.tmp-12345678", "data.tmp"]
+    for name in names_of_others:
+        (tmp_path / name).write_bytes(b"x")
+    (tmp_path / "precious").write_bytes(b"x")
+    (tmp_path / "data.tmp-00000000").symlink_to("precious")
+    os.mkfifo(tmp_path / "data.tmp-00000001")
+    with atomic_write(tmp_path / "data") as file:
+        file.write(b"y")
+    assert (tmp_path / "precious").read_bytes() == b"x"
+    assert not (tmp_path / "data.tmp-00000000").is_symlink()
+    assert {*names_of_others, "data", "precious"} <= set(names(tmp_path))

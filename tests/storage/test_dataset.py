@@ -5,15 +5,17 @@ from __future__ import annotations
 import os
 import pickle
 import struct
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 import pytest
+import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
 from megapack.errors import FormatError
-from megapack.storage import IndexedDataset, read_document_lengths
+from megapack.storage import IndexedDataset, IndexedDatasetBuilder, read_document_lengths
 from storage.strategies import SMALL, corpora, flatten, write
 
 
@@ -237,6 +239,60 @@ def test_the_fingerprint_follows_the_layout(tmp_path: Path) -> None:
     a, b, c, d = (IndexedDataset(tmp_path / name).fingerprint for name in "abcd")
     assert a == b
     assert len({a, c, d}) == 3
+
+
+def test_the_fingerprint_is_of_the_size_and_of_blocks_all_over_the_file(tmp_path: Path) -> None:
+    lengths = np.arange(200_000) % 3
+    with IndexedDatasetBuilder(tmp_path / "data", np.uint16) as builder:
+        builder.add_documents(np.zeros(lengths.sum(), np.uint16), np.cumsum([0, *lengths]))
+    data = (tmp_path / "data.idx").read_bytes()
+    last = (len(data) - 1) >> 16
+    assert last == 61, "more blocks than it reads"
+    ends = [0, 34 + 4 * 200_000, 34 + 12 * 200_000, len(data)]
+    near = {at for b, e in pairwise(ends) for at in (b, b + 512, e - 1)}
+    blocks = {last * i // 15 for i in range(16)} | {at >> 16 for at in near}
+    digests = [xxhash.xxh64_hexdigest(data[b << 16 : (b + 1) << 16]) for b in sorted(blocks)]
+    expected = xxhash.xxh3_128_hexdigest((str(len(data)) + "".join(digests)).encode())
+    assert IndexedDataset(tmp_path / "data").fingerprint == expected
+    # One more token in any document changes it: pointers behind it are others.
+    for document in (1, 77_777, 199_998):
+        lengths[document] += 1
+        pointers = 2 * (np.cumsum(lengths) - lengths)
+        by_hand(tmp_path / "other", lengths, pointers, range(200_001), bin_bytes=1 << 20)
+        assert IndexedDataset(tmp_path / "other").fingerprint != expected
+        lengths[document] -= 1
+
+
+def test_what_the_fingerprint_does_not_cover_is_compared_when_it_is_read(tmp_path: Path) -> None:
+    lengths = np.full(200_000, 2)
+    arrays = [lengths, 4 * np.arange(200_000), np.arange(200_001)]
+    sound = IndexedDataset(by_hand(tmp_path / "data", *arrays, bin_bytes=800_000))
+    fingerprint, checksums = sound.fingerprint, sound.idx_checksums
+    sequence = ((22 << 16) - 34 - 4 * 200_000) // 8 + 100  # its pointer is in a block left out
+    arrays[1][[sequence, sequence + 1]] = arrays[1][[sequence + 1, sequence]]
+    by_hand(tmp_path / "data", *arrays, bin_bytes=800_000)
+
+    def held() -> IndexedDataset:
+        dataset = IndexedDataset(tmp_path / "data")
+        assert dataset.fingerprint == fingerprint
+        dataset.hold_to(checksums)
+        return dataset
+
+    assert len(IndexedDataset(tmp_path / "data")[sequence]) == 2, "nobody told what it should be"
+    assert held()[sequence - 10_000].tolist() == held()[-1].tolist() == [0, 0]
+    message = (
+        r"data\.idx is damaged: bytes 1441792 to 1507328 do not have .* pack the dataset again"
+    )
+    for read in (
+        lambda: held()[sequence],
+        lambda: held().get(sequence),
+        lambda: held().document_offsets,
+        lambda: held().sequence_pointers,
+    ):
+        with pytest.raises(FormatError, match=message):
+            read()
+    with pytest.raises(FormatError, match="blocks and 1 checksums"):
+        IndexedDataset(tmp_path / "data").hold_to(checksums[:16])
 
 
 def test_the_meta_file_is_optional_but_not_arbitrary(tmp_path: Path) -> None:

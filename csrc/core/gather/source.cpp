@@ -145,12 +145,8 @@ void read_segments(const GatherSource& source, SampleRef ref, std::vector<Segmen
     const std::int64_t num_samples = source.samples.num_samples();
     check<std::out_of_range>(ref.sample >= 0 && ref.sample < num_samples, "sample ", ref.sample,
                              " of ", source.documents.name(), ", which has ", num_samples);
-    const std::int64_t first = source.samples.sample_segment_offsets[ref.sample];
-    const std::int64_t last = source.samples.sample_segment_offsets[ref.sample + 1];
-    check<FormatError>(first >= 0 && first <= last && last <= source.samples.segment_length.size(),
-                       source.documents.name(), ", sample ", ref.sample, " has segments [", first,
-                       ", ", last, ") of ", source.samples.segment_length.size(), kRemedy);
-    for (std::int64_t s = first; s < last; ++s) {
+    const Part part = source.samples.segments(ref.sample);
+    for (std::int64_t s = part.begin; s < part.end; ++s) {
         const Segment segment = read_segment(source, ref, s);
         if (!is_excluded(source, segment.document, ref.lists)) out.push_back(segment);
     }

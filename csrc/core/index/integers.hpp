@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <cstring>
 
+#include "core/base/blocks.hpp"
 #include "core/base/span.hpp"
 
 namespace megapack {
@@ -12,8 +13,12 @@ namespace megapack {
 class Integers {
   public:
     Integers() = default;
-    Integers(const void* data, std::int64_t size, bool wide)
-        : data_(static_cast<const unsigned char*>(data)), size_(size), wide_(wide) {}
+    // `checks`: of these bytes, if they are a file's; the caller keeps it.
+    Integers(const void* data, std::int64_t size, bool wide, const BlockChecks* checks = nullptr)
+        : data_(static_cast<const unsigned char*>(data)),
+          size_(size),
+          checks_(checks),
+          wide_(wide) {}
     Integers(Span<const std::int32_t> numbers) : Integers(numbers.data(), numbers.size(), false) {}
     Integers(Span<const std::int64_t> numbers) : Integers(numbers.data(), numbers.size(), true) {}
 
@@ -21,10 +26,16 @@ class Integers {
     std::int64_t operator[](std::int64_t i) const {
         return wide_ ? read<std::int64_t>(i) : read<std::int32_t>(i);
     }
+    // Asked for before numbers [begin, end) are read and relied on: FormatError where a block of
+    // the file that they lie in is damaged.
+    void require(std::int64_t begin, std::int64_t end) const {
+        if (checks_ != nullptr) checks_->require(begin * width(), end * width());
+    }
     // Where number i lies, for a prefetch.
-    const void* address(std::int64_t i) const { return data_ + i * (wide_ ? 8 : 4); }
+    const void* address(std::int64_t i) const { return data_ + i * width(); }
 
   private:
+    std::int64_t width() const { return wide_ ? 8 : 4; }
     template <typename T>
     T read(std::int64_t i) const {
         T value;
@@ -34,6 +45,7 @@ class Integers {
 
     const unsigned char* data_ = nullptr;
     std::int64_t size_ = 0;
+    const BlockChecks* checks_ = nullptr;
     bool wide_ = false;
 };
 

@@ -56,6 +56,8 @@ SegmentTotals measure(const SampleView& samples, std::int64_t num_documents) {
 
 std::int64_t whole_documents(const SampleView& samples, const Integers& lengths) {
     samples.check_sizes();
+    samples.segment_document.require(0, samples.num_segments());
+    samples.segment_length.require(0, samples.num_segments());
     const LengthLookup length_of(samples.segment_document, lengths);
     std::int64_t whole = 0;
     for (std::int64_t s = 0; s < samples.num_segments(); ++s)

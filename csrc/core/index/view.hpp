@@ -1,5 +1,6 @@
 // The arrays of a packing, wherever they lie: in memory, or mapped from a .samples file. Nothing in
-// them is trusted: a number that is used as an address is checked at the moment it is read.
+// them is trusted: a number that is used as an address is checked at the moment it is read, and
+// what is read of a file is compared with the checksums of its blocks.
 #pragma once
 
 #include "core/base/check.hpp"
@@ -28,14 +29,19 @@ struct SampleView {
     Part samples(std::int64_t bucket) const {
         return range(bucket_sample_offsets, bucket, num_samples(), "bucket ", " claims samples ");
     }
+    // Their numbers may be read from then on.
     Part segments(std::int64_t sample) const {
-        return range(sample_segment_offsets, sample, num_segments(), "sample ",
-                     " claims segments ");
+        const Part part =
+            range(sample_segment_offsets, sample, num_segments(), "sample ", " claims segments ");
+        for (const Integers* column : {&segment_document, &segment_begin, &segment_length})
+            column->require(part.begin, part.end);
+        return part;
     }
 
   private:
     static Part range(const Integers& offsets, std::int64_t i, std::int64_t limit,
                       const char* subject, const char* claims) {
+        offsets.require(i, i + 2);
         const Part part{offsets[i], offsets[i + 1]};
         check<FormatError>(part.begin >= 0 && part.begin <= part.end && part.end <= limit, subject,
                            i, claims, part.begin, " to ", part.end, " of ", limit);

@@ -10,6 +10,7 @@
 #include <string>
 #include <utility>
 
+#include "core/base/blocks.hpp"
 #include "core/base/check.hpp"
 #include "core/base/span.hpp"
 
@@ -47,7 +48,9 @@ IndexHeader parse_index_header(Span<const std::uint8_t> bytes, std::int64_t file
 class IndexView {
   public:
     IndexView() = default;  // of a file that is not open
-    IndexView(Span<const std::uint8_t> bytes, std::string name);
+    // `checks`: of these bytes, where somebody promised what they are; the caller keeps it.
+    IndexView(Span<const std::uint8_t> bytes, std::string name,
+              const BlockChecks* checks = nullptr);
 
     const IndexHeader& header() const { return header_; }
     std::int64_t num_sequences() const { return header_.num_sequences; }
@@ -57,10 +60,15 @@ class IndexView {
     std::int32_t length(std::int64_t sequence) const;
     std::int64_t pointer(std::int64_t sequence) const;
     std::int64_t document_index(std::int64_t i) const;  // i <= num_documents
-    const std::uint8_t* at(std::int64_t byte) const { return bytes_.data() + byte; }
+    // Bytes [byte, byte + size), compared with their checksums.
+    const std::uint8_t* at(std::int64_t byte, std::int64_t size) const {
+        if (checks_ != nullptr) checks_->require(byte, byte + size);
+        return bytes_.data() + byte;
+    }
 
   private:
     Span<const std::uint8_t> bytes_;
+    const BlockChecks* checks_ = nullptr;
     std::string name_;
     IndexHeader header_;
 };

@@ -1,4 +1,4 @@
-"""Writes version_1.samples. Run it only to add a golden file for a new version of the format:
+"""Writes version_2.samples. Run it only to add a golden file for a new version of the format:
 
     python tests/golden/samples/make_golden.py
 
@@ -16,7 +16,7 @@ from megapack.packing import SampleIndex, pack
 
 LENGTHS = np.array([5, 0, 12, 3, 40, 8, 8, 1, 16, 2, 7, 7, 31], np.int32)
 SOURCE = {"fingerprint": "0123456789abcdef", "prefix": "golden"}
-FILE = Path(__file__).with_name("version_1.samples")
+FILE = Path(__file__).with_name("version_2.samples")
 
 
 def golden_index() -> SampleIndex:

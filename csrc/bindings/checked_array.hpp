@@ -1,0 +1,94 @@
+// Arrays of files whose blocks have checksums: where the core reads numbers of an index, numpy
+// arrays and these are taken alike.
+#pragma once
+
+#include "bindings/scalars.hpp"
+#include "core/base/blocks.hpp"
+#include "core/index/integers.hpp"
+#include "core/storage/mmididx.hpp"
+
+namespace megapack {
+
+// One dimension, contiguous, of any type; what the core reads of it is compared first.
+class CheckedArray {
+  public:
+    CheckedArray(const py::array& array, const Array<std::uint64_t>& checksums,
+                 const py::object& name, const py::object& remedy)
+        : array_(array),
+          checks_(bytes_of(array), listed(checksums), file_name(name), text(remedy, "remedy")) {}
+
+    const py::array& array() const { return array_; }
+    const BlockChecks& checks() const { return checks_; }
+
+    // Elements [begin, end) may be read from now on.
+    void require(const py::object& begin, const py::object& end) const {
+        const std::int64_t last = integer(end, "end", 0, array_.size());
+        const std::int64_t first = integer(begin, "begin", 0, last);
+        const py::gil_scoped_release unlocked;
+        checks_.require(first * width(), last * width());
+    }
+    // The same of elements at positions; negative ones count from the end, others are passed over.
+    void require_at(const Array<std::int64_t>& positions) const {
+        const auto chosen = view(positions, "positions");
+        const std::int64_t size = array_.size();
+        const py::gil_scoped_release unlocked;
+        for (std::int64_t at : chosen) {
+            if (at < 0) at += size;
+            if (at >= 0 && at < size) checks_.require(at * width(), (at + 1) * width());
+        }
+    }
+
+  private:
+    static Span<const std::uint8_t> bytes_of(const py::array& array) {
+        check(array.ndim() == 1 && (array.size() < 2 || array.strides(0) == array.itemsize()),
+              "array must be one contiguous dimension");
+        return {static_cast<const std::uint8_t*>(array.data()),
+                static_cast<std::int64_t>(array.nbytes())};
+    }
+    static std::vector<std::uint64_t> listed(const Array<std::uint64_t>& checksums) {
+        const auto given = view(checksums, "checksums");
+        return {given.begin(), given.end()};
+    }
+    std::int64_t width() const { return array_.itemsize(); }
+
+    py::array array_;
+    BlockChecks checks_;
+};
+
+// The caller keeps the object that it is a view of.
+struct ArrayView {
+    py::array array;
+    const BlockChecks* checks = nullptr;
+};
+
+inline ArrayView array_view(const py::object& object, const char* name) {
+    if (py::isinstance<CheckedArray>(object)) {
+        const auto& checked = object.cast<const CheckedArray&>();
+        return {checked.array(), &checked.checks()};
+    }
+    if (!py::isinstance<py::array>(object))
+        throw py::type_error(concat_message(name, " must be a numpy array"));
+    return {py::reinterpret_borrow<py::array>(object)};
+}
+
+inline Integers integers(const py::object& object, const char* name) {
+    const auto [array, checks] = array_view(object, name);
+    const py::dtype dtype = array.dtype();
+    const bool is_integer = dtype.kind() == 'i' && (dtype.itemsize() == 4 || dtype.itemsize() == 8);
+    check(is_integer && dtype.byteorder() != '>', name, " has dtype ", std::string(py::str(dtype)),
+          "; it must be int32 or int64");
+    check(array.ndim() == 1 && (array.size() < 2 || array.strides(0) == dtype.itemsize()), name,
+          " must be one contiguous dimension");
+    return {array.data(), array.size(), dtype.itemsize() == 8, checks};
+}
+
+// A whole .idx.
+inline IndexView index_view(const py::object& bytes, const py::object& name) {
+    const auto [array, checks] = array_view(bytes, "bytes");
+    const auto checked = Array<std::uint8_t>::check_(array);
+    if (!checked) throw py::type_error("bytes must be contiguous uint8");
+    return {
+        {static_cast<const std::uint8_t*>(array.data()), array.size()}, file_name(name), checks};
+}
+
+}  // namespace megapack

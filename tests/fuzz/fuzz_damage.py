@@ -1,0 +1,157 @@
+"""Any damage to any file of a source: refused in words, or every batch is what it was.
+
+Bits and bytes changed, ranges zeroed, ends cut, blocks exchanged, another file of the same kind in
+the place of one; then what a run does: open, schedule, gather everything. Token ids are the
+exception, by design: .bin is not read before it is gathered, and has no checksums that a reader of
+local files compares; ``verify`` does, and must find what a gather does not.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import random
+import tempfile
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+
+from megapack.errors import MegapackError
+from megapack.packing import pack
+from megapack.packing.shard_manifest import PLAN, plain, save_shards
+from megapack.packing.shard_packing import describe_shard
+from megapack.storage import IndexedDataset, IndexedDatasetBuilder
+from megapack.storage.verify import verify
+
+BUCKETS = [8, 16, 64]
+MANIFEST = "all.shards.json"
+SHARDS = ("a", "b")
+TOKENS = {f"{shard}{kind}.bin" for shard in SHARDS for kind in ("", ".labels")}
+
+
+def _write(root: Path) -> None:
+    """Two datasets with labels, packed, and their manifest; an .idx, an array has many blocks."""
+    rows = []
+    for seed, name in enumerate(SHARDS):
+        rng = np.random.default_rng(seed)
+        lengths = rng.integers(0, 5, 9_000 + 9_000 * seed)
+        lengths[::97] = 33
+        ends = np.cumsum([0, *lengths])
+        tokens = rng.integers(0, 500, ends[-1])
+        with IndexedDatasetBuilder(root / name, np.uint16, vocab_size=500) as builder:
+            builder.add_documents(tokens, ends)
+        with IndexedDatasetBuilder(
+            root / f"{name}.labels", np.int32, allow_negative=True
+        ) as builder:
+            builder.add_documents(np.where(tokens % 5 == 0, -100, tokens), ends)
+        dataset = IndexedDataset(root / name)
+        index = pack(dataset.document_lengths, "bucket", buckets=BUCKETS, seed=1)
+        index.save(root / f"{name}.samples", source=dataset)
+        rows.append(describe_shard(dataset, root / f"{name}.samples", index))
+    how = {name: plain(getattr(index, name)) for name in PLAN}
+    save_shards(root / MANIFEST, how, rows)
+
+
+@cache
+def _sound() -> tuple[tempfile.TemporaryDirectory[str], list[str], dict[str, str]]:
+    """The folder of the sound files, their names, and what a run gathers of each source."""
+    folder = tempfile.TemporaryDirectory()
+    root = Path(folder.name)
+    _write(root)
+    names = sorted(path.name for path in root.iterdir())
+    return folder, names, {source: _gathered(root, source) for source in ("a", MANIFEST)}
+
+
+def _gathered(root: Path, source: str) -> str:
+    """A digest of every array of the steps of an epoch, by the way that training goes."""
+    from megapack.data import PackedDataset, Schedule  # noqa: PLC0415  (torch)
+
+    if source == MANIFEST:
+        packed = PackedDataset(None, str(root / MANIFEST))
+    else:
+        packed = PackedDataset(root / source, root / f"{source}.samples")
+    schedule = Schedule(packed, tokens_per_step=1024, seed=3, cost_window=2)
+    digest = hashlib.sha256()
+    for i in range(schedule.num_steps()):
+        step = schedule.step(i)
+        digest.update(np.int64(step.num_label_tokens).tobytes())
+        for draw in step.draws:
+            batch = packed.micro_batch(draw.sample_ids, capacity=draw.capacity)
+            for name in sorted(batch):
+                digest.update(np.asarray(batch[name]).tobytes())
+    assert packed.documents(0).meta is not None  # a run asks it for the vocabulary
+    digest.update(packed.count_labels(np.arange(len(packed))).tobytes())
+    return digest.hexdigest()
+
+
+def _flip(rng: random.Random, data: bytearray) -> None:
+    data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
+
+
+def _bytes(rng: random.Random, data: bytearray) -> None:
+    at, size = rng.randrange(len(data)), rng.choice([1, 2, 4, 8])
+    data[at : at + size] = rng.randbytes(len(data[at : at + size]))
+
+
+def _zero(rng: random.Random, data: bytearray) -> None:
+    at, size = rng.randrange(len(data)), rng.choice([1, 8, 64, 512, 4096, 65536])
+    data[at : at + size] = bytes(len(data[at : at + size]))
+
+
+def _cut(rng: random.Random, data: bytearray) -> None:
+    del data[rng.choice([rng.randrange(len(data)), len(data) - 1, len(data) - 8]) :]
+
+
+def _swap(rng: random.Random, data: bytearray) -> None:
+    size = rng.choice([4, 8, 64, 512, 4096, 65536])
+    a, b = (rng.randrange(max(1, len(data) // size)) * size for _ in range(2))
+    first, second = bytes(data[a : a + size]), bytes(data[b : b + size])
+    if len(first) == len(second):
+        data[a : a + size], data[b : b + size] = second, first
+
+
+DAMAGES = (_flip, _flip, _bytes, _bytes, _zero, _cut, _swap)
+
+
+def change(rng: random.Random) -> bytes:
+    """NAME, a zero, and the content of that file."""
+    folder, names, _ = _sound()
+    name = rng.choice(names)
+    kind = name.split(".", 1)[1]
+    if rng.random() < 0.03 and kind != "shards.json":
+        name, other = (f"{shard}.{kind}" for shard in rng.sample(SHARDS, 2))
+        return name.encode() + b"\0" + Path(folder.name, other).read_bytes()
+    data = bytearray(Path(folder.name, name).read_bytes())
+    for _ in range(rng.choice([1, 1, 1, 2, 5])):
+        if data:
+            rng.choice(DAMAGES)(rng, data)
+    return name.encode() + b"\0" + bytes(data)
+
+
+SEEDS: list[bytes] = []
+
+
+def run(data: bytes, directory: Path) -> str:
+    """Raises only what callers are told to expect; says what became of the damage."""
+    name, content = data.split(b"\0", 1)
+    damaged = name.decode()
+    folder, names, expected = _sound()
+    for sound in names:
+        if sound != damaged:
+            os.link(Path(folder.name, sound), directory / sound)
+    (directory / damaged).write_bytes(content)
+    said = set()
+    for source in ("a", MANIFEST):
+        if damaged == MANIFEST and source == "a":
+            continue
+        try:
+            said.add("equal" if _gathered(directory, source) == expected[source] else "other")
+        except (MegapackError, OSError):
+            said.add("refused")
+    kind = damaged.split(".", 1)[1]
+    if "other" not in said:
+        return f"{kind}: {' or '.join(sorted(said))}"
+    assert damaged in TOKENS, f"a wrong batch after damage to {damaged}"
+    assert any(f.severity == "error" for f in verify(directory / damaged)), "verify finds nothing"
+    return f"{kind}: other token ids, which verify finds"
