@@ -35,7 +35,7 @@ from megapack.packing.shard_manifest import load_shards
 from megapack.packing.shards import ShardedIndex
 from megapack.packing.verify import prefix_of_samples
 from megapack.storage import IndexedDataset
-from megapack.words import counted
+from megapack.units import counted
 
 __all__ = ["add_arguments", "run"]
 

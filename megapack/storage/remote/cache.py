@@ -6,7 +6,7 @@ Two environment variables reach every rank and every command:
 
 - ``MEGAPACK_CACHE``: the directory, on a disk of this node (or in its memory: /dev/shm);
   ``~/.cache/megapack`` by default
-- ``MEGAPACK_CACHE_SIZE``: what it may hold, in bytes or as 200G (units of 1000); all by default
+- ``MEGAPACK_CACHE_SIZE``: what it may hold, a size (``megapack.units``); all by default
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import re
 import shutil
 import threading
 import weakref
@@ -30,6 +29,7 @@ from megapack.storage.remote.client import RemoteObject
 from megapack.storage.remote.locks import RangeLocks
 from megapack.storage.remote.pool import FetchPool
 from megapack.storage.remote.sparse import SparseFile
+from megapack.units import parse_size, size
 
 __all__ = ["REQUEST_BYTES", "Cache", "open_cache"]
 
@@ -37,7 +37,6 @@ REQUEST_BYTES = 1 << 22  # of one range: long enough that its latency does not c
 NUM_REQUESTS = 64  # at a time, of a process: at most 256 MiB wait for their disk
 SMALLEST_SIZE = 1 << 28
 
-_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 _CHECK_ATTEMPTS = 3
 
 
@@ -49,8 +48,7 @@ def open_cache() -> Cache:
         OSError: the directory cannot be made.
     """
     directory = os.environ.get("MEGAPACK_CACHE") or Path.home() / ".cache" / "megapack"
-    text = os.environ.get("MEGAPACK_CACHE_SIZE", "")
-    return _open_cache(os.path.realpath(directory), _size(text) if text else None, os.getpid())
+    return _open_cache(os.path.realpath(directory), _limit(), os.getpid())
 
 
 @cache
@@ -170,12 +168,16 @@ class Cache:
             ) from error
 
 
-def _size(text: str) -> int:
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)B?", text.strip().upper())
-    size = int(float(match[1]) * _UNITS[match[2]]) if match else 0
-    if size < SMALLEST_SIZE:
+def _limit() -> int | None:
+    text = os.environ.get("MEGAPACK_CACHE_SIZE")
+    if not text:
+        return None
+    try:
+        limit = parse_size(text)
+    except ConfigError as error:
+        raise ConfigError(f"MEGAPACK_CACHE_SIZE: {error}") from error
+    if limit < SMALLEST_SIZE:
         raise ConfigError(
-            f"MEGAPACK_CACHE_SIZE is {text!r}; it is a number of bytes, at least "
-            f"{SMALLEST_SIZE:,}, as in 200G"
+            f"MEGAPACK_CACHE_SIZE is {text!r}; it must be at least {size(SMALLEST_SIZE)}"
         )
-    return size
+    return limit
