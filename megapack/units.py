@@ -1,7 +1,7 @@
 """Numbers as people write and read them: sizes, counts, shares; read and printed in one place.
 
-A size is a number of bytes, whole or with one of K, M, G, T: powers of 1024, on the command line, in
-the environment and in YAML alike. ``size`` prints what ``parse_size`` reads::
+A size is a number of bytes, or of K, M, G, T, which are powers of 1024: on the command line, in the
+environment and in YAML alike. ``size`` prints what ``parse_size`` reads::
 
     parse_size("64M")  # -> 67108864
     size(67108864)  # -> "64 MiB"

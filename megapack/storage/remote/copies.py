@@ -97,11 +97,15 @@ def local_output(prefix: str | os.PathLike[str]) -> Iterator[str]:
     folder, name = split(prefix)
     cache = open_cache()
     local = cache.entry(f"{name}.output", prefix)
-    yield str(local / name)
-    for idx in sorted(local.glob("*.idx")):
-        upload_dataset(prefix_of(idx), f"{folder}/{idx.stem}")
-    for plan in local.glob("*.manifest.json"):
-        put_object(f"{folder}/{plan.name}", plan)
+    try:
+        yield str(local / name)
+        for idx in sorted(local.glob("*.idx")):
+            upload_dataset(prefix_of(idx), f"{folder}/{idx.stem}")
+        for plan in local.glob("*.manifest.json"):
+            put_object(f"{folder}/{plan.name}", plan)
+    except BaseException:
+        cache.in_use.give_back(str(local))  # and leave what is in it
+        raise
     cache.give_back(local)
 
 
