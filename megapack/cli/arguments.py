@@ -57,6 +57,14 @@ def capacities(text: str) -> list[int]:
     return sorted(map(int, numbers))
 
 
+def dataset_prefix(text: str) -> str:
+    """As ``prefix_of``; argparse would print what it refuses, passwords included."""
+    try:
+        return prefix_of(text)
+    except ConfigError as error:
+        _refuse(str(error))
+
+
 def positive(text: str) -> int:
     """A whole number of at least 1."""
     if not text.strip().isdecimal() or int(text) < 1:
@@ -160,9 +168,9 @@ def add_dataset_argument(
         )
     else:
         text = f"dataset PREFIX.bin/.idx{more}"
-        group.add_argument("prefix", nargs="?", type=prefix_of, help=text, **how)
+        group.add_argument("prefix", nargs="?", type=dataset_prefix, help=text, **how)
         group.add_argument(
-            "--data-prefix", type=prefix_of, dest="prefix", metavar="PREFIX", help="the same"
+            "--data-prefix", type=dataset_prefix, dest="prefix", metavar="PREFIX", help="the same"
         )
     return group
 

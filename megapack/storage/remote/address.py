@@ -38,20 +38,19 @@ def is_remote(path: str | os.PathLike[str]) -> bool:
     match = _SCHEME.match(text)
     if match is None:
         return False
-    shown = redacted(text)
     if match[1] not in SCHEMES:
         known = ", ".join(f"{scheme}://" for scheme in SCHEMES)
-        raise ConfigError(f"{shown}: addresses begin with one of {known}")
+        raise ConfigError(f"{redacted(text)}: addresses begin with one of {known}")
     if _USER.match(text):
         raise ConfigError(
-            f"{shown}: an address holds no user and no password, since addresses are stored and "
-            f"printed; set credentials in environment variables ({_GUIDE})"
+            f"{redacted(text)}: an address holds no user and no password, since addresses are "
+            f"stored and printed; set credentials in environment variables ({_GUIDE})"
         )
     if "?" in text or "#" in text:
         raise ConfigError(
-            f"{shown}: an address has no query and no fragment ('?', '#'): a signed URL is of one "
-            f"object, and a dataset has several. Set credentials in environment variables, as "
-            f"AZURE_STORAGE_SAS_TOKEN ({_GUIDE}); in a pattern write * instead of ?"
+            f"{redacted(text)}: an address has no query ('?') and no fragment ('#'): a signed URL "
+            "is of one object, and a dataset has several. Set credentials in environment "
+            f"variables, as AZURE_STORAGE_SAS_TOKEN ({_GUIDE}); in a pattern write * instead of ?"
         )
     return True
 

@@ -9,6 +9,7 @@ where a block holds one sample or those of an arranged source; others of a block
 
 from __future__ import annotations
 
+import os
 import shutil
 import time
 from pathlib import Path
@@ -47,7 +48,12 @@ def make_room(cache: Cache) -> None:
 
 
 def _used_bytes(directory: Path) -> int:
-    return sum(map(bytes_on_disk, directory.glob("*/*")))
+    """Of all files in it and below; entries may come and go meanwhile."""
+    return sum(
+        bytes_on_disk(Path(folder, name))
+        for folder, _, names in os.walk(directory)
+        for name in names
+    )
 
 
 def _remove_unused(cache: Cache, excess: int) -> int:
@@ -59,7 +65,7 @@ def _remove_unused(cache: Cache, excess: int) -> int:
             break
         with cache.in_use.if_free(str(entry)) as free:
             if free:
-                freed += sum(map(bytes_on_disk, entry.glob("*")))
+                freed += _used_bytes(entry)
                 shutil.rmtree(entry, ignore_errors=True)
     return freed
 
