@@ -19,7 +19,7 @@ PACKAGE = ROOT / "megapack"
 CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
 
 # Each package and those it may import (itself and the ground floor are always allowed).
-GROUND = {"errors", "config", "words", "optional", "_core", "__version__"}
+GROUND = {"errors", "config", "units", "optional", "_core", "__version__"}
 MAY_IMPORT: dict[str, set[str]] = {
     "storage": set(),
     "execution": set(),
@@ -35,7 +35,7 @@ MAY_IMPORT: dict[str, set[str]] = {
 }
 TORCH_FREE = (
     *("storage", "execution", "tokenization", "packing", "planning", "compare", "cli"),
-    *("errors", "config", "words", "optional"),
+    *("errors", "config", "units", "optional"),
 )
 
 

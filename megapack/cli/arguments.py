@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import argparse
 import os
-import re
 from typing import Any, NoReturn
 
 from megapack.errors import ConfigError
 from megapack.storage.mmididx import prefix_of
+from megapack.units import parse_size
 
 __all__ = [
     "SHARED",
@@ -31,7 +31,6 @@ __all__ = [
 
 # A parser or one of its groups.
 Arguments = argparse._ActionsContainer
-_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
 
 def usable_cores() -> int:
@@ -43,11 +42,11 @@ def usable_cores() -> int:
 
 
 def byte_count(text: str) -> int:
-    """``64M`` -> 67108864; K, M, G and T are powers of 1024."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)([KMGT]?)(?:I?B)?", text.strip().upper())
-    if match is None:
-        _refuse(f"{text!r} is not a size; write 4096, 64M or 1.5G")
-    return int(float(match[1]) * _UNITS[match[2]])
+    """``64M`` -> 67108864 (``megapack.units``)."""
+    try:
+        return parse_size(text)
+    except ConfigError as error:  # of which argparse, left alone, would print the type only
+        _refuse(str(error))
 
 
 def capacities(text: str) -> list[int]:
@@ -56,6 +55,14 @@ def capacities(text: str) -> list[int]:
     if not all(number.strip().isdecimal() and int(number) > 0 for number in numbers):
         _refuse(f"{text!r} is not a list of capacities; write 1024,2048,4096 (tokens, 1 or more)")
     return sorted(map(int, numbers))
+
+
+def dataset_prefix(text: str) -> str:
+    """As ``prefix_of``; argparse would print what it refuses, passwords included."""
+    try:
+        return prefix_of(text)
+    except ConfigError as error:
+        _refuse(str(error))
 
 
 def positive(text: str) -> int:
@@ -161,9 +168,9 @@ def add_dataset_argument(
         )
     else:
         text = f"dataset PREFIX.bin/.idx{more}"
-        group.add_argument("prefix", nargs="?", type=prefix_of, help=text, **how)
+        group.add_argument("prefix", nargs="?", type=dataset_prefix, help=text, **how)
         group.add_argument(
-            "--data-prefix", type=prefix_of, dest="prefix", metavar="PREFIX", help="the same"
+            "--data-prefix", type=dataset_prefix, dest="prefix", metavar="PREFIX", help="the same"
         )
     return group
 

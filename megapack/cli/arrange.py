@@ -23,7 +23,7 @@ from megapack.cli.datasets import local_file
 from megapack.cli.pack_shards import add_sharing
 from megapack.cli.report import Work, note
 from megapack.execution.work import Counted
-from megapack.words import count, counted
+from megapack.units import count, counted
 
 __all__ = ["add_arguments", "run"]
 

@@ -7,7 +7,7 @@ import time
 
 from megapack.cli.report import Work, note
 from megapack.execution.work import Counted
-from megapack.words import counted, short, size
+from megapack.units import counted, short, size
 
 __all__ = ["BuildProgress"]
 

@@ -15,7 +15,7 @@ from megapack.tokenization.build.plan import Plan
 from megapack.tokenization.build.run import BuildResult, Preview
 from megapack.tokenization.build.space import free_bytes
 from megapack.tokenization.corpus.split import SPLIT_NAMES
-from megapack.words import count, counted, percent, short, size
+from megapack.units import count, counted, percent, short, size
 
 __all__ = ["print_previews", "print_results"]
 

@@ -45,7 +45,7 @@ from megapack.storage import read_document_lengths
 from megapack.storage.atomic import atomic_write
 from megapack.storage.lengths import read_lengths_file
 from megapack.storage.replace import check_target
-from megapack.words import counted
+from megapack.units import counted
 
 __all__ = ["add_arguments", "run"]
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from megapack.cli.report import print_table
 from megapack.compare import Comparison, Evaluation
 from megapack.compare.words import short_number
-from megapack.words import count, counted, percent
+from megapack.units import count, counted, percent
 
 __all__ = ["print_comparison"]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from megapack.cli.report import print_table
 from megapack.packing import SampleIndex
-from megapack.words import count, percent
+from megapack.units import count, percent
 
 __all__ = ["print_composition"]
 

@@ -36,7 +36,7 @@ from megapack.packing.shards import ShardedIndex
 from megapack.packing.stored import IDX_CHECKSUMS
 from megapack.packing.verify import prefix_of_samples
 from megapack.storage import IndexedDataset
-from megapack.words import counted
+from megapack.units import counted
 
 __all__ = ["add_arguments", "run"]
 

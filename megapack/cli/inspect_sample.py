@@ -12,7 +12,7 @@ from megapack.cli.report import Screen
 from megapack.packing import SampleIndex
 from megapack.storage import IndexedDataset
 from megapack.storage.labels import open_labels
-from megapack.words import counted
+from megapack.units import counted
 
 __all__ = ["SegmentView", "print_sample", "view_sample"]
 

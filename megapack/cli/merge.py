@@ -18,7 +18,7 @@ from megapack.cli.datasets import dataset_prefixes
 from megapack.cli.report import Work
 from megapack.storage import IndexedDataset
 from megapack.storage.merge import merge
-from megapack.words import counted
+from megapack.units import counted
 
 __all__ = ["add_arguments", "run"]
 

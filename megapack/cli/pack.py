@@ -57,7 +57,7 @@ from megapack.storage.lengths import open_index
 from megapack.storage.mmididx import IndexFile, prefix_of
 from megapack.storage.remote.copies import local_output_file
 from megapack.storage.replace import check_target
-from megapack.words import count, counted
+from megapack.units import count, counted
 
 __all__ = ["add_arguments", "run"]
 

@@ -16,7 +16,7 @@ from megapack.execution.work import Counted
 from megapack.packing.shard_manifest import load_shards
 from megapack.packing.shard_packing import PackingPlan, pack_shards, plan_packing
 from megapack.storage.lengths import open_index
-from megapack.words import count, counted
+from megapack.units import count, counted
 
 __all__ = ["add_sharing", "run_shards"]
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from megapack.cli.report import note, print_table
 from megapack.packing.shards import ShardedIndex
-from megapack.words import count, counted, percent
+from megapack.units import count, counted, percent
 
 __all__ = ["describe_shards", "print_shards"]
 

@@ -21,7 +21,7 @@ from megapack.tokenization.corpus.faults import Faults, fault_lines
 from megapack.tokenization.corpus.inputs import find_inputs
 from megapack.tokenization.corpus.pieces import ReadOptions
 from megapack.tokenization.tokenizers.train import train_tokenizer
-from megapack.words import counted, size
+from megapack.units import counted, size
 
 __all__ = ["add_arguments", "run"]
 

@@ -20,7 +20,7 @@ from megapack.cli.datasets import named_files
 from megapack.errors import ConfigError
 from megapack.packing.shard_manifest import load_shards, related
 from megapack.storage import IndexedDataset
-from megapack.storage.remote import is_remote
+from megapack.storage.remote.address import is_below, is_remote
 from megapack.storage.remote.client import put_object, remove_object
 from megapack.storage.remote.upload import upload_dataset
 
@@ -56,10 +56,11 @@ def _upload_source(manifest: str, folder: str) -> None:
         for path in (shard.prefix, shard.samples)
     }
     for place in places.values():
-        if Path(place).is_absolute():
+        if not is_below(folder, place if is_remote(place) else f"{folder}/{place}"):
             raise ConfigError(
-                f"{manifest} names {place}, which is not in its folder: what a manifest names "
-                "keeps its place beside it. Upload that dataset by itself, and pack its address"
+                f"{manifest} names {place}, which would not be below {folder}: what a manifest "
+                "names keeps its place beside it. Upload that dataset by itself, and pack its "
+                "address there"
             )
     remove_object(target)  # it speaks of shards that are replaced now
     for shard in shards:

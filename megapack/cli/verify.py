@@ -28,7 +28,7 @@ from megapack.packing.shard_manifest import SUFFIX, load_shards
 from megapack.packing.verify import verify_samples, verify_shard
 from megapack.storage.findings import Finding, has_errors
 from megapack.storage.verify import find_duplicates, verify
-from megapack.words import counted
+from megapack.units import counted
 
 __all__ = ["add_arguments", "print_findings", "run"]
 

@@ -21,12 +21,15 @@ __all__ = ["ThreadPrefetcher", "to_device"]
 
 T = TypeVar("T")
 
+_POLL_SECONDS = 0.5  # between looks of a thread that waits for room whether anybody is left
+
 
 class ThreadPrefetcher(Iterator[T], Generic[T]):
     """Runs an iterable in a thread, at most ``depth`` items ahead.
 
     An exception of the iterable is raised where its item would have been. ``close`` (also called
-    at the end, on an exception and when the iterator is collected) stops the thread and joins it.
+    at the end and on an exception) stops the thread and joins it; a thread whose iterator is
+    collected stops by itself, since the collector may run in a thread that it waits for.
     """
 
     def __init__(self, items: Iterable[T], depth: int) -> None:
@@ -61,7 +64,7 @@ class ThreadPrefetcher(Iterator[T], Generic[T]):
                 self._thread.join(0.01)
 
     def __del__(self) -> None:
-        self.close()
+        self._stop.set()
 
 
 # A thread that is inside C++ when the interpreter goes away would take the process down.
@@ -79,15 +82,26 @@ def _produce(
     out: queue.Queue[tuple[bool, T | BaseException | None]],
     stop: threading.Event,
 ) -> None:
-    """Of the thread. It knows the queue but not the iterator, which can be collected therefore."""
+    """The thread's function. It holds the queue and not the iterator, so that an iterator that
+    nobody uses any more is collected while its thread runs."""
     try:
         for item in items:
-            out.put((True, item))
-            if stop.is_set():
+            if not _put(out, (True, item), stop):
                 return
-        out.put((False, None))
+        _put(out, (False, None), stop)
     except BaseException as error:  # raised again by the consumer
-        out.put((False, error))
+        _put(out, (False, error), stop)
+
+
+def _put(out: queue.Queue[Any], item: tuple[bool, Any], stop: threading.Event) -> bool:
+    """Wait for room and put an item; whether somebody is still there to take it."""
+    while not stop.is_set():
+        try:
+            out.put(item, timeout=_POLL_SECONDS)
+            return True
+        except queue.Full:
+            continue
+    return False
 
 
 def to_device(batches: Iterable[Batch], device: torch.device) -> Iterator[Batch]:

@@ -10,8 +10,10 @@ before it opens any of them.
 ``xxh3`` is of all that stands before it, as ``json.dumps`` writes it (xxh3_64).
 
 A shard's fields are those of ``PackedShard``; paths below the manifest's folder are relative to it,
-so that they move along. The file is written last, when all shards are packed: it is complete or
-absent.
+so that they move along. A manifest on this machine may name whole paths and addresses as well; one
+that is read from an address names what lies beside or below it and nothing else, since whoever
+wrote it shall not choose what is read here. The file is written last, when all shards are packed:
+it is complete or absent.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ from megapack.packing.shards import Arranged, PackedShard, ShardedIndex, place
 from megapack.storage.atomic import atomic_write
 from megapack.storage.opening import open_regular
 from megapack.storage.remote import is_remote
-from megapack.storage.remote.address import split
+from megapack.storage.remote.address import is_below, redacted, split
 from megapack.storage.remote.copies import local_output_file
 from megapack.storage.remote.opening import fetch_file
 
@@ -138,8 +140,7 @@ def load_shards(path: str | os.PathLike[str], shards: Sequence[int] | None = Non
         raise ConfigError(f"shards [{begin}, {end}) of {path}, which has {len(rows)}")
     num_buckets = len(content["bucket_capacity"])
     found = [
-        _shard(path, _folder_of(path), number, row, num_buckets)
-        for number, row in enumerate(rows[begin:end], begin)
+        _shard(path, number, row, num_buckets) for number, row in enumerate(rows[begin:end], begin)
     ]
     return ShardedIndex(
         path=path,
@@ -168,7 +169,7 @@ def _arranged(path: Path | str, value: Any) -> Arranged | None:
         raise FormatError(f"{path} is damaged: {error}") from error
 
 
-def _shard(path: Path | str, folder: str, number: int, row: Any, num_buckets: int) -> PackedShard:
+def _shard(path: Path | str, number: int, row: Any, num_buckets: int) -> PackedShard:
     values = row if isinstance(row, dict) else {}
     for name, check in _FIELDS.items():
         if not check(values.get(name, ...)):
@@ -179,15 +180,31 @@ def _shard(path: Path | str, folder: str, number: int, row: Any, num_buckets: in
     most = tuple(values["most_segments"])
     if len(counts) != num_buckets or len(most) != num_buckets:
         raise FormatError(f"{path} is damaged: shard {number} has counts of {len(counts)} buckets")
-    where = {name: located(folder, values[name]) for name in _PATHS}
+    where = {name: _located(path, number, values[name]) for name in _PATHS}
     known = {name: values[name] for name in _FIELDS}
     return PackedShard(**{**known, **where, "samples_per_bucket": counts, "most_segments": most})
 
 
-def located(folder: str, path: str) -> str:
-    """A path of a manifest in a folder or at an address, from here."""
-    found = path if "://" in path else os.path.join(folder, path)  # noqa: PTH118 (fast)
-    return found if "://" in found else os.path.normpath(found)
+def _located(manifest: Path | str, number: int, text: str) -> str:
+    """A path of a manifest, from here. Raises FormatError: it leads where it may not."""
+    folder = _folder_of(manifest)
+    try:
+        whole = is_remote(text)
+    except ConfigError as error:
+        raise FormatError(f"{manifest} is damaged: shard {number}: {error}") from error
+    if isinstance(manifest, str):
+        found = text if whole else f"{folder}/{text}"
+        inside = is_below(folder, found)
+    else:
+        found = text if whole else os.path.normpath(os.path.join(folder, text))  # noqa: PTH118 (fast)
+        inside = whole or text.startswith("/") or ".." not in text.split("/")
+    if not inside:
+        raise FormatError(
+            f"{manifest}: shard {number} names {redacted(text)}, which is not below {folder}: what "
+            "a manifest names lies beside or below it (on this machine it may be named by a whole "
+            "path or an address); pack the datasets again where they are"
+        )
+    return found
 
 
 def related(manifest: Path | str, path: str) -> str:

@@ -39,7 +39,7 @@ from megapack.packing.stored import how_it_differs
 from megapack.storage import IndexedDataset
 from megapack.storage.labels import open_labels
 from megapack.storage.lengths import open_index
-from megapack.storage.remote import is_remote
+from megapack.storage.remote.address import is_below, split
 from megapack.storage.remote.copies import local_output_file
 from megapack.storage.replace import check_target
 
@@ -118,12 +118,15 @@ def plan_packing(
     wanted = (*(shard.prefix for shard in known.values()), *new.values())
     if not wanted:
         raise ConfigError(f"there are no datasets to make {path} of; give their prefixes")
-    near = [prefix for prefix in wanted if is_remote(path) and not is_remote(prefix)]
-    if near:
-        raise ConfigError(
-            f"{path} would name {near[0]}, which other machines cannot find: `megapack-build "
-            "upload` that dataset and pack its address, or pack to a local --output and upload that"
-        )
+    if isinstance(path, str):
+        folder, _ = split(path)
+        elsewhere = [prefix for prefix in wanted if not is_below(folder, prefix)]
+        if elsewhere:
+            raise ConfigError(
+                f"{path} would name {elsewhere[0]}, which is not below {folder}: a manifest at an "
+                "address names what lies beside or below it. `megapack-build upload` that dataset "
+                "to there and pack its address, or pack to a local --output"
+            )
     return PackingPlan(manifest=path, prefixes=wanted, known=known, options=options, how=how)
 
 

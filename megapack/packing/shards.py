@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 
 from megapack.errors import IndexMismatchError
 from megapack.packing.index import SampleIndex
+from megapack.storage.remote import is_remote
 
 __all__ = ["Arranged", "PackedShard", "ShardedIndex", "SourceIndex", "place"]
 
@@ -66,7 +67,7 @@ class PackedShard:
 
 def place(path: str) -> str:
     """The same for two ways to write one path; of an object store it is written whole."""
-    return path if "://" in path else os.path.abspath(path)  # noqa: PTH100 (links stay)
+    return path if is_remote(path) else os.path.abspath(path)  # noqa: PTH100 (links stay)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -28,7 +28,7 @@ from megapack.storage.publishing import (
     check_prefix_names,
     publish_dataset,
 )
-from megapack.storage.remote.copies import local_output, refuse_existing
+from megapack.storage.remote.copies import local_output
 from megapack.storage.token_writer import TokenWriter
 from megapack.storage.tokens import TokenLimits, as_tokens, scan_tokens
 
@@ -72,8 +72,7 @@ def import_dataset(
         What was done, for people. When the same dataset stands there already, nothing is.
 
     Raises:
-        ConfigError: another dataset stands at ``output`` (any, at an address), or its files cannot
-            be written there.
+        ConfigError: another dataset stands at ``output``, or its files cannot be written there.
         LockedError: another process writes ``output``.
         DataError, FormatError, ConfigError: see ``open_foreign``.
         OSError: a file cannot be read, linked or written; nothing has the output's name then.
@@ -85,8 +84,7 @@ def import_dataset(
     eod_at = ("start" if kind == "llm.c" else "end") if eod_at is None else eod_at
     if eod_at not in ("end", "start"):
         raise ConfigError(f"eod_at is {eod_at!r}; it is 'end' or 'start'")
-    refuse_existing([output], overwrite=overwrite)
-    with local_output(output) as target, WriterLock(target, what="import"):
+    with local_output(output, overwrite=overwrite) as target, WriterLock(target, what="import"):
         bin_path = path_of(target, ".bin")
         in_place = _is_same(bin_path, tokens_path(path, kind))
         check_prefix_names(target, keeps_bin=in_place)

@@ -24,10 +24,10 @@ from megapack.storage.meta import (
     joined_range,
     meta_path,
 )
-from megapack.storage.mmididx import path_of, pick_dtype, prefix_of
+from megapack.storage.mmididx import path_of, pick_dtype
 from megapack.storage.publishing import DatasetContent, check_prefix, publish_dataset
 from megapack.storage.remote import is_remote
-from megapack.storage.remote.copies import local_copy, local_output, refuse_existing
+from megapack.storage.remote.copies import local_copy, local_output
 from megapack.storage.token_writer import TokenWriter
 from megapack.storage.tokens import TokenLimits
 
@@ -71,8 +71,8 @@ def merge(
         where an input has none or is converted, nothing tells).
 
     Raises:
-        ConfigError: another dataset stands at ``output`` (any, at an address), or its files cannot
-            be written there; inputs are to be removed and not all of this is local.
+        ConfigError: another dataset stands at ``output``, or its files cannot be written there;
+            inputs are to be removed and not all of this is local.
         LockedError: another process writes ``output``.
         DataError: dtypes or tokenizers differ, or an id does not fit.
         FormatError: an input is damaged.
@@ -84,9 +84,8 @@ def merge(
         raise ConfigError(
             "inputs are removed where they and the result are local (--remove-inputs)"
         )
-    refuse_existing([prefix_of(output)], overwrite=overwrite)
     with ExitStack() as stack:
-        target = stack.enter_context(local_output(output))
+        target = stack.enter_context(local_output(output, overwrite=overwrite))
         return _merge(
             [stack.enter_context(local_copy(prefix)) for prefix in prefixes],
             target,

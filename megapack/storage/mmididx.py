@@ -67,8 +67,13 @@ def path_of(prefix: str | os.PathLike[str], suffix: str) -> Path:
 
 
 def prefix_of(path: str | os.PathLike[str]) -> str:
-    """The prefix of a dataset, also when its .idx or .bin was named."""
+    """The prefix of a dataset, also when its .idx or .bin was named.
+
+    Raises:
+        ConfigError: it is an address that is not read (``is_remote``).
+    """
     text = os.fspath(path)
+    is_remote(text)
     for suffix in (".idx", ".bin"):
         if text.endswith(suffix):
             return text[: -len(suffix)]

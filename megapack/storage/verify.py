@@ -60,11 +60,19 @@ def verify(
     try:
         with local_copy(prefix, tokens=tokens) as files:
             found = _verify(files, tokens, vocab_size, document_end_token, progress)
-            return [replace(f, message=f.message.replace(files, prefix)) for f in found]
+            return [_of_address(finding, files, prefix) for finding in found]
     except FileNotFoundError as error:
         return [Finding("error", "missing", str(error))]
     except FormatError as error:
         return [Finding("error", "damaged", str(error), "upload it again")]
+
+
+def _of_address(finding: Finding, files: str, prefix: str) -> Finding:
+    """What was found in a copy, said of the address, where nothing is repaired in place."""
+    remedy = finding.remedy
+    if remedy.startswith(REPAIR):
+        remedy = f"{remedy}, of a local copy; then upload it again"
+    return replace(finding, message=finding.message.replace(files, prefix), remedy=remedy)
 
 
 def _verify(

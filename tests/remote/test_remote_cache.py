@@ -15,6 +15,7 @@ import pytest
 from object_store import Line
 from patience import PATIENCE
 
+from megapack.cli.arguments import byte_count
 from megapack.data import PackedDataset
 from megapack.errors import ConfigError
 from megapack.storage import IndexedDataset
@@ -92,8 +93,8 @@ def test_what_is_needed_last_goes_first(
     cache = open_cache()
     (tmp_path / "cache" / "entry").mkdir()
     file = sparse_file(tmp_path / "cache" / "entry")
-    cache.files.add(file)
-    cache.entries.add(tmp_path / "cache" / "entry")
+    cache.add_file(file)
+    cache.in_use.share(str(tmp_path / "cache" / "entry"))
     now = int(time.time())
     kinds = {"long ago": now - 5000, "minute": now - 60, "now": now}
     kinds |= {"soon": now + PLANNED_SECONDS, "later": now + PLANNED_SECONDS + 2}
@@ -259,7 +260,17 @@ def test_ranks_of_a_node_fetch_every_block_once_and_outlive_each_other(
 
 
 def test_a_size_that_cannot_be_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    for text in ("200Q", "10", "-1", "much"):
+    for text in ("200Q", "10", "-1", "much", "255.9M"):
         monkeypatch.setenv("MEGAPACK_CACHE_SIZE", text)
-        with pytest.raises(ConfigError, match="MEGAPACK_CACHE_SIZE is"):
+        with pytest.raises(ConfigError, match=r"^MEGAPACK_CACHE_SIZE"):
             open_cache()
+
+
+def test_a_size_is_one_on_the_command_line_and_in_the_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """256M, which the guide and the errors recommend, is the least there is."""
+    monkeypatch.setenv("MEGAPACK_CACHE", str(tmp_path))
+    for text, limit in (("256M", 256 << 20), ("200G", 200 << 30), ("268435456", 256 << 20)):
+        monkeypatch.setenv("MEGAPACK_CACHE_SIZE", text)
+        assert open_cache().limit == byte_count(text) == limit

@@ -107,6 +107,13 @@ def commands(tmp_path: Path, address: str) -> dict[str, list[str]]:
     }
 
 
+OTHERWISE = {  # options with which another dataset is made
+    "tokenize": ["--prepend-bos"],
+    "merge": ["--dtype", "int64"],
+    "import": ["--eod-at", "start"],
+}
+
+
 @EVERY_STORE
 @pytest.mark.parametrize("command", ["tokenize", "merge", "import"])
 def test_what_is_written_to_an_address_is_what_is_written_here(
@@ -144,10 +151,18 @@ def test_what_is_written_to_an_address_is_what_is_written_here(
     )
     assert meta == theirs and here == there and len(here) == 2 + (command == "tokenize")
     assert verify(target) == verify(tmp_path / "out")
-    capsys.readouterr()
-    assert main([*how, "--output-prefix", target]) == 2
-    assert "is there already: replace it with --overwrite" in capsys.readouterr().err
-    assert main([*how, "--output-prefix", target, "--overwrite"]) == 0
+    for prefix in (target, f"{tmp_path}/out"):  # one rule, here and there
+        line.counts.clear()
+        assert main([*how, "--output-prefix", prefix]) == 0
+        assert "nothing to do" in capsys.readouterr().out
+        assert not line.counts["PUT"] + line.counts["DELETE"]
+        assert main([*how, *OTHERWISE[command], "--output-prefix", prefix]) == 2
+        error = capsys.readouterr().err
+        assert f"{prefix}." in error and "Replace it with --overwrite" in error
+        assert str(tmp_path / "cache") not in error
+    again = objects(target)
+    assert main([*how, *OTHERWISE[command], "--output-prefix", target, "--overwrite"]) == 0
+    assert objects(target) != again and verify(target) == []
 
 
 def test_parts_of_a_build_need_a_directory_that_all_see(

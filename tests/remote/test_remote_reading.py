@@ -145,7 +145,7 @@ def test_a_program_that_ends_early_does_not_wait(line: Line, tmp_path: Path) -> 
         "blocks = [numpy.array([block]) for block in range(240)]\n"
         "for block in blocks:\n"
         "    dataset.tokens.want(block)\n"
-        "dataset.tokens.hold(blocks[0])\n"
+        "dataset.tokens[0]\n"
         "print('queued', flush=True)\n"
     )
     line.latency = 1.0

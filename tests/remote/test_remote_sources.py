@@ -153,7 +153,7 @@ def test_what_lies_elsewhere_is_refused_before_anything_is_uploaded(
     pack_shards(plan_packing(manifest, [f"{tmp_path}/there/a"], OPTIONS), lambda _: None)
     before = line.counts["PUT"]
     assert main(["upload", manifest, f"s3://bucket/{tmp_path.name}"]) == 2
-    assert "which is not in its folder" in capsys.readouterr().err
+    assert "which would not be below" in capsys.readouterr().err
     assert line.counts["PUT"] == before
 
 

@@ -6,7 +6,7 @@ Two environment variables reach every rank and every command:
 
 - ``MEGAPACK_CACHE``: the directory, on a disk of this node (or in its memory: /dev/shm);
   ``~/.cache/megapack`` by default
-- ``MEGAPACK_CACHE_SIZE``: what it may hold, in bytes or as 200G (units of 1000); all by default
+- ``MEGAPACK_CACHE_SIZE``: what it may hold, a size (``megapack.units``); all by default
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import re
 import shutil
 import threading
 import weakref
@@ -26,19 +25,17 @@ from pathlib import Path
 import xxhash
 
 from megapack.errors import ConfigError, FormatError
-from megapack.storage.remote.client import RemoteObject
+from megapack.storage.remote.client import RemoteObject, WrongBytesError, until_right
 from megapack.storage.remote.locks import RangeLocks
-from megapack.storage.remote.pool import FetchPool
+from megapack.storage.remote.pool import FetchPool, Patience, wait_for
 from megapack.storage.remote.sparse import SparseFile
+from megapack.units import parse_size, size
 
-__all__ = ["REQUEST_BYTES", "Cache", "open_cache"]
+__all__ = ["REQUEST_BYTES", "Cache", "bytes_on_disk", "open_cache"]
 
 REQUEST_BYTES = 1 << 22  # of one range: long enough that its latency does not count
 NUM_REQUESTS = 64  # at a time, of a process: at most 256 MiB wait for their disk
 SMALLEST_SIZE = 1 << 28
-
-_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
-_CHECK_ATTEMPTS = 3
 
 
 def open_cache() -> Cache:
@@ -49,8 +46,7 @@ def open_cache() -> Cache:
         OSError: the directory cannot be made.
     """
     directory = os.environ.get("MEGAPACK_CACHE") or Path.home() / ".cache" / "megapack"
-    text = os.environ.get("MEGAPACK_CACHE_SIZE", "")
-    return _open_cache(os.path.realpath(directory), _size(text) if text else None, os.getpid())
+    return _open_cache(os.path.realpath(directory), _limit(), os.getpid())
 
 
 @cache
@@ -65,7 +61,6 @@ class Cache:
     Attributes:
         limit: bytes it may hold, or None.
         locks: between the processes that use it; in_use: shared ones, on entries.
-        entries, files: that this process has open.
         pool: the threads of this process that fetch.
     """
 
@@ -74,10 +69,9 @@ class Cache:
         self.directory, self.limit = directory, limit
         self.locks = RangeLocks(directory / "locks")
         self.in_use = RangeLocks(directory / "in_use")
-        self.entries: set[Path] = set()
-        self.files: weakref.WeakSet[SparseFile] = weakref.WeakSet()
         self.pool = FetchPool(NUM_REQUESTS)
-        self._counting = threading.Lock()
+        self._files: weakref.WeakSet[SparseFile] = weakref.WeakSet()
+        self._lock = threading.Lock()  # of what stands above and below
         self._written = SMALLEST_SIZE  # since the last look at all of it; at first look at once
 
     def entry(self, name: str, url: str, *objects: RemoteObject | None) -> Path:
@@ -85,19 +79,29 @@ class Cache:
         versions = [found.version if found else "none" for found in objects]
         digest = xxhash.xxh3_64_hexdigest("\n".join([url, *versions]).encode())
         entry = self.directory / f"{name}-{digest}"
-        while entry not in self.entries:
+        while True:
             entry.mkdir(exist_ok=True)
             self.in_use.share(str(entry))
-            if entry.exists():  # else it was removed in between, to make room
-                self.entries.add(entry)
-        return entry
+            if entry.exists():
+                return entry
+            self.in_use.give_back(str(entry))  # it was removed in between, to make room
 
     def give_back(self, entry: Path) -> None:
-        """Remove an entry, unless other processes have it open as well."""
-        self.entries.discard(entry)
+        """Remove an entry, unless others have it open as well."""
+        self.in_use.give_back(str(entry))
         with self.in_use.if_free(str(entry)) as free:
             if free:
                 shutil.rmtree(entry, ignore_errors=True)
+
+    def add_file(self, file: SparseFile) -> None:
+        """One whose blocks may be dropped as long as this process has it open."""
+        with self._lock:
+            self._files.add(file)
+
+    def open_files(self) -> list[SparseFile]:
+        """Those that were added and are still open."""
+        with self._lock:
+            return list(self._files)
 
     def fetch(
         self, found: RemoteObject, path: Path, check: Callable[[Path], object] = lambda _: None
@@ -113,20 +117,26 @@ class Cache:
             FormatError: what came is wrong again and again.
             OSError: as of ``RemoteObject.read``, or the disk is full.
         """
-        with self.locks.held(str(path)):
-            attempts = 0 if path.exists() else _CHECK_ATTEMPTS
-            for attempt in range(attempts):
-                temporary = path.with_name(f"{path.name}.tmp")  # whoever died here left it
+        temporary = path.with_name(f"{path.name}.tmp")  # whoever died here left it
+
+        def attempt() -> None:
+            try:
+                self._download(found, temporary)
                 try:
-                    self._download(found, temporary)
                     check(temporary)
-                    temporary.replace(path)
-                    return
                 except FormatError as error:
-                    if attempt + 1 == attempts:
-                        raise FormatError(f"{found.url}: {error}") from error
-                finally:
-                    temporary.unlink(missing_ok=True)
+                    raise WrongBytesError(str(error)) from error
+                temporary.replace(path)
+            finally:
+                temporary.unlink(missing_ok=True)
+
+        def awaited() -> str:
+            return f"{found.url}, which process {self.locks.owner(str(path))} of this node fetches"
+
+        patience = Patience(awaited, lambda: bytes_on_disk(temporary))
+        with self.locks.held(str(path), waiting=patience.check):
+            if not path.exists():
+                until_right(found.url, attempt)
 
     def _download(self, found: RemoteObject, path: Path) -> None:
         with self.naming_full_disk(), path.open("wb") as file:
@@ -136,18 +146,24 @@ class Cache:
                 if os.pwrite(file.fileno(), data, begin) != len(data):
                     raise OSError(errno.ENOSPC, "No space left on device", str(path))
 
+            def awaited() -> str:
+                return f"{found.url} ({size(bytes_on_disk(path))} of {size(found.num_bytes)} came)"
+
             begins = range(0, found.num_bytes, REQUEST_BYTES)
             requests = [self.pool.submit(fetch, begin) for begin in begins]
-            wait(requests)  # all of them: none may write when the file is closed
-            for request in requests:
-                request.result()
+            try:
+                wait_for(requests, Patience(awaited, lambda: bytes_on_disk(path)))
+            finally:  # none may write when the file is closed
+                for request in requests:
+                    request.cancel()
+                wait(request for request in requests if not request.cancelled())
             os.fsync(file.fileno())
 
     def will_write(self, num_bytes: int) -> bool:
         """Whether so much was written since the last time that somebody should look for room."""
         if self.limit is None:
             return False
-        with self._counting:
+        with self._lock:
             self._written += num_bytes
             if self._written < self.limit // 64:
                 return False
@@ -170,12 +186,24 @@ class Cache:
             ) from error
 
 
-def _size(text: str) -> int:
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)B?", text.strip().upper())
-    size = int(float(match[1]) * _UNITS[match[2]]) if match else 0
-    if size < SMALLEST_SIZE:
+def bytes_on_disk(path: Path) -> int:
+    """Of a file; none where it is not there, or another process has just removed it."""
+    try:
+        return path.stat().st_blocks * 512
+    except FileNotFoundError:
+        return 0
+
+
+def _limit() -> int | None:
+    text = os.environ.get("MEGAPACK_CACHE_SIZE")
+    if not text:
+        return None
+    try:
+        limit = parse_size(text)
+    except ConfigError as error:
+        raise ConfigError(f"MEGAPACK_CACHE_SIZE: {error}") from error
+    if limit < SMALLEST_SIZE:
         raise ConfigError(
-            f"MEGAPACK_CACHE_SIZE is {text!r}; it is a number of bytes, at least "
-            f"{SMALLEST_SIZE:,}, as in 200G"
+            f"MEGAPACK_CACHE_SIZE is {text!r}; it must be at least {size(SMALLEST_SIZE)}"
         )
-    return size
+    return limit

@@ -1,12 +1,15 @@
 """The client of object stores (obstore): one version of an object, read by ranges.
 
-Everything that fails on the way is tried again with growing, random pauses, and named clearly when
-it goes on failing. Credentials and endpoints come from the client's usual places.
+What may pass is tried again with growing, random pauses, and said after the first time; what cannot
+(a certificate, a name, credentials, ranges) is an error at once. Bytes that are wrong are asked for
+again a few times. Credentials and endpoints come from the client's usual places.
 """
 
 from __future__ import annotations
 
 import importlib
+import logging
+import math
 import os
 import random
 import re
@@ -21,7 +24,7 @@ from typing import Any, TypeVar
 from urllib.parse import unquote, urlsplit
 
 from megapack.errors import ConfigError, FormatError
-from megapack.storage.remote.address import split
+from megapack.storage.remote.address import redacted, split
 
 __all__ = [
     "RemoteObject",
@@ -30,24 +33,76 @@ __all__ = [
     "find_object",
     "names_in",
     "put_object",
+    "raise_if_ending",
     "refuse_fork",
     "remove_object",
+    "retry_seconds",
+    "until_right",
 ]
+
+log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-RETRY_SECONDS = 180.0  # after these, what still fails is an error
-WRONG_ATTEMPTS = 5  # to read a range whose bytes are wrong
+RETRY_SECONDS = 180.0  # after these, what still fails is an error; MEGAPACK_RETRY_SECONDS
+WRONG_ATTEMPTS = 5  # to read what comes with wrong bytes: a range, or a small file
 FIRST_PAUSE, LONGEST_PAUSE = 0.1, 10.0  # seconds
 REQUEST_TIMEOUT = timedelta(seconds=30)
 PART_BYTES = 5 << 20  # of an upload in parts: the least that stores take
 MOST_PARTS = 10_000  # that S3 and Google take
+SAY_SECONDS = 30.0  # between lines of failed attempts, of one folder
 
 ending = threading.Event()  # the program ends: nothing is tried again
 
-_REFUSED = re.compile(r"status code: 4(?!08|29)\d\d (?!.*RequestTimeout)", re.DOTALL)
+# What will fail as it failed: in the client's error, and what to say of it.
+_PERMANENT = (
+    (
+        r"InvalidCertificate\(\s*(?:Other\(\s*OtherError\(\s*)?(\w+)",
+        "the server's certificate is not trusted ({}): let SSL_CERT_FILE name a file with the "
+        "certificate of its authority (PEM)",
+    ),
+    (r"InvalidContentType", "the server does not speak TLS: write http:// instead of https://"),
+    (
+        r"(Name or service not known|No address associated with hostname)",
+        "the server's name does not resolve ({}): is it, or the endpoint, spelled right?",
+    ),
+    (
+        r"NotPartial|RangeNotSupported",
+        "the server ignores ranges (it answers with the whole object): use one that serves ranges, "
+        "or copy the dataset to this machine",
+    ),
+    (
+        r"^(?:PermissionDenied|PermissionError|Unauthenticated)|BareRedirect|"
+        r"status code: (?:4(?!08|29)\d\d (?!.*RequestTimeout)|501|505)",
+        "the store refuses the request. Are the credentials there, not expired and sufficient, the "
+        "region and endpoint right?",
+    ),
+)
+_WRONG_RANGE = re.compile(r"Requested \d+\.\.\d+, got \d+\.\.\d+")
 _TOKEN_REQUEST = re.compile(r"token request|/latest/api/token|/latest/meta-data/")
 _THROTTLED = re.compile(r"\b429 |SlowDown|ServerBusy|TooManyRequests|RequestLimitExceeded")
+
+
+def retry_seconds() -> float:
+    """For how long what fails is tried again. Raises ConfigError: it is set to no such number."""
+    text = os.environ.get("MEGAPACK_RETRY_SECONDS")
+    if not text:
+        return RETRY_SECONDS
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not 0 < seconds < math.inf:
+        raise ConfigError(
+            f"MEGAPACK_RETRY_SECONDS is {text!r}; it must be a number of seconds above 0, as 180"
+        )
+    return seconds
+
+
+def raise_if_ending() -> None:
+    """Raises RuntimeError: the program ends, and nobody is to wait any more."""
+    if ending.is_set():
+        raise RuntimeError("the program ends")
 
 
 class WrongBytesError(Exception):
@@ -84,11 +139,11 @@ class RemoteObject:
         """
 
         def attempt() -> memoryview:
-            data = self._get(begin, end)
+            data = _until_it_works(self.url, lambda: self._get(begin, end))
             check(data)
             return data
 
-        return _until_it_works(self.url, attempt)
+        return until_right(self.url, attempt)
 
     def _get(self, begin: int, end: int) -> memoryview:
         store, name = _store_of(self.url)
@@ -120,11 +175,13 @@ def put_object(url: str, path: str | os.PathLike[str]) -> None:
     if url.startswith("file:"):  # stores of other kinds have no directories
         folder = unquote(urlsplit(split(url)[0]).path)
         Path(folder).mkdir(parents=True, exist_ok=True)
-    store, name = _store_of(url, RETRY_SECONDS)  # a part that fails is sent again, not all of it
 
     def attempt() -> None:
         with open(path, "rb") as file:  # noqa: PTH123
-            part = max(PART_BYTES, -(-os.fstat(file.fileno()).st_size // MOST_PARTS))
+            num_bytes = os.fstat(file.fileno()).st_size
+            part = max(PART_BYTES, -(-num_bytes // MOST_PARTS))
+            # A part that fails is sent again by the client, not all of them by us.
+            store, name = _store_of(url, retry_seconds() if num_bytes > part else 0)
             _client().put(store, name, file, chunk_size=part)
 
     _until_it_works(url, attempt)
@@ -156,29 +213,63 @@ def _object(url: str, meta: Any) -> RemoteObject:
     )
 
 
-def _until_it_works(url: str, attempt: Callable[[], T]) -> T:
-    until = time.monotonic() + RETRY_SECONDS
-    pause, wrong = FIRST_PAUSE, 0
-    while True:
+def until_right(url: str, attempt: Callable[[], T]) -> T:
+    """Ask again for what comes with wrong bytes, whole files and ranges alike.
+
+    Args:
+        url: of the object.
+        attempt: raises WrongBytesError where they are.
+
+    Raises:
+        FormatError: they are wrong again and again.
+    """
+    for number in range(1, WRONG_ATTEMPTS):
         try:
             return attempt()
         except WrongBytesError as error:
-            wrong += 1
-            if wrong == WRONG_ATTEMPTS:
-                raise FormatError(
-                    f"{url} is damaged, or changed on the way {wrong} times: {error}; "
-                    "`megapack-build verify` tells which"
-                ) from error
+            _say(url, number, str(error), f"at most {WRONG_ATTEMPTS} times")
+    try:
+        return attempt()
+    except WrongBytesError as error:
+        raise FormatError(
+            f"{url} is damaged, or changed on the way {WRONG_ATTEMPTS} times: {error}; upload it "
+            "again from a sound copy (`megapack-build verify` tells)"
+        ) from error
+
+
+def _until_it_works(url: str, attempt: Callable[[], T]) -> T:
+    limit = retry_seconds()
+    until = time.monotonic() + limit
+    pause, number = FIRST_PAUSE, 1
+    while True:
+        try:
+            return attempt()
         except FileNotFoundError as error:
             raise _missing(url) from error
         except _client().exceptions.PreconditionError as error:  # Azure: also of what is gone
             raise (_replaced(url) if find_object(url) else _missing(url)) from error
         except (_client().exceptions.BaseError, OSError) as error:
-            _raise_if_refused(url, error)
+            _raise_if_permanent(url, error)
             if time.monotonic() > until or ending.is_set():
-                raise _unreachable(url, error) from error
-        time.sleep(random.uniform(0, pause))  # random: not all readers at once
-        pause = min(2 * pause, LONGEST_PAUSE)
+                raise _unreachable(url, error, limit) from error
+            _say(url, number, _first_line(error), f"for {limit:.0f} s (MEGAPACK_RETRY_SECONDS)")
+        ending.wait(random.uniform(0, pause))  # random: not all readers at once
+        pause, number = min(2 * pause, LONGEST_PAUSE), number + 1
+
+
+_said: dict[str, float] = {}  # folder -> when an attempt in it was last spoken of
+_saying = threading.Lock()
+
+
+def _say(url: str, number: int, why: str, limit: str) -> None:
+    """One line for all that fails in a folder within some time: whole pools fail at once."""
+    folder, _ = split(url)
+    with _saying:
+        now = time.monotonic()
+        if now < _said.get(folder, -math.inf) + SAY_SECONDS:
+            return
+        _said[folder] = now
+    log.warning("%s: attempt %d failed (%s); it is tried again, %s", url, number, why, limit)
 
 
 def _missing(url: str) -> FileNotFoundError:
@@ -192,35 +283,43 @@ def _replaced(url: str) -> FormatError:
     )
 
 
-def _raise_if_refused(url: str, error: Exception) -> None:
-    kinds = (_client().exceptions.PermissionDeniedError, _client().exceptions.UnauthenticatedError)
-    if isinstance(error, (*kinds, PermissionError)) or _REFUSED.search(str(error)):
-        raise ConfigError(
-            f"{url}: the store refuses the request. Are the credentials there, not expired and "
-            f"sufficient, the region and endpoint right? ({_first_line(error)})"
-        ) from error
+def _raise_if_permanent(url: str, error: Exception) -> None:
+    text = f"{type(error).__name__} {error}"
+    if _WRONG_RANGE.search(text):
+        raise WrongBytesError(_first_line(error)) from error
+    for pattern, remedy in _PERMANENT:
+        match = re.search(pattern, text, re.DOTALL)
+        if match is not None and _TOKEN_REQUEST.search(text):
+            raise _no_credentials(url, error) from error
+        if match is not None:
+            what = remedy.format(*match.groups())
+            raise ConfigError(f"{url}: {what} ({_first_line(error)})") from error
 
 
-def _unreachable(url: str, error: Exception) -> Exception:
+def _unreachable(url: str, error: Exception, limit: float) -> Exception:
+    why = _first_line(error)
     if _TOKEN_REQUEST.search(str(error)):
-        return ConfigError(
-            f"{url}: no credentials are set, and the service that gives them to machines in a "
-            f"cloud did not for {RETRY_SECONDS:.0f} seconds: set those that "
-            f"docs/guides/object_storage.md names ({_first_line(error)})"
-        )
+        return _no_credentials(url, error)
     if _THROTTLED.search(str(error)):
         return ConnectionError(
-            f'{url}: the store throttles (it answered "slow down" for {RETRY_SECONDS:.0f} '
-            f"seconds): spread the data over more prefixes, or read with fewer nodes "
-            f"({_first_line(error)})"
+            f'{url}: the store throttles (it answered "slow down" for {limit:.0f} seconds): spread '
+            f"the data over more prefixes, or read with fewer nodes ({why})"
         )
     return ConnectionError(
-        f"{url} could not be read for {RETRY_SECONDS:.0f} seconds: {_first_line(error)}"
+        f"{url} could not be read or written for {limit:.0f} seconds "
+        f"(MEGAPACK_RETRY_SECONDS): {why}"
+    )
+
+
+def _no_credentials(url: str, error: Exception) -> ConfigError:
+    return ConfigError(
+        f"{url}: no credentials are set, and the service that gives them to machines in a cloud "
+        f"gave none: set those that docs/guides/object_storage.md names ({_first_line(error)})"
     )
 
 
 def _first_line(error: Exception) -> str:
-    return str(error).partition("\n")[0][:300]
+    return redacted(str(error).partition("\n")[0])[:300]
 
 
 # --- the client ---------------------------------------------------------------------------------

@@ -8,19 +8,20 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterable, Iterator
+import shutil
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-from megapack.errors import ConfigError, FormatError
+from megapack.errors import FormatError, MegapackError
 from megapack.storage.mmididx import path_of, prefix_of
 from megapack.storage.remote.address import is_remote, split
 from megapack.storage.remote.cache import open_cache
 from megapack.storage.remote.checksums import BLOCK_BYTES, BlockChecksums
 from megapack.storage.remote.client import WrongBytesError, find_object, put_object
-from megapack.storage.remote.opening import exists, open_remote_pair
+from megapack.storage.remote.opening import RemotePair, exists, open_remote_pair
 from megapack.storage.remote.upload import upload_dataset
 
-__all__ = ["local_copy", "local_output", "local_output_file", "refuse_existing"]
+__all__ = ["local_copy", "local_output", "local_output_file"]
 
 _CHECKED_BLOCKS = 256  # at once
 
@@ -61,8 +62,7 @@ def local_copy(prefix: str | os.PathLike[str], *, tokens: bool = True) -> Iterat
                 lambda path: None if sums is None else _check_blocks(path, sums),
             )
         else:
-            with path_of(files, ".bin").open("wb") as file:
-                file.truncate(pair.bin_object.num_bytes)
+            _write_size(path_of(files, ".bin"), pair)
         yield files
     finally:
         cache.give_back(local)
@@ -80,15 +80,23 @@ def _check_blocks(path: Path, checksums: BlockChecksums) -> None:
 
 
 @contextlib.contextmanager
-def local_output(prefix: str | os.PathLike[str]) -> Iterator[str]:
-    """The prefix to write to while the block runs, of what shall stand at a prefix.
+def local_output(
+    prefix: str | os.PathLike[str], outputs: Iterable[str] | None = None, *, overwrite: bool
+) -> Iterator[str]:
+    """The prefix to look at and write to while the block runs, of what shall stand at a prefix.
 
-    What shall stand at an address is uploaded at the end: every dataset that was written, complete
-    or absent, and the manifest of a build. Where the block or the upload fails, all of it stays in
-    the cache, and the next run finds it there.
+    Of an address the files by which a dataset is known are copied there first, unless it is to be
+    replaced: so what stands far away is treated as what stands here, the same left alone and
+    anything else refused. Its .bin has its size and no tokens. What is written in the block is
+    uploaded at the end: every dataset, complete or absent, and the manifest of a build. Where the
+    block or the upload fails, all of it stays in the cache, and the next run finds it there.
+
+    Args:
+        outputs: prefixes of all datasets that are written; by default the one.
+        overwrite: replace what stands there.
 
     Raises:
-        ConfigError, FormatError, OSError: as of ``upload_dataset``.
+        ConfigError, FormatError, OSError: as of ``open_remote_pair`` and ``upload_dataset``.
     """
     prefix = prefix_of(prefix)
     if not is_remote(prefix):
@@ -97,11 +105,18 @@ def local_output(prefix: str | os.PathLike[str]) -> Iterator[str]:
     folder, name = split(prefix)
     cache = open_cache()
     local = cache.entry(f"{name}.output", prefix)
-    yield str(local / name)
-    for idx in sorted(local.glob("*.idx")):
-        upload_dataset(prefix_of(idx), f"{folder}/{idx.stem}")
-    for plan in local.glob("*.manifest.json"):
-        put_object(f"{folder}/{plan.name}", plan)
+    try:
+        there = [] if overwrite else _copy_what_is_there(local, [prefix, *(outputs or ())])
+        yield str(local / name)
+        for idx in sorted(_written(local.glob("*.idx"), there)):
+            upload_dataset(prefix_of(idx), f"{folder}/{idx.stem}")
+        for plan in _written(local.glob("*.manifest.json"), there):
+            put_object(f"{folder}/{plan.name}", plan)
+    except BaseException as error:
+        if isinstance(error, MegapackError):  # which names what stands here for what is there
+            error.args = (str(error).replace(str(local), folder),)
+        cache.in_use.give_back(str(local))  # and leave what is in it
+        raise
     cache.give_back(local)
 
 
@@ -138,11 +153,33 @@ def local_output_file(path: str | os.PathLike[str]) -> Iterator[Path]:
             cache.give_back(entry)
 
 
-def refuse_existing(prefixes: Iterable[str], *, overwrite: bool) -> None:
-    """Refuse (ConfigError), before any work, to replace what stands at an address."""
-    for prefix in prefixes:
-        if not overwrite and is_remote(prefix) and exists(prefix):
-            raise ConfigError(
-                f"{prefix} is there already: replace it with --overwrite (overwrite=True), or "
-                "choose another name"
-            )
+def _copy_what_is_there(local: Path, prefixes: Sequence[str]) -> list[os.stat_result]:
+    """Of complete datasets and of a build's manifest, in place of what an earlier run left."""
+    there = []
+    for prefix in filter(exists, dict.fromkeys(prefixes)):
+        files, pair = str(local / split(prefix)[1]), open_remote_pair(prefix)
+        for suffix in (".idx", ".bin", ".meta.json"):
+            path_of(files, suffix).unlink(missing_ok=True)
+        for suffix in (".idx", ".meta.json"):
+            small = path_of(pair.local_prefix, suffix)
+            if small.exists():
+                there.append(Path(shutil.copyfile(small, path_of(files, suffix))).stat())
+        _write_size(path_of(files, ".bin"), pair)
+    plan = find_object(f"{prefixes[0]}.manifest.json") if there else None
+    if plan is not None:
+        path = local / split(plan.url)[1]
+        path.unlink(missing_ok=True)
+        open_cache().fetch(plan, path)
+        there.append(path.stat())
+    return there
+
+
+def _write_size(path: Path, pair: RemotePair) -> None:
+    """A .bin of the right size, for those who do not look into it."""
+    with path.open("wb") as file:
+        file.truncate(pair.bin_object.num_bytes)
+
+
+def _written(paths: Iterable[Path], there: list[os.stat_result]) -> list[Path]:
+    """Those that are not what was copied from there."""
+    return [p for p in paths if not any(os.path.samestat(p.stat(), each) for each in there)]

@@ -9,6 +9,7 @@ where a block holds one sample or those of an arranged source; others of a block
 
 from __future__ import annotations
 
+import os
 import shutil
 import time
 from pathlib import Path
@@ -16,7 +17,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from megapack.storage.remote.cache import Cache
+from megapack.storage.remote.cache import Cache, bytes_on_disk
 from megapack.storage.remote.checksums import BLOCK_BYTES
 from megapack.storage.remote.sparse import SparseFile
 
@@ -43,27 +44,37 @@ def make_room(cache: Cache) -> None:
             return
         excess -= _remove_unused(cache, excess)
         if excess > 0:
-            _drop_blocks(list(cache.files), -(-excess // BLOCK_BYTES))
+            _drop_blocks(cache.open_files(), -(-excess // BLOCK_BYTES))
 
 
 def _used_bytes(directory: Path) -> int:
-    return sum(path.stat().st_blocks * 512 for path in directory.glob("*/*"))
+    """Of all files in it and below; entries may come and go meanwhile."""
+    return sum(
+        bytes_on_disk(Path(folder, name))
+        for folder, _, names in os.walk(directory)
+        for name in names
+    )
 
 
 def _remove_unused(cache: Cache, excess: int) -> int:
     """Entries that no process has open, the oldest first; bytes that were freed."""
-    entries = {path for path in cache.directory.iterdir() if path.is_dir()}
-    others = entries - cache.entries  # asking for a lock of our own would give it back
     freed = 0
-    for entry in sorted(others, key=lambda path: path.stat().st_mtime):
+    entries = [path for path in cache.directory.iterdir() if path.is_dir()]
+    for entry in sorted(entries, key=_age):
         if freed >= excess:
             break
         with cache.in_use.if_free(str(entry)) as free:
             if free:
-                size = sum(path.stat().st_blocks * 512 for path in entry.iterdir())
+                freed += _used_bytes(entry)
                 shutil.rmtree(entry, ignore_errors=True)
-                freed += size
     return freed
+
+
+def _age(entry: Path) -> float:
+    try:
+        return entry.stat().st_mtime
+    except FileNotFoundError:
+        return 0.0
 
 
 def _drop_blocks(files: list[SparseFile], num_blocks: int) -> None:

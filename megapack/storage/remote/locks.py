@@ -5,16 +5,21 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import struct
 import threading
 import time
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import xxhash
 
+from megapack.storage.remote.client import raise_if_ending
+
 __all__ = ["RangeLocks"]
 
 _POLL_SECONDS = 0.005
+_FLOCK = struct.Struct("hhqqi4x")  # Linux: type, whence, begin, length, process
 
 
 class RangeLocks:
@@ -22,7 +27,7 @@ class RangeLocks:
 
     A name is a part of the file that its hash chooses; two names of one hash wait for each other
     now and then. The file is opened once and stays open: closing it anywhere would give all locks
-    of the process back (POSIX).
+    of the process back (POSIX). Nobody waits in the kernel: who waits can be told to stop.
 
     Args:
         path: of the file.
@@ -32,16 +37,29 @@ class RangeLocks:
         self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         # The kernel knows processes only; what threads of this one hold stands here.
         self._ours: list[tuple[int, int]] = []
+        self._shared: Counter[int] = Counter()
         self._mutex = threading.Lock()
 
     @contextlib.contextmanager
-    def held(self, name: str, first: int = 0, count: int = 1) -> Iterator[None]:
-        """Wait for numbers ``[first, first + count)`` of a name and keep everybody else away."""
+    def held(
+        self,
+        name: str,
+        first: int = 0,
+        count: int = 1,
+        *,
+        waiting: Callable[[], object] = raise_if_ending,
+    ) -> Iterator[None]:
+        """Wait for numbers ``[first, first + count)`` of a name and keep everybody else away.
+
+        Args:
+            waiting: called again and again until they are free; what it raises ends it.
+        """
         while True:
             with self.if_free(name, first, count) as free:
                 if free:
                     yield
                     return
+            waiting()
             time.sleep(_POLL_SECONDS)
 
     @contextlib.contextmanager
@@ -56,16 +74,33 @@ class RangeLocks:
                 self._unlock(begin, begin + count)
 
     def share(self, name: str) -> None:
-        """Wait until nobody has a name for himself, and keep it so until this process ends."""
-        fcntl.lockf(self._file, fcntl.LOCK_SH, 1, _begin(name))
+        """Wait until nobody has a name for himself, and keep it so until it is given back as often
+        as it was shared, or this process ends."""
+        begin = _begin(name)
+        while not self._share(begin):
+            raise_if_ending()
+            time.sleep(_POLL_SECONDS)
+
+    def give_back(self, name: str) -> None:
+        """What ``share`` took."""
+        begin = _begin(name)
+        with self._mutex:
+            self._shared[begin] -= 1
+            if not self._shared[begin]:
+                del self._shared[begin]
+                fcntl.lockf(self._file, fcntl.LOCK_UN, 1, begin)
+
+    def owner(self, name: str, first: int = 0) -> int | None:
+        """The id of another process that holds a number of a name, if one does."""
+        question = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, _begin(name) + first, 1, 0)
+        kind, *_, process = _FLOCK.unpack(fcntl.fcntl(self._file, fcntl.F_GETLK, question))
+        return None if kind == fcntl.F_UNLCK else int(process)
 
     def _lock(self, begin: int, end: int) -> bool:
         with self._mutex:
-            if any(begin < theirs_end and their < end for their, theirs_end in self._ours):
+            if begin in self._shared or self._is_ours(begin, end):
                 return False
-            try:
-                fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB, end - begin, begin)
-            except (BlockingIOError, PermissionError):  # POSIX allows either
+            if not self._from_kernel(fcntl.LOCK_EX, begin, end):
                 return False
             self._ours.append((begin, end))
             return True
@@ -74,6 +109,25 @@ class RangeLocks:
         with self._mutex:
             self._ours.remove((begin, end))
             fcntl.lockf(self._file, fcntl.LOCK_UN, end - begin, begin)
+
+    def _share(self, begin: int) -> bool:
+        with self._mutex:
+            if self._is_ours(begin, begin + 1):
+                return False
+            if begin not in self._shared and not self._from_kernel(fcntl.LOCK_SH, begin, begin + 1):
+                return False
+            self._shared[begin] += 1
+            return True
+
+    def _is_ours(self, begin: int, end: int) -> bool:
+        return any(begin < theirs_end and their < end for their, theirs_end in self._ours)
+
+    def _from_kernel(self, kind: int, begin: int, end: int) -> bool:
+        try:
+            fcntl.lockf(self._file, kind | fcntl.LOCK_NB, end - begin, begin)
+        except (BlockingIOError, PermissionError):  # POSIX allows either
+            return False
+        return True
 
 
 def _begin(name: str) -> int:

@@ -102,7 +102,8 @@ class SparseFile:
                 while part:
                     written = os.pwrite(file, part, at)
                     part, at = part[written:], at + written
-                self.stamps[first + begin : first + end] = int(time.time())
+                stamps = self.stamps[first + begin : first + end]
+                stamps[:] = np.maximum(stamps, int(time.time()))  # what is planned stays so
                 self.changes[first + begin : first + end] += 1
         finally:
             os.close(file)

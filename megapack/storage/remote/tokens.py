@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -17,6 +18,7 @@ from megapack.storage.remote.cache import REQUEST_BYTES, Cache
 from megapack.storage.remote.checksums import BLOCK_BYTES, BlockChecksums
 from megapack.storage.remote.client import RemoteObject
 from megapack.storage.remote.eviction import make_room
+from megapack.storage.remote.pool import Patience, wait_for
 from megapack.storage.remote.sparse import PLANNED_SECONDS, SparseFile, runs_of
 
 __all__ = ["Blocks", "RemoteTokens", "Stamp", "blocks_of", "read_consistently"]
@@ -26,14 +28,16 @@ Blocks = NDArray[np.int64]
 Stamp = NDArray[np.uint32]
 
 GAP_BLOCKS = 8  # that are fetched, too, rather than ask twice
-MANY_TIMES = 1000
+AWAITED_SECONDS = PLANNED_SECONDS // 10  # of blocks that somebody waits for: they go last
+MANY_TIMES = 1000  # that blocks are fetched, or read, before the cache is called too small
 
 
 class RemoteTokens:
     """Tokens of one .bin, 1-D. Slices and single tokens are fetched, checked and copied.
 
-    Whoever reads the mapping itself (``mapped``) says so before (``hold``) and asks afterwards
-    whether all of it had been there (``held``); ``read_consistently`` does both.
+    Whoever reads the mapping itself (``mapped``) looks before whether all of it is there (``hold``)
+    and after whether it had been there all the time (``held``); ``read_consistently`` does both,
+    and waits for what is not there.
 
     Args:
         found: the .bin.
@@ -57,7 +61,7 @@ class RemoteTokens:
         self._file = SparseFile(path, found.num_bytes, cache.locks)
         self._lock = threading.Lock()
         self._coming: dict[int, Future[None]] = {}  # block -> its request
-        cache.files.add(self._file)
+        cache.add_file(self._file)
 
     @property
     def mapped(self) -> NDArray[Any]:
@@ -83,17 +87,18 @@ class RemoteTokens:
     def __array__(self, dtype: Any = None, copy: Any = None) -> NDArray[Any]:
         return np.asarray(self[:], dtype)
 
-    def want(self, blocks: Blocks) -> set[Future[None]]:
+    def want(self, blocks: Blocks, within: int = PLANNED_SECONDS) -> set[Future[None]]:
         """Have blocks fetched; returns at once.
 
         Args:
             blocks: ascending numbers, each once.
+            within: seconds in which they are needed, about: what is needed later is dropped sooner.
 
         Returns:
             The requests that bring those that are not here, other callers' included.
         """
         file = self._file
-        file.stamps[blocks] = int(time.time()) + PLANNED_SECONDS
+        file.stamps[blocks] = int(time.time()) + within
         absent = blocks[file.changes[blocks] % 2 == 0]
         if not absent.size:
             return set()
@@ -101,23 +106,17 @@ class RemoteTokens:
             new = np.array([b for b in absent.tolist() if b not in self._coming], np.int64)
             for begin, end in runs_of(new, GAP_BLOCKS):
                 for first in range(begin, end, REQUEST_BYTES // BLOCK_BYTES):
-                    last = min(first + REQUEST_BYTES // BLOCK_BYTES, end)
-                    self._submit(first, last)
-            return {self._coming[b] for b in absent.tolist() if b in self._coming}
+                    self._request(first, min(first + REQUEST_BYTES // BLOCK_BYTES, end))
+            return {self._coming[b] for b in absent.tolist()}
 
     def are_here(self, blocks: Blocks) -> bool:
         """Whether blocks are all here just now."""
         return bool((self._file.changes[blocks] % 2).all())
 
-    def hold(self, blocks: Blocks) -> Stamp:
-        """Wait until blocks are here; what ``held`` compares with. Raises as RemoteObject.read."""
-        for _ in range(MANY_TIMES):
-            seen = self._file.changes[blocks]
-            if (seen % 2).all():
-                return seen
-            for request in self.want(blocks):
-                request.result()
-        raise _too_small()
+    def hold(self, blocks: Blocks) -> Stamp | None:
+        """What ``held`` compares with, if blocks are all here just now."""
+        seen = self._file.changes[blocks]
+        return seen if (seen % 2).all() else None
 
     def held(self, blocks: Blocks, seen: Stamp) -> bool:
         """Whether blocks have been here all the time since ``hold``; they are used now."""
@@ -126,31 +125,54 @@ class RemoteTokens:
         self._file.stamps[blocks] = int(time.time())
         return True
 
-    def _submit(self, first: int, last: int) -> None:
-        request = self._cache.pool.submit(self._fetch, first, last)
-        for block in range(first, last):
-            self._coming.setdefault(block, request)
-        request.add_done_callback(lambda done: self._forget(first, last, done))
+    def num_changes(self, blocks: Blocks) -> int:
+        """Grows when one of the blocks comes or goes."""
+        return int(self._file.changes[blocks].sum(dtype=np.int64))
 
-    def _forget(self, first: int, last: int, done: Future[None]) -> None:
-        with self._lock:
-            for block in range(first, last):
-                if self._coming.get(block) is done:
-                    del self._coming[block]
+    def first_absent(self, blocks: Blocks) -> str | None:
+        """The first block that is not here and who fetches it, in words; None: all are here."""
+        absent = blocks[self._file.changes[blocks] % 2 == 0]
+        if not absent.size:
+            return None
+        block = int(absent[0])
+        end = min((block + 1) * BLOCK_BYTES, self._object.num_bytes)
+        owner = self._cache.locks.owner(self._file.name, block)
+        return (
+            f"block {block} (bytes [{block * BLOCK_BYTES}, {end})) of {self._object.url}"
+            + (f" and {absent.size - 1} more of it" if absent.size > 1 else "")
+            + (f", which process {owner} of this node fetches" if owner else "")
+        )
 
-    def _fetch(self, first: int, last: int) -> None:
-        """In a thread of the pool: what is not here of blocks ``[first, last)``."""
-        if self._cache.will_write((last - first) * BLOCK_BYTES):
-            make_room(self._cache)
-        with self._cache.locks.held(self._file.name, first, last - first):
-            absent = np.flatnonzero(~self._file.is_here(first, last))
-            if not absent.size:
-                return  # another process was faster
-            first, last = first + int(absent[0]), first + int(absent[-1]) + 1
-            begin, end = first * BLOCK_BYTES, min(last * BLOCK_BYTES, self._object.num_bytes)
-            data = self._object.read(begin, end, lambda data: self._check(first, data))
-            with self._cache.naming_full_disk():
-                self._file.put(first, last, data)
+    def _request(self, first: int, last: int) -> None:
+        """Have blocks ``[first, last)`` fetched that nobody fetches yet. The lock is held: until
+        they are written down the request cannot forget them."""
+        mine = [block for block in range(first, last) if block not in self._coming]
+        request = self._cache.pool.submit(self._fetch, first, last, mine)
+        self._coming.update(dict.fromkeys(mine, request))
+
+    def _fetch(self, first: int, last: int, mine: list[int]) -> None:
+        """In a thread of the pool: what is not here of blocks ``[first, last)``. Those that others
+        wait for are forgotten before anybody hears that the request is done, whatever became of it.
+        """
+        try:
+            if self._cache.will_write((last - first) * BLOCK_BYTES):
+                make_room(self._cache)
+            with self._cache.locks.held(self._file.name, first, last - first):
+                self._fetch_absent(first, last)
+        finally:
+            with self._lock:
+                for block in mine:
+                    self._coming.pop(block, None)
+
+    def _fetch_absent(self, first: int, last: int) -> None:
+        absent = np.flatnonzero(~self._file.is_here(first, last))
+        if not absent.size:
+            return  # another process was faster
+        first, last = first + int(absent[0]), first + int(absent[-1]) + 1
+        begin, end = first * BLOCK_BYTES, min(last * BLOCK_BYTES, self._object.num_bytes)
+        data = self._object.read(begin, end, lambda data: self._check(first, data))
+        with self._cache.naming_full_disk():
+            self._file.put(first, last, data)
 
     def _check(self, first: int, data: memoryview) -> None:
         if self._checksums is not None:
@@ -171,21 +193,37 @@ def read_consistently(wanted: list[tuple[RemoteTokens, Blocks]], read: Callable[
     """What ``read`` makes of mappings, called again until all blocks were there while it read.
 
     Raises:
-        Whatever ``read`` and ``RemoteTokens.hold`` raise.
+        TimeoutError: nothing of them came for long.
+        ConfigError: they are dropped again and again before they can be read.
+        Whatever ``read`` and ``RemoteObject.read`` raise.
     """
+    patience: Patience | None = None
     for _ in range(MANY_TIMES):
-        if not all(tokens.are_here(blocks) for tokens, blocks in wanted):
-            for tokens, blocks in wanted:
-                tokens.want(blocks)  # all of them at once; then each is waited for
         seen = [tokens.hold(blocks) for tokens, blocks in wanted]
-        result = read()
-        if all(t.held(blocks, then) for (t, blocks), then in zip(wanted, seen, strict=True)):
-            return result
-    raise _too_small()
-
-
-def _too_small() -> ConfigError:
-    return ConfigError(
+        if all(stamp is not None for stamp in seen):
+            result = read()
+            if all(
+                t.held(b, then)
+                for (t, b), then in zip(wanted, seen, strict=True)
+                if then is not None
+            ):
+                return result
+        else:
+            patience = patience or Patience(
+                partial(_awaited, wanted), partial(_num_changes, wanted)
+            )
+            requests = [tokens.want(blocks, AWAITED_SECONDS) for tokens, blocks in wanted]
+            wait_for(set[Future[None]]().union(*requests), patience)  # all of them at once
+    raise ConfigError(
         "the cache drops what is needed faster than it can be read: let MEGAPACK_CACHE_SIZE be "
         "larger (256M and 128M for every process of the node are enough)"
     )
+
+
+def _awaited(wanted: list[tuple[RemoteTokens, Blocks]]) -> str:
+    absent = (tokens.first_absent(blocks) for tokens, blocks in wanted)
+    return next((text for text in absent if text), "blocks that came just now")
+
+
+def _num_changes(wanted: list[tuple[RemoteTokens, Blocks]]) -> int:
+    return sum(tokens.num_changes(blocks) for tokens, blocks in wanted)

@@ -12,7 +12,7 @@ from megapack.errors import DataError, MegapackError
 from megapack.execution.carry_out import carry_out
 from megapack.execution.processes import prepare_processes
 from megapack.execution.work import Counted
-from megapack.storage.remote.copies import local_output, refuse_existing
+from megapack.storage.remote.copies import local_output
 from megapack.tokenization.build.assemble import assemble
 from megapack.tokenization.build.config import BuildConfig
 from megapack.tokenization.build.plan import Plan, make_plan
@@ -102,15 +102,15 @@ def build(config: BuildConfig, progress: Progress) -> BuildResult:
     shall stand at an address is built in the cache, and uploaded when it is complete.
 
     Raises:
-        ConfigError: options that cannot be; another dataset has the output's name (any, at an
-            address); a machine has other tokenizer files or libraries than the plan.
+        ConfigError: options that cannot be; another dataset has the output's name; a machine
+            has other tokenizer files or libraries than the plan.
         DataError: a document that may not pass (with on_error "fail"); no documents at all.
         LockedError: another process is at this build.
         MegapackError: a package is missing, or room on the disk.
         OSError: a file cannot be read or written; finished shards are kept.
     """
-    refuse_existing(config.outputs.values(), overwrite=config.overwrite)
-    with local_output(config.output_prefix) as local:
+    outputs = config.outputs.values()
+    with local_output(config.output_prefix, outputs, overwrite=config.overwrite) as local:
         here = dataclasses.replace(config, output_prefix=local)
         result = _build(here, progress, command=config.command())
     return dataclasses.replace(result, prefixes=config.outputs)

@@ -17,7 +17,7 @@ from megapack.tokenization.corpus.blocks import TextBlock
 from megapack.tokenization.corpus.faults import Faults
 from megapack.tokenization.tokenizers.coding import Coder
 from megapack.tokenization.tokenizers.probe import sample_blocks
-from megapack.words import size
+from megapack.units import size
 
 __all__ = ["Estimate", "check_space", "directory_bytes", "estimate", "free_bytes"]
 

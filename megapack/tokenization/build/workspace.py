@@ -26,7 +26,7 @@ from megapack.tokenization.build.config import BuildConfig
 from megapack.tokenization.build.plan import Plan, differences
 from megapack.tokenization.build.record import Totals, record_path, shard_prefix
 from megapack.tokenization.build.space import directory_bytes
-from megapack.words import size
+from megapack.units import size
 
 __all__ = ["Workspace"]
 

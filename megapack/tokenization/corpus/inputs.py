@@ -17,7 +17,7 @@ from pathlib import Path
 from megapack.errors import ConfigError, DataError
 from megapack.tokenization.corpus.pieces import Format, InputFile, format_of, is_data, suffix_of
 from megapack.tokenization.corpus.streams import seems
-from megapack.words import counted
+from megapack.units import counted
 
 __all__ = ["find_inputs"]
 

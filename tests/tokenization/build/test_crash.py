@@ -282,7 +282,7 @@ def test_a_disk_that_cannot_hold_the_result_is_refused_before_the_first_shard(
     said = on_small_disk(tmp_path, 7, build)
     assert said["full.status"] == "1\n"
     assert re.search(
-        r"has 1\.0\d MB free, and the build needs about [12]\.\d+ MB", said["full.err"]
+        r"has (1\.0\d MiB|\d+ KiB) free, and the build needs about [12]\.\d+ MiB", said["full.err"]
     )
     assert "shard-" not in said["full.files"]
     assert said["again.status"] == "0\n"

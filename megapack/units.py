@@ -1,0 +1,71 @@
+"""Numbers as people write and read them: sizes, counts, shares; read and printed in one place.
+
+A size is a number of bytes, or of K, M, G, T, which are powers of 1024: on the command line, in the
+environment and in YAML alike. ``size`` prints what ``parse_size`` reads::
+
+    parse_size("64M")  # -> 67108864
+    size(67108864)  # -> "64 MiB"
+    short(67108864)  # -> "67.1 M": counts, of documents and tokens, go by 1000
+"""
+
+from __future__ import annotations
+
+import re
+from fractions import Fraction
+
+from megapack.errors import ConfigError
+
+__all__ = ["count", "counted", "parse_size", "percent", "short", "size"]
+
+_SIZE = re.compile(r"(\d+(?:\.\d+)?) ?(?:([KMGT])(?:I?B)?|B)?", re.ASCII)
+_POWERS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
+_THOUSANDS = ((1e12, " T"), (1e9, " G"), (1e6, " M"), (1e3, " k"))
+
+
+def parse_size(value: str | int) -> int:
+    """Bytes of a size: ``64M``, ``1.5G``, ``64 MiB``, ``4096`` or a whole number.
+
+    Raises:
+        ConfigError: it is none.
+    """
+    match = _SIZE.fullmatch(str(value).strip().upper())
+    if match is None or isinstance(value, bool):
+        raise ConfigError(f"{value!r} is not a size; write 4096, 64M or 1.5G (powers of 1024)")
+    return int(Fraction(match[1]) * 1024 ** _POWERS[match[2] or ""])
+
+
+def size(num_bytes: int) -> str:
+    """512 -> 512 B; 1234567 -> 1.18 MiB"""
+    for power in "TGMK":
+        unit = 1024 ** _POWERS[power]
+        if num_bytes >= unit:
+            return f"{_three_digits(num_bytes / unit)} {power}iB"
+    return f"{num_bytes} B"
+
+
+def count(number: int) -> str:
+    """1234567 -> 1,234,567"""
+    return f"{number:,}"
+
+
+def counted(number: int, noun: str) -> str:
+    """1, "shard" -> 1 shard; 1234, "shard" -> 1,234 shards"""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+def short(number: float) -> str:
+    """1234567 -> 1.23 M"""
+    for limit, unit in _THOUSANDS:
+        if abs(number) >= limit:
+            return f"{_three_digits(number / limit)}{unit}"
+    return _three_digits(number)
+
+
+def percent(fraction: float, digits: int = 2) -> str:
+    """0.00123 -> 0.12 %"""
+    return f"{100 * fraction:.{digits}f} %"
+
+
+def _three_digits(number: float) -> str:
+    """All of those before the point: 1023.9 -> 1024."""
+    return f"{number:.0f}" if abs(number) >= 1000 else f"{number:.3g}"

@@ -1,0 +1,264 @@
+"""Addresses are parsed once: no secret is stored or printed, no manifest leads elsewhere."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from object_store import Line
+
+from megapack.cli.main import main
+from megapack.data import PackedDataset, load_blend
+from megapack.errors import ConfigError, FormatError
+from megapack.packing import SampleIndex
+from megapack.packing.shard_manifest import load_shards, save_shards
+from megapack.packing.shard_packing import pack_shards, plan_packing
+from megapack.storage import IndexedDataset, read_document_lengths
+from megapack.storage.merge import merge
+from megapack.storage.remote.address import is_below, is_remote, redacted
+from megapack.storage.remote.client import find_object, put_object
+from megapack.storage.verify import verify
+from tests.remote.far import address_of, folder_of, put_dataset, write_packed
+
+SECRET = "hunter2"
+BAD = {
+    "user and password": f"https://somebody:{SECRET}@host/folder/docs",
+    "a token": f"s3://{SECRET}@bucket/folder/docs",
+    "an @ in the password": f"https://me:{SECRET}@{SECRET}@host/docs",
+    "a signed URL": f"https://host/docs?X-Amz-Signature={SECRET}&X-Amz-Expires=60",
+    "a SAS": f"az://box/docs?sv=2021&sig={SECRET}",
+    "a fragment": f"https://host/docs#{SECRET}",
+    "an unknown kind": f"ftp://me:{SECRET}@host/docs?{SECRET}",
+}
+OPENERS: dict[str, Callable[[str], Any]] = {
+    "is_remote": is_remote,
+    "dataset": IndexedDataset,
+    "exists": IndexedDataset.exists,
+    "lengths": read_document_lengths,
+    "samples": SampleIndex.load,
+    "manifest": lambda address: load_shards(f"{address}.shards.json"),
+    "verify": verify,
+    "batches": lambda address: PackedDataset(address, f"{address}.samples"),
+    "merge": lambda address: merge([address], "merged"),
+    "plan": lambda address: plan_packing("all.shards.json", [address], {"buckets": [8]}),
+}
+REMEDIES = r"environment variables|addresses begin with one of"
+
+
+@pytest.mark.parametrize("opener", OPENERS)
+@pytest.mark.parametrize("case", BAD)
+def test_secrets_in_an_address_are_refused_and_never_said(
+    case: str, opener: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=REMEDIES) as caught:
+        OPENERS[opener](BAD[case])
+    assert SECRET not in str(caught.value)
+    assert not list(tmp_path.iterdir())
+
+
+COMMANDS = [
+    ["inspect", "{bad}"],
+    ["inspect", "{bad}.samples"],
+    ["inspect", "{bad}.shards.json"],
+    ["verify", "{bad}"],
+    ["verify", "--data-prefix", "{bad}"],
+    ["pack", "{bad}", "--buckets", "8"],
+    ["pack", "{near}", "--buckets", "8", "--output", "{bad}.samples"],
+    ["pack", "{near}", "--buckets", "8", "--output", "{bad}.shards.json"],
+    ["merge", "{bad}", "--output-prefix", "out"],
+    ["merge", "{near}", "--output-prefix", "{bad}"],
+    ["import", "{near}.bin", "--kind", "flat", "--dtype", "uint16", "--output-prefix", "{bad}"],
+    ["tokenize", "--tokenizer", "bytes", "--input", "{text}", "--output-prefix", "{bad}"],
+    ["tokenize", "--tokenizer", "bytes", "--input", "{bad}", "--output-prefix", "out"],
+    ["upload", "{near}", "{bad}"],
+    ["upload", "{bad}", "s3://bucket/x"],
+    ["compare", "{bad}", "--buckets", "8"],
+    ["arrange", "{bad}", "--output", "out.shards.json", "--tokens-per-step", "8"],
+    ["repair", "{bad}"],
+]
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
+def test_commands_print_and_write_no_secret(
+    command: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_packed(tmp_path / "docs", 50)
+    (tmp_path / "text.txt").write_text("some words\n")
+    before = set(tmp_path.iterdir())
+    for bad in BAD.values():
+        names = {"bad": bad, "near": "docs", "text": "text.txt"}
+        try:
+            status = main([word.format(**names) for word in command])
+        except SystemExit as error:
+            status = int(error.code or 0)
+        printed = capsys.readouterr()
+        assert status == 2 and SECRET not in printed.out + printed.err
+    assert not [path for path in set(tmp_path.iterdir()) - before if path.is_file()]
+
+
+def test_a_run_prints_and_writes_no_secret(tmp_path: Path) -> None:
+    bad = BAD["user and password"]
+    root = Path(__file__).parents[2]
+    command = [
+        sys.executable,
+        str(root / "launch/pretrain.py"),
+        str(root / "configs/demo_cpu.yaml"),
+    ]
+    options = [f"data.prefix={bad}", f"data.index={bad}.samples", f"run_dir={tmp_path}/run"]
+    done = subprocess.run(
+        [*command, *options], check=False, capture_output=True, text=True, cwd=tmp_path
+    )
+    assert done.returncode != 0 and SECRET not in done.stdout + done.stderr
+    for path in tmp_path.rglob("*"):
+        assert not path.is_file() or SECRET.encode() not in path.read_bytes()
+
+
+def test_a_blend_with_a_secret_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "blend.yaml").write_text(
+        json.dumps({"sources": [{"prefix": BAD["a SAS"], "index": "docs.samples"}]})
+    )
+    with pytest.raises(ConfigError, match=REMEDIES) as caught:
+        load_blend(tmp_path / "blend.yaml").open()
+    assert SECRET not in str(caught.value)
+
+
+def test_names_with_signs_of_their_own_are_no_secrets() -> None:
+    for address in ("s3://bucket/a@b/c:d", "https://host:8080/a@2x/b", "file:///a/b%20c"):
+        assert is_remote(address) and redacted(address) == address
+    assert not is_remote("folder/a?b#c@d")
+
+
+def test_errors_of_the_client_are_printed_without_their_queries() -> None:
+    text = f"GET https://u:{SECRET}@host/a?sig={SECRET}&b in 1 ms (see http://host/b#{SECRET})"
+    assert redacted(text) == "GET https://...@host/a?... in 1 ms (see http://host/b#...)"
+
+
+# ---- manifests -----------------------------------------------------------------------------------
+
+FOLDER = "s3://bucket/web"
+OUTSIDE = [
+    "/data/x",
+    "../x",
+    "a/../../x",
+    "a/../x",
+    "./x",
+    "",
+    "a//x",
+    "%2e%2e/x",
+    "a/..%2f..%2fx",
+    "..\\x",
+    "s3://bucket/x",
+    "s3://bucket/webs/x",
+    "s3://other/web/x",
+    "https://host/x",
+    "file:///etc/x",
+    "s3://bucket/web/../x",
+    "s3://bucket/web//x",
+    "gs://bucket/web/x",
+    f"https://me:{SECRET}@host/x",
+]
+
+
+@pytest.mark.parametrize("name", OUTSIDE)
+@pytest.mark.parametrize("field", ["prefix", "samples"])
+def test_a_manifest_at_an_address_names_what_lies_below_it(
+    line: Line, tmp_path: Path, name: str, field: str
+) -> None:
+    """Hostile ones are refused before anything they name is looked at."""
+    (tmp_path / "web").mkdir()
+    write_packed(tmp_path / "web" / "docs", 50)
+    manifest = tmp_path / "web" / "all.shards.json"
+    plan = plan_packing(str(manifest), [f"{tmp_path}/web/docs"], {"buckets": [512]})
+    pack_shards(plan, lambda _: None)
+    content = json.loads(manifest.read_text())
+    content["shards"][0][field] = name
+    manifest.write_text(json.dumps(content))
+    address = f"{folder_of(tmp_path / 'web')}/all.shards.json"
+    put_object(address, manifest)
+    line.counts.clear()
+    with pytest.raises(FormatError, match="shard 0") as caught:
+        PackedDataset(None, address)
+    assert SECRET not in str(caught.value)
+    assert line.counts["requests"] <= 2, "it looked for more than the manifest"
+
+
+def test_a_manifest_here_names_whole_paths_and_what_lies_below_it(tmp_path: Path) -> None:
+    """What a person wrote down on this machine may lead anywhere, but not by ``..``."""
+    write_packed(tmp_path / "docs", 50)
+    (tmp_path / "below").mkdir()
+    manifest = tmp_path / "below" / "all.shards.json"
+    plan = plan_packing(str(manifest), [f"{tmp_path}/docs"], {"buckets": [512]})
+    pack_shards(plan, lambda _: None)
+    assert load_shards(manifest).shards[0].prefix == f"{tmp_path}/docs"
+    content = json.loads(manifest.read_text())
+    for name in ("../docs", "a/../../docs", f"https://me:{SECRET}@host/x"):
+        content["shards"][0]["prefix"] = name
+        manifest.write_text(json.dumps(content))
+        with pytest.raises(FormatError, match="shard 0") as caught:
+            load_shards(manifest)
+        assert SECRET not in str(caught.value)
+
+
+def test_a_manifest_is_not_written_where_it_could_not_be_read(
+    line: Line, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    address = put_dataset(tmp_path / "docs", 100)
+    folder = folder_of(tmp_path)
+    for output in (f"{folder}/below/all.shards.json", "s3://bucket/elsewhere/all.shards.json"):
+        assert main(["pack", address, "--buckets", "512", "--output", output]) == 2
+        assert f"{output} would name {address}, which is not below" in capsys.readouterr().err
+        assert find_object(output) is None
+    assert main(["pack", address, "--buckets", "512", "--output", f"{folder}/all.shards.json"]) == 0
+    assert load_shards(f"{folder}/all.shards.json").shards[0].prefix == address
+    # Nor uploaded: one here that names an address elsewhere.
+    near = load_shards(f"{folder}/all.shards.json")
+    plan = {name: getattr(near, name) for name in ("strategy", "parameters", "buckets", "seed")}
+    plan["bucket_capacity"] = near.bucket_capacity.tolist()
+    save_shards(tmp_path / "near.shards.json", plan, [replace(near.shards[0])])
+    capsys.readouterr()
+    assert main(["upload", f"{tmp_path}/near.shards.json", "s3://bucket/elsewhere"]) == 2
+    assert "which would not be below s3://bucket/elsewhere" in capsys.readouterr().err
+
+
+@given(st.lists(st.text("ab./%\\2ef", max_size=6), min_size=1, max_size=4).map("/".join))
+def test_what_is_below_a_folder_is_below_it_for_every_reader(name: str) -> None:
+    """By definition: resolved as paths are, percent signs read or not, nothing leads out."""
+    from posixpath import normpath  # noqa: PLC0415
+    from urllib.parse import unquote  # noqa: PLC0415
+
+    if is_below(FOLDER, f"{FOLDER}/{name}"):
+        for read in (name, unquote(name), name.replace("\\", "/")):
+            assert normpath(f"/x/{read}").startswith("/x/") and ".." not in read.split("/")
+
+
+def test_verify_advises_nothing_that_an_address_cannot(
+    line: Line, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A dataset of another tool, whose .bin is longer than its .idx says."""
+    write_packed(tmp_path / "docs", 100)
+    (tmp_path / "docs.meta.json").unlink()
+    with (tmp_path / "docs.bin").open("ab") as file:
+        file.write(bytes(7))
+    address = address_of(tmp_path / "docs")
+    for suffix in (".bin", ".idx"):
+        put_object(f"{address}{suffix}", tmp_path / f"docs{suffix}")
+    [here] = [found for found in verify(tmp_path / "docs") if found.remedy]
+    [there] = [found for found in verify(address) if found.remedy]
+    assert here.code == there.code == "trailing-bin"
+    assert there.remedy == f"{here.remedy}, of a local copy; then upload it again"
+    shutil.rmtree(tmp_path / "cache", ignore_errors=True)
+    capsys.readouterr()

@@ -1,0 +1,279 @@
+"""Nobody waits for ever: not for a lock, not for a request, not when the program ends; and whoever
+waits says for what."""
+
+from __future__ import annotations
+
+import gc
+import json
+import queue
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from object_store import Line
+
+from megapack.data import PackedDataset
+from megapack.data.prefetch import ThreadPrefetcher
+from megapack.storage import IndexedDataset
+from megapack.storage.remote import pool
+from megapack.storage.remote.cache import open_cache
+from megapack.storage.remote.checksums import BLOCK_BYTES
+from tests.remote.far import put_dataset, run
+
+LIMIT = 120.0  # seconds, after which it is a hang: what takes longest here takes ten
+STRESS = Path(__file__).with_name("stress.py")
+
+
+def in_time(function: Callable[[], Any]) -> Any:
+    """What a function gives or raises, in a thread that may hang without hanging the test."""
+    found: Future[Any] = Future()
+
+    def call() -> None:
+        try:
+            found.set_result(function())
+        except BaseException as error:
+            found.set_exception(error)
+
+    threading.Thread(target=call, daemon=True).start()
+    return found.result(LIMIT)
+
+
+def ended(program: str, *arguments: str) -> str:
+    """What a program printed that has to end by itself."""
+    done = subprocess.run(
+        [sys.executable, "-c", program, *arguments],
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=LIMIT,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("size", ["1M", "none"])
+def test_processes_and_threads_in_one_cache_read_the_local_batches(size: str) -> None:
+    """Two processes of two threads, 2,000 micro batches; ``stress.py`` runs as many as one likes.
+    With a size blocks come and go all the time, without one all ranks begin in an empty cache."""
+    how = ["--micro-batches", "2000", "--processes", "2", "--cache-size", size]
+    done = subprocess.run(
+        [sys.executable, str(STRESS), *how, "--limit", str(LIMIT)],
+        check=False,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads(done.stdout)
+    assert found["micro_batches"] >= 2000 and found["differences"] == found["hangs"] == 0
+    assert (found["dropped_blocks"] > 1000) == (size == "1M"), "nothing was evicted"
+
+
+def test_a_request_that_is_done_before_anybody_waits_takes_no_lock_twice(
+    line: Line, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    far = IndexedDataset(put_dataset(tmp_path / "docs"))
+    submit = pool.FetchPool.submit
+
+    def slowly(self: pool.FetchPool, function: Any, *arguments: Any) -> Future[Any]:
+        request = submit(self, function, *arguments)
+        time.sleep(0.3)
+        return request
+
+    monkeypatch.setattr(pool.FetchPool, "submit", slowly)
+    near = IndexedDataset(tmp_path / "docs")
+    assert (
+        in_time(partial(far.tokens.__getitem__, slice(100))).tolist() == near.tokens[:100].tolist()
+    )
+    assert not far.tokens._coming
+
+
+def test_a_request_that_failed_is_forgotten_and_asked_again(
+    line: Line, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    far = IndexedDataset(put_dataset(tmp_path / "docs"))
+
+    def fails(*_: object) -> None:
+        raise MemoryError
+
+    with monkeypatch.context() as patched:
+        patched.setattr(type(far.tokens._file), "put", fails)
+        with pytest.raises(MemoryError):
+            in_time(partial(far.tokens.__getitem__, 0))
+    assert not far.tokens._coming
+    assert (
+        in_time(partial(far.tokens.__getitem__, 0)) == IndexedDataset(tmp_path / "docs").tokens[0]
+    )
+
+
+def test_a_wait_says_for_which_block_of_which_object(
+    line: Line, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The store stalls in the middle of a run, then answers; the batches are the same."""
+    monkeypatch.setattr(pool, "WARN_SECONDS", 0.2)
+    address = put_dataset(tmp_path / "docs")
+    PackedDataset(address, f"{address}.samples")  # what is small is here now
+    line.latency = 1.0
+    assert run(address, num_steps=4) == run(tmp_path / "docs", num_steps=4)
+    said = [record.message for record in caplog.records if record.message.startswith("waiting")]
+    assert len(said) >= 3, "once per interval"
+    assert all(f"of {address}.bin" in text and "block " in text for text in said)
+    assert "bytes [" in said[0] and "for 0 seconds" in said[0]
+
+
+def test_a_store_that_stalls_for_ever_ends_the_run_and_names_the_block(
+    line: Line, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    address = put_dataset(tmp_path / "docs")
+    far = PackedDataset(address, f"{address}.samples")
+    monkeypatch.setattr(pool, "STALLED_RETRIES", 1)
+    monkeypatch.setenv("MEGAPACK_RETRY_SECONDS", "0.5")
+    line.latency = 8.0  # beyond the limit, below what a request may take
+    with pytest.raises(TimeoutError, match=rf"nothing came .*limit 0.* block \d+ .*{address}\.bin"):
+        far[0]
+
+
+def test_another_process_that_stands_still_is_named(
+    line: Line, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It holds a block's lock and is stopped, as by a debugger; then it goes on and ends."""
+    monkeypatch.setattr(pool, "WARN_SECONDS", 0.2)
+    far = IndexedDataset(put_dataset(tmp_path / "docs"))
+    far.tokens[-1]
+    program = (
+        "import pathlib, sys\n"
+        "from megapack.storage.remote.locks import RangeLocks\n"
+        "with RangeLocks(pathlib.Path(sys.argv[1])).held(sys.argv[2], 0, 3):\n"
+        "    print('held', flush=True)\n"
+        "    sys.stdin.read()\n"
+    )
+    cache = open_cache()
+    command = [sys.executable, "-c", program, f"{cache.directory}/locks", far.tokens._file.name]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as other:
+        assert other.stdout is not None and other.stdout.readline() == "held\n"
+        other.send_signal(signal.SIGSTOP)
+        assert cache.locks.owner(far.tokens._file.name, 2) == other.pid
+        assert cache.locks.owner(far.tokens._file.name, 3) is None
+        reading: queue.Queue[Any] = queue.Queue()
+        threading.Thread(target=lambda: reading.put(far.tokens[0]), daemon=True).start()
+        until = time.monotonic() + LIMIT
+        while not any(f"process {other.pid} of this node" in r.message for r in caplog.records):
+            assert time.monotonic() < until
+            time.sleep(0.05)
+        other.send_signal(signal.SIGCONT)
+        other.communicate("")
+    assert reading.get(timeout=LIMIT) == IndexedDataset(tmp_path / "docs").tokens[0]
+
+
+ENDS = """
+import sys
+from megapack.data import PackedDataset, Schedule, build_loader
+address = sys.argv[1]
+data = PackedDataset(address, f"{address}.samples")
+schedule = Schedule(data, tokens_per_step=1024, seed=3)
+size = {"data_parallel_rank": 0, "data_parallel_size": 1, "micro_batch_tokens": 1024}
+batches = iter(build_loader(data, schedule, **size, prefetch=16))
+next(batches)
+print("left")
+"""
+
+
+def test_a_program_that_leaves_its_loader_waiting_ends(line: Line, tmp_path: Path) -> None:
+    """Its thread asks for blocks when the threads that fetch are gone already."""
+    address = put_dataset(tmp_path / "docs", 20_000)
+    line.latency = 0.3
+    assert ended(ENDS, address) == "left\n"
+
+
+def test_requests_that_are_cancelled_at_the_end_are_not_waited_for() -> None:
+    """One that runs, one that is queued, one that comes too late."""
+    program = (
+        "import time\n"
+        "from concurrent.futures import wait\n"
+        "from megapack.storage.remote.pool import FetchPool\n"
+        "pool = FetchPool(1)\n"
+        "requests = [pool.submit(time.sleep, 0.2) for _ in range(2)]\n"
+        "time.sleep(0.1)\n"
+        "pool._end()\n"
+        "wait(requests)\n"
+        "print([request.cancelled() for request in requests])\n"
+        "try:\n"
+        "    pool.submit(time.sleep, 0)\n"
+        "except RuntimeError as error:\n"
+        "    print(error)\n"
+    )
+    assert ended(program) == "[False, True]\nnothing is fetched any more: the program ends\n"
+
+
+def test_an_iterator_that_is_collected_waits_for_nobody() -> None:
+    """The collector runs in any thread, also in one that the prefetching thread waits for."""
+    waiting, go = threading.Event(), threading.Event()
+
+    def items() -> Any:
+        yield 0
+        waiting.set()
+        assert go.wait(LIMIT)
+        yield 1
+
+    ahead: Any = ThreadPrefetcher(items(), 1)
+    thread = ahead._thread
+    assert next(ahead) == 0 and waiting.wait(LIMIT)
+    ahead.itself = ahead  # a cycle, as a traceback makes it
+
+    def collect() -> None:
+        nonlocal ahead
+        ahead = None
+        gc.collect()
+
+    in_time(collect)
+    assert thread.is_alive()
+    go.set()
+    thread.join(LIMIT)
+    assert not thread.is_alive()
+
+
+def test_files_that_go_while_room_is_made_disturb_nobody(
+    line: Line, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Entries come and go in other threads and processes while one of them counts and drops."""
+    monkeypatch.setattr("megapack.storage.remote.cache.SMALLEST_SIZE", 1)
+    monkeypatch.setenv("MEGAPACK_CACHE_SIZE", str(20 * BLOCK_BYTES))
+    address = put_dataset(tmp_path / "docs")
+    cache, far = open_cache(), IndexedDataset(address)
+    near = IndexedDataset(tmp_path / "docs").tokens
+    stop = threading.Event()
+
+    def come_and_go(number: int) -> None:
+        while not stop.is_set():
+            entry = cache.entry(f"entry{number % 2}", "file:///somewhere")
+            (entry / f"file{number}").write_bytes(bytes(BLOCK_BYTES))
+            assert (entry / f"file{number}").exists(), "removed under its user"
+            IndexedDataset(address)  # one more open file
+            cache.give_back(entry)
+
+    with monkeypatch.context() as patched:
+        threads = [threading.Thread(target=come_and_go, args=(n,)) for n in range(3)]
+        failed: list[Any] = []
+        patched.setattr(threading, "excepthook", failed.append)
+        for thread in threads:
+            thread.start()
+        rng = np.random.default_rng(0)
+        for at in [*rng.integers(0, near.size - 50, 200).tolist(), 0]:
+            if at == 0 or failed:
+                stop.set()
+            assert in_time(lambda at=at: far.tokens[at : at + 50].tolist()) == (
+                near[at : at + 50].tolist()
+            )
+        for thread in threads:
+            thread.join(LIMIT)
+    assert not failed
