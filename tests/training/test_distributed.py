@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from megapack.errors import ConfigError
-from megapack.training.run.world import join
+from megapack.training.command import join
 
 from .processes import ROOT
 

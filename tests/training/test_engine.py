@@ -17,7 +17,8 @@ from megapack.training.config import (
 )
 from megapack.training.model.architecture import model_configuration
 from megapack.training.model.opening import build_model
-from megapack.training.run.engine import deepspeed_configuration, parameter_groups
+from megapack.training.run.deepspeed_config import deepspeed_configuration
+from megapack.training.run.engine import parameter_groups
 from megapack.training.run.inputs import open_inputs
 
 from .conftest import Corpus
