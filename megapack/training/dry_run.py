@@ -17,7 +17,6 @@ from megapack.data.run import PlannedRun
 from megapack.data.sequence_parallel import ranks_per_micro_batch
 from megapack.data.stage import StageDraws
 from megapack.data.window import Window
-from megapack.errors import ConfigError
 from megapack.training.config import PretrainConfig
 from megapack.training.model.flops import ModelFlops, peak_by_name, peak_flops
 from megapack.training.model.memory import estimate_memory
@@ -60,9 +59,13 @@ def dry_run(
 
     Raises:
         ConfigError: whatever would stop the run at its start.
-        OSError: there are no data.
+        FormatError, OSError: a file is damaged or cannot be read.
     """
-    steps, ranks = _steps(config, lengths, buckets), world_size
+    if lengths is None:
+        steps: PlannedRun = open_inputs(config)
+    else:
+        steps = steps_from_lengths(config, lengths, buckets)
+    ranks = world_size
     architecture = check_run(config, steps, ranks)
     here = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     wanted = config.model if here.type == "cuda" else replace(config.model, attention="auto")
@@ -81,20 +84,6 @@ def dry_run(
     if show_config:
         sections.append(yaml.safe_dump(plain(to_dict(config)), sort_keys=False).rstrip())
     return "\n\n".join(sections)
-
-
-def _steps(
-    config: PretrainConfig, lengths: str | None, buckets: Sequence[int] | None
-) -> PlannedRun:
-    if lengths is not None:
-        return steps_from_lengths(config, lengths, buckets)
-    try:
-        return open_inputs(config)
-    except FileNotFoundError as error:
-        raise ConfigError(
-            f"{error}; to plan before there are data, give --lengths (a .npy file of tokens per "
-            "document, or lognormal:MEAN,MEDIAN,DOCUMENTS)"
-        ) from error
 
 
 def _model(architecture: Any, model: TrainingModel, attention: Choice) -> str:

@@ -58,10 +58,20 @@ def open_inputs(config: PretrainConfig) -> Inputs:
     """Open training and validation data and compute the length of the run.
 
     Raises:
-        ConfigError: sizes that do not fit, or an unknown vocabulary.
+        ConfigError: sizes that do not fit, an unknown vocabulary, or a file that does not exist.
         IndexMismatchError: an index of other documents.
-        FormatError, OSError: a file is damaged or missing.
+        FormatError, OSError: a file is damaged or cannot be read.
     """
+    try:
+        return _open_inputs(config)
+    except FileNotFoundError as error:
+        raise ConfigError(
+            f"data: {error}; to plan a run before there are data, give --dry-run --lengths (a .npy "
+            "file of tokens per document, or lognormal:MEAN,MEDIAN,DOCUMENTS)"
+        ) from error
+
+
+def _open_inputs(config: PretrainConfig) -> Inputs:
     run = open_run(config)
     how: dict[str, Any] = {
         "buckets": config.evaluation.buckets or run.schedule.capacities,
