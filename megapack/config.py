@@ -273,7 +273,7 @@ def check_range(
     for name, value in values.items():
         if value is None:
             continue
-        if isinstance(value, bool) or not math.isfinite(value):
+        if isinstance(value, bool) or not abs(value) < math.inf:
             raise ConfigError(f"{section}: {name} is {value}; it must be a finite number")
         if (
             (above is not None and not value > above)
