@@ -204,3 +204,11 @@ def test_building_data_never_imports_torch_or_deepspeed() -> None:
         [sys.executable, "-c", program], check=False, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
+
+
+def test_every_public_name_of_data_has_a_home() -> None:
+    peer("torch")  # which some of them need
+    data = importlib.import_module("megapack.data")
+    assert set(data._HOME) == set(data.__all__)
+    for name in data.__all__:
+        assert hasattr(data, name), name

@@ -8,11 +8,11 @@ from typing import Any, Literal
 from megapack.config import check_positive
 from megapack.errors import ConfigError
 
-__all__ = ["EngineConfig"]
+__all__ = ["DECIDED", "EngineConfig"]
 
 
 # Key of DeepSpeed's configuration -> what decides it here.
-_DECIDED = {
+DECIDED = {
     "train_batch_size": "data.tokens_per_step",
     "train_micro_batch_size_per_gpu": "data.micro_batch_tokens",
     "gradient_accumulation_steps": "data.tokens_per_step and data.micro_batch_tokens",
@@ -116,9 +116,9 @@ def _refuse_decided(section: dict[str, Any], path: str = "") -> None:
     """Refuse keys of ``engine.deepspeed`` that the configuration decides elsewhere."""
     for key, value in section.items():
         name = f"{path}{key}"
-        if name in _DECIDED:
+        if name in DECIDED:
             raise ConfigError(
-                f"engine.deepspeed: {name} is decided by {_DECIDED[name]}; leave it out here"
+                f"engine.deepspeed: {name} is decided by {DECIDED[name]}; leave it out here"
             )
         if isinstance(value, dict):
             _refuse_decided(value, f"{name}.")

@@ -40,9 +40,7 @@ def pretrain(args: argparse.Namespace) -> int:
     check_options(args)
     config = read_config(args.config, args.set)
     profile = None if args.profile is None else profiled_steps(args.profile)
-    num_ranks = join(args.local_rank)
-    if args.dry_run:
-        num_ranks = args.world_size or num_ranks
+    num_ranks = args.world_size or join(args.local_rank)
     config.data.check_ranks(num_ranks, config.engine.sequence_parallel_size)
     if args.dry_run:
         from megapack.training.dry_run import dry_run  # noqa: PLC0415

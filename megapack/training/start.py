@@ -62,7 +62,7 @@ def start(config: PretrainConfig, num_ranks: int, profile: range | None) -> int:
         MegapackError, OSError: before there are processes; later errors end this one.
     """
     show_log()
-    checked = check(config, num_ranks, profile)
+    checked = check_start(config, num_ranks, profile)
     if torch.cuda.is_available():
         RunDirectory(config.run_dir).record_flight()
     with world(
@@ -92,7 +92,7 @@ def start(config: PretrainConfig, num_ranks: int, profile: range | None) -> int:
                 leave(here, run, "interrupted before it could save", code=130)
 
 
-def check(config: PretrainConfig, num_ranks: int, profile: range | None) -> Checked:
+def check_start(config: PretrainConfig, num_ranks: int, profile: range | None) -> Checked:
     """Open what the run reads, and refuse what does not go together; no other rank is asked."""
     store = RunDirectory(config.run_dir).checkpoints
     if config.checkpoint.resume == "never" and tags_in(store):

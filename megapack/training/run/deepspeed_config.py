@@ -22,6 +22,7 @@ import torch
 from megapack.config import check_known, nearest
 from megapack.errors import ConfigError
 from megapack.training.config import EngineConfig, PretrainConfig
+from megapack.training.engine_config import DECIDED
 
 __all__ = [
     "check_deepspeed",
@@ -125,7 +126,8 @@ class _Read(dict[str, Any]):
     def check(self, where: str) -> None:
         """Refuse keys that were not asked for. Raises ConfigError with the nearest that was."""
         for key, value in self.items():
-            check_known(where, "key", [key], self.asked)
+            known = self.asked if key in self.asked else self.asked - DECIDED.keys()
+            check_known(where, "key", [key], known)
             # One of which no key was asked for went whole into a model, which refuses by itself.
             if isinstance(value, _Read) and value.asked:
                 value.check(f"{where}: {key}")
