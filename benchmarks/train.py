@@ -34,6 +34,7 @@ from saving import save_times
 from megapack.data import PackedDataset, Schedule, build_loader
 from megapack.packing import SampleIndex, pack
 from megapack.storage import IndexedDataset, IndexedDatasetBuilder
+from megapack.training.command import join
 from megapack.training.config import (
     DataConfig,
     EngineConfig,
@@ -44,7 +45,7 @@ from megapack.training.model.architecture import model_configuration
 from megapack.training.model.flops import ModelFlops, peak_flops
 from megapack.training.model.opening import open_model
 from megapack.training.run.engine import start_engine, train_step
-from megapack.training.run.world import World, join, world
+from megapack.training.run.world import World, world
 from megapack.training.watch.batches import TimedBatches
 from megapack.training.watch.work import StepWork
 

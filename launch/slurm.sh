@@ -4,9 +4,9 @@
 #   CONFIG=llama_1b_bucket sbatch --nodes 8 launch/slurm.sh
 #   CONFIG=... sbatch --nodes 8 launch/slurm.sh --set optimizer.lr=1e-4
 #
-# A job that lost a rank is queued again, MAX_RESTARTS=10 times at most; megapack-JOB.lost has a line
-# for each time. The run continues from its newest checkpoint, on whatever number of nodes the job has
-# then.
+# A job that lost a rank, or was warned before it had done a step, is queued again, MAX_RESTARTS=10 times
+# at most; megapack-JOB.lost has a line for each time. The run continues from its newest checkpoint, on
+# whatever number of nodes the job has then.
 #SBATCH --job-name=megapack
 #SBATCH --nodes=1
 #SBATCH --ntasks-per-node=8
@@ -34,12 +34,12 @@ srun --kill-on-bad-exit=0 --wait=600 \
     "$VENV/bin/python" -m megapack.training.pretrain --config "$CONFIG" "$@"
 code=$?
 
-# 75: stopped by a signal after saving; 138: by Slurm's warning while it still started. 76, 137: a rank
-# or its node was lost; a few times that may be chance. Anything else is final.
+# 75: stopped by a signal after at least one step, and saved. 138: by Slurm's warning while it still
+# started; 76, 137: a rank or its node was lost: a few times that may be chance. Anything else is final.
 again=no
 case $code in
-    75 | 138) again=yes ;;
-    76 | 137)
+    75) again=yes ;;
+    76 | 137 | 138)
         lost=megapack-$SLURM_JOB_ID.lost # Slurm's own count has those of preemption as well
         echo "$(date --iso-8601=seconds) exit status $code" >> "$lost"
         (($(wc -l < "$lost") > ${MAX_RESTARTS:-10})) || again=yes

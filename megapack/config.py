@@ -1,17 +1,21 @@
 """Frozen dataclasses from YAML: one way to read, override, check and print a configuration.
 
 A configuration class is ``@dataclass(frozen=True, kw_only=True)``; nested classes nest in the
-YAML. An unknown key is an error that names the nearest known one, and a value of the wrong type
-is an error that names the field, the value and the type it must have.
+YAML. An unknown key is an error that names the nearest known one, a key that comes twice is an
+error, and a value of the wrong type is an error that names the field, the value and the type it
+must have. Numbers are finite, integers fit 64 bits, and booleans are no integers; ranges are
+checked by ``check_range``.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import difflib
+import math
 import types
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
@@ -19,7 +23,16 @@ import yaml
 
 from megapack.errors import ConfigError
 
-__all__ = ["apply_overrides", "check_positive", "from_dict", "load_config", "to_dict"]
+__all__ = [
+    "apply_overrides",
+    "check_known",
+    "check_positive",
+    "check_range",
+    "from_dict",
+    "load_config",
+    "nearest",
+    "to_dict",
+]
 
 T = TypeVar("T")
 
@@ -37,9 +50,9 @@ def load_config(cls: type[T], path: str | Path, overrides: Sequence[str] = ()) -
         OSError: the file cannot be read.
     """
     try:
-        tree = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{path} is not valid YAML: {error}") from error
+        tree = _read_yaml(Path(path).read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not valid YAML: {_one_line(error)}") from error
     if tree is None:
         tree = {}
     if not isinstance(tree, dict):
@@ -55,9 +68,11 @@ def apply_overrides(tree: Mapping[str, Any], overrides: Sequence[str]) -> dict[s
         if not equals or not key.strip():
             raise ConfigError(f"override {item!r} is not of the form key=value (as in seed=7)")
         try:
-            value = yaml.safe_load(text)
+            value = _read_yaml(text)
         except yaml.YAMLError as error:
-            raise ConfigError(f"override {item!r}: the value is not valid YAML: {error}") from error
+            raise ConfigError(
+                f"override {item!r}: the value is not valid YAML: {_one_line(error)}"
+            ) from error
         *parents, leaf = key.strip().split(".")
         node = result
         for parent in parents:
@@ -75,8 +90,7 @@ def from_dict(cls: type[T], tree: Mapping[str, Any], *, where: str = "configurat
     fields = {f.name: f for f in dataclasses.fields(cls) if f.init}  # type: ignore[arg-type]
     values: dict[str, Any] = {}
     for key, value in tree.items():
-        if key not in fields:
-            raise ConfigError(f"{where}: unknown key {key!r}{_nearest(str(key), list(fields))}")
+        check_known(where, "key", [key], fields)
         values[key] = _convert(hints[key], value, f"{where}: {key}")
     for name, field in fields.items():
         required = (
@@ -116,10 +130,54 @@ def _copy_mapping(tree: Mapping[str, Any]) -> dict[str, Any]:
     return {k: _copy_mapping(v) if isinstance(v, Mapping) else v for k, v in tree.items()}
 
 
-def _nearest(key: str, known: list[str]) -> str:
-    close = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
-    hint = f"; did you mean {close[0]!r}?" if close else ""
-    return f"{hint} (known: {', '.join(sorted(known))})"
+class _Loader(yaml.SafeLoader):
+    """Refuses a key that comes twice: the second would silently win."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+        seen: set[Any] = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode) and key.value != "<<":
+                if key.value in seen:
+                    raise yaml.constructor.ConstructorError(
+                        None, None, f"key {key.value!r} comes twice", key.start_mark
+                    )
+                seen.add(key.value)
+        return super().construct_mapping(node, deep=deep)
+
+
+def _read_yaml(text: str) -> Any:
+    return yaml.load(text, _Loader)
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """``"; did you mean 'x'?"`` where a known name is like ``name``, else nothing."""
+    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
+    return f"; did you mean {close[0]!r}?" if close else ""
+
+
+def check_known(where: str, what: str, names: Iterable[Any], known: Iterable[str]) -> None:
+    """Names that must be among the known ones.
+
+    Args:
+        where: what has them, which the message begins with.
+        what: what each of them is, as in "key".
+        names: to check.
+        known: what there is.
+
+    Raises:
+        ConfigError: naming the first unknown one, the nearest known one, and all known ones.
+    """
+    known = list(known)
+    for name in names:
+        if name not in known:
+            there = ", ".join(sorted(known))
+            raise ConfigError(
+                f"{where}: unknown {what} {name!r}{nearest(str(name), known)} (known: {there})"
+            )
 
 
 def _convert(hint: Any, value: Any, where: str) -> Any:
@@ -130,7 +188,7 @@ def _convert(hint: Any, value: Any, where: str) -> Any:
         return _convert_union(get_args(hint), value, where)
     if origin is typing.Literal:
         choices = get_args(hint)
-        if value not in choices:
+        if not any(type(value) is type(choice) and value == choice for choice in choices):
             known = ", ".join(map(str, choices))
             raise ConfigError(f"{where} is {value!r}; it must be one of {known}")
         return value
@@ -143,7 +201,11 @@ def _convert(hint: Any, value: Any, where: str) -> Any:
     if origin is dict or hint is dict:
         if not isinstance(value, Mapping):
             raise ConfigError(f"{where} is {value!r}; it must be a mapping of keys")
-        return dict(value)
+        key_hint, item_hint = get_args(hint) or (Any, Any)
+        return {
+            _convert(key_hint, key, f"{where}: key"): _convert(item_hint, item, f"{where}: {key}")
+            for key, item in value.items()
+        }
     return _convert_scalar(hint, value, where)
 
 
@@ -172,24 +234,56 @@ def _convert_sequence(hint: Any, value: Any, where: str) -> Any:
 
 def _convert_scalar(hint: Any, value: Any, where: str) -> Any:
     if hint is float and isinstance(value, (int, str)) and not isinstance(value, bool):
-        try:
-            return float(value)  # YAML reads 3e-4 (no dot) as a string
-        except ValueError:
-            pass
+        with suppress(ValueError, OverflowError):
+            value = float(value)  # YAML reads 3e-4 (no dot) as a string
     if hint is Path and isinstance(value, str):
         return Path(value)
     accepted = isinstance(value, hint) and not (hint is int and isinstance(value, bool))
     if not accepted:
         raise ConfigError(f"{where} is {value!r}; it must be of type {hint.__name__}")
+    if hint is float and not math.isfinite(value):
+        raise ConfigError(f"{where} is {value}; it must be a finite number")
+    if hint is int and not -(2**63) <= value < 2**63:
+        raise ConfigError(f"{where} is {value}; it must be an integer of 64 bits")
     return value
 
 
-def check_positive(section: str, **values: float) -> None:
-    """Fields of a section that make no sense at 0 or below.
+def check_range(
+    section: str,
+    *,
+    above: float | None = None,
+    at_least: float | None = None,
+    below: float | None = None,
+    at_most: float | None = None,
+    **values: float | None,
+) -> None:
+    """Numbers of a section that must be finite and in a range; None is a value that is not given.
+
+    Args:
+        section: what has them, which the message begins with.
+        above, at_least: the lower bound, without and with itself.
+        below, at_most: the upper bound, without and with itself.
+        values: the numbers by name.
 
     Raises:
-        ConfigError: naming section, field and value.
+        ConfigError: "section: name is VALUE; it must be ...".
     """
+    bounds = {"above": above, "at least": at_least, "below": below, "at most": at_most}
+    range_ = " and ".join(f"{word} {bound}" for word, bound in bounds.items() if bound is not None)
     for name, value in values.items():
-        if value <= 0:
-            raise ConfigError(f"{section}: {name} is {value}; it must be above 0")
+        if value is None:
+            continue
+        if isinstance(value, bool) or not abs(value) < math.inf:
+            raise ConfigError(f"{section}: {name} is {value}; it must be a finite number")
+        if (
+            (above is not None and not value > above)
+            or (at_least is not None and not value >= at_least)
+            or (below is not None and not value < below)
+            or (at_most is not None and not value <= at_most)
+        ):
+            raise ConfigError(f"{section}: {name} is {value}; it must be {range_}")
+
+
+def check_positive(section: str, **values: float | None) -> None:
+    """``check_range`` of numbers that make no sense at 0 or below."""
+    check_range(section, above=0, **values)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import math
+import operator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from megapack.config import apply_overrides, from_dict, load_config, to_dict
+from megapack.config import apply_overrides, check_range, from_dict, load_config, to_dict
 from megapack.errors import ConfigError
 
 
@@ -28,6 +32,8 @@ class Outer:
     buckets: tuple[int, ...] = (1024,)
     output: Path | None = None
     optimizer: Inner = field(default_factory=Inner)
+    stage: Literal["auto", 1, 2] = "auto"
+    weights: dict[str, float] | None = None
 
 
 def test_unknown_key_names_the_nearest_known_one() -> None:
@@ -49,6 +55,18 @@ def test_unknown_key_in_a_nested_block_says_where() -> None:
         ({"optimizer": {"schedule": "step"}}, "it must be one of cosine, linear"),
         ({"optimizer": {"learning_rate": -1}}, "it must be positive"),
         ({"optimizer": 3}, "it must be a mapping"),
+        ({"seed": 2**63}, "it must be an integer of 64 bits"),
+        ({"seed": -(2**63) - 1}, "it must be an integer of 64 bits"),
+        ({"optimizer": {"learning_rate": float("nan")}}, "learning_rate is nan; it must be a fin"),
+        ({"optimizer": {"learning_rate": ".inf"}}, "it must be of type float"),
+        ({"optimizer": {"learning_rate": "inf"}}, "learning_rate is inf; it must be a finite"),
+        ({"optimizer": {"learning_rate": 10**400}}, "it must be of type float"),
+        ({"optimizer": {"learning_rate": True}}, "it must be of type float"),
+        ({"stage": True}, "stage is True; it must be one of auto, 1, 2"),
+        ({"stage": 1.0}, "it must be one of auto, 1, 2"),
+        ({"weights": {"web": True}}, "weights: web is True; it must be of type float"),
+        ({"weights": {"web": float("nan")}}, "weights: web is nan; it must be a finite number"),
+        ({"weights": {3: 1.0}}, "weights: key is 3; it must be of type str"),
     ],
 )
 def test_wrong_values_name_the_field_the_value_and_the_remedy(tree: dict, message: str) -> None:
@@ -78,3 +96,43 @@ def test_a_file_that_is_not_a_mapping_is_refused(tmp_path: Path) -> None:
     path.write_text("- 1\n- 2\n")
     with pytest.raises(ConfigError, match="it must be a mapping"):
         load_config(Outer, path)
+
+
+@pytest.mark.parametrize(
+    "text", ["seed: 1\nseed: 2\n", "optimizer: {schedule: cosine, schedule: linear}"]
+)
+def test_a_key_that_comes_twice_is_refused(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "twice.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=r"key '\w+' comes twice"):
+        load_config(Outer, path)
+
+
+def test_a_merged_key_may_be_overridden(tmp_path: Path) -> None:
+    path = tmp_path / "merged.yaml"
+    path.write_text("optimizer: {<<: {schedule: linear}, learning_rate: 0.5}\nseed: 1\n")
+    assert load_config(Outer, path).optimizer == Inner(learning_rate=0.5, schedule="linear")
+
+
+@given(
+    value=st.one_of(st.floats(), st.integers(), st.booleans()),
+    bounds=st.fixed_dictionaries(
+        {},
+        optional={
+            "above": st.integers(-3, 3),
+            "at_least": st.integers(-3, 3),
+            "below": st.integers(-3, 3),
+            "at_most": st.integers(-3, 3),
+        },
+    ),
+)
+def test_numbers_are_in_their_range_or_refused(value: float, bounds: dict[str, int]) -> None:
+    meaning = {"above": operator.gt, "at_least": operator.ge, "below": operator.lt}
+    meaning["at_most"] = operator.le
+    good = not isinstance(value, bool) and abs(value) < math.inf
+    good = good and all(meaning[name](value, bound) for name, bound in bounds.items())
+    if good:
+        check_range("part", **bounds, size=value, other=None)
+        return
+    with pytest.raises(ConfigError, match=r"^part: size is \S+; it must be \w+"):
+        check_range("part", **bounds, size=value)

@@ -31,11 +31,14 @@ MAY_IMPORT: dict[str, set[str]] = {
     "attention": set(),
     "training": {"storage", "packing", "data", "attention"},
     "integrations": {"storage", "packing", "planning", "data", "attention"},
-    "cli": {"storage", "execution", "tokenization", "packing", "compare", "data"},
+    "cli": {"storage", "execution", "tokenization", "packing", "compare", "data", "training"},
 }
+# Of packages that import much, what those above them may import that must not.
+ONLY = {("cli", "training"): "megapack.training.config"}
 TORCH_FREE = (
     *("storage", "execution", "tokenization", "packing", "planning", "compare", "cli"),
     *("errors", "config", "units", "optional"),
+    *("data/run", "training/config", "training/recipes"),  # a wrong configuration is refused first
 )
 
 
@@ -60,6 +63,14 @@ def test_a_package_imports_only_those_below_it(package: str) -> None:
     for path in files:
         above = _imported_packages(path) - MAY_IMPORT[package] - {package} - GROUND
         assert not above, f"{path} imports {sorted(above)}, which {package} may not import"
+
+
+@pytest.mark.parametrize(("package", "below"), ONLY)
+def test_a_package_imports_one_module_of_one_below_it(package: str, below: str) -> None:
+    paths, known = sorted((PACKAGE / package).rglob("*.py")), _modules()
+    imported = set().union(*(_imported_modules("", path, known) for path in paths))
+    found = {name for name in imported if name.startswith(f"megapack.{below}")}
+    assert found == {ONLY[package, below]}
 
 
 # Packages in wings, each of which imports only those before it.
@@ -193,3 +204,11 @@ def test_building_data_never_imports_torch_or_deepspeed() -> None:
         [sys.executable, "-c", program], check=False, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
+
+
+def test_every_public_name_of_data_has_a_home() -> None:
+    peer("torch")  # which some of them need
+    data = importlib.import_module("megapack.data")
+    assert set(data._HOME) == set(data.__all__)
+    for name in data.__all__:
+        assert hasattr(data, name), name

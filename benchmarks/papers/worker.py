@@ -28,6 +28,7 @@ from megapack.config import from_dict, to_dict
 from megapack.data import build_loader
 from megapack.packing import pack
 from megapack.storage import IndexedDataset
+from megapack.training.command import join
 from megapack.training.config import PretrainConfig
 from megapack.training.judge.validation import evaluate, perplexity_by_context
 from megapack.training.model.architecture import model_configuration
@@ -37,7 +38,7 @@ from megapack.training.run.engine import start_engine, train_step
 from megapack.training.run.export import export_model
 from megapack.training.run.inputs import Inputs, open_inputs, open_validation
 from megapack.training.run.learning_rate import learning_rate
-from megapack.training.run.world import World, join, world
+from megapack.training.run.world import World, world
 from megapack.training.watch.batches import TimedBatches
 from megapack.training.watch.work import StepWork
 
@@ -259,8 +260,8 @@ def _loader(config: PretrainConfig, inputs: Inputs, here: World) -> Any:
         inputs.schedule,
         data_parallel_rank=0,
         data_parallel_size=1,
-        micro_batch_tokens=config.data.micro_batch_tokens,
         num_steps=inputs.num_steps,
+        **inputs.dealing,
         cu_seqlens="padded" if config.engine.compile else "exact",
         pin_memory=here.device.type == "cuda",
         device=here.device,

@@ -31,18 +31,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import yaml
 
 from megapack.cli.arguments import add_shared, positive
 from megapack.cli.report import Screen, print_table
 from megapack.cli.trace_step import answer_step
-from megapack.config import apply_overrides, from_dict
+from megapack.config import load_config
 from megapack.errors import ConfigError
 from megapack.storage.atomic import atomic_write
 from megapack.storage.replace import check_target
 
-if TYPE_CHECKING:  # megapack.data imports torch, which no other command needs
-    from megapack.data import PackedDataset, Schedule
+if TYPE_CHECKING:  # torch, which no other command needs
+    from megapack.data import Schedule
 
 __all__ = ["add_arguments", "run"]
 
@@ -73,7 +72,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--until",
         type=positive,
         metavar="N",
-        help="look at the first N steps (default: num_steps of the run, or one epoch)",
+        help="look at the first N steps (default: those of the run)",
     )
     parser.add_argument("--ranks", type=positive, metavar="N", help="deal the step to N ranks")
     parser.add_argument("--rank", type=int, metavar="R", help="show what rank R of them has")
@@ -85,11 +84,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    tree = _read(args.config, args.set)
-    data, schedule = _open(tree, args.config)
-    until = args.until or tree.get("num_steps") or schedule.num_steps(tree.get("num_epochs") or 1)
+    from megapack.data.run import open_run  # noqa: PLC0415
+    from megapack.training.config import PretrainConfig  # noqa: PLC0415
+
+    opened = open_run(load_config(PretrainConfig, args.config, args.set))
+    schedule = opened.schedule
+    until = args.until or opened.num_steps
     if args.step is not None:
-        answer_step(args, tree, data, schedule)
+        answer_step(args, opened)
     elif args.document is not None:
         _answer_document(args, schedule, until)
     elif args.unseen is not None:
@@ -99,35 +101,6 @@ def run(args: argparse.Namespace) -> int:
     else:
         _answer_until(args, schedule, until)
     return 0
-
-
-def _read(path: str, overrides: list[str]) -> dict[str, Any]:
-    tree = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-    if not isinstance(tree, dict) or not isinstance(tree.get("data"), dict):
-        raise ConfigError(f"{path} has no section data; give a configuration of megapack-pretrain")
-    return apply_overrides(tree, overrides)
-
-
-def _open(tree: dict[str, Any], path: str) -> tuple[PackedDataset, Schedule]:
-    """The data and the schedule that the run has."""
-    from megapack.data import (  # noqa: PLC0415
-        PackedDataset,
-        Schedule,
-        ScheduleConfig,
-        load_blend,
-    )
-
-    section = tree["data"]
-    if section.get("blend"):
-        data = load_blend(section["blend"]).open()
-    elif section.get("index"):
-        data = PackedDataset(section.get("prefix"), section["index"])
-    else:
-        raise ConfigError(f"{path}: data has neither prefix and index nor blend")
-    names = {field.name for field in dataclasses.fields(ScheduleConfig)}
-    chosen = {name: value for name, value in section.items() if name in names}
-    config = from_dict(ScheduleConfig, {"seed": tree.get("seed", 0), **chosen}, where=path)
-    return data, Schedule.from_config(data, config)
 
 
 # --- in which steps does a document appear? ------------------------------------------------------

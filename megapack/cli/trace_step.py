@@ -13,16 +13,16 @@ from megapack.cli.inspect_sample import print_sample, view_sample
 from megapack.cli.report import Screen, print_table
 from megapack.errors import ConfigError
 
-if TYPE_CHECKING:  # megapack.data imports torch, which no other command needs
-    from megapack.data import PackedDataset, Schedule
+if TYPE_CHECKING:  # torch, which no other command needs
+    from megapack.data import PackedDataset
+    from megapack.data.run import OpenRun
 
 __all__ = ["answer_step"]
 
 
-def answer_step(
-    args: argparse.Namespace, tree: dict[str, Any], data: PackedDataset, schedule: Schedule
-) -> None:
+def answer_step(args: argparse.Namespace, run: OpenRun) -> None:
     """Print what step ``args.step`` holds; with ``args.ranks``, who has it."""
+    data, schedule = run.data, run.schedule
     if args.step < 0:
         raise ConfigError(f"--step {args.step}: steps are counted from 0")
     content = schedule.step(args.step)
@@ -39,7 +39,7 @@ def answer_step(
                 "capacity": data.samples.capacity_of(sample),
                 "segments": segments,
             }
-            for place, sample in _dealt(args, tree, schedule)
+            for place, sample in _dealt(args, run)
             for source, segments in [data.samples.segments(sample, content.num_lists)]
         ],
     }
@@ -86,27 +86,15 @@ def _print_text(
         print_sample(console, shards.index(shard), sample, views, decoders[source], full=args.full)
 
 
-def _dealt(
-    args: argparse.Namespace, tree: dict[str, Any], schedule: Schedule
-) -> list[tuple[dict[str, int], int]]:
+def _dealt(args: argparse.Namespace, run: OpenRun) -> list[tuple[dict[str, int], int]]:
     """(where, global sample id) of a step; ``where`` is empty when no ranks are asked for."""
-    from megapack.data import BucketBatchSampler  # noqa: PLC0415
-
     if args.ranks is None:
         if args.rank is not None:
             raise ConfigError(f"--rank {args.rank} of how many? Give --ranks, too")
-        return [({}, sample) for sample in schedule.step(args.step).sample_ids.tolist()]
+        return [({}, sample) for sample in run.schedule.step(args.step).sample_ids.tolist()]
     found = []
     for rank in range(args.ranks) if args.rank is None else (args.rank,):
-        sampler = BucketBatchSampler(
-            schedule,
-            data_parallel_rank=rank,
-            data_parallel_size=args.ranks,
-            micro_batch_tokens=tree["data"]["micro_batch_tokens"],
-            num_steps=0,
-            uneven=tree["data"].get("uneven", "error"),
-        )
-        for batch in sampler.micro_batches(args.step):
+        for batch in run.sampler(rank, args.ranks).micro_batches(args.step):
             where = {"rank": rank, "micro_step": batch.micro_step}
             found += [(where, sample) for sample in batch]
     return found

@@ -19,16 +19,18 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from megapack.config import load_config
-from megapack.data.dataset import PackedDataset
+from megapack.config import check_positive, load_config
 from megapack.data.program import Stage
 from megapack.data.scores import Scores
 from megapack.errors import ConfigError
 from megapack.packing.shard_manifest import is_shard_manifest, load_index
 from megapack.packing.shards import SourceIndex
 from megapack.storage.remote.address import joined
+
+if TYPE_CHECKING:  # torch, which a manifest is read without
+    from megapack.data.dataset import PackedDataset
 
 __all__ = ["BlendConfig", "HostOptions", "Source", "load_blend", "open_blend"]
 
@@ -133,6 +135,7 @@ class BlendConfig:
     def __post_init__(self) -> None:
         if not self.sources:
             raise ConfigError("a manifest needs at least one source")
+        check_positive("manifest", max_epochs=self.max_epochs)
         drawn = [source for source in self.sources if source.weight != 0]
         bare = [source.title for source in drawn if source.weight is None]
         if 0 < len(bare) < len(drawn):
@@ -210,6 +213,8 @@ def open_blend(
     sources: Sequence[Source], datasets: Sequence[Any], indices: Sequence[Any], **options: Any
 ) -> PackedDataset:
     """Sources with their documents and samples, open or by name, as one dataset."""
+    from megapack.data.dataset import PackedDataset  # noqa: PLC0415
+
     weights = [source.weight for source in sources]
     return PackedDataset(
         datasets,

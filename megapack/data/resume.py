@@ -10,13 +10,13 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
-from megapack.config import to_dict
+from megapack.config import check_known, to_dict
 from megapack.data.order import order_named
 from megapack.data.program import Program, StageSettings, drawn_by
 from megapack.data.source import SampleSource
-from megapack.errors import ConfigError, ResumeError
+from megapack.errors import ResumeError
 
-__all__ = ["ORDER_VERSION", "check_state", "identity", "resume_step"]
+__all__ = ["ORDER_VERSION", "check_allowed", "check_state", "identity", "resume_step"]
 
 # Raised whenever the same (index, configuration, step) would give other samples than before.
 # 2: blends take from their datasets by exact weights.
@@ -114,11 +114,7 @@ def check_state(current: State, state: State, allow_change: Collection[str] = ()
             it is named with both values and the first step that differs.
         ConfigError: allow_change names a field that does not exist.
     """
-    unknown = set(allow_change) - set(_CONSEQUENCE)
-    if unknown:
-        raise ConfigError(
-            f"allow_change has {', '.join(sorted(unknown))}; fields are {', '.join(_CONSEQUENCE)}"
-        )
+    check_allowed(allow_change)
     step = int(state["step"])
     done = max(step, 1)  # a run that has not begun has a first stage nevertheless
     differing = list(_whole_run(current, state, done))
@@ -147,6 +143,11 @@ def check_state(current: State, state: State, allow_change: Collection[str] = ()
         for begin, fields in changes
         if begin >= done
     ]
+
+
+def check_allowed(allow_change: Collection[str]) -> None:
+    """Refuse names that are no fields of the data order. Raises ConfigError."""
+    check_known("checkpoint.allow_change", "field", allow_change, _CONSEQUENCE)
 
 
 def _whole_run(current: State, state: State, step: int) -> Iterator[_Difference]:

@@ -13,7 +13,7 @@ from megapack.data.batch import MicroBatch
 from megapack.data.dealing import Deal, Imbalance, deal
 from megapack.data.report import check_epochs
 from megapack.data.schedule import Schedule
-from megapack.data.sequence_parallel import check_group, ranks_per_micro_batch
+from megapack.data.sequence_parallel import check_group, check_ranks, ranks_per_micro_batch
 from megapack.data.stage import StageDraws
 from megapack.data.step import Draw, Step
 from megapack.errors import ConfigError, ResumeError
@@ -107,21 +107,16 @@ class BucketBatchSampler(Sampler[MicroBatch]):
                     "divide by step_label_weight and say weighted_loss=True"
                 )
 
-    def _check_sizes(self, stage: StageDraws, uneven: str) -> None:
-        draw_tokens = stage.config.draw_tokens
-        size, tokens = self.data_parallel_size, self.micro_batch_tokens
-        if tokens < 1 or draw_tokens % tokens:
-            raise ConfigError(
-                f"{stage}micro_batch_tokens {tokens} does not divide the {draw_tokens} tokens of "
-                f"a draw; with {size} ranks {_divisors(draw_tokens // size)} would"
-            )
+    def _check_sizes(self, stage: StageDraws, uneven: Literal["error", "pad"]) -> None:
+        draw_tokens, tokens = stage.config.draw_tokens, self.micro_batch_tokens
+        check_ranks(
+            self.data_parallel_size,
+            draw_tokens=draw_tokens,
+            micro_batch_tokens=tokens,
+            uneven=uneven,
+            where=str(stage),
+        )
         count = draw_tokens // tokens
-        if count % size and uneven != "pad":
-            raise ConfigError(
-                f"{stage}{size} ranks do not divide the {count} micro batches of {tokens} tokens "
-                f"in a draw of {draw_tokens}; use {_divisors(count)} ranks, another "
-                "micro_batch_tokens, or uneven='pad', which gives some ranks an empty micro batch"
-            )
         row = stage.config.row_tokens
         for stream, samples in zip(stage.buckets, stage.samples_per_draw, strict=True):
             shared = self.ranks_per_micro_batch(stream.capacity)
@@ -290,9 +285,3 @@ class MicroBatchIterator(Iterator[MicroBatch]):
             )
         self._step, self._micro_step = int(state["step"]), int(state["micro_step"])
         self._content = []
-
-
-def _divisors(number: int) -> str:
-    """A few divisors, largest last, for a message."""
-    found = [d for d in range(1, min(number, 4096) + 1) if number % d == 0]
-    return ", ".join(map(str, found[-6:])) or "none"

@@ -10,48 +10,45 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from megapack.config import check_positive, check_range
 from megapack.data.order import order_named
 from megapack.errors import ConfigError
 
-__all__ = ["Draw", "ScheduleConfig", "Step"]
+__all__ = ["Draw", "ScheduleConfig", "Step", "StepConfig"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class ScheduleConfig:
-    """Everything, beside the index, that decides what a step contains.
-
-    Attributes:
-        tokens_per_step: tokens of one optimizer step over all ranks, padding included.
-        seed: of shuffles and of the order of buckets.
-        order: a name of ``megapack.data.order.ORDERS``.
-        num_cycles: times per epoch that a curriculum starts over; None: what the order has.
-        mix: ``step``: one bucket per optimizer step; ``micro_step``: one per micro step.
-        micro_step_tokens: for ``mix="micro_step"``, tokens of one micro step over all ranks. It is
-            fixed here, and not by the ranks there are, so that steps stay independent of them.
-        row_tokens: rows of this many tokens hold ``row_tokens // capacity`` samples each. Needed
-            only when a capacity does not divide tokens_per_step; the rest of a row is padding.
-        cost_window: order the samples of this many consecutive draws of a bucket by attention cost,
-            so that a draw holds samples of like cost; for draws with one sample per rank, which no
-            dealing can balance. 1: off.
-    """
+class StepConfig:
+    """What a step consists of, and how steps follow each other; all of it but the seed."""
 
     tokens_per_step: int
-    seed: int = 0
+    """Tokens of one optimizer step over all ranks, padding included."""
     order: str = "proportional"
+    """How buckets follow each other; a name of ``megapack.data.order.ORDERS``."""
     num_cycles: int | None = None
+    """Times per epoch that a curriculum starts over; null takes the order's own number."""
     mix: Literal["step", "micro_step"] = "step"
+    """One bucket per optimizer step, or one per ``micro_step_tokens``."""
     micro_step_tokens: int | None = None
+    """Of ``mix: micro_step``: tokens that all ranks take from one bucket at a time. It is fixed
+    here, and not by the ranks there are, so that steps stay independent of them."""
     row_tokens: int | None = None
+    """Rows of this many tokens hold ``row_tokens // capacity`` samples each. Needed only when a
+    capacity does not divide ``tokens_per_step``; the rest of a row is padding."""
     cost_window: int = 1
+    """Draws over which samples of like attention cost are brought together, for draws with one
+    sample per rank, which no dealing can balance; 1 is off."""
 
     def __post_init__(self) -> None:
         order_named(self.order)
-        for name in ("tokens_per_step", "num_cycles", "micro_step_tokens", "row_tokens"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ConfigError(f"{name} is {value}; it must be positive")
-        if self.cost_window < 1:
-            raise ConfigError(f"cost_window is {self.cost_window}; it must be 1 (off) or more")
+        check_positive(
+            "data",
+            tokens_per_step=self.tokens_per_step,
+            num_cycles=self.num_cycles,
+            micro_step_tokens=self.micro_step_tokens,
+            row_tokens=self.row_tokens,
+            cost_window=self.cost_window,
+        )
         if (self.mix == "micro_step") != (self.micro_step_tokens is not None):
             raise ConfigError("mix='micro_step' and micro_step_tokens go together: give both")
         if self.tokens_per_step % self.draw_tokens:
@@ -68,6 +65,18 @@ class ScheduleConfig:
     @property
     def draws_per_step(self) -> int:
         return self.tokens_per_step // self.draw_tokens
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScheduleConfig(StepConfig):
+    """Everything, beside the index, that decides what a step contains."""
+
+    seed: int = 0
+    """Of shuffles and of the order of buckets."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_range("run", at_least=0, seed=self.seed)
 
 
 @dataclass(frozen=True, eq=False)

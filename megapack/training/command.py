@@ -1,20 +1,45 @@
-"""What megapack-pretrain, megapack-evaluate and megapack-export have in common as commands."""
+"""What megapack-pretrain, megapack-evaluate and megapack-export have in common as commands: their
+options, their errors, and what launchers tell them. Imports nothing heavy: what can be refused
+without torch is refused at once.
+"""
 
 from __future__ import annotations
 
 import argparse
 import faulthandler
+import importlib.util
+import os
+import socket
 import sys
 from collections.abc import Callable
+from typing import NoReturn
 
-from megapack.errors import MegapackError, exit_code
+from megapack.errors import ConfigError, MegapackError, exit_code
 
-__all__ = ["add_overrides", "command_parser", "run_command"]
+__all__ = ["add_overrides", "command_parser", "free_port", "join", "run_command"]
+
+# Before the first import that happens to fail, somewhere below.
+_missing = [
+    name
+    for name in ("torch", "transformers", "deepspeed")
+    if importlib.util.find_spec(name) is None
+]
+if _missing:
+    raise ModuleNotFoundError(
+        f"training needs {', '.join(_missing)}, and this environment has only what data need: "
+        "install megapack with its extra train (pip install 'FILE.whl[train]' or '.[train]'), on "
+        "top of the torch build that you want"
+    )
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: error: {message} (--help shows the options)\n")
 
 
 def command_parser(name: str, description: str | None) -> argparse.ArgumentParser:
     """A parser that also takes what launchers add."""
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog=name, description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--local_rank", type=int, default=None, help=argparse.SUPPRESS)
@@ -40,3 +65,51 @@ def run_command(work: Callable[[argparse.Namespace], int], args: argparse.Namesp
     except (MegapackError, OSError) as error:
         print(f"megapack: {type(error).__name__}: {error}", file=sys.stderr)
         return exit_code(error)
+
+
+def join(local_rank: int | None = None) -> int:
+    """Complete the environment from which ranks are read.
+
+    Args:
+        local_rank: what the launcher gave on the command line, if it did.
+
+    Returns:
+        How many ranks there are.
+
+    Raises:
+        ConfigError: a launcher set some of the variables and not the others, or no numbers.
+    """
+    env = os.environ
+    if local_rank is not None:
+        env.setdefault("LOCAL_RANK", str(local_rank))
+    if "RANK" not in env and env.get("SLURM_NTASKS", "1") != "1" and "SLURM_PROCID" in env:
+        env["RANK"] = env["SLURM_PROCID"]
+        env["WORLD_SIZE"] = env["SLURM_NTASKS"]
+        env["LOCAL_RANK"] = env["SLURM_LOCALID"]
+    if "RANK" not in env and "WORLD_SIZE" not in env:  # one plain process
+        env.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1")
+        env["MASTER_PORT"] = str(free_port())
+    if env.get("WORLD_SIZE") == "1":
+        env.setdefault("LOCAL_RANK", "0")
+    needed = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+    missing = [name for name in needed if not env.get(name)]
+    if missing:
+        raise ConfigError(
+            f"the launcher did not set {', '.join(missing)}; start with deepspeed, torchrun, "
+            "launch/slurm.sh, or as one plain process"
+        )
+    numbers = {name: env[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    wrong = [f"{name}={text}" for name, text in numbers.items() if not text.isdecimal()]
+    if wrong or not int(numbers["RANK"]) < int(numbers["WORLD_SIZE"]):
+        said = " ".join(f"{name}={text}" for name, text in numbers.items())
+        raise ConfigError(
+            f"the environment says {said}; ranks are numbers from 0 to WORLD_SIZE - 1"
+        )
+    return int(numbers["WORLD_SIZE"])
+
+
+def free_port() -> int:
+    """A TCP port of this machine that nobody listened on a moment ago."""
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return int(probe.getsockname()[1])

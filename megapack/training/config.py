@@ -1,7 +1,8 @@
 """The configuration of a training run: frozen dataclasses, read from YAML by ``megapack.config``.
 
 Every field has one meaning, written under it. ``megapack-pretrain --config x.yaml --set a.b=v``
-reads a file and overrides; ``--dry-run`` prints the result.
+reads a file and overrides; ``--dry-run`` prints the result. Whatever one configuration says by
+itself is checked here, without torch: the names, the range of every number, what excludes what.
 """
 
 from __future__ import annotations
@@ -9,10 +10,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from megapack.config import check_positive, load_config
+from megapack.config import check_known, check_positive, check_range, load_config
+from megapack.data.resume import check_allowed
+from megapack.data.run import DataConfig
 from megapack.errors import ConfigError
-from megapack.packing.shard_manifest import is_shard_manifest
 from megapack.training.engine_config import EngineConfig
+from megapack.training.model.presets import PRESETS
 
 __all__ = [
     "CheckpointConfig",
@@ -54,73 +57,9 @@ class ModelConfig:
             raise ConfigError(
                 "model: give exactly one of preset (from scratch) and pretrained (a checkpoint)"
             )
-        check_positive("model", vocab_multiple=self.vocab_multiple)
-
-
-@dataclass(frozen=True, kw_only=True)
-class DataConfig:
-    """Documents, samples, and how many tokens make a step."""
-
-    prefix: str | None = None
-    """Training documents, a path without .bin/.idx."""
-    index: str | None = None
-    """Their samples, made by ``megapack-build pack``: a .samples file, or a shard manifest (many
-    datasets), which names the documents, so that there is no prefix."""
-    blend: str | None = None
-    """A manifest of several datasets (``megapack.data.blend``), instead of prefix and index."""
-    valid_prefix: str | None = None
-    """Held-out documents, for the one figure of the run; null: those of the blend's sources, if
-    they have any (``valid_prefix`` in the manifest), which are scored one by one in any case."""
-    valid_index: str | None = None
-    """Their samples; null packs them on the fly, see ``evaluation.buckets``."""
-    tokens_per_step: int
-    """Tokens of one optimizer step over all ranks, padding included."""
-    micro_batch_tokens: int
-    """Tokens of one forward of one rank: capacity x samples, the same in every bucket."""
-    order: str = "proportional"
-    """How buckets follow each other; a name of ``megapack.data.order.ORDERS``."""
-    num_cycles: int | None = None
-    """Times per epoch that a curriculum starts over; null takes the order's own number."""
-    mix: Literal["step", "micro_step"] = "step"
-    """One bucket per optimizer step, or one per ``micro_step_tokens``."""
-    micro_step_tokens: int | None = None
-    """Of ``mix: micro_step``: tokens that all ranks take from one bucket at a time."""
-    row_tokens: int | None = None
-    """Rows that hold whole samples, when capacities do not divide ``tokens_per_step``."""
-    cost_window: int = 1
-    """Draws over which samples of like attention cost are brought together; 1 is off."""
-    positions: Literal["segment", "document", "sample"] = "segment"
-    """Where position ids restart."""
-    attention: Literal["document", "sample"] = "document"
-    """What attention may see: its own document, or the whole sample (the baseline)."""
-    labels: Literal["document", "sample"] = "document"
-    """Whether the last token of a document predicts the next document's first (the baseline)."""
-    uneven: Literal["error", "pad"] = "error"
-    """When ranks do not divide the micro batches of a step: stop, or give some an empty one."""
-    verify: bool = True
-    """Read the .samples files once per node at start and compare their checksums."""
-    check_ranks_every: int = 100
-    """Steps between comparisons of what the ranks are about to train on; 0 never compares."""
-
-    def __post_init__(self) -> None:
-        check_positive(
-            "data",
-            tokens_per_step=self.tokens_per_step,
-            micro_batch_tokens=self.micro_batch_tokens,
-        )
-        sharded = self.index is not None and is_shard_manifest(self.index)
-        alone = self.index is not None and (self.prefix is None) == sharded
-        neither = self.prefix is None and self.index is None
-        if not (neither if self.blend else alone):
-            raise ConfigError(
-                "data: give prefix and index (a shard manifest needs no prefix), or blend, and not "
-                "both"
-            )
-        if self.tokens_per_step % self.micro_batch_tokens:
-            raise ConfigError(
-                f"data: tokens_per_step {self.tokens_per_step} is not a multiple of "
-                f"micro_batch_tokens {self.micro_batch_tokens}"
-            )
+        if self.preset is not None:
+            check_known("model", "preset", [self.preset], PRESETS)
+        check_positive("model", vocab_size=self.vocab_size, vocab_multiple=self.vocab_multiple)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,10 +80,17 @@ class OptimizerConfig:
 
     def __post_init__(self) -> None:
         check_positive("optimizer", lr=self.lr, eps=self.eps)
-        if self.weight_decay < 0 or self.clip < 0 or self.max_skipped < 0:
-            raise ConfigError("optimizer: weight_decay, clip and max_skipped must be 0 or more")
-        if len(self.betas) != 2 or not all(0 <= b < 1 for b in self.betas):
-            raise ConfigError(f"optimizer: betas are {self.betas}; two numbers in [0, 1)")
+        check_range(
+            "optimizer",
+            at_least=0,
+            weight_decay=self.weight_decay,
+            clip=self.clip,
+            max_skipped=self.max_skipped,
+        )
+        if len(self.betas) != 2:
+            raise ConfigError(f"optimizer: betas are {self.betas}; they must be two numbers")
+        for beta in self.betas:
+            check_range("optimizer", at_least=0, below=1, betas=beta)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,12 +107,15 @@ class LearningRateConfig:
     """Of ``wsd``: the last part of the run, in which the rate falls."""
 
     def __post_init__(self) -> None:
-        if self.warmup_steps is not None and self.warmup_steps < 0:
-            raise ConfigError(f"schedule: warmup_steps is {self.warmup_steps}; 0 or more")
-        for name in ("warmup_fraction", "min_ratio", "decay_fraction"):
-            value = getattr(self, name)
-            if not 0 <= value <= 1:
-                raise ConfigError(f"schedule: {name} is {value}; it must be within 0 and 1")
+        check_range("schedule", at_least=0, warmup_steps=self.warmup_steps)
+        check_range(
+            "schedule",
+            at_least=0,
+            at_most=1,
+            warmup_fraction=self.warmup_fraction,
+            min_ratio=self.min_ratio,
+            decay_fraction=self.decay_fraction,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -192,9 +141,8 @@ class CheckpointConfig:
     """Write ``run_dir/model``, which ``from_pretrained`` loads, when the run ends."""
 
     def __post_init__(self) -> None:
-        check_positive("checkpoint", keep=self.keep)
-        if self.every is not None:
-            check_positive("checkpoint", every=self.every)
+        check_positive("checkpoint", keep=self.keep, every=self.every)
+        check_allowed(self.allow_change)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -210,10 +158,9 @@ class EvaluationConfig:
     Runs that are compared need the same ones."""
 
     def __post_init__(self) -> None:
-        if self.every is not None:
-            check_positive("evaluation", every=self.every)
-        if self.max_tokens is not None:
-            check_positive("evaluation", max_tokens=self.max_tokens)
+        check_positive("evaluation", every=self.every, max_tokens=self.max_tokens)
+        for capacity in self.buckets:
+            check_positive("evaluation", buckets=capacity)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -255,8 +202,7 @@ class PretrainConfig:
     engine: EngineConfig = field(default_factory=EngineConfig)
 
     def __post_init__(self) -> None:
-        check_positive("run", num_epochs=self.num_epochs)
-        if self.num_steps is not None:
-            check_positive("run", num_steps=self.num_steps)
-        if self.stop_at is not None:
-            check_positive("run", stop_at=self.stop_at)
+        check_range("run", at_least=0, seed=self.seed)
+        check_positive(
+            "run", num_epochs=self.num_epochs, num_steps=self.num_steps, stop_at=self.stop_at
+        )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -13,23 +12,21 @@ import yaml
 
 from megapack.attention import Choice
 from megapack.config import to_dict
-from megapack.data import BucketBatchSampler
 from megapack.data.report import plan_run
-from megapack.data.sequence_parallel import check_group, ranks_per_micro_batch
+from megapack.data.run import PlannedRun
+from megapack.data.sequence_parallel import ranks_per_micro_batch
 from megapack.data.stage import StageDraws
 from megapack.data.window import Window
-from megapack.errors import ConfigError
 from megapack.training.config import PretrainConfig
-from megapack.training.model.architecture import model_configuration
 from megapack.training.model.flops import ModelFlops, peak_by_name, peak_flops
 from megapack.training.model.memory import estimate_memory
 from megapack.training.model.opening import open_model
 from megapack.training.model.training_model import TrainingModel
+from megapack.training.run.deepspeed_config import describe_reduction
 from megapack.training.run.directory import plain
-from megapack.training.run.inputs import PlannedSteps, check_inputs, open_inputs
+from megapack.training.run.inputs import check_run, open_inputs
 from megapack.training.run.learning_rate import num_warmup_steps
 from megapack.training.run.lengths import steps_from_lengths
-from megapack.training.run.zero import describe_reduction
 from megapack.training.watch.work import segment_lengths
 
 __all__ = ["dry_run"]
@@ -42,7 +39,7 @@ _STEPS_DEALT = 24
 def dry_run(
     config: PretrainConfig,
     *,
-    world_size: int | None = None,
+    world_size: int = 1,
     device: str | None = None,
     lengths: str | None = None,
     buckets: Sequence[int] | None = None,
@@ -53,7 +50,7 @@ def dry_run(
 
     Args:
         config: the run.
-        world_size: ranks; None takes the launcher's, or 1.
+        world_size: ranks that it will have.
         device: name of the accelerator the time is estimated for; None takes this machine's.
         lengths: of documents that do not exist yet (``read_lengths``); None opens the data.
         buckets: of such documents.
@@ -62,13 +59,14 @@ def dry_run(
 
     Raises:
         ConfigError: whatever would stop the run at its start.
-        OSError: there are no data.
+        FormatError, OSError: a file is damaged or cannot be read.
     """
-    ranks = world_size or int(os.environ.get("WORLD_SIZE", "1"))
-    steps = _steps(config, lengths, buckets)
-    architecture = model_configuration(config.model, steps.vocab_size)
-    check_inputs(steps, architecture, config.data.positions)
-    _check_ranks(config, ranks)
+    if lengths is None:
+        steps: PlannedRun = open_inputs(config)
+    else:
+        steps = steps_from_lengths(config, lengths, buckets)
+    ranks = world_size
+    architecture = check_run(config, steps, ranks)
     here = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     wanted = config.model if here.type == "cuda" else replace(config.model, attention="auto")
     model, attention = open_model(wanted, config.engine, architecture, device=here, empty=True)
@@ -88,30 +86,6 @@ def dry_run(
     return "\n\n".join(sections)
 
 
-def _steps(
-    config: PretrainConfig, lengths: str | None, buckets: Sequence[int] | None
-) -> PlannedSteps:
-    if lengths is not None:
-        return steps_from_lengths(config, lengths, buckets)
-    try:
-        return open_inputs(config)
-    except FileNotFoundError as error:
-        raise ConfigError(
-            f"{error}; to plan before there are data, give --lengths (a .npy file of tokens per "
-            "document, or lognormal:MEAN,MEDIAN,DOCUMENTS)"
-        ) from error
-
-
-def _check_ranks(config: PretrainConfig, ranks: int) -> None:
-    check_group(config.engine.sequence_parallel_size, ranks)
-    batches = config.data.tokens_per_step // config.data.micro_batch_tokens
-    if batches % ranks and config.data.uneven == "error":
-        raise ConfigError(
-            f"{ranks} ranks do not divide the {batches} micro batches of a step; change "
-            "data.tokens_per_step or data.micro_batch_tokens, or set data.uneven=pad"
-        )
-
-
 def _model(architecture: Any, model: TrainingModel, attention: Choice) -> str:
     return "\n".join(
         [
@@ -122,7 +96,7 @@ def _model(architecture: Any, model: TrainingModel, attention: Choice) -> str:
     )
 
 
-def _length(config: PretrainConfig, plan: PlannedSteps) -> str:
+def _length(config: PretrainConfig, plan: PlannedRun) -> str:
     schedule = plan.schedule
     warmup = num_warmup_steps(plan.num_steps, config.schedule)
     return "\n".join(
@@ -135,7 +109,7 @@ def _length(config: PretrainConfig, plan: PlannedSteps) -> str:
     )
 
 
-def _buckets(config: PretrainConfig, plan: PlannedSteps, ranks: int) -> str:
+def _buckets(config: PretrainConfig, plan: PlannedRun, ranks: int) -> str:
     """Of every stage."""
     stages = plan.schedule.spans(plan.num_steps)
     return "\n".join(
@@ -144,18 +118,9 @@ def _buckets(config: PretrainConfig, plan: PlannedSteps, ranks: int) -> str:
     )
 
 
-def _balance(config: PretrainConfig, plan: PlannedSteps, ranks: int, flops: ModelFlops) -> str:
+def _balance(config: PretrainConfig, plan: PlannedRun, ranks: int, flops: ModelFlops) -> str:
     """How much longer than the mean the busiest ranks will compute, in steps of the whole run."""
-    sampler = BucketBatchSampler(
-        plan.schedule,
-        data_parallel_rank=0,
-        data_parallel_size=ranks,
-        micro_batch_tokens=config.data.micro_batch_tokens,
-        num_steps=plan.num_steps,
-        uneven=config.data.uneven,
-        sequence_parallel_size=config.engine.sequence_parallel_size,
-        weighted_loss=True,
-    )
+    sampler = plan.sampler(0, ranks)
     linear = flops.linear_length * config.data.micro_batch_tokens
     busiest = np.zeros(3)  # of a step, of every micro step, and in the mean of the ranks
     for step in np.unique(np.linspace(0, plan.num_steps - 1, _STEPS_DEALT).astype(int)).tolist():
@@ -168,7 +133,7 @@ def _balance(config: PretrainConfig, plan: PlannedSteps, ranks: int, flops: Mode
     )
 
 
-def _sources(plan: PlannedSteps) -> list[str]:
+def _sources(plan: PlannedRun) -> list[str]:
     """How often each is repeated, where there are several."""
     if len(plan.schedule.samples.indices) == 1:
         return []
@@ -216,7 +181,7 @@ def _reduction(config: PretrainConfig, num_parameters: int, ranks: int) -> str:
     return describe_reduction(config.engine, num_parameters, ranks, micro_steps)
 
 
-def _memory(config: PretrainConfig, model: Any, plan: PlannedSteps, ranks: int) -> str:
+def _memory(config: PretrainConfig, model: Any, plan: PlannedRun, ranks: int) -> str:
     parts, on_host = estimate_memory(model, config, ranks, longest=plan.schedule.capacities[-1])
     lines = [f"{name:>22}: {size / 2**30:8.2f} GiB" for name, size in parts.items()]
     total = sum(parts.values()) / 2**30
@@ -229,7 +194,7 @@ def _memory(config: PretrainConfig, model: Any, plan: PlannedSteps, ranks: int) 
     return "\n".join([f"{title}:", *lines])
 
 
-def _flops_of_run(plan: PlannedSteps, flops: ModelFlops) -> float:
+def _flops_of_run(plan: PlannedRun, flops: ModelFlops) -> float:
     """From the first steps; padding is computed like any token."""
     total = 0.0
     steps = min(_STEPS_LOOKED_AT, plan.num_steps)

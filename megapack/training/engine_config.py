@@ -8,7 +8,34 @@ from typing import Any, Literal
 from megapack.config import check_positive
 from megapack.errors import ConfigError
 
-__all__ = ["EngineConfig"]
+__all__ = ["DECIDED", "EngineConfig"]
+
+
+# Key of DeepSpeed's configuration -> what decides it here.
+DECIDED = {
+    "train_batch_size": "data.tokens_per_step",
+    "train_micro_batch_size_per_gpu": "data.micro_batch_tokens",
+    "gradient_accumulation_steps": "data.tokens_per_step and data.micro_batch_tokens",
+    "managed_gradient_accumulation": "data.tokens_per_step and data.micro_batch_tokens",
+    "data_efficiency": "data.order",
+    "dataloader_drop_last": "data",
+    "gradient_clipping": "optimizer.clip",
+    "gradient_allreduce_op": "the loss, which is the mean over all ranks",
+    "optimizer": "optimizer",
+    "zero_allow_untested_optimizer": "optimizer",
+    "scheduler": "schedule",
+    "zero_optimization.stage": "engine.zero_stage",
+    "fp16": "engine.precision",
+    "bf16": "engine.precision",
+    "bfloat16": "engine.precision",
+    "torch_autocast": "engine.precision",
+    "data_types": "engine.precision",
+    "activation_checkpointing": "engine.activation_checkpointing",
+    "compile": "engine.compile",
+    "sequence_parallel_size": "engine.sequence_parallel_size",
+    "tensor_parallel": "engine.sequence_parallel_size",
+    "checkpoint.load_universal": "checkpoint.resume",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,26 +69,27 @@ class EngineConfig:
     """How long no rank may get on (a batch, a part of a checkpoint) before the job ends and names
     those that are behind."""
     deepspeed: dict[str, Any] = field(default_factory=dict)
-    """Any further DeepSpeed configuration; merged over ours, key by key."""
+    """Any further DeepSpeed configuration; merged over ours, key by key. What another key of this
+    file decides is refused here, and so is what DeepSpeed would not read."""
 
     def __post_init__(self) -> None:
         check_positive(
             "engine",
             sequence_parallel_size=self.sequence_parallel_size,
             loss_chunk_tokens=self.loss_chunk_tokens,
+            mlp_chunk_tokens=self.mlp_chunk_tokens,
             timeout_minutes=self.timeout_minutes,
             silence_seconds=self.silence_seconds,
             stall_seconds=self.stall_seconds,
         )
         if self.offload_activations:
             self._check_offload()
-        if self.mlp_chunk_tokens is not None:
-            check_positive("engine", mlp_chunk_tokens=self.mlp_chunk_tokens)
-            if self.compile:
-                raise ConfigError(
-                    "engine: compile is true and mlp_chunk_tokens is set; a compiled layer cannot "
-                    "compute its MLP again chunk by chunk: set one of them"
-                )
+        if self.mlp_chunk_tokens is not None and self.compile:
+            raise ConfigError(
+                "engine: compile is true and mlp_chunk_tokens is set; a compiled layer cannot "
+                "compute its MLP again chunk by chunk: set one of them"
+            )
+        _refuse_decided(self.deepspeed)
 
     def _check_offload(self) -> None:
         if not self.activation_checkpointing:
@@ -82,3 +110,15 @@ class EngineConfig:
         if self.zero_stage == "auto":
             return 2 if self.precision == "bf16" else 1
         return self.zero_stage
+
+
+def _refuse_decided(section: dict[str, Any], path: str = "") -> None:
+    """Refuse keys of ``engine.deepspeed`` that the configuration decides elsewhere."""
+    for key, value in section.items():
+        name = f"{path}{key}"
+        if name in DECIDED:
+            raise ConfigError(
+                f"engine.deepspeed: {name} is decided by {DECIDED[name]}; leave it out here"
+            )
+        if isinstance(value, dict):
+            _refuse_decided(value, f"{name}.")

@@ -20,13 +20,13 @@ import json
 import logging
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from megapack.data import PackedDataset, load_blend
+from megapack.data.blend import load_blend
 from megapack.errors import ConfigError
 from megapack.storage import IndexedDataset
 from megapack.storage.atomic import atomic_write
-from megapack.training.command import command_parser, run_command
+from megapack.training.command import command_parser, join, run_command
 from megapack.training.config import EngineConfig, ModelConfig
 from megapack.training.judge.curves import compare, read_curve
 from megapack.training.judge.lm_eval_bridge import run_lm_eval
@@ -36,7 +36,10 @@ from megapack.training.judge.validation import evaluate_sources, perplexity_by_c
 from megapack.training.model.architecture import model_configuration
 from megapack.training.model.opening import compute_dtype, open_model
 from megapack.training.run.inputs import open_validation, open_validation_of_sources
-from megapack.training.run.world import World, join, world
+from megapack.training.run.world import World, world
+
+if TYPE_CHECKING:
+    from megapack.data import PackedDataset
 
 
 def main() -> int:

@@ -18,17 +18,18 @@ from pathlib import Path
 from tempfile import mkdtemp
 
 from megapack.errors import ResumeError
-from megapack.training.command import add_overrides, command_parser, run_command
+from megapack.training.command import add_overrides, command_parser, join, run_command
 from megapack.training.config import PretrainConfig, load_config
 from megapack.training.model.architecture import model_configuration
 from megapack.training.model.opening import open_model
 from megapack.training.run.checkpoint import CheckpointStore
+from megapack.training.run.deepspeed_config import zero_3_configuration
 from megapack.training.run.directory import RunDirectory
-from megapack.training.run.engine import start_engine, zero_3_configuration
+from megapack.training.run.engine import start_engine
 from megapack.training.run.export import end_token, export_model, tokenizer_of
 from megapack.training.run.inputs import open_inputs
 from megapack.training.run.manifest import step_of
-from megapack.training.run.world import World, join, world
+from megapack.training.run.world import World, world
 
 
 def main() -> int:

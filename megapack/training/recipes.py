@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Sequence
 from pathlib import Path
 
+from megapack.config import nearest
 from megapack.errors import ConfigError
 from megapack.training.config import PretrainConfig, load_config
 
@@ -26,12 +26,11 @@ def read_config(name: str, overrides: Sequence[str] = ()) -> PretrainConfig:
         OSError: the file cannot be read.
     """
     recipes = {path.stem: path for path in sorted(_RECIPES.glob("*.yaml"))}
-    if not Path(name).exists() and not Path(name).suffix:
+    if not Path(name).is_file():
         if name not in recipes:
-            near = difflib.get_close_matches(name, recipes, n=1)
-            hint = f"; did you mean {near[0]}?" if near else ""
             raise ConfigError(
-                f"{name} is neither a file nor a recipe{hint} (recipes: {', '.join(recipes)})"
+                f"{name} is neither a file nor a recipe{nearest(name, recipes)} (recipes: "
+                f"{', '.join(recipes)})"
             )
         return load_config(PretrainConfig, recipes[name], overrides)
     return load_config(PretrainConfig, name, overrides)

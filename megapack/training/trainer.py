@@ -59,16 +59,13 @@ class Trainer:
                 inputs.schedule,
                 data_parallel_rank=here.rank,
                 data_parallel_size=here.size,
-                micro_batch_tokens=config.data.micro_batch_tokens,
                 start_step=start,
                 num_steps=max(0, self.end - start),
-                uneven=config.data.uneven,
-                sequence_parallel_size=config.engine.sequence_parallel_size,
+                **inputs.dealing,
                 cu_seqlens="padded" if config.engine.compile else "exact",
                 pin_memory=here.device.type == "cuda",
                 device=here.device,
                 check_ranks_every=config.data.check_ranks_every,
-                weighted_loss=True,
             )
         )
         self.monitor = Monitor(

@@ -38,8 +38,11 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
     stages = [{"from_step": 6, "weights": {"web": 1, "code": 2}}]
     (folder / "blend.yaml").write_text(yaml.safe_dump({"sources": sources, "stages": stages}))
     data = {"blend": str(folder / "blend.yaml"), "tokens_per_step": 256, "micro_batch_tokens": 64}
+    model = {"preset": "llama_tiny"}
     path = folder / "run.yaml"
-    path.write_text(yaml.safe_dump({"seed": 3, "num_steps": 40, "data": data, "model": {}}))
+    path.write_text(
+        yaml.safe_dump({"run_dir": "run", "seed": 3, "num_steps": 40, "data": data, "model": model})
+    )
     return path
 
 
@@ -151,7 +154,7 @@ def test_excluded_documents_are_shown_nowhere(
         (["--step", "-1"], "steps are counted from 0"),
         (["--step", "1", "--rank", "0"], "--rank 0 of how many? Give --ranks, too"),
         (["--step", "1", "--ranks", "3"], "3 ranks do not divide the 4 micro batches"),
-        (["--set", "data.blend=null"], "data has neither prefix and index nor blend"),
+        (["--set", "data.blend=null"], "data: give prefix and index"),
     ],
 )
 def test_what_cannot_be_answered_is_the_command_lines_fault(

@@ -141,7 +141,7 @@ def test_another_step_size_continues_at_the_tokens_seen() -> None:
     state = Schedule(INDEX, tokens_per_step=TOKENS).state_dict(11)
     larger = Schedule(INDEX, tokens_per_step=2 * TOKENS)
     assert larger.resume_step(state, allow_change=["tokens_per_step"]) == 5
-    with pytest.raises(ConfigError, match="allow_change has sed"):
+    with pytest.raises(ConfigError, match="unknown field 'sed'; did you mean 'seed'"):
         larger.resume_step(state, allow_change=["sed"])
 
 

@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from deepspeed.runtime.config import DeepSpeedConfig
 from patience import PATIENCE_MINUTES
 
+from megapack.errors import ConfigError
 from megapack.training.config import (
     EngineConfig,
     OptimizerConfig,
@@ -17,7 +19,8 @@ from megapack.training.config import (
 )
 from megapack.training.model.architecture import model_configuration
 from megapack.training.model.opening import build_model
-from megapack.training.run.engine import deepspeed_configuration, parameter_groups
+from megapack.training.run.deepspeed_config import check_deepspeed, deepspeed_configuration
+from megapack.training.run.engine import parameter_groups
 from megapack.training.run.inputs import open_inputs
 
 from .conftest import Corpus
@@ -181,6 +184,43 @@ def test_weight_decay_spares_norms_biases_and_embeddings_if_asked() -> None:
     assert {name for name in kept if "wte" in name or "wpe" in name} and not any(
         "wte" in name for name in decayed
     )
+
+
+# Of every part of DeepSpeed's configuration something that a run may set.
+TUNED = [
+    {"zero_optimization": {"reduce_bucket_size": 7, "allgather_bucket_size": 9}},
+    {"zero_optimization": {"overlap_comm": False, "contiguous_gradients": False}},
+    {"zero_optimization": {"offload_optimizer": {"device": "cpu", "pin_memory": True}}},
+    {"comms_logger": {"enabled": True, "verbose": False}},
+    {"flops_profiler": {"enabled": False, "profile_step": 3, "top_modules": 2}},
+    {"tensorboard": {"enabled": False, "output_path": "x"}, "csv_monitor": {"enabled": False}},
+    {"wall_clock_breakdown": True, "memory_breakdown": False, "dump_state": False},
+    {"communication_data_type": "bf16", "prescale_gradients": True, "steps_per_print": 10},
+    {"aio": {"block_size": 1048576, "queue_depth": 4}},
+    {"checkpoint": {"tag_validation": "Warn", "parallel_write": {"pipeline_stage": False}}},
+    {"timers": {"throughput": {"enabled": False}}},
+]
+
+
+@pytest.mark.parametrize("tuned", TUNED, ids="-".join)
+@pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
+def test_what_deepspeed_knows_may_be_tuned_and_the_stage_stays(
+    corpus: Corpus, tmp_path: Path, tuned: dict[str, Any], zero_stage: int
+) -> None:
+    engine = {"precision": "bf16", "zero_stage": zero_stage, "deepspeed": tuned}
+    path = corpus.config(tmp_path / "run", engine=engine)
+    config = load_config(PretrainConfig, path)
+    check_deepspeed(config)
+    made = DeepSpeedConfig(deepspeed_configuration(config, 1))
+    assert made.zero_optimization_stage == config.engine.stage == zero_stage
+    wrong = {
+        key: {**value, "no_such": 1} for key, value in tuned.items() if isinstance(value, dict)
+    }
+    for key, value in wrong.items():
+        engine["deepspeed"] = {key: value}
+        path = corpus.config(tmp_path / "run", engine=engine)
+        with pytest.raises(ConfigError, match="no_such"):
+            check_deepspeed(load_config(PretrainConfig, path))
 
 
 def test_our_deepspeed_configuration_can_be_extended_but_keeps_the_rest(

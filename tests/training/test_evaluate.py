@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from megapack.errors import ConfigError
 from megapack.packing import pack
 from megapack.storage import IndexedDataset
+from megapack.training.command import free_port
 from megapack.training.config import EngineConfig
 from megapack.training.judge.validation import (
     ValidationResult,
@@ -21,7 +22,7 @@ from megapack.training.judge.validation import (
 )
 from megapack.training.model.training_model import TrainingModel
 from megapack.training.run.inputs import open_validation
-from megapack.training.run.world import World, free_port
+from megapack.training.run.world import World
 
 from .conftest import BUCKETS, Corpus
 from .packing_helpers import tiny_model

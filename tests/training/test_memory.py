@@ -19,7 +19,7 @@ from megapack.training.config import (
 from megapack.training.model.architecture import model_configuration
 from megapack.training.model.memory import estimate_memory, saved_activations
 from megapack.training.model.opening import build_model
-from megapack.training.run.zero import describe_reduction
+from megapack.training.run.deepspeed_config import describe_reduction
 
 from .packing_helpers import VOCAB, documents, pack_documents, tiny_model
 from .processes import ROOT

@@ -17,15 +17,16 @@ def test_a_recipe_is_found_by_its_name_from_anywhere() -> None:
 
 
 def test_an_unknown_recipe_names_the_nearest() -> None:
-    with pytest.raises(ConfigError, match=r"did you mean llama_1b_bucket\?.*demo_cpu"):
+    with pytest.raises(ConfigError, match=r"did you mean 'llama_1b_bucket'\?.*demo_cpu"):
         read_config("llama_1b_buckets")
-    with pytest.raises(OSError, match=r"nothing\.yaml"):
+    with pytest.raises(ConfigError, match=r"nothing\.yaml"):
         read_config("nothing.yaml")
 
 
-def test_an_environment_for_data_is_told_what_training_needs() -> None:
+@pytest.mark.parametrize("command", ["pretrain", "evaluate", "export"])
+def test_an_environment_for_data_is_told_what_training_needs(command: str) -> None:
     """Not the first import that happens to fail, somewhere below."""
-    without = "import sys; sys.modules['deepspeed'] = None; import megapack.training"
+    without = f"import sys; sys.modules['deepspeed'] = None; import megapack.training.{command}"
     done = subprocess.run(
         [sys.executable, "-c", without], check=False, capture_output=True, text=True
     )

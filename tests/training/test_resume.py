@@ -209,6 +209,7 @@ def test_another_order_of_samples_is_refused_unless_allowed(
     allow = "checkpoint.allow_change=[seed]"
     output = start_run(zygote, config, "allowed", allow).succeed()
     assert "continuing at step 6" in output
+    assert output.count("the data order is changed") == 1, "every rank says so"
     ours, theirs = read_log(run_dir), read_log(whole)
     assert [line["samples"] for line in ours[:6]] == [line["samples"] for line in theirs[:6]]
     assert ours[6]["samples"] != theirs[6]["samples"]

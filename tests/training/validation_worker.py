@@ -11,13 +11,15 @@ from typing import Any
 
 import torch
 
+from megapack.training.command import join
 from megapack.training.config import PretrainConfig, load_config
 from megapack.training.judge.validation import evaluate_sources
 from megapack.training.model.architecture import model_configuration
 from megapack.training.model.opening import open_model
-from megapack.training.run.engine import start_engine, zero_3_configuration
+from megapack.training.run.deepspeed_config import zero_3_configuration
+from megapack.training.run.engine import start_engine
 from megapack.training.run.inputs import open_inputs, open_validation
-from megapack.training.run.world import join, world
+from megapack.training.run.world import world
 
 SOURCES = {"short": [16, 32], "odd": [48, 133]}  # 133 is no multiple of a group's size
 

@@ -25,18 +25,16 @@ from megapack.data import Batch
 from megapack.training.config import EngineConfig, OptimizerConfig, PretrainConfig
 from megapack.training.model.sharding import whole_shape
 from megapack.training.model.training_model import TrainingModel, is_weighted, on_device
+from megapack.training.run.deepspeed_config import deepspeed_configuration
 from megapack.training.run.stopwatch import Stopwatch
 from megapack.training.run.world import World
-from megapack.training.run.zero import zero_section
 
 __all__ = [
     "StepResult",
-    "deepspeed_configuration",
     "not_finite",
     "parameter_groups",
     "start_engine",
     "train_step",
-    "zero_3_configuration",
 ]
 
 
@@ -59,60 +57,6 @@ class StepResult:
     """Of this rank's forwards."""
     skipped: bool
     """The gradient was not finite: the weights are those of before, on all ranks."""
-
-
-def deepspeed_configuration(
-    config: PretrainConfig, world_size: int, *, universal: bool = False
-) -> dict[str, Any]:
-    """What ``deepspeed.initialize`` gets; ``engine.deepspeed`` is merged over it.
-
-    Args:
-        config: the run.
-        world_size: data parallel size.
-        universal: the state will be loaded from a universal checkpoint.
-    """
-    engine = config.engine
-    micro_steps = max(
-        1, config.data.tokens_per_step // (config.data.micro_batch_tokens * world_size)
-    )
-    ours: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": 1,  # one stream of micro_batch_tokens
-        "gradient_accumulation_steps": micro_steps,
-        "gradient_clipping": config.optimizer.clip,
-        "steps_per_print": 10**9,  # the monitor prints
-        "zero_allow_untested_optimizer": True,
-        **zero_section(engine),
-        **_precision(engine),
-    }
-    if universal:
-        ours["checkpoint"] = {"load_universal": True}
-    return _merge(ours, engine.deepspeed)
-
-
-def zero_3_configuration(config: PretrainConfig, world_size: int) -> dict[str, Any] | None:
-    """What ``open_model`` divides a model with; None where it stays whole."""
-    if config.engine.stage != 3:
-        return None
-    return deepspeed_configuration(config, world_size)
-
-
-def _precision(engine: EngineConfig) -> dict[str, Any]:
-    if engine.precision == "fp32":
-        return {}
-    if engine.stage == 0:
-        # DeepSpeed has no float32 accumulation of bfloat16 gradients without ZeRO; autocast over
-        # float32 parameters has, and computes in bfloat16 as well.
-        return {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}
-    return {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}
-
-
-def _merge(ours: dict[str, Any], theirs: dict[str, Any]) -> dict[str, Any]:
-    result = dict(ours)
-    for key, value in theirs.items():
-        mine = result.get(key)
-        both = isinstance(mine, dict) and isinstance(value, dict)
-        result[key] = _merge(mine, value) if isinstance(mine, dict) and both else value
-    return result
 
 
 def parameter_groups(model: nn.Module, optimizer: OptimizerConfig) -> list[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""What a run reads: its documents, their samples, and the order of its steps."""
+"""What a run reads beside its training data, and whether all of it goes together."""
 
 from __future__ import annotations
 
@@ -6,46 +6,36 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from megapack.data import PackedDataset, Schedule, check_token_ids, load_blend
+from megapack.data import PackedDataset, check_token_ids
 from megapack.data.blend import BlendConfig
-from megapack.data.report import check_epochs
+from megapack.data.run import OpenRun, PlannedRun, open_run
 from megapack.errors import ConfigError, FormatError, MegapackError
 from megapack.packing import SampleIndex, pack
 from megapack.packing.extents import longest_reach, longest_segment
 from megapack.packing.shards import SourceIndex
 from megapack.storage import IndexedDataset
-from megapack.training.config import DataConfig, PretrainConfig
+from megapack.training.config import PretrainConfig
+from megapack.training.model.architecture import model_configuration
 from megapack.training.model.positions import position_limit
+from megapack.training.run.deepspeed_config import check_deepspeed
 from megapack.training.run.world import World
 
 __all__ = [
     "Inputs",
-    "PlannedSteps",
-    "check_inputs",
+    "check_run",
     "open_inputs",
     "open_validation",
     "open_validation_of_sources",
-    "plan_steps",
     "verify_samples",
+    "vocabulary_size",
 ]
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlannedSteps:
-    """The steps of a run, which are known from lengths alone."""
-
-    schedule: Schedule
-    num_steps: int
-    """Of the whole run."""
-    steps_per_epoch: int
-    vocab_size: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class Inputs(PlannedSteps):
+class Inputs(OpenRun):
     """Open files of a run."""
 
-    data: PackedDataset
+    vocab_size: int
     valid: PackedDataset | None
     """Of ``data.valid_prefix``."""
     valid_sources: dict[str, PackedDataset] = field(default_factory=dict)
@@ -68,78 +58,53 @@ def open_inputs(config: PretrainConfig) -> Inputs:
     """Open training and validation data and compute the length of the run.
 
     Raises:
-        ConfigError: sizes that do not fit, or an unknown vocabulary.
+        ConfigError: sizes that do not fit, an unknown vocabulary, or a file that does not exist.
         IndexMismatchError: an index of other documents.
-        FormatError, OSError: a file is damaged or missing.
+        FormatError, OSError: a file is damaged or cannot be read.
     """
-    blend = None if config.data.blend is None else load_blend(config.data.blend)
-    data = _open_training_data(config.data, blend)
-    steps = plan_steps(config, data, _vocab_size(config, data))
+    try:
+        return _open_inputs(config)
+    except FileNotFoundError as error:
+        raise ConfigError(
+            f"data: {error}; to plan a run before there are data, give --dry-run --lengths (a .npy "
+            "file of tokens per document, or lognormal:MEAN,MEDIAN,DOCUMENTS)"
+        ) from error
+
+
+def _open_inputs(config: PretrainConfig) -> Inputs:
+    run = open_run(config)
     how: dict[str, Any] = {
-        "buckets": config.evaluation.buckets or steps.schedule.capacities,
+        "buckets": config.evaluation.buckets or run.schedule.capacities,
         "positions": "document" if config.data.positions == "document" else "segment",
     }
     prefix, index = config.data.valid_prefix, config.data.valid_index
     return Inputs(
-        **steps.__dict__,
-        data=data,
+        **run.__dict__,
+        vocab_size=vocabulary_size(config, run),
         valid=None if prefix is None else open_validation(prefix, index, **how),
-        valid_sources={} if blend is None else open_validation_of_sources(blend, **how),
+        valid_sources={} if run.blend is None else open_validation_of_sources(run.blend, **how),
     )
 
 
-def plan_steps(
-    config: PretrainConfig, samples: PackedDataset | SampleIndex, vocab_size: int
-) -> PlannedSteps:
-    """The steps of a run over some samples.
+def vocabulary_size(config: PretrainConfig, run: PlannedRun) -> int:
+    """Of the configuration, else of the data; 1 where the checkpoint's is all that is known.
 
     Raises:
-        ConfigError: sizes do not fit, or the run would repeat a source too often.
+        ConfigError: nobody knows it.
     """
-    schedule = Schedule(
-        samples,
-        tokens_per_step=config.data.tokens_per_step,
-        seed=config.seed,
-        order=config.data.order,
-        num_cycles=config.data.num_cycles,
-        mix=config.data.mix,
-        micro_step_tokens=config.data.micro_step_tokens,
-        row_tokens=config.data.row_tokens,
-        cost_window=config.data.cost_window,
-    )
-    num_steps = config.num_steps or schedule.num_steps(config.num_epochs)
-    check_epochs(schedule, num_steps)
-    return PlannedSteps(
-        schedule=schedule,
-        num_steps=num_steps,
-        steps_per_epoch=schedule.num_steps(1),
-        vocab_size=vocab_size,
-    )
-
-
-def _open_training_data(config: DataConfig, blend: BlendConfig | None) -> PackedDataset:
-    options: dict[str, Any] = {
-        "positions": config.positions,
-        "attention": config.attention,
-        "labels": config.labels,
-    }
-    if blend is not None:
-        return blend.open(**options)
-    assert config.index is not None  # DataConfig checked it
-    return PackedDataset(config.prefix, config.index, **options)
-
-
-def _vocab_size(config: PretrainConfig, data: PackedDataset) -> int:
     if config.model.vocab_size is not None:
         return config.model.vocab_size
-    sizes = [dataset.vocab_size for dataset in data.datasets]
-    known = [size for size in sizes if size is not None]
-    if len(known) < len(sizes) and config.model.pretrained is None:
-        nameless = data.datasets[sizes.index(None)].prefix
+    datasets = run.data.datasets if isinstance(run, OpenRun) else []
+    known = {dataset.prefix: dataset.vocab_size for dataset in datasets}
+    if config.model.pretrained is None and (None in known.values() or not known):
+        nameless = [prefix for prefix, size in known.items() if size is None]
         raise ConfigError(
-            f"{nameless}.meta.json does not tell the size of the vocabulary; set model.vocab_size"
+            f"{nameless[0]}.meta.json does not tell the size of the vocabulary; set "
+            "model.vocab_size"
+            if nameless
+            else "without data the size of the vocabulary is unknown; set model.vocab_size"
         )
-    return max(known, default=1)
+    return max((size for size in known.values() if size is not None), default=1)
 
 
 def verify_samples(inputs: Inputs, world: World) -> None:
@@ -162,26 +127,35 @@ def verify_samples(inputs: Inputs, world: World) -> None:
     world.fail_together(problem, "samples", FormatError)
 
 
-def check_inputs(steps: PlannedSteps, architecture: Any, positions: str) -> None:
-    """Refuse data that a model cannot take; of steps without files, lengths that it cannot.
+def check_run(config: PretrainConfig, run: PlannedRun, num_ranks: int) -> Any:
+    """Everything about a run that can be known before its processes meet and its model is made.
 
     Args:
-        steps: of ``open_inputs`` or ``plan_steps``.
-        architecture: of ``model_configuration``.
-        positions: of the training data (``data.positions``).
+        config: the run.
+        run: of ``open_inputs``, or of ``plan_steps``, whose lengths are all that is checked.
+        num_ranks: that it will have.
+
+    Returns:
+        The transformers configuration of its model.
 
     Raises:
-        ConfigError: a document is longer than the positions of the model, or a token id is beyond
-            its vocabulary.
+        ConfigError: ranks do not divide the micro batches of a stage; DeepSpeed does not know its
+            configuration; a document is longer than the positions of the model, or a token id is
+            beyond its vocabulary.
     """
-    _check_positions(steps.schedule.samples.indices, architecture, positions, "the training data")
-    if not isinstance(steps, Inputs):
-        return
-    for data in steps.held_out:
-        valid = "document" if positions == "document" else "segment"
-        _check_positions(data.samples.indices, architecture, valid, str(data))
-    for data in (steps.data, *steps.held_out):
-        check_token_ids(data, architecture.vocab_size)
+    run.sampler(0, num_ranks)
+    check_deepspeed(config)
+    vocab_size = run.vocab_size if isinstance(run, Inputs) else vocabulary_size(config, run)
+    architecture = model_configuration(config.model, vocab_size)
+    positions = config.data.positions
+    _check_positions(run.schedule.samples.indices, architecture, positions, "the training data")
+    if isinstance(run, Inputs):
+        for data in run.held_out:
+            valid = "document" if positions == "document" else "segment"
+            _check_positions(data.samples.indices, architecture, valid, str(data))
+        for data in (run.data, *run.held_out):
+            check_token_ids(data, architecture.vocab_size)
+    return architecture
 
 
 def _check_positions(

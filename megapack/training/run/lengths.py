@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from megapack.data.run import PlannedRun, plan_steps
 from megapack.errors import ConfigError
 from megapack.packing import pack
 from megapack.storage.lengths import read_lengths_file
 from megapack.training.config import PretrainConfig
-from megapack.training.run.inputs import PlannedSteps, plan_steps
 
 __all__ = ["draw_lengths", "read_lengths", "steps_from_lengths"]
 
@@ -22,7 +22,7 @@ _LAW = "lognormal:"
 
 def steps_from_lengths(
     config: PretrainConfig, source: str, buckets: Sequence[int] | None
-) -> PlannedSteps:
+) -> PlannedRun:
     """What the run would be on such documents, packed by strategy bucket.
 
     Args:
@@ -31,16 +31,12 @@ def steps_from_lengths(
         buckets: capacities; None: powers of two from 1,024 on that divide a micro batch.
 
     Raises:
-        ConfigError: sizes that do not fit; ``model.vocab_size`` is not known without data.
+        ConfigError: sizes that do not fit.
     """
-    if config.model.vocab_size is None and config.model.pretrained is None:
-        raise ConfigError(
-            "without data the size of the vocabulary is unknown; set model.vocab_size"
-        )
     largest = config.data.micro_batch_tokens
     usual = [2**k for k in range(10, 15) if largest % 2**k == 0] or [largest]
     index = pack(read_lengths(source, config.seed), "bucket", buckets=list(buckets or usual))
-    return plan_steps(config, index, config.model.vocab_size or 1)
+    return plan_steps(config, [index])
 
 
 def read_lengths(source: str, seed: int) -> NDArray[Any]:

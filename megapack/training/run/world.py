@@ -17,10 +17,9 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from megapack.data.sequence_parallel import check_group
 from megapack.errors import ConfigError, MegapackError, ResumeError
 
-__all__ = ["RankProgress", "World", "free_port", "join", "world"]
+__all__ = ["RankProgress", "World", "world"]
 
 T = TypeVar("T")
 
@@ -91,48 +90,17 @@ class World:
         return result
 
 
-def join(local_rank: int | None = None) -> None:
-    """Complete the environment from which ranks are read.
-
-    Args:
-        local_rank: what the launcher gave on the command line, if it did.
-
-    Raises:
-        ConfigError: a launcher set some of the variables and not the others.
-    """
-    env = os.environ
-    if local_rank is not None:
-        env.setdefault("LOCAL_RANK", str(local_rank))
-    if "RANK" not in env and int(env.get("SLURM_NTASKS", "1")) > 1 and "SLURM_PROCID" in env:
-        env["RANK"] = env["SLURM_PROCID"]
-        env["WORLD_SIZE"] = env["SLURM_NTASKS"]
-        env["LOCAL_RANK"] = env["SLURM_LOCALID"]
-    if "RANK" not in env and "WORLD_SIZE" not in env:  # one plain process
-        env.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1")
-        env["MASTER_PORT"] = str(free_port())
-    if env.get("WORLD_SIZE") == "1":
-        env.setdefault("LOCAL_RANK", "0")
-    needed = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-    missing = [name for name in needed if not env.get(name)]
-    if missing:
-        raise ConfigError(
-            f"the launcher did not set {', '.join(missing)}; start with deepspeed, torchrun, "
-            "launch/slurm.sh, or as one plain process"
-        )
-
-
 @contextmanager
 def world(*, timeout_minutes: float, sequence_parallel_size: int = 1) -> Iterator[World]:
-    """Join the other processes; leave them in order.
+    """Join the other processes, after ``megapack.training.command.join``; leave them in order.
 
-    Raises:
-        ConfigError: the ranks cannot be divided into groups of ``sequence_parallel_size``.
+    Args:
+        timeout_minutes: of collectives.
+        sequence_parallel_size: of groups that share samples; divides the number of ranks.
 
     Every rank waits for the others at the end, so that none is killed by its launcher while it
     still writes. After an exception nobody waits: the others may be gone.
     """
-    # Before ranks talk: whoever left first would else break the others' greeting.
-    check_group(sequence_parallel_size, int(os.environ["WORLD_SIZE"]))
     import deepspeed  # noqa: PLC0415
     import deepspeed.ops  # noqa: PLC0415
 
@@ -181,10 +149,3 @@ def _own_group(size: int) -> Any:
     divide: Any = dist.new_subgroups  # which has no types
     own, _ = divide(size)
     return own
-
-
-def free_port() -> int:
-    """A TCP port of this machine that nobody listened on a moment ago."""
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return int(probe.getsockname()[1])

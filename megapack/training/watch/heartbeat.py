@@ -18,7 +18,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megapack.training.run.world import World, free_port
+from megapack.training.command import free_port
+from megapack.training.run.world import World
 
 __all__ = ["LOST_CONTACT", "Heartbeat"]
 

@@ -18,7 +18,6 @@ import torch.distributed as dist
 
 from megapack.data import Step
 from megapack.data.source import SampleSource
-from megapack.errors import ConfigError
 from megapack.training.config import LoggingConfig
 from megapack.training.model.flops import peak_flops
 from megapack.training.run.directory import RunDirectory
@@ -252,12 +251,8 @@ class _TensorBoard:
 
 class _WeightsAndBiases:
     def __init__(self, project: str, directory: RunDirectory) -> None:
-        try:
-            import wandb  # noqa: PLC0415
-        except ImportError as error:
-            raise ConfigError(
-                f"logging.wandb_project is {project!r}; that needs pip install wandb"
-            ) from error
+        import wandb  # noqa: PLC0415 - megapack-pretrain has seen that it is there
+
         self._run = wandb.init(
             project=project,
             name=directory.path.name,

@@ -11,26 +11,13 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from megapack.errors import ConfigError
 from megapack.training.run.world import World
 
-__all__ = ["StepProfiler", "parse_steps"]
+__all__ = ["StepProfiler"]
 
 logger = logging.getLogger("megapack")
 
 ON_SIGNAL = 5  # steps
-
-
-def parse_steps(text: str) -> range:
-    """``100:105`` as the steps 100 to 104.
-
-    Raises:
-        ConfigError: it is no such range.
-    """
-    begin, _, end = text.partition(":")
-    if not (begin.isdigit() and end.isdigit() and int(begin) < int(end)):
-        raise ConfigError(f"--profile is {text!r}; give two steps as in 100:105")
-    return range(int(begin), int(end))
 
 
 class StepProfiler:
