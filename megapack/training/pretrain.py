@@ -117,7 +117,7 @@ def train(
         sequence_group=here.sequence_group,
     )
     logger.info("attention: %s, %s", attention.name, attention.reason)
-    logger.info("model: %s, %s parameters", architecture.model_type, f"{model.num_parameters:,}")
+    logger.info("model: %s", model.description)
 
     store = CheckpointStore(
         run.checkpoints,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -117,15 +118,17 @@ def try_slices(
         backend=backend,
         group=group,
         build=lambda tiny: _from_scratch(tiny, ATTENTION_NAME),
-        loss=_summed_loss,
+        loss=partial(_summed_loss, group=group),
         device=device,
         dtype=dtype,
     )
 
 
-def _summed_loss(model: Any, row: Any, sequence_parallel_size: int = 1) -> Tensor:
+def _summed_loss(
+    model: Any, row: Any, sequence_parallel_size: int = 1, *, group: Any = None
+) -> Tensor:
     """Of a row of documents, as a run computes it."""
-    wrapped = TrainingModel(model, chunk_tokens=32)
+    wrapped = TrainingModel(model, chunk_tokens=32, sequence_group=group)
     result: Tensor = wrapped(
         row.tokens,
         row.labels,
@@ -184,7 +187,9 @@ def build_model(
             torch.manual_seed(seed)
             model = _from_scratch(configuration, ATTENTION_NAME)
     # from_pretrained gives a model in evaluation mode, which would not checkpoint activations.
-    return TrainingModel(model, chunk_tokens=chunk_tokens, fused_loss=fused_loss).train()
+    return TrainingModel(
+        model, chunk_tokens=chunk_tokens, fused_loss=fused_loss, sequence_group=sequence_group
+    ).train()
 
 
 def _with_slopes(model: Any) -> Any:
