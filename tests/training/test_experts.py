@@ -55,8 +55,9 @@ def saved(name: str, directory: Path) -> Path:
         AutoConfig.for_model(name, **SIZES, **ARCHITECTURES[name]), dtype=torch.float32
     )
     with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn(parameter.shape), alpha=0.2)
+        for key, parameter in model.named_parameters():
+            alpha = 1.0 if key.endswith("gate.weight") else 0.2
+            parameter.add_(torch.randn(parameter.shape), alpha=alpha)
     model.save_pretrained(directory)
     return directory
 
@@ -93,7 +94,7 @@ def test_a_micro_batch_of_padding_only_is_balanced() -> None:
     balancing = LoadBalancing(num_experts=4, experts_per_token=2, coefficient=1.0)
     loss = balancing.loss(logits, torch.zeros(5, dtype=torch.bool))
     loss.backward()
-    assert float(loss) == 0 and not logits[0].grad.any()  # type: ignore[union-attr]
+    assert loss.item() == 0 and not logits[0].grad.any()  # type: ignore[union-attr]
 
 
 def test_tokens_are_those_of_segments_that_are_no_padding() -> None:
@@ -116,7 +117,7 @@ def test_loss_and_gradients_are_the_architectures_own_without_the_padding(
     theirs = model.model(
         input_ids=full.tokens, position_ids=full.position_ids, labels=shifted, **segments
     )
-    assert float(theirs.aux_loss) > 2.05, "balanced already: the comparison would prove nothing"
+    assert theirs.aux_loss.item() > 2.02, "balanced already: the comparison would prove nothing"
     theirs.loss.backward()
     wanted = {key: p.grad.clone() for key, p in model.named_parameters()}
     model.zero_grad()
@@ -269,4 +270,4 @@ def test_a_run_logs_the_load_balancing_loss_beside_the_loss(
     assert 2 <= balances[-1] < balances[0] < 6
     assert all(line["grad_norm"] > 0 for line in log), "without ZeRO and without clipping, too"
     assert log[-1]["loss"] < log[0]["loss"] < 10
-    assert VOCAB < SIZES["vocab_size"]
+    assert SIZES["vocab_size"] > VOCAB

@@ -185,8 +185,8 @@ def start_engine(
 
 
 class _ClippedAdamW(torch.optim.AdamW):
-    """Clips, skips and tells what DeepSpeed's ZeRO optimizers do; without ZeRO it asks the optimizer
-    for ``overflow`` and ``_global_grad_norm`` only.
+    """Clips, skips and tells what DeepSpeed's ZeRO optimizers do; without ZeRO it asks the
+    optimizer for ``overflow`` and ``_global_grad_norm`` only.
 
     Args:
         groups, options: of AdamW.
