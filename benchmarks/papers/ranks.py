@@ -145,7 +145,7 @@ class _Bench:
         if cuda:
             torch.cuda.synchronize()
         begin = clock()
-        loss, _ = self.model(**arguments, scale=1 / batch["num_step_label_tokens"])
+        loss, *_ = self.model(**arguments, scale=1 / batch["num_step_label_tokens"])
         loss.backward()
         if cuda:
             torch.cuda.synchronize()

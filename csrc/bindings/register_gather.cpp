@@ -133,7 +133,6 @@ class Gatherer {
         check_runs(runs_, numbers.size());
         for (std::int64_t shard = 0; shard < numbers.size(); ++shard) {
             sources_[shard].number = numbers[shard];
-            is_blend_ = is_blend_ || numbers[shard] != numbers[0];
         }
         kept_.push_back(py::make_tuple(first_ids, shards, first_samples));
     }
@@ -200,13 +199,13 @@ class Gatherer {
             const GatherPlan plan = plan_gather(sources_, located(samples, lists), shape, options_);
             cu_seqlens = cumulative_lengths(plan, false, by_row, entries);
             if (aligned) cu_seqlens_padded = cumulative_lengths(plan, true, by_row, entries);
-            if (is_blend_) segment_sources = plan.sources();
+            segment_sources = plan.sources();
             max_seqlen = plan.max_seqlen();
             fill_gather(plan, options_, out);
         }
         return py::make_tuple(to_numpy(std::move(cu_seqlens)),
                               optional_array(std::move(cu_seqlens_padded), aligned),
-                              optional_array(std::move(segment_sources), is_blend_), max_seqlen);
+                              to_numpy(std::move(segment_sources)), max_seqlen);
     }
 
     py::array_t<std::int64_t> count(const Array<std::int64_t>& sample_ids,
@@ -260,7 +259,6 @@ class Gatherer {
     SampleRuns runs_;
     std::vector<GatherSource> sources_;  // by number of the shard
     std::int64_t num_closed_;            // of them
-    bool is_blend_ = false;
     bool reads_exactly_ = false;
     std::vector<py::tuple> kept_;  // owners of what sources_ points to
 };

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from megapack.attention.alibi import alibi_slopes
 from megapack.attention.backends import BACKENDS, Choice, choose_backend, survey
+from megapack.attention.experts import LoadBalancing, token_mask
 from megapack.attention.guard import check_architecture
 from megapack.attention.problem import AttentionNeeds, ScoreRule
 from megapack.attention.sequence_parallel import check_sequence_parallel, over_ranks
@@ -15,6 +16,7 @@ __all__ = [
     "BACKENDS",
     "AttentionNeeds",
     "Choice",
+    "LoadBalancing",
     "ScoreRule",
     "alibi_slopes",
     "check_architecture",
@@ -23,6 +25,7 @@ __all__ = [
     "over_ranks",
     "register",
     "survey",
+    "token_mask",
     "varlen_arguments",
     "varlen_attention",
 ]

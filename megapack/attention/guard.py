@@ -5,8 +5,11 @@ attention of the run. It is right when
 
 1. nothing but the last position of a document notices that its last token changed: no document
    sees another, and no token sees the future;
-2. logits, loss and gradients are those of the documents one by one under transformers' own
-   ``eager`` attention: windows, chunks, soft caps, position biases and sinks are applied.
+2. logits and gradients are those of the documents one by one under transformers' own ``eager``
+   attention: windows, chunks, soft caps, position biases and sinks are applied;
+3. the loss that the run computes, and its gradients, are the architecture's own training loss of
+   the row, ``model(labels=...).loss``: with load-balancing losses, z-losses, factors on logits and
+   biases of the head, all that an architecture adds when it is trained.
 """
 
 from __future__ import annotations
@@ -45,7 +48,8 @@ Loss: TypeAlias = Callable[[Any, Row], Tensor]
 class _Finding:
     what: str
     difference: float
-    module: str
+    module: str | None = None  # None: the loss, which is of no layer
+    unit: str = "standard deviations"
 
 
 def check_architecture(
@@ -64,7 +68,8 @@ def check_architecture(
         attention: the ``attn_implementation`` of the run.
         build: makes a model in float32 from a configuration and an ``attn_implementation``.
         device, dtype: of the run.
-        loss: the summed loss of a row as the run computes it; None: cross entropy of the logits.
+        loss: the training loss of a row times its labels, as the run computes it; None: the run
+            takes the architecture's own.
 
     Raises:
         ConfigError: naming the architecture, the layer and the difference.
@@ -86,18 +91,18 @@ def check_architecture(
         try:
             found = _notices(model, documents, _STRICT[dtype])
             found = found or _differs(model, reference, documents, _TOLERANCE[dtype])
-            if found is None:
-                how = loss or _loss_of_logits
-                found = _learns_else(model, reference, documents, how, _TOLERANCE[dtype])
+            found = found or _learns_else(model, reference, documents, _TOLERANCE[dtype])
+            if loss is not None:
+                found = found or _loses_else(model, documents, loss, _TOLERANCE[dtype])
         except Exception as error:
             raise ConfigError(
                 f"{subject} fails on a row of two documents: {type(error).__name__}: {error}; "
                 f"{remedy}"
             ) from error
     if found is not None:
+        where = "" if found.module is None else f", first in {_layer(model, found.module)}"
         raise ConfigError(
-            f"{subject}: {found.what}, by {found.difference:.1e} standard deviations, first in "
-            f"{_layer(model, found.module)}; {remedy}"
+            f"{subject}: {found.what}, by {found.difference:.1e} {found.unit}{where}; {remedy}"
         )
 
 
@@ -121,8 +126,8 @@ def _models(
     try:
         tiny = tiny_configuration(configuration)
         reference = _reference(tiny, build, device)
-    except Exception:  # layers that refer to others by their number
-        tiny = tiny_configuration(configuration, all_layers=True)
+    except Exception:  # sizes or layers that rely on others
+        tiny = tiny_configuration(configuration, exact=True)
         reference = _reference(tiny, build, device)
     model = build(tiny, attention).to(device).train()
     model.load_state_dict(reference.state_dict())
@@ -183,46 +188,62 @@ def _differs(
 
 
 def _learns_else(
-    model: Any, reference: Any, documents: list[Tensor], loss: Loss, tolerance: float
+    model: Any, reference: Any, documents: list[Tensor], tolerance: float
 ) -> _Finding | None:
-    """Whether loss and gradients of the row are not those of its documents."""
+    """Whether gradients of the row are not those of its documents under the reference."""
     row = Row.of(documents)
-    ours = loss(model, row)
+    ours = _cross_entropy(model(**row.arguments()).logits, row.labels)
     theirs = torch.stack(
         [
             _cross_entropy(reference(**plain_arguments(tokens)).logits, Row.of([tokens]).labels)
             for tokens in documents
         ]
     ).sum()
-    error = abs(float(ours.detach()) - float(theirs.detach())) / int((row.labels >= 0).sum())
+    what = "gradients of a row are not those of its documents one by one"
+    return _compare_gradients(
+        _gradients(model, ours), _gradients(reference, theirs), what, tolerance
+    )
+
+
+def _loses_else(
+    model: Any, documents: list[Tensor], loss: Loss, tolerance: float
+) -> _Finding | None:
+    """Whether the run's loss of a row is not the architecture's own, by value and gradients."""
+    row = Row.of(documents)
+    count = int((row.labels >= 0).sum())
+    labels = nn.functional.pad(row.labels[:, :-1], (1, 0), value=-100)  # it shifts them itself
+    ours, theirs = loss(model, row), model(labels=labels, **row.arguments()).loss * count
+    error = abs(float(ours.detach()) - float(theirs.detach())) / count
+    own = "the architecture's own training loss, model(labels=...).loss"
     if not error <= tolerance:
-        return _Finding(what="the loss is not that of its logits", difference=error, module="")
-    ours.backward()  # type: ignore[no-untyped-call]  # torch
-    theirs.backward()  # type: ignore[no-untyped-call]  # torch
-    wanted = {name: p.grad for name, p in reference.named_parameters() if p.grad is not None}
+        what = f"the loss of a row is not {own}, of which a part is not computed here"
+        return _Finding(what=what, difference=error, unit="per label")
+    what = f"gradients of a row are not those of {own}"
+    return _compare_gradients(_gradients(model, ours), _gradients(model, theirs), what, tolerance)
+
+
+def _gradients(model: Any, loss: Tensor) -> dict[str, Tensor]:
+    """Of every parameter that the loss reaches, in float32."""
+    named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    found = torch.autograd.grad(loss, list(named.values()), allow_unused=True)
+    return {name: g.float() for name, g in zip(named, found, strict=True) if g is not None}
+
+
+def _compare_gradients(
+    ours: dict[str, Tensor], wanted: dict[str, Tensor], what: str, tolerance: float
+) -> _Finding | None:
+    """The largest difference of a parameter's, as a share of its norm."""
     floor = 1e-3 * max(float(grad.norm()) for grad in wanted.values())
     errors = {
-        name: float((_gradient(parameter) - wanted[name]).norm())
-        / max(float(wanted[name].norm()), floor)
-        for name, parameter in model.named_parameters()
-        if name in wanted
+        name: float((ours[name] - grad if name in ours else grad).norm())
+        / max(float(grad.norm()), floor)
+        for name, grad in wanted.items()
     }
     worst = max(errors, key=lambda name: math.inf if math.isnan(errors[name]) else errors[name])
     if errors[worst] <= tolerance:
         return None
-    return _Finding(
-        what="gradients of a row are not those of its documents one by one",
-        difference=errors[worst],
-        module=worst.rpartition(".")[0],
-    )
-
-
-def _gradient(parameter: Tensor) -> Tensor:
-    return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.float()
-
-
-def _loss_of_logits(model: Any, row: Row) -> Tensor:
-    return _cross_entropy(model(**row.arguments()).logits, row.labels)
+    module = worst.rpartition(".")[0]
+    return _Finding(what=what, difference=errors[worst], module=module, unit="of their norm")
 
 
 def _cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:

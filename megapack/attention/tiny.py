@@ -22,13 +22,14 @@ HEADS, EXPERTS, VOCABULARY, WINDOW, CHUNK, WIDTH, RANK, CAP = 4, 4, 128, 8, 16, 
 # First match decides; the names are transformers' own. What matches nothing stays as it is.
 _RULES = {
     r"dropout|pdrop|drop_rate|layerdrop|jitter": "off",
+    r"(aux|z)_loss_coef": "on",  # so that it matters beside the loss of the labels
     r"_token_(id|index)$": "last token",
     r"vocab_size": "vocabulary",
     r"(key_value|kv)_heads?$|n_head_kv$": "key heads",
     r"^(num|n)_(.*_)?heads?$|_n_heads$|num_(.*_)?heads$|d_ssm": "heads",
     r"(^|_)n_groups?$|^topk_group$|^num_groups$|shared_experts": "one",
     r"experts_per_tok|top_?k(_experts)?$|moe_k$|num_selected_experts": "experts",
-    r"(num|n)_(.*_)?experts$": "experts",
+    r"(num|n)_(.*_)?experts$|expert_num$": "experts",
     r"lora_rank": "rank",
     r"softcap": "cap",
     r"window(_size)?$": "window",
@@ -40,12 +41,13 @@ _RULES = {
 _PERIOD = re.compile(r"(period|_step|freq|interval|pattern|every_n_layers|first_k_dense_replace)$")
 
 
-def tiny_configuration(configuration: Any, *, all_layers: bool = False, heads: int = HEADS) -> Any:
+def tiny_configuration(configuration: Any, *, exact: bool = False, heads: int = HEADS) -> Any:
     """The configuration of a tiny model of the same architecture (of its text decoder).
 
     Args:
         configuration: of a transformers model.
-        all_layers: as many layers as the model, for architectures whose layers refer to others.
+        exact: as many layers as the model, for architectures whose layers refer to others, and a
+            hidden size that is heads times their width, where the model's is (Helium relies on it).
         heads: of attention; no more than the model has.
 
     Raises:
@@ -55,13 +57,13 @@ def tiny_configuration(configuration: Any, *, all_layers: bool = False, heads: i
     fields = text.to_dict()
     fields.pop("dtype", None)
     layers = int(text.num_hidden_layers)
-    kept = layers if all_layers else _num_layers(fields, layers)
-    shrink = _Shrink(text, heads)
+    kept = layers if exact else _num_layers(fields, layers)
+    shrink = _Shrink(text, heads, exact)
     tiny = {}
     for name, value in fields.items():
         if value == layers and re.search(r"layers?$", name):
             tiny[name] = kept
-        elif re.search(r"shared_layers$", name) and not all_layers:
+        elif re.search(r"shared_layers$", name) and not exact:
             tiny[name] = kept // 2 if value else value
         elif _per_layer(name, value, layers):
             tiny[name] = shrink(name, value[:kept])
@@ -103,7 +105,7 @@ def _of_first(kept: int, value: Any) -> Any:
 class _Shrink:
     """The value of a field in the tiny configuration."""
 
-    def __init__(self, text: Any, most_heads: int) -> None:
+    def __init__(self, text: Any, most_heads: int, exact: bool) -> None:
         fields = text.to_dict()
         heads = [
             fields.get(name) for name in ("num_attention_heads", "num_heads", "n_heads", "n_head")
@@ -112,8 +114,9 @@ class _Shrink:
         self.hidden = int(text.hidden_size)
         self.head_ratio = Fraction(min(most_heads, self.heads or HEADS), self.heads or HEADS)
         self.states = any(re.search("mamba|ssm|expand|state_size", name) for name in fields)
-        free = not self.heads or (fields.get("head_dim") and not self.states)
-        # Without a width of heads of its own, the hidden size is heads times their width.
+        head_dim = fields.get("head_dim")
+        tied = exact and head_dim and head_dim * self.heads == self.hidden
+        free = not self.heads or (head_dim and not tied and not self.states)
         width = Fraction(min(WIDTH, self.hidden), self.hidden)
         self.ratio = width if free else self.head_ratio
 
@@ -125,7 +128,9 @@ class _Shrink:
         rule = next((rule for pattern, rule in _RULES.items() if re.search(pattern, name)), None)
         if rule is None or isinstance(value, bool) or not isinstance(value, int | float):
             return value
-        return type(value)(0 if rule == "off" else self._number(rule, int(value)))
+        if rule in ("off", "on"):
+            return type(value)(rule == "on" and value != 0)
+        return type(value)(self._number(rule, int(value)))
 
     def _number(self, rule: str, value: int) -> int:
         if value <= 0:

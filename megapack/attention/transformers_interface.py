@@ -64,8 +64,8 @@ def _attention_function(backend: str) -> Attention:
         max_length_q: int | None = None,
         **unused: Any,
     ) -> tuple[Tensor, None]:
-        """q ``[B, H, L, D]``, k and v ``[B, Hkv, L, D]`` -> out ``[B, L, H, D]``."""
-        batch, heads, length, width = query.shape
+        """q ``[B, H, L, D]``, k ``[B, Hkv, L, D]``, v ``[B, Hkv, L, Dv]``; out ``[B, L, H, Dv]``."""
+        batch, heads, length, key_width = query.shape
         _refuse_what_we_ignore(attention_mask, dropout, key, length, unused)
         if cu_seq_lens_q is None or max_length_q is None:
             # Plain rows, as a generation harness sends them: every row is one segment.
@@ -77,24 +77,30 @@ def _attention_function(backend: str) -> Attention:
         if kind != "meta" and torch.is_autocast_enabled(kind):  # rotated q and k are float32
             compute = torch.get_autocast_dtype(kind)
             query, key, value = query.to(compute), key.to(compute), value.to(compute)
-        # Values narrower than keys (multi-head latent attention): the kernels want one width.
-        narrow = value.shape[-1]
-        value = torch.nn.functional.pad(value, (0, width - narrow)) if narrow < width else value
+        # Values as wide as keys are not (multi-head latent attention): the kernels want one width,
+        # and zeros change no product.
+        value_width = value.shape[-1]
+        width = max(key_width, value_width)
+        query, key, value = (_widened(x, width) for x in (query, key, value))
         out = varlen_attention(
             query.transpose(1, 2).reshape(batch * length, heads, width),
             key.transpose(1, 2).reshape(batch * length, -1, width),
             value.transpose(1, 2).reshape(batch * length, -1, width),
             cu_seq_lens_q,
             max_seqlen=max_length_q,
-            scale=scaling,
+            scale=key_width**-0.5 if scaling is None else scaling,
             window=sliding_window or 0,
             softcap=softcap or 0.0,
             alibi_slopes=_slopes(module),
             backend=backend,
         )
-        return out.view(batch, length, heads, width)[..., :narrow], None
+        return out.view(batch, length, heads, width)[..., :value_width], None
 
     return megapack_attention
+
+
+def _widened(x: Tensor, width: int) -> Tensor:
+    return x if x.shape[-1] == width else torch.nn.functional.pad(x, (0, width - x.shape[-1]))
 
 
 def _slopes(module: nn.Module) -> Tensor | None:

@@ -213,8 +213,8 @@ class PackedDataset(Dataset[Batch]):
             ``tokens, labels, position_ids`` int64 and ``loss_mask`` float32 in the layout's shape,
             which is the ``loss_weight`` of a sample where there is a label, and 0 elsewhere;
             ``cu_seqlens`` int32, the padding of a sample its own last segment (with alignment also
-            ``cu_seqlens_padded``); ``max_seqlen`` int, longest segment with its padding. For a
-            blend also ``dataset_ids`` int32, dataset of every segment, -1 for padding.
+            ``cu_seqlens_padded``); ``dataset_ids`` int32, number of the dataset of every segment,
+            -1 for padding; ``max_seqlen`` int, longest segment with its padding.
 
         Raises:
             IndexError: a sample that does not exist.
@@ -262,9 +262,8 @@ class PackedDataset(Dataset[Batch]):
         batch["cu_seqlens"] = layout.listed(cu_seqlens, rows)
         if cu_seqlens_padded is not None:
             batch["cu_seqlens_padded"] = layout.listed(cu_seqlens_padded, rows)
+        batch["dataset_ids"] = torch.from_numpy(dataset_ids)
         batch["max_seqlen"] = max_seqlen
-        if dataset_ids is not None:
-            batch["dataset_ids"] = torch.from_numpy(dataset_ids)
         return batch
 
     def max_cu_seqlens(self, layout: BatchLayout, capacity: int, window: int | None = None) -> int:

@@ -81,10 +81,11 @@ def build_loader(
 
         - tokens, labels, position_ids (int64), loss_mask (float32): (1, micro_batch_tokens) or
           (rows, row_tokens);
-        - cu_seqlens int32, max_seqlen int, and where asked for cu_seqlens_padded, dataset_ids (see
+        - cu_seqlens, dataset_ids int32, max_seqlen int, and where asked for cu_seqlens_padded (see
           ``PackedDataset.micro_batch``). Of a micro batch that ranks share these are the rank's
-          slice, but for cu_seqlens and max_seqlen, which are of the whole, and it says which:
-          sequence_parallel_rank, sequence_parallel_size (``megapack.data.sequence_parallel``);
+          slice, but for cu_seqlens, dataset_ids and max_seqlen, which are of the whole, and it says
+          which: sequence_parallel_rank, sequence_parallel_size
+          (``megapack.data.sequence_parallel``);
         - step, micro_step, num_micro_steps, bucket, capacity, row_tokens, num_step_label_tokens
           (ints), imbalance, imbalance_undealt (floats), and where the step has loss weights
           step_label_weight, the sum of loss_mask over the whole step and all ranks (float); where

@@ -69,8 +69,8 @@ class Bounds(NamedTuple):
     """Lists one behind the other, each ascending from 0; a repeated last value is no segment."""
     cu_seqlens_padded: NDArray[np.int32] | None
     """The same with the room behind every segment, where segments are aligned."""
-    dataset_ids: NDArray[np.int32] | None
-    """Of every segment, -1 for padding; of a blend."""
+    dataset_ids: NDArray[np.int32]
+    """Of every segment, -1 for padding."""
     max_seqlen: int
     """The longest segment with its room, tokens."""
 
@@ -113,7 +113,7 @@ def cut_bounds(bounds: Bounds, window: int, *, num_lists: int = 1, entries: int 
     return Bounds(
         cu_seqlens=cut,
         cu_seqlens_padded=None if bounds.cu_seqlens_padded is None else padded,
-        dataset_ids=None if bounds.dataset_ids is None else bounds.dataset_ids[segment],
+        dataset_ids=bounds.dataset_ids[segment],
         max_seqlen=int(room.max()),
     )
 

@@ -41,7 +41,11 @@ class ModelConfig:
     """A directory (or hub name) that ``from_pretrained`` loads, of any architecture that packed
     rows train right: it is tried at start."""
     overrides: dict[str, Any] = field(default_factory=dict)
-    """Fields of the transformers configuration to set, as in ``num_hidden_layers: 4``."""
+    """Fields of the transformers configuration to set, as in ``num_hidden_layers: 4``. A mixture
+    of experts has its load-balancing loss with ``output_router_logits: true``."""
+    allow_missing: tuple[str, ...] = ()
+    """Of ``pretrained``: tensors (shell-style patterns, as in ``[lm_head.*]``) that the checkpoint
+    or the model may lack, or have in another shape: in the model they begin at random."""
     tokenizer: str | None = None
     """What the documents were tokenized with (directory, tokenizer.json or .model): it goes along
     with the exported model; null takes the checkpoint's."""
@@ -57,6 +61,8 @@ class ModelConfig:
             raise ConfigError(
                 "model: give exactly one of preset (from scratch) and pretrained (a checkpoint)"
             )
+        if self.allow_missing and self.pretrained is None:
+            raise ConfigError("model: allow_missing is of a checkpoint, and there is no pretrained")
         if self.preset is not None:
             check_known("model", "preset", [self.preset], PRESETS)
         check_positive("model", vocab_size=self.vocab_size, vocab_multiple=self.vocab_multiple)

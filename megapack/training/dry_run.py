@@ -89,8 +89,7 @@ def dry_run(
 def _model(architecture: Any, model: TrainingModel, attention: Choice) -> str:
     return "\n".join(
         [
-            f"model: {architecture.model_type}, {model.num_parameters:,} parameters, "
-            f"vocabulary {architecture.vocab_size:,}",
+            f"model: {model.description}; vocabulary {architecture.vocab_size:,}",
             f"attention on this machine: {attention.name}, {attention.reason}",
         ]
     )

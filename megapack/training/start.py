@@ -143,7 +143,7 @@ def train(
         sequence_group=here.sequence_group,
     )
     logger.info("attention: %s, %s", attention.name, attention.reason)
-    logger.info("model: %s, %s parameters", architecture.model_type, f"{model.num_parameters:,}")
+    logger.info("model: %s", model.description)
 
     flops = ModelFlops.of(model, architecture)
     engine = start_engine(model, config, here, universal=found is not None and found.universal)

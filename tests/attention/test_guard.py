@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
-from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
+from torch import Tensor, nn
+from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
 
 from megapack.attention import check_architecture, register
 from megapack.attention.guard import LENGTHS
 from megapack.attention.tiny import CHUNK, EXPERTS, VOCABULARY, WINDOW, tiny_configuration
+from megapack.attention.trace import Row
 from megapack.attention.transformers_interface import _attention_function
 from megapack.errors import ConfigError
 
@@ -99,15 +100,58 @@ def test_wrong_gradients_behind_right_logits_are_found() -> None:
         check("llama", name)
 
 
-def test_a_loss_that_is_not_of_the_logits_is_found() -> None:
+def cross_entropy(model: Any, row: Row) -> Tensor:
+    """The loss of the labels alone, summed."""
+    logits = model(**row.arguments()).logits[0]
+    return nn.functional.cross_entropy(logits, row.labels[0], reduction="sum")
+
+
+class WithZLoss(LlamaForCausalLM):
+    """Llama, which learns in training to keep its logits small."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        result = super().forward(*args, **kwargs)
+        if result.loss is not None:
+            result.loss = result.loss + 0.1 * result.logits.logsumexp(-1).square().mean()
+        return result
+
+
+@pytest.mark.parametrize(
+    ("name", "fields", "model_class"),
+    [
+        ("llama", {}, WithZLoss),
+        ("mixtral", {"output_router_logits": True}, None),
+        ("qwen3_moe", {"output_router_logits": True}, None),
+    ],
+)
+def test_a_training_loss_with_a_part_that_is_not_computed_is_refused(
+    name: str, fields: dict[str, Any], model_class: Any
+) -> None:
+    def build_of_class(configuration: Any, implementation: str) -> Any:
+        if model_class is None:
+            return build(configuration, implementation)
+        return model_class._from_config(configuration, attn_implementation=implementation)
+
     register("eager")
-    with pytest.raises(ConfigError, match=r"the loss is not that of its logits.*the head"):
+    how: Any = {"attention": "megapack", "build": build_of_class, "device": CPU}
+    configuration = AutoConfig.for_model(name, **fields)
+    with pytest.raises(ConfigError, match=rf"'{name}'.*own training loss.*a part is not computed"):
+        check_architecture(configuration, loss=cross_entropy, **how)
+    check_architecture(configuration, **how)  # a trainer that takes the architecture's own
+
+
+def test_gradients_that_are_not_of_the_loss_are_found() -> None:
+    def loss(model: Any, row: Row) -> Tensor:
+        return _NoGradient.apply(cross_entropy(model, row))
+
+    register("eager")
+    with pytest.raises(ConfigError, match=r"gradients of a row are not those of the architecture"):
         check_architecture(
             AutoConfig.for_model("llama"),
             attention="megapack",
             build=build,
             device=CPU,
-            loss=lambda model, row: 2 * model(**row.arguments()).logits.logsumexp(-1).sum(),
+            loss=loss,
         )
 
 
@@ -160,6 +204,13 @@ def test_a_tiny_model_groups_its_heads_as_the_model_does() -> None:
     assert (each.num_attention_heads, each.num_key_value_heads) == (4, 4)
     odd = tiny("qwen2", hidden_size=896, num_attention_heads=14, num_key_value_heads=2)
     assert (odd.hidden_size, odd.num_attention_heads) == (4 * 64, 4)
+
+
+def test_a_hidden_size_that_is_heads_times_their_width_stays_that_where_sizes_are_exact() -> None:
+    helium = AutoConfig.for_model("helium")  # projects from heads x width to as many again
+    assert helium.num_attention_heads * helium.head_dim == helium.hidden_size
+    tiny = tiny_configuration(helium, exact=True)
+    assert tiny.num_attention_heads * tiny.head_dim == tiny.hidden_size < helium.hidden_size
 
 
 def test_windows_chunks_experts_and_vocabulary_are_small() -> None:

@@ -57,7 +57,7 @@ def test_segments_are_cut_at_multiples_of_the_window(
         assert row.tolist() == [*whole, *[whole[-1]] * (entries - len(whole))]
     assert cut.max_seqlen == max(map(max, expected)) <= window
     of_piece = [i for i, n in enumerate(flat) for _ in pieces(n, window)]
-    assert cut.dataset_ids is not None and cut.dataset_ids.tolist() == of_piece
+    assert cut.dataset_ids.tolist() == of_piece
     assert cut.cu_seqlens.dtype == np.int32
     of_all = sorted(piece for row in expected for piece in row)
     assert sorted(cut_lengths(np.array(flat), window)) == of_all
@@ -67,11 +67,13 @@ def test_segments_are_cut_at_multiples_of_the_window(
 
 def test_aligned_segments_are_cut_in_both_lists() -> None:
     """Tokens 0-9 with room to 12, 12-16 with room to 16; pieces begin at multiples of 4."""
-    bounds = Bounds(np.array([0, 10, 14], np.int32), np.array([0, 12, 16], np.int32), None, 12)
+    ids = np.array([3, -1], np.int32)
+    bounds = Bounds(np.array([0, 10, 14], np.int32), np.array([0, 12, 16], np.int32), ids, 12)
     cut = cut_bounds(bounds, 4)
     assert cut.cu_seqlens.tolist() == [0, 4, 8, 10, 14]
     assert cut.cu_seqlens_padded is not None
     assert cut.cu_seqlens_padded.tolist() == [0, 4, 8, 12, 16]
+    assert cut.dataset_ids.tolist() == [3, 3, 3, -1]
     assert cut.max_seqlen == 4
 
 

@@ -74,15 +74,14 @@ def main() -> None:
         )
         grads: dict[str, torch.Tensor] = {}
         capture_before_step(engine, model, grads)
-        losses, norms, capacities = [], [], set()
+        losses, norms, balances, capacities = [], [], [], set()
         for step, batches in TimedBatches(loader).steps():
             capacities.add(inputs.schedule.step(step).capacity)
             result = train_step(engine, batches, world=here, config=config.engine, lr=0.01)
-            total = result.loss_sum.clone()
-            torch.distributed.all_reduce(total)
-            losses.append(total.item() / result.label_weight)
-            if result.grad_norm is not None:  # DeepSpeed does not tell it without ZeRO
-                norms.append(float(result.grad_norm))
+            losses.append(mean(result.loss_sum, result.label_weight))
+            if result.balance_sum is not None:
+                balances.append(mean(result.balance_sum, result.label_weight))
+            norms.append(float(result.grad_norm))
         weights = {name: full(p).detach().float().clone() for name, p in model.named_parameters()}
         buffers = {str(b.dtype) for b in model.buffers() if b.is_floating_point()}
         if here.is_first:
@@ -93,9 +92,17 @@ def main() -> None:
                 "graphs": graphs,
                 "num_buckets": len(capacities),
                 "held": held,
+                "balances": balances,
+                "capacities": capacities,
                 "offloaded": CountedOffload.num_bytes,
             }
             torch.save({**result, **more, "buffers": buffers}, sys.argv[2])
+
+
+def mean(of_rank: torch.Tensor, weight: float) -> float:
+    total = of_rank.clone()
+    torch.distributed.all_reduce(total)
+    return total.item() / weight
 
 
 def full(parameter: torch.nn.Parameter) -> torch.Tensor:

@@ -78,3 +78,23 @@ def test_a_run_of_qwen3_trains_and_one_of_bloom_does_not_begin(
         else:
             assert ranks.wait() != [0]
             assert "'bloom'" in ranks.output() and "changes logits before it" in ranks.output()
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"v_head_dim": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 4},  # wider than the keys
+        {"v_head_dim": 8, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8},
+        {"n_routed_experts": 16, "n_group": 8, "topk_group": 5, "num_experts_per_tok": 6},
+        {"n_routed_experts": 2, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 1},
+        {"first_k_dense_replace": 0, "num_hidden_layers": 1, "q_lora_rank": None},
+        {"first_k_dense_replace": 3, "num_hidden_layers": 3, "num_attention_heads": 1},
+    ],
+    ids=str,
+)
+def test_a_small_deepseek_v3_is_taken(fields: dict[str, Any]) -> None:
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 32}
+    counts = {"num_hidden_layers": 4, "num_attention_heads": 4, "kv_lora_rank": 16}
+    values = {"vocab_size": 300, **sizes, **counts, **fields}
+    heads = values["num_attention_heads"]
+    attempt(AutoConfig.for_model("deepseek_v3", num_key_value_heads=heads, **values))

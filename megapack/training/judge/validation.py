@@ -114,7 +114,7 @@ def evaluate(
                 ids = _sample_ids(data, capacity, max_tokens)
                 for batch in _batches(data, ids, capacity, **how):
                     world.progress.at(f"validation, bucket {capacity}")
-                    loss, _ = model(**on_device(batch, world.device, config))
+                    loss, *_ = model(**on_device(batch, world.device, config))
                     sums[0, number] += loss
                     sums[1, number] += int((batch["labels"] >= 0).sum())
     finally:

@@ -1,7 +1,21 @@
-"""Which model: its transformers configuration, and what that asks of attention."""
+"""Which model: its transformers configuration and its checkpoint, and what both ask for.
+
+transformers takes what it is given: a field that no architecture has, sizes that fit no layer, a
+checkpoint of another model, whose missing tensors begin at random. Here all of that is refused,
+before a model is built.
+"""
 
 from __future__ import annotations
 
+import copy
+import dataclasses
+import difflib
+import logging
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
@@ -13,11 +27,19 @@ from megapack.training.model.presets import PRESETS
 
 __all__ = [
     "attention_needs",
+    "check_checkpoint",
+    "check_overrides",
     "model_configuration",
     "register_architectures",
 ]
 
 _DROPOUTS = ("attention_dropout", "attn_pdrop", "embd_pdrop", "resid_pdrop")
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+# Fields that count something of which there is at least one, if the architecture has any.
+_SIZES = re.compile(
+    r"(size|dim|rank|inner|embd|positions|embeddings|layers?|heads?|experts|per_tok)$"
+)
+_SHOWN = 3  # tensors in an error
 
 
 def model_configuration(config: ModelConfig, vocab_size: int) -> Any:
@@ -29,7 +51,8 @@ def model_configuration(config: ModelConfig, vocab_size: int) -> Any:
             ``vocab_multiple``; a checkpoint must hold it.
 
     Raises:
-        ConfigError: unknown preset, a vocabulary too small, or attention dropout.
+        ConfigError: unknown preset, overrides that name no field or fit no model, a vocabulary too
+            small, or attention dropout.
     """
     vocab_size = config.vocab_size or vocab_size
     if config.preset is not None:
@@ -47,6 +70,15 @@ def model_configuration(config: ModelConfig, vocab_size: int) -> Any:
     return result
 
 
+def check_overrides(config: ModelConfig) -> None:
+    """Refuse ``model.overrides`` that name no field or fit no model; needs no data, builds nothing.
+
+    Raises:
+        ConfigError: naming the field, its value and the nearest name or the limit.
+    """
+    model_configuration(config, 1)
+
+
 def _preset_configuration(config: ModelConfig, vocab_size: int) -> Any:
     from transformers import AutoConfig  # noqa: PLC0415
 
@@ -57,11 +89,18 @@ def _preset_configuration(config: ModelConfig, vocab_size: int) -> Any:
         known = ", ".join(PRESETS)
         raise ConfigError(f"model: preset {config.preset!r} is unknown; choose one of {known}")
     rows = -(-vocab_size // config.vocab_multiple) * config.vocab_multiple
-    values = {**preset.fields, "vocab_size": rows, **_no_special_tokens(), **config.overrides}
-    if not preset.alibi:
-        return AutoConfig.for_model(preset.model_type, **values)
-    slopes = alibi_slopes(values["n_head"]).tolist()
-    return GPT2AlibiConfig(**values, alibi_slopes=slopes)
+    values = {**preset.fields, "vocab_size": rows, **_no_special_tokens()}
+    before = AutoConfig.for_model(preset.model_type, **values)
+
+    def make() -> Any:
+        values.update(config.overrides)
+        if not preset.alibi:
+            return AutoConfig.for_model(preset.model_type, **values)
+        result = GPT2AlibiConfig(**values)
+        result.alibi_slopes = alibi_slopes(result.n_head).tolist()
+        return result
+
+    return _overridden(config.overrides, before, make, known=(*preset.fields,))
 
 
 def _pretrained_configuration(config: ModelConfig) -> Any:
@@ -76,13 +115,156 @@ def _pretrained_configuration(config: ModelConfig) -> Any:
     for name in _DROPOUTS:
         if hasattr(result, name):
             setattr(result, name, 0.0)
-    for name, value in config.overrides.items():
-        if not hasattr(result, name):
-            raise ConfigError(
-                f"model: override {name!r} is no field of a {result.model_type} configuration"
-            )
-        setattr(result, name, value)
+
+    def change() -> Any:
+        for name, value in config.overrides.items():
+            setattr(result, name, value)
+        result.validate()
+        return result
+
+    return _overridden(config.overrides, result, change)
+
+
+def _overridden(
+    overrides: Mapping[str, Any],
+    before: Any,
+    change: Callable[[], Any],
+    known: tuple[str, ...] = (),
+) -> Any:
+    """The configuration with the overrides, if they are fields, sizes, and agree.
+
+    Args:
+        overrides: by name.
+        before: the configuration without them.
+        change: gives the one with them; it may change ``before``.
+        known: further names that the class takes.
+    """
+    if not overrides:
+        return before
+    _check_names_and_values(overrides, before, known)
+    said: list[str] = []
+    try:
+        with _warnings_of_rope(said):
+            result = change()
+    except Exception as error:  # whatever the validators of its class raise
+        said.insert(0, str(error))
+    problem = said[0] if said else _disagreement(result.get_text_config(decoder=True))
+    if problem:
+        text = " ".join(problem.split())
+        said_of = [
+            name for name in overrides if name.removeprefix("num_").replace("_", " ") in text
+        ]
+        names = [name for name in overrides if name in text] or said_of or list(overrides)
+        raise ConfigError(f"model.overrides.{', '.join(names)}: {text}")
     return result
+
+
+def _check_names_and_values(
+    overrides: Mapping[str, Any], before: Any, known: tuple[str, ...]
+) -> None:
+    names = {*known, *before.to_dict(), *type(before).attribute_map}
+    names |= {field.name for field in dataclasses.fields(before)}
+    for name, value in overrides.items():
+        where = f"model.overrides.{name}"
+        if name not in names or name.startswith("_"):
+            near = difflib.get_close_matches(name, sorted(names), n=1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            raise ConfigError(f"{where}: no field of a {before.model_type} configuration{hint}")
+        was = getattr(before, name, None)
+        is_size = type(was) is int and was > 0 and _SIZES.search(name) and "shared" not in name
+        if is_size and type(value) is int and value < 1:
+            raise ConfigError(f"{where} is {value}; it must be 1 or more")
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ConfigError(f"{where} is {value}; it must be finite")
+
+
+def _disagreement(configuration: Any) -> str | None:
+    """What no validator of transformers looks for, and a model fails or idles with."""
+    hidden, heads, groups, chosen = (
+        getattr(configuration, name, None)
+        for name in (
+            "hidden_size",
+            "num_attention_heads",
+            "num_key_value_heads",
+            "num_experts_per_tok",
+        )
+    )
+    if heads and not getattr(configuration, "head_dim", None) and hidden % heads:
+        return f"hidden_size {hidden} is no multiple of num_attention_heads {heads}"
+    if heads and groups and heads % groups:
+        return f"num_attention_heads {heads} is no multiple of num_key_value_heads {groups}"
+    experts = next((n for x in _EXPERTS if (n := getattr(configuration, x, None))), None)
+    if experts and chosen and chosen > experts:
+        return f"num_experts_per_tok is {chosen}, of {experts} experts"
+    rope = getattr(configuration, "rope_parameters", None) or {}
+    for one in (rope, *rope.values()):
+        theta = one.get("rope_theta", 1.0) if isinstance(one, dict) else 1.0
+        if not (isinstance(theta, int | float) and 0 < theta < math.inf):
+            return f"rope_theta of rope_parameters is {theta}; it must be positive"
+    return None
+
+
+@contextmanager
+def _warnings_of_rope(said: list[str]) -> Iterator[None]:
+    """What transformers finds wrong with RoPE's parameters, and only warns of."""
+    logger = logging.getLogger("transformers.modeling_rope_utils")
+    level, handler = logger.level, logging.Handler(logging.WARNING)
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logger.addHandler(handler)
+    logger.setLevel(logging.WARNING)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+
+
+def check_checkpoint(config: ModelConfig, configuration: Any) -> None:
+    """Refuse a checkpoint of which a tensor has no place in the model, or the other way round.
+
+    Reads names and shapes only. What is not in the checkpoint would begin at random, what is not in
+    the model would be lost.
+
+    Args:
+        config: which checkpoint (none: nothing is checked), and what may be missing.
+        configuration: of ``model_configuration``.
+
+    Raises:
+        ConfigError: naming the first tensors, and how many there are.
+    """
+    from transformers import AutoModelForCausalLM  # noqa: PLC0415
+
+    if config.pretrained is None:
+        return
+    _, found = AutoModelForCausalLM.from_pretrained(
+        config.pretrained,
+        config=copy.deepcopy(configuration),
+        device_map="meta",
+        ignore_mismatched_sizes=True,
+        output_loading_info=True,
+    )
+    shapes = {
+        f"{name} {tuple(theirs)} instead of {tuple(ours)}": name
+        for name, theirs, ours in found["mismatched_keys"]
+    }
+    problems = {
+        "lacks tensors of the model, which would begin at random": found["missing_keys"],
+        "has tensors that the model lacks, which would be lost": found["unexpected_keys"],
+        "has tensors of other shapes, which would begin at random": shapes,
+    }
+    for problem, names in problems.items():
+        left = sorted(
+            text
+            for text in names
+            if not any(fnmatchcase(shapes.get(text, text), p) for p in config.allow_missing)
+        )
+        if left:
+            more = f" and {len(left) - _SHOWN} more" if len(left) > _SHOWN else ""
+            raise ConfigError(
+                f"model: checkpoint {config.pretrained!r} {problem}: {', '.join(left[:_SHOWN])}"
+                f"{more}; make model.overrides fit the checkpoint, or name them in "
+                "model.allow_missing"
+            )
 
 
 def _no_special_tokens() -> dict[str, None]:

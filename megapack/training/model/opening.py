@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,8 +19,13 @@ from megapack.attention import (
     over_ranks,
     register,
 )
+from megapack.errors import ConfigError
 from megapack.training.config import EngineConfig, ModelConfig
-from megapack.training.model.architecture import attention_needs, register_architectures
+from megapack.training.model.architecture import (
+    attention_needs,
+    check_checkpoint,
+    register_architectures,
+)
 from megapack.training.model.sharding import loaded_in_shares, made_in_shares
 from megapack.training.model.tiling import tile_mlps
 from megapack.training.model.training_model import TrainingModel
@@ -117,15 +123,17 @@ def try_slices(
         backend=backend,
         group=group,
         build=lambda tiny: _from_scratch(tiny, ATTENTION_NAME),
-        loss=_summed_loss,
+        loss=partial(_summed_loss, group=group),
         device=device,
         dtype=dtype,
     )
 
 
-def _summed_loss(model: Any, row: Any, sequence_parallel_size: int = 1) -> Tensor:
+def _summed_loss(
+    model: Any, row: Any, sequence_parallel_size: int = 1, *, group: Any = None
+) -> Tensor:
     """Of a row of documents, as a run computes it."""
-    wrapped = TrainingModel(model, chunk_tokens=32)
+    wrapped = TrainingModel(model, chunk_tokens=32, sequence_group=group)
     result: Tensor = wrapped(
         row.tokens,
         row.labels,
@@ -162,29 +170,49 @@ def build_model(
     """The model in float32 on the current default device, divided by ZeRO-3 if asked to.
 
     From scratch, the weights are a function of ``seed``, the architecture and the kind of device.
+
+    Raises:
+        ConfigError: the checkpoint is not of this model; see ``check_checkpoint``.
     """
     from transformers import AutoModelForCausalLM  # noqa: PLC0415
 
     register_architectures()
     shared = None if sequence_group is None else over_ranks(configuration, sequence_group)
     register(backend, shared)
-    if config.pretrained is not None:
-        with loaded_in_shares(zero_3):
-            model = AutoModelForCausalLM.from_pretrained(
-                config.pretrained,
-                config=configuration,
-                dtype=torch.float32,
-                attn_implementation=ATTENTION_NAME,
-            )
-        model = _with_slopes(model)
-    else:
-        # The generators of this process's device only: the others' would be initialised for it.
-        mine = [torch.cuda.current_device()] if torch.cuda.is_available() else []
-        with torch.random.fork_rng(devices=mine), made_in_shares(zero_3):
-            torch.manual_seed(seed)
-            model = _from_scratch(configuration, ATTENTION_NAME)
+    check_checkpoint(config, configuration)
+    # The generators of this process's device only: the others' would be initialised for it.
+    mine = [torch.cuda.current_device()] if torch.cuda.is_available() else []
+    with torch.random.fork_rng(devices=mine):
+        torch.manual_seed(seed)
+        if config.pretrained is None:
+            with made_in_shares(zero_3):
+                model = _from_scratch(configuration, ATTENTION_NAME)
+        else:
+            with loaded_in_shares(zero_3):
+                model = AutoModelForCausalLM.from_pretrained(
+                    config.pretrained,
+                    config=configuration,
+                    dtype=torch.float32,
+                    attn_implementation=ATTENTION_NAME,
+                    ignore_mismatched_sizes=bool(config.allow_missing),
+                )
+            model = _with_slopes(model)
+            _check_tied(model, config)
     # from_pretrained gives a model in evaluation mode, which would not checkpoint activations.
-    return TrainingModel(model, chunk_tokens=chunk_tokens, fused_loss=fused_loss).train()
+    return TrainingModel(
+        model, chunk_tokens=chunk_tokens, fused_loss=fused_loss, sequence_group=sequence_group
+    ).train()
+
+
+def _check_tied(model: Any, config: ModelConfig) -> None:
+    """Refuse a head that would be trained apart from an embedding it is to be one with: saved as
+    the configuration says, it would be lost."""
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    if model.config.tie_word_embeddings and head.weight is not embedding.weight:
+        raise ConfigError(
+            f"model: checkpoint {config.pretrained!r} has a head of its own, and its "
+            "tie_word_embeddings is true; set model.overrides.tie_word_embeddings to false"
+        )
 
 
 def _with_slopes(model: Any) -> Any:

@@ -1,4 +1,9 @@
-"""What DeepSpeed wraps: one stream of tokens in, its losses and their scaled sum out."""
+"""What DeepSpeed wraps: one stream of tokens in, its losses and their scaled sum out.
+
+The scaled sum is the architecture's own training loss, ``model(labels=...).loss`` of transformers,
+times the labels of the stream: with the load-balancing loss of a mixture of experts, where the
+architecture adds one (``megapack.attention.experts``). ``attention.guard`` holds it against that.
+"""
 
 from __future__ import annotations
 
@@ -9,14 +14,15 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from megapack.attention import varlen_arguments
+from megapack.attention import LoadBalancing, token_mask, varlen_arguments
 from megapack.data import Batch
 from megapack.data.batch import slot_tokens
 from megapack.training.config import EngineConfig
-from megapack.training.model.loss import linear_cross_entropy
+from megapack.training.model.loss import IGNORED_LABEL, linear_cross_entropy
 from megapack.training.model.sharding import whole_shape
 
 __all__ = ["TrainingModel", "on_device"]
@@ -25,13 +31,31 @@ Saving: TypeAlias = Callable[[], saved_tensors_hooks]
 
 
 class TrainingModel(nn.Module):
-    """A causal language model that takes one stream of tokens and gives its losses."""
+    """A causal language model that takes one stream of tokens and gives its losses.
 
-    def __init__(self, model: nn.Module, *, chunk_tokens: int, fused_loss: bool = False) -> None:
+    Args:
+        model: of transformers.
+        chunk_tokens: positions whose logits exist at once.
+        fused_loss: compile the elementwise part of the loss.
+        sequence_group: process group of the ranks that share long samples.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        chunk_tokens: int,
+        fused_loss: bool = False,
+        sequence_group: Any = None,
+    ) -> None:
         super().__init__()
         self.model = model
         self.chunk_tokens = chunk_tokens
         self.fused_loss = fused_loss
+        self.sequence_group = sequence_group
+        found = LoadBalancing.of(model)
+        wanted = getattr(model.config, "output_router_logits", False)
+        self.balancing, self.left_out = (found, None) if wanted else (None, found)
 
     @property
     def configuration(self) -> Any:
@@ -42,6 +66,16 @@ class TrainingModel(nn.Module):
     def num_parameters(self) -> int:
         """Trained numbers, tied ones once, wherever ZeRO-3 keeps them."""
         return sum(math.prod(whole_shape(p)) for p in self.parameters())
+
+    @property
+    def description(self) -> str:
+        """For people: architecture, size, and what is trained besides the loss of the labels."""
+        text = f"{self.configuration.model_type}, {self.num_parameters:,} parameters"
+        if self.balancing is not None:
+            return f"{text}, with {self.balancing}"
+        if self.left_out is not None:
+            return f"{text}, without {self.left_out} (model.overrides.output_router_logits adds it)"
+        return text
 
     @property
     def layers(self) -> nn.ModuleList:
@@ -59,13 +93,18 @@ class TrainingModel(nn.Module):
         sequence_parallel_size: int = 1,
     ) -> Tensor:
         """``[T, width]``: the states before the head, of ``tokens [1, T]``."""
-        base: Any = self.model.base_model
-        result: Tensor = base(
-            input_ids=tokens,
-            position_ids=position_ids,
-            **varlen_arguments(cu_seqlens, max_seqlen, sequence_parallel_size),
+        result: Tensor = self._base_outputs(
+            tokens, position_ids, cu_seqlens, max_seqlen, sequence_parallel_size
         ).last_hidden_state
         return result.flatten(0, 1)
+
+    def _base_outputs(
+        self, tokens: Tensor, position_ids: Tensor, *segments: Any, **options: Any
+    ) -> Any:
+        base: Any = self.model.base_model
+        return base(
+            input_ids=tokens, position_ids=position_ids, **varlen_arguments(*segments), **options
+        )
 
     def forward(
         self,
@@ -76,19 +115,38 @@ class TrainingModel(nn.Module):
         *,
         max_seqlen: int,
         label_weights: Tensor | None = None,
+        dataset_ids: Tensor | None = None,
         scale: float = 1.0,
         sequence_parallel_size: int = 1,
-    ) -> tuple[Tensor, Tensor]:
-        """``scale`` times the summed loss of one micro batch, and the loss of every position
-        ``[T]``, without a gradient; see ``linear_cross_entropy``. With ``sequence_parallel_size``
-        above 1 they are of a slice, and ``cu_seqlens`` of the whole."""
-        hidden = self.hidden_states(
-            tokens, position_ids, cu_seqlens, max_seqlen, sequence_parallel_size
-        )
+        sequence_parallel_rank: int = 0,
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Of one micro batch, or with ``sequence_parallel_size`` above 1 of a slice of it;
+        ``cu_seqlens`` and ``dataset_ids`` are of the whole.
+
+        Args:
+            tokens, labels, position_ids: ``[1, T]`` int64.
+            cu_seqlens: ``[entries]`` int32.
+            max_seqlen: the longest segment.
+            label_weights: ``[1, T]`` float32, a factor on the loss of every label; None: 1.
+            dataset_ids: int32, of every segment, -1 for padding; None: there is no padding.
+            scale: factor on the first result.
+
+        Returns:
+            ``scale`` times its part of the training loss, a scalar; the loss of every position
+            ``[T]``, without a gradient (``linear_cross_entropy``); and its part of the
+            load-balancing loss times the labels of the micro batch, a scalar without a gradient,
+            neither scaled nor multiplied with its coefficient (None: there is none, or the model
+            is evaluated). The parts of slices add up.
+        """
+        segments = cu_seqlens, max_seqlen, sequence_parallel_size
+        balancing = self.balancing if self.training else None
+        options = {} if self.balancing is None else {"output_router_logits": self.training}
+        outputs = self._base_outputs(tokens, position_ids, *segments, **options)
+        hidden = outputs.last_hidden_state.flatten(0, 1)
         head: Any = self.model.get_output_embeddings()  # type: ignore[operator]
         if (factor := _logit_factor(self.configuration)) != 1:
             hidden = hidden * factor
-        return linear_cross_entropy(
+        loss, losses = linear_cross_entropy(
             hidden,
             head.weight,
             labels.flatten(),
@@ -98,6 +156,20 @@ class TrainingModel(nn.Module):
             chunk_tokens=self.chunk_tokens,
             fused=self.fused_loss,
         )
+        if balancing is None:
+            return loss, losses, None
+        group = self.sequence_group if sequence_parallel_size > 1 else None
+        mask = torch.ones_like(losses, dtype=torch.bool)
+        if dataset_ids is not None:
+            num_tokens = len(losses) * sequence_parallel_size
+            whole = token_mask(cu_seqlens, dataset_ids, num_tokens)
+            mask = whole.view(sequence_parallel_size, -1)[sequence_parallel_rank]
+        weight = (labels != IGNORED_LABEL).float() if label_weights is None else label_weights
+        weight = weight.sum()
+        if group is not None:
+            dist.all_reduce(weight, group=group)
+        balance = weight * balancing.loss(outputs.router_logits, mask, group)
+        return loss + scale * balancing.coefficient * balance, losses, balance.detach()
 
     def cast(self, dtype: torch.dtype) -> TrainingModel:
         """Parameters in ``dtype``; buffers (RoPE frequencies) keep their precision."""
@@ -158,15 +230,16 @@ def on_device(batch: Batch, device: torch.device, config: EngineConfig) -> dict[
 
     Its ``loss_mask`` goes along where it holds more than which labels there are.
     """
-    names = {name: name for name in ("tokens", "labels", "position_ids", "cu_seqlens")}
+    same = ("tokens", "labels", "position_ids", "cu_seqlens", "dataset_ids")
+    names = {name: name for name in same}
     if is_weighted(batch):
         names["label_weights"] = "loss_mask"
     moved = {name: batch[field].to(device, non_blocking=True) for name, field in names.items()}
-    shared = int(batch.get("sequence_parallel_size", 1))
     return {
         **moved,
         "max_seqlen": longest_segment(batch, config),
-        "sequence_parallel_size": shared,
+        "sequence_parallel_size": int(batch.get("sequence_parallel_size", 1)),
+        "sequence_parallel_rank": int(batch.get("sequence_parallel_rank", 0)),
     }
 
 

@@ -5,7 +5,9 @@ have loss weights, the weighted mean, which is divided by the sum of the weights
 contributes the sum of its losses times ``number of ranks / loss denominator of the step``;
 DeepSpeed averages over ranks, which takes the factor back out, whether ranks have a micro batch
 each or a slice of one. So the gradient is the same for any
-split of the step into ranks and micro batches, and clipping sees the gradient of the mean.
+split of the step into ranks and micro batches, and clipping sees the gradient of the mean. The
+load-balancing loss of a mixture of experts goes the same way, and counts as often as its micro
+batch has labels (``megapack.attention.experts``).
 """
 
 from __future__ import annotations
@@ -44,6 +46,9 @@ class StepResult:
 
     loss_sum: Tensor
     """Scalar on the device: losses of this rank's label tokens, weighted and summed."""
+    balance_sum: Tensor | None
+    """The same of the load-balancing losses of this rank's micro batches, weighted by their labels,
+    without their coefficient; None: the model has none."""
     label_weight: float
     """Of the whole step: what the sum over all ranks is divided by, its label tokens or the sum of
     their weights."""
@@ -51,7 +56,7 @@ class StepResult:
     """(samples,) on the device: the sum of every sample of this rank, not weighted."""
     source: NDArray[np.int64]
     """(samples,) the number of the source of each."""
-    grad_norm: float | Tensor | None
+    grad_norm: float | Tensor
     """Norm of the whole gradient before clipping."""
     forward: Stopwatch
     """Of this rank's forwards."""
@@ -94,14 +99,17 @@ def start_engine(
     buffers = {
         name: buffer.clone() for name, buffer in model.named_buffers() if buffer.is_floating_point()
     }
-    kind = torch.optim.AdamW if config.engine.stage else _CheckedAdamW
-    optimizer = kind(
-        parameter_groups(model, config.optimizer),
-        lr=config.optimizer.lr,
-        betas=config.optimizer.betas,
-        eps=config.optimizer.eps,
-        fused=world.device.type == "cuda",
-    )
+    options: dict[str, Any] = {
+        "lr": config.optimizer.lr,
+        "betas": config.optimizer.betas,
+        "eps": config.optimizer.eps,
+        "fused": world.device.type == "cuda",
+    }
+    groups = parameter_groups(model, config.optimizer)
+    if config.engine.stage:
+        optimizer = torch.optim.AdamW(groups, **options)
+    else:
+        optimizer = _ClippedAdamW(groups, clip=config.optimizer.clip, **options)
     engine, *_ = deepspeed.initialize(
         model=model,
         optimizer=optimizer,
@@ -119,17 +127,33 @@ def start_engine(
     return engine
 
 
-class _CheckedAdamW(torch.optim.AdamW):
-    """Skips what DeepSpeed's own optimizers skip; without ZeRO it asks for ``overflow`` only."""
+class _ClippedAdamW(torch.optim.AdamW):
+    """Clips, skips and tells what DeepSpeed's ZeRO optimizers do; without ZeRO it asks the
+    optimizer for ``overflow`` and ``_global_grad_norm`` only.
+
+    Args:
+        groups, options: of AdamW.
+        clip: largest norm of the gradient; 0 clips nothing.
+    """
 
     overflow = False
+    _global_grad_norm: Tensor
+
+    def __init__(self, groups: list[dict[str, Any]], *, clip: float, **options: Any) -> None:
+        super().__init__(groups, **options)
+        self._clip = clip
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
-        params = (p for group in self.param_groups for p in group["params"])
+        params = [p for group in self.param_groups for p in group["params"]]
         norm = nn.utils.get_total_norm([p.grad for p in params if p.grad is not None])
+        self._global_grad_norm = norm
         self.overflow = not bool(torch.isfinite(norm))
-        return None if self.overflow else super().step(closure)
+        if self.overflow:
+            return None
+        if self._clip > 0:
+            nn.utils.clip_grads_with_norm_(params, self._clip, norm)
+        return super().step(closure)
 
 
 def _restore_buffers(model: nn.Module, buffers: dict[str, Tensor], device: torch.device) -> None:
@@ -164,6 +188,7 @@ def train_step(
     for group in engine.optimizer.param_groups:
         group["lr"] = lr
     sums, of_samples, source, forward = [], [], [], Stopwatch(world.device)
+    balances: list[Tensor] = []
     for batch in micro_batches:
         weight = _label_weight(batch)
         scale = world.size / weight
@@ -171,17 +196,20 @@ def train_step(
         engine.set_gradient_accumulation_boundary(last)
         arguments = on_device(batch, world.device, config)
         with forward:
-            loss, losses = engine(**arguments, scale=scale)
+            loss, losses, balance = engine(**arguments, scale=scale)
         # A new tensor: without ZeRO, DeepSpeed 0.19 divides by the accumulation steps all the same
         # when backward starts at the very tensor that its forward returned.
         engine.backward(loss.clone(), scale_wrt_gas=False)
-        sums.append(loss.detach() / scale)
+        sums.append(_weighted_sum(losses, arguments.get("label_weights")))
+        if balance is not None:
+            balances.append(balance)
         of_samples.append(_by_sample(losses, batch))
         source.append(batch["source"].numpy())
     skipped_before = engine.skipped_steps
     engine.step()
     return StepResult(
         loss_sum=torch.stack(sums).sum(),
+        balance_sum=torch.stack(balances).sum() if balances else None,
         label_weight=weight,
         sample_losses=torch.cat(of_samples),
         source=np.concatenate(source),
@@ -195,6 +223,10 @@ def _label_weight(batch: Batch) -> float:
     """The loss denominator of its step; 1 for a step without labels."""
     name = "step_label_weight" if is_weighted(batch) else "num_step_label_tokens"
     return float(batch[name]) or 1.0
+
+
+def _weighted_sum(losses: Tensor, label_weights: Tensor | None) -> Tensor:
+    return losses.sum() if label_weights is None else (losses * label_weights.flatten()).sum()
 
 
 def _by_sample(losses: Tensor, batch: Batch) -> Tensor:

@@ -36,6 +36,9 @@ logger = logging.getLogger("megapack")
 class Monitor:
     """Collects steps and writes them. ``step`` and ``flush`` are called on every rank.
 
+    ``loss`` is that of the labels, per label token; what a mixture of experts is trained with
+    besides, ``load_balancing_loss``, stands beside it, without its coefficient.
+
     Args:
         directory: of the run.
         config: how often, and where to.
@@ -124,9 +127,11 @@ class Monitor:
         """
         if not self._lines:
             return
-        losses = torch.stack([r.loss_sum for r in self._results]).to(torch.float64)
-        dist.all_reduce(losses)
-        values = losses.tolist()
+        values = _means([r.loss_sum for r in self._results], self._results)
+        balances = [r.balance_sum for r in self._results if r.balance_sum is not None]
+        if balances:  # all of them, or none
+            for line, mean in zip(self._lines, _means(balances, self._results), strict=True):
+                line["load_balancing_loss"] = mean
         if self._sources is not None:
             self._sources.add_losses(self._lines, self._results)
         # Not of the first one, which sets up and compiles.
@@ -135,15 +140,13 @@ class Monitor:
             sum(self._results[i].forward.seconds() for i in counted),
             sum(self._lines[i]["data_wait"] for i in counted),
         )
-        norms = [None if r.grad_norm is None else float(r.grad_norm) for r in self._results]
+        norms = [float(r.grad_norm) for r in self._results]
         # The device may have worked on after the last step was recorded: its time counts too.
         self._lines[-1]["seconds"] += time.perf_counter() - self._since
         self._since = time.perf_counter()
         lines = [
-            self._finish(line, value / result.label_weight, norm)
-            for line, value, norm, result in zip(
-                self._lines, values, norms, self._results, strict=True
-            )
+            self._finish(line, value, norm)
+            for line, value, norm in zip(self._lines, values, norms, strict=True)
         ]
         lines[-1].update(times)
         self._lines, self._results = [], []
@@ -163,14 +166,14 @@ class Monitor:
                     "optimizer.lr or a smaller optimizer.clip"
                 )
 
-    def _finish(self, line: dict[str, Any], loss: float, norm: float | None) -> dict[str, Any]:
+    def _finish(self, line: dict[str, Any], loss: float, norm: float) -> dict[str, Any]:
         seconds, flops = line.pop("seconds"), line.pop("flops")
         naive, tokens = line.pop("naive_flops"), line["tokens"]
         available = self._peak * self.world.size * seconds if self._peak else None
         return {
             **line,
             "loss": loss if math.isfinite(loss) else None,
-            "grad_norm": norm if norm is not None and math.isfinite(norm) else None,
+            "grad_norm": norm if math.isfinite(norm) else None,
             "padding": 1 - line["useful_tokens"] / tokens,
             "seconds": round(seconds, 6),
             "tokens_per_second": tokens / seconds,
@@ -234,6 +237,13 @@ class Monitor:
         self.flush()
         for writer in self._writers:
             writer.close()
+
+
+def _means(sums: list[torch.Tensor], results: list[StepResult]) -> list[float]:
+    """Of scalars on every rank's device, one per step, over the label tokens of the step."""
+    of_all = torch.stack(sums).to(torch.float64)
+    dist.all_reduce(of_all)
+    return [value / r.label_weight for value, r in zip(of_all.tolist(), results, strict=True)]
 
 
 class _TensorBoard:
