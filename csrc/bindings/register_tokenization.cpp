@@ -14,7 +14,8 @@ py::tuple py_extract_jsonl(const Array<std::uint8_t>& buffer, const py::object& 
     const auto wanted = choice<JsonValues>(values, "values",
                                            {{"strings", JsonValues::strings},
                                             {"scalars", JsonValues::scalars},
-                                            {"lists", JsonValues::lists}});
+                                            {"lists", JsonValues::lists},
+                                            {"any", JsonValues::any}});
     JsonlTexts texts;
     {
         const py::gil_scoped_release release;

@@ -132,6 +132,17 @@ def _add_chats(group: Arguments) -> None:
         "<|start_header_id|>role<|end_header_id|> (template)",
         chat_loss="learn what the assistant writes, or its role header as well (content with a "
         "template, turn with headers)",
+        tools_key={
+            "metavar": "KEY",
+            "help": "KEY holds the tools of a conversation, schemas that its template is given; '' "
+            "leaves them out (tools)",
+        },
+        template_variables={
+            "nargs": "+",
+            "metavar": "NAME[=JSON]",
+            "help": "what a template is given beside that: NAME is a key of documents (documents, "
+            "enable_thinking), NAME=JSON is the same for all, NAME= leaves a key of documents out",
+        },
         label_names="PREFIX and PREFIX.labels, or GPT-NeoX's PREFIX_KEY_document and "
         "PREFIX_KEY_label_document (megapack)",
     )

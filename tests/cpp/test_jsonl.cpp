@@ -102,6 +102,8 @@ void takes_other_values_when_asked() {
     expect(R"({"text": [1]})", LineStatus::wrong_type, "", JsonValues::scalars);
     expect(R"({"text": [ {"a": "\n"} ]})", LineStatus::ok, R"([ {"a": "\n"} ])", JsonValues::lists);
     expect(R"({"text": "x"})", LineStatus::wrong_type, "", JsonValues::lists);
+    expect(R"({"text": "\u00e9"})", LineStatus::ok, R"("\u00e9")", JsonValues::any);
+    expect(R"({"text": {"a": [1]} })", LineStatus::ok, R"({"a": [1]})", JsonValues::any);
 }
 
 void follows_dots_into_objects() {

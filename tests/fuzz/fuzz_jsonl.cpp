@@ -23,7 +23,8 @@ std::size_t count_lines(const std::uint8_t* data, std::size_t size) {
 }  // namespace
 
 extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size) {
-    for (const auto values : {JsonValues::strings, JsonValues::scalars, JsonValues::lists}) {
+    for (const auto values :
+         {JsonValues::strings, JsonValues::scalars, JsonValues::lists, JsonValues::any}) {
         const JsonlTexts texts =
             extract_jsonl({data, static_cast<std::int64_t>(size)}, "text", values);
         const std::size_t lines = texts.status.size();

@@ -78,15 +78,16 @@ class LineParser : JsonReader {
     }
 
     bool wanted_value(std::uint8_t* out, std::size_t* written, LineStatus* status) {
-        if (at('"') && values_ != JsonValues::lists) {
+        if (at('"') && (values_ == JsonValues::strings || values_ == JsonValues::scalars)) {
             ++p_;
             if (!string<true>(out, written)) return false;
             *status = lone_surrogate_ ? LineStatus::invalid_utf8 : LineStatus::ok;
             return true;
         }
         const bool container = at('{') || at('[');
-        const bool taken =
-            values_ == JsonValues::lists ? at('[') : values_ == JsonValues::scalars && !container;
+        const bool taken = values_ == JsonValues::any ||
+                           (values_ == JsonValues::lists ? at('[')
+                                                         : values_ == JsonValues::scalars && !container);
         const std::uint8_t* begin = p_;
         if (!skip_value()) return false;
         *status = taken ? LineStatus::ok : LineStatus::wrong_type;

@@ -31,6 +31,7 @@ enum class JsonValues : std::uint8_t {
     strings = 0,
     scalars = 1,  // strings, numbers, true, false, null
     lists = 2,    // [...] alone
+    any = 3,      // strings, too, in their own spelling
 };
 
 inline constexpr int kMaxJsonDepth = 900;

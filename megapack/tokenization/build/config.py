@@ -72,6 +72,8 @@ class BuildConfig:
     dtype: Literal["auto", "uint16", "int32"] = "auto"
     chat_format: ChatFormat = "template"
     chat_loss: ChatLoss | None = None  # None: content with a template, turn with headers
+    tools_key: str = "tools"  # of a conversation; "": it has none
+    template_variables: tuple[str, ...] = ()  # NAME (a key of documents), NAME=JSON or NAME= (none)
 
     # What comes out.
     output_prefix: str
@@ -134,6 +136,11 @@ class BuildConfig:
             (
                 chat and self.verify_fraction > 0,
                 "--verify-fraction is for text; chat templates are always run by the reference",
+            ),
+            (
+                bool(self.template_variables) and not (chat and self.chat_format == "template"),
+                "--template-variables are for chat templates; give --messages-key, and no "
+                "--chat-format headers",
             ),
             (
                 self.split_key is not None and not hashed,

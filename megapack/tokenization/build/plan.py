@@ -25,6 +25,7 @@ from megapack.tokenization.corpus.pieces import InputFile, ReadOptions
 from megapack.tokenization.corpus.shards import Shard, default_shard_bytes, plan_shards
 from megapack.tokenization.corpus.split import SPLIT_NAMES
 from megapack.tokenization.tokenizers.chat import ChatLoss
+from megapack.tokenization.tokenizers.chat_template import keys_beside
 from megapack.tokenization.tokenizers.coding import Frame
 from megapack.tokenization.tokenizers.probe import choose_backend
 from megapack.tokenization.tokenizers.tokenizer import (
@@ -57,6 +58,7 @@ class Plan:
     dtype: str  # "uint16" or "int32"
     chat_format: ChatFormat | None  # None: documents are text
     chat_loss: ChatLoss | None
+    template_variables: tuple[str, ...]  # as BuildConfig has them
     split: tuple[float, ...] | None  # weights of train, valid and test
     split_by: str  # "order" or "hash"
     shard_bytes: int
@@ -78,6 +80,7 @@ class Plan:
         """The plan as JSON shows it; equal for equal plans."""
         read = dataclasses.asdict(self.read)
         del read["block_bytes"]  # memory follows it, nothing else
+        read["beside"] = [list(pair) for pair in self.read.beside]
         values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         return {
             **values,
@@ -90,6 +93,7 @@ class Plan:
             "libraries": dict(self.libraries),
             "bos": _token(self.bos),
             "eod": _token(self.eod),
+            "template_variables": list(self.template_variables),
             "split": None if self.split is None else list(self.split),
             "shards": len(self.shards),
         }
@@ -179,6 +183,7 @@ def make_plan(config: BuildConfig, inputs: list[InputFile], note: Callable[[str]
     read = ReadOptions(
         json_key=config.messages_key or config.json_key,
         values="lists" if is_chat else "strings",
+        beside=_beside(config, tokenizer) if is_chat else (),
         split_key=config.split_key,
         block_bytes=config.block_bytes,
         max_document_bytes=config.max_document_bytes,
@@ -208,6 +213,7 @@ def make_plan(config: BuildConfig, inputs: list[InputFile], note: Callable[[str]
         dtype=dtype,
         chat_format=chat_format,
         chat_loss=(config.chat_loss or usual) if is_chat else None,
+        template_variables=config.template_variables,
         split=config.split_weights,
         split_by=config.split_by if config.split else "order",
         shard_bytes=shard_bytes,
@@ -244,6 +250,12 @@ def _changed_inputs(old: list[list[Any]], new: list[list[Any]]) -> list[str]:
     both = [path for path in after if path in before]
     lines += [f"input {path} changed" for path in both if before[path] != after[path]]
     return lines or ["the inputs come in another order"]
+
+
+def _beside(config: BuildConfig, tokenizer: TokenizerFiles) -> tuple[tuple[str, str], ...]:
+    if config.chat_format == "template":
+        return keys_beside(tokenizer, config.tools_key, config.template_variables)
+    return (("tools", config.tools_key),) if config.tools_key else ()
 
 
 def _libraries(backend: str, chat_format: ChatFormat | None) -> dict[str, str]:

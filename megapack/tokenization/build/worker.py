@@ -47,7 +47,8 @@ def open_coder(plan: Plan, limits: Limits = Limits()) -> Coder:  # noqa: B008
     """
     if plan.chat_loss is not None:
         if plan.chat_format == "template":
-            return ChatCoder(TemplateChats(plan.tokenizer, plan.chat_loss), plan.frame)
+            chats = TemplateChats(plan.tokenizer, plan.chat_loss, plan.template_variables)
+            return ChatCoder(chats, plan.frame)
         encoder = open_any(plan.tokenizer, plan.backend, limits)
         return ChatCoder(HeaderChats(encoder, plan.chat_loss, plan.tokenizer.name), plan.frame)
     return TextCoder(

@@ -68,6 +68,8 @@ def read_jsonl(piece: Piece, options: ReadOptions, faults: Faults) -> Iterator[T
                 positions = np.arange(1, len(status) + 1) + lines_before
                 lines_before += len(status)
             block = TextBlock(text, offsets, positions, locate)
+            if options.beside:
+                block = _with_values_beside(block, lines, options.beside)
             if options.split_key is not None:
                 block, no_key = _with_hashes(block, lines, options.split_key)
                 status[(status == 0) & no_key] = len(_LINE_FAULTS)
@@ -84,6 +86,28 @@ def _with_hashes(
     text, offsets, status, _ = _core.extract_jsonl(lines, key, "scalars")
     keys = dataclasses.replace(block, text=text, offsets=offsets)
     return dataclasses.replace(block, hashes=keys.text_hashes()), status != 0
+
+
+def _with_values_beside(
+    block: TextBlock, lines: NDArray[np.uint8], beside: tuple[tuple[str, str], ...]
+) -> TextBlock:
+    """The block, conversations as objects where their lines have more to say; null says nothing."""
+    values: list[list[str]] = [[] for _ in range(len(block))]
+    for name, key in beside:
+        text, offsets, _, _ = _core.extract_jsonl(lines, key, "any")
+        found = dataclasses.replace(block, text=text, offsets=offsets).strings()
+        for i, value in enumerate(found):
+            if value not in ("", "null"):
+                values[i].append(f"{json.dumps(name)}: {value}")
+    if not any(values):
+        return block
+    pairs = zip(block.strings(), values, strict=True)
+    texts = [
+        f'{{"messages": {messages}, {", ".join(more)}}}' if messages and more else messages
+        for messages, more in pairs
+    ]
+    composed = TextBlock.of_strings(texts)
+    return dataclasses.replace(block, text=composed.text, offsets=composed.offsets)
 
 
 def _record_line(

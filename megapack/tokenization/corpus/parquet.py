@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,9 +34,12 @@ def read_parquet(piece: Piece, options: ReadOptions, faults: Faults) -> Iterator
     keys = options.keys()
     with open_parquet(piece.file) as file:
         columns = [_find_column(file.schema_arrow, key, keys[key], path) for key in keys]
+        beside = {name: _names(file.schema_arrow, key) for name, key in options.beside}
+        present = {name: names for name, names in beside.items() if names is not None}
         rows_before = sum(file.metadata.row_group(i).num_rows for i in range(piece.begin))
-        for batch in _batches(file, piece, options, columns):
-            text, offsets, missing = _arrow_text(_column(batch, columns[0]), path, options)
+        for batch in _batches(file, piece, options, [*columns, *present.values()]):
+            more = {name: _column(batch, names).to_pylist() for name, names in present.items()}
+            text, offsets, missing = _arrow_text(_column(batch, columns[0]), path, options, more)
             positions = np.arange(len(offsets) - 1) + rows_before
             rows_before += len(positions)
             block = TextBlock(text, offsets, positions, locate)
@@ -131,7 +134,7 @@ def _column(batch: Any, names: Sequence[str]) -> Any:
 
 
 def _arrow_text(
-    array: Any, path: str, options: ReadOptions
+    array: Any, path: str, options: ReadOptions, beside: Mapping[str, list[Any]]
 ) -> tuple[NDArray[np.uint8], NDArray[np.int64], NDArray[np.bool_]]:
     """(text, offsets, missing) of an arrow array; text is a view where it can be.
 
@@ -145,7 +148,10 @@ def _arrow_text(
         wanted = "lists of messages" if lists else "strings"
         raise DataError(f"{path}: column {options.json_key!r} holds {kind}; it must hold {wanted}")
     if lists:
-        rows = [None if row is None else json.dumps(row, default=str) for row in array.to_pylist()]
+        rows = [
+            None if row is None else json.dumps(_with_values_beside(row, i, beside), default=str)
+            for i, row in enumerate(array.to_pylist())
+        ]
         array = pyarrow.array(rows, pyarrow.large_string())
     array = array.cast(pyarrow.large_binary())
     missing = np.array(array.is_null())
@@ -157,6 +163,12 @@ def _arrow_text(
     offsets = np.frombuffer(bounds, np.int64)[array.offset : array.offset + len(array) + 1]
     text = np.frombuffer(data, np.uint8) if data is not None else np.zeros(0, np.uint8)
     return text[offsets[0] : offsets[-1]], offsets - offsets[0], missing
+
+
+def _with_values_beside(messages: Any, row: int, beside: Mapping[str, list[Any]]) -> Any:
+    """As jsonl.py has it: an object where the row has more to say."""
+    more = {name: column[row] for name, column in beside.items() if column[row] is not None}
+    return {"messages": messages, **more} if more else messages
 
 
 def _hashes(column: Any) -> tuple[NDArray[np.uint64], NDArray[np.bool_]]:

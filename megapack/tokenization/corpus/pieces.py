@@ -61,7 +61,10 @@ class ReadOptions:
 
     # Also the parquet column. Where there is no key `a.b`, it is key b of the object at key a.
     json_key: str = "text"
-    values: Literal["strings", "lists"] = "strings"  # lists: the JSON of a list of messages
+    # lists: the JSON of a list of messages, or, where the document has other keys of ``beside``, of
+    # an object with the list under "messages" and their values.
+    values: Literal["strings", "lists"] = "strings"
+    beside: tuple[tuple[str, str], ...] = ()  # of a conversation: (name in that object, key)
     split_key: str | None = None  # another key; documents carry its hash
     block_bytes: int = 4 << 20  # of text in one block; memory follows it
     max_document_bytes: int = 1 << 30  # a longer line or file is a fault ("too long")

@@ -23,12 +23,14 @@ from megapack.tokenization.tokenizers.encoders import Encoder
 __all__ = [
     "ASSISTANT",
     "NO_LOSS",
+    "Chat",
     "ChatCoder",
     "ChatLoss",
     "Chats",
     "CodedChat",
     "HeaderChats",
     "Message",
+    "TemplateError",
 ]
 
 Message = Mapping[str, Any]
@@ -39,6 +41,14 @@ NO_LOSS = -100
 _START, _END, _EOT = _MARKERS = "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"
 
 
+# What tells a model more than its content does.
+_NOT_IN_HEADERS = ("tool_calls", "reasoning_content", "thinking", "reasoning")
+
+
+class TemplateError(DataError):
+    """A chat template fails on a conversation, rather than refusing it."""
+
+
 class CodedChat(NamedTuple):
     """One conversation."""
 
@@ -46,16 +56,24 @@ class CodedChat(NamedTuple):
     learned: NDArray[np.bool_]  # of every token: does it carry loss?
 
 
+class Chat(NamedTuple):
+    """A conversation, and what is said beside it: tools, documents, other variables by name."""
+
+    messages: Sequence[Message]
+    beside: Mapping[str, Any]
+
+
 class Chats(abc.ABC):
     """Turns conversations into tokens."""
 
     @abc.abstractmethod
-    def code(self, messages: Sequence[Message]) -> CodedChat:
+    def code(self, chat: Chat) -> CodedChat:
         """Raises DataError for a conversation that cannot be said."""
 
 
 class ChatCoder(Coder):
-    """Blocks whose documents are JSON lists of ``{"role": ..., "content": ...}``.
+    """Blocks whose documents are JSON lists of ``{"role": ..., "content": ...}``, or objects that
+    hold one as ``messages`` (``ReadOptions.beside``).
 
     The tokens that frame a document carry no loss, but for an end token behind a learned one: a
     model that learns its last answer learns that it ends there.
@@ -69,9 +87,11 @@ class ChatCoder(Coder):
         coded = []
         for i, text in enumerate(block.strings()):
             try:
-                chat = self._chats.code(_messages(text))
+                chat = self._chats.code(_chat(text))
             except DataError as error:
-                faults.record("unusable chat", block.place(i), str(error))
+                failed = isinstance(error, TemplateError)
+                kind = "chat template failed" if failed else "unusable chat"
+                faults.record(kind, block.place(i), str(error))
                 continue
             if chat.learned.any():
                 coded.append(self._framed(chat))
@@ -134,13 +154,23 @@ class HeaderChats(Chats):
                     "with --special-token, or use --chat-format template"
                 )
 
-    def code(self, messages: Sequence[Message]) -> CodedChat:
+    def code(self, chat: Chat) -> CodedChat:
+        if chat.beside.get("tools"):
+            raise DataError("role headers do not say its tools; --tools-key '' leaves them out")
         texts: list[str] = []
         given: list[int | None] = []  # tokens at the start of each text without loss; None: all
-        for message in messages:
-            content = message["content"]
+        for i, message in enumerate(chat.messages):
+            content = message.get("content")
             if not isinstance(content, str):
-                raise DataError(f"content is {json_kind(content)}; role headers need a string")
+                raise DataError(
+                    f"content of message {i} is {json_kind(content)}; role headers need a string"
+                )
+            unsaid = [key for key in _NOT_IN_HEADERS if message.get(key)]
+            if unsaid:
+                raise DataError(
+                    f"role headers do not say the {unsaid[0]} of message {i}; use --chat-format "
+                    "template"
+                )
             header = f"{_START}{message['role']}{_END}\n\n"
             answer = f"{content}{_EOT}"
             if message["role"] != ASSISTANT:
@@ -160,18 +190,18 @@ class HeaderChats(Chats):
         return CodedChat(ids.astype(np.int32), learned)
 
 
-def _messages(text: str) -> list[Message]:
-    messages: list[Message] = json.loads(text)
+def _chat(text: str) -> Chat:
+    document = json.loads(text)
+    beside = document if isinstance(document, dict) else {"messages": document}
+    messages: list[Message] = beside.pop("messages")
     if not messages:
         raise DataError("the list of messages is empty")
     for i, message in enumerate(messages):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise DataError(f'message {i} is not of the form {{"role": ..., "content": ...}}')
-        if "content" not in message:
-            raise DataError(f"message {i} has no content")
     if "\\u" in text:  # else it has no surrogates: it was UTF-8
         try:
-            json.dumps(messages, ensure_ascii=False).encode("utf-8")
+            json.dumps([messages, beside], ensure_ascii=False).encode("utf-8")
         except UnicodeEncodeError as error:
             raise DataError("a message holds half of a surrogate pair") from error
-    return messages
+    return Chat(messages, beside)

@@ -2,33 +2,45 @@
 
 Which part of the rendered text the assistant wrote is known in two ways. A template that marks it,
 ``{% generation %}...{% endgeneration %}``, is taken at its word. Otherwise the conversation is
-rendered up to every answer, with and without it, and the answer is what came to be in between.
+rendered up to every answer, with and without it, and the answer is what came to be in between:
+
+    up to the answer, with a generation prompt    <user>hi<end>\\n<assistant>
+    with the answer                               <user>hi<end>\\n<assistant>yo<end>\\n
+    learned, up to the token that ends the turn                              yo<end>
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from megapack.errors import ConfigError, DataError
 from megapack.optional import require
-from megapack.tokenization.tokenizers.chat import ASSISTANT, ChatLoss, Chats, CodedChat, Message
+from megapack.tokenization.corpus.faults import json_kind
+from megapack.tokenization.tokenizers.chat import (
+    ASSISTANT,
+    Chat,
+    ChatLoss,
+    Chats,
+    CodedChat,
+    Message,
+)
 from megapack.tokenization.tokenizers.encoders import load_tokenizers
 from megapack.tokenization.tokenizers.tokenizer import TokenizerFiles
 
-__all__ = ["TemplateChats"]
+if TYPE_CHECKING:
+    from megapack.tokenization.tokenizers.rendering import ChatTemplate, Span
 
-# Stand around an answer in the rendered text until it is searched for them. Not characters: no
-# text has them, and a conversation that does is refused.
-_OPEN, _CLOSE = "\ufdd0", "\ufdd1"
+__all__ = ["TemplateChats", "keys_beside"]
 
-# What an expression of a template can run into when a message has not the form it expects.
-_WRONG = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
-
-Span = tuple[int, int]
+_TOOLS, _DOCUMENTS, _CLOCK = "tools", "documents", "strftime_now"
+# Given by whoever renders a template, never by a document.
+_GIVEN = frozenset({"messages", _TOOLS, _CLOCK, "add_generation_prompt"}) | {
+    f"{role}_token" for role in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
+}
 
 
 class TemplateChats(Chats):
@@ -39,34 +51,41 @@ class TemplateChats(Chats):
     on the ``content`` learns what a model writes after the generation prompt, up to the token that
     ends the turn; on the ``turn``, the role header as well, but for its first token.
 
+    Args:
+        variables: of the template, each as ``--template-variables`` has it.
+
     Raises:
         ConfigError: the tokenizer has no chat template, or a broken one, or is not a
-            tokenizer.json.
+            tokenizer.json; a variable is not one of the template.
     """
 
-    def __init__(self, files: TokenizerFiles, loss: ChatLoss) -> None:
-        if files.kind != "hf":
-            raise ConfigError(
-                f"{files.name} is a {files.kind} tokenizer; chat templates belong to a "
-                "tokenizer.json: use --chat-format headers"
-            )
+    def __init__(
+        self, files: TokenizerFiles, loss: ChatLoss, variables: Sequence[str] = ()
+    ) -> None:
+        self._templates = _open_templates(files)
+        self._variables = _read_variables(variables, _names_read(self._templates), files.name)
+        self._fixed = {**_special_variables(files), **self._variables.fixed}
         self._loss = loss
         self._special = tuple(files.special)
         tokenizers = require("tokenizers", f"tokenizer {files.name}")
         self._tokenizer = load_tokenizers(files)
         # Nothing is added to a rendered text, and offsets shall cover white space, too.
         self._tokenizer.post_processor = tokenizers.processors.ByteLevel(trim_offsets=False)
-        text = _template_of(files)
-        # Marks stand around the content; what a role header is they do not say.
-        self._marks_answers = "endgeneration" in text and loss == "content"
-        self._errors, self._template = _compile(files, text)
-        self._variables = _special_variables(files)
 
-    def code(self, messages: Sequence[Message]) -> CodedChat:
-        said = json.dumps(messages, ensure_ascii=False)
-        if _OPEN in said or _CLOSE in said:
-            raise DataError("the text holds U+FDD0 or U+FDD1, which are no characters")
-        text, spans = self._marked(messages) if self._marks_answers else self._compared(messages)
+    def code(self, chat: Chat) -> CodedChat:
+        said = self._said_beside(chat)
+        tools = said[_TOOLS] is not None and "tool_use" in self._templates
+        template = self._templates["tool_use" if tools else "default"]
+        if said[_TOOLS] and _TOOLS not in template.variables:
+            raise DataError(
+                "the chat template does not read its tools; --tools-key '' leaves them out"
+            )
+        rendering = _Rendering(template, {**self._fixed, **said})
+        # Marks stand around the content; what a role header is they do not say.
+        if template.marks_answers and self._loss == "content":
+            text, spans = rendering.marked(chat.messages)
+        else:
+            text, spans = rendering.compared(chat.messages, self._loss, self._special)
         encoding = self._tokenizer.encode(text, add_special_tokens=False)
         at = np.array(encoding.offsets, np.int64).reshape(-1, 2)
         learned = np.zeros(len(at), np.bool_)
@@ -75,108 +94,173 @@ class TemplateChats(Chats):
             learned[inside[1:] if self._loss == "turn" else inside] = True
         return CodedChat(np.array(encoding.ids, np.int32), learned)
 
-    def _render(self, messages: Sequence[Message], *, prompt: bool = False) -> str:
-        try:
-            return str(
-                self._template.render(
-                    messages=messages, add_generation_prompt=prompt, **self._variables
-                )
+    def _said_beside(self, chat: Chat) -> dict[str, Any]:
+        """The document's own variables; ``tools`` and ``documents`` are None where it has none."""
+        unnamed = [name for name in chat.beside if name not in (_TOOLS, *self._variables.named)]
+        if unnamed:
+            name = unnamed[0]
+            raise DataError(
+                f"it has {name!r}, which the chat template reads: say --template-variables {name} "
+                f"to pass it on, {name}= to leave it out"
             )
-        except self._errors as error:
-            raise DataError(f"the chat template refuses it: {error}") from error
+        said: dict[str, Any] = {_TOOLS: None, _DOCUMENTS: None, **chat.beside}
+        if _DOCUMENTS in self._fixed and _DOCUMENTS not in chat.beside:
+            del said[_DOCUMENTS]
+        if isinstance(said[_TOOLS], str):  # as columns of parquet must have schemas that differ
+            said[_TOOLS] = _from_json(said[_TOOLS], _TOOLS)
+        for name in (_TOOLS, _DOCUMENTS):
+            _check_objects(name, said.get(name))
+        return said
 
-    def _marked(self, messages: Sequence[Message]) -> tuple[str, list[Span]]:
-        spans: list[Span] = []
-        text = ""
-        for part in self._render(messages).split(_OPEN):
-            answer, closed, rest = part.partition(_CLOSE)
-            if closed:
-                spans.append((len(text), len(text) + len(answer)))
-            text += answer + rest
-        return text, spans
 
-    def _compared(self, messages: Sequence[Message]) -> tuple[str, list[Span]]:
-        text = self._render(messages)
+def keys_beside(
+    files: TokenizerFiles, tools_key: str, variables: Sequence[str]
+) -> tuple[tuple[str, str], ...]:
+    """What is read of a document beside its messages (``ReadOptions.beside``): its tools, and all
+    that the template would take from it, so that nothing is left out without a word.
+
+    Raises:
+        ConfigError: as ``TemplateChats``.
+    """
+    names = _names_read(_open_templates(files))
+    ours = _read_variables(variables, names, files.name)
+    own = sorted(names - _GIVEN - set(ours.fixed) - set(ours.ignored))
+    return (*([(_TOOLS, tools_key)] if tools_key else ()), *((name, name) for name in own))
+
+
+class _Variables(NamedTuple):
+    """``--template-variables``, taken apart."""
+
+    named: list[str]  # NAME: the document's
+    fixed: dict[str, Any]  # NAME=JSON: the same for all
+    ignored: list[str]  # NAME=: what documents say is not passed on
+
+
+def _read_variables(words: Sequence[str], known: frozenset[str], name: str) -> _Variables:
+    result = _Variables([], {}, [])
+    for word in words:
+        variable, fixes, value = word.partition("=")
+        if variable not in known or (variable in _GIVEN and not value):
+            names = ", ".join(sorted(known - _GIVEN)) or "none of its own"
+            raise ConfigError(
+                f"--template-variables {word}: the chat template of {name} takes no {variable!r} "
+                f"from documents; it takes: {names}"
+            )
+        if not fixes:
+            result.named.append(variable)
+        elif not value:
+            result.ignored.append(variable)
+        else:
+            result.fixed[variable] = _fixed_value(variable, value, word)
+    return result
+
+
+def _fixed_value(variable: str, value: str, word: str) -> Any:
+    try:
+        return _rendering().clock(value) if variable == _CLOCK else json.loads(value)
+    except ValueError as error:
+        form = (
+            "a date, 2026-01-31" if variable == _CLOCK else "JSON; a string has quotes of its own"
+        )
+        raise ConfigError(
+            f"--template-variables {word}: the value must be {form} ({error})"
+        ) from error
+
+
+class _Rendering(NamedTuple):
+    """A template, and the variables of one conversation but for its messages."""
+
+    template: ChatTemplate
+    variables: Mapping[str, Any]
+
+    def marked(self, messages: Sequence[Message]) -> tuple[str, list[Span]]:
+        return self._render(messages)
+
+    def compared(
+        self, messages: Sequence[Message], loss: ChatLoss, special: tuple[str, ...]
+    ) -> tuple[str, list[Span]]:
+        text, _ = self._render(messages)
         spans: list[Span] = []
         for k, message in enumerate(messages):
             if message["role"] != ASSISTANT:
                 continue
-            before = self._render(messages[:k], prompt=self._loss == "content")
-            behind = self._render(messages[: k + 1])
+            before, _ = self._render(messages[:k], prompt=loss == "content")
+            behind = text if k + 1 == len(messages) else self._render(messages[: k + 1])[0]
             if not (behind.startswith(before) and text.startswith(behind)):
                 raise DataError(
                     f"the chat template writes message {k} differently when others follow; it "
                     "needs {% generation %} marks around answers, or use --chat-format headers"
                 )
-            spans.append((len(before), self._answer_end(behind)))
+            # Templates write a line end behind the token that ends the turn; models do not.
+            stripped = behind.rstrip()
+            end = len(stripped) if stripped.endswith(special) else len(behind)
+            spans.append((len(before), end))
         return text, spans
 
-    def _answer_end(self, text: str) -> int:
-        """Behind the token that ends the turn; templates write a line end there, models do not."""
-        stripped = text.rstrip()
-        return len(stripped) if stripped.endswith(self._special) else len(text)
+    def _render(
+        self, messages: Sequence[Message], *, prompt: bool = False
+    ) -> tuple[str, list[Span]]:
+        normalized = _rendering().normalized(messages)
+        rendered = self.template.render(
+            messages=normalized, add_generation_prompt=prompt, **self.variables
+        )
+        return rendered.text, rendered.generated
 
 
-def _template_of(files: TokenizerFiles) -> str:
-    template = files.config.get("chat_template")
-    if isinstance(template, list):  # several, by name
-        named = {entry.get("name"): entry.get("template") for entry in template}
-        template = named.get("default")
-    if not isinstance(template, str):
+def _rendering() -> Any:
+    """The module, which needs jinja2."""
+    require("jinja2", "a chat template")
+    from megapack.tokenization.tokenizers import rendering  # noqa: PLC0415
+
+    return rendering
+
+
+def _open_templates(files: TokenizerFiles) -> dict[str, ChatTemplate]:
+    """By name: ``default``, and ``tool_use`` for conversations with tools where there is one."""
+    if files.kind != "hf":
+        raise ConfigError(
+            f"{files.name} is a {files.kind} tokenizer; chat templates belong to a "
+            "tokenizer.json: use --chat-format headers"
+        )
+    sources = files.chat_templates
+    if "default" not in sources:
         raise ConfigError(
             f"{files.name} has no chat template (tokenizer_config.json or chat_template.jinja "
             "beside it); use --chat-format headers"
         )
-    return template
+    compiled = _rendering().ChatTemplate
+    return {
+        name: compiled(sources[name], f"the chat template of {files.name}")
+        for name in ("default", "tool_use")
+        if name in sources
+    }
+
+
+def _names_read(templates: Mapping[str, ChatTemplate]) -> frozenset[str]:
+    return frozenset().union(*(template.variables for template in templates.values()))
 
 
 def _special_variables(files: TokenizerFiles) -> dict[str, str]:
     """bos_token, eos_token and so on, as templates call them."""
+    more = files.config.get("extra_special_tokens")
     variables = {}
-    for name, value in files.config.items():
+    for name, value in {**files.config, **(more if isinstance(more, dict) else {})}.items():
         text = value.get("content") if isinstance(value, dict) else value
         if name.endswith("_token") and isinstance(text, str):
             variables[name] = text
     return variables
 
 
-def _compile(files: TokenizerFiles, text: str) -> tuple[tuple[type[Exception], ...], Any]:
-    """The errors a template can raise, and the template.
+def _check_objects(name: str, values: Any) -> None:
+    wrong = [] if values is None else [values]
+    if isinstance(values, list):
+        wrong = [value for value in values if not isinstance(value, dict)]
+    if wrong:
+        raise DataError(f"{name} must be a list of objects, and holds {json_kind(wrong[0])}")
 
-    There is no ``strftime_now``: a corpus must not depend on the day it was built. Published
-    templates have a fixed date for hosts without it.
-    """
-    why = f"the chat template of {files.name}"
-    jinja2 = require("jinja2", why)
-    extensions = require("jinja2.ext", why)
-    sandbox = require("jinja2.sandbox", why)
 
-    class Generation(extensions.Extension):  # type: ignore[misc, name-defined]
-        tags = frozenset({"generation"})
-
-        def parse(self, parser: Any) -> list[Any]:
-            line = next(parser.stream).lineno
-            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-            return [_literal(jinja2, _OPEN, line), *body, _literal(jinja2, _CLOSE, line)]
-
-    environment = sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[extensions.loopcontrols, Generation]
-    )
-    environment.filters["tojson"] = _to_json
-
-    def refuse(message: str) -> None:
-        raise jinja2.TemplateError(message)
-
-    environment.globals["raise_exception"] = refuse
+def _from_json(text: str, name: str) -> Any:
     try:
-        return (jinja2.TemplateError, *_WRONG), environment.from_string(text)
-    except jinja2.TemplateError as error:
-        raise ConfigError(f"{why} is broken: {error}") from error
-
-
-def _literal(jinja2: Any, text: str, line: int) -> Any:
-    return jinja2.nodes.Output([jinja2.nodes.TemplateData(text)]).set_lineno(line)
-
-
-def _to_json(value: Any, indent: int | None = None) -> str:
-    return json.dumps(value, ensure_ascii=False, indent=indent)
+        return json.loads(text)
+    except ValueError as error:
+        raise DataError(f"{name} is a string that is not JSON ({error})") from error

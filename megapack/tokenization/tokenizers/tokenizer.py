@@ -136,6 +136,14 @@ class TokenizerFiles:
             file_digests=digests,
         )
 
+    @property
+    def chat_templates(self) -> dict[str, str]:
+        """By name; a tokenizer's only one is ``default``."""
+        said = self.config.get("chat_template")
+        entries = said if isinstance(said, list) else [{"name": "default", "template": said}]
+        named = {entry.get("name"): entry.get("template") for entry in entries}
+        return {str(name): text for name, text in named.items() if isinstance(text, str)}
+
     def definition(self) -> bytes:
         """The .model or tokenizer.json, made of vocab.json and merges.txt where these are given.
 
@@ -232,9 +240,14 @@ def _read_config(directory: Path, digests: dict[str, str]) -> dict[str, Any]:
     """What the files beside a tokenizer say; where two speak, the later one is heard."""
     config = _read_json(directory / "special_tokens_map.json", digests)
     config |= _read_json(directory / "tokenizer_config.json", digests)
-    template = directory / "chat_template.jinja"
-    if template.is_file():
-        config["chat_template"] = _read(template, digests).decode("utf-8")
+    files = {
+        path.stem: path for path in sorted(directory.glob("additional_chat_templates/*.jinja"))
+    }
+    if (directory / "chat_template.jinja").is_file():
+        files["default"] = directory / "chat_template.jinja"
+    if files:
+        templates = {name: _read(path, digests).decode("utf-8") for name, path in files.items()}
+        config["chat_template"] = [{"name": n, "template": t} for n, t in templates.items()]
     return config
 
 
