@@ -71,9 +71,17 @@ def read_jsonl(piece: Piece, options: ReadOptions, faults: Faults) -> Iterator[T
             if options.split_key is not None:
                 block, no_key = _with_hashes(block, lines, options.split_key)
                 status[(status == 0) & no_key] = len(_LINE_FAULTS)
-            for i in np.flatnonzero(status):
-                line = data[int(line_begin[i]) :].partition(b"\n")[0]
-                _record_line(block.place(int(i)), status[i], line, options, faults)
+
+            def detail(row: int) -> str:
+                line = data[int(line_begin[row]) :].partition(b"\n")[0]  # noqa: B023 (called now)
+                return _line_detail(line, options)
+
+            at = {
+                code: np.flatnonzero(status == code) for code in np.flatnonzero(np.bincount(status))
+            }
+            at.pop(0, None)
+            for code, rows in sorted(at.items(), key=lambda item: item[1][0]):
+                faults.record_rows(_LINE_FAULTS[code - 1], rows, block.place, detail)
             yield block.select(status == 0).checked(faults, known_utf8=True)
 
 
@@ -84,13 +92,6 @@ def _with_hashes(
     text, offsets, status, _ = _core.extract_jsonl(lines, key, "scalars")
     keys = dataclasses.replace(block, text=text, offsets=offsets)
     return dataclasses.replace(block, hashes=keys.text_hashes()), status != 0
-
-
-def _record_line(
-    place: Place, status: int, line: bytes, options: ReadOptions, faults: Faults
-) -> None:
-    detail = _line_detail(line, options) if faults.on_error == "fail" else ""
-    faults.record(_LINE_FAULTS[status - 1], place, detail)
 
 
 def _line_detail(line: bytes, options: ReadOptions) -> str:

@@ -56,13 +56,18 @@ def _read_texts(
 
 
 def _read_text(file: InputFile, options: ReadOptions, faults: Faults) -> bytes | None:
+    parts: list[bytes] = []
+    size = 0
     with open_stream(file) as stream:
-        text = stream.read(options.max_document_bytes + 1)
+        while size <= options.max_document_bytes and (part := stream.read(options.block_bytes)):
+            parts.append(part)
+            size += len(part)
     place = Place(file.path, "file")
-    if len(text) > options.max_document_bytes:
+    if size > options.max_document_bytes:
         limit = f"a file of more than {options.max_document_bytes:,} bytes"
         faults.record("too long", place, f"{limit}; see --max-document-bytes")
         return None
+    text = b"".join(parts)
     if b"\0" in text:
         faults.record("NUL bytes", place, "it is binary, or UTF-16 and wants iconv -t UTF-8")
         return None
