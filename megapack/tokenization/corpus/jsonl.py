@@ -76,12 +76,12 @@ def read_jsonl(piece: Piece, options: ReadOptions, faults: Faults) -> Iterator[T
                 line = data[int(line_begin[row]) :].partition(b"\n")[0]  # noqa: B023 (called now)
                 return _line_detail(line, options)
 
-            at = {
-                code: np.flatnonzero(status == code) for code in np.flatnonzero(np.bincount(status))
+            rows_of = {
+                fault: np.flatnonzero(status == i) for i, fault in enumerate(_LINE_FAULTS, 1)
             }
-            at.pop(0, None)
-            for code, rows in sorted(at.items(), key=lambda item: item[1][0]):
-                faults.record_rows(_LINE_FAULTS[code - 1], rows, block.place, detail)
+            found = [(int(rows[0]), fault) for fault, rows in rows_of.items() if len(rows)]
+            for _, fault in sorted(found):  # the first line that stops the build comes first
+                faults.record_rows(fault, rows_of[fault], block.place, detail)
             yield block.select(status == 0).checked(faults, known_utf8=True)
 
 

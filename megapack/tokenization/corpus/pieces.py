@@ -9,7 +9,9 @@ from typing import Literal, NamedTuple
 from megapack.errors import ConfigError
 
 __all__ = [
+    "DATA_SUFFIXES",
     "FORMATS",
+    "TABLES",
     "Compression",
     "Format",
     "InputFile",
@@ -20,8 +22,9 @@ __all__ = [
     "suffix_of",
 ]
 
-Format = Literal["jsonl", "parquet", "text"]
-FORMATS: tuple[Format, ...] = ("jsonl", "parquet", "text")
+Format = Literal["jsonl", "parquet", "arrow", "text"]
+FORMATS: tuple[Format, ...] = ("jsonl", "parquet", "arrow", "text")
+TABLES = ("parquet", "arrow")  # rows in groups; compressed inside, never as a whole
 Compression = Literal["", "gz", "zst"]
 
 # Public corpora name JSON Lines .json as often as .jsonl. Everything else is text.
@@ -29,10 +32,17 @@ _FORMAT_OF_SUFFIX: dict[str, Format] = {
     ".jsonl": "jsonl",
     ".ndjson": "jsonl",
     ".json": "jsonl",
-    ".parquet": "parquet",
     ".txt": "text",
+    ".parquet": "parquet",
+    ".arrow": "arrow",
 }
 _COMPRESSION_OF_SUFFIX: dict[str, Compression] = {".gz": "gz", ".zst": "zst", ".zstd": "zst"}
+DATA_SUFFIXES = "{}, each also .gz and .zst, {}".format(
+    *(
+        ", ".join(s for s, format in _FORMAT_OF_SUFFIX.items() if (format in TABLES) == tables)
+        for tables in (False, True)
+    )
+)  # for people
 _NOT_READ = (".bz2", ".xz", ".zip", ".7z", ".lz4", ".tar", ".tgz")
 
 
@@ -48,7 +58,9 @@ class InputFile:
 
 
 class Piece(NamedTuple):
-    """Bytes (jsonl), row groups (parquet) or all (text, compressed) of a file: ``[begin, end)``."""
+    """Bytes (jsonl), row groups (parquet), record batches (arrow) or all (text, compressed) of a
+    file: ``[begin, end)``.
+    """
 
     file: InputFile
     begin: int
@@ -59,7 +71,7 @@ class Piece(NamedTuple):
 class ReadOptions:
     """How documents are found in files."""
 
-    # Also the parquet column. Where there is no key `a.b`, it is key b of the object at key a.
+    # Also the column of a table. Where there is no key `a.b`, it is key b of the object at key a.
     json_key: str = "text"
     values: Literal["strings", "lists"] = "strings"  # lists: the JSON of a list of messages
     split_key: str | None = None  # another key; documents carry its hash
@@ -85,10 +97,10 @@ def format_of(path: str) -> tuple[Format, Compression]:
     """What a file is by its name. Raises ConfigError for archives and unknown compressions."""
     suffix, compression = _ends(path)
     format = _FORMAT_OF_SUFFIX.get(suffix, "text")
-    if suffix in _NOT_READ or (format == "parquet" and compression):
+    if suffix in _NOT_READ or (format in TABLES and compression):
         raise ConfigError(
-            f"{path}: of compressed files .gz and .zst are read, no archives and no .parquet; "
-            "decompress it first"
+            f"{path}: of compressed files .gz and .zst are read, no archives, no .parquet and no "
+            ".arrow; decompress it first"
         )
     return format, compression
 
@@ -96,7 +108,7 @@ def format_of(path: str) -> tuple[Format, Compression]:
 def is_data(path: str) -> bool:
     """Whether a name has a suffix that is taken from directories unless others are asked for."""
     suffix, compression = _ends(path)
-    return suffix in _FORMAT_OF_SUFFIX and not (suffix == ".parquet" and compression)
+    return suffix in _FORMAT_OF_SUFFIX and not (_FORMAT_OF_SUFFIX[suffix] in TABLES and compression)
 
 
 def suffix_of(path: str) -> str:

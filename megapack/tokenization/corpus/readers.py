@@ -10,9 +10,9 @@ import numpy as np
 from megapack.tokenization.corpus.blocks import TextBlock
 from megapack.tokenization.corpus.faults import Faults, Place
 from megapack.tokenization.corpus.jsonl import read_jsonl
-from megapack.tokenization.corpus.parquet import read_parquet
-from megapack.tokenization.corpus.pieces import InputFile, Piece, ReadOptions
+from megapack.tokenization.corpus.pieces import TABLES, InputFile, Piece, ReadOptions
 from megapack.tokenization.corpus.streams import open_stream
+from megapack.tokenization.corpus.tables import read_table
 
 __all__ = ["read_blocks"]
 
@@ -31,7 +31,7 @@ def read_blocks(
             yield from _read_texts([piece.file for piece in group], options, faults)
             continue
         for piece in group:
-            read = read_parquet if piece.file.format == "parquet" else read_jsonl
+            read = read_table if piece.file.format in TABLES else read_jsonl
             yield from read(piece, options, faults)
 
 

@@ -15,7 +15,7 @@ from megapack.errors import DataError
 from megapack.optional import require
 from megapack.tokenization.corpus.pieces import Format, InputFile, suffix_of
 
-__all__ = ["open_stream", "require_unchanged", "seems"]
+__all__ = ["ARROW_FILE", "open_stream", "require_unchanged", "seems"]
 
 _HEAD_BYTES = 1 << 16
 _ZST_WINDOW_BYTES = 1 << 31
@@ -23,6 +23,9 @@ _ZST_REPEATED = 1  # kind of a block: one byte, many times
 
 _NAMES = {"gz": "gzip", "zst": "zstd"}
 _PLAIN = ("plain JSON", "plain text")
+# How Arrow files begin: the file format, the stream format (no magic number, but a continuation).
+ARROW_FILE = b"ARROW1"
+_ARROW_STREAM = b"\xff\xff\xff\xff"
 # How files begin that are not plain UTF-8.
 _MAGIC = {
     b"\x1f\x8b": "gzip",
@@ -31,6 +34,8 @@ _MAGIC = {
     b"\xfd7zXZ\x00": "xz",
     b"PK\x03\x04": "a zip archive",
     b"PAR1": "parquet",
+    ARROW_FILE: "Arrow",
+    _ARROW_STREAM: "Arrow",
     b"\xff\xfe": "UTF-16",
     b"\xfe\xff": "UTF-16",
 }
@@ -84,6 +89,8 @@ def seems(file: InputFile) -> Format | None:
         head = stream.read(_HEAD_BYTES)
     if head.startswith(b"PAR1"):
         return "parquet"
+    if head.startswith((ARROW_FILE, _ARROW_STREAM)):
+        return "arrow"
     first, newline, rest = head.partition(b"\n")
     # One object alone is a document of its own (a notebook, a source map) if its name ends so.
     if not _is_object(first, whole=bool(newline) or len(head) < _HEAD_BYTES):
