@@ -1,10 +1,8 @@
-"""Numbers as people read them in messages and reports; names that can be written down."""
+"""Numbers as people read them, in messages and in what commands print."""
 
 from __future__ import annotations
 
-from megapack.errors import ConfigError
-
-__all__ = ["count", "counted", "percent", "require_utf8", "short", "size"]
+__all__ = ["count", "counted", "percent", "short", "size"]
 
 
 def count(number: int) -> str:
@@ -33,15 +31,3 @@ def short(number: float) -> str:
 def percent(fraction: float, digits: int = 2) -> str:
     """0.00123 -> 0.12 %"""
     return f"{100 * fraction:.{digits}f} %"
-
-
-def require_utf8(name: str) -> None:
-    """ConfigError for a name that is not UTF-8: metadata and manifests hold names as text."""
-    try:
-        name.encode()
-    except UnicodeEncodeError:
-        shown = name.encode(errors="surrogateescape").decode(errors="backslashreplace")
-        raise ConfigError(
-            f"the name {shown} is not UTF-8, and cannot be written into metadata: rename it, as "
-            "with convmv -f latin1 -t utf8"
-        ) from None

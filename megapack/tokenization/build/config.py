@@ -11,10 +11,9 @@ from megapack.errors import ConfigError
 from megapack.storage.mmididx import prefix_of
 from megapack.storage.remote import is_remote
 from megapack.tokenization.corpus.faults import OnError
-from megapack.tokenization.corpus.pieces import Format
+from megapack.tokenization.corpus.pieces import Format, require_utf8
 from megapack.tokenization.corpus.split import SPLIT_NAMES, parse_split
 from megapack.tokenization.tokenizers.chat import ChatLoss
-from megapack.words import require_utf8
 
 __all__ = ["LABELS", "OPTIONS", "BuildConfig", "ChatFormat", "LabelNames"]
 

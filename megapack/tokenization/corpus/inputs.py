@@ -24,10 +24,11 @@ from megapack.tokenization.corpus.pieces import (
     InputFile,
     format_of,
     is_data,
+    require_utf8,
     suffix_of,
 )
 from megapack.tokenization.corpus.streams import seems
-from megapack.words import counted, require_utf8
+from megapack.words import counted
 
 __all__ = ["find_inputs"]
 

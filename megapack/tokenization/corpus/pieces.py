@@ -19,6 +19,7 @@ __all__ = [
     "ReadOptions",
     "format_of",
     "is_data",
+    "require_utf8",
     "suffix_of",
 ]
 
@@ -121,3 +122,15 @@ def _ends(path: str) -> tuple[str, Compression]:
     name = PurePath(path.lower())
     compression = _COMPRESSION_OF_SUFFIX.get(name.suffix, "")
     return (PurePath(name.stem).suffix if compression else name.suffix), compression
+
+
+def require_utf8(name: str) -> None:
+    """ConfigError for a name that is not UTF-8: metadata and manifests hold names as text."""
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        shown = name.encode(errors="surrogateescape").decode(errors="backslashreplace")
+        raise ConfigError(
+            f"the name {shown} is not UTF-8, and cannot be written into metadata: rename it, as "
+            "with convmv -f latin1 -t utf8"
+        ) from None
