@@ -8,6 +8,7 @@ from typing import Any
 
 from megapack.cli.arguments import Arguments, byte_count
 from megapack.tokenization.build.config import OPTIONS, BuildConfig
+from megapack.tokenization.corpus.pieces import DATA_SUFFIXES
 
 __all__ = ["add_corpus_arguments", "add_fields", "values_of"]
 
@@ -54,19 +55,20 @@ def add_corpus_arguments(parser: Arguments) -> None:
             "nargs": "+",
             "required": True,
             "metavar": "PATH",
-            "help": "files, globs or directories: .jsonl, .json, .ndjson, .parquet; every other "
-            "file is one document; all but .parquet also as .gz and .zst",
+            "help": "files, globs or directories: JSON Lines (.jsonl, .json, .ndjson), .parquet, "
+            ".arrow (also what `datasets` saved); every other file is one document; all but "
+            ".parquet and .arrow also as .gz and .zst",
         },
         suffixes={
             "nargs": "+",
             "metavar": "S",
             "help": "what to take from directories, as .py, .rst.gz or 'train-*.jsonl' (default: "
-            ".jsonl, .json, .ndjson, .txt, each also .gz and .zst, and .parquet)",
+            f"{DATA_SUFFIXES})",
         },
         format="what every file is (default: by its suffix)",
         json_key={
             "metavar": "KEY",
-            "help": "JSON key or parquet column; data.text reaches into objects and structs (text)",
+            "help": "JSON key or column; data.text reaches into objects and structs (text)",
         },
         max_input_bytes={**size, "help": "take whole files, in order, up to this size in all"},
         max_document_bytes={**size, "help": "a longer line or file is a fault; bounds memory (1G)"},

@@ -12,6 +12,7 @@ import difflib
 import importlib
 import os
 import select
+import signal
 import sys
 import traceback
 from collections.abc import Sequence
@@ -19,6 +20,7 @@ from typing import Any, NoReturn, TextIO
 
 from megapack import __version__
 from megapack.errors import MegapackError, exit_code
+from megapack.tokenization.corpus.pieces import require_utf8
 
 __all__ = ["COMMANDS", "build_parser", "main"]
 
@@ -64,6 +66,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         for stream in left:  # what is still buffered goes nowhere
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
         return 141
+    except KeyboardInterrupt:
+        # From here on there is nothing to tidy up: another one ends the process at once.
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        print("megapack-build: interrupted", file=sys.stderr)
+        return 130
 
 
 def _dispatch(arguments: list[str]) -> int:
@@ -96,20 +103,20 @@ def build_parser(name: str) -> argparse.ArgumentParser:
 
 
 def _run(name: str, arguments: list[str]) -> int:
-    args = build_parser(name).parse_args(arguments)
+    debug = "--debug" in arguments
     try:
+        for argument in arguments:
+            require_utf8(argument)
+        args = build_parser(name).parse_args(arguments)
         status: int = importlib.import_module(COMMANDS[name][0]).run(args)
         return status
     except (MegapackError, ValueError, OSError) as error:
         if isinstance(error, BrokenPipeError) and _reader_left(sys.stdout):
             raise
-        if args.debug:
+        if debug:
             traceback.print_exc()
         print(f"megapack-build {name}: error: {error}", file=sys.stderr)
         return exit_code(error)
-    except KeyboardInterrupt:
-        print(f"megapack-build {name}: interrupted", file=sys.stderr)
-        return 130
 
 
 def _reader_left(stream: TextIO) -> bool:

@@ -103,7 +103,6 @@ def _add_tokens(group: Arguments) -> None:
         },
         append_eod="end every document with EOD",
         prepend_bos="begin every document with BOS",
-        boundary="shorthand: eos_bos is both of the above, separator is EOD alone (none)",
         bos_token={
             "type": token_argument,
             "metavar": "T",

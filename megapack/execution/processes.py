@@ -13,10 +13,10 @@ import os
 import queue
 import signal
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from multiprocessing import forkserver
+from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection
 from typing import Any, TypeVar
 
@@ -39,8 +39,10 @@ def run_processes(
         remedy: what takes less memory, for the message.
 
     Raises:
-        MegapackError: a worker was killed (out of memory, as a rule).
+        MegapackError: a worker, or the server that forks them, was killed (out of memory, as a
+            rule).
         DataError, OSError: what a worker raised; the others stop at their next shard.
+        KeyboardInterrupt: the workers are killed in the middle of their shards.
     """
     context = multiprocessing.get_context("forkserver")
     counters = context.Array("q", len(Counted._fields))
@@ -54,8 +56,8 @@ def run_processes(
             initargs=(worker, counters, alive),
         ) as pool,
     ):
-        futures = [pool.submit(_work, index) for index in indices]
         try:
+            futures = _submit(pool, indices)
             _watch(futures, counters, report)
             return [future.result() for future in futures]
         except BrokenProcessPool as error:
@@ -63,8 +65,21 @@ def run_processes(
                 f"a worker process was killed; the usual reason is memory: use {remedy}. Finished "
                 "shards are kept; run the same command to go on"
             ) from error
+        except KeyboardInterrupt:
+            here.close()  # which ends the workers: shards may take minutes
+            raise
         finally:
             pool.shutdown(cancel_futures=True)
+
+
+def _submit(pool: ProcessPoolExecutor, indices: Sequence[int]) -> list[Future[Any]]:
+    """Starts the workers as well. Raises BrokenProcessPool if one is killed, as results do."""
+    try:
+        with _uninterrupted():
+            forkserver.ensure_running()
+            return [pool.submit(_work, index) for index in indices]
+    except (EOFError, ConnectionError) as error:  # of the server that forks them
+        raise BrokenProcessPool("the server of the workers was killed") from error
 
 
 def prepare_processes(modules: Sequence[str]) -> None:
@@ -72,7 +87,29 @@ def prepare_processes(modules: Sequence[str]) -> None:
     the build is still being planned. It leaves with this process.
     """
     forkserver.set_forkserver_preload([__name__, *modules])
-    forkserver.ensure_running()
+    with _uninterrupted():
+        forkserver.ensure_running()
+
+
+@contextlib.contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """Ctrl-C waits for the end of the block, and never reaches the processes that it starts: their
+    parent decides what becomes of them.
+    """
+    if threading.current_thread() is not threading.main_thread():  # it gets no signals
+        yield
+        return
+    resource_tracker.ensure_running()  # first: its start ends by letting signals through
+    met: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, _: met.append(number))
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # is inherited
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        signal.signal(signal.SIGINT, before)
+        if met:
+            signal.raise_signal(signal.SIGINT)
 
 
 def _watch(futures: Sequence[Future[R]], counters: Any, report: Report) -> None:

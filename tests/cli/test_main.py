@@ -107,6 +107,43 @@ def test_a_broken_pipe_that_is_not_the_output_is_an_error(
     assert "Broken pipe: 'worker'" in capsys.readouterr().err
 
 
+INTERRUPTED = """
+import os, signal, sys
+from megapack.cli.main import main
+class Interrupt:
+    def find_spec(self, name, *_):
+        if name == MODULE:
+            os.kill(os.getpid(), signal.SIGINT)
+sys.meta_path.insert(0, Interrupt())
+sys.exit(main(["pack", "--help"]))
+"""
+
+
+@pytest.mark.parametrize("module", ["megapack.cli.pack", "numpy", "megapack.packing.strategies"])
+def test_an_interrupt_while_a_command_is_imported_is_one_line(module: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", f"MODULE = {module!r}\n{INTERRUPTED}"],
+        check=False,
+        capture_output=True,
+        text=True,
+    )
+    assert (done.returncode, done.stderr) == (130, "megapack-build: interrupted\n")
+
+
+def test_a_name_that_is_not_utf_8_is_refused_before_any_work(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It was met when metadata was written, hours later."""
+    for arguments in (
+        ["tokenize", "--input", "x\udcff.jsonl"],
+        ["merge", "a\udcff"],
+        ["pack", "\udcff"],
+    ):
+        assert main(arguments) == 2
+        assert r"\xff" in (said := capsys.readouterr().err)
+        assert "is not UTF-8" in said
+
+
 @pytest.mark.parametrize(
     ("error", "status"),
     [

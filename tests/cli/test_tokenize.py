@@ -231,7 +231,7 @@ def test_wrong_arguments_are_named(
     for more, message in (
         (("--part", "half"), "'half' is not of the form I/N"),
         (("--shard-bytes", "many"), "'many' is not a size"),
-        (("--boundary", "wall"), "invalid choice"),
+        (("--split-by", "wall"), "invalid choice"),
     ):
         with pytest.raises(SystemExit) as stopped:
             tokenize(corpus, tmp_path / "out", *more)

@@ -11,13 +11,12 @@ from megapack.errors import ConfigError
 from megapack.storage.mmididx import prefix_of
 from megapack.storage.remote import is_remote
 from megapack.tokenization.corpus.faults import OnError
-from megapack.tokenization.corpus.pieces import Format
+from megapack.tokenization.corpus.pieces import Format, require_utf8
 from megapack.tokenization.corpus.split import SPLIT_NAMES, parse_split
 from megapack.tokenization.tokenizers.chat import ChatLoss
 
-__all__ = ["LABELS", "OPTIONS", "Boundary", "BuildConfig", "ChatFormat", "LabelNames"]
+__all__ = ["LABELS", "OPTIONS", "BuildConfig", "ChatFormat", "LabelNames"]
 
-Boundary = Literal["eos_bos", "separator", "none"]
 ChatFormat = Literal["template", "headers"]
 LabelNames = Literal["megapack", "neox"]
 
@@ -52,7 +51,7 @@ class BuildConfig:
     inputs: tuple[str, ...]
     suffixes: tuple[str, ...] = ()  # taken from directories; () is every known data suffix
     format: Format | None = None  # None: by suffix
-    json_key: str = "text"  # also the parquet column
+    json_key: str = "text"  # also the column of a table
     messages_key: str | None = None  # instead of json_key: the documents are conversations
     max_input_bytes: int | None = None  # whole files only
     max_document_bytes: int = 1 << 30
@@ -64,7 +63,6 @@ class BuildConfig:
     tokenizer: str
     backend: str = "auto"
     verify_fraction: float = 0.0  # of documents encoded again by the reference
-    boundary: Boundary = "none"
     append_eod: bool = False
     prepend_bos: bool = False
     eod_token: str | int | None = None  # a name or an id
@@ -95,6 +93,7 @@ class BuildConfig:
     overwrite: bool = False
 
     def __post_init__(self) -> None:
+        require_utf8(self.output_prefix)
         # PREFIX.bin or .idx, as a shell completes it, names the same dataset everywhere.
         object.__setattr__(self, "output_prefix", prefix_of(self.output_prefix))
         if self.workers < 1:
@@ -111,7 +110,6 @@ class BuildConfig:
                 raise ConfigError(remedy)
 
     def _contradictions(self) -> list[tuple[bool, str]]:
-        framed = self.append_eod or self.prepend_bos
         words = self.min_words is not None or self.max_words is not None
         hashed = self.split is not None and self.split_by == "hash"
         chat = self.messages_key is not None
@@ -119,11 +117,6 @@ class BuildConfig:
             (
                 self.part is not None and self.finish,
                 "--part builds one part, --finish joins all parts; give one of them",
-            ),
-            (
-                self.boundary != "none" and framed,
-                f"--boundary {self.boundary} already says what stands around a document; leave out "
-                "--append-eod and --prepend-bos",
             ),
             (
                 is_remote(self.output_prefix)
@@ -151,16 +144,6 @@ class BuildConfig:
                 "--label-names neox is for conversations; give --messages-key",
             ),
         ]
-
-    @property
-    def appends(self) -> bool:
-        """Whether a token ends every document."""
-        return self.append_eod or self.boundary in ("eos_bos", "separator")
-
-    @property
-    def prepends(self) -> bool:
-        """Whether a token begins every document."""
-        return self.prepend_bos or self.boundary == "eos_bos"
 
     @property
     def split_weights(self) -> tuple[float, ...] | None:

@@ -177,8 +177,8 @@ def make_plan(config: BuildConfig, inputs: list[InputFile], note: Callable[[str]
         MegapackError: a package is missing.
     """
     tokenizer = TokenizerFiles.open(config.tokenizer)
-    bos = tokenizer.special_token("bos", config.bos_token) if config.prepends else None
-    eod = tokenizer.special_token("eod", config.eod_token) if config.appends else None
+    bos = tokenizer.special_token("bos", config.bos_token) if config.prepend_bos else None
+    eod = tokenizer.special_token("eod", config.eod_token) if config.append_eod else None
     is_chat = config.messages_key is not None
     read = ReadOptions(
         json_key=config.messages_key or config.json_key,

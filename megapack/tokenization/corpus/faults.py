@@ -81,10 +81,23 @@ class Faults:
             )
         self._add(kind, 1, [place])
 
-    def record_rows(self, kind: str, rows: NDArray[np.intp], place: Callable[[int], Place]) -> None:
-        """Count many documents, of which ``place`` tells where they are. Raises as ``record``."""
+    def record_rows(
+        self,
+        kind: str,
+        rows: NDArray[np.intp],
+        place: Callable[[int], Place],
+        detail: Callable[[int], str] | None = None,
+    ) -> None:
+        """Count many documents of one kind. Raises as ``record``.
+
+        Args:
+            rows: of the documents.
+            place, detail: of a row, as ``record`` takes them; asked of the few that are shown.
+        """
         if len(rows):
-            self.record(kind, place(int(rows[0])))
+            first = int(rows[0])
+            stops = kind not in _BENIGN and self.on_error == "fail"
+            self.record(kind, place(first), detail(first) if detail and stops else "")
             shown = rows[1 : self.max_places]
             self._add(kind, len(rows) - 1, [place(int(row)) for row in shown])
 

@@ -8,20 +8,32 @@ from __future__ import annotations
 import collections
 import fnmatch
 import glob
+import json
 import os
+import shlex
 import stat
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from megapack.errors import ConfigError, DataError
-from megapack.tokenization.corpus.pieces import Format, InputFile, format_of, is_data, suffix_of
+from megapack.tokenization.corpus.pieces import (
+    DATA_SUFFIXES,
+    Format,
+    InputFile,
+    format_of,
+    is_data,
+    require_utf8,
+    suffix_of,
+)
 from megapack.tokenization.corpus.streams import seems
 from megapack.units import counted
 
 __all__ = ["find_inputs"]
 
 _SHOWN = 5
+_DELIMITERS = {"csv": ",", "tsv": "\\t"}  # as Python spells them
 
 
 def find_inputs(
@@ -38,17 +50,20 @@ def find_inputs(
     reached twice, by whatever names, is taken once, where it comes first. Links to directories are
     followed. Hidden files and directories below a named directory are left out.
 
+    A directory that ``datasets`` saved (``save_to_disk``) gives its Arrow files, in its own order.
+
     Args:
         inputs: paths, glob patterns (``**`` crosses directories), directories.
         suffixes: what to take from directories (``.py``, or a pattern as ``train-*.jsonl``); by
-            default .jsonl, .json, .ndjson, .txt, each also .gz and .zst, and .parquet.
+            default ``DATA_SUFFIXES``.
         format: read every file as this format instead of judging by its suffix.
         max_bytes: stop before the file that would make the sum of sizes exceed this.
         note: is told what was left out or taken once, a sentence each, with counts.
 
     Raises:
         ConfigError: a pattern or directory gives nothing; a file that is no regular one, of a
-            compression that is not read, or whose format its name does not say.
+            compression or format that is not read, whose format its name does not say, or whose
+            name is not UTF-8.
         OSError: a named file does not exist; a directory cannot be read.
     """
     aside = _Aside()
@@ -56,6 +71,7 @@ def find_inputs(
     seen: dict[tuple[int, int], str] = {}
     total = 0
     for path in _paths(inputs, suffixes, aside):
+        require_utf8(path)
         facts = Path(path).stat()
         if not stat.S_ISREG(facts.st_mode):
             raise ConfigError(f"{path} is no regular file; inputs are read more than once")
@@ -120,7 +136,7 @@ def _by_suffix(paths: Iterable[str]) -> str:
 
 
 def _require_format(files: Sequence[InputFile]) -> None:
-    """ConfigError for files that would be one document each and seem to hold many.
+    """ConfigError for files that would be one document each and hold many, or seem to.
 
     The first file of every suffix of every directory is looked at.
     """
@@ -131,12 +147,28 @@ def _require_format(files: Sequence[InputFile]) -> None:
         if file.format != "text" or suffix.startswith(".txt") or not file.size or key in looked:
             continue
         looked.add(key)
+        kind = suffix.removeprefix(".").partition(".")[0]
+        if kind in _DELIMITERS:
+            raise ConfigError(
+                f"{file.path} would be one document (--format text), with all of its rows and the "
+                f"names of its columns; convert it: {_convert(file.path, _DELIMITERS[kind])}"
+            )
         found = seems(file)
         if found is not None:
             raise ConfigError(
                 f"{file.path} would be one document, but looks like {found}: say --format {found}, "
                 "or --format text to take every file as one document"
             )
+
+
+def _convert(path: str, delimiter: str) -> str:
+    """A command line that makes parquet of comma- or tab-separated values."""
+    how = f"c.ParseOptions(delimiter='{delimiter}', newlines_in_values=True)"
+    program = (
+        "import sys, pyarrow.csv as c, pyarrow.parquet as p; name = sys.argv[1]; "
+        f"p.write_table(c.read_csv(name, parse_options={how}), name + '.parquet')"
+    )
+    return f'python -c "{program}" {shlex.quote(path)}'
 
 
 def _paths(inputs: Sequence[str], suffixes: Sequence[str], aside: _Aside) -> Iterator[str]:
@@ -146,7 +178,7 @@ def _paths(inputs: Sequence[str], suffixes: Sequence[str], aside: _Aside) -> Ite
             met = len(aside.unwanted)
             found = list(_walk(path, suffixes, aside))
             if not found:
-                wanted = ", ".join(suffixes) or "known data suffixes"
+                wanted = ", ".join(suffixes) or DATA_SUFFIXES
                 others = aside.unwanted[met:]
                 there = f"; it holds {_by_suffix(others)}" if others else ""
                 raise ConfigError(
@@ -189,7 +221,7 @@ def _walk(root: Path, suffixes: Sequence[str], aside: _Aside) -> Iterator[str]:
                 entered.add(inode)
                 folders.append(name)
         names[:] = folders
-        for name in sorted(files):
+        for name in _in_order(Path(directory), files):
             path = Path(directory, name)
             if name.startswith("."):
                 aside.hidden.append(str(path))
@@ -199,6 +231,42 @@ def _walk(root: Path, suffixes: Sequence[str], aside: _Aside) -> Iterator[str]:
                 yield str(path)
             else:
                 aside.odd.append(str(path))
+
+
+def _in_order(directory: Path, files: Sequence[str]) -> list[str]:
+    """The files of a directory by name; of one that ``datasets`` wrote those of its rows.
+
+    Raises:
+        ConfigError: several splits were saved there, or not all files of the rows are there.
+    """
+    if "dataset_dict.json" in files:
+        splits = _facts(directory / "dataset_dict.json").get("splits", [])
+        if len(splits) > 1:
+            raise ConfigError(
+                f"{directory} holds the splits {', '.join(splits)} of a saved dataset: name those "
+                f"that are wanted, as {directory / splits[0]}"
+            )
+        return []  # the split is a directory
+    if "dataset_info.json" not in files or not any(name.endswith(".arrow") for name in files):
+        return sorted(files)
+    if "state.json" not in files:  # its cache
+        return sorted({*files} - {"dataset_info.json"})
+    state = _facts(directory / "state.json")
+    rows = [entry["filename"] for entry in state.get("_data_files", ())]
+    gone = [name for name in rows if name not in files]
+    if gone or state.get("_indices_data_files"):
+        problem = f"{gone[0]} is missing" if gone else "its rows are chosen by a file of indices"
+        raise ConfigError(f"{directory} is a saved dataset, and {problem}: save it again")
+    return rows
+
+
+def _facts(path: Path) -> dict[str, Any]:
+    """A JSON file's object; {} where it holds something else."""
+    try:
+        content = json.loads(path.read_bytes())
+    except ValueError:
+        return {}
+    return content if isinstance(content, dict) else {}
 
 
 def _inode(directory: Path) -> tuple[int, int]:

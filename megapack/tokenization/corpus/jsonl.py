@@ -73,9 +73,17 @@ def read_jsonl(piece: Piece, options: ReadOptions, faults: Faults) -> Iterator[T
             if options.split_key is not None:
                 block, no_key = _with_hashes(block, lines, options.split_key)
                 status[(status == 0) & no_key] = len(_LINE_FAULTS)
-            for i in np.flatnonzero(status):
-                line = data[int(line_begin[i]) :].partition(b"\n")[0]
-                _record_line(block.place(int(i)), status[i], line, options, faults)
+
+            def detail(row: int) -> str:
+                line = data[int(line_begin[row]) :].partition(b"\n")[0]  # noqa: B023 (called now)
+                return _line_detail(line, options)
+
+            rows_of = {
+                fault: np.flatnonzero(status == i) for i, fault in enumerate(_LINE_FAULTS, 1)
+            }
+            found = [(int(rows[0]), fault) for fault, rows in rows_of.items() if len(rows)]
+            for _, fault in sorted(found):  # the first line that stops the build comes first
+                faults.record_rows(fault, rows_of[fault], block.place, detail)
             yield block.select(status == 0).checked(faults, known_utf8=True)
 
 
@@ -108,13 +116,6 @@ def _with_values_beside(
     ]
     composed = TextBlock.of_strings(texts)
     return dataclasses.replace(block, text=composed.text, offsets=composed.offsets)
-
-
-def _record_line(
-    place: Place, status: int, line: bytes, options: ReadOptions, faults: Faults
-) -> None:
-    detail = _line_detail(line, options) if faults.on_error == "fail" else ""
-    faults.record(_LINE_FAULTS[status - 1], place, detail)
 
 
 def _line_detail(line: bytes, options: ReadOptions) -> str:

@@ -9,7 +9,9 @@ from typing import Literal, NamedTuple
 from megapack.errors import ConfigError
 
 __all__ = [
+    "DATA_SUFFIXES",
     "FORMATS",
+    "TABLES",
     "Compression",
     "Format",
     "InputFile",
@@ -17,11 +19,13 @@ __all__ = [
     "ReadOptions",
     "format_of",
     "is_data",
+    "require_utf8",
     "suffix_of",
 ]
 
-Format = Literal["jsonl", "parquet", "text"]
-FORMATS: tuple[Format, ...] = ("jsonl", "parquet", "text")
+Format = Literal["jsonl", "parquet", "arrow", "text"]
+FORMATS: tuple[Format, ...] = ("jsonl", "parquet", "arrow", "text")
+TABLES = ("parquet", "arrow")  # rows in groups; compressed inside, never as a whole
 Compression = Literal["", "gz", "zst"]
 
 # Public corpora name JSON Lines .json as often as .jsonl. Everything else is text.
@@ -29,10 +33,17 @@ _FORMAT_OF_SUFFIX: dict[str, Format] = {
     ".jsonl": "jsonl",
     ".ndjson": "jsonl",
     ".json": "jsonl",
-    ".parquet": "parquet",
     ".txt": "text",
+    ".parquet": "parquet",
+    ".arrow": "arrow",
 }
 _COMPRESSION_OF_SUFFIX: dict[str, Compression] = {".gz": "gz", ".zst": "zst", ".zstd": "zst"}
+DATA_SUFFIXES = "{}, each also .gz and .zst, {}".format(
+    *(
+        ", ".join(s for s, format in _FORMAT_OF_SUFFIX.items() if (format in TABLES) == tables)
+        for tables in (False, True)
+    )
+)  # for people
 _NOT_READ = (".bz2", ".xz", ".zip", ".7z", ".lz4", ".tar", ".tgz")
 
 
@@ -48,7 +59,9 @@ class InputFile:
 
 
 class Piece(NamedTuple):
-    """Bytes (jsonl), row groups (parquet) or all (text, compressed) of a file: ``[begin, end)``."""
+    """Bytes (jsonl), row groups (parquet), record batches (arrow) or all (text, compressed) of a
+    file: ``[begin, end)``.
+    """
 
     file: InputFile
     begin: int
@@ -59,7 +72,7 @@ class Piece(NamedTuple):
 class ReadOptions:
     """How documents are found in files."""
 
-    # Also the parquet column. Where there is no key `a.b`, it is key b of the object at key a.
+    # Also the column of a table. Where there is no key `a.b`, it is key b of the object at key a.
     json_key: str = "text"
     # lists: the JSON of a list of messages, or, where the document has other keys of ``beside``, of
     # an object with the list under "messages" and their values.
@@ -88,10 +101,10 @@ def format_of(path: str) -> tuple[Format, Compression]:
     """What a file is by its name. Raises ConfigError for archives and unknown compressions."""
     suffix, compression = _ends(path)
     format = _FORMAT_OF_SUFFIX.get(suffix, "text")
-    if suffix in _NOT_READ or (format == "parquet" and compression):
+    if suffix in _NOT_READ or (format in TABLES and compression):
         raise ConfigError(
-            f"{path}: of compressed files .gz and .zst are read, no archives and no .parquet; "
-            "decompress it first"
+            f"{path}: of compressed files .gz and .zst are read, no archives, no .parquet and no "
+            ".arrow; decompress it first"
         )
     return format, compression
 
@@ -99,7 +112,7 @@ def format_of(path: str) -> tuple[Format, Compression]:
 def is_data(path: str) -> bool:
     """Whether a name has a suffix that is taken from directories unless others are asked for."""
     suffix, compression = _ends(path)
-    return suffix in _FORMAT_OF_SUFFIX and not (suffix == ".parquet" and compression)
+    return suffix in _FORMAT_OF_SUFFIX and not (_FORMAT_OF_SUFFIX[suffix] in TABLES and compression)
 
 
 def suffix_of(path: str) -> str:
@@ -112,3 +125,15 @@ def _ends(path: str) -> tuple[str, Compression]:
     name = PurePath(path.lower())
     compression = _COMPRESSION_OF_SUFFIX.get(name.suffix, "")
     return (PurePath(name.stem).suffix if compression else name.suffix), compression
+
+
+def require_utf8(name: str) -> None:
+    """ConfigError for a name that is not UTF-8: metadata and manifests hold names as text."""
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        shown = name.encode(errors="surrogateescape").decode(errors="backslashreplace")
+        raise ConfigError(
+            f"the name {shown} is not UTF-8, and cannot be written into metadata: rename it, as "
+            "with convmv -f latin1 -t utf8"
+        ) from None

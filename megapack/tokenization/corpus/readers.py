@@ -10,9 +10,9 @@ import numpy as np
 from megapack.tokenization.corpus.blocks import TextBlock
 from megapack.tokenization.corpus.faults import Faults, Place
 from megapack.tokenization.corpus.jsonl import read_jsonl
-from megapack.tokenization.corpus.parquet import read_parquet
-from megapack.tokenization.corpus.pieces import InputFile, Piece, ReadOptions
+from megapack.tokenization.corpus.pieces import TABLES, InputFile, Piece, ReadOptions
 from megapack.tokenization.corpus.streams import open_stream
+from megapack.tokenization.corpus.tables import read_table
 
 __all__ = ["read_blocks"]
 
@@ -31,7 +31,7 @@ def read_blocks(
             yield from _read_texts([piece.file for piece in group], options, faults)
             continue
         for piece in group:
-            read = read_parquet if piece.file.format == "parquet" else read_jsonl
+            read = read_table if piece.file.format in TABLES else read_jsonl
             yield from read(piece, options, faults)
 
 
@@ -56,13 +56,18 @@ def _read_texts(
 
 
 def _read_text(file: InputFile, options: ReadOptions, faults: Faults) -> bytes | None:
+    parts: list[bytes] = []
+    size = 0
     with open_stream(file) as stream:
-        text = stream.read(options.max_document_bytes + 1)
+        while size <= options.max_document_bytes and (part := stream.read(options.block_bytes)):
+            parts.append(part)
+            size += len(part)
     place = Place(file.path, "file")
-    if len(text) > options.max_document_bytes:
+    if size > options.max_document_bytes:
         limit = f"a file of more than {options.max_document_bytes:,} bytes"
         faults.record("too long", place, f"{limit}; see --max-document-bytes")
         return None
+    text = b"".join(parts)
     if b"\0" in text:
         faults.record("NUL bytes", place, "it is binary, or UTF-16 and wants iconv -t UTF-8")
         return None

@@ -9,8 +9,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from megapack.errors import ConfigError
-from megapack.tokenization.corpus.parquet import open_parquet, text_bytes
-from megapack.tokenization.corpus.pieces import InputFile, Piece
+from megapack.tokenization.corpus.pieces import TABLES, InputFile, Piece
+from megapack.tokenization.corpus.tables import open_table
 
 __all__ = ["MIN_SHARD_BYTES", "Shard", "default_shard_bytes", "plan_shards"]
 
@@ -41,11 +41,12 @@ def plan_shards(files: Sequence[InputFile], *, shard_bytes: int, json_key: str) 
     """Share out ``files``, in order, into shards of about ``shard_bytes``.
 
     Plain JSON Lines are cut at any byte (readers go on to the next line), parquet between row
-    groups; other files are not cut, so a shard may be larger than asked for.
+    groups, Arrow between record batches; other files are not cut, so a shard may be larger than
+    asked for.
 
     Raises:
         ConfigError: ``shard_bytes`` is not positive.
-        DataError: a parquet file is damaged or lacks the column.
+        DataError: a parquet or Arrow file is damaged.
     """
     if shard_bytes < 1:
         raise ConfigError(f"shard size {shard_bytes} must be at least 1 byte")
@@ -80,20 +81,18 @@ def plan_shards(files: Sequence[InputFile], *, shard_bytes: int, json_key: str) 
 
 
 def _indivisible(file: InputFile, json_key: str) -> Iterator[tuple[Piece, int]]:
-    if file.format != "parquet":
+    if file.format not in TABLES:
         weight = file.size * _EXPANSION[file.compression]
         yield Piece(file, 0, file.size), weight
         return
-    with open_parquet(file) as parquet:
-        for i in range(parquet.metadata.num_row_groups):
-            group = parquet.metadata.row_group(i)
-            weight = text_bytes(group, json_key)
+    with open_table(file) as table:
+        for i, weight in enumerate(table.group_bytes(json_key)):
             yield Piece(file, i, i + 1), weight
 
 
 def _append(pieces: list[Piece], piece: Piece) -> None:
-    """Row groups of one file that follow each other are one piece."""
-    last = pieces[-1] if pieces and piece.file.format == "parquet" else None
+    """Groups of rows of one file that follow each other are one piece."""
+    last = pieces[-1] if pieces and piece.file.format in TABLES else None
     if last is not None and (last.file, last.end) == (piece.file, piece.begin):
         pieces[-1] = last._replace(end=piece.end)
     else:

@@ -7,22 +7,25 @@ import gzip
 import json
 import os
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import BinaryIO, cast
 
 from megapack.errors import DataError
 from megapack.optional import require
 from megapack.tokenization.corpus.pieces import Format, InputFile, suffix_of
 
-__all__ = ["open_stream", "require_unchanged", "seems"]
+__all__ = ["ARROW_FILE", "open_stream", "require_unchanged", "seems"]
 
 _HEAD_BYTES = 1 << 16
-_ZST_INPUT_BYTES = 1 << 14
 _ZST_WINDOW_BYTES = 1 << 31
+_ZST_REPEATED = 1  # kind of a block: one byte, many times
 
 _NAMES = {"gz": "gzip", "zst": "zstd"}
 _PLAIN = ("plain JSON", "plain text")
+# How Arrow files begin: the file format, the stream format (no magic number, but a continuation).
+ARROW_FILE = b"ARROW1"
+_ARROW_STREAM = b"\xff\xff\xff\xff"
 # How files begin that are not plain UTF-8.
 _MAGIC = {
     b"\x1f\x8b": "gzip",
@@ -31,6 +34,8 @@ _MAGIC = {
     b"\xfd7zXZ\x00": "xz",
     b"PK\x03\x04": "a zip archive",
     b"PAR1": "parquet",
+    ARROW_FILE: "Arrow",
+    _ARROW_STREAM: "Arrow",
     b"\xff\xfe": "UTF-16",
     b"\xfe\xff": "UTF-16",
 }
@@ -50,13 +55,20 @@ def open_stream(file: InputFile) -> Iterator[BinaryIO]:
         _require_compression(file, raw.read(_HEAD_BYTES))
         raw.seek(0)
         stream: BinaryIO = raw
+        damage: tuple[type[Exception], ...] = ()
         if file.compression == "gz":
             stream = cast("BinaryIO", gzip.GzipFile(fileobj=raw))
+            damage = (EOFError, zlib.error, gzip.BadGzipFile)
         elif file.compression == "zst":
-            stream = cast("BinaryIO", _ZstReader(raw, file.path))
+            zstandard = require("zstandard", f"reading {file.path}")
+            # Corpora are packed with --long, whose windows the library refuses unless told.
+            decompressor = zstandard.ZstdDecompressor(max_window_size=_ZST_WINDOW_BYTES)
+            frames = _WholeFrames(raw, file.path)
+            stream = decompressor.stream_reader(frames, read_across_frames=True, closefd=False)
+            damage = (zstandard.ZstdError,)
         try:
             yield stream
-        except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        except damage as error:
             raise DataError(f"{file.path} is truncated or damaged ({error}); fetch it again") from (
                 error
             )
@@ -77,6 +89,8 @@ def seems(file: InputFile) -> Format | None:
         head = stream.read(_HEAD_BYTES)
     if head.startswith(b"PAR1"):
         return "parquet"
+    if head.startswith((ARROW_FILE, _ARROW_STREAM)):
+        return "arrow"
     first, newline, rest = head.partition(b"\n")
     # One object alone is a document of its own (a notebook, a source map) if its name ends so.
     if not _is_object(first, whole=bool(newline) or len(head) < _HEAD_BYTES):
@@ -130,48 +144,63 @@ def _looks(head: bytes) -> str | None:
     return "plain text"
 
 
-class _ZstReader:
-    """zstandard's stream reader, which takes a file cut inside a frame for a complete one."""
+class _WholeFrames:
+    """The compressed bytes of a .zst, followed frame by frame and block by block as they are read.
+
+    zstandard takes a file that ends inside a frame for a complete one; here that is a DataError.
+    """
 
     def __init__(self, raw: BinaryIO, path: str) -> None:
-        zstandard = require("zstandard", f"reading {path}")
-        self._error: type[Exception] = zstandard.ZstdError
-        # Corpora are packed with --long, whose windows the library refuses unless told.
-        decompressor = zstandard.ZstdDecompressor(max_window_size=_ZST_WINDOW_BYTES)
-        self._new: Callable[[], Any] = decompressor.decompressobj
         self._raw = raw
         self._path = path
-        self._frame = self._new()
-        self._inside_frame = False
-        self._input = b""
-        self._output = b""
+        self._layout = _zst_layout()
+        self._next = next(self._layout)  # bytes up to the next header, length of that header
+        self._header = b""
 
     def read(self, size: int) -> bytes:
-        """``size`` bytes, fewer only at the end of the file."""
-        parts = [self._output]
-        total = len(self._output)
-        while total < size and self._more_input():
-            parts.append(self._decompress())
-            total += len(parts[-1])
-        data = b"".join(parts)
-        self._output = data[size:]
-        return data[:size]
-
-    def _more_input(self) -> bool:
-        # Little at a time: what comes out may be thousands of times as much.
-        self._input = self._input or self._raw.read(_ZST_INPUT_BYTES)
-        if not self._input and self._inside_frame:
+        data = self._raw.read(size)
+        between_frames = self._next == _BETWEEN_FRAMES and not self._header
+        if not data and size and not between_frames:
             raise DataError(f"{self._path} is truncated (it ends inside a frame); fetch it again")
-        return bool(self._input)
+        at = 0
+        while at < len(data):
+            skipped, length = self._next
+            if skipped:
+                step = min(skipped, len(data) - at)
+                self._next = (skipped - step, length)
+            else:
+                step = min(length - len(self._header), len(data) - at)
+                self._header += data[at : at + step]
+                if len(self._header) == length:
+                    header, self._header = self._header, b""
+                    self._next = self._layout.send(header)
+            at += step
+        return data
 
-    def _decompress(self) -> bytes:
-        try:
-            part: bytes = self._frame.decompress(self._input)
-        except self._error as error:
-            raise DataError(f"{self._path} is damaged ({error}); fetch it again") from error
-        self._inside_frame = not self._frame.eof
-        self._input = b""
-        if self._frame.eof:  # files of several frames are ordinary (zstd -T, cat)
-            self._input = self._frame.unused_data
-            self._frame = self._new()
-        return part
+
+_BETWEEN_FRAMES = (0, 5)
+
+
+def _zst_layout() -> Generator[tuple[int, int], bytes, None]:
+    """Where the headers of a .zst stand (RFC 8878): yields (bytes to skip, bytes of a header), and
+    is sent that header. What is no frame at all is left to the decompressor to refuse.
+    """
+    skipped = 0
+    while True:
+        # Magic number, and the byte that says how long the rest of the header is.
+        header = yield skipped, _BETWEEN_FRAMES[1]
+        skipped = 0
+        if header[1:4] == _ZST_SKIPPABLE:
+            size = header[4:] + (yield 0, 3)
+            skipped = int.from_bytes(size, "little")
+            continue
+        descriptor = header[4]
+        single_segment, content_size = descriptor >> 5 & 1, descriptor >> 6
+        skipped = (0 if single_segment else 1) + (0, 1, 2, 4)[descriptor & 3]
+        skipped += (single_segment, 2, 4, 8)[content_size]
+        last = 0
+        while not last:
+            block = int.from_bytes((yield skipped, 3), "little")
+            last, kind, num_bytes = block & 1, block >> 1 & 3, block >> 3
+            skipped = 1 if kind == _ZST_REPEATED else num_bytes
+        skipped += 4 if descriptor & 4 else 0  # checksum

@@ -182,6 +182,53 @@ def test_a_killed_worker_is_an_error_that_says_what_to_do(tmp_path: Path, corpus
     assert "kept from before" in done.stdout
 
 
+# The server that forks the workers is killed while it starts.
+KILLED_SERVER_CLI = """
+import os, sys
+os.environ["PYTHONPATH"] += os.pathsep + os.path.dirname(__file__)
+from megapack.cli.main import main
+from megapack.tokenization.build import run
+original = run.prepare_processes
+run.prepare_processes = lambda modules: original(["killed", *modules])
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
+"""
+
+
+def test_a_killed_server_of_workers_is_the_same_error(tmp_path: Path, corpus: Path) -> None:
+    """It was a raw EOFError."""
+    (tmp_path / "killed.py").write_text("import os\nos.kill(os.getpid(), 9)\n")
+    arguments = command(corpus, tmp_path / "out", "--workers", "2", "--shard-bytes", "100K")
+    process = start(tmp_path, KILLED_SERVER_CLI, arguments, stderr=subprocess.PIPE)
+    _, stderr = process.communicate(timeout=PATIENCE)
+    assert process.returncode == 1
+    assert "a worker process was killed" in stderr
+    assert "Traceback" not in stderr
+
+
+@pytest.mark.parametrize("everybody", [True, False], ids=["the group", "the build alone"])
+@pytest.mark.parametrize("program", ["SLOW_CLI", "STUCK_CLI"])
+def test_an_interrupt_ends_the_build_and_its_workers_at_once(
+    tmp_path: Path, corpus: Path, program: str, everybody: bool
+) -> None:
+    """A terminal sends it to all processes; a scheduler may send it to the first alone."""
+    arguments = command(corpus, tmp_path / "out", "--workers", "2")
+    process = start(
+        tmp_path, globals()[program], arguments, stderr=subprocess.PIPE, start_new_session=True
+    )
+    while not (finished(tmp_path / "out") or len(list(tmp_path.glob("cli.py.*"))) == 2):
+        assert process.poll() is None
+        time.sleep(0.01)
+    children = below(process.pid)
+    (os.killpg if everybody else os.kill)(process.pid, signal.SIGINT)
+    _, stderr = process.communicate(timeout=PATIENCE)
+    assert (process.returncode, stderr.splitlines()[-1]) == (130, "megapack-build: interrupted")
+    assert "Traceback" not in stderr
+    wait_for_end(children)
+    done = run(command(corpus, tmp_path / "out"))
+    assert done.returncode == 0, done.stderr
+
+
 def test_a_disk_that_is_full_is_a_clear_error_and_finished_shards_are_kept(
     tmp_path: Path, write_jsonl: WriteJsonl
 ) -> None:

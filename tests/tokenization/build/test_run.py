@@ -88,9 +88,8 @@ BOUNDARIES: list[tuple[dict[str, Any], list[list[int]]]] = [
     ({}, [[97, 98], [99]]),
     ({"append_eod": True}, [[97, 98, 256], [99, 256]]),
     ({"prepend_bos": True}, [[257, 97, 98], [257, 99]]),
-    ({"boundary": "eos_bos"}, [[257, 97, 98, 256], [257, 99, 256]]),
-    ({"boundary": "separator"}, [[97, 98, 256], [99, 256]]),
-    ({"boundary": "separator", "eod_token": "<pad>"}, [[97, 98, 258], [99, 258]]),
+    ({"append_eod": True, "prepend_bos": True}, [[257, 97, 98, 256], [257, 99, 256]]),
+    ({"append_eod": True, "eod_token": "<pad>"}, [[97, 98, 258], [99, 258]]),
 ]
 
 
@@ -290,7 +289,7 @@ CONTRADICTIONS: list[tuple[dict[str, Any], str]] = [
     ({"verify_fraction": 2.0}, r"must be in \[0, 1\]"),
     ({"part": (3, 3)}, "part is 3/3"),
     ({"part": (0, 2), "finish": True}, "give one of them"),
-    ({"boundary": "separator", "append_eod": True}, "leave out --append-eod"),
+    ({"output_prefix": "out\udcff"}, r"out\\xff is not UTF-8"),
     ({"messages_key": "m", "min_words": 5}, "--min-words"),
     ({"split_key": "id"}, "--split-key needs"),
     ({"label_names": "neox"}, "give --messages-key"),

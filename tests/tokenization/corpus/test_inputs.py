@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import csv
 import gzip
+import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet as pq
 import pytest
+from peers import peer
 
 from megapack.errors import ConfigError, DataError
 from megapack.tokenization.corpus.inputs import find_inputs
@@ -208,3 +214,68 @@ def test_a_file_of_many_documents_does_not_become_one_for_want_of_a_suffix(
         find_inputs(inputs)
     assert find_inputs(inputs, format="text")[1].format == "text"
     assert find_inputs(inputs, format="jsonl")[1].format == "jsonl"
+
+
+@pytest.mark.parametrize("name", ["rows.csv", "it's rows.tsv", "rows.csv.gz"])
+def test_tables_of_text_are_refused_with_the_command_that_converts_them(
+    tmp_path: Path, name: str
+) -> None:
+    """They were one document each."""
+    rows = [["text", "id"], ["two\nlines, and a comma\tand a tab", "1"], ["second", "2"]]
+    path = tmp_path / name
+    with (gzip.open if name.endswith("gz") else Path.open)(path, "wt", newline="") as file:
+        csv.writer(file, delimiter="\t" if "tsv" in name else ",").writerows(rows)
+    with pytest.raises(
+        ConfigError, match=r"would be one document .* with all of its rows"
+    ) as refused:
+        find_inputs([str(path)])
+    command = str(refused.value).partition("convert it: ")[2].replace("python", sys.executable, 1)
+    subprocess.run(["bash", "-c", command], check=True)
+    assert pq.read_table(f"{path}.parquet").column("text").to_pylist() == [
+        row[0] for row in rows[1:]
+    ]
+    assert find_inputs([str(path)], format="text")[0].format == "text"
+    (tmp_path / "notes.txt").write_text("words")
+    assert sorted(names(tmp_path, "")) == sorted(["notes.txt", f"{name}.parquet"])
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    """What ``datasets`` writes."""
+    datasets = peer("datasets")
+    datasets.disable_progress_bars()
+    texts = {"text": [f"text {i}" for i in range(40)]}
+    train, test = datasets.Dataset.from_dict(texts), datasets.Dataset.from_dict({"text": ["last"]})
+    train.save_to_disk(tmp_path / "saved", num_shards=12)
+    datasets.DatasetDict({"train": train, "test": test}).save_to_disk(tmp_path / "splits")
+    datasets.DatasetDict({"train": train}).save_to_disk(tmp_path / "one_split")
+    return tmp_path
+
+
+def test_a_saved_dataset_gives_its_rows_in_its_order(saved: Path) -> None:
+    found = names(saved, "saved")
+    assert found == [f"saved/data-{i:05d}-of-00012.arrow" for i in range(12)]
+    assert names(saved, "one_split") == ["one_split/train/data-00000-of-00001.arrow"]
+    assert names(saved, "splits/test") == ["splits/test/data-00000-of-00001.arrow"]
+    with pytest.raises(ConfigError, match=r"splits train, test .* as .*/splits/train$"):
+        names(saved, "splits")
+    state = saved / "saved" / "state.json"
+    facts = json.loads(state.read_text())
+    facts["_data_files"].reverse()
+    state.write_text(json.dumps(facts))
+    (saved / "saved" / "cache-1234.arrow").write_bytes(b"of a map that was not saved")
+    assert names(saved, "saved") == found[::-1]
+    state.rename(saved / "state.json")  # the rest looks as its cache does
+    assert names(saved, "saved") == ["saved/cache-1234.arrow", *found]
+    (saved / "state.json").rename(state)
+    (saved / found[0]).unlink()
+    with pytest.raises(ConfigError, match=r"data-00000-of-00012\.arrow is missing"):
+        names(saved, "saved")
+
+
+def test_names_that_are_not_utf_8_are_refused_before_any_work(tmp_path: Path) -> None:
+    (tmp_path / "a\udcff").mkdir()
+    (tmp_path / "a\udcff" / "x.jsonl").write_text("{}\n")
+    for name in (tmp_path, tmp_path / "a\udcff" / "x.jsonl", tmp_path / "*" / "*.jsonl"):
+        with pytest.raises(ConfigError, match=r"a\\xff/x\.jsonl is not UTF-8, .*: rename it"):
+            find_inputs([str(name)])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import itertools
 import json
 from collections.abc import Sequence
 from datetime import datetime, timezone
@@ -49,15 +50,32 @@ def compressed(path: Path) -> list[Path]:
     return [gz, zst]
 
 
+def write_table(table: pa.Table, path: Path, rows: int, **options: Any) -> Path:
+    """Parquet, an Arrow file or (.arrows) an Arrow stream, in groups of ``rows`` rows."""
+    if path.suffix == ".parquet":
+        pq.write_table(table, path, row_group_size=rows)
+        return path
+    new = pa.ipc.new_stream if path.suffix == ".arrows" else pa.ipc.new_file
+    arrow = path.with_suffix(".arrow")
+    with new(str(arrow), table.schema, options=pa.ipc.IpcWriteOptions(**options)) as writer:
+        writer.write_table(table, max_chunksize=rows)
+    return arrow
+
+
+each_table = pytest.mark.parametrize("name", ["x.parquet", "x.arrow", "x.arrows"])
+
+
 def test_every_format_gives_the_same_documents(tmp_path: Path, write_jsonl: WriteJsonl) -> None:
     plain = write_jsonl(tmp_path / "x.jsonl", [{"id": i, "text": t} for i, t in enumerate(TEXTS)])
-    parquet = tmp_path / "x.parquet"
-    pq.write_table(pa.table({"text": TEXTS}), parquet, row_group_size=37)
+    table = pa.table({"id": range(len(TEXTS)), "text": TEXTS})
+    tables = [write_table(table, tmp_path / name, 37) for name in ("x.parquet", "x.arrow")]
+    tables.append(write_table(table, tmp_path / "stream.arrows", 37))
+    tables.append(write_table(table, tmp_path / "packed.arrow", 37, compression="zstd"))
     directory = tmp_path / "texts"
     directory.mkdir()
     for i, text in enumerate(TEXTS):
         (directory / f"{i:05d}.txt").write_text(text, encoding="utf-8")
-    for path in (plain, *compressed(plain), parquet, directory):
+    for path in (plain, *compressed(plain), *tables, directory):
         assert read(path)[0] == TEXTS, path
 
 
@@ -67,32 +85,60 @@ def test_every_format_gives_the_same_documents(tmp_path: Path, write_jsonl: Writ
      pa.dictionary(pa.int32(), pa.string())],
     ids=str,
 )  # fmt: skip
-def test_every_parquet_type_that_holds_text_is_read(tmp_path: Path, type: pa.DataType) -> None:
+@each_table
+def test_every_type_of_column_that_holds_text_is_read(
+    tmp_path: Path, type: pa.DataType, name: str
+) -> None:
     binary = pa.types.is_binary(type) or pa.types.is_large_binary(type)
     values = [t.encode() for t in TEXTS] if binary else TEXTS
-    path = tmp_path / "x.parquet"
-    column = pa.array(values)
-    pq.write_table(pa.table({"body": column.cast(type)}), path, row_group_size=100)
-    assert read(path, json_key="body")[0] == TEXTS
+    number, column = pa.array(range(len(TEXTS))), pa.array(values).cast(type)
+    table = pa.table({"n": number, "body": column, "m": number})
+    assert read(write_table(table, tmp_path / name, 100), json_key="body")[0] == TEXTS
 
 
-def test_parquet_rows_without_a_value_are_faults_and_other_columns_are_not_text(
-    tmp_path: Path,
+@each_table
+def test_rows_without_a_value_are_faults_and_other_columns_are_not_text(
+    tmp_path: Path, name: str
 ) -> None:
-    path = tmp_path / "x.parquet"
-    pq.write_table(pa.table({"text": ["a", None, "", "b"], "n": [1, 2, 3, 4]}), path)
-    with pytest.raises(DataError, match=r"x\.parquet row 1: missing value"):
+    table = pa.table({"text": ["a", "b", None, "", "c"], "n": [1, 2, 3, 4, 5]})
+    path = write_table(table, tmp_path / name, 2)
+    with pytest.raises(DataError, match=r"x\..* row 2: missing value"):
         read(path)
-    texts, faults = read(path, on_error="skip")
-    assert texts == ["a", "b"]
+    texts, faults = read(path, on_error="skip", shard_bytes=1)
+    assert texts == ["a", "b", "c"]
     assert faults.counts == {"missing value": 1, "empty document": 1}
+    assert [str(place) for place in faults.places["empty document"]] == [f"{path} row 3"]
     with pytest.raises(DataError, match=r"no column 'body' among: text, n"):
         read(path, json_key="body")
     with pytest.raises(DataError, match=r"'n' holds int64; it must hold strings"):
         read(path, json_key="n")
     path.write_bytes(b"PAR1 nonsense")
-    with pytest.raises(DataError, match="is not a parquet file"):
+    with pytest.raises(DataError, match=r"is not an? (parquet|Arrow) file"):
         read(path)
+
+
+@pytest.mark.parametrize("name", ["x.arrow", "x.arrows"])
+def test_an_arrow_file_that_was_cut_is_an_error_and_not_a_short_corpus(
+    tmp_path: Path, name: str
+) -> None:
+    path = write_table(pa.table({"text": TEXTS}), tmp_path / name, 37)
+    data = path.read_bytes()
+    for end in range(len(data) - 1, 100, -101):
+        path.write_bytes(data[:end])
+        with pytest.raises(DataError, match=r"x\.arrow is (not an Arrow file|damaged)"):
+            read(path)
+
+
+def test_a_folder_of_the_path_is_no_column(tmp_path: Path) -> None:
+    """Spark and others leave a column out of the files whose folders are named by its values."""
+    (tmp_path / "year=2020").mkdir()
+    write_table(pa.table({"text": ["a"], "id": [1]}), tmp_path / "year=2020" / "x.parquet", 1)
+    assert read(tmp_path)[0] == ["a"]
+    said = r"x\.parquet: 'year' is a folder of the path \(year=2020\) and no column of the file; "
+    with pytest.raises(DataError, match=f"{said}give --json-key one of: text, id"):
+        read(tmp_path, json_key="year")
+    with pytest.raises(DataError, match=f"{said}give --split-key one of"):
+        read(tmp_path, split_key="year")
 
 
 BAD_LINES = [
@@ -118,6 +164,14 @@ def test_a_bad_line_stops_the_build_with_its_file_line_and_reason(
         path = compressed(path)[suffix == "zst"]
     with pytest.raises(DataError, match=rf"{path.name}:501: {kind} \(.*{detail}.*--on-error skip"):
         read(path)
+
+
+def test_the_first_bad_line_stops_the_build_whatever_follows_it(tmp_path: Path) -> None:
+    path = tmp_path / "x.jsonl"
+    for (first, kind, _), (second, _, _) in itertools.permutations(BAD_LINES, 2):
+        path.write_bytes(b"\n" + b'{"text": ""}\n' + first + b"\n" + second + b"\n")
+        with pytest.raises(DataError, match=rf"x\.jsonl:3: {kind}"):
+            read(path)
 
 
 def test_skipped_lines_are_counted_by_kind_with_their_first_places(tmp_path: Path) -> None:

@@ -5,11 +5,15 @@ from __future__ import annotations
 import bz2
 import gzip
 import os
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 import zstandard
+from hypothesis import given
+from hypothesis import strategies as st
 
 from megapack.errors import DataError
 from megapack.tokenization.corpus.faults import Faults
@@ -19,6 +23,7 @@ from megapack.tokenization.corpus.readers import read_blocks
 from megapack.tokenization.corpus.streams import open_stream
 
 TEXT = b"".join(b"line %d of a file that compresses\n" % i for i in range(5000))
+SKIPPABLE = (0x184D2A50).to_bytes(4, "little") + (5).to_bytes(4, "little") + b"notes"
 
 Compress = Callable[[bytes], bytes]
 COMPRESSED: list[tuple[str, Compress]] = [
@@ -48,10 +53,72 @@ def test_compressed_files_of_several_members_are_read_whole(
 def test_zst_files_with_long_windows_and_skippable_frames_are_read(tmp_path: Path) -> None:
     parameters = zstandard.ZstdCompressionParameters(window_log=30, enable_ldm=True)
     long = zstandard.ZstdCompressor(compression_params=parameters).compressobj()
-    skippable = (0x184D2A50).to_bytes(4, "little") + (5).to_bytes(4, "little") + b"notes"
     path = tmp_path / "x.jsonl.zst"
-    path.write_bytes(skippable + long.compress(TEXT) + long.flush() + skippable)
+    path.write_bytes(SKIPPABLE + long.compress(TEXT) + long.flush() + SKIPPABLE)
     assert read_all(path) == TEXT
+
+
+@given(
+    frames=st.lists(
+        st.tuples(
+            st.binary(max_size=30) | st.just(bytes(1 << 18)),
+            st.booleans(),  # a checksum
+            st.booleans(),  # the size of the content in the header
+            st.integers(0, 3),  # flushes: blocks of any size
+            st.booleans(),  # a skippable frame behind it
+        ),
+        min_size=1,
+        max_size=2,
+    )
+)
+def test_a_zst_may_end_behind_every_frame_and_nowhere_else(
+    tmp_path_factory: pytest.TempPathFactory, frames: list[tuple[bytes, bool, bool, int, bool]]
+) -> None:
+    path = tmp_path_factory.mktemp("zst") / "x.txt.zst"
+    data, ends = b"", {}
+    text = b""
+    for content, checksum, sized, flushes, skippable in frames:
+        packer = zstandard.ZstdCompressor(write_checksum=checksum, write_content_size=sized)
+        stream = packer.compressobj(size=len(content) if sized else -1)
+        for part in np.array_split(np.frombuffer(content, np.uint8), flushes + 1):
+            data += stream.compress(part.tobytes()) + stream.flush(
+                zstandard.COMPRESSOBJ_FLUSH_BLOCK
+            )
+        data += stream.flush()
+        text += content
+        ends[len(data)] = text
+        if skippable:
+            data += SKIPPABLE
+            ends[len(data)] = text
+    for end in range(1, len(data) + 1):
+        path.write_bytes(data[:end])
+        if end in ends:
+            assert read_all(path) == ends[end]
+        else:
+            with pytest.raises(DataError, match=r"x\.txt\.zst"):
+                read_all(path)
+
+
+@pytest.mark.parametrize("name", ["x.txt.zst", "x.jsonl.zst", "x.txt.gz", "x.jsonl.gz"])
+def test_a_small_file_that_expands_without_end_is_refused_in_little_memory(
+    tmp_path: Path, name: str
+) -> None:
+    path = tmp_path / name
+    part = bytes(1 << 24).replace(b"\0", b"a")
+    if name.endswith("zst"):
+        stream = zstandard.ZstdCompressor().compressobj()
+        path.write_bytes(b"".join(stream.compress(part) for _ in range(16)) + stream.flush())
+    else:
+        path.write_bytes(b"".join(gzip.compress(part) for _ in range(16)))
+    [file] = find_inputs([str(path)])
+    options = ReadOptions(block_bytes=1 << 20, max_document_bytes=4 << 20)
+    tracemalloc.start()
+    try:
+        with pytest.raises(DataError, match="too long"):
+            list(read_blocks([Piece(file, 0, file.size)], options, Faults()))
+        assert tracemalloc.get_traced_memory()[1] < 12 << 20
+    finally:
+        tracemalloc.stop()
 
 
 @each_compression

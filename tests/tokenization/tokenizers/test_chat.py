@@ -192,7 +192,7 @@ def test_the_end_token_is_learned_behind_a_learned_answer_only(
     open_end = [*CHAT, {"role": "user", "content": "?"}]
     corpus = write_jsonl(tmp_path / "x.jsonl", [{"messages": CHAT}, {"messages": open_end}])
     options: dict[str, Any] = {"messages_key": "messages", "chat_format": "headers"}
-    run_build(corpus, tokenizer=byte_json, boundary="eos_bos", **options)
+    run_build(corpus, tokenizer=byte_json, append_eod=True, prepend_bos=True, **options)
     answered, asked = documents(tmp_path / "out")
     assert (answered[0][0], answered[1][0]) == (257, -100)
     assert (answered[0][-1], answered[1][-1]) == (256, 256)
