@@ -11,7 +11,7 @@ later are added by the same command, which packs only them; one that has changed
 Several machines: each runs the command with its own --part I/N, then one of them without.
 
 PREFIX and --output may be addresses (s3://bucket/folder/name); what is written there appears when
-it is complete. A manifest at an address is of datasets at addresses.
+it is complete. A manifest at an address is of datasets beside or below it.
 
 examples:
   megapack-build pack corpus_text_document --buckets 1024,2048,4096,8192,16384

@@ -77,7 +77,7 @@ def plan_packing(
     """What is to be done for a shard manifest, whether it is there or not.
 
     Args:
-        manifest: where it stands, or shall stand; at an address only of datasets at addresses.
+        manifest: where it stands, or shall stand; at an address only of those beside or below it.
         prefixes: datasets; those that it has already keep their places.
         options: of ``pack``.
         overwrite: what the manifest says counts for nothing.

@@ -24,6 +24,12 @@ def server() -> Iterator[str]:
 
 
 @pytest.fixture(scope="session")
+def nanio(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    with stores.serve_buckets(free_port(), tmp_path_factory.mktemp("buckets")) as url:
+        yield url
+
+
+@pytest.fixture(scope="session")
 def azurite() -> Iterator[str]:
     program = os.environ.get("AZURITE")
     if not program:
@@ -41,8 +47,8 @@ def line(
     It leads to a store of s3, or of the kind that the test asks for (``stores.EVERY_STORE``), which
     is then where ``far`` has its addresses.
     """
-    scheme = getattr(request, "param", "s3")
-    server = request.getfixturevalue("azurite" if scheme == "az" else "server")
+    scheme, _, make = getattr(request, "param", "s3").partition(" ")
+    server = request.getfixturevalue(make or ("azurite" if scheme == "az" else "server"))
     monkeypatch.setenv("MEGAPACK_CACHE", str(tmp_path / "cache"))
     monkeypatch.delenv("MEGAPACK_CACHE_SIZE", raising=False)
     monkeypatch.setattr(far, "ROOT", f"{scheme}://{BUCKET}")

@@ -1,6 +1,7 @@
 """What speaks each kind of store's protocol here, and what tells a client where it is.
 
-- s3: moto's server.
+- s3: moto's server, and nanio, which checks signatures and ignores If-Match: two makes, so that
+  what one of them gets wrong or lets pass is no part of what is tested.
 - gs: the same one. The client speaks Google's XML API, whose requests and answers are those of S3
   but for the signature; Google's emulators know the JSON API and too little of this one.
 - az: Azurite, Microsoft's emulator, which checks signatures. ``make test-clouds`` installs it.
@@ -13,16 +14,18 @@ import contextlib
 import hashlib
 import hmac
 import os
+import sys
 import urllib.request
 from collections.abc import Iterator
 from email.utils import formatdate
+from pathlib import Path
 
 import pytest
 from object_store import BUCKET, running, use_store
 
-__all__ = ["EVERY_STORE", "serve_blobs", "use"]
+__all__ = ["EVERY_STORE", "serve_blobs", "serve_buckets", "use"]
 
-EVERY_STORE = pytest.mark.parametrize("line", ["s3", "gs", "az"], indirect=True)
+EVERY_STORE = pytest.mark.parametrize("line", ["s3", "s3 nanio", "gs", "az"], indirect=True)
 
 # The one account of every Azurite, and its published key.
 ACCOUNT = "devstoreaccount1"
@@ -41,6 +44,17 @@ def use(scheme: str, url: str) -> None:
             AZURE_STORAGE_ACCOUNT_KEY=KEY,
             AZURE_STORAGE_ENDPOINT=f"{url}/{ACCOUNT}",
         )
+
+
+@contextlib.contextmanager
+def serve_buckets(port: int, folder: Path) -> Iterator[str]:
+    """Run nanio on a folder with one empty bucket; its URL."""
+    pytest.importorskip("nanio", reason="nanio needs Python 3.11 or newer")
+    (folder / BUCKET).mkdir()
+    keys = ["NANIO_ACCESS_KEY=key", "NANIO_SECRET_KEY=secret"]  # those of ``use_store``
+    where = ["--data-dir", str(folder), "--host", "127.0.0.1", "--port", str(port)]
+    with running(port, "env", *keys, sys.executable, "-m", "nanio", "serve", *where) as url:
+        yield url
 
 
 @contextlib.contextmanager

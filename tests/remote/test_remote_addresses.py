@@ -179,15 +179,14 @@ def test_a_manifest_at_an_address_names_what_lies_below_it(
     line: Line, tmp_path: Path, name: str, field: str
 ) -> None:
     """Hostile ones are refused before anything they name is looked at."""
-    (tmp_path / "web").mkdir()
-    write_packed(tmp_path / "web" / "docs", 50)
-    manifest = tmp_path / "web" / "all.shards.json"
-    plan = plan_packing(str(manifest), [f"{tmp_path}/web/docs"], {"buckets": [512]})
+    write_packed(tmp_path / "docs", 50)
+    manifest, folder = tmp_path / "all.shards.json", folder_of(tmp_path)
+    plan = plan_packing(str(manifest), [f"{tmp_path}/docs"], {"buckets": [512]})
     pack_shards(plan, lambda _: None)
     content = json.loads(manifest.read_text())
-    content["shards"][0][field] = name
+    content["shards"][0][field] = name.replace(FOLDER, folder)
     manifest.write_text(json.dumps(content))
-    address = f"{folder_of(tmp_path / 'web')}/all.shards.json"
+    address = f"{folder}/all.shards.json"
     put_object(address, manifest)
     line.counts.clear()
     with pytest.raises(FormatError, match="shard 0") as caught:

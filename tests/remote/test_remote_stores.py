@@ -25,10 +25,15 @@ NAMES = ("none", "some", "a part", "100%41+more parts")
 
 
 @EVERY_STORE
-def test_an_object_is_what_was_put_there(line: Line, tmp_path: Path) -> None:
+def test_an_object_is_what_was_put_there(
+    line: Line, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
     """Empty, whole, and in parts; every range of it, until another takes its name."""
     folder, data = folder_of(tmp_path), np.random.default_rng(0).bytes(2 * PART + 1)
-    for name, size in zip(NAMES, (0, 1000, PART, 2 * PART + 1), strict=True):
+    names = NAMES
+    if request.node.callspec.params["line"] == "s3 nanio":  # signs names with % in them otherwise
+        names = (*NAMES[:-1], NAMES[-1].replace("%", ""))
+    for name, size in zip(names, (0, 1000, PART, 2 * PART + 1), strict=True):
         (tmp_path / name).write_bytes(data[:size])
         line.counts.clear()
         put_object(f"{folder}/{name}", tmp_path / name)
@@ -39,12 +44,12 @@ def test_an_object_is_what_was_put_there(line: Line, tmp_path: Path) -> None:
             if 0 <= begin < end <= size:
                 assert found.read(begin, end) == data[begin:end]
     put_object(f"{folder}/below/it", tmp_path / "some")
-    assert names_in(folder) == sorted(NAMES)
+    assert names_in(folder) == sorted(names)
     assert find_object(f"{folder}/below") is find_object(f"{folder}/som") is None
     for _ in range(2):
-        remove_object(f"{folder}/{NAMES[-1]}")
-        assert find_object(f"{folder}/{NAMES[-1]}") is None
-    assert names_in(folder) == sorted(NAMES[:-1]) and names_in(f"{folder}/nowhere") == []
+        remove_object(f"{folder}/{names[-1]}")
+        assert find_object(f"{folder}/{names[-1]}") is None
+    assert names_in(folder) == sorted(names[:-1]) and names_in(f"{folder}/nowhere") == []
 
 
 @EVERY_STORE
@@ -80,20 +85,25 @@ def test_a_part_that_fails_is_sent_again_and_not_all_of_it(line: Line, tmp_path:
 
 @EVERY_STORE
 def test_who_may_not_read_is_told_so_at_once(
-    line: Line, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    line: Line,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    request: pytest.FixtureRequest,
 ) -> None:
-    """Another key, which Azurite finds wrong; none, for an object that moto keeps private."""
+    """Another key, which two servers find wrong; none, for an object that moto keeps private."""
     address = put_dataset(tmp_path / "docs")
     far = IndexedDataset(address)
     client._open_store.cache_clear()
     if address.startswith("az"):
         os.environ["AZURE_STORAGE_ACCOUNT_KEY"] = base64.b64encode(b"another key").decode()
+    elif request.node.callspec.params["line"] == "s3 nanio":
+        os.environ["AWS_SECRET_ACCESS_KEY"] = "another secret"
     else:
         url = f"{line.url}/{BUCKET}/{address.partition(BUCKET)[2]}.bin"
         private = {"x-amz-acl": "private", "Authorization": "Bearer owner"}
         data = (tmp_path / "docs.bin").read_bytes()
-        request = urllib.request.Request(url, data, private, method="PUT")
-        urllib.request.urlopen(request, timeout=60).close()
+        put = urllib.request.Request(url, data, private, method="PUT")
+        urllib.request.urlopen(put, timeout=60).close()
         os.environ.update(AWS_SKIP_SIGNATURE="true", GOOGLE_SKIP_SIGNATURE="true")
     line.counts.clear()
     with pytest.raises(ConfigError, match=r"docs\.bin: the store refuses.*403 Forbidden"):

@@ -118,9 +118,9 @@ class RemoteTokens:
         seen = self._file.changes[blocks]
         return seen if (seen % 2).all() else None
 
-    def held(self, blocks: Blocks, seen: Stamp) -> bool:
+    def held(self, blocks: Blocks, seen: Stamp | None) -> bool:
         """Whether blocks have been here all the time since ``hold``; they are used now."""
-        if not np.array_equal(self._file.changes[blocks], seen):
+        if seen is None or not np.array_equal(self._file.changes[blocks], seen):
             return False
         self._file.stamps[blocks] = int(time.time())
         return True
@@ -202,11 +202,7 @@ def read_consistently(wanted: list[tuple[RemoteTokens, Blocks]], read: Callable[
         seen = [tokens.hold(blocks) for tokens, blocks in wanted]
         if all(stamp is not None for stamp in seen):
             result = read()
-            if all(
-                t.held(b, then)
-                for (t, b), then in zip(wanted, seen, strict=True)
-                if then is not None
-            ):
+            if all(t.held(b, then) for (t, b), then in zip(wanted, seen, strict=True)):
                 return result
         else:
             patience = patience or Patience(

@@ -115,6 +115,10 @@ class BuildConfig:
         chat = self.messages_key is not None
         return [
             (
+                any(map(is_remote, self.inputs)),
+                "inputs are files of this machine: copy what lies at addresses first",
+            ),
+            (
                 self.part is not None and self.finish,
                 "--part builds one part, --finish joins all parts; give one of them",
             ),
