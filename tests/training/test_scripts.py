@@ -181,7 +181,7 @@ def test_a_damaged_index_is_refused_before_anything_is_trained_on_it(
     assert ranks.wait() == [1, 1], ranks.output()[-3000:]
     assert f"{index}" in ranks.output() and "checksum" in ranks.output()
     assert "Traceback" not in ranks.output()
-    assert {path.name for path in (tmp_path / "run").iterdir()} == {"end.json"}
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.fixture(scope="module")
