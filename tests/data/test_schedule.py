@@ -227,7 +227,7 @@ def test_settings_without_a_meaning_are_refused() -> None:
     index = samples_of_buckets({8: 4})
     for options, message in (
         ({"order": "grow-p3"}, "must be one of"),
-        ({"tokens_per_step": 0}, "must be positive"),
+        ({"tokens_per_step": 0}, "must be above 0"),
         ({"cost_window": 0}, "cost_window"),
         ({"mix": "micro_step"}, "go together"),
         ({"micro_step_tokens": 8}, "go together"),

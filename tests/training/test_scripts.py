@@ -109,7 +109,7 @@ def test_a_dry_run_prints_the_plan_and_starts_nothing(
     assert not (tmp_path / "run").exists()
     refused = zygote.start([*argv, "--world-size", "3"], 1, tmp_path / "refused", {0: {"env": {}}})
     assert refused.wait() == [2]
-    assert "3 ranks do not divide the 4 micro batches of a step" in refused.output()
+    assert "3 ranks do not divide the 4 micro batches" in refused.output()
 
 
 def test_a_dry_run_plans_from_lengths_before_there_are_data(
@@ -131,7 +131,7 @@ def test_a_dry_run_plans_from_lengths_before_there_are_data(
     assert "cost: " in real and "at 2.5 per rank and hour" in real and "run_dir:" not in real
     refused = zygote.start([*argv, *nowhere], 1, tmp_path / "refused", {0: {"env": {}}})
     assert refused.wait() == [2]
-    assert f"{tmp_path}/no" in refused.output() and "give --lengths" in refused.output()
+    assert f"{tmp_path}/no" in refused.output() and "--dry-run --lengths" in refused.output()
 
 
 @pytest.mark.parametrize(
@@ -181,7 +181,7 @@ def test_a_damaged_index_is_refused_before_anything_is_trained_on_it(
     assert ranks.wait() == [1, 1], ranks.output()[-3000:]
     assert f"{index}" in ranks.output() and "checksum" in ranks.output()
     assert "Traceback" not in ranks.output()
-    assert {path.name for path in (tmp_path / "run").iterdir()} == {"end.json"}
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.fixture(scope="module")

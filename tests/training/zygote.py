@@ -23,7 +23,7 @@ import transformers.models.llama.modeling_llama  # noqa: F401
 from torch.utils.tensorboard import SummaryWriter  # noqa: F401
 
 import megapack.training.dry_run
-import megapack.training.start  # noqa: F401
+import megapack.training.run.export  # noqa: F401
 
 
 def run_child(request: dict[str, Any]) -> None:

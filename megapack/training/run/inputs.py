@@ -118,13 +118,17 @@ def verify_samples(inputs: Inputs, world: World) -> None:
     problem = None
     if world.rank == world.gather(world.host).index(world.host):
         try:
-            for data in (inputs.data, *inputs.held_out):
-                for index in data.samples.indices:
-                    if isinstance(index, SampleIndex):
-                        index.verify()
+            _verify(inputs)
         except (MegapackError, OSError) as error:
             problem = str(error)
     world.fail_together(problem, "samples", FormatError)
+
+
+def _verify(inputs: Inputs) -> None:
+    for data in (inputs.data, *inputs.held_out):
+        for index in data.samples.indices:
+            if isinstance(index, SampleIndex):
+                index.verify()
 
 
 def check_run(config: PretrainConfig, run: PlannedRun, num_ranks: int) -> Any:
@@ -142,12 +146,22 @@ def check_run(config: PretrainConfig, run: PlannedRun, num_ranks: int) -> Any:
         ConfigError: ranks do not divide the micro batches of a stage; DeepSpeed does not know its
             configuration; a document is longer than the positions of the model, or a token id is
             beyond its vocabulary.
+        FormatError: it seems so because a .samples file is damaged.
     """
     run.sampler(0, num_ranks)
     check_deepspeed(config)
     vocab_size = run.vocab_size if isinstance(run, Inputs) else vocabulary_size(config, run)
     architecture = model_configuration(config.model, vocab_size)
-    positions = config.data.positions
+    try:
+        _check_data(run, architecture, config.data.positions)
+    except ConfigError:
+        if isinstance(run, Inputs):
+            _verify(run)  # what a damaged index says is not to be believed
+        raise
+    return architecture
+
+
+def _check_data(run: PlannedRun, architecture: Any, positions: str) -> None:
     _check_positions(run.schedule.samples.indices, architecture, positions, "the training data")
     if isinstance(run, Inputs):
         for data in run.held_out:
@@ -155,7 +169,6 @@ def check_run(config: PretrainConfig, run: PlannedRun, num_ranks: int) -> Any:
             _check_positions(data.samples.indices, architecture, valid, str(data))
         for data in (run.data, *run.held_out):
             check_token_ids(data, architecture.vocab_size)
-    return architecture
 
 
 def _check_positions(
