@@ -64,7 +64,7 @@ def _attention_function(backend: str) -> Attention:
         max_length_q: int | None = None,
         **unused: Any,
     ) -> tuple[Tensor, None]:
-        """q ``[B, H, L, D]``, k ``[B, Hkv, L, D]``, v ``[B, Hkv, L, Dv]``; out ``[B, L, H, Dv]``"""
+        """q ``[B, H, L, D]``, k ``[B, Hkv, L, D]``, v ``[B, Hkv, L, E]`` -> ``[B, L, H, E]``."""
         batch, heads, length, key_width = query.shape
         _refuse_what_we_ignore(attention_mask, dropout, key, length, unused)
         if cu_seq_lens_q is None or max_length_q is None:

@@ -22,7 +22,7 @@ from megapack.training.model.flops import ModelFlops, peak_by_name, peak_flops
 from megapack.training.model.memory import estimate_memory
 from megapack.training.model.opening import open_model
 from megapack.training.model.training_model import TrainingModel
-from megapack.training.run.deepspeed_config import describe_reduction
+from megapack.training.run.deepspeed_config import deepspeed_configuration, describe_reduction
 from megapack.training.run.directory import plain
 from megapack.training.run.inputs import check_run, open_inputs
 from megapack.training.run.learning_rate import num_warmup_steps
@@ -181,15 +181,16 @@ def _reduction(config: PretrainConfig, num_parameters: int, ranks: int) -> str:
 
 
 def _memory(config: PretrainConfig, model: Any, plan: PlannedRun, ranks: int) -> str:
-    parts, on_host = estimate_memory(model, config, ranks, longest=plan.schedule.capacities[-1])
-    lines = [f"{name:>22}: {size / 2**30:8.2f} GiB" for name, size in parts.items()]
-    total = sum(parts.values()) / 2**30
+    zero = deepspeed_configuration(config, ranks)["zero_optimization"]
+    found = estimate_memory(model, config, ranks, longest=plan.schedule.capacities[-1], zero=zero)
+    lines = [f"{name:>22}: {size / 2**30:8.2f} GiB" for name, size in found.parts.items()]
     # Of attention what is kept grows with the tokens, not with the square of a document.
     tokens = f"{config.data.micro_batch_tokens:,} tokens"
-    title = f"memory per rank, estimated, the same in every bucket ({tokens})"
-    lines.append(f"{'together':>22}: {total:8.2f} GiB")
-    if on_host:
-        lines.append(f"{'and on its host':>22}: {on_host / 2**30:8.2f} GiB (inputs of layers)")
+    title = f"memory per rank at its peak, estimated, the same in every bucket ({tokens})"
+    lines.append(f"{'together':>22}: {found.total / 2**30:8.2f} GiB")
+    if found.on_host:
+        on_host = f"{found.on_host / 2**30:8.2f} GiB (inputs of layers)"
+        lines.append(f"{'and on its host':>22}: {on_host}")
     return "\n".join([f"{title}:", *lines])
 
 

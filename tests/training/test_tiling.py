@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, GPT2Config, MixtralConfig, OPTConfig
 
 from megapack.errors import ConfigError
-from megapack.training.config import EngineConfig, ModelConfig
+from megapack.training.config import DataConfig, EngineConfig, ModelConfig, PretrainConfig
 from megapack.training.model.architecture import model_configuration
-from megapack.training.model.memory import saved_activations
+from megapack.training.model.memory import _activations
 from megapack.training.model.opening import build_model
 from megapack.training.model.tiling import num_chunks, tile_mlps
 from megapack.training.model.training_model import TrainingModel
@@ -51,7 +51,10 @@ def test_only_one_chunk_of_activations_is_kept() -> None:
             model = build_model(config, model_configuration(config, VOCAB), backend="sdpa", seed=0)
         if chunk is not None:
             tile_mlps(model.layers, chunk)
-        return saved_activations(model, 512, longest=512)
+        data = DataConfig(prefix="-", index="-", tokens_per_step=512, micro_batch_tokens=512)
+        engine = EngineConfig(precision="fp32", zero_stage=1)
+        run = PretrainConfig(run_dir="-", model=config, data=data, engine=engine)
+        return _activations(model, run, 512)[0][0]
 
     # Of each layer SwiGLU keeps gate, its activation, up and their product: 4 x 128 float32.
     assert kept(None) - kept(32) == 2 * 512 * 4 * 128 * 4

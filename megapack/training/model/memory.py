@@ -1,119 +1,219 @@
 """How much memory a rank will need, counted before it is taken.
 
-Activations are counted, not guessed: the forward runs on tensors without storage ("meta"), and
-what autograd keeps for the backward is added up.
+A forward and its backward run on fake tensors, which have shapes and no numbers, and every storage
+is counted while it lives: activations, what autocast and a recomputed layer make, gradients on
+their way. What an operation of ours holds while it runs is counted from its shapes. What DeepSpeed
+0.19 holds beside them is known by stage:
+
+    stage     parameters  gradients  master weights  optimizer  buckets
+    0, fp32   4P          4P                         8P         the reduction's copy, 4P
+    0, bf16   4P          4P                         8P         the same
+    1, bf16   2P          4P         4P/N            8P/N       the same
+    1, fp32   4P          4P         4P/N            8P/N       of reduce_bucket_size, 4 bytes each
+    2         2P or 4P    4P/N       4P/N            8P/N       of reduce_bucket_size, 2 or 4 each
+    3         the same/N  4P/N       4P/N            8P/N       the same, and gathered parameters
+
+for P parameters on N ranks, in bytes. ``tests/training/test_memory.py`` holds it against
+DeepSpeed's own engines under torch's memory tracker.
 """
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
 
 from megapack.training.config import PretrainConfig
 from megapack.training.model.training_model import TrainingModel
 
-__all__ = ["estimate_memory", "saved_activations"]
+__all__ = ["MemoryEstimate", "estimate_memory", "loss_temporaries"]
+
+_GATHERED = 10**9  # stage3_max_live_parameters
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryEstimate:
+    """Bytes of one rank, when it needs most.
+
+    Attributes:
+        parts: of its device, by what they hold.
+        on_host: page-locked ones of its host, where inputs of layers are offloaded.
+    """
+
+    parts: dict[str, int]
+    on_host: int
+
+    @property
+    def total(self) -> int:
+        """Of its device."""
+        return sum(self.parts.values())
 
 
 def estimate_memory(
-    model: TrainingModel, config: PretrainConfig, world_size: int, *, longest: int
-) -> tuple[dict[str, int], int]:
-    """Bytes per rank: of its device by what they hold, and page-locked ones of its host.
+    model: TrainingModel,
+    config: PretrainConfig,
+    world_size: int,
+    *,
+    longest: int,
+    zero: dict[str, Any],
+) -> MemoryEstimate:
+    """What a rank needs at most: in the loss, in the backward, or at the end of a step.
 
     Args:
-        model: on the meta device; its dtype is changed.
+        model: on the meta device; it becomes fake, and checkpoints its activations if asked to.
         config: the run.
         world_size: ranks, over which ZeRO divides.
         longest: tokens of the largest bucket.
+        zero: DeepSpeed's ``zero_optimization``, as ``deepspeed_configuration`` makes it.
     """
-    engine = config.engine
-    if engine.precision == "bf16":  # under autocast activations are bfloat16 as well
-        model.cast(torch.bfloat16)
-    count = sum(p.numel() for p in model.parameters())
-    low = engine.precision == "bf16" and engine.stage > 0
-    over = {stage: world_size if engine.stage >= stage else 1 for stage in (1, 2, 3)}
-    head = model.model.get_output_embeddings().weight  # type: ignore[operator]
-    micro_batch_tokens = config.data.micro_batch_tokens
-    activations, on_host = _activations(model, config, longest)
-    if engine.mlp_chunk_tokens is not None and engine.mlp_chunk_tokens < micro_batch_tokens:
-        activations += _of_one_chunk(model, engine.mlp_chunk_tokens)
-    parts = {
-        "parameters": count * (2 if low else 4) // over[3],
-        "gradients": count * 4 // over[2] + (count * 2 // over[2] if low else 0),
-        "master weights": count * 4 // over[1] if low else 0,
+    engine, stage = config.engine, config.engine.stage
+    count = model.num_parameters
+    low = engine.precision == "bf16" and stage > 0
+    over = {at: world_size if stage >= at else 1 for at in (1, 2, 3)}
+    bucket = int(zero.get("reduce_bucket_size", 5 * 10**8))
+    width = 2 if low else 4
+    in_loss, in_backward, on_host = _activations(model, config, longest)
+    # In bfloat16, stage 1 is an optimizer of its own, with gradients of its own.
+    own = low and stage == 1
+    each = 1 if own or stage == 0 else world_size
+    micro_steps = config.data.tokens_per_step // (config.data.micro_batch_tokens * world_size)
+    held = {
+        "parameters": count * width // over[3],
+        "master weights": count * 4 // over[1] if stage else 0,
         "optimizer state": count * 8 // over[1],
-        "activations": activations,
-        # float32 logits of a chunk, their copy in the products' dtype, the weight's gradient.
-        "loss": min(engine.loss_chunk_tokens, micro_batch_tokens) * head.shape[0] * 6
-        + head.numel() * 4,
     }
-    return {name: size for name, size in parts.items() if size}, on_host
+    gathered = min(count, int(zero.get("stage3_max_live_parameters", _GATHERED))) * width
+    buckets = 0
+    if stage == 3:
+        held["gathered parameters"] = gathered
+        buckets = bucket * width
+    elif stage and not own:
+        buckets = bucket * width * (2 if zero.get("overlap_comm") else 1)
+    # They wait for the next micro step (in stage 1 undivided), or in buffers that stay.
+    waiting = count * 4 // (each if stage > 1 else 1)
+    waiting = waiting if own or stage == 3 or micro_steps > 1 else 0
+    held["gradients"] = waiting
+    loss = {**held, "activations": in_loss[0], "loss": in_loss[1]}
+    if stage == 3:  # whose bucket stays
+        loss["reduce buckets"] = buckets
+    backward = {**held, "reduce buckets": buckets, "activations": in_backward}
+    copied = 4 * min(count, 5 * 10**8) if world_size > 1 and (own or not stage) else 0
+    end = {
+        **held,
+        "gradients": count * 4 // each * (2 if stage in (1, 2) and not own else 1),
+        "reduce buckets": copied,
+    }
+    most = max(loss, backward, end, key=lambda parts: sum(parts.values()))
+    return MemoryEstimate(parts={k: v for k, v in most.items() if v}, on_host=on_host)
 
 
-def _activations(model: TrainingModel, config: PretrainConfig, longest: int) -> tuple[int, int]:
-    """Bytes on the device, and on its host."""
+def _activations(
+    model: TrainingModel, config: PretrainConfig, longest: int
+) -> tuple[tuple[int, int], int, int]:
+    """Bytes beside parameters: when the loss is computed (activations, and what it holds), at most
+    in forward and backward, and on the host."""
     engine, num_tokens = config.engine, config.data.micro_batch_tokens
-    activations = saved_activations(model, num_tokens, longest)
-    if not engine.activation_checkpointing:
-        return activations, 0
-    inputs = _Kept(model)
-    model.checkpoint_activations(inputs.hooks)
-    recomputed = activations // len(model.layers)  # one layer at a time
-    activations = saved_activations(model, num_tokens, longest) + recomputed
-    # Between layers autocast leaves float32, which here was cast.
-    wide = 2 if engine.precision == "bf16" and engine.stage == 0 else 1
-    sizes = [size * wide for size in inputs.sizes]
-    if engine.offload_activations:  # torch takes page-locked memory in powers of two
-        return activations, sum(1 << (size - 1).bit_length() for size in sizes)
-    return activations + sum(sizes), 0
+    dtype = torch.bfloat16 if engine.precision == "bf16" else None
+    if dtype is not None and engine.stage > 0:
+        model.cast(dtype)
+    offloaded = _Offloaded()
+    if engine.activation_checkpointing:
+        model.checkpoint_activations(offloaded.hooks if engine.offload_activations else None)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        model.to_empty(device="cpu")
+        model.train()
+        for parameter in model.parameters():
+            parameter.register_post_accumulate_grad_hook(_forget)
+        autocast = dtype is not None and engine.stage == 0
+        tokens = torch.zeros(1, num_tokens, dtype=torch.int64)
+        cu_seqlens = torch.zeros(2, dtype=torch.int32)
+        live = _Live()
+        with live:
+            with torch.autocast("cpu", dtype=dtype) if autocast else nullcontext():
+                loss, losses, _ = model(tokens, tokens, tokens, cu_seqlens, max_seqlen=longest)
+            head = model.model.get_output_embeddings().weight  # type: ignore[operator]
+            chunk = min(engine.loss_chunk_tokens, num_tokens)
+            in_loss = live.now, loss_temporaries(chunk, *head.shape, half=dtype is not None)
+            loss.backward()
+            del loss, losses
+    return in_loss, live.peak, offloaded.num_bytes
 
 
-def saved_activations(model: TrainingModel, num_tokens: int, longest: int) -> int:
-    """Bytes that autograd keeps between forward and backward of one micro batch.
+def loss_temporaries(chunk_tokens: int, vocab_size: int, width: int, *, half: bool) -> int:
+    """Bytes that ``linear_cross_entropy`` holds at most beside what it takes and gives.
 
-    Uncompiled: a compiled layer keeps less.
+    In float32 the logits of a chunk and the copy that their logsumexp makes; the product that is
+    added to the gradient of the weight, and where that is half precision, its float32 sum.
+
+    Args:
+        chunk_tokens, vocab_size: of the logits.
+        width: of the hidden states.
+        half: it computes in bfloat16.
     """
-    tokens = torch.empty(1, num_tokens, dtype=torch.int64, device="meta")
-    cu_seqlens = torch.empty(2, dtype=torch.int32, device="meta")
-    model.train()
-    kept = _Kept(model)
-    with kept.hooks():
-        model(tokens, tokens, tokens, cu_seqlens, max_seqlen=longest)
-    return sum(kept.sizes)
+    return chunk_tokens * vocab_size * 8 + vocab_size * width * (6 if half else 4)
 
 
-def _of_one_chunk(model: TrainingModel, num_tokens: int) -> int:
-    """Of an MLP that is computed again in the backward."""
-    mlp: Any = model.layers[0].mlp
-    width, dtype = model.configuration.hidden_size, next(model.parameters()).dtype
-    hidden = torch.empty(1, num_tokens, width, dtype=dtype, device="meta", requires_grad=True)
-    kept = _Kept(model)
-    with kept.hooks():
-        mlp(hidden)
-    return sum(kept.sizes)
+def _forget(parameter: Tensor) -> None:
+    """DeepSpeed takes a gradient as soon as it is there."""
+    parameter.grad = None
 
 
-class _Kept:
-    """What autograd keeps while its hooks are entered, parameters apart."""
+class _Live(TorchDispatchMode):
+    """Bytes of the storages that operations made meanwhile and that live: now, and at most."""
 
-    def __init__(self, model: TrainingModel) -> None:
-        self._own = {p.untyped_storage()._cdata for p in model.parameters()}
-        self._tensors: dict[int, Tensor] = {}  # held, so that no address is used again
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+        self._known: dict[int, weakref.ref[Any]] = {}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        del types
+        result = func(*args, **(kwargs or {}))
+        taken = {id(x.untyped_storage()) for x in tree_iter((args, kwargs)) if _is_tensor(x)}
+        for tensor in filter(_is_tensor, tree_iter(result)):
+            storage = tensor.untyped_storage()
+            if id(storage) not in self._known and id(storage) not in taken:
+                self._add(storage)
+        return result
+
+    def _add(self, storage: Any) -> None:
+        key, size = id(storage), storage.nbytes()
+
+        def ends(_: Any) -> None:
+            del self._known[key]
+            self.now -= size
+
+        self._known[key] = weakref.ref(storage, ends)
+        self.now += size
+        self.peak = max(self.peak, self.now)
+
+
+def _is_tensor(x: Any) -> bool:
+    return isinstance(x, Tensor)
+
+
+class _Offloaded:
+    """What layers keep for their recomputation goes to the host."""
+
+    num_bytes = 0
 
     def hooks(self) -> saved_tensors_hooks:
         """The innermost alone are called: what those inside of these get is not counted here."""
-        return saved_tensors_hooks(self._keep, lambda tensor: tensor)
+        return saved_tensors_hooks(self._pack, lambda unpack: unpack())
 
-    @property
-    def sizes(self) -> list[int]:
-        """Bytes of every storage."""
-        return [tensor.untyped_storage().nbytes() for tensor in self._tensors.values()]
-
-    def _keep(self, tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()._cdata
-        if storage not in self._own:
-            self._tensors[storage] = tensor
-        return tensor
+    def _pack(self, tensor: Tensor) -> Callable[[], Tensor]:
+        size = tensor.nbytes
+        self.num_bytes += 1 << (size - 1).bit_length()  # torch takes it in powers of two
+        shape, dtype = tensor.shape, tensor.dtype
+        return lambda: torch.empty(shape, dtype=dtype)

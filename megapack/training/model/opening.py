@@ -180,6 +180,7 @@ def build_model(
     shared = None if sequence_group is None else over_ranks(configuration, sequence_group)
     register(backend, shared)
     check_checkpoint(config, configuration)
+    empty = torch.get_default_device().type == "meta"
     # The generators of this process's device only: the others' would be initialised for it.
     mine = [torch.cuda.current_device()] if torch.cuda.is_available() else []
     with torch.random.fork_rng(devices=mine):
@@ -195,9 +196,11 @@ def build_model(
                     dtype=torch.float32,
                     attn_implementation=ATTENTION_NAME,
                     ignore_mismatched_sizes=bool(config.allow_missing),
+                    device_map="meta" if empty else None,
                 )
             model = _with_slopes(model)
-            _check_tied(model, config)
+            if not empty:  # only numbers tell whether a head is the embedding
+                _check_tied(model, config)
     # from_pretrained gives a model in evaluation mode, which would not checkpoint activations.
     return TrainingModel(
         model, chunk_tokens=chunk_tokens, fused_loss=fused_loss, sequence_group=sequence_group

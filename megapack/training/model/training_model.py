@@ -55,7 +55,8 @@ class TrainingModel(nn.Module):
         self.sequence_group = sequence_group
         found = LoadBalancing.of(model)
         wanted = getattr(model.config, "output_router_logits", False)
-        self.balancing, self.left_out = (found, None) if wanted else (None, found)
+        self.balancing = found if wanted else None
+        self.left_out = None if wanted else found
 
     @property
     def configuration(self) -> Any:
