@@ -4,8 +4,9 @@
    bucket on 64 ranks with 49,152 tokens each: samples assigned to ranks in the order of the
    schedule (random) and as megapack deals them. "layer" adds the linear layers of a model with
    hidden size 2,048.
-2. The same where every rank has one sample per step, which no dealing can balance: with draws
-   ordered by cost inside a window.
+2. The same where every rank has one sample per step, which no dealing can balance: with samples in
+   order of cost inside a window, of one source, of eight equal ones and of three unlike ones. What
+   it costs: the spread (standard deviation over mean) of the mean cost of a step.
 3. DeepSpeed's batch_by_seqlens and ours on the same lengths: seconds, and whether all ranks of a
    step have the same number of tokens and the same shape. Theirs grows with the square of the
    documents, so the ratio says as much about their number as about the code.
@@ -70,15 +71,36 @@ def balance(lengths: Lengths, steps_per_bucket: int) -> list[dict[str, Any]]:
 
 
 def windows(lengths: Lengths, capacity: int) -> list[dict[str, Any]]:
-    """One sample per rank and step: what ordering by cost inside a window does."""
-    index = pack(lengths, "best_fit_decreasing", buckets=[capacity])
+    """One sample per rank and step: what ordering by cost inside a window does, and costs."""
+    unlike = [LAWS[name](len(lengths) // 4, 1) for name in ("pubmed", "bbc_news")]
+    sources = {
+        "one source": [lengths],
+        "8 alike": np.array_split(lengths, 8),
+        "3 unlike": [lengths, *unlike],
+    }
     rows = []
-    for window in (1, 4, 16, 64):
-        schedule = Schedule(index, tokens_per_step=RANKS * capacity, seed=1, cost_window=window)
-        sampler = sampler_of(schedule, capacity)
-        steps = range(min(schedule.num_steps(), 64))
-        items = [item for step in steps for item in sampler.imbalance(step)]
-        rows.append({"case": f"{capacity}, 1 per rank, window {window}", **_means(items)})
+    for name, parts in sources.items():
+        indices = [pack(part, "best_fit_decreasing", buckets=[capacity]) for part in parts]
+        for window in (1, 4, 16, 64):
+            schedule = Schedule(
+                indices,
+                weights=[1] * len(indices),
+                tokens_per_step=RANKS * capacity,
+                seed=1,
+                cost_window=window,
+            )
+            sampler = sampler_of(schedule, capacity)
+            steps = range(min(schedule.num_steps(), 64))
+            items = [item for step in steps for item in sampler.imbalance(step)]
+            ids = [schedule.step(step).sample_ids for step in steps]
+            costs = [schedule.samples.attention_cost(own, capacity).mean() for own in ids]
+            rows.append(
+                {
+                    "case": f"{capacity}, 1 per rank, {name}, window {window}",
+                    **_means(items),
+                    "spread_of_steps": float(np.std(costs) / np.mean(costs)),
+                }
+            )
     return rows
 
 

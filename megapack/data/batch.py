@@ -114,8 +114,9 @@ class BatchLayout:
     Attributes:
         micro_batch_tokens: tokens of a micro batch, padding included; the same for every bucket.
         kind: ``stream``: one row (1, micro_batch_tokens); ``rows``: (rows, row_tokens).
-        row_tokens: tokens per row, ``row_tokens // capacity`` samples in each; None: the capacity,
-            one sample per row. A fixed number gives rows of one shape whatever the bucket.
+        row_tokens: tokens per row, ``row_tokens // capacity`` samples in each, which begin at equal
+            distances (``ScheduleConfig.row_tokens``); None: the capacity, one sample per row. A
+            fixed number gives rows of one shape whatever the bucket.
         cu_seqlens: ``exact``, or ``padded`` with their last value to a fixed number of entries.
         num_cu_seqlens: that number; None: what the fullest micro batch of the bucket needs.
         cu_seqlens_per_row: (rows, entries) that count from the row's begin, as Megatron has them,

@@ -33,11 +33,17 @@ class StepConfig:
     """Of ``mix: micro_step``: tokens that all ranks take from one bucket at a time. It is fixed
     here, and not by the ranks there are, so that steps stay independent of them."""
     row_tokens: int | None = None
-    """Rows of this many tokens hold ``row_tokens // capacity`` samples each. Needed only when a
-    capacity does not divide ``tokens_per_step``; the rest of a row is padding."""
+    """Rows of this many tokens hold ``n = row_tokens // capacity`` samples each, which begin at 0,
+    s, 2 s, ..., with ``s = row_tokens // n`` (rounded down to the alignment); what a sample leaves
+    of its s tokens, and the last one of the row, is padding. A row of 64 holds samples of 24 at 0
+    and 32, samples of 10 at 0, 10, 20, 30, 40 and 50. Needed only when a capacity does not divide
+    ``tokens_per_step``."""
     cost_window: int = 1
-    """Draws over which samples of like attention cost are brought together, for draws with one
-    sample per rank, which no dealing can balance; 1 is off."""
+    """The samples that a source gives to this many consecutive draws of a bucket are put in order
+    of attention cost, so that a draw holds samples of like cost (``megapack.data.streams``); for
+    draws with one sample per rank, which no dealing can balance. Costs of steps differ as much more
+    as those of ranks differ less, and sources of unlike costs stay unlike, since every draw has its
+    exact share of each. 1: off."""
 
     def __post_init__(self) -> None:
         order_named(self.order)

@@ -160,7 +160,7 @@ class BucketStream:
         own = partial(_core.random_bits, fold_key(seed or 0, 1, bucket.capacity))
         self._keys = np.array(list(map(own, self.datasets.tolist())), np.uint64)
         self._windows, self._moves_before = windows, moves
-        self._recent: OrderedDict[int, _Range] = OrderedDict()
+        self._recent: OrderedDict[int, tuple[_Range, Ids]] = OrderedDict()
 
     @property
     def num_samples(self) -> int:
@@ -173,7 +173,7 @@ class BucketStream:
             return _in_place(self._range(begin, end))
         size = self._windows.size
         first, last = begin // size, -(-end // size)
-        parts = [_in_place(self._window(number)) for number in range(first, last)]
+        parts = [self._window(number)[1] for number in range(first, last)]
         return np.concatenate([np.zeros(0, np.int64), *parts])[begin - first * size :][
             : end - begin
         ]
@@ -227,7 +227,7 @@ class BucketStream:
             return
         taken, changed = self.starts + self.taken(end), set(self._moves)
         if end % self._windows.size:
-            changed |= set(self._window(end // self._windows.size).which.tolist())
+            changed |= set(self._window(end // self._windows.size)[0].which.tolist())
         for i in sorted(changed):
             moves = self.order_at(i, end).moves
             left = tuple(move for move in moves if move.end > taken[i])
@@ -274,16 +274,16 @@ class BucketStream:
         special = self._ordered[which]
         if self._windows is not None:
             special = special | (cursors < self._ends_of_moves[which])
-        ends = np.cumsum(count)
-        for run in np.flatnonzero(special).tolist():
-            number, last = int(count[run]), int(ends[run])
+        for run in special.nonzero()[0].tolist():
+            number, last = int(count[run]), int(count[: run + 1].sum())
             order = self._epochs(int(which[run]))
             own[last - number : last] = order.samples(int(cursors[run]), number)
         samples = own + np.repeat(self.first_sample[which], count)
         return _Range(which, cursors, count, places, samples)
 
-    def _window(self, number: int) -> _Range:
-        """The positions of a window, the samples of every source in the order of the ranks."""
+    def _window(self, number: int) -> tuple[_Range, Ids]:
+        """The positions of a window, the samples of every source in the order of the ranks; and
+        their ids by position."""
         windows = self._windows
         assert windows is not None
         known = self._recent.get(number)
@@ -299,15 +299,16 @@ class BucketStream:
         by_rank = np.lexsort((windows.ranks(number, places), group))
         moved = np.empty_like(samples)
         moved[by_rank] = samples[by_cost]
-        self._recent[number] = found = found._replace(samples=moved)
+        found = found._replace(samples=moved)
+        self._recent[number] = result = (found, _in_place(found))
         while len(self._recent) > _WINDOWS:  # threads may do so at once: nothing is lost
             with suppress(KeyError):
                 self._recent.popitem(last=False)
-        return found
+        return result
 
     def _moved(self, i: int, number: int) -> Epochs:
         """The order of dataset ``datasets[i]`` with what a window moves."""
-        which, begin, count, _, samples = self._window(number)
+        which, begin, count, _, samples = self._window(number)[0]
         for r in np.flatnonzero(which == i).tolist():
             end = int(count[: r + 1].sum())
             own = samples[end - int(count[r]) : end] - int(self.first_sample[i])

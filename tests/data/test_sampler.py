@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,12 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megapack import _core
-from megapack.data import BucketBatchSampler, Schedule, dealing
+from megapack.data import BatchLayout, BucketBatchSampler, PackedDataset, Schedule, dealing
 from megapack.data.dealing import deal
 from megapack.data.sampler import MicroBatch
 from megapack.errors import ConfigError
 from megapack.packing import SampleIndex, pack
-from tests.data.corpora import index_of, packed_index, packed_lengths
+from tests.data.corpora import index_of, packed_index, packed_lengths, write_documents
 
 INDEX = packed_index(600, (16, 32, 64))
 
@@ -203,6 +204,25 @@ def test_rows_that_hold_several_samples_of_a_capacity_that_does_not_divide_them(
         assert len(batch) == 2 * (64 // batch.capacity)
     with pytest.raises(ConfigError, match="multiple of 64"):
         samplers(schedule, 1, 32)
+
+
+@pytest.mark.parametrize(
+    ("capacity", "begins"), [(24, [0, 32]), (10, [0, 10, 20, 30, 40, 50]), (21, [0, 21, 42])]
+)
+def test_samples_of_a_row_begin_at_the_distances_that_the_configuration_tells(
+    tmp_path: Path, capacity: int, begins: list[int]
+) -> None:
+    """As ``ScheduleConfig.row_tokens`` says; labels and boundaries go with the tokens."""
+    dataset = write_documents(tmp_path / "d", [[number + 1] * 9 for number in range(len(begins))])
+    index = pack([9] * len(begins), "pad", buckets=[capacity])
+    layout = BatchLayout(micro_batch_tokens=64, kind="rows", row_tokens=64)
+    batch = PackedDataset(dataset, index).micro_batch(range(len(begins)), layout=layout)
+    assert np.flatnonzero(batch["tokens"][0].numpy()).tolist() == [
+        begin + i for begin in begins for i in range(9)
+    ]
+    ends = [*begins[1:], 64]
+    bounds = [x for begin, end in zip(begins, ends, strict=True) for x in (begin + 9, end)]
+    assert batch["cu_seqlens"].tolist() == [0, *dict.fromkeys(bounds)]
 
 
 def test_a_micro_batch_is_a_sequence_of_sample_ids() -> None:

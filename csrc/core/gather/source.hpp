@@ -70,8 +70,8 @@ struct SampleRuns {
 // Refuses runs that contradict each other, or speak of other shards than [0, num_shards).
 void check_runs(const SampleRuns& runs, std::int64_t num_shards);
 
-// Samples without what the first `lists` lists mask. Throws std::out_of_range for a sample that does
-// not exist.
+// Samples without what the first `lists` lists mask. Throws std::out_of_range for a sample that
+// does not exist.
 std::vector<SampleRef> locate_samples(const SampleRuns& runs, Span<const std::int64_t> sample_ids,
                                       std::int64_t lists = 0);
 
