@@ -177,6 +177,9 @@ def make_plan(config: BuildConfig, inputs: list[InputFile], note: Callable[[str]
         MegapackError: a package is missing.
     """
     tokenizer = TokenizerFiles.open(config.tokenizer)
+    if tokenizer.switched_off:
+        settings = ", ".join(tokenizer.switched_off)
+        note(f"{tokenizer.name} has settings that would change documents; switched off: {settings}")
     bos = tokenizer.special_token("bos", config.bos_token) if config.prepend_bos else None
     eod = tokenizer.special_token("eod", config.eod_token) if config.append_eod else None
     is_chat = config.messages_key is not None

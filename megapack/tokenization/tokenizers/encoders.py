@@ -226,13 +226,9 @@ class _Gigatoken(_Loaded):
 
 
 def load_tokenizers(files: TokenizerFiles) -> Any:
-    """The `tokenizers.Tokenizer` of a tokenizer.json, which adds and cuts nothing."""
+    """The `tokenizers.Tokenizer` of a tokenizer.json."""
     module = require("tokenizers", f"tokenizer {files.name}")
-    tokenizer = module.Tokenizer.from_buffer(files.definition())
-    # A file saved after fine-tuning may carry both; either would corrupt a corpus.
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
-    return tokenizer
+    return module.Tokenizer.from_buffer(files.definition())
 
 
 def resident_bytes() -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -97,17 +98,32 @@ def _compare(
 
 
 def sample_blocks(shards: Sequence[Shard], read: ReadOptions) -> list[TextBlock]:
-    """The beginnings of a few shards, spread over the corpus."""
+    """The beginnings of a few shards, spread over the corpus; half a megabyte in all.
+
+    A text that is longer than its share is cut. A conversation is not, or it would be none.
+    """
     chosen = shards[:: max(1, len(shards) // _SAMPLE_SHARDS)][:_SAMPLE_SHARDS]
     blocks = []
     for shard in chosen:
         for block in read_blocks(shard.pieces, read, Faults("skip")):
-            end = int(np.searchsorted(block.offsets, _SAMPLE_BYTES // len(chosen), "right"))
+            share = _SAMPLE_BYTES // len(chosen)
+            end = int(np.searchsorted(block.offsets, share, "right"))
             rows = np.arange(len(block)) < max(1, end)
             if len(block):
-                blocks.append(block.select(rows))
+                sample = block.select(rows)
+                blocks.append(sample if read.values == "lists" else _cut(sample, share))
                 break
     return blocks
+
+
+def _cut(block: TextBlock, num_bytes: int) -> TextBlock:
+    """Without what the last document has beyond ``num_bytes`` of the block, at a character."""
+    if len(block.text) <= num_bytes:
+        return block
+    while block.text[num_bytes] & 0xC0 == 0x80:  # inside of a character
+        num_bytes -= 1
+    offsets = np.minimum(block.offsets, num_bytes)
+    return dataclasses.replace(block, text=block.text[:num_bytes].copy(), offsets=offsets)
 
 
 def first_difference(block: TextBlock, reference: Encoder, other: Encoder) -> Difference | None:

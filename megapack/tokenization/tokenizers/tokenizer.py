@@ -38,6 +38,16 @@ _IN_DIRECTORY = (
     ("vocab.json", "merges.txt"),
 )
 
+# Where a tokenizer.json has what would make another corpus of the same text, some of it at every
+# run: files saved after fine-tuning, or for training with sampled subwords, do.
+_HARMFUL = (
+    ((), "truncation"),
+    ((), "padding"),
+    (("model",), "dropout"),  # BPE
+    (("model",), "alpha"),  # Unigram, with nbest_size
+    (("model",), "nbest_size"),
+)
+
 # Names by which published tokenizers call their first and last token, for a tokenizer.json that
 # comes without the tokenizer_config.json that would say so.
 _USUAL: dict[Role, tuple[str, ...]] = {
@@ -81,6 +91,8 @@ class TokenizerFiles:
     special: Mapping[str, int] = field(default_factory=dict)  # text -> id of special tokens
     config: Mapping[str, Any] = field(default_factory=dict)  # tokenizer_config.json
     file_digests: Mapping[str, str] = field(default_factory=dict)  # file name -> xxh3-128
+    # Settings of a tokenizer.json that would cut, pad or change a corpus by chance; switched off.
+    switched_off: tuple[str, ...] = ()
 
     def identity(self) -> dict[str, Any]:
         """What two tokenizers share that give the same ids and write the same chats; JSON-able.
@@ -116,6 +128,7 @@ class TokenizerFiles:
         paths = _tokenizer_files(name)
         digests: dict[str, str] = {}
         data = [_read(path, digests) for path in paths]
+        switched_off: tuple[str, ...] = ()
         config = _read_config(paths[0].parent, digests)
         kind: Kind = "sentencepiece" if paths[0].suffix == ".model" else "hf"
         if len(paths) == 2:
@@ -125,6 +138,7 @@ class TokenizerFiles:
         else:
             read = _read_sentencepiece if kind == "sentencepiece" else _read_hf
             vocab_size, special = read(paths[0], data[0])
+            switched_off = _harmful_settings(data[0]) if kind == "hf" else ()
         return TokenizerFiles(
             kind=kind,
             name=name,
@@ -134,6 +148,7 @@ class TokenizerFiles:
             special=special,
             config=config,
             file_digests=digests,
+            switched_off=switched_off,
         )
 
     @property
@@ -145,7 +160,8 @@ class TokenizerFiles:
         return {str(name): text for name, text in named.items() if isinstance(text, str)}
 
     def definition(self) -> bytes:
-        """The .model or tokenizer.json, made of vocab.json and merges.txt where these are given.
+        """The .model or tokenizer.json, made of vocab.json and merges.txt where these are given,
+        without the settings that are ``switched_off``.
 
         Raises:
             DataError: a file is no longer what it was when it was opened.
@@ -155,6 +171,11 @@ class TokenizerFiles:
         for name, digest in digests.items():
             if digest != self.file_digests[name]:
                 raise DataError(f"{name} of tokenizer {self.name} was changed; start again")
+        if self.switched_off:
+            tree = json.loads(data[0])
+            for settings, name in _HARMFUL:
+                _part(tree, settings).pop(name, None)
+            return json.dumps(tree, ensure_ascii=False).encode("utf-8")
         return gpt2_definition(self.paths, data, self.config) if len(data) == 2 else data[0]
 
     def special_token(self, role: Role, token: str | int | None = None) -> SpecialToken:
@@ -263,6 +284,19 @@ def _read_hf(path: Path, data: bytes) -> tuple[int, dict[str, int]]:
             f"{path} is not the tokenizer.json of a tokenizer with a vocabulary ({error!r})"
         ) from error
     return largest + 1, added
+
+
+def _part(tree: dict[str, Any], path: Iterable[str]) -> dict[str, Any]:
+    for name in path:
+        tree = tree[name]
+    return tree
+
+
+def _harmful_settings(data: bytes) -> tuple[str, ...]:
+    """Those of ``_HARMFUL`` that are set, each with its value."""
+    tree = json.loads(data)
+    values = [(name, _part(tree, settings).get(name)) for settings, name in _HARMFUL]
+    return tuple(f"{name} {json.dumps(value)}" for name, value in values if value is not None)
 
 
 def _read_sentencepiece(path: Path, data: bytes) -> tuple[int, dict[str, int]]:
