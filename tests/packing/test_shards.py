@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import pickle
 import shutil
 from pathlib import Path
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 from packing_inputs import same_arrays
 
+from megapack.cli.main import main
 from megapack.errors import ConfigError, FormatError, IndexMismatchError
 from megapack.packing import STRATEGIES, SampleIndex, pack
 from megapack.packing.extents import longest_reach, longest_segment, most_segments
@@ -135,6 +137,20 @@ def test_a_later_dataset_is_packed_alone_and_goes_behind_the_others(
     assert added.prefix == later
     with pytest.raises(ConfigError, match=r"shards \[3, 9\) of .*, which has 6"):
         load_shards(manifest, [3, 9])
+
+
+def test_a_dataset_that_is_named_twice_is_refused_with_the_remedy(
+    tmp_path: Path, prefixes: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was packed once, and who wanted it twice got half."""
+    monkeypatch.chdir(tmp_path)
+    for again in (prefixes[1], os.path.relpath(prefixes[1]), f"{tmp_path}/./web1/part1"):
+        with pytest.raises(ConfigError, match=r"web1/part1 is named more than once, .* weight"):
+            packed(tmp_path / "web.shards.json", [*prefixes, again])
+    manifest = tmp_path / "web.shards.json"
+    command = ["pack", *prefixes, f"{prefixes[1]}.idx", "--output", str(manifest)]
+    assert main([*command, "--buckets", "64"]) == 2
+    assert not manifest.exists()
 
 
 def test_a_changed_file_is_an_error_that_names_it(tmp_path: Path, prefixes: list[str]) -> None:
