@@ -22,30 +22,35 @@ COMPANIONS = (
 
 
 def dataset_prefixes(names: Iterable[str]) -> list[str]:
-    """Prefixes in the order given, each once.
+    """Prefixes in the order given, each as often as it is named.
 
-    ``shards/*`` names all files of the same dataset. A quoted pattern stands for what it matches,
-    sorted by name, at an address, too; a directory stands for every .idx in it, sorted by name.
+    A prefix, its .idx, a directory (every .idx in it, sorted by name) and a quoted pattern (what it
+    matches, sorted by name; at an address, too) name a dataset. Its other files, as ``shards/*``
+    has them, do not name it once more; a .bin names one that nothing else names.
 
     Raises:
         ConfigError: a directory without any .idx, or a pattern that matches nothing.
     """
-    prefixes: dict[str, None] = {}
+    prefixes: list[str] = []
+    token_files: dict[str, int] = {}  # prefix of a .bin -> how many prefixes came before it
     for name in _expanded(names):
         if not is_remote(name) and Path(name).is_dir():
             found = sorted(str(path)[: -len(".idx")] for path in Path(name).glob("*.idx"))
             if not found:
                 raise ConfigError(f"{name} is a directory without any .idx")
-            prefixes |= dict.fromkeys(found)
+            prefixes += found
         elif not name.endswith(COMPANIONS):
-            prefixes[name.removesuffix(".idx")] = None
-        elif name.endswith(".bin") and not Path(name.removesuffix(".bin") + ".idx").exists():
-            prefixes[name.removesuffix(".bin")] = None  # verify says that its .idx is missing
-    return list(prefixes)
+            prefixes.append(name.removesuffix(".idx"))
+        elif name.endswith(".bin"):
+            token_files.setdefault(name.removesuffix(".bin"), len(prefixes))
+    alone = {prefix: at for prefix, at in token_files.items() if prefix not in prefixes}
+    for prefix, at in reversed(alone.items()):
+        prefixes.insert(at, prefix)
+    return prefixes
 
 
 def named_files(names: Sequence[str]) -> tuple[list[str], list[str], list[str]]:
-    """Prefixes of datasets, .samples files and shard manifests, each as they were named.
+    """Prefixes of datasets (each once), .samples files and shard manifests, as they were named.
 
     Raises:
         ConfigError: as of ``dataset_prefixes``.
@@ -53,7 +58,7 @@ def named_files(names: Sequence[str]) -> tuple[list[str], list[str], list[str]]:
     samples = [name for name in names if name.endswith(".samples")]
     manifests = [name for name in names if is_shard_manifest(name)]
     others = [name for name in names if name not in samples + manifests]
-    return dataset_prefixes(others), samples, manifests
+    return list(dict.fromkeys(dataset_prefixes(others))), samples, manifests
 
 
 def local_file(name: str, option: str) -> Path:

@@ -3,6 +3,9 @@
   megapack-build merge shards/*.idx --output-prefix corpus
   megapack-build merge shards/ web.idx --output-prefix corpus --dtype int32
 
+A dataset that is named twice comes twice; a directory names each .idx in it, and the other files of
+a dataset (shards/* in a shell) do not name it once more.
+
 Takes datasets of megapack, Megatron, Megatron-DeepSpeed and GPT-NeoX. Memory does not grow with
 their size, and the result is byte for byte what one builder would have written. Any of them may be
 an address (s3://bucket/folder/name): inputs are fetched whole, and the result is uploaded when it
@@ -12,6 +15,7 @@ is complete.
 from __future__ import annotations
 
 import argparse
+import json
 
 from megapack.cli.arguments import add_dataset_argument, add_shared
 from megapack.cli.datasets import dataset_prefixes
@@ -24,10 +28,7 @@ __all__ = ["add_arguments", "run"]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    inputs = add_dataset_argument(parser, many=True)
-    inputs.add_argument(
-        "--input", nargs=1, dest="prefixes", metavar="DIR", help="the same, as Megatron spells it"
-    )
+    add_dataset_argument(parser, many=True)
     add_shared(parser, "--output-prefix")
     add_shared(parser, "--dtype", help="inputs of others are converted where all ids fit")
     parser.add_argument("--multimodal", action="store_true", help="the inputs have modes")
@@ -39,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--remove-inputs", action="store_true", help="delete the inputs once the result stands"
     )
-    add_shared(parser, "--overwrite")
+    add_shared(parser, "--overwrite", "--json")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -55,13 +56,23 @@ def run(args: argparse.Namespace) -> int:
             overwrite=args.overwrite,
             progress=progress,
         )
-    if not is_new:
-        print(f"nothing to do: {args.output_prefix} is there already")
-        return 0
     result = IndexedDataset(args.output_prefix)
-    print(
-        f"{args.output_prefix}: {counted(len(prefixes), 'dataset')}, "
-        f"{counted(result.num_documents, 'document')}, "
-        f"{counted(result.num_tokens, f'{result.dtype.name} token')}"
-    )
+    if args.json:
+        facts = {
+            "prefix": args.output_prefix,
+            "num_datasets": len(prefixes),
+            "num_documents": result.num_documents,
+            "num_tokens": result.num_tokens,
+            "dtype": result.dtype.name,
+            "is_new": is_new,
+        }
+        print(json.dumps(facts, indent=2))
+    elif is_new:
+        print(
+            f"{args.output_prefix}: {counted(len(prefixes), 'dataset')}, "
+            f"{counted(result.num_documents, 'document')}, "
+            f"{counted(result.num_tokens, f'{result.dtype.name} token')}"
+        )
+    else:
+        print(f"nothing to do: {args.output_prefix} is there already")
     return 0

@@ -46,7 +46,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    return int(any([_repair(prefix, args) for prefix in dataset_prefixes(args.prefixes)]))
+    return int(
+        any([_repair(prefix, args) for prefix in dict.fromkeys(dataset_prefixes(args.prefixes))])
+    )
 
 
 def _repair(prefix: str, args: argparse.Namespace) -> bool:

@@ -216,12 +216,14 @@ def plan_arrangement(
         overwrite: replace what is there and made otherwise.
 
     Raises:
-        ConfigError: names that cannot be; another source stands at the output.
+        ConfigError: names or a size that cannot be; another source stands at the output.
         FormatError, OSError: a manifest is damaged or cannot be read.
     """
     path = Path(output)
     if not path.name.endswith(SUFFIX) or path.resolve() == Path(source).resolve():
         raise ConfigError(f"--output {path} must be another NAME{SUFFIX} than {source}")
+    if shard_bytes < 1:
+        raise ConfigError(f"--bytes-per-shard is {shard_bytes}; it must be at least 1 byte")
     index = load_shards(source)
     num_bytes = sum(shard.num_tokens * np.dtype(shard.dtype).itemsize for shard in index.shards)
     arranger = Arranger(

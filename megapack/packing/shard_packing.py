@@ -9,6 +9,7 @@ the manifest has.
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -83,8 +84,8 @@ def plan_packing(
         overwrite: what the manifest says counts for nothing.
 
     Raises:
-        ConfigError: a bad option or name, no datasets, or the manifest that is there was packed
-            with other options.
+        ConfigError: a bad option or name, no datasets, one named twice, or the manifest that is
+            there was packed with other options.
         FormatError, OSError: it is damaged or cannot be read.
     """
     path = manifest_path(manifest)
@@ -113,6 +114,13 @@ def plan_packing(
                 f"{path} was packed with another {' and '.join(changed)}: give the same options to "
                 "add datasets to it, another --output, or --overwrite to pack all of them again"
             )
+    again = [where for where, times in Counter(map(place, prefixes)).items() if times > 1]
+    if again:
+        raise ConfigError(
+            f"{again[0]} is named more than once, and a source has each dataset once: to draw its "
+            "documents more often, pack it as a source of its own, with a larger weight in the "
+            "blend"
+        )
     known = {} if there is None else {place(shard.prefix): shard for shard in there.shards}
     new = {place(prefix): prefix for prefix in prefixes if place(prefix) not in known}
     wanted = (*(shard.prefix for shard in known.values()), *new.values())

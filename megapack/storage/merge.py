@@ -48,7 +48,8 @@ def merge(
     overwrite: bool = False,
     progress: Progress | None = None,
 ) -> bool:
-    """Concatenate datasets, documents in the order of ``prefixes``.
+    """Concatenate datasets, documents in the order of ``prefixes``; one that is named twice comes
+    twice.
 
     Takes datasets of megapack, megatron-core, Megatron-DeepSpeed and GPT-NeoX (also those whose
     document indices were lost in a merge: there every sequence is a document).
@@ -86,8 +87,9 @@ def merge(
         )
     with ExitStack() as stack:
         target = stack.enter_context(local_output(output, overwrite=overwrite))
+        copies = {p: stack.enter_context(local_copy(p)) for p in dict.fromkeys(prefixes)}
         return _merge(
-            [stack.enter_context(local_copy(prefix)) for prefix in prefixes],
+            [copies[prefix] for prefix in prefixes],
             target,
             dtype=dtype,
             multimodal=multimodal,

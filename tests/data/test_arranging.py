@@ -172,6 +172,11 @@ def test_the_command_and_a_loader_over_what_it_wrote(source: str, tmp_path: Path
     command += ["--bytes-per-shard", "8K", "--workers", "1", "--json"]
     done = subprocess.run(command, check=True, capture_output=True, text=True)
     facts = json.loads(done.stdout)
+    size = command.index("8K")
+    done = subprocess.run(
+        [*command[:size], "0", *command[size + 1 :]], check=False, capture_output=True, text=True
+    )
+    assert (done.returncode, "--bytes-per-shard is 0" in done.stderr) == (2, True)
     assert facts["num_samples"] == load_shards(source).num_samples and facts["num_shards"] == 2
     packed = PackedDataset(None, output)
     schedule = Schedule(packed, tokens_per_step=STEP_TOKENS)

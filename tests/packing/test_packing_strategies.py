@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import subprocess
+import sys
 from typing import Any
 
 import numpy as np
@@ -125,3 +127,21 @@ def test_a_document_longer_than_int32_is_cut_where_it_should_be() -> None:
     assert index.segment_document.dtype == np.int32
     assert index.sample(index.num_samples - 1)[1] == [(1, (1 << 31) - 3, 8), (2, 0, 7)]
     assert index.metrics()["num_tokens"] == (1 << 31) + 15
+
+
+def test_five_documents_need_no_memory_for_all_lengths_that_a_bucket_holds() -> None:
+    """Tables of 2^24 lengths have 128 MiB each."""
+    program = """
+import resource, numpy as np
+from megapack import pack
+lengths = np.array([5, 7, 100, 2, 9], np.int32)
+pack(lengths, "bucket", buckets=[128])
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+for strategy in ("bucket", "bucket_llm", "length_sorted"):
+    buckets = [1 << 24] if strategy == "length_sorted" else [64, 1 << 24]
+    index = pack(lengths, strategy, buckets=buckets, threads=2)
+    assert sorted(index.segment_length.tolist()) == [2, 5, 7, 9, 100], strategy
+    grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+    assert grown < 32 << 10, (strategy, grown)
+"""
+    subprocess.run([sys.executable, "-c", program], check=True)

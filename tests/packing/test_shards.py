@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import pickle
 import shutil
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 import xxhash
 from packing_inputs import same_arrays
 
+from megapack.cli.main import main
 from megapack.errors import ConfigError, FormatError, IndexMismatchError
 from megapack.packing import STRATEGIES, SampleIndex, pack
 from megapack.packing.extents import longest_reach, longest_segment, most_segments
@@ -138,6 +140,20 @@ def test_a_later_dataset_is_packed_alone_and_goes_behind_the_others(
         load_shards(manifest, [3, 9])
 
 
+def test_a_dataset_that_is_named_twice_is_refused_with_the_remedy(
+    tmp_path: Path, prefixes: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was packed once, and who wanted it twice got half."""
+    monkeypatch.chdir(tmp_path)
+    for again in (prefixes[1], os.path.relpath(prefixes[1]), f"{tmp_path}/./web1/part1"):
+        with pytest.raises(ConfigError, match=r"web1/part1 is named more than once, .* weight"):
+            packed(tmp_path / "web.shards.json", [*prefixes, again])
+    manifest = tmp_path / "web.shards.json"
+    command = ["pack", *prefixes, f"{prefixes[1]}.idx", "--output", str(manifest)]
+    assert main([*command, "--buckets", "64"]) == 2
+    assert not manifest.exists()
+
+
 def test_a_changed_file_is_an_error_that_names_it(tmp_path: Path, prefixes: list[str]) -> None:
     manifest = tmp_path / "web.shards.json"
     index = packed(manifest, prefixes)
@@ -178,7 +194,8 @@ def test_a_folder_that_moves_takes_its_manifest_along(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     prefix = write(Path("here") / "docs", 2)
-    index = packed(Path("here") / "web.shards.json", [prefix, str(tmp_path / "here" / "docs")])
+    packed(Path("here") / "web.shards.json", [prefix])
+    index = packed(Path("here") / "web.shards.json", [str(tmp_path / "here" / "docs")])
     assert len(index.shards) == 1, "two ways to write one prefix are one shard"
     carried = pickle.dumps(index)
     shutil.move("here", "there")

@@ -83,7 +83,7 @@ def test_a_merge_replaces_only_when_told(tmp_path: Path) -> None:
     for name in ("a", "b"):
         write(tmp_path / "shards" / name, SMALL)
     out = ["--output-prefix", tmp_path / "all"]
-    assert build("merge", "--input", tmp_path / "shards", *out).returncode == 0
+    assert build("merge", tmp_path / "shards", *out).returncode == 0
     done = build("merge", tmp_path / "shards", *out)
     assert (done.returncode, done.stdout) == (
         0,
@@ -159,6 +159,41 @@ def test_errors_are_sentences_and_leave_nothing(tmp_path: Path) -> None:
     assert done.returncode == 1
     assert done.stderr.startswith("megapack-build merge: error: ") and done.stderr.count("\n") == 1
     assert not list(tmp_path.glob("out*"))
+
+
+def test_a_dataset_is_merged_as_often_as_it_is_named(tmp_path: Path) -> None:
+    """Who names one twice wants its documents twice; they came once, without a word."""
+    (tmp_path / "shards").mkdir()
+    for name in ("a", "b"):
+        write(tmp_path / "shards" / name, SMALL)
+    a, b = tmp_path / "shards" / "a", tmp_path / "shards" / "b"
+    all_files = sorted((tmp_path / "shards").iterdir())
+    for n, (names, expected) in enumerate(
+        (
+            ([a, a], [a, a]),
+            ([a, f"{a}.idx", tmp_path / "shards" / "."], [a, a, a, b]),
+            (all_files, [a, b]),
+            ([*all_files, *all_files], [a, b, a, b]),
+            ([f"{b}.bin", a, f"{b}.bin"], [b, a]),
+            ([tmp_path / "shards" / "*.idx", a], [a, b, a]),
+        )
+    ):
+        done = build("merge", *names, "--output-prefix", tmp_path / f"out{n}", "--json")
+        assert done.returncode == 0, done.stderr
+        facts = json.loads(done.stdout)
+        assert facts == {
+            "prefix": str(tmp_path / f"out{n}"),
+            "num_datasets": len(expected),
+            "num_documents": len(expected) * len(SMALL),
+            "num_tokens": facts["num_tokens"],
+            "dtype": "uint16",
+            "is_new": True,
+        }
+        merged = Path(f"{tmp_path}/out{n}.bin").read_bytes()
+        assert merged == b"".join(Path(f"{prefix}.bin").read_bytes() for prefix in expected)
+        assert facts["num_tokens"] * 2 == len(merged)
+        done = build("merge", *names, "--output-prefix", tmp_path / f"out{n}", "--json")
+        assert json.loads(done.stdout) == {**facts, "is_new": False}
 
 
 def test_globs_and_directories_name_each_dataset_once(tmp_path: Path) -> None:

@@ -174,7 +174,7 @@ Samples<Id, Length> pack_bucket(const Lengths<Length>& lengths, const BucketRule
     const auto pool = [&](std::int64_t p) -> Documents<Id, Length> {
         if (num_pools == 1) return in_file_order<Id>(lengths);
         return {lengths, dealt.items.data() + dealt.offsets[p],
-                dealt.offsets[p + 1] - dealt.offsets[p]};
+                dealt.offsets[p + 1] - dealt.offsets[p], lengths.totals().longest};
     };
 
     const std::int64_t buckets = ssize(rules.capacities);

@@ -17,8 +17,9 @@ void BucketRules::check_rules() const {
 }
 
 BucketPlanner::BucketPlanner(std::vector<std::int64_t> counts, const BucketRules& rules)
-    : rules_(rules), counts_(std::move(counts)), present_(rules.capacities.back()) {
-    counts_.resize(rules.capacities.back() + 1, 0);
+    : rules_(rules),
+      counts_(std::move(counts)),
+      present_(std::max<std::int64_t>(ssize(counts_) - 1, 0)) {
     taken_.assign(counts_.size(), 0);
     for (std::int64_t l = 1; l < ssize(counts_); ++l)
         if (counts_[l] > 0) present_.insert(static_cast<std::int64_t>(l));
@@ -58,7 +59,7 @@ void BucketPlanner::apply(const GivenPattern& given) {
     }
     // A length may be named more than once: its documents are counted together.
     for (const PatternEntry& entry : chosen_) {
-        const std::int64_t there = counts_[entry.length];
+        const std::int64_t there = entry.length < ssize(counts_) ? counts_[entry.length] : 0;
         check(entry.copies <= there / given.count, "a given pattern needs ", given.count, " times ",
               entry.copies, " documents of length ", entry.length, "; there are ", there);
     }

@@ -101,12 +101,13 @@ struct BucketPlan {
 // came: first those the planner was made with, then those added.
 class BucketPlanner {
   public:
-    // counts[l] documents of length l; counts.size() - 1 <= the largest capacity.
+    // counts[l] documents of length l; none longer than counts.size() - 1, which is at most the
+    // largest capacity, comes later.
     BucketPlanner(std::vector<std::int64_t> counts, const BucketRules& rules);
 
     void add(std::int64_t length);
     bool empty() const { return present_.empty(); }
-    std::int64_t longest() const { return present_.at_most(rules_.capacities.back()); }
+    std::int64_t longest() const { return present_.largest(); }
 
     // Appends the next pattern to the plan, at most `max_repeats` samples of it.
     void next(std::int64_t max_repeats);

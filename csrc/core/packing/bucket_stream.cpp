@@ -57,7 +57,7 @@ class StreamingPool {
         : rules_(rules),
           largest_(rules.capacities.back()),
           chance_(chance),
-          planner_(std::vector<std::int64_t>(), rules),
+          planner_(std::vector<std::int64_t>(largest_ + 1), rules),
           queues_(largest_ + 1),
           buckets_(rules.capacities.size()) {}
 

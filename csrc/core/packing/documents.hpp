@@ -28,6 +28,7 @@ struct Documents {
     Span<const Length> lengths;               // of all documents, in file order
     const Item<Id, Length>* items = nullptr;  // null: file order
     std::int64_t count = 0;                   // how many are taken
+    std::int64_t longest = kMaxTokens;        // none of them is longer
 
     std::int64_t size() const { return count; }
     Item<Id, Length> operator[](std::int64_t i) const {
@@ -47,7 +48,7 @@ struct Documents {
 
 template <typename Id, typename Length>
 Documents<Id, Length> in_file_order(const Lengths<Length>& lengths) {
-    return {lengths, nullptr, lengths.size()};
+    return {lengths, nullptr, lengths.size(), lengths.totals().longest};
 }
 
 }  // namespace megapack

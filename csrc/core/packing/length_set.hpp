@@ -2,6 +2,7 @@
 // a bit per length, a bit per word of those, and so on up (64-ary).
 #pragma once
 
+#include <algorithm>
 #include <array>
 #include <cstddef>
 #include <cstdint>
@@ -11,7 +12,7 @@ namespace megapack {
 
 class LengthSet {
   public:
-    explicit LengthSet(std::int64_t limit) {
+    explicit LengthSet(std::int64_t limit) : limit_(limit) {
         auto bits = static_cast<std::size_t>(limit) + 1;
         do {
             bits = (bits + 63) / 64;
@@ -40,9 +41,12 @@ class LengthSet {
     }
     bool empty() const { return levels_.back()[0] == 0; }
 
+    // The largest member, or -1.
+    std::int64_t largest() const { return at_most(limit_); }
     // The largest member <= x, or -1.
     std::int64_t at_most(std::int64_t x) const {
         if (x < 0) return -1;
+        x = std::min(x, limit_);
         auto i = static_cast<std::size_t>(x);
         for (std::size_t l = 0; l < levels_.size(); ++l) {
             const std::uint64_t below = levels_[l][i / 64] & (~std::uint64_t{0} >> (63 - i % 64));
@@ -80,6 +84,7 @@ class LengthSet {
         return static_cast<std::int64_t>(i);
     }
 
+    std::int64_t limit_;
     std::vector<std::vector<std::uint64_t>> levels_;
 };
 

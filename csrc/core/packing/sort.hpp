@@ -50,19 +50,20 @@ class LengthSort {
     LengthSort(const Documents<Id, Length>& documents, Cut cut, int threads)
         : documents_(documents),
           cut_(cut),
-          capacity_(cut.capacity),
+          num_classes_(std::min(cut.capacity, documents.longest + 1)),
           threads_(threads),
           next_(threads),
           next_chunk_(threads, 0),
-          counts_(capacity_, 0) {
+          counts_(num_classes_, 0) {
         for_each_part(threads_, documents_.size(), threads_,
                       [&](std::int64_t p, Part range) { count(p, range); });
         for (const auto& part : next_)
-            for (std::int64_t l = 1; l < capacity_; ++l) counts_[l] += part[l];
+            for (std::int64_t l = 1; l < num_classes_; ++l) counts_[l] += part[l];
         num_chunks_ = lay_out(next_chunk_);
     }
 
-    // counts()[l] rests of length l, for l in [1, capacity); counts()[0] is 0.
+    // counts()[l] rests of length l, for l from 1 to the longest there can be (below the capacity);
+    // counts()[0] is 0.
     const std::vector<std::int64_t>& counts() const { return counts_; }
     std::int64_t num_chunks() const { return num_chunks_; }
     std::int64_t num_rests() const {
@@ -75,7 +76,7 @@ class LengthSort {
     // May be called once.
     template <typename OnChunk>
     SortedRests<Id> sort(OnChunk on_chunk) {
-        SortedRests<Id> sorted{Buffer<Id>(num_rests()), lay_out(next_, capacity_)};
+        SortedRests<Id> sorted{Buffer<Id>(num_rests()), lay_out(next_, num_classes_)};
         for_each_part(threads_, documents_.size(), threads_, [&](std::int64_t p, Part range) {
             scatter(p, range, sorted.ids.data(), on_chunk);
         });
@@ -87,11 +88,11 @@ class LengthSort {
     static constexpr std::int64_t kAhead = 128;
 
     void count(std::int64_t p, Part range) {
-        next_[p].assign(capacity_, 0);
+        next_[p].assign(num_classes_, 0);
         Id* counts = next_[p].data();
         for (std::int64_t i = range.begin; i < range.end; ++i) {
             const std::int64_t length = documents_[i].length;
-            if (length < capacity_) {
+            if (length < cut_.capacity) {
                 ++counts[length];
             } else {
                 next_chunk_[p] += cut_.num_chunks(length);
@@ -106,6 +107,7 @@ class LengthSort {
         Id* const next = next_[p].data();
         std::int64_t chunk = next_chunk_[p];
         const Cut cut = cut_;
+        const std::int64_t last_class = num_classes_ - 1;
         const auto place = [=, &chunk](Item<Id, Length> item) {
             const std::int64_t length = item.length;
             if (length < cut.capacity) {
@@ -121,7 +123,7 @@ class LengthSort {
             std::int64_t i = range.begin;
             for (; i + kAhead < range.end; ++i) {
                 const std::int64_t ahead = item_at(i + kAhead).length;
-                prefetch_for_write(ids + next[std::min(ahead, cut.capacity - 1)]);
+                prefetch_for_write(ids + next[std::min(ahead, last_class)]);
                 place(item_at(i));
             }
             for (; i < range.end; ++i) place(item_at(i));
@@ -130,7 +132,7 @@ class LengthSort {
 
     Documents<Id, Length> documents_;
     Cut cut_;
-    std::int64_t capacity_;
+    std::int64_t num_classes_;
     int threads_;
     std::vector<std::vector<Id>> next_;  // per part: counts, then positions
     std::vector<std::int64_t> next_chunk_;
