@@ -140,7 +140,7 @@ def _overridden(
         known: further names that the class takes.
     """
     if not overrides:
-        return before
+        return change()
     _check_names_and_values(overrides, before, known)
     said: list[str] = []
     try:

@@ -132,7 +132,7 @@ def _activations(
         model.to_empty(device="cpu")
         model.train()
         for parameter in model.parameters():
-            parameter.register_post_accumulate_grad_hook(_forget)
+            parameter.register_post_accumulate_grad_hook(_forget)  # type: ignore[no-untyped-call]
         autocast = dtype is not None and engine.stage == 0
         tokens = torch.zeros(1, num_tokens, dtype=torch.int64)
         cu_seqlens = torch.zeros(2, dtype=torch.int32)
@@ -167,11 +167,11 @@ def _forget(parameter: Tensor) -> None:
     parameter.grad = None
 
 
-class _Live(TorchDispatchMode):
+class _Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Bytes of the storages that operations made meanwhile and that live: now, and at most."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.now = self.peak = 0
         self._known: dict[int, weakref.ref[Any]] = {}
 
