@@ -85,9 +85,9 @@ class LineParser : JsonReader {
             return true;
         }
         const bool container = at('{') || at('[');
-        const bool taken = values_ == JsonValues::any ||
-                           (values_ == JsonValues::lists ? at('[')
-                                                         : values_ == JsonValues::scalars && !container);
+        const bool taken =
+            values_ == JsonValues::any ||
+            (values_ == JsonValues::lists ? at('[') : values_ == JsonValues::scalars && !container);
         const std::uint8_t* begin = p_;
         if (!skip_value()) return false;
         *status = taken ? LineStatus::ok : LineStatus::wrong_type;

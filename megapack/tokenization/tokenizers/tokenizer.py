@@ -22,7 +22,7 @@ from megapack.tokenization.tokenizers.gpt2 import GPT2_CONFIG, gpt2_definition
 __all__ = ["Kind", "SpecialToken", "TokenizerFiles", "library_versions"]
 
 # Raised whenever megapack itself makes other ids of the same text, files and libraries.
-_IDS_VERSION = 1
+_IDS_VERSION = 2
 
 Kind = Literal["bytes", "sentencepiece", "hf"]
 Role = Literal["bos", "eod"]

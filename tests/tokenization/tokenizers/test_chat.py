@@ -22,6 +22,8 @@ from megapack.errors import ConfigError, DataError
 from megapack.tokenization.build.run import BuildResult
 from megapack.tokenization.corpus.faults import Faults
 from megapack.tokenization.corpus.pieces import InputFile, ReadOptions
+from megapack.tokenization.tokenizers.chat import TemplateError
+from megapack.tokenization.tokenizers.rendering import ChatTemplate
 from megapack.tokenization.tokenizers.train import train_tokenizer
 
 from ..helpers import WriteJsonl
@@ -333,8 +335,12 @@ BAD_CHATS: list[tuple[Any, str]] = [
     ([], "the list of messages is empty"),
     (["hello"], "message 0 is not of the form"),
     ([{"role": 5, "content": "x"}], "message 0 is not of the form"),
-    ([{"role": "user"}], "message 0 has no content"),
-    ([{"role": "user", "content": None}], "content is null"),
+    ([{"role": "user"}], "content of message 0 is null; role headers need a string"),
+    ([{"role": "user", "content": None}], "content of message 0 is null"),
+    (
+        [{"role": "assistant", "content": "", "tool_calls": [{}]}],
+        "role headers do not say the tool_ca",
+    ),
     ([{"role": "user", "content": "\ud800"}], "a message holds half of a surrogate pair"),
 ]
 
@@ -401,3 +407,163 @@ def test_chats_of_parquet_with_splits_workers_and_neox_names(
     for end in ("document", "label_document"):
         first, second = (tmp_path / f"{p}_train_conversation_{end}.bin" for p in ("out", "two"))
         assert first.read_bytes() == second.read_bytes()
+
+
+TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"a": None}}}]
+TOOLED = "{% if tools is not none %}{{ tools | tojson }}{% endif %}" + CHATML
+
+
+def texts(prefix: Path, directory: Path) -> list[str]:
+    tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
+    return [
+        tokenizer.decode(t.tolist(), skip_special_tokens=False) for t in IndexedDataset(prefix)[:]
+    ]
+
+
+def chatml(*messages: dict[str, Any]) -> str:
+    return "".join(f"<|im_start|>{m['role']}\n{m['content']}<|im_end|>\n" for m in messages)
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_tools_beside_messages_are_given_to_the_template(
+    tmp_path: Path,
+    write_jsonl: WriteJsonl,
+    run_build: Build,
+    tokenizer_with: Callable[[str], Path],
+    kind: str,
+) -> None:
+    """A list, JSON in a string, null and none at all, in one corpus."""
+    said = [json.dumps(TOOLS), None, "[]"]
+    records = [{"messages": CHAT, "schemas": tools} for tools in said]
+    if kind == "parquet":
+        corpus = tmp_path / "x.parquet"
+        pq.write_table(pa.Table.from_pylist(records), corpus)
+    else:
+        whole = [{"schemas": TOOLS, "messages": CHAT}, {"messages": CHAT}, *records[2:]]
+        corpus = write_jsonl(tmp_path / "x.jsonl", whole)
+    directory = tokenizer_with(TOOLED)
+    options: dict[str, Any] = {"messages_key": "messages", "tokenizer": str(directory)}
+    run_build(corpus, tools_key="schemas", **options)
+    plain = chatml(*CHAT)
+    expected = [json.dumps(TOOLS) + plain, plain, "[]" + plain]
+    assert texts(tmp_path / "out", directory) == expected
+    run_build(corpus, tools_key="", overwrite=True, **options)
+    assert texts(tmp_path / "out", directory) == [plain] * 3
+
+
+def test_nothing_that_a_template_reads_is_left_out_without_a_word(
+    tmp_path: Path,
+    write_jsonl: WriteJsonl,
+    run_build: Build,
+    tokenizer_with: Callable[[str], Path],
+) -> None:
+    template = "{% if mode is defined %}{{ mode }} {{ date }}{% endif %}" + CHATML
+    directory = tokenizer_with(template)
+    records = [{"messages": CHAT, "mode": "fast", "other": 1}, {"messages": CHAT, "mode": None}]
+    corpus = write_jsonl(tmp_path / "x.jsonl", records)
+    options: dict[str, Any] = {"messages_key": "messages", "tokenizer": str(directory)}
+    with pytest.raises(
+        DataError, match=r"x\.jsonl:1: unusable chat \(it has 'mode', which the chat"
+    ):
+        run_build(corpus, **options)
+    plain = chatml(*CHAT)
+    for words, expected in (
+        (("mode", 'date="today"'), ["fast today" + plain, plain]),
+        (("mode=",), [plain, plain]),
+        (("mode=1",), ["1 " + plain, "1 " + plain]),
+    ):
+        run_build(corpus, template_variables=words, overwrite=True, **options)
+        assert texts(tmp_path / "out", directory) == expected
+    with pytest.raises(ConfigError, match="takes no 'other' from documents; it takes: date, mode"):
+        run_build(corpus, template_variables=("other",), **options)
+    tools = write_jsonl(tmp_path / "y.jsonl", [{"messages": CHAT, "tools": TOOLS}])
+    for chat_format, reason in (("template", "does not read its"), ("headers", "do not say its")):
+        with pytest.raises(DataError, match=rf"y\.jsonl:1: unusable chat .*{reason} tools"):
+            run_build(
+                tools, messages_key="messages", tokenizer=header_tokenizer(directory),
+                chat_format=chat_format, overwrite=True,
+            )  # fmt: skip
+
+
+def header_tokenizer(directory: Path) -> str:
+    """The same directory, with the markers of role headers."""
+    tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
+    tokenizer.add_special_tokens([*MARKERS])
+    tokenizer.save(str(directory / "tokenizer.json"))
+    return str(directory)
+
+
+def test_a_clock_is_a_date_that_was_given(
+    tmp_path: Path, chats: Path, run_build: Build, tokenizer_with: Callable[[str], Path]
+) -> None:
+    directory = tokenizer_with("{{ strftime_now('%d %b %Y') }}" + CHATML)
+    options: dict[str, Any] = {"messages_key": "messages", "tokenizer": str(directory)}
+    with pytest.raises(DataError, match=r"line 1 of the chat template .*'strftime_now' is undef"):
+        run_build(chats, **options)
+    run_build(chats, template_variables=("strftime_now=2026-01-31",), **options)
+    assert texts(tmp_path / "out", directory)[0].startswith("31 Jan 2026<|im_start|>")
+
+
+# Templates that work without end, or take what they cannot have -> what is said of them.
+BOMBS = {
+    "{{ 'x' * 10**10 }}": "more work than",
+    "{{ [1] * 10**12 }}": "more work than",
+    "{{ 10 ** (10**10) }}": "an integer of more than",
+    "{{ 'x'.ljust(10**10) }}": "more work than",
+    "{{ 'x' | center(10**10) }}": "more work than",
+    "{{ '%10000000000d' % 1 }}": "more work than",
+    "{{ '%*d' | format(10**10, 1) }}": "more work than",
+    "{{ '{:>{}}'.format(1, 10**10) }}": "more work than",
+    "{{ ('x' * 10**6).replace('x', 'y' * 10**6) }}": "more work than",
+    "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}": "more work",
+    "{% for i in range(99999) if i %}{{ range(99999) | map('string') | list }}{% endfor %}": "more",
+    "{% for i in [1, 2] recursive %}{{ loop([1, 2]) }}{% endfor %}": "recursion",
+    "{% macro a() %}{{ a() }}{% endmacro %}{{ a() }}": "recursion",
+    "{% set n = namespace(x='ab') %}{% for i in range(99) %}{% set n.x = n.x ~ n.x %}{% endfor %}":
+    "more work than",
+    "{% set n = namespace(x=[1]) %}{% for i in range(99) %}{% set n.x = [n.x, n.x] %}{% endfor %}"
+    "{{ n.x | tojson }}": "more work than",
+    "{% set n = namespace(x=[1]) %}{% for i in range(99) %}{% set n.x = [n.x, n.x] %}{% endfor %}"
+    "{{ n.x }}": "more work than",
+    "{{ messages | random }}": "random and lipsum would make another corpus",
+    "{{ lipsum() }}": "random and lipsum would make another corpus",
+    "{{ 1 / 0 }}": "ZeroDivisionError: division by zero",
+    "{{ [] + '' }}": "TypeError: can only concatenate list",
+    "{% set x %}a{% generation %}b{% endgeneration %}{% endset %}{{ x }}": "written at once",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("template", BOMBS)
+def test_a_template_that_fails_is_named_with_its_line(template: str) -> None:
+    """The same on every machine: work is counted, not timed."""
+    compiled = ChatTemplate("\n\n" + template, "the chat template of t")
+    with pytest.raises(TemplateError) as raised:
+        compiled.render(messages=CHAT)
+    assert "the chat template of t" in str(raised.value) and BOMBS[template] in str(raised.value)
+    if "generation" not in template:
+        assert str(raised.value).startswith("line 3 of ")
+
+
+def test_a_template_may_work_as_much_as_its_conversation_is_long() -> None:
+    """A turn at a time, as text that grows: 100 MB made of 200 kB."""
+    grown = ChatTemplate(
+        "{% set n = namespace(x='') %}{% for m in messages %}{% set n.x = n.x + m.content %}"
+        "{% endfor %}{{ n.x }}",
+        "it",
+    )
+    messages = [{"role": "user", "content": "x" * 200}] * 1000
+    assert len(grown.render(messages=messages).text) == 200_000
+
+
+def test_a_failing_template_stops_a_build_as_itself(
+    chats: Path, run_build: Build, tokenizer_with: Callable[[str], Path]
+) -> None:
+    options: dict[str, Any] = {"messages_key": "messages"}
+    directory = tokenizer_with("{{ messages | tojson(sorted=1) }}")
+    with pytest.raises(
+        DataError, match=r"chats.jsonl:1: chat template failed \(line 1 of .*sorted"
+    ):
+        run_build(chats, tokenizer=str(directory), **options)
+    directory = tokenizer_with("ok\n{% if %}")
+    with pytest.raises(ConfigError, match=r"line 2 of the chat template of .* is broken: "):
+        run_build(chats, tokenizer=str(directory), **options)

@@ -3,19 +3,29 @@
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import sentencepiece
 import xxhash
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, models
 
+from megapack import IndexedDataset
 from megapack.errors import ConfigError, FormatError
+from megapack.tokenization.build.run import BuildResult
+from megapack.tokenization.corpus.inputs import find_inputs
+from megapack.tokenization.corpus.pieces import ReadOptions
+from megapack.tokenization.corpus.shards import plan_shards
+from megapack.tokenization.tokenizers.probe import sample_blocks
 from megapack.tokenization.tokenizers.tokenizer import (
     SpecialToken,
     TokenizerFiles,
     library_versions,
 )
+
+from ..helpers import Silence, WriteJsonl
 
 
 def test_the_byte_tokenizer_has_its_specials_behind_the_bytes() -> None:
@@ -135,8 +145,51 @@ def test_special_tokens_are_also_found_in_their_own_file(tmp_path: Path, bpe_jso
 
 def test_the_versions_are_those_of_the_packages_that_make_the_ids() -> None:
     version = sentencepiece.__version__
-    assert library_versions("bytes") == {"megapack": "1"}
-    assert library_versions("sentencepiece") == {"sentencepiece": version, "megapack": "1"}
+    assert library_versions("bytes") == {"megapack": "2"}
+    assert library_versions("sentencepiece") == {"sentencepiece": version, "megapack": "2"}
     assert set(library_versions("gigatoken+tokenizers")) == {"gigatoken", "tokenizers", "megapack"}
     chats = library_versions("gigatoken", template=True)
     assert set(chats) == {"gigatoken", "tokenizers", "jinja2", "megapack"}
+
+
+@pytest.mark.parametrize("model", ["bpe", "unigram"])
+def test_settings_that_cut_pad_or_sample_are_switched_off_and_said(
+    tmp_path: Path, run_build: Callable[..., BuildResult], model: str
+) -> None:
+    """BPE's dropout gave another corpus at every run."""
+    letters = {"a": 0, "b": 1, "ab": 2, "abab": 3}
+    kinds = {
+        "bpe": (models.BPE(letters, [("a", "b"), ("ab", "ab")]), {"dropout": 0.5}),
+        "unigram": (models.Unigram([(t, -1.0 - i) for t, i in letters.items()], 0), {"alpha": 0.5}),
+    }
+    tree = json.loads(Tokenizer(kinds[model][0]).to_str())
+    tree["model"] |= kinds[model][1]
+    cut = {"direction": "Right", "max_length": 3, "strategy": "LongestFirst", "stride": 0}
+    tree["truncation"] = cut
+    path = tmp_path / "tokenizer.json"
+    path.write_text(json.dumps(tree))
+    (tmp_path / "x.txt").write_text("abab" * 200)
+    progress = Silence()
+    tokens = []
+    for name in ("one", "two"):
+        prefix = str(tmp_path / name)
+        run_build(tmp_path / "x.txt", tokenizer=str(path), output_prefix=prefix, progress=progress)
+        tokens.append(IndexedDataset(prefix)[0].tolist())
+    assert tokens == [[3] * 200] * 2 or (model == "unigram" and tokens[0] == tokens[1])
+    assert len(tokens[0]) >= 200, "nothing is cut"
+    setting = next(iter(kinds[model][1]))
+    said = rf"switched off: truncation \{{.*\}}, {setting} 0.5"
+    assert any(re.search(said, note) for note in progress.notes)
+    plain = json.loads(TokenizerFiles.open(str(path)).definition())
+    assert setting not in plain["model"] and "truncation" not in plain
+
+
+def test_the_probe_takes_half_a_megabyte_however_long_a_document_is(
+    tmp_path: Path, write_jsonl: WriteJsonl
+) -> None:
+    """A first line of 104 MB cost 5.4 GB; cut, it is still UTF-8."""
+    corpus = write_jsonl(tmp_path / "x.jsonl", [{"text": "x" + "\u4e2d" * 1_000_000}])
+    shards = plan_shards(find_inputs([str(corpus)]), shard_bytes=1 << 20, json_key="text")
+    [block] = [block for block in sample_blocks(shards, ReadOptions()) if len(block)]
+    assert len(block.text) <= 1 << 19 and len(block) == 1
+    assert block.strings()[0].startswith("x\u4e2d")
