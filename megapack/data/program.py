@@ -23,6 +23,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 
@@ -150,13 +151,17 @@ def drawn_by(
     of one micro step is one of none; an order has cycles of its own.
     """
     known = order_named(order)
-    total = sum(map(Fraction, (weight for weight in weights if weight is not None)), Fraction())
-    shares = [None if weight is None else Fraction(weight) / (total or 1) for weight in weights]
+    rule = (known.times, tuple(known.odds(16)), num_cycles or known.num_cycles)
+    return (tokens_per_step, micro_step_tokens or tokens_per_step, rule, _shares(tuple(weights)))
+
+
+@lru_cache(maxsize=4)  # a stage is compared with the one before it, and then with the next
+def _shares(weights: Weights) -> tuple[Fraction | None, ...]:
+    total = sum((Fraction(weight) for weight in weights if weight), Fraction()) or 1
+    shares = [None if weight is None else Fraction(weight) / total for weight in weights]
     while shares and shares[-1] == 0:
         shares.pop()
-    cycles = num_cycles or known.num_cycles
-    rule = (known.times, tuple(known.odds(16)), cycles)
-    return (tokens_per_step, micro_step_tokens or tokens_per_step, rule, tuple(shares))
+    return tuple(shares)
 
 
 # The stages of a run in order; the first begins at step 0, each later one changes something.

@@ -102,7 +102,8 @@ def _begin(program: Program, stage: Stage) -> int:
 
 def _check_reach(program: Program, stage: Stage, step: int) -> None:
     """Positions of blends and of attention windows are counted as far, and no farther."""
-    if tokens_before(program, step) > MOST_TOKENS:
+    largest = max(settings.config.tokens_per_step for settings in program)
+    if step * largest > MOST_TOKENS and tokens_before(program, step) > MOST_TOKENS:
         raise ConfigError(
             f"{stage} reaches to step {step}, and a run has at most 2^53 tokens "
             f"({MOST_TOKENS:,}): let it begin (its ramp end, or skip fewer steps) before that"

@@ -160,6 +160,7 @@ class BucketStream:
         own = partial(_core.random_bits, fold_key(seed or 0, 1, bucket.capacity))
         self._keys = np.array(list(map(own, self.datasets.tolist())), np.uint64)
         self._windows, self._moves_before = windows, moves
+        self._last_moved: tuple[int, int, Epochs] = (-1, -1, Epochs(0, None))
         self._recent: OrderedDict[int, tuple[_Range, Ids]] = OrderedDict()
 
     @property
@@ -308,11 +309,16 @@ class BucketStream:
 
     def _moved(self, i: int, number: int) -> Epochs:
         """The order of dataset ``datasets[i]`` with what a window moves."""
+        source, window, moved = self._last_moved  # at once: other threads may ask, too
+        if (source, window) == (i, number):
+            return moved
         which, begin, count, _, samples = self._window(number)[0]
         for r in np.flatnonzero(which == i).tolist():
             end = int(count[: r + 1].sum())
             own = samples[end - int(count[r]) : end] - int(self.first_sample[i])
-            return self._epochs(i).moved(int(begin[r]), own)
+            moved = self._epochs(i).moved(int(begin[r]), own)
+            self._last_moved = (i, number, moved)
+            return moved
         return self._epochs(i)
 
 
