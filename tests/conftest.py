@@ -113,10 +113,8 @@ def free_port() -> int:
 
 
 @pytest.fixture(scope="session")
-def zygote() -> Iterator[Zygote]:
+def zygote() -> Zygote:
     """What forks ranks of a run that need not import torch, once per test process."""
-    from training.processes import Zygote  # noqa: PLC0415  # the same
+    from training.processes import shared_zygote  # noqa: PLC0415  # the same
 
-    process = Zygote()
-    yield process
-    process.close()
+    return shared_zygote()

@@ -244,9 +244,9 @@ no_exchange: work is less equal than it can be
 exchanged_loads: exchanges go on from a load that is gone
 -         loads_[from] -= moved;
 +
-shortest_first: the costliest samples are dealt last, when nothing makes up for them
-- return cost(a) > cost(b); });
-+ return cost(a) < cost(b); });
+costliest_last: the costliest samples of a rank come last
+- return std::make_pair(-cost(a), a) < std::make_pair(-cost(b), b);
++ return std::make_pair(cost(a), a) < std::make_pair(cost(b), b);
 
 megapack/data/sampler.py: dealing
 ranks_of_group: ranks that share a sample are not beside each other

@@ -101,6 +101,11 @@ def test_steps_of_an_epoch_are_the_fewest_that_hold_it() -> None:
     assert rounded
 
 
+def test_another_order_has_cycles_of_its_own() -> None:
+    changed = schedule_of(Stage(from_step=5, order="proportional"), order="grow-p2", num_cycles=3)
+    assert [stage.num_cycles for stage in changed.stages] == [3, schedule_of().stages[0].num_cycles]
+
+
 def test_a_sampler_counts_the_micro_steps_of_every_stage() -> None:
     schedule = schedule_of(
         Stage(from_step=4, tokens_per_step=144), Stage(from_step=6, tokens_per_step=48)

@@ -1,110 +1,76 @@
 """Real processes under gloo: ``run_ranks(function, world_size, port, *args)``.
 
-A fork server imports torch and the hosts once; every rank is a fork of it, so a group of four
-starts in a fraction of a second. Functions that run in ranks must be importable by name.
+Ranks are forks of the process that has imported torch and the hosts (``tests/training/zygote.py``),
+so a group of four starts in a fraction of a second; as a script this file is one of them. Functions
+that run in ranks must be importable by name.
 """
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import pickle
+import sys
+import tempfile
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
-from patience import PATIENCE
 
-_CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(
-    [
-        *("torch", "megatron.core.parallel_state", "megatron.core.datasets.gpt_dataset"),
-        *("deepspeed", "transformers.trainer", "transformers.models.llama.modeling_llama"),
-    ]
-)
-
-
-def run_ranks(
-    function: Callable[..., Any], world_size: int, port: int, *args: Any, timeout: float = PATIENCE
-) -> list[Any]:
+def run_ranks(function: Callable[..., Any], world_size: int, port: int, *args: Any) -> list[Any]:
     """``[function(rank, world_size, *args) for rank in range(world_size)]``, in parallel.
 
     Every rank has joined a gloo group of ``world_size`` first. A rank that raises fails the call
     with its traceback.
     """
-    # Plain pickle: the default for tensors shares memory with a process that may have ended.
-    payload = pickle.dumps(args)
-    pipes, processes = [], []
-    for rank in range(world_size):
-        receiver, sender = _CONTEXT.Pipe(duplex=False)
-        process = _CONTEXT.Process(
-            target=_rank_main, args=(function, rank, world_size, port, sender, payload)
-        )
-        process.start()
-        sender.close()
-        pipes.append(receiver)
-        processes.append(process)
-    results, problems = [], []
-    for rank, receiver in enumerate(pipes):
-        try:
-            problem, result = ("no answer in time", None)
-            if receiver.poll(timeout):
-                problem, result = pickle.loads(receiver.recv_bytes())
-        except EOFError:
-            problem, result = "died without an answer", None
-        if problem:
-            problems.append(f"rank {rank}: {problem}")
-        results.append(result)
-    for process in processes:
-        process.join(timeout=5 if problems else timeout)
-        if process.is_alive():
-            process.kill()
-    assert not problems, "\n".join(problems)
-    return results
+    return _run(function, world_size, port, args, joined=True)
 
 
-def run_forked(function: Callable[..., Any], *args: Any, timeout: float = PATIENCE) -> Any:
+def run_forked(function: Callable[..., Any], *args: Any) -> Any:
     """``function(*args)`` in a process of its own, without a process group."""
-    receiver, sender = _CONTEXT.Pipe(duplex=False)
-    process = _CONTEXT.Process(target=_forked_main, args=(function, sender, pickle.dumps(args)))
-    process.start()
-    sender.close()
-    assert receiver.poll(timeout), "no answer in time"
-    problem, result = pickle.loads(receiver.recv_bytes())
-    process.join(timeout)
-    assert problem is None, problem
-    return result
+    return _run(function, 1, None, args, joined=False)[0]
 
 
-def _forked_main(function: Callable[..., Any], sender: Any, payload: bytes) -> None:
-    try:
-        answer = (None, function(*pickle.loads(payload)))
-    except BaseException:
-        answer = (traceback.format_exc(), None)
-    sender.send_bytes(pickle.dumps(answer))
+def _run(
+    function: Callable[..., Any], world_size: int, port: int | None, args: Any, joined: bool
+) -> list[Any]:
+    from training.processes import shared_zygote  # noqa: PLC0415  # nothing that a rank needs
+
+    with tempfile.TemporaryDirectory() as folder:
+        job = Path(folder) / "job"
+        # Plain pickle: the default for tensors shares memory with a process that may have ended.
+        job.write_bytes(pickle.dumps(sys.path) + pickle.dumps((function, args, joined)))
+        ranks = shared_zygote().start([__file__, str(job)], world_size, job, port=port)
+        ranks.wait()
+        answers = [job.with_suffix(f".answer{rank}") for rank in range(world_size)]
+        results = [
+            pickle.loads(path.read_bytes()) if path.exists() else ("died without an answer", None)
+            for path in answers
+        ]
+        problems = [f"rank {rank}: {text}" for rank, (text, _) in enumerate(results) if text]
+        assert not problems, "\n".join([*problems, ranks.output()[-4000:]])
+    return [result for _, result in results]
 
 
-def _rank_main(
-    function: Callable[..., Any],
-    rank: int,
-    world_size: int,
-    port: int,
-    sender: Any,
-    payload: bytes,
-) -> None:
-    import torch  # noqa: PLC0415
+def _main(job: Path) -> None:
     import torch.distributed as dist  # noqa: PLC0415
 
-    torch.set_num_threads(1)
-    os.environ["LOCAL_RANK"] = str(rank)
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     try:
-        dist.init_process_group(
-            "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world_size
-        )
-        answer = (None, function(rank, world_size, *pickle.loads(payload)))
-        dist.barrier()
-        dist.destroy_process_group()
+        with job.open("rb") as file:
+            sys.path[:] = pickle.load(file)
+            function, args, joined = pickle.load(file)
+        if joined:
+            dist.init_process_group("gloo", rank=rank, world_size=world_size)
+            args = (rank, world_size, *args)
+        answer = (None, function(*args))
+        if joined:
+            dist.barrier()
+            dist.destroy_process_group()
     except BaseException:
         answer = (traceback.format_exc(), None)
-    sender.send_bytes(pickle.dumps(answer))
-    sender.close()
+    job.with_suffix(f".answer{rank}").write_bytes(pickle.dumps(answer))
+
+
+if __name__ == "__main__":
+    _main(Path(sys.argv[1]))

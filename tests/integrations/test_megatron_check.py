@@ -15,17 +15,13 @@ import pytest
 
 from megapack.errors import ConfigError
 from megapack.integrations.megatron import check
+from megapack.integrations.megatron.__main__ import main
 from megapack.integrations.megatron.one_rank import Drawn, RankLayout, RankReport
-
-COMMAND = [sys.executable, "-W", "ignore", "-m", "megapack.integrations.megatron", "check"]
-
-
-def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([*COMMAND, *arguments], check=False, capture_output=True, text=True)
 
 
 def test_help_shows_a_command_and_every_status() -> None:
-    done = run("--help")
+    command = [sys.executable, "-W", "ignore", "-m", "megapack.integrations.megatron", "check"]
+    done = subprocess.run([*command, "--help"], check=False, capture_output=True, text=True)
     assert done.returncode == 0
     for words in ("--ranks 4x2x1x1", "DPxTPxPPxCP", "Exit status", "max_seqlen"):
         assert words in done.stdout
@@ -40,10 +36,13 @@ def test_help_shows_a_command_and_every_status() -> None:
         ([__file__], "cannot be imported"),
     ],
 )
-def test_a_wrong_command_line_is_status_2(arguments: list[str], words: str) -> None:
+def test_a_wrong_command_line_is_status_2(
+    arguments: list[str], words: str, capfd: pytest.CaptureFixture[str]
+) -> None:
     """megatron-core alone is installed here, without Megatron-LM's scripts."""
-    done = run(*arguments)
-    assert done.returncode == 2 and words in done.stderr, done.stderr
+    with pytest.raises(SystemExit) as left:
+        main(["check", *arguments])
+    assert left.value.code == 2 and words in capfd.readouterr().err
 
 
 def test_sizes_left_out_are_1_and_default_to_those_of_the_flags() -> None:

@@ -6,12 +6,11 @@ function of it that is called here, ``get_args()``; tests/hosts asks the real on
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from megatron.core import parallel_state
@@ -23,6 +22,9 @@ from megapack.integrations.megatron.host import batch_sizes
 from megapack.integrations.rebinding import Rebinding
 from tests.integrations.samples import make_dataset
 from tests.integrations.test_megatron_dataset import build, config
+
+if TYPE_CHECKING:
+    from training.processes import Zygote
 
 Script = Callable[..., SimpleNamespace]
 
@@ -50,16 +52,17 @@ def script(monkeypatch: pytest.MonkeyPatch) -> Script:
         ("install", ("attention", "batch", "storage")),
     ],
 )
-def test_one_part_is_imported_without_the_others(part: str, others: tuple[str, ...]) -> None:
+def test_one_part_is_imported_without_the_others(
+    part: str, others: tuple[str, ...], zygote: Zygote, tmp_path: Path
+) -> None:
     package = "megapack.integrations.megatron"
     program = (
         f"import sys; from {package} import {part}\n"
         f"print([name for name in {others} if f'{package}.{{name}}' in sys.modules])"
     )
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", program], check=True, capture_output=True, text=True
-    )
-    assert done.stdout.strip() == "[]"
+    (tmp_path / "program.py").write_text(program)
+    said = zygote.start([str(tmp_path / "program.py")], 1, tmp_path / "log").succeed()
+    assert said.splitlines()[-1] == "[]"
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import signal
@@ -10,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -69,12 +71,14 @@ class Zygote:
         world_size: int,
         log: Path,
         of_rank: dict[int, dict[str, Any]] | None = None,
+        port: int | None = None,
     ) -> Ranks:
         """All ranks of a run; their output goes to ``log.<rank>``.
 
-        ``of_rank`` changes the request of single ranks (``argv``, ``faults`` of sabotage.py).
+        ``of_rank`` changes the request of single ranks (``argv``, ``faults`` of sabotage.py);
+        ``port`` is where they meet, a free one unless given.
         """
-        port = str(free_port())
+        port = port or free_port()
         ranks = Ranks(self, [log.with_suffix(f".{rank}") for rank in range(world_size)])
         for rank in range(world_size):
             env = {
@@ -82,7 +86,7 @@ class Zygote:
                 "LOCAL_RANK": str(rank),
                 "WORLD_SIZE": str(world_size),
                 "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": port,
+                "MASTER_PORT": str(port),
             }
             request = {"argv": argv, "env": env, "log": str(ranks.logs[rank])}
             ranks.pids.append(self.ask({**request, **(of_rank or {}).get(rank, {})}))
@@ -92,6 +96,14 @@ class Zygote:
         assert self._process.stdin is not None
         self._process.stdin.close()
         self._process.wait(timeout=PATIENCE)
+
+
+@cache
+def shared_zygote() -> Zygote:
+    """The one of this test process, which is closed with it."""
+    zygote = Zygote()
+    atexit.register(zygote.close)
+    return zygote
 
 
 @dataclass

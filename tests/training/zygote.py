@@ -15,11 +15,16 @@ import traceback
 from typing import Any
 
 # Everything the scripts need, imported before the first fork and before any thread exists.
-import deepspeed  # noqa: F401
+import deepspeed
+import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401  # every engine; all of inductor
+import hypothesis  # noqa: F401
+import megatron.core.datasets.gpt_dataset  # noqa: F401
+import pytest  # noqa: F401
 import sabotage
 import torch
 import transformers.models.gpt2.modeling_gpt2
-import transformers.models.llama.modeling_llama  # noqa: F401
+import transformers.models.llama.modeling_llama
+import transformers.trainer  # noqa: F401
 from torch.utils.tensorboard import SummaryWriter  # noqa: F401
 
 import megapack.training.dry_run
