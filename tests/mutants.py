@@ -403,13 +403,15 @@ csrc/core/planning/groups.hpp: planner
 document_limit: a rank gets a document more than it may
 - const bool full = group.documents == rules_.max_documents;
 + const bool full = group.documents > rules_.max_documents;
-micro_batches_left_out: a plan counts micro batches without a document
-- if (group.documents > 0 && m < 0)
-+ if (m < 0)
+
+csrc/core/planning/step_plan.cpp: planner
+fewest_micro_batches: a plan has a micro batch more than its tokens need
+- std::int64_t m = ceil_div(ceil_div(num_tokens, rules.max_tokens), rules.num_ranks);
++ std::int64_t m = ceil_div(ceil_div(num_tokens, rules.max_tokens), rules.num_ranks) + 1;
 
 # The file format, and what is learned of a batch.
 
-megapack/packing/header.py: tests/packing/test_packing_format.py
+megapack/packing/header.py: tests/packing/test_packing_index.py
 tokens_of_header: sound files are refused, or contradictions pass
 - placed - metrics["repeated_tokens"] + metrics["dropped_tokens"]
 + placed + metrics["repeated_tokens"] - metrics["dropped_tokens"]

@@ -5,11 +5,13 @@ from __future__ import annotations
 import dataclasses
 import pickle
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import xxhash
 
+from megapack import _core
 from megapack.errors import FormatError, IndexMismatchError
 from megapack.packing import STRATEGIES, SampleIndex, pack
 from megapack.packing.stored import describe_source
@@ -127,6 +129,25 @@ def test_verify_holds_every_sample_to_the_laws() -> None:
         index.verify(shorter)
     with pytest.raises(IndexMismatchError):
         index.verify(LENGTHS[:-1])
+    empty = index.segment_length.copy()
+    empty[1] = 0
+    arrays = [index.bucket_capacity, *index.segment_arrays()]
+    arrays = [empty if array is index.segment_length else array for array in arrays]
+    with pytest.raises(FormatError, match=r"segment 1 is \[\d+, \+0\) of document"):
+        _core.check_laws(*arrays, LENGTHS)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "options"),
+    [("decompose", {"buckets": [4, 8, 16]}), ("seamless", {"buckets": 8, "r_max": 0.75})],
+)
+def test_an_index_that_drops_or_repeats_tokens_comes_back(
+    tmp_path: Path, strategy: str, options: dict[str, Any]
+) -> None:
+    index = pack(LENGTHS, strategy, **options)
+    assert index.dropped_tokens or index.repeated_tokens
+    index.save(tmp_path / "x.samples")
+    assert SampleIndex.load(tmp_path / "x.samples").metrics() == index.metrics()
 
 
 def test_a_damaged_index_is_refused_before_memory_is_read_out_of_place() -> None:
