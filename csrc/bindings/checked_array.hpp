@@ -82,13 +82,21 @@ inline Integers integers(const py::object& object, const char* name) {
     return {array.data(), array.size(), dtype.itemsize() == 8, checks};
 }
 
-// A whole .idx.
+// An .idx, of which is compared what is asked for.
 inline IndexView index_view(const py::object& bytes, const py::object& name) {
     const auto [array, checks] = array_view(bytes, "bytes");
     const auto checked = Array<std::uint8_t>::check_(array);
     if (!checked) throw py::type_error("bytes must be contiguous uint8");
     return {
         {static_cast<const std::uint8_t*>(array.data()), array.size()}, file_name(name), checks};
+}
+
+// The same, all of it compared.
+inline IndexView whole_index(const py::object& bytes, const py::object& name) {
+    IndexView index = index_view(bytes, name);
+    const py::gil_scoped_release unlocked;
+    index.require_all();
+    return index;
 }
 
 }  // namespace megapack

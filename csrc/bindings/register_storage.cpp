@@ -127,7 +127,7 @@ py::dict index_header(const Bytes& bytes, const py::object& file_bytes, const py
 }
 
 py::array document_lengths_of(const py::object& bytes, const py::object& name) {
-    const IndexView index = index_view(bytes, name);
+    const IndexView index = whole_index(bytes, name);
     bool fits = false;
     auto narrow = filled<std::int32_t>(index.num_documents(), [&](Span<std::int32_t> out) {
         fits = document_lengths(index, out);
@@ -189,7 +189,7 @@ void register_reading(py::module_& m) {
     m.def(
         "document_offsets",
         [](const py::object& bytes, const py::object& name, const py::object& itemsize) {
-            const IndexView index = index_view(bytes, name);
+            const IndexView index = whole_index(bytes, name);
             const std::int64_t width = token_bytes(itemsize);
             return filled<std::int64_t>(index.num_documents() + 1, [&](Span<std::int64_t> out) {
                 document_offsets(index, width, out);
@@ -199,7 +199,7 @@ void register_reading(py::module_& m) {
     m.def(
         "sequence_lengths",
         [](const py::object& bytes, const py::object& name) {
-            const IndexView index = index_view(bytes, name);
+            const IndexView index = whole_index(bytes, name);
             return filled<std::int32_t>(index.num_sequences(), [&](Span<std::int32_t> out) {
                 copy_sequence_lengths(index, out);
             });
@@ -208,7 +208,7 @@ void register_reading(py::module_& m) {
     m.def(
         "sequence_pointers",
         [](const py::object& bytes, const py::object& name) {
-            const IndexView index = index_view(bytes, name);
+            const IndexView index = whole_index(bytes, name);
             return filled<std::int64_t>(index.num_sequences(), [&](Span<std::int64_t> out) {
                 copy_sequence_pointers(index, out);
             });
@@ -217,7 +217,7 @@ void register_reading(py::module_& m) {
     m.def(
         "document_indices",
         [](const py::object& bytes, const py::object& name) {
-            const IndexView index = index_view(bytes, name);
+            const IndexView index = whole_index(bytes, name);
             return filled<std::int64_t>(index.num_documents() + 1, [&](Span<std::int64_t> out) {
                 copy_document_indices(index, out);
             });

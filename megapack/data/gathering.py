@@ -107,7 +107,7 @@ class Gathering:
         else:
             dataset = found
         index = self._shards.index(shard)
-        if isinstance(found, ShardedDocuments):
+        if index.source:  # in every process: what is read of the .idx is held to its checksums
             index.check_source(dataset)
         first = int(self._shards.first_documents[shard])
         excluded, excluded_by = self._exclusions.of_documents(

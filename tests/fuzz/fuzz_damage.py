@@ -35,8 +35,8 @@ def _write(root: Path) -> None:
     rows = []
     for seed, name in enumerate(SHARDS):
         rng = np.random.default_rng(seed)
-        lengths = rng.integers(0, 5, 9_000 + 9_000 * seed)
-        lengths[::97] = 33
+        lengths = rng.integers(0, 5, 5_000 + 15_000 * seed)
+        lengths[::25] = 33
         ends = np.cumsum([0, *lengths])
         tokens = rng.integers(0, 500, ends[-1])
         with IndexedDatasetBuilder(root / name, np.uint16, vocab_size=500) as builder:
@@ -71,7 +71,7 @@ def _gathered(root: Path, source: str) -> str:
         packed = PackedDataset(None, str(root / MANIFEST))
     else:
         packed = PackedDataset(root / source, root / f"{source}.samples")
-    schedule = Schedule(packed, tokens_per_step=1024, seed=3, cost_window=2)
+    schedule = Schedule(packed, tokens_per_step=2048, seed=3, cost_window=4)
     digest = hashlib.sha256()
     for i in range(schedule.num_steps()):
         step = schedule.step(i)
@@ -141,17 +141,13 @@ def run(data: bytes, directory: Path) -> str:
         if sound != damaged:
             os.link(Path(folder.name, sound), directory / sound)
     (directory / damaged).write_bytes(content)
-    said = set()
-    for source in ("a", MANIFEST):
-        if damaged == MANIFEST and source == "a":
-            continue
-        try:
-            said.add("equal" if _gathered(directory, source) == expected[source] else "other")
-        except (MegapackError, OSError):
-            said.add("refused")
+    source = "a" if damaged.startswith("a.") else MANIFEST
     kind = damaged.split(".", 1)[1]
-    if "other" not in said:
-        return f"{kind}: {' or '.join(sorted(said))}"
+    try:
+        if _gathered(directory, source) == expected[source]:
+            return f"{kind}: harmless, all batches are equal"
+    except (MegapackError, OSError):
+        return f"{kind}: refused"
     assert damaged in TOKENS, f"a wrong batch after damage to {damaged}"
     assert any(f.severity == "error" for f in verify(directory / damaged)), "verify finds nothing"
     return f"{kind}: other token ids, which verify finds"

@@ -2,7 +2,7 @@
 
     make fuzz                                   # or: FUZZ_SECONDS=3600 make fuzz
     python tests/fuzz/run.py idx                # one target
-    python tests/fuzz/run.py --changes 2000 samples idx meta     # so many changes, and what became
+    python tests/fuzz/run.py --changes 10000 damage samples   # so many changes, and what became
     python tests/fuzz/run.py idx tests/fuzz/corpus/idx/some-input     # one input
 
 A target is a file here: ``fuzz_<name>.py`` with ``SEEDS`` (inputs near which to look) and
@@ -85,8 +85,8 @@ def keep(name: str, data: bytes) -> Path:
 
 
 def inputs(name: str, target: ModuleType) -> Iterator[bytes]:
-    """Without end; the same ones every time."""
-    rng = random.Random(name)
+    """Without end; the same ones every time, and others for every FUZZ_SEED."""
+    rng = random.Random(name + os.environ.get("FUZZ_SEED", ""))
     seeds = [*target.SEEDS, *(path.read_bytes() for path in corpus(name))]
     while True:
         yield target.change(rng) if hasattr(target, "change") else mutate(rng, seeds)

@@ -81,7 +81,8 @@ BlockChecks::BlockChecks(Span<const std::uint8_t> bytes, std::vector<std::uint64
       promised_(std::move(promised)),
       name_(std::move(name)),
       remedy_(std::move(remedy)),
-      sound_(new std::atomic<std::uint8_t>[promised_.size()]()) {
+      sound_(new std::atomic<std::uint8_t>[promised_.size()]()),
+      num_unseen_(ssize(promised_)) {
     check<FormatError>(ssize(promised_) == num_blocks(bytes_), name_, " has ", num_blocks(bytes_),
                        " blocks and ", promised_.size(), " checksums; ", remedy_);
 }
@@ -91,7 +92,8 @@ void BlockChecks::compare(std::int64_t block) const {
     const std::int64_t begin = block * kBlockBytes;
     check<FormatError>(xxh64(bytes) == promised_[block], name_, " is damaged: bytes ", begin,
                        " to ", begin + bytes.size(), " do not have their checksum; ", remedy_);
-    sound_[block].store(1, std::memory_order_relaxed);
+    if (sound_[block].exchange(1, std::memory_order_relaxed) == 0)
+        num_unseen_.fetch_sub(1, std::memory_order_relaxed);
 }
 
 }  // namespace megapack

@@ -12,7 +12,8 @@
 
 namespace megapack {
 
-constexpr std::int64_t kBlockBytes = 1 << 16;
+constexpr int kBlockBits = 16;
+constexpr std::int64_t kBlockBytes = std::int64_t{1} << kBlockBits;
 
 // XXH64 with seed 0 (Yann Collet's, https://github.com/Cyan4973/xxHash, doc/xxhash_spec.md).
 std::uint64_t xxh64(Span<const std::uint8_t> bytes);
@@ -30,13 +31,13 @@ class BlockChecks {
 
     // Called before bytes [begin, end) are read; they exist. FormatError if a block is damaged.
     void require(std::int64_t begin, std::int64_t end) const {
-        if (begin >= end) return;
-        for (std::int64_t b = begin / kBlockBytes; b <= (end - 1) / kBlockBytes; ++b) {
-            // Relaxed: the bytes themselves never change, so there is nothing to order.
+        if (begin >= end || all_sound()) return;
+        // Relaxed: the bytes themselves never change, so there is nothing to order.
+        for (std::int64_t b = begin >> kBlockBits; b <= (end - 1) >> kBlockBits; ++b)
             if (sound_[b].load(std::memory_order_relaxed) == 0) compare(b);
-        }
     }
-    std::int64_t num_bytes() const { return bytes_.size(); }
+    // Every block was compared: what a long run asks, many times for each segment it gathers.
+    bool all_sound() const { return num_unseen_.load(std::memory_order_relaxed) == 0; }
 
   private:
     void compare(std::int64_t block) const;
@@ -45,6 +46,7 @@ class BlockChecks {
     std::vector<std::uint64_t> promised_;
     std::string name_, remedy_;
     std::unique_ptr<std::atomic<std::uint8_t>[]> sound_;  // 1: was compared
+    mutable std::atomic<std::int64_t> num_unseen_;
 };
 
 }  // namespace megapack

@@ -21,6 +21,7 @@ struct Range {
 // document: it begins where the one before it ends, and its sequences follow each other.
 Range document_range(const GatherSource& source, std::int64_t document) {
     const IndexView& index = source.documents;
+    index.require_document(document);
     const std::int64_t first = index.document_index(document);
     const std::int64_t last = index.document_index(document + 1);
     const auto num_sequences = index.num_sequences();
@@ -28,6 +29,7 @@ Range document_range(const GatherSource& source, std::int64_t document) {
                        ": document ", document, " is sequences [", first, ", ", last, ") of ",
                        num_sequences);
     const std::int64_t itemsize = bytes_of(source.tokens.type);
+    index.require_sequences(first, last);
     const auto [begin, end] = check_sequences(index, first, last, itemsize);
     check<FormatError>(end / itemsize <= source.tokens.size, index.name(), ": document ", document,
                        " ends at token ", end / itemsize, "; the file has ", source.tokens.size);

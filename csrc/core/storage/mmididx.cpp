@@ -22,12 +22,10 @@ T load(const std::uint8_t* from) {
     return value;
 }
 
-// `count` numbers from a byte of the file on.
 template <typename T>
-void copy_out(const IndexView& index, std::int64_t byte, std::int64_t count, Span<T> out) {
+void copy_out(const std::uint8_t* from, std::int64_t count, Span<T> out) {
     check(out.size() == count, "out has ", out.size(), " elements; it must have ", count);
-    const std::int64_t size = count * static_cast<std::int64_t>(sizeof(T));
-    if (count > 0) std::memcpy(out.data(), index.at(byte, size), size);
+    if (count > 0) std::memcpy(out.data(), from, count * sizeof(T));
 }
 
 // Bytes as text where they are text: a wrong magic is then easy to recognise.
@@ -112,29 +110,29 @@ IndexView::IndexView(Span<const std::uint8_t> bytes, std::string name, const Blo
       header_(parse_index_header(bytes, bytes.size(), name_)) {}
 
 std::int32_t IndexView::length(std::int64_t sequence) const {
-    return load<std::int32_t>(at(header_.lengths_at() + 4 * sequence, 4));
+    return load<std::int32_t>(at(header_.lengths_at() + 4 * sequence));
 }
 
 std::int64_t IndexView::pointer(std::int64_t sequence) const {
-    return load<std::int64_t>(at(header_.pointers_at() + 8 * sequence, 8));
+    return load<std::int64_t>(at(header_.pointers_at() + 8 * sequence));
 }
 
 std::int64_t IndexView::document_index(std::int64_t i) const {
     if (header_.lacks_document_indices()) return i;
-    return load<std::int64_t>(at(header_.document_indices_at() + 8 * i, 8));
+    return load<std::int64_t>(at(header_.document_indices_at() + 8 * i));
 }
 
 void copy_sequence_lengths(const IndexView& index, Span<std::int32_t> out) {
-    copy_out(index, index.header().lengths_at(), index.num_sequences(), out);
+    copy_out(index.at(index.header().lengths_at()), index.num_sequences(), out);
 }
 
 void copy_sequence_pointers(const IndexView& index, Span<std::int64_t> out) {
-    copy_out(index, index.header().pointers_at(), index.num_sequences(), out);
+    copy_out(index.at(index.header().pointers_at()), index.num_sequences(), out);
 }
 
 void copy_document_indices(const IndexView& index, Span<std::int64_t> out) {
     if (!index.header().lacks_document_indices()) {
-        copy_out(index, index.header().document_indices_at(), index.num_documents() + 1, out);
+        copy_out(index.at(index.header().document_indices_at()), index.num_documents() + 1, out);
         return;
     }
     check(out.size() == index.num_documents() + 1, "out has ", out.size(),
@@ -182,8 +180,7 @@ void check_document_indices(const IndexView& index) {
 bool is_one_sequence_per_document(const IndexView& index) {
     if (index.header().lacks_document_indices()) return true;
     if (index.num_documents() != index.num_sequences()) return false;
-    const std::uint8_t* from =
-        index.at(index.header().document_indices_at(), 8 * index.header().num_document_indices);
+    const std::uint8_t* from = index.at(index.header().document_indices_at());
     for (std::int64_t begin = 0; begin <= index.num_sequences(); begin += kBlock) {
         const std::int64_t end = std::min(begin + kBlock, index.num_sequences() + 1);
         std::uint64_t difference = 0;

@@ -60,13 +60,31 @@ class IndexView {
     std::int32_t length(std::int64_t sequence) const;
     std::int64_t pointer(std::int64_t sequence) const;
     std::int64_t document_index(std::int64_t i) const;  // i <= num_documents
-    // Bytes [byte, byte + size), compared with their checksums.
-    const std::uint8_t* at(std::int64_t byte, std::int64_t size) const {
-        if (checks_ != nullptr) checks_->require(byte, byte + size);
-        return bytes_.data() + byte;
+    const std::uint8_t* at(std::int64_t byte) const { return bytes_.data() + byte; }
+
+    // Asked for before numbers are read and relied on, each one or all: FormatError where a block
+    // of the file that they lie in is damaged. First the range of a document, then the sequences
+    // [first, last) of the file and the neighbours that check_sequences reads.
+    void require_document(std::int64_t document) const {
+        if (is_checked() && !header_.lacks_document_indices())
+            require(header_.document_indices_at(), 8, document, document + 2);
+    }
+    void require_sequences(std::int64_t first, std::int64_t last) const {
+        if (!is_checked()) return;
+        const std::int64_t before = first == 0 ? 0 : first - 1;
+        require(header_.lengths_at(), 4, before, last);
+        require(header_.pointers_at(), 8, before, last == num_sequences() ? last : last + 1);
+    }
+    void require_all() const {
+        if (checks_ != nullptr) checks_->require(0, bytes_.size());
     }
 
   private:
+    bool is_checked() const { return checks_ != nullptr && !checks_->all_sound(); }
+    void require(std::int64_t at, std::int64_t width, std::int64_t begin, std::int64_t end) const {
+        checks_->require(at + width * begin, at + width * end);
+    }
+
     Span<const std::uint8_t> bytes_;
     const BlockChecks* checks_ = nullptr;
     std::string name_;
