@@ -66,8 +66,13 @@ def run_of(tmp_path: Path) -> Any:
     dataset = write_documents(tmp_path / "web", random_documents(lengths))
     pack(lengths, "bucket", buckets=[16, 32]).save(tmp_path / "web.samples", source=dataset)
     web = {"name": "web", "prefix": "web", "index": "web.samples", "weight": 1}
-    data = {"blend": str(tmp_path / "blend.yaml"), "tokens_per_step": 256}
-    (tmp_path / "run.yaml").write_text(yaml.safe_dump({"seed": 3, "data": data}))
+    data = {
+        "blend": str(tmp_path / "blend.yaml"),
+        "tokens_per_step": 256,
+        "micro_batch_tokens": 64,
+    }
+    run = {"run_dir": "run", "seed": 3, "model": {"preset": "llama_tiny"}, "data": data}
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(run))
 
     def write(*sources: dict[str, Any], stages: Any = ()) -> Schedule:
         tree = {"sources": [web, *sources], "stages": [*stages]}

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megapack.errors import ConfigError
 from megapack.training.config import ModelConfig
-from megapack.training.model.architecture import check_overrides, model_configuration
+from megapack.training.model.architecture import model_configuration
 from megapack.training.model.opening import build_model
 from megapack.training.model.training_model import TrainingModel
 
@@ -70,7 +70,7 @@ def test_overrides_that_no_model_has_are_refused_by_name(
 ) -> None:
     base: Any = {"preset": "llama_tiny"} if source == "preset" else {"pretrained": str(llama)}
     with pytest.raises(ConfigError, match=rf"^model\.overrides\.{message}") as refused:
-        check_overrides(ModelConfig(**base, overrides=overrides))
+        model_configuration(ModelConfig(**base, overrides=overrides), 1)
     assert "\n" not in str(refused.value)
 
 
@@ -83,13 +83,13 @@ def test_overrides_of_other_architectures_are_checked_under_their_own_names(tmp_
     ):
         for preset in ("gpt2_tiny", "gpt2_tiny_alibi"):
             with pytest.raises(ConfigError, match=rf"^model\.overrides\.{name}.*{message}"):
-                check_overrides(ModelConfig(preset=preset, overrides={name: value}))
+                model_configuration(ModelConfig(preset=preset, overrides={name: value}), 1)
     from transformers import AutoConfig  # noqa: PLC0415
 
     AutoConfig.for_model("mixtral", **MIXTRAL).save_pretrained(tmp_path)
     wrong = ModelConfig(pretrained=str(tmp_path), overrides={"num_experts_per_tok": 5})
     with pytest.raises(ConfigError, match=r"overrides\.num_experts_per_tok.*5, of 4 experts"):
-        check_overrides(wrong)
+        model_configuration(wrong, 1)
 
 
 def test_overrides_that_fit_are_taken(llama: Path) -> None:

@@ -257,7 +257,7 @@ def test_what_a_model_asks_of_attention_is_read_from_its_configuration() -> None
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"preset": "llama_9b"}, "'llama_9b' is unknown; choose one of llama_350m"),
+        ({"preset": "llama_9b"}, "unknown preset 'llama_9b'; did you mean 'llama_3b'"),
         ({"preset": "gpt2_tiny", "overrides": {"attn_pdrop": 0.1}}, "no dropout"),
         ({}, "exactly one of preset"),
         ({"pretrained": "/nowhere/at/all"}, "cannot be loaded"),

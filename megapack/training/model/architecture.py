@@ -28,7 +28,6 @@ from megapack.training.model.presets import PRESETS
 __all__ = [
     "attention_needs",
     "check_checkpoint",
-    "check_overrides",
     "model_configuration",
     "register_architectures",
 ]
@@ -70,24 +69,12 @@ def model_configuration(config: ModelConfig, vocab_size: int) -> Any:
     return result
 
 
-def check_overrides(config: ModelConfig) -> None:
-    """Refuse ``model.overrides`` that name no field or fit no model; needs no data, builds nothing.
-
-    Raises:
-        ConfigError: naming the field, its value and the nearest name or the limit.
-    """
-    model_configuration(config, 1)
-
-
 def _preset_configuration(config: ModelConfig, vocab_size: int) -> Any:
     from transformers import AutoConfig  # noqa: PLC0415
 
     from megapack.training.model.modeling_gpt2_alibi import GPT2AlibiConfig  # noqa: PLC0415
 
-    preset = PRESETS.get(str(config.preset))
-    if preset is None:
-        known = ", ".join(PRESETS)
-        raise ConfigError(f"model: preset {config.preset!r} is unknown; choose one of {known}")
+    preset = PRESETS[str(config.preset)]
     rows = -(-vocab_size // config.vocab_multiple) * config.vocab_multiple
     values = {**preset.fields, "vocab_size": rows, **_no_special_tokens()}
     before = AutoConfig.for_model(preset.model_type, **values)

@@ -15,7 +15,7 @@ from megapack.packing.extents import longest_reach, longest_segment
 from megapack.packing.shards import SourceIndex
 from megapack.storage import IndexedDataset
 from megapack.training.config import PretrainConfig
-from megapack.training.model.architecture import model_configuration
+from megapack.training.model.architecture import check_checkpoint, model_configuration
 from megapack.training.model.positions import position_limit
 from megapack.training.run.deepspeed_config import check_deepspeed
 from megapack.training.run.world import World
@@ -145,13 +145,14 @@ def check_run(config: PretrainConfig, run: PlannedRun, num_ranks: int) -> Any:
     Raises:
         ConfigError: ranks do not divide the micro batches of a stage; DeepSpeed does not know its
             configuration; a document is longer than the positions of the model, or a token id is
-            beyond its vocabulary.
+            beyond its vocabulary; a checkpoint is not of the model.
         FormatError: it seems so because a .samples file is damaged.
     """
     run.sampler(0, num_ranks)
     check_deepspeed(config)
     vocab_size = run.vocab_size if isinstance(run, Inputs) else vocabulary_size(config, run)
     architecture = model_configuration(config.model, vocab_size)
+    check_checkpoint(config.model, architecture)
     try:
         _check_data(run, architecture, config.data.positions)
     except ConfigError:
