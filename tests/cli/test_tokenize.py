@@ -39,7 +39,7 @@ def test_text_becomes_a_dataset_and_the_report_says_what_it_holds(
     assert "documents  60 (" in out
     assert f"tokens     {IndexedDataset(tmp_path / 'out').num_tokens:,} (uint16)" in out
     assert f"dataset    {tmp_path}/out.bin, {tmp_path}/out.idx" in out
-    assert "48.4 kB in 5 shards; about " in err
+    assert "47.2 KiB in 5 shards; about " in err
     assert tokenize(corpus, tmp_path / "out", "--append-eod", "--shard-bytes", "10K") == 0
     assert "nothing to do" in capsys.readouterr().out
 
@@ -54,12 +54,12 @@ def test_a_dry_run_says_what_would_be_done_and_writes_nothing(
     out = capsys.readouterr().out
     assert re.search(r"^plan       [0-9a-f]{32}$", out, re.MULTILINE)
     for line in (
-        "input      1 file, 48.4 kB (jsonl 1)",
+        "input      1 file, 47.2 KiB (jsonl 1)",
         "documents  text under 'text', faults stop the build",
         "tokenizer  bytes (259 ids, bytes)",
         "EOD        <eod> = 256",
         "split      train 90.00 %, valid 10.00 %, by order",
-        "shards     5 of about 10.2 kB of text, 0 finished",
+        "shards     5 of about 10 KiB of text, 0 finished",
         f"dataset    {prefix}_valid.bin, {prefix}_valid.idx",
     ):
         assert line in out

@@ -280,8 +280,8 @@ def test_a_disk_that_is_staged_gets_the_directories_that_a_store_needs_not(
         pack(f"{folder}/*.idx", "--output", far) == pack(f"{folder}/*.idx", "--output", near) == 0
     )
     assert load_shards(far).fingerprint == load_shards(near).fingerprint
-    written = {path.parent.name for path in (tmp_path / "my data" / "new").glob("*/*")}
-    assert written == {"web.shards"} and (tmp_path / "my data/new/web.shards.json").exists()
+    written = {path.parent.name for path in (tmp_path / "my data").glob("*/*")}
+    assert written == {"web.shards"} and (tmp_path / "my data/web.shards.json").exists()
     for missing in (f"{folder}/nowhere/a", f"{folder}/nowhere/*.idx"):
         assert pack(missing, "--output", far) == 1
         assert "does not exist (or is not visible)" in capsys.readouterr().err

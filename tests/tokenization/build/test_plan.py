@@ -59,7 +59,7 @@ def test_parts_of_two_plans_never_become_one_dataset(
     with pytest.raises(MegapackError, match=r"shard 0 is not finished; .* of this plan \d+ of \d+"):
         run_build(corpus, finish=True, append_eod=True, progress=progress, **sharding)
     (said,) = progress.notes
-    assert "kB of another plan; --overwrite removes it" in said
+    assert "KiB of another plan; --overwrite removes it" in said
     assert "eod was None, is ['<eod>', 256]" in said
     assert not IndexedDataset.exists(tmp_path / "out")
     run_build(corpus, part=(0, 2), append_eod=True, **sharding)
