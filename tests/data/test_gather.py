@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from megapack.data import BatchLayout, PackedDataset, allocate
 from megapack.errors import ConfigError, FormatError, IndexMismatchError
 from megapack.packing import SampleIndex, pack
+from megapack.storage import IndexedDataset, IndexedDatasetBuilder
 from tests.data.corpora import index_of, random_documents, write_documents
 from tests.reference import gather as reference
 
@@ -345,6 +346,32 @@ def test_a_pickled_dataset_gathers_the_same(tmp_path: Path) -> None:
     for i in range(len(packed)):
         for name in TENSORS:
             assert torch.equal(packed[i][name], twin[i][name])
+
+
+def test_a_block_of_the_idx_that_is_damaged_is_refused_by_whoever_reads_it(tmp_path: Path) -> None:
+    lengths = np.full(200_000, 2)
+    with IndexedDatasetBuilder(tmp_path / "d", np.uint16) as builder:
+        builder.add_documents(np.arange(400_000) % 9, np.cumsum([0, *lengths]))
+    dataset = IndexedDataset(tmp_path / "d")
+    index = pack(lengths, "next_fit", buckets=2, shuffle=False)  # sample i is document i
+    index.save(tmp_path / "d.samples", source=dataset)
+    fingerprint = dataset.fingerprint
+    data = bytearray((tmp_path / "d.idx").read_bytes())
+    sequence = (
+        (22 << 16) - 34 - 4 * 200_000
+    ) // 8 + 100  # in a block that the fingerprint leaves out
+    at = 34 + 4 * 200_000 + 8 * sequence
+    data[at : at + 16] = data[at + 8 : at + 16] + data[at : at + 8]
+    (tmp_path / "d.idx").write_bytes(data)
+    assert IndexedDataset(tmp_path / "d").fingerprint == fingerprint
+    packed = PackedDataset(tmp_path / "d", tmp_path / "d.samples")
+    for each in (packed, pickle.loads(pickle.dumps(packed))):
+        assert each[sequence - 30_000]["tokens"].numel() == 2
+        for number in (sequence, sequence + 7_000):  # the numbers of the second are right
+            with pytest.raises(FormatError, match=r"d\.idx is damaged: bytes 1441792 to 1507328"):
+                each.micro_batch([number])
+        with pytest.raises(FormatError, match=r"d\.idx is damaged"):
+            each.count_labels([sequence])
 
 
 def test_options_that_do_not_exist_are_refused(tmp_path: Path) -> None:
