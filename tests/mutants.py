@@ -195,17 +195,17 @@ cycle_key: every epoch draws buckets in the same order
 
 megapack/data/stage.py: schedule
 stage_key: stages repeat the order of the first one
-- seed=fold_key(seed, 4, self.begin) if self.begin else seed,
-+ seed=seed,
+- self._key = fold_key(seed, 4, self.begin) if self.begin else seed
++ self._key = seed
 stage_largest: every stage begins with the largest bucket
 - largest_first=self.buckets[-1].capacity > largest,
 + largest_first=self.buckets[-1].capacity >= largest,
 stage_cursors: the third stage draws again what the first has drawn
-- zip(keys, (stream.starts + stream.taken(end)).tolist(), strict=True)
-+ zip(keys, stream.taken(end).tolist(), strict=True)
+- own[stream.datasets] = stream.starts + stream.taken(end)
++ own[stream.datasets] = stream.taken(end)
 stage_skips: skipped samples are drawn after all
-- cursors = stages[-1].cursors(settings.begin + settings.skip_steps)
-+ cursors = stages[-1].cursors(settings.begin)
+- first = settings.begin + settings.skip_steps
++ first = settings.begin
 
 megapack/data/resolve.py: schedule
 stage_tokens: a stage from a number of tokens begins a step early
@@ -232,8 +232,8 @@ window_growth: an attention window grows a step early
 
 megapack/data/epochs.py: tests/data/test_unseen.py
 times_of_samples: the document that comes next counts as seen
-- return epoch + (self.places(epoch, samples) < place)
-+ return epoch + (self.places(epoch, samples) <= place)
+- times: Ids = epoch + (self.places(epoch, samples) < place)
++ times: Ids = epoch + (self.places(epoch, samples) <= place)
 
 # Dealing: equal work.
 
