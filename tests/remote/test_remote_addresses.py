@@ -27,7 +27,7 @@ from megapack.storage.merge import merge
 from megapack.storage.remote.address import is_below, is_remote, redacted
 from megapack.storage.remote.client import find_object, put_object
 from megapack.storage.verify import verify
-from tests.remote.far import address_of, folder_of, put_dataset, write_packed
+from tests.remote.far import address_of, folder_of, put_dataset, signed, write_packed
 
 SECRET = "hunter2"
 BAD = {
@@ -185,7 +185,7 @@ def test_a_manifest_at_an_address_names_what_lies_below_it(
     pack_shards(plan, lambda _: None)
     content = json.loads(manifest.read_text())
     content["shards"][0][field] = name.replace(FOLDER, folder)
-    manifest.write_text(json.dumps(content))
+    manifest.write_text(signed(content))
     address = f"{folder}/all.shards.json"
     put_object(address, manifest)
     line.counts.clear()
@@ -206,7 +206,7 @@ def test_a_manifest_here_names_whole_paths_and_what_lies_below_it(tmp_path: Path
     content = json.loads(manifest.read_text())
     for name in ("../docs", "a/../../docs", f"https://me:{SECRET}@host/x"):
         content["shards"][0]["prefix"] = name
-        manifest.write_text(json.dumps(content))
+        manifest.write_text(signed(content))
         with pytest.raises(FormatError, match="shard 0") as caught:
             load_shards(manifest)
         assert SECRET not in str(caught.value)

@@ -7,6 +7,7 @@ import logging
 import pickle
 import subprocess
 import sys
+from concurrent.futures import wait
 from dataclasses import replace
 from pathlib import Path
 
@@ -123,7 +124,7 @@ def test_one_sample_and_one_micro_batch_need_no_loader(line: Line, tmp_path: Pat
 
 @EVERY_STORE
 def test_what_is_missing_or_misspelt_is_named(line: Line, tmp_path: Path) -> None:
-    nobody = folder_of(Path("nobody"))
+    nobody = folder_of(Path(f"nobody-{tmp_path.name}"))  # a store that no other test has opened
     with pytest.raises(FileNotFoundError, match=rf"{nobody}/docs\.idx does not exist"):
         IndexedDataset(f"{nobody}/docs")
     with pytest.raises(FileNotFoundError, match=rf"{nobody}/docs\.samples"):
@@ -211,10 +212,10 @@ def test_blocks_beside_each_other_are_one_request_also_over_a_few_that_nobody_wa
 ) -> None:
     far = IndexedDataset(put_dataset(tmp_path / "docs", 20_000))
     blocks = np.arange(120)
-    far.tokens.hold(blocks[:1])  # and what comes with the first
+    wait(far.tokens.want(blocks[:1]))  # and what comes with the first
     for wanted, requests in ((blocks[1:41], 1), (blocks[42:60:3], 1), (blocks[70:120:20], 3)):
         line.counts.clear()
-        far.tokens.hold(wanted)
+        wait(far.tokens.want(wanted))
         assert line.counts["GET"] == requests
 
 

@@ -17,7 +17,7 @@ from megapack.packing.shard_manifest import load_shards
 from megapack.packing.shard_packing import pack_shards, plan_packing
 from megapack.storage import IndexedDataset, IndexedDatasetBuilder
 from megapack.storage.remote.client import put_object, remove_object
-from tests.remote.far import folder_of, write_packed
+from tests.remote.far import folder_of, signed, write_packed
 from tests.remote.stores import EVERY_STORE
 
 NAMES = ("a", "b", "c")
@@ -73,7 +73,7 @@ def change_manifest(folder: Path) -> None:
     path = folder / "web.shards.json"
     content = json.loads(path.read_text())
     content["shards"][1]["longest_reach"] += 1
-    path.write_text(json.dumps(content))
+    path.write_text(signed(content))
 
 
 def replace_samples(folder: Path) -> None:

@@ -22,7 +22,8 @@ from megapack.training.config import PretrainConfig, load_config
 from megapack.training.model import loss, training_model
 from megapack.training.model.architecture import model_configuration
 from megapack.training.model.opening import build_model, compute_dtype
-from megapack.training.run.engine import start_engine, zero_3_configuration
+from megapack.training.run.deepspeed_config import zero_3_configuration
+from megapack.training.run.engine import start_engine
 
 
 class Visible(torch.autograd.Function):

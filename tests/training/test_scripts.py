@@ -138,8 +138,8 @@ def test_a_dry_run_plans_from_lengths_before_there_are_data(
     ("override", "message", "code"),
     [
         ("optimizer.learning_rate=1", "unknown key 'learning_rate'", 2),
-        ("data.tokens_per_step=1000", "not a multiple of", 2),
-        ("data.prefix=/nowhere", "/nowhere", 1),
+        ("data.tokens_per_step=1000", "does not divide the 1000 tokens", 2),
+        ("data.prefix=/nowhere", "/nowhere", 2),
         ("model.attention=flash2", "cannot serve", 2),
         (
             "model.preset=gpt2_tiny model.overrides={n_positions: 100}",
