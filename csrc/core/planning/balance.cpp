@@ -581,9 +581,15 @@ void Dealing::improve(std::int64_t looks) {
             std::swap(loose[i], loose[chance.below(word++, i + 1)]);
         bool fits = true;
         for (const std::int64_t item : loose) {
-            std::int64_t to = kNone;
-            for (std::int64_t b = 0; b < num_bins; ++b)
-                if (has_room(bins_[b], item) && (to == kNone || work(b) < work(to))) to = b;
+            std::int64_t to = kNone, seen = 0;
+            const bool anywhere = chance.below(word++, 2) == 0;
+            for (std::int64_t b = 0; b < num_bins; ++b) {
+                if (!has_room(bins_[b], item)) continue;
+                ++seen;
+                if (to == kNone ||
+                    (anywhere ? chance.below(word++, seen) == 0 : work(b) < work(to)))
+                    to = b;
+            }
             fits = fits && to != kNone;
             if (!fits) break;
             put(item, to);

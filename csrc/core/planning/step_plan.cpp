@@ -82,12 +82,13 @@ std::int64_t num_long(const std::vector<Document>& documents, std::int64_t share
 
 // The documents of every item: those of a group together, as many as a bin holds.
 std::vector<std::vector<std::int64_t>> members_of(Span<const std::int64_t> lengths,
+                                                  const std::vector<Document>& documents,
                                                   Span<const std::int64_t> groups,
                                                   const StepRules& rules,
                                                   std::vector<std::int64_t>& family) {
     std::vector<std::vector<std::int64_t>> members;
     if (groups.empty()) {
-        for (std::int64_t i = 0; i < lengths.size(); ++i) members.push_back({i});
+        for (const Document& document : documents) members.push_back({document.id});
         family.assign(members.size(), -1);
         return members;
     }
@@ -169,7 +170,8 @@ std::optional<std::vector<Bin>> shared_bins(const std::vector<Document>& documen
                 found[g].degree = groups[g].degree;
             }
             for (std::int64_t i = 0; i < ssize(documents); ++i)
-                found[groups.group_of(i)].items.push_back(static_cast<std::int32_t>(i));
+                found[groups.group_of(documents[i].id)].items.push_back(
+                    static_cast<std::int32_t>(i));
             return found;
         }
     }
@@ -206,10 +208,10 @@ StepPlan plan_step(Span<const std::int64_t> lengths, Span<const double> costs,
           "; documents that stay together in groups are not shared by ranks: let it be 1");
     const std::int64_t num_tokens = check_lengths(lengths, rules);
     if (lengths.empty()) return {};
-    std::vector<std::int64_t> family;
-    const auto members = members_of(lengths, groups, rules, family);
-    const Items items = make_items(lengths, costs, members, std::move(family), rules.linear_length);
     const std::vector<Document> documents = longest_first(lengths);
+    std::vector<std::int64_t> family;
+    const auto members = members_of(lengths, documents, groups, rules, family);
+    const Items items = make_items(lengths, costs, members, std::move(family), rules.linear_length);
     const auto ceil_div = [](std::int64_t a, std::int64_t b) { return (a + b - 1) / b; };
     const auto rounded = [&](std::int64_t m) {
         return ceil_div(m, rules.multiple) * rules.multiple;
