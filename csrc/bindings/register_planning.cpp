@@ -5,22 +5,40 @@
 namespace megapack {
 namespace {
 
-py::tuple plan_step_numpy(const Array<std::int64_t>& lengths, const py::object& num_ranks,
-                          const py::object& max_tokens_per_rank,
+Balance balance_named(const std::string& name) {
+    if (name == "micro_batches") return Balance::kMicroBatches;
+    if (name == "step") return Balance::kStep;
+    check(name == "pipeline", "balance is '", name,
+          "'; it must be micro_batches, step or pipeline");
+    return Balance::kPipeline;
+}
+
+py::tuple plan_step_numpy(const Array<std::int64_t>& lengths, const Array<double>& costs,
+                          const Array<std::int64_t>& groups, const std::string& balance,
+                          const py::object& num_ranks, const py::object& max_tokens_per_rank,
                           const py::object& max_documents_per_rank, const py::object& max_degree,
-                          const py::object& linear_length) {
+                          const py::object& linear_length, const py::object& multiple) {
     constexpr std::int64_t kMostRanks = std::int64_t{1} << 20;
     constexpr std::int64_t kMostTokens = std::int64_t{1} << 40;
     const StepRules rules{integer(num_ranks, "num_ranks", 1, kMostRanks),
                           integer(max_tokens_per_rank, "max_tokens_per_rank", 1, kMostTokens),
                           integer(max_documents_per_rank, "max_documents_per_rank", 1),
                           integer(max_degree, "max_degree", 1, kMostRanks),
-                          integer(linear_length, "linear_length", 0)};
+                          integer(linear_length, "linear_length", 0),
+                          balance_named(balance),
+                          integer(multiple, "micro_batch_multiple", 1, kMostRanks)};
     const auto lengths_view = view(lengths, "lengths");
+    const auto costs_view = view(costs, "costs");
+    const auto groups_view = view(groups, "groups");
+    check(lengths_view.empty() ? costs_view.empty() : costs_view.size() % lengths_view.size() == 0,
+          "costs has ", costs_view.size(), " numbers for ", lengths_view.size(), " documents");
+    check(groups_view.empty() || groups_view.size() == lengths_view.size(), "groups has ",
+          groups_view.size(), " numbers for ", lengths_view.size(),
+          " documents; give one for each");
     StepPlan plan;
     {
         const py::gil_scoped_release release;
-        plan = plan_step(lengths_view, rules);
+        plan = plan_step(lengths_view, costs_view, groups_view, rules);
     }
     return py::make_tuple(plan.num_micro_batches, to_numpy(std::move(plan.first_rank)),
                           to_numpy(std::move(plan.degree)), to_numpy(std::move(plan.micro_batch)));
@@ -29,9 +47,11 @@ py::tuple plan_step_numpy(const Array<std::int64_t>& lengths, const py::object& 
 }  // namespace
 
 void register_planning(py::module_& m) {
-    m.def("plan_step", &plan_step_numpy, py::arg("lengths").noconvert(), py::kw_only(),
-          py::arg("num_ranks"), py::arg("max_tokens_per_rank"), py::arg("max_documents_per_rank"),
-          py::arg("max_degree"), py::arg("linear_length"));
+    m.def("plan_step", &plan_step_numpy, py::arg("lengths").noconvert(),
+          py::arg("costs").noconvert(), py::arg("groups").noconvert(), py::kw_only(),
+          py::arg("balance"), py::arg("num_ranks"), py::arg("max_tokens_per_rank"),
+          py::arg("max_documents_per_rank"), py::arg("max_degree"), py::arg("linear_length"),
+          py::arg("micro_batch_multiple"));
 }
 
 }  // namespace megapack

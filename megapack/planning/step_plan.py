@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Literal
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -121,6 +122,10 @@ def plan_step(
     max_degree: int = 1,
     max_documents_per_rank: int | None = None,
     linear_length: float = 0,
+    costs: ArrayLike | None = None,
+    groups: ArrayLike | None = None,
+    balance: Literal["micro_batches", "step", "pipeline"] = "micro_batches",
+    micro_batch_multiple: int = 1,
 ) -> StepPlan:
     """Plan a step: equal work on all ranks of a micro batch, in as few micro batches as possible.
 
@@ -159,8 +164,13 @@ def plan_step(
             "integers"
         )
     tokens = np.ascontiguousarray(given, dtype=np.int64)
+    costs = np.zeros(0) if costs is None else np.ascontiguousarray(costs, np.float64).ravel()
+    ids = np.zeros(0, np.int64) if groups is None else np.ascontiguousarray(groups, np.int64)
     num_micro_batches, first_rank, degree, micro_batch = _core.plan_step(
         tokens,
+        costs,
+        ids,
+        balance=balance,
         num_ranks=num_ranks,
         max_tokens_per_rank=max_tokens_per_rank,
         max_documents_per_rank=(
@@ -168,6 +178,7 @@ def plan_step(
         ),
         max_degree=max_degree,
         linear_length=round(linear_length),
+        micro_batch_multiple=micro_batch_multiple,
     )
     return StepPlan(
         num_ranks=num_ranks,

@@ -8,12 +8,22 @@
 
 namespace megapack {
 
+// Where ranks wait for each other, which says what is made small. The work of a rank is the largest
+// of its costs, each as a share of what all ranks have.
+enum class Balance {
+    kMicroBatches,  // after every micro batch: the sum over micro batches of the busiest rank
+    kStep,          // once a step: the busiest rank of the step
+    kPipeline,      // micro batches follow each other in a pipeline: the largest of them all
+};
+
 struct StepRules {
     std::int64_t num_ranks;
     std::int64_t max_tokens;     // of a rank in a micro batch
     std::int64_t max_documents;  // of a rank in a micro batch, those counted that it has a share of
     std::int64_t max_degree;     // ranks that share a document: a power of two, at most num_ranks
     std::int64_t linear_length;  // tokens: where attention costs as much as the linear layers; or 0
+    Balance balance;
+    std::int64_t multiple;  // the number of micro batches is a multiple of this
 };
 
 // Document i is shared by ranks first_rank[i] ... + degree[i] - 1 in micro batch micro_batch[i].
@@ -22,13 +32,19 @@ struct StepPlan {
     std::vector<std::int64_t> first_rank, degree, micro_batch;
 };
 
-// In a micro batch, the ranks form groups of 2^k, the first a multiple of 2^k; a group shares all
-// of its documents evenly. Tokens and attention (sum of squared lengths) are made equal on all
-// ranks of a micro batch. As few micro batches as the tokens need; more only where no arrangement
-// that was tried has room (tried are groups of at least 1, 2, 4, ... ranks).
-// The same for whoever computes it: ties go to the smaller document, rank and micro batch.
-// Throws std::invalid_argument for rules without a meaning and for a document without tokens or
+// Deals the documents of a step. As few micro batches as an arrangement is found for, beginning
+// with what the tokens need; no (rank, micro batch) is empty while there are documents for all.
+//
+// - costs: of document i and kind k at i * kinds + k, not negative; none: one kind, length *
+//   (linear_length + length). They are compared as shares of their sum, in units of 2^-48.
+// - groups: a number per document; documents of one number are held by one rank, and in one micro
+//   batch where they fit into one. None: each document by itself.
+//
+// The same for whoever computes it: whole numbers alone are compared, ties go to the smaller
+// document, rank and micro batch, and the search ends after a number of exchanges looked at.
+// Throws std::invalid_argument for arguments without a meaning, for a document without tokens or
 // longer than max_degree * max_tokens.
-StepPlan plan_step(Span<const std::int64_t> lengths, const StepRules& rules);
+StepPlan plan_step(Span<const std::int64_t> lengths, Span<const double> costs,
+                   Span<const std::int64_t> groups, const StepRules& rules);
 
 }  // namespace megapack

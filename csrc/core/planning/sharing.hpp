@@ -65,21 +65,7 @@ class Groups {
         group_of_[document.id] = g;
     }
 
-    // Micro batches without a document are left out.
-    StepPlan plan() const {
-        StepPlan plan;
-        std::vector<std::int64_t> number(num_micro_batches(), -1);
-        for (const Group& group : groups_) {
-            std::int64_t& m = number[group.micro_batch];
-            if (group.documents > 0 && m < 0) m = plan.num_micro_batches++;
-        }
-        for (const std::int64_t g : group_of_) {
-            plan.first_rank.push_back(groups_[g].first_rank);
-            plan.degree.push_back(groups_[g].degree);
-            plan.micro_batch.push_back(number[groups_[g].micro_batch]);
-        }
-        return plan;
-    }
+    std::int64_t group_of(std::int64_t document) const { return group_of_[document]; }
 
   private:
     const StepRules& rules_;
@@ -88,5 +74,11 @@ class Groups {
     std::vector<Group> groups_;
     std::vector<std::int64_t> group_of_;  // per document
 };
+
+// Deals documents, longest first, to groups that it opens on all ranks of all micro batches, none
+// of fewer ranks than `least_degree` unless no more are left. The first `num_long` decide the
+// groups. False where one has no room.
+bool deal_shared(Groups& groups, const std::vector<Document>& longest_first, std::int64_t num_long,
+                 std::int64_t least_degree);
 
 }  // namespace megapack
