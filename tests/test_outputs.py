@@ -28,7 +28,7 @@ GOLDEN = Path(__file__).parent / "golden" / "outputs.json"
 BUCKETS = [64, 128, 256]
 BYTES = ["--tokenizer", "bytes"]
 WORDS = ["the", "of", "packing", "tokens", "whole", "documents", "a", "rank", "step", "Zug"]
-WORDS += ["\u6570", "e\u0301", "\U0001f600", "\n\t"]
+WORDS += ["\u6570", "\u00e9\u0301", "\U0001f600", "\n\t"]
 
 ONE, MANY = {"buckets": 256}, {"buckets": BUCKETS}
 STRATEGIES: dict[str, dict[str, Any]] = {
