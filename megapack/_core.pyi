@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 # A file read-only, with no descriptor kept; OSError.
 def map_file(descriptor: int, num_bytes: int) -> NDArray[np.uint8]: ...
 
-# xxh64 of every BLOCK_BYTES bytes; a CheckedArray (megapack.storage.mapping) compares them with
+# xxh64 of every BLOCK_BYTES bytes; a CheckedArray (megapack.storage.index_file) compares them with
 # those promised before it is read: FormatError. Where the core reads an index it takes one for an
 # array.
 BLOCK_BYTES: int
@@ -259,12 +259,17 @@ def deal_evenly(costs: NDArray[np.int64], bin_sizes: NDArray[np.int64]) -> NDArr
 # (number of micro batches; first rank, degree, micro batch of every document); see
 # csrc/core/planning/step_plan.hpp.
 
+# costs: (documents * kinds,), none: of the lengths; groups: (documents,), none: each by itself
 def plan_step(
     lengths: NDArray[np.int64],
+    costs: NDArray[np.float64],
+    groups: NDArray[np.int64],
     *,
+    balance: str,
     num_ranks: int,
     max_tokens_per_rank: int,
     max_documents_per_rank: int,
     max_degree: int,
     linear_length: int,
+    micro_batch_multiple: int,
 ) -> tuple[int, NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]: ...

@@ -399,15 +399,26 @@ seamless_short: the paper's placement and the published one change places
 - tokens <= capacity : tokens < capacity;
 + tokens < capacity : tokens <= capacity;
 
-csrc/core/planning/groups.hpp: planner
+csrc/core/planning/sharing.hpp: planner
 document_limit: a rank gets a document more than it may
 - const bool full = group.documents == rules_.max_documents;
 + const bool full = group.documents > rules_.max_documents;
 
 csrc/core/planning/step_plan.cpp: planner
 fewest_micro_batches: a plan has a micro batch more than its tokens need
-- std::int64_t m = ceil_div(ceil_div(num_tokens, rules.max_tokens), rules.num_ranks);
-+ std::int64_t m = ceil_div(ceil_div(num_tokens, rules.max_tokens), rules.num_ranks) + 1;
+- for (std::int64_t m = rounded(by_tokens);;
++ for (std::int64_t m = rounded(by_tokens + 1);;
+
+csrc/core/planning/balance.cpp: planner
+exchange_gain: an exchange counts as gain although the other rank becomes the busiest
+- same ? work_[a] - std::max(work_a, work_b)
++ same ? work_[a] - work_a
+empty_bins: a bin is emptied by an exchange
+- if (j == kNone ? ssize(give) == 1 : d_.items_.family[other] >= 0) continue;
++ if (j != kNone && d_.items_.family[other] >= 0) continue;
+family_ranks: chunks of a group lie on several ranks
+- mine.push_back(m * rules_.num_ranks + rank);
++ mine.push_back(m * rules_.num_ranks + (rank + m) % rules_.num_ranks);
 
 # The file format, and what is learned of a batch.
 

@@ -129,9 +129,17 @@ def plan_step(
 ) -> StepPlan:
     """Plan a step: equal work on all ranks of a micro batch, in as few micro batches as possible.
 
-    Tokens and attention are balanced at once. A document that one rank cannot hold is shared by the
-    fewest ranks that can; by more where it would make up over half of their attention, unless the
-    linear layers of the model (`linear_length`) cost so much more that it makes no difference.
+    The work of a rank in a micro batch is the sum of its documents' costs; of several kinds of
+    cost the one counts of which it has the largest share. First documents are dealt, the dearest to
+    the rank with least work that has room; bins of like work become one micro batch, in which the
+    dearest goes to the rank with least work so far; then documents are exchanged between the
+    busiest and others as long as that pays, a fixed number of exchanges being looked at. Eight
+    documents of 9,216, 32,512, 13,312, 17,408, 8,448, 3,072, 5,120 and 17,664 tokens on two ranks of
+    32,768 tokens: two micro batches, in the step 1.006 of the ideal, which is the least there is.
+
+    With `max_degree`, a document that one rank cannot hold is shared by the fewest ranks that can;
+    by more where it would make up over half of their attention, unless the linear layers of the
+    model (`linear_length`) cost so much more that it makes no difference.
 
     The number of micro batches is what the tokens need, ``ceil(tokens / (num_ranks x
     max_tokens_per_rank))``, wherever an arrangement is found; to find one, documents are shared
@@ -146,16 +154,26 @@ def plan_step(
         max_tokens_per_rank: tokens that a rank holds in a micro batch, never exceeded.
         max_degree: ranks that may share a document: a power of two, at most `num_ranks`.
         max_documents_per_rank: documents that a rank holds in a micro batch; None: any number.
-        linear_length: tokens, as in ``StepPlan.cost``; 0: attention is all that counts. Without
-            effect where `max_degree` is 1.
+        linear_length: tokens, as in ``StepPlan.cost``; 0: attention is all that counts.
+        costs: (documents,) or (documents, kinds) numbers from 0 on, in any unit; None: what
+            ``StepPlan.cost`` says. Kinds are compared as shares of their sums: a vision encoder's
+            cost and the language model's are balanced at once.
+        groups: (documents,) integers: documents of one number stay on one rank, and in one micro
+            batch where one holds them all (rollouts of a prompt, pairs of a preference). Not with
+            `max_degree` above 1. None: each by itself.
+        balance: when ranks meet, which says what is made small. ``micro_batches``: after each
+            (ZeRO-3, FSDP): the sum over micro batches of the busiest rank. ``step``: once: the
+            busiest rank of the step. ``pipeline``: micro batches follow each other: the largest.
+        micro_batch_multiple: their number is a multiple of this, as virtual pipelines want it; some
+            may then be empty.
 
     Returns:
-        The plan, the same on every rank and machine. Without documents it has no micro batches. A
-        rank may hold nothing in a micro batch where documents are few.
+        The plan, the same on every rank and machine. Without documents it has no micro batches. No
+        rank holds nothing in a micro batch as long as there are documents (groups) for all.
 
     Raises:
-        ValueError: a document is empty or longer than ``max_degree x max_tokens_per_rank``, or an
-            argument has no meaning.
+        ValueError: a document is empty or longer than ``max_degree x max_tokens_per_rank``, a cost
+            is negative or not finite, or an argument has no meaning.
     """
     given = np.asarray(lengths)
     if given.ndim != 1 or (given.size and given.dtype.kind not in "iu"):
@@ -164,12 +182,20 @@ def plan_step(
             "integers"
         )
     tokens = np.ascontiguousarray(given, dtype=np.int64)
-    costs = np.zeros(0) if costs is None else np.ascontiguousarray(costs, np.float64).ravel()
-    ids = np.zeros(0, np.int64) if groups is None else np.ascontiguousarray(groups, np.int64)
+    priced = np.zeros(0) if costs is None else np.asarray(costs, np.float64)
+    grouped = np.zeros(0, np.int64) if groups is None else np.asarray(groups)
+    for name, array, shapes in (("costs", priced, (1, 2)), ("groups", grouped, (1,))):
+        if array.size and (array.ndim not in shapes or len(array) != len(tokens)):
+            raise ValueError(
+                f"{name} has shape {array.shape}; there are {len(tokens)} documents: give one row "
+                "for each"
+            )
+    if grouped.size and grouped.dtype.kind not in "iu":
+        raise ValueError(f"groups has dtype {grouped.dtype}; numbers of groups are integers")
     num_micro_batches, first_rank, degree, micro_batch = _core.plan_step(
         tokens,
-        costs,
-        ids,
+        np.ascontiguousarray(priced).ravel(),
+        np.ascontiguousarray(grouped, np.int64),
         balance=balance,
         num_ranks=num_ranks,
         max_tokens_per_rank=max_tokens_per_rank,
