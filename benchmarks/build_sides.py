@@ -16,11 +16,10 @@ import numpy as np
 import orjson
 from tokenizers import Tokenizer
 
-from megapack.tokenization.corpus.faults import Faults
+from megapack.tokenization.corpus.documents import Faults
 from megapack.tokenization.corpus.inputs import find_inputs
-from megapack.tokenization.corpus.jsonl import read_jsonl
-from megapack.tokenization.corpus.lines import line_blocks
 from megapack.tokenization.corpus.pieces import Piece, ReadOptions
+from megapack.tokenization.corpus.readers import line_blocks, read_jsonl
 
 WORKERS = 2
 PROCESSES = str(WORKERS)

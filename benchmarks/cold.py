@@ -27,8 +27,7 @@ from common import in_child, in_turns, quick, show, write_results
 from data_corpus import BUCKETS, write_corpus
 
 from megapack.data import BatchLayout, BucketBatchSampler, PackedDataset, Schedule
-from megapack.data.prefetch import ThreadPrefetcher
-from megapack.data.read_ahead import reading_ahead
+from megapack.data.loader import ThreadPrefetcher, reading_ahead
 from megapack.packing import pack
 from megapack.storage import IndexedDataset
 

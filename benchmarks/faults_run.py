@@ -16,7 +16,7 @@ sys.path.append(str(Path(__file__).parents[1]))
 sys.path.append(str(Path(__file__).parents[1] / "tests"))
 
 from megapack.packing import pack
-from megapack.training.run.directory import read_jsonl
+from megapack.training.engine.directory import read_jsonl
 from tests.training.conftest import BUCKETS, Corpus, write_documents
 from tests.training.processes import PRETRAIN, Ranks, Zygote
 

@@ -35,7 +35,7 @@ from torch.distributed import HashStore
 
 from megapack.cli.arguments import usable_cores
 from megapack.data import PackedDataset, Schedule, build_loader
-from megapack.packing.shard_manifest import load_shards
+from megapack.packing.sharded import load_shards
 
 RANKS, RANK_TOKENS = 64, 49_152
 MANIFEST = "web.shards.json"

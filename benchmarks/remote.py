@@ -42,12 +42,11 @@ from object_store import BUCKET, Line, serve_files, use_store
 
 from megapack.data import BatchLayout, PackedDataset
 from megapack.data.batch import MicroBatch
-from megapack.data.fetch_ahead import fetching_ahead
-from megapack.data.prefetch import ThreadPrefetcher
+from megapack.data.loader import ThreadPrefetcher, fetching_ahead
 from megapack.packing import SampleIndex, pack
 from megapack.storage import IndexedDataset, IndexedDatasetBuilder
 from megapack.storage.remote.client import find_object
-from megapack.storage.remote.upload import upload_dataset
+from megapack.storage.remote.copies import upload_dataset
 
 ADDRESS = f"s3://{BUCKET}/docs"
 LATENCY, BANDWIDTH = 0.05, float(os.environ.get("BANDWIDTH", "200e6"))

@@ -16,8 +16,8 @@ from typing import Any
 
 from common import Timing, in_turns
 
-from megapack.training.run.checkpoint import CheckpointStore
-from megapack.training.run.world import World
+from megapack.training.engine.checkpoint import CheckpointStore
+from megapack.training.engine.world import World
 
 __all__ = ["save_times"]
 

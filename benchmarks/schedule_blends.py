@@ -25,8 +25,7 @@ from numpy.typing import NDArray
 
 from megapack import _core
 from megapack.data import Schedule, Stage, plan_exclusions, plan_run
-from megapack.data.draws import _cycle
-from megapack.data.streams import whole_shares
+from megapack.data.bucket_order import _cycle, whole_shares
 from megapack.packing import SampleIndex, pack
 
 BUCKETS = [1024, 2048, 4096, 8192, 16384]

@@ -41,13 +41,13 @@ from megapack.training.config import (
     ModelConfig,
     PretrainConfig,
 )
+from megapack.training.engine.engine import start_engine, train_step
+from megapack.training.engine.world import World, world
 from megapack.training.model.architecture import model_configuration
 from megapack.training.model.flops import ModelFlops, peak_flops
 from megapack.training.model.opening import open_model
-from megapack.training.run.engine import start_engine, train_step
-from megapack.training.run.world import World, world
-from megapack.training.watch.batches import TimedBatches
-from megapack.training.watch.work import StepWork
+from megapack.training.monitoring.monitor import StepWork
+from megapack.training.trainer import TimedBatches
 
 SPEED = "useful_tokens_per_second"
 

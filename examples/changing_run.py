@@ -29,7 +29,7 @@ import yaml
 
 from megapack.packing import pack
 from megapack.storage import IndexedDataset, IndexedDatasetBuilder
-from megapack.training.run.directory import read_jsonl
+from megapack.training.engine.directory import read_jsonl
 
 BUCKETS = [2048]  # one, so that the time of a step is that of its window
 FIRST, SECOND, GREY, RED = "#1f6feb", "#d97706", "#9aa5b1", "#d1495b"

@@ -27,9 +27,9 @@ import numpy as np
 import yaml
 
 from megapack.data import load_blend
-from megapack.storage.atomic import atomic_write
-from megapack.training.recipes import read_config
-from megapack.training.run.directory import read_jsonl
+from megapack.storage.files import atomic_write
+from megapack.training.command import read_config
+from megapack.training.engine.directory import read_jsonl
 
 CREDIT, FLOOR = 0.5, 0.01  # power of the share so far; the least share of a source
 

@@ -6,18 +6,28 @@ plain ``ValueError``/``TypeError``; files that cannot be opened are plain ``OSEr
 
 from __future__ import annotations
 
-__all__ = [
-    "ConfigError",
-    "DataError",
-    "FormatError",
-    "IndexMismatchError",
-    "LockedError",
-    "MegapackError",
-    "MegapackWarning",
-    "RankMismatchError",
-    "ResumeError",
-    "exit_code",
-]
+import importlib
+from typing import Any
+
+# ---- Packages that only some inputs need: imported where used, with an error that says what to do
+
+
+def require(module: str, why: str) -> Any:
+    """Import an optional package.
+
+    Args:
+        why: what needs it, for the message.
+
+    Raises:
+        MegapackError: it cannot be imported; the message says what to install.
+    """
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        package = module.partition(".")[0]
+        raise MegapackError(
+            f"{why} needs the package {package} ({error}): pip install {package}"
+        ) from error
 
 
 class MegapackError(Exception):

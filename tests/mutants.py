@@ -178,12 +178,12 @@ shuffle_inverse_rounds: the steps of a sample, in large buckets
 - for (int i = 2 * kRounds; i > 0; i -= 2) {
 + for (int i = 2 * kRounds; i > 2; i -= 2) {
 
-megapack/data/streams.py: schedule
+megapack/data/bucket_order.py: schedule
 shuffle_key: buckets of as many samples are shuffled alike
 - return fold_key(seed, 1, capacity, dataset)
 + return fold_key(seed, 1, dataset)
 
-megapack/data/draws.py: schedule tests/data/test_draws.py
+megapack/data/bucket_order.py: schedule tests/data/test_draws.py
 draws_of_cycle: the last samples of an epoch come an epoch later
 - return -(-samples // (self.num_cycles * self.samples_per_draw[bucket]))
 + return samples // (self.num_cycles * self.samples_per_draw[bucket])
@@ -193,7 +193,7 @@ cycle_key: every epoch draws buckets in the same order
 
 # Programs: stages, ramps, cursors.
 
-megapack/data/stage.py: schedule
+megapack/data/schedule.py: schedule
 stage_key: stages repeat the order of the first one
 - self._key = fold_key(seed, 4, self.begin) if self.begin else seed
 + self._key = seed
@@ -207,7 +207,7 @@ stage_skips: skipped samples are drawn after all
 - first = settings.begin + settings.skip_steps
 + first = settings.begin
 
-megapack/data/resolve.py: schedule
+megapack/data/program.py: schedule
 stage_tokens: a stage from a number of tokens begins a step early
 - return last.begin + -(-missing // last.config.tokens_per_step)
 + return last.begin + missing // last.config.tokens_per_step
@@ -220,17 +220,17 @@ steps_of_epochs: an epoch that ends inside a stage lacks its last step
 - return stage.begin + ceil(missing * stage.steps_per_epoch)
 + return stage.begin + int(missing * stage.steps_per_epoch)
 
-megapack/data/ramp.py: tests/data/test_ramp.py
+megapack/data/program.py: tests/data/test_ramp.py
 ramp_mean: a ramp lags by half a piece
 - return (low + high) / (2 * length)
 + return low / length
 
-megapack/data/window.py: tests/data/test_window.py
+megapack/data/attention_window.py: tests/data/test_window.py
 window_growth: an attention window grows a step early
 - grown = (self.last - self.first) * passed // (unit * self.steps)
 + grown = (self.last - self.first) * (passed + 1) // (unit * self.steps)
 
-megapack/data/epochs.py: tests/data/test_unseen.py
+megapack/data/sample_order.py: tests/data/test_unseen.py
 times_of_samples: the document that comes next counts as seen
 - times: Ids = epoch + (self.places(epoch, samples) < place)
 + times: Ids = epoch + (self.places(epoch, samples) <= place)
@@ -256,12 +256,12 @@ work_of_ranks: the work of one group is told of another
 - rows.append(np.repeat(dealt.loads_of_micro_batches / shared, shared, axis=1))
 + rows.append(np.tile(dealt.loads_of_micro_batches / shared, (1, shared)))
 
-megapack/data/dealing.py: dealing
+megapack/data/sampler.py: dealing
 heaviest_first: the heaviest micro batch of a step comes last
 - groups[np.argsort(-costs[groups].sum(axis=1), kind="stable")]
 + groups[np.argsort(costs[groups].sum(axis=1), kind="stable")]
 
-megapack/data/counting.py: tests/data/test_window.py
+megapack/data/sources.py: tests/data/test_window.py
 window_cost: the last piece of a segment costs as much as a whole one
 - (n % window) ** 2
 + (n % window) * window
@@ -339,7 +339,7 @@ shard_of_sample: the first sample of a shard is looked for in the one before
 
 # Reading ahead of a store.
 
-megapack/data/fetch_ahead.py: tests/data/test_fetch_ahead.py
+megapack/data/loader.py: tests/data/test_fetch_ahead.py
 asked_one_by_one: every micro batch makes requests of its own
 -             num_asked = most
 +             num_asked = 1
@@ -349,14 +349,14 @@ requests_of_blocks: a request for every 16 KiB
 - REQUEST_BYTES = 1 << 22
 + REQUEST_BYTES = 1 << 14
 
-megapack/storage/remote/sparse.py: tests/remote/test_remote_reading.py -k blocks
+megapack/storage/remote/cache.py: tests/remote/test_remote_reading.py -k blocks
 gaps_of_requests: two requests where one would do
 - np.flatnonzero(np.diff(numbers) > 1 + gap)
 + np.flatnonzero(np.diff(numbers) > 1)
 
 # The plan of a build.
 
-megapack/tokenization/build/plan.py: plan
+megapack/tokenization/pipeline/plan.py: plan
 plan_of_inputs: parts of an edited input are taken for those of the old one
 - [file.path, file.size, file.mtime_ns, file.format, file.compression]
 + [file.path, file.size, file.format, file.compression]
@@ -369,7 +369,7 @@ uint16_limit: Megatron reads as int32 what was written as uint16
 - _UINT16_VOCABULARY = 65500
 + _UINT16_VOCABULARY = 65536
 
-megapack/tokenization/corpus/split.py: tests/tokenization/corpus/test_split.py
+megapack/tokenization/corpus/documents.py: tests/tokenization/corpus/test_split.py
 ordered_split: a document changes its split against megatron-core
 - at = [round(bound * float(num_documents)) for bound in bounds]
 + at = [int(bound * float(num_documents)) for bound in bounds]
@@ -422,7 +422,7 @@ family_ranks: chunks of a group lie on several ranks
 
 # The file format, and what is learned of a batch.
 
-megapack/packing/header.py: tests/packing/test_packing_index.py
+megapack/packing/file_format.py: tests/packing/test_packing_index.py
 tokens_of_header: sound files are refused, or contradictions pass
 - placed - metrics["repeated_tokens"] + metrics["dropped_tokens"]
 + placed + metrics["repeated_tokens"] - metrics["dropped_tokens"]

@@ -30,7 +30,7 @@ from megapack.integrations import index as integrations_index
 from megapack.packing import pack
 from megapack.storage import IndexedDataset, IndexedDatasetBuilder
 from megapack.training import pretrain
-from megapack.training.recipes import read_config
+from megapack.training.command import read_config
 
 pytestmark = pytest.mark.pages
 

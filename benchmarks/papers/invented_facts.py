@@ -21,8 +21,8 @@ from papers.corpus import tokenizer_file
 from papers.runs import Run
 
 from megapack.training.config import EngineConfig
+from megapack.training.engine.world import World
 from megapack.training.model.training_model import TrainingModel
-from megapack.training.run.world import World
 
 __all__ = ["CAPACITY", "NUM_FACTS", "documents", "measure"]
 

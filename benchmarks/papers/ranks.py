@@ -21,9 +21,9 @@ from megapack.data import Batch, PackedDataset, PackedLoader, Schedule, build_lo
 from megapack.packing import pack
 from megapack.storage import IndexedDataset
 from megapack.training.config import EngineConfig, ModelConfig
+from megapack.training.engine.world import World
 from megapack.training.model.opening import compute_dtype, open_model
 from megapack.training.model.training_model import TrainingModel, on_device
-from megapack.training.run.world import World
 
 __all__ = ["ARMS", "NUM_RANKS", "mean_of_ranks", "step_times"]
 

@@ -25,8 +25,8 @@ from typing import Any, TypeVar
 from papers.corpus import WORK, prepare
 from papers.run import Run, Task
 
-from megapack.training.judge.curves import Curve, read_curve
-from megapack.training.run.directory import read_jsonl
+from megapack.training.engine.directory import read_jsonl
+from megapack.training.evaluation.comparison import Curve, read_curve
 
 __all__ = ["SCALES", "Result", "Run", "Scale", "by_name", "run_all", "worker_pool"]
 

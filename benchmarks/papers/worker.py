@@ -29,18 +29,17 @@ from megapack.data import build_loader
 from megapack.packing import pack
 from megapack.storage import IndexedDataset
 from megapack.training.command import join
-from megapack.training.config import PretrainConfig
-from megapack.training.judge.validation import evaluate, perplexity_by_context
+from megapack.training.config import PretrainConfig, learning_rate
+from megapack.training.engine.engine import start_engine, train_step
+from megapack.training.engine.export import export_model
+from megapack.training.engine.inputs import Inputs, open_inputs, open_validation
+from megapack.training.engine.world import World, world
+from megapack.training.evaluation.validation import evaluate, perplexity_by_context
 from megapack.training.model.architecture import model_configuration
 from megapack.training.model.flops import ModelFlops
 from megapack.training.model.opening import open_model
-from megapack.training.run.engine import start_engine, train_step
-from megapack.training.run.export import export_model
-from megapack.training.run.inputs import Inputs, open_inputs, open_validation
-from megapack.training.run.learning_rate import learning_rate
-from megapack.training.run.world import World, world
-from megapack.training.watch.batches import TimedBatches
-from megapack.training.watch.work import StepWork
+from megapack.training.monitoring.monitor import StepWork
+from megapack.training.trainer import TimedBatches
 
 __all__ = ["begin", "train"]
 

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from megapack.attention.alibi import alibi_slopes
-from megapack.attention.backends import BACKENDS, Choice, choose_backend, survey
 from megapack.attention.experts import LoadBalancing, token_mask
-from megapack.attention.guard import check_architecture
-from megapack.attention.problem import AttentionNeeds, ScoreRule
+from megapack.attention.model_check import check_architecture
+from megapack.attention.problem import AttentionNeeds, ScoreRule, alibi_slopes
 from megapack.attention.sequence_parallel import check_sequence_parallel, over_ranks
 from megapack.attention.transformers_interface import ATTENTION_NAME, register, varlen_arguments
-from megapack.attention.varlen import varlen_attention
+from megapack.attention.varlen import BACKENDS, Choice, choose_backend, survey, varlen_attention
 
 __all__ = [
     "ATTENTION_NAME",

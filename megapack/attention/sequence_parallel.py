@@ -15,9 +15,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megapack.attention.guard import apart
-from megapack.attention.tiny import HEADS, VOCABULARY, randomize, tiny_configuration
-from megapack.attention.trace import Row
+from megapack.attention.model_check import (
+    HEADS,
+    VOCABULARY,
+    Row,
+    apart,
+    randomize,
+    tiny_configuration,
+)
 from megapack.attention.transformers_interface import Attention, register
 from megapack.errors import ConfigError
 

@@ -12,7 +12,7 @@ import os
 from typing import Any, NoReturn
 
 from megapack.errors import ConfigError
-from megapack.storage.mmididx import prefix_of
+from megapack.storage.index_file import prefix_of
 from megapack.units import parse_size
 
 __all__ = [

@@ -20,9 +20,9 @@ import json
 
 from megapack.cli.arguments import add_shared, byte_count
 from megapack.cli.datasets import local_file
-from megapack.cli.pack_shards import add_sharing
+from megapack.cli.pack import add_sharing
 from megapack.cli.report import Work, note
-from megapack.execution.work import Counted
+from megapack.executors import Counted
 from megapack.units import count, counted
 
 __all__ = ["add_arguments", "run"]
@@ -44,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from megapack.data.arranging import arrange, plan_arrangement  # noqa: PLC0415 (needs torch)
+    from megapack.data.arrange import arrange, plan_arrangement  # noqa: PLC0415 (needs torch)
 
     arranger = plan_arrangement(
         args.source,

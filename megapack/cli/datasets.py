@@ -8,7 +8,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 from megapack.errors import ConfigError
-from megapack.packing.shard_manifest import SUFFIX, is_shard_manifest
+from megapack.packing.sharded import SUFFIX, is_shard_manifest
 from megapack.storage.remote import is_remote
 from megapack.storage.remote.address import split
 from megapack.storage.remote.client import names_in

@@ -16,8 +16,7 @@ from __future__ import annotations
 import argparse
 
 from megapack.cli.arguments import add_shared, token_id
-from megapack.storage.foreign import KINDS
-from megapack.storage.importing import LINKS, import_dataset
+from megapack.storage.importing import KINDS, LINKS, import_dataset
 
 __all__ = ["add_arguments", "run"]
 

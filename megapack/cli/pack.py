@@ -15,14 +15,14 @@ it is complete. A manifest at an address is of datasets beside or below it.
 
 examples:
   megapack-build pack corpus_text_document --buckets 1024,2048,4096,8192,16384
-  megapack-build pack corpus_text_document --output concat.samples \\
+  megapack-build pack corpus_text_document --output concat.samples \
       --strategy concat --buckets 4096 --seed 7 --threads 16
-  megapack-build pack corpus_text_document --strategy seamless --buckets 2048 \\
+  megapack-build pack corpus_text_document --strategy seamless --buckets 2048 \
       --preset paper
-  megapack-build pack corpus_text_document --buckets 8192,32768 \\
+  megapack-build pack corpus_text_document --buckets 8192,32768 \
       --documents rest.npy --output rest.samples
   megapack-build pack 'web/*.idx' --buckets 8192 --output web.shards.json
-  megapack-build pack 's3://bucket/web/*.idx' --buckets 8192 \\
+  megapack-build pack 's3://bucket/web/*.idx' --buckets 8192 \
       --output s3://bucket/web.shards.json
 """
 
@@ -31,16 +31,25 @@ from __future__ import annotations
 import argparse
 import json
 import textwrap
+from collections.abc import Mapping
 from functools import partial
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from megapack.cli.arguments import Arguments, add_dataset_argument, add_shared, capacities, positive
-from megapack.cli.composition import print_composition
-from megapack.cli.pack_shards import add_sharing, run_shards
-from megapack.cli.report import Work, note
+from megapack.cli.arguments import (
+    Arguments,
+    add_dataset_argument,
+    add_shared,
+    capacities,
+    part_of,
+    positive,
+)
+from megapack.cli.datasets import dataset_prefixes
+from megapack.cli.report import Work, note, print_table
 from megapack.errors import ConfigError
+from megapack.executors import Counted
 from megapack.packing import (
     STRATEGIES,
     Parameter,
@@ -50,16 +59,177 @@ from megapack.packing import (
     pack,
 )
 from megapack.packing.checksums import checksum
-from megapack.packing.shard_manifest import is_shard_manifest
-from megapack.packing.stored import describe_source
-from megapack.storage.document_list import read_documents
-from megapack.storage.lengths import open_index
-from megapack.storage.mmididx import IndexFile, prefix_of
+from megapack.packing.sample_index import describe_source
+from megapack.packing.shard_packing import PackingPlan, pack_shards, plan_packing
+from megapack.packing.sharded import ShardedIndex, is_shard_manifest, load_shards
+from megapack.storage.dataset import open_index, read_documents
+from megapack.storage.files import check_target
+from megapack.storage.index_file import IndexFile, prefix_of
 from megapack.storage.remote.copies import local_output_file
-from megapack.storage.replace import check_target
-from megapack.units import count, counted
+from megapack.units import count, counted, percent
 
-__all__ = ["add_arguments", "run"]
+# ---- What a packing is worth, as `pack` and `inspect` print it ----------------------------------
+
+
+def print_composition(index: SampleIndex) -> None:
+    """A row per bucket, the ratios of the papers, and what was decided."""
+    m = index.metrics()
+    rows = []
+    columns = (index.bucket_capacity.tolist(), m["samples_per_bucket"], m["tokens_per_bucket"])
+    for capacity, samples, tokens in zip(*columns, strict=True):
+        padding = samples * capacity - tokens
+        rows.append(
+            (
+                count(capacity),
+                count(samples),
+                count(tokens),
+                percent(tokens / max(1, m["placed_tokens"])),
+                percent(padding / max(1, samples * capacity), 3),
+            )
+        )
+    print_table(("bucket", "samples", "tokens", "of all", "padding"), rows)
+    bound = f"lower bound {percent(m['truncation_floor'], 3)}: longer than the largest bucket"
+    facts = [
+        ("padding ratio r_pad", percent(m["padding_ratio"], 3), ""),
+        ("truncation ratio r_tru", percent(m["truncation_ratio"], 3), bound),
+        ("concatenation ratio r_cat", f"{m['concatenation_ratio']:.3f}", "documents per sample"),
+        ("dropped tokens", count(m["dropped_tokens"]), percent(m["dropped_ratio"], 3)),
+        ("repeated tokens", count(m["repeated_tokens"]), percent(m["repeated_ratio"], 3)),
+    ]
+    print()
+    for name, value, remark in facts:
+        print(f"{name:26} {value:>16}  {remark}".rstrip())
+    for name, reason in index.decisions.items():
+        print(f"{name:26} {reason}")
+
+
+# ---- What a shard manifest holds, as `pack` and `inspect` tell it -------------------------------
+
+
+def describe_shards(index: ShardedIndex) -> dict[str, Any]:
+    """Facts about a source of many datasets as JSON values."""
+    return {
+        "manifest": str(index.path),
+        "num_shards": len(index.shards),
+        "num_documents": index.num_documents,
+        "num_tokens": index.num_tokens,
+        "num_samples": index.num_samples,
+        "bucket_capacity": index.bucket_capacity.tolist(),
+        "samples_per_bucket": np.diff(index.bucket_sample_offsets).tolist(),
+        "fingerprint": index.fingerprint,
+    }
+
+
+def print_shards(index: ShardedIndex, remark: str = "", *, each: bool = False) -> None:
+    """A row per bucket and, with ``each``, per shard, then the sums; ``remark`` follows the number
+    of shards."""
+    facts = describe_shards(index)
+    buckets = list(zip(facts["bucket_capacity"], facts["samples_per_bucket"], strict=True))
+    positions = max(1, sum(capacity * number for capacity, number in buckets))
+    print_table(
+        ("bucket", "samples", "of all tokens"),
+        [(count(c), count(n), percent(c * n / positions)) for c, n in buckets],
+    )
+    if each:
+        print()
+        print_table(
+            ("shard", "documents", "tokens", "samples", "type", "labels"),
+            [
+                (
+                    shard.prefix,
+                    count(shard.num_documents),
+                    count(shard.num_tokens),
+                    count(sum(shard.samples_per_bucket)),
+                    shard.dtype,
+                    "yes" if shard.labels else "",
+                )
+                for shard in index.shards
+            ],
+        )
+    print(
+        f"\n{index.path}: {counted(facts['num_shards'], 'dataset')}{remark}, "
+        f"{count(index.num_documents)} documents, {count(index.num_tokens)} tokens -> "
+        f"{count(index.num_samples)} samples"
+    )
+    if index.arranged is not None:
+        print(f"arranged in the order of seed {index.arranged.seed}")
+    unknown = sum(shard.max_token_id is None for shard in index.shards)
+    if unknown:
+        note(
+            f"{counted(unknown, 'dataset')} without .meta.json: nobody checks their token ids "
+            "against a model (`megapack-build import` writes it)"
+        )
+
+
+# ---- `pack` of many datasets as one source: --output NAME.shards.json ---------------------------
+
+
+def add_sharing(group: Arguments) -> None:
+    """Options that share the work out."""
+    add_shared(group, "--workers")
+    group.add_argument("--part", type=part_of, metavar="I/N", help="build the I-th of N parts only")
+    group.add_argument(
+        "--executor",
+        choices=("local", "ray"),
+        help="processes of this machine, or one Ray task per shard (local)",
+    )
+    group.add_argument("--ray-address", metavar="A", help="of a running cluster (Ray's own rule)")
+
+
+def run_shards(args: argparse.Namespace, options: Mapping[str, Any]) -> int:
+    """Pack, and say what the source then has. ``options`` are those of ``pack`` but its seed."""
+    if args.documents is not None:
+        raise ConfigError("--documents is for one dataset; pack its rest by itself")
+    found = dataset_prefixes(args.prefixes)
+    # Labels stand beside their dataset and are no dataset of their own.
+    prefixes = [p for p in found if p.removesuffix(".labels") not in {*found} - {p}]
+    plan = plan_packing(
+        args.output, prefixes, {**options, "seed": args.seed}, overwrite=args.overwrite
+    )
+    shown = _Progress(plan, args.part or (0, 1))
+    with shown.work:
+        shards = pack_shards(
+            plan,
+            shown,
+            workers=args.workers,
+            threads=args.threads,
+            part=args.part,
+            executor=args.executor or "local",
+            ray_address=args.ray_address,
+            overwrite=args.overwrite,
+        )
+    if args.part is not None:
+        i, n = args.part
+        note(
+            f"part {i}/{n}: {counted(len(shards), 'dataset')} packed; when all parts are, run the "
+            f"command without --part, which writes {plan.manifest}"
+        )
+        return 0
+    _tell(args, plan)
+    return 0
+
+
+class _Progress:
+    """Counts documents that are done."""
+
+    def __init__(self, plan: PackingPlan, part: tuple[int, int]) -> None:
+        mine = plan.prefixes[part[0] :: part[1]]
+        self.total = sum(open_index(p).num_documents for p in mine)
+        self.done = 0
+        self.work = Work(f"packing {counted(len(mine), 'dataset')}")
+
+    def __call__(self, more: Counted) -> None:
+        self.done += more.documents
+        self.work(self.done, self.total)
+
+
+def _tell(args: argparse.Namespace, plan: PackingPlan) -> None:
+    index = load_shards(plan.manifest)
+    new = len(index.shards) - len(plan.known)
+    if args.json:
+        print(json.dumps({**describe_shards(index), "num_new_shards": new}, indent=2))
+    else:
+        print_shards(index, f", {count(new)} of them new" if plan.known else "")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

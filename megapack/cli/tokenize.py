@@ -1,6 +1,6 @@
 """Text to documents: <output-prefix>.bin/.idx, readable by Megatron, and what belongs to them.
 
-  megapack-build tokenize --input 'corpus/*.jsonl.zst' --tokenizer tokenizer.json \\
+  megapack-build tokenize --input 'corpus/*.jsonl.zst' --tokenizer tokenizer.json \
       --append-eod --output-prefix data/corpus
   megapack-build tokenize --input src/ --suffix .py --tokenizer bytes --output-prefix data/code
 
@@ -18,9 +18,14 @@ one runs it with --finish. Or one command with --executor ray.
 from __future__ import annotations
 
 import argparse
+import collections
 import dataclasses
+import json
+import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
 
 from megapack.cli.arguments import (
     Arguments,
@@ -29,16 +34,211 @@ from megapack.cli.arguments import (
     part_of,
     token_argument,
 )
-from megapack.cli.build_progress import BuildProgress
-from megapack.cli.build_report import print_previews, print_results
 from megapack.cli.config_arguments import add_corpus_arguments, add_fields, values_of
-from megapack.cli.report import note
+from megapack.cli.report import Work, note
 from megapack.errors import ConfigError
-from megapack.tokenization.build.config import BuildConfig
-from megapack.tokenization.build.run import build, preview
+from megapack.executors import Counted
+from megapack.storage import IndexedDataset
+from megapack.tokenization.corpus.documents import SPLIT_NAMES
+from megapack.tokenization.pipeline.config import BuildConfig
+from megapack.tokenization.pipeline.plan import Plan
+from megapack.tokenization.pipeline.run import BuildResult, Preview, build, preview
+from megapack.tokenization.pipeline.space import free_bytes
 from megapack.tokenization.tokenizers.tokenizer import Kind, TokenizerFiles
+from megapack.units import count, counted, percent, short, size
 
-__all__ = ["add_arguments", "run"]
+# ---- How a build shows its progress: first the shards, then how they are joined -----------------
+
+
+class BuildProgress:
+    """Documents/s, MB/s, tokens/s and the time left, on stderr."""
+
+    def __init__(self) -> None:
+        self._work: Work | None = None
+        self._joins = False
+
+    def note(self, text: str) -> None:
+        note(text)
+
+    def start(self, num_bytes: int, num_shards: int, disk_bytes: int) -> None:
+        written = f"; about {size(disk_bytes)} of shards to write" if disk_bytes else ""
+        print(f"{size(num_bytes)} in {counted(num_shards, 'shard')}{written}", file=sys.stderr)
+        self._num_bytes, self._done = num_bytes, Counted()
+        self._begin, self._joins = time.monotonic(), False
+        self._work = Work("tokenizing")
+
+    def advance(self, more: Counted) -> None:
+        done = self._done = self._done.plus(more)
+        seconds = max(1e-3, time.monotonic() - self._begin)
+        rates = (
+            f"{short(done.documents / seconds)} documents/s  "
+            f"{size(int(done.text_bytes / seconds))}/s  {short(done.tokens / seconds)} tokens/s"
+        )
+        if self._work is not None:
+            self._work(done.text_bytes, self._num_bytes, rates)
+
+    def join(self, done: int, total: int) -> None:
+        if not self._joins:
+            self.stop()
+            self._work, self._joins = Work("joining the shards"), True
+        if self._work is not None:
+            self._work(done, total)
+
+    def stop(self) -> None:
+        if self._work is not None:
+            self._work.__exit__()
+            self._work = None
+
+
+# ---- What a build would do, and what it did: as text, or as one JSON value ----------------------
+
+
+def print_previews(previews: Sequence[Preview], *, as_json: bool) -> None:
+    """What builds would do; JSON is an object, or an array where there are several."""
+    if as_json:
+        _print_json([_preview_tree(preview) for preview in previews])
+        return
+    for one in previews:
+        _print_preview(one)
+
+
+def _preview_tree(preview: Preview) -> dict[str, Any]:
+    return {
+        "digest": preview.plan.digest,
+        "plan": preview.plan.tree(),
+        "datasets": list(preview.prefixes.values()),
+        "estimate": dataclasses.asdict(preview.estimate),
+        "missing_shards": preview.num_missing,
+        "finished": preview.finished,
+        "left_behind": list(preview.left_behind),
+    }
+
+
+def _print_preview(preview: Preview) -> None:
+    plan = preview.plan
+    print(f"plan       {plan.digest}")
+    formats = collections.Counter(
+        file.format + (file.compression and f".{file.compression}") for file in plan.inputs
+    )
+    kinds = ", ".join(f"{name} {count(number)}" for name, number in formats.most_common())
+    on_disk = size(sum(file.size for file in plan.inputs))
+    print(f"input      {counted(len(plan.inputs), 'file')}, {on_disk} ({kinds})")
+    what = "conversations" if plan.has_labels else "text"
+    print(f"documents  {what} under {plan.read.json_key!r}, {_filters(plan)}")
+    _print_tokens(plan)
+    for package, version in plan.libraries.items():
+        if package != "megapack":
+            print(f"library    {package} {version}")
+    if plan.split is not None:
+        shares = zip(SPLIT_NAMES, plan.split, strict=True)
+        said = ", ".join(f"{name} {percent(w / sum(plan.split))}" for name, w in shares if w)
+        print(f"split      {said}, by {plan.read.split_key or plan.split_by}")
+    estimate = preview.estimate
+    print(f"tokens     about {short(estimate.num_tokens)} ({plan.dtype})")
+    finished = len(plan.shards) - preview.num_missing
+    print(
+        f"shards     {count(len(plan.shards))} of about {size(plan.shard_bytes)} of text, "
+        f"{count(finished)} finished"
+    )
+    free = free_bytes(_existing(Path(next(iter(preview.prefixes.values()))).parent))
+    print(
+        f"disk       about {size(estimate.num_bytes)}, and as much for shards until they are "
+        f"joined; {size(free)} free"
+    )
+    for prefix in preview.prefixes.values():
+        print(f"dataset    {prefix}.bin, {prefix}.idx")
+    for line in preview.left_behind:
+        print(f"beside     {line}")
+    if preview.finished:
+        print("nothing to do: this very build is finished")
+
+
+def _filters(plan: Plan) -> str:
+    words = [
+        f"{limit} {counted(number, 'word')}"
+        for limit, number in (("at least", plan.min_words), ("at most", plan.max_words))
+        if number is not None
+    ]
+    faults = "faults stop the build" if plan.on_error == "fail" else "faulty ones skipped"
+    return ", ".join([*words, faults])
+
+
+def _existing(directory: Path) -> Path:
+    while not directory.exists():
+        directory = directory.parent
+    return directory
+
+
+def print_results(done: Sequence[tuple[BuildResult, float]], *, as_json: bool) -> None:
+    """What builds did, each with the seconds it took."""
+    if as_json:
+        _print_json([_result_tree(result, seconds) for result, seconds in done])
+        return
+    for result, seconds in done:
+        _print_result(result, seconds)
+
+
+def _result_tree(result: BuildResult, seconds: float) -> dict[str, Any]:
+    return {
+        "state": result.state,
+        "digest": result.plan.digest,
+        "datasets": {prefix: _counts(prefix) for prefix in _written(result)},
+        "shards": result.num_shards,
+        "kept_shards": result.num_shards_kept,
+        "seconds": seconds,
+        **dataclasses.asdict(result.totals),
+    }
+
+
+def _print_result(result: BuildResult, seconds: float) -> None:
+    totals = result.totals
+    for line in totals.fault_lines():
+        print(f"skipped {line}", file=sys.stderr)
+    _print_tokens(result.plan)
+    print(
+        f"documents  {count(totals.num_documents)} ({size(totals.num_text_bytes)} of text, "
+        f"{count(totals.num_skipped)} skipped)"
+    )
+    print(f"tokens     {count(totals.num_tokens)} ({result.plan.dtype})")
+    if result.state == "found":
+        print("nothing to do: this very build is finished")
+    else:
+        kept = f" ({count(result.num_shards_kept)} kept from before)"
+        rate = f"{size(int(totals.num_text_bytes / seconds))}/s"
+        print(
+            f"shards     {count(result.num_shards)}{kept if result.num_shards_kept else ''} in "
+            f"{seconds:.1f} s, {rate}"
+        )
+    if result.state == "part":
+        print("this part is done; when all are, join them with --finish")
+    for prefix in _written(result):
+        held = _counts(prefix)
+        print(
+            f"dataset    {prefix}.bin, {prefix}.idx: {counted(held['documents'], 'document')}, "
+            f"{counted(held['tokens'], 'token')}"
+        )
+
+
+def _written(result: BuildResult) -> list[str]:
+    return [] if result.state == "part" else list(result.prefixes.values())
+
+
+def _counts(prefix: str) -> dict[str, int]:
+    dataset = IndexedDataset(prefix)
+    return {"documents": dataset.num_documents, "tokens": dataset.num_tokens}
+
+
+def _print_tokens(plan: Plan) -> None:
+    tokenizer = plan.tokenizer
+    print(f"tokenizer  {tokenizer.name} ({count(tokenizer.vocab_size)} ids, {plan.backend})")
+    for name, token in (("BOS", plan.bos), ("EOD", plan.eod)):
+        if token is not None:
+            print(f"{name}        {token.text} = {token.id}")
+
+
+def _print_json(values: list[dict[str, Any]]) -> None:
+    print(json.dumps(values[0] if len(values) == 1 else values, indent=1))
+
 
 # Megatron's names of tokenizers that give the ids which the same files give here.
 _MEGATRON_TYPES: dict[str, Kind] = {

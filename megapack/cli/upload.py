@@ -18,11 +18,11 @@ from pathlib import Path
 from megapack.cli.arguments import add_dataset_argument
 from megapack.cli.datasets import named_files
 from megapack.errors import ConfigError
-from megapack.packing.shard_manifest import load_shards, related
+from megapack.packing.sharded import load_shards, related
 from megapack.storage import IndexedDataset
 from megapack.storage.remote.address import is_below, is_remote
 from megapack.storage.remote.client import put_object, remove_object
-from megapack.storage.remote.upload import upload_dataset
+from megapack.storage.remote.copies import upload_dataset
 
 __all__ = ["add_arguments", "run"]
 

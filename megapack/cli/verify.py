@@ -24,10 +24,9 @@ from megapack.cli.arguments import add_dataset_argument, add_shared, token_id
 from megapack.cli.datasets import named_files
 from megapack.cli.report import Work
 from megapack.errors import FormatError
-from megapack.packing.shard_manifest import SUFFIX, load_shards
+from megapack.packing.sharded import SUFFIX, load_shards
 from megapack.packing.verify import verify_samples, verify_shard
-from megapack.storage.findings import Finding, has_errors
-from megapack.storage.verify import find_duplicates, verify
+from megapack.storage.verify import Finding, find_duplicates, has_errors, verify
 from megapack.units import counted
 
 __all__ = ["add_arguments", "print_findings", "run"]

@@ -5,13 +5,20 @@ and planning.
 """
 
 from megapack.compare.cases import Case, default_cases, parse_case
-from megapack.compare.comparison import Comparison, compare
-from megapack.compare.corpus import Corpus
-from megapack.compare.cost import GPUS, MODELS, Breakdown, Gpu, Model, TrainingRun, estimate
-from megapack.compare.evaluation import Evaluation
+from megapack.compare.comparison import Comparison, Corpus, compare
+from megapack.compare.cost import (
+    GPUS,
+    MODELS,
+    Breakdown,
+    BucketWork,
+    Gpu,
+    Model,
+    TrainingRun,
+    estimate,
+    measure_work,
+)
+from megapack.compare.evaluation import Evaluation, Recommendation, recommend
 from megapack.compare.planned import PlannedWork, measure_plans
-from megapack.compare.recommend import Recommendation, recommend
-from megapack.compare.workload import BucketWork, measure_work
 
 __all__ = [
     "GPUS",

@@ -2,15 +2,48 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from megapack.compare.cases import Case
-from megapack.compare.cost import Breakdown, Dealing, TrainingRun, estimate
-from megapack.compare.workload import BucketWork
+from megapack.compare.cost import Breakdown, BucketWork, Dealing, TrainingRun, estimate
 from megapack.packing import SampleIndex
 
-__all__ = ["Evaluation"]
+# ---- Numbers as a person reads them -------------------------------------------------------------
+
+
+def percent(share: float) -> str:
+    """A share in percent with three significant digits: 0.00034 -> 0.034 %."""
+    if share == 0:
+        return "0 %"
+    value = 100 * share
+    return f"{value:.0f} %" if value >= 99.95 else f"{value:.3g} %"
+
+
+def short_number(value: float, digits: int = 3) -> str:
+    """A number for a label: 1024 -> 1,024; 12345678 -> 12.3M; 0.00034 -> 0.00034."""
+    if value == 0:
+        return "0"
+    size = abs(value)
+    for scale, suffix in ((1e12, "T"), (1e9, "B"), (1e6, "M")):
+        if size >= 0.9995 * scale:
+            return f"{value / scale:.{digits}g}{suffix}"
+    if size >= 1000:
+        return f"{value:,.0f}"
+    return f"{value:.{digits}g}"
+
+
+def money(amount: float) -> str:
+    """Dollars, short: 1234567 -> $1.23M."""
+    return f"${amount:,.2f}" if amount < 1000 else f"${short_number(amount)}"
+
+
+def duration(hours: float) -> str:
+    """Hours as a person says them: 0.09 -> 5.4 minutes."""
+    if hours >= 48:
+        return f"{hours / 24:,.1f} days"
+    return f"{hours:.1f} hours" if hours >= 1 else f"{60 * hours:.1f} minutes"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,3 +115,153 @@ class Evaluation:
         """Busiest rank over mean rank, buckets weighted by their attention work."""
         total = sum(bucket.work for bucket in self.work)
         return sum(bucket.work * bucket.imbalance(dealing) for bucket in self.work) / total
+
+
+# ---- One strategy out of many, and the sentence that says why -----------------------------------
+# The rule is short enough to disagree with:
+#
+# 1. a strategy that loses tokens, or that splits more than one document in a hundred beyond those
+#    longer than the largest capacity of the comparison, is out (if that leaves none, losing counts
+#    alone, and those that split the fewest stay);
+# 2. of the rest, the least estimated training time wins;
+# 3. within half a percent of that time, fewer split documents win, then less padding, then the
+#    default strategy. Where attention crosses documents (``--attention sample``), fewer documents
+#    per
+#    sample come before these (2 % is no difference): others are context that has nothing to do with
+#    one. Behind masks they are not seen.
+
+MAX_EXTRA_TRUNCATION = 0.01
+MAX_DROPPED = 0.001
+SAME_TIME = 0.005
+SAME_CONCATENATION = 0.02
+MOST_NAMED = 3  # strategies in one sentence
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recommendation:
+    """The choice and its reasons.
+
+    Attributes:
+        best: index into the evaluations.
+        best_fixed: the best one with a single sample shape, or None if there is none.
+        reasons: sentences, most important first.
+        out: per evaluation, why rule 1 excludes it, or "" if it does not.
+    """
+
+    best: int
+    best_fixed: int | None
+    reasons: tuple[str, ...]
+    out: tuple[str, ...]
+
+
+def recommend(
+    evaluations: Sequence[Evaluation], attention: Literal["document", "sample"] = "document"
+) -> Recommendation:
+    """Apply the rule of this module's text to at least one evaluation.
+
+    Args:
+        evaluations: of the same documents.
+        attention: what a token attends to.
+    """
+    crosses = attention == "sample"
+    lower_bound = min(e.metrics["truncation_floor"] for e in evaluations)
+    out = tuple(_why_out(e, lower_bound) for e in evaluations)
+    best = _cheapest(evaluations, range(len(evaluations)), out, crosses)
+    fixed = [i for i, e in enumerate(evaluations) if e.case.is_fixed_length]
+    best_fixed = _cheapest(evaluations, fixed, out, crosses) if fixed else None
+    reasons = _reasons(evaluations, best, best_fixed, out, crosses)
+    return Recommendation(best=best, best_fixed=best_fixed, reasons=reasons, out=out)
+
+
+def _why_out(evaluation: Evaluation, lower_bound: float) -> str:
+    metrics = evaluation.metrics
+    if metrics["dropped_ratio"] > MAX_DROPPED:
+        return f"loses {percent(metrics['dropped_ratio'])} of the tokens"
+    if metrics["truncation_ratio"] > lower_bound + MAX_EXTRA_TRUNCATION:
+        return f"splits {percent(metrics['truncation_ratio'])} of the documents"
+    return ""
+
+
+def _cheapest(
+    evaluations: Sequence[Evaluation], among: Sequence[int], out: Sequence[str], crosses: bool
+) -> int:
+    """Rules 1 to 3 on the evaluations with the given positions."""
+    kept = [i for i in among if not out[i]]
+    if not kept:
+        kept = [i for i in among if not out[i].startswith("loses")] or list(among)
+        fewest = min(evaluations[i].metrics["truncation_ratio"] for i in kept)
+        limit = fewest + MAX_EXTRA_TRUNCATION
+        kept = [i for i in kept if evaluations[i].metrics["truncation_ratio"] <= limit]
+    least = min(evaluations[i].breakdown.gpu_hours for i in kept)
+    kept = [i for i in kept if evaluations[i].breakdown.gpu_hours <= least * (1 + SAME_TIME)]
+    if crosses:
+        fewest = min(evaluations[i].metrics["concatenation_ratio"] for i in kept)
+        limit = fewest * (1 + SAME_CONCATENATION)
+        kept = [i for i in kept if evaluations[i].metrics["concatenation_ratio"] <= limit]
+    return min(
+        kept,
+        key=lambda i: (
+            evaluations[i].metrics["num_truncated_documents"],
+            evaluations[i].metrics["padding_ratio"],
+            evaluations[i].case.strategy != "bucket",
+        ),
+    )
+
+
+def _reasons(
+    evaluations: Sequence[Evaluation],
+    best: int,
+    best_fixed: int | None,
+    out: Sequence[str],
+    crosses: bool,
+) -> tuple[str, ...]:
+    chosen = evaluations[best]
+    metrics = chosen.metrics
+    reasons = [
+        f"It splits {percent(metrics['truncation_ratio'])} of the documents; "
+        f"{percent(metrics['truncation_floor'])} are longer than {max(chosen.case.buckets):,} "
+        "tokens and must be.",
+        f"{percent(metrics['padding_ratio'])} of its positions are padding, and a sample holds "
+        f"{metrics['concatenation_ratio']:.2f} documents on average.",
+    ]
+    if out[best]:
+        reasons.insert(0, f"Every strategy would be out; this one {out[best]}.")
+    rivals = [i for i in range(len(evaluations)) if i != best and not out[i]]
+    if rivals:
+        runner_up = _cheapest(evaluations, rivals, out, crosses)
+        reasons.append(_against(chosen, evaluations[runner_up], "the next best", crosses))
+        if best_fixed is not None and best_fixed in rivals and best_fixed != runner_up:
+            role = "the best with one sample shape"
+            reasons.append(_against(chosen, evaluations[best_fixed], role, crosses))
+    limit = chosen.breakdown.gpu_hours * (1 - SAME_TIME)
+    cheaper = sorted(
+        (e.breakdown.gpu_hours, f"{e.label} {why}")
+        for e, why in zip(evaluations, out, strict=True)
+        if why and e.breakdown.gpu_hours < limit
+    )
+    if cheaper:
+        named = "; ".join(words for _, words in cheaper[:MOST_NAMED])
+        more = len(cheaper) - MOST_NAMED
+        reasons.append(f"Cheaper, but out: {named}{f'; and {more} more' if more > 0 else ''}.")
+    return tuple(reasons)
+
+
+def _against(chosen: Evaluation, rival: Evaluation, role: str, crosses: bool) -> str:
+    more = rival.breakdown.gpu_hours / chosen.breakdown.gpu_hours - 1
+    if abs(more) > SAME_TIME:
+        amount = f"{percent(abs(more))} {'more' if more > 0 else 'less'} time"
+        return f"{rival.label}, {role}, would take {amount}."
+    but = _but(chosen.metrics, rival.metrics, crosses)
+    return f"{rival.label}, {role}, would take the same time{but}."
+
+
+def _but(chosen: Mapping[str, Any], rival: Mapping[str, Any], crosses: bool) -> str:
+    """The first criterion of rule 3 on which the rival is worse."""
+    joined = rival["concatenation_ratio"]
+    if crosses and joined > chosen["concatenation_ratio"] * (1 + SAME_CONCATENATION):
+        return f" but concatenates {joined:.2f} documents per sample"
+    if rival["num_truncated_documents"] > chosen["num_truncated_documents"]:
+        return f" but splits {percent(rival['truncation_ratio'])} of the documents"
+    if rival["padding_ratio"] > chosen["padding_ratio"]:
+        return f" but pads {percent(rival['padding_ratio'])}"
+    return " and is as good"

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megapack.compare.workload import NUM_STEPS
+from megapack.compare.cost import NUM_STEPS
 from megapack.errors import ConfigError, DataError
 from megapack.planning import CriticalPath, StepPlan, plan_step
 

@@ -10,53 +10,55 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from megapack.data.batch import Batch, BatchLayout, MicroBatch, allocate
+    from megapack.data.batch import (
+        Batch,
+        BatchLayout,
+        MicroBatch,
+        allocate,
+        block_diagonal_mask,
+        flex_block_mask,
+        segment_ids,
+    )
     from megapack.data.blend import BlendConfig, Source, load_blend
+    from megapack.data.bucket_order import ORDERS
+    from megapack.data.checks import RankChecker, check_token_ids
     from megapack.data.dataset import PackedDataset
-    from megapack.data.exclusion_plan import plan_exclusions
     from megapack.data.loader import PackedLoader, build_loader
-    from megapack.data.masks import block_diagonal_mask, flex_block_mask, segment_ids
-    from megapack.data.order import ORDERS
-    from megapack.data.program import Stage
-    from megapack.data.ramp import Ramp
-    from megapack.data.rank_check import RankChecker
-    from megapack.data.report import plan_run
+    from megapack.data.program import Draw, Ramp, ScheduleConfig, Stage, Step
+    from megapack.data.report import plan_exclusions, plan_run, unseen_documents
+    from megapack.data.sample_order import Scores
     from megapack.data.sampler import BucketBatchSampler
     from megapack.data.schedule import Schedule
-    from megapack.data.scores import Scores
-    from megapack.data.step import Draw, ScheduleConfig, Step
-    from megapack.data.unseen import unseen_documents
-    from megapack.data.vocabulary import check_token_ids
 
 # public name -> the module that has it
 _HOME = {
     "Batch": "batch",
     "BatchLayout": "batch",
-    "MicroBatch": "batch",
-    "allocate": "batch",
     "BlendConfig": "blend",
-    "Source": "blend",
-    "load_blend": "blend",
-    "PackedDataset": "dataset",
-    "plan_exclusions": "exclusion_plan",
-    "PackedLoader": "loader",
-    "build_loader": "loader",
-    "block_diagonal_mask": "masks",
-    "flex_block_mask": "masks",
-    "segment_ids": "masks",
-    "ORDERS": "order",
-    "Stage": "program",
-    "Ramp": "ramp",
-    "RankChecker": "rank_check",
-    "plan_run": "report",
     "BucketBatchSampler": "sampler",
+    "Draw": "program",
+    "MicroBatch": "batch",
+    "ORDERS": "bucket_order",
+    "PackedDataset": "dataset",
+    "PackedLoader": "loader",
+    "Ramp": "program",
+    "RankChecker": "checks",
     "Schedule": "schedule",
-    "Scores": "scores",
-    "Draw": "step",
-    "ScheduleConfig": "step",
-    "Step": "step",
-    "unseen_documents": "unseen",
-    "check_token_ids": "vocabulary",
+    "ScheduleConfig": "program",
+    "Scores": "sample_order",
+    "Source": "blend",
+    "Stage": "program",
+    "Step": "program",
+    "allocate": "batch",
+    "block_diagonal_mask": "batch",
+    "build_loader": "loader",
+    "check_token_ids": "checks",
+    "flex_block_mask": "batch",
+    "load_blend": "blend",
+    "plan_exclusions": "report",
+    "plan_run": "report",
+    "segment_ids": "batch",
+    "unseen_documents": "report",
 }
 
 __all__ = [

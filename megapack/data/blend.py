@@ -23,10 +23,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from megapack.config import check_positive, load_config
 from megapack.data.program import Stage
-from megapack.data.scores import Scores
+from megapack.data.sample_order import Scores
 from megapack.errors import ConfigError
-from megapack.packing.shard_manifest import is_shard_manifest, load_index
-from megapack.packing.shards import SourceIndex
+from megapack.packing.sharded import SourceIndex, is_shard_manifest, load_index
 from megapack.storage.remote.address import joined
 
 if TYPE_CHECKING:  # torch, which a manifest is read without
@@ -65,7 +64,7 @@ class Source:
     """Their .samples; None: packed on the fly."""
     scores: str | None = None
     """A .npy of one number per document, by which every epoch is ordered instead of shuffled
-    (``megapack.data.scores``)."""
+    (``megapack.data.sample_order``)."""
     score_order: Literal["ascending", "descending"] = "ascending"
 
     def __post_init__(self) -> None:
@@ -130,7 +129,7 @@ class BlendConfig:
     """What changes at later steps, in order."""
     attention_window: int | None = None
     """Until a stage says otherwise: attention stays inside pieces of so many tokens of a segment
-    (``megapack.data.window``). None: inside segments."""
+    (``megapack.data.attention_window``). None: inside segments."""
 
     def __post_init__(self) -> None:
         if not self.sources:

@@ -2,29 +2,244 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Literal
+import threading
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import pairwise
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 import torch
 from numpy.typing import ArrayLike, NDArray
 from torch.utils.data import Dataset
 
+from megapack import _core
+from megapack.data.attention_window import Bounds, check_windows, cut_bounds
 from megapack.data.batch import Batch, BatchLayout, Buffers, allocate, slot_tokens, weigh
-from megapack.data.documents import Documents, Index, open_sources
-from megapack.data.exclusions import read_exclusions
-from megapack.data.gathering import Gathering
+from megapack.data.documents import (
+    Documents,
+    Index,
+    ShardedDocuments,
+    SourceDocuments,
+    open_sources,
+)
+from megapack.data.exclusions import Exclusions, read_exclusions
 from megapack.data.program import Stage
-from megapack.data.remote_reads import RemoteReads
-from megapack.data.scores import Scores
-from megapack.data.shards import Shards
-from megapack.data.source import SampleSource
-from megapack.data.window import Bounds, check_windows, cut_bounds
-from megapack.packing.shards import SourceIndex
+from megapack.data.sample_order import Scores
+from megapack.data.sources import SampleSource, Shards
+from megapack.packing.sharded import SourceIndex
 from megapack.storage import IndexedDataset
-from megapack.storage.labels import LabelDocuments
+from megapack.storage.dataset import LabelDocuments
+from megapack.storage.remote import is_remote
+from megapack.storage.remote.cache import open_cache
+from megapack.storage.remote.checksums import BLOCK_BYTES
+from megapack.storage.remote.reader import RemoteTokens, blocks_of, read_consistently
 
-__all__ = ["PackedDataset"]
+# ---- What a gather reads of datasets in object stores: fetched before, looked at again after ----
+
+T = TypeVar("T")
+
+AHEAD_BYTES = 1 << 26
+_CACHE_PART = 16  # of a cache, which all processes of a node share
+
+
+class RemoteReads:
+    """Of the shards of a gatherer that are remote.
+
+    Args:
+        gatherer: which knows where the tokens of a sample lie.
+        open_for: opens the shards of samples; called before they are wanted.
+        expected: whether shards that are not open yet are remote.
+    """
+
+    def __init__(
+        self,
+        gatherer: _core.Gatherer,
+        open_for: Callable[[NDArray[np.int64]], None],
+        *,
+        expected: bool,
+    ) -> None:
+        self._gatherer, self._open_for, self._expected = gatherer, open_for, expected
+        self._tokens: dict[int, list[RemoteTokens]] = {}
+
+    def add(self, shard: int, *datasets: IndexedDataset | None) -> None:
+        """A shard that was opened: what is read of it, tokens or labels or both."""
+        arrays = [dataset.tokens for dataset in datasets if dataset is not None]
+        remote = [array for array in arrays if isinstance(array, RemoteTokens)]
+        if remote:
+            self._tokens[shard] = remote
+
+    @property
+    def any(self) -> bool:
+        """Whether one of the shards, open or not, is remote."""
+        return self._expected or bool(self._tokens)
+
+    @property
+    def num_open(self) -> int:
+        """Remote shards that are open."""
+        return len(self._tokens)
+
+    @property
+    def ahead_bytes(self) -> int:
+        """Of the blocks that hold what coming micro batches need: so much is asked for ahead."""
+        limit = open_cache().limit
+        return AHEAD_BYTES if limit is None else min(AHEAD_BYTES, limit // _CACHE_PART)
+
+    def want(self, sample_ids: NDArray[np.int64]) -> int:
+        """Have fetched what a gather of samples will read; bytes of the blocks that hold it.
+
+        Returns at once. Raises as the gather does.
+        """
+        self._open_for(sample_ids)
+        num_bytes = 0
+        for tokens, blocks in self._blocks(sample_ids):
+            tokens.want(blocks)
+            num_bytes += blocks.size * BLOCK_BYTES
+        return num_bytes
+
+    def are_here(self, sample_ids: NDArray[np.int64]) -> bool:
+        """Whether a gather of samples would wait for nothing just now."""
+        return all(tokens.are_here(blocks) for tokens, blocks in self._blocks(sample_ids))
+
+    def read(self, sample_ids: NDArray[np.int64], gather: Callable[[], T]) -> T:
+        """``gather()``, when everything that it reads of samples is there.
+
+        Raises:
+            FormatError, ConfigError, OSError: it cannot be fetched (see ``RemoteObject.read``).
+        """
+        return read_consistently(self._blocks(sample_ids), gather) if self._tokens else gather()
+
+    def _blocks(
+        self, sample_ids: NDArray[np.int64]
+    ) -> list[tuple[RemoteTokens, NDArray[np.int64]]]:
+        shards, begins, ends = self._gatherer.token_ranges(sample_ids)
+        bounds = [0, *(np.flatnonzero(np.diff(shards)) + 1).tolist(), len(shards)]
+        return [
+            (tokens, blocks_of(begins[low:high], ends[low:high], tokens.dtype.itemsize))
+            for low, high in pairwise(bounds)
+            if low < high
+            for tokens in self._tokens.get(int(shards[low]), ())
+        ]
+
+
+# ---- The gather over all shards: each is opened when a sample of it is asked for the first time -
+
+Ids = NDArray[np.int64]
+
+
+class Gathering:
+    """Samples of open and not yet open shards, by the C++ gather.
+
+    Args:
+        shards: of all sources.
+        datasets: of every source.
+        labels: of every source: labels beside its documents; those of shards are their own.
+        exclusions: lists of excluded documents.
+        options: of ``_core.Gatherer``.
+    """
+
+    def __init__(
+        self,
+        shards: Shards,
+        datasets: Sequence[SourceDocuments],
+        labels: Sequence[IndexedDataset | None],
+        exclusions: Exclusions,
+        options: dict[str, Any],
+    ) -> None:
+        self._shards, self._exclusions = shards, exclusions
+        self._datasets, self._labels = datasets, labels
+        self._opening = threading.Lock()
+        self._documents: dict[int, IndexedDataset] = {}
+        self._gatherer = _core.Gatherer(
+            first_ids=shards.first_ids,
+            shards=shards.shards,
+            first_samples=shards.first_samples,
+            sources=shards.sources,
+            **options,
+        )
+        expected = any(map(_is_remote, datasets))
+        self.remote_reads = RemoteReads(self._gatherer, self._open_for, expected=expected)
+        self._remote_labels = RemoteReads(self._gatherer, self._open_for, expected=expected)
+        for shard in range(len(shards)):
+            if shards.is_open(shard):
+                self.documents(shard)
+
+    def gather(self, ids: Ids, how: dict[str, Any]) -> Any:
+        """``_core.Gatherer.gather``."""
+        self._open_for(ids)
+        if not self.remote_reads.num_open:
+            return self._gatherer.gather(ids, **how)
+        return self.remote_reads.read(ids, partial(self._gatherer.gather, ids, **how))
+
+    def count_labels(self, ids: Ids, num_lists: int = 0) -> Ids:
+        """int64 (len(ids),), tokens of every sample that have a label."""
+        self._open_for(ids)
+        count = partial(self._gatherer.count_labels, ids, num_lists)
+        return self._remote_labels.read(ids, count)
+
+    def will_need(self, ids: Ids) -> int:
+        """``_core.Gatherer.will_need``."""
+        self._open_for(ids)
+        return self._gatherer.will_need(ids)
+
+    def read_exactly(self) -> None:
+        """``_core.Gatherer.read_exactly``, also of shards that are not open yet."""
+        self._gatherer.read_exactly()
+
+    def documents(self, shard: int) -> IndexedDataset:
+        """Of one shard, opened now if they are not yet.
+
+        Raises:
+            IndexMismatchError: they are not those that were packed.
+            FormatError, OSError: a file is damaged or missing.
+        """
+        with self._opening:
+            if shard not in self._documents:
+                self._documents[shard] = self._open(shard)
+            return self._documents[shard]
+
+    def _open_for(self, ids: Ids) -> None:
+        if self._gatherer.num_closed:
+            for shard in self._gatherer.closed(ids).tolist():
+                self.documents(shard)
+
+    def _open(self, shard: int) -> IndexedDataset:
+        source = int(self._shards.sources[shard])
+        found, labels = self._datasets[source], self._labels[source]
+        if isinstance(found, ShardedDocuments):
+            dataset, labels = found.open(self._shards.number_in_source(shard))
+        else:
+            dataset = found
+        index = self._shards.index(shard)
+        if index.source:  # in every process: what is read of the .idx is held to its checksums
+            index.check_source(dataset)
+        first = int(self._shards.first_documents[shard])
+        excluded, excluded_by = self._exclusions.of_documents(
+            source, first, first + dataset.num_documents
+        )
+        self._gatherer.open(
+            shard,
+            tokens=dataset.mapped_tokens,
+            labels=None if labels is None else labels.mapped_tokens,
+            index_bytes=dataset.index_bytes,
+            index_name=f"{dataset.prefix}.idx",
+            sample_segment_offsets=index.sample_segment_offsets,
+            segment_document=index.segment_document,
+            segment_begin=index.segment_begin,
+            segment_length=index.segment_length,
+            excluded=excluded,
+            excluded_by=excluded_by,
+        )
+        self.remote_reads.add(shard, dataset, labels)
+        self._remote_labels.add(shard, labels)
+        return dataset
+
+
+def _is_remote(documents: SourceDocuments) -> bool:
+    if isinstance(documents, ShardedDocuments):
+        return any(is_remote(shard.prefix) for shard in documents.index.shards)
+    return is_remote(documents.prefix)
+
 
 _ABOUT = (
     "weights",
@@ -51,10 +266,12 @@ class PackedDataset(Dataset[Batch]):
         weights: of a blend, shares of tokens; None: in proportion to the tokens.
         names: of the datasets, for stages and reports; None: their prefixes.
         stages: what changes at later steps of a run (``megapack.data.program``).
-        scores: of every dataset, its order by score (``megapack.data.scores``); None: shuffled.
+        scores: of every dataset, its order by score (``megapack.data.sample_order``); None:
+        shuffled.
         max_epochs: a run that would repeat a dataset more often is refused; None: no limit.
         loss_weights: of a blend, factors on the loss of every dataset's labels; None: 1 for all.
-        attention_window: of a run until a stage says otherwise (``megapack.data.window``).
+        attention_window: of a run until a stage says otherwise
+        (``megapack.data.attention_window``).
         positions: where position_ids restart: at every ``segment``, never inside a ``document``
             (a segment continues its document's count), or at every ``sample``.
         attention: whether cu_seqlens list ``document`` segments or whole ``sample`` runs (the

@@ -12,11 +12,10 @@ import xxhash
 
 from megapack.errors import ConfigError, IndexMismatchError
 from megapack.packing import SampleIndex
-from megapack.packing.shard_manifest import load_index
-from megapack.packing.shards import ShardedIndex, SourceIndex
+from megapack.packing.sharded import ShardedIndex, SourceIndex, load_index
 from megapack.storage import IndexedDataset
-from megapack.storage.labels import LabelDocuments, label_list, open_labels
-from megapack.storage.meta import common_metadata
+from megapack.storage.dataset import LabelDocuments, label_list, open_labels
+from megapack.storage.metadata import common_metadata
 
 __all__ = ["Documents", "Index", "Opened", "ShardedDocuments", "SourceDocuments", "open_sources"]
 

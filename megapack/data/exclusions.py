@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from megapack.data.program import Stage
 from megapack.errors import ConfigError
-from megapack.storage.document_list import read_documents
+from megapack.storage.dataset import read_documents
 
 __all__ = ["Exclusions", "read_exclusions"]
 

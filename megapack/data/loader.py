@@ -7,26 +7,266 @@ BucketBatchSampler to torch's DataLoader.
 
 from __future__ import annotations
 
+import atexit
 import logging
+import queue
+import resource
+import threading
+import weakref
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
-from typing import Any, Literal
+from itertools import islice
+from typing import Any, Generic, Literal, TypeVar
 
+import numpy as np
 import torch
 
+from megapack import _core
 from megapack.data.batch import Batch, BatchLayout, MicroBatch, allocate
-from megapack.data.dataset import PackedDataset
-from megapack.data.fetch_ahead import fetching_ahead
-from megapack.data.prefetch import ThreadPrefetcher, to_device
-from megapack.data.rank_check import RankChecker
-from megapack.data.read_ahead import read_indices, reading_ahead
+from megapack.data.checks import RankChecker
+from megapack.data.dataset import PackedDataset, RemoteReads
 from megapack.data.report import plan_run
 from megapack.data.sampler import BucketBatchSampler
 from megapack.data.schedule import Schedule
 from megapack.data.sequence_parallel import cut_slice
 from megapack.errors import ConfigError, IndexMismatchError
 
-__all__ = ["PackedLoader", "build_loader"]
+# ---- Batches ahead of time: a thread that prepares them, a CUDA stream that carries them over ---
+# The gather holds no GIL, so a thread of the training process prepares batches while the trainer
+# runs
+# Python; nothing is pickled and nothing is copied between processes.
+
+T = TypeVar("T")
+
+_POLL_SECONDS = 0.5  # between looks of a thread that waits for room whether anybody is left
+
+
+class ThreadPrefetcher(Iterator[T], Generic[T]):
+    """Runs an iterable in a thread, at most ``depth`` items ahead.
+
+    An exception of the iterable is raised where its item would have been. ``close`` (also called
+    at the end and on an exception) stops the thread and joins it; a thread whose iterator is
+    collected stops by itself, since the collector may run in a thread that it waits for.
+    """
+
+    def __init__(self, items: Iterable[T], depth: int) -> None:
+        self._queue: queue.Queue[tuple[bool, T | BaseException | None]] = queue.Queue(depth)
+        self._stop = threading.Event()
+        self._thread = threading.Thread(
+            target=_produce, args=(items, self._queue, self._stop), name="megapack-prefetch"
+        )
+        self._thread.daemon = True  # an interpreter that exits does not wait for batches
+        self._thread.start()
+        _running.add(self)
+
+    def __next__(self) -> T:
+        if self._stop.is_set():
+            raise StopIteration
+        is_item, value = self._queue.get()
+        if is_item:
+            return value  # type: ignore[return-value]
+        self.close()
+        if value is None:
+            raise StopIteration
+        assert isinstance(value, BaseException)
+        raise value
+
+    def close(self) -> None:
+        """Stop and join the thread; harmless when it has ended."""
+        self._stop.set()
+        while self._thread.is_alive():  # it may wait for room in the queue
+            try:
+                self._queue.get_nowait()
+            except queue.Empty:
+                self._thread.join(0.01)
+
+    def __del__(self) -> None:
+        self._stop.set()
+
+
+# A thread that is inside C++ when the interpreter goes away would take the process down.
+_running: weakref.WeakSet[ThreadPrefetcher[Any]] = weakref.WeakSet()
+
+
+@atexit.register
+def _close_all() -> None:
+    for prefetcher in list(_running):
+        prefetcher.close()
+
+
+def _produce(
+    items: Iterable[T],
+    out: queue.Queue[tuple[bool, T | BaseException | None]],
+    stop: threading.Event,
+) -> None:
+    """The thread's function. It holds the queue and not the iterator, so that an iterator that
+    nobody uses any more is collected while its thread runs."""
+    try:
+        for item in items:
+            if not _put(out, (True, item), stop):
+                return
+        _put(out, (False, None), stop)
+    except BaseException as error:  # raised again by the consumer
+        _put(out, (False, error), stop)
+
+
+def _put(out: queue.Queue[Any], item: tuple[bool, Any], stop: threading.Event) -> bool:
+    """Wait for room and put an item; whether somebody is still there to take it."""
+    while not stop.is_set():
+        try:
+            out.put(item, timeout=_POLL_SECONDS)
+            return True
+        except queue.Full:
+            continue
+    return False
+
+
+def to_device(batches: Iterable[Batch], device: torch.device) -> Iterator[Batch]:
+    """Batches with their tensors on ``device``, one batch ahead on a stream of its own.
+
+    On the CPU batches pass as they are. Tensors should be pinned, or the copies wait.
+    """
+    if device.type != "cuda":
+        yield from batches
+        return
+    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    ahead: tuple[Batch, torch.cuda.Event] | None = None
+    for batch in batches:
+        with torch.cuda.stream(stream):
+            copied = _copy(batch, device), stream.record_event()
+        if ahead is not None:
+            yield _hand_over(*ahead, device)
+        ahead = copied
+    if ahead is not None:
+        yield _hand_over(*ahead, device)
+
+
+def _copy(batch: Batch, device: torch.device) -> Batch:
+    return {
+        name: value.to(device, non_blocking=True)
+        if isinstance(value, torch.Tensor) and name not in ("sample_ids", "source")
+        else value
+        for name, value in batch.items()
+    }
+
+
+def _hand_over(batch: Batch, copied: torch.cuda.Event, device: torch.device) -> Batch:
+    """The trainer's stream waits for this batch's copies, and they live as long as it uses them."""
+    current = torch.cuda.current_stream(device)
+    current.wait_event(copied)
+    for value in batch.values():
+        if isinstance(value, torch.Tensor) and value.is_cuda:
+            value.record_stream(current)
+    return batch
+
+
+# ---- Has what coming micro batches read of object stores fetched before they are gathered -------
+# A store answers after tens of milliseconds, whatever it is asked for. So some tens of megabytes
+# are
+# always here or on their way; and since it is known what they are, what lies side by side in a file
+# is asked for as one range although it belongs to several micro batches. They are asked for in
+# portions, so that the line does not rest in between.
+
+_PORTIONS = 8
+_IN_TIME = 0.25  # of what is taken, where nobody waited for it: so much more is asked for
+_LEAST_BYTES = 1 << 14  # that a micro batch counts, also one that needs nothing from far away
+
+
+def fetching_ahead(micro_batches: Iterable[MicroBatch], reads: RemoteReads) -> Iterator[MicroBatch]:
+    """The micro batches; before each is given, what the next ones need is on its way.
+
+    It begins with one portion, and adds to it what is taken, a quarter of it where it was there in
+    time: whatever is on its way shares the line, never quite fairly, and what is needed next shall
+    not wait for what is needed last. Nor for shards that later ones have opened.
+    """
+    items = iter(micro_batches)
+    coming: deque[tuple[MicroBatch, float]] = deque()  # and the bytes that it needs
+    portion = reads.ahead_bytes / _PORTIONS
+    ahead, room, num_asked = 0.0, portion, 1
+    while True:
+        while ahead <= room and (group := list(islice(items, num_asked))):
+            num_open = reads.num_open
+            ids = np.concatenate([np.asarray(item.sample_ids, np.int64) for item in group])
+            each = max(reads.want(ids) / len(group), _LEAST_BYTES)
+            coming.extend((item, each) for item in group)
+            ahead += each * len(group)
+            most = max(1, int(portion / each))
+            if reads.num_open > num_open:
+                num_asked = min(2 * num_asked, most)
+                break
+            num_asked = most
+        if not coming:
+            return
+        item, num_bytes = coming.popleft()
+        growth = num_bytes * (_IN_TIME if reads.are_here(item.sample_ids) else 1)
+        yield item
+        ahead -= num_bytes
+        room = min(room + growth, (_PORTIONS - 1) * portion)
+
+
+# ---- Asks the system for what coming micro batches will read, instead of waiting at every page of
+# Which samples come is known, so their documents' pages can be on their way from the disk, many at
+# a
+# time, while earlier batches are made. And only they: left to itself a system reads 128 KiB or more
+# around every page that is missing. Advice changes when bytes are read and nothing else.
+
+_CHUNK_BYTES = 64 << 20
+_WHOSE = getattr(resource, "RUSAGE_THREAD", resource.RUSAGE_SELF)  # only Linux counts per thread
+# A request for what is in memory already costs about a microsecond per document. So after this many
+# micro batches for which no disk was read none is asked for, until one has to wait.
+_QUIET = 256
+
+
+def reading_ahead(
+    micro_batches: Iterable[MicroBatch], dataset: PackedDataset, depth: int
+) -> Iterator[MicroBatch]:
+    """The micro batches; before each is given, the documents of the next ``depth`` are asked for.
+
+    Between two of them the caller is to gather the first, in the thread that iterates: whether a
+    disk was read meanwhile decides whether asking goes on.
+    """
+    dataset.read_exactly()
+    coming: deque[MicroBatch] = deque()
+    items = iter(micro_batches)
+    quiet = reach = 0
+    while True:
+        before = _reads()
+        for item in islice(items, reach + 1 - len(coming)):
+            coming.append(item)
+            if quiet < _QUIET:
+                dataset.will_need(item.sample_ids)
+        if not coming:
+            return
+        yield coming.popleft()
+        was_read = _reads() > before
+        if was_read and quiet >= _QUIET:
+            for item in coming:
+                dataset.will_need(item.sample_ids)
+        quiet = 0 if was_read else quiet + 1
+        reach = min(depth, 2 * reach + 1)  # the first batch is not kept waiting for later ones
+
+
+def _reads() -> int:
+    """Grows with what this thread has read from disks: pages it waited for, blocks it asked for."""
+    usage = resource.getrusage(_WHOSE)
+    return usage.ru_majflt + usage.ru_inblock
+
+
+def read_indices(dataset: PackedDataset) -> Iterator[None]:
+    """Have the indices read into memory, in order, a chunk per ``next``.
+
+    A step looks up thousands of segments at random; from a cold disk that is one read each, and the
+    whole index read in order costs less than a few steps of it. Shards that are not open are left.
+    """
+    shards = dataset.samples.shards
+    for shard in filter(shards.is_open, range(len(shards))):
+        documents = dataset.documents(shard)
+        for array in (*shards.index(shard).segment_arrays(), documents.index_bytes):
+            for begin in range(0, array.nbytes, _CHUNK_BYTES):
+                _core.will_need(array, begin, _CHUNK_BYTES)
+                yield
+
 
 log = logging.getLogger(__name__)
 
@@ -65,8 +305,8 @@ def build_loader(
         layout .. cu_seqlens_per_row: see ``BatchLayout``; row_tokens is the schedule's by default.
         prefetch: batches that the thread prepares ahead; 0: none, and no thread.
         read_ahead: micro batches whose documents the system is asked to read before they are
-            prepared (``megapack.data.read_ahead``); 0: each only just before. Of object stores
-            64 MiB are fetched ahead, whatever it is (``megapack.data.fetch_ahead``).
+            prepared (``megapack.data.loader``); 0: each only just before. Of object stores
+            64 MiB are fetched ahead, whatever it is (``megapack.data.loader``).
         pin_memory: batches in page-locked memory, where there is CUDA.
         reuse_buffers: write into the same few buffers again and again. A batch is then valid until
             the next one is asked for. Not with a device, nor with sequence_parallel_size.

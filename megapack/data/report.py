@@ -10,19 +10,177 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from megapack.data.schedule import Schedule
-from megapack.data.stage import StageDraws
+from megapack.data.schedule import Schedule, StageDraws
+from megapack.data.sources import segments_of
 from megapack.errors import ConfigError
 
-__all__ = [
-    "BucketPlan",
-    "DatasetPlan",
-    "DatasetPlans",
-    "RunPlan",
-    "StagePlan",
-    "check_epochs",
-    "plan_run",
-]
+# ---- How often samples were drawn before a step, and when last: from cursors, not from the steps
+# What a query costs grows with the samples that are asked about, and with neither steps nor epochs.
+
+Ids = NDArray[np.int64]
+
+
+def times_drawn(stage: StageDraws, source: int, ids: Ids, step: int) -> Ids:
+    """How often each of some samples was drawn since the run began, or passed over.
+
+    Args:
+        stage: that ``step`` belongs to, or that ends with it.
+        source: number of the source whose samples they are.
+        ids: global ids, int64.
+        step: the draws of the steps before it are counted.
+
+    Returns:
+        int64, of the shape of ``ids``.
+    """
+    times = np.zeros(len(ids), np.int64)
+    for capacity, mine, samples in _by_bucket(stage, source, ids):
+        epochs, cursor = stage.order_at(source, capacity, step)
+        times[mine] = epochs.times(cursor, samples)
+    return times
+
+
+def last_step(stage: StageDraws, source: int, ids: Ids, step: int) -> int:
+    """The last step of a stage before ``step`` that draws one of some samples.
+
+    Arguments are those of ``times_drawn``; the stage draws each of the samples before ``step``.
+    """
+    return max(
+        stage.last_step(source, capacity, samples, step)
+        for capacity, _, samples in _by_bucket(stage, source, ids)
+    )
+
+
+def _by_bucket(stage: StageDraws, source: int, ids: Ids) -> Iterator[tuple[int, Ids, Ids]]:
+    """Every bucket that has some of the ids of a source: its capacity, where they stand, and the
+    samples counted from its first one."""
+    for capacity, datasets, firsts, sizes in stage.samples.buckets:
+        for at in np.flatnonzero(datasets == source).tolist():
+            first, size = int(firsts[at]), int(sizes[at])
+            mine = np.flatnonzero((first <= ids) & (ids < first + size))
+            if len(mine):
+                yield capacity, mine, ids[mine] - first
+
+
+# ---- The documents that a run has not seen yet in the present pass over a source ----------------
+# A source that goes on in another packing (longer samples, other buckets) cannot take over a
+# cursor:
+# its new samples hold seen and unseen documents side by side. What is exact is a packing of the
+# rest:
+# the documents that are unseen at a step, packed by themselves, are a source of their own.
+
+
+def unseen_documents(schedule: Schedule, source: int, step: int) -> tuple[Ids, int]:
+    """Documents of a source that were seen less often than once more than all were.
+
+    A document was seen as often as that one of its samples that was drawn least often in the steps
+    before ``step`` (or passed over). With c the least of all documents, the present pass is the one
+    behind c whole passes, and unseen in it is what was seen c times. Documents that no sample
+    holds, and those masked at ``step``, are not among them.
+
+    Args:
+        schedule: of the run.
+        source: number of the source.
+        step: how many steps are done.
+
+    Returns:
+        Ids of the documents, ascending, int64; and c. Costs the time of reading the source's index.
+    """
+    samples, stage = schedule.samples, schedule.stage_at(step)
+    ids = np.arange(*samples.bases[source : source + 2], dtype=np.int64)
+    drawn = times_drawn(stage, source, ids, step)
+    never = np.iinfo(np.int64).max
+    seen = np.full(samples.indices[source].num_documents, never)
+    for index, first, numbers in samples.shards.opened(source):
+        times = np.repeat(drawn[numbers], np.diff(index.sample_segment_offsets))
+        np.minimum.at(seen, first + np.asarray(index.segment_document, np.int64), times)
+    passes = int(seen.min())
+    unseen = np.flatnonzero(seen == passes)
+    masked = samples.exclusions.masks(source, unseen, stage.num_lists)
+    return unseen[~masked], passes
+
+
+# ---- What the lists of excluded documents do to a run, counted ----------------------------------
+
+
+@dataclass(frozen=True)
+class ExclusionPlan:
+    """What a list of excluded documents does to one source.
+
+    Attributes:
+        source, from_step: whose documents, masked from which step on.
+        num_documents: that no list before it has.
+        num_samples: that hold a piece of them.
+        draws_before: draws of those samples before from_step, when the documents were seen.
+        last_seen: the step of the last of these; None: there is none.
+        draws_since: draws of those samples from from_step on.
+        shown_since: of these, how many still show one of the documents.
+    """
+
+    source: str
+    from_step: int
+    num_documents: int
+    num_samples: int
+    draws_before: int
+    last_seen: int | None
+    draws_since: int
+    shown_since: int
+
+
+def plan_exclusions(schedule: Schedule, num_steps: int) -> list[ExclusionPlan]:
+    """What the lists of excluded documents do in the first ``num_steps`` steps.
+
+    Draws are counted from cursors, so the costs do not grow with the steps. Reads 4 bytes per
+    segment of the sources concerned.
+    """
+    lists = schedule.samples.exclusions
+    return [
+        _plan(schedule, source, number, num_steps)
+        for source in lists.sources
+        for number in np.unique(lists.lists[source]).tolist()
+    ]
+
+
+def _plan(schedule: Schedule, source: int, number: int, num_steps: int) -> ExclusionPlan:
+    samples, lists = schedule.samples, schedule.samples.exclusions
+    documents = lists.documents[source][lists.lists[source] == number]
+    from_step = schedule.masked_from(source, int(documents[0]))
+    assert from_step is not None
+    holding = np.array(samples.samples_of(source, documents), np.int64)
+    before = since = shown = 0
+    last_seen = None
+    for stage, end in schedule.spans(num_steps):
+        at_end, at_begin = (times_drawn(stage, source, holding, i) for i in (end, stage.begin))
+        drawn = at_end - at_begin
+        if stage.begin >= from_step:
+            since += int(drawn.sum())
+            shown += int(drawn[_shows(schedule, source, holding, documents, stage.num_lists)].sum())
+        elif drawn.any():
+            before += int(drawn.sum())
+            last_seen = last_step(stage, source, holding[drawn > 0], end)
+    return ExclusionPlan(
+        source=samples.names[source],
+        from_step=from_step,
+        num_documents=len(documents),
+        num_samples=len(holding),
+        draws_before=before,
+        last_seen=last_seen,
+        draws_since=since,
+        shown_since=shown,
+    )
+
+
+def _shows(
+    schedule: Schedule, source: int, ids: Ids, documents: Ids, num_lists: int
+) -> NDArray[np.bool_]:
+    """Which of some samples still show one of some documents under the first lists."""
+    samples, shown = schedule.samples, np.zeros(len(ids), np.bool_)
+    for shard, mine, local in samples.shards.by_shard(ids):
+        segments, owner = segments_of(samples.shards.index(shard), local)
+        held = np.asarray(samples.shards.index(shard).segment_document[segments], np.int64)
+        held += samples.shards.first_documents[shard]
+        there = np.isin(held, documents) & ~samples.exclusions.masks(source, held, num_lists)
+        shown[mine] = np.bincount(owner[there], minlength=len(mine)) > 0
+    return shown
 
 
 @dataclass(frozen=True)

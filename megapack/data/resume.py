@@ -11,9 +11,9 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from megapack.config import check_known, to_dict
-from megapack.data.order import order_named
+from megapack.data.bucket_order import order_named
 from megapack.data.program import Program, StageSettings, drawn_by
-from megapack.data.source import SampleSource
+from megapack.data.sources import SampleSource
 from megapack.errors import ResumeError
 
 __all__ = ["ORDER_VERSION", "check_allowed", "check_state", "identity", "resume_step"]

@@ -17,13 +17,12 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from megapack.config import check_positive, check_range
 from megapack.data.blend import BlendConfig, load_blend
+from megapack.data.program import ScheduleConfig, StepConfig
 from megapack.data.report import check_epochs
 from megapack.data.schedule import Schedule
 from megapack.data.sequence_parallel import check_group, check_ranks
-from megapack.data.step import ScheduleConfig, StepConfig
 from megapack.errors import ConfigError
-from megapack.packing.shard_manifest import is_shard_manifest
-from megapack.packing.shards import SourceIndex
+from megapack.packing.sharded import SourceIndex, is_shard_manifest
 
 if TYPE_CHECKING:
     from megapack.data.dataset import PackedDataset

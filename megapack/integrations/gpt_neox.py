@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from megapack.errors import ConfigError
-from megapack.integrations import segments
+from megapack.integrations import text_rows as segments
 from megapack.integrations.manifest import Manifest, Source, is_manifest
 from megapack.integrations.rebinding import Rebinding
 from megapack.integrations.rows import RowOptions

@@ -22,7 +22,7 @@ from pathlib import Path
 from megapack.config import from_dict, load_config, to_dict
 from megapack.data.blend import BlendConfig, HostOptions, Source
 from megapack.errors import ConfigError
-from megapack.packing.shard_manifest import is_shard_manifest
+from megapack.packing.sharded import is_shard_manifest
 
 __all__ = ["MANIFEST_SUFFIXES", "Manifest", "Source", "default_buckets", "is_manifest"]
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from megapack.errors import ConfigError
-from megapack.integrations import segments
+from megapack.integrations import text_rows as segments
 from megapack.integrations.rebinding import Rebinding
 from megapack.integrations.rows import RowOptions
 from megapack.integrations.text_rows import (

@@ -13,26 +13,110 @@ as they were; the host keeps a count and not the program, so nobody notices an e
 
 from __future__ import annotations
 
+import itertools
 import logging
+import weakref
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, get_worker_info
+from torch.utils.data._utils.collate import default_collate_fn_map
 
 from megapack.data import BatchLayout, PackedDataset, Schedule
 from megapack.data.batch import Batch, ReusedBuffers
-from megapack.data.dealing import equal_groups
+from megapack.data.sampler import equal_groups
 from megapack.errors import ConfigError
-from megapack.integrations.collation import GatheredRow, new_key, rows_of
 
-__all__ = ["RowDataset", "RowOptions"]
+# ---- Micro batches through torch's DataLoader, whoever builds it --------------------------------
+# Hosts build their loaders themselves, with default_collate and worker processes. That stacks rows
+# key by key, and every tensor of a worker crosses to the training process in shared memory of its
+# own, which takes several times as long as gathering a row. So the rows of a micro batch are views
+# of tensors that are stacked already, collating them gives those tensors back, and what leaves a
+# worker is the numbers of the rows: the worker has read them, so that their pages are in memory;
+# the
+# training process, in its pin_memory thread where it has one, gathers them again without the GIL.
+
+
+class RowGatherer(Protocol):
+    """A dataset that stacks rows better than default_collate can."""
+
+    key: int
+    """``new_key(self)``; pickled with the dataset."""
+
+    def micro_batch(self, numbers: Sequence[int]) -> dict[str, Tensor]:
+        """These rows, ``(rows, ...)`` under every key."""
+        ...
+
+
+class GatheredRow(Mapping[str, Tensor]):
+    """One row of a micro batch: its keys, and views of its tensors when they are asked for."""
+
+    def __init__(self, micro_batch: _Gathered, i: int) -> None:
+        self.micro_batch, self.i = micro_batch, i
+
+    def __getitem__(self, key: str) -> Tensor:
+        return self.micro_batch.batch[key][self.i]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.micro_batch.batch)
+
+    def __len__(self) -> int:
+        return len(self.micro_batch.batch)
+
+
+def rows_of(dataset: RowGatherer, numbers: Sequence[int]) -> list[GatheredRow]:
+    """Rows of a dataset, gathered at once."""
+    gathered = _Gathered(dataset.key, numbers, dataset.micro_batch(numbers))
+    return [GatheredRow(gathered, i) for i in range(len(numbers))]
+
+
+class _Gathered:
+    """A micro batch; in another process the same rows of the same dataset, gathered there."""
+
+    def __init__(self, key: int, numbers: Sequence[int], batch: dict[str, Tensor]) -> None:
+        self.key, self.numbers, self.batch = key, numbers, batch
+
+    def __reduce__(self) -> Any:
+        return _gather, (self.key, self.numbers)
+
+
+def _gather(key: int, numbers: Sequence[int]) -> dict[str, Tensor]:
+    dataset = _datasets.get(key)
+    if dataset is None:
+        raise RuntimeError("rows left a DataLoader's worker for a process without their dataset")
+    return dataset.micro_batch(numbers)
+
+
+_datasets: weakref.WeakValueDictionary[int, RowGatherer] = weakref.WeakValueDictionary()
+_keys = itertools.count()
+
+
+def new_key(dataset: RowGatherer) -> int:
+    """By which this process finds the dataset again when a worker names its rows."""
+    key = next(_keys)
+    _datasets[key] = dataset
+    return key
+
+
+def _collate(rows: Sequence[GatheredRow], **_: Any) -> Any:
+    """``default_collate`` of rows: the micro batch whose rows they are, or a stack of them."""
+    whole = rows[0].micro_batch
+    if [row.i for row in rows] != list(range(len(whole.numbers))) or any(
+        row.micro_batch is not whole for row in rows
+    ):
+        return {key: torch.stack([row[key] for row in rows]) for key in rows[0]}
+    return whole.batch if get_worker_info() is None else whole
+
+
+default_collate_fn_map[GatheredRow] = _collate
+
 
 logger = logging.getLogger(__name__)
 

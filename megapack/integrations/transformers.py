@@ -15,25 +15,243 @@ A micro batch is one row of segments with the names that transformers' attention
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 import transformers
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
+from transformers.integrations import deepspeed
 
-from megapack.data import PackedDataset
-from megapack.errors import ConfigError
-from megapack.integrations.micro_batches import MicroBatches, model_inputs
-from megapack.integrations.model_check import check_model
+from megapack.attention import ATTENTION_NAME, check_architecture, varlen_arguments
+from megapack.data import (
+    BatchLayout,
+    BucketBatchSampler,
+    MicroBatch,
+    PackedDataset,
+    Schedule,
+    check_token_ids,
+)
+from megapack.data.loader import fetching_ahead
+from megapack.errors import ConfigError, MegapackWarning
 
-__all__ = [
-    "MicroBatches",
-    "PackedTrainer",
-    "PackedTrainerMixin",
-    "check_model",
-    "model_inputs",
-    "sft_trainer",
-]
+# ---- Micro batches as transformers' models take them, and as a dataset of them ------------------
+
+IGNORED = -100
+
+
+def model_inputs(batch: Mapping[str, Any]) -> dict[str, Any]:
+    """A megapack batch under the names of a transformers model's forward.
+
+    Args:
+        batch: of ``build_loader`` or ``PackedDataset.micro_batch``, layout "stream".
+
+    Returns:
+        input_ids and position_ids int64 ``(1, tokens)``; shift_labels, the label of every
+        position, and labels, the same moved to the token it names (what the model would shift
+        itself); cu_seq_lens_q, cu_seq_lens_k int32, max_length_q, max_length_k; use_cache False.
+        No attention_mask: it would switch the boundaries off.
+    """
+    shift_labels = batch["labels"]
+    labels = torch.nn.functional.pad(shift_labels[:, :-1], (1, 0), value=IGNORED)
+    return {
+        "input_ids": batch["tokens"],
+        "position_ids": batch["position_ids"],
+        "labels": labels,
+        "shift_labels": shift_labels,
+        **varlen_arguments(batch["cu_seqlens"], batch["max_seqlen"]),
+    }
+
+
+class MicroBatches(Dataset[dict[str, Any]]):
+    """The micro batches of one rank, in order: item i is the input of the i-th forward.
+
+    Args:
+        dataset: what to gather from.
+        schedule: made of the dataset, the same on all ranks.
+        micro_batch_tokens: tokens of one forward of one rank.
+        data_parallel_rank, data_parallel_size: this rank; ``PackedTrainer`` sets them.
+        num_steps: optimizer steps offered, from the beginning of the run; None: one epoch.
+        options: of ``BucketBatchSampler`` (dealing, uneven).
+
+    Raises:
+        ConfigError: sizes that do not fit, or sources with loss weights.
+    """
+
+    # TRL asks datasets for their columns.
+    column_names = ("input_ids", "labels", "position_ids")
+
+    def __init__(
+        self,
+        dataset: PackedDataset,
+        schedule: Schedule,
+        *,
+        micro_batch_tokens: int,
+        data_parallel_rank: int = 0,
+        data_parallel_size: int = 1,
+        num_steps: int | None = None,
+        **options: Any,
+    ) -> None:
+        self.dataset, self.schedule = dataset, schedule
+        self.layout = BatchLayout(micro_batch_tokens=micro_batch_tokens)
+        self.sampler = BucketBatchSampler(
+            schedule,
+            data_parallel_rank=data_parallel_rank,
+            data_parallel_size=data_parallel_size,
+            micro_batch_tokens=micro_batch_tokens,
+            num_steps=num_steps,
+            count_labels=dataset.count_labels,
+            **options,
+        )
+        self._options = options
+        self._step: tuple[int, list[MicroBatch]] = (-1, [])
+        self._coming: tuple[int, Iterator[MicroBatch]] = (-1, iter(()))
+
+    def of_rank(
+        self, data_parallel_rank: int, data_parallel_size: int, num_steps: int | None
+    ) -> MicroBatches:
+        """The same run as another rank sees it."""
+        return MicroBatches(
+            self.dataset,
+            self.schedule,
+            micro_batch_tokens=self.layout.micro_batch_tokens,
+            data_parallel_rank=data_parallel_rank,
+            data_parallel_size=data_parallel_size,
+            num_steps=num_steps,
+            **self._options,
+        )
+
+    @property
+    def num_micro_steps(self) -> int:
+        """Forwards of a rank per optimizer step: ``gradient_accumulation_steps``.
+
+        Raises:
+            ConfigError: stages differ in it, and Trainer has one number for all steps.
+        """
+        stages = self.schedule.stages
+        counts = {stage.begin: self.sampler.num_micro_steps(stage.begin) for stage in stages}
+        if len(set(counts.values())) > 1:
+            raise ConfigError(
+                f"stages (first step: micro steps) take {counts}, and Trainer accumulates the same "
+                "number at every step: keep tokens_per_step the same in all stages"
+            )
+        return counts[0]
+
+    def __len__(self) -> int:
+        return len(self.sampler)
+
+    def __getitem__(self, i: int) -> dict[str, Any]:
+        """See ``model_inputs``. Raises IndexError behind the last one."""
+        if not 0 <= i < len(self):
+            raise IndexError(f"micro batch {i} of {len(self)}")
+        chosen = self._fetched(i) if self.dataset.remote_reads.any else self._chosen(i)
+        return model_inputs(
+            self.dataset.micro_batch(
+                chosen.sample_ids,
+                layout=self.layout,
+                capacity=chosen.capacity,
+                attention_window=chosen.attention_window,
+                num_lists=chosen.num_lists,
+            )
+        )
+
+    def _chosen(self, i: int) -> MicroBatch:
+        step, micro_step = divmod(i, self.num_micro_steps)
+        if self._step[0] != step:
+            self._step = (step, self.sampler.micro_batches(step))
+        return self._step[1][micro_step]
+
+    def _fetched(self, i: int) -> MicroBatch:
+        """The same; what follows is fetched ahead where they are taken one after the other."""
+        expected, coming = self._coming
+        if i != expected:
+            rest = map(self._chosen, range(i, len(self)))
+            coming = fetching_ahead(rest, self.dataset.remote_reads)
+        self._coming = (i + 1, coming)
+        return next(coming)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_coming": (-1, iter(()))}
+
+
+# ---- Whether a transformers model keeps the documents of a row apart: tried before it is trained
+
+
+def check_model(
+    model: Any,
+    dataset: PackedDataset | None = None,
+    *,
+    device: torch.device | None = None,
+    dtype: torch.dtype | None = None,
+) -> None:
+    """Refuse a model that packed rows would train wrongly, or that lacks ids of the documents.
+
+    A tiny model of its architecture is tried with its attention; see ``attention.guard``. Takes a
+    second, moves no random state, and every rank may call it.
+
+    Args:
+        model: of transformers, plain or adapted by PEFT. Any other is not tried: a warning says so.
+        dataset: what it shall be trained on.
+        device, dtype: of the run; None: the model's.
+
+    Raises:
+        ConfigError: naming the architecture, the layer and the difference, or the ids; or there
+            are attention windows, and the model's attention makes its mask of positions.
+    """
+    bare = getattr(model, "_orig_mod", model)
+    bare = bare.get_base_model() if hasattr(bare, "get_base_model") else bare
+    if not isinstance(bare, transformers.PreTrainedModel):
+        warnings.warn(
+            f"{type(bare).__name__} is no transformers model: whether it keeps the documents of a "
+            "row apart was not tried",
+            MegapackWarning,
+            stacklevel=2,
+        )
+        return
+    text = bare.config.get_text_config(decoder=True)
+    if dataset is not None:
+        check_token_ids(dataset, bare.get_input_embeddings().num_embeddings)
+        _check_windows(text._attn_implementation, dataset)
+
+    def build(configuration: Any, implementation: str) -> Any:
+        options = {"attn_implementation": implementation, "dtype": torch.float32}
+        if text is bare.config:
+            return type(bare)._from_config(configuration, **options)
+        return transformers.AutoModelForCausalLM.from_config(configuration, **options)
+
+    with _built_whole():
+        check_architecture(
+            text,
+            attention=text._attn_implementation,
+            build=build,
+            device=bare.device if device is None else device,
+            dtype=bare.dtype if dtype is None else dtype,
+        )
+
+
+@contextmanager
+def _built_whole() -> Iterator[None]:
+    """Under ZeRO 3 transformers splits every new model over the ranks; here it does not."""
+    configuration = getattr(deepspeed, "_hf_deepspeed_config_weak_ref", lambda: None)
+    run = configuration() if configuration is not None else None
+    deepspeed.unset_hf_deepspeed_config()
+    try:
+        yield
+    finally:
+        if run is not None:
+            deepspeed.set_hf_deepspeed_config(run)
+
+
+def _check_windows(implementation: str, dataset: PackedDataset) -> None:
+    windows = dataset.samples.windows
+    if windows and implementation != ATTENTION_NAME and "flash" not in implementation:
+        raise ConfigError(
+            f"the run has attention windows {windows}, and attention {implementation!r} makes its "
+            "mask of positions, which do not show them: load the model with attn_implementation="
+            f"{ATTENTION_NAME!r} or 'flash_attention_2', or leave attention_window out"
+        )
 
 
 class PackedTrainerMixin:

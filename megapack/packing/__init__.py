@@ -1,8 +1,7 @@
 """Lengths in, SampleIndex out: strategies, the .samples file, metrics. Stands on storage."""
 
-from megapack.packing.engine import PackingMethod, check_packing, pack
-from megapack.packing.index import SampleIndex
-from megapack.packing.stored import how_it_differs
+from megapack.packing.pack import PackingMethod, check_packing, pack
+from megapack.packing.sample_index import SampleIndex, how_it_differs
 from megapack.packing.strategies import STRATEGIES, find_strategy
 from megapack.packing.strategy import Parameter, Strategy
 

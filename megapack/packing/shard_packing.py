@@ -20,29 +20,30 @@ import numpy as np
 import xxhash
 
 from megapack.errors import ConfigError, IndexMismatchError
-from megapack.execution.carry_out import carry_out
-from megapack.execution.work import Counted, Report
-from megapack.packing.engine import check_packing, pack
-from megapack.packing.extents import longest_reach, longest_segment, most_segments
-from megapack.packing.index import SampleIndex
-from megapack.packing.shard_manifest import (
+from megapack.executors import Counted, Report, carry_out
+from megapack.packing.pack import check_packing, pack
+from megapack.packing.sample_index import SampleIndex, how_it_differs
+from megapack.packing.sharded import (
     PLAN,
     SUFFIX,
+    PackedShard,
+    ShardedIndex,
     is_shard_manifest,
     load_shards,
+    longest_reach,
+    longest_segment,
     manifest_path,
+    most_segments,
+    place,
     plain,
     related,
     save_shards,
 )
-from megapack.packing.shards import PackedShard, ShardedIndex, place
-from megapack.packing.stored import how_it_differs
 from megapack.storage import IndexedDataset
-from megapack.storage.labels import open_labels
-from megapack.storage.lengths import open_index
+from megapack.storage.dataset import open_index, open_labels
+from megapack.storage.files import check_target
 from megapack.storage.remote.address import is_below, split
 from megapack.storage.remote.copies import local_output_file
-from megapack.storage.replace import check_target
 
 __all__ = ["PackingPlan", "ShardPacker", "describe_shard", "pack_shards", "plan_packing"]
 

@@ -7,13 +7,12 @@ from dataclasses import fields
 from pathlib import Path
 
 from megapack.errors import ConfigError, FormatError, IndexMismatchError
-from megapack.packing.index import SampleIndex
+from megapack.packing.sample_index import SampleIndex
 from megapack.packing.shard_packing import describe_shard
-from megapack.packing.shards import PackedShard, ShardedIndex
+from megapack.packing.sharded import PackedShard, ShardedIndex
 from megapack.storage import IndexedDataset
-from megapack.storage.findings import Finding, has_errors
 from megapack.storage.remote import is_remote
-from megapack.storage.verify import leftovers, verify
+from megapack.storage.verify import Finding, has_errors, leftovers, verify
 
 __all__ = ["prefix_of_samples", "verify_samples", "verify_shard"]
 

@@ -134,7 +134,8 @@ def plan_step(
     the rank with least work that has room; bins of like work become one micro batch, in which the
     dearest goes to the rank with least work so far; then documents are exchanged between the
     busiest and others as long as that pays, a fixed number of exchanges being looked at. Eight
-    documents of 9,216, 32,512, 13,312, 17,408, 8,448, 3,072, 5,120 and 17,664 tokens on two ranks of
+    documents of 9,216, 32,512, 13,312, 17,408, 8,448, 3,072, 5,120 and 17,664 tokens on two ranks
+    of
     32,768 tokens: two micro batches, in the step 1.006 of the ideal, which is the least there is.
 
     With `max_degree`, a document that one rank cannot hold is shared by the fewest ranks that can;

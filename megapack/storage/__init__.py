@@ -11,7 +11,6 @@
 """
 
 from megapack.storage.builder import IndexedDatasetBuilder
-from megapack.storage.dataset import IndexedDataset
-from megapack.storage.lengths import read_document_lengths
+from megapack.storage.dataset import IndexedDataset, read_document_lengths
 
 __all__ = ["IndexedDataset", "IndexedDatasetBuilder", "read_document_lengths"]

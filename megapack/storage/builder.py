@@ -10,14 +10,17 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from megapack.errors import DataError
-from megapack.storage.document_log import MAX_SEQUENCE_LENGTH, DocumentLog
-from megapack.storage.input_dataset import InputDataset
-from megapack.storage.lock import WriterLock
-from megapack.storage.meta import check_metadata
-from megapack.storage.mmididx import path_of, pick_dtype, prefix_of
-from megapack.storage.publishing import DatasetContent, check_prefix, publish_dataset
-from megapack.storage.token_writer import TokenWriter
-from megapack.storage.tokens import TokenLimits, as_tokens
+from megapack.storage.files import WriterLock
+from megapack.storage.index_file import path_of, pick_dtype, prefix_of
+from megapack.storage.index_writer import (
+    MAX_SEQUENCE_LENGTH,
+    DatasetContent,
+    DocumentLog,
+    check_prefix,
+    publish_dataset,
+)
+from megapack.storage.metadata import check_metadata
+from megapack.storage.tokens import InputDataset, TokenLimits, TokenWriter, as_tokens
 
 __all__ = ["IndexedDatasetBuilder"]
 

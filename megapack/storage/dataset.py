@@ -7,24 +7,129 @@ import operator
 import os
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import DTypeLike, NDArray
 
 from megapack import _core
-from megapack.errors import FormatError
-from megapack.storage.hosts import HostNames
-from megapack.storage.mapping import map_file
-from megapack.storage.meta import difference_from_files, read_meta
-from megapack.storage.mmididx import IndexFile, dtype_of_code, path_of, prefix_of
-from megapack.storage.opening import identity_of
-from megapack.storage.pair import open_pair
+from megapack.errors import ConfigError, DataError, FormatError, IndexMismatchError
+from megapack.storage.files import identity_of
+from megapack.storage.index_file import (
+    IndexFile,
+    dtype_of_code,
+    map_file,
+    open_pair,
+    path_of,
+    prefix_of,
+)
+from megapack.storage.metadata import difference_from_files, read_meta
 from megapack.storage.remote import is_remote
-from megapack.storage.remote.opening import exists, open_remote_pair
-from megapack.storage.remote.tokens import RemoteTokens
+from megapack.storage.remote.reader import RemoteTokens, exists, open_remote_pair
 
-__all__ = ["IndexedDataset"]
+# ---- The names under which Megatron, Megatron-DeepSpeed and GPT-NeoX know an IndexedDataset -----
+
+
+class BinReader:
+    """``read(dtype, count, offset)`` of the mapped tokens."""
+
+    def __init__(self, tokens: NDArray[Any]) -> None:
+        self._bytes = tokens.view(np.uint8).data
+
+    def read(self, dtype: DTypeLike, count: int, offset: int) -> NDArray[Any]:
+        """``count`` elements from byte ``offset`` on."""
+        return np.frombuffer(self._bytes, dtype, count, offset)
+
+
+class HostNames:
+    """Aliases only; the facts are IndexedDataset's."""
+
+    prefix: str
+    tokens: NDArray[Any]
+    sequence_lengths: Any  # cached properties of IndexedDataset
+    document_indices: Any
+
+    @property
+    def path_prefix(self) -> str:
+        return self.prefix
+
+    @property
+    def index(self) -> Any:
+        """Megatron's reader of the .idx: dtype, sequence_lengths, ... are ours as well."""
+        return self
+
+    @property
+    def bin_reader(self) -> BinReader:
+        """Megatron's reader of .bin."""
+        return BinReader(self.tokens)
+
+    @property
+    def sequence_count(self) -> int:
+        return int(self.sequence_lengths.size)
+
+    @property
+    def document_count(self) -> int:
+        """Length of document_indices, as in the header: documents + 1."""
+        return int(self.document_indices.size)
+
+    def get_document_indices(self) -> Any:
+        return self.document_indices
+
+    def set_document_indices(self, document_indices: NDArray[np.int64]) -> None:
+        """In memory only, as in Megatron."""
+        self.__dict__["document_indices"] = document_indices
+
+    @property
+    def sizes(self) -> Any:
+        return self.sequence_lengths
+
+    @property
+    def doc_idx(self) -> Any:
+        return self.document_indices
+
+    def get_doc_idx(self) -> Any:
+        return self.document_indices
+
+    @property
+    def supports_prefetch(self) -> bool:
+        return False
+
+
+# ---- Numbers of documents in a file: those to mask, or to pack ----------------------------------
+
+
+def read_documents(path: str | Path) -> NDArray[np.int64]:
+    """Document ids of a file, ascending, each once, int64.
+
+    Args:
+        path: a .npy file of integers in one dimension, or text with one id per line.
+
+    Raises:
+        FormatError, OSError: it holds something else, or cannot be read.
+    """
+    path = Path(path)
+    if path.suffix == ".npy":
+        try:
+            found = np.load(path, allow_pickle=False)
+        except ValueError as error:
+            raise FormatError(f"{path} is no .npy file of integers: {error}") from error
+        if found.ndim != 1 or found.dtype.kind not in "iu":
+            raise FormatError(
+                f"{path} holds {found.dtype} of shape {found.shape}; document ids are integers in "
+                "one dimension"
+            )
+    else:
+        lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
+        for number, line in enumerate(lines, 1):
+            if line.strip() and not (line.strip().isascii() and line.strip().isdecimal()):
+                raise FormatError(
+                    f"{path}, line {number}: {line[:40]!r} is no document id; write one number, "
+                    "counted from 0, per line"
+                )
+        found = np.array([int(line) for line in lines if line.strip()], object)
+    if len(found) and not (found.min() >= 0 and found.max() < 1 << 62):
+        raise FormatError(f"{path} has ids from {found.min()} to {found.max()}; ids are 0 or more")
+    return np.unique(found.astype(np.int64))
 
 
 class IndexedDataset(HostNames):
@@ -308,3 +413,102 @@ class IndexedDataset(HostNames):
 def _frozen(array: NDArray[Any]) -> NDArray[Any]:
     array.flags.writeable = False
     return array
+
+
+# ---- Document lengths without documents ---------------------------------------------------------
+
+
+def read_document_lengths(
+    prefix: str | os.PathLike[str],
+) -> NDArray[np.int32] | NDArray[np.int64]:
+    """Tokens per document, straight from the .idx; .bin is not read.
+
+    Args:
+        prefix: of the dataset, with or without ``.idx``; an address, too.
+
+    Returns:
+        int32 ``(num_documents,)``; int64 only when a document has more than 2^31 - 1 tokens.
+
+    Raises:
+        FormatError: the .idx is damaged.
+        OSError: it cannot be read.
+    """
+    return open_index(prefix).document_lengths()
+
+
+def open_index(prefix: str | os.PathLike[str]) -> IndexFile:
+    """The .idx of a dataset, near or far; .bin is not read. Raises as read_document_lengths."""
+    files = prefix_of(prefix)
+    if is_remote(files):
+        files = open_remote_pair(files).local_prefix
+    return IndexFile(path_of(files, ".idx"))
+
+
+def read_lengths_file(path: str | os.PathLike[str]) -> NDArray[Any]:
+    """Tokens per document from a .npy file: ``(num_documents,)``, any integer dtype, mapped.
+
+    Raises:
+        DataError: the file holds something else.
+        OSError: it cannot be read.
+    """
+    try:
+        lengths = np.load(path, mmap_mode="r", allow_pickle=False)
+    except (ValueError, EOFError) as error:
+        raise DataError(f"{path} is not a .npy file of numbers: {error}") from error
+    if not isinstance(lengths, np.ndarray) or lengths.ndim != 1 or lengths.dtype.kind not in "iu":
+        raise DataError(
+            f"{path} does not hold a one-dimensional array of integers, tokens per document"
+        )
+    return lengths
+
+
+# ---- Labels that somebody chose: a second dataset, token by token beside the documents ----------
+
+LabelDocuments: TypeAlias = IndexedDataset | str | os.PathLike[str] | Literal["auto"] | None
+
+
+def open_labels(
+    documents: IndexedDataset, labels: LabelDocuments = "auto"
+) -> IndexedDataset | None:
+    """The labels of these documents, not shifted, negative where a token carries no loss.
+
+    Args:
+        labels: the dataset or its prefix; ``auto`` takes ``<prefix>.labels`` when it is there.
+
+    Returns:
+        None where there are none: every token is then the label of the one before it.
+
+    Raises:
+        IndexMismatchError: the labels were written for other documents.
+        FormatError, OSError: a file is damaged or missing.
+    """
+    if labels == "auto":
+        labels = f"{documents.prefix}.labels"
+        if not IndexedDataset.exists(labels):
+            return None
+    if labels is None:
+        return None
+    if not isinstance(labels, IndexedDataset):
+        labels = IndexedDataset(labels)
+    for name in ("num_documents", "num_tokens"):
+        theirs, ours = getattr(labels, name), getattr(documents, name)
+        if theirs != ours:
+            raise IndexMismatchError(
+                f"labels {labels.prefix} and documents {documents.prefix} do not belong together: "
+                f"{name} is {theirs} and {ours}; write both in one run"
+            )
+    return labels
+
+
+def label_list(labels: Any, num_datasets: int) -> list[LabelDocuments]:
+    """One per dataset; "auto" and None stand for all of them. Raises ConfigError: too few."""
+    if isinstance(labels, (list, tuple)):
+        listed = list(labels)
+    else:
+        listed = [labels] * (num_datasets if labels in ("auto", None) else 1)
+    if len(listed) != num_datasets:
+        raise ConfigError(
+            f"{len(listed)} label datasets for {num_datasets} datasets; give a list with one for "
+            "each, 'auto' or None among them"
+        )
+    return listed

@@ -15,21 +15,19 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from megapack.errors import ConfigError, DataError
-from megapack.storage.input_dataset import InputDataset
-from megapack.storage.lock import WriterLock
-from megapack.storage.meta import (
+from megapack.storage.files import WriterLock
+from megapack.storage.index_file import path_of, pick_dtype
+from megapack.storage.index_writer import DatasetContent, check_prefix, publish_dataset
+from megapack.storage.metadata import (
     TokenFacts,
     check_metadata,
     common_metadata,
     joined_range,
     meta_path,
 )
-from megapack.storage.mmididx import path_of, pick_dtype
-from megapack.storage.publishing import DatasetContent, check_prefix, publish_dataset
 from megapack.storage.remote import is_remote
 from megapack.storage.remote.copies import local_copy, local_output
-from megapack.storage.token_writer import TokenWriter
-from megapack.storage.tokens import TokenLimits
+from megapack.storage.tokens import InputDataset, TokenLimits, TokenWriter
 
 __all__ = ["merge"]
 

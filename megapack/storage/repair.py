@@ -16,14 +16,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megapack.errors import FormatError
-from megapack.storage.atomic import AtomicFile, atomic_write, publish
-from megapack.storage.layout import ArrayLayout, write_index
-from megapack.storage.lock import WriterLock
-from megapack.storage.meta import TokenFacts, checksum, own_metadata, read_meta
-from megapack.storage.mmididx import DTYPE_OF_CODE, HEADER_BYTES, MAGIC, path_of, prefix_of
-from megapack.storage.opening import identity_of, open_regular
-from megapack.storage.publishing import DatasetContent, publish_dataset
-from megapack.storage.replace import target_of
+from megapack.storage.files import (
+    AtomicFile,
+    WriterLock,
+    atomic_write,
+    identity_of,
+    open_regular,
+    publish,
+    target_of,
+)
+from megapack.storage.index_file import DTYPE_OF_CODE, HEADER_BYTES, MAGIC, path_of, prefix_of
+from megapack.storage.index_writer import ArrayLayout, DatasetContent, publish_dataset, write_index
+from megapack.storage.metadata import TokenFacts, checksum, own_metadata, read_meta
 from megapack.storage.survey import Survey, survey
 from megapack.storage.tokens import scan_tokens
 

@@ -16,9 +16,9 @@ import numpy as np
 
 from megapack import _core
 from megapack.errors import FormatError
-from megapack.storage.layout import FileLayout
-from megapack.storage.mmididx import DTYPE_OF_CODE
-from megapack.storage.opening import identity_of, open_regular, read_blocks
+from megapack.storage.files import identity_of, open_regular, read_blocks
+from megapack.storage.index_file import DTYPE_OF_CODE
+from megapack.storage.index_writer import FileLayout
 
 __all__ = ["LEGACY_MAGIC", "Survey", "meaning_of", "survey"]
 

@@ -1,7 +1,4 @@
-"""What megapack-pretrain, megapack-evaluate and megapack-export have in common as commands: their
-options, their errors, and what launchers tell them. Imports nothing heavy: what can be refused
-without torch is refused at once.
-"""
+"""Configurations that come with the package, by name."""
 
 from __future__ import annotations
 
@@ -11,12 +8,17 @@ import importlib.util
 import os
 import socket
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import NoReturn
 
+from megapack.config import load_config, nearest
 from megapack.errors import ConfigError, MegapackError, exit_code
+from megapack.training.config import PretrainConfig
 
-__all__ = ["add_overrides", "command_parser", "free_port", "join", "run_command"]
+# ---- What megapack-pretrain, megapack-evaluate and megapack-export have in common as commands: the
+# options, their errors, and what launchers tell them. Imports nothing heavy: what can be refused
+# without torch is refused at once.
 
 # Before the first import that happens to fail, somewhere below.
 _missing = [
@@ -113,3 +115,28 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("", 0))
         return int(probe.getsockname()[1])
+
+
+_RECIPES = Path(__file__).parents[1] / "configs"
+
+
+def read_config(name: str, overrides: Sequence[str] = ()) -> PretrainConfig:
+    """A run's configuration from a YAML file, or from a recipe that comes with the package.
+
+    Args:
+        name: a path, or the name of a file of ``configs/`` without ``.yaml``.
+        overrides: ``"a.b=value"``.
+
+    Raises:
+        ConfigError: neither, or as ``load_config``.
+        OSError: the file cannot be read.
+    """
+    recipes = {path.stem: path for path in sorted(_RECIPES.glob("*.yaml"))}
+    if not Path(name).is_file():
+        if name not in recipes:
+            raise ConfigError(
+                f"{name} is neither a file nor a recipe{nearest(name, recipes)} (recipes: "
+                f"{', '.join(recipes)})"
+            )
+        return load_config(PretrainConfig, recipes[name], overrides)
+    return load_config(PretrainConfig, name, overrides)

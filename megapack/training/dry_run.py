@@ -12,22 +12,20 @@ import yaml
 
 from megapack.attention import Choice
 from megapack.config import to_dict
+from megapack.data.attention_window import Window
 from megapack.data.report import plan_run
 from megapack.data.run import PlannedRun
+from megapack.data.schedule import StageDraws
 from megapack.data.sequence_parallel import ranks_per_micro_batch
-from megapack.data.stage import StageDraws
-from megapack.data.window import Window
-from megapack.training.config import PretrainConfig
+from megapack.training.config import PretrainConfig, num_warmup_steps
+from megapack.training.engine.deepspeed_config import deepspeed_configuration, describe_reduction
+from megapack.training.engine.directory import plain
+from megapack.training.engine.inputs import check_run, open_inputs, steps_from_lengths
 from megapack.training.model.flops import ModelFlops, peak_by_name, peak_flops
 from megapack.training.model.memory import estimate_memory
 from megapack.training.model.opening import open_model
 from megapack.training.model.training_model import TrainingModel
-from megapack.training.run.deepspeed_config import deepspeed_configuration, describe_reduction
-from megapack.training.run.directory import plain
-from megapack.training.run.inputs import check_run, open_inputs
-from megapack.training.run.learning_rate import num_warmup_steps
-from megapack.training.run.lengths import steps_from_lengths
-from megapack.training.watch.work import segment_lengths
+from megapack.training.monitoring.monitor import segment_lengths
 
 __all__ = ["dry_run"]
 

@@ -25,18 +25,22 @@ from typing import TYPE_CHECKING, Any
 from megapack.data.blend import load_blend
 from megapack.errors import ConfigError
 from megapack.storage import IndexedDataset
-from megapack.storage.atomic import atomic_write
+from megapack.storage.files import atomic_write
 from megapack.training.command import command_parser, join, run_command
 from megapack.training.config import EngineConfig, ModelConfig
-from megapack.training.judge.curves import compare, read_curve
-from megapack.training.judge.lm_eval_bridge import run_lm_eval
-from megapack.training.judge.plots import plot_contexts, plot_curves
-from megapack.training.judge.report import plot_run
-from megapack.training.judge.validation import evaluate_sources, perplexity_by_context
+from megapack.training.engine.inputs import open_validation, open_validation_of_sources
+from megapack.training.engine.world import World, world
+from megapack.training.evaluation.benchmarks import run_lm_eval
+from megapack.training.evaluation.comparison import (
+    compare,
+    plot_contexts,
+    plot_curves,
+    plot_run,
+    read_curve,
+)
+from megapack.training.evaluation.validation import evaluate_sources, perplexity_by_context
 from megapack.training.model.architecture import model_configuration
 from megapack.training.model.opening import compute_dtype, open_model
-from megapack.training.run.inputs import open_validation, open_validation_of_sources
-from megapack.training.run.world import World, world
 
 if TYPE_CHECKING:
     from megapack.data import PackedDataset

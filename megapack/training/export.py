@@ -17,19 +17,19 @@ import sys
 from pathlib import Path
 from tempfile import mkdtemp
 
+from megapack.config import load_config
 from megapack.errors import ResumeError
 from megapack.training.command import add_overrides, command_parser, join, run_command
-from megapack.training.config import PretrainConfig, load_config
+from megapack.training.config import PretrainConfig
+from megapack.training.engine.checkpoint import CheckpointStore, step_of
+from megapack.training.engine.deepspeed_config import zero_3_configuration
+from megapack.training.engine.directory import RunDirectory
+from megapack.training.engine.engine import start_engine
+from megapack.training.engine.export import end_token, export_model, tokenizer_of
+from megapack.training.engine.inputs import open_inputs
+from megapack.training.engine.world import World, world
 from megapack.training.model.architecture import model_configuration
 from megapack.training.model.opening import open_model
-from megapack.training.run.checkpoint import CheckpointStore
-from megapack.training.run.deepspeed_config import zero_3_configuration
-from megapack.training.run.directory import RunDirectory
-from megapack.training.run.engine import start_engine
-from megapack.training.run.export import end_token, export_model, tokenizer_of
-from megapack.training.run.inputs import open_inputs
-from megapack.training.run.manifest import step_of
-from megapack.training.run.world import World, world
 
 
 def main() -> int:

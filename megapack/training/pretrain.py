@@ -19,9 +19,8 @@ import sys
 
 from megapack.config import check_positive
 from megapack.errors import ConfigError
-from megapack.training.command import add_overrides, command_parser, join, run_command
+from megapack.training.command import add_overrides, command_parser, join, read_config, run_command
 from megapack.training.config import PretrainConfig
-from megapack.training.recipes import read_config
 
 LENGTHS = (
     "plan before there are data: a .npy file of tokens per document, or "

@@ -18,19 +18,18 @@ import torch
 
 from megapack.errors import ConfigError, MegapackError, exit_code
 from megapack.training.config import PretrainConfig
+from megapack.training.engine.checkpoint import CheckpointStore, Resume, tags_in
+from megapack.training.engine.deepspeed_config import zero_3_configuration
+from megapack.training.engine.directory import RunDirectory
+from megapack.training.engine.engine import start_engine
+from megapack.training.engine.export import end_token, export_model, tokenizer_of
+from megapack.training.engine.inputs import Inputs, check_run, open_inputs, verify_samples
+from megapack.training.engine.world import World, world
 from megapack.training.model.flops import ModelFlops
 from megapack.training.model.opening import open_model
-from megapack.training.run.checkpoint import CheckpointStore, Resume
-from megapack.training.run.deepspeed_config import zero_3_configuration
-from megapack.training.run.directory import RunDirectory
-from megapack.training.run.engine import start_engine
-from megapack.training.run.export import end_token, export_model, tokenizer_of
-from megapack.training.run.inputs import Inputs, check_run, open_inputs, verify_samples
-from megapack.training.run.manifest import tags_in
-from megapack.training.run.world import World, world
+from megapack.training.monitoring.heartbeat import LOST_CONTACT, Heartbeat
+from megapack.training.monitoring.signals import PREEMPTED, StopSignals
 from megapack.training.trainer import Trainer
-from megapack.training.watch.heartbeat import LOST_CONTACT, Heartbeat
-from megapack.training.watch.signals import PREEMPTED, StopSignals
 
 __all__ = ["start"]
 

@@ -11,9 +11,15 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
 
 from megapack.attention import check_architecture, register
-from megapack.attention.guard import LENGTHS
-from megapack.attention.tiny import CHUNK, EXPERTS, VOCABULARY, WINDOW, tiny_configuration
-from megapack.attention.trace import Row
+from megapack.attention.model_check import (
+    CHUNK,
+    EXPERTS,
+    LENGTHS,
+    VOCABULARY,
+    WINDOW,
+    Row,
+    tiny_configuration,
+)
 from megapack.attention.transformers_interface import _attention_function
 from megapack.errors import ConfigError
 

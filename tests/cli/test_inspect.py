@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from megapack import IndexedDataset, IndexedDatasetBuilder, SampleIndex, pack
-from megapack.cli.inspect_sample import view_sample
+from megapack.cli.inspect import view_sample
 from megapack.cli.main import main
 from tests.reference.gather import NO_LABEL, gather
 

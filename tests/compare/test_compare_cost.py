@@ -10,12 +10,12 @@ from megapack.compare.cost import (
     GPUS,
     MODELS,
     Breakdown,
+    BucketWork,
     Gpu,
     Model,
     TrainingRun,
     estimate,
 )
-from megapack.compare.workload import BucketWork
 
 # One parameter, one layer of width one: operations are 6 per token and 7 per squared token.
 UNIT = Model(name="unit", parameters=1, num_layers=1, attention_width=1)

@@ -18,10 +18,9 @@ from megapack.compare import (
     default_cases,
     parse_case,
 )
-from megapack.compare.export import to_json
-from megapack.compare.html import render
-from megapack.compare.svg import Scale
-from megapack.compare.words import duration, money, percent, short_number
+from megapack.compare.charts import Scale
+from megapack.compare.evaluation import duration, money, percent, short_number
+from megapack.compare.page import render, to_json
 
 RUN = TrainingRun(model=MODELS["125m"], gpu=GPUS["a100"], num_gpus=8, train_tokens=1e9)
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megapack.compare.workload import measure_work
+from megapack.compare.cost import measure_work
 from megapack.packing import SampleIndex, pack
 
 

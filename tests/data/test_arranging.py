@@ -13,15 +13,14 @@ import pytest
 import torch
 
 from megapack.data import PackedDataset, Schedule, build_loader
-from megapack.data.arranging import Arranger, arrange, plan_arrangement
+from megapack.data.arrange import Arranger, arrange, plan_arrangement
 from megapack.errors import ConfigError
-from megapack.packing.shard_manifest import load_shards
 from megapack.packing.shard_packing import pack_shards, plan_packing
+from megapack.packing.sharded import load_shards
 from megapack.packing.verify import verify_shard
 from megapack.storage import IndexedDataset, IndexedDatasetBuilder
-from megapack.storage.findings import has_errors
-from megapack.storage.meta import own_metadata
-from megapack.storage.verify import verify
+from megapack.storage.metadata import own_metadata
+from megapack.storage.verify import has_errors, verify
 from tests.data.corpora import packed_lengths, random_documents, write_documents
 
 BUCKETS = [16, 32, 64]

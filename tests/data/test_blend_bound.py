@@ -16,12 +16,12 @@ from reference import blends
 
 from megapack import _core
 from megapack.data import Schedule
-from megapack.data.streams import bucket_streams, buckets_of, whole_shares
+from megapack.data.bucket_order import bucket_streams, buckets_of, whole_shares
 from megapack.errors import ConfigError
 from megapack.packing import SampleIndex
 from tests.data.corpora import packed_index
 
-BOUND = 1.69  # proven in csrc/core/schedule/blend.hpp and megapack/data/streams.py
+BOUND = 1.69  # proven in csrc/core/schedule/blend.hpp and megapack/data/bucket_order.py
 FAR = 2**53
 SMALL = packed_index(40, (16, 32), 5)
 BUCKETS = [(16, 32, 64), (32, 64), (16, 64)]

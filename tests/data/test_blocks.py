@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megapack import _core
-from megapack.data.blocks import BlockOrder
-from megapack.packing.shards import Arranged
+from megapack.data.sample_order import BlockOrder
+from megapack.packing.sharded import Arranged
 
 
 def order_of(size: int, block: int, window: int) -> BlockOrder:

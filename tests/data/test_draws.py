@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megapack.data import ORDERS
-from megapack.data.draws import DrawOrder
+from megapack.data.bucket_order import DrawOrder
 
 draw_orders = st.builds(
     lambda sizes, order, num_cycles, seed: DrawOrder(

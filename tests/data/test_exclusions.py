@@ -28,7 +28,7 @@ from megapack.data import (
 )
 from megapack.errors import ConfigError, FormatError, ResumeError
 from megapack.packing import SampleIndex, pack
-from megapack.storage.document_list import read_documents
+from megapack.storage.dataset import read_documents
 from tests.data.corpora import (
     index_of,
     packed_index,

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from megapack.data.fetch_ahead import fetching_ahead
+from megapack.data.loader import fetching_ahead
 
 EACH = 1 << 20  # bytes that a micro batch needs
 MOST = 64 * EACH

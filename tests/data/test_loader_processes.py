@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from megapack.data import BucketBatchSampler, PackedDataset, Schedule
-from megapack.data.prefetch import ThreadPrefetcher
+from megapack.data.loader import ThreadPrefetcher
 from megapack.errors import FormatError
 from megapack.packing import SampleIndex
 from tests.data.corpora import STEP_TOKENS

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from reference import programs
 
 from megapack.data import BucketBatchSampler, Ramp, Schedule, Scores, Stage, plan_run
-from megapack.data.source import SampleSource
+from megapack.data.sources import SampleSource
 from megapack.errors import ConfigError, ResumeError
 from megapack.packing import SampleIndex
 from tests.data.corpora import index_of

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from megapack.config import from_dict, to_dict
 from megapack.data import BlendConfig, Ramp, Schedule, Stage, plan_run
-from megapack.data.ramp import ramp_pieces
+from megapack.data.program import ramp_pieces
 from megapack.errors import ConfigError, ResumeError
 from tests.data.corpora import samples_of_buckets
 

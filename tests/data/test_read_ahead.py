@@ -15,7 +15,8 @@ import pytest
 from numpy.typing import NDArray
 from patience import PATIENCE
 
-from megapack.data import BucketBatchSampler, PackedDataset, Schedule, build_loader, read_ahead
+from megapack.data import BucketBatchSampler, PackedDataset, Schedule, build_loader
+from megapack.data import loader as read_ahead
 from megapack.packing import pack
 from megapack.storage import IndexedDataset, IndexedDatasetBuilder
 from tests.data.corpora import (

@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megapack import _core
-from megapack.data import BatchLayout, BucketBatchSampler, PackedDataset, Schedule, dealing
-from megapack.data.dealing import deal
-from megapack.data.sampler import MicroBatch
+from megapack.data import BatchLayout, BucketBatchSampler, PackedDataset, Schedule
+from megapack.data import sampler as dealing
+from megapack.data.sampler import MicroBatch, deal
 from megapack.errors import ConfigError
 from megapack.packing import SampleIndex, pack
 from tests.data.corpora import index_of, packed_index, packed_lengths, write_documents

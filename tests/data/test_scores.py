@@ -15,9 +15,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megapack.data import PackedDataset, Schedule, Scores, Stage, load_blend
-from megapack.data.scores import ScoreOrder
-from megapack.data.source import SampleSource
-from megapack.data.streams import fold_key
+from megapack.data.bucket_order import fold_key
+from megapack.data.sample_order import ScoreOrder
+from megapack.data.sources import SampleSource
 from megapack.errors import ConfigError, FormatError, ResumeError
 from megapack.packing import SampleIndex, pack
 from tests.data.corpora import packed_index, packed_lengths, random_documents, write_documents

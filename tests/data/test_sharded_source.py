@@ -26,15 +26,14 @@ from megapack.data import (
     plan_run,
     unseen_documents,
 )
-from megapack.data.scores import Scores
-from megapack.data.shards import Shards
-from megapack.data.vocabulary import check_token_ids
+from megapack.data.checks import check_token_ids
+from megapack.data.sample_order import Scores
+from megapack.data.sources import Shards
 from megapack.errors import ConfigError, IndexMismatchError, ResumeError
 from megapack.packing import SampleIndex, pack
 from megapack.packing.metrics import DocumentTotals
-from megapack.packing.shard_manifest import load_shards
 from megapack.packing.shard_packing import pack_shards, plan_packing
-from megapack.packing.shards import PackedShard, ShardedIndex
+from megapack.packing.sharded import PackedShard, ShardedIndex, load_shards
 from megapack.storage import IndexedDataset
 from megapack.storage.merge import merge
 from tests.data.corpora import packed_lengths, random_documents, write_documents

@@ -21,8 +21,8 @@ from megapack.data import (
     build_loader,
     load_blend,
 )
-from megapack.data.source import SampleSource
-from megapack.data.window import Bounds, Window, cut_bounds, cut_lengths
+from megapack.data.attention_window import Bounds, Window, cut_bounds, cut_lengths
+from megapack.data.sources import SampleSource
 from megapack.errors import ConfigError, ResumeError
 from megapack.packing import pack
 from tests.data.corpora import packed_lengths, random_documents, write_documents

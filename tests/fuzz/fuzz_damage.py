@@ -19,8 +19,8 @@ import numpy as np
 
 from megapack.errors import MegapackError
 from megapack.packing import pack
-from megapack.packing.shard_manifest import PLAN, plain, save_shards
 from megapack.packing.shard_packing import describe_shard
+from megapack.packing.sharded import PLAN, plain, save_shards
 from megapack.storage import IndexedDataset, IndexedDatasetBuilder
 from megapack.storage.verify import verify
 

@@ -10,9 +10,9 @@ import numpy as np
 
 from fuzz.mutate import mutate
 from megapack.storage import IndexedDataset
-from megapack.storage.input_dataset import InputDataset
-from megapack.storage.mapping import block_checksums
+from megapack.storage.index_file import block_checksums
 from megapack.storage.repair import repair
+from megapack.storage.tokens import InputDataset
 from megapack.storage.verify import verify
 
 BIN = np.arange(40, dtype=np.uint16).tobytes()

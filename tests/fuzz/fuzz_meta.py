@@ -13,8 +13,8 @@ import numpy as np
 from fuzz.mutate import mutate
 from megapack.errors import MegapackError
 from megapack.storage import IndexedDataset, IndexedDatasetBuilder
-from megapack.storage.input_dataset import InputDataset
 from megapack.storage.merge import merge
+from megapack.storage.tokens import InputDataset
 from megapack.storage.verify import verify
 
 _VALUES: list[Any] = [

@@ -12,11 +12,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megapack.errors import ConfigError
-from megapack.integrations import index_cache
+from megapack.integrations import open_rows as index_cache
 from megapack.integrations.index import main as build_indices
-from megapack.integrations.index_cache import Recipe, build_index, cached_index
 from megapack.integrations.manifest import Manifest
-from megapack.integrations.open_rows import open_rows, open_sources
+from megapack.integrations.open_rows import (
+    Recipe,
+    build_index,
+    cached_index,
+    open_rows,
+    open_sources,
+)
 from megapack.integrations.rows import RowOptions
 from megapack.packing import SampleIndex
 from megapack.storage import IndexedDataset

@@ -16,10 +16,10 @@ from torch.utils.data import default_collate
 
 from megapack.errors import ConfigError
 from megapack.integrations.megatron import batch, packed
-from megapack.integrations.megatron.batch import get_batch
-from megapack.integrations.megatron.packed import (
+from megapack.integrations.megatron.batch import (
     context_parallel_indices,
     flatten_rows,
+    get_batch,
     to_packed_seq_params,
 )
 from tests.integrations.harness import run_ranks

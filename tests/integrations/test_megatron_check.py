@@ -16,7 +16,7 @@ import pytest
 from megapack.errors import ConfigError
 from megapack.integrations.megatron import check
 from megapack.integrations.megatron.__main__ import main
-from megapack.integrations.megatron.one_rank import Drawn, RankLayout, RankReport
+from megapack.integrations.megatron.check import Drawn, RankLayout, RankReport
 
 
 def test_help_shows_a_command_and_every_status() -> None:

@@ -18,8 +18,11 @@ from torch.utils.data import DataLoader
 
 from megapack.errors import ConfigError
 from megapack.integrations.megatron.batch import get_batch
-from megapack.integrations.megatron.builder import PackedDatasetBuilder
-from megapack.integrations.megatron.dataset import PackedGPTDataset, context_parallel_alignment
+from megapack.integrations.megatron.dataset import (
+    PackedDatasetBuilder,
+    PackedGPTDataset,
+    context_parallel_alignment,
+)
 from tests.integrations.harness import run_ranks
 from tests.integrations.samples import Tokenizer, make_dataset
 from tests.integrations.stock_sampler import SingleSampler

@@ -17,7 +17,7 @@ from megatron.core import parallel_state
 
 from megapack.errors import ConfigError
 from megapack.integrations.megatron import builder, dataset, swap
-from megapack.integrations.megatron.builder import PackedDatasetBuilder
+from megapack.integrations.megatron.dataset import PackedDatasetBuilder
 from megapack.integrations.megatron.host import batch_sizes
 from megapack.integrations.rebinding import Rebinding
 from tests.integrations.samples import make_dataset

@@ -14,8 +14,7 @@ from megatron.core.datasets import blended_megatron_dataset_builder, gpt_dataset
 
 from megapack.errors import ConfigError
 from megapack.integrations.megatron import install, uninstall
-from megapack.integrations.megatron.builder import PackedDatasetBuilder
-from megapack.integrations.megatron.dataset import PackedGPTDataset
+from megapack.integrations.megatron.dataset import PackedDatasetBuilder, PackedGPTDataset
 from megapack.integrations.megatron.host import version
 from megapack.integrations.megatron.swap import _with_own_get_batch, needs_own_get_batch
 

@@ -21,8 +21,7 @@ from torch.utils.data import default_collate
 
 from megapack.errors import ConfigError
 from megapack.integrations.megatron.attention import PackedCoreAttention, with_packed_attention
-from megapack.integrations.megatron.batch import forward_step
-from megapack.integrations.megatron.packed import flatten_rows, to_packed_seq_params
+from megapack.integrations.megatron.batch import flatten_rows, forward_step, to_packed_seq_params
 from tests.integrations.harness import run_ranks
 from tests.integrations.samples import make_row
 

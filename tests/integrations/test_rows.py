@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
 from megapack.data import PackedDataset, Schedule, Stage, load_blend
-from megapack.data.dealing import equal_groups
+from megapack.data.sampler import equal_groups
 from megapack.errors import ConfigError
 from megapack.integrations.manifest import Manifest, Source
 from megapack.integrations.open_rows import open_rows, open_sources

@@ -21,8 +21,8 @@ from megapack.errors import ConfigError
 from megapack.integrations.manifest import Manifest, Source
 from megapack.integrations.megatron_deepspeed import build_train_valid_test_datasets
 from megapack.integrations.rows import RowOptions
-from megapack.integrations.segments import SIDE_KEYS
 from megapack.integrations.text_rows import (
+    SIDE_KEYS,
     build_text_rows,
     manifest_of_list,
     shared_rows,

@@ -16,7 +16,7 @@ from megapack import units
 from megapack.cli import report
 from megapack.errors import ConfigError
 from megapack.packing import STRATEGIES, SampleIndex, pack
-from megapack.packing.shard_manifest import load_shards
+from megapack.packing.sharded import load_shards
 from megapack.storage import IndexedDataset, IndexedDatasetBuilder
 
 LENGTHS = np.random.default_rng(0).integers(0, 90, 300)

@@ -14,7 +14,7 @@ import xxhash
 from megapack import _core
 from megapack.errors import FormatError, IndexMismatchError
 from megapack.packing import STRATEGIES, SampleIndex, pack
-from megapack.packing.stored import describe_source
+from megapack.packing.sample_index import describe_source
 from megapack.storage import IndexedDataset, IndexedDatasetBuilder
 
 LENGTHS = np.array([5, 0, 12, 3, 40, 8, 8, 1, 16, 2], np.int32)

@@ -13,7 +13,8 @@ from reference.buckets import Rules, drained
 
 from megapack import _core
 from megapack.errors import ConfigError
-from megapack.packing import bucket_choice, pack
+from megapack.packing import pack
+from megapack.packing import strategies as bucket_choice
 from megapack.packing.refine import refine
 
 BUCKETS = [64, 128, 256, 512]

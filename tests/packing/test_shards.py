@@ -17,10 +17,15 @@ from packing_inputs import same_arrays
 from megapack.cli.main import main
 from megapack.errors import ConfigError, FormatError, IndexMismatchError
 from megapack.packing import STRATEGIES, SampleIndex, pack
-from megapack.packing.extents import longest_reach, longest_segment, most_segments
-from megapack.packing.shard_manifest import load_index, load_shards
 from megapack.packing.shard_packing import pack_shards, plan_packing
-from megapack.packing.shards import ShardedIndex
+from megapack.packing.sharded import (
+    ShardedIndex,
+    load_index,
+    load_shards,
+    longest_reach,
+    longest_segment,
+    most_segments,
+)
 from megapack.storage import IndexedDataset, IndexedDatasetBuilder
 
 OPTIONS = {"strategy": "bucket", "buckets": [16, 32, 64], "seed": 3}

@@ -37,9 +37,9 @@ def broken_laws(plan: Any, max_tokens: int, max_degree: int, max_documents: int)
             broken.append(f"{place} holds {tokens} tokens")
         if len(documents) > max_documents:
             broken.append(f"{place} holds {len(documents)} documents")
-    if len(plan.lengths) >= plan.num_ranks * plan.num_micro_batches and max_degree == 1:
-        if len(owner) < plan.num_ranks * plan.num_micro_batches:
-            broken.append("a rank holds nothing in a micro batch, and there are documents for it")
+    places = plan.num_ranks * plan.num_micro_batches
+    if max_degree == 1 and len(owner) < places <= len(plan.lengths):
+        broken.append("a rank holds nothing in a micro batch, and there are documents for it")
     used = {micro_batch for micro_batch, _ in owner}
     if used != set(range(plan.num_micro_batches)):
         broken.append(f"only micro batches {sorted(used)} hold documents")

@@ -15,7 +15,7 @@ from megapack.data import PackedDataset, Schedule, build_loader
 from megapack.packing import pack
 from megapack.storage import IndexedDataset
 from megapack.storage.remote.client import put_object
-from megapack.storage.remote.upload import upload_dataset
+from megapack.storage.remote.copies import upload_dataset
 from tests.data.corpora import packed_lengths, random_documents, write_documents
 
 __all__ = ["address_of", "folder_of", "put_dataset", "run", "write_packed"]

@@ -31,9 +31,9 @@ from megapack.data import PackedDataset, Schedule, build_loader
 from megapack.packing import pack
 from megapack.storage import IndexedDataset, IndexedDatasetBuilder
 from megapack.storage.remote import cache as remote_cache
+from megapack.storage.remote.cache import SparseFile
 from megapack.storage.remote.client import put_object
-from megapack.storage.remote.sparse import SparseFile
-from megapack.storage.remote.upload import upload_dataset
+from megapack.storage.remote.copies import upload_dataset
 from megapack.units import parse_size
 
 MICRO_BATCH = 512

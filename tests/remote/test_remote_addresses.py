@@ -20,8 +20,8 @@ from megapack.cli.main import main
 from megapack.data import PackedDataset, load_blend
 from megapack.errors import ConfigError, FormatError
 from megapack.packing import SampleIndex
-from megapack.packing.shard_manifest import load_shards, save_shards
 from megapack.packing.shard_packing import pack_shards, plan_packing
+from megapack.packing.sharded import load_shards, save_shards
 from megapack.storage import IndexedDataset, read_document_lengths
 from megapack.storage.merge import merge
 from megapack.storage.remote.address import is_below, is_remote, redacted

@@ -20,12 +20,15 @@ from megapack.data import PackedDataset
 from megapack.errors import ConfigError
 from megapack.storage import IndexedDataset
 from megapack.storage.remote import cache as remote_cache
-from megapack.storage.remote.cache import open_cache
+from megapack.storage.remote.cache import (
+    PLANNED_SECONDS,
+    RangeLocks,
+    SparseFile,
+    make_room,
+    open_cache,
+)
 from megapack.storage.remote.checksums import BLOCK_BYTES
-from megapack.storage.remote.eviction import make_room
-from megapack.storage.remote.locks import RangeLocks
-from megapack.storage.remote.sparse import PLANNED_SECONDS, SparseFile
-from megapack.storage.remote.tokens import read_consistently
+from megapack.storage.remote.reader import read_consistently
 from tests.remote.far import put_dataset, run
 
 NUM_BLOCKS = 64
@@ -68,7 +71,7 @@ def test_an_earlier_boot_leaves_nothing_that_counts(
     sparse_file(tmp_path)
     again = SparseFile(tmp_path / "file", NUM_BLOCKS * BLOCK_BYTES, RangeLocks(tmp_path / "locks"))
     assert again.is_here(0, NUM_BLOCKS).all(), "a new process of the same boot must find it"
-    monkeypatch.setattr("megapack.storage.remote.sparse._boot", lambda: b"another boot")
+    monkeypatch.setattr("megapack.storage.remote.cache._boot", lambda: b"another boot")
     after = SparseFile(tmp_path / "file", NUM_BLOCKS * BLOCK_BYTES, RangeLocks(tmp_path / "locks"))
     assert not after.is_here(0, NUM_BLOCKS).any() and not after.data.any()
 
@@ -182,7 +185,7 @@ def test_locks_keep_threads_and_processes_away_and_end_with_their_process(tmp_pa
     locks = RangeLocks(tmp_path / "locks")
     program = (
         "import sys, pathlib\n"
-        "from megapack.storage.remote.locks import RangeLocks\n"
+        "from megapack.storage.remote.cache import RangeLocks\n"
         "with RangeLocks(pathlib.Path(sys.argv[1])).held('file', 10, 5):\n"
         "    print('held', flush=True)\n"
         "    sys.stdin.read()\n"

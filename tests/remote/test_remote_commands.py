@@ -13,8 +13,8 @@ from megapack.errors import FormatError
 from megapack.storage import IndexedDataset
 from megapack.storage.remote import client
 from megapack.storage.remote.client import find_object, put_object, remove_object
-from megapack.storage.remote.opening import fetch_file
-from megapack.storage.remote.upload import upload_dataset
+from megapack.storage.remote.copies import upload_dataset
+from megapack.storage.remote.reader import fetch_file
 from megapack.storage.verify import verify
 from tests.remote.far import address_of, folder_of, run, write_packed
 from tests.remote.stores import EVERY_STORE
@@ -133,7 +133,7 @@ def test_what_is_written_to_an_address_is_what_is_written_here(
         raise ConnectionError("the line is down")
 
     with monkeypatch.context() as patched:  # killed before the last object of the dataset
-        patched.setattr("megapack.storage.remote.upload.put_object", fails)
+        patched.setattr("megapack.storage.remote.copies.put_object", fails)
         assert main([*how, "--output-prefix", target]) == 1
     assert not IndexedDataset.exists(target), "absent until it is complete"
     capsys.readouterr()
@@ -191,7 +191,7 @@ def test_an_upload_that_is_cut_short_leaves_no_dataset(
         put(url, path)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("megapack.storage.remote.upload.put_object", put_once)
+    monkeypatch.setattr("megapack.storage.remote.copies.put_object", put_once)
     with pytest.raises(KeyboardInterrupt):
         upload_dataset(str(tmp_path / "docs"), address)
     assert not IndexedDataset.exists(address)

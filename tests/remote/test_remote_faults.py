@@ -18,7 +18,7 @@ from megapack.errors import ConfigError, FormatError
 from megapack.storage import IndexedDataset
 from megapack.storage.remote import client
 from megapack.storage.remote.client import put_object
-from megapack.storage.remote.upload import upload_dataset
+from megapack.storage.remote.copies import upload_dataset
 from tests.remote.far import address_of, put_dataset, run, write_packed
 from tests.remote.stores import EVERY_STORE
 
@@ -38,7 +38,7 @@ def test_a_store_that_fails_now_and_then_changes_no_batch(
     """Every fifth request: many times what a store does, so that each kind is met."""
     monkeypatch.setattr(client, "FIRST_PAUSE", 0.001)
     monkeypatch.setattr(client, "WRONG_ATTEMPTS", 20)
-    monkeypatch.setattr("megapack.storage.remote.tokens.GAP_BLOCKS", 0)  # more requests
+    monkeypatch.setattr("megapack.storage.remote.reader.GAP_BLOCKS", 0)  # more requests
     address = put_dataset(tmp_path / "docs", 4000)
     line.faults = Faults(**{kind: 0.2})
     assert run(address) == run(tmp_path / "docs")

@@ -19,8 +19,7 @@ from megapack import attention
 from megapack.cli.main import main
 from megapack.data import PackedDataset, Schedule
 from megapack.errors import ConfigError
-from megapack.integrations.megatron.builder import PackedDatasetBuilder
-from megapack.integrations.megatron.dataset import PackedGPTDataset
+from megapack.integrations.megatron.dataset import PackedDatasetBuilder, PackedGPTDataset
 from megapack.integrations.megatron.storage import IndexedDataset
 from megapack.integrations.transformers import MicroBatches, PackedTrainer
 from megapack.packing.shard_packing import pack_shards, plan_packing

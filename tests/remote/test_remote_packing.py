@@ -18,12 +18,12 @@ from megapack.cli.main import main
 from megapack.data import PackedDataset
 from megapack.errors import FormatError
 from megapack.packing import SampleIndex
-from megapack.packing.shard_manifest import load_shards
+from megapack.packing.sharded import load_shards
 from megapack.storage import IndexedDatasetBuilder
 from megapack.storage.remote.client import find_object, put_object
 from megapack.storage.remote.copies import put_object as put_once
-from megapack.storage.remote.opening import fetch_file
-from megapack.storage.remote.upload import upload_dataset
+from megapack.storage.remote.copies import upload_dataset
+from megapack.storage.remote.reader import fetch_file
 from tests.remote.far import address_of, folder_of, run, write_packed
 from tests.remote.stores import EVERY_STORE
 

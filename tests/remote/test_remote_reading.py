@@ -18,13 +18,13 @@ from object_store import Line
 from megapack.data import PackedDataset, Schedule, build_loader, load_blend
 from megapack.errors import ConfigError
 from megapack.packing import SampleIndex
-from megapack.packing.shard_manifest import save_shards
 from megapack.packing.shard_packing import pack_shards, plan_packing
+from megapack.packing.sharded import save_shards
 from megapack.storage import IndexedDataset, IndexedDatasetBuilder, read_document_lengths
 from megapack.storage.remote.checksums import BLOCK_BYTES, SUFFIX
 from megapack.storage.remote.client import remove_object
-from megapack.storage.remote.tokens import blocks_of
-from megapack.storage.remote.upload import upload_dataset
+from megapack.storage.remote.copies import upload_dataset
+from megapack.storage.remote.reader import blocks_of
 from tests.remote.far import address_of, folder_of, put_dataset, run
 from tests.remote.stores import EVERY_STORE
 

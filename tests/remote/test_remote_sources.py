@@ -13,8 +13,8 @@ from object_store import Line
 
 from megapack.cli.main import main
 from megapack.data import PackedDataset
-from megapack.packing.shard_manifest import load_shards
 from megapack.packing.shard_packing import pack_shards, plan_packing
+from megapack.packing.sharded import load_shards
 from megapack.storage import IndexedDataset, IndexedDatasetBuilder
 from megapack.storage.remote.client import put_object, remove_object
 from tests.remote.far import folder_of, signed, write_packed

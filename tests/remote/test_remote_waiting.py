@@ -22,9 +22,9 @@ import pytest
 from object_store import Line
 
 from megapack.data import PackedDataset
-from megapack.data.prefetch import ThreadPrefetcher
+from megapack.data.loader import ThreadPrefetcher
 from megapack.storage import IndexedDataset
-from megapack.storage.remote import pool
+from megapack.storage.remote import cache as pool
 from megapack.storage.remote.cache import open_cache
 from megapack.storage.remote.checksums import BLOCK_BYTES
 from tests.remote.far import put_dataset, run
@@ -150,7 +150,7 @@ def test_another_process_that_stands_still_is_named(
     far.tokens[-1]
     program = (
         "import pathlib, sys\n"
-        "from megapack.storage.remote.locks import RangeLocks\n"
+        "from megapack.storage.remote.cache import RangeLocks\n"
         "with RangeLocks(pathlib.Path(sys.argv[1])).held(sys.argv[2], 0, 3):\n"
         "    print('held', flush=True)\n"
         "    sys.stdin.read()\n"
@@ -200,7 +200,7 @@ def test_requests_that_are_cancelled_at_the_end_are_not_waited_for() -> None:
     program = (
         "import time\n"
         "from concurrent.futures import wait\n"
-        "from megapack.storage.remote.pool import FetchPool\n"
+        "from megapack.storage.remote.cache import FetchPool\n"
         "pool = FetchPool(1)\n"
         "requests = [pool.submit(time.sleep, 0.2) for _ in range(2)]\n"
         "time.sleep(0.1)\n"

@@ -16,7 +16,7 @@ import pytest
 
 from megapack.packing.verify import verify_samples
 from megapack.storage import IndexedDataset, IndexedDatasetBuilder
-from megapack.storage.atomic import AtomicFile, atomic_write
+from megapack.storage.files import AtomicFile, atomic_write
 from megapack.storage.verify import leftovers, verify
 
 
@@ -253,7 +253,7 @@ def test_what_a_killed_writer_left_is_found_and_removed_by_the_next(
 def test_what_a_living_process_writes_is_left_alone(tmp_path: Path) -> None:
     program = (
         "import sys\n"
-        "from megapack.storage.atomic import AtomicFile\n"
+        "from megapack.storage.files import AtomicFile\n"
         "file = AtomicFile(sys.argv[1])\n"
         "file.write(b'slow')\n"
         "print('written', flush=True)\n"

@@ -14,11 +14,11 @@ from pathlib import Path
 import pytest
 
 from megapack.errors import LockedError
-from megapack.storage.lock import WriterLock
+from megapack.storage.files import WriterLock
 
 HOLD = """
 import sys
-from megapack.storage.lock import WriterLock
+from megapack.storage.files import WriterLock
 with WriterLock(sys.argv[1], what="a test", shared="shared" in sys.argv):
     print("held", flush=True)
     sys.stdin.read()
@@ -103,7 +103,7 @@ COUNT = """
 import sys
 from pathlib import Path
 from megapack.errors import LockedError
-from megapack.storage.lock import WriterLock
+from megapack.storage.files import WriterLock
 counter = Path(sys.argv[1])
 done = 0
 while done < 200:

@@ -9,8 +9,13 @@ from pathlib import Path
 import pytest
 
 from megapack.errors import ConfigError
-from megapack.storage.atomic import AtomicFile, atomic_write
-from megapack.storage.replace import TEMPORARY_BYTES, check_target, target_of
+from megapack.storage.files import (
+    TEMPORARY_BYTES,
+    AtomicFile,
+    atomic_write,
+    check_target,
+    target_of,
+)
 
 
 def test_the_same_is_left_alone_another_needs_overwrite(tmp_path: Path) -> None:

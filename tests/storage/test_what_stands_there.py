@@ -13,11 +13,11 @@ from patience import PATIENCE
 
 from megapack.errors import ConfigError, FormatError, LockedError
 from megapack.storage import IndexedDataset, IndexedDatasetBuilder
+from megapack.storage.files import WriterLock
 from megapack.storage.importing import import_dataset
-from megapack.storage.input_dataset import InputDataset
-from megapack.storage.lock import WriterLock
 from megapack.storage.merge import merge
 from megapack.storage.repair import repair
+from megapack.storage.tokens import InputDataset
 from megapack.storage.verify import find_duplicates, verify
 from storage.strategies import SMALL, files, write
 

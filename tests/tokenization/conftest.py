@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from megapack.tokenization.build.config import BuildConfig
-from megapack.tokenization.build.run import BuildResult, build
-from megapack.tokenization.corpus.faults import Faults
+from megapack.tokenization.corpus.documents import Faults
 from megapack.tokenization.corpus.inputs import find_inputs
 from megapack.tokenization.corpus.pieces import InputFile, ReadOptions
+from megapack.tokenization.pipeline.config import BuildConfig
+from megapack.tokenization.pipeline.run import BuildResult, build
 from megapack.tokenization.tokenizers.train import train_tokenizer
 
 from .helpers import Silence, WriteJsonl

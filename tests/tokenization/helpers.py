@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from megapack.execution.work import Counted
+from megapack.executors import Counted
 
 WriteJsonl = Callable[[Path, Iterable[Any]], Path]
 

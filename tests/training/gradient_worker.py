@@ -12,17 +12,17 @@ import torch
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad
 from torch.autograd.graph import save_on_cpu
 
-import megapack.training.run.engine as engine_module
+import megapack.training.engine.engine as engine_module
 from megapack.data import build_loader
 from megapack.training.command import join
 from megapack.training.config import PretrainConfig, load_config
+from megapack.training.engine.deepspeed_config import zero_3_configuration
+from megapack.training.engine.engine import start_engine, train_step
+from megapack.training.engine.inputs import open_inputs
+from megapack.training.engine.world import world
 from megapack.training.model.architecture import model_configuration
 from megapack.training.model.opening import open_model
-from megapack.training.run.deepspeed_config import zero_3_configuration
-from megapack.training.run.engine import start_engine, train_step
-from megapack.training.run.inputs import open_inputs
-from megapack.training.run.world import world
-from megapack.training.watch.batches import TimedBatches
+from megapack.training.trainer import TimedBatches
 
 
 class CountedOffload(save_on_cpu):

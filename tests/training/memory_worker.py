@@ -19,11 +19,11 @@ from torch.distributed._tools.mem_tracker import MemTracker
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megapack.training.config import PretrainConfig, load_config
+from megapack.training.engine.deepspeed_config import zero_3_configuration
+from megapack.training.engine.engine import start_engine
 from megapack.training.model import loss, training_model
 from megapack.training.model.architecture import model_configuration
 from megapack.training.model.opening import build_model, compute_dtype
-from megapack.training.run.deepspeed_config import zero_3_configuration
-from megapack.training.run.engine import start_engine
 
 
 class Visible(torch.autograd.Function):

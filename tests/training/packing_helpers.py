@@ -9,10 +9,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from megapack.training.config import ModelConfig
+from megapack.training.engine.inputs import Inputs
 from megapack.training.model.architecture import model_configuration
 from megapack.training.model.opening import build_model
 from megapack.training.model.training_model import TrainingModel
-from megapack.training.run.inputs import Inputs
 
 VOCAB = 257
 

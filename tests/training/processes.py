@@ -18,7 +18,7 @@ from typing import Any
 from patience import PATIENCE
 from ports import free_port
 
-from megapack.training.run.directory import read_jsonl
+from megapack.training.engine.directory import read_jsonl
 
 ROOT = Path(__file__).parents[2]
 PRETRAIN = ROOT / "launch" / "pretrain.py"

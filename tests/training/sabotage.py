@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
+from megapack.training.engine import engine
+from megapack.training.engine.checkpoint import WrittenFiles
 from megapack.training.model.training_model import TrainingModel
-from megapack.training.run import engine
-from megapack.training.run.written import WrittenFiles
-from megapack.training.watch.batches import TimedBatches
+from megapack.training.trainer import TimedBatches
 
 _NEW_NAMESPACE, _PRIVATE = 0x00020000, 0x44000  # CLONE_NEWNS, MS_REC | MS_PRIVATE
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from megapack.training.watch.batches import TimedBatches
+from megapack.training.trainer import TimedBatches
 
 
 def test_the_next_steps_batch_is_not_waited_for_before_this_steps_update() -> None:

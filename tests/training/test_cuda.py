@@ -19,10 +19,10 @@ from torch.autograd.graph import save_on_cpu
 from torch.nn import functional as F
 
 from megapack.attention import choose_backend
+from megapack.training.engine.directory import RunDirectory, read_jsonl
 from megapack.training.model.architecture import attention_needs
 from megapack.training.model.loss import linear_cross_entropy
 from megapack.training.model.training_model import TrainingModel
-from megapack.training.run.directory import RunDirectory, read_jsonl
 
 from .conftest import Corpus
 from .packing_helpers import documents, pack_documents, tiny_model

@@ -11,10 +11,10 @@ import pytest
 from megapack.data import BucketBatchSampler
 from megapack.training.config import PretrainConfig, load_config
 from megapack.training.dry_run import dry_run
+from megapack.training.engine.inputs import Inputs, open_inputs
 from megapack.training.model.architecture import model_configuration
 from megapack.training.model.flops import ModelFlops
 from megapack.training.model.opening import build_model
-from megapack.training.run.inputs import Inputs, open_inputs
 
 from .conftest import Corpus
 

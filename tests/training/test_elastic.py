@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from patience import PATIENCE, PATIENCE_MINUTES
 
-from megapack.training.run.directory import read_jsonl
+from megapack.training.engine.directory import read_jsonl
 
 from .conftest import Corpus
 from .processes import ROOT, Zygote, environment, kill_launcher, start_run, wait_for

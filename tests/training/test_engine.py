@@ -17,11 +17,11 @@ from megapack.training.config import (
     PretrainConfig,
     load_config,
 )
+from megapack.training.engine.deepspeed_config import check_deepspeed, deepspeed_configuration
+from megapack.training.engine.engine import parameter_groups
+from megapack.training.engine.inputs import open_inputs
 from megapack.training.model.architecture import model_configuration
 from megapack.training.model.opening import build_model
-from megapack.training.run.deepspeed_config import check_deepspeed, deepspeed_configuration
-from megapack.training.run.engine import parameter_groups
-from megapack.training.run.inputs import open_inputs
 
 from .conftest import Corpus
 from .packing_helpers import losses_one_by_one, tiny_model

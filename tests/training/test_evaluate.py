@@ -15,14 +15,14 @@ from megapack.packing import pack
 from megapack.storage import IndexedDataset
 from megapack.training.command import free_port
 from megapack.training.config import EngineConfig
-from megapack.training.judge.validation import (
+from megapack.training.engine.inputs import open_validation
+from megapack.training.engine.world import World
+from megapack.training.evaluation.validation import (
     ValidationResult,
     evaluate,
     perplexity_by_context,
 )
 from megapack.training.model.training_model import TrainingModel
-from megapack.training.run.inputs import open_validation
-from megapack.training.run.world import World
 
 from .conftest import BUCKETS, Corpus
 from .packing_helpers import tiny_model

@@ -17,10 +17,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from megapack.attention import LoadBalancing, token_mask
 from megapack.data import BucketBatchSampler
 from megapack.training.config import ModelConfig, PretrainConfig, load_config
+from megapack.training.engine.inputs import Inputs, open_inputs
 from megapack.training.model.architecture import model_configuration
 from megapack.training.model.opening import build_model
 from megapack.training.model.training_model import TrainingModel
-from megapack.training.run.inputs import Inputs, open_inputs
 from tests.reference.experts import load_balancing_loss
 
 from .conftest import VOCAB, Corpus

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from megapack.errors import ConfigError
 from megapack.packing import pack
 from megapack.storage import IndexedDataset, IndexedDatasetBuilder
-from megapack.training.run.export import end_token, open_tokenizer
+from megapack.training.engine.export import end_token, open_tokenizer
 
 from .processes import PRETRAIN, Zygote
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from megapack.training.watch.heartbeat import LOST_CONTACT
+from megapack.training.monitoring.heartbeat import LOST_CONTACT
 
 from .conftest import Corpus
 from .processes import Zygote, read_log, start_run, wait_for

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from megapack.errors import ConfigError, DataError
-from megapack.training.run.lengths import read_lengths
+from megapack.training.engine.inputs import read_lengths
 
 
 def test_a_law_has_the_mean_and_the_median_that_it_was_asked_for() -> None:

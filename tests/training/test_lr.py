@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megapack.training.config import LearningRateConfig
-from megapack.training.run.learning_rate import learning_rate, num_warmup_steps
+from megapack.training.config import LearningRateConfig, learning_rate, num_warmup_steps
 
 KINDS = ["cosine", "linear", "wsd", "constant"]
 

@@ -18,10 +18,10 @@ from megapack.training.config import (
     PretrainConfig,
     load_config,
 )
+from megapack.training.engine.deepspeed_config import deepspeed_configuration, describe_reduction
 from megapack.training.model.architecture import model_configuration
 from megapack.training.model.memory import MemoryEstimate, estimate_memory
 from megapack.training.model.opening import build_model
-from megapack.training.run.deepspeed_config import deepspeed_configuration, describe_reduction
 
 from .processes import ROOT, Zygote
 from .test_experts import saved

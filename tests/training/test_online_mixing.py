@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import yaml
 
-from megapack.training.run.directory import read_jsonl
+from megapack.training.engine.directory import read_jsonl
 
 from .conftest import Corpus
 from .processes import PRETRAIN, ROOT, Zygote

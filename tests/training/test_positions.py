@@ -8,8 +8,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from megapack.training.config import ModelConfig
-from megapack.training.model.architecture import model_configuration
-from megapack.training.model.positions import position_limit
+from megapack.training.model.architecture import model_configuration, position_limit
 
 PHI: dict[str, Any] = {
     "vocab_size": 64,

@@ -7,7 +7,7 @@ from pathlib import Path
 import yaml
 
 from megapack.data import Schedule, load_blend
-from megapack.training.run.directory import read_jsonl
+from megapack.training.engine.directory import read_jsonl
 
 from .conftest import Corpus
 from .processes import PRETRAIN, Zygote

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from megapack.errors import ConfigError
-from megapack.training.recipes import read_config
+from megapack.training.command import read_config
 
 
 def test_a_recipe_is_found_by_its_name_from_anywhere() -> None:

@@ -14,9 +14,9 @@ import torch
 from patience import PATIENCE_MINUTES
 from safetensors.torch import load_file
 
-from megapack.training.run.directory import RunDirectory, read_jsonl
-from megapack.training.watch.heartbeat import LOST_CONTACT
-from megapack.training.watch.signals import PREEMPTED
+from megapack.training.engine.directory import RunDirectory, read_jsonl
+from megapack.training.monitoring.heartbeat import LOST_CONTACT
+from megapack.training.monitoring.signals import PREEMPTED
 
 from .conftest import Corpus
 from .processes import PRETRAIN, ROOT, Zygote, read_log, start_run, wait_for

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from megapack.errors import DataError
-from megapack.training.judge.curves import Curve, compare, read_curve, smooth
+from megapack.training.evaluation.comparison import Curve, compare, read_curve, smooth
 
 
 def _curve(perplexities: list[float], steps_per_epoch: int) -> Curve:

@@ -17,8 +17,8 @@ from ports import free_port
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from megapack.storage import IndexedDataset
+from megapack.training.engine.directory import read_jsonl
 from megapack.training.model.flops import ModelFlops
-from megapack.training.run.directory import read_jsonl
 
 from .conftest import BUCKETS, Corpus
 from .packing_helpers import tiny_model

@@ -9,7 +9,7 @@ import pytest
 import torch
 from patience import PATIENCE_MINUTES
 
-from megapack.training.run.directory import read_jsonl
+from megapack.training.engine.directory import read_jsonl
 
 from .conftest import Corpus
 from .processes import Zygote, start_run

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from patience import PATIENCE_MINUTES
 
-from megapack.training.run.directory import read_jsonl
+from megapack.training.engine.directory import read_jsonl
 
 from .conftest import Corpus
 from .processes import Zygote, start_run, wait_for

@@ -13,12 +13,12 @@ import yaml
 from megapack.errors import ConfigError
 from megapack.training.config import PretrainConfig, load_config
 from megapack.training.dry_run import dry_run
+from megapack.training.engine.directory import read_jsonl
+from megapack.training.engine.engine import _by_sample
+from megapack.training.engine.inputs import Inputs, open_inputs
 from megapack.training.model.architecture import model_configuration
 from megapack.training.model.opening import build_model
-from megapack.training.run.directory import read_jsonl
-from megapack.training.run.engine import _by_sample
-from megapack.training.run.inputs import Inputs, open_inputs
-from megapack.training.watch.sources import mean_by_source, named_means
+from megapack.training.monitoring.monitor import mean_by_source, named_means
 
 from .conftest import Corpus
 from .packing_helpers import losses_one_by_one

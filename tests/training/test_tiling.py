@@ -12,8 +12,7 @@ from megapack.errors import ConfigError
 from megapack.training.config import DataConfig, EngineConfig, ModelConfig, PretrainConfig
 from megapack.training.model.architecture import model_configuration
 from megapack.training.model.memory import _activations
-from megapack.training.model.opening import build_model
-from megapack.training.model.tiling import num_chunks, tile_mlps
+from megapack.training.model.opening import build_model, num_chunks, tile_mlps
 from megapack.training.model.training_model import TrainingModel
 
 from .packing_helpers import VOCAB, documents, pack_documents, tiny_model

@@ -12,7 +12,7 @@ import pytest
 from patience import PATIENCE, PATIENCE_MINUTES
 from ports import free_port
 
-from megapack.training.run.directory import read_jsonl
+from megapack.training.engine.directory import read_jsonl
 
 from .conftest import Corpus
 from .processes import PRETRAIN, ROOT, Zygote, environment

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from megapack.training.run.directory import RunDirectory
-from megapack.training.watch.ranks import Slowdowns
-from megapack.training.watch.signals import PREEMPTED
+from megapack.training.engine.directory import RunDirectory
+from megapack.training.monitoring.monitor import Slowdowns
+from megapack.training.monitoring.signals import PREEMPTED
 
 from .conftest import Corpus
 from .processes import PRETRAIN, ROOT, Zygote, read_log, start_run, wait_for

@@ -13,13 +13,13 @@ import torch
 
 from megapack.training.command import join
 from megapack.training.config import PretrainConfig, load_config
-from megapack.training.judge.validation import evaluate_sources
+from megapack.training.engine.deepspeed_config import zero_3_configuration
+from megapack.training.engine.engine import start_engine
+from megapack.training.engine.inputs import open_inputs, open_validation
+from megapack.training.engine.world import world
+from megapack.training.evaluation.validation import evaluate_sources
 from megapack.training.model.architecture import model_configuration
 from megapack.training.model.opening import open_model
-from megapack.training.run.deepspeed_config import zero_3_configuration
-from megapack.training.run.engine import start_engine
-from megapack.training.run.inputs import open_inputs, open_validation
-from megapack.training.run.world import world
 
 SOURCES = {"short": [16, 32], "odd": [48, 133]}  # 133 is no multiple of a group's size
 

@@ -28,7 +28,7 @@ import transformers.trainer  # noqa: F401
 from torch.utils.tensorboard import SummaryWriter  # noqa: F401
 
 import megapack.training.dry_run
-import megapack.training.run.export  # noqa: F401
+import megapack.training.engine.export  # noqa: F401
 
 
 def run_child(request: dict[str, Any]) -> None:

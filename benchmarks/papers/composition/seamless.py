@@ -23,7 +23,7 @@ from papers.composition.rows import Row, compared
 
 from megapack import _core
 from megapack.packing import pack
-from megapack.packing.ratios import exact_ratio, largest_overlap
+from megapack.packing.strategies import exact_ratio, largest_overlap
 
 __all__ = ["dropping", "expect_seamless", "figure_3", "measure_seamless", "section_4_8", "table_9"]
 

@@ -25,8 +25,7 @@ from papers.corpus import Corpus
 from papers.runs import Result, Run, Scale, by_name
 from papers.settings import WHOLE, engine
 
-from megapack.training.judge.curves import Curve, compare
-from megapack.training.judge.plots import plot_curves
+from megapack.training.evaluation.comparison import Curve, compare, plot_curves
 
 __all__ = ["EQUAL", "TITLE", "claims", "plots", "rows", "runs"]
 

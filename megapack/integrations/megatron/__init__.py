@@ -14,10 +14,13 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from megapack.integrations.megatron.attention import PackedCoreAttention, with_packed_attention
-    from megapack.integrations.megatron.batch import forward_step, get_batch
-    from megapack.integrations.megatron.builder import PackedDatasetBuilder
-    from megapack.integrations.megatron.dataset import PackedGPTDataset
-    from megapack.integrations.megatron.packed import flatten_rows, to_packed_seq_params
+    from megapack.integrations.megatron.batch import (
+        flatten_rows,
+        forward_step,
+        get_batch,
+        to_packed_seq_params,
+    )
+    from megapack.integrations.megatron.dataset import PackedDatasetBuilder, PackedGPTDataset
     from megapack.integrations.megatron.storage import (
         IndexedDataset,
         IndexedDatasetBuilder,

@@ -1,16 +1,20 @@
-"""A MegatronDataset of packed rows, built by megatron-core's own BlendedMegatronDatasetBuilder.
+"""Weighted --data-path lists, blended inside megapack instead of sample by sample on top of it.
 
-Where GPTDataset stands in a script, this class can stand: the same constructor, the same batch
-keys, and beside them cu_seqlens and max_seqlen as Megatron's packed-sequence path reads them.
+Megatron's BlendedDataset interleaves single samples of its datasets, which would put different
+buckets on different ranks. Here the list becomes one manifest for one dataset, whose blend keeps
+every block of rows in one bucket.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
+import torch.distributed as dist
+from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.megatron_dataset import MegatronDataset
 from megatron.core.datasets.utils import Split
 from numpy.typing import NDArray
@@ -18,13 +22,20 @@ from torch import Tensor
 
 from megapack.data.documents import SourceDocuments
 from megapack.errors import ConfigError
-from megapack.integrations.collation import GatheredRow, new_key, rows_of
 from megapack.integrations.manifest import Manifest
-from megapack.integrations.megatron.host import HOST, BatchSizes, batch_sizes, version
+from megapack.integrations.megatron.host import (
+    HOST,
+    BatchSizes,
+    batch_sizes,
+    script_arguments,
+    version,
+)
 from megapack.integrations.open_rows import open_rows, open_sources
-from megapack.integrations.rows import RowDataset, RowOptions
+from megapack.integrations.rows import GatheredRow, RowDataset, RowOptions, new_key, rows_of
 
-__all__ = ["PackedGPTDataset", "PackedSources", "context_parallel_alignment"]
+# ---- A MegatronDataset of packed rows, built by megatron-core's own BlendedMegatronDatasetBuilder
+# Where GPTDataset stands in a script, this class can stand: the same constructor, the same batch
+# keys, and beside them cu_seqlens and max_seqlen as Megatron's packed-sequence path reads them.
 
 # What --split divides: parts per million of every source's documents, so that a split cuts each
 # source of a blend in the same proportion, whatever their sizes.
@@ -219,3 +230,81 @@ def _refuse_outer_blend(config: Any, index_split: Split) -> None:
             "different ranks; put the sources and their weights into one manifest, or build with "
             "megapack.integrations.megatron.PackedDatasetBuilder (install() sees to it)"
         )
+
+
+Blend = tuple[Sequence[str], Sequence[float] | None]
+
+
+class PackedDatasetBuilder(BlendedMegatronDatasetBuilder):  # type: ignore[misc]  # no stubs
+    """BlendedMegatronDatasetBuilder that folds blends of packed datasets; else unchanged.
+
+    Raises:
+        ConfigError: flags of Megatron-LM's script under which rows would be misread.
+    """
+
+    needs_boundary_flag: ClassVar[bool] = False
+    """Whether Megatron's own get_batch is to read the boundaries (``install()`` knows)."""
+
+    def __init__(
+        self,
+        cls: type[Any],
+        sizes: list[int | None],
+        is_built_on_rank: Callable[[], bool],
+        config: Any,
+        *more: Any,
+        **newer: Any,
+    ) -> None:
+        if isinstance(cls, type) and issubclass(cls, PackedGPTDataset):
+            _check_flags(script_arguments(), boundaries=self.needs_boundary_flag)
+            config = fold_blends(config)
+        super().__init__(cls, sizes, is_built_on_rank, config, *more, **newer)
+
+
+def _check_flags(args: Any | None, *, boundaries: bool) -> None:
+    """Refuse what would train on wrong rows without a word: all such flags at once."""
+    if args is None or not dist.is_initialized():  # nothing is going to be trained here
+        return
+    problems = list(_wrong_flags(args, boundaries=boundaries))
+    if problems:
+        raise ConfigError(". ".join(problems))
+
+
+def _wrong_flags(args: Any, *, boundaries: bool) -> Iterator[str]:
+    if getattr(args, "dataloader_type", None) == "cyclic":
+        yield (
+            "--dataloader-type is cyclic, which would shuffle buckets over ranks; rows are ordered "
+            "already: --dataloader-type single"
+        )
+    flags = ["sft"] if version() < (0, 19) else ["sft", "dataloader_inter_document_masking"]
+    if boundaries and not any(getattr(args, flag, False) for flag in flags):
+        options = " or ".join(f"--{flag.replace('_', '-')}" for flag in reversed(flags))
+        yield (
+            f"get_batch of {HOST} drops cu_seqlens without {options}: attention would cross "
+            f"documents. Add {options}, or run with --own-get-batch no if the script reads "
+            "boundaries by itself"
+        )
+
+
+def fold_blends(config: Any) -> Any:
+    """A copy of a dataset config in which every blend of several prefixes is one manifest.
+
+    Several validation sets (``multiple_validation_sets``) stay apart, as the user wants them.
+    """
+    folded = copy.copy(config)
+    if config.blend is not None:
+        folded.blend = _fold(config.blend)
+    if config.blend_per_split is not None:
+        folded.blend_per_split = [
+            blend
+            if blend is None or (config.multiple_validation_sets and split is Split.valid)
+            else _fold(blend)
+            for split, blend in zip(Split, config.blend_per_split, strict=True)
+        ]
+    return folded
+
+
+def _fold(blend: Blend) -> Blend:
+    prefixes, weights = blend
+    if len(prefixes) == 1:
+        return list(prefixes), None
+    return [Manifest.of_blend(prefixes, weights).to_json()], None

@@ -16,8 +16,7 @@ from typing import Any, Literal
 from megatron.core import parallel_state
 
 from megapack.errors import ConfigError
-from megapack.integrations.megatron.builder import PackedDatasetBuilder
-from megapack.integrations.megatron.dataset import PackedGPTDataset
+from megapack.integrations.megatron.dataset import PackedDatasetBuilder, PackedGPTDataset
 from megapack.integrations.megatron.host import HOST, version
 from megapack.integrations.rebinding import Rebinding
 

@@ -26,10 +26,9 @@ import xxhash
 from numpy.typing import NDArray
 
 from megapack.errors import FormatError
-from megapack.storage.atomic import atomic_write
-from megapack.storage.meta import checksum, has_its_checksums, read_meta
-from megapack.storage.mmididx import path_of
-from megapack.storage.opening import identity_of, open_regular, read_blocks
+from megapack.storage.files import atomic_write, identity_of, open_regular, read_blocks
+from megapack.storage.index_file import path_of
+from megapack.storage.metadata import checksum, has_its_checksums, read_meta
 from megapack.storage.remote.client import WrongBytesError
 
 __all__ = ["BLOCK_BYTES", "SUFFIX", "BlockChecksums", "write_checksums"]

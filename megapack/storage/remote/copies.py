@@ -1,27 +1,25 @@
-"""Whole datasets and files between addresses and this machine, for what works on local files.
-
-Both ways lead through the cache: what is read is fetched there whole, what is to stand at an
-address is written there first. Local prefixes and paths pass as they are.
-"""
+"""A finished local dataset, copied to an address."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import shutil
+import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from megapack.errors import FormatError, MegapackError
-from megapack.storage.mmididx import path_of, prefix_of
+from megapack.storage.index_file import path_of, prefix_of
 from megapack.storage.remote.address import is_remote, split
 from megapack.storage.remote.cache import open_cache
-from megapack.storage.remote.checksums import BLOCK_BYTES, BlockChecksums
-from megapack.storage.remote.client import WrongBytesError, find_object, put_object
-from megapack.storage.remote.opening import RemotePair, exists, open_remote_pair
-from megapack.storage.remote.upload import upload_dataset
+from megapack.storage.remote.checksums import BLOCK_BYTES, SUFFIX, BlockChecksums, write_checksums
+from megapack.storage.remote.client import WrongBytesError, find_object, put_object, remove_object
+from megapack.storage.remote.reader import RemotePair, exists, open_remote_pair
 
-__all__ = ["local_copy", "local_output", "local_output_file"]
+# ---- Whole datasets and files between addresses and this machine, for what works on local files -
+# Both ways lead through the cache: what is read is fetched there whole, what is to stand at an
+# address is written there first. Local prefixes and paths pass as they are.
 
 _CHECKED_BLOCKS = 256  # at once
 
@@ -183,3 +181,31 @@ def _write_size(path: Path, pair: RemotePair) -> None:
 def _written(paths: Iterable[Path], there: list[os.stat_result]) -> list[Path]:
     """Those that are not what was copied from there."""
     return [p for p in paths if not any(os.path.samestat(p.stat(), each) for each in there)]
+
+
+def upload_dataset(prefix: str, address: str) -> None:
+    """Copy a dataset, with checksums of its blocks, to the prefix at an address.
+
+    Whoever looks at any moment finds the old dataset, none, or the new one: the old .idx goes
+    first, and the new one comes last. One writer at a time: an object store has no locks.
+
+    Args:
+        prefix: of the local files.
+        address: prefix of the objects.
+
+    Raises:
+        FormatError: .bin or .idx are not what the meta file says.
+        ConfigError, OSError: a file cannot be read, or an object not be written.
+    """
+    with tempfile.TemporaryDirectory(prefix="megapack-") as folder:
+        sums = Path(folder) / SUFFIX
+        write_checksums(prefix, sums)
+        remove_object(f"{address}.idx")
+        put_object(f"{address}.bin", path_of(prefix, ".bin"))
+        meta = path_of(prefix, ".meta.json")
+        if meta.exists():
+            put_object(f"{address}.meta.json", meta)
+        else:
+            remove_object(f"{address}.meta.json")  # of what stood there before
+        put_object(f"{address}{SUFFIX}", sums)
+        put_object(f"{address}.idx", path_of(prefix, ".idx"))

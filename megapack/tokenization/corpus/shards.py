@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from megapack.errors import ConfigError
 from megapack.tokenization.corpus.pieces import TABLES, InputFile, Piece
-from megapack.tokenization.corpus.tables import open_table
+from megapack.tokenization.corpus.readers import open_table
 
 __all__ = ["MIN_SHARD_BYTES", "Shard", "default_shard_bytes", "plan_shards"]
 

@@ -15,8 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megapack.errors import ConfigError, DataError
-from megapack.tokenization.corpus.blocks import TextBlock
-from megapack.tokenization.corpus.faults import Faults, json_kind
+from megapack.tokenization.corpus.documents import Faults, TextBlock, json_kind
 from megapack.tokenization.tokenizers.coding import Coded, Coder, Frame
 from megapack.tokenization.tokenizers.encoders import Encoder
 

@@ -17,9 +17,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from megapack.errors import ConfigError, DataError
-from megapack.optional import require
-from megapack.tokenization.corpus.faults import json_kind
+from megapack.errors import ConfigError, DataError, require
+from megapack.tokenization.corpus.documents import json_kind
 from megapack.tokenization.tokenizers.chat import (
     ASSISTANT,
     Chat,

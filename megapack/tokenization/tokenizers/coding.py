@@ -10,9 +10,7 @@ from numpy.typing import NDArray
 
 from megapack import _core
 from megapack.errors import DataError
-from megapack.tokenization.corpus.blocks import TextBlock
-from megapack.tokenization.corpus.faults import Faults
-from megapack.tokenization.corpus.split import hashed_split
+from megapack.tokenization.corpus.documents import Faults, TextBlock, hashed_split
 from megapack.tokenization.tokenizers.encoders import Encoder
 from megapack.tokenization.tokenizers.probe import first_difference
 

@@ -16,9 +16,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from megapack.errors import ConfigError, DataError, MegapackError
-from megapack.optional import require
-from megapack.tokenization.corpus.blocks import TextBlock
+from megapack.errors import ConfigError, DataError, MegapackError, require
+from megapack.tokenization.corpus.documents import TextBlock
 from megapack.tokenization.tokenizers.tokenizer import TokenizerFiles
 
 __all__ = [

@@ -9,11 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from megapack.errors import ConfigError, DataError
-from megapack.optional import require
-from megapack.storage.atomic import atomic_write
-from megapack.storage.replace import check_target, target_of
-from megapack.tokenization.corpus.faults import Faults
+from megapack.errors import ConfigError, DataError, require
+from megapack.storage.files import atomic_write, check_target, target_of
+from megapack.tokenization.corpus.documents import Faults
 from megapack.tokenization.corpus.pieces import InputFile, ReadOptions
 from megapack.tokenization.corpus.readers import read_blocks
 from megapack.tokenization.corpus.shards import plan_shards

@@ -9,7 +9,7 @@ from collections.abc import Generator
 
 import pytest
 
-from megapack.tokenization.build.background import ahead
+from megapack.tokenization.pipeline.worker import ahead
 
 
 def counting(closed: list[bool], fail_at: int = 1000) -> Generator[int, None, None]:

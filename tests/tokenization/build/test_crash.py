@@ -26,7 +26,7 @@ pytestmark = pytest.mark.multiprocess
 SLOW_CLI = """
 import sys, time
 from megapack.cli.main import main
-from megapack.tokenization.build import worker
+from megapack.tokenization.pipeline import worker
 original = worker.write_record
 def slow(*args):
     time.sleep(0.1)
@@ -106,7 +106,7 @@ def test_kill_9_and_the_same_command_again_give_the_bytes_of_an_undisturbed_run(
 STUCK_CLI = """
 import ctypes, os, pathlib, sys
 from megapack.cli.main import main
-from megapack.tokenization.build import worker
+from megapack.tokenization.pipeline import worker
 def stuck(*args):
     pathlib.Path(sys.argv[0] + f".{os.getpid()}").touch()
     ctypes.PyDLL(None).sleep(600)
@@ -187,7 +187,7 @@ KILLED_SERVER_CLI = """
 import os, sys
 os.environ["PYTHONPATH"] += os.pathsep + os.path.dirname(__file__)
 from megapack.cli.main import main
-from megapack.tokenization.build import run
+from megapack.tokenization.pipeline import run
 original = run.prepare_processes
 run.prepare_processes = lambda modules: original(["killed", *modules])
 if __name__ == "__main__":

@@ -18,8 +18,8 @@ from peers import peer
 
 from megapack import IndexedDataset
 from megapack.errors import DataError
-from megapack.execution.work import Counted
-from megapack.tokenization.build.run import BuildResult
+from megapack.executors import Counted
+from megapack.tokenization.pipeline.run import BuildResult
 
 from ..helpers import Silence, WriteJsonl
 

@@ -16,9 +16,9 @@ import pytest
 
 from megapack import IndexedDataset
 from megapack.errors import ConfigError, MegapackError
-from megapack.storage.lock import WriterLock
-from megapack.tokenization.build.plan import Plan
-from megapack.tokenization.build.run import BuildResult
+from megapack.storage.files import WriterLock
+from megapack.tokenization.pipeline.plan import Plan
+from megapack.tokenization.pipeline.run import BuildResult
 
 from ..helpers import Silence, WriteJsonl
 

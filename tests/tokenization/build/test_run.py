@@ -16,7 +16,7 @@ from tokenizers import Tokenizer
 
 from megapack import IndexedDataset
 from megapack.errors import ConfigError, DataError, MegapackError
-from megapack.tokenization.build.run import BuildResult
+from megapack.tokenization.pipeline.run import BuildResult
 
 from ..helpers import Silence, WriteJsonl
 
@@ -250,7 +250,7 @@ def test_a_join_that_gives_shards_up_as_it_goes_can_be_stopped_and_loses_nothing
 ) -> None:
     options: dict[str, Any] = {"shard_bytes": 50_000, "split": split}
     calm = run_build(corpus, output_prefix=str(tmp_path / "calm"), **options)
-    monkeypatch.setattr("megapack.tokenization.build.assemble.free_bytes", lambda path: 0)
+    monkeypatch.setattr("megapack.tokenization.pipeline.run.free_bytes", lambda path: 0)
     progress = StopsWhileJoining()
     with pytest.raises(KeyboardInterrupt):
         run_build(corpus, progress=progress, **options)

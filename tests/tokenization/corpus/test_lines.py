@@ -8,7 +8,7 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megapack.tokenization.corpus.lines import line_blocks
+from megapack.tokenization.corpus.readers import line_blocks
 
 
 def lines_of(

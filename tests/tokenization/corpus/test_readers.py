@@ -16,8 +16,7 @@ import pytest
 import zstandard
 
 from megapack.errors import ConfigError, DataError
-from megapack.tokenization.corpus.blocks import TextBlock
-from megapack.tokenization.corpus.faults import Faults
+from megapack.tokenization.corpus.documents import Faults, TextBlock
 from megapack.tokenization.corpus.inputs import find_inputs
 from megapack.tokenization.corpus.pieces import Piece, ReadOptions
 from megapack.tokenization.corpus.readers import read_blocks

@@ -14,10 +14,14 @@ from peers import peer
 
 from megapack import IndexedDataset
 from megapack.errors import ConfigError, DataError
-from megapack.tokenization.build.run import BuildResult
-from megapack.tokenization.corpus.blocks import TextBlock
-from megapack.tokenization.corpus.faults import Faults
-from megapack.tokenization.corpus.split import hashed_split, ordered_split, parse_split
+from megapack.tokenization.corpus.documents import (
+    Faults,
+    TextBlock,
+    hashed_split,
+    ordered_split,
+    parse_split,
+)
+from megapack.tokenization.pipeline.run import BuildResult
 from megapack.tokenization.tokenizers.coding import Frame, TextCoder
 from megapack.tokenization.tokenizers.encoders import Encoder, Ids
 

@@ -16,11 +16,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megapack.errors import DataError
-from megapack.tokenization.corpus.faults import Faults
-from megapack.tokenization.corpus.inputs import find_inputs
+from megapack.tokenization.corpus.documents import Faults
+from megapack.tokenization.corpus.inputs import find_inputs, open_stream
 from megapack.tokenization.corpus.pieces import Piece, ReadOptions
 from megapack.tokenization.corpus.readers import read_blocks
-from megapack.tokenization.corpus.streams import open_stream
 
 TEXT = b"".join(b"line %d of a file that compresses\n" % i for i in range(5000))
 SKIPPABLE = (0x184D2A50).to_bytes(4, "little") + (5).to_bytes(4, "little") + b"notes"

@@ -19,9 +19,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from megapack import IndexedDataset
 from megapack.errors import ConfigError, DataError
-from megapack.tokenization.build.run import BuildResult
-from megapack.tokenization.corpus.faults import Faults
+from megapack.tokenization.corpus.documents import Faults
 from megapack.tokenization.corpus.pieces import InputFile, ReadOptions
+from megapack.tokenization.pipeline.run import BuildResult
 from megapack.tokenization.tokenizers.chat import TemplateError
 from megapack.tokenization.tokenizers.rendering import ChatTemplate
 from megapack.tokenization.tokenizers.train import train_tokenizer

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, pre_tokenizers
 
 from megapack.errors import ConfigError, DataError, MegapackError
-from megapack.tokenization.corpus.blocks import TextBlock
+from megapack.tokenization.corpus.documents import TextBlock
 from megapack.tokenization.corpus.inputs import find_inputs
 from megapack.tokenization.corpus.pieces import InputFile, ReadOptions
 from megapack.tokenization.corpus.shards import plan_shards
@@ -28,8 +28,13 @@ from megapack.tokenization.tokenizers.encoders import (
     open_reference,
     resident_bytes,
 )
-from megapack.tokenization.tokenizers.guard import GuardedEncoder, open_any
-from megapack.tokenization.tokenizers.probe import choose_backend, first_difference, hard_texts
+from megapack.tokenization.tokenizers.probe import (
+    GuardedEncoder,
+    choose_backend,
+    first_difference,
+    hard_texts,
+    open_any,
+)
 from megapack.tokenization.tokenizers.tokenizer import TokenizerFiles
 
 

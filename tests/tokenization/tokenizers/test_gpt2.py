@@ -13,11 +13,10 @@ from peers import peer
 from tokenizers import Tokenizer
 
 from megapack.errors import ConfigError, FormatError
-from megapack.tokenization.build.run import BuildResult
-from megapack.tokenization.corpus.blocks import TextBlock
+from megapack.tokenization.corpus.documents import TextBlock
+from megapack.tokenization.pipeline.run import BuildResult
 from megapack.tokenization.tokenizers.encoders import BACKENDS, open_encoder
-from megapack.tokenization.tokenizers.guard import GuardedEncoder
-from megapack.tokenization.tokenizers.probe import hard_texts
+from megapack.tokenization.tokenizers.probe import GuardedEncoder, hard_texts
 from megapack.tokenization.tokenizers.tokenizer import TokenizerFiles
 
 END = "<|endoftext|>"

@@ -14,10 +14,10 @@ from tokenizers import Tokenizer, models
 
 from megapack import IndexedDataset
 from megapack.errors import ConfigError, FormatError
-from megapack.tokenization.build.run import BuildResult
 from megapack.tokenization.corpus.inputs import find_inputs
 from megapack.tokenization.corpus.pieces import ReadOptions
 from megapack.tokenization.corpus.shards import plan_shards
+from megapack.tokenization.pipeline.run import BuildResult
 from megapack.tokenization.tokenizers.probe import sample_blocks
 from megapack.tokenization.tokenizers.tokenizer import (
     SpecialToken,

@@ -9,7 +9,7 @@ import sentencepiece
 from tokenizers import Tokenizer
 
 from megapack.errors import ConfigError, DataError
-from megapack.tokenization.corpus.faults import Faults
+from megapack.tokenization.corpus.documents import Faults
 from megapack.tokenization.corpus.inputs import find_inputs
 from megapack.tokenization.corpus.pieces import InputFile, ReadOptions
 from megapack.tokenization.tokenizers.train import TrainResult, train_tokenizer

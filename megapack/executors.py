@@ -1,0 +1,291 @@
+"""Shards built by whom one chose: this process, several of this machine, or a Ray cluster."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import multiprocessing
+import multiprocessing.connection
+import os
+import queue
+import signal
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from multiprocessing import forkserver, resource_tracker
+from multiprocessing.connection import Connection
+from typing import Any, Literal, NamedTuple, Protocol, TypeVar
+
+from megapack.errors import MegapackError, require
+
+# ---- What is carried out: a worker that builds shards one by one, and counts what it does -------
+
+R_co = TypeVar("R_co", covariant=True)
+
+
+class Counted(NamedTuple):
+    """Work that was done."""
+
+    documents: int = 0
+    text_bytes: int = 0
+    tokens: int = 0
+
+    def plus(self, more: Counted) -> Counted:
+        return Counted(*(a + b for a, b in zip(self, more, strict=True)))
+
+
+Report = Callable[[Counted], None]  # is told what was done since it was last called
+
+
+class Worker(Protocol[R_co]):
+    """Can be pickled; a process or task has one, and builds many shards with it."""
+
+    @property
+    def threads(self) -> int:
+        """That one shard is worked at with."""
+
+    def build(self, index: int, report: Report) -> R_co:
+        """Build a shard, or find it finished; its record."""
+
+
+# ---- Worker processes of this machine -----------------------------------------------------------
+# Shards go to whoever is free, so that one with long documents holds nobody up.
+
+R = TypeVar("R")
+
+_POLL_SECONDS = 0.2
+
+
+def run_processes(
+    worker: Worker[R], indices: Sequence[int], report: Report, *, num_processes: int, remedy: str
+) -> list[R]:
+    """Build shards in ``num_processes`` processes of this machine; records in their order.
+
+    Args:
+        remedy: what takes less memory, for the message.
+
+    Raises:
+        MegapackError: a worker, or the server that forks them, was killed (out of memory, as a
+            rule).
+        DataError, OSError: what a worker raised; the others stop at their next shard.
+        KeyboardInterrupt: the workers are killed in the middle of their shards.
+    """
+    context = multiprocessing.get_context("forkserver")
+    counters = context.Array("q", len(Counted._fields))
+    alive, here = context.Pipe(duplex=False)  # nobody writes: it ends with this process
+    with (
+        here,
+        ProcessPoolExecutor(
+            num_processes,
+            mp_context=context,
+            initializer=_start_worker,
+            initargs=(worker, counters, alive),
+        ) as pool,
+    ):
+        try:
+            futures = _submit(pool, indices)
+            _watch(futures, counters, report)
+            return [future.result() for future in futures]
+        except BrokenProcessPool as error:
+            raise MegapackError(
+                f"a worker process was killed; the usual reason is memory: use {remedy}. Finished "
+                "shards are kept; run the same command to go on"
+            ) from error
+        except KeyboardInterrupt:
+            here.close()  # which ends the workers: shards may take minutes
+            raise
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+def _submit(pool: ProcessPoolExecutor, indices: Sequence[int]) -> list[Future[Any]]:
+    """Starts the workers as well. Raises BrokenProcessPool if one is killed, as results do."""
+    try:
+        with _uninterrupted():
+            forkserver.ensure_running()
+            return [pool.submit(_work, index) for index in indices]
+    except (EOFError, ConnectionError) as error:  # of the server that forks them
+        raise BrokenProcessPool("the server of the workers was killed") from error
+
+
+def prepare_processes(modules: Sequence[str]) -> None:
+    """Start what will fork the workers: a server without threads that imports what they need, while
+    the build is still being planned. It leaves with this process.
+    """
+    forkserver.set_forkserver_preload([__name__, *modules])
+    with _uninterrupted():
+        forkserver.ensure_running()
+
+
+@contextlib.contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """Ctrl-C waits for the end of the block, and never reaches the processes that it starts: their
+    parent decides what becomes of them.
+    """
+    if threading.current_thread() is not threading.main_thread():  # it gets no signals
+        yield
+        return
+    resource_tracker.ensure_running()  # first: its start ends by letting signals through
+    met: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, _: met.append(number))
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # is inherited
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        signal.signal(signal.SIGINT, before)
+        if met:
+            signal.raise_signal(signal.SIGINT)
+
+
+def _watch(futures: Sequence[Future[R]], counters: Any, report: Report) -> None:
+    """Report what is counted until all shards are done. Raises what a worker raised."""
+    done: queue.SimpleQueue[Future[R]] = queue.SimpleQueue()
+    for future in futures:
+        future.add_done_callback(done.put)
+    num_pending = len(futures)
+    reported = Counted()
+    while num_pending:
+        with contextlib.suppress(queue.Empty):
+            done.get(timeout=_POLL_SECONDS).result()
+            num_pending -= 1
+        with counters.get_lock():
+            now = Counted(*counters)
+        report(Counted(*(a - b for a, b in zip(now, reported, strict=True))))
+        reported = now
+
+
+# The worker process, and what it counts. What the worker needs is loaded by the first task: an
+# error there reaches the parent, unlike one at the start.
+_worker: Worker[Any]
+_counters: Any
+
+
+def _start_worker(worker: Worker[Any], counters: Any, parent: Connection) -> None:
+    global _worker, _counters
+    _end_with(parent)
+    _worker, _counters = worker, counters
+
+
+def _work(index: int) -> Any:
+    return _worker.build(index, _count)
+
+
+def _count(counted: Counted) -> None:
+    with _counters.get_lock():
+        for i, value in enumerate(counted):
+            _counters[i] += value
+
+
+def _end_with(parent: Connection) -> None:
+    """End this process when the one that holds the other end of the pipe ends, in whatever way.
+
+    Linux ends it at once, whatever it is busy with: a thread would have to wait for the
+    interpreter's lock. PR_SET_PDEATHSIG would follow the server that forked this process instead.
+    """
+    if hasattr(fcntl, "F_SETSIG"):
+        with contextlib.suppress(OSError):  # no /proc
+            # The workers share one open file, and an open file signals one process: open it again.
+            own = os.open(f"/proc/self/fd/{parent.fileno()}", os.O_RDONLY | os.O_NONBLOCK)
+            fcntl.fcntl(own, fcntl.F_SETOWN, os.getpid())
+            fcntl.fcntl(own, fcntl.F_SETSIG, signal.SIGKILL)
+            fcntl.fcntl(own, fcntl.F_SETFL, os.O_ASYNC | os.O_NONBLOCK)
+    threading.Thread(target=_wait_for_end, args=(parent,), daemon=True).start()
+
+
+def _wait_for_end(parent: Connection) -> None:
+    multiprocessing.connection.wait([parent])
+    os._exit(1)
+
+
+# ---- Shards on a Ray cluster: one task each, tried again where a node dies ----------------------
+# Every node must see the inputs and the output directory under the same paths.
+
+
+_RETRIES = 10  # of a task whose process or node died; an error in the data is not tried again
+
+
+def run_ray(
+    worker: Worker[R], indices: Sequence[int], report: Report, *, address: str | None
+) -> list[R]:
+    """Build shards on the cluster at ``address``, records in the order of ``indices``.
+
+    Args:
+        address: as ``ray.init`` takes it; None is Ray's own rule (RAY_ADDRESS, or a cluster of this
+            machine alone). A connection that exists already is used.
+
+    Raises:
+        DataError, OSError: what a task raised; the tasks that have not begun are cancelled.
+        MegapackError: ray is not installed.
+    """
+    ray = require("ray", "--executor ray")
+    own_connection = not ray.is_initialized()
+    if own_connection:
+        ray.init(address=address, log_to_driver=False)
+    try:
+        return _run(ray, worker, indices, report)
+    finally:
+        if own_connection:
+            ray.shutdown()
+
+
+def _run(ray: Any, worker: Worker[R], indices: Sequence[int], report: Report) -> list[R]:
+    task = ray.remote(num_cpus=worker.threads, max_retries=_RETRIES)(_build)
+    everywhere = ray.put(worker)
+    running = [task.remote(everywhere, index) for index in indices]
+    pending = list(running)
+    try:
+        while pending:
+            done, pending = ray.wait(pending)
+            for _, counted in ray.get(done):
+                report(counted)
+        return [record for record, _ in ray.get(running)]
+    except ray.exceptions.RayTaskError as error:
+        cause = error.cause
+        raise (cause if isinstance(cause, Exception) else error) from None
+    finally:
+        for reference in pending:
+            ray.cancel(reference)
+
+
+# Of a process, which Ray uses for many tasks.
+_ray_worker: Worker[Any] | None = None
+
+
+def _build(worker: Worker[R], index: int) -> tuple[R, Counted]:
+    """The record, and what was done."""
+    global _ray_worker  # noqa: PLW0603 (a task has no other place that outlives it)
+    if _ray_worker is None or _ray_worker != worker:
+        _ray_worker = worker
+    done = [Counted()]
+    record = _ray_worker.build(index, lambda more: done.append(done.pop().plus(more)))
+    return record, done[0]
+
+
+def carry_out(
+    worker: Worker[R],
+    indices: Sequence[int],
+    report: Report,
+    *,
+    executor: Literal["local", "ray"] = "local",
+    num_processes: int = 1,
+    ray_address: str | None = None,
+    remedy: str = "fewer --workers",
+) -> list[R]:
+    """Records of the shards, in the order of ``indices``.
+
+    Args:
+        executor: processes of this machine, or one task per shard of a Ray cluster.
+        num_processes: of this machine; 1: this one.
+        ray_address, remedy: see ``run_ray`` and ``run_processes``.
+
+    Raises:
+        MegapackError: a worker was killed, or ray is not installed.
+        Exception: what a worker raised.
+    """
+    if executor == "ray":
+        return run_ray(worker, indices, report, address=ray_address)
+    if num_processes == 1:
+        return [worker.build(index, report) for index in indices]
+    return run_processes(worker, indices, report, num_processes=num_processes, remedy=remedy)

@@ -1,0 +1,304 @@
+"""The ``.samples`` file: one format for every strategy.
+
+All numbers little-endian::
+
+    0   8 bytes   magic "MEGASAMP"
+    8   uint32    version (2)
+    12  uint32    0
+    16  uint64    size of the header in bytes
+    24  uint64    xxh3_64 of the header
+    32  header    JSON, UTF-8: what made the index, counts, metrics, and "arrays": name ->
+                  {dtype, shape, offset, xxh64}; offsets count from the start of the file, xxh64
+                  is 16 hexadecimal digits for every 64 KiB of the array
+    ..  arrays    each at a multiple of 64 bytes, gaps zero
+
+A reader maps the file and touches only the header and the arrays along the buckets, whose order it
+checks. The others are compared with their checksums block by block, when something of a block is
+read for the first time (``megapack.storage.index_file``); ``SampleIndex.verify`` compares all of
+it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import struct
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from megapack import __version__
+from megapack.errors import FormatError
+from megapack.packing.checksums import blocks
+from megapack.packing.metrics import COUNTS, LISTS, RATIOS
+from megapack.storage.files import atomic_write
+from megapack.storage.index_file import CheckedArray, map_file
+
+# ---- What the header of a ``.samples`` file must hold: checked when it is opened, relied on later
+
+Check = Callable[[Any], bool]
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and value >= 0  # not bool
+
+
+def _is_ratio(value: Any) -> bool:
+    return type(value) in (int, float) and math.isfinite(value) and value >= 0
+
+
+def _is_parameter(value: Any) -> bool:
+    return value is None or isinstance(value, (str, bool, int, float))
+
+
+def _list_of(check: Check) -> Check:
+    return lambda value: isinstance(value, list) and all(map(check, value))
+
+
+def _mapping_of(check: Check) -> Check:
+    return lambda value: isinstance(value, dict) and all(map(check, value.values()))
+
+
+def _is_parameters(value: Any) -> bool:
+    alignment = value.get("alignment", 1) if isinstance(value, dict) else 1
+    return _mapping_of(_is_parameter)(value) and _is_count(alignment) and alignment > 0
+
+
+FIELDS: dict[str, Check] = {
+    "created_by": _is_text,
+    "strategy": _is_text,
+    "parameters": _is_parameters,
+    "buckets": lambda value: _list_of(_is_count)(value) and min(value, default=0) > 0,
+    "seed": _is_count,
+    "decisions": _mapping_of(_is_text),
+    "num_documents": _is_count,
+    "dropped_tokens": _is_count,
+    "repeated_tokens": _is_count,
+    "source": lambda value: value is None or _mapping_of(_is_text)(value),
+    "metrics": lambda value: isinstance(value, dict),
+    "lengths_fingerprint": _is_text,
+}
+METRICS: dict[str, Check] = {
+    **dict.fromkeys(COUNTS, _is_count),
+    **dict.fromkeys(LISTS, _list_of(_is_count)),
+    **dict.fromkeys(RATIOS, _is_ratio),
+}
+
+
+def find_fault(header: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]]) -> str | None:
+    """What is wrong with a header, as half a sentence, or None: types first, then its counts
+    beside each other and beside the arrays (only the small ones are read)."""
+    for fields, values in ((FIELDS, header), (METRICS, header.get("metrics"))):
+        for name, check in fields.items():
+            if not isinstance(values, Mapping) or name not in values:
+                return f"its header has no {name}"
+            if not check(values[name]):
+                return f"its header says {name} is {str(values[name])[:80]!r}"
+    metrics = header["metrics"]
+    samples = np.diff(arrays["bucket_sample_offsets"]).tolist()
+    placed = metrics["placed_tokens"]
+    expected = {
+        "num_samples": sum(samples),
+        "num_segments": len(arrays["segment_length"]),
+        "samples_per_bucket": samples,
+        "tokens_per_bucket": (metrics["tokens_per_bucket"] + [0] * len(samples))[: len(samples)],
+        "placed_tokens": sum(metrics["tokens_per_bucket"]),
+        "num_tokens": placed - metrics["repeated_tokens"] + metrics["dropped_tokens"],
+        **{name: header[name] for name in ("num_documents", "dropped_tokens", "repeated_tokens")},
+    }
+    for name, value in expected.items():
+        if metrics[name] != value:
+            return f"its header says {name} is {metrics[name]}, its contents say {value}"
+    return None
+
+
+CREATED_BY = f"megapack {__version__}"
+MAGIC = b"MEGASAMP"
+VERSION = 2
+ALIGNMENT = 64
+_PREAMBLE = struct.Struct("<8sIIQQ")
+
+# name -> dtypes it may have
+ARRAYS: dict[str, tuple[str, ...]] = {
+    "bucket_capacity": ("<i8",),
+    "bucket_sample_offsets": ("<i8",),
+    "sample_segment_offsets": ("<i8",),
+    "segment_document": ("<i4", "<i8"),
+    "segment_begin": ("<i4", "<i8"),
+    "segment_length": ("<i4",),
+}
+
+SMALL = ("bucket_capacity", "bucket_sample_offsets")  # read whenever a file is opened
+_SEGMENT_COLUMNS = ("document", "begin", "length")
+_LONGEST = (1 << 31) - 1  # tokens of a sample
+
+
+def write(
+    path: Path,
+    header: Mapping[str, Any],
+    arrays: Mapping[str, NDArray[Any]],
+    checksums: Mapping[str, str],
+) -> None:
+    """Write a file; the arrays go from their memory to the disk without a copy.
+
+    Args:
+        checksums: ``block_checksums`` of the arrays.
+    """
+    table = {
+        name: {
+            "dtype": array.dtype.newbyteorder("<").str,
+            "shape": list(array.shape),
+            "offset": 0,
+            "xxh64": checksums[name],
+        }
+        for name, array in arrays.items()
+    }
+    content = {**header, "arrays": table}
+    # The offsets stand in the header, whose size they decide; twenty digits are room for any.
+    room = len(json.dumps(content).encode()) + 20 * (len(table) + 1)
+    end = _PREAMBLE.size + room
+    for name, array in arrays.items():
+        table[name]["offset"] = end = -(-end // ALIGNMENT) * ALIGNMENT
+        end += array.nbytes
+    content["file_size"] = end
+    encoded = json.dumps(content).encode().ljust(room)
+    with atomic_write(path) as file:
+        digest = xxhash.xxh3_64_intdigest(encoded)
+        file.write(_PREAMBLE.pack(MAGIC, VERSION, 0, len(encoded), digest))
+        file.write(encoded)
+        for name, array in arrays.items():
+            file.write(bytes(int(table[name]["offset"]) - file.tell()))
+            for block in blocks(array):
+                file.write(block)
+
+
+def read(path: Path) -> tuple[dict[str, Any], dict[str, NDArray[Any]]]:
+    """Header and memory-mapped arrays; header and small arrays are sound, the large ones are
+    ``CheckedArray``s, not read yet.
+
+    Raises:
+        FormatError: not a ``.samples`` file, truncated, damaged, or of another version.
+        OSError: the file cannot be opened.
+    """
+    if path.exists() and not path.is_file():
+        raise FormatError(f"{path} is no regular file, so it is not a .samples file")
+    with path.open("rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        header = _read_header(path, file, size)
+        # From the descriptor that was read: the name may belong to another file by now.
+        mapped = map_file(file)
+    table = header.pop("arrays", None)
+    arrays = _map(path, mapped, table)
+    header["checksums"] = {name: table[name]["xxh64"] for name in arrays}
+    for name in SMALL:
+        arrays[name] = np.asarray(arrays[name])
+    _check_small(path, arrays)
+    fault = find_fault(header, arrays)
+    if fault is not None:
+        raise FormatError(f"{path} is damaged: {fault}; pack the dataset again")
+    return header, arrays
+
+
+def _read_header(path: Path, file: IO[bytes], size: int) -> dict[str, Any]:
+    preamble = file.read(_PREAMBLE.size)
+    if preamble[: len(MAGIC)] != MAGIC:
+        raise FormatError(f"{path} does not begin with {MAGIC.decode()}: it is not a .samples file")
+    if len(preamble) < _PREAMBLE.size:
+        raise FormatError(f"{path} is truncated: it has {size} bytes, less than a header")
+    _, version, _, header_size, digest = _PREAMBLE.unpack(preamble)
+    if version != VERSION:
+        remedy = "install a newer megapack, or pack the dataset again"
+        if version < VERSION:
+            remedy = f"pack again: megapack-build pack PREFIX --output {path} --overwrite"
+        raise FormatError(
+            f"{path} has format version {version}; megapack {__version__} reads version "
+            f"{VERSION}: {remedy}"
+        )
+    if _PREAMBLE.size + header_size > size:
+        raise FormatError(
+            f"{path} is truncated: its header of {header_size} bytes does not fit in {size}"
+        )
+    encoded = file.read(header_size)
+    if xxhash.xxh3_64_intdigest(encoded) != digest:
+        raise FormatError(f"{path} is damaged: its header does not match the header's checksum")
+    try:
+        header: dict[str, Any] = json.loads(encoded)
+    except (ValueError, RecursionError) as error:
+        raise FormatError(f"{path} is damaged: its header is not JSON ({error})") from error
+    promised = header.get("file_size") if isinstance(header, dict) else None
+    if type(promised) is not int:
+        raise FormatError(f"{path} is damaged: its header names no file_size")
+    if promised != size:
+        kind = "truncated" if size < promised else "damaged"
+        raise FormatError(f"{path} is {kind}: it has {size} bytes instead of {promised}")
+    return header
+
+
+def _map(path: Path, mapped: NDArray[np.uint8], table: Any) -> dict[str, Any]:
+    arrays: dict[str, Any] = {}
+    free = _PREAMBLE.size  # the arrays follow each other in this order
+    for name, dtypes in ARRAYS.items():
+        match table.get(name) if isinstance(table, dict) else None:
+            case {
+                "dtype": str(kind),
+                "shape": [int(count)],
+                "offset": int(begin),
+                "xxh64": str(sums),
+            }:
+                pass
+            case _:
+                kind, count, begin, sums = "", 0, 0, ""
+        if kind not in dtypes:
+            raise FormatError(f"{path} has no array {name} of dtype {' or '.join(dtypes)}")
+        dtype = np.dtype(kind)
+        end = begin + count * dtype.itemsize
+        if count < 0 or begin < free or begin % ALIGNMENT or end > len(mapped):
+            raise FormatError(
+                f"{path}: array {name} lies at {begin} to {end}, outside of the file or of its "
+                "place in it"
+            )
+        arrays[name] = CheckedArray.of(
+            mapped[begin:end].view(dtype),
+            sums,
+            name=f"{path}: array {name}",
+            remedy="pack the dataset again",
+        )
+        free = end
+    return arrays
+
+
+def _check_small(path: Path, arrays: Mapping[str, NDArray[Any]]) -> None:
+    """What later code relies on without looking: order, and ends where the next array ends."""
+    capacities, samples, segments = (arrays[name] for name in list(ARRAYS)[:3])
+    fits = (
+        len(samples) == len(capacities) + 1 > 1
+        and len(segments) > 0
+        and samples[-1] == len(segments) - 1
+        and all(len(arrays[f"segment_{name}"]) == segments[-1] for name in _SEGMENT_COLUMNS)
+    )
+    if not fits:
+        sizes = ", ".join(f"{name} {len(array)}" for name, array in arrays.items())
+        raise FormatError(f"{path}: its arrays do not belong together ({sizes})")
+    if capacities[0] < 1 or (capacities[1:] <= capacities[:-1]).any() or capacities[-1] > _LONGEST:
+        raise FormatError(
+            f"{path}: bucket_capacity is {_listed(capacities)}; capacities ascend from 1"
+        )
+    if samples[0] != 0 or (samples[1:] < samples[:-1]).any():
+        raise FormatError(
+            f"{path}: bucket_sample_offsets is {_listed(samples)}; offsets never descend from 0"
+        )
+    if segments[0] != 0:
+        raise FormatError(f"{path}: sample_segment_offsets begins with {segments[0]}, not with 0")
+
+
+def _listed(numbers: NDArray[Any]) -> str:
+    return ", ".join(map(str, numbers.tolist()))

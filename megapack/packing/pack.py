@@ -1,0 +1,246 @@
+"""``pack``: document lengths in, SampleIndex out."""
+
+from __future__ import annotations
+
+import numbers
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from megapack import _core
+from megapack.errors import ConfigError, DataError
+from megapack.packing.metrics import DocumentTotals, Lengths
+from megapack.packing.sample_index import SampleIndex
+from megapack.packing.strategies import find_strategy
+from megapack.packing.strategy import Request, Strategy
+
+# ---- Room for segments that begin at multiples of a number, as context parallelism needs them ---
+# A strategy is given every document length rounded up to the alignment, and afterwards the segments
+# their true lengths. Capacities are multiples, so strategies cut at multiples only (the windows of
+# `seamless` begin anywhere, but each is a sample by itself): a document ends inside of its last
+# segment, every other one is full, and a sample whose rounded segments fit holds them with each at
+# a multiple of the alignment. What lies between two of them is padding like any other.
+
+_INT32_MAX = (1 << 31) - 1
+_PIECES = ("atom_size", "min_bucket")  # parameters that say where documents are cut
+
+
+def check_alignment(alignment: int, capacities: list[int], parameters: Mapping[str, Any]) -> None:
+    """Refuse what would cut documents elsewhere than at multiples. Raises ConfigError."""
+    sizes = [("bucket", capacity) for capacity in capacities]
+    sizes += [(name, parameters[name]) for name in _PIECES if parameters.get(name) is not None]
+    for name, size in sizes:
+        if size % alignment:
+            raise ConfigError(f"{name} {size:,} is no multiple of the alignment {alignment:,}")
+
+
+def rounded_up(lengths: Lengths, alignment: int) -> tuple[Lengths, Lengths]:
+    """Every length rounded up, and the lengths themselves, both of a type that holds either."""
+    if alignment == 1:
+        return lengths, lengths
+    if lengths.max(initial=0) > _INT32_MAX - alignment:
+        lengths = lengths.astype(np.int64)
+    return (lengths + (alignment - 1)) // alignment * alignment, lengths
+
+
+def with_true_lengths(arrays: Mapping[str, Any], lengths: Lengths) -> dict[str, Any]:
+    """What a strategy made of rounded lengths, with segments that end where documents do.
+
+    Args:
+        arrays: of a strategy.
+        lengths: the documents' own.
+    """
+    documents, begin = arrays["segment_document"], arrays["segment_begin"]
+    length = np.minimum(arrays["segment_length"], lengths[documents] - begin).astype(np.int32)
+    # Dropped and repeated tokens were counted with the roundings.
+    repeated = _repeated_tokens(documents, begin, length) if arrays["repeated_tokens"] else 0
+    placed = int(length.sum(dtype=np.int64))
+    return {
+        **arrays,
+        "segment_length": length,
+        "repeated_tokens": repeated,
+        "dropped_tokens": int(lengths.sum(dtype=np.int64)) - placed + repeated,
+    }
+
+
+def _repeated_tokens(documents: Lengths, begin: Lengths, length: NDArray[np.int32]) -> int:
+    """How many tokens are in more than one segment, each counted once for every time but one."""
+    order = np.lexsort((begin, documents))
+    begins, ends = begin[order].astype(np.int64), (begin + length)[order].astype(np.int64)
+    same = np.concatenate([[False], np.diff(documents[order]) == 0])
+    # How far the segments before reach, counted in a place of its own for every document.
+    base = np.cumsum(~same) * (ends.max(initial=0) + 1)
+    reached = np.roll(np.maximum.accumulate(base + ends), 1) - base
+    return int(np.where(same, np.minimum(ends, reached) - begins, 0).clip(0).sum())
+
+
+# A histogram of 8 bytes per token of the largest capacity is kept for every pool in work.
+MAX_CAPACITY = 1 << 24
+
+
+@dataclass(frozen=True, kw_only=True)
+class PackingMethod:
+    """How to pack, checked: everything of a packing but its documents and its seed.
+
+    Attributes:
+        strategy: of ``STRATEGIES``.
+        buckets: capacities in tokens, ascending.
+        parameters: all of the strategy's, as an index keeps them; ``alignment`` if it is above 1.
+    """
+
+    strategy: Strategy
+    buckets: list[int]
+    parameters: dict[str, Any]
+
+    @property
+    def alignment(self) -> int:
+        return int(self.parameters.get("alignment", 1))
+
+
+def check_packing(
+    strategy: str,
+    *,
+    buckets: int | Iterable[int],
+    alignment: int = 1,
+    preset: str | None = None,
+    parameters: Mapping[str, Any] | None = None,
+) -> PackingMethod:
+    """Refuse what ``pack`` refuses, before any document is looked at; the arguments are its own.
+
+    Raises:
+        ConfigError: unknown strategy, parameter or preset, a value out of range, bad buckets.
+    """
+    chosen = find_strategy(strategy)
+    capacities = _check_buckets(buckets, chosen)
+    resolved = chosen.resolve(parameters or {}, preset=preset, capacity=capacities[-1])
+    alignment = _integer("alignment", alignment, 1, MAX_CAPACITY)
+    check_alignment(alignment, capacities, resolved)
+    if alignment > 1:
+        resolved["alignment"] = alignment
+    if chosen.check is not None:
+        chosen.check(capacities, resolved)
+    return PackingMethod(strategy=chosen, buckets=capacities, parameters=resolved)
+
+
+def pack(
+    lengths: ArrayLike,
+    strategy: str = "bucket",
+    *,
+    buckets: int | Iterable[int],
+    seed: int = 0,
+    threads: int = 1,
+    alignment: int = 1,
+    preset: str | None = None,
+    progress: Callable[[int, int], None] | None = None,
+    **parameters: Any,
+) -> SampleIndex:
+    """Pack documents into samples.
+
+    A pure function of its arguments: ``threads`` changes the time, never the result.
+
+    Args:
+        lengths: (num_documents,) integers, tokens per document, its end-of-document token
+            included. Documents of length 0 give no segment. int32 is taken without a copy; the
+            index keeps nothing of the array.
+        strategy: a name of ``megapack.packing.STRATEGIES``.
+        buckets: capacities in tokens; one for the strategies of fixed length.
+        seed: every random choice comes from it; 0 to 2**64 - 1.
+        threads: how many threads to use.
+        alignment: samples have room for every segment to begin at a multiple of this (2 x context
+            parallel size), so that ``PackedDataset(alignment=...)`` can place them so. Capacities
+            are multiples of it.
+        preset: the parameters of a paper, where the strategy has them (``"paper"``).
+        progress: called with (work done, all work) a few times a second.
+        **parameters: those of the strategy, see its entry in ``STRATEGIES``.
+
+    Returns:
+        The index, in memory; ``save`` writes it.
+
+    Raises:
+        ConfigError: unknown strategy, parameter or preset, a value out of range, bad buckets.
+        DataError: lengths that are no integers of one dimension, a negative length, or more than
+            2**62 tokens in all.
+    """
+    method = check_packing(
+        strategy, buckets=buckets, alignment=alignment, preset=preset, parameters=parameters
+    )
+    seed = _integer("seed", seed, 0, (1 << 64) - 1)
+    threads = _integer("threads", threads, 1, _INT32_MAX)
+    documents, checked = _check_lengths(lengths, method.buckets[-1])
+    # The array may be the caller's, who may change it later: these totals are all that is kept.
+    totals = DocumentTotals.of(documents, checked)
+    if method.alignment > 1:
+        rounded, documents = rounded_up(documents, method.alignment)
+        checked = _core.DocumentLengths(rounded)
+    arrays = method.strategy.run(
+        Request(
+            lengths=checked,
+            buckets=method.buckets,
+            parameters={p.name: method.parameters[p.name] for p in method.strategy.parameters},
+            seed=seed,
+            threads=threads,
+            progress=progress,
+        )
+    )
+    if len(documents) <= _INT32_MAX:  # the core is wide in both if it is wide in one
+        arrays["segment_document"] = arrays["segment_document"].astype(np.int32, copy=False)
+    if method.alignment > 1:
+        arrays = with_true_lengths(arrays, documents)
+    index = SampleIndex(
+        **{"decisions": {}, **arrays},
+        strategy=strategy,
+        parameters=method.parameters,
+        buckets=method.buckets,
+        seed=seed,
+        documents=totals,
+    )
+    if index.dropped_tokens:  # its arrays alone do not tell which documents lost tokens
+        whole = _core.whole_documents(*index.segment_arrays(), documents)
+        index = replace(index, documents=replace(totals, num_whole=whole))
+    return index
+
+
+def _integer(name: str, value: Any, low: int, high: int) -> int:
+    """A Python or numpy integer in range; no bool, no float that happens to be whole."""
+    if isinstance(value, (bool, np.bool_)) or not isinstance(value, numbers.Integral):
+        raise ConfigError(f"{name} is {value!r}; it must be an integer")
+    if not low <= int(value) <= high:
+        raise ConfigError(f"{name} is {int(value):,}; it must be from {low} to {high:,}")
+    return int(value)
+
+
+def _check_buckets(buckets: int | Iterable[int], strategy: Strategy) -> list[int]:
+    given = list(buckets) if isinstance(buckets, Iterable) else [buckets]
+    if not given:
+        raise ConfigError("buckets is empty; give at least one capacity in tokens")
+    capacities = sorted({_integer("bucket", capacity, 1, MAX_CAPACITY) for capacity in given})
+    if len(capacities) != len(given):
+        raise ConfigError(f"buckets {given} names a capacity twice")
+    if len(capacities) > 1 and not strategy.many_buckets:
+        raise ConfigError(
+            f"strategy {strategy.name!r} has samples of one length; buckets is {given}"
+        )
+    return capacities
+
+
+def _check_lengths(lengths: ArrayLike, capacity: int) -> tuple[Lengths, _core.DocumentLengths]:
+    """The lengths as int32, or int64 where one needs it, and their one check in the core."""
+    array = np.asarray(lengths)
+    if array.size == 0:
+        array = array.astype(np.int32)
+    if array.ndim != 1 or array.dtype.kind not in "iu":
+        raise DataError(
+            f"lengths is of dtype {array.dtype} and shape {array.shape}; it must be a "
+            "one-dimensional array of integers, tokens per document"
+        )
+    if array.dtype not in (np.int32, np.int64, np.uint64):
+        array = array.astype(np.int64)
+    array = np.ascontiguousarray(array)
+    checked = _core.DocumentLengths(array, capacity=capacity)
+    if array.dtype == np.int32:
+        return array, checked
+    array = array.astype(np.int32 if checked.longest <= _INT32_MAX else np.int64)
+    return array, _core.DocumentLengths(array, capacity=capacity)

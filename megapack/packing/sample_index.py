@@ -1,0 +1,404 @@
+"""SampleIndex: which pieces of which documents stand in which sample."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from megapack import _core
+from megapack.errors import FormatError, IndexMismatchError
+from megapack.packing import file_format as samples_format
+from megapack.packing.checksums import lengths_fingerprint
+from megapack.packing.metrics import DocumentTotals, Lengths, compute_metrics
+from megapack.storage.files import check_target
+from megapack.storage.index_file import CheckedArray, block_checksums
+from megapack.storage.remote import is_remote
+from megapack.storage.remote.reader import fetch_file
+
+# ---- Whether an index and what stands on disk already belong together, as sentences -------------
+
+IDX_CHECKSUMS = "idx_xxh64"
+
+
+def describe_source(dataset: Any, prefix: str) -> dict[str, str]:
+    """What a ``.samples`` file says of its documents: fingerprint, prefix, and the checksums of all
+    blocks of the .idx (``idx_xxh64``), which is read for that.
+
+    Args:
+        dataset: an IndexedDataset or an IndexFile.
+        prefix: where to say that it lies.
+    """
+    sums = dataset.idx_checksums
+    return {"fingerprint": dataset.fingerprint, "prefix": str(prefix), IDX_CHECKSUMS: sums}
+
+
+def check_dataset(
+    index: str, documents: DocumentTotals, source: Mapping[str, Any], dataset: Any
+) -> None:
+    """Refuse a dataset other than the one an index was packed from.
+
+    Args:
+        index: what to call it.
+        documents: totals of the documents it was packed from.
+        source: ``describe_source`` of their dataset; may be empty.
+        dataset: an IndexedDataset; what is read of its .idx from then on is compared with the
+            checksums that the source tells.
+
+    Raises:
+        IndexMismatchError: says what differs.
+    """
+    apart = f"{index} and {dataset.prefix} do not belong together"
+    if dataset.num_documents != documents.num_documents:
+        raise IndexMismatchError(
+            f"{apart}: the index was packed from {documents.num_documents:,} documents, the "
+            f"dataset has {dataset.num_documents:,}; pack it again"
+        )
+    recorded = source.get("fingerprint")
+    if recorded is not None:
+        if recorded != dataset.fingerprint:
+            raise IndexMismatchError(
+                f"{apart}: the index was packed from a dataset with fingerprint {recorded} "
+                f"({source.get('prefix')}), this one has {dataset.fingerprint}; pack it again"
+            )
+    elif documents.lengths_fingerprint != lengths_fingerprint(dataset.document_lengths):
+        raise IndexMismatchError(
+            f"{apart}: as many documents, but of other lengths; pack the dataset again"
+        )
+    if IDX_CHECKSUMS in source:
+        dataset.hold_to(source[IDX_CHECKSUMS])
+
+
+def how_it_differs(
+    path: str | os.PathLike[str],
+    *,
+    strategy: str,
+    parameters: Mapping[str, Any],
+    buckets: list[int],
+    seed: int,
+    dataset: str | None,
+    checksums: Mapping[str, str] | None = None,
+    chosen: str | None = None,
+) -> str | None:
+    """What the index in a file was packed from or with instead of this, as a sentence.
+
+    Args:
+        dataset: fingerprint of the documents, or None.
+        checksums: of the arrays it should have; None: whatever follows from the rest.
+        chosen: checksum of the numbers of the documents that are packed; None: all.
+
+    Returns:
+        None: it is what ``pack`` makes of all that, by this release, and it is whole.
+    """
+    try:
+        found, arrays = samples_format.read(Path(path))
+        for array in arrays.values():
+            np.asarray(array)  # compares all of it
+    except FormatError as error:
+        return str(error)
+    release = found["created_by"]
+    pairs = {
+        "another dataset": ((found["source"] or {}).get("fingerprint"), dataset),
+        "other documents of it": ((found["source"] or {}).get("documents"), chosen),
+        "another strategy": (found["strategy"], strategy),
+        "other parameters": (found["parameters"], parameters),
+        "other buckets": (found["buckets"], buckets),
+        "another seed": (found["seed"], seed),
+        f"another release ({release})": (release, samples_format.CREATED_BY),
+    }
+    different = [what for what, (there, wanted) in pairs.items() if there != wanted]
+    if different:
+        return f"it was packed with {' and '.join(different)}"
+    if checksums is not None and found["checksums"] != checksums:
+        return "it holds other samples"
+    return None
+
+
+_HEADER = (
+    *("created_by", "strategy", "parameters", "buckets", "seed", "decisions"),
+    *("num_documents", "dropped_tokens", "repeated_tokens"),
+)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+class SampleIndex:
+    """Samples grouped by bucket, in memory or memory-mapped from a ``.samples`` file.
+
+    Made by ``pack`` or ``SampleIndex.load``. Sample ``i`` has the segments
+    ``sample_segment_offsets[i]`` to ``sample_segment_offsets[i + 1]``; bucket ``b`` has the samples
+    ``bucket_sample_offsets[b]`` to ``bucket_sample_offsets[b + 1]``, buckets in ascending order of
+    capacity. What its segments leave of a sample's capacity is padding. The arrays along samples
+    and segments of an index that was loaded are ``CheckedArray``s: what is read is compared with
+    its checksum.
+
+    Attributes:
+        bucket_capacity: int64 (num_buckets,), tokens.
+        bucket_sample_offsets: int64 (num_buckets + 1,).
+        sample_segment_offsets: int64 (num_samples + 1,).
+        segment_document: int32 (num_segments,); int64 beyond 2**31 - 1 documents.
+        segment_begin: int32 (num_segments,), first token in the document; int64 where a document
+            is longer than 2**31 - 1 tokens.
+        segment_length: int32 (num_segments,), tokens, at least 1.
+        strategy, parameters, buckets, seed: what made it (``buckets`` as it was asked for).
+        decisions: what the strategy decided by itself, and why; name -> sentence.
+        documents: totals of the documents it was packed from.
+        dropped_tokens, repeated_tokens: in no sample, and in more than one.
+        source: of the dataset it was packed from (``describe_source``), or None.
+        created_by: the release that packed it.
+        path: the file it is mapped from, or None.
+    """
+
+    bucket_capacity: NDArray[np.int64]
+    bucket_sample_offsets: NDArray[np.int64]
+    sample_segment_offsets: NDArray[np.int64]
+    segment_document: NDArray[np.int32] | NDArray[np.int64]
+    segment_begin: NDArray[np.int32] | NDArray[np.int64]
+    segment_length: NDArray[np.int32]
+    strategy: str
+    parameters: dict[str, Any]
+    buckets: list[int]
+    seed: int
+    decisions: dict[str, str]
+    documents: DocumentTotals
+    dropped_tokens: int
+    repeated_tokens: int
+    source: dict[str, Any] | None = None
+    created_by: str = samples_format.CREATED_BY
+    path: Path | None = None
+
+    def __post_init__(self) -> None:
+        for name in samples_format.ARRAYS:
+            getattr(self, name).flags.writeable = False
+
+    @property
+    def alignment(self) -> int:
+        """Segments can be placed at multiples of this without leaving their sample's capacity."""
+        return int(self.parameters.get("alignment", 1))
+
+    @property
+    def num_documents(self) -> int:
+        return self.documents.num_documents
+
+    @property
+    def num_tokens(self) -> int:
+        """Of the documents it was packed from."""
+        return self.documents.num_tokens
+
+    @property
+    def num_buckets(self) -> int:
+        return len(self.bucket_capacity)
+
+    @property
+    def num_samples(self) -> int:
+        return len(self.sample_segment_offsets) - 1
+
+    @property
+    def num_segments(self) -> int:
+        return len(self.segment_length)
+
+    def __len__(self) -> int:
+        return self.num_samples
+
+    def __repr__(self) -> str:
+        num, ends = self.num_buckets, self.bucket_capacity[[0, -1]].tolist()
+        buckets = f"bucket of {ends[0]:,}" if num == 1 else f"{num:,} buckets of {ends[0]:,}"
+        up_to = "" if num == 1 else f" to {ends[1]:,}"
+        return (
+            f"SampleIndex({self.strategy}, {buckets}{up_to} tokens, {self.num_samples:,} samples, "
+            f"{self.num_documents:,} documents)"
+        )
+
+    def sample(self, i: int) -> tuple[int, list[tuple[int, int, int]]]:
+        """(bucket, [(document, begin, length), ...]) of sample ``i``. Raises IndexError."""
+        if not -self.num_samples <= i < self.num_samples:
+            raise IndexError(f"sample {i} of an index with {self.num_samples} samples")
+        i %= self.num_samples
+        bucket = int(np.searchsorted(self.bucket_sample_offsets, i, side="right")) - 1
+        segments = slice(*self.sample_segment_offsets[i : i + 2].tolist())
+        columns = (self.segment_document, self.segment_begin, self.segment_length)
+        return bucket, list(zip(*(column[segments].tolist() for column in columns), strict=True))
+
+    def segment_arrays(self) -> tuple[NDArray[Any], ...]:
+        """The arrays in the order in which the C++ core takes them."""
+        return (
+            self.bucket_sample_offsets,
+            self.sample_segment_offsets,
+            self.segment_document,
+            self.segment_begin,
+            self.segment_length,
+        )
+
+    def metrics(self) -> dict[str, Any]:
+        """What the packing is worth; the keys are those of ``compute_metrics``.
+
+        Counted on the first call; an index that was loaded has them in its header.
+        """
+        return dict(self._metrics)
+
+    @cached_property
+    def _metrics(self) -> dict[str, Any]:
+        return compute_metrics(
+            self.bucket_capacity,
+            self.segment_arrays(),
+            self.documents,
+            dropped_tokens=self.dropped_tokens,
+            repeated_tokens=self.repeated_tokens,
+        )
+
+    def label_tokens(self, document_lengths: Lengths) -> NDArray[np.int64]:
+        """Per sample, how many of its tokens have a label: int64 (num_samples,).
+
+        The label of a token is the next token of its document, also where the segment ends before
+        the document does; only the last token of a document has none. ``document_lengths``
+        (num_documents,) are those of the documents this index was packed from.
+
+        Raises:
+            IndexMismatchError: another number of documents.
+        """
+        return _core.label_tokens(*self.segment_arrays(), self._own_lengths(document_lengths))
+
+    def attention_cost(self) -> NDArray[np.int64]:
+        """Per sample, the sum of segment length squared: int64 (num_samples,)."""
+        return _core.attention_cost(self.sample_segment_offsets, self.segment_length)
+
+    def _own_lengths(self, lengths: Lengths) -> Lengths:
+        if len(lengths) != self.num_documents:
+            raise IndexMismatchError(
+                f"the index was packed from {self.num_documents:,} documents; the lengths given "
+                f"are of {len(lengths):,}"
+            )
+        if np.asarray(lengths).dtype == np.int32:
+            return np.ascontiguousarray(lengths, dtype=np.int32)
+        return np.ascontiguousarray(lengths, dtype=np.int64)
+
+    # --- identity -------------------------------------------------------------------------------
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Identity of the content: the same arrays have the same fingerprint, saved or not."""
+        text = "".join(f"{name}:{digest};" for name, digest in self._checksums.items())
+        return xxhash.xxh3_128_hexdigest(text.encode())
+
+    @cached_property
+    def _checksums(self) -> dict[str, str]:
+        """``block_checksums`` of the arrays; of a loaded index those that its header promises."""
+        return {name: block_checksums(a) for name, a in self._arrays.items()}
+
+    @property
+    def _arrays(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in samples_format.ARRAYS}
+
+    def check_source(self, dataset: Any) -> None:
+        """Refuse a dataset other than the one this index was packed from.
+
+        What the fingerprint of the dataset does not cover is compared when it is read: its .idx is
+        held to the checksums that it had when it was packed (``IndexedDataset.hold_to``).
+
+        Args:
+            dataset: an IndexedDataset.
+
+        Raises:
+            IndexMismatchError: says what differs.
+        """
+        check_dataset(str(self.path or "this index"), self.documents, self.source or {}, dataset)
+
+    # --- file -----------------------------------------------------------------------------------
+
+    def save(
+        self, path: str | os.PathLike[str], *, source: Any = None, overwrite: bool = False
+    ) -> bool:
+        """Write the ``.samples`` file; it appears under its name when it is complete.
+
+        Args:
+            path: the file.
+            source: the IndexedDataset it was packed from, or what ``describe_source`` says of
+                it; ``check_source`` compares with it. ``documents`` in the dict is a checksum of
+                the numbers of those that were packed, if not all were.
+            overwrite: replace a file that is another index, or damaged.
+
+        Returns:
+            Whether it was written; False: the same index stands there already.
+
+        Raises:
+            ConfigError: another file stands there and ``overwrite`` is False, or something that is
+                no regular file; there is no such directory; the name is too long.
+            IndexMismatchError: ``source`` has another number of documents.
+            OSError: the file cannot be written.
+        """
+        if source is not None and not isinstance(source, Mapping):
+            self.check_source(source)
+            source = describe_source(source, source.prefix)
+        source = self.source if source is None else dict(source)
+        same = {name: getattr(self, name) for name in ("strategy", "parameters", "buckets", "seed")}
+        recorded, chosen = ((source or {}).get(name) for name in ("fingerprint", "documents"))
+        same |= {"dataset": recorded, "chosen": chosen, "checksums": self._checksums}
+        difference = partial(how_it_differs, path, **same)
+        if not check_target(path, overwrite=overwrite, difference=difference):
+            return False
+        header = {name: getattr(self, name) for name in _HEADER} | {
+            "source": source,
+            "metrics": self._metrics,
+            "lengths_fingerprint": self.documents.lengths_fingerprint,
+        }
+        samples_format.write(Path(path), header, self._arrays, self._checksums)
+        return True
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str], *, verify: bool = False) -> SampleIndex:
+        """Memory-map a ``.samples`` file.
+
+        Args:
+            path: the file; one at an address is copied to the local cache, and verified there.
+            verify: read all of it, and refuse it unless every checksum is right. Without, the
+                header and the arrays along the buckets are checked, and every block of the others
+                when something of it is read for the first time.
+
+        Raises:
+            FormatError: truncated, damaged, of another version, or not a ``.samples`` file.
+            OSError: the file cannot be opened.
+        """
+        if is_remote(path):
+            path = fetch_file(os.fspath(path), lambda copy: cls.load(copy, verify=True))
+        header, arrays = samples_format.read(Path(path))
+        metrics = header["metrics"]
+        documents = DocumentTotals(
+            num_documents=header["num_documents"],
+            num_empty=metrics["num_empty_documents"],
+            num_longer=metrics["num_documents_longer_than_largest_bucket"],
+            num_tokens=metrics["num_tokens"],
+            num_whole=None,
+            lengths_fingerprint=header["lengths_fingerprint"],
+        )
+        values = {**header, **arrays, "documents": documents, "path": Path(path)}
+        index = cls(**{field.name: values[field.name] for field in fields(cls)})
+        vars(index).update(_metrics=metrics, _checksums=header["checksums"])  # need no counting
+        if verify:
+            index.verify()
+        return index
+
+    def verify(self, document_lengths: Lengths | None = None) -> None:
+        """Read everything: the checksums of all arrays and, given the lengths of its documents,
+        that no sample exceeds its capacity and no segment leaves its document.
+
+        Raises:
+            FormatError: says what is damaged.
+            IndexMismatchError: another number of documents.
+        """
+        for array in self._arrays.values():
+            if isinstance(array, CheckedArray):
+                array.verify()
+        if document_lengths is not None:
+            lengths = self._own_lengths(document_lengths)
+            _core.check_laws(self.bucket_capacity, *self.segment_arrays(), lengths)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        if self.path is not None:  # worker processes map the same file
+            return SampleIndex.load, (str(self.path),)
+        return partial(SampleIndex, **{f.name: getattr(self, f.name) for f in fields(self)}), ()

@@ -1,0 +1,459 @@
+"""The shard manifest: one small JSON file that says of every shard of a source what a run must know
+before it opens any of them.
+
+    {"format": "megapack shards", "version": 2, "strategy": "bucket", "parameters": {...},
+     "buckets": [...], "seed": 0, "bucket_capacity": [...], "shards": [
+      {"prefix": "web/000", "samples": "web.shards/000.samples", "num_documents": 81723, ...},
+      ...
+    ], "xxh3": "5e0b..."}
+
+``xxh3`` is of all that stands before it, as ``json.dumps`` writes it (xxh3_64).
+
+A shard's fields are those of ``PackedShard``; paths below the manifest's folder are relative to it,
+so that they move along. A manifest on this machine may name whole paths and addresses as well; one
+that is read from an address names what lies beside or below it and nothing else, since whoever
+wrote it shall not choose what is read here. The file is written last, when all shards are packed:
+it is complete or absent.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from megapack.config import from_dict
+from megapack.errors import ConfigError, FormatError, IndexMismatchError
+from megapack.packing.sample_index import SampleIndex
+from megapack.storage.files import atomic_write, open_regular
+from megapack.storage.remote import is_remote
+from megapack.storage.remote.address import is_below, redacted, split
+from megapack.storage.remote.copies import local_output_file
+from megapack.storage.remote.reader import fetch_file
+
+# ---- ShardedIndex: many datasets, each packed by itself, as one source; nothing of them is read -
+# A source of many .bin/.idx pairs, its shards, is what their merge would be: documents are numbered
+# through the shards, and so are the samples of every bucket: those of the first shard, then those
+# of
+# the second. So whatever speaks of samples and documents of a source (shuffle, cursors, blends,
+# lists
+# of excluded documents, scores) does not know of shards, and every epoch has every sample once.
+#
+# All that a run must know before it draws the first sample stands in the shard manifest
+# (``megapack.packing.sharded``). A shard is opened when a sample of it is needed, and is then
+# compared with what the manifest says of it.
+
+Ids = NDArray[np.int64]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PackedShard:
+    """One dataset and its samples: a row of a shard manifest."""
+
+    prefix: str
+    """Of the .bin/.idx pair."""
+    samples: str
+    """Path of its .samples."""
+    dtype: str
+    num_documents: int
+    num_tokens: int
+    fingerprint: str
+    """Of the documents' layout (``IndexedDataset.fingerprint``), compared whenever it is opened."""
+    samples_fingerprint: str
+    samples_per_bucket: tuple[int, ...]
+    most_segments: tuple[int, ...]
+    """Of one sample, in every bucket."""
+    longest_segment: int
+    """Tokens."""
+    longest_reach: int
+    """The largest begin + length of a segment, tokens of its document."""
+    max_token_id: int | None
+    """Of tokens and labels; None: no meta file tells."""
+    vocab_size: int | None
+    document_end_token: int | None
+    labels: bool
+    """Whether ``<prefix>.labels`` belongs to it."""
+
+    def absolute(self) -> PackedShard:
+        """The same, found from any directory."""
+        return replace(self, prefix=place(self.prefix), samples=place(self.samples))
+
+
+def place(path: str) -> str:
+    """The same for two ways to write one path; of an object store it is written whole."""
+    return path if is_remote(path) else os.path.abspath(path)  # noqa: PTH100 (links stay)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arranged:
+    """That a source was arranged (``megapack-build arrange``), and how later epochs are drawn."""
+
+    source: str
+    """Fingerprint of the source that it was made of."""
+    seed: int
+    """Of its order."""
+    block_tokens: int
+    window_blocks: int
+
+
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+class ShardedIndex:
+    """What a ``SampleIndex`` says of itself, of all shards together.
+
+    Attributes:
+        path: of the shard manifest; its address, a str, where that is remote.
+        shards: in their order; all of the manifest, or some that follow each other.
+        strategy, parameters, buckets, seed: how each of them was packed.
+        bucket_capacity: int64 (num_buckets,), tokens.
+        arranged: the order in which its samples lie, if they lie in one.
+    """
+
+    path: Path | str
+    shards: tuple[PackedShard, ...]
+    strategy: str
+    parameters: Mapping[str, Any]
+    buckets: Sequence[int]
+    seed: int
+    bucket_capacity: NDArray[np.int64]
+    arranged: Arranged | None = None
+
+    def __repr__(self) -> str:
+        return (
+            f"ShardedIndex({self.path}: {len(self.shards):,} shards, {self.num_samples:,} samples, "
+            f"{self.num_documents:,} documents)"
+        )
+
+    # --- what a SampleIndex has ------------------------------------------------------------------
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Identity of documents and samples of all shards, and how many there are."""
+        text = "".join(f"{s.fingerprint}:{s.samples_fingerprint};" for s in self.shards)
+        order = "" if self.arranged is None else ", arranged"
+        return f"{xxhash.xxh3_128_hexdigest(text.encode())} of {len(self.shards)} shards{order}"
+
+    @property
+    def alignment(self) -> int:
+        """As of a SampleIndex."""
+        return int(self.parameters.get("alignment", 1))
+
+    @cached_property
+    def bucket_sample_offsets(self) -> Ids:
+        """int64 (num_buckets + 1,)."""
+        return _offsets(self._counts.sum(axis=0))
+
+    @property
+    def num_samples(self) -> int:
+        return int(self.bucket_sample_offsets[-1])
+
+    @property
+    def num_documents(self) -> int:
+        return int(self.first_documents[-1])
+
+    @cached_property
+    def num_tokens(self) -> int:
+        """Of the documents."""
+        return sum(shard.num_tokens for shard in self.shards)
+
+    def verify(self) -> None:
+        """Read all samples of all shards. Raises FormatError, IndexMismatchError, OSError."""
+        for number in range(len(self.shards)):
+            self.open(number).verify()
+
+    # --- shards ----------------------------------------------------------------------------------
+
+    @cached_property
+    def first_documents(self) -> Ids:
+        """int64 (num_shards + 1,): the number of every shard's first document in the source."""
+        return _offsets(np.array([shard.num_documents for shard in self.shards], np.int64))
+
+    @cached_property
+    def runs(self) -> tuple[Ids, Ids, Ids]:
+        """Samples of the source that are consecutive samples of one shard, in their order.
+
+        Returns:
+            int64 (runs + 1,), their first numbers in the source, and how many samples it has;
+            int64 (runs,), the shard of each; int64 (runs,), the number of the first one there.
+        """
+        counts = self._counts
+        own = np.cumsum(counts, axis=1) - counts  # a shard's samples go on from bucket to bucket
+        bucket, shard = np.nonzero(counts.T)  # bucket after bucket, in each shard after shard
+        return _offsets(counts[shard, bucket]), shard, np.ascontiguousarray(own[shard, bucket])
+
+    def open(self, number: int) -> SampleIndex:
+        """The samples of one shard, mapped.
+
+        Raises:
+            IndexMismatchError: the file is not the one that the manifest speaks of.
+            FormatError, OSError: it is damaged or missing.
+        """
+        shard = self.shards[number]
+        index = SampleIndex.load(shard.samples)
+        counts = tuple(np.diff(index.bucket_sample_offsets).tolist())
+        if (index.fingerprint, counts) != (shard.samples_fingerprint, shard.samples_per_bucket):
+            raise IndexMismatchError(
+                f"{shard.samples} holds other samples than {self.path} says: it was packed again; "
+                "restore it, or pack all shards again with --overwrite"
+            )
+        return index
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Absolute: a worker may have another working directory.
+        state = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {**state, "shards": tuple(shard.absolute() for shard in self.shards)}
+
+    @cached_property
+    def _counts(self) -> Ids:
+        """(num_shards, num_buckets) samples."""
+        return np.array([shard.samples_per_bucket for shard in self.shards], np.int64)
+
+
+# The samples of one source.
+SourceIndex: TypeAlias = "SampleIndex | ShardedIndex"
+
+
+def _offsets(counts: Ids) -> Ids:
+    return np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
+
+
+SUFFIX = ".shards.json"
+FORMAT = "megapack shards"
+VERSION = 2
+# How shards are packed: the same for all of them.
+PLAN = ("strategy", "parameters", "buckets", "seed", "bucket_capacity")
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and value >= 0  # not bool
+
+
+def _is_known(value: Any) -> bool:
+    return value is None or type(value) is int
+
+
+def _are_counts(value: Any) -> bool:
+    return isinstance(value, list) and all(map(_is_count, value))
+
+
+_CHECKS: dict[str, Callable[[Any], bool]] = {
+    "str": _is_text,
+    "int": _is_count,
+    "int | None": _is_known,
+    "tuple[int, ...]": _are_counts,
+    "bool": lambda value: type(value) is bool,
+}
+_FIELDS = {field.name: _CHECKS[str(field.type)] for field in dataclasses.fields(PackedShard)}
+_PATHS = ("prefix", "samples")
+
+
+def is_shard_manifest(path: str | os.PathLike[str]) -> bool:
+    """Whether a name is that of a shard manifest."""
+    return os.fspath(path).endswith(SUFFIX)
+
+
+def load_index(
+    path: str | os.PathLike[str], shards: Sequence[int] | None = None
+) -> SampleIndex | ShardedIndex:
+    """The samples of a source: a .samples file, or a shard manifest; ``shards`` as in
+    ``load_shards``. Raises as ``SampleIndex.load`` and ``load_shards`` do."""
+    if is_shard_manifest(path):
+        return load_shards(path, shards)
+    if shards is not None:
+        raise ConfigError(f"{os.fspath(path)} is no shard manifest; leave out shards")
+    return SampleIndex.load(path)
+
+
+def load_shards(path: str | os.PathLike[str], shards: Sequence[int] | None = None) -> ShardedIndex:
+    """Read a shard manifest; no file of a shard is opened.
+
+    Args:
+        path: of the manifest, or its address.
+        shards: take those from the first of these numbers up to the second; None: all.
+
+    Raises:
+        FormatError: it is no shard manifest, of another version, or damaged.
+        ConfigError: it has not so many shards.
+        OSError: it cannot be read.
+    """
+    path = manifest_path(path)
+    with open_regular(fetch_file(path) if isinstance(path, str) else path) as file:
+        encoded = file.readall()
+    try:
+        content = json.loads(encoded)
+    except (ValueError, RecursionError) as error:
+        raise FormatError(f"{path} is no valid JSON ({error}); pack the shards again") from error
+    if not isinstance(content, dict) or content.get("format") != FORMAT:
+        raise FormatError(f"{path} is no shard manifest of megapack")
+    if content.get("version") != VERSION:
+        raise FormatError(
+            f"{path} has version {content.get('version')!r}; this megapack reads {VERSION}: pack "
+            f"again, megapack-build pack PREFIX ... --output {path} --overwrite"
+        )
+    if content.pop("xxh3", None) != _digest(content):
+        raise FormatError(
+            f"{path} is damaged, or was edited: it does not have its checksum; restore it, or pack "
+            "the datasets again"
+        )
+    rows = content.get("shards")
+    if not isinstance(rows, list) or not rows or any(name not in content for name in PLAN):
+        raise FormatError(f"{path} is damaged: it lacks shards or how they were packed")
+    begin, end = shards or (0, len(rows))
+    if not 0 <= begin < end <= len(rows):
+        raise ConfigError(f"shards [{begin}, {end}) of {path}, which has {len(rows)}")
+    num_buckets = len(content["bucket_capacity"])
+    found = [
+        _shard(path, number, row, num_buckets) for number, row in enumerate(rows[begin:end], begin)
+    ]
+    return ShardedIndex(
+        path=path,
+        arranged=_arranged(path, content.get("arranged")),
+        shards=tuple(found),
+        bucket_capacity=np.array(content["bucket_capacity"], np.int64),
+        **{name: content[name] for name in ("strategy", "parameters", "buckets", "seed")},
+    )
+
+
+def manifest_path(path: str | os.PathLike[str]) -> Path | str:
+    """A Path; of an address it is a str."""
+    return os.fspath(path) if is_remote(path) else Path(path)
+
+
+def _folder_of(path: Path | str) -> str:
+    return split(path)[0] if isinstance(path, str) else str(path.parent)
+
+
+def _arranged(path: Path | str, value: Any) -> Arranged | None:
+    if value is None:
+        return None
+    try:
+        return from_dict(Arranged, value, where=f"{path}: arranged")
+    except ConfigError as error:
+        raise FormatError(f"{path} is damaged: {error}") from error
+
+
+def _shard(path: Path | str, number: int, row: Any, num_buckets: int) -> PackedShard:
+    values = row if isinstance(row, dict) else {}
+    for name, check in _FIELDS.items():
+        if not check(values.get(name, ...)):
+            raise FormatError(
+                f"{path} is damaged: shard {number} says {name} is {values.get(name)!r}"
+            )
+    counts = tuple(values["samples_per_bucket"])
+    most = tuple(values["most_segments"])
+    if len(counts) != num_buckets or len(most) != num_buckets:
+        raise FormatError(f"{path} is damaged: shard {number} has counts of {len(counts)} buckets")
+    where = {name: _located(path, number, values[name]) for name in _PATHS}
+    known = {name: values[name] for name in _FIELDS}
+    return PackedShard(**{**known, **where, "samples_per_bucket": counts, "most_segments": most})
+
+
+def _located(manifest: Path | str, number: int, text: str) -> str:
+    """A path of a manifest, from here. Raises FormatError: it leads where it may not."""
+    folder = _folder_of(manifest)
+    try:
+        whole = is_remote(text)
+    except ConfigError as error:
+        raise FormatError(f"{manifest} is damaged: shard {number}: {error}") from error
+    if isinstance(manifest, str):
+        found = text if whole else f"{folder}/{text}"
+        inside = is_below(folder, found)
+    else:
+        found = text if whole else os.path.normpath(os.path.join(folder, text))  # noqa: PTH118 (fast)
+        inside = whole or text.startswith("/") or ".." not in text.split("/")
+    if not inside:
+        raise FormatError(
+            f"{manifest}: shard {number} names {redacted(text)}, which is not below {folder}: what "
+            "a manifest names lies beside or below it (on this machine it may be named by a whole "
+            "path or an address); pack the datasets again where they are"
+        )
+    return found
+
+
+def related(manifest: Path | str, path: str) -> str:
+    """As the manifest has a path, however it was written: relative below its folder, else whole."""
+    whole, folder = place(path), place(_folder_of(manifest))
+    return whole.removeprefix(folder + os.sep)
+
+
+def plain(value: Any) -> Any:
+    """A value of ``PLAN`` as JSON has it."""
+    return value.tolist() if isinstance(value, np.ndarray) else value
+
+
+def save_shards(
+    path: str | os.PathLike[str],
+    plan: Mapping[str, Any],
+    shards: Sequence[PackedShard],
+    *,
+    arranged: Arranged | None = None,
+) -> None:
+    """Write a shard manifest.
+
+    Args:
+        path: replaced if it is there; an address, too.
+        plan: how all shards were packed; ``PLAN`` lists its fields.
+        shards: with paths from here.
+        arranged: the order in which they lie, if in one.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    path = manifest_path(path)
+    head = {"format": FORMAT, "version": VERSION, **{name: plan[name] for name in PLAN}}
+    if arranged is not None:
+        head["arranged"] = vars(arranged)
+    rows = []
+    for shard in shards:
+        where = {name: related(path, getattr(shard, name)) for name in _PATHS}
+        rows.append({**vars(shard), **where})
+    digest = _digest({**head, "shards": rows})
+    with local_output_file(path) as local, atomic_write(local, "w") as file:
+        file.write(json.dumps(head)[:-1] + ', "shards": [\n ')
+        file.write(",\n ".join(map(json.dumps, rows)) + f'\n], "xxh3": "{digest}"}}\n')
+
+
+def _digest(content: Mapping[str, Any]) -> str:
+    return xxhash.xxh3_64_hexdigest(json.dumps(content).encode())
+
+
+# ---- The longest of an index: what a run allocates for, and a model must have positions for -----
+
+
+def most_segments(index: SourceIndex) -> list[int]:
+    """The most segments of one sample, of every bucket; 0 where it has no samples."""
+    if isinstance(index, ShardedIndex):
+        return [max(most) for most in zip(*(s.most_segments for s in index.shards), strict=True)]
+    offsets = index.bucket_sample_offsets.tolist()
+    return [
+        int(np.diff(index.sample_segment_offsets[begin : end + 1]).max(initial=0))
+        for begin, end in pairwise(offsets)
+    ]
+
+
+def longest_segment(index: SourceIndex) -> int:
+    """Tokens; 0 without samples."""
+    if isinstance(index, ShardedIndex):
+        return max(shard.longest_segment for shard in index.shards)
+    return int(index.segment_length.max(initial=0))
+
+
+def longest_reach(index: SourceIndex) -> int:
+    """The largest begin + length of a segment: tokens of its document up to its end."""
+    if isinstance(index, ShardedIndex):
+        return max(shard.longest_reach for shard in index.shards)
+    ends = np.asarray(index.segment_length, np.int64) + index.segment_begin
+    return int(ends.max(initial=0))

@@ -1,0 +1,563 @@
+"""One writer per name: a lock of the operating system that says who holds it."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import io
+import logging
+import os
+import re
+import secrets
+import socket
+import stat
+import warnings
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import IO, Any, NamedTuple, Protocol, TypeAlias
+
+import numpy as np
+from numpy.typing import DTypeLike, NDArray
+
+from megapack.errors import ConfigError, FormatError, LockedError, MegapackWarning
+
+# ---- Files opened for reading: regular ones only, and read in blocks ----------------------------
+
+BLOCK = 1 << 17  # elements: still in the cache when they are summed, hashed and written
+
+
+def open_regular(path: str | os.PathLike[str]) -> io.FileIO:
+    """A file opened without a buffer. A FIFO would wait for its writer, a device never ends.
+
+    Raises:
+        FormatError: it is no regular file.
+        OSError: it cannot be opened.
+    """
+    return io.FileIO(os.fspath(path), "rb", opener=_open_regular)
+
+
+def _open_regular(path: str, flags: int) -> int:
+    descriptor = os.open(path, flags | os.O_NONBLOCK)
+    if stat.S_ISREG(os.fstat(descriptor).st_mode):
+        return descriptor
+    os.close(descriptor)
+    raise FormatError(f"{path} is no regular file; data is read from files only")
+
+
+class Identity(NamedTuple):
+    """What tells an open file from another that takes its name, or from itself changed."""
+
+    device: int
+    inode: int
+    num_bytes: int
+    changed_ns: int
+
+
+def identity_of(file: io.FileIO) -> Identity:
+    """Of an open file."""
+    status = os.fstat(file.fileno())
+    return Identity(status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
+
+
+def is_at(identity: Identity, path: str | os.PathLike[str]) -> bool:
+    """Whether that file stands at a name. Opened, not asked: so NFS asks its server, too."""
+    try:
+        with open_regular(path) as file:
+            return identity_of(file) == identity
+    except FileNotFoundError:
+        return False
+
+
+def read_blocks(
+    file: io.FileIO, dtype: DTypeLike, count: int, block: int = BLOCK
+) -> Iterator[NDArray[Any]]:
+    """``count`` numbers from the file's position on, ``block`` at a time.
+
+    Raises:
+        FormatError: the file ends before.
+        OSError: it cannot be read.
+    """
+    for begin in range(0, count, block):
+        wanted = min(block, count - begin)
+        numbers = np.fromfile(file, dtype, wanted)
+        if numbers.size != wanted:
+            raise FormatError(
+                f"{file.name} ends {count - begin - numbers.size} numbers early: it is truncated, "
+                "or became shorter while it was read"
+            )
+        yield numbers
+
+
+# ---- What may stand under a name before a file of ours takes it: one rule for everything written
+
+TEMPORARY_BYTES = len(".tmp-01234567")  # what a temporary name adds to the final one
+
+_KINDS = {
+    stat.S_IFDIR: "a directory",
+    stat.S_IFIFO: "a FIFO",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+    stat.S_IFLNK: "a link that leads in a circle",
+}
+
+
+def check_target(
+    path: str | os.PathLike[str],
+    *,
+    overwrite: bool,
+    difference: str | Callable[[], str | None] | None,
+    name: str | None = None,
+) -> bool:
+    """Whether a file is to be written; asked before any work.
+
+    Args:
+        path: the final name. A link stays; the file it leads to is meant.
+        overwrite: replace a file that differs.
+        difference: from what would be written, a sentence; None: there is none. A callable is
+            asked only when a file stands there.
+        name: what to call it, if it is a copy of what stands elsewhere.
+
+    Returns:
+        True: nothing stands there, or it is to be replaced; False: the same stands there already.
+
+    Raises:
+        ConfigError: another file stands there and ``overwrite`` is False; what stands there is no
+            regular file; its directory does not exist; the name is too long.
+    """
+    if not target_of(path).exists():
+        return True
+    if callable(difference):
+        difference = difference()
+    if difference is None:
+        return False
+    if not overwrite:
+        raise ConfigError(
+            f"{name or os.fspath(path)} is there already: {difference}. Replace it with "
+            "--overwrite (overwrite=True), or choose another name"
+        )
+    return True
+
+
+def target_of(path: str | os.PathLike[str]) -> Path:
+    """The regular file, there or not, that writing to ``path`` replaces: links are followed.
+
+    Raises:
+        ConfigError: something else stands there (a device, a FIFO, a directory, ...), its
+            directory does not exist, or there is no room for a temporary name.
+    """
+    target = Path(os.path.realpath(path))
+    if not target.parent.is_dir():
+        raise ConfigError(f"{os.fspath(path)}: there is no directory {target.parent}; create it")
+    limit = _longest_name(target.parent) - TEMPORARY_BYTES
+    num_bytes = len(os.fsencode(target.name))
+    if num_bytes > limit:
+        raise ConfigError(
+            f"the name {target.name} has {num_bytes} bytes; at most {limit} leave room for a "
+            "temporary name: choose a shorter one"
+        )
+    try:
+        mode = target.lstat().st_mode
+    except FileNotFoundError:
+        return target
+    if not stat.S_ISREG(mode):
+        kind = _KINDS.get(stat.S_IFMT(mode), "no regular file")
+        raise ConfigError(
+            f"{os.fspath(path)} is {kind}; only regular files are replaced: choose another name"
+        )
+    return target
+
+
+def _longest_name(directory: Path) -> int:
+    """In bytes."""
+    try:
+        return os.pathconf(directory, "PC_NAME_MAX")
+    except (OSError, ValueError):
+        return 255
+
+
+# ---- Files that get their name when they are complete: temporary name, fsync, rename ------------
+# Whatever happens before (an exception, a full disk, kill -9), nothing stands under the final name
+# that was not written to the end. A kill leaves at most ``<name>.tmp-<hex>`` beside it. Its writer
+# held the kernel's lock on it, which ends with the process: so the next writer of the same name
+# knows
+# that it was left, and removes it.
+
+logger = logging.getLogger(__name__)
+
+Buffer: TypeAlias = Any  # bytes, a memoryview, a contiguous array (typing.Buffer from 3.12 on)
+
+COPY_BLOCK = 1 << 22  # bytes
+# Other file systems, old kernels, special files.
+_CANNOT_COPY_IN_KERNEL = {errno.EXDEV, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL}
+_CANNOT_COPY_IN_KERNEL |= {errno.ENOTSUP, errno.EBADF, errno.EPERM}
+_NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL}
+_TEMPORARY = re.compile(r"(.+)\.tmp-[0-9a-f]{8}")
+
+
+class Publishable(Protocol):
+    """What waits under a temporary name."""
+
+    path: Path
+
+    def sync(self) -> None: ...
+
+    def take_name(self) -> None: ...
+
+    def discard(self) -> None: ...
+
+
+class AtomicFile:
+    """A binary file under a temporary name beside ``path`` until ``publish`` renames it.
+
+    Dropping the object, or leaving the interpreter, discards an unpublished file; so does
+    ``discard()``. A forked child never discards its parent's file.
+
+    Raises:
+        ConfigError: ``path`` is no regular file, its name is too long or its directory does not
+            exist (see ``replace``); links are followed.
+        OSError: the directory is not writable.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = target_of(path)
+        remove_leftovers(self.path)
+        self.temporary, descriptor = _create(self.path)
+        self.file = open(descriptor, "r+b", buffering=0)  # noqa: PTH123,SIM115
+        self._discard = weakref.finalize(self, _discard, self.file, self.temporary, os.getpid())
+
+    @property
+    def position(self) -> int:
+        """Bytes written so far."""
+        return self.file.tell()
+
+    def write(self, data: Buffer) -> None:
+        """Append all bytes of ``data``, or none of them.
+
+        Raises:
+            OSError: the file, which it names, cannot be written (disk full, ...).
+        """
+        with self.all_or_nothing():
+            remaining = memoryview(data).cast("B")
+            while remaining:
+                remaining = remaining[self.file.write(remaining) :]
+
+    def copy_from(self, file: io.RawIOBase, num_bytes: int) -> None:
+        """Append bytes of an unbuffered file from its position, inside the kernel if possible.
+
+        Raises:
+            OSError: either file fails; nothing is appended.
+        """
+        with self.all_or_nothing():
+            remaining = num_bytes
+            while remaining:
+                copied = self._copy_some(file, remaining)
+                if copied == 0:
+                    raise OSError(errno.EIO, f"the file ended {remaining} bytes early")
+                remaining -= copied
+
+    def _copy_some(self, file: io.RawIOBase, count: int) -> int:
+        try:
+            copied = os.copy_file_range(file.fileno(), self.file.fileno(), count)
+            if copied:
+                return copied
+        except OSError as error:
+            if error.errno not in _CANNOT_COPY_IN_KERNEL:
+                raise
+        # Some file systems only say "nothing copied"; reading tells whether that is the end.
+        data = os.read(file.fileno(), min(count, COPY_BLOCK))
+        self.write(data)
+        return len(data)
+
+    @contextlib.contextmanager
+    def all_or_nothing(self) -> Iterator[None]:
+        """An error inside takes back what was written inside, and an OSError names this file."""
+        position = self.position
+        try:
+            with naming(self.path):
+                yield
+        except BaseException:
+            self.file.truncate(position)
+            self.file.seek(position)
+            raise
+
+    def sync(self) -> None:
+        """Bring everything written to disk."""
+        with naming(self.path):
+            os.fsync(self.file.fileno())
+
+    def take_name(self) -> None:
+        """Become the file at ``path``; ``publish`` does this when everything is on disk."""
+        self.temporary.replace(self.path)  # before it is closed, which ends the lock
+        self.file.close()
+        self._discard.detach()
+
+    def discard(self) -> None:
+        """Remove the temporary file, unless it was published. May be called twice."""
+        self._discard()
+
+
+def publish(*files: Publishable, durable: bool = True) -> None:
+    """Bring all files to disk, then give them their names in the order given.
+
+    Args:
+        durable: False leaves the first part to the system: after a crash of the machine (not of
+            the process) a file may then have its name and not its content.
+
+    Raises:
+        OSError: a file could not be synced or renamed; those after it keep no name.
+    """
+    if durable:
+        for file in files:
+            file.sync()
+    for file in files:
+        file.take_name()
+    if not durable:
+        return
+    for directory in {file.path.parent for file in files}:
+        _sync_directory(directory)
+
+
+@contextlib.contextmanager
+def atomic_write(
+    path: str | os.PathLike[str],
+    mode: str = "wb",
+    *,
+    encoding: str | None = None,
+    durable: bool = True,
+) -> Iterator[IO[Any]]:
+    """``with atomic_write(path) as file``: ``path`` changes when the block ends without an error.
+
+    Args:
+        path: the final name; its directory must exist.
+        mode: ``"wb"`` or ``"w"`` (text, UTF-8 unless ``encoding`` says otherwise).
+        durable: as of ``publish``.
+
+    Raises:
+        OSError: the file cannot be written (its name is in the message); nothing is left behind.
+    """
+    if mode not in ("wb", "w"):
+        raise ValueError(f"mode is {mode!r}; atomic_write knows 'wb' and 'w'")
+    target = AtomicFile(path)
+    encoding = (encoding or "utf-8") if mode == "w" else None
+    try:
+        with (
+            naming(target.path),
+            open(target.file.fileno(), mode, encoding=encoding, closefd=False) as file,
+        ):
+            yield file
+        publish(target, durable=durable)
+    finally:
+        target.discard()
+
+
+@contextlib.contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Give an OSError of a file descriptor the name of the file it belongs to."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is not None or error.errno is None:
+            raise
+        text = error.strerror or os.strerror(error.errno)
+        raise OSError(error.errno, f"{text} while writing", str(path)) from error
+
+
+def temporary_name(path: Path) -> Path:
+    """A new name beside a file, for what will take the file's."""
+    return path.with_name(f"{path.name}.tmp-{secrets.token_hex(4)}")
+
+
+def temporary_files(directory: Path) -> Iterator[tuple[str, Path]]:
+    """(name they are to take, path) of the temporary files of a directory, in order."""
+    for name in sorted(os.listdir(directory)):  # noqa: PTH208 (a tenth of the time)
+        if (match := _TEMPORARY.fullmatch(name)) is not None:
+            yield match[1], directory / name
+
+
+def lock_file(descriptor: int, path: Path, kind: int = fcntl.LOCK_EX) -> bool:
+    """Take the kernel's lock on an open file, at once.
+
+    Returns:
+        Whether the file is at ``path`` still: it may have been removed before it was locked.
+
+    Raises:
+        BlockingIOError: another process, or another open file of this one, holds it.
+        NotImplementedError: the file system has no locks.
+    """
+    try:
+        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in _NO_LOCKS:
+            raise NotImplementedError(error.strerror) from error
+        raise
+    try:
+        return os.path.samestat(os.fstat(descriptor), os.lstat(path))
+    except FileNotFoundError:
+        return False
+
+
+def is_being_written(path: Path) -> bool:
+    """Whether a process holds a temporary file, or nobody can tell."""
+    try:
+        with _locked(path):
+            return False
+    except (OSError, NotImplementedError):
+        return not path.is_symlink()  # of an import, which needs it for a moment
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[bool]:
+    """A file with the lock on it; whether it is there still. Raises as lock_file and os.open."""
+    flags = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    descriptor = os.open(path, flags)
+    try:
+        yield lock_file(descriptor, path)
+    finally:
+        os.close(descriptor)
+
+
+# Directory -> name -> what was left of it when this process wrote there for the first time. Asked
+# for once: there may be a hundred thousand files, and every one of them is written here.
+_left: dict[Path, dict[str, list[Path]]] = {}
+
+
+def remove_leftovers(target: Path) -> None:
+    """Remove what writers of a name left beside it when they were killed, and say so.
+
+    What a living process holds stays, and so does everything where files cannot be locked.
+    """
+    found = _left.get(target.parent)
+    if found is None:
+        found = _left[target.parent] = {}
+        with contextlib.suppress(OSError):  # a directory that may be written, but not listed
+            for name, path in temporary_files(target.parent):
+                found.setdefault(name, []).append(path)
+    for path in found.pop(target.name, ()):
+        with contextlib.suppress(OSError, NotImplementedError):
+            if not path.is_symlink():
+                with _locked(path) as is_there:
+                    if not is_there:
+                        continue
+                    size = path.stat().st_size
+                    path.unlink()
+                logger.warning("removed %s (%d bytes), left by a killed process", path, size)
+            else:
+                path.unlink()
+
+
+def _create(target: Path) -> tuple[Path, int]:
+    """A new temporary file and its descriptor, with the lock on it where files can be locked."""
+    while True:
+        path = temporary_name(target)
+        # Not tempfile: its 0600 would survive the rename and shut out the rest of the team.
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+        descriptor = os.open(path, flags, 0o666)
+        try:
+            if lock_file(descriptor, path):
+                return path, descriptor
+        except NotImplementedError:
+            return path, descriptor
+        except BlockingIOError:  # another writer took it for left behind, before it was locked
+            path.unlink(missing_ok=True)
+        os.close(descriptor)
+
+
+def _discard(file: IO[bytes], temporary: Path, owner: int) -> None:
+    file.close()
+    if os.getpid() == owner:
+        temporary.unlink(missing_ok=True)
+
+
+def _sync_directory(directory: Path) -> None:
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # file systems without it
+            raise
+    finally:
+        os.close(descriptor)
+
+
+class WriterLock:
+    """Held from construction to ``release()``, the end of a ``with`` block or of the process.
+
+    The lock is the kernel's, on ``<path>.lock``; the file holds host, process and purpose, and is
+    removed at the end (one that a kill left behind locks nobody out). A forked child shares the
+    lock and never removes the file.
+
+    Args:
+        path: what is written: a file, a prefix or a directory; links are followed.
+        what: the purpose, for whoever waits: ``"merge"``.
+        shared: several may hold it so at once, and nobody holds it alone then.
+
+    Raises:
+        LockedError: another writer holds it; names its host and process.
+        ConfigError: the directory does not exist, or the name is too long.
+        OSError: the lock file cannot be made or written; names it.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], *, what: str, shared: bool = False) -> None:
+        self.path = target_of(f"{os.path.realpath(path)}.lock")
+        descriptor = _acquire(self.path, os.fspath(path), shared)
+        self._release = weakref.finalize(self, _release, descriptor, self.path, os.getpid())
+        owner = f"process {os.getpid()} on {socket.gethostname()} ({what})\n"
+        try:
+            with naming(self.path):
+                if not shared:
+                    os.truncate(descriptor, 0)  # who stood there is gone
+                os.write(descriptor, owner.encode())
+        except OSError:
+            self.release()
+            raise
+
+    def release(self) -> None:
+        """Let the next writer in. May be called twice."""
+        self._release()
+
+    def __enter__(self) -> WriterLock:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+
+def _acquire(path: Path, name: str, shared: bool) -> int:
+    """An open descriptor of the file at ``path`` with the lock on it."""
+    kind = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
+    while True:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
+        try:
+            if lock_file(descriptor, path, kind):
+                return descriptor
+            os.close(descriptor)  # its owner removed the file between our opening and locking it
+        except BlockingIOError:
+            owners = os.pread(descriptor, 4096, 0).decode(errors="replace").split("\n")[:-1]
+            os.close(descriptor)
+            raise LockedError(
+                f"{name} is being written by {'; '.join(owners) or 'another process'}; wait for "
+                "it or end it"
+            ) from None
+        except NotImplementedError as error:
+            warnings.warn(
+                f"{path.parent} is on a file system without locks ({error}); make sure "
+                f"that nobody else writes {name}",
+                MegapackWarning,
+                stacklevel=3,
+            )
+            return descriptor
+        except OSError:
+            os.close(descriptor)
+            raise
+
+
+def _release(descriptor: int, path: Path, owner: int) -> None:
+    if os.getpid() == owner:
+        with contextlib.suppress(OSError):  # others share it, or there are no locks
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # While nobody holds it: the next file is the next owner's.
+            path.unlink(missing_ok=True)
+    os.close(descriptor)

@@ -1,0 +1,375 @@
+"""An .idx and the .bin that belongs to it, although a writer may replace them meanwhile."""
+
+from __future__ import annotations
+
+import errno
+import io
+import operator
+import os
+import struct
+import time
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from pathlib import Path
+from typing import IO, Any, TypeAlias
+
+import numpy as np
+import xxhash
+from numpy.lib.mixins import NDArrayOperatorsMixin
+from numpy.typing import DTypeLike, NDArray
+
+from megapack import _core
+from megapack.errors import ConfigError, FormatError, MegapackError
+from megapack.storage.files import Identity, identity_of, is_at, open_regular
+from megapack.storage.remote.address import is_remote
+
+# ---- Whole files in memory, as the system maps them: read when touched, shared by all processes -
+# A file that is opened in a moment, whatever its size, cannot be compared with a checksum of all of
+# it then. So there is one for each of its blocks, and a block is compared when something of it is
+# read for the first time:
+#
+#     sums = block_checksums(written)            # "f1c3...": 16 hexadecimal digits per 64 KiB
+#     array = CheckedArray.of(mapped, sums, name="x.samples: array segment_length", remedy="...")
+#     array[1000:1010]                           # FormatError if the block is damaged
+
+# What an ndarray says of itself without reading a number.
+_WITHOUT_READING = {"dtype", "flags", "itemsize", "nbytes", "ndim", "shape", "size"}
+
+
+def map_file(file: IO[Any]) -> NDArray[np.uint8]:
+    """The bytes of an open file, read-only; the file itself may be closed.
+
+    Python's mmap would keep a descriptor for every file, and a source may have tens of thousands.
+
+    Raises:
+        MegapackError: the system maps no more files in one process; says how to let it.
+        OSError: the file cannot be mapped.
+    """
+    size = os.fstat(file.fileno()).st_size
+    if size == 0:
+        return np.zeros(0, np.uint8)
+    try:
+        return _core.map_file(file.fileno(), size)
+    except OSError as error:
+        if error.errno == errno.ENOMEM:
+            raise MegapackError(
+                f"{file.name} cannot be mapped: this process has as many mappings as the system "
+                "allows. Raise vm.max_map_count (3 for every file of a source, 4 with labels), or "
+                "merge files"
+            ) from error
+        raise OSError(error.errno, error.strerror, file.name) from None
+
+
+def block_checksums(array: NDArray[Any]) -> str:
+    """xxh64 of every block of an array's bytes, 16 hexadecimal digits each."""
+    numbers = _core.block_checksums(np.ascontiguousarray(array).view(np.uint8))
+    return numbers.astype(">u8").tobytes().hex()
+
+
+class CheckedArray(_core.CheckedArray, NDArrayOperatorsMixin):
+    """A one-dimensional array of a file; whatever is read of it is compared with its checksums, by
+    indexing the blocks that are indexed, by anything else all of it. FormatError where they differ.
+
+    It stands for an ndarray with numpy's functions and the core's. Threads may share it.
+    """
+
+    @classmethod
+    def of(cls, array: NDArray[Any], checksums: str, *, name: str, remedy: str) -> CheckedArray:
+        """
+        Args:
+            array: what is mapped.
+            checksums: ``block_checksums`` of what it should be.
+            name, remedy: of what an error says.
+
+        Raises:
+            FormatError: these are no checksums of an array of this size.
+        """
+        try:
+            numbers = np.frombuffer(bytes.fromhex(checksums), ">u8").astype(np.uint64)
+        except ValueError as error:
+            raise FormatError(f"{name}: its checksums are no hexadecimal numbers") from error
+        return cls(array, numbers, name=name, remedy=remedy)
+
+    def __len__(self) -> int:
+        return len(self.unchecked)
+
+    def __getitem__(self, key: Any) -> Any:
+        if isinstance(key, slice):
+            rows = range(*key.indices(len(self)))
+            if rows:
+                self.require(min(rows[0], rows[-1]), max(rows[0], rows[-1]) + 1)
+        elif isinstance(key, np.ndarray) and key.dtype.kind in "iu":
+            self.require_at(np.ascontiguousarray(key, np.int64).ravel())
+        elif isinstance(key, (int, np.integer)):
+            self.require_at(np.array([operator.index(key)], np.int64))
+        else:
+            self.verify()
+        return self.unchecked[key]
+
+    def verify(self) -> None:
+        """Compare all of it."""
+        self.require(0, len(self))
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> NDArray[Any]:
+        self.verify()
+        found = np.asarray(self.unchecked, dtype)
+        return found.copy() if copy else found
+
+    def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **options: Any) -> Any:
+        whole = [np.asarray(x) if isinstance(x, CheckedArray) else x for x in inputs]
+        return getattr(ufunc, method)(*whole, **options)
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in _WITHOUT_READING:
+            self.verify()
+        return getattr(self.unchecked, name)
+
+    def __iter__(self) -> Any:
+        return iter(np.asarray(self))
+
+    def __repr__(self) -> str:
+        return f"CheckedArray({self.dtype}, {len(self)})"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return np.array, (np.asarray(self),)
+
+
+# ---- Names and numbers of Megatron's .bin/.idx pair, and one .idx opened for reading ------------
+# The byte layout stands in csrc/core/storage/mmididx.hpp; all that interprets bytes happens there.
+
+Tokens: TypeAlias = NDArray[Any]
+
+MAGIC = b"MMIDIDX\x00\x00"
+HEADER_BYTES = 34
+
+# What megapack writes: the codes that mean the same in Megatron, GPT-NeoX and Megatron-DeepSpeed.
+# (In DeepSpeed's own data_pipeline 8 is uint64; codes 6 and 7 have three meanings in four tools.)
+CODE_OF_DTYPE = {"uint8": 1, "int8": 2, "int16": 3, "int32": 4, "int64": 5, "uint16": 8}
+DTYPE_OF_CODE = {code: np.dtype(name) for name, code in CODE_OF_DTYPE.items()}
+
+# Of the fingerprint: what opening a dataset reads at the beginning of an array, and the number of
+# blocks all over the file.
+_OPENING_BYTES = 512
+_SPREAD_BLOCKS = 16
+_LENGTH = struct.Struct("<i")
+_POINTER = struct.Struct("<q")
+
+
+def path_of(prefix: str | os.PathLike[str], suffix: str) -> Path:
+    """``prefix + suffix``, where the prefix may itself contain dots.
+
+    Raises:
+        ConfigError: the prefix is an address, and whoever asks works on local files only.
+    """
+    if is_remote(prefix):
+        raise ConfigError(f"{os.fspath(prefix)}: this works on local files; copy the dataset first")
+    return Path(os.fspath(prefix) + suffix)
+
+
+def prefix_of(path: str | os.PathLike[str]) -> str:
+    """The prefix of a dataset, also when its .idx or .bin was named.
+
+    Raises:
+        ConfigError: it is an address that is not read (``is_remote``).
+    """
+    text = os.fspath(path)
+    is_remote(text)
+    for suffix in (".idx", ".bin"):
+        if text.endswith(suffix):
+            return text[: -len(suffix)]
+    return text
+
+
+def dtype_of_code(code: int, name: str | os.PathLike[str]) -> np.dtype[Any]:
+    """The token type of a dtype code in Megatron's table. FormatError for all others."""
+    if code not in DTYPE_OF_CODE:
+        raise FormatError(
+            f"{os.fspath(name)} has dtype code {code}; token files have one of "
+            f"{sorted(DTYPE_OF_CODE)}. Codes 6 and 7 are floats in Megatron and integers in "
+            "DeepSpeed's table: `megapack-build repair` decides by the size of .bin"
+        )
+    return DTYPE_OF_CODE[code]
+
+
+def pick_dtype(dtype: DTypeLike) -> np.dtype[Any]:
+    """A dtype that token files can have; ConfigError for all others."""
+    try:
+        result = np.dtype(dtype)
+    except TypeError:
+        result = None
+    if result is None or result.name not in CODE_OF_DTYPE:
+        name = dtype if result is None else result.name
+        raise ConfigError(
+            f"dtype is {name}; tokens are stored as one of {', '.join(CODE_OF_DTYPE)}"
+        )
+    return result
+
+
+@dataclass(frozen=True)
+class IndexHeader:
+    """The first 34 bytes of an .idx and where its arrays begin, in bytes."""
+
+    dtype_code: int
+    num_sequences: int
+    num_document_indices: int
+    num_documents: int
+    lacks_document_indices: bool  # lost in a GPT-NeoX merge: every sequence is one document
+    lengths_at: int
+    pointers_at: int
+    document_indices_at: int
+    modes_at: int
+    identity: Identity
+
+    @property
+    def file_bytes(self) -> int:
+        return self.identity.num_bytes
+
+    @property
+    def has_modes(self) -> bool:
+        """Whether the file is as long as a multimodal one."""
+        return self.file_bytes >= self.modes_at + self.num_sequences
+
+
+def read_header(path: str | os.PathLike[str]) -> IndexHeader:
+    """The header of an .idx, checked against the size of the file.
+
+    Raises:
+        FormatError: not an .idx, another version, or too short for what it promises.
+        OSError: the file cannot be read.
+    """
+    with open_regular(path) as file:
+        head = np.frombuffer(file.read(HEADER_BYTES), np.uint8)
+        return _parse_header(head, identity_of(file), os.fspath(path))
+
+
+def _parse_header(head: NDArray[np.uint8], identity: Identity, name: str) -> IndexHeader:
+    return IndexHeader(**_core.index_header(head, identity.num_bytes, name), identity=identity)
+
+
+class IndexFile:
+    """One .idx, memory-mapped; arrays are copied out when asked for (the file is unaligned)."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.name = os.fspath(path)
+        with open_regular(path) as file:
+            identity = identity_of(file)
+            mapped = map_file(file)
+        self._mapped = mapped
+        self._buffer = mapped.data  # for struct, to which an array is slow
+        self._checked: CheckedArray | None = None
+        self.header = _parse_header(mapped, identity, self.name)
+        self.num_sequences = self.header.num_sequences
+        self.num_documents = self.header.num_documents
+
+    def has_its_name(self) -> bool:
+        """Whether the file at its name is still the one that was opened."""
+        return is_at(self.header.identity, self.name)
+
+    @property
+    def bytes(self) -> Any:
+        """uint8, all of the file, in place; a ``CheckedArray`` when it is held to checksums."""
+        return self._mapped if self._checked is None else self._checked
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """xxh3_128, in hexadecimal, of the size and of the checksums of some 64 KiB blocks: those
+        in which the arrays begin and end, and 16 spread evenly over the file (all, if there are not
+        more). Pointers are running sums of lengths, so another length shows in every block of them
+        behind it. The blocks between are compared when they are read (``hold_to``).
+        """
+        header, size = self.header, self.header.file_bytes
+        last = (size - 1) // _core.BLOCK_BYTES
+        blocks = {last * i // (_SPREAD_BLOCKS - 1) for i in range(_SPREAD_BLOCKS)}
+        starts = (0, header.pointers_at, header.document_indices_at, header.modes_at, size)
+        for begin, end in pairwise(starts):
+            if begin < end:
+                near = (begin, min(begin + _OPENING_BYTES, end - 1), end - 1)
+                blocks |= {at // _core.BLOCK_BYTES for at in near}
+        digest = xxhash.xxh3_128(str(size).encode())
+        for block in sorted(blocks):
+            begin = block * _core.BLOCK_BYTES
+            digest.update(block_checksums(self._mapped[begin : begin + _core.BLOCK_BYTES]).encode())
+        return digest.hexdigest()
+
+    @property
+    def idx_checksums(self) -> str:
+        """``block_checksums`` of the whole file, which is read for it."""
+        return block_checksums(self._mapped)
+
+    def hold_to(self, checksums: str) -> None:
+        """Compare what is read from now on with ``idx_checksums`` of what the file should be.
+
+        Raises:
+            FormatError: they are of a file of another size; later, by whatever reads it: a block
+                differs.
+        """
+        if self._checked is None:
+            remedy = "restore the file that was packed, or pack the dataset again"
+            self._checked = CheckedArray.of(self._mapped, checksums, name=self.name, remedy=remedy)
+
+    def length(self, sequence: int) -> int:
+        """Tokens of one sequence."""
+        return self._number(_LENGTH, self.header.lengths_at + 4 * sequence)
+
+    def pointer(self, sequence: int) -> int:
+        """Byte of .bin at which one sequence begins."""
+        return self._number(_POINTER, self.header.pointers_at + 8 * sequence)
+
+    def _number(self, kind: struct.Struct, at: int) -> int:
+        if self._checked is not None:
+            self._checked.require(at, at + kind.size)
+        return int(kind.unpack_from(self._buffer, at)[0])
+
+    def document_lengths(self) -> NDArray[np.int32] | NDArray[np.int64]:
+        """(num_documents,), tokens; int64 only when a document has more than 2^31 - 1."""
+        return _core.document_lengths(self.bytes, self.name)
+
+    def document_offsets(self, itemsize: int) -> NDArray[np.int64]:
+        """int64 (num_documents + 1,), token position of every document in .bin."""
+        return _core.document_offsets(self.bytes, self.name, itemsize)
+
+    def modes(self) -> NDArray[np.int8]:
+        """int8 (num_sequences,) of a multimodal dataset (the file does not say that it is one)."""
+        if not self.header.has_modes:
+            raise FormatError(f"{self.name} has no modes; it was not built with multimodal=True")
+        at = self.header.modes_at
+        modes: NDArray[np.int8] = self.bytes[at : at + self.num_sequences].view(np.int8)
+        return modes
+
+
+PATIENCE = 5.0  # seconds; a writer stands between two names for milliseconds
+
+
+def open_pair(prefix: str) -> tuple[IndexFile, io.FileIO]:
+    """Both files of a dataset, opened so that neither is older or newer than the other.
+
+    A writer removes the old .idx before it names its .bin, and names its .idx last (``publish``).
+    So when the .idx that was opened still has its name after .bin was opened, both are one
+    writer's; else both are opened again.
+
+    Raises:
+        FormatError: the .idx is damaged, or writers replaced the files all the time.
+        OSError: a file is missing or cannot be read.
+    """
+    idx_path, bin_path = path_of(prefix, ".idx"), path_of(prefix, ".bin")
+    deadline = time.monotonic() + PATIENCE
+    while True:
+        late = time.monotonic() > deadline
+        try:
+            index = IndexFile(idx_path)
+            tokens = open_regular(bin_path)
+            if index.has_its_name():
+                return index, tokens
+            tokens.close()
+        except FileNotFoundError:
+            # Missing for good, or between a writer's two names? It holds its lock until both stand.
+            is_written = path_of(prefix, ".lock").exists() or idx_path.exists()
+            if late or not (is_written and bin_path.exists()):
+                raise
+        if late:
+            raise FormatError(
+                f"{prefix} was replaced again and again for {PATIENCE:.0f} seconds while it was "
+                "opened; open it when nobody writes it any more"
+            )
+        time.sleep(0.001)

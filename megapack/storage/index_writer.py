@@ -1,0 +1,460 @@
+"""The last act of every dataset: index and meta file, then names."""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+from array import array
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from megapack import _core
+from megapack.errors import ConfigError, DataError, FormatError
+from megapack.storage.files import (
+    BLOCK,
+    AtomicFile,
+    Buffer,
+    Publishable,
+    check_target,
+    identity_of,
+    is_at,
+    open_regular,
+    publish,
+    read_blocks,
+    target_of,
+)
+from megapack.storage.index_file import CODE_OF_DTYPE, MAGIC, path_of, read_header
+from megapack.storage.metadata import (
+    FORMAT,
+    VERSION,
+    Checksum,
+    TokenFacts,
+    checksum,
+    meta_path,
+    read_meta,
+)
+
+# ---- Layouts (lengths of sequences, ends of documents) and the .idx that is written of them -----
+# It is written block by block, so that memory does not grow with the corpus: a builder has one
+# layout
+# in memory; a merge has one per input, read from its .idx again for every array; repair and import
+# bring arrays of their own.
+
+
+@dataclass(frozen=True)
+class ArrayLayout:
+    """In memory. The blocks may be of any size."""
+
+    lengths: NDArray[np.int32]  # tokens per sequence
+    ends: NDArray[np.int64] | None = None  # of documents, in sequences; None: one each
+    modes: NDArray[np.int8] | None = None  # per sequence; None: not multimodal
+
+    @property
+    def num_sequences(self) -> int:
+        return self.lengths.size
+
+    @property
+    def num_documents(self) -> int:
+        return self.lengths.size if self.ends is None else self.ends.size
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.lengths.sum(dtype=np.int64))
+
+    def length_blocks(self) -> Iterator[NDArray[np.int32]]:
+        """Tokens per sequence."""
+        return _blocks(self.lengths)
+
+    def end_blocks(self) -> Iterator[NDArray[np.int64]]:
+        """For every document the sequence behind its last one."""
+        return _identity_ends(self.num_sequences) if self.ends is None else _blocks(self.ends)
+
+    def mode_blocks(self) -> Iterator[NDArray[np.int8]]:
+        """Mode per sequence; asked only of multimodal layouts."""
+        if self.modes is None:
+            raise ValueError("these sequences have no modes; a multimodal dataset needs them")
+        return _blocks(self.modes)
+
+
+class FileLayout:
+    """Of an .idx on disk, opened only while it is read, so that thousands can be merged."""
+
+    def __init__(self, path: str | os.PathLike[str], multimodal: bool = False) -> None:
+        self.path = Path(path)
+        self.header = read_header(path)
+        if multimodal and not self.header.has_modes:
+            raise FormatError(f"{path} has no modes; it was not built with multimodal=True")
+        self.num_sequences = self.header.num_sequences
+        self.num_documents = self.header.num_documents
+
+    def length_blocks(self) -> Iterator[NDArray[np.int32]]:
+        return self._read(np.int32, self.header.lengths_at, self.num_sequences)
+
+    def pointer_blocks(self) -> Iterator[NDArray[np.int64]]:
+        """Byte of .bin at which each sequence begins, as the file has it."""
+        return self._read(np.int64, self.header.pointers_at, self.num_sequences)
+
+    def first_document_index(self) -> int:
+        """The sequence at which document 0 begins, as the file has it; 0 in a sound one."""
+        if self.header.lacks_document_indices:
+            return 0
+        (first,) = self._read(np.int64, self.header.document_indices_at, 1)
+        return int(first[0])
+
+    def end_blocks(self) -> Iterator[NDArray[np.int64]]:
+        if self.header.lacks_document_indices:
+            return _identity_ends(self.num_sequences)
+        at = self.header.document_indices_at + 8
+        return self._read(np.int64, at, self.num_documents)
+
+    def mode_blocks(self) -> Iterator[NDArray[np.int8]]:
+        return self._read(np.int8, self.header.modes_at, self.num_sequences)
+
+    def lengths(self) -> NDArray[np.int32]:
+        """All of them, in memory; so are the next two."""
+        return np.concatenate([np.zeros(0, np.int32), *self.length_blocks()])
+
+    def ends(self) -> NDArray[np.int64]:
+        return np.concatenate([np.zeros(0, np.int64), *self.end_blocks()])
+
+    def pointers(self) -> NDArray[np.int64]:
+        return np.concatenate([np.zeros(0, np.int64), *self.pointer_blocks()])
+
+    def has_its_name(self) -> bool:
+        """Whether the file at its name is still the one whose header was read."""
+        return is_at(self.header.identity, self.path)
+
+    def _read(self, dtype: type[Any], offset: int, count: int) -> Iterator[NDArray[Any]]:
+        with open_regular(self.path) as file:
+            if identity_of(file) != self.header.identity:
+                raise FormatError(f"{self.path} was replaced while it was read; start again")
+            file.seek(offset)
+            yield from read_blocks(file, dtype, count)
+
+
+Layout: TypeAlias = ArrayLayout | FileLayout
+
+
+def write_index(
+    write: Callable[[Buffer], object],
+    dtype: np.dtype[Any],
+    layouts: Sequence[Layout],
+    *,
+    multimodal: bool = False,
+) -> Checksum:
+    """Write a whole .idx, byte for byte as megatron-core does.
+
+    Args:
+        write: takes the bytes in order.
+        dtype: of the tokens; one of ``CODE_OF_DTYPE``.
+        layouts: in the order of their tokens in .bin. Pointers are recomputed.
+        multimodal: append a mode per sequence.
+
+    Returns:
+        Its size and checksum.
+
+    Raises:
+        FormatError: a layout has a negative length, or documents that do not end at its last
+            sequence.
+    """
+    hasher, num_bytes = xxhash.xxh3_128(), 0
+    for block in _index_blocks(dtype, layouts, multimodal):
+        data = memoryview(block).cast("B")
+        write(data)
+        hasher.update(data)
+        num_bytes += data.nbytes
+    return Checksum(num_bytes, hasher.hexdigest())
+
+
+def _index_blocks(
+    dtype: np.dtype[Any], layouts: Sequence[Layout], multimodal: bool
+) -> Iterator[Buffer]:
+    num_sequences = sum(layout.num_sequences for layout in layouts)
+    num_documents = sum(layout.num_documents for layout in layouts)
+    code = CODE_OF_DTYPE[dtype.name]
+    yield MAGIC + struct.pack("<QBQQ", 1, code, num_sequences, num_documents + 1)
+    for layout in layouts:
+        yield from layout.length_blocks()
+    begin = 0
+    for layout in layouts:
+        for lengths in layout.length_blocks():
+            pointers, begin = _core.scan_lengths(lengths, dtype.itemsize, begin)
+            yield pointers
+    yield np.zeros(1, np.int64)
+    begin = 0
+    for layout in layouts:
+        yield from shifted_ends(layout, begin)
+        begin += layout.num_sequences
+    if multimodal:
+        for layout in layouts:
+            yield from layout.mode_blocks()
+
+
+def shifted_ends(layout: Layout, begin: int) -> Iterator[NDArray[np.int64]]:
+    """Document ends of a layout whose first sequence has number ``begin``.
+
+    Raises:
+        FormatError: they go back, go beyond its sequences or stop before their end.
+    """
+    end = 0
+    for ends in layout.end_blocks():
+        shifted, end = _core.shift_document_ends(ends, layout.num_sequences, end, begin)
+        yield shifted
+    if end != layout.num_sequences:
+        raise FormatError(
+            f"documents end at sequence {end} of {layout.num_sequences}; "
+            "`megapack-build repair` mends files that lost them in a merge"
+        )
+
+
+def _blocks(array: NDArray[Any]) -> Iterator[NDArray[Any]]:
+    for begin in range(0, array.size, BLOCK):
+        yield array[begin : begin + BLOCK]
+
+
+def _identity_ends(num_sequences: int) -> Iterator[NDArray[np.int64]]:
+    for begin in range(0, num_sequences, BLOCK):
+        yield np.arange(begin + 1, min(begin + BLOCK, num_sequences) + 1, dtype=np.int64)
+
+
+# ---- The index of a dataset under construction, in as few bytes as it can have ------------------
+
+MAX_SEQUENCE_LENGTH = 2**31 - 1
+
+
+class DocumentLog:
+    """Lengths of sequences (4 bytes each) and, only where documents are not one sequence each,
+    the ends of documents (8 bytes each). ``array`` grows by reallocation, without a second copy.
+    """
+
+    def __init__(self, multimodal: bool) -> None:
+        self.multimodal = multimodal
+        self.num_documents = 0
+        self._lengths = array("i")
+        self._ends: array[int] | None = None  # None: every sequence is one document
+        self._modes = array("b")
+
+    @property
+    def num_sequences(self) -> int:
+        return len(self._lengths)
+
+    @property
+    def num_open_sequences(self) -> int:
+        """Sequences behind the last document's end."""
+        last = self.num_documents if self._ends is None else self._ends[-1]
+        return len(self._lengths) - last
+
+    def add_sequence(self, length: int, mode: int = 0) -> None:
+        self._lengths.append(length)
+        if self.multimodal:
+            self._modes.append(mode)
+
+    def add_sequences(self, lengths: Sequence[int], modes: Sequence[int] | None) -> None:
+        self._lengths.extend(lengths)
+        if self.multimodal:
+            self._modes.extend(modes if modes is not None else bytes(len(lengths)))
+
+    def end_document(self) -> None:
+        """What came after the last end is one document."""
+        self.num_documents += 1
+        if self._ends is None:
+            if self.num_documents == len(self._lengths):
+                return
+            self._ends = _counted(self.num_documents - 1)
+        self._ends.append(len(self._lengths))
+
+    def add_documents(self, lengths: NDArray[np.int32]) -> None:
+        """Documents of one sequence each."""
+        before = len(self._lengths)
+        self._lengths.frombytes(lengths.tobytes())
+        self._add_ends(np.arange(before + 1, before + lengths.size + 1))
+        if self.multimodal:
+            self._modes.frombytes(bytes(lengths.size))
+
+    def _add_ends(self, ends: NDArray[np.int64]) -> None:
+        first = self.num_documents + 1
+        self.num_documents += ends.size
+        if self._ends is None:
+            if np.array_equal(ends, np.arange(first, first + ends.size)):
+                return
+            self._ends = _counted(first - 1)
+        self._ends.frombytes(ends.tobytes())
+
+    def add_layout(self, layout: Layout) -> None:
+        """All sequences and documents of another index, found sound before."""
+        before = len(self._lengths)
+        for lengths in layout.length_blocks():
+            self._lengths.frombytes(lengths.tobytes())
+        for ends in layout.end_blocks():
+            self._add_ends(before + ends)
+        if self.multimodal:
+            for modes in layout.mode_blocks():
+                self._modes.frombytes(modes.tobytes())
+
+    def require_closed(self) -> None:
+        """DataError when sequences wait for ``end_document()``."""
+        if self.num_open_sequences:
+            raise DataError(
+                f"{self.num_open_sequences} sequences were added after document "
+                f"{self.num_documents - 1} ended; call end_document() first"
+            )
+
+    def layout(self) -> ArrayLayout:
+        """Views of everything logged; log nothing while they live."""
+        ends = None if self._ends is None else np.frombuffer(self._ends, np.int64)
+        lengths = np.frombuffer(self._lengths, np.int32) if self._lengths else np.zeros(0, np.int32)
+        modes = np.frombuffer(self._modes, np.int8) if self._modes else np.zeros(0, np.int8)
+        return ArrayLayout(lengths, ends, modes if self.multimodal else None)
+
+
+def _counted(num_documents: int) -> array[int]:
+    ends = array("q")
+    ends.frombytes(np.arange(1, num_documents + 1, dtype=np.int64).tobytes())
+    return ends
+
+
+SUFFIXES = (".bin", ".idx", ".meta.json")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DatasetContent:
+    """What a dataset will hold: its .bin described, its .idx and its meta file in full."""
+
+    dtype: np.dtype[Any]
+    layouts: Sequence[Layout]
+    tokens: TokenFacts
+    vocab_size: int | None
+    metadata: Mapping[str, Any]
+    multimodal: bool = False
+
+    def write_index(self, write: Callable[[Any], object]) -> Checksum:
+        """Write the .idx; its size and checksum."""
+        return write_index(write, self.dtype, self.layouts, multimodal=self.multimodal)
+
+    def meta(self, idx: Checksum) -> dict[str, Any]:
+        """The content of the meta file; ``meta.py`` explains it."""
+        tokens = self.tokens
+        low, high = tokens.token_range or (None, None)
+        return {
+            "format": FORMAT,
+            "version": VERSION,
+            "dtype": self.dtype.name,
+            "num_sequences": sum(layout.num_sequences for layout in self.layouts),
+            "num_documents": sum(layout.num_documents for layout in self.layouts),
+            "num_tokens": tokens.num_tokens,
+            "min_token_id": low,
+            "max_token_id": high,
+            "vocab_size": self.vocab_size,
+            "bin": {
+                "bytes": sum(size for size, _ in tokens.checksums),
+                "xxh3_128": [f"{size} {digest}" for size, digest in tokens.checksums],
+            },
+            "idx": {"bytes": idx.num_bytes, "xxh3_128": idx.xxh3_128},
+            **self.metadata,
+        }
+
+    def difference_from(self, prefix: str) -> str | None:
+        """How the dataset that stands at a prefix differs, None when it is this one. Compares the
+        meta files and the checksum of .idx; .bin is not read.
+        """
+        idx_path, bin_path = path_of(prefix, ".idx"), path_of(prefix, ".bin")
+        if not (idx_path.exists() and bin_path.exists()):
+            return "it is not complete"
+        try:
+            there = read_meta(prefix)
+        except FormatError as error:
+            return str(error)
+        if there is None:
+            return "without a meta file nothing tells what it holds"
+        meta = json.loads(json.dumps(self.meta(self.write_index(lambda _: None))))
+        for key in meta | there:
+            old, new = there.get(key), meta.get(key)
+            if old != new:
+                known = not isinstance(old, dict | list) and not isinstance(new, dict | list)
+                return f"its {key} is {old!r}, not {new!r}" if known else f"its {key} differs"
+        if checksum(idx_path) != meta["idx"]["xxh3_128"]:
+            return "its .idx is not the one its meta file speaks of"
+        if bin_path.stat().st_size != meta["bin"]["bytes"]:
+            return "its .bin is not the one its meta file speaks of"
+        return None
+
+
+def check_prefix_names(prefix: str, *, keeps_bin: bool = False) -> list[Path]:
+    """The files that a dataset at a prefix will be.
+
+    Args:
+        keeps_bin: the .bin that stands there will be the dataset's.
+
+    Raises:
+        ConfigError: one of them cannot be written (see ``replace``), or .bin is a link, as an
+            import makes them: what it leads to may be somebody else's.
+    """
+    bin_path = path_of(prefix, ".bin")
+    if not keeps_bin and bin_path.is_symlink() and bin_path.exists():
+        raise ConfigError(
+            f"{bin_path} is a link to {bin_path.resolve()}, which would be replaced: remove the "
+            "link, or choose another prefix"
+        )
+    return [target_of(path_of(prefix, s)) for s in SUFFIXES if s != ".bin" or not keeps_bin]
+
+
+def check_prefix(
+    prefix: str,
+    *,
+    overwrite: bool,
+    difference: str | Callable[[], str | None],
+    keeps_bin: bool = False,
+) -> bool:
+    """``check_target`` of a whole dataset: any of its files counts.
+
+    Raises:
+        ConfigError: see ``check_target`` and ``check_prefix_names``.
+    """
+    there = [path for path in check_prefix_names(prefix, keeps_bin=keeps_bin) if path.exists()]
+    return not there or check_target(there[0], overwrite=overwrite, difference=difference)
+
+
+def publish_dataset(
+    prefix: str,
+    content: DatasetContent,
+    bin_file: Publishable | None,
+    *,
+    idx_path: str | os.PathLike[str] | None = None,
+    durable: bool = True,
+) -> None:
+    """Write what stands beside the tokens and give all files their names.
+
+    Whoever looks at any moment finds the old dataset, none, or the new one: the old .idx goes
+    before the new .bin has its name, and the new .idx comes last (see ``open_pair``).
+
+    Args:
+        prefix: of the dataset.
+        content: of it.
+        bin_file: the tokens, not published yet; None: they stand there already.
+        idx_path: of the .idx; ``<prefix>.idx`` by default.
+        durable: wait until everything is on disk.
+
+    Raises:
+        OSError: a file cannot be written; nothing has its name.
+    """
+    idx = AtomicFile(path_of(prefix, ".idx") if idx_path is None else idx_path)
+    meta = AtomicFile(meta_path(prefix))
+    try:
+        described = content.meta(content.write_index(idx.write))
+        meta.write((json.dumps(described, indent=1, ensure_ascii=False) + "\n").encode())
+        files = [*([] if bin_file is None else [bin_file]), meta, idx]
+        if durable:
+            for file in files:  # the longest part, while the old dataset still stands
+                file.sync()
+        idx.path.unlink(missing_ok=True)
+        publish(*files, durable=durable)
+    finally:
+        idx.discard()
+        meta.discard()

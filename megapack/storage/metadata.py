@@ -1,0 +1,240 @@
+"""``<prefix>.meta.json``: what a dataset says of itself. Reading works without it.
+
+===================  ===========================================================================
+format, version      ``"megapack dataset"``, 1
+dtype                of the tokens
+num_sequences,       counts
+num_documents,
+num_tokens
+min_token_id,        null without tokens
+max_token_id
+vocab_size           number of token ids of the tokenizer; null when unknown
+bin, idx             ``bytes`` and ``xxh3_128``; of .bin a list, ``"bytes checksum"`` by stretches
+metadata's keys      what the builder was told: ``tokenizer``, ``command``, ...; verify knows
+                     ``document_end_token``, the id with which every non-empty document ends
+===================  ===========================================================================
+
+A merge takes the checksums of its inputs over: it reads no token twice, and an input that was
+damaged before the merge is still found after it.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import xxhash
+
+from megapack.errors import FormatError
+from megapack.storage.files import identity_of, open_regular, read_blocks
+from megapack.storage.index_file import IndexHeader, path_of, pick_dtype
+
+__all__ = [
+    "FORMAT",
+    "OWN_KEYS",
+    "VERSION",
+    "Checksum",
+    "TokenFacts",
+    "bin_checksums",
+    "check_metadata",
+    "checksum",
+    "checksum_of",
+    "common_metadata",
+    "difference_from_files",
+    "has_its_checksums",
+    "joined_range",
+    "meta_path",
+    "own_metadata",
+    "read_meta",
+]
+
+
+class Checksum(NamedTuple):
+    """Of a file, or of one of the stretches that follow each other in it."""
+
+    num_bytes: int
+    xxh3_128: str  # hexadecimal
+
+
+@dataclass(frozen=True)
+class TokenFacts:
+    """What a .bin holds."""
+
+    num_tokens: int
+    checksums: list[Checksum]
+    token_range: tuple[int, int] | None  # smallest and largest id; None without tokens
+
+    @staticmethod
+    def of_meta(meta: Mapping[str, Any]) -> TokenFacts:
+        """As a meta file has them."""
+        low, high = meta["min_token_id"], meta["max_token_id"]
+        known = None if low is None else (low, high)
+        return TokenFacts(meta["num_tokens"], bin_checksums(meta), known)
+
+
+def joined_range(ranges: Iterable[tuple[int, int] | None]) -> tuple[int, int] | None:
+    """The range that holds all of them."""
+    known = [ends for ends in ranges if ends is not None]
+    return (min(low for low, _ in known), max(high for _, high in known)) if known else None
+
+
+FORMAT = "megapack dataset"
+VERSION = 1
+COUNTS = ("num_sequences", "num_documents", "num_tokens")
+LIMITS = ("min_token_id", "max_token_id", "vocab_size")
+PROMISES = ("document_begin_token", "document_end_token")
+OWN_KEYS = {"format", "version", "dtype", *COUNTS, *LIMITS, "bin", "idx"}
+
+
+def meta_path(prefix: str | os.PathLike[str]) -> Path:
+    """The name of a dataset's meta file."""
+    return path_of(prefix, ".meta.json")
+
+
+def check_metadata(metadata: Mapping[str, Any]) -> None:
+    """Refuse what the meta file cannot hold, before hours of work instead of after."""
+    taken = sorted(OWN_KEYS & metadata.keys())
+    if taken:
+        raise ValueError(f"metadata has the keys {taken}, which the builder fills in itself")
+    try:
+        json.dumps(metadata, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        text = error.object[max(0, error.start - 20) : error.end + 20]
+        raise ValueError(
+            f"metadata holds {text!r}, which is no valid Unicode and cannot be written as UTF-8: "
+            "leave it out, or decode it in another way"
+        ) from error
+
+
+def own_metadata(meta: Mapping[str, Any]) -> dict[str, Any]:
+    """The part of a meta file that its builder was told."""
+    return {key: value for key, value in meta.items() if key not in OWN_KEYS}
+
+
+def common_metadata(metas: Iterable[Mapping[str, Any] | None]) -> dict[str, Any]:
+    """What the builders of several datasets were told alike; None: one without a meta file."""
+    first, *others = [own_metadata(meta or {}) for meta in metas]
+    return {
+        key: value
+        for key, value in first.items()
+        if all(key in meta and meta[key] == value for meta in others)
+    }
+
+
+def read_meta(prefix: str | os.PathLike[str]) -> dict[str, Any] | None:
+    """The meta file of a dataset, None when there is none.
+
+    Raises:
+        FormatError: it is not JSON, not ours, of a newer version, or lacks what it must have.
+    """
+    path = meta_path(prefix)
+    try:
+        with open_regular(path) as file:
+            content = json.loads(file.read())
+    except FileNotFoundError:
+        return None
+    except (ValueError, RecursionError) as error:
+        raise FormatError(
+            f"{path} is not valid JSON ({error}); it is optional, delete it"
+        ) from error
+    if not isinstance(content, dict) or content.get("format") != FORMAT:
+        raise FormatError(f"{path} is not a megapack meta file; move it out of the way")
+    if content.get("version") != VERSION:
+        raise FormatError(
+            f"{path} has version {content.get('version')!r}; this megapack reads {VERSION}"
+        )
+    if not _is_complete(content):
+        raise FormatError(f"{path} was edited: its own keys are damaged; it is optional, delete it")
+    return content
+
+
+def checksum(path: Path) -> str:
+    """xxh3_128 of a whole file, in hexadecimal."""
+    with open_regular(path) as file:
+        return checksum_of(file, identity_of(file).num_bytes)
+
+
+def checksum_of(file: io.FileIO, num_bytes: int) -> str:
+    """xxh3_128 of the bytes from the file's position on. FormatError where it ends before."""
+    digest = xxhash.xxh3_128()
+    for block in read_blocks(file, np.uint8, num_bytes, 1 << 20):
+        digest.update(block.data)
+    return digest.hexdigest()
+
+
+def has_its_checksums(prefix: str | os.PathLike[str]) -> bool:
+    """Whether .idx and .bin of a dataset have the sizes and checksums that its meta file says.
+
+    Raises:
+        FormatError: the meta file is damaged.
+        OSError: a file cannot be read.
+    """
+    meta = read_meta(prefix)
+    if meta is None:
+        return False
+    idx = Checksum(meta["idx"]["bytes"], meta["idx"]["xxh3_128"])
+    for suffix, stretches in ((".idx", [idx]), (".bin", bin_checksums(meta))):
+        with open_regular(path_of(prefix, suffix)) as file:
+            if identity_of(file).num_bytes != sum(size for size, _ in stretches):
+                return False
+            if any(checksum_of(file, size) != digest for size, digest in stretches):
+                return False
+    return True
+
+
+def bin_checksums(meta: Mapping[str, Any]) -> list[Checksum]:
+    """Of the stretches of .bin, one behind the other."""
+    lines = [line.split() for line in meta["bin"]["xxh3_128"]]
+    return [Checksum(int(size), digest) for size, digest in lines]
+
+
+def difference_from_files(
+    meta: Mapping[str, Any], dtype: str, header: IndexHeader, num_tokens: int
+) -> str | None:
+    """How the files at the prefix differ from those a meta file is about; None when they do not."""
+    said = {**meta, "idx_bytes": meta["idx"]["bytes"]}
+    for key, value in (
+        ("dtype", dtype),
+        ("num_sequences", header.num_sequences),
+        ("num_documents", header.num_documents),
+        ("num_tokens", num_tokens),
+        ("idx_bytes", header.file_bytes),
+    ):
+        if said[key] != value:
+            return (
+                f"the meta file is about other files: it says {key} {said[key]}, they have "
+                f"{value}; delete it if another tool rewrote the dataset"
+            )
+    return None
+
+
+def _is_complete(content: dict[str, Any]) -> bool:
+    try:
+        idx, low, high, vocab_size = (content[key] for key in ("idx", *LIMITS))
+        sizes = [size for size, _ in bin_checksums(content)]
+        largest = np.iinfo(pick_dtype(content["dtype"])).max
+        return (
+            content.keys() >= OWN_KEYS
+            and all(_is_count(content[key]) for key in COUNTS)
+            and all(content[key] is None or type(content[key]) is int for key in LIMITS)
+            and all(content.get(key) is None or _is_count(content[key]) for key in PROMISES)
+            and (low is None) == (high is None) == (content["num_tokens"] == 0)
+            and (low is None or low <= high <= largest)
+            and (vocab_size is None or max(0, high or 0) < vocab_size <= largest + 1)
+            and min(sizes, default=1) > 0
+            and sum(sizes) == content["bin"]["bytes"]
+            and _is_count(idx["bytes"])
+            and isinstance(idx["xxh3_128"], str)
+        )
+    except (AttributeError, KeyError, TypeError, ValueError):
+        return False
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and value >= 0

@@ -1,0 +1,255 @@
+"""Training, validation and test documents: by position (Megatron's meaning) or by a hash."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from megapack import _core
+from megapack.errors import ConfigError, DataError
+
+# ---- Many documents as one flat UTF-8 buffer: what readers give and tokenizers take -------------
+
+
+@dataclass(frozen=True, slots=True)
+class TextBlock:
+    """Documents in the order of the corpus.
+
+    ``text`` is uint8; document ``i`` is ``text[offsets[i]:offsets[i + 1]]``; ``offsets`` is int64
+    of ``len(block) + 1``. ``positions`` (int64, one per document) is what ``locate`` turns into a
+    place to show. ``hashes`` (uint64, one per document) are of the key that splits the corpus,
+    where one was asked for.
+    """
+
+    text: NDArray[np.uint8]
+    offsets: NDArray[np.int64]
+    positions: NDArray[np.int64]
+    locate: Callable[[int], Place]
+    hashes: NDArray[np.uint64] | None = None
+
+    @staticmethod
+    def of_strings(texts: Sequence[str]) -> TextBlock:
+        """A block of texts that come from no file."""
+        data = [text.encode("utf-8") for text in texts]
+        offsets = np.zeros(len(data) + 1, np.int64)
+        np.cumsum([len(item) for item in data], out=offsets[1:])
+        flat = np.frombuffer(b"".join(data), np.uint8)
+        return TextBlock(flat, offsets, np.arange(len(data)), lambda i: Place(f"text {i}", "file"))
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    def place(self, i: int) -> Place:
+        return self.locate(int(self.positions[i]))
+
+    def strings(self, rows: Sequence[int] | range | None = None) -> list[str]:
+        """The documents as Python strings (all of them, or some)."""
+        data = self.text.data
+        bounds = self.offsets.tolist()
+        chosen = range(len(self)) if rows is None else rows
+        return [str(data[bounds[i] : bounds[i + 1]], "utf-8") for i in chosen]
+
+    def select(self, keep: NDArray[np.bool_]) -> TextBlock:
+        """The documents where ``keep`` is true; copies text only if some of it goes."""
+        if keep.all():
+            return self
+        lengths = np.diff(self.offsets)
+        text = self.text
+        if lengths[~keep].any():
+            text = text[np.repeat(keep, lengths)]
+        offsets = np.zeros(int(keep.sum()) + 1, np.int64)
+        np.cumsum(lengths[keep], out=offsets[1:])
+        hashes = None if self.hashes is None else self.hashes[keep]
+        return TextBlock(text, offsets, self.positions[keep], self.locate, hashes)
+
+    def text_hashes(self, *, seed: int = 0) -> NDArray[np.uint64]:
+        """xxh3-64 of every document's text; independent for different seeds."""
+        data, bounds = self.text.data, self.offsets.tolist()
+        pairs = itertools.pairwise(bounds)
+        return np.array([xxhash.xxh3_64_intdigest(data[a:b], seed) for a, b in pairs], np.uint64)
+
+    def drop(self, bad: NDArray[np.bool_], kind: str, faults: Faults) -> TextBlock:
+        """Without the documents where ``bad`` is true; each is recorded as ``kind``."""
+        if not bad.any():
+            return self
+        faults.record_rows(kind, np.flatnonzero(bad), self.place)
+        return self.select(~bad)
+
+    def checked(self, faults: Faults, *, known_utf8: bool) -> TextBlock:
+        """Without empty documents and, unless known to have none, without invalid UTF-8."""
+        block = self
+        if not known_utf8:
+            invalid = _core.valid_utf8(block.text, block.offsets) == 0
+            block = block.drop(invalid, "invalid UTF-8", faults)
+        return block.drop(np.diff(block.offsets) == 0, "empty document", faults)
+
+
+# ---- Documents that may not pass: named, counted, shown by place, and stopped at or skipped -----
+
+OnError = Literal["fail", "skip"]
+
+# What never stops a build: ordinary text has it, and nobody can do anything about it. Everything
+# else stops it unless `--on-error skip` was given.
+_BENIGN = frozenset(
+    {"blank line", "chat without assistant", "empty document", "too few words", "too many words"}
+)
+
+_COUNT_BLOCK = 1 << 24
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a document comes from; prints as ``path:line`` (files), ``path row N`` (parquet)."""
+
+    path: str
+    unit: Literal["byte", "line", "row", "file"]
+    position: int = 0
+
+    def __str__(self) -> str:
+        if self.unit == "file":
+            return self.path
+        if self.unit == "row":
+            return f"{self.path} row {self.position}"
+        line = self.position if self.unit == "line" else self._count_lines()
+        return f"{self.path}:{line}"
+
+    def _count_lines(self) -> int:
+        # Readers enter large files in the middle and do not know the line number; it is needed
+        # only for the few places that are shown.
+        newlines = 0
+        with Path(self.path).open("rb") as file:
+            left = self.position
+            while left > 0:
+                block = file.read(min(left, _COUNT_BLOCK))
+                if not block:
+                    break
+                newlines += block.count(b"\n")
+                left -= len(block)
+        return newlines + 1
+
+
+@dataclass
+class Faults:
+    """Counts by kind, and the first few places of each kind in the order of the corpus."""
+
+    on_error: OnError = "fail"
+    max_places: int = 3
+    counts: dict[str, int] = field(default_factory=dict)
+    places: dict[str, list[Place]] = field(default_factory=dict)
+
+    def record(self, kind: str, place: Place, detail: str = "") -> None:
+        """Count one document. Raises DataError unless the kind is benign or skipping is asked for.
+
+        Args:
+            kind: what is wrong, in a few words ("malformed JSON"); counts are kept per kind.
+            place: the document.
+            detail: what exactly is wrong; shown only when the build stops here.
+        """
+        if kind not in _BENIGN and self.on_error == "fail":
+            reason = f" ({detail})" if detail else ""
+            raise DataError(
+                f"{place}: {kind}{reason}; mend the input, or drop such documents with "
+                "--on-error skip (they are counted and reported)"
+            )
+        self._add(kind, 1, [place])
+
+    def record_rows(
+        self,
+        kind: str,
+        rows: NDArray[np.intp],
+        place: Callable[[int], Place],
+        detail: Callable[[int], str] | None = None,
+    ) -> None:
+        """Count many documents of one kind. Raises as ``record``.
+
+        Args:
+            rows: of the documents.
+            place, detail: of a row, as ``record`` takes them; asked of the few that are shown.
+        """
+        if len(rows):
+            first = int(rows[0])
+            stops = kind not in _BENIGN and self.on_error == "fail"
+            self.record(kind, place(first), detail(first) if detail and stops else "")
+            shown = rows[1 : self.max_places]
+            self._add(kind, len(rows) - 1, [place(int(row)) for row in shown])
+
+    def add(self, later: Faults) -> None:
+        """Take over what was recorded later in the corpus."""
+        for kind, count in later.counts.items():
+            self._add(kind, count, later.places.get(kind, []))
+
+    def _add(self, kind: str, count: int, places: Sequence[Place]) -> None:
+        self.counts[kind] = self.counts.get(kind, 0) + count
+        mine = self.places.setdefault(kind, [])
+        mine += places[: self.max_places - len(mine)]
+
+
+def lacks_documents(kinds: Iterable[str]) -> bool:
+    """Whether some were left out that only ``--on-error skip`` leaves out."""
+    return not _BENIGN.issuperset(kinds)
+
+
+def json_kind(value: object) -> str:
+    """What JSON calls a value that Python's json has read."""
+    names = {type(None): "null", bool: "true or false", str: "a string", list: "a list"}
+    return {**names, dict: "an object"}.get(type(value), "a number")
+
+
+def fault_lines(counts: Mapping[str, int], places: Mapping[str, Sequence[object]]) -> list[str]:
+    """One printable line per kind of fault, most frequent first."""
+    ordered = sorted(counts.items(), key=lambda item: (-item[1], item[0]))
+    return [
+        f"{count:,} x {kind} (first: {', '.join(map(str, places.get(kind, ())))})"
+        for kind, count in ordered
+    ]
+
+
+SPLIT_NAMES = ("train", "valid", "test")
+
+
+def parse_split(text: str) -> tuple[float, ...]:
+    """``"98,1,1"`` -> (98.0, 1.0, 1.0): weights of train, valid and test; missing ones are 0.
+
+    Raises:
+        ConfigError: not one to three numbers, a negative one, or nothing above 0.
+    """
+    try:
+        weights = [float(part) for part in text.split(",")]
+    except ValueError as error:
+        raise ConfigError(f"split {text!r} is not a list of numbers as 98,1,1") from error
+    usable = len(weights) <= len(SPLIT_NAMES) and min(weights) >= 0 < sum(weights) < float("inf")
+    if not usable:
+        raise ConfigError(f"split {text!r} must have one to three weights, none below 0, not all 0")
+    return tuple(weights + [0.0] * (len(SPLIT_NAMES) - len(weights)))
+
+
+def _bounds(weights: Sequence[float]) -> list[float]:
+    """Running sums of the normalized weights, from 0 to 1."""
+    total = sum(weights)
+    return [0.0, *itertools.accumulate(weight / total for weight in weights)]
+
+
+def ordered_split(weights: Sequence[float], num_documents: int) -> list[range]:
+    """Consecutive ranges of documents, rounded as megatron-core rounds them."""
+    bounds = _bounds(weights)
+    at = [round(bound * float(num_documents)) for bound in bounds]
+    return [range(begin, end) for begin, end in itertools.pairwise(at)]
+
+
+def hashed_split(weights: Sequence[float], hashes: NDArray[np.uint64]) -> NDArray[np.int64]:
+    """The split of every document: uint64 hashes are uniform, so shares follow the weights.
+
+    A document keeps its split when the corpus grows or is read in another order.
+    """
+    bounds = np.array(_bounds(weights)[1:-1])
+    # 53 bits are what a double holds exactly.
+    fractions = (hashes >> np.uint64(11)).astype(np.float64) / 2.0**53
+    result: NDArray[np.int64] = np.searchsorted(bounds, fractions, side="right")
+    return result

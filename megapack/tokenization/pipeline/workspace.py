@@ -1,0 +1,310 @@
+"""Where a build lies: ``<prefix>.build/<digest of its plan>/``, its locks, and what stands there.
+
+Shards of two plans lie in two directories, so they never meet. A whole build holds the lock of
+``<prefix>.build`` alone; parts share it, and each holds the lock of its own part.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import json
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from megapack.errors import FormatError, LockedError
+from megapack.executors import Counted
+from megapack.storage import IndexedDataset
+from megapack.storage.files import WriterLock, atomic_write, check_target
+from megapack.storage.index_file import path_of
+from megapack.storage.index_writer import check_prefix
+from megapack.storage.metadata import has_its_checksums, read_meta
+from megapack.tokenization.corpus.documents import Faults, Place, fault_lines, lacks_documents
+from megapack.tokenization.pipeline.config import BuildConfig
+from megapack.tokenization.pipeline.plan import Plan, differences
+from megapack.tokenization.pipeline.space import directory_bytes
+from megapack.units import size
+
+# ---- The record of a finished shard, whether its files are still what it says, and the sum of all
+
+
+class ShardRecord(NamedTuple):
+    """A shard, built. Written last, so where it stands the shard was complete."""
+
+    counted: Counted
+    faults: Faults
+    kept: bool = False  # found finished by this run; not on disk
+
+
+@dataclass(frozen=True, kw_only=True)
+class Totals:
+    """Counts over many shards, as the manifest has them."""
+
+    num_documents: int
+    num_tokens: int
+    num_text_bytes: int
+    skipped: dict[str, int]  # by kind
+    skipped_at: dict[str, list[str]]  # the first places of each kind
+
+    @staticmethod
+    def of_records(records: Sequence[ShardRecord]) -> Totals:
+        counted, faults = Counted(), Faults("skip")
+        for record in records:
+            counted = counted.plus(record.counted)
+            faults.add(record.faults)
+        return Totals(
+            num_documents=counted.documents,
+            num_tokens=counted.tokens,
+            num_text_bytes=counted.text_bytes,
+            skipped=faults.counts,
+            skipped_at={kind: [str(p) for p in found] for kind, found in faults.places.items()},
+        )
+
+    @staticmethod
+    def of_manifest(content: Mapping[str, Any]) -> Totals:
+        return Totals(**{field.name: content[field.name] for field in dataclasses.fields(Totals)})
+
+    @property
+    def lacks_documents(self) -> bool:
+        """Whether some were left out that only ``--on-error skip`` leaves out."""
+        return lacks_documents(self.skipped)
+
+    @property
+    def num_skipped(self) -> int:
+        return sum(self.skipped.values())
+
+    def fault_lines(self) -> list[str]:
+        return fault_lines(self.skipped, self.skipped_at)
+
+
+def shard_prefix(directory: Path, index: int) -> str:
+    """Where a shard's datasets lie; their names go on with the stream and ``LABELS``."""
+    return str(directory / f"shard-{index:06d}")
+
+
+def record_path(prefix: str) -> Path:
+    return path_of(prefix, ".json")
+
+
+def write_record(prefix: str, plan: str, record: ShardRecord) -> None:
+    """Write the record of a shard of a plan (a digest)."""
+    faults = record.faults
+    places = {kind: list(map(dataclasses.astuple, at)) for kind, at in faults.places.items()}
+    faults_tree = {"fault_counts": faults.counts, "fault_places": places}
+    tree = {"plan": plan, **record.counted._asdict(), **faults_tree}
+    # Not durable, like the datasets it speaks of: a damaged record is one that is not there.
+    with atomic_write(record_path(prefix), "w", durable=False) as file:
+        json.dump(tree, file)
+
+
+def read_record(prefix: str, plan: str, datasets: Sequence[str]) -> ShardRecord | None:
+    """The record at ``prefix``, if it is of this plan (a digest) and its ``datasets`` have the
+    sizes and checksums they had.
+    """
+    try:
+        tree = json.loads(record_path(prefix).read_bytes())
+        if tree["plan"] != plan or not all(map(has_its_checksums, datasets)):
+            return None
+        counted = Counted(*(tree[name] for name in Counted._fields))
+        places = {kind: [Place(*p) for p in at] for kind, at in tree["fault_places"].items()}
+        faults = Faults("skip", counts=tree["fault_counts"], places=places)
+    except (OSError, ValueError, KeyError):  # cut short by a crash of the machine
+        return None
+    return ShardRecord(counted, faults, kept=True)
+
+
+_VERSION = 2
+_PLAN = "plan.json"
+_SHOWN = 5
+
+
+class Workspace:
+    """The files of one plan under one output prefix."""
+
+    def __init__(self, config: BuildConfig, plan: Plan) -> None:
+        self._config = config
+        self._plan = plan
+        self.root = Path(f"{config.output_prefix}.build")
+        self.directory = self.root / plan.digest
+        self._manifest = Path(f"{config.output_prefix}.manifest.json")
+        # There while the result gets its names: a kill in between leaves some of them.
+        self._joining = self.directory / "joining"
+
+    def finished(self) -> Totals | None:
+        """Counts of this very build where it is finished, None where it is to be done.
+
+        Raises:
+            ConfigError: something else stands under the output's names, or nothing may.
+        """
+        if not self.root.parent.is_dir():
+            return None
+        overwrite = self._config.overwrite
+        check_target(self._manifest, overwrite=overwrite, difference=None)  # may it be written?
+        try:
+            before = _read(self._manifest)
+        except FormatError:
+            if not overwrite:
+                raise
+            before = None
+        is_new = [
+            check_prefix(
+                prefix,
+                overwrite=overwrite,
+                difference=functools.partial(self._difference, before, prefix),
+            )
+            for prefix in self._config.outputs.values()
+        ]
+        whole = all(map(IndexedDataset.exists, self._config.outputs.values()))
+        return None if before is None or any(is_new) or not whole else Totals.of_manifest(before)
+
+    def _difference(self, before: Mapping[str, Any] | None, prefix: str) -> str | None:
+        """Between what stands at an output's prefix and what this plan makes; None: nothing."""
+        changed = [] if before is None else self._changes(before)
+        if changed:
+            return f"it was built from something else:\n  {_lines(changed)}\n"
+        made_by = _plan_of(prefix)
+        if made_by == self._plan.digest or (made_by is None and self._joining.exists()):
+            return None
+        if before is not None and made_by == before["digest"]:  # other shards, the same documents
+            return None
+        return "it was not made by this build"
+
+    def _changes(self, before: Mapping[str, Any]) -> list[str]:
+        """What differs between a manifest and this plan, but for how documents are sharded."""
+        now = self._plan.tree()
+        for key in ("shard_bytes", "shards"):
+            del now[key]
+        if now["on_error"] == "skip" or not Totals.of_manifest(before).lacks_documents:
+            del now["on_error"]  # what stops a build did not occur, or was left out as now
+        return differences(before, now)
+
+    @contextlib.contextmanager
+    def locked(self, note: Callable[[str], None]) -> Iterator[None]:
+        """Ours alone, or alone our part; made, and emptied where that is asked for.
+
+        Args:
+            note: is told what other plans left behind.
+
+        Raises:
+            LockedError: another process works in it.
+        """
+        part = self._config.part
+        self.root.mkdir(exist_ok=True)
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(WriterLock(self.root, what="tokenize", shared=part is not None))
+            self._start_over()
+            self.directory.mkdir(parents=True, exist_ok=True)
+            if part is not None:
+                name = f"part-{part[0]}-of-{part[1]}"
+                stack.enter_context(WriterLock(self.directory / name, what="tokenize"))
+                if self._config.overwrite:
+                    for index in range(part[0], len(self._plan.shards), part[1]):
+                        _remove_shard(self.directory, index)
+            if not (self.directory / _PLAN).exists():
+                self._write(self.directory / _PLAN)
+            for line in self.left_behind():
+                note(line)
+            yield
+
+    def missing(self) -> list[int]:
+        """Shards that have no record."""
+        prefixes = [shard_prefix(self.directory, i) for i in range(len(self._plan.shards))]
+        return [i for i, prefix in enumerate(prefixes) if not record_path(prefix).exists()]
+
+    def left_behind(self) -> list[str]:
+        """A sentence for every other plan whose shards lie here."""
+        lines = []
+        for directory in self._plans():
+            if directory == self.directory:
+                continue
+            try:
+                changed = differences(_read(directory / _PLAN) or {}, self._plan.tree())
+            except FormatError:
+                changed = ["its plan cannot be read"]
+            held = size(directory_bytes(directory))
+            lines.append(
+                f"{directory} holds {held} of another plan; --overwrite removes it:\n"
+                f"  {_lines(changed)}"
+            )
+        return lines
+
+    def join(self) -> None:
+        """From now on the output's names are taken; a manifest would speak of another dataset."""
+        self._joining.touch()
+        self._manifest.unlink(missing_ok=True)
+
+    def finish(self, totals: Totals) -> None:
+        """All is done: say so, and remove the shards."""
+        # Where it stands, the build is complete.
+        self._write(self._manifest, totals)
+        self._remove()
+
+    def found(self) -> None:
+        """All was done before; a run may have been killed before it removed its shards."""
+        if self.root.exists():
+            # Else somebody works there, and removes what is to be removed.
+            with contextlib.suppress(LockedError), WriterLock(self.root, what="tokenize"):
+                self._start_over()
+                self._remove()
+
+    def _start_over(self) -> None:
+        if self._config.overwrite and self._config.part is None and not self._config.finish:
+            for directory in self._plans():
+                shutil.rmtree(directory)
+
+    def _remove(self) -> None:
+        if not self._config.keep_shards:
+            shutil.rmtree(self.directory, ignore_errors=True)
+            with contextlib.suppress(OSError):
+                self.root.rmdir()
+
+    def _plans(self) -> list[Path]:
+        """Directories of plans, this one and others."""
+        return sorted(path.parent for path in self.root.glob(f"*/{_PLAN}"))
+
+    def _write(self, path: Path, totals: Totals | None = None) -> None:
+        content = {"format": "megapack build", "version": _VERSION, "digest": self._plan.digest}
+        counts = {} if totals is None else dataclasses.asdict(totals)
+        with atomic_write(path, "w") as file:
+            json.dump({**content, **self._plan.tree(), **counts}, file, indent=1)
+
+
+def _read(path: Path) -> dict[str, Any] | None:
+    """The plan at ``path``, None where there is none. Raises FormatError if it is damaged."""
+    try:
+        content = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        return None
+    except ValueError as error:
+        raise FormatError(f"{path} is not valid JSON ({error}); start over with --overwrite") from (
+            error
+        )
+    if not isinstance(content, dict) or content.get("version") != _VERSION:
+        raise FormatError(f"{path} is of another version; start over with --overwrite")
+    return content
+
+
+def _plan_of(prefix: str) -> str | None:
+    """The plan that a dataset's meta file names; None without a meta file."""
+    try:
+        meta = read_meta(prefix)
+    except FormatError:
+        return ""
+    return None if meta is None else str(meta.get("plan"))
+
+
+def _remove_shard(directory: Path, index: int) -> None:
+    record = record_path(shard_prefix(directory, index))
+    record.unlink(missing_ok=True)  # first: without it the rest is nothing
+    for path in directory.glob(f"{record.stem}*"):
+        path.unlink()
+
+
+def _lines(changed: Sequence[str]) -> str:
+    more = len(changed) - _SHOWN
+    lines = [*changed[:_SHOWN], *([f"... and {more} more"] if more > 0 else [])]
+    return "\n  ".join(lines)

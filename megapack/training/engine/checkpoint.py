@@ -1,0 +1,491 @@
+"""Checkpoints: complete or absent, checked before they are loaded, for any number of ranks.
+
+``<directory>/step_00001000_tokens_4194304000/`` holds DeepSpeed's files and ``manifest.json``
+(step, world size, state of the data order, size and checksum of every file). It is written under
+another name, while training goes on, and renamed when everything is on the disk; ``latest`` names
+the newest. With another number of ranks or another ZeRO stage the checkpoint is first rewritten as
+a DeepSpeed universal checkpoint.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import xxhash
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+
+from megapack.errors import ResumeError
+from megapack.storage.files import AtomicFile, Buffer, atomic_write, publish
+from megapack.storage.metadata import checksum
+from megapack.training.engine.engine import not_finite
+from megapack.training.engine.world import RankProgress, World
+
+# ---- What stands in a checkpoint's directory, its name, and whether the files are those written -
+
+_MANIFEST = "manifest.json"
+
+Verify = Literal["size", "checksum"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointManifest:
+    """What a checkpoint is, readable without loading it."""
+
+    step: int
+    """Optimizer steps that were done."""
+    world_size: int
+    zero_stage: int
+    state: dict[str, Any]
+    """The caller's: the order of samples, the length of the run."""
+    files: dict[str, dict[str, Any]]
+    """Relative name -> ``bytes`` and ``xxh3``."""
+    version: int = 1
+
+    @staticmethod
+    def read(directory: Path) -> CheckpointManifest:
+        """Of one checkpoint. Raises ResumeError when it cannot be read."""
+        path = directory / _MANIFEST
+        try:
+            return CheckpointManifest(**json.loads(path.read_text(encoding="utf-8")))
+        except (OSError, ValueError, TypeError) as error:
+            raise ResumeError(f"{path} cannot be read: {error}") from error
+
+    def write(self, directory: Path) -> None:
+        """The last file of a checkpoint."""
+        with atomic_write(directory / _MANIFEST, "w") as file:
+            json.dump(self.__dict__, file, indent=1)
+
+
+def tag_of(step: int, tokens: int) -> str:
+    """The name of the checkpoint after ``step`` steps and ``tokens`` tokens, padding included."""
+    return f"step_{step:08d}_tokens_{tokens}"
+
+
+def tags_in(directory: Path) -> list[str]:
+    """Names of the checkpoints by tokens seen, damaged ones included.
+
+    Not by steps: they count anew when a run goes on with other ``tokens_per_step``.
+    """
+    found = (path.name for path in directory.glob("step_*") if path.is_dir())
+    return sorted((name for name in found if "." not in name), key=_tokens)
+
+
+def step_of(tag: str) -> int:
+    """Optimizer steps of a checkpoint's name."""
+    return int(tag.split("_")[1])
+
+
+def _tokens(tag: str) -> int:
+    number = tag.rpartition("_")[2]
+    return int(number) if number.isdigit() else -1
+
+
+def compare_file(path: Path, expected: dict[str, Any], verify: Verify) -> str | None:
+    """What is wrong with a file of a manifest; None when nothing is."""
+    try:
+        size = path.stat().st_size
+    except OSError:
+        return "is missing"
+    if size != expected["bytes"]:
+        return f"has {size} bytes instead of {expected['bytes']}"
+    if verify == "checksum" and checksum(path) != expected["xxh3"]:
+        return "has another checksum than when it was written"
+    return None
+
+
+# ---- The files of a checkpoint: summed up while they are written, on the disk before they count -
+# DeepSpeed writes with ``torch.save(path)``, whose C++ writer reports a full disk as "unexpected
+# pos", and without fsync; and a rank that raised there would leave the others in a barrier.
+#
+# Its own asynchronous engines give neither checksums nor fsync, and its writer process ends in
+# silence; torch's (DCP) writes files that DeepSpeed cannot convert for other ranks. So the copy to
+# the host is torch's, the files stay DeepSpeed's, and a thread writes them.
+
+
+class WrittenFiles:
+    """What this rank wrote, so that nobody has to list a directory that others write to.
+
+    Args:
+        directory: of the checkpoint.
+        progress: of this rank, which goes on while it waits for files.
+        stager: of ``host_copies``; None: ``save`` writes at once.
+
+    Attributes:
+        files: relative name -> ``bytes`` and ``xxh3``.
+        problem: the first failure; nothing is written after it.
+    """
+
+    def __init__(
+        self, directory: Path, progress: RankProgress, stager: DefaultStager | None = None
+    ) -> None:
+        self.directory, self.progress = directory, progress
+        self.files: dict[str, dict[str, Any]] = {}
+        self.problem: str | None = None
+        self._stager = stager
+        self._copies: list[tuple[Any, str]] = []
+        self._thread = threading.Thread(target=self._write_copies, daemon=True, name="checkpoint")
+        # What a thread does is no progress of the run, until somebody waits for it.
+        self._steps = progress if stager is None else RankProgress()
+
+    def save(self, state_dict: Any, path: str) -> None:
+        """In place of the method of DeepSpeed's checkpoint engine."""
+        if self._stager is None:
+            self._write(state_dict, path)
+        else:
+            self._copies.append((self._stager.stage(state_dict), path))
+
+    def start(self) -> None:
+        """Write what was copied, from now on, while others go on."""
+        self._thread.start()
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether nothing is left to be written, or can be."""
+        return not self._thread.is_alive()
+
+    def wait(self) -> None:
+        """Until it is."""
+        seen = self._steps.count
+        while self._thread.is_alive():
+            self._thread.join(timeout=1.0)
+            if self._steps.count > seen:
+                seen = self._steps.count
+                self.progress.at(self._steps.place)
+
+    def _write_copies(self) -> None:
+        while self._copies:
+            self._write(*self._copies.pop(0))
+
+    def _write(self, state_dict: Any, path: str) -> None:
+        if self.problem is not None:
+            return
+        file = None
+        try:
+            file = _SummedFile(path, self._steps)
+            torch.save(state_dict, file)  # type: ignore[arg-type]  # all it uses
+            publish(file.file)
+        except (OSError, RuntimeError) as error:
+            free = shutil.disk_usage(self.directory.parent).free
+            self.problem = f"{(file and file.error) or error} ({free / 1e6:,.0f} MB free)"
+            return
+        name = os.path.relpath(path, self.directory)
+        self.files[name] = {"bytes": file.num_bytes, "xxh3": file.sum.hexdigest()}
+
+
+class _SummedFile:
+    """As much of a file as ``torch.save`` asks for."""
+
+    def __init__(self, path: str, progress: RankProgress) -> None:
+        self._progress = progress
+        self.file = AtomicFile(path)
+        self.sum = xxhash.xxh3_128()
+        self.num_bytes = 0
+        self.error: OSError | None = None
+        """Why it could not be written; torch reports what its zip writer makes of that."""
+
+    def write(self, data: Buffer) -> int:
+        try:
+            self.file.write(data)
+        except OSError as error:
+            self.error = error
+            raise
+        self.sum.update(data)
+        self.num_bytes += memoryview(data).nbytes
+        self._progress.at(f"writing {self.file.path.name}")
+        return memoryview(data).nbytes
+
+    def flush(self) -> None:
+        """Nothing is held back."""
+
+
+@contextmanager
+def saving_to(engine: Any, files: WrittenFiles) -> Iterator[None]:
+    """While this lasts, files of a DeepSpeed engine's checkpoint are saved here."""
+    theirs = engine.checkpoint_engine
+    original = theirs.save
+    theirs.save = files.save
+    try:
+        yield
+    finally:
+        theirs.save = original
+
+
+def host_copies() -> DefaultStager:
+    """What copies state to the host; its memory there is kept and used again."""
+    cuda = torch.cuda.is_available()
+    return DefaultStager(
+        StagingOptions(
+            use_pinned_memory=cuda,
+            use_shared_memory=False,
+            use_async_staging=False,
+            use_non_blocking_copy=cuda,
+        )
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Resume:
+    """A checkpoint that was found good, and how it must be loaded."""
+
+    tag: str
+    manifest: CheckpointManifest
+    universal: bool
+    """Another world size or ZeRO stage: load the universal form."""
+    rejected: list[str] = field(default_factory=list)
+    """Newer checkpoints that were damaged, and how."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Begun:
+    """A checkpoint on its way to the disk."""
+
+    tag: str
+    step: int
+    state: dict[str, Any]
+    files: WrittenFiles
+
+
+class CheckpointStore:
+    """The checkpoints of one run. All methods but ``tags`` are collective.
+
+    Args:
+        directory: shared by all nodes.
+        world: this process.
+        keep: newest checkpoints to keep.
+        zero_stage: of the engine that saves and loads.
+        asynchronous: write while training goes on, from a copy in host memory.
+        scratch: where a checkpoint is rewritten for other ranks; None: beside it.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        world: World,
+        *,
+        keep: int,
+        zero_stage: int,
+        asynchronous: bool = False,
+        scratch: Path | None = None,
+    ) -> None:
+        self.directory, self.world, self.keep = directory, world, keep
+        self.zero_stage, self.scratch = zero_stage, scratch or directory
+        self._stager = host_copies() if asynchronous else None
+        self._begun: _Begun | None = None
+
+    def tags(self) -> list[str]:
+        """Names of the checkpoints by tokens seen, damaged ones included."""
+        return tags_in(self.directory)
+
+    # --- saving ---------------------------------------------------------------------------------
+
+    def begin(self, engine: Any, step: int, tokens: int, state: dict[str, Any]) -> None:
+        """Take a checkpoint of the present; it counts when ``finish`` returns.
+
+        With ``asynchronous`` this returns when everything was copied to the host.
+
+        Args:
+            engine: of ``start_engine``.
+            step: optimizer steps that were done.
+            tokens: of all these steps, padding included; decides which checkpoint is the newest.
+            state: goes into the manifest.
+
+        Raises:
+            FloatingPointError: a weight is infinite or not a number.
+            ResumeError: as ``finish``, of one that was begun before.
+        """
+        self.finish()
+        tag = tag_of(step, tokens)
+        partial = self.directory / f"{tag}.partial"
+        bad = not_finite(engine.module)
+        what = f"checkpoint {tag} is not written: weights are not finite"
+        self.world.fail_together(", ".join(bad[:3]) or None, what, FloatingPointError)
+        self.world.on_first(self._clear_partial)
+        files = WrittenFiles(partial, self.world.progress, self._stager)
+        with saving_to(engine, files):
+            # No `latest` from DeepSpeed: it would name a directory before it is complete.
+            client_state = {"megapack": state}
+            engine.save_checkpoint(
+                str(self.directory), partial.name, client_state=client_state, save_latest=False
+            )
+        files.start()
+        self._begun = _Begun(tag=tag, step=step, state=state, files=files)
+
+    @property
+    def is_written(self) -> bool:
+        """Whether this rank has written its part of a checkpoint that waits for ``finish``."""
+        return self._begun is not None and self._begun.files.is_complete
+
+    def finish(self) -> str | None:
+        """Wait until all ranks have written, publish, and remove checkpoints beyond ``keep``.
+
+        Returns:
+            The checkpoint's name; None when none was begun. Of the same name it replaces one.
+
+        Raises:
+            ResumeError: some rank could not write; nothing appears under the final name.
+        """
+        begun, self._begun = self._begun, None
+        if begun is None:
+            return None
+        begun.files.wait()
+        problem = begun.files.problem
+        problem = problem and f"rank {self.world.rank} on {self.world.host}: {problem}"
+        parts = self.world.gather(begun.files.files)
+        files = {name: value for part in parts for name, value in part.items()}
+        try:
+            self.world.fail_together(problem, f"checkpoint {begun.tag} could not be written")
+        except ResumeError:
+            self.world.on_first(self._clear_partial)  # half of it may fill the disk
+            raise
+        manifest = CheckpointManifest(
+            step=begun.step,
+            world_size=self.world.size,
+            zero_stage=self.zero_stage,
+            state=begun.state,
+            files=dict(sorted(files.items())),
+        )
+        self.world.on_first(lambda: self._publish(begun.tag, manifest))
+        return begun.tag
+
+    def _clear_partial(self) -> None:
+        self.directory.mkdir(parents=True, exist_ok=True)
+        for kind in ("partial", "universal"):
+            for leftover in self.directory.glob(f"step_*.{kind}"):
+                shutil.rmtree(leftover, ignore_errors=True)
+
+    def _publish(self, tag: str, manifest: CheckpointManifest) -> None:
+        partial = self.directory / f"{tag}.partial"
+        manifest.write(partial)
+        self._remove(tag)
+        partial.rename(self.directory / tag)
+        with atomic_write(self.directory / "latest", "w") as file:  # syncs the directory, too
+            file.write(tag)
+        newest = self.tags()
+        for old in newest[: max(0, newest.index(tag) + 1 - self.keep)]:
+            self._remove(old)
+
+    def _remove(self, tag: str) -> None:
+        """A checkpoint half removed must not look like one."""
+        if (self.directory / tag).exists():
+            gone = (self.directory / tag).rename(self.directory / f"{tag}.old.partial")
+            shutil.rmtree(gone)
+
+    # --- finding and loading --------------------------------------------------------------------
+
+    def find(
+        self, *, verify: Verify, fallback: bool = False, step: int | None = None
+    ) -> Resume | None:
+        """The newest good checkpoint; None when the run has none.
+
+        Args:
+            verify: compare sizes, or read every file and compare checksums.
+            fallback: skip damaged checkpoints instead of refusing to start.
+            step: only those after so many steps.
+
+        Raises:
+            ResumeError: the newest is damaged and ``fallback`` is off, or all are; or it is of a
+                ZeRO stage that cannot be carried over.
+        """
+        rejected: dict[str, str] = {}
+        for tag in reversed(self.world.on_first(self.tags)):  # one view, if a shared disk lags
+            if step is not None and step_of(tag) != step:
+                continue
+            problems = self._problems(tag, verify)
+            if not problems:
+                manifest = CheckpointManifest.read(self.directory / tag)
+                universal = self._needs_universal(manifest)
+                self.world.on_first(lambda: self._set_aside(list(rejected)))
+                found = list(rejected.values())
+                return Resume(tag=tag, manifest=manifest, universal=universal, rejected=found)
+            rejected[tag] = f"{self.directory / tag} is damaged: {'; '.join(problems)}"
+            if not fallback:
+                raise ResumeError(
+                    f"{rejected[tag]}. Restore it, or set checkpoint.fallback=true to continue "
+                    "from the one before"
+                )
+        if rejected:
+            raise ResumeError(f"no checkpoint can be loaded: {'. '.join(rejected.values())}")
+        return None
+
+    def _set_aside(self, tags: list[str]) -> None:
+        """Damaged checkpoints keep their files under a name that nobody loads or prunes."""
+        for tag in tags:
+            target = self.directory / f"{tag}.damaged"
+            shutil.rmtree(target, ignore_errors=True)
+            (self.directory / tag).rename(target)
+
+    def _needs_universal(self, manifest: CheckpointManifest) -> bool:
+        """Whether a checkpoint must be rewritten for this number of ranks and ZeRO stage."""
+        before, now = manifest.zero_stage, self.zero_stage
+        if before != now and not {before, now} <= {1, 2}:
+            raise ResumeError(
+                f"the checkpoint was written with ZeRO-{before} and this run has ZeRO-{now}: "
+                f"DeepSpeed cannot carry optimizer state from one to the other. Set "
+                f"engine.zero_stage={before}, or begin anew from the exported model"
+            )
+        if now == 0:  # every rank holds everything: any number of ranks can load it
+            return False
+        return (manifest.world_size, before) != (self.world.size, now)
+
+    def load(self, engine: Any, resume: Resume) -> None:
+        """Bring the engine to the state of a checkpoint that ``find`` returned.
+
+        Raises:
+            ResumeError: DeepSpeed refuses it (another model, optimizer or precision).
+        """
+        place = self.directory / resume.tag
+        if resume.universal:
+            place = self.scratch / f"{resume.tag}.universal"
+            self.world.on_first(lambda: self._convert(resume.tag, place))
+        try:
+            path, _ = engine.load_checkpoint(str(place.parent), tag=place.name)
+            problem = None if path else "DeepSpeed found nothing to load"
+        except (OSError, RuntimeError, ValueError, KeyError, AssertionError) as error:
+            problem = f"{type(error).__name__}: {error}"
+        self.world.fail_together(problem, f"checkpoint {place} does not fit this run")
+        if resume.universal:
+            self.world.on_first(lambda: self._forget(place))
+
+    def _convert(self, tag: str, universal: Path) -> None:
+        shutil.rmtree(universal, ignore_errors=True)
+        command = [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal"]
+        command += ["--input_folder", str(self.directory / tag)]
+        command += ["--output_folder", str(universal), "--inject_missing_state"]
+        # Its own process group variables would make the converter join this run.
+        env = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+        done = subprocess.run(command, check=False, capture_output=True, text=True, env=env)
+        if done.returncode != 0:
+            last = (done.stderr.strip().splitlines() or ["no message"])[-1]
+            raise ResumeError(
+                f"checkpoint {tag} cannot be rewritten for another number of ranks or ZeRO "
+                f"stage: {last}"
+            )
+
+    def _forget(self, universal: Path) -> None:
+        shutil.rmtree(universal, ignore_errors=True)
+        (universal.parent / "latest_universal").unlink(missing_ok=True)
+
+    def _problems(self, tag: str, verify: Verify) -> list[str]:
+        """What is wrong with a checkpoint, the same list on every rank."""
+        mine: list[str] = []
+        try:
+            manifest = CheckpointManifest.read(self.directory / tag)
+        except ResumeError as error:
+            mine = [str(error)]
+        else:
+            for name in sorted(manifest.files)[self.world.rank :: self.world.size]:
+                problem = compare_file(self.directory / tag / name, manifest.files[name], verify)
+                if problem:
+                    mine.append(f"{name} {problem}")
+        return sorted({problem for part in self.world.gather(mine) for problem in part})

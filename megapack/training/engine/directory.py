@@ -1,0 +1,197 @@
+"""The directory of a run: everything needed to say later what was run, on what, with what.
+
+``config.yaml`` the resolved configuration, ``starts.jsonl`` one line per start (versions, git,
+hosts, fingerprints, command), ``log.jsonl`` one line per step, ``evaluation.jsonl``,
+``checkpoints/``, ``tensorboard/``, ``model/`` (what ``from_pretrained`` loads), ``end.json`` (why
+and where the run ended), and when asked for ``batches/``, what every rank was fed, ``profile/``,
+traces of steps, and ``run_id``, the name of its curves on a server. ``flight/`` has the collectives
+of every rank after a timeout of NCCL.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import json
+import os
+import platform
+import socket
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+
+import megapack
+from megapack.config import to_dict
+from megapack.errors import FormatError
+from megapack.storage.files import WriterLock, atomic_write
+from megapack.training.engine.world import World
+
+__all__ = ["RunDirectory", "environment", "git_state", "plain", "read_jsonl"]
+
+_PACKAGES = ("torch", "deepspeed", "transformers", "numpy", "flash-attn", "triton")
+
+
+class RunDirectory:
+    """Paths of a run, and the files one process writes once."""
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self.checkpoints = self.path / "checkpoints"
+        self.model = self.path / "model"
+        self.log = self.path / "log.jsonl"
+        self.evaluation = self.path / "evaluation.jsonl"
+        self.batches = self.path / "batches"
+        self.tensorboard = self.path / "tensorboard"
+        self.profile = self.path / "profile"
+        self.flight = self.path / "flight"
+        self.at: dict[str, int] = {}
+        """``step`` and ``saved``: steps done and steps in a checkpoint, for ``end.json``."""
+        self._end = self.path / "end.json"
+        self._lock: WriterLock | None = None
+        self._is_held = False
+
+    def own_id(self) -> str:
+        """Of the run, whatever other directories are called; the same at every start."""
+        path = self.path / "run_id"
+        if not path.exists():
+            with atomic_write(path) as file:
+                file.write(uuid.uuid4().hex.encode())
+        return path.read_text(encoding="utf-8").strip()
+
+    @contextmanager
+    def held(self, world: World) -> Iterator[None]:
+        """Nobody else trains into this directory meanwhile; collective.
+
+        The lock is the first rank's and the kernel's: it ends with that process, however it ends.
+        ``end.json`` says "running" until something better is known, also after a SIGKILL.
+
+        Raises:
+            LockedError: another run does; names its host and process.
+        """
+        world.on_first(self._hold)
+        self._is_held = True
+        try:
+            yield
+        finally:
+            self.release()
+
+    def _hold(self) -> None:
+        self.path.mkdir(parents=True, exist_ok=True)
+        self._lock = WriterLock(self.path, what="training")
+        self._write_end("running")
+
+    def release(self) -> None:
+        """Let the next run in."""
+        if self._lock is not None:
+            self._lock.release()
+
+    def begin(self, config: Any, facts: dict[str, Any]) -> None:
+        """Record a start: the configuration in full, and one line of facts."""
+        with atomic_write(self.path / "config.yaml", "w") as file:
+            yaml.safe_dump(plain(to_dict(config)), file, sort_keys=False)
+        line = {"time": time.time(), **environment(), **facts}
+        with (self.path / "starts.jsonl").open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
+
+    def record_flight(self) -> None:
+        """Have NCCL write the last collectives of every rank here when one of them times out;
+        before the process group is made. What the environment says already stays."""
+        self.flight.mkdir(parents=True, exist_ok=True)
+        os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
+        os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
+        for name in ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"):
+            os.environ.setdefault(name, str(self.flight / "rank_"))
+
+    def end(self, reason: str) -> None:
+        """Record how the run ended by itself: "done", "signal" or "stop_at"."""
+        self._write_end(reason)
+
+    def fail(self, message: str) -> None:
+        """Record why this process gives up; the first one that says so is believed."""
+        if not self._is_held:
+            return  # the directory is another run's
+        with contextlib.suppress(OSError, ValueError):  # "running" is all that can be said
+            if json.loads(self._end.read_text(encoding="utf-8"))["reason"] == "running":
+                self._write_end("error", message=message)
+
+    def _write_end(self, reason: str, **facts: Any) -> None:
+        where = {"host": socket.gethostname(), "pid": os.getpid()}
+        with atomic_write(self._end, "w") as file:
+            json.dump({"time": time.time(), "reason": reason, **where, **self.at, **facts}, file)
+
+    def forget_after(self, tokens: int) -> None:
+        """Drop what a run that continues after these tokens writes again."""
+        for path in (self.log, self.evaluation, *self.batches.glob("*.jsonl")):
+            if path.exists():
+                lines = [line for line in read_jsonl(path) if line["tokens_seen"] <= tokens]
+                with atomic_write(path, "w") as file:
+                    file.writelines(json.dumps(line) + "\n" for line in lines)
+
+
+def read_jsonl(path: str | Path) -> Iterator[dict[str, Any]]:
+    """The lines of a log. A last line cut short by a kill is left out.
+
+    Raises:
+        FormatError: another line is not JSON.
+        OSError: the file cannot be read.
+    """
+    lines = Path(path).read_text(encoding="utf-8").split("\n")
+    for number, line in enumerate(lines[:-1], start=1):
+        try:
+            yield json.loads(line)
+        except ValueError as error:
+            raise FormatError(f"{path}, line {number} is not JSON: {error}") from error
+
+
+def environment() -> dict[str, Any]:
+    """Versions, devices, host and the state of the working tree."""
+    versions = {"python": platform.python_version(), "megapack": megapack.__version__}
+    for package in _PACKAGES:
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    device = platform.processor() or platform.machine()
+    if torch.cuda.is_available():
+        device = f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}"
+        versions["cuda"] = str(torch.version.cuda)
+    return {
+        "versions": versions,
+        "device": device,
+        "host": platform.node(),
+        "command": sys.argv,
+        "git": git_state(Path.cwd()),
+    }
+
+
+def git_state(directory: Path) -> dict[str, Any] | None:
+    """Commit and whether the tree differs from it; None outside of a repository."""
+    commit = _git(directory, "rev-parse", "HEAD")
+    if commit is None:
+        return None
+    return {"commit": commit, "dirty": bool(_git(directory, "status", "--porcelain"))}
+
+
+def _git(directory: Path, *arguments: str) -> str | None:
+    try:
+        done = subprocess.run(
+            ["git", *arguments], cwd=directory, check=True, capture_output=True, text=True
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return done.stdout.strip()
+
+
+def plain(value: Any) -> Any:
+    """Tuples as lists, as YAML and JSON have them."""
+    if isinstance(value, dict):
+        return {key: plain(item) for key, item in value.items()}
+    return [plain(item) for item in value] if isinstance(value, (list, tuple)) else value

@@ -1,0 +1,282 @@
+"""DeepSpeed around a model, and one optimizer step of it.
+
+The loss of a step is the mean over the label tokens of all ranks and micro batches; where sources
+have loss weights, the weighted mean, which is divided by the sum of the weights. Every micro batch
+contributes the sum of its losses times ``number of ranks / loss denominator of the step``;
+DeepSpeed averages over ranks, which takes the factor back out, whether ranks have a micro batch
+each or a slice of one. So the gradient is the same for any
+split of the step into ranks and micro batches, and clipping sees the gradient of the mean. The
+load-balancing loss of a mixture of experts goes the same way, and counts as often as its micro
+batch has labels (``megapack.attention.experts``).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.autograd.graph import save_on_cpu
+
+from megapack.data import Batch
+from megapack.training.config import EngineConfig, OptimizerConfig, PretrainConfig
+from megapack.training.engine.deepspeed_config import deepspeed_configuration
+from megapack.training.engine.world import World
+from megapack.training.model.sharding import whole_shape
+from megapack.training.model.training_model import TrainingModel, is_weighted, on_device
+
+# ---- How long a device was at work between two points, without waiting for it -------------------
+
+
+class Stopwatch:
+    """``with watch:`` around calls; their time is known later.
+
+    Args:
+        device: of the work; on CUDA, events in its stream.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._cuda = device.type == "cuda"
+        self._spans: list[tuple[Any, Any]] = []
+
+    def _now(self) -> Any:
+        if not self._cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record()
+        return event
+
+    def __enter__(self) -> None:
+        self._begin = self._now()
+
+    def __exit__(self, *exception: object) -> None:
+        self._spans.append((self._begin, self._now()))
+
+    def seconds(self) -> float:
+        """Of all calls together; waits for the last one."""
+        if not self._cuda:
+            return float(sum(end - begin for begin, end in self._spans))
+        for _, end in self._spans[-1:]:
+            end.synchronize()
+        return float(sum(begin.elapsed_time(end) for begin, end in self._spans)) / 1000
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepResult:
+    """What one rank knows after a step, without having waited for its device."""
+
+    loss_sum: Tensor
+    """Scalar on the device: losses of this rank's label tokens, weighted and summed."""
+    balance_sum: Tensor | None
+    """The same of the load-balancing losses of this rank's micro batches, weighted by their labels,
+    without their coefficient; None: the model has none."""
+    label_weight: float
+    """Of the whole step: what the sum over all ranks is divided by, its label tokens or the sum of
+    their weights."""
+    sample_losses: Tensor
+    """(samples,) on the device: the sum of every sample of this rank, not weighted."""
+    source: NDArray[np.int64]
+    """(samples,) the number of the source of each."""
+    grad_norm: float | Tensor
+    """Norm of the whole gradient before clipping."""
+    forward: Stopwatch
+    """Of this rank's forwards."""
+    skipped: bool
+    """The gradient was not finite: the weights are those of before, on all ranks."""
+
+
+def parameter_groups(model: nn.Module, optimizer: OptimizerConfig) -> list[dict[str, Any]]:
+    """Matrices with weight decay; norms, biases and (if asked) embeddings without."""
+    embeddings = {
+        id(parameter)
+        for module in model.modules()
+        if isinstance(module, nn.Embedding)
+        for parameter in module.parameters(recurse=False)
+    }
+    decayed: list[nn.Parameter] = []
+    kept: list[nn.Parameter] = []
+    for parameter in model.parameters():
+        if not parameter.requires_grad:
+            continue
+        spared = id(parameter) in embeddings and not optimizer.decay_embeddings
+        (kept if len(whole_shape(parameter)) < 2 or spared else decayed).append(parameter)
+    groups = [
+        {"params": decayed, "weight_decay": optimizer.weight_decay},
+        {"params": kept, "weight_decay": 0.0},
+    ]
+    return [group for group in groups if group["params"]]
+
+
+def start_engine(
+    model: TrainingModel, config: PretrainConfig, world: World, *, universal: bool = False
+) -> Any:
+    """A DeepSpeed engine around ``model``, ready for ``train_step`` or a checkpoint."""
+    import deepspeed  # noqa: PLC0415
+
+    if config.engine.activation_checkpointing:
+        # Page-locked memory, which copies need not wait for.
+        on_host = partial(save_on_cpu, pin_memory=world.device.type == "cuda")
+        model.checkpoint_activations(on_host if config.engine.offload_activations else None)
+    buffers = {
+        name: buffer.clone() for name, buffer in model.named_buffers() if buffer.is_floating_point()
+    }
+    options: dict[str, Any] = {
+        "lr": config.optimizer.lr,
+        "betas": config.optimizer.betas,
+        "eps": config.optimizer.eps,
+        "fused": world.device.type == "cuda",
+    }
+    groups = parameter_groups(model, config.optimizer)
+    if config.engine.stage:
+        optimizer = torch.optim.AdamW(groups, **options)
+    else:
+        optimizer = _ClippedAdamW(groups, clip=config.optimizer.clip, **options)
+    engine, *_ = deepspeed.initialize(
+        model=model,
+        optimizer=optimizer,
+        config=deepspeed_configuration(config, world.size, universal=universal),
+        dist_init_required=False,
+    )
+    _restore_buffers(model, buffers, world.device)
+    if config.engine.stage == 3:
+        # The loss reads the head's weight outside of the head's own forward.
+        head = model.model.get_output_embeddings()  # type: ignore[operator]
+        deepspeed.zero.register_external_parameter(model, head.weight)
+    if config.engine.compile:
+        # ZeRO-3 fetches parameters between the parts of a layer, which no single graph can hold.
+        _compile_layers(model, fullgraph=config.engine.stage < 3)
+    return engine
+
+
+class _ClippedAdamW(torch.optim.AdamW):
+    """Clips, skips and tells what DeepSpeed's ZeRO optimizers do; without ZeRO it asks the
+    optimizer for ``overflow`` and ``_global_grad_norm`` only.
+
+    Args:
+        groups, options: of AdamW.
+        clip: largest norm of the gradient; 0 clips nothing.
+    """
+
+    overflow = False
+    _global_grad_norm: Tensor
+
+    def __init__(self, groups: list[dict[str, Any]], *, clip: float, **options: Any) -> None:
+        super().__init__(groups, **options)
+        self._clip = clip
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        params = [p for group in self.param_groups for p in group["params"]]
+        norm = nn.utils.get_total_norm([p.grad for p in params if p.grad is not None])
+        self._global_grad_norm = norm
+        self.overflow = not bool(torch.isfinite(norm))
+        if self.overflow:
+            return None
+        if self._clip > 0:
+            nn.utils.clip_grads_with_norm_(params, self._clip, norm)
+        return super().step(closure)
+
+
+def _restore_buffers(model: nn.Module, buffers: dict[str, Tensor], device: torch.device) -> None:
+    """RoPE frequencies rounded to bfloat16 are wrong by 32 positions at 16k.
+
+    Some DeepSpeed versions cast buffers with the parameters; float32 comes back here.
+    """
+    for name, buffer in model.named_buffers():
+        if name in buffers and buffer.dtype != buffers[name].dtype:
+            buffer.data = buffers[name].to(device)
+
+
+def _compile_layers(model: TrainingModel, *, fullgraph: bool) -> None:
+    """Layer by layer: all layers share one graph per longest segment (see ``longest_segment``)."""
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)
+    for layer in model.layers:
+        layer.compile(fullgraph=fullgraph, dynamic=False)
+
+
+def train_step(
+    engine: Any, micro_batches: Iterable[Batch], *, world: World, config: EngineConfig, lr: float
+) -> StepResult:
+    """Forward and backward of this rank's micro batches, then the optimizer, once.
+
+    Args:
+        engine: of ``start_engine``.
+        micro_batches: of one step, on the host, in order; the same number on every rank.
+        world: this process.
+        config: decides how batches are handed to the model.
+        lr: learning rate of this step.
+    """
+    for group in engine.optimizer.param_groups:
+        group["lr"] = lr
+    sums, of_samples, source, forward = [], [], [], Stopwatch(world.device)
+    balances: list[Tensor] = []
+    for batch in micro_batches:
+        weight = _label_weight(batch)
+        scale = world.size / weight
+        last = batch["micro_step"] == batch["num_micro_steps"] - 1
+        engine.set_gradient_accumulation_boundary(last)
+        arguments = on_device(batch, world.device, config)
+        with forward:
+            loss, losses, balance = engine(**arguments, scale=scale)
+        # A new tensor: without ZeRO, DeepSpeed 0.19 divides by the accumulation steps all the same
+        # when backward starts at the very tensor that its forward returned.
+        engine.backward(loss.clone(), scale_wrt_gas=False)
+        sums.append(_weighted_sum(losses, arguments.get("label_weights")))
+        if balance is not None:
+            balances.append(balance)
+        of_samples.append(_by_sample(losses, batch))
+        source.append(batch["source"].numpy())
+    skipped_before = engine.skipped_steps
+    engine.step()
+    return StepResult(
+        loss_sum=torch.stack(sums).sum(),
+        balance_sum=torch.stack(balances).sum() if balances else None,
+        label_weight=weight,
+        sample_losses=torch.cat(of_samples),
+        source=np.concatenate(source),
+        grad_norm=engine.get_global_grad_norm(),
+        forward=forward,
+        skipped=engine.skipped_steps > skipped_before,
+    )
+
+
+def _label_weight(batch: Batch) -> float:
+    """The loss denominator of its step; 1 for a step without labels."""
+    name = "step_label_weight" if is_weighted(batch) else "num_step_label_tokens"
+    return float(batch[name]) or 1.0
+
+
+def _weighted_sum(losses: Tensor, label_weights: Tensor | None) -> Tensor:
+    return losses.sum() if label_weights is None else (losses * label_weights.flatten()).sum()
+
+
+def _by_sample(losses: Tensor, batch: Batch) -> Tensor:
+    """(samples,) sums of (T,): a sample lies at the begin of its slot, and padding behind it.
+
+    Of a slice: what this rank has of every sample.
+    """
+    if (shared := batch.get("sequence_parallel_size", 1)) > 1:
+        whole = losses.new_zeros(shared, len(losses))
+        whole[batch["sequence_parallel_rank"]] = losses
+        losses = whole.flatten()
+    capacity = int(batch["capacity"])
+    row = int(batch.get("row_tokens", capacity))
+    slots = row // capacity
+    slot = row // slots  # what the last one has beyond is padding
+    return (
+        losses.view(-1, row)[:, : slots * slot].reshape(-1, slot)[: len(batch["sample_ids"])].sum(1)
+    )
+
+
+def not_finite(model: nn.Module) -> list[str]:
+    """Names of parameters of which this rank's share holds an infinity or no number."""
+    shares = {name: getattr(p, "ds_tensor", p).detach() for name, p in model.named_parameters()}
+    sums = torch.stack([share.sum(dtype=torch.float32) for share in shares.values()])
+    bad = (~torch.isfinite(sums)).tolist()
+    return [name for name, is_bad in zip(shares, bad, strict=True) if is_bad]

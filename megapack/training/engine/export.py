@@ -1,0 +1,148 @@
+"""A trained model as a directory that ``from_pretrained`` loads, from any ZeRO stage."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from megapack.data.documents import SourceDocuments
+from megapack.errors import ConfigError
+from megapack.training.config import ModelConfig
+from megapack.training.engine.world import World
+
+__all__ = ["end_token", "export_model", "open_tokenizer", "tokenizer_of"]
+
+logger = logging.getLogger("megapack")
+
+# Spaces, lines, digits, letters of several scripts: where two tokenizers differ, they differ here.
+_PROBES = ("Two words", "  a  b\n\n\tc = 1234.5 ", "na\u00efve \u4e2d\u6587 \U0001f600")
+
+
+def export_model(
+    engine: Any,
+    directory: Path,
+    world: World,
+    *,
+    tokenizer: Any = None,
+    end: int | None = None,
+) -> None:
+    """Write the engine's model; collective, since ZeRO-3 gathers its parameters.
+
+    The directory appears complete: it is written beside its place and renamed.
+
+    Args:
+        engine: of ``start_engine``.
+        directory: replaced if it exists.
+        world: this process.
+        tokenizer: of ``open_tokenizer``; goes along.
+        end: the token with which documents end, where ``generate`` stops; it also fills rows.
+    """
+    weights = _gather(engine, world)
+    if world.is_first:
+        partial = directory.with_name(f"{directory.name}.partial")
+        shutil.rmtree(partial, ignore_errors=True)
+        if end is not None:
+            _end_with(engine.module.model, end)
+        engine.module.save(partial, weights)
+        if tokenizer is not None:
+            if end is not None:
+                tokenizer.eos_token = tokenizer.convert_ids_to_tokens(end)
+                tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+            tokenizer.save_pretrained(partial)
+        shutil.rmtree(directory, ignore_errors=True)
+        partial.rename(directory)
+    dist.barrier()
+
+
+def _end_with(model: Any, end: int) -> None:
+    """Not ``config.pad_token_id``: an embedding does not train the row that it names."""
+    model.config.eos_token_id = end
+    generation = model.generation_config
+    generation.eos_token_id = end
+    if generation.pad_token_id is None:
+        generation.pad_token_id = end
+
+
+def end_token(datasets: Sequence[SourceDocuments]) -> int | None:
+    """The id with which documents end, as the meta files of all datasets say; None if none does."""
+    found = {(dataset.meta or {}).get("document_end_token") for dataset in datasets}
+    if len(found) > 1:
+        logger.warning("the datasets end their documents differently (%s): no eos_token_id", found)
+    return found.pop() if len(found) == 1 else None
+
+
+def tokenizer_of(config: ModelConfig) -> Any:
+    """What goes along with the exported model: the one named, the checkpoint's own, or None.
+
+    Raises:
+        ConfigError: the one named cannot be loaded.
+    """
+    source = config.tokenizer or config.pretrained
+    return source and open_tokenizer(source, required=source == config.tokenizer)
+
+
+def open_tokenizer(source: str, *, required: bool) -> Any:
+    """A transformers tokenizer of a directory, a hub name, a tokenizer.json or a .model.
+
+    Args:
+        source: where it is.
+        required: it was asked for; otherwise the log says that there is none.
+
+    Raises:
+        ConfigError: there is none and it is required.
+    """
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast  # noqa: PLC0415
+
+    path = Path(source)
+    try:
+        if path.is_file() and path.suffix == ".json":
+            return PreTrainedTokenizerFast(tokenizer_file=str(path))
+        if path.is_file():
+            return _of_sentencepiece(path)
+        return AutoTokenizer.from_pretrained(source)
+    except (OSError, ValueError) as error:
+        reason = str(error).split("\n")[0]
+        if required:
+            raise ConfigError(f"model: tokenizer {source!r} cannot be loaded: {reason}") from error
+        logger.info("no tokenizer goes with the model: %s", reason)
+        return None
+
+
+def _gather(engine: Any, world: World) -> dict[str, Tensor] | None:
+    """Whole parameters on the first rank, one after the other; None when they are whole anyway."""
+    if engine.zero_optimization_stage() < 3:
+        return None
+    import deepspeed  # noqa: PLC0415
+
+    weights = {}
+    for name, parameter in engine.module.named_parameters():
+        with deepspeed.zero.GatheredParameters([parameter]):
+            if world.is_first:
+                weights[name] = parameter.detach().cpu().clone()
+    return weights
+
+
+def _of_sentencepiece(path: Path) -> Any:
+    """The transformers tokenizer of a .model, which gives the same ids or is none."""
+    from sentencepiece import SentencePieceProcessor  # noqa: PLC0415
+    from transformers import LlamaTokenizer  # noqa: PLC0415
+
+    model = SentencePieceProcessor(model_file=str(path))
+    with TemporaryDirectory() as folder:
+        shutil.copy(path, Path(folder) / "tokenizer.model")
+        for add_prefix_space in (False, True):
+            tokenizer = LlamaTokenizer.from_pretrained(folder, add_prefix_space=add_prefix_space)
+            ids = (tokenizer(text, add_special_tokens=False)["input_ids"] for text in _PROBES)
+            if list(ids) == [model.encode(text) for text in _PROBES]:
+                return tokenizer
+    raise ValueError(
+        "transformers gives other ids than sentencepiece with it; name the directory of a "
+        "transformers tokenizer instead"
+    )

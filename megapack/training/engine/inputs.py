@@ -1,0 +1,300 @@
+"""The steps of a run whose corpus does not exist yet, from lengths of its documents."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megapack.data import PackedDataset, check_token_ids
+from megapack.data.blend import BlendConfig
+from megapack.data.run import OpenRun, PlannedRun, open_run, plan_steps
+from megapack.errors import ConfigError, FormatError, MegapackError
+from megapack.packing import SampleIndex, pack
+from megapack.packing.sharded import SourceIndex, longest_reach, longest_segment
+from megapack.storage import IndexedDataset
+from megapack.storage.dataset import read_lengths_file
+from megapack.training.config import PretrainConfig
+from megapack.training.engine.deepspeed_config import check_deepspeed
+from megapack.training.engine.world import World
+from megapack.training.model.architecture import (
+    check_checkpoint,
+    model_configuration,
+    position_limit,
+)
+
+# ---- What a run reads beside its training data, and whether all of it goes together -------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inputs(OpenRun):
+    """Open files of a run."""
+
+    vocab_size: int
+    valid: PackedDataset | None
+    """Of ``data.valid_prefix``."""
+    valid_sources: dict[str, PackedDataset] = field(default_factory=dict)
+    """Held-out documents of the blend's sources, by name, of those that have some."""
+
+    @property
+    def held_out(self) -> list[PackedDataset]:
+        """All validation data."""
+        return [*([] if self.valid is None else [self.valid]), *self.valid_sources.values()]
+
+    def fingerprints(self) -> dict[str, Any]:
+        """Identities of documents and samples, for the run directory."""
+        return {
+            "documents": [dataset.fingerprint for dataset in self.data.datasets],
+            "samples": list(self.schedule.samples.fingerprints),
+        }
+
+
+def open_inputs(config: PretrainConfig) -> Inputs:
+    """Open training and validation data and compute the length of the run.
+
+    Raises:
+        ConfigError: sizes that do not fit, an unknown vocabulary, or a file that does not exist.
+        IndexMismatchError: an index of other documents.
+        FormatError, OSError: a file is damaged or cannot be read.
+    """
+    try:
+        return _open_inputs(config)
+    except FileNotFoundError as error:
+        raise ConfigError(
+            f"data: {error}; to plan a run before there are data, give --dry-run --lengths (a .npy "
+            "file of tokens per document, or lognormal:MEAN,MEDIAN,DOCUMENTS)"
+        ) from error
+
+
+def _open_inputs(config: PretrainConfig) -> Inputs:
+    run = open_run(config)
+    how: dict[str, Any] = {
+        "buckets": config.evaluation.buckets or run.schedule.capacities,
+        "positions": "document" if config.data.positions == "document" else "segment",
+    }
+    prefix, index = config.data.valid_prefix, config.data.valid_index
+    return Inputs(
+        **run.__dict__,
+        vocab_size=vocabulary_size(config, run),
+        valid=None if prefix is None else open_validation(prefix, index, **how),
+        valid_sources={} if run.blend is None else open_validation_of_sources(run.blend, **how),
+    )
+
+
+def vocabulary_size(config: PretrainConfig, run: PlannedRun) -> int:
+    """Of the configuration, else of the data; 1 where the checkpoint's is all that is known.
+
+    Raises:
+        ConfigError: nobody knows it.
+    """
+    if config.model.vocab_size is not None:
+        return config.model.vocab_size
+    datasets = run.data.datasets if isinstance(run, OpenRun) else []
+    known = {dataset.prefix: dataset.vocab_size for dataset in datasets}
+    if config.model.pretrained is None and (None in known.values() or not known):
+        nameless = [prefix for prefix, size in known.items() if size is None]
+        raise ConfigError(
+            f"{nameless[0]}.meta.json does not tell the size of the vocabulary; set "
+            "model.vocab_size"
+            if nameless
+            else "without data the size of the vocabulary is unknown; set model.vocab_size"
+        )
+    return max((size for size in known.values() if size is not None), default=1)
+
+
+def verify_samples(inputs: Inputs, world: World) -> None:
+    """Read every .samples file once per host and compare its checksums; collective.
+
+    Those of shards are opened when they are drawn from, and compared with their manifest then.
+
+    Raises:
+        FormatError: a file is damaged or cannot be read; on all ranks.
+    """
+    problem = None
+    if world.rank == world.gather(world.host).index(world.host):
+        try:
+            _verify(inputs)
+        except (MegapackError, OSError) as error:
+            problem = str(error)
+    world.fail_together(problem, "samples", FormatError)
+
+
+def _verify(inputs: Inputs) -> None:
+    for data in (inputs.data, *inputs.held_out):
+        for index in data.samples.indices:
+            if isinstance(index, SampleIndex):
+                index.verify()
+
+
+def check_run(config: PretrainConfig, run: PlannedRun, num_ranks: int) -> Any:
+    """Everything about a run that can be known before its processes meet and its model is made.
+
+    Args:
+        config: the run.
+        run: of ``open_inputs``, or of ``plan_steps``, whose lengths are all that is checked.
+        num_ranks: that it will have.
+
+    Returns:
+        The transformers configuration of its model.
+
+    Raises:
+        ConfigError: ranks do not divide the micro batches of a stage; DeepSpeed does not know its
+            configuration; a document is longer than the positions of the model, or a token id is
+            beyond its vocabulary; a checkpoint is not of the model.
+        FormatError: it seems so because a .samples file is damaged.
+    """
+    run.sampler(0, num_ranks)
+    check_deepspeed(config)
+    vocab_size = run.vocab_size if isinstance(run, Inputs) else vocabulary_size(config, run)
+    architecture = model_configuration(config.model, vocab_size)
+    check_checkpoint(config.model, architecture)
+    try:
+        _check_data(run, architecture, config.data.positions)
+    except ConfigError:
+        if isinstance(run, Inputs):
+            _verify(run)  # what a damaged index says is not to be believed
+        raise
+    return architecture
+
+
+def _check_data(run: PlannedRun, architecture: Any, positions: str) -> None:
+    _check_positions(run.schedule.samples.indices, architecture, positions, "the training data")
+    if isinstance(run, Inputs):
+        for data in run.held_out:
+            valid = "document" if positions == "document" else "segment"
+            _check_positions(data.samples.indices, architecture, valid, str(data))
+        for data in (run.data, *run.held_out):
+            check_token_ids(data, architecture.vocab_size)
+
+
+def _check_positions(
+    indices: Sequence[SourceIndex], architecture: Any, positions: str, what: str
+) -> None:
+    longest = max((_longest_position(index, positions) for index in indices), default=0)
+    bucket = max(int(index.bucket_capacity.max()) for index in indices)
+    limit = position_limit(architecture, max(longest, bucket))
+    if limit is not None and longest > limit.tokens:
+        cut = " with data.positions=segment" if positions == "document" else ""
+        raise ConfigError(
+            f"model: {limit.source} is {limit.tokens}, and {what} need {longest} positions "
+            f"(data.positions: {positions}; largest bucket {bucket}); pack into buckets of at most "
+            f"{limit.tokens}{cut}, or {limit.remedy}"
+        )
+
+
+def _longest_position(index: SourceIndex, positions: str) -> int:
+    """One more than the highest position id of an index."""
+    if positions == "sample":
+        return int(index.bucket_capacity.max())
+    return longest_reach(index) if positions == "document" else longest_segment(index)
+
+
+def open_validation(
+    prefix: str,
+    index: str | None,
+    *,
+    buckets: Sequence[int],
+    positions: Literal["segment", "document"] = "segment",
+) -> PackedDataset:
+    """Held-out documents with their samples, packed here when there is no index.
+
+    Args:
+        prefix: of the documents.
+        index: their .samples file.
+        buckets: capacities to pack into, without an index.
+        positions: as in training; a document is always scored alone.
+
+    Raises:
+        ConfigError: the index repeats or drops tokens, so it does not score each token once.
+    """
+    dataset = IndexedDataset(prefix)
+    if index is not None:
+        samples = SampleIndex.load(index)
+    else:
+        samples = pack(dataset.document_lengths, "bucket", buckets=list(buckets))
+    metrics = samples.metrics()
+    for name in ("repeated_tokens", "dropped_tokens"):
+        if metrics[name]:
+            raise ConfigError(
+                f"{index}: strategy {samples.strategy!r} has {metrics[name]:,} {name}; evaluate "
+                "with an index that places every token once (strategy bucket)"
+            )
+    return PackedDataset(dataset, samples, positions=positions)
+
+
+def open_validation_of_sources(blend: BlendConfig, **how: Any) -> dict[str, PackedDataset]:
+    """Held-out documents by source, of the sources that have some; ``how`` and errors as above.
+
+    Raises:
+        ConfigError: two of them have one name.
+    """
+    result: dict[str, PackedDataset] = {}
+    for source in blend.sources:
+        if source.valid_prefix is not None:
+            name = source.title
+            if name in result:
+                raise ConfigError(
+                    f"two sources with held-out documents are named {name!r}; give each its name"
+                )
+            result[name] = open_validation(source.valid_prefix, source.valid_index, **how)
+    return result
+
+
+_LAW = "lognormal:"
+
+
+def steps_from_lengths(
+    config: PretrainConfig, source: str, buckets: Sequence[int] | None
+) -> PlannedRun:
+    """What the run would be on such documents, packed by strategy bucket.
+
+    Args:
+        config: the run; its data are not opened.
+        source: of ``read_lengths``.
+        buckets: capacities; None: powers of two from 1,024 on that divide a micro batch.
+
+    Raises:
+        ConfigError: sizes that do not fit.
+    """
+    largest = config.data.micro_batch_tokens
+    usual = [2**k for k in range(10, 15) if largest % 2**k == 0] or [largest]
+    index = pack(read_lengths(source, config.seed), "bucket", buckets=list(buckets or usual))
+    return plan_steps(config, [index])
+
+
+def read_lengths(source: str, seed: int) -> NDArray[Any]:
+    """Tokens per document.
+
+    Args:
+        source: a .npy file of integers, or ``lognormal:MEAN,MEDIAN,DOCUMENTS`` (of FineWeb-Edu,
+            999 and 603).
+        seed: of the draws.
+
+    Raises:
+        ConfigError: neither.
+        DataError: the file holds something else.
+        OSError: it cannot be read.
+    """
+    if source.startswith(_LAW):
+        try:
+            mean, median, count = map(float, source.removeprefix(_LAW).split(","))
+        except ValueError:
+            raise ConfigError(f"{source!r} is not {_LAW}MEAN,MEDIAN,DOCUMENTS") from None
+        return draw_lengths(mean, median, round(count), seed)
+    return read_lengths_file(source)
+
+
+def draw_lengths(mean: float, median: float, count: int, seed: int) -> NDArray[np.int64]:
+    """Lengths of a log-normal law, at least 1. Raises ConfigError: no such law has these."""
+    if not 1 <= median <= mean or count < 1:
+        raise ConfigError(
+            f"a law of mean {mean:g}, median {median:g} and {count} documents; they must be "
+            "positive, and the mean is not below the median"
+        )
+    sigma = math.sqrt(2 * math.log(mean / median))
+    values = np.random.default_rng(seed).lognormal(math.log(median), sigma, count)
+    return np.maximum(np.rint(values), 1).astype(np.int64)

@@ -1,0 +1,221 @@
+"""Validation: the perplexity of documents, each token scored once, given its own document.
+
+Samples come from a packed index, so evaluation runs at the speed of training. Whatever the
+capacity, the same tokens are scored: every token but the first of a document has a label, also
+where a segment begins inside a document. So figures of different capacities compare.
+
+With ``engine.sequence_parallel_size`` the ranks of a group share samples that are longer than a
+rank's forward as in training, each a slice; what a rank adds up are then the losses of its slices.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+
+from megapack.data import BatchLayout, PackedDataset
+from megapack.data.sequence_parallel import cut_slice, ranks_per_micro_batch
+from megapack.packing import pack
+from megapack.storage import IndexedDataset
+from megapack.training.config import EngineConfig
+from megapack.training.engine.world import World
+from megapack.training.model.training_model import on_device
+
+__all__ = ["ValidationResult", "evaluate", "evaluate_sources", "perplexity_by_context"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ValidationResult:
+    """Summed losses and counts per capacity."""
+
+    loss_sums: dict[int, float]
+    label_tokens: dict[int, int]
+    sources: dict[str, ValidationResult] = field(default_factory=dict)
+    """Of the held-out documents of every source of a blend that has some."""
+
+    @staticmethod
+    def together(results: Iterable[ValidationResult]) -> ValidationResult:
+        """Of all these documents."""
+        sums: dict[int, float] = {}
+        counts: dict[int, int] = {}
+        for result in results:
+            for capacity, count in result.label_tokens.items():
+                sums[capacity] = sums.get(capacity, 0.0) + result.loss_sums[capacity]
+                counts[capacity] = counts.get(capacity, 0) + count
+        return ValidationResult(loss_sums=dict(sorted(sums.items())), label_tokens=counts)
+
+    @property
+    def loss(self) -> float:
+        """Mean over all label tokens, nats per token."""
+        return sum(self.loss_sums.values()) / max(1, sum(self.label_tokens.values()))
+
+    @property
+    def perplexity(self) -> float:
+        """``exp(loss)``."""
+        return _exp(self.loss)
+
+    def report(self) -> dict[str, Any]:
+        """For a log: loss, perplexity, label tokens, the loss per bucket, and per source."""
+        scored = {c: n for c, n in self.label_tokens.items() if n}
+        of_sources = {
+            "source_loss": {name: result.loss for name, result in self.sources.items()},
+            "source_perplexity": {name: r.perplexity for name, r in self.sources.items()},
+        }
+        return {
+            "loss": self.loss,
+            "perplexity": self.perplexity,
+            "label_tokens": sum(self.label_tokens.values()),
+            "bucket_loss": {str(c): self.loss_sums[c] / n for c, n in scored.items()},
+            **(of_sources if self.sources else {}),
+        }
+
+
+def _exp(loss: float) -> float:
+    return math.exp(loss) if loss < 700 else math.inf
+
+
+def evaluate(
+    model: Any,
+    data: PackedDataset,
+    *,
+    world: World,
+    config: EngineConfig,
+    micro_batch_tokens: int,
+    max_tokens: int | None = None,
+) -> ValidationResult:
+    """Score samples on all ranks together; collective.
+
+    Args:
+        model: a ``TrainingModel``, or the DeepSpeed engine around one.
+        data: of ``open_validation``.
+        world: this process.
+        config: how batches are handed to the model.
+        micro_batch_tokens: tokens of a rank's forward; at least one sample is taken, or its slice.
+        max_tokens: of every bucket, score samples up to this many tokens.
+
+    Returns:
+        The same on every rank.
+    """
+    capacities = _capacities(data)
+    sums = torch.zeros(2, len(capacities), dtype=torch.float64, device=world.device)
+    how: Any = {"world": world, "config": config, "micro_batch_tokens": micro_batch_tokens}
+    training = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            for number, capacity in enumerate(capacities):
+                ids = _sample_ids(data, capacity, max_tokens)
+                for batch in _batches(data, ids, capacity, **how):
+                    world.progress.at(f"validation, bucket {capacity}")
+                    loss, *_ = model(**on_device(batch, world.device, config))
+                    sums[0, number] += loss
+                    sums[1, number] += int((batch["labels"] >= 0).sum())
+    finally:
+        model.train(training)
+    dist.all_reduce(sums)
+    losses, counts = sums.tolist()
+    return ValidationResult(
+        loss_sums=dict(zip(capacities, losses, strict=True)),
+        label_tokens={c: int(n) for c, n in zip(capacities, counts, strict=True)},
+    )
+
+
+def evaluate_sources(
+    model: Any, data: PackedDataset | None, sources: Mapping[str, PackedDataset], **how: Any
+) -> ValidationResult:
+    """Score some documents and those of every source; collective.
+
+    Args:
+        model, data: as of ``evaluate``, like ``how``. Without data the result is that of all
+            sources together.
+        sources: held-out documents by source; at least one where there are no data.
+    """
+    found = {name: evaluate(model, of_source, **how) for name, of_source in sources.items()}
+    if data is None:
+        return replace(ValidationResult.together(found.values()), sources=found)
+    return replace(evaluate(model, data, **how), sources=found)
+
+
+def perplexity_by_context(
+    model: Any,
+    dataset: IndexedDataset,
+    contexts: Sequence[int],
+    *,
+    world: World,
+    config: EngineConfig,
+    micro_batch_tokens: int,
+    max_tokens: int | None = None,
+) -> dict[int, ValidationResult]:
+    """The same documents seen through contexts of different length (BucketLLM, Figure 3).
+
+    With context C, a document longer than C is scored in chunks of C tokens that do not see each
+    other; the tokens scored are the same for every C.
+    """
+    result = {}
+    for context in contexts:
+        samples = pack(dataset.document_lengths, "bucket", buckets=[context])
+        result[context] = evaluate(
+            model,
+            PackedDataset(dataset, samples),
+            world=world,
+            config=config,
+            micro_batch_tokens=micro_batch_tokens,
+            max_tokens=max_tokens,
+        )
+    return result
+
+
+def _capacities(data: PackedDataset) -> list[int]:
+    return [int(c) for c in data.samples.indices[0].bucket_capacity]
+
+
+def _batches(
+    data: PackedDataset,
+    ids: NDArray[np.int64],
+    capacity: int,
+    *,
+    world: World,
+    config: EngineConfig,
+    micro_batch_tokens: int,
+) -> Iterator[Any]:
+    """This rank's part of samples of one bucket; as many micro batches on every rank."""
+    shared = ranks_per_micro_batch(capacity, micro_batch_tokens, config.sequence_parallel_size)
+    layout = _layout(capacity, micro_batch_tokens, shared, config)
+    size = layout.num_samples(capacity)
+    groups, group = world.size // shared, world.rank // shared
+    rounds = -(-len(ids) // (size * groups))
+    for i in range(rounds):
+        # Past the end a group scores an empty batch: ZeRO-3 needs everybody in every forward.
+        mine = (i * groups + group) * size
+        batch = data.micro_batch(ids[mine : mine + size], layout=layout, capacity=capacity)
+        if shared > 1:
+            batch = cut_slice(batch, world.rank % shared, shared)
+        yield {**batch, "capacity": capacity, "row_tokens": layout.row_tokens}
+
+
+def _layout(
+    capacity: int, micro_batch_tokens: int, shared: int, config: EngineConfig
+) -> BatchLayout:
+    """One stream of ``shared`` equal slices; compiled layers want ``cu_seqlens`` of one shape."""
+    row = -(-capacity // shared) * shared
+    size = max(1, micro_batch_tokens * shared // row)
+    kind: Literal["padded", "exact"] = "padded" if config.compile else "exact"
+    return BatchLayout(micro_batch_tokens=size * row, row_tokens=row, cu_seqlens=kind)
+
+
+def _sample_ids(data: PackedDataset, capacity: int, max_tokens: int | None) -> NDArray[np.int64]:
+    index = data.samples.indices[0]
+    bucket = [int(c) for c in index.bucket_capacity].index(capacity)
+    begin, end = (int(x) for x in index.bucket_sample_offsets[bucket : bucket + 2])
+    count = end - begin
+    if max_tokens is not None:
+        count = min(count, max(1, max_tokens // capacity))
+    # Evenly spaced: neighbours in an index are of like length.
+    return np.linspace(begin, end, count, endpoint=False).astype(np.int64)

@@ -1,0 +1,158 @@
+"""Who is still there: when a node is lost, the others end the job and name it.
+
+A collective that waits for a dead process says at best that a connection was closed, and with NCCL
+nothing for the whole timeout. Here every rank writes to a small store once in a while how far it
+is, in a thread of its own; the first rank reads them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from megapack.training.command import free_port
+from megapack.training.engine.world import World
+
+__all__ = ["LOST_CONTACT", "Heartbeat"]
+
+LOST_CONTACT = 76
+"""Exit code of a rank that ended because another one was lost."""
+
+
+class Heartbeat:
+    """One thread per rank; ``with Heartbeat(world):`` around the whole run.
+
+    A beat says how far the rank is (``World.progress``), since a rank that hangs beats on.
+
+    Args:
+        world: this process.
+        interval: seconds between beats.
+        silence: a rank silent for this many seconds is lost, and the job ends by itself; longer
+            than anything that may stop a process for a while, as slow storage does.
+        stall: the same when no rank got any further for this many seconds.
+        on_loss: called with the reason before this process is ended.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        *,
+        interval: float = 2.0,
+        silence: float = 300.0,
+        stall: float = 1800.0,
+        on_loss: Callable[[str], None],
+    ) -> None:
+        self.world, self.interval, self.silence, self.stall = world, interval, silence, stall
+        self._on_loss = on_loss
+        self._stop = threading.Event()
+        self._lock = threading.Lock()
+        self._seen: dict[int, tuple[bytes, float]] = {}
+        self._furthest = (-1, time.monotonic())  # the highest count, and when it was reached
+        self._lost: str | None = None
+        port = world.gather(free_port() if world.is_first else 0)[0]
+        # A store of our own: waiting in the one of torch.distributed would block its users.
+        self._store = dist.TCPStore(  # type: ignore[attr-defined]  # public, but not exported
+            os.environ["MASTER_ADDR"],
+            port,
+            world.size,
+            is_master=world.is_first,
+            timeout=timedelta(seconds=30),
+            wait_for_workers=False,
+        )
+        self._hosts = world.gather(world.host)
+        self._beat()
+        self._thread = threading.Thread(target=self._run, daemon=True, name="heartbeat")
+
+    def __enter__(self) -> Heartbeat:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._stop.set()
+        self._thread.join(timeout=2 * self.interval)
+
+    def name(self, rank: int) -> str:
+        """``rank 3 on node1``."""
+        return f"rank {rank} on {self._hosts[rank]}"
+
+    def explain(self) -> str | None:
+        """After a collective failed: which ranks are gone, waiting a few beats to be sure.
+
+        Returns:
+            A sentence that names them; None when all ranks still beat.
+        """
+        silence = 3 * self.interval
+        deadline = time.monotonic() + silence + 3 * self.interval
+        while self._lost is None and time.monotonic() < deadline:
+            self._look(silence)
+            time.sleep(self.interval / 4)
+        return self._lost
+
+    def _run(self) -> None:
+        while not self._stop.wait(self.interval):
+            self._attempt(self._beat)
+            self._look(self.silence)
+            # The first rank may simply be done before us: give the main thread time to leave.
+            if self._lost is not None and not self._stop.wait(min(30.0, self.silence, self.stall)):
+                sys.stderr.write(f"megapack: {self._lost}; this job ends\n")
+                sys.stderr.flush()
+                self._on_loss(self._lost)
+                os._exit(LOST_CONTACT)
+
+    def _beat(self) -> None:
+        at = self.world.progress
+        beat = {"time": time.time(), "count": at.count, "place": at.place}
+        self._store.set(f"beat/{self.world.rank}", json.dumps(beat))
+
+    def _look(self, silence: float) -> None:
+        """The first rank judges, by its own clock alone; the others read its verdict."""
+        self._attempt(lambda: self._judge(silence) if self.world.is_first else self._read_verdict())
+
+    def _judge(self, silence: float) -> None:
+        with self._lock:
+            beats = [self._store.get(f"beat/{rank}") for rank in range(self.world.size)]
+            now = time.monotonic()
+            for rank, beat in enumerate(beats):
+                if rank not in self._seen or self._seen[rank][0] != beat:
+                    self._seen[rank] = (beat, now)
+            silent = [r for r in range(1, len(beats)) if now - self._seen[r][1] > silence]
+            stalled = self._stalled([json.loads(beat) for beat in beats], now)
+        if silent:
+            self._lost = f"lost contact to {', '.join(map(self.name, silent))}"
+        elif stalled:
+            self._lost = stalled
+        if self._lost is not None:
+            self._store.set("lost", self._lost)
+
+    def _stalled(self, beats: list[dict[str, Any]], now: float) -> str | None:
+        counts = [beat["count"] for beat in beats]
+        furthest = max(counts)
+        if furthest > self._furthest[0]:
+            self._furthest = (furthest, now)
+        if now - self._furthest[1] <= self.stall:
+            return None
+        behind = [
+            f"{self.name(rank)} is behind, at {beat['place']}"
+            for rank, beat in enumerate(beats)
+            if beat["count"] < furthest
+        ]
+        others = f"the furthest at {beats[counts.index(furthest)]['place']}"
+        return f"no progress for {self.stall:g} seconds: {', '.join([*behind[:8], others])}"
+
+    def _read_verdict(self) -> None:
+        if self._store.check(["lost"]):
+            self._lost = self._store.get("lost").decode()
+
+    def _attempt(self, call: Callable[[], None]) -> None:
+        try:
+            call()
+        except RuntimeError:  # torch's errors of stores and networks are RuntimeErrors
+            self._lost = f"lost contact to {self.name(0)}, which keeps the beats of all ranks"

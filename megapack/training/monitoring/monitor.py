@@ -1,0 +1,553 @@
+"""What a run shows: one JSON line per step, a log line now and then, TensorBoard, W&B.
+
+The device is waited for only when a log line is due: until then losses stay where they are.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import resource
+import sys
+import time
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median_low
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+
+from megapack.data import Schedule, Step
+from megapack.data.attention_window import cut_lengths
+from megapack.data.sources import SampleSource
+from megapack.training.config import LoggingConfig
+from megapack.training.engine.directory import RunDirectory
+from megapack.training.engine.engine import StepResult
+from megapack.training.engine.world import World
+from megapack.training.model.flops import ModelFlops, peak_flops
+
+# ---- Updates that were skipped because the gradient was not finite: counted, said, limited ------
+
+logger = logging.getLogger("megapack")
+
+
+class SkippedUpdates:
+    """The same on all ranks, since all skip together.
+
+    Args:
+        limit: how many in a row are borne.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self.limit, self.in_a_row, self.total = limit, 0, 0
+
+    def note(self, step: int, skipped: bool) -> str | None:
+        """Count one step.
+
+        Returns:
+            Why the run must end, if it must.
+        """
+        self.in_a_row = self.in_a_row + 1 if skipped else 0
+        self.total += skipped
+        if skipped:
+            logger.info(
+                "the update of step %d is skipped: its gradient is not finite (%d in a row, %d "
+                "since the start)",
+                step,
+                self.in_a_row,
+                self.total,
+            )
+        if self.in_a_row <= self.limit:
+            return None
+        return (
+            f"{self.in_a_row} updates in a row were skipped, optimizer.max_skipped allows "
+            f"{self.limit}; the weights are those of before step {step + 1 - self.in_a_row}. "
+            "Continue from the last checkpoint with a lower optimizer.lr, or look at these "
+            "steps' samples (logging.batches)"
+        )
+
+
+# ---- What a step holds and how much arithmetic it is, from the index alone ----------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepWork:
+    """What a step holds, from the index alone."""
+
+    tokens: int
+    """Padding included."""
+    useful_tokens: int
+    """Tokens of documents that are not masked."""
+    flops: float
+    """Of the model: every token of a document, attention inside segments and the window."""
+    naive_flops: float
+    """Had every sample been one document of its capacity: the figure that flatters packing."""
+
+    @staticmethod
+    def of(schedule: Schedule, step: Step, flops: ModelFlops) -> StepWork:
+        """Count one step."""
+        lengths = segment_lengths(schedule, step)
+        samples = [np.full(len(d.sample_ids), d.capacity, np.int64) for d in step.draws]
+        capacities = np.concatenate(samples)
+        tokens = schedule.stage_at(step.index).config.tokens_per_step
+        useful = int(lengths.sum())
+        return StepWork(
+            tokens=tokens,
+            useful_tokens=useful,
+            flops=flops.step(useful, lengths),
+            naive_flops=flops.step(tokens, capacities),
+        )
+
+
+def segment_lengths(schedule: Schedule, step: Step) -> NDArray[np.int64]:
+    """Lengths of all segments of a step, tokens, in any order, cut by its window; none masked."""
+    lengths = schedule.samples.segment_lengths(step.sample_ids, step.num_lists)
+    window = schedule.settings_at(step.index).window_at(step.index)
+    return cut_lengths(lengths, window)
+
+
+def sample_digest(content: Step) -> str:
+    """Eight hexadecimal digits that change when the samples of a step do."""
+    return f"{zlib.crc32(np.ascontiguousarray(content.sample_ids, np.int64).tobytes()):08x}"
+
+
+# ---- The loss of every source of a blend, step by step ------------------------------------------
+
+_SHOWN = 8  # in a log line; log.jsonl and TensorBoard have all
+
+
+class SourceLosses:
+    """Mean loss per label token of every source that a step holds.
+
+    Args:
+        samples: of the run.
+        world: this process.
+    """
+
+    def __init__(self, samples: SampleSource, world: World) -> None:
+        self.samples, self.world = samples, world
+        self.names = list(dict.fromkeys(samples.names))
+        place = {name: i for i, name in enumerate(self.names)}
+        self._place = np.array([place[name] for name in samples.names])  # of two of one name, one
+
+    def label_tokens(self, content: Step) -> dict[str, int]:
+        """Label tokens of a step by source, over all ranks."""
+        source = self._place[self.samples.locate(content.sample_ids)[0]]
+        counts = np.bincount(source, content.label_counts)
+        return {self.names[place]: int(counts[place]) for place in np.unique(source).tolist()}
+
+    def add_losses(self, lines: Sequence[dict[str, Any]], results: Sequence[StepResult]) -> None:
+        """Give lines with ``source_label_tokens`` a ``source_loss``; collective.
+
+        Samples are summed one by one and on the host, so the figures are the same on every device
+        and differ between numbers of ranks by no more than the losses do.
+        """
+        width = len(self.names)
+        losses = torch.cat([result.sample_losses for result in results])
+        row = np.repeat(np.arange(len(results)), [len(result.source) for result in results])
+        place = self._place[np.concatenate([result.source for result in results])]
+        table = np.bincount(
+            row * width + place, losses.to("cpu", torch.float64).numpy(), len(results) * width
+        )
+        sums = torch.from_numpy(table).view(-1, width).to(self.world.device)
+        dist.all_reduce(sums)
+        for line, of_step in zip(lines, sums.tolist(), strict=True):
+            loss = dict(zip(self.names, of_step, strict=True))
+            line["source_loss"] = {
+                name: _finite(loss[name] / labels)
+                for name, labels in line["source_label_tokens"].items()
+                if labels
+            }
+
+
+def mean_by_source(lines: Sequence[Mapping[str, Any]]) -> dict[str, tuple[float, int]]:
+    """Source -> its mean loss over lines of ``log.jsonl`` and the label tokens it is of.
+
+    Sources by falling number of label tokens; lines without ``source_loss`` give nothing, and so
+    does a loss that is no number.
+    """
+    sums: dict[str, float] = {}
+    tokens: dict[str, int] = {}
+    for line in lines:
+        for name, loss in line.get("source_loss", {}).items():
+            if loss is not None:
+                labels = line["source_label_tokens"][name]
+                sums[name] = sums.get(name, 0.0) + loss * labels
+                tokens[name] = tokens.get(name, 0) + labels
+    falling = sorted(tokens, key=lambda name: -tokens[name])
+    return {name: (sums[name] / tokens[name], tokens[name]) for name in falling}
+
+
+def named_means(means: Mapping[str, tuple[float, int]]) -> str:
+    """`` (web 3.1, code 2.0)``, of the sources with the most label tokens; empty for none."""
+    shown = [f"{name} {loss:.4f}" for name, (loss, _) in list(means.items())[:_SHOWN]]
+    if len(means) > _SHOWN:
+        shown.append(f"{len(means) - _SHOWN} more")
+    return f" ({', '.join(shown)})" if shown else ""
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+# ---- Which rank is slow, and what else slows a run: found at every log line, said when it begins
+# Steps end together on all ranks, so their times say nothing. The forward has no collective in it
+# (but under ZeRO-3, which gathers parameters there), and a rank waits for its own batches: these
+# two
+# are compared.
+
+
+MAX_FORWARD = 1.2  # slowest rank over the median
+MAX_DATA_WAIT = 0.05  # of the time, on any rank
+MAX_IMBALANCE = 1.3
+MAX_PADDING = 0.1
+
+
+class RankTimes:
+    """Forward and data wait of all ranks since it was last asked."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self._hosts = world.gather(world.host)
+
+    def gather(self, forward: float, waited: float) -> dict[str, Any]:
+        """Collective.
+
+        Args:
+            forward: seconds that this rank computed forwards.
+            waited: seconds that it waited for batches.
+
+        Returns:
+            For a log line: ``rank_forward`` and ``rank_data_wait``, each with the ``median`` and
+            the ``most`` over the ranks (seconds) and the ``rank`` and ``host`` that took most.
+        """
+        times = self.world.gather((forward, waited))
+        names = ("rank_forward", "rank_data_wait")
+        return {name: self._of([t[i] for t in times]) for i, name in enumerate(names)}
+
+    def _of(self, seconds: list[float]) -> dict[str, Any]:
+        most = max(seconds)
+        rank = seconds.index(most)
+        return {
+            "median": median_low(seconds),
+            "most": most,
+            "rank": rank,
+            "host": self._hosts[rank],
+        }
+
+
+class Slowdowns:
+    """Says once when something begins to slow the run, and once when it no longer does."""
+
+    def __init__(self) -> None:
+        self._passed: set[str] = set()
+
+    def look(self, lines: list[dict[str, Any]]) -> None:
+        """At lines of the log, the last of which has what ``RankTimes`` found."""
+        seconds = sum(line["seconds"] for line in lines)
+        forward, wait = lines[-1]["rank_forward"], lines[-1]["rank_data_wait"]
+        slow = forward["most"] / forward["median"] if forward["median"] else 1.0
+        self._say(
+            "slow rank",
+            slow > MAX_FORWARD,
+            f"rank {forward['rank']} on {forward['host']} computes {slow:.2f} times as long as "
+            f"the median (limit {MAX_FORWARD:g}), and all wait for it; look at its clocks and "
+            "neighbours",
+        )
+        share = wait["most"] / seconds
+        self._say(
+            "data wait",
+            share > MAX_DATA_WAIT,
+            f"rank {wait['rank']} on {wait['host']} waits for batches {share:.0%} of the time "
+            f"(limit {MAX_DATA_WAIT:.0%}); look at its storage and at what else its cores do",
+        )
+        imbalance = sum(line["imbalance"] for line in lines) / len(lines)
+        self._say(
+            "imbalance",
+            imbalance > MAX_IMBALANCE,
+            f"the busiest rank has {imbalance:.2f} times the attention work of the mean (limit "
+            f"{MAX_IMBALANCE:g}); data.cost_window=16 brings samples of like cost together",
+        )
+        tokens = sum(line["tokens"] for line in lines)
+        padding = 1 - sum(line["useful_tokens"] for line in lines) / tokens
+        self._say(
+            "padding",
+            padding > MAX_PADDING,
+            f"{padding:.0%} of the tokens are padding (limit {MAX_PADDING:.0%}); "
+            "megapack-build compare finds a packing with less",
+        )
+
+    def _say(self, what: str, passes: bool, sentence: str) -> None:
+        if passes and what not in self._passed:
+            logger.warning("%s: %s", what, sentence)
+            self._passed.add(what)
+        elif not passes and what in self._passed:
+            logger.info("%s: within its limit again", what)
+            self._passed.remove(what)
+
+
+class Monitor:
+    """Collects steps and writes them. ``step`` and ``flush`` are called on every rank.
+
+    ``loss`` is that of the labels, per label token; what a mixture of experts is trained with
+    besides, ``load_balancing_loss``, stands beside it, without its coefficient.
+
+    Args:
+        directory: of the run.
+        config: how often, and where to.
+        world: this process; the first one writes.
+        samples: of the run; with several sources every one has its loss.
+        num_steps: of the whole run, for the time that is left.
+        start: the first step, after which older curves are cut.
+        max_skipped: updates in a row that may be skipped.
+    """
+
+    def __init__(
+        self,
+        directory: RunDirectory,
+        config: LoggingConfig,
+        world: World,
+        *,
+        samples: SampleSource,
+        num_steps: int,
+        start: int = 0,
+        max_skipped: int = 0,
+    ) -> None:
+        self.directory, self.config, self.world = directory, config, world
+        self.num_steps, self.start = num_steps, start
+        self._skipped = SkippedUpdates(max_skipped)
+        self._sources = SourceLosses(samples, world) if len(samples.indices) > 1 else None
+        self._peak = peak_flops(world.device)
+        self._ranks, self._limits = RankTimes(world), Slowdowns()
+        self._lines: list[dict[str, Any]] = []
+        self._results: list[StepResult] = []
+        self._since = time.perf_counter()
+        self._writers = self._open_writers() if world.is_first else []
+
+    def _open_writers(self) -> list[Any]:
+        writers: list[Any] = []
+        if self.config.tensorboard:
+            from torch.utils.tensorboard import SummaryWriter  # noqa: PLC0415
+
+            path = str(self.directory.tensorboard)
+            writers.append(_TensorBoard(SummaryWriter(path, purge_step=self.start)))
+        if self.config.wandb_project is not None:
+            writers.append(_WeightsAndBiases(self.config.wandb_project, self.directory))
+        return writers
+
+    def skip_time(self) -> None:
+        """What passed since the last step (an evaluation, a checkpoint) was no training."""
+        self._since = time.perf_counter()
+
+    def step(
+        self, line: dict[str, Any], *, content: Step, work: StepWork, result: StepResult
+    ) -> None:
+        """Record a step; writes when a log line is due.
+
+        Args:
+            line: ``step``, ``tokens_seen``, ``epoch``, ``lr``, ``data_wait`` (s), ``imbalance``.
+            content: what the step held.
+            work: tokens and operations of the step.
+            result: of this rank, on the device.
+
+        Raises:
+            FloatingPointError: as ``flush``, or too many updates in a row were skipped.
+        """
+        now = time.perf_counter()
+        seconds, self._since = now - self._since, now
+        about = {
+            "bucket": content.bucket,
+            "capacity": content.capacity,
+            "label_tokens": content.num_label_tokens,
+            "samples": sample_digest(content),
+            "skipped": result.skipped,
+        }
+        if self._sources is not None:
+            about["source_label_tokens"] = self._sources.label_tokens(content)
+        self._lines.append({**line, **about, "seconds": seconds, **work.__dict__})
+        self._results.append(result)
+        problem = self._skipped.note(line["step"], result.skipped)
+        if problem is not None or len(self._lines) == self.config.every:
+            self.flush()
+        if problem is not None:
+            raise FloatingPointError(problem)
+
+    def flush(self) -> None:
+        """Write what was recorded; all ranks.
+
+        Raises:
+            FloatingPointError: a loss is infinite or not a number, on all ranks alike.
+        """
+        if not self._lines:
+            return
+        values = _means([r.loss_sum for r in self._results], self._results)
+        balances = [r.balance_sum for r in self._results if r.balance_sum is not None]
+        if balances:  # all of them, or none
+            for line, mean in zip(self._lines, _means(balances, self._results), strict=True):
+                line["load_balancing_loss"] = mean
+        if self._sources is not None:
+            self._sources.add_losses(self._lines, self._results)
+        # Not of the first one, which sets up and compiles.
+        counted = [i for i, line in enumerate(self._lines) if line["step"] > self.start]
+        times = self._ranks.gather(
+            sum(self._results[i].forward.seconds() for i in counted),
+            sum(self._lines[i]["data_wait"] for i in counted),
+        )
+        norms = [float(r.grad_norm) for r in self._results]
+        # The device may have worked on after the last step was recorded: its time counts too.
+        self._lines[-1]["seconds"] += time.perf_counter() - self._since
+        self._since = time.perf_counter()
+        lines = [
+            self._finish(line, value, norm)
+            for line, value, norm in zip(self._lines, values, norms, strict=True)
+        ]
+        lines[-1].update(times)
+        self._lines, self._results = [], []
+        if self.world.is_first:
+            with self.directory.log.open("a", encoding="utf-8") as file:
+                file.writelines(json.dumps(line) + "\n" for line in lines)
+            for line in lines:
+                self._show(line)
+            logger.info(self._sentence(lines))
+            if counted:
+                self._limits.look([lines[i] for i in counted])
+        for line in lines:
+            if line["loss"] is None:
+                raise FloatingPointError(
+                    f"the loss of step {line['step']} is not a number; everything from here on "
+                    "would be lost time. Continue from the last checkpoint with a lower "
+                    "optimizer.lr or a smaller optimizer.clip"
+                )
+
+    def _finish(self, line: dict[str, Any], loss: float, norm: float) -> dict[str, Any]:
+        seconds, flops = line.pop("seconds"), line.pop("flops")
+        naive, tokens = line.pop("naive_flops"), line["tokens"]
+        available = self._peak * self.world.size * seconds if self._peak else None
+        return {
+            **line,
+            "loss": loss if math.isfinite(loss) else None,
+            "grad_norm": norm if math.isfinite(norm) else None,
+            "padding": 1 - line["useful_tokens"] / tokens,
+            "seconds": round(seconds, 6),
+            "tokens_per_second": tokens / seconds,
+            "useful_tokens_per_second": line["useful_tokens"] / seconds,
+            "data_wait_share": line["data_wait"] / seconds,
+            "tflops_per_rank": flops / seconds / self.world.size / 1e12,
+            "mfu": flops / available if available else None,
+            "naive_mfu": naive / available if available else None,
+            "memory_gib": _memory_gib(self.world.device),
+        }
+
+    def _show(self, line: dict[str, Any]) -> None:
+        step = line["step"]
+        for writer in self._writers:
+            scalars = {f"train/{k}": v for k, v in line.items() if isinstance(v, (int, float))}
+            if line["loss"] is not None:
+                scalars[f"bucket_loss/{line['capacity']}"] = line["loss"]
+            for name, loss in line.get("source_loss", {}).items():
+                if loss is not None:
+                    scalars[f"source_loss/{name}"] = loss
+            writer.write(scalars, step)
+
+    def evaluation(self, step: int, tokens_seen: int, result: dict[str, Any]) -> None:
+        """Write an evaluation after ``step`` steps; all ranks may call it."""
+        if not self.world.is_first:
+            return
+        with self.directory.evaluation.open("a", encoding="utf-8") as file:
+            line = {"step": step, "tokens_seen": tokens_seen, **result}
+            file.write(json.dumps(line) + "\n")
+        for writer in self._writers:
+            scalars = {f"valid/{k}": v for k, v in result.items() if isinstance(v, float)}
+            for name, loss in result.get("source_loss", {}).items():
+                scalars[f"valid_source_loss/{name}"] = loss
+            writer.write(scalars, step)
+
+    def _sentence(self, lines: list[dict[str, Any]]) -> str:
+        last, seconds = lines[-1], sum(line["seconds"] for line in lines)
+        useful = sum(line["useful_tokens"] for line in lines) / seconds
+        tokens = sum(line["tokens"] for line in lines) / seconds
+        losses = [line["loss"] for line in lines if line["loss"] is not None]
+        loss = sum(losses) / len(losses) if losses else math.nan
+        left = (self.num_steps - 1 - last["step"]) * seconds / len(lines)
+        wait = sum(line["data_wait"] for line in lines) / seconds
+        parts = [
+            f"step {last['step'] + 1}/{self.num_steps}",
+            f"loss {loss:.4f}{named_means(mean_by_source(lines))}",
+            f"lr {last['lr']:.2e}",
+            f"bucket {last['capacity']}",
+            f"{tokens:,.0f} tok/s ({useful:,.0f} useful)",
+            f"wait {wait:.1%}",
+        ]
+        if last["mfu"] is not None:
+            mean = sum(line["mfu"] * line["seconds"] for line in lines) / seconds
+            naive = sum(line["naive_mfu"] * line["seconds"] for line in lines) / seconds
+            parts.append(f"MFU {mean:.1%} (naive {naive:.1%})")
+        parts.append(f"{last['memory_gib']:.1f} GiB")
+        return ", ".join([*parts, f"{_duration(left)} left"])
+
+    def close(self) -> None:
+        """Write the rest; all ranks."""
+        self.flush()
+        for writer in self._writers:
+            writer.close()
+
+
+def _means(sums: list[torch.Tensor], results: list[StepResult]) -> list[float]:
+    """Of scalars on every rank's device, one per step, over the label tokens of the step."""
+    of_all = torch.stack(sums).to(torch.float64)
+    dist.all_reduce(of_all)
+    return [value / r.label_weight for value, r in zip(of_all.tolist(), results, strict=True)]
+
+
+class _TensorBoard:
+    def __init__(self, writer: Any) -> None:
+        self._writer = writer
+
+    def write(self, scalars: dict[str, Any], step: int) -> None:
+        for name, value in scalars.items():
+            self._writer.add_scalar(name, value, step)
+        self._writer.flush()
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class _WeightsAndBiases:
+    def __init__(self, project: str, directory: RunDirectory) -> None:
+        import wandb  # noqa: PLC0415 - megapack-pretrain has seen that it is there
+
+        self._run = wandb.init(
+            project=project,
+            name=directory.path.name,
+            id=directory.own_id(),
+            resume="allow",
+            dir=str(directory.path),
+        )
+        # An axis of our own: its steps may go back, to those done again after a rollback.
+        self._run.define_metric("*", step_metric="step")
+
+    def write(self, scalars: dict[str, Any], step: int) -> None:
+        self._run.log({**scalars, "step": step})
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+def _memory_gib(device: torch.device) -> float:
+    """The most this process ever held: on the device, or resident on the host."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**30
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
+
+
+def _duration(seconds: float) -> str:
+    if not math.isfinite(seconds):
+        return "?"
+    hours, rest = divmod(round(seconds), 3600)
+    return f"{hours}:{rest // 60:02d}:{rest % 60:02d}"
