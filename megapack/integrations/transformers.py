@@ -26,6 +26,7 @@ from torch.utils.data import DataLoader, Dataset
 from transformers.integrations import deepspeed
 
 from megapack.attention import ATTENTION_NAME, check_architecture, varlen_arguments
+from megapack.attention.experts import LoadBalancing, token_mask
 from megapack.data import (
     BatchLayout,
     BucketBatchSampler,
@@ -76,6 +77,10 @@ class MicroBatches(Dataset[dict[str, Any]]):
         num_steps: optimizer steps offered, from the beginning of the run; None: one epoch.
         options: of ``BucketBatchSampler`` (dealing, uneven).
 
+    Attributes:
+        with_token_mask: items say which tokens are no padding (``token_mask``, bool (tokens,)), for
+            the load-balancing loss of a mixture of experts; ``PackedTrainer`` asks for it.
+
     Raises:
         ConfigError: sizes that do not fit, or sources with loss weights.
     """
@@ -106,6 +111,7 @@ class MicroBatches(Dataset[dict[str, Any]]):
             **options,
         )
         self._options = options
+        self.with_token_mask = False
         self._step: tuple[int, list[MicroBatch]] = (-1, [])
         self._coming: tuple[int, Iterator[MicroBatch]] = (-1, iter(()))
 
@@ -147,15 +153,18 @@ class MicroBatches(Dataset[dict[str, Any]]):
         if not 0 <= i < len(self):
             raise IndexError(f"micro batch {i} of {len(self)}")
         chosen = self._fetched(i) if self.dataset.remote_reads.any else self._chosen(i)
-        return model_inputs(
-            self.dataset.micro_batch(
-                chosen.sample_ids,
-                layout=self.layout,
-                capacity=chosen.capacity,
-                attention_window=chosen.attention_window,
-                num_lists=chosen.num_lists,
-            )
+        batch = self.dataset.micro_batch(
+            chosen.sample_ids,
+            layout=self.layout,
+            capacity=chosen.capacity,
+            attention_window=chosen.attention_window,
+            num_lists=chosen.num_lists,
         )
+        inputs = model_inputs(batch)
+        if self.with_token_mask:
+            tokens = batch["tokens"].numel()
+            inputs["token_mask"] = token_mask(batch["cu_seqlens"], batch["dataset_ids"], tokens)
+        return inputs
 
     def _chosen(self, i: int) -> MicroBatch:
         step, micro_step = divmod(i, self.num_micro_steps)
@@ -310,6 +319,36 @@ class PackedTrainerMixin:
             return super().get_eval_dataloader(eval_dataset)  # type: ignore[misc]
         return self._loader(self._of_this_rank(chosen, None))
 
+    def compute_loss(
+        self,
+        model: Any,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: Any = None,
+    ) -> Any:
+        """Trainer's loss, but that the load-balancing loss of a mixture of experts counts as often
+        as its micro batch has labels (``megapack.attention.experts``): Trainer would add it whole
+        for every micro batch and rank, and count padding."""
+        mask = inputs.pop("token_mask", None)
+        options = {"num_items_in_batch": num_items_in_batch}
+        if mask is None:
+            return super().compute_loss(  # type: ignore[misc]
+                model, inputs, return_outputs=return_outputs, **options
+            )
+        num_labels = (inputs["shift_labels"] >= 0).sum()
+        loss, outputs = super().compute_loss(  # type: ignore[misc]
+            model, inputs, return_outputs=True, **options
+        )
+        balancing = LoadBalancing.of(self.model)
+        assert balancing is not None  # only then are there masks
+        of_step, ranks = 1.0, 1
+        if num_items_in_batch is not None:
+            of_step = num_labels / num_items_in_batch
+            ranks = self.args.world_size if self.args.average_tokens_across_devices else 1
+        ours = balancing.loss(outputs["router_logits"], mask) * of_step
+        loss = loss + ranks * balancing.coefficient * (ours - outputs["aux_loss"])
+        return (loss, outputs) if return_outputs else loss
+
     def _of_this_rank(self, batches: MicroBatches, num_steps: int | None) -> MicroBatches:
         if self.args.n_gpu > 1:
             raise ConfigError(
@@ -331,7 +370,10 @@ class PackedTrainerMixin:
         if id(batches.dataset) not in self._checked:
             self.check_model(batches.dataset)
             self._checked = (*self._checked, id(batches.dataset))
-        return batches.of_rank(self.args.process_index, self.args.world_size, num_steps)
+        mine = batches.of_rank(self.args.process_index, self.args.world_size, num_steps)
+        balanced = getattr(self.model.config, "output_router_logits", False)
+        mine.with_token_mask = balanced and LoadBalancing.of(self.model) is not None
+        return mine
 
     def _loader(self, batches: MicroBatches) -> DataLoader[dict[str, Any]]:
         # batch_size 1 and not None: Trainer resumes by skipping through the batch sampler.

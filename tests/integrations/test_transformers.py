@@ -11,7 +11,14 @@ import pytest
 import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
-from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    TrainingArguments,
+)
+from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from megapack import attention
 from megapack.data import PackedDataset, Schedule, Stage, build_loader
@@ -194,6 +201,87 @@ def assert_same_parameters(model: nn.Module, expected: nn.Module) -> None:
         moved = float((wanted - start).abs().max())
         assert moved > 0, name
         assert float((found - wanted).abs().max()) < 1e-3 * moved, name
+
+
+def tiny_mixtral() -> Any:
+    """Routers with preferences, so that balancing has something to do."""
+    torch.manual_seed(0)
+    config = MixtralConfig(
+        vocab_size=1000,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_local_experts=6,
+        output_router_logits=True,
+        router_aux_loss_coef=0.5,
+        attn_implementation="megapack",
+    )
+    model = MixtralForCausalLM(config)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("gate.weight"):
+                parameter.add_(torch.randn(parameter.shape))
+    return model
+
+
+def balanced_step(model: Any, batches: MicroBatches, learning_rate: float) -> None:
+    """One SGD step, the balance by transformers' own function over tokens that are no padding."""
+    items = [batches[number] for number in range(batches.num_micro_steps)]
+    count = sum(int((item["shift_labels"] >= 0).sum()) for item in items)
+    model.zero_grad()
+    for number, item in enumerate(items):
+        chosen = batches.sampler.micro_batches(0)[number]
+        batch = batches.dataset.micro_batch(chosen.sample_ids, layout=batches.layout)
+        bounds = batch["cu_seqlens"].tolist()
+        mask = torch.zeros(1, bounds[-1])
+        for (begin, end), source in zip(
+            itertools.pairwise(bounds), batch["dataset_ids"].tolist(), strict=False
+        ):
+            mask[0, begin:end] = source >= 0
+        names = item.keys() - {"labels", "shift_labels", "token_mask"}
+        outputs = model(**{name: item[name] for name in names})
+        labels = item["shift_labels"][0]
+        loss = nn.functional.cross_entropy(
+            outputs.logits[0], labels, ignore_index=-100, reduction="sum"
+        )
+        balance = load_balancing_loss_func(outputs.router_logits, 6, 2, mask)
+        ((loss + 0.5 * int((labels >= 0).sum()) * balance) / count).backward()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.sub_(learning_rate * parameter.grad)
+
+
+def _train_experts(rank: int, world_size: int, folder: str, out: str) -> Any:
+    attention.register("sdpa")
+    trainer = PackedTrainer(
+        model=tiny_mixtral(),
+        args=arguments(
+            Path(out),
+            max_steps=1,
+            gradient_accumulation_steps=STEP // MICRO // world_size,
+            ddp_find_unused_parameters=False,
+        ),
+        train_dataset=micro_batches(Path(folder)),
+    )
+    trainer.train()
+    model = trainer.accelerator.unwrap_model(trainer.model)
+    return {name: value.detach().numpy() for name, value in model.named_parameters()}
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_experts_are_balanced_over_micro_batches_and_ranks_as_defined(
+    folder: Path, tmp_path: Path, free_port: int, world_size: int
+) -> None:
+    found = run_ranks(_train_experts, world_size, free_port, str(folder), str(tmp_path))[0]
+    expected, before = tiny_mixtral(), tiny_mixtral()
+    balanced_step(expected, micro_batches(folder), 0.1)
+    for (name, wanted), start in zip(expected.named_parameters(), before.parameters(), strict=True):
+        moved = float((wanted - start).abs().max())
+        assert moved > 0, name
+        assert float((torch.from_numpy(found[name]) - wanted).abs().max()) < 2e-3 * moved, name
 
 
 def _train_in_rank(rank: int, world_size: int, folder: str, out: str, steps: int) -> Any:
