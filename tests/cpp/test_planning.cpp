@@ -53,15 +53,20 @@ void test_random_steps() {
     std::mt19937 random(7);
     const auto below = [&](std::int64_t n) { return static_cast<std::int64_t>(random() % n); };
     for (int round = 0; round < 100; ++round) {
-        StepRules rules{1 + below(20), 1 + below(200), 1 + below(12), 1, 0};
+        StepRules rules{
+            1 + below(20), 1 + below(200), 1 + below(12), 1, 0, Balance::kMicroBatches, 1};
+        rules.balance = static_cast<Balance>(below(3));
         if (below(2) == 0) rules.linear_length = below(1 << 20);
         while (rules.max_degree * 2 <= rules.num_ranks && below(3) > 0) rules.max_degree *= 2;
         std::vector<std::int64_t> lengths(below(150));
         const std::int64_t longest = 1 + below(rules.max_tokens * rules.max_degree);
         for (auto& length : lengths) length = 1 + below(1 + below(longest));
-        const StepPlan plan = plan_step(lengths, rules);
+        std::vector<std::int64_t> groups;
+        if (rules.max_degree == 1 && below(2) == 0)
+            for (std::int64_t i = 0; i < ssize(lengths); ++i) groups.push_back(below(40));
+        const StepPlan plan = plan_step(lengths, {}, groups, rules);
         check_plan(lengths, rules, plan);
-        const StepPlan again = plan_step(lengths, rules);
+        const StepPlan again = plan_step(lengths, {}, groups, rules);
         require(plan.first_rank == again.first_rank && plan.degree == again.degree &&
                     plan.micro_batch == again.micro_batch,
                 "two plans of one step differ");
@@ -70,19 +75,19 @@ void test_random_steps() {
 
 void test_refusals() {
     const std::vector<std::pair<std::vector<std::int64_t>, StepRules>> refused = {
-        {{1}, {0, 8, 8, 1, 0}},
-        {{1}, {2, 0, 8, 1, 0}},
-        {{1}, {2, 8, 0, 1, 0}},
-        {{1}, {2, 8, 8, 4, 0}},
-        {{1}, {4, 8, 8, 3, 0}},
-        {{0}, {2, 8, 8, 1, 0}},
-        {{1, 9}, {2, 8, 8, 1, 0}},
-        {{-1}, {2, 8, 8, 2, 0}},
-        {std::vector<std::int64_t>(5, 1 << 27), {2, 1 << 28, 8, 1, 0}},
+        {{1}, {0, 8, 8, 1, 0, Balance::kStep, 1}},
+        {{1}, {2, 0, 8, 1, 0, Balance::kStep, 1}},
+        {{1}, {2, 8, 0, 1, 0, Balance::kStep, 1}},
+        {{1}, {2, 8, 8, 4, 0, Balance::kStep, 1}},
+        {{1}, {4, 8, 8, 3, 0, Balance::kStep, 1}},
+        {{0}, {2, 8, 8, 1, 0, Balance::kStep, 1}},
+        {{1, 9}, {2, 8, 8, 1, 0, Balance::kStep, 1}},
+        {{-1}, {2, 8, 8, 2, 0, Balance::kStep, 1}},
+        {std::vector<std::int64_t>(5, 1 << 27), {2, 1 << 28, 8, 1, 0, Balance::kStep, 1}},
     };
     for (const auto& [lengths, rules] : refused) {
         try {
-            plan_step(lengths, rules);
+            plan_step(lengths, {}, {}, rules);
             require(false, "a step without a meaning was planned");
         } catch (const std::invalid_argument&) {
         }

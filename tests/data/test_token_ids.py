@@ -8,7 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megapack.data import PackedDataset, check_token_ids, vocabulary
+from megapack.data import PackedDataset, check_token_ids
+from megapack.data import checks as vocabulary
 from megapack.errors import ConfigError
 from megapack.packing import pack
 from megapack.storage import IndexedDataset, IndexedDatasetBuilder

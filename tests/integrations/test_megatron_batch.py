@@ -15,7 +15,8 @@ from torch import Tensor
 from torch.utils.data import default_collate
 
 from megapack.errors import ConfigError
-from megapack.integrations.megatron import batch, packed
+from megapack.integrations.megatron import batch
+from megapack.integrations.megatron import batch as packed
 from megapack.integrations.megatron.batch import (
     context_parallel_indices,
     flatten_rows,

@@ -16,7 +16,8 @@ import pytest
 from megatron.core import parallel_state
 
 from megapack.errors import ConfigError
-from megapack.integrations.megatron import builder, dataset, swap
+from megapack.integrations.megatron import dataset, swap
+from megapack.integrations.megatron import dataset as builder
 from megapack.integrations.megatron.dataset import PackedDatasetBuilder
 from megapack.integrations.megatron.host import batch_sizes
 from megapack.integrations.rebinding import Rebinding

@@ -218,7 +218,8 @@ NEOX = (
 import sys
 from types import SimpleNamespace
 import torch
-from megapack.integrations import gpt_neox, segments
+from megapack.integrations import gpt_neox
+from megapack.integrations import text_rows as segments
 gpt_neox.install()
 from megatron.data import data_utils
 from megatron.training import flash_attention, get_batch
@@ -281,7 +282,8 @@ import sys
 from types import SimpleNamespace
 import torch
 import megatron
-from megapack.integrations import megatron_deepspeed, segments
+from megapack.integrations import megatron_deepspeed
+from megapack.integrations import text_rows as segments
 megatron_deepspeed.install()
 from megatron.model.transformer import flash_self_attention
 from pretrain_gpt import get_batch, train_valid_test_datasets_provider

@@ -13,9 +13,10 @@ from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad
 from torch.autograd.graph import save_on_cpu
 
 import megapack.training.engine.engine as engine_module
+from megapack.config import load_config
 from megapack.data import build_loader
 from megapack.training.command import join
-from megapack.training.config import PretrainConfig, load_config
+from megapack.training.config import PretrainConfig
 from megapack.training.engine.deepspeed_config import zero_3_configuration
 from megapack.training.engine.engine import start_engine, train_step
 from megapack.training.engine.inputs import open_inputs

@@ -18,7 +18,8 @@ from torch import Tensor
 from torch.distributed._tools.mem_tracker import MemTracker
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from megapack.training.config import PretrainConfig, load_config
+from megapack.config import load_config
+from megapack.training.config import PretrainConfig
 from megapack.training.engine.deepspeed_config import zero_3_configuration
 from megapack.training.engine.engine import start_engine
 from megapack.training.model import loss, training_model

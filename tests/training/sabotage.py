@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from megapack.training.engine import engine
+from megapack.training import trainer
 from megapack.training.engine.checkpoint import WrittenFiles
 from megapack.training.model.training_model import TrainingModel
 from megapack.training.trainer import TimedBatches
@@ -44,7 +44,7 @@ def hang_before_step(victim: int) -> None:
 
 def nan_gradients(steps: list[int]) -> None:
     """Some gradients of these calls of ``train_step`` are no numbers; the loss is one."""
-    original, calls = engine.train_step, iter(range(10**9))
+    original, calls = trainer.train_step, iter(range(10**9))
 
     def train_step(around: Any, *args: Any, **kwargs: Any) -> Any:
         weight = next(iter(around.module.parameters()))
@@ -54,12 +54,12 @@ def nan_gradients(steps: list[int]) -> None:
         hook.remove()
         return result
 
-    engine.train_step = train_step
+    trainer.train_step = train_step
 
 
 def nan_weight_after(step: int) -> None:
     """A number of the model is none after this call of ``train_step``."""
-    original, calls = engine.train_step, iter(range(10**9))
+    original, calls = trainer.train_step, iter(range(10**9))
 
     def train_step(around: Any, *args: Any, **kwargs: Any) -> Any:
         result = original(around, *args, **kwargs)
@@ -68,7 +68,7 @@ def nan_weight_after(step: int) -> None:
                 next(iter(around.module.parameters())).view(-1)[0] = float("nan")
         return result
 
-    engine.train_step = train_step
+    trainer.train_step = train_step
 
 
 def stale_listing(rank: int) -> None:

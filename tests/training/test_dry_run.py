@@ -8,8 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from megapack.config import load_config
 from megapack.data import BucketBatchSampler
-from megapack.training.config import PretrainConfig, load_config
+from megapack.training.config import PretrainConfig
 from megapack.training.dry_run import dry_run
 from megapack.training.engine.inputs import Inputs, open_inputs
 from megapack.training.model.architecture import model_configuration

@@ -10,13 +10,9 @@ import torch
 from deepspeed.runtime.config import DeepSpeedConfig
 from patience import PATIENCE_MINUTES
 
+from megapack.config import load_config
 from megapack.errors import ConfigError
-from megapack.training.config import (
-    EngineConfig,
-    OptimizerConfig,
-    PretrainConfig,
-    load_config,
-)
+from megapack.training.config import EngineConfig, OptimizerConfig, PretrainConfig
 from megapack.training.engine.deepspeed_config import check_deepspeed, deepspeed_configuration
 from megapack.training.engine.engine import parameter_groups
 from megapack.training.engine.inputs import open_inputs

@@ -15,8 +15,9 @@ from torch.nn import functional as F
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from megapack.attention import LoadBalancing, token_mask
+from megapack.config import load_config
 from megapack.data import BucketBatchSampler
-from megapack.training.config import ModelConfig, PretrainConfig, load_config
+from megapack.training.config import ModelConfig, PretrainConfig
 from megapack.training.engine.inputs import Inputs, open_inputs
 from megapack.training.model.architecture import model_configuration
 from megapack.training.model.opening import build_model

@@ -11,13 +11,8 @@ import pytest
 import torch
 import yaml
 
-from megapack.training.config import (
-    DataConfig,
-    EngineConfig,
-    ModelConfig,
-    PretrainConfig,
-    load_config,
-)
+from megapack.config import load_config
+from megapack.training.config import DataConfig, EngineConfig, ModelConfig, PretrainConfig
 from megapack.training.engine.deepspeed_config import deepspeed_configuration, describe_reduction
 from megapack.training.model.architecture import model_configuration
 from megapack.training.model.memory import MemoryEstimate, estimate_memory

@@ -11,14 +11,9 @@ from patience import PATIENCE_MINUTES
 from torch import Tensor
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 
+from megapack.config import load_config
 from megapack.errors import ConfigError
-from megapack.training.config import (
-    DataConfig,
-    EngineConfig,
-    ModelConfig,
-    PretrainConfig,
-    load_config,
-)
+from megapack.training.config import DataConfig, EngineConfig, ModelConfig, PretrainConfig
 from megapack.training.dry_run import dry_run
 from megapack.training.model.architecture import model_configuration
 from megapack.training.model.memory import MemoryEstimate, estimate_memory

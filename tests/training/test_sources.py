@@ -10,8 +10,9 @@ import pytest
 import torch
 import yaml
 
+from megapack.config import load_config
 from megapack.errors import ConfigError
-from megapack.training.config import PretrainConfig, load_config
+from megapack.training.config import PretrainConfig
 from megapack.training.dry_run import dry_run
 from megapack.training.engine.directory import read_jsonl
 from megapack.training.engine.engine import _by_sample

@@ -11,8 +11,9 @@ from typing import Any
 
 import torch
 
+from megapack.config import load_config
 from megapack.training.command import join
-from megapack.training.config import PretrainConfig, load_config
+from megapack.training.config import PretrainConfig
 from megapack.training.engine.deepspeed_config import zero_3_configuration
 from megapack.training.engine.engine import start_engine
 from megapack.training.engine.inputs import open_inputs, open_validation
