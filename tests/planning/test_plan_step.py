@@ -226,6 +226,21 @@ def test_micro_batches_are_a_multiple(
     assert plan.num_micro_batches % multiple == 0
 
 
+@pytest.mark.parametrize("balance", BALANCES)
+def test_no_rank_is_empty_while_documents_suffice(balance: Any) -> None:
+    """Also where leaving one empty would pay: 10 and 4 + 3 beside 1 alone are shorter."""
+    plan = plan_step(
+        [10, 4, 3, 1],
+        num_ranks=2,
+        max_tokens_per_rank=100,
+        linear_length=1 << 28,
+        balance=balance,
+        micro_batch_multiple=2,
+    )
+    places = zip(plan.micro_batch.tolist(), plan.first_rank.tolist(), strict=True)
+    assert sorted(places) == [(0, 0), (0, 1), (1, 0), (1, 1)]
+
+
 def test_long_documents_are_shared_by_the_fewest_ranks_that_hold_them() -> None:
     lengths = [100] * 16 + [801]
     plan = plan_step(lengths, num_ranks=8, max_tokens_per_rank=400, max_degree=8)
