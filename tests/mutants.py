@@ -58,7 +58,8 @@ def copy_of(root: Path) -> Iterator[Path]:
 
 def finish(command: Sequence[str], cwd: Path, log: Path, seconds: float) -> int | None:
     """Exit status; None: it took longer. All that it started ends with it."""
-    env = {**os.environ, "PYTHONPATH": str(cwd)}
+    # MEGAPACK_WERROR as in make build: other flags would compile everything again.
+    env = {**os.environ, "PYTHONPATH": str(cwd), "MEGAPACK_WERROR": "1"}
     with log.open("w") as output:
         process = subprocess.Popen(
             command, cwd=cwd, env=env, stdout=output, stderr=output, start_new_session=True
