@@ -90,7 +90,7 @@ class Bench:
             tokens_per_step=args.micro_batch_tokens,
             micro_batch_tokens=args.micro_batch_tokens,
         )
-        model = ModelConfig(preset=args.model, attention=args.attention)
+        model = ModelConfig(preset=args.model, attention_backend=args.attention_backend)
         self.config = PretrainConfig(run_dir="-", model=model, data=data, engine=engine)
         architecture = model_configuration(model, args.vocab_size)
         built, attention = open_model(model, engine, architecture, device=here.device)
@@ -279,7 +279,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--documents", type=int, default=40000 if cuda else 4000)
     add("--scale", type=float, default=1.0 if cuda else 0.25, help="factor on document lengths")
     add("--vocab-size", type=int, default=128256 if cuda else 4096)
-    add("--attention", default="auto")
+    add("--attention-backend", default="auto")
     add("--compile", action="store_true", help="compile layers and loss")
     add("--rounds", type=int, default=1 if quick() else 3, help="the median counts")
     add("--steps", type=int, default=4 if quick() else 16, help="per strategy and round")

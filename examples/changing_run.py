@@ -105,7 +105,7 @@ def write_run(folder: Path, steps: int, megabytes: float) -> tuple[Path, list[di
             "micro_batch_tokens": 4096,
         },
         "optimizer": {"lr": 3e-3},
-        "schedule": {"kind": "wsd", "warmup_steps": 5},
+        "learning_rate": {"kind": "wsd", "warmup_steps": 5},
         "checkpoint": {"every": max(1, steps // 10), "export": False},
         "logging": {"every": 1, "tensorboard": False},
         "engine": {"precision": "fp32", "zero_stage": 1},

@@ -85,12 +85,16 @@ def apply_overrides(tree: Mapping[str, Any], overrides: Sequence[str]) -> dict[s
 
 
 def from_dict(cls: type[T], tree: Mapping[str, Any], *, where: str = "configuration") -> T:
-    """Build ``cls`` from nested mappings. Raises ConfigError (see ``load_config``)."""
+    """Build ``cls`` from nested mappings. Raises ConfigError (see ``load_config``).
+
+    A field with ``metadata={"formerly": "x"}`` is what the error for an unknown key x suggests.
+    """
     hints = get_type_hints(cls)
     fields = {f.name: f for f in dataclasses.fields(cls) if f.init}  # type: ignore[arg-type]
+    formerly = {f.metadata["formerly"]: n for n, f in fields.items() if "formerly" in f.metadata}
     values: dict[str, Any] = {}
     for key, value in tree.items():
-        check_known(where, "key", [key], fields)
+        check_known(where, "key", [key], fields, formerly)
         values[key] = _convert(hints[key], value, f"{where}: {key}")
     for name, field in fields.items():
         required = (
@@ -153,13 +157,20 @@ def _one_line(error: Exception) -> str:
     return " ".join(str(error).split())
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
-    """``"; did you mean 'x'?"`` where a known name is like ``name``, else nothing."""
-    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
-    return f"; did you mean {close[0]!r}?" if close else ""
+def nearest(name: str, known: Iterable[str], formerly: Mapping[str, str] | None = None) -> str:
+    """``"; did you mean 'x'?"`` where a known name is, or was, like ``name``, else nothing."""
+    spelled = {**{one: one for one in known}, **(formerly or {})}
+    close = difflib.get_close_matches(name, spelled, n=1, cutoff=0.5)
+    return f"; did you mean {spelled[close[0]]!r}?" if close else ""
 
 
-def check_known(where: str, what: str, names: Iterable[Any], known: Iterable[str]) -> None:
+def check_known(
+    where: str,
+    what: str,
+    names: Iterable[Any],
+    known: Iterable[str],
+    formerly: Mapping[str, str] | None = None,
+) -> None:
     """Names that must be among the known ones.
 
     Args:
@@ -167,6 +178,7 @@ def check_known(where: str, what: str, names: Iterable[Any], known: Iterable[str
         what: what each of them is, as in "key".
         names: to check.
         known: what there is.
+        formerly: another name, as people may remember it -> its known one.
 
     Raises:
         ConfigError: naming the first unknown one, the nearest known one, and all known ones.
@@ -174,10 +186,8 @@ def check_known(where: str, what: str, names: Iterable[Any], known: Iterable[str
     known = list(known)
     for name in names:
         if name not in known:
-            there = ", ".join(sorted(known))
-            raise ConfigError(
-                f"{where}: unknown {what} {name!r}{nearest(str(name), known)} (known: {there})"
-            )
+            hint, there = nearest(str(name), known, formerly), ", ".join(sorted(known))
+            raise ConfigError(f"{where}: unknown {what} {name!r}{hint} (known: {there})")
 
 
 def _convert(hint: Any, value: Any, where: str) -> Any:

@@ -121,6 +121,6 @@ class Setting:
                 **data,
             },
             "optimizer": {"lr": 6e-4 if large else 5e-3},
-            "schedule": {"warmup_fraction": 0.1, "min_ratio": 0.0},
+            "learning_rate": {"warmup_fraction": 0.1, "min_ratio": 0.0},
             "engine": engine(self.scale),
         }

@@ -29,7 +29,7 @@ from megapack.data import build_loader
 from megapack.packing import pack
 from megapack.storage import IndexedDataset
 from megapack.training.command import join
-from megapack.training.config import PretrainConfig, learning_rate
+from megapack.training.config import PretrainConfig
 from megapack.training.engine.engine import start_engine, train_step
 from megapack.training.engine.export import export_model
 from megapack.training.engine.inputs import Inputs, open_inputs, open_validation
@@ -147,11 +147,8 @@ class _Training:
             begin = time.perf_counter()
             for step, of_step in batches.steps():
                 micro_batches = list(of_step)
-                lr = learning_rate(
-                    step,
-                    num_steps=inputs.num_steps,
-                    peak=config.optimizer.lr,
-                    schedule=config.schedule,
+                lr = config.learning_rate.at(
+                    step, num_steps=inputs.num_steps, peak=config.optimizer.lr
                 )
                 result = train_step(
                     self.engine, micro_batches, world=self.here, config=config.engine, lr=lr

@@ -1,4 +1,15 @@
-"""Learning rates as a pure function of the step, so that a run resumes with one integer."""
+"""The configuration of a training run: frozen dataclasses, read from YAML by ``megapack.config``.
+
+``PretrainConfig`` is the whole, and each of its sections a class of its own: ``ModelConfig``,
+``DataConfig`` (``megapack.data.run``), ``OptimizerConfig``, ``LearningRateConfig``,
+``CheckpointConfig``, ``EvaluationConfig``, ``LoggingConfig``, ``EngineConfig``. Every field has one
+meaning, written under it. ``megapack-pretrain --config x.yaml --set a.b=v`` reads a file and
+overrides; ``--dry-run --show-config`` prints the result. Whatever a configuration says by itself is
+checked here, without torch: the names, the range of every number, what excludes what.
+
+    LearningRateConfig(kind="wsd", warmup_steps=2, min_ratio=0.5).at(0, num_steps=10, peak=1.0)
+    # -> 0.5; steps 1 to 7: 1.0; step 8: 0.75; step 9: 0.5
+"""
 
 from __future__ import annotations
 
@@ -11,126 +22,6 @@ from megapack.data.resume import check_allowed
 from megapack.data.run import DataConfig
 from megapack.errors import ConfigError
 from megapack.training.model.presets import PRESETS
-
-# ---- How DeepSpeed runs a model: section ``engine`` of a run's configuration --------------------
-
-# Key of DeepSpeed's configuration -> what decides it here.
-DECIDED = {
-    "train_batch_size": "data.tokens_per_step",
-    "train_micro_batch_size_per_gpu": "data.micro_batch_tokens",
-    "gradient_accumulation_steps": "data.tokens_per_step and data.micro_batch_tokens",
-    "managed_gradient_accumulation": "data.tokens_per_step and data.micro_batch_tokens",
-    "data_efficiency": "data.order",
-    "dataloader_drop_last": "data",
-    "gradient_clipping": "optimizer.clip",
-    "gradient_allreduce_op": "the loss, which is the mean over all ranks",
-    "optimizer": "optimizer",
-    "zero_allow_untested_optimizer": "optimizer",
-    "scheduler": "schedule",
-    "zero_optimization.stage": "engine.zero_stage",
-    "fp16": "engine.precision",
-    "bf16": "engine.precision",
-    "bfloat16": "engine.precision",
-    "torch_autocast": "engine.precision",
-    "data_types": "engine.precision",
-    "activation_checkpointing": "engine.activation_checkpointing",
-    "compile": "engine.compile",
-    "sequence_parallel_size": "engine.sequence_parallel_size",
-    "tensor_parallel": "engine.sequence_parallel_size",
-    "checkpoint.load_universal": "checkpoint.resume",
-}
-
-
-@dataclass(frozen=True, kw_only=True)
-class EngineConfig:
-    """How DeepSpeed runs it."""
-
-    precision: Literal["bf16", "fp32"] = "bf16"
-    """bf16 keeps float32 master weights, gradients accumulated in float32."""
-    zero_stage: Literal["auto", 0, 1, 2, 3] = "auto"
-    """auto: 2 in bfloat16 and 1 in float32, of these two the one that reduces gradients while the
-    backward goes on (``--dry-run`` says how much of them, and when)."""
-    activation_checkpointing: bool = False
-    """Recompute every layer's activations in the backward pass."""
-    offload_activations: bool = False
-    """What they are recomputed from, every layer's input, waits in page-locked host memory."""
-    compile: bool = False
-    """torch.compile every decoder layer: one graph per bucket, and one more that validates."""
-    sequence_parallel_size: int = 1
-    """Consecutive ranks that share every sample longer than ``data.micro_batch_tokens``, each a
-    slice of it (DeepSpeed-Ulysses). Shorter samples are not shared."""
-    loss_chunk_tokens: int = 2048
-    """Positions whose logits exist at once: chunk x vocabulary x 4 bytes of memory."""
-    mlp_chunk_tokens: int | None = None
-    """Tokens whose MLP activations exist at once, computed again in the backward; null keeps those
-    of the whole micro batch."""
-    timeout_minutes: float = 30.0
-    """How long a collective waits for the other ranks before the job ends with an error."""
-    silence_seconds: float = 300.0
-    """How long a rank may show no sign of life before the job ends and names it."""
-    stall_seconds: float = 1800.0
-    """How long no rank may get on (a batch, a part of a checkpoint) before the job ends and names
-    those that are behind."""
-    deepspeed: dict[str, Any] = field(default_factory=dict)
-    """Any further DeepSpeed configuration; merged over ours, key by key. What another key of this
-    file decides is refused here, and so is what DeepSpeed would not read."""
-
-    def __post_init__(self) -> None:
-        check_positive(
-            "engine",
-            sequence_parallel_size=self.sequence_parallel_size,
-            loss_chunk_tokens=self.loss_chunk_tokens,
-            mlp_chunk_tokens=self.mlp_chunk_tokens,
-            timeout_minutes=self.timeout_minutes,
-            silence_seconds=self.silence_seconds,
-            stall_seconds=self.stall_seconds,
-        )
-        if self.offload_activations:
-            self._check_offload()
-        if self.mlp_chunk_tokens is not None and self.compile:
-            raise ConfigError(
-                "engine: compile is true and mlp_chunk_tokens is set; a compiled layer cannot "
-                "compute its MLP again chunk by chunk: set one of them"
-            )
-        _refuse_decided(self.deepspeed)
-
-    def _check_offload(self) -> None:
-        if not self.activation_checkpointing:
-            raise ConfigError(
-                "engine: offload_activations is true and activation_checkpointing is false; only "
-                "the inputs of layers that are computed again go to the host: set "
-                "activation_checkpointing to true, too"
-            )
-        if self.compile:
-            raise ConfigError(
-                "engine: compile is true and offload_activations is set; a compiled layer saves "
-                "its input inside its own graph: set one of them"
-            )
-
-    @property
-    def stage(self) -> int:
-        """The ZeRO stage, whoever chose it."""
-        if self.zero_stage == "auto":
-            return 2 if self.precision == "bf16" else 1
-        return self.zero_stage
-
-
-def _refuse_decided(section: dict[str, Any], path: str = "") -> None:
-    """Refuse keys of ``engine.deepspeed`` that the configuration decides elsewhere."""
-    for key, value in section.items():
-        name = f"{path}{key}"
-        if name in DECIDED:
-            raise ConfigError(
-                f"engine.deepspeed: {name} is decided by {DECIDED[name]}; leave it out here"
-            )
-        if isinstance(value, dict):
-            _refuse_decided(value, f"{name}.")
-
-
-# ---- The configuration of a training run: frozen dataclasses, read from YAML by ``megapack.config`
-# Every field has one meaning, written under it. ``megapack-pretrain --config x.yaml --set a.b=v``
-# reads a file and overrides; ``--dry-run`` prints the result. Whatever one configuration says by
-# itself is checked here, without torch: the names, the range of every number, what excludes what.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,8 +46,8 @@ class ModelConfig:
     """Tokens of the vocabulary; null takes the dataset's."""
     vocab_multiple: int = 128
     """A preset's embedding rows are rounded up to this: aligned matrices are faster."""
-    attention: str = "auto"
-    """A backend of ``megapack.attention.BACKENDS``, or auto: the first that can serve."""
+    attention_backend: str = field(default="auto", metadata={"formerly": "attention"})
+    """One of ``megapack.attention.BACKENDS``, or auto: the first that can serve."""
 
     def __post_init__(self) -> None:
         if (self.preset is None) == (self.pretrained is None):
@@ -203,9 +94,11 @@ class OptimizerConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class LearningRateConfig:
-    """The learning rate over the run; see ``megapack.training.config``."""
+    """The learning rate, a pure function of the step, so that a run resumes with one integer."""
 
     kind: Literal["cosine", "linear", "wsd", "constant"] = "cosine"
+    """``cosine`` and ``linear`` fall from the peak to the lowest at the last step; ``wsd`` (warmup,
+    stable, decay) stays at the peak and falls linearly in the end; ``constant`` stays."""
     warmup_steps: int | None = None
     """Steps of warmup; null takes ``warmup_fraction`` of the run."""
     warmup_fraction: float = 0.01
@@ -215,15 +108,38 @@ class LearningRateConfig:
     """Of ``wsd``: the last part of the run, in which the rate falls."""
 
     def __post_init__(self) -> None:
-        check_range("schedule", at_least=0, warmup_steps=self.warmup_steps)
-        check_range(
-            "schedule",
-            at_least=0,
-            at_most=1,
-            warmup_fraction=self.warmup_fraction,
-            min_ratio=self.min_ratio,
-            decay_fraction=self.decay_fraction,
-        )
+        check_range("learning_rate", at_least=0, warmup_steps=self.warmup_steps)
+        shares = {n: getattr(self, n) for n in ("warmup_fraction", "min_ratio", "decay_fraction")}
+        check_range("learning_rate", at_least=0, at_most=1, **shares)
+
+    def warmup(self, num_steps: int) -> int:
+        """Steps of warmup: given, or a fraction of the run; never more than the run has."""
+        if self.warmup_steps is not None:
+            return min(self.warmup_steps, num_steps)
+        return min(round(self.warmup_fraction * num_steps), num_steps)
+
+    def at(self, step: int, *, num_steps: int, peak: float) -> float:
+        """The learning rate of optimizer step ``step`` (the first one is 0) of ``num_steps``.
+
+        Warmup rises linearly and reaches ``peak`` at its last step, so step 0 already learns.
+
+        Raises:
+            ValueError: the run has no such step.
+        """
+        if not 0 <= step < num_steps:
+            raise ValueError(f"step {step} is outside of the run's {num_steps} steps")
+        first = self.warmup(num_steps)  # of the fall
+        if step < first:
+            return peak * (step + 1) / first
+        lowest = self.min_ratio * peak
+        if self.kind == "wsd":
+            first = max(first, num_steps - max(1, round(self.decay_fraction * num_steps)))
+        if self.kind == "constant" or step < first:
+            return peak
+        progress = (step - first + 1) / (num_steps - first)  # 1 at the last step
+        if self.kind == "cosine":
+            return lowest + (peak - lowest) * 0.5 * (1 + math.cos(math.pi * progress))
+        return peak + (lowest - peak) * progress
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -287,6 +203,115 @@ class LoggingConfig:
         check_positive("logging", every=self.every)
 
 
+# Key of DeepSpeed's configuration -> what decides it here.
+DECIDED = {
+    "train_batch_size": "data.tokens_per_step",
+    "train_micro_batch_size_per_gpu": "data.micro_batch_tokens",
+    "gradient_accumulation_steps": "data.tokens_per_step and data.micro_batch_tokens",
+    "managed_gradient_accumulation": "data.tokens_per_step and data.micro_batch_tokens",
+    "data_efficiency": "data.order",
+    "dataloader_drop_last": "data",
+    "gradient_clipping": "optimizer.clip",
+    "gradient_allreduce_op": "the loss, which is the mean over all ranks",
+    "optimizer": "optimizer",
+    "zero_allow_untested_optimizer": "optimizer",
+    "scheduler": "learning_rate",
+    "zero_optimization.stage": "engine.zero_stage",
+    "fp16": "engine.precision",
+    "bf16": "engine.precision",
+    "bfloat16": "engine.precision",
+    "torch_autocast": "engine.precision",
+    "data_types": "engine.precision",
+    "activation_checkpointing": "engine.activation_checkpointing",
+    "compile": "engine.compile",
+    "sequence_parallel_size": "engine.sequence_parallel_size",
+    "tensor_parallel": "engine.sequence_parallel_size",
+    "checkpoint.load_universal": "checkpoint.resume",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """How DeepSpeed runs it."""
+
+    precision: Literal["bf16", "fp32"] = "bf16"
+    """bf16 keeps float32 master weights, gradients accumulated in float32."""
+    zero_stage: Literal["auto", 0, 1, 2, 3] = "auto"
+    """auto: 2 in bfloat16 and 1 in float32, of these two the one that reduces gradients while the
+    backward goes on (``--dry-run`` says how much of them, and when)."""
+    activation_checkpointing: bool = False
+    """Recompute every layer's activations in the backward pass."""
+    offload_activations: bool = False
+    """What they are recomputed from, every layer's input, waits in page-locked host memory."""
+    compile: bool = False
+    """torch.compile every decoder layer: one graph per bucket, and one more that validates."""
+    sequence_parallel_size: int = 1
+    """Consecutive ranks that share every sample longer than ``data.micro_batch_tokens``, each a
+    slice of it (DeepSpeed-Ulysses). Shorter samples are not shared."""
+    loss_chunk_tokens: int = 2048
+    """Positions whose logits exist at once: chunk x vocabulary x 4 bytes of memory."""
+    mlp_chunk_tokens: int | None = None
+    """Tokens whose MLP activations exist at once, computed again in the backward; null keeps those
+    of the whole micro batch."""
+    timeout_minutes: float = 30.0
+    """How long a collective waits for the other ranks before the job ends with an error."""
+    silence_seconds: float = 300.0
+    """How long a rank may show no sign of life before the job ends and names it."""
+    stall_seconds: float = 1800.0
+    """How long no rank may get on (a batch, a part of a checkpoint) before the job ends and names
+    those that are behind."""
+    deepspeed: dict[str, Any] = field(default_factory=dict)
+    """Any further DeepSpeed configuration; merged over ours, key by key. What another key of this
+    file decides is refused here, and so is what DeepSpeed would not read."""
+
+    def __post_init__(self) -> None:
+        check_positive(
+            "engine",
+            sequence_parallel_size=self.sequence_parallel_size,
+            loss_chunk_tokens=self.loss_chunk_tokens,
+            mlp_chunk_tokens=self.mlp_chunk_tokens,
+            timeout_minutes=self.timeout_minutes,
+            silence_seconds=self.silence_seconds,
+            stall_seconds=self.stall_seconds,
+        )
+        if self.offload_activations and not self.activation_checkpointing:
+            raise ConfigError(
+                "engine: offload_activations is true and activation_checkpointing is false; only "
+                "the inputs of layers that are computed again go to the host: set "
+                "activation_checkpointing to true, too"
+            )
+        if self.offload_activations and self.compile:
+            raise ConfigError(
+                "engine: compile is true and offload_activations is set; a compiled layer saves "
+                "its input inside its own graph: set one of them"
+            )
+        if self.mlp_chunk_tokens is not None and self.compile:
+            raise ConfigError(
+                "engine: compile is true and mlp_chunk_tokens is set; a compiled layer cannot "
+                "compute its MLP again chunk by chunk: set one of them"
+            )
+        _refuse_decided(self.deepspeed)
+
+    @property
+    def stage(self) -> int:
+        """The ZeRO stage, whoever chose it."""
+        if self.zero_stage == "auto":
+            return 2 if self.precision == "bf16" else 1
+        return self.zero_stage
+
+
+def _refuse_decided(section: dict[str, Any], path: str = "") -> None:
+    """Refuse keys of ``engine.deepspeed`` that the configuration decides elsewhere."""
+    for key, value in section.items():
+        name = f"{path}{key}"
+        if name in DECIDED:
+            raise ConfigError(
+                f"engine.deepspeed: {name} is decided by {DECIDED[name]}; leave it out here"
+            )
+        if isinstance(value, dict):
+            _refuse_decided(value, f"{name}.")
+
+
 @dataclass(frozen=True, kw_only=True)
 class PretrainConfig:
     """One run. ``run_dir`` holds everything it writes."""
@@ -303,7 +328,9 @@ class PretrainConfig:
     model: ModelConfig
     data: DataConfig
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
-    schedule: LearningRateConfig = field(default_factory=LearningRateConfig)
+    learning_rate: LearningRateConfig = field(
+        default_factory=LearningRateConfig, metadata={"formerly": "schedule"}
+    )
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
@@ -314,39 +341,3 @@ class PretrainConfig:
         check_positive(
             "run", num_epochs=self.num_epochs, num_steps=self.num_steps, stop_at=self.stop_at
         )
-
-
-def learning_rate(step: int, *, num_steps: int, peak: float, schedule: LearningRateConfig) -> float:
-    """The learning rate of optimizer step ``step`` (the first one is 0) of ``num_steps``.
-
-    Warmup rises linearly and reaches ``peak`` at its last step, so step 0 already learns. After it:
-    ``constant``; ``linear`` and ``cosine`` fall from ``peak`` to ``min_ratio * peak`` at the last
-    step; ``wsd`` (warmup, stable, decay) stays at ``peak`` and falls linearly over the last
-    ``decay_fraction`` of all steps.
-    """
-    if not 0 <= step < num_steps:
-        raise ValueError(f"step {step} is outside of the run's {num_steps} steps")
-    warmup = num_warmup_steps(num_steps, schedule)
-    if step < warmup:
-        return peak * (step + 1) / warmup
-    lowest = schedule.min_ratio * peak
-    if schedule.kind == "constant":
-        return peak
-    if schedule.kind == "wsd":
-        length = max(1, round(schedule.decay_fraction * num_steps))
-        first = max(warmup, num_steps - length)
-        if step < first:
-            return peak
-        return peak + (lowest - peak) * (step - first + 1) / (num_steps - first)
-    # The peak was reached at the last step of the warmup; the lowest is reached at the last step.
-    progress = (step - warmup + 1) / max(1, num_steps - warmup)
-    if schedule.kind == "linear":
-        return peak + (lowest - peak) * progress
-    return lowest + (peak - lowest) * 0.5 * (1 + math.cos(math.pi * progress))
-
-
-def num_warmup_steps(num_steps: int, schedule: LearningRateConfig) -> int:
-    """Steps of warmup: given, or a fraction of the run; never more than the run has."""
-    if schedule.warmup_steps is not None:
-        return min(schedule.warmup_steps, num_steps)
-    return min(round(schedule.warmup_fraction * num_steps), num_steps)

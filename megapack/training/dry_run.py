@@ -17,7 +17,7 @@ from megapack.data.report import plan_run
 from megapack.data.run import PlannedRun
 from megapack.data.schedule import StageDraws
 from megapack.data.sequence_parallel import ranks_per_micro_batch
-from megapack.training.config import PretrainConfig, num_warmup_steps
+from megapack.training.config import PretrainConfig
 from megapack.training.engine.deepspeed_config import deepspeed_configuration, describe_reduction
 from megapack.training.engine.directory import plain
 from megapack.training.engine.inputs import check_run, open_inputs, steps_from_lengths
@@ -66,7 +66,9 @@ def dry_run(
     ranks = world_size
     architecture = check_run(config, steps, ranks)
     here = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    wanted = config.model if here.type == "cuda" else replace(config.model, attention="auto")
+    wanted = (
+        config.model if here.type == "cuda" else replace(config.model, attention_backend="auto")
+    )
     model, attention = open_model(wanted, config.engine, architecture, device=here, empty=True)
     flops = ModelFlops.of(model, architecture)
     total = _flops_of_run(steps, flops)
@@ -95,7 +97,7 @@ def _model(architecture: Any, model: TrainingModel, attention: Choice) -> str:
 
 def _length(config: PretrainConfig, plan: PlannedRun) -> str:
     schedule = plan.schedule
-    warmup = num_warmup_steps(plan.num_steps, config.schedule)
+    warmup = config.learning_rate.warmup(plan.num_steps)
     return "\n".join(
         [
             f"steps: {plan.num_steps:,} ({warmup:,} of warmup), {plan.steps_per_epoch:,} per epoch",

@@ -87,7 +87,7 @@ def judge(args: argparse.Namespace) -> int:
 def score(directory: str, args: argparse.Namespace, here: World) -> dict[str, Any]:
     """Perplexity of one model: in all, per bucket, and by context length."""
     precision: Any = args.precision or ("bf16" if here.device.type == "cuda" else "fp32")
-    config = ModelConfig(pretrained=directory, attention=args.attention)
+    config = ModelConfig(pretrained=directory, attention_backend=args.attention_backend)
     engine = EngineConfig(precision=precision)
     model, _ = open_model(config, engine, model_configuration(config, 1), device=here.device)
     model.cast(compute_dtype(engine))
@@ -182,7 +182,7 @@ def parse_arguments() -> argparse.Namespace:
     data.add_argument("--max-tokens", type=int, help="per bucket")
     data.add_argument("--micro-batch-tokens", type=int, default=16384)
     data.add_argument("--precision", choices=["bf16", "fp32"], help="bf16 on CUDA by default")
-    data.add_argument("--attention", default="auto")
+    data.add_argument("--attention-backend", default="auto")
     harness = parser.add_argument_group("lm-evaluation-harness")
     harness.add_argument("--lm-eval", metavar="TASKS", help="comma separated")
     harness.add_argument("--lm-eval-path", metavar="DIR", help="YAML files of further tasks")

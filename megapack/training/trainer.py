@@ -13,7 +13,7 @@ import torch
 
 from megapack.data import Batch, PackedLoader, Schedule, build_loader
 from megapack.data.bucket_order import fold_key
-from megapack.training.config import PretrainConfig, learning_rate
+from megapack.training.config import PretrainConfig
 from megapack.training.engine.checkpoint import CheckpointStore
 from megapack.training.engine.directory import RunDirectory
 from megapack.training.engine.engine import train_step
@@ -180,9 +180,7 @@ class Trainer:
         """One optimizer step."""
         inputs, config = self.inputs, self.config
         content = inputs.schedule.step(step)
-        lr = learning_rate(
-            step, num_steps=inputs.num_steps, peak=config.optimizer.lr, schedule=config.schedule
-        )
+        lr = config.learning_rate.at(step, num_steps=inputs.num_steps, peak=config.optimizer.lr)
         torch.manual_seed(fold_key(config.seed, step, self.here.rank))  # dropout, if there is
         if self.trace is not None:
             micro_batches = self.trace.follow(micro_batches)

@@ -46,7 +46,7 @@ class Corpus:
                 "check_ranks_every": 1,
             },
             "optimizer": {"lr": 0.003, "clip": 0.5},
-            "schedule": {"warmup_steps": 2},
+            "learning_rate": {"warmup_steps": 2},
             "checkpoint": {"every": 3, "keep": 2, "export": False},
             "logging": {"every": 2, "tensorboard": False, "batches": True},
             "engine": {"precision": "fp32", "zero_stage": 1, "timeout_minutes": PATIENCE_MINUTES},

@@ -8,16 +8,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megapack.training.config import LearningRateConfig, learning_rate, num_warmup_steps
+from megapack.training.config import LearningRateConfig
 
 KINDS = ["cosine", "linear", "wsd", "constant"]
 
 
 def _rates(num_steps: int, **fields: object) -> list[float]:
-    schedule = LearningRateConfig(**fields)  # type: ignore[arg-type]
-    return [
-        learning_rate(i, num_steps=num_steps, peak=2.0, schedule=schedule) for i in range(num_steps)
-    ]
+    rate = LearningRateConfig(**fields)  # type: ignore[arg-type]
+    return [rate.at(i, num_steps=num_steps, peak=2.0) for i in range(num_steps)]
 
 
 @given(
@@ -53,11 +51,11 @@ def test_each_kind_in_numbers() -> None:
 
 
 def test_warmup_is_given_in_steps_or_as_a_fraction() -> None:
-    assert num_warmup_steps(1000, LearningRateConfig(warmup_fraction=0.05)) == 50
-    assert num_warmup_steps(1000, LearningRateConfig(warmup_steps=7)) == 7
-    assert num_warmup_steps(5, LearningRateConfig(warmup_steps=7)) == 5
+    assert LearningRateConfig(warmup_fraction=0.05).warmup(1000) == 50
+    assert LearningRateConfig(warmup_steps=7).warmup(1000) == 7
+    assert LearningRateConfig(warmup_steps=7).warmup(5) == 5
 
 
 def test_a_step_outside_of_the_run_is_refused() -> None:
     with pytest.raises(ValueError, match="step 3 is outside"):
-        learning_rate(3, num_steps=3, peak=1.0, schedule=LearningRateConfig())
+        LearningRateConfig().at(3, num_steps=3, peak=1.0)

@@ -140,7 +140,7 @@ def test_a_dry_run_plans_from_lengths_before_there_are_data(
         ("optimizer.learning_rate=1", "unknown key 'learning_rate'", 2),
         ("data.tokens_per_step=1000", "does not divide the 1000 tokens", 2),
         ("data.prefix=/nowhere", "/nowhere", 2),
-        ("model.attention=flash2", "cannot serve", 2),
+        ("model.attention_backend=flash2", "cannot serve", 2),
         (
             "model.preset=gpt2_tiny model.overrides={n_positions: 100}",
             "max_position_embeddings is 100, and the training data need 128 positions",

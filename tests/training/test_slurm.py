@@ -20,7 +20,7 @@ from .slurm import Slurm, missing, one_node
 
 SECTIONS: dict[str, Any] = {
     "num_steps": 60,
-    "schedule": {"kind": "constant", "warmup_steps": 2},
+    "learning_rate": {"kind": "constant", "warmup_steps": 2},
     "checkpoint": {"every": 5, "keep": 2, "export": False},
     "engine": {
         "precision": "fp32",

@@ -20,7 +20,7 @@ from .processes import PRETRAIN, ROOT, Zygote, environment
 SCRIPT = ROOT / "launch" / "two_nodes.sh"
 BIN = Path(sys.executable).parent
 SECTIONS: dict[str, object] = {
-    "schedule": {"kind": "constant", "warmup_steps": 2},
+    "learning_rate": {"kind": "constant", "warmup_steps": 2},
     "checkpoint": {"every": 3, "keep": 2, "export": False},
     "engine": {
         "precision": "fp32",

@@ -66,7 +66,9 @@ CASES = [
     *_cases("overides", "model.overides.x=1"),
     *_cases("tokens_per_stp", "data.tokens_per_stp=1024"),
     *_cases("momentum", "optimizer.momentum=0.9"),
-    *_cases("warmup", "schedule.warmup=3"),
+    *_cases("warmup", "learning_rate.warmup=3"),
+    *_cases("did you mean 'learning_rate'?", "schedule.kind=linear"),
+    *_cases("did you mean 'attention_backend'?", "model.attention=eager"),
     *_cases("evry", "checkpoint.evry=3", "logging.evry=3", "evaluation.evry=3"),
     *_cases("zero", "engine.zero=1"),
     # numbers that are none, of another type, or outside of their range
@@ -82,7 +84,12 @@ CASES = [
     ),
     *_values(
         "model.",
-        {"vocab_size": "0 .inf", "vocab_multiple": "0 true", "overrides": "3", "attention": "7"},
+        {
+            "vocab_size": "0 .inf",
+            "vocab_multiple": "0 true",
+            "overrides": "3",
+            "attention_backend": "7",
+        },
     ),
     *_values(
         "data.",
@@ -109,7 +116,7 @@ CASES = [
         },
     ),
     *_values(
-        "schedule.",
+        "learning_rate.",
         {
             "warmup_steps": "-1",
             "warmup_fraction": "1.5 .nan",
@@ -140,7 +147,7 @@ CASES = [
     *_cases("attention", "data.attention=docs"),
     *_cases("labels", "data.labels=turns"),
     *_cases("uneven", "data.uneven=skip"),
-    *_cases("kind", "schedule.kind=cosin"),
+    *_cases("kind", "learning_rate.kind=cosin"),
     *_cases("resume", "checkpoint.resume=always"),
     *_cases("allow_change", "checkpoint.allow_change=seed"),
     *_cases("verify", "checkpoint.verify=md5"),

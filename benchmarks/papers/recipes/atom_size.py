@@ -122,7 +122,7 @@ def _config(scale: Scale, order: str) -> dict[str, Any]:
             **WHOLE,
         },
         "optimizer": {"lr": scale.pick(cpu=3e-3, quick=3e-3, gpu=6e-4)},
-        "schedule": {"kind": "constant", "warmup_steps": 20},
+        "learning_rate": {"kind": "constant", "warmup_steps": 20},
         "engine": engine(scale),
     }
 

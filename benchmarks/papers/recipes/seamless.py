@@ -185,7 +185,7 @@ def _config(scale: Scale, *, num_epochs: int, lr: float) -> dict[str, Any]:
             **WHOLE,
         },
         "optimizer": {"lr": lr},
-        "schedule": {"kind": "linear", "warmup_fraction": 0.05, "min_ratio": 0.0},
+        "learning_rate": {"kind": "linear", "warmup_fraction": 0.05, "min_ratio": 0.0},
         "engine": engine(scale),
     }
 

@@ -135,7 +135,7 @@ def open_model(
             cannot be cut.
     """
     dtype = compute_dtype(engine)
-    choice = choose_backend(attention_needs(architecture, device, dtype), config.attention)
+    choice = choose_backend(attention_needs(architecture, device, dtype), config.attention_backend)
     try_model(architecture, backend=choice.name, device=device, dtype=dtype)
     if sequence_group is not None:
         try_slices(
