@@ -3,20 +3,22 @@
     make faults                       # minutes; root for a full disk and a lost node
     ONLY="rank killed,nan gradient" make faults
 
-Real processes, two ranks: megapack-pretrain, and the loop of DeepSpeed's tutorial
-(``faults_plain.py``). Both get the same fault at the same step; then what is left of them is ended,
-and the same command is given again, as a scheduler does it. "noticed" are the seconds until every
-rank that can has left; a rank that has not left after ``PATIENCE`` seconds waits on. "same samples"
-and "loss differs" compare the log, steps that were taken again included, with a run that nothing
-happened to.
+Real processes, two ranks: megapack-pretrain, and the loop of DeepSpeed's tutorial (``plain_loop``).
+Both get the same fault at the same step; then what is left of them is ended, and the same command
+is given again, as a scheduler does it. "noticed" are the seconds until every rank that can has
+left; a rank that has not left after ``PATIENCE`` seconds waits on. "same samples" and "loss
+differs" compare the log, steps that were taken again included, with a run that nothing happened to.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
+import re
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -25,37 +27,202 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+sys.path.append(str(Path(__file__).parent))  # a rank is a fork that runs this file
+sys.path.append(str(Path(__file__).parents[1]))
+sys.path.append(str(Path(__file__).parents[1] / "tests"))
+
 from common import show, write_results
-from faults_run import (
-    EVERY,
-    FAULT_AT,
-    NUM_STEPS,
-    PATIENCE,
-    SILENCE,
-    Run,
-    again,
-    children,
-    compare,
-    end,
-    leaves,
-    make_corpus,
-    refused,
-    state,
-)
 from ports import free_port
 
-from tests.training.processes import Zygote, environment
+from megapack.training.engine.directory import read_jsonl
+from tests.training.conftest import Corpus, make_corpus
+from tests.training.processes import PRETRAIN, Ranks, Zygote, environment, wait_for
 
+NUM_STEPS, EVERY, FAULT_AT = 300, 25, 60
+PATIENCE = 120.0  # seconds after which a rank that has not left waits on
+AT_MOST = 1200.0  # seconds that a run may take which ends by itself
+SILENCE = 30.0  # engine.silence_seconds, whose default is 300
 WAITS_ON = f"waits on after {PATIENCE:.0f} s"
 TWO_NODES = Path(__file__).parents[1] / "launch" / "two_nodes.sh"
 FALLBACK = ["--set", "checkpoint.fallback=true"]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 
+VOCAB, LENGTH, BATCH = 64, 64, 4  # of the plain loop
 
-def signalled(number: int, ranks: list[int]) -> Callable[[Run], dict[str, Any]]:
+Found = dict[str, Any]
+
+
+def plain_loop(words: list[str]) -> None:
+    """RUN_DIR [NAN_AT]: a training loop as DeepSpeed's tutorial has it.
+
+    deepspeed.initialize, forward, backward, step, save_checkpoint with the step as client state; at
+    the start load_checkpoint, and the data loader is advanced to that step. Nothing is added that
+    the tutorial does not have, and nothing left out. The first rank writes log.jsonl: of every step
+    its samples and its loss. NAN_AT k makes the gradients of step k no numbers.
+    """
+    import deepspeed  # noqa: PLC0415
+    import deepspeed.ops  # noqa: PLC0415
+    import torch  # noqa: PLC0415
+    import torch.distributed as dist  # noqa: PLC0415
+    from torch.utils.data import DataLoader, DistributedSampler  # noqa: PLC0415
+    from transformers import LlamaConfig, LlamaForCausalLM  # noqa: PLC0415
+
+    run_dir, nan_at = Path(words[0]), int(words[1]) if len(words) > 1 else -1
+    # It would be compiled; only inference uses it.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    deepspeed.init_distributed("gloo")
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=VOCAB, num_attention_heads=4, **sizes))
+    engine, *_ = deepspeed.initialize(
+        model=model,
+        optimizer=torch.optim.AdamW(model.parameters(), lr=3e-3),
+        config={
+            "train_micro_batch_size_per_gpu": BATCH,
+            "zero_optimization": {"stage": 1},
+            "zero_allow_untested_optimizer": True,
+            "gradient_clipping": 0.5,
+            "steps_per_print": 10**9,
+        },
+        dist_init_required=False,
+    )
+    random = torch.Generator().manual_seed(0)
+    walks = torch.randint(3, (4096, LENGTH), generator=random).cumsum(1)
+    data: Any = [(i, (i + walk) % VOCAB) for i, walk in enumerate(walks)]  # something to learn
+    loader = DataLoader(data, batch_size=BATCH, sampler=DistributedSampler(data, seed=1))
+    _, state = engine.load_checkpoint(str(run_dir / "checkpoints"))
+    start = 0 if state is None else state["step"]
+    run_dir.mkdir(parents=True, exist_ok=True)
+    for step, (ids, tokens) in itertools.islice(enumerate(loader), start, NUM_STEPS):
+        loss = engine(input_ids=tokens, labels=tokens).loss
+        engine.backward(loss * float("nan") if step == nan_at else loss)
+        engine.step()
+        mean = loss.detach().clone()
+        dist.all_reduce(mean)
+        if dist.get_rank() == 0:
+            value = mean.item() / dist.get_world_size()
+            with (run_dir / "log.jsonl").open("a") as file:
+                line = {"step": step, "samples": ids.tolist(), "loss": value}
+                file.write(json.dumps(line) + "\n")
+        if (step + 1) % EVERY == 0:
+            state = {"step": step + 1}
+            engine.save_checkpoint(str(run_dir / "checkpoints"), client_state=state)
+
+
+class Run:
+    """A run of one side, and its processes."""
+
+    def __init__(self, side: str, folder: Path, corpus: Corpus, zygote: Zygote) -> None:
+        self.side, self.dir, self.zygote = side, folder / "run", zygote
+        self.logs: list[Path] = []
+        self.checkpoints = self.dir / "checkpoints"
+        self.argv = [__file__, str(self.dir)]
+        if side == "megapack":
+            engine = {"precision": "fp32", "zero_stage": 1, "silence_seconds": SILENCE}
+            often = {"checkpoint": {"every": EVERY}, "logging": {"every": 1}}
+            config = corpus.config(self.dir, num_steps=NUM_STEPS, engine=engine, **often)
+            self.argv = [str(PRETRAIN), "--config", str(config)]
+
+    def start(self, *more: str, **of_all: Any) -> Ranks:
+        """Both ranks; ``of_all`` as in ``Zygote.start``."""
+        log = self.dir.with_name(f"{len(self.logs)}.log")
+        ranks = self.zygote.start([*self.argv, *more], 2, log, {0: of_all, 1: of_all})
+        self.logs += ranks.logs
+        return ranks
+
+    def lines(self) -> list[Found]:
+        log = self.dir / "log.jsonl"
+        return list(read_jsonl(log)) if log.exists() else []
+
+    def reach(self, step: int) -> None:
+        """Wait until a step is in the log."""
+        wait_for(lambda: any(line["step"] >= step for line in self.lines()), "a step", AT_MOST)
+
+    def said(self) -> str:
+        return "\n".join(log.read_text(errors="replace") for log in self.logs if log.exists())
+
+    def message(self) -> str:
+        """The last line that says what went wrong, without the names of this machine."""
+        kinds = r"megapack: .*|\[rank\d\].*Error.*|\w*Error: .*|\[\d\d:\d\d:\d\d\] a signal.*"
+        said = (re.sub(r"^node\d+: ", "", line) for line in self.said().splitlines())  # pdsh's
+        found = [line for line in said if re.match(kinds, line.strip())]
+        text = found[-1].strip() if found else "nothing"
+        for name in (str(self.dir.parent), socket.gethostname()):
+            text = text.replace(name, "...")
+        return text[:240]
+
+
+def state(pid: int) -> str:
+    """R, S, T (stopped), Z (ended) ...; of nobody: Z."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return "Z"
+
+
+def leaves(pids: list[int], begin: float, limit: float = AT_MOST) -> float | None:
+    """Seconds from ``begin`` until all have left that are not stopped; None: some wait on."""
+    while any(state(pid) not in "ZT" for pid in pids):
+        if time.monotonic() - begin > limit:
+            return None
+        time.sleep(0.05)
+    return time.monotonic() - begin
+
+
+def end(ranks: Ranks) -> list[int]:
+    """What is left, as launchers do; exit codes."""
+    for pid in ranks.pids:
+        if state(pid) != "Z":
+            os.kill(pid, signal.SIGKILL)
+    return ranks.wait()
+
+
+def children(pid: int) -> list[int]:
+    """Processes that any thread of a process started."""
+    threads = Path(f"/proc/{pid}/task").iterdir()
+    return [int(child) for at in threads for child in (at / "children").read_text().split()]
+
+
+def again(run: Run, *more: str) -> Found:
+    """The same command once more, on the same number of ranks, to its end."""
+    before = len(run.lines())
+    started = run.start(*more)
+    leaves(started.pids, time.monotonic())
+    if end(started) != [0, 0]:
+        return {"again": f"did not: {run.message()}"}
+    lines = run.lines()
+    if run.side == "megapack":
+        first = list(read_jsonl(run.dir / "starts.jsonl"))[-1]["step"]
+    else:
+        first = lines[before]["step"] if len(lines) > before else NUM_STEPS
+    return {"again": f"went on at step {first}"}
+
+
+def refused(run: Run) -> Found:
+    """What the same command says that should not train; it may train all the same."""
+    begin = time.monotonic()
+    found = again(run)
+    if found["again"].startswith("did not"):
+        return {"happened": run.message(), "noticed_s": time.monotonic() - begin}
+    return {"happened": "nothing was noticed", **found}
+
+
+def compare(lines: list[Found], whole: list[Found]) -> Found:
+    """The last line of every step beside the undisturbed run's."""
+    ours, theirs = ({line["step"]: line for line in of} for of in (lines, whole))
+    losses = [(ours[i]["loss"], theirs[i]["loss"]) for i in theirs if i in ours]
+    differ = max((abs((a or math.nan) / b - 1) for a, b in losses), default=math.nan)
+    same = len(ours) == len(theirs) and all(
+        ours[i]["samples"] == theirs[i]["samples"] for i in theirs
+    )
+    twice = len(lines) - len(ours)
+    return {"same_samples": same, "loss_differs": differ, "lines_twice": twice}
+
+
+def signalled(number: int, ranks: list[int]) -> Callable[[Run], Found]:
     """Some ranks get a signal in the midst of the run."""
 
-    def fault(run: Run) -> dict[str, Any]:
+    def fault(run: Run) -> Found:
         started = run.start()
         run.reach(FAULT_AT)
         started.signal(number, ranks)
@@ -66,7 +233,7 @@ def signalled(number: int, ranks: list[int]) -> Callable[[Run], dict[str, Any]]:
     return fault
 
 
-def nan_gradient(run: Run) -> dict[str, Any]:
+def nan_gradient(run: Run) -> Found:
     if run.side == "megapack":
         started = run.start(faults={"nan_gradients": [[FAULT_AT]]})
     else:
@@ -78,7 +245,7 @@ def nan_gradient(run: Run) -> dict[str, Any]:
     return {"happened": said, "exit": str(codes), "again": "was not needed"}
 
 
-def full_disk(run: Run) -> dict[str, Any] | None:
+def full_disk(run: Run) -> Found | None:
     """Room for one checkpoint and a half; later there is more."""
     run.checkpoints.mkdir(parents=True)
     mount = ["mount", "-t", "tmpfs", "-o", "size=1800k", "none", str(run.checkpoints)]
@@ -94,7 +261,7 @@ def full_disk(run: Run) -> dict[str, Any] | None:
         subprocess.run(["umount", str(run.checkpoints)], check=True)
 
 
-def damaged(run: Run) -> dict[str, Any]:
+def damaged(run: Run) -> Found:
     """A bit of the newest checkpoint turns while nobody trains."""
     started = run.start()
     run.reach(FAULT_AT)
@@ -109,7 +276,7 @@ def damaged(run: Run) -> dict[str, Any]:
     return result if "again" in result else {**result, **again(run, *FALLBACK)}
 
 
-def launched_twice(run: Run) -> dict[str, Any]:
+def launched_twice(run: Run) -> Found:
     first = run.start()
     run.reach(FAULT_AT)
     begin = time.monotonic()
@@ -126,7 +293,7 @@ def launched_twice(run: Run) -> dict[str, Any]:
     return result
 
 
-def torchrun_killed(run: Run) -> dict[str, Any]:
+def torchrun_killed(run: Run) -> Found:
     """The agent alone, so that its workers are orphans when the command is given again."""
     log = run.dir.with_name("torchrun.log")
     run.logs.append(log)
@@ -147,18 +314,14 @@ def torchrun_killed(run: Run) -> dict[str, Any]:
     return result if "again" in result else {**result, **again(run)}
 
 
-def node_lost(run: Run) -> dict[str, Any] | None:
+def node_lost(run: Run) -> Found | None:
     """Two nodes made of network namespaces; one falls silent, and all of it is gone."""
     if subprocess.run(["bash", str(TWO_NODES), "--probe"], check=False).returncode:
         return None
     log = run.dir.with_name("nodes.log")
     run.logs.append(log)
-    third = EVERY * 3
-    tag = (
-        f"step_{third:08d}_tokens_{third * 1024}"
-        if run.side == "megapack"
-        else f"global_step{third}"
-    )
+    third, ours = EVERY * 3, run.side == "megapack"
+    tag = f"step_{third:08d}_tokens_{third * 1024}" if ours else f"global_step{third}"
     env = environment(
         KILL_NODE="1",
         KILL_WHEN=str(run.checkpoints / tag),
@@ -185,7 +348,7 @@ def node_lost(run: Run) -> dict[str, Any] | None:
     return {**result, **again(run)}
 
 
-FAULTS: dict[str, Callable[[Run], dict[str, Any] | None]] = {
+FAULTS: dict[str, Callable[[Run], Found | None]] = {
     "rank killed": signalled(signal.SIGKILL, [1]),
     "first rank killed": signalled(signal.SIGKILL, [0]),
     "rank stopped": signalled(signal.SIGSTOP, [1]),
@@ -203,6 +366,7 @@ def main() -> None:
     chosen = [name for name in os.environ.get("ONLY", ",".join(FAULTS)).split(",") if name]
     zygote, rows = Zygote(), []
     with tempfile.TemporaryDirectory() as temporary:
+        (Path(temporary) / "corpus").mkdir()
         corpus = make_corpus(Path(temporary) / "corpus")
 
         def fresh(side: str, name: str) -> Run:
@@ -229,17 +393,15 @@ def main() -> None:
                 rows.append({**row, **compare(run.lines(), whole[side])})
                 print(json.dumps(rows[-1]), flush=True)
     zygote.close()
-    setup = {
-        "ranks": 2,
-        "steps": NUM_STEPS,
-        "save_every": EVERY,
-        "fault_at": FAULT_AT,
-        "engine.silence_seconds": SILENCE,
-        "given_up_after_s": PATIENCE,
-    }
+    setup = {"ranks": 2, "steps": NUM_STEPS, "save_every": EVERY, "fault_at": FAULT_AT}
+    setup |= {"engine.silence_seconds": SILENCE, "given_up_after_s": PATIENCE}
     write_results("faults", {"setup": setup, "faults": rows})
     show("faults", rows)
 
 
 if __name__ == "__main__":
-    main()
+    words = [word for word in sys.argv[1:] if not word.startswith("--")]  # --local_rank
+    if words:  # a rank
+        plain_loop(words)
+    else:
+        main()

@@ -44,7 +44,7 @@ from megapack.training.config import (
 from megapack.training.engine.engine import start_engine, train_step
 from megapack.training.engine.world import World, world
 from megapack.training.model.architecture import model_configuration
-from megapack.training.model.flops import ModelFlops, peak_flops
+from megapack.training.model.flops import ModelFlops, peak_of
 from megapack.training.model.opening import open_model
 from megapack.training.monitoring.monitor import StepWork
 from megapack.training.trainer import TimedBatches
@@ -161,7 +161,7 @@ class Bench:
         seconds = sum(part[1] for part in parts)
         tokens = sum(part[2].tokens for part in parts)
         useful = sum(part[2].useful_tokens for part in parts)
-        peak = peak_flops(self.here.device)
+        peak = peak_of(self.here.device)
         buckets = {}
         for capacity in sorted({part[0] for part in parts}):
             mine = [part for part in parts if part[0] == capacity]

@@ -215,7 +215,7 @@ def test_a_row_judges_within_its_tolerance() -> None:
     assert agrees(100, 106) is False
     assert agrees(0.01, 0.0051, rounding=0.005) is True
     assert agrees(None, 7) is None
-    assert agrees(1, 7, judged=False) is None
+    assert agrees(1, 7, claimed=False) is None
 
 
 def test_python_sources_are_a_corpus() -> None:

@@ -19,7 +19,7 @@ PACKAGE = ROOT / "megapack"
 CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
 
 # Each package and those it may import (itself and the ground floor are always allowed).
-GROUND = {"errors", "config", "units", "executors", "_core", "__version__"}
+GROUND = {"errors", "config", "units", "devices", "executors", "_core", "__version__"}
 MAY_IMPORT: dict[str, set[str]] = {
     "storage": set(),
     "tokenization": {"storage"},
@@ -36,7 +36,7 @@ MAY_IMPORT: dict[str, set[str]] = {
 ONLY = {("cli", "training"): "megapack.training.config"}
 TORCH_FREE = (
     *("storage", "tokenization", "packing", "planning", "compare", "cli"),
-    *("errors", "config", "units", "executors"),
+    *("errors", "config", "units", "devices", "executors"),
     *("data/run", "training/config"),  # a wrong configuration is refused first
 )
 

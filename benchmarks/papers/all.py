@@ -125,10 +125,10 @@ def chosen_recipes() -> list[str]:
 
 def composition_claims(rows: list[Row]) -> list[Claim]:
     """One claim per source: how many of its printed figures are reproduced."""
-    judged: dict[str, list[bool]] = {}
+    by_source: dict[str, list[bool]] = {}
     for row in rows:
         if row.agrees is not None:
-            judged.setdefault(row.source, []).append(row.agrees)
+            by_source.setdefault(row.source, []).append(row.agrees)
     return [
         Claim(
             source=source,
@@ -139,7 +139,7 @@ def composition_claims(rows: list[Row]) -> list[Claim]:
             why="computed from lengths, no seeds; every figure and the reason of every "
             "disagreement: section composition",
         )
-        for source, found in judged.items()
+        for source, found in by_source.items()
     ]
 
 

@@ -10,30 +10,16 @@ claims of the recipe, too (Holm 1979): a wrong verdict anywhere in a table has a
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean, stdev
 from typing import Any, Literal
 
 from scipy import stats
 
-__all__ = [
-    "Claim",
-    "Difference",
-    "Verdict",
-    "alike",
-    "below",
-    "corrected",
-    "difference",
-    "less",
-    "near",
-    "same",
-    "shown",
-    "together",
-]
-
 Verdict = Literal["yes", "no", "undecided"]
 CONFIDENCE = 0.95
+Kind = Callable[..., "Claim"]  # below or same
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,6 +90,16 @@ def difference(a: Sequence[float], b: Sequence[float]) -> Difference:
     return Difference(fmean(pairs), quantile * stdev(pairs) / math.sqrt(len(pairs)), len(pairs))
 
 
+def against(values: Sequence[float], base: Sequence[float]) -> dict[str, Any]:
+    """Columns of a table: the perplexity, and its change against the one of ``base``, in %."""
+    gap, mean = difference(values, base), fmean(base)
+    return {
+        "perplexity": shown(values),
+        "against_first_%": 100 * gap.mean / mean,
+        "plus_minus_%": 100 * gap.half_width / mean if gap.num_seeds > 1 else None,
+    }
+
+
 def _chance(a: Sequence[float], b: Sequence[float], limits: tuple[float, ...]) -> float:
     """Two-sided p that the mean of ``a - b`` is on this side of the nearest limit."""
     found = difference(a, b)
@@ -159,6 +155,19 @@ def same(a: Sequence[float], b: Sequence[float], *, within: float, **words: Any)
     """The claim that both are alike; ``words`` as in ``_compared``."""
     limit = within * fmean(b)
     return _compared(a, b, alike(a, b, within=within), _chance(a, b, (-limit, limit)), **words)
+
+
+def stated(
+    values: Mapping[str, Sequence[float]],
+    kind: Kind,
+    one: str,
+    other: str,
+    claim: str,
+    **words: Any,
+) -> Claim:
+    """The claim of this kind about two arms; a source is said where it is not this project."""
+    usual = {"source": "this project", "paper": ""}
+    return kind(values[one], values[other], claim=claim, **{**usual, **words})
 
 
 def _compared(

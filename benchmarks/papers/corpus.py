@@ -28,17 +28,6 @@ from typing import Literal
 
 from megapack.storage import IndexedDataset
 
-__all__ = [
-    "VOCAB_SIZE",
-    "WORK",
-    "Corpus",
-    "Prepared",
-    "prepare",
-    "remember",
-    "tokenizer",
-    "tokenizer_file",
-]
-
 VOCAB_SIZE = 1024
 TOKENIZER_BYTES = 2_000_000  # of text per domain, from which the vocabulary is learned
 WORK = Path(os.environ.get("MEGAPACK_PAPERS_WORK") or Path(__file__).with_name(".work"))

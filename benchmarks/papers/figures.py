@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-__all__ = ["lines"]
-
 
 def lines(
     path: Path,
@@ -14,7 +12,7 @@ def lines(
     *,
     x: str,
     y: str,
-    marker: str = "",
+    marker: str = "o",
     log_x: bool = False,
 ) -> None:
     """Write one line per name; x and y name the axes."""

@@ -24,8 +24,6 @@ from megapack.training.config import EngineConfig
 from megapack.training.engine.world import World
 from megapack.training.model.training_model import TrainingModel
 
-__all__ = ["CAPACITY", "NUM_FACTS", "documents", "measure"]
-
 CAPACITY = 32
 NUM_FACTS = 12
 NUM_COPIES = 16

@@ -25,8 +25,6 @@ from megapack.training.engine.world import World
 from megapack.training.model.opening import compute_dtype, open_model
 from megapack.training.model.training_model import TrainingModel, on_device
 
-__all__ = ["ARMS", "NUM_RANKS", "mean_of_ranks", "step_times"]
-
 Attention: TypeAlias = Literal["document", "sample"]
 Dealing: TypeAlias = Literal["balanced", "in_order"]
 

@@ -9,8 +9,6 @@ from typing import Any
 
 from papers.corpus import Corpus, Prepared
 
-__all__ = ["Run", "Task"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Run:

@@ -20,6 +20,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Executor, ProcessPoolExecutor, as_completed, wait
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import Any, TypeVar
 
 from papers.corpus import WORK, prepare
@@ -27,8 +28,6 @@ from papers.run import Run, Task
 
 from megapack.training.engine.directory import read_jsonl
 from megapack.training.evaluation.comparison import Curve, read_curve
-
-__all__ = ["SCALES", "Result", "Run", "Scale", "by_name", "run_all", "worker_pool"]
 
 ROOT = Path(__file__).resolve().parents[2]
 # Everything that decides a number of a run.
@@ -95,11 +94,6 @@ class Result:
         """Training perplexity over epochs."""
         return read_curve(self.folder)
 
-    @property
-    def model(self) -> Path:
-        """What ``from_pretrained`` loads."""
-        return self.folder / "model"
-
     def perplexity(self, corpus: str) -> float:
         """Of the held-out documents of ``run.validate[corpus]``, at the end."""
         return float(self.summary["valid"][corpus]["perplexity"])
@@ -111,6 +105,18 @@ def by_name(results: Sequence[Result]) -> dict[str, list[Result]]:
     for result in sorted(results, key=lambda r: r.run.seed):
         groups.setdefault(result.run.name, []).append(result)
     return groups
+
+
+def perplexities(group: Sequence[Result], corpus: str = "documents") -> list[float]:
+    """Of held-out documents, one per seed."""
+    return [result.perplexity(corpus) for result in group]
+
+
+def mean_evaluations(group: Sequence[Result]) -> list[dict[str, float]]:
+    """Every evaluation on the way, its figures averaged over the seeds."""
+    evaluations = zip(*(result.evaluations() for result in group), strict=True)
+    names = ("step", "tokens", "perplexity")
+    return [{name: fmean(line[name] for line in at) for name in names} for at in evaluations]
 
 
 def worker_pool(workers: int, *, cuda: bool = False) -> Executor:

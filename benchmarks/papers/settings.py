@@ -20,8 +20,6 @@ from papers.runs import Scale
 
 from megapack.data import Batch
 
-__all__ = ["WHOLE", "Setting", "engine", "shifted"]
-
 # Fields of ``data``: attention, labels and positions know samples, not documents.
 WHOLE = {"attention": "sample", "labels": "sample", "positions": "sample"}
 

@@ -41,8 +41,6 @@ from megapack.training.model.opening import open_model
 from megapack.training.monitoring.monitor import StepWork
 from megapack.training.trainer import TimedBatches
 
-__all__ = ["begin", "train"]
-
 _stack = ExitStack()
 _here: World | None = None
 

@@ -7,7 +7,7 @@ from megapack.attention.model_check import check_architecture
 from megapack.attention.problem import AttentionNeeds, ScoreRule, alibi_slopes
 from megapack.attention.sequence_parallel import check_sequence_parallel, over_ranks
 from megapack.attention.transformers_interface import ATTENTION_NAME, register, varlen_arguments
-from megapack.attention.varlen import BACKENDS, Choice, choose_backend, survey, varlen_attention
+from megapack.attention.varlen import BACKENDS, Choice, choose_backend, refusals, varlen_attention
 
 __all__ = [
     "ATTENTION_NAME",
@@ -21,8 +21,8 @@ __all__ = [
     "check_sequence_parallel",
     "choose_backend",
     "over_ranks",
+    "refusals",
     "register",
-    "survey",
     "token_mask",
     "varlen_arguments",
     "varlen_attention",

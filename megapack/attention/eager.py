@@ -13,17 +13,9 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from megapack.attention.problem import AttentionNeeds, Forward, ScoreRule, Segments
-
-__all__ = ["backward", "bounds", "forward", "refusal", "sum_groups"]
+from megapack.attention.problem import Backend, Forward, ScoreRule, Segments, accumulator
 
 _BLOCK_ROWS = 512
-
-
-def refusal(needs: AttentionNeeds) -> str | None:
-    """Why this backend cannot serve ``needs``: it always can."""
-    del needs
-    return None
 
 
 def bounds(segments: Segments) -> Iterator[tuple[int, int]]:
@@ -34,9 +26,8 @@ def bounds(segments: Segments) -> Iterator[tuple[int, int]]:
 def forward(
     q: Tensor, k: Tensor, v: Tensor, segments: Segments, rule: ScoreRule
 ) -> tuple[Tensor, Tensor]:
-    """Output ``[T, H, D]`` and log-sum-exp ``[H, T]``; shapes as in ``varlen_attention``."""
     out = q.new_empty(q.shape)
-    lse = q.new_empty((q.shape[1], q.shape[0]), dtype=_accumulator(q))
+    lse = q.new_empty((q.shape[1], q.shape[0]), dtype=accumulator(q))
     for rows, keys in _blocks(segments, rule):
         scores, _ = _scores(q[rows], k[keys], rows.start - keys.start, rule)
         log_sum = scores.logsumexp(-1)
@@ -49,30 +40,25 @@ def forward(
 def backward(
     grad_out: Tensor, done: Forward, segments: Segments, rule: ScoreRule
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of ``forward`` for q, k and v."""
     q, k, v, out, lse = done
-    groups, accumulator = k.shape[1], _accumulator(q)
+    groups, wide = k.shape[1], accumulator(q)
     grad_q = q.new_empty(q.shape)
-    grad_k = k.new_zeros(k.shape, dtype=accumulator)
-    grad_v = v.new_zeros(v.shape, dtype=accumulator)
+    grad_k = k.new_zeros(k.shape, dtype=wide)
+    grad_v = v.new_zeros(v.shape, dtype=wide)
     for rows, keys in _blocks(segments, rule):
         scores, slope = _scores(q[rows], k[keys], rows.start - keys.start, rule)
         weights = (scores - lse[:, rows].unsqueeze(-1)).exp()
-        d_out = grad_out[rows].transpose(0, 1).to(accumulator)
+        d_out = grad_out[rows].transpose(0, 1).to(wide)
         grad_v[keys] += sum_groups(weights.transpose(1, 2) @ d_out, groups)
-        delta = (d_out * out[rows].transpose(0, 1).to(accumulator)).sum(-1, keepdim=True)
+        delta = (d_out * out[rows].transpose(0, 1).to(wide)).sum(-1, keepdim=True)
         d_weights = d_out @ _heads(v[keys], q.shape[1]).transpose(1, 2)
         d_scores = weights * (d_weights - delta) * rule.scale
         if slope is not None:
             d_scores = d_scores * slope
         grad_q[rows] = (d_scores @ _heads(k[keys], q.shape[1])).transpose(0, 1).to(q.dtype)
-        queries = q[rows].transpose(0, 1).to(accumulator)
+        queries = q[rows].transpose(0, 1).to(wide)
         grad_k[keys] += sum_groups(d_scores.transpose(1, 2) @ queries, groups)
     return grad_q, grad_k.to(k.dtype), grad_v.to(v.dtype)
-
-
-def _accumulator(q: Tensor) -> torch.dtype:
-    return torch.float64 if q.dtype == torch.float64 else torch.float32
 
 
 def _blocks(segments: Segments, rule: ScoreRule) -> Iterator[tuple[slice, slice]]:
@@ -86,7 +72,7 @@ def _blocks(segments: Segments, rule: ScoreRule) -> Iterator[tuple[slice, slice]
 
 def _heads(x: Tensor, num_heads: int) -> Tensor:
     """``[L, Hkv, D]`` to ``[H, L, D]`` in the accumulator's dtype, each key head repeated."""
-    wide = x.transpose(0, 1).to(_accumulator(x))
+    wide = x.transpose(0, 1).to(accumulator(x))
     return wide.repeat_interleave(num_heads // x.shape[1], dim=0)
 
 
@@ -100,7 +86,7 @@ def _scores(q: Tensor, k: Tensor, offset: int, rule: ScoreRule) -> tuple[Tensor,
 
     ``offset`` is the position of the first row minus that of the first key.
     """
-    queries = q.transpose(0, 1).to(_accumulator(q))
+    queries = q.transpose(0, 1).to(accumulator(q))
     scores = queries @ _heads(k, q.shape[1]).transpose(1, 2) * rule.scale
     slope = None
     if rule.softcap:
@@ -110,9 +96,9 @@ def _scores(q: Tensor, k: Tensor, offset: int, rule: ScoreRule) -> tuple[Tensor,
     distance = rows.unsqueeze(1) - torch.arange(k.shape[0], device=q.device)
     if rule.alibi_slopes is not None:
         scores = scores - rule.alibi_slopes.to(scores.dtype).view(-1, 1, 1) * distance.abs()
-    if rule.causal:
-        hidden = distance < 0
-        if rule.window:
-            hidden = hidden | (distance >= rule.window)
+    if (hidden := rule.hides(distance)) is not None:
         scores = scores.masked_fill(hidden, float("-inf"))
     return scores, slope
+
+
+BACKEND = Backend(name="eager", title="the formula", forward=forward, backward=backward)

@@ -50,7 +50,7 @@ class LoadBalancing:
     @staticmethod
     def of(model: Any) -> LoadBalancing | None:
         """What a causal language model of transformers adds in training, if it is asked for its
-        routers' logits; None: nothing. ``attention.guard`` finds an architecture that adds more."""
+        routers' logits; None: nothing. ``check_architecture`` finds one that adds more."""
         names = ("num_experts", "num_experts_per_tok", "router_aux_loss_coef")
         experts, chosen, coefficient = (getattr(model, name, None) for name in names)
         if experts is None or chosen is None or coefficient is None:

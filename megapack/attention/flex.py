@@ -14,13 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megapack.attention.problem import AttentionNeeds, ScoreRule, Segments
-
-__all__ = ["attend", "refusal"]
+from megapack.attention.problem import AttentionNeeds, Backend, ScoreRule, Segments
 
 
-def refusal(needs: AttentionNeeds) -> str | None:
-    """Why this backend cannot serve ``needs``; None when it can."""
+def _refusal(needs: AttentionNeeds) -> str | None:
     if needs.device.type != "cuda":
         return f"FlexAttention has no backward on {needs.device.type}"
     if needs.head_dim < 16:
@@ -126,3 +123,8 @@ def _make_block_mask(cu_seqlens: Tensor, num_tokens: int, rule: ScoreRule) -> An
 
     create = _function("create_block_mask", cu_seqlens.device.type)
     return create(mask_mod, None, None, num_tokens, num_tokens, device=str(cu_seqlens.device))
+
+
+BACKEND = Backend(
+    name="flex", title="FlexAttention", forward=attend, backward=None, refusal=_refusal
+)

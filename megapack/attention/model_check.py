@@ -1,5 +1,8 @@
 """Whether an architecture does what packed rows ask of it, tried before the first step.
 
+``check_architecture`` is the check; ``tiny_configuration`` makes a tiny model of an architecture,
+``Row`` a row of documents, ``trace`` what every module of a model makes of it.
+
 A tiny model of the architecture, with random weights, gets one row of two documents, with the
 attention of the run. It is right when
 
@@ -18,11 +21,12 @@ import copy
 import itertools
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any, TypeAlias
+from functools import partial
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -30,12 +34,31 @@ from torch import Tensor, nn
 from megapack.attention.transformers_interface import varlen_arguments
 from megapack.errors import ConfigError
 
-# ---- A tiny model of the same architecture: what a model does to boundaries shows in it at once -
-# A transformers configuration is shrunk by the names of its fields: as many layers as it takes to
-# have one of every kind, four heads of the model's own width, grouped as the model groups them, few
-# experts, short windows. What was a multiple of the hidden size stays the same multiple of it.
+LENGTHS = (37, 23)  # of the documents: different, and longer than a tiny window or chunk
+REFERENCE = "eager"
+MOST_PARAMETERS = 100_000_000  # more would take longer to try than it should
 
-HEADS, EXPERTS, VOCABULARY, WINDOW, CHUNK, WIDTH, RANK, CAP = 4, 4, 128, 8, 16, 128, 32, 2
+# In deviations of what is compared. Half precision rounds every product; a position that must not
+# notice anything is hardly rounded otherwise, so there the test is stricter.
+_TOLERANCE = {torch.float32: 0.03, torch.float16: 0.05, torch.bfloat16: 0.15}
+_STRICT = {torch.float32: 1e-3, torch.float16: 0.005, torch.bfloat16: 0.02}
+
+# A tiny model: a transformers configuration is shrunk by the names of its fields. It has as many
+# layers as it takes to have one of every kind, four heads of the model's own width, grouped as the
+# model groups them, few experts, short windows. What was a multiple of the hidden size stays the
+# same multiple of it.
+HEADS, EXPERTS, VOCABULARY, WINDOW, CHUNK = 4, 4, 128, 8, 16
+_LARGEST = {
+    "last token": VOCABULARY - 1,
+    "key heads": 2,
+    "one": 1,
+    "experts": EXPERTS,
+    "rank": 32,
+    "window": WINDOW,
+    "chunk": CHUNK,
+    "cap": 2,
+    "width": 128,
+}
 
 # First match decides; the names are transformers' own. What matches nothing stays as it is.
 _RULES = {
@@ -115,7 +138,7 @@ def _per_layer(name: str, value: Any, layers: int) -> bool:
 
 
 def _of_first(kept: int, value: Any) -> Any:
-    """Of what is said by number of layer, the part that is kept."""
+    """A mapping from numbers of layers, of which the first ones are kept; else the value."""
     numbered = isinstance(value, dict) and all(str(key).isdigit() for key in value)
     return {k: v for k, v in value.items() if int(k) < kept} if numbered else value
 
@@ -125,17 +148,16 @@ class _Shrink:
 
     def __init__(self, text: Any, most_heads: int, exact: bool) -> None:
         fields = text.to_dict()
-        heads = [
-            fields.get(name) for name in ("num_attention_heads", "num_heads", "n_heads", "n_head")
-        ]
-        self.heads = next((n for n in heads if isinstance(n, int) and n > 0), 0)
+        names = ("num_attention_heads", "num_heads", "n_heads", "n_head")
+        counts = map(fields.get, names)
+        self.heads = next((n for n in counts if isinstance(n, int) and n > 0), 0)
         self.hidden = int(text.hidden_size)
         self.head_ratio = Fraction(min(most_heads, self.heads or HEADS), self.heads or HEADS)
         self.states = any(re.search("mamba|ssm|expand|state_size", name) for name in fields)
         head_dim = fields.get("head_dim")
         tied = exact and head_dim and head_dim * self.heads == self.hidden
         free = not self.heads or (head_dim and not tied and not self.states)
-        width = Fraction(min(WIDTH, self.hidden), self.hidden)
+        width = Fraction(min(_LARGEST["width"], self.hidden), self.hidden)
         self.ratio = width if free else self.head_ratio
 
     def __call__(self, name: str, value: Any) -> Any:
@@ -160,24 +182,9 @@ class _Shrink:
         tied = value == self.hidden or (self.states and value % self.hidden == 0)
         if rule == "hidden" or (rule == "width" and tied):
             exact = value * self.ratio
-            return int(exact) if exact.denominator == 1 else _aligned(int(exact))
-        limit = {
-            "last token": VOCABULARY - 1,
-            "key heads": 2,
-            "one": 1,
-            "experts": EXPERTS,
-            "rank": RANK,
-            "window": WINDOW,
-            "chunk": CHUNK,
-            "cap": CAP,
-            "width": WIDTH,
-        }
-        return min(value, limit[rule])
-
-
-def _aligned(value: int) -> int:
-    """Up to a multiple of 16, which every kernel takes."""
-    return -(-value // 16) * 16
+            # Else up to a multiple of 16, which every kernel takes.
+            return int(exact) if exact.denominator == 1 else -(-int(exact) // 16) * 16
+        return min(value, _LARGEST[rule])
 
 
 def randomize(model: nn.Module, seed: int = 0) -> None:
@@ -190,15 +197,12 @@ def randomize(model: nn.Module, seed: int = 0) -> None:
             parameter.add_(noise.to(parameter.device, parameter.dtype))
 
 
-# ---- What a model makes of a row of documents: every module's output, position by position ------
-
 # What every module gave, float32 ``[T, ...]`` by name, in the order in which they finished; the
 # last is "", the logits.
 Trace: TypeAlias = dict[str, Tensor]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Row:
+class Row(NamedTuple):
     """Documents in one row, as a model in training gets them."""
 
     tokens: Tensor
@@ -212,37 +216,22 @@ class Row:
     max_seqlen: int
 
     @staticmethod
-    def of(documents: list[Tensor]) -> Row:
+    def of(documents: Sequence[Tensor]) -> Row:
         """``documents``: int64 ``[L]`` each, on one device."""
         lengths, device = [len(tokens) for tokens in documents], documents[0].device
         labels = [nn.functional.pad(tokens[1:], (0, 1), value=-100) for tokens in documents]
         ends = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=device)
         positions = [torch.arange(length, device=device) for length in lengths]
         return Row(
-            tokens=torch.cat(documents).unsqueeze(0),
-            labels=torch.cat(labels).unsqueeze(0),
-            position_ids=torch.cat(positions).unsqueeze(0),
+            *(torch.cat(parts).unsqueeze(0) for parts in (list(documents), labels, positions)),
             cu_seqlens=ends,
             max_seqlen=max(lengths),
         )
 
-    def to(self, device: torch.device) -> Row:
-        """The same row there."""
-        return Row(
-            tokens=self.tokens.to(device),
-            labels=self.labels.to(device),
-            position_ids=self.position_ids.to(device),
-            cu_seqlens=self.cu_seqlens.to(device),
-            max_seqlen=self.max_seqlen,
-        )
-
     def arguments(self) -> dict[str, Any]:
         """Of a transformers model's forward."""
-        return {
-            "input_ids": self.tokens,
-            "position_ids": self.position_ids,
-            **varlen_arguments(self.cu_seqlens, self.max_seqlen),
-        }
+        segments = varlen_arguments(self.cu_seqlens, self.max_seqlen)
+        return {"input_ids": self.tokens, "position_ids": self.position_ids, **segments}
 
 
 def plain_arguments(tokens: Tensor) -> dict[str, Any]:
@@ -255,21 +244,15 @@ def trace(model: Any, arguments: dict[str, Any]) -> Trace:
     length = arguments["input_ids"].shape[1]
     found: Trace = {}
 
-    def keep(name: str) -> Callable[[nn.Module, Any, Any], None]:
-        def hook(module: nn.Module, inputs: Any, output: Any) -> None:
-            del module, inputs
-            value = output[0] if isinstance(output, tuple) else output
-            if isinstance(value, Tensor) and value.is_floating_point() and value.dim() > 1:
-                if value.shape[:2] == (1, length):
-                    found.setdefault(name, value[0].detach().float())
-                elif value.shape[0] == length:
-                    found.setdefault(name, value.detach().float())
+    def keep(name: str, module: nn.Module, inputs: Any, output: Any) -> None:
+        del module, inputs
+        value = output[0] if isinstance(output, tuple) else output
+        if isinstance(value, Tensor) and value.is_floating_point() and value.dim() > 1:
+            value = value[0] if value.shape[:2] == (1, length) else value
+            if value.shape[0] == length:
+                found.setdefault(name, value.detach().float())
 
-        return hook
-
-    hooks = [
-        module.register_forward_hook(keep(name)) for name, module in model.named_modules() if name
-    ]
+    hooks = [m.register_forward_hook(partial(keep, n)) for n, m in model.named_modules() if n]
     try:
         with torch.no_grad():
             logits = model(**arguments).logits
@@ -292,15 +275,6 @@ def difference(ours: Tensor, theirs: Tensor) -> float:
         return float("inf")
     return float((ours - theirs).abs().max() / theirs.std().clamp(min=1e-6))
 
-
-LENGTHS = (37, 23)  # different, and longer than a tiny window or chunk
-REFERENCE = "eager"
-MOST_PARAMETERS = 100_000_000  # more would take longer to try than it should
-
-# In deviations of what is compared. Half precision rounds every product; a position that must not
-# notice anything is hardly rounded otherwise, so there the test is stricter.
-_TOLERANCE = {torch.float32: 0.03, torch.float16: 0.05, torch.bfloat16: 0.15}
-_STRICT = {torch.float32: 1e-3, torch.float16: 0.005, torch.bfloat16: 0.02}
 
 Build: TypeAlias = Callable[[Any, str], Any]
 Loss: TypeAlias = Callable[[Any, Row], Tensor]
@@ -342,7 +316,7 @@ def check_architecture(
     remedy = "choose another attention or architecture, or train it without packing"
     with apart(device):
         draw = torch.randint(0, VOCABULARY - 8, (sum(LENGTHS),)).to(device)
-        documents = list(torch.split(draw, list(LENGTHS)))
+        documents = torch.split(draw, list(LENGTHS))
         try:
             model, reference = _models(configuration, attention, build, device, dtype)
         except Exception as error:
@@ -351,11 +325,8 @@ def check_architecture(
                 f"configuration: {type(error).__name__}: {error}"
             ) from error
         try:
-            found = _notices(model, documents, _STRICT[dtype])
-            found = found or _differs(model, reference, documents, _TOLERANCE[dtype])
-            found = found or _learns_else(model, reference, documents, _TOLERANCE[dtype])
-            if loss is not None:
-                found = found or _loses_else(model, documents, loss, _TOLERANCE[dtype])
+            findings = _findings(model, reference, documents, loss, dtype)
+            found = next(filter(None, findings), None)
         except Exception as error:
             raise ConfigError(
                 f"{subject} fails on a row of two documents: {type(error).__name__}: {error}; "
@@ -408,70 +379,54 @@ def _reference(tiny: Any, build: Build, device: torch.device) -> Any:
     model = build(copy.deepcopy(tiny), REFERENCE)
     randomize(model)
     model = model.to(device).train()
-    with torch.no_grad():
-        model(
-            **plain_arguments(torch.arange(4, device=device))
-        )  # fails where the configuration is at fault
+    with torch.no_grad():  # fails where the configuration is at fault
+        model(**plain_arguments(torch.arange(4, device=device)))
     return model
 
 
-def _notices(model: Any, documents: list[Tensor], tolerance: float) -> _Finding | None:
-    """Whether a document's last token is noticed anywhere but at its own position."""
-    before = trace(model, Row.of(documents).arguments())
+def _findings(
+    model: Any,
+    reference: Any,
+    documents: Sequence[Tensor],
+    loss: Loss | None,
+    dtype: torch.dtype,
+) -> Iterator[_Finding | None]:
+    """The questions one after the other; None where nothing is found."""
+    row, tolerance = Row.of(documents), _TOLERANCE[dtype]
+    traced = trace(model, row.arguments())
+    # Whether a document's last token is noticed anywhere but at its own position.
     position = torch.arange(sum(LENGTHS))
     for number, (begin, end) in enumerate(itertools.pairwise([0, *itertools.accumulate(LENGTHS)])):
         changed = [tokens.clone() for tokens in documents]
         changed[number][-1] = (changed[number][-1] + 1) % (VOCABULARY - 8)
         after = trace(model, Row.of(changed).arguments())
         inside = (position >= begin) & (position < end)
-        for which, what in (
+        for rows, what in (
             (inside & (position < end - 1), "a token changes logits before it in its document"),
             (~inside, "a token changes logits of another document in its row"),
         ):
-            rows = which.nonzero().flatten()
-            if found := _compare(_at(after, rows), _at(before, rows), what, tolerance):
-                return found
-    return None
-
-
-def _differs(
-    model: Any, reference: Any, documents: list[Tensor], tolerance: float
-) -> _Finding | None:
-    """Whether logits of the row are not those of its documents under the reference."""
-    row = trace(model, Row.of(documents).arguments())
+            yield _compare(_at(after, rows), _at(traced, rows), what, _STRICT[dtype])
+    # Whether logits of the row are those of its documents under the reference.
     wanted = joined(trace(reference, plain_arguments(tokens)) for tokens in documents)
-    if difference(row[""], wanted[""]) <= tolerance:
-        return None
-    alone = joined(trace(model, Row.of([tokens]).arguments()) for tokens in documents)
-    what = f"even one document alone has other logits than with {REFERENCE!r}"
-    return _compare(alone, wanted, what, tolerance) or _compare(
-        row, alone, "a row has other logits than its documents one by one", tolerance
-    )
-
-
-def _learns_else(
-    model: Any, reference: Any, documents: list[Tensor], tolerance: float
-) -> _Finding | None:
-    """Whether gradients of the row are not those of its documents under the reference."""
-    row = Row.of(documents)
+    if not difference(traced[""], wanted[""]) <= tolerance:
+        alone = joined(trace(model, Row.of([tokens]).arguments()) for tokens in documents)
+        what = f"even one document alone has other logits than with {REFERENCE!r}"
+        yield _compare(alone, wanted, what, tolerance)
+        what = "a row has other logits than its documents one by one"
+        yield _compare(traced, alone, what, tolerance)
+    # Whether gradients are.
     ours = _cross_entropy(model(**row.arguments()).logits, row.labels)
-    theirs = torch.stack(
-        [
-            _cross_entropy(reference(**plain_arguments(tokens)).logits, Row.of([tokens]).labels)
-            for tokens in documents
-        ]
-    ).sum()
+    theirs = sum(
+        _cross_entropy(reference(**plain_arguments(tokens)).logits, Row.of([tokens]).labels)
+        for tokens in documents
+    )
     what = "gradients of a row are not those of its documents one by one"
-    return _compare_gradients(
+    yield _compare_gradients(
         _gradients(model, ours), _gradients(reference, theirs), what, tolerance
     )
-
-
-def _loses_else(
-    model: Any, documents: list[Tensor], loss: Loss, tolerance: float
-) -> _Finding | None:
-    """Whether the run's loss of a row is not the architecture's own, by value and gradients."""
-    row = Row.of(documents)
+    if loss is None:
+        return
+    # Whether the run's loss of the row is the architecture's own, by value and gradients.
     count = int((row.labels >= 0).sum())
     labels = nn.functional.pad(row.labels[:, :-1], (1, 0), value=-100)  # it shifts them itself
     ours, theirs = loss(model, row), model(labels=labels, **row.arguments()).loss * count
@@ -479,9 +434,9 @@ def _loses_else(
     own = "the architecture's own training loss, model(labels=...).loss"
     if not error <= tolerance:
         what = f"the loss of a row is not {own}, of which a part is not computed here"
-        return _Finding(what=what, difference=error, unit="per label")
+        yield _Finding(what=what, difference=error, unit="per label")
     what = f"gradients of a row are not those of {own}"
-    return _compare_gradients(_gradients(model, ours), _gradients(model, theirs), what, tolerance)
+    yield _compare_gradients(_gradients(model, ours), _gradients(model, theirs), what, tolerance)
 
 
 def _gradients(model: Any, loss: Tensor) -> dict[str, Tensor]:

@@ -1,14 +1,20 @@
-"""What a model asks of attention, in one value that every backend can accept or refuse."""
+"""Attention over segments as a problem, and what a backend is that solves it.
+
+``ScoreRule`` how scores become weights; ``Segments`` where the segments of a stream lie;
+``AttentionNeeds`` what a model asks of attention, in one value that every backend accepts or
+refuses; ``Backend`` a forward, its backward, and what they cannot do; ``alibi_slopes``.
+
+    alibi_slopes(4)  # -> 0.25, 0.0625, 0.015625, 0.00390625
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-
-# ---- ALiBi slopes: a bias per head, linear in the distance, in place of position embeddings -----
 
 
 def alibi_slopes(num_heads: int) -> Tensor:
@@ -72,6 +78,13 @@ class ScoreRule:
         if self.window and not self.causal:
             raise ValueError("a sliding window without causal attention is not supported")
 
+    def hides(self, distance: Tensor) -> Tensor | None:
+        """Where the mask lies; ``distance`` is ``i - j`` of every pair of one segment."""
+        if not self.causal:
+            return None
+        hidden = distance < 0
+        return hidden | (distance >= self.window) if self.window else hidden
+
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionNeeds:
@@ -99,3 +112,40 @@ class AttentionNeeds:
         shape = f"{self.num_heads} heads of {self.head_dim} over {self.num_key_value_heads}"
         name = str(self.dtype).removeprefix("torch.")
         return ", ".join([f"{name} on {self.device.type}", shape, *extras])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Backend:
+    """One way to compute attention.
+
+    Attributes:
+        name: as in ``model.attention_backend``.
+        title: as people call it.
+        forward: ``(q, k, v, segments, rule)``, shapes as in ``varlen_attention``, to the output
+            ``[T, H, D]`` and the log-sum-exp ``[H, T]``.
+        backward: ``(grad_out, done, segments, rule)`` with a ``Forward`` to the gradients of q, k
+            and v; None: the forward differentiates itself, and gives the output alone.
+        refusal: why it cannot serve needs, beside the rules it lacks; None when it always can.
+        softcap, alibi: rules that it can apply; all can apply a window.
+    """
+
+    name: str
+    title: str
+    forward: Callable[..., Any]
+    backward: Callable[..., tuple[Tensor, Tensor, Tensor]] | None
+    refusal: Callable[[AttentionNeeds], str | None] | None = None
+    softcap: bool = True
+    alibi: bool = True
+
+    def why_not(self, needs: AttentionNeeds) -> str | None:
+        """Why it cannot serve ``needs``; None when it can."""
+        if needs.softcap and not self.softcap:
+            return f"{self.title} has no soft cap"
+        if needs.alibi and not self.alibi:
+            return f"{self.title} has no ALiBi"
+        return None if self.refusal is None else self.refusal(needs)
+
+
+def accumulator(x: Tensor) -> torch.dtype:
+    """The dtype of sums, scores and their log-sum-exp: float32, and float64 for float64 inputs."""
+    return torch.float64 if x.dtype == torch.float64 else torch.float32

@@ -11,27 +11,27 @@ import torch
 from torch import Tensor
 
 from megapack.attention.eager import bounds, sum_groups
-from megapack.attention.problem import AttentionNeeds, Forward, ScoreRule, Segments
+from megapack.attention.problem import (
+    AttentionNeeds,
+    Backend,
+    Forward,
+    ScoreRule,
+    Segments,
+    accumulator,
+)
 
-__all__ = ["backward", "forward", "refusal"]
 
-
-def refusal(needs: AttentionNeeds) -> str | None:
-    """Why this backend cannot serve ``needs``; None when it can."""
-    if needs.device.type != "cpu":
-        return "it is the CPU's backend (per-segment calls would wait for the device)"
-    if needs.softcap:
-        return "scaled_dot_product_attention has no soft cap"
-    return None
+def _refusal(needs: AttentionNeeds) -> str | None:
+    if needs.device.type == "cpu":
+        return None
+    return "it is the CPU's backend (per-segment calls would wait for the device)"
 
 
 def forward(
     q: Tensor, k: Tensor, v: Tensor, segments: Segments, rule: ScoreRule
 ) -> tuple[Tensor, Tensor]:
-    """Output ``[T, H, D]`` and log-sum-exp ``[H, T]``; shapes as in ``varlen_attention``."""
     out = q.new_empty(q.shape)
-    lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-    lse = q.new_empty((q.shape[1], q.shape[0]), dtype=lse_dtype)
+    lse = q.new_empty((q.shape[1], q.shape[0]), dtype=accumulator(q))
     bias = _bias(q, segments.max_seqlen, rule)
     for begin, end in bounds(segments):
         o, s = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
@@ -51,7 +51,6 @@ def forward(
 def backward(
     grad_out: Tensor, done: Forward, segments: Segments, rule: ScoreRule
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of ``forward`` for q, k and v."""
     q, k, v, out, lse = done
     grad_q, grad_k, grad_v = q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
     bias = _bias(q, segments.max_seqlen, rule)
@@ -92,18 +91,25 @@ def _bias(q: Tensor, max_seqlen: int, rule: ScoreRule) -> Tensor | None:
     position = torch.arange(max_seqlen, device=q.device)
     distance = position.unsqueeze(1) - position
     # Never bfloat16: a distance of 1000 would be rounded to a multiple of 4.
-    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    dtype = accumulator(q)
     if rule.alibi_slopes is None:
         bias = torch.zeros(1, 1, max_seqlen, max_seqlen, dtype=dtype, device=q.device)
     else:
         bias = -rule.alibi_slopes.to(dtype).view(1, -1, 1, 1) * distance.abs()
-    if rule.causal:
-        hidden = distance < 0
-        if rule.window:
-            hidden = hidden | (distance >= rule.window)
+    if (hidden := rule.hides(distance)) is not None:
         bias = bias.masked_fill(hidden, float("-inf"))
     return bias
 
 
 def _corner(bias: Tensor | None, length: int) -> Tensor | None:
     return None if bias is None else bias[:, :, :length, :length]
+
+
+BACKEND = Backend(
+    name="sdpa",
+    title="scaled_dot_product_attention",
+    forward=forward,
+    backward=backward,
+    refusal=_refusal,
+    softcap=False,
+)

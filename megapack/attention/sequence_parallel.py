@@ -17,6 +17,7 @@ from torch import Tensor
 
 from megapack.attention.model_check import (
     HEADS,
+    LENGTHS,
     VOCABULARY,
     Row,
     apart,
@@ -28,7 +29,6 @@ from megapack.errors import ConfigError
 
 __all__ = ["check_sequence_parallel", "over_ranks"]
 
-LENGTHS = (37, 23)  # and what is left of a multiple of the group's size
 _TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.1}
 
 
@@ -122,7 +122,10 @@ def check_sequence_parallel(
             register(backend, over_ranks(tiny, group))
             model = build(tiny).to(device, dtype).train()
             randomize(model)
-            row = _row(size).to(device)
+            # Three documents, together a multiple of ``size``.
+            total = -(-(sum(LENGTHS) + 2) // size) * size
+            draw = torch.randint(0, VOCABULARY - 8, (total,)).to(device)
+            row = Row.of(torch.split(draw, [*LENGTHS, total - sum(LENGTHS)]))
             whole = _learned(model, loss(model, row, 1))
             slices = _learned(model, loss(model, _slice(row, rank, size), size))
         except (ConfigError, dist.DistBackendError):
@@ -141,23 +144,11 @@ def check_sequence_parallel(
         )
 
 
-def _row(size: int) -> Row:
-    """Three documents, together a multiple of ``size``."""
-    total = -(-(sum(LENGTHS) + 2) // size) * size
-    tokens = torch.randint(0, VOCABULARY - 8, (total,))
-    return Row.of(list(torch.split(tokens, [*LENGTHS, total - sum(LENGTHS)])))
-
-
 def _slice(row: Row, rank: int, size: int) -> Row:
     length = row.tokens.shape[1] // size
     part = slice(rank * length, (rank + 1) * length)
-    return Row(
-        tokens=row.tokens[:, part],
-        labels=row.labels[:, part],
-        position_ids=row.position_ids[:, part],
-        cu_seqlens=row.cu_seqlens,
-        max_seqlen=row.max_seqlen,
-    )
+    tokens, labels, position_ids = (x[:, part] for x in row[:3])
+    return row._replace(tokens=tokens, labels=labels, position_ids=position_ids)
 
 
 def _learned(model: Any, loss: Tensor) -> Tensor:

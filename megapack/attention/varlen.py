@@ -1,13 +1,19 @@
 """Attention over a stream of segments: one function, one opaque operator, any backend.
 
-``megapack::varlen_attn`` is opaque to ``torch.compile``: a model compiles to one graph whatever
-segments a batch holds, and no mask is ever built. ``cu_seqlens`` may be padded by repeating its
-last entry, so that its shape is the same for every batch.
+``varlen_attention`` is the function; ``choose_backend`` says at start which of ``BACKENDS`` serves
+a model, and ``refusals`` why others do not. ``megapack::varlen_attn`` is opaque to
+``torch.compile``: a model compiles to one graph whatever segments a batch holds, and no mask is
+ever built. ``cu_seqlens`` may be padded by repeating its last entry, so that its shape is the same
+for every batch.
+
+    choose_backend(AttentionNeeds(device=torch.device("cpu"), dtype=torch.float32, head_dim=64,
+                                  num_heads=4, num_key_value_heads=2, softcap=True)).name
+    # -> "eager"; without the soft cap "sdpa"
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,64 +21,21 @@ import torch
 from torch import Tensor
 
 from megapack.attention import eager, flex, sdpa
-from megapack.attention.flash import Flash2, Flash3, TorchFlash
-from megapack.attention.problem import AttentionNeeds, Forward, ScoreRule, Segments
+from megapack.attention.flash import FLASH2, FLASH3, TORCH
+from megapack.attention.problem import (
+    AttentionNeeds,
+    Backend,
+    Forward,
+    ScoreRule,
+    Segments,
+    accumulator,
+)
 from megapack.errors import ConfigError
 
-# ---- The backends, and the choice of one: by name, or the first that can serve the model --------
-# The choice is made once, at start, and says why; a step never asks again.
-
-
-@dataclass(frozen=True, kw_only=True)
-class Kernel:
-    """The forward and backward of one backend, and which rules it can apply."""
-
-    forward: Callable[..., tuple[Tensor, Tensor]]
-    backward: Callable[..., tuple[Tensor, Tensor, Tensor]]
-    refusal: Callable[[AttentionNeeds], str | None]
-    softcap: bool
-    alibi: bool
-
-
-def _of(kernel: Flash2 | Flash3 | TorchFlash, *, softcap: bool, alibi: bool) -> Kernel:
-    return Kernel(
-        forward=kernel.forward,
-        backward=kernel.backward,
-        refusal=kernel.refusal,
-        softcap=softcap,
-        alibi=alibi,
-    )
-
-
-# Behind the opaque operator, fastest first.
-KERNELS: dict[str, Kernel] = {
-    "flash3": _of(Flash3(), softcap=True, alibi=False),
-    "flash2": _of(Flash2(), softcap=True, alibi=True),
-    "torch": _of(TorchFlash(), softcap=False, alibi=False),
-    "sdpa": Kernel(
-        forward=sdpa.forward,
-        backward=sdpa.backward,
-        refusal=sdpa.refusal,
-        softcap=False,
-        alibi=True,
-    ),
-    "eager": Kernel(
-        forward=eager.forward,
-        backward=eager.backward,
-        refusal=eager.refusal,
-        softcap=True,
-        alibi=True,
-    ),
-}
-
-# name -> one line; the order is the order of preference
-BACKENDS: dict[str, str] = {
-    "flash3": "flash-attn 3 (Hopper): window, soft cap",
-    "flash2": "flash-attn 2: window, soft cap, ALiBi",
-    "torch": "PyTorch's varlen attention (torch >= 2.10, CUDA): window",
-    "flex": "FlexAttention (CUDA): window, soft cap, ALiBi; no wheel to install",
-    "sdpa": "PyTorch's fused CPU attention per segment: window, ALiBi",
-    "eager": "the formula per segment, any device: everything, slowly",
+# In order of preference, fastest first; the formula, which serves everything, is the last.
+BACKENDS: dict[str, Backend] = {
+    backend.name: backend
+    for backend in (FLASH3, FLASH2, TORCH, flex.BACKEND, sdpa.BACKEND, eager.BACKEND)
 }
 
 
@@ -84,41 +47,34 @@ class Choice:
     reason: str
 
 
-def survey(needs: AttentionNeeds) -> dict[str, str | None]:
+def refusals(needs: AttentionNeeds) -> dict[str, str | None]:
     """For every backend, in order of preference: None when it can serve, else why it cannot."""
-    refusals = {name: kernel.refusal for name, kernel in KERNELS.items()}
-    refusals["flex"] = flex.refusal
-    return {name: refusals[name](needs) for name in BACKENDS}
+    return {name: backend.why_not(needs) for name, backend in BACKENDS.items()}
 
 
 def choose_backend(needs: AttentionNeeds, requested: str = "auto") -> Choice:
     """The requested backend, or the first of ``BACKENDS`` that can serve ``needs``.
 
+    The choice is made once, at start, and says why; a step never asks again.
+
     Raises:
         ConfigError: the requested backend is unknown or cannot serve the model.
     """
-    if requested != "auto" and requested not in BACKENDS:
+    if requested not in ("auto", *BACKENDS):
         known = ", ".join(["auto", *BACKENDS])
         raise ConfigError(f"attention backend {requested!r} is unknown; choose one of {known}")
-    found = survey(needs)
-    if requested != "auto":
-        problem = found[requested]
-        if problem is not None:
-            able = ", ".join(name for name, reason in found.items() if reason is None)
-            raise ConfigError(
-                f"attention backend {requested!r} cannot serve {needs.describe()}: {problem}; "
-                f"able here: {able}"
-            )
-        return Choice(name=requested, reason="asked for")
-    name = next(name for name, reason in found.items() if reason is None)
-    refused = [f"{other}: {reason}" for other, reason in found.items() if reason is not None]
-    better = [r for r in refused if list(BACKENDS).index(r.split(":")[0]) < _rank(name)]
-    why = f"first able for {needs.describe()}"
-    return Choice(name=name, reason=why + (f" ({'; '.join(better)})" if better else ""))
-
-
-def _rank(name: str) -> int:
-    return list(BACKENDS).index(name)
+    found = refusals(needs)
+    able = [name for name, reason in found.items() if reason is None]
+    if requested == "auto":
+        better = [f"{name}: {found[name]}" for name in itertools.takewhile(found.get, found)]
+        why = f"first able for {needs.describe()}"
+        return Choice(name=able[0], reason=why + (f" ({'; '.join(better)})" if better else ""))
+    if found[requested] is not None:
+        raise ConfigError(
+            f"attention backend {requested!r} cannot serve {needs.describe()}: {found[requested]}; "
+            f"able here: {', '.join(able)}"
+        )
+    return Choice(name=requested, reason="asked for")
 
 
 def varlen_attention(
@@ -159,18 +115,16 @@ def varlen_attention(
     """
     _check_shapes(query, key, value, cu_seqlens, alibi_slopes)
     scale = query.shape[-1] ** -0.5 if scale is None else scale
-    if backend == "flex":
+    chosen = _backend(backend, softcap, alibi_slopes)
+    if chosen.backward is None:
         rule = ScoreRule(
             scale=scale, causal=causal, window=window, softcap=softcap, alibi_slopes=alibi_slopes
         )
-        return flex.attend(query, key, value, Segments(cu_seqlens, max_seqlen), rule)
-    _check_rule(backend, softcap, alibi_slopes)
+        alone: Tensor = chosen.forward(query, key, value, Segments(cu_seqlens, max_seqlen), rule)
+        return alone
+    out: Tensor
     out, _ = torch.ops.megapack.varlen_attn(
-        query,
-        key,
-        value,
-        cu_seqlens,
-        alibi_slopes,
+        *(query, key, value, cu_seqlens, alibi_slopes),
         max_seqlen=max_seqlen,
         scale=scale,
         causal=causal,
@@ -178,8 +132,7 @@ def varlen_attention(
         softcap=softcap,
         backend=backend,
     )
-    result: Tensor = out
-    return result
+    return out
 
 
 def _check_shapes(
@@ -204,15 +157,15 @@ def _check_shapes(
         )
 
 
-def _check_rule(backend: str, softcap: float, alibi_slopes: Tensor | None) -> None:
-    kernel = KERNELS.get(backend)
-    if kernel is None:
-        known = ", ".join([*KERNELS, "flex"])
-        raise ValueError(f"attention backend {backend!r} is unknown; choose one of {known}")
-    if softcap and not kernel.softcap:
-        raise ValueError(f"attention backend {backend!r} cannot apply a soft cap ({softcap})")
-    if alibi_slopes is not None and not kernel.alibi:
-        raise ValueError(f"attention backend {backend!r} cannot apply ALiBi")
+def _backend(name: str, softcap: float, alibi_slopes: Tensor | None) -> Backend:
+    if name not in BACKENDS:
+        known = ", ".join(BACKENDS)
+        raise ValueError(f"attention backend {name!r} is unknown; choose one of {known}")
+    if softcap and not BACKENDS[name].softcap:
+        raise ValueError(f"attention backend {name!r} cannot apply a soft cap ({softcap})")
+    if alibi_slopes is not None and not BACKENDS[name].alibi:
+        raise ValueError(f"attention backend {name!r} cannot apply ALiBi")
+    return BACKENDS[name]
 
 
 @torch.library.custom_op("megapack::varlen_attn", mutates_args=())
@@ -233,7 +186,7 @@ def _varlen_attn(
     rule = ScoreRule(
         scale=scale, causal=causal, window=window, softcap=softcap, alibi_slopes=alibi_slopes
     )
-    out, lse = KERNELS[backend].forward(q, k, v, Segments(cu_seqlens, max_seqlen), rule)
+    out, lse = BACKENDS[backend].forward(q, k, v, Segments(cu_seqlens, max_seqlen), rule)
     return out.contiguous(), lse.contiguous()
 
 
@@ -242,8 +195,7 @@ def _varlen_attn_fake(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, alibi_slopes: Tensor | None, **rest: Any
 ) -> tuple[Tensor, Tensor]:
     del k, v, cu_seqlens, alibi_slopes, rest
-    lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-    return q.new_empty(q.shape), q.new_empty((q.shape[1], q.shape[0]), dtype=lse_dtype)
+    return q.new_empty(q.shape), q.new_empty((q.shape[1], q.shape[0]), dtype=accumulator(q))
 
 
 @torch.library.custom_op("megapack::varlen_attn_backward", mutates_args=())
@@ -268,7 +220,9 @@ def _varlen_attn_backward(  # noqa: PLR0917 (an operator's tensors are positiona
         scale=scale, causal=causal, window=window, softcap=softcap, alibi_slopes=alibi_slopes
     )
     done, segments = Forward(q, k, v, out, lse), Segments(cu_seqlens, max_seqlen)
-    dq, dk, dv = KERNELS[backend].backward(grad_out.contiguous(), done, segments, rule)
+    backward = BACKENDS[backend].backward
+    assert backward is not None, "it stands behind the operator"
+    dq, dk, dv = backward(grad_out.contiguous(), done, segments, rule)
     return dq.contiguous(), dk.contiguous(), dv.contiguous()
 
 

@@ -24,6 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megapack import _core
+from megapack.devices import FLOPS_PER_WEIGHT, PEAK_FLOPS, attention_flops
 from megapack.errors import ConfigError
 from megapack.packing import SampleIndex
 
@@ -173,12 +174,12 @@ class Model:
     @property
     def flops_per_token(self) -> float:
         """Training operations of one token without its attention: 6 N."""
-        return 6.0 * self.parameters
+        return FLOPS_PER_WEIGHT * self.parameters
 
     @property
     def flops_per_square(self) -> float:
         """Training operations of causal attention per squared token of segment length."""
-        return 7.0 * self.num_layers * self.attention_width
+        return attention_flops(self.num_layers, self.attention_width, recomputed=True)
 
     @property
     def linear_length(self) -> float:
@@ -212,20 +213,7 @@ MODELS: dict[str, Model] = {
     )
 }
 
-GPUS: dict[str, Gpu] = {
-    name: Gpu(name=name, peak_flops=teraflops * 1e12)
-    for name, teraflops in (
-        ("v100", 125.0),
-        ("a100", 312.0),
-        ("a800", 312.0),
-        ("l40s", 362.0),
-        ("h100", 989.0),
-        ("h800", 989.0),
-        ("h200", 989.0),
-        ("mi300x", 1307.0),
-        ("b200", 2250.0),
-    )
-}
+GPUS: dict[str, Gpu] = {name: Gpu(name=name, peak_flops=peak) for name, peak in PEAK_FLOPS.items()}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -197,8 +197,8 @@ def check_model(
 ) -> None:
     """Refuse a model that packed rows would train wrongly, or that lacks ids of the documents.
 
-    A tiny model of its architecture is tried with its attention; see ``attention.guard``. Takes a
-    second, moves no random state, and every rank may call it.
+    A tiny model of its architecture is tried with its attention; see ``check_architecture``. Takes
+    a second, moves no random state, and every rank may call it.
 
     Args:
         model: of transformers, plain or adapted by PEFT. Any other is not tried: a warning says so.

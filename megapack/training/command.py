@@ -1,4 +1,8 @@
-"""Configurations that come with the package, by name."""
+"""What megapack-pretrain, megapack-evaluate and megapack-export have in common as commands: the
+options, their errors, what launchers tell them, and the configurations that come with the package.
+
+Imports nothing heavy: what can be refused without torch is refused at once.
+"""
 
 from __future__ import annotations
 
@@ -15,10 +19,6 @@ from typing import NoReturn
 from megapack.config import load_config, nearest
 from megapack.errors import ConfigError, MegapackError, exit_code
 from megapack.training.config import PretrainConfig
-
-# ---- What megapack-pretrain, megapack-evaluate and megapack-export have in common as commands: the
-# options, their errors, and what launchers tell them. Imports nothing heavy: what can be refused
-# without torch is refused at once.
 
 # Before the first import that happens to fail, somewhere below.
 _missing = [

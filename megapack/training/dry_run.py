@@ -17,11 +17,11 @@ from megapack.data.report import plan_run
 from megapack.data.run import PlannedRun
 from megapack.data.schedule import StageDraws
 from megapack.data.sequence_parallel import ranks_per_micro_batch
+from megapack.devices import peak_flops
 from megapack.training.config import PretrainConfig
 from megapack.training.engine.deepspeed_config import deepspeed_configuration, describe_reduction
-from megapack.training.engine.directory import plain
 from megapack.training.engine.inputs import check_run, open_inputs, steps_from_lengths
-from megapack.training.model.flops import ModelFlops, peak_by_name, peak_flops
+from megapack.training.model.flops import ModelFlops, peak_of
 from megapack.training.model.memory import estimate_memory
 from megapack.training.model.opening import open_model
 from megapack.training.model.training_model import TrainingModel
@@ -82,7 +82,7 @@ def dry_run(
         _time(total, steps.num_steps, ranks, device, gpu_price),
     ]
     if show_config:
-        sections.append(yaml.safe_dump(plain(to_dict(config)), sort_keys=False).rstrip())
+        sections.append(yaml.safe_dump(to_dict(config), sort_keys=False).rstrip())
     return "\n\n".join(sections)
 
 
@@ -206,7 +206,8 @@ def _flops_of_run(plan: PlannedRun, flops: ModelFlops) -> float:
 
 
 def _time(run: float, num_steps: int, ranks: int, device: str | None, price: float | None) -> str:
-    peak = peak_by_name(device) if device is not None else _own_peak()
+    cuda = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    peak = peak_flops(device) if device is not None else peak_of(cuda)
     text = f"arithmetic: {run:.3e} FLOP ({run / num_steps:.3e} per step)"
     if peak is None:
         return f"{text}\ntime: unknown for this device; name one with --device (H100, A800, ...)"
@@ -222,7 +223,3 @@ def _duration(hours: float) -> str:
         if hours >= unit:
             return f"{hours / unit:,.1f} {name}"
     return f"{hours * 3600:.2g} seconds"
-
-
-def _own_peak() -> float | None:
-    return peak_flops(torch.device("cuda")) if torch.cuda.is_available() else None

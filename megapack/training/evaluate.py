@@ -32,11 +32,11 @@ from megapack.training.engine.inputs import open_validation, open_validation_of_
 from megapack.training.engine.world import World, world
 from megapack.training.evaluation.benchmarks import run_lm_eval
 from megapack.training.evaluation.comparison import (
-    compare,
     plot_contexts,
     plot_curves,
     plot_run,
     read_curve,
+    standings,
 )
 from megapack.training.evaluation.validation import evaluate_sources, perplexity_by_context
 from megapack.training.model.architecture import model_configuration
@@ -49,10 +49,10 @@ if TYPE_CHECKING:
 def main() -> int:
     """The command; returns its exit code."""
     logging.basicConfig(level=logging.WARNING)
-    return run_command(judge, parse_arguments())
+    return run_command(evaluate, parse_arguments())
 
 
-def judge(args: argparse.Namespace) -> int:
+def evaluate(args: argparse.Namespace) -> int:
     results: dict[str, Any] = {}
     if args.contexts and not args.data:
         raise ConfigError("--contexts cuts the documents of --data; give that, too")
@@ -138,7 +138,7 @@ def show_models(scored: dict[str, dict[str, Any]], output: Path | None) -> None:
 
 def compare_runs(runs: dict[str, str], output: Path | None) -> dict[str, Any]:
     curves = {name: read_curve(directory) for name, directory in runs.items()}
-    standing = compare(curves)
+    standing = standings(curves)
     for name, place in sorted(standing.items(), key=lambda item: item[1].mean_rank):
         print(f"{name}: final perplexity {place.final_perplexity:.4f}, rank {place.mean_rank:.2f}")
     if output is not None:
@@ -147,13 +147,8 @@ def compare_runs(runs: dict[str, str], output: Path | None) -> dict[str, Any]:
 
 
 def benchmarks(directory: str, args: argparse.Namespace) -> dict[str, dict[str, float]]:
-    found = run_lm_eval(
-        directory,
-        args.lm_eval.split(","),
-        tokenizer=args.tokenizer,
-        task_directory=args.lm_eval_path,
-        limit=args.limit,
-    )
+    how = {"tokenizer": args.tokenizer, "task_directory": args.lm_eval_path, "limit": args.limit}
+    found = run_lm_eval(directory, args.lm_eval.split(","), **how)
     for task, numbers in found.items():
         text = ", ".join(f"{metric} {value:.4f}" for metric, value in numbers.items())
         print(f"{directory}: {task}: {text}")

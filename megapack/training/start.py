@@ -1,7 +1,7 @@
 """A start of a run: all of it checked, then its processes, its model, its engine and its loop.
 
-Read from top to bottom. ``start`` begins after ``megapack.training.pretrain`` has judged the
-configuration by itself; what needs the data, transformers or DeepSpeed to be judged is judged
+Read from top to bottom. ``start`` begins after ``megapack.training.pretrain`` has checked the
+configuration by itself; what needs the data, transformers or DeepSpeed to be checked is checked
 before processes meet.
 """
 
@@ -11,7 +11,6 @@ import logging
 import os
 import sys
 import traceback
-from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
@@ -31,22 +30,7 @@ from megapack.training.monitoring.heartbeat import LOST_CONTACT, Heartbeat
 from megapack.training.monitoring.signals import PREEMPTED, StopSignals
 from megapack.training.trainer import Trainer
 
-__all__ = ["start"]
-
 logger = logging.getLogger("megapack")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Checked:
-    """What a run is made of, as far as it is known before its processes meet."""
-
-    inputs: Inputs
-    architecture: Any
-    """The transformers configuration."""
-    tokenizer: Any
-    """What goes along with the exported model; None: nothing."""
-    profile: range | None
-    """Steps to trace."""
 
 
 def start(config: PretrainConfig, num_ranks: int, profile: range | None) -> int:
@@ -61,14 +45,16 @@ def start(config: PretrainConfig, num_ranks: int, profile: range | None) -> int:
         MegapackError, OSError: before there are processes; later errors end this one.
     """
     show_log()
-    checked = check_start(config, num_ranks, profile)
+    run = RunDirectory(config.run_dir)
+    inputs = check_start(config, run, profile)
+    architecture = check_run(config, inputs, num_ranks)
+    tokenizer = tokenizer_of(config.model)
     if torch.cuda.is_available():
-        RunDirectory(config.run_dir).record_flight()
+        run.record_flight()
     with world(
         timeout_minutes=config.engine.timeout_minutes,
         sequence_parallel_size=config.engine.sequence_parallel_size,
     ) as here:
-        run = RunDirectory(config.run_dir)
         heart = Heartbeat(
             here,
             silence=config.engine.silence_seconds,
@@ -78,7 +64,10 @@ def start(config: PretrainConfig, num_ranks: int, profile: range | None) -> int:
         with StopSignals() as signals, heart:
             try:
                 with run.held(here):
-                    return train(config, here, run, signals, checked)
+                    trainer = prepare(
+                        config, here, inputs, run=run, architecture=architecture, profile=profile
+                    )
+                    return train(trainer, signals, tokenizer)
             except (MegapackError, OSError) as error:
                 leave(here, run, f"{type(error).__name__}: {error}", code=exit_code(error))
             except Exception as error:  # a rank that fails must not leave the others waiting
@@ -91,36 +80,31 @@ def start(config: PretrainConfig, num_ranks: int, profile: range | None) -> int:
                 leave(here, run, "interrupted before it could save", code=130)
 
 
-def check_start(config: PretrainConfig, num_ranks: int, profile: range | None) -> Checked:
+def check_start(config: PretrainConfig, run: RunDirectory, profile: range | None) -> Inputs:
     """Open what the run reads, and refuse what does not go together; no other rank is asked."""
-    store = RunDirectory(config.run_dir).checkpoints
-    if config.checkpoint.resume == "never" and tags_in(store):
+    if config.checkpoint.resume == "never" and tags_in(run.checkpoints):
         raise ConfigError(
-            f"{store} has checkpoints and checkpoint.resume is never; choose another run_dir, or "
-            "remove them"
+            f"{run.checkpoints} has checkpoints and checkpoint.resume is never; choose another "
+            "run_dir, or remove them"
         )
     inputs = open_inputs(config)
     if profile is not None and profile.stop > inputs.num_steps:
         raise ConfigError(
             f"--profile is {profile.start}:{profile.stop}; the run has {inputs.num_steps} steps"
         )
-    architecture = check_run(config, inputs, num_ranks)
-    return Checked(
-        inputs=inputs,
-        architecture=architecture,
-        tokenizer=tokenizer_of(config.model),
-        profile=profile,
-    )
+    return inputs
 
 
-def train(
+def prepare(
     config: PretrainConfig,
     here: World,
+    inputs: Inputs,
+    *,
     run: RunDirectory,
-    signals: StopSignals,
-    checked: Checked,
-) -> int:
-    inputs, architecture = checked.inputs, checked.architecture
+    architecture: Any,
+    profile: range | None,
+) -> Trainer:
+    """Model, engine and loop, at the step at which the run begins; collective."""
     if config.data.verify:
         verify_samples(inputs, here)
     logger.info("%s; %s steps", inputs.data, f"{inputs.num_steps:,}")
@@ -143,7 +127,6 @@ def train(
     )
     logger.info("attention: %s, %s", attention.name, attention.reason)
     logger.info("model: %s", model.description)
-
     flops = ModelFlops.of(model, architecture)
     engine = start_engine(model, config, here, universal=found is not None and found.universal)
     if found is not None:
@@ -160,8 +143,7 @@ def train(
         }
         run.begin(config, facts)
         run.forget_after(inputs.schedule.tokens_before(start_step))
-
-    trainer = Trainer(
+    return Trainer(
         config,
         here,
         inputs,
@@ -170,17 +152,17 @@ def train(
         store=store,
         flops=flops,
         start=start_step,
-        profile=checked.profile,
+        profile=profile,
     )
+
+
+def train(trainer: Trainer, signals: StopSignals, tokenizer: Any) -> int:
+    """The loop, and the model that it leaves; the exit code."""
+    here, run = trainer.here, trainer.run_dir
     reason = trainer.run(signals)
-    if reason == "done" and config.checkpoint.export:
-        export_model(
-            engine,
-            run.model,
-            here,
-            tokenizer=checked.tokenizer,
-            end=end_token(inputs.data.datasets),
-        )
+    if reason == "done" and trainer.config.checkpoint.export:
+        end = end_token(trainer.inputs.data.datasets)
+        export_model(trainer.engine, run.model, here, tokenizer=tokenizer, end=end)
         logger.info("model for from_pretrained: %s", run.model)
     if here.is_first:
         run.end(reason)

@@ -1,4 +1,8 @@
-"""The loop of a run: steps, and now and then a log line, an evaluation, a checkpoint."""
+"""The loop of a run: steps, and now and then a log line, an evaluation, a checkpoint.
+
+``Trainer`` is the loop; ``TimedBatches`` hands it the micro batches of a step and says how long
+they were waited for; ``BatchTrace`` writes down what every rank was fed.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +28,7 @@ from megapack.training.model.flops import ModelFlops
 from megapack.training.monitoring.monitor import Monitor, StepWork
 from megapack.training.monitoring.signals import Agreement, StepProfiler, StopSignals
 
-# ---- Batches on their way to the engine: how long they were waited for, and what they were ------
+logger = logging.getLogger("megapack")
 
 
 class TimedBatches:
@@ -80,9 +84,6 @@ class BatchTrace:
             with self._path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(line) + "\n")
             yield batch
-
-
-logger = logging.getLogger("megapack")
 
 
 class Trainer:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megapack.attention import AttentionNeeds, alibi_slopes, choose_backend, varlen_attention
-from megapack.attention.flash import Flash2
+from megapack.attention.flash import FLASH2
 from megapack.attention.problem import ScoreRule
 from megapack.errors import ConfigError
 
@@ -72,7 +72,7 @@ def test_an_old_flash_attn_is_refused_before_its_arguments_are(
         ("3.0.0b1", None),
     ):
         (about / "METADATA").write_text(f"Name: flash-attn\nVersion: {version}\n")
-        assert Flash2().refusal(needs) == refusal
+        assert FLASH2.refusal(needs) == refusal
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megapack.attention import flex, survey, varlen_attention
+from megapack.attention import flex, refusals, varlen_attention
 
 from .cases import Case, cases, run_case
 
@@ -31,7 +31,7 @@ FIXED = {
 
 
 def _run_if_able(case: Case, backend: str, dtype: torch.dtype = torch.bfloat16) -> None:
-    problem = survey(case.needs("cuda", dtype))[backend]
+    problem = refusals(case.needs("cuda", dtype))[backend]
     if problem is not None:
         pytest.skip(problem)
     run_case(case, backend, "cuda", dtype)
@@ -56,7 +56,7 @@ def test_kernels_compute_the_definition_whatever_the_segments(
 ) -> None:
     wide = Case(**{**case.__dict__, "width": width})
     needs = wide.needs("cuda", torch.bfloat16)
-    if survey(needs)[backend] is None:
+    if refusals(needs)[backend] is None:
         run_case(wide, backend, "cuda", torch.bfloat16)
 
 
@@ -66,7 +66,7 @@ def test_some_backend_serves_every_model_we_train() -> None:
         Case(lengths=(1,), width=256, softcap=50.0, window=4096),
         Case(lengths=(1,), width=64, alibi=True),
     ):
-        served = survey(case.needs("cuda", torch.bfloat16))
+        served = refusals(case.needs("cuda", torch.bfloat16))
         assert any(served[name] is None for name in BACKENDS), served
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
 from megapack.attention import eager, flex
-from megapack.attention.flash import TorchFlash
+from megapack.attention.flash import TORCH
 from megapack.attention.problem import Forward, ScoreRule, Segments
 from megapack.training.config import ModelConfig
 from megapack.training.model.architecture import model_configuration
@@ -63,9 +63,9 @@ def test_torchs_flash_operators_take_our_arguments(fake: None, window: int, caus
     k = torch.empty(40, 2, 64, dtype=torch.bfloat16, device="cuda")
     segments = Segments(torch.empty(4, dtype=torch.int32, device="cuda"), 20)
     rule = ScoreRule(scale=0.1, causal=causal or bool(window), window=window)
-    out, lse = TorchFlash().forward(q, k, k, segments, rule)
+    out, lse = TORCH.forward(q, k, k, segments, rule)
     assert (out.shape, lse.shape, lse.dtype) == (q.shape, (8, 40), torch.float32)
-    grads = TorchFlash().backward(out, Forward(q, k, k, out, lse), segments, rule)
+    grads = TORCH.backward(out, Forward(q, k, k, out, lse), segments, rule)
     assert [g.shape for g in grads] == [q.shape, k.shape, k.shape]
     assert {(t.device.type, t.dtype) for t in (out, *grads)} == {("cuda", torch.bfloat16)}
 
@@ -104,4 +104,4 @@ def test_a_wait_is_seen_and_so_is_a_tensor_left_on_the_host(fake: None) -> None:
         eager.forward(q, q, q, here, rule)  # the formula reads cu_seqlens, hence its last place
     on_host = Segments(torch.empty(3, dtype=torch.int32), 8)
     with pytest.raises(RuntimeError, match=r"same device|two different devices"):
-        TorchFlash().forward(q, q, q, on_host, rule)
+        TORCH.forward(q, q, q, on_host, rule)

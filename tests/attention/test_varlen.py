@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from torch import Tensor
 
-from megapack.attention import BACKENDS, flex, survey, varlen_attention
+from megapack.attention import BACKENDS, flex, refusals, varlen_attention
 
 from .cases import Case, assert_close, cases, run_case
 from .reference import reference_attention
@@ -18,7 +18,7 @@ from .reference import reference_attention
 @settings(max_examples=25)
 @given(case=cases())
 def test_cpu_backends_compute_the_definition(backend: str, dtype: torch.dtype, case: Case) -> None:
-    if survey(case.needs("cpu", dtype))[backend] is None:
+    if refusals(case.needs("cpu", dtype))[backend] is None:
         run_case(case, backend, "cpu", dtype)
     else:
         with pytest.raises(ValueError, match="cannot apply a soft cap"):
@@ -69,9 +69,9 @@ def test_flex_stands_in_a_compiled_graph() -> None:
         assert_close(layer(q, bounds), expected, 1e-5, "output")
 
 
-def test_every_backend_is_in_the_survey_in_order_of_preference() -> None:
+def test_every_backend_is_asked_in_order_of_preference() -> None:
     needs = Case(lengths=(1,)).needs("cpu", torch.float32)
-    assert list(survey(needs)) == list(BACKENDS)
+    assert list(refusals(needs)) == list(BACKENDS)
 
 
 @pytest.mark.parametrize("causal", [True, False])

@@ -115,7 +115,7 @@ def test_relative_speed_by_context_length_is_what_bucketllm_measured() -> None:
 def test_presets_are_positive_and_grow() -> None:
     sizes = [model.parameters for model in MODELS.values()]
     assert sizes == sorted(sizes)
-    assert all(math.isfinite(gpu.peak_flops) and gpu.peak_flops > 1e14 for gpu in GPUS.values())
+    assert all(math.isfinite(gpu.peak_flops) and gpu.peak_flops > 5e13 for gpu in GPUS.values())
 
 
 @pytest.mark.parametrize(

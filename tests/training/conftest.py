@@ -74,11 +74,14 @@ def write_documents(prefix: Path, num_documents: int, seed: int) -> IndexedDatas
     return IndexedDataset(prefix)
 
 
-@pytest.fixture(scope="session")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
-    directory = tmp_path_factory.mktemp("corpus")
+def make_corpus(directory: Path) -> Corpus:
     for name, count in (("train", 700), ("valid", 60)):
         dataset = write_documents(directory / name, count, seed=count)
         index = pack(dataset.document_lengths, "bucket", buckets=BUCKETS)
         index.save(f"{directory / name}.samples", source=dataset)
     return Corpus(directory)
+
+
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
+    return make_corpus(tmp_path_factory.mktemp("corpus"))

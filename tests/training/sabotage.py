@@ -15,6 +15,7 @@ import torch
 from megapack.training import trainer
 from megapack.training.engine.checkpoint import WrittenFiles
 from megapack.training.model.training_model import TrainingModel
+from megapack.training.monitoring.heartbeat import Heartbeat
 from megapack.training.trainer import TimedBatches
 
 _NEW_NAMESPACE, _PRIVATE = 0x00020000, 0x44000  # CLONE_NEWNS, MS_REC | MS_PRIVATE
@@ -40,6 +41,18 @@ def kill_before_step(victim: int) -> None:
 def hang_before_step(victim: int) -> None:
     """The main thread waits for ever; all others go on, the heartbeat too."""
     _before_step(victim, lambda: time.sleep(3600))
+
+
+def stall_limit_from_step(first: int, seconds: float) -> None:
+    """A short ``engine.stall_seconds`` once all ranks have started, which may take its time."""
+    original, hearts = Heartbeat.__init__, []
+
+    def __init__(self: Heartbeat, *args: Any, **kwargs: Any) -> None:  # noqa: N807
+        original(self, *args, **kwargs)
+        hearts.append(self)
+
+    Heartbeat.__init__ = __init__  # type: ignore[method-assign]
+    _before_step(first, lambda: setattr(hearts[0], "stall", seconds))
 
 
 def nan_gradients(steps: list[int]) -> None:
@@ -120,6 +133,7 @@ FAULTS: dict[str, Callable[..., None]] = {
     for f in (
         kill_before_step,
         hang_before_step,
+        stall_limit_from_step,
         nan_gradients,
         nan_weight_after,
         stale_listing,

@@ -151,14 +151,10 @@ def test_a_rank_that_hangs_is_named_though_its_heart_beats(
     zygote: Zygote, corpus: Corpus, tmp_path: Path
 ) -> None:
     config = corpus.config(tmp_path / "run")
-    ranks = start_run(
-        zygote,
-        config,
-        "hangs",
-        "engine.stall_seconds=60",
-        of_rank={1: {"faults": {"hang_before_step": [2]}}},
-    )
+    faults = {0: {"stall_limit_from_step": [2, 3.0]}, 1: {"hang_before_step": [2]}}
+    of_rank = {rank: {"faults": fault} for rank, fault in faults.items()}
+    ranks = start_run(zygote, config, "hangs", of_rank=of_rank)
     assert ranks.wait() == [LOST_CONTACT, LOST_CONTACT], ranks.output()
-    assert "no progress for 60 seconds: rank 1 on " in ranks.output()
+    assert "no progress for 3 seconds: rank 1 on " in ranks.output()
     assert "is behind" in ranks.output() and "at the end of step 1" in ranks.output()
     assert "no progress" in _end(tmp_path / "run")["message"]

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from megapack.errors import DataError
-from megapack.training.evaluation.comparison import Curve, compare, read_curve, smooth
+from megapack.training.evaluation.comparison import Curve, read_curve, smooth, standings
 
 
 def _curve(perplexities: list[float], steps_per_epoch: int) -> Curve:
@@ -22,17 +22,17 @@ def test_the_last_epoch_decides_and_ranks_are_averaged_over_ranges() -> None:
     # Two epochs of 2 steps; in the last one a leads in its first half, b in its second.
     a = _curve([1.0, 1.0, 10.0, 40.0], 2)
     b = _curve([9.0, 9.0, 20.0, 30.0], 2)
-    standing = compare({"a": a, "b": b}, num_ranges=4)
+    standing = standings({"a": a, "b": b}, num_ranges=4)
     assert standing["a"].mean_rank == standing["b"].mean_rank == 1.5
     assert (standing["a"].final_perplexity, standing["b"].final_perplexity) == (40.0, 30.0)
-    better = compare({"a": a, "b": b, "c": _curve([5.0] * 40, 20)}, num_ranges=10)
+    better = standings({"a": a, "b": b, "c": _curve([5.0] * 40, 20)}, num_ranges=10)
     assert better["c"].mean_rank == 1.0 and better["a"].mean_rank == 2.5
 
 
 def test_runs_with_other_numbers_of_steps_per_epoch_are_compared_by_epoch() -> None:
     coarse = _curve([4.0], 1)
     fine = _curve([float(i) for i in range(200)], 200)
-    standing = compare({"coarse": coarse, "fine": fine})
+    standing = standings({"coarse": coarse, "fine": fine})
     assert standing["coarse"].final_perplexity == 4.0
     assert standing["fine"].final_perplexity == pytest.approx(198.5)
     # fine is below 4 in the first two ranges (0.5, 2.5), above in the other 98
@@ -40,14 +40,14 @@ def test_runs_with_other_numbers_of_steps_per_epoch_are_compared_by_epoch() -> N
 
 
 def test_equal_runs_share_a_rank() -> None:
-    standing = compare({"a": _curve([2.0], 1), "b": _curve([2.0], 1)})
+    standing = standings({"a": _curve([2.0], 1), "b": _curve([2.0], 1)})
     assert standing["a"].mean_rank == standing["b"].mean_rank == 1.5
 
 
 def test_runs_shorter_than_an_epoch_are_compared_over_what_all_have() -> None:
     """Of ``long`` only the first half counts, in which it is worse."""
     short = Curve(np.array([0.0, 0.25, 0.5]), np.array([3.0, 2.0]))
-    standing = compare({"short": short, "long": _curve([9.0, 1.0], 1)})
+    standing = standings({"short": short, "long": _curve([9.0, 1.0], 1)})
     assert standing["short"].final_perplexity == 2.0 and standing["short"].mean_rank == 1.0
     assert standing["long"].final_perplexity == 9.0
 

@@ -16,7 +16,8 @@ from typing import Any
 
 # Everything the scripts need, imported before the first fork and before any thread exists.
 import deepspeed
-import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401  # every engine; all of inductor
+import deepspeed.ops
+import deepspeed.runtime.zero.muon.muon_optimizer  # every engine; all of inductor
 import hypothesis  # noqa: F401
 import megatron.core.datasets.gpt_dataset  # noqa: F401
 import pytest  # noqa: F401
@@ -55,6 +56,8 @@ def run_child(request: dict[str, Any]) -> None:
 
 def main() -> None:
     torch.set_num_threads(1)
+    # Of use to inference alone, and compiling it would take every group of ranks half a minute.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     print("ready", flush=True)
     for line in sys.stdin:
         request = json.loads(line)

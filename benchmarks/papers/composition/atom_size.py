@@ -9,8 +9,6 @@ from papers.composition.rows import Row, compared
 
 from megapack.packing import pack
 
-__all__ = ["table_3_steps"]
-
 NUM_DOCUMENTS = 803_000  # A.1: 1.81M rows less 55.62 %
 NUM_TOKENS = 114_400_095  # A.5: per epoch
 TABLE_3 = {  # MSL: batch, steps of concat, steps of padding

@@ -15,8 +15,6 @@ from papers.composition.rows import Lengths, Row, compared
 from megapack.compare import GPUS, MODELS
 from megapack.packing import pack
 
-__all__ = ["costs", "padding_waste", "strategies"]
-
 CAPACITIES = (512, 1024, 2048, 4096, 8192, 16384)
 WEB = (18, 32, 48, 62, 74, 83)
 CODE = (28, 45, 60, 72, 82, 89)  # mean 300
@@ -125,7 +123,7 @@ def costs() -> list[Row]:
         rows += [
             compared("Blog throughput", "cost model, 7B", name, "tokens/s, 8 H100 at 40 %",
                      (tokens_per_second, 8 * peak * 0.4 * FILL[name] / operations),
-                     judged=False, why=f"the blog's figure is {used:.0%} of the peak"),
+                     claimed=False, why=f"the blog's figure is {used:.0%} of the peak"),
             compared("Blog throughput", "cost model, 7B", f"{name} / FFD", "ratio of tokens/s",
                      (tokens_per_second / THROUGHPUT["FFD"], FILL[name] / FILL["FFD"])),
             compared("Blog cost of 1T tokens", "arithmetic", name, "$, from the blog's tokens/s",

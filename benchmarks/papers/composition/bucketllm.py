@@ -15,8 +15,6 @@ from papers.composition.rows import Lengths, Row, compared
 from megapack.compare import MODELS
 from megapack.packing import SampleIndex, pack
 
-__all__ = ["speeds", "table_1", "table_3"]
-
 BUCKETS = [1024, 2048, 4096, 8192, 16384]
 FIXED = {  # capacity: r_pad %, r_tru %, r_cat
     1024: (0.01, 61.26, 1.03),

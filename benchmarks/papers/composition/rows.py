@@ -9,8 +9,6 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Lengths", "Row", "compared", "python_sources"]
-
 Lengths = NDArray[np.int32]
 
 
@@ -48,7 +46,7 @@ def compared(
     *,
     within: float = 0.05,
     rounding: float = 0.0,
-    judged: bool = True,
+    claimed: bool = True,
     why: str = "",
     why_not: str = "",
 ) -> Row:
@@ -57,13 +55,13 @@ def compared(
     Args:
         source, corpus, item, quantity: as in ``Row``.
         figures: (the paper's or None, the measured one).
-        judged: False where the figures stand side by side without one claiming to be the other.
+        claimed: False where the figures stand side by side without one claiming to be the other.
         why: said in any case.
         why_not: said only if the figures disagree.
     """
     paper, measured = figures[0], float(figures[1])  # not numpy's
     agrees: bool | None = None
-    if judged and paper is not None:
+    if claimed and paper is not None:
         agrees = abs(measured - paper) <= within * abs(paper) + rounding
     return Row(
         source=source,

@@ -25,8 +25,6 @@ from megapack import _core
 from megapack.packing import pack
 from megapack.packing.strategies import exact_ratio, largest_overlap
 
-__all__ = ["dropping", "expect_seamless", "figure_3", "measure_seamless", "section_4_8", "table_9"]
-
 TABLE_13 = [3906, 4095, 1789, 763, 355, 150, 73, 47, 90]  # texts of (2k, 4k], (4k, 6k], ... tokens
 CORPORA = {
     "pubmed": (11_268, 2048, 50),

@@ -25,9 +25,7 @@ from papers.corpus import Corpus
 from papers.runs import Result, Run, Scale, by_name
 from papers.settings import WHOLE, engine
 
-from megapack.training.evaluation.comparison import Curve, compare, plot_curves
-
-__all__ = ["EQUAL", "TITLE", "claims", "plots", "rows", "runs"]
+from megapack.training.evaluation.comparison import Curve, plot_curves, standings
 
 TITLE = "Atom size (Chen et al.)"
 EQUAL = "documents, one epoch, tokens per step, learning rate (constant after its warmup), weights"
@@ -141,7 +139,7 @@ class Figures:
             for same_seed in zip(*(self.results[name] for name in names), strict=True):
                 # Runs of a handful of steps (QUICK) end within their first epoch.
                 curves = {r.run.name: _whole_epoch(r.curve()) for r in same_seed}
-                for name, standing in compare(curves).items():
+                for name, standing in standings(curves).items():
                     self.final[name].append(standing.final_perplexity)
                     self.rank[name].append(standing.mean_rank)
 

@@ -9,19 +9,18 @@ through contexts of every length.
 from __future__ import annotations
 
 import itertools
+from functools import partial
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
 import numpy as np
-from papers.claims import Claim, below, less, same, shown, together
+from papers.claims import Claim, below, less, same, shown, stated, together
 from papers.composition.bucketllm import LLM, SPEEDS, V0
 from papers.corpus import Corpus
 from papers.figures import lines
-from papers.runs import Result, Run, Scale, by_name
+from papers.runs import Result, Run, Scale, by_name, mean_evaluations, perplexities
 from papers.settings import WHOLE, Setting
-
-__all__ = ["EQUAL", "TITLE", "claims", "plots", "rows", "runs"]
 
 TITLE = "BucketLLM: composition of samples"
 EQUAL = (
@@ -135,14 +134,23 @@ def seconds_in_all(result: Result) -> float:
     return float(sum(line["tokens"] / speed[line["capacity"]] for line in result.log()))
 
 
+def mean_speed(group: list[Result]) -> float:
+    """Tokens per second of whole runs, over the seeds."""
+    return fmean(r.summary["tokens"] / seconds_in_all(r) for r in group)
+
+
+def mean_contexts(group: list[Result]) -> dict[int, float]:
+    """Context length -> perplexity of the long documents, over the seeds."""
+    found = [contexts(result) for result in group]
+    return {context: fmean(of[context] for of in found) for context in found[0]}
+
+
 def rows(results: list[Result]) -> list[dict[str, Any]]:
     """One line per composition: means over seeds, and the spread of the perplexity."""
     arms = by_name(results)
     found = []
     for name, group in arms.items():
         index = group[0].summary["index"]
-        by_context = [contexts(result) for result in group]
-        speed = [r.summary["tokens"] / seconds_in_all(r) for r in group]
         found.append(
             {
                 "composition": name,
@@ -150,12 +158,9 @@ def rows(results: list[Result]) -> list[dict[str, Any]]:
                 "r_pad_%": 100 * index["padding_ratio"],
                 "r_tru_%": 100 * index["truncation_ratio"],
                 "r_cat": index["concatenation_ratio"],
-                "perplexity": shown([r.perplexity("documents") for r in group]),
-                **{
-                    f"at_{context}": fmean(c[context] for c in by_context)
-                    for context in by_context[0]
-                },
-                "tokens_per_second": fmean(speed),
+                "perplexity": shown(perplexities(group)),
+                **{f"at_{context}": value for context, value in mean_contexts(group).items()},
+                "tokens_per_second": mean_speed(group),
                 "time_to_equal_loss": fmean(time_ratios(group, arms["Fixed-8192"])),
             }
         )
@@ -171,59 +176,33 @@ def claims(results: list[Result]) -> list[Claim]:
 def _quality(arms: dict[str, list[Result]]) -> list[Claim]:
     ladder = list(contexts(arms["BucketLLM"][0]))
     step = int(arms["BucketLLM"][0].run.config["data"]["tokens_per_step"])
-    scores = {name: [r.perplexity("documents") for r in group] for name, group in arms.items()}
-    ours = scores["BucketLLM"]
+    state = partial(stated, {name: perplexities(group) for name, group in arms.items()})
     accuracy = {"DD": 0.4223, "Fixed-2048": 0.4245, "Fixed-4096": 0.4204, "Fixed-8192": 0.4125}
+    why = (
+        "same tokens and steps, paired seeds, each document scored by itself, most of them short; "
+        f"perplexity stands for the accuracy of tasks, lengths of {ladder[0]} to {ladder[-1]} for "
+        f"1,024 to 16,384; a step holds {step // ladder[-1]} samples of the longest bucket, the "
+        "paper's at least 192"
+    )
     return [
-        *(
-            below(
-                ours,
-                scores[name],
-                source="BucketLLM Table 2",
-                claim=f"BucketLLM trains a better model than {name}",
-                paper=f"accuracy 0.4359 against {figure}",
-                why="same tokens and steps, paired seeds, each document scored by itself, most of "
-                "them short; perplexity stands for the accuracy of tasks, lengths of "
-                f"{ladder[0]} to {ladder[-1]} for 1,024 to 16,384; a step holds "
-                f"{step // ladder[-1]} samples of the longest bucket, the paper's at least 192",
-            )
-            for name, figure in accuracy.items()
-        ),
-        same(
-            ours,
-            scores["BucketLLM-v0"],
-            within=0.01,
-            source="BucketLLM 4",
-            claim="BucketLLM and v0 train equally good models (within 1 %)",
-            paper="Table 1 compares their composition only",
-            why="they place nearly all documents alike: what differs is the last percent",
-        ),
-        below(
-            scores[CURRICULUM],
-            scores["DD"],
-            source="Dataset Decomposition",
-            claim="its curriculum grow-P2 trains a better model than random order",
-            paper="better, in arXiv 2405.13226; BucketLLM does not say which it compares with",
-            why="the same samples; what differs is when the lengths come",
-        ),
-        same(
-            scores["bucket"],
-            ours,
-            within=0.01,
-            source="this project",
-            claim="bucket, the default here, is as good as BucketLLM (within 1 %)",
-            paper="",
-            why="same attention over whole samples in both",
-        ),
-        below(
-            scores[MASKED],
-            scores["bucket"],
-            source="this project",
-            claim="attention inside documents makes bucket better",
-            paper="",
-            why="the same samples in the same order; see the recipe on masking",
-        ),
-    ]
+        *(state(below, "BucketLLM", name, f"BucketLLM trains a better model than {name}",
+                source="BucketLLM Table 2", paper=f"accuracy 0.4359 against {figure}", why=why)
+          for name, figure in accuracy.items()),
+        state(same, "BucketLLM", "BucketLLM-v0",
+              "BucketLLM and v0 train equally good models (within 1 %)", within=0.01,
+              source="BucketLLM 4", paper="Table 1 compares their composition only",
+              why="they place nearly all documents alike: what differs is the last percent"),
+        state(below, CURRICULUM, "DD",
+              "its curriculum grow-P2 trains a better model than random order",
+              source="Dataset Decomposition",
+              paper="better, in arXiv 2405.13226; BucketLLM does not say which it compares with",
+              why="the same samples; what differs is when the lengths come"),
+        state(same, "bucket", "BucketLLM",
+              "bucket, the default here, is as good as BucketLLM (within 1 %)", within=0.01,
+              why="same attention over whole samples in both"),
+        state(below, MASKED, "bucket", "attention inside documents makes bucket better",
+              why="the same samples in the same order; see the recipe on masking"),
+    ]  # fmt: skip
 
 
 def _contexts(arms: dict[str, list[Result]]) -> list[Claim]:
@@ -301,30 +280,27 @@ def plots(results: list[Result], folder: Path) -> None:
     arms = by_name(results)
     curves = {}
     for name, group in arms.items():
-        speed = fmean(r.summary["tokens"] / seconds_in_all(r) for r in group)
-        evaluations = list(zip(*(result.evaluations() for result in group), strict=True))
-        curves[name] = (
-            [at[0]["tokens"] / speed for at in evaluations],
-            [fmean(line["perplexity"] for line in at) for at in evaluations],
-        )
+        points, speed = mean_evaluations(group)[1:], mean_speed(group)
+        seconds = [at["tokens"] / speed for at in points]
+        curves[name] = seconds, [at["perplexity"] for at in points]
     lines(
         folder / "bucketllm_time.png",
-        {name: (xs[1:], ys[1:]) for name, (xs, ys) in curves.items()},
+        curves,
         x="seconds of training",
         y="validation perplexity",
-        marker="o",
     )
+    plot_contexts(folder / "bucketllm_contexts.png", arms)
+
+
+def plot_contexts(path: Path, arms: dict[str, list[Result]]) -> None:
+    """Perplexity of long documents by context length."""
     lines(
-        folder / "bucketllm_contexts.png",
+        path,
         {
-            name: (
-                list(contexts(group[0])),
-                [fmean(contexts(r)[c] for r in group) for c in contexts(group[0])],
-            )
+            name: (list(at := mean_contexts(group)), list(at.values()))
             for name, group in arms.items()
         },
         x="context (tokens)",
         y="perplexity of long documents",
-        marker="o",
         log_x=True,
     )

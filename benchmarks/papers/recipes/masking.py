@@ -9,16 +9,14 @@ the context, each by itself, from position 0; a boundary has no label.
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
-from papers.claims import Claim, below, difference, same, shown
+from papers.claims import Claim, against, below, same, stated
 from papers.figures import lines
-from papers.runs import Result, Run, Scale, by_name
+from papers.runs import Result, Run, Scale, by_name, mean_evaluations, perplexities
 from papers.settings import Setting
-
-__all__ = ["ARMS", "DEFAULT", "EQUAL", "TITLE", "claims", "plots", "rows", "runs"]
 
 TITLE = "Masks between documents"
 EQUAL = (
@@ -77,115 +75,68 @@ def runs(scale: Scale) -> list[Run]:
     ]
 
 
-def _perplexities(group: list[Result]) -> list[float]:
-    return [result.perplexity("documents") for result in group]
-
-
 def rows(results: list[Result]) -> list[dict[str, Any]]:
     """One line per arm: perplexity, and its difference from the default's over paired seeds."""
-    arms = {name: _perplexities(group) for name, group in by_name(results).items()}
-    found = []
-    for name, values in arms.items():
-        attention, labels, positions, is_learned = ARMS[name]
-        base = arms[LEARNED if is_learned else DEFAULT]
-        gap = difference(values, base)
-        found.append(
-            {
-                "arm": name,
-                "attention": attention,
-                "labels": labels,
-                "positions": positions,
-                "position_embedding": "learned" if is_learned else "RoPE",
-                "perplexity": shown(values),
-                "against_first_%": 100 * gap.mean / fmean(base),
-                "plus_minus_%": 100 * gap.half_width / fmean(base) if gap.num_seeds > 1 else None,
-            }
-        )
-    return found
+    arms = {name: perplexities(group) for name, group in by_name(results).items()}
+    fields = ("attention", "labels", "positions")
+    return [
+        {
+            "arm": name,
+            **dict(zip(fields, ARMS[name], strict=False)),
+            "position_embedding": "learned" if ARMS[name][3] else "RoPE",
+            **against(values, arms[LEARNED if ARMS[name][3] else DEFAULT]),
+        }
+        for name, values in arms.items()
+    ]
 
 
 def claims(results: list[Result]) -> list[Claim]:
     """The blog's two warnings, the public log, and what positions do."""
-    arms = {name: _perplexities(group) for name, group in by_name(results).items()}
+    arms = {name: perplexities(group) for name, group in by_name(results).items()}
     paired = "the same samples in the same order; one option differs"
+    state = partial(stated, arms)
     return [
-        below(
-            arms[UNBROKEN],
-            arms[ACROSS],
-            source="Blog 4.1",
-            claim="attention across documents makes a worse model",
-            paper="learns spurious correlations, no figure",
-            why=paired,
-        ),
-        same(
-            arms[UNBROKEN],
-            arms[ACROSS],
-            within=0.005,
-            source="nanochat log, 2026-01-13",
-            claim="masking attention changes less than 0.5 %",
-            paper="0.85407 against 0.85427 bits per byte: no gain",
-            why=f"{paired}; there, every row begins with a document, and the model has a thousand "
-            "times as many parameters",
-        ),
-        below(
-            arms[DEFAULT],
-            arms[LABELS],
-            source="Blog 7.2",
-            claim="a trained label at the boundary makes a worse model",
-            paper="degrades generation quality, no figure",
-            why=f"{paired}; perplexity inside documents, in which the boundary itself has no part",
-        ),
-        below(
-            arms[DEFAULT],
-            arms[CLASSIC],
-            source="Blog 4 and 7",
-            claim="all masks together make a better model than none",
-            paper="no figure",
-            why="the same samples in the same order",
-        ),
-        below(
-            arms[ACROSS],
-            arms[RESTARTED],
-            source="transformers issue 31629",
-            claim="restarting positions without masking attention does not help",
-            paper="documents still attend to each other",
-            why=f"{paired}; tokens of different documents then share positions",
-        ),
-        same(
-            arms[UNBROKEN],
-            arms[DEFAULT],
-            within=0.002,
-            source="this project",
-            claim="with RoPE and masked attention positions need not restart (within 0.2 %)",
-            paper="",
-            why="RoPE sees differences of positions only; what differs is rounding",
-        ),
-        below(
-            arms[LEARNED],
-            arms[LEARNED_UNBROKEN],
-            source="this project",
-            claim="learned positions: restarting them is better than counting the sample",
-            paper="",
-            why=f"{paired}; scored from position 0, which the other model sees once per sample",
-        ),
-    ]
+        state(below, UNBROKEN, ACROSS, "attention across documents makes a worse model",
+              source="Blog 4.1", paper="learns spurious correlations, no figure", why=paired),
+        state(same, UNBROKEN, ACROSS, "masking attention changes less than 0.5 %", within=0.005,
+              source="nanochat log, 2026-01-13",
+              paper="0.85407 against 0.85427 bits per byte: no gain",
+              why=f"{paired}; there, every row begins with a document, and the model has a "
+              "thousand times as many parameters"),
+        state(below, DEFAULT, LABELS, "a trained label at the boundary makes a worse model",
+              source="Blog 7.2", paper="degrades generation quality, no figure",
+              why=f"{paired}; perplexity inside documents, in which the boundary itself has no "
+              "part"),
+        state(below, DEFAULT, CLASSIC, "all masks together make a better model than none",
+              source="Blog 4 and 7", paper="no figure",
+              why="the same samples in the same order"),
+        state(below, ACROSS, RESTARTED,
+              "restarting positions without masking attention does not help",
+              source="transformers issue 31629", paper="documents still attend to each other",
+              why=f"{paired}; tokens of different documents then share positions"),
+        state(same, UNBROKEN, DEFAULT,
+              "with RoPE and masked attention positions need not restart (within 0.2 %)",
+              within=0.002,
+              why="RoPE sees differences of positions only; what differs is rounding"),
+        state(below, LEARNED, LEARNED_UNBROKEN,
+              "learned positions: restarting them is better than counting the sample",
+              why=f"{paired}; scored from position 0, which the other model sees once per sample"),
+    ]  # fmt: skip
 
 
 def plots(results: list[Result], folder: Path) -> None:
     """Validation perplexity over the steps, of the models with RoPE."""
-    curves = {}
-    for name, group in by_name(results).items():
-        if ARMS[name][3]:
-            continue
-        evaluations = list(zip(*(result.evaluations() for result in group), strict=True))
-        curves[name] = (
-            [float(at[0]["step"]) for at in evaluations],
-            [fmean(line["perplexity"] for line in at) for at in evaluations],
-        )
+    curves = {
+        name: mean_evaluations(group)[1:]
+        for name, group in by_name(results).items()
+        if not ARMS[name][3]
+    }
     lines(
         folder / "masking_curves.png",
-        {name: (xs[1:], ys[1:]) for name, (xs, ys) in curves.items()},
+        {
+            name: ([at["step"] for at in points], [at["perplexity"] for at in points])
+            for name, points in curves.items()
+        },
         x="step",
         y="validation perplexity",
-        marker="o",
     )

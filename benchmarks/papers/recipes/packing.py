@@ -11,18 +11,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
-from papers.claims import Claim, below, difference, same, shown
+from papers.claims import Claim, against, below, same, stated
 from papers.corpus import Corpus
 from papers.figures import lines
-from papers.recipes.bucketllm import contexts, long_documents, seconds_in_all
-from papers.runs import Result, Run, Scale, by_name
+from papers.recipes.bucketllm import long_documents, mean_contexts, mean_speed, plot_contexts
+from papers.runs import Result, Run, Scale, by_name, mean_evaluations, perplexities
 from papers.settings import WHOLE, Setting
-
-__all__ = ["EQUAL", "TITLE", "claims", "plots", "rows", "runs"]
 
 TITLE = "Which packing, at equal tokens"
 EQUAL = (
@@ -93,147 +91,74 @@ def _corpus(setting: Setting) -> Corpus:
     return setting.scale.pick(cpu=usual, quick=usual, gpu=usual, long=more)
 
 
-def _scores(group: list[Result]) -> list[float]:
-    return [result.perplexity("documents") for result in group]
-
-
 def rows(results: list[Result]) -> list[dict[str, Any]]:
     """One line per packing; changes are against concatenation with masks, in per cent."""
     arms = by_name(results)
-    base = _scores(arms[CONCAT])
-    found = []
-    for name, group in arms.items():
-        gap = difference(_scores(group), base)
-        index = group[0].summary["index"]
-        by_context = [contexts(result) for result in group]
-        found.append(
-            {
-                "arm": name,
-                "padding_%": 100 * index["padding_ratio"],
-                "split_%": 100 * index["truncation_ratio"],
-                "perplexity": shown(_scores(group)),
-                "against_first_%": 100 * gap.mean / fmean(base),
-                "plus_minus_%": 100 * gap.half_width / fmean(base) if gap.num_seeds > 1 else None,
-                **{f"at_{n}": fmean(c[n] for c in by_context) for n in by_context[0]},
-                "tokens_per_second": fmean(r.summary["tokens"] / seconds_in_all(r) for r in group),
-            }
-        )
-    return found
+    base = perplexities(arms[CONCAT])
+    return [
+        {
+            "arm": name,
+            "padding_%": 100 * group[0].summary["index"]["padding_ratio"],
+            "split_%": 100 * group[0].summary["index"]["truncation_ratio"],
+            **against(perplexities(group), base),
+            **{f"at_{context}": value for context, value in mean_contexts(group).items()},
+            "tokens_per_second": mean_speed(group),
+        }
+        for name, group in arms.items()
+    ]
 
 
 def claims(results: list[Result]) -> list[Claim]:
     """What masks, whole documents and mixed steps are worth."""
-    scores = {name: _scores(group) for name, group in by_name(results).items()}
+    scores = {name: perplexities(group) for name, group in by_name(results).items()}
     masks = "the same samples in the same order; only what attends to what differs"
     tokens = "equal tokens, steps and learning rates, paired seeds; every document scored by itself"
-    found: list[Claim] = []
-
-    def state(
-        kind: Callable[..., Claim],
-        pair: tuple[str, str],
-        claim: str,
-        *,
-        why: str = tokens,
-        source: str = "this project",
-        paper: str = "",
-        **within: float,
-    ) -> None:
-        """Where both arms were trained."""
-        if all(arm in scores for arm in pair):
-            one, other = (scores[arm] for arm in pair)
-            words = {"source": source, "claim": claim, "paper": paper, "why": why}
-            found.append(kind(one, other, **within, **words))
-
-    state(
-        below,
-        (FIT, CONCAT),
-        "best fit makes a better model than concatenation, masks in both",
-        source="Ding et al. 2024",
-        paper="better at 2k to 8k, without masks",
-    )
-    state(
-        same,
-        (FIT, CONCAT),
-        "whole documents (best_fit, 16k) do as well as cut ones (within 2 %)",
-        within=0.02,
-    )
-    state(
-        below,
-        (FIT_CUT, FIT),
-        "whole documents do better when some are cut at random places",
-        why="what concat may gain by its cuts: documents that begin in the middle",
-    )
-    state(same, (FIT_SHORT, CONCAT_SHORT), "the same with samples of 4k (within 2 %)", within=0.02)
-    state(
-        below,
-        (CONCAT, CONCAT_SHORT),
-        "with masks longer samples are better: concat of 16k than of 4k",
-    )
-    state(
-        below,
-        (MIXED, ONE),
-        "several buckets in a step make a better model than one",
-        why="the same samples",
-    )
-    state(
-        same,
-        (MIXED, CONCAT),
-        "bucket with mixed steps does as well as concat, masks in both (within 2 %)",
-        within=0.02,
-    )
-    state(
-        same,
-        (MIXED, FIT),
-        "bucket with mixed steps does as well as best_fit (within 2 %)",
-        within=0.02,
-    )
-    state(below, (ONE, CLASSIC_ONE), "masks make bucket better", why=masks)
-    state(
-        below,
-        (CLASSIC_ONE, CLASSIC),
-        "without masks bucket makes a better model than concat of 8k",
-    )
-    state(
-        below,
-        (CLASSIC_LLM, CLASSIC),
-        "BucketLLM makes a better model than concat of 8k, a step of twelve 16k samples",
-        source="BucketLLM Table 2",
-        paper="accuracy 0.4359 against 0.4125",
-    )
-    return found
+    state = partial(stated, scores)
+    claims: list[tuple[str, str, Callable[..., Claim], str, dict[str, Any]]] = [
+        (FIT, CONCAT, below, "best fit makes a better model than concatenation, masks in both",
+         {"source": "Ding et al. 2024", "paper": "better at 2k to 8k, without masks"}),
+        (FIT, CONCAT, same,
+         "whole documents (best_fit, 16k) do as well as cut ones (within 2 %)", {"within": 0.02}),
+        (FIT_CUT, FIT, below, "whole documents do better when some are cut at random places",
+         {"why": "what concat may gain by its cuts: documents that begin in the middle"}),
+        (FIT_SHORT, CONCAT_SHORT, same, "the same with samples of 4k (within 2 %)",
+         {"within": 0.02}),
+        (CONCAT, CONCAT_SHORT, below,
+         "with masks longer samples are better: concat of 16k than of 4k", {}),
+        (MIXED, ONE, below, "several buckets in a step make a better model than one",
+         {"why": "the same samples"}),
+        (MIXED, CONCAT, same,
+         "bucket with mixed steps does as well as concat, masks in both (within 2 %)",
+         {"within": 0.02}),
+        (MIXED, FIT, same, "bucket with mixed steps does as well as best_fit (within 2 %)",
+         {"within": 0.02}),
+        (ONE, CLASSIC_ONE, below, "masks make bucket better", {"why": masks}),
+        (CLASSIC_ONE, CLASSIC, below,
+         "without masks bucket makes a better model than concat of 8k", {}),
+        (CLASSIC_LLM, CLASSIC, below,
+         "BucketLLM makes a better model than concat of 8k, a step of twelve 16k samples",
+         {"source": "BucketLLM Table 2", "paper": "accuracy 0.4359 against 0.4125"}),
+    ]  # fmt: skip
+    return [
+        state(kind, one, other, claim, **{"why": tokens, **words})
+        for one, other, kind, claim, words in claims
+        if one in scores and other in scores  # not every scale trains every arm
+    ]
 
 
 def plots(results: list[Result], folder: Path) -> None:
     """Validation perplexity over tokens, relative to the first arm, and by context length."""
     arms = by_name(results)
-    at = {
-        name: list(zip(*(result.evaluations() for result in group), strict=True))
-        for name, group in arms.items()
-    }
-    means = {
-        name: [fmean(line["perplexity"] for line in step) for step in steps]
-        for name, steps in at.items()
-    }
-    tokens = [step[0]["tokens"] for step in at[CONCAT]]
+    means = {name: mean_evaluations(group) for name, group in arms.items()}
+    tokens = [at["tokens"] for at in means[CONCAT]]
+    base = [at["perplexity"] for at in means[CONCAT]]
     lines(
         folder / "packing_tokens.png",
         {
-            name: (tokens, [100 * (a / b - 1) for a, b in zip(found, means[CONCAT], strict=True)])
-            for name, found in means.items()
+            name: (tokens, [100 * (a["perplexity"] / b - 1) for a, b in zip(at, base, strict=True)])
+            for name, at in means.items()
         },
         x="tokens of training",
         y=f"validation perplexity against {CONCAT} (%)",
-        marker="o",
     )
-    by_context = {name: [contexts(r) for r in group] for name, group in arms.items()}
-    lines(
-        folder / "packing_contexts.png",
-        {
-            name: (list(found[0]), [fmean(c[n] for c in found) for n in found[0]])
-            for name, found in by_context.items()
-        },
-        x="context (tokens)",
-        y="perplexity of long documents",
-        marker="o",
-        log_x=True,
-    )
+    plot_contexts(folder / "packing_contexts.png", arms)

@@ -31,8 +31,6 @@ from megapack.data import Schedule
 from megapack.packing import pack
 from megapack.storage import read_document_lengths
 
-__all__ = ["EQUAL", "TITLE", "claims", "plots", "rows", "runs"]
-
 TITLE = "Seamless Packing (Yin et al.)"
 EQUAL = "base model, documents, three epochs, tokens per step, linear decay to 0"
 SOURCE = "Seamless"
@@ -354,5 +352,4 @@ def plots(results: list[Result], folder: Path) -> None:
             {SP: (values, measured), **flat},
             x=name,
             y="validation perplexity",
-            marker="o",
         )

@@ -8,17 +8,16 @@ same computation as four ranks of one.
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 from papers import ranks
-from papers.claims import Claim, below, difference, same, shown
+from papers.claims import Claim, against, below, same, shown, stated
 from papers.figures import lines
-from papers.runs import Result, Run, Scale, by_name
+from papers.runs import Result, Run, Scale, by_name, perplexities
 from papers.settings import Setting
-
-__all__ = ["EQUAL", "ON", "TITLE", "claims", "plots", "rows", "runs", "spread"]
 
 TITLE = "Steps: buckets, dealing, weights of the loss"
 EQUAL = (
@@ -79,10 +78,6 @@ def _work(timed: list[Result], arm: str) -> float | None:
     return None if None in found else fmean(found)
 
 
-def _perplexities(group: list[Result]) -> list[float]:
-    return [result.perplexity("documents") for result in group]
-
-
 def rows(results: list[Result]) -> list[dict[str, Any]]:
     """Times of steps, then losses."""
     arms = by_name(results)
@@ -98,17 +93,9 @@ def rows(results: list[Result]) -> list[dict[str, Any]]:
     ]
     for name, group in arms.items():
         base = arms[PADDED if name in (PADDED, PADDED_MEANS) else ON]
-        gap = difference(_perplexities(group), _perplexities(base))
-        mean = fmean(_perplexities(base))
-        found.append(
-            {
-                "arm": name,
-                "padding_%": 100 * group[0].summary["index"]["padding_ratio"],
-                "perplexity": shown(_perplexities(group)),
-                "against_first_%": 100 * gap.mean / mean,
-                "plus_minus_%": 100 * gap.half_width / mean if gap.num_seeds > 1 else None,
-            }
-        )
+        padding = 100 * group[0].summary["index"]["padding_ratio"]
+        change = against(perplexities(group), perplexities(base))
+        found.append({"arm": name, "padding_%": padding, **change})
     return found
 
 
@@ -121,10 +108,12 @@ def claims(results: list[Result]) -> list[Claim]:
 def _times(timed: list[Result]) -> list[Claim]:
     dealt, undealt = "masked, same bucket, equal work", "masked, same bucket, in order"
 
-    def of(arm: str) -> list[float]:
-        return [spread(result, arm) for result in timed]
-
-    ratio: dict[str, Any] = {"what": "slowest over mean rank", "digits": 3}
+    state = partial(
+        stated,
+        {arm: [spread(result, arm) for result in timed] for arm in ranks.ARMS},
+        what="slowest over mean rank",
+        digits=3,
+    )
     why = (
         f"seconds of forward and backward of {ranks.NUM_RANKS} ranks, every one measured; with "
         "equal shapes the figure is the noise of the clock"
@@ -132,36 +121,18 @@ def _times(timed: list[Result]) -> list[Claim]:
     differences = [float(r.summary["probe"]["gradient"]) for r in timed]
     rounding = {"fp32": 1e-5, "bf16": 2e-2}[timed[0].run.config["engine"]["precision"]]
     return [
-        below(
-            of("whole samples, same bucket"),
-            of("whole samples, any bucket"),
-            **ratio,
-            source="BucketLLM 5.3",
-            claim="one bucket for all ranks makes steps even (attention over whole samples)",
-            paper="facilitates efficient training, no figure",
-            why=why,
-        ),
-        below(
-            of(undealt),
-            of("masked, any bucket"),
-            **ratio,
-            source="BucketLLM 5.3",
-            claim="the same with attention inside documents, in order of the schedule",
-            paper="",
-            why="with masks a sample costs what its documents cost; its bucket bounds that only",
-        ),
-        below(
-            of(dealt),
-            of(undealt),
-            **ratio,
-            beside=f"; of attention work, {_work(timed, dealt):.3f} against "
-            f"{_work(timed, undealt):.3f}",
-            source="this project",
-            claim="equal-work dealing makes steps of one bucket more even",
-            paper="",
-            why=f"{why}; what dealing evens out is attention work (exact, from the lengths), which "
-            "is a part of these seconds only",
-        ),
+        state(below, "whole samples, same bucket", "whole samples, any bucket",
+              "one bucket for all ranks makes steps even (attention over whole samples)",
+              source="BucketLLM 5.3", paper="facilitates efficient training, no figure", why=why),
+        state(below, undealt, "masked, any bucket",
+              "the same with attention inside documents, in order of the schedule",
+              source="BucketLLM 5.3",
+              why="with masks a sample costs what its documents cost; its bucket bounds that only"),
+        state(below, dealt, undealt, "equal-work dealing makes steps of one bucket more even",
+              beside=f"; of attention work, {_work(timed, dealt):.3f} against "
+              f"{_work(timed, undealt):.3f}",
+              why=f"{why}; what dealing evens out is attention work (exact, from the lengths), "
+              "which is a part of these seconds only"),
         Claim(
             source="this project",
             claim=f"dealing changes no gradient (relative difference below {rounding:g})",
@@ -170,41 +141,25 @@ def _times(timed: list[Result]) -> list[Claim]:
             agrees="yes" if max(differences) < rounding else "no",
             why="the gradient of one whole step under both dealings, rounding apart",
         ),
-    ]
+    ]  # fmt: skip
 
 
 def _losses(arms: dict[str, list[Result]]) -> list[Claim]:
-    values = {name: _perplexities(group) for name, group in arms.items()}
+    state = partial(stated, {name: perplexities(group) for name, group in arms.items()})
     return [
-        same(
-            values[ON],
-            values[ANY],
-            within=0.01,
-            source="BucketLLM 5.3",
-            claim="steps of one bucket cost no quality (within 1 %)",
-            paper="no figure",
-            why=f"a step has {ranks.NUM_RANKS} samples of the longest bucket, the paper's at least "
-            "192: the fewer, the more the texts of a step resemble each other",
-        ),
-        same(
-            values[MEANS],
-            values[ON],
-            within=0.005,
-            source="this project",
-            claim="with full samples the weight of the loss hardly matters (within 0.5 %)",
-            paper="",
-            why="micro batches of packed samples have nearly equal numbers of labels",
-        ),
-        below(
-            values[PADDED],
-            values[PADDED_MEANS],
-            source="this project",
-            claim="with padding, equal weights of tokens make a better model than means of ranks",
-            paper="",
-            why="the mean of a micro batch with few labels counts each of them more; perplexity "
-            "weighs tokens equally",
-        ),
-    ]
+        state(same, ON, ANY, "steps of one bucket cost no quality (within 1 %)", within=0.01,
+              source="BucketLLM 5.3", paper="no figure",
+              why=f"a step has {ranks.NUM_RANKS} samples of the longest bucket, the paper's at "
+              "least 192: the fewer, the more the texts of a step resemble each other"),
+        state(same, MEANS, ON,
+              "with full samples the weight of the loss hardly matters (within 0.5 %)",
+              within=0.005,
+              why="micro batches of packed samples have nearly equal numbers of labels"),
+        state(below, PADDED, PADDED_MEANS,
+              "with padding, equal weights of tokens make a better model than means of ranks",
+              why="the mean of a micro batch with few labels counts each of them more; perplexity "
+              "weighs tokens equally"),
+    ]  # fmt: skip
 
 
 def plots(results: list[Result], folder: Path) -> None:
@@ -219,5 +174,4 @@ def plots(results: list[Result], folder: Path) -> None:
         curves,
         x="steps, % (from the most even to the least)",
         y="seconds of the slowest rank over the mean",
-        marker="o",
     )

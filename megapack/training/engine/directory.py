@@ -34,8 +34,6 @@ from megapack.errors import FormatError
 from megapack.storage.files import WriterLock, atomic_write
 from megapack.training.engine.world import World
 
-__all__ = ["RunDirectory", "environment", "git_state", "plain", "read_jsonl"]
-
 _PACKAGES = ("torch", "deepspeed", "transformers", "numpy", "flash-attn", "triton")
 
 
@@ -81,22 +79,18 @@ class RunDirectory:
         try:
             yield
         finally:
-            self.release()
+            if self._lock is not None:
+                self._lock.release()
 
     def _hold(self) -> None:
         self.path.mkdir(parents=True, exist_ok=True)
         self._lock = WriterLock(self.path, what="training")
-        self._write_end("running")
-
-    def release(self) -> None:
-        """Let the next run in."""
-        if self._lock is not None:
-            self._lock.release()
+        self.end("running")
 
     def begin(self, config: Any, facts: dict[str, Any]) -> None:
         """Record a start: the configuration in full, and one line of facts."""
         with atomic_write(self.path / "config.yaml", "w") as file:
-            yaml.safe_dump(plain(to_dict(config)), file, sort_keys=False)
+            yaml.safe_dump(to_dict(config), file, sort_keys=False)
         line = {"time": time.time(), **environment(), **facts}
         with (self.path / "starts.jsonl").open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
@@ -110,19 +104,16 @@ class RunDirectory:
         for name in ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"):
             os.environ.setdefault(name, str(self.flight / "rank_"))
 
-    def end(self, reason: str) -> None:
-        """Record how the run ended by itself: "done", "signal" or "stop_at"."""
-        self._write_end(reason)
-
     def fail(self, message: str) -> None:
         """Record why this process gives up; the first one that says so is believed."""
         if not self._is_held:
             return  # the directory is another run's
         with contextlib.suppress(OSError, ValueError):  # "running" is all that can be said
             if json.loads(self._end.read_text(encoding="utf-8"))["reason"] == "running":
-                self._write_end("error", message=message)
+                self.end("error", message=message)
 
-    def _write_end(self, reason: str, **facts: Any) -> None:
+    def end(self, reason: str, **facts: Any) -> None:
+        """Record how the run ended: "done", "signal", "stop_at", "error"; or that it runs."""
         where = {"host": socket.gethostname(), "pid": os.getpid()}
         with atomic_write(self._end, "w") as file:
             json.dump({"time": time.time(), "reason": reason, **where, **self.at, **facts}, file)
@@ -152,46 +143,29 @@ def read_jsonl(path: str | Path) -> Iterator[dict[str, Any]]:
 
 
 def environment() -> dict[str, Any]:
-    """Versions, devices, host and the state of the working tree."""
+    """Versions, devices, host, and the state of the working tree (None outside of a repository)."""
     versions = {"python": platform.python_version(), "megapack": megapack.__version__}
     for package in _PACKAGES:
-        try:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             versions[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
     device = platform.processor() or platform.machine()
     if torch.cuda.is_available():
         device = f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}"
         versions["cuda"] = str(torch.version.cuda)
+    commit = _git("rev-parse", "HEAD")
+    dirty = commit and bool(_git("status", "--porcelain"))
     return {
         "versions": versions,
         "device": device,
         "host": platform.node(),
         "command": sys.argv,
-        "git": git_state(Path.cwd()),
+        "git": commit and {"commit": commit, "dirty": dirty},
     }
 
 
-def git_state(directory: Path) -> dict[str, Any] | None:
-    """Commit and whether the tree differs from it; None outside of a repository."""
-    commit = _git(directory, "rev-parse", "HEAD")
-    if commit is None:
-        return None
-    return {"commit": commit, "dirty": bool(_git(directory, "status", "--porcelain"))}
-
-
-def _git(directory: Path, *arguments: str) -> str | None:
+def _git(*arguments: str) -> str | None:
     try:
-        done = subprocess.run(
-            ["git", *arguments], cwd=directory, check=True, capture_output=True, text=True
-        )
+        done = subprocess.run(["git", *arguments], check=True, capture_output=True, text=True)
     except (OSError, subprocess.CalledProcessError):
         return None
     return done.stdout.strip()
-
-
-def plain(value: Any) -> Any:
-    """Tuples as lists, as YAML and JSON have them."""
-    if isinstance(value, dict):
-        return {key: plain(item) for key, item in value.items()}
-    return [plain(item) for item in value] if isinstance(value, (list, tuple)) else value

@@ -31,11 +31,9 @@ from megapack.training.engine.world import World
 from megapack.training.model.sharding import whole_shape
 from megapack.training.model.training_model import TrainingModel, is_weighted, on_device
 
-# ---- How long a device was at work between two points, without waiting for it -------------------
-
 
 class Stopwatch:
-    """``with watch:`` around calls; their time is known later.
+    """``with stopwatch:`` around calls; how long a device was at work in them is known later.
 
     Args:
         device: of the work; on CUDA, events in its stream.

@@ -1,4 +1,11 @@
-"""The steps of a run whose corpus does not exist yet, from lengths of its documents."""
+"""What a run reads beside its configuration, and whether all of it goes together.
+
+``open_inputs`` opens training and validation data; ``check_run`` is everything that can be known
+before processes meet and a model is made; ``open_validation`` opens held-out documents for anybody;
+``steps_from_lengths`` plans a run whose corpus does not exist yet.
+
+    read_lengths("lognormal:999,603,1e6", seed=0)  # -> a million lengths, 999 tokens in the mean
+"""
 
 from __future__ import annotations
 
@@ -26,8 +33,6 @@ from megapack.training.model.architecture import (
     model_configuration,
     position_limit,
 )
-
-# ---- What a run reads beside its training data, and whether all of it goes together -------------
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +67,18 @@ def open_inputs(config: PretrainConfig) -> Inputs:
         FormatError, OSError: a file is damaged or cannot be read.
     """
     try:
-        return _open_inputs(config)
+        run = open_run(config)
+        how: dict[str, Any] = {
+            "buckets": config.evaluation.buckets or run.schedule.capacities,
+            "positions": _valid_positions(config.data.positions),
+        }
+        prefix, index = config.data.valid_prefix, config.data.valid_index
+        return Inputs(
+            **run.__dict__,
+            vocab_size=vocabulary_size(config, run),
+            valid=None if prefix is None else open_validation(prefix, index, **how),
+            valid_sources={} if run.blend is None else open_validation_of_sources(run.blend, **how),
+        )
     except FileNotFoundError as error:
         raise ConfigError(
             f"data: {error}; to plan a run before there are data, give --dry-run --lengths (a .npy "
@@ -70,19 +86,9 @@ def open_inputs(config: PretrainConfig) -> Inputs:
         ) from error
 
 
-def _open_inputs(config: PretrainConfig) -> Inputs:
-    run = open_run(config)
-    how: dict[str, Any] = {
-        "buckets": config.evaluation.buckets or run.schedule.capacities,
-        "positions": "document" if config.data.positions == "document" else "segment",
-    }
-    prefix, index = config.data.valid_prefix, config.data.valid_index
-    return Inputs(
-        **run.__dict__,
-        vocab_size=vocabulary_size(config, run),
-        valid=None if prefix is None else open_validation(prefix, index, **how),
-        valid_sources={} if run.blend is None else open_validation_of_sources(run.blend, **how),
-    )
+def _valid_positions(positions: str) -> Literal["segment", "document"]:
+    """Of held-out documents, which are scored alone."""
+    return "document" if positions == "document" else "segment"
 
 
 def vocabulary_size(config: PretrainConfig, run: PlannedRun) -> int:
@@ -165,7 +171,7 @@ def _check_data(run: PlannedRun, architecture: Any, positions: str) -> None:
     _check_positions(run.schedule.samples.indices, architecture, positions, "the training data")
     if isinstance(run, Inputs):
         for data in run.held_out:
-            valid = "document" if positions == "document" else "segment"
+            valid = _valid_positions(positions)
             _check_positions(data.samples.indices, architecture, valid, str(data))
         for data in (run.data, *run.held_out):
             check_token_ids(data, architecture.vocab_size)
@@ -174,8 +180,9 @@ def _check_data(run: PlannedRun, architecture: Any, positions: str) -> None:
 def _check_positions(
     indices: Sequence[SourceIndex], architecture: Any, positions: str, what: str
 ) -> None:
-    longest = max((_longest_position(index, positions) for index in indices), default=0)
     bucket = max(int(index.bucket_capacity.max()) for index in indices)
+    reach = longest_reach if positions == "document" else longest_segment
+    longest = bucket if positions == "sample" else max(map(reach, indices), default=0)
     limit = position_limit(architecture, max(longest, bucket))
     if limit is not None and longest > limit.tokens:
         cut = " with data.positions=segment" if positions == "document" else ""
@@ -184,13 +191,6 @@ def _check_positions(
             f"(data.positions: {positions}; largest bucket {bucket}); pack into buckets of at most "
             f"{limit.tokens}{cut}, or {limit.remedy}"
         )
-
-
-def _longest_position(index: SourceIndex, positions: str) -> int:
-    """One more than the highest position id of an index."""
-    if positions == "sample":
-        return int(index.bucket_capacity.max())
-    return longest_reach(index) if positions == "document" else longest_segment(index)
 
 
 def open_validation(
@@ -212,10 +212,10 @@ def open_validation(
         ConfigError: the index repeats or drops tokens, so it does not score each token once.
     """
     dataset = IndexedDataset(prefix)
-    if index is not None:
-        samples = SampleIndex.load(index)
-    else:
+    if index is None:
         samples = pack(dataset.document_lengths, "bucket", buckets=list(buckets))
+    else:
+        samples = SampleIndex.load(index)
     metrics = samples.metrics()
     for name in ("repeated_tokens", "dropped_tokens"):
         if metrics[name]:

@@ -19,8 +19,6 @@ import torch.distributed as dist
 
 from megapack.errors import ConfigError, MegapackError, ResumeError
 
-__all__ = ["RankProgress", "World", "world"]
-
 T = TypeVar("T")
 
 
@@ -128,6 +126,10 @@ def world(*, timeout_minutes: float, sequence_parallel_size: int = 1) -> Iterato
             "store still has the addresses of those before. Start it with "
             "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 and --standalone or --rdzv-backend c10d"
         ) from error
+    sequence_group = None  # of so many consecutive ranks
+    if sequence_parallel_size > 1:
+        divide: Any = dist.new_subgroups  # which has no types
+        sequence_group, _ = divide(sequence_parallel_size)
     yield World(
         rank=dist.get_rank(),
         size=dist.get_world_size(),
@@ -136,16 +138,7 @@ def world(*, timeout_minutes: float, sequence_parallel_size: int = 1) -> Iterato
         host=socket.gethostname(),
         # Without a limit of its own: the heartbeat ends a run in which somebody is lost.
         group=dist.new_group(backend="gloo", timeout=timedelta(days=7)),
-        sequence_group=_own_group(sequence_parallel_size),
+        sequence_group=sequence_group,
     )
     dist.barrier()
     dist.destroy_process_group()
-
-
-def _own_group(size: int) -> Any:
-    """This rank's group of so many consecutive ones; made once, by all ranks together."""
-    if size == 1:
-        return None
-    divide: Any = dist.new_subgroups  # which has no types
-    own, _ = divide(size)
-    return own

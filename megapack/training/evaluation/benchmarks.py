@@ -7,11 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM
 
 from megapack.errors import ConfigError
-
-__all__ = ["run_lm_eval"]
+from megapack.training.engine.export import open_tokenizer
+from megapack.training.model.architecture import register_architectures
 
 
 def run_lm_eval(
@@ -28,7 +30,7 @@ def run_lm_eval(
     Args:
         model: directory of an exported model.
         tasks: names known to the harness, or defined in ``task_directory``.
-        tokenizer: a directory ``AutoTokenizer`` loads, or a ``tokenizer.json``; None: in ``model``.
+        tokenizer: as of ``open_tokenizer``; None: the one in ``model``.
         task_directory: YAML files of further tasks.
         limit: documents per task; None: all.
         batch_size: requests per forward.
@@ -49,48 +51,19 @@ def run_lm_eval(
     unknown = sorted(set(tasks) - set(manager.all_tasks))
     if unknown:
         raise ConfigError(f"lm-evaluation-harness has no task {', '.join(unknown)}")
-    wrapped = HFLM(
-        pretrained=_load_model(model),
-        tokenizer=_load_tokenizer(tokenizer or model),
-        batch_size=batch_size,
-    )
+    register_architectures()
+    loaded = AutoModelForCausalLM.from_pretrained(model)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    words = open_tokenizer(str(tokenizer or model), required=True)
+    if words.eos_token_id is None:
+        words.eos_token = words.convert_ids_to_tokens(words.vocab_size - 1)
+    if words.pad_token_id is None:
+        words.pad_token = words.eos_token
+    wrapped = HFLM(pretrained=loaded.to(device).eval(), tokenizer=words, batch_size=batch_size)
     found = lm_eval.simple_evaluate(
         model=wrapped, tasks=list(tasks), task_manager=manager, limit=limit, bootstrap_iters=0
     )
-    return {task: _numbers(values) for task, values in found["results"].items()}
-
-
-def _load_model(directory: str | Path) -> Any:
-    import torch  # noqa: PLC0415
-    from transformers import AutoModelForCausalLM  # noqa: PLC0415
-
-    from megapack.training.model.architecture import register_architectures  # noqa: PLC0415
-
-    register_architectures()
-    model = AutoModelForCausalLM.from_pretrained(directory)
-    return model.to("cuda" if torch.cuda.is_available() else "cpu").eval()
-
-
-def _load_tokenizer(where: str | Path) -> Any:
-    from transformers import AutoTokenizer, PreTrainedTokenizerFast  # noqa: PLC0415
-
-    path = Path(where)
-    try:
-        if path.is_file():
-            result = PreTrainedTokenizerFast(tokenizer_file=str(path))
-        else:
-            result = AutoTokenizer.from_pretrained(str(path))
-    except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"no tokenizer in {path}: {error}; name one with --tokenizer (a directory or a "
-            "tokenizer.json)"
-        ) from error
-    if result.eos_token_id is None:
-        result.eos_token = result.convert_ids_to_tokens(result.vocab_size - 1)
-    if result.pad_token_id is None:
-        result.pad_token = result.eos_token
-    return result
-
-
-def _numbers(values: dict[str, Any]) -> dict[str, float]:
-    return {name: float(v) for name, v in values.items() if isinstance(v, (int, float))}
+    return {
+        task: {name: float(v) for name, v in values.items() if isinstance(v, (int, float))}
+        for task, values in found["results"].items()
+    }

@@ -1,4 +1,14 @@
-"""A run on one page: loss, buckets, sources, throughput, MFU, padding, imbalance, validation."""
+"""Runs by their logs: perplexity curves, who stands where, and figures as PNG files.
+
+``read_curve`` and ``standings`` compare runs; ``plot_curves``, ``plot_contexts`` and ``plot_run``
+(a run on one page) draw. Definitions of the atom-size paper, A.6: the last epoch is cut into 100
+ranges of 0.01 epoch; in each, every run has an average perplexity and a rank; the ranking is the
+mean rank, the final perplexity that of the last range. Epochs, not steps, because padding changes
+the steps per epoch.
+
+    a, b = Curve(np.array([0, 0.5, 1]), np.array([10.0, 40.0])), ...  # two steps each
+    standings({"a": a, "b": b}, num_ranges=2)  # b: 20 and 30 -> mean rank 1.5 both, final 40 and 30
+"""
 
 from __future__ import annotations
 
@@ -6,6 +16,7 @@ import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +25,6 @@ from numpy.typing import NDArray
 
 from megapack.errors import DataError
 from megapack.training.engine.directory import RunDirectory, read_jsonl
-
-# ---- Comparing runs by their logs: final perplexity and perplexity ranking ----------------------
-# Definitions of the atom-size paper, A.6: the last epoch is cut into 100 ranges of 0.01 epoch; in
-# each, every run has an average perplexity and a rank; the ranking is the mean rank, the final
-# perplexity that of the last range. Epochs, not steps, because padding changes the steps per epoch.
 
 Floats = NDArray[np.float64]
 
@@ -69,7 +75,7 @@ def read_curve(run_dir: str | Path) -> Curve:
     return Curve(np.array([*begins, end]), np.array(perplexities))
 
 
-def compare(curves: Mapping[str, Curve], num_ranges: int = 100) -> dict[str, Standing]:
+def standings(curves: Mapping[str, Curve], num_ranges: int = 100) -> dict[str, Standing]:
     """Final perplexity and mean rank of every run, over the last epoch all of them finished.
 
     Where a run is shorter than an epoch, over the part of it that all have.
@@ -83,16 +89,10 @@ def compare(curves: Mapping[str, Curve], num_ranges: int = 100) -> dict[str, Sta
     table = np.array(
         [[curve.average(a, b) for a, b in itertools.pairwise(edges)] for curve in curves.values()]
     )
-    ranks = np.array([_ranks(column) for column in table.T]).mean(axis=0)
+    below = (table[None] < table[:, None]).sum(axis=1)
+    equal = (table[None] == table[:, None]).sum(axis=1)  # which share the mean of their ranks
+    ranks = (below + (equal + 1) / 2).mean(axis=1)
     return {name: Standing(float(table[i, -1]), float(ranks[i])) for i, name in enumerate(curves)}
-
-
-def _ranks(values: Floats) -> Floats:
-    """1 for the smallest; equal values share the mean of their ranks."""
-    below = (values[None, :] < values[:, None]).sum(axis=1)
-    equal = (values[None, :] == values[:, None]).sum(axis=1)
-    ranks: Floats = below + (equal + 1) / 2.0
-    return ranks
 
 
 def smooth(values: Sequence[float], alpha: float) -> list[float]:
@@ -109,9 +109,6 @@ def smooth(values: Sequence[float], alpha: float) -> list[float]:
         norm = weight * norm + (1 - weight)
         result.append(total / norm)
     return result
-
-
-# ---- Figures of runs and evaluations, as PNG files ----------------------------------------------
 
 
 def plot_contexts(path: Path, results: Mapping[str, Mapping[int, float]]) -> None:
@@ -161,7 +158,6 @@ def save_figure(figure: Any, axes: Sequence[Any], path: Path) -> None:
 
 
 Lines = Sequence[Mapping[str, Any]]
-_ALPHA = 0.8  # of the smoothing
 
 
 def plot_run(run_dir: str | Path, path: Path) -> None:
@@ -176,22 +172,31 @@ def plot_run(run_dir: str | Path, path: Path) -> None:
     if not lines:
         raise DataError(f"{run.log} has no steps")
     evaluations = list(read_jsonl(run.evaluation)) if run.evaluation.exists() else []
-    panels: list[tuple[str, Callable[[Any], None]]] = [
-        ("training loss", lambda axes: _loss(axes, lines)),
-        ("training loss by bucket", lambda axes: _by_bucket(axes, lines)),
-        ("tokens per second", lambda axes: _speed(axes, lines)),
-        ("padding and data wait, share", lambda axes: _shares(axes, lines)),
-        ("busiest rank over the mean", lambda axes: _report_ranks(axes, lines)),
-    ]
+    panels: dict[str, Callable[[Any], None]] = {
+        "training loss": partial(_loss, lines=lines),
+        "training loss by bucket": partial(_by_bucket, lines=lines),
+        "tokens per second": partial(
+            _fields, lines=lines, tokens_per_second="all", useful_tokens_per_second="of documents"
+        ),
+        "padding and data wait, share": partial(
+            _fields, lines=lines, padding="padding", data_wait_share="data wait"
+        ),
+        "busiest rank over the mean": partial(_ranks, lines=lines),
+    }
     if any(line["mfu"] is not None for line in lines):
-        panels.append(("model FLOPs utilization", lambda axes: _mfu(axes, lines)))
+        panels["model FLOPs utilization"] = partial(
+            _fields,
+            lines=lines,
+            mfu="attention inside documents",
+            naive_mfu="every sample one document",
+        )
     if any("source_loss" in line for line in lines):
-        panels.append(("training loss by source", lambda axes: _by_source(axes, lines)))
+        panels["training loss by source"] = partial(_by_source, lines=lines)
     if evaluations:
-        panels.append(("validation perplexity", lambda axes: _validation(axes, evaluations)))
+        panels["validation perplexity"] = partial(_validation, evaluations=evaluations)
     figure, grid = new_figure(rows=-(-len(panels) // 2), columns=2)
     figure.suptitle(f"{run.path.name}: {len(lines):,} steps")
-    for axes, (title, draw) in zip(grid, panels, strict=False):
+    for axes, (title, draw) in zip(grid, panels.items(), strict=False):
         draw(axes)
         axes.set(title=title, xlabel="step")
     for unused in grid[len(panels) :]:
@@ -199,17 +204,23 @@ def plot_run(run_dir: str | Path, path: Path) -> None:
     save_figure(figure, grid[: len(panels)], path)
 
 
-def _line(axes: Any, lines: Lines, name: str, label: str | None = None) -> None:
-    points = [(line["step"], line[name]) for line in lines if line.get(name) is not None]
-    if points:
-        steps, values = zip(*points, strict=True)
-        axes.plot(steps, smooth(values, _ALPHA), label=label or name.replace("_", " "))
+def _line(axes: Any, points: Sequence[tuple[int, float | None]], label: str) -> None:
+    known = [(step, value) for step, value in points if value is not None]
+    if known:
+        steps, values = zip(*known, strict=True)
+        axes.plot(steps, smooth(values, 0.8), label=label)
+
+
+def _fields(axes: Any, lines: Lines, **labels: str) -> None:
+    for name, label in labels.items():
+        _line(axes, [(line["step"], line[name]) for line in lines], label)
+    axes.set_ylim(bottom=0)
 
 
 def _loss(axes: Any, lines: Lines) -> None:
     points = [(line["step"], line["loss"]) for line in lines if line["loss"] is not None]
     axes.scatter(*zip(*points, strict=True), s=3, color="silver", label="of a step")
-    _line(axes, lines, "loss", "smoothed")
+    _line(axes, points, "smoothed")
     skipped = [line["step"] for line in lines if line["skipped"]]
     for i, step in enumerate(skipped):
         axes.axvline(step, color="tab:red", linewidth=0.8, label=None if i else "skipped")
@@ -217,41 +228,23 @@ def _loss(axes: Any, lines: Lines) -> None:
 
 def _by_bucket(axes: Any, lines: Lines) -> None:
     for capacity in sorted({line["capacity"] for line in lines}):
-        mine = [line for line in lines if line["capacity"] == capacity]
-        _line(axes, mine, "loss", f"{capacity:,}")
+        mine = [(line["step"], line["loss"]) for line in lines if line["capacity"] == capacity]
+        _line(axes, mine, f"{capacity:,}")
 
 
 def _by_source(axes: Any, lines: Lines) -> None:
     names = sorted({name for line in lines for name in line.get("source_loss", {})})
     for name in names[:10]:  # as many as there are colors
-        mine = [{**line, "of": line.get("source_loss", {}).get(name)} for line in lines]
-        _line(axes, mine, "of", name)
+        mine = [(line["step"], line.get("source_loss", {}).get(name)) for line in lines]
+        _line(axes, mine, name)
 
 
-def _speed(axes: Any, lines: Lines) -> None:
-    _line(axes, lines, "tokens_per_second", "all")
-    _line(axes, lines, "useful_tokens_per_second", "of documents")
-    axes.set_ylim(bottom=0)
-
-
-def _shares(axes: Any, lines: Lines) -> None:
-    _line(axes, lines, "padding")
-    _line(axes, lines, "data_wait_share", "data wait")
-    axes.set_ylim(bottom=0)
-
-
-def _report_ranks(axes: Any, lines: Lines) -> None:
-    _line(axes, lines, "imbalance", "attention work")
+def _ranks(axes: Any, lines: Lines) -> None:
+    _line(axes, [(line["step"], line["imbalance"]) for line in lines], "attention work")
     found = [(line["step"], line["rank_forward"]) for line in lines if "rank_forward" in line]
     times = [(step, f["most"] / f["median"]) for step, f in found if f["median"]]
     if times:
         axes.plot(*zip(*times, strict=True), label="forward time (over the median)")
-
-
-def _mfu(axes: Any, lines: Lines) -> None:
-    _line(axes, lines, "mfu", "attention inside documents")
-    _line(axes, lines, "naive_mfu", "every sample one document")
-    axes.set_ylim(bottom=0)
 
 
 def _validation(axes: Any, evaluations: Lines) -> None:

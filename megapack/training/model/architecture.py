@@ -1,10 +1,15 @@
-"""How long a document may be for the positions of a model."""
+"""Which model: its transformers configuration and its checkpoint, and what both ask for.
+
+``model_configuration`` of a preset or a checkpoint with overrides; ``check_checkpoint`` tensor by
+tensor; ``attention_needs``; ``position_limit``, how long a document may be. transformers takes what
+it is given: a field that no architecture has, sizes that fit no layer, a checkpoint of another
+model, whose missing tensors begin at random. Here all of that is refused, before a model is built.
+"""
 
 from __future__ import annotations
 
 import copy
 import dataclasses
-import difflib
 import logging
 import math
 import re
@@ -17,21 +22,18 @@ from typing import Any
 import torch
 
 from megapack.attention import AttentionNeeds, alibi_slopes
+from megapack.config import nearest
 from megapack.errors import ConfigError
 from megapack.training.config import ModelConfig
+from megapack.training.model.flops import num_experts
 from megapack.training.model.presets import PRESETS
 
-# ---- Which model: its transformers configuration and its checkpoint, and what both ask for ------
-# transformers takes what it is given: a field that no architecture has, sizes that fit no layer, a
-# checkpoint of another model, whose missing tensors begin at random. Here all of that is refused,
-# before a model is built.
-
 _DROPOUTS = ("attention_dropout", "attn_pdrop", "embd_pdrop", "resid_pdrop")
-_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 # Fields that count something of which there is at least one, if the architecture has any.
 _SIZES = re.compile(
     r"(size|dim|rank|inner|embd|positions|embeddings|layers?|heads?|experts|per_tok)$"
 )
+_LEARNED = ("gpt2", "gpt_bigcode", "gpt_neo", "opt", "biogpt")  # a row per position
 _SHOWN = 3  # tensors in an error
 
 
@@ -70,7 +72,9 @@ def _preset_configuration(config: ModelConfig, vocab_size: int) -> Any:
 
     preset = PRESETS[str(config.preset)]
     rows = -(-vocab_size // config.vocab_multiple) * config.vocab_multiple
-    values = {**preset.fields, "vocab_size": rows, **_no_special_tokens()}
+    # Boundaries come from the index, never from token values.
+    special = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
+    values = {**preset.fields, "vocab_size": rows, **special}
     before = AutoConfig.for_model(preset.model_type, **values)
 
     def make() -> Any:
@@ -148,8 +152,7 @@ def _check_names_and_values(
     for name, value in overrides.items():
         where = f"model.overrides.{name}"
         if name not in names or name.startswith("_"):
-            near = difflib.get_close_matches(name, sorted(names), n=1)
-            hint = f"; did you mean {near[0]}?" if near else ""
+            hint = nearest(name, sorted(names))
             raise ConfigError(f"{where}: no field of a {before.model_type} configuration{hint}")
         was = getattr(before, name, None)
         is_size = type(was) is int and was > 0 and _SIZES.search(name) and "shared" not in name
@@ -161,20 +164,13 @@ def _check_names_and_values(
 
 def _disagreement(configuration: Any) -> str | None:
     """What no validator of transformers looks for, and a model fails or idles with."""
-    hidden, heads, groups, chosen = (
-        getattr(configuration, name, None)
-        for name in (
-            "hidden_size",
-            "num_attention_heads",
-            "num_key_value_heads",
-            "num_experts_per_tok",
-        )
-    )
+    sizes = ("hidden_size", "num_attention_heads", "num_key_value_heads", "num_experts_per_tok")
+    hidden, heads, groups, chosen = (getattr(configuration, name, None) for name in sizes)
     if heads and not getattr(configuration, "head_dim", None) and hidden % heads:
         return f"hidden_size {hidden} is no multiple of num_attention_heads {heads}"
     if heads and groups and heads % groups:
         return f"num_attention_heads {heads} is no multiple of num_key_value_heads {groups}"
-    experts = next((n for x in _EXPERTS if (n := getattr(configuration, x, None))), None)
+    experts = num_experts(configuration)
     if experts and chosen and chosen > experts:
         return f"num_experts_per_tok is {chosen}, of {experts} experts"
     rope = getattr(configuration, "rope_parameters", None) or {}
@@ -248,11 +244,6 @@ def check_checkpoint(config: ModelConfig, configuration: Any) -> None:
             )
 
 
-def _no_special_tokens() -> dict[str, None]:
-    """Boundaries come from the index, never from token values."""
-    return {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
-
-
 def register_architectures() -> None:
     """Make transformers' Auto classes know the architectures that are ours."""
     from transformers import AutoConfig, AutoModelForCausalLM  # noqa: PLC0415
@@ -282,10 +273,6 @@ def attention_needs(configuration: Any, device: torch.device, dtype: torch.dtype
         softcap=bool(getattr(configuration, "attn_logit_softcapping", None)),
         alibi=configuration.model_type == "gpt2_alibi",
     )
-
-
-# Position embeddings with a row per position.
-_LEARNED = ("gpt2", "gpt_bigcode", "gpt_neo", "opt", "biogpt")
 
 
 @dataclass(frozen=True, kw_only=True)

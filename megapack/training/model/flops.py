@@ -1,8 +1,6 @@
-"""How much arithmetic a step is, so that speed can be stated as a share of the device's.
+"""How much arithmetic a step of a model is, so that speed can be stated as a share of the device's.
 
-A matrix multiplication of m x k and k x n counts 2 m k n operations; backward twice the forward;
-recomputation counts nothing (model FLOPs, as in PaLM's MFU). Attention of one document of n tokens
-is ``6 * layers * width * n^2`` over forward and backward, causal: only half of the scores exist.
+Recomputation counts nothing (model FLOPs, as in PaLM's MFU); see ``megapack.devices``.
 """
 
 from __future__ import annotations
@@ -16,40 +14,13 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 from torch import nn
 
+from megapack.devices import FLOPS_PER_WEIGHT, attention_flops, peak_flops
 from megapack.training.model.sharding import whole_shape
 
-__all__ = ["ModelFlops", "peak_by_name", "peak_flops"]
 
-# Dense bfloat16 tensor operations per second, from the vendors' data sheets.
-_PEAKS = {
-    "H200": 989e12,
-    "H100 PCIe": 756e12,
-    "H100 NVL": 835e12,
-    "H100": 989e12,
-    "H800": 989e12,
-    "H20": 148e12,
-    "B200": 2250e12,
-    "A100": 312e12,
-    "A800": 312e12,
-    "L40S": 362e12,
-    "L20": 119.5e12,
-    "A10": 125e12,
-    "RTX 4090": 165e12,
-    "RTX 3090": 71e12,
-}
-
-
-def peak_flops(device: torch.device) -> float | None:
-    """bfloat16 operations per second the device can do at best; None when it is not known."""
-    if device.type != "cuda":
-        return None
-    return peak_by_name(torch.cuda.get_device_name(device))
-
-
-def peak_by_name(name: str) -> float | None:
-    """The same by a name that contains a model's, as in "NVIDIA H100 80GB HBM3"."""
-    known = [key for key in _PEAKS if key.lower() in name.lower()]
-    return _PEAKS[max(known, key=len)] if known else None  # "H100 PCIe" before "H100"
+def peak_of(device: torch.device) -> float | None:
+    """16-bit operations per second that a device can do at best; None where it is not known."""
+    return peak_flops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,7 +60,7 @@ class ModelFlops:
         heads = configuration.num_attention_heads
         head_dim = getattr(configuration, "head_dim", None) or configuration.hidden_size // heads
         return ModelFlops(
-            per_token=6.0 * weights,
+            per_token=FLOPS_PER_WEIGHT * weights,
             full_layers=configuration.num_hidden_layers - windows,
             window_layers=windows,
             window=getattr(configuration, "sliding_window", None) or 0,
@@ -99,12 +70,10 @@ class ModelFlops:
     def attention(self, lengths: ArrayLike) -> float:
         """Of causal attention inside segments of these lengths (tokens), all layers."""
         n: NDArray[np.float64] = np.asarray(lengths, dtype=np.float64)
-        # 2 products x 2 operations x width x n^2 / 2 pairs, three times (backward is double).
-        total = 6.0 * self.width * self.full_layers * float((n * n).sum())
+        total = attention_flops(self.full_layers, self.width) * float((n * n).sum())
         if self.window_layers:
-            outside = np.maximum(n - self.window, 0.0)
-            visible = n * n - outside * outside
-            total += 6.0 * self.width * self.window_layers * float(visible.sum())
+            visible = float((n * n - np.maximum(n - self.window, 0.0) ** 2).sum())
+            total += attention_flops(self.window_layers, self.width) * visible
         return total
 
     @property
@@ -120,7 +89,12 @@ class ModelFlops:
 
 def _active_experts(configuration: Any) -> float:
     """The share of a mixture's routed experts that a token goes through."""
-    names = ("num_local_experts", "num_experts", "n_routed_experts")
-    count = next((n for n in (getattr(configuration, x, None) for x in names) if n), None)
+    count = num_experts(configuration)
     chosen = getattr(configuration, "num_experts_per_tok", None)
     return chosen / count if chosen and count else 1.0
+
+
+def num_experts(configuration: Any) -> int | None:
+    """Routed experts of a layer of a transformers configuration; None: it has none."""
+    names = ("num_experts", "num_local_experts", "n_routed_experts")
+    return next((n for n in (getattr(configuration, x, None) for x in names) if n), None)

@@ -166,7 +166,7 @@ def compute_dtype(engine: EngineConfig) -> torch.dtype:
 def try_model(
     configuration: Any, *, backend: str, device: torch.device, dtype: torch.dtype
 ) -> None:
-    """Refuse an architecture that packed rows would train wrongly; see ``attention.guard``.
+    """Refuse an architecture that packed rows would train wrongly; see ``check_architecture``.
 
     Raises:
         ConfigError: naming the architecture, the layer and the difference.

@@ -2,7 +2,7 @@
 
 The scaled sum is the architecture's own training loss, ``model(labels=...).loss`` of transformers,
 times the labels of the stream: with the load-balancing loss of a mixture of experts, where the
-architecture adds one (``megapack.attention.experts``). ``attention.guard`` holds it against that.
+architecture adds one (``megapack.attention.experts``); ``check_architecture`` compares the two.
 """
 
 from __future__ import annotations

@@ -21,8 +21,6 @@ import torch.distributed as dist
 from megapack.training.command import free_port
 from megapack.training.engine.world import World
 
-__all__ = ["LOST_CONTACT", "Heartbeat"]
-
 LOST_CONTACT = 76
 """Exit code of a rank that ended because another one was lost."""
 
@@ -113,10 +111,10 @@ class Heartbeat:
         self._store.set(f"beat/{self.world.rank}", json.dumps(beat))
 
     def _look(self, silence: float) -> None:
-        """The first rank judges, by its own clock alone; the others read its verdict."""
-        self._attempt(lambda: self._judge(silence) if self.world.is_first else self._read_verdict())
+        """The first rank decides, by its own clock alone; the others read what it says."""
+        self._attempt(lambda: self._decide(silence) if self.world.is_first else self._read())
 
-    def _judge(self, silence: float) -> None:
+    def _decide(self, silence: float) -> None:
         with self._lock:
             beats = [self._store.get(f"beat/{rank}") for rank in range(self.world.size)]
             now = time.monotonic()
@@ -147,7 +145,7 @@ class Heartbeat:
         others = f"the furthest at {beats[counts.index(furthest)]['place']}"
         return f"no progress for {self.stall:g} seconds: {', '.join([*behind[:8], others])}"
 
-    def _read_verdict(self) -> None:
+    def _read(self) -> None:
         if self._store.check(["lost"]):
             self._lost = self._store.get("lost").decode()
 

@@ -1,6 +1,12 @@
 """What a run shows: one JSON line per step, a log line now and then, TensorBoard, W&B.
 
-The device is waited for only when a log line is due: until then losses stay where they are.
+``Monitor`` collects steps and writes them; ``StepWork`` is what a step holds and how much
+arithmetic it is, from the index alone; ``SourceLosses`` the loss of every source of a blend;
+``Slowdowns`` says which rank, and what else, slows a run. The device is waited for only when a log
+line is due: until then losses stay where they are.
+
+    step 40/200, loss 3.1042 (web 3.2100, code 2.4100), lr 3.00e-04, bucket 4096, 91,000 tok/s
+    (90,400 useful), wait 0.1%, MFU 41.2% (naive 55.0%), 60.1 GiB, 0:12:30 left
 """
 
 from __future__ import annotations
@@ -14,6 +20,7 @@ import time
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from statistics import median_low
 from typing import Any
 
@@ -29,55 +36,15 @@ from megapack.training.config import LoggingConfig
 from megapack.training.engine.directory import RunDirectory
 from megapack.training.engine.engine import StepResult
 from megapack.training.engine.world import World
-from megapack.training.model.flops import ModelFlops, peak_flops
+from megapack.training.model.flops import ModelFlops, peak_of
 
-# ---- Updates that were skipped because the gradient was not finite: counted, said, limited ------
-
+_SHOWN = 8  # sources in a log line; log.jsonl and TensorBoard have all
 logger = logging.getLogger("megapack")
-
-
-class SkippedUpdates:
-    """The same on all ranks, since all skip together.
-
-    Args:
-        limit: how many in a row are borne.
-    """
-
-    def __init__(self, limit: int) -> None:
-        self.limit, self.in_a_row, self.total = limit, 0, 0
-
-    def note(self, step: int, skipped: bool) -> str | None:
-        """Count one step.
-
-        Returns:
-            Why the run must end, if it must.
-        """
-        self.in_a_row = self.in_a_row + 1 if skipped else 0
-        self.total += skipped
-        if skipped:
-            logger.info(
-                "the update of step %d is skipped: its gradient is not finite (%d in a row, %d "
-                "since the start)",
-                step,
-                self.in_a_row,
-                self.total,
-            )
-        if self.in_a_row <= self.limit:
-            return None
-        return (
-            f"{self.in_a_row} updates in a row were skipped, optimizer.max_skipped allows "
-            f"{self.limit}; the weights are those of before step {step + 1 - self.in_a_row}. "
-            "Continue from the last checkpoint with a lower optimizer.lr, or look at these "
-            "steps' samples (logging.batches)"
-        )
-
-
-# ---- What a step holds and how much arithmetic it is, from the index alone ----------------------
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepWork:
-    """What a step holds, from the index alone."""
+    """What a step holds."""
 
     tokens: int
     """Padding included."""
@@ -109,16 +76,6 @@ def segment_lengths(schedule: Schedule, step: Step) -> NDArray[np.int64]:
     lengths = schedule.samples.segment_lengths(step.sample_ids, step.num_lists)
     window = schedule.settings_at(step.index).window_at(step.index)
     return cut_lengths(lengths, window)
-
-
-def sample_digest(content: Step) -> str:
-    """Eight hexadecimal digits that change when the samples of a step do."""
-    return f"{zlib.crc32(np.ascontiguousarray(content.sample_ids, np.int64).tobytes()):08x}"
-
-
-# ---- The loss of every source of a blend, step by step ------------------------------------------
-
-_SHOWN = 8  # in a log line; log.jsonl and TensorBoard have all
 
 
 class SourceLosses:
@@ -195,63 +152,31 @@ def _finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
-# ---- Which rank is slow, and what else slows a run: found at every log line, said when it begins
-# Steps end together on all ranks, so their times say nothing. The forward has no collective in it
-# (but under ZeRO-3, which gathers parameters there), and a rank waits for its own batches: these
-# two
-# are compared.
-
-
 MAX_FORWARD = 1.2  # slowest rank over the median
 MAX_DATA_WAIT = 0.05  # of the time, on any rank
 MAX_IMBALANCE = 1.3
 MAX_PADDING = 0.1
 
 
-class RankTimes:
-    """Forward and data wait of all ranks since it was last asked."""
-
-    def __init__(self, world: World) -> None:
-        self.world = world
-        self._hosts = world.gather(world.host)
-
-    def gather(self, forward: float, waited: float) -> dict[str, Any]:
-        """Collective.
-
-        Args:
-            forward: seconds that this rank computed forwards.
-            waited: seconds that it waited for batches.
-
-        Returns:
-            For a log line: ``rank_forward`` and ``rank_data_wait``, each with the ``median`` and
-            the ``most`` over the ranks (seconds) and the ``rank`` and ``host`` that took most.
-        """
-        times = self.world.gather((forward, waited))
-        names = ("rank_forward", "rank_data_wait")
-        return {name: self._of([t[i] for t in times]) for i, name in enumerate(names)}
-
-    def _of(self, seconds: list[float]) -> dict[str, Any]:
-        most = max(seconds)
-        rank = seconds.index(most)
-        return {
-            "median": median_low(seconds),
-            "most": most,
-            "rank": rank,
-            "host": self._hosts[rank],
-        }
-
-
 class Slowdowns:
-    """Says once when something begins to slow the run, and once when it no longer does."""
+    """Says once when something begins to slow the run, and once when it no longer does.
+
+    Steps end together on all ranks, so their times say nothing. The forward has no collective in it
+    (but under ZeRO-3, which gathers parameters there), and a rank waits for its own batches: these
+    two are compared.
+    """
 
     def __init__(self) -> None:
         self._passed: set[str] = set()
 
     def look(self, lines: list[dict[str, Any]]) -> None:
-        """At lines of the log, the last of which has what ``RankTimes`` found."""
-        seconds = sum(line["seconds"] for line in lines)
+        """At lines of the log, the last of which has ``rank_forward`` and ``rank_data_wait``."""
         forward, wait = lines[-1]["rank_forward"], lines[-1]["rank_data_wait"]
         slow = forward["most"] / forward["median"] if forward["median"] else 1.0
+        share = wait["most"] / sum(line["seconds"] for line in lines)
+        imbalance = sum(line["imbalance"] for line in lines) / len(lines)
+        tokens, useful = (sum(x[name] for x in lines) for name in ("tokens", "useful_tokens"))
+        padding = 1 - useful / tokens
         self._say(
             "slow rank",
             slow > MAX_FORWARD,
@@ -259,22 +184,18 @@ class Slowdowns:
             f"the median (limit {MAX_FORWARD:g}), and all wait for it; look at its clocks and "
             "neighbours",
         )
-        share = wait["most"] / seconds
         self._say(
             "data wait",
             share > MAX_DATA_WAIT,
             f"rank {wait['rank']} on {wait['host']} waits for batches {share:.0%} of the time "
             f"(limit {MAX_DATA_WAIT:.0%}); look at its storage and at what else its cores do",
         )
-        imbalance = sum(line["imbalance"] for line in lines) / len(lines)
         self._say(
             "imbalance",
             imbalance > MAX_IMBALANCE,
             f"the busiest rank has {imbalance:.2f} times the attention work of the mean (limit "
             f"{MAX_IMBALANCE:g}); data.cost_window=16 brings samples of like cost together",
         )
-        tokens = sum(line["tokens"] for line in lines)
-        padding = 1 - sum(line["useful_tokens"] for line in lines) / tokens
         self._say(
             "padding",
             padding > MAX_PADDING,
@@ -304,7 +225,7 @@ class Monitor:
         samples: of the run; with several sources every one has its loss.
         num_steps: of the whole run, for the time that is left.
         start: the first step, after which older curves are cut.
-        max_skipped: updates in a row that may be skipped.
+        max_skipped: updates in a row that may be skipped; all ranks skip together.
     """
 
     def __init__(
@@ -319,26 +240,18 @@ class Monitor:
         max_skipped: int = 0,
     ) -> None:
         self.directory, self.config, self.world = directory, config, world
-        self.num_steps, self.start = num_steps, start
-        self._skipped = SkippedUpdates(max_skipped)
+        self.num_steps, self.start, self.max_skipped = num_steps, start, max_skipped
+        self._skipped_in_a_row = self._skipped = 0
         self._sources = SourceLosses(samples, world) if len(samples.indices) > 1 else None
-        self._peak = peak_flops(world.device)
-        self._ranks, self._limits = RankTimes(world), Slowdowns()
+        self._peak, self._limits = peak_of(world.device), Slowdowns()
         self._lines: list[dict[str, Any]] = []
         self._results: list[StepResult] = []
         self._since = time.perf_counter()
-        self._writers = self._open_writers() if world.is_first else []
-
-    def _open_writers(self) -> list[Any]:
-        writers: list[Any] = []
-        if self.config.tensorboard:
-            from torch.utils.tensorboard import SummaryWriter  # noqa: PLC0415
-
-            path = str(self.directory.tensorboard)
-            writers.append(_TensorBoard(SummaryWriter(path, purge_step=self.start)))
-        if self.config.wandb_project is not None:
-            writers.append(_WeightsAndBiases(self.config.wandb_project, self.directory))
-        return writers
+        self._writers: list[Any] = []
+        if world.is_first and config.tensorboard:
+            self._writers.append(_TensorBoard(directory, start))
+        if world.is_first and config.wandb_project is not None:
+            self._writers.append(_WeightsAndBiases(config.wandb_project, directory))
 
     def skip_time(self) -> None:
         """What passed since the last step (an evaluation, a checkpoint) was no training."""
@@ -360,22 +273,42 @@ class Monitor:
         """
         now = time.perf_counter()
         seconds, self._since = now - self._since, now
-        about = {
+        ids = np.ascontiguousarray(content.sample_ids, np.int64)
+        known = {
             "bucket": content.bucket,
             "capacity": content.capacity,
             "label_tokens": content.num_label_tokens,
-            "samples": sample_digest(content),
+            "samples": f"{zlib.crc32(ids.tobytes()):08x}",  # changes when the samples do
             "skipped": result.skipped,
         }
         if self._sources is not None:
-            about["source_label_tokens"] = self._sources.label_tokens(content)
-        self._lines.append({**line, **about, "seconds": seconds, **work.__dict__})
+            known["source_label_tokens"] = self._sources.label_tokens(content)
+        self._lines.append({**line, **known, "seconds": seconds, **work.__dict__})
         self._results.append(result)
-        problem = self._skipped.note(line["step"], result.skipped)
-        if problem is not None or len(self._lines) == self.config.every:
+        too_many = self._note_skipped(line["step"], result.skipped)
+        if too_many is not None or len(self._lines) == self.config.every:
             self.flush()
-        if problem is not None:
-            raise FloatingPointError(problem)
+        if too_many is not None:
+            raise FloatingPointError(too_many)
+
+    def _note_skipped(self, step: int, skipped: bool) -> str | None:
+        """Count and say an update without a finite gradient; why the run must end, if it must."""
+        self._skipped_in_a_row = self._skipped_in_a_row + 1 if skipped else 0
+        self._skipped += skipped
+        if skipped:
+            logger.info(
+                "the update of step %d is skipped: its gradient is not finite (%d in a row, %d "
+                "since the start)",
+                *(step, self._skipped_in_a_row, self._skipped),
+            )
+        if self._skipped_in_a_row <= self.max_skipped:
+            return None
+        return (
+            f"{self._skipped_in_a_row} updates in a row were skipped, optimizer.max_skipped allows "
+            f"{self.max_skipped}; the weights are those of before step "
+            f"{step + 1 - self._skipped_in_a_row}. Continue from the last checkpoint with a lower "
+            "optimizer.lr, or look at these steps' samples (logging.batches)"
+        )
 
     def flush(self) -> None:
         """Write what was recorded; all ranks.
@@ -394,7 +327,7 @@ class Monitor:
             self._sources.add_losses(self._lines, self._results)
         # Not of the first one, which sets up and compiles.
         counted = [i for i, line in enumerate(self._lines) if line["step"] > self.start]
-        times = self._ranks.gather(
+        times = self._times_of_ranks(
             sum(self._results[i].forward.seconds() for i in counted),
             sum(self._lines[i]["data_wait"] for i in counted),
         )
@@ -424,14 +357,27 @@ class Monitor:
                     "optimizer.lr or a smaller optimizer.clip"
                 )
 
+    def _times_of_ranks(self, forward: float, waited: float) -> dict[str, Any]:
+        """For a log line: of seconds of forwards and of waiting for batches, the median and the
+        most over the ranks, and which rank and host took most; collective."""
+        of_ranks = self.world.gather((forward, waited, self.world.host))
+        found = {}
+        for place, name in enumerate(("rank_forward", "rank_data_wait")):
+            seconds = [times[place] for times in of_ranks]
+            most = max(seconds)
+            rank = seconds.index(most)
+            where = {"rank": rank, "host": of_ranks[rank][2]}
+            found[name] = {"median": median_low(seconds), "most": most, **where}
+        return found
+
     def _finish(self, line: dict[str, Any], loss: float, norm: float) -> dict[str, Any]:
         seconds, flops = line.pop("seconds"), line.pop("flops")
         naive, tokens = line.pop("naive_flops"), line["tokens"]
         available = self._peak * self.world.size * seconds if self._peak else None
         return {
             **line,
-            "loss": loss if math.isfinite(loss) else None,
-            "grad_norm": norm if math.isfinite(norm) else None,
+            "loss": _finite(loss),
+            "grad_norm": _finite(norm),
             "padding": 1 - line["useful_tokens"] / tokens,
             "seconds": round(seconds, 6),
             "tokens_per_second": tokens / seconds,
@@ -473,7 +419,7 @@ class Monitor:
         tokens = sum(line["tokens"] for line in lines) / seconds
         losses = [line["loss"] for line in lines if line["loss"] is not None]
         loss = sum(losses) / len(losses) if losses else math.nan
-        left = (self.num_steps - 1 - last["step"]) * seconds / len(lines)
+        left = round((self.num_steps - 1 - last["step"]) * seconds / len(lines))
         wait = sum(line["data_wait"] for line in lines) / seconds
         parts = [
             f"step {last['step'] + 1}/{self.num_steps}",
@@ -488,7 +434,7 @@ class Monitor:
             naive = sum(line["naive_mfu"] * line["seconds"] for line in lines) / seconds
             parts.append(f"MFU {mean:.1%} (naive {naive:.1%})")
         parts.append(f"{last['memory_gib']:.1f} GiB")
-        return ", ".join([*parts, f"{_duration(left)} left"])
+        return ", ".join([*parts, f"{timedelta(seconds=left)} left"])
 
     def close(self) -> None:
         """Write the rest; all ranks."""
@@ -505,8 +451,10 @@ def _means(sums: list[torch.Tensor], results: list[StepResult]) -> list[float]:
 
 
 class _TensorBoard:
-    def __init__(self, writer: Any) -> None:
-        self._writer = writer
+    def __init__(self, directory: RunDirectory, start: int) -> None:
+        from torch.utils.tensorboard import SummaryWriter  # noqa: PLC0415
+
+        self._writer: Any = SummaryWriter(str(directory.tensorboard), purge_step=start)
 
     def write(self, scalars: dict[str, Any], step: int) -> None:
         for name, value in scalars.items():
@@ -544,10 +492,3 @@ def _memory_gib(device: torch.device) -> float:
         return torch.cuda.max_memory_allocated(device) / 2**30
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
-
-
-def _duration(seconds: float) -> str:
-    if not math.isfinite(seconds):
-        return "?"
-    hours, rest = divmod(round(seconds), 3600)
-    return f"{hours}:{rest // 60:02d}:{rest % 60:02d}"

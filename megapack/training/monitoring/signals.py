@@ -1,4 +1,11 @@
-"""torch's profiler over a few steps, asked for at the start, or by a signal later."""
+"""Signals: heard by one rank and obeyed by all after the same step; and traces of a few steps.
+
+Slurm and launchers signal ranks one by one, and a rank that stopped alone would leave the others
+waiting. ``StopSignals`` remembers that one came, and ``Agreement`` tells all ranks: a few bytes are
+reduced over them at every step, on the CPU, started at a step and read at the next one, so that no
+device and no rank waits for them. ``StepProfiler`` is torch's profiler over steps that were asked
+for at the start, or by a signal later.
+"""
 
 from __future__ import annotations
 
@@ -15,10 +22,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from megapack.training.engine.world import World
 
-# ---- Signals, heard by one rank and obeyed by all after the same step ---------------------------
-# Slurm and launchers signal ranks one by one, and a rank that stopped alone would leave the others
-# waiting. A few bytes are reduced over all ranks at every step, on the CPU, started at a step and
-# read at the next one, so that no device and no rank waits for them.
+logger = logging.getLogger("megapack")
 
 PREEMPTED = 75
 """Exit code of a run that saved its state because of a signal (EX_TEMPFAIL: start it again)."""
@@ -79,8 +83,6 @@ class Agreement:
         self._pending = (work, message)
         return answers
 
-
-logger = logging.getLogger("megapack")
 
 ON_SIGNAL = 5  # steps
 
