@@ -10,7 +10,7 @@ claims of the recipe, too (Holm 1979): a wrong verdict anywhere in a table has a
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean, stdev
 from typing import Any, Literal
@@ -132,11 +132,9 @@ def near(measured: float, printed: float, *, within: float) -> Verdict:
     return "yes" if abs(measured - printed) <= within * abs(printed) else "no"
 
 
-def together(verdicts: Sequence[Verdict]) -> Verdict:
+def together(verdicts: Iterable[Verdict]) -> Verdict:
     """Whether all of several statements hold: one that does not is enough for "no"."""
-    if "no" in verdicts:
-        return "no"
-    return "undecided" if "undecided" in verdicts else "yes"
+    return min(verdicts, key=("no", "undecided", "yes").index)
 
 
 def shown(values: Sequence[float], digits: int = 2) -> str:

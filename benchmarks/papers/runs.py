@@ -18,13 +18,12 @@ import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Executor, ProcessPoolExecutor, as_completed, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
 from typing import Any, TypeVar
 
-from papers.corpus import WORK, prepare
-from papers.run import Run, Task
+from papers.corpus import WORK, Corpus, Prepared, prepare
 
 from megapack.training.engine.directory import read_jsonl
 from megapack.training.evaluation.comparison import Curve, read_curve
@@ -34,10 +33,62 @@ ROOT = Path(__file__).resolve().parents[2]
 CODE = (
     *("megapack/data", "megapack/packing", "megapack/training", "megapack/attention"),
     *("megapack/storage", "megapack/tokenization", "csrc/core", "csrc/bindings"),
-    *("benchmarks/papers/corpus.py", "benchmarks/papers/run.py", "benchmarks/papers/runs.py"),
-    "benchmarks/papers/worker.py",
+    *("benchmarks/papers/corpus.py", "benchmarks/papers/runs.py", "benchmarks/papers/worker.py"),
 )
 Choice = TypeVar("Choice")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """Everything that defines one training run.
+
+    ``config`` holds fields of ``megapack.training.config.PretrainConfig`` as nested dictionaries
+    (without run_dir, seed, and the paths of data, which come from the other fields).
+    """
+
+    recipe: str
+    name: str
+    """The variant, the same for all seeds."""
+    seed: int
+    """Decides the weights, the packing and the order of samples."""
+    corpus: Corpus
+    strategy: str
+    buckets: tuple[int, ...]
+    parameters: Mapping[str, Any] = field(default_factory=dict)
+    """Of the strategy."""
+    config: Mapping[str, Any]
+    start: Run | None = None
+    """Continue from the weights of this run; ``config`` then names no model."""
+    keep_model: bool = False
+    """Keep the weights (``Result.model``); a run that others start from is always kept."""
+    validate: Mapping[str, Corpus] = field(default_factory=dict)
+    """Name -> whose held-out documents are scored at the end."""
+    valid_bucket: int = 1024
+    """Capacity in which they are packed, the same for all runs that are compared."""
+    evaluate_every: int | None = None
+    """Steps between evaluations of the first corpus of ``validate``."""
+    contexts: tuple[int, ...] = ()
+    """Context lengths for ``perplexity_by_context``."""
+    contexts_of: str | None = None
+    """Whose documents are scored then, a name of ``validate``; None: the first."""
+    change: str | None = None
+    """``module:function`` that is given every micro batch and returns what is trained on instead:
+    for what this software has no switch, because it would be wrong."""
+    probe: str | None = None
+    """``module:function`` that measures more: called at the end with (model, world, engine
+    configuration, run), it gives a dictionary of JSON values."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """A run with its files: what a worker gets."""
+
+    run: Run
+    folder: Path
+    prepared: Prepared
+    validate: Mapping[str, Prepared]
+    start: Path | None
+    keep_model: bool
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 import transformers
 from papers.corpus import remember
-from papers.run import Run, Task
+from papers.runs import Run, Task
 
 from megapack.config import from_dict, to_dict
 from megapack.data import build_loader

@@ -31,8 +31,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-__all__ = ["LoadBalancing", "token_mask"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class LoadBalancing:

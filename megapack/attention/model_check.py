@@ -223,7 +223,9 @@ class Row(NamedTuple):
         ends = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=device)
         positions = [torch.arange(length, device=device) for length in lengths]
         return Row(
-            *(torch.cat(parts).unsqueeze(0) for parts in (list(documents), labels, positions)),
+            tokens=torch.cat(list(documents)).unsqueeze(0),
+            labels=torch.cat(labels).unsqueeze(0),
+            position_ids=torch.cat(positions).unsqueeze(0),
             cu_seqlens=ends,
             max_seqlen=max(lengths),
         )
@@ -416,10 +418,11 @@ def _findings(
         yield _compare(traced, alone, what, tolerance)
     # Whether gradients are.
     ours = _cross_entropy(model(**row.arguments()).logits, row.labels)
-    theirs = sum(
+    alone_losses = [
         _cross_entropy(reference(**plain_arguments(tokens)).logits, Row.of([tokens]).labels)
         for tokens in documents
-    )
+    ]
+    theirs = torch.stack(alone_losses).sum()
     what = "gradients of a row are not those of its documents one by one"
     yield _compare_gradients(
         _gradients(model, ours), _gradients(reference, theirs), what, tolerance

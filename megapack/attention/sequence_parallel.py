@@ -27,8 +27,6 @@ from megapack.attention.model_check import (
 from megapack.attention.transformers_interface import Attention, register
 from megapack.errors import ConfigError
 
-__all__ = ["check_sequence_parallel", "over_ranks"]
-
 _TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.1}
 
 

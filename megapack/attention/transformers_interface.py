@@ -14,8 +14,6 @@ from torch import Tensor, nn
 
 from megapack.attention.varlen import varlen_attention
 
-__all__ = ["ATTENTION_NAME", "Attention", "register", "varlen_arguments"]
-
 ATTENTION_NAME = "megapack"
 
 Attention: TypeAlias = Callable[..., tuple[Tensor, None]]

@@ -1,4 +1,10 @@
-"""What a run would be: model, steps, buckets, memory, time and cost."""
+"""What a run would be: model, steps, buckets, memory, time and cost; ``dry_run`` is the text.
+
+steps: 20,000 (200 of warmup), 4,312 per epoch
+tokens: 62,914,560,000 (3,145,728 per step)
+...
+time: 96.2 hours on 8 ranks at 40% MFU, assumed
+"""
 
 from __future__ import annotations
 
@@ -10,7 +16,6 @@ import numpy as np
 import torch
 import yaml
 
-from megapack.attention import Choice
 from megapack.config import to_dict
 from megapack.data.attention_window import Window
 from megapack.data.report import plan_run
@@ -24,10 +29,7 @@ from megapack.training.engine.inputs import check_run, open_inputs, steps_from_l
 from megapack.training.model.flops import ModelFlops, peak_of
 from megapack.training.model.memory import estimate_memory
 from megapack.training.model.opening import open_model
-from megapack.training.model.training_model import TrainingModel
 from megapack.training.monitoring.monitor import segment_lengths
-
-__all__ = ["dry_run"]
 
 _ASSUMED_MFU = 0.4
 _STEPS_LOOKED_AT = 64
@@ -47,7 +49,6 @@ def dry_run(
     """The plan of a run as text; computes nothing on a device.
 
     Args:
-        config: the run.
         world_size: ranks that it will have.
         device: name of the accelerator the time is estimated for; None takes this machine's.
         lengths: of documents that do not exist yet (``read_lengths``); None opens the data.
@@ -72,49 +73,32 @@ def dry_run(
     model, attention = open_model(wanted, config.engine, architecture, device=here, empty=True)
     flops = ModelFlops.of(model, architecture)
     total = _flops_of_run(steps, flops)
+    schedule, rate = steps.schedule, config.learning_rate
+    micro_steps = -(-config.data.tokens_per_step // (config.data.micro_batch_tokens * ranks))
+    several = []  # sources, and how often each is repeated
+    if len(schedule.samples.indices) > 1:
+        several = [plan_run(schedule, steps.num_steps).table()]
     sections = [
-        _model(architecture, model, attention),
-        _length(config, steps),
-        _buckets(config, steps, ranks) + _balance(config, steps, ranks, flops),
-        *_sources(steps),
-        _reduction(config, model.num_parameters, ranks),
+        f"model: {model.description}; vocabulary {architecture.vocab_size:,}\n"
+        f"attention on this machine: {attention.name}, {attention.reason}",
+        f"steps: {steps.num_steps:,} ({rate.warmup(steps.num_steps):,} of warmup), "
+        f"{steps.steps_per_epoch:,} per epoch\n"
+        f"tokens: {schedule.tokens_before(steps.num_steps):,} "
+        f"({config.data.tokens_per_step:,} per step)\n"
+        f"epochs: {schedule.epochs(steps.num_steps):.3f}",
+        "\n".join(
+            _stage(config, stage, end, ranks, schedule.settings_at(stage.begin).window)
+            for stage, end in schedule.spans(steps.num_steps)
+        )
+        + _balance(config, steps, ranks, flops),
+        *several,
+        describe_reduction(config.engine, model.num_parameters, ranks, micro_steps),
         _memory(config, model, steps, ranks),
         _time(total, steps.num_steps, ranks, device, gpu_price),
     ]
     if show_config:
         sections.append(yaml.safe_dump(to_dict(config), sort_keys=False).rstrip())
     return "\n\n".join(sections)
-
-
-def _model(architecture: Any, model: TrainingModel, attention: Choice) -> str:
-    return "\n".join(
-        [
-            f"model: {model.description}; vocabulary {architecture.vocab_size:,}",
-            f"attention on this machine: {attention.name}, {attention.reason}",
-        ]
-    )
-
-
-def _length(config: PretrainConfig, plan: PlannedRun) -> str:
-    schedule = plan.schedule
-    warmup = config.learning_rate.warmup(plan.num_steps)
-    return "\n".join(
-        [
-            f"steps: {plan.num_steps:,} ({warmup:,} of warmup), {plan.steps_per_epoch:,} per epoch",
-            f"tokens: {schedule.tokens_before(plan.num_steps):,} "
-            f"({config.data.tokens_per_step:,} per step)",
-            f"epochs: {schedule.epochs(plan.num_steps):.3f}",
-        ]
-    )
-
-
-def _buckets(config: PretrainConfig, plan: PlannedRun, ranks: int) -> str:
-    """Of every stage."""
-    stages = plan.schedule.spans(plan.num_steps)
-    return "\n".join(
-        _stage(config, stage, end, ranks, plan.schedule.settings_at(stage.begin).window)
-        for stage, end in stages
-    )
 
 
 def _balance(config: PretrainConfig, plan: PlannedRun, ranks: int, flops: ModelFlops) -> str:
@@ -130,13 +114,6 @@ def _balance(config: PretrainConfig, plan: PlannedRun, ranks: int, flops: ModelF
         f"\nwork of the busiest rank over the mean, predicted: {per_step:.4f} per step, "
         f"{per_micro_step:.4f} per micro step"
     )
-
-
-def _sources(plan: PlannedRun) -> list[str]:
-    """How often each is repeated, where there are several."""
-    if len(plan.schedule.samples.indices) == 1:
-        return []
-    return [plan_run(plan.schedule, plan.num_steps).table()]
 
 
 def _stage(
@@ -173,11 +150,6 @@ def _stage(
             f"order: {settings.order}; the first draws: {order}",
         ]
     )
-
-
-def _reduction(config: PretrainConfig, num_parameters: int, ranks: int) -> str:
-    micro_steps = -(-config.data.tokens_per_step // (config.data.micro_batch_tokens * ranks))
-    return describe_reduction(config.engine, num_parameters, ranks, micro_steps)
 
 
 def _memory(config: PretrainConfig, model: Any, plan: PlannedRun, ranks: int) -> str:

@@ -28,9 +28,9 @@ from megapack.storage import IndexedDataset
 from megapack.storage.files import atomic_write
 from megapack.training.command import command_parser, join, run_command
 from megapack.training.config import EngineConfig, ModelConfig
+from megapack.training.engine.export import open_tokenizer
 from megapack.training.engine.inputs import open_validation, open_validation_of_sources
 from megapack.training.engine.world import World, world
-from megapack.training.evaluation.benchmarks import run_lm_eval
 from megapack.training.evaluation.comparison import (
     plot_contexts,
     plot_curves,
@@ -39,7 +39,7 @@ from megapack.training.evaluation.comparison import (
     standings,
 )
 from megapack.training.evaluation.validation import evaluate_sources, perplexity_by_context
-from megapack.training.model.architecture import model_configuration
+from megapack.training.model.architecture import model_configuration, register_architectures
 from megapack.training.model.opening import compute_dtype, open_model
 
 if TYPE_CHECKING:
@@ -147,12 +147,46 @@ def compare_runs(runs: dict[str, str], output: Path | None) -> dict[str, Any]:
 
 
 def benchmarks(directory: str, args: argparse.Namespace) -> dict[str, dict[str, float]]:
-    how = {"tokenizer": args.tokenizer, "task_directory": args.lm_eval_path, "limit": args.limit}
-    found = run_lm_eval(directory, args.lm_eval.split(","), **how)
-    for task, numbers in found.items():
-        text = ", ".join(f"{metric} {value:.4f}" for metric, value in numbers.items())
+    """Task -> metric -> value, by lm-evaluation-harness (extra ``lm-eval``), of a model that
+    transformers loads with its own attention, as anybody would load it.
+
+    Raises:
+        ConfigError: the harness is not installed, or there is no such task or tokenizer.
+    """
+    import torch  # noqa: PLC0415
+    from transformers import AutoModelForCausalLM  # noqa: PLC0415
+
+    try:
+        import lm_eval  # noqa: PLC0415
+        from lm_eval.models.huggingface import HFLM  # noqa: PLC0415
+        from lm_eval.tasks import TaskManager  # noqa: PLC0415
+    except ImportError as error:
+        raise ConfigError(f"--lm-eval needs the harness: pip install lm-eval ({error})") from error
+    tasks, manager = args.lm_eval.split(","), TaskManager(include_path=args.lm_eval_path)
+    unknown = sorted(set(tasks) - set(manager.all_tasks))
+    if unknown:
+        raise ConfigError(f"lm-evaluation-harness has no task {', '.join(unknown)}")
+    register_architectures()
+    model = AutoModelForCausalLM.from_pretrained(directory)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    words = open_tokenizer(args.tokenizer or directory, required=True)
+    if words.eos_token_id is None:
+        words.eos_token = words.convert_ids_to_tokens(words.vocab_size - 1)
+    if words.pad_token_id is None:
+        words.pad_token = words.eos_token
+    found = lm_eval.simple_evaluate(
+        model=HFLM(pretrained=model.to(device).eval(), tokenizer=words, batch_size=8),
+        tasks=tasks,
+        task_manager=manager,
+        limit=args.limit,
+        bootstrap_iters=0,
+    )
+    scores = {}
+    for task, values in found["results"].items():
+        scores[task] = {name: float(v) for name, v in values.items() if isinstance(v, (int, float))}
+        text = ", ".join(f"{metric} {value:.4f}" for metric, value in scores[task].items())
         print(f"{directory}: {task}: {text}")
-    return found
+    return scores
 
 
 def named(text: str) -> tuple[str, str]:

@@ -43,46 +43,41 @@ def export_checkpoint(args: argparse.Namespace) -> int:
     config = load_config(PretrainConfig, args.run_dir / "config.yaml", overrides)
     join(args.local_rank)
     with world(timeout_minutes=config.engine.timeout_minutes) as here:
-        export(config, here, step=args.step, output=args.output)
+        output = args.output or RunDirectory(config.run_dir).model
+        # Not beside the checkpoints: a run that goes on clears what is half done there.
+        output.parent.mkdir(parents=True, exist_ok=True)
+        scratch = Path(here.on_first(lambda: mkdtemp(dir=output.parent, prefix=".export-")))
+        try:
+            tag = export(config, here, step=args.step, output=output, scratch=scratch)
+        finally:
+            if here.is_first:
+                shutil.rmtree(scratch, ignore_errors=True)
+        if here.is_first:
+            print(f"{tag}: {output}")
     return 0
 
 
-def export(config: PretrainConfig, here: World, *, step: int | None, output: Path | None) -> None:
-    """Load a checkpoint into an engine as a resumed run would, and write its model."""
-    run = RunDirectory(config.run_dir)
-    output = output or run.model
+def export(
+    config: PretrainConfig, here: World, *, step: int | None, output: Path, scratch: Path
+) -> str:
+    """Load a checkpoint into an engine as a resumed run would, and write its model; its name."""
     inputs = open_inputs(config)
     architecture = model_configuration(config.model, inputs.vocab_size)
     zero_3 = zero_3_configuration(config, here.size)
     model, _ = open_model(
         config.model, config.engine, architecture, device=here.device, zero_3=zero_3
     )
-    # Not beside the checkpoints: a run that goes on clears what is half done there.
-    output.parent.mkdir(parents=True, exist_ok=True)
-    scratch = Path(here.on_first(lambda: mkdtemp(dir=output.parent, prefix=".export-")))
-    try:
-        store = CheckpointStore(
-            run.checkpoints,
-            here,
-            keep=1,
-            zero_stage=config.engine.stage,
-            scratch=scratch,
-        )
-        found = store.find(verify=config.checkpoint.verify, step=step)
-        if found is None:
-            known = ", ".join(str(step_of(tag)) for tag in store.tags())
-            raise ResumeError(
-                f"{run.checkpoints} has no such checkpoint (steps: {known or 'none'})"
-            )
-        engine = start_engine(model, config, here, universal=found.universal)
-        store.load(engine, found)
-        end = end_token(inputs.data.datasets)
-        export_model(engine, output, here, tokenizer=tokenizer_of(config.model), end=end)
-    finally:
-        if here.is_first:
-            shutil.rmtree(scratch, ignore_errors=True)
-    if here.is_first:
-        print(f"{found.tag}: {output}")
+    checkpoints, stage = RunDirectory(config.run_dir).checkpoints, config.engine.stage
+    store = CheckpointStore(checkpoints, here, keep=1, zero_stage=stage, scratch=scratch)
+    found = store.find(verify=config.checkpoint.verify, step=step)
+    if found is None:
+        known = ", ".join(str(step_of(tag)) for tag in store.tags())
+        raise ResumeError(f"{checkpoints} has no such checkpoint (steps: {known or 'none'})")
+    engine = start_engine(model, config, here, universal=found.universal)
+    store.load(engine, found)
+    end = end_token(inputs.data.datasets)
+    export_model(engine, output, here, tokenizer=tokenizer_of(config.model), end=end)
+    return found.tag
 
 
 def parse_arguments() -> argparse.Namespace:

@@ -37,7 +37,6 @@ def start(config: PretrainConfig, num_ranks: int, profile: range | None) -> int:
     """Check, train, export; the exit code.
 
     Args:
-        config: the run.
         num_ranks: of the launcher.
         profile: steps to trace.
 

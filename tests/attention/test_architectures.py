@@ -1,4 +1,4 @@
-"""The table of docs/guides/transformers.md is what the guard finds, row by row.
+"""The table of docs/guides/transformers.md is what the model check finds, row by row.
 
 python -m tests.attention.test_architectures    # prints the table
 """
@@ -18,7 +18,7 @@ from megapack.errors import ConfigError
 GUIDE = Path(__file__).parents[2] / "docs/guides/transformers.md"
 IMPLEMENTATIONS = ("megapack", "sdpa", "eager")
 
-# What the guard says -> the table's word.
+# What the check says -> the table's word.
 WORDS = {
     "another document": "documents meet",
     "logits before it": "sees the future",
@@ -57,7 +57,7 @@ def rows() -> dict[str, list[str]]:
 
 
 @pytest.mark.parametrize("name", sorted(rows()))
-def test_the_guide_says_what_the_guard_finds(name: str) -> None:
+def test_the_guide_says_what_the_model_check_finds(name: str) -> None:
     assert [outcome(name, implementation) for implementation in IMPLEMENTATIONS] == rows()[name]
 
 

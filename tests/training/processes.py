@@ -1,4 +1,4 @@
-"""Real processes of a run: ranks started, watched, killed, and their results."""
+"""Real processes of a run: ranks started, signalled, killed, and their results."""
 
 from __future__ import annotations
 
@@ -140,6 +140,19 @@ def start_run(
     for override in overrides:
         argv += ["--set", override]
     return zygote.start(argv, ranks, config.with_name(f"{config.stem}-{name}.log"), **more)
+
+
+def run_worker(
+    zygote: Zygote, config: Path, ranks: int, worker: str = "gradient_worker"
+) -> dict[Any, Any]:
+    """What the ranks of a worker script of this folder found for a configuration."""
+    import torch  # noqa: PLC0415
+
+    out = config.with_suffix(".pt")
+    argv = [str(Path(__file__).with_name(f"{worker}.py")), str(config), str(out)]
+    zygote.start(argv, ranks, config.with_suffix(".log")).succeed()
+    found: dict[Any, Any] = torch.load(out)
+    return found
 
 
 def read_log(run_dir: Path) -> list[dict[str, Any]]:

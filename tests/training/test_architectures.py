@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from patience import PATIENCE_MINUTES
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from megapack.attention import choose_backend
@@ -69,7 +68,6 @@ def test_a_run_of_qwen3_trains_and_one_of_bloom_does_not_begin(
             tmp_path / f"run_{name}",
             num_steps=2,
             model={"preset": None, "pretrained": str(tmp_path / name)},
-            engine={"precision": "fp32", "timeout_minutes": PATIENCE_MINUTES},
         )
         argv = [str(PRETRAIN), "--config", str(config)]
         ranks = zygote.start(argv, 1, tmp_path / name, {0: {"env": {}}})

@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from patience import PATIENCE, PATIENCE_MINUTES
+from patience import PATIENCE
 
 from megapack.training.engine.directory import read_jsonl
 
@@ -32,7 +32,7 @@ def ranks_of(pid: int) -> list[int]:
 def test_a_lost_worker_restarts_the_job_from_the_newest_checkpoint(
     zygote: Zygote, corpus: Corpus, tmp_path: Path
 ) -> None:
-    engine = {"zero_stage": 1, "timeout_minutes": PATIENCE_MINUTES, "silence_seconds": 10}
+    engine = {"silence_seconds": 10}
     sections = {"num_steps": 40, "checkpoint": {"every": 5}, "engine": engine}
     whole = corpus.config(tmp_path / "whole", **sections)
     start_run(zygote, whole, "whole").succeed()

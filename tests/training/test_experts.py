@@ -9,7 +9,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from patience import PATIENCE_MINUTES
 from torch import Tensor
 from torch.nn import functional as F
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -26,9 +25,8 @@ from tests.reference.experts import load_balancing_loss
 
 from .conftest import VOCAB, Corpus
 from .packing_helpers import documents, pack_documents
-from .processes import Zygote, read_log, start_run
+from .processes import Zygote, read_log, run_worker, start_run
 
-WORKER = str(Path(__file__).with_name("gradient_worker.py"))
 COEFFICIENT = 0.1
 SIZES = {
     "vocab_size": 384,
@@ -210,12 +208,9 @@ def test_a_step_is_that_of_its_definition_on_every_number_of_ranks_and_zero_stag
             path,
             num_steps=2,
             model={"preset": None, "pretrained": str(directory)},
-            engine={"timeout_minutes": PATIENCE_MINUTES, **engine},
+            engine=engine,
         )
-        out = path.with_suffix(".pt")
-        argv = [WORKER, str(config_path), str(out)]
-        zygote.start(argv, ranks, path.with_suffix(".log")).succeed()
-        found = torch.load(out)
+        found = run_worker(zygote, config_path, ranks)
         config = load_config(PretrainConfig, config_path)
         inputs = open_inputs(config)
         model = opened(directory).model
@@ -245,12 +240,9 @@ def test_slices_of_a_sample_balance_the_whole_of_it(
             num_steps=1,
             model={"preset": None, "pretrained": str(directory)},
             data={"micro_batch_tokens": micro, "tokens_per_step": 1024},
-            engine={"timeout_minutes": PATIENCE_MINUTES, "sequence_parallel_size": ranks},
+            engine={"sequence_parallel_size": ranks},
         )
-        out = tmp_path / f"{ranks}.pt"
-        argv = [WORKER, str(config), str(out)]
-        zygote.start(argv, ranks, tmp_path / f"{ranks}.log").succeed()
-        found.append(torch.load(out))
+        found.append(run_worker(zygote, config, ranks))
     alone, shared = found
     assert alone["capacities"] == {128}, "the first step has the longest bucket"
     for name in ("losses", "balances", "norms"):

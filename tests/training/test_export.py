@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import sentencepiece
 import yaml
-from patience import PATIENCE_MINUTES
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -60,7 +59,7 @@ def test_an_exported_model_generates_to_the_learned_end_and_stops(
         },
         "optimizer": {"lr": 0.01},
         "logging": {"tensorboard": False},
-        "engine": {"precision": "fp32", "zero_stage": 0, "timeout_minutes": PATIENCE_MINUTES},
+        "engine": {"precision": "fp32", "zero_stage": 0},
     }
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(config))
     argv = [str(PRETRAIN), "--config", str(tmp_path / "run.yaml")]

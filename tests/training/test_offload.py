@@ -7,12 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from patience import PATIENCE_MINUTES
 from torch import Tensor
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 
 from megapack.config import load_config
-from megapack.errors import ConfigError
 from megapack.training.config import DataConfig, EngineConfig, ModelConfig, PretrainConfig
 from megapack.training.dry_run import dry_run
 from megapack.training.model.architecture import model_configuration
@@ -21,9 +19,8 @@ from megapack.training.model.opening import build_model
 
 from .conftest import Corpus
 from .packing_helpers import VOCAB, documents, pack_documents, tiny_model
-from .processes import Zygote
+from .processes import Zygote, run_worker
 
-WORKER = str(Path(__file__).with_name("gradient_worker.py"))
 LAYERS, WIDTH = 2, 64  # of the tiny presets
 
 
@@ -87,15 +84,12 @@ def test_a_run_is_the_same_and_its_inputs_went_through_the_host(
             num_steps=3,
             data={"micro_batch_tokens": 64 if "sequence_parallel_size" in engine else 256},
             engine={
-                "timeout_minutes": PATIENCE_MINUTES,
                 "activation_checkpointing": True,
                 "offload_activations": offload,
                 **engine,
             },
         )
-        out = tmp_path / f"{offload}.pt"
-        zygote.start([WORKER, str(config), str(out)], 2, tmp_path / f"{offload}.log").succeed()
-        results[offload] = torch.load(out)
+        results[offload] = run_worker(zygote, config, 2)
     plain, offloaded = results[False], results[True]
     assert plain["offloaded"] == 0
     tokens_of_rank = 3 * 1024 // 2
@@ -139,16 +133,3 @@ def test_the_plan_names_the_memory_of_the_host(corpus: Corpus, tmp_path: Path) -
     del engine["offload_activations"]
     plan = dry_run(load_config(PretrainConfig, corpus.config(tmp_path / "run", engine=engine)))
     assert "on its host" not in plan
-
-
-@pytest.mark.parametrize(
-    ("engine", "message"),
-    [
-        ({}, "activation_checkpointing is false.*set activation_checkpointing to true"),
-        ({"activation_checkpointing": True, "compile": True}, "compile is true.*set one of them"),
-    ],
-    ids=["nothing is computed again", "compiled"],
-)
-def test_what_has_no_inputs_to_move_is_refused(engine: dict[str, bool], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        EngineConfig(offload_activations=True, **engine)  # type: ignore[arg-type]

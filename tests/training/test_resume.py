@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from patience import PATIENCE_MINUTES
 from safetensors.torch import load_file
 
 from megapack.training.engine.directory import RunDirectory, read_jsonl
@@ -97,10 +96,6 @@ def test_a_run_killed_in_the_middle_continues_as_if_nothing_had_happened(
     ], "keep=2 keeps two, and nothing half-written"
 
 
-def _engine(stage: int) -> dict[str, Any]:
-    return {"precision": "fp32", "zero_stage": stage, "timeout_minutes": PATIENCE_MINUTES}
-
-
 @pytest.mark.parametrize(
     "shape", [(1, 1), (3, 1), (4, 1), (2, 2)], ids=["1-rank", "3-ranks", "4-ranks", "zero-2"]
 )
@@ -108,7 +103,7 @@ def test_another_number_of_ranks_or_zero_stage_continues_the_same_curve(
     zygote: Zygote, corpus: Corpus, whole: Path, tmp_path: Path, shape: tuple[int, int]
 ) -> None:
     ranks, stage = shape
-    run_dir = _copy(whole, tmp_path, corpus, after=6, engine=_engine(stage))
+    run_dir = _copy(whole, tmp_path, corpus, after=6, engine={"zero_stage": stage})
     config = run_dir.with_suffix(".yaml")
     # Three ranks do not divide the four micro batches of a step.
     output = start_run(zygote, config, "moved", "data.uneven=pad", ranks=ranks).succeed()
@@ -125,7 +120,7 @@ def test_without_zero_and_with_zero_3_the_number_of_ranks_may_change_too(
 ) -> None:
     run_dir = tmp_path / "run"
     export = {"every": 6, "keep": 2, "export": stage == 3}
-    config = corpus.config(run_dir, engine=_engine(stage), checkpoint=export)
+    config = corpus.config(run_dir, engine={"zero_stage": stage}, checkpoint=export)
     start_run(zygote, config, "whole").succeed()
     _same_curve(read_log(run_dir), read_log(whole), rel=2e-3)
     ours, theirs = (next(read_jsonl(d / "evaluation.jsonl")) for d in (run_dir, whole))
@@ -220,7 +215,7 @@ def test_a_loss_that_is_no_number_ends_the_run_and_is_named(
 ) -> None:
     run_dir = tmp_path / "run"
     clip = {"lr": 1e9, "clip": 0.0}
-    config = corpus.config(run_dir, optimizer=clip, num_steps=40, schedule={"warmup_steps": 0})
+    config = corpus.config(run_dir, optimizer=clip, num_steps=40, learning_rate={"warmup_steps": 0})
     ranks = start_run(zygote, config, "nan")
     assert ranks.wait() == [1, 1], ranks.output()[-3000:]
     assert "is not a number; everything from here on would be lost time" in ranks.output()

@@ -7,15 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from patience import PATIENCE_MINUTES
 
 from megapack.training.engine.directory import read_jsonl
 
 from .conftest import Corpus
-from .processes import Zygote, read_log, start_run
-
-WORKER = str(Path(__file__).with_name("gradient_worker.py"))
+from .processes import Zygote, read_log, run_worker, start_run
 
 
 def _run(
@@ -28,12 +24,9 @@ def _run(
         num_steps=3,
         model={"preset": preset},
         data={"micro_batch_tokens": micro},
-        engine={"timeout_minutes": PATIENCE_MINUTES, **engine},
+        engine=engine,
     )
-    out = path.with_suffix(".pt")
-    zygote.start([WORKER, str(config), str(out)], ranks, path.with_suffix(".log")).succeed()
-    result: dict[str, Any] = torch.load(out)
-    return result
+    return run_worker(zygote, config, ranks)
 
 
 @pytest.mark.parametrize("preset", ["llama_tiny", "qwen2_tiny"])

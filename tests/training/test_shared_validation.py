@@ -6,15 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from patience import PATIENCE_MINUTES
 
 from megapack.training.engine.directory import read_jsonl
 
 from .conftest import Corpus
-from .processes import Zygote, start_run
-
-WORKER = str(Path(__file__).with_name("validation_worker.py"))
+from .processes import Zygote, run_worker, start_run
 
 
 @pytest.mark.parametrize(
@@ -29,15 +25,9 @@ def test_losses_and_labels_are_those_of_whole_samples(
         tmp_path / "run",
         data={"micro_batch_tokens": micro, "tokens_per_step": 8 * micro},
         evaluation={"buckets": [32, 64, 128]},
-        engine={
-            "timeout_minutes": PATIENCE_MINUTES,
-            "sequence_parallel_size": size,
-            "zero_stage": stage,
-        },
+        engine={"sequence_parallel_size": size, "zero_stage": stage},
     )
-    out = tmp_path / "found.pt"
-    zygote.start([WORKER, str(config), str(out)], 4, tmp_path / "log").succeed()
-    found: dict[Any, Any] = torch.load(out)
+    found = run_worker(zygote, config, 4, "validation_worker")
     for max_tokens in (None, 128):
         whole, shared = found[False, max_tokens], found[True, max_tokens]
         _check_forwards(whole.pop("forwards"), shared.pop("forwards"), size, micro)
@@ -70,7 +60,7 @@ def test_a_run_validates_alike_whatever_its_groups(
             run_dir,
             num_steps=2,
             data={"micro_batch_tokens": micro},
-            engine={"sequence_parallel_size": group, "timeout_minutes": PATIENCE_MINUTES},
+            engine={"sequence_parallel_size": group},
             evaluation={"every": 1},
         )
         start_run(zygote, config, "run", ranks=ranks).succeed()

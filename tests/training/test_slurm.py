@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from patience import PATIENCE_MINUTES
 
 from megapack.training.engine.directory import read_jsonl
 
@@ -22,12 +21,7 @@ SECTIONS: dict[str, Any] = {
     "num_steps": 60,
     "learning_rate": {"kind": "constant", "warmup_steps": 2},
     "checkpoint": {"every": 5, "keep": 2, "export": False},
-    "engine": {
-        "precision": "fp32",
-        "zero_stage": 1,
-        "timeout_minutes": PATIENCE_MINUTES,
-        "silence_seconds": 10,
-    },
+    "engine": {"silence_seconds": 10},
 }
 SIZE = ("--ntasks-per-node=2", "--gpus-per-node=2", "--cpus-per-task=1")
 

@@ -79,8 +79,3 @@ def test_layers_that_chunks_would_train_wrongly_are_refused(
         model = AutoModelForCausalLM.from_config(configuration)
     with pytest.raises(ConfigError, match=f"mlp_chunk_tokens is 8.*{problem}.*set it to null"):
         tile_mlps(TrainingModel(model, chunk_tokens=8).layers, 8)
-
-
-def test_compiled_layers_have_no_chunks() -> None:
-    with pytest.raises(ConfigError, match="compile is true and mlp_chunk_tokens is set"):
-        EngineConfig(compile=True, mlp_chunk_tokens=1024)

@@ -14,7 +14,7 @@ from .conftest import Corpus
 from .processes import ROOT, environment
 from .wrong_configurations import CASES, HEAVY, Case
 
-# What may be imported when a case is judged.
+# What may be imported by the time a case is refused.
 MAY_IMPORT = {"": (), "torch": HEAVY, "model": HEAVY}
 
 
@@ -52,7 +52,7 @@ def test_a_wrong_configuration_is_refused_in_one_line_that_names_the_key(
     [line] = outcome["stderr"]
     assert case.named in line and len(line) < 1000
     assert not outcome["joined"], "a process group exists"
-    assert set(outcome["heavy"]) <= set(MAY_IMPORT[case.needs]), "it was judged too late"
+    assert set(outcome["heavy"]) <= set(MAY_IMPORT[case.needs]), "it was refused too late"
     assert not config.with_suffix("").exists(), "the run has left something behind"
 
 

@@ -209,7 +209,7 @@ CASES = [
     Case((), "mapping", yaml="- 1\n"),
     Case((), "missing key", yaml=""),
     *_cases("nothing.yaml", "--config nothing.yaml"),
-    *_cases("llama_1b_bucket", "--config llama_1b_buckets"),
+    *_cases("did you mean 'llama_1b_bucket'? (recipes: ", "--config llama_1b_buckets"),
     # the data
     *_cases("--profile", "--profile 100:200", "--profile 0:9", needs="torch"),
     *_cases("nowhere", "data.prefix=nowhere", "data.index=nowhere.samples", needs="torch"),
@@ -256,7 +256,17 @@ CASES = [
     *_cases("model", "model.preset=null model.pretrained=./nowhere", needs="model"),
     *_cases("tokenizer", "model.tokenizer=./nowhere", needs="model"),
     *_cases("vocabulary", "model.vocab_size=10 model.vocab_multiple=1", needs="model"),
-    *_cases("positions", "model.overrides.max_position_embeddings=64", needs="model"),
+    *_cases(
+        "largest bucket 128); pack into buckets of at most 64, or set "
+        "model.overrides.max_position_embeddings=128",
+        "model.overrides.max_position_embeddings=64",
+        needs="model",
+    ),
+    *_cases(
+        "max_position_embeddings is 100, and the training data need 128 positions",
+        "model.preset=gpt2_tiny model.overrides.n_positions=100",
+        needs="model",
+    ),
     *_cases("attention_dropout", "model.overrides.attention_dropout=0.1", needs="model"),
 ]
 

@@ -30,18 +30,10 @@ def padding_waste(num_documents: int = 200_000) -> list[Row]:
             index = pack(np.minimum(lengths, capacity), "pad", buckets=[capacity])
             least = 100 * (1 - min(1.0, 800 / capacity))
             impossible = f"a mean of 800 wastes {least:.0f} % at least, whatever the lengths"
-            rows.append(
-                compared(
-                    "Blog padding waste",
-                    law,
-                    f"no packing, {capacity}",
-                    "waste %",
-                    (printed, 100 * index.metrics()["padding_ratio"]),
-                    within=0.02,
-                    rounding=0.5,
-                    why_not=impossible if printed < least else "the shape of this law",
-                )
-            )
+            figures = printed, 100 * index.metrics()["padding_ratio"]
+            why_not = impossible if printed < least else "the shape of this law"
+            row = partial(compared, "Blog padding waste", law, f"no packing, {capacity}")
+            rows.append(row("waste %", figures, within=0.02, rounding=0.5, why_not=why_not))
     for capacity, code, books in zip(CAPACITIES, CODE, BOOKS, strict=True):
         least = 100 * max(0.0, 1 - 300 / capacity)
         # Every document pads less than one capacity: waste < L / (L + mean).
@@ -131,15 +123,6 @@ def costs() -> list[Row]:
                      why_not=f"its cost means {implied:.0%} of the peak, its speed {used:.0%}"),
         ]  # fmt: skip
     wasted = 0.3 * 2048 * 24 * 2
-    rows.append(
-        compared(
-            "Blog opening",
-            "arithmetic",
-            "30 % of 2048 GPUs at $2 per hour",
-            "$ wasted per day",
-            (1_200_000, wasted),
-            why_not="2048 x 24 x $2 is $98,304 in all; $1.2M is the waste of "
-            f"{1.2e6 / wasted:.0f} days",
-        )
-    )
-    return rows
+    why = f"2048 x 24 x $2 is $98,304 in all; $1.2M is the waste of {1.2e6 / wasted:.0f} days"
+    row = partial(compared, "Blog opening", "arithmetic", "30 % of 2048 GPUs at $2 per hour")
+    return [*rows, row("$ wasted per day", (1_200_000, wasted), why_not=why)]

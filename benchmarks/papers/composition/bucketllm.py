@@ -41,24 +41,19 @@ def table_1(lengths: Lengths, corpus: str, *, calibrated: bool = True) -> list[R
     rows: list[Row] = []
     for capacity, (r_pad, r_tru, r_cat) in FIXED.items():
         index = pack(lengths, "concat", buckets=[capacity])
-        rows += _ratios(
-            corpus,
-            f"Fixed-{capacity}",
-            index,
-            (None, r_tru, r_cat) if calibrated else None,
-        )
+        paper = (None, r_tru, r_cat) if calibrated else None
+        rows += _ratios(corpus, f"Fixed-{capacity}", index, paper)
         if calibrated:
             rows.append(_grouped(lengths, corpus, capacity, r_pad))
     rows += _decomposition(lengths, corpus, calibrated=calibrated)
     why = "pool size and threshold chosen to fit; the paper prints neither" if calibrated else ""
-    for item, strategy, parameters, paper in (
+    for item, strategy, parameters, ratios in (
         ("BucketLLM-v0 (pool 800, P 1)", "bucket_v0", V0, (0.37, 0.19, 3.78)),
         ("BucketLLM (pool 3000, P 0.045)", "bucket_llm", LLM, (0.12, 0.28, 2.81)),
     ):
         index = pack(lengths, strategy, buckets=BUCKETS, **parameters)
-        ratios = paper if calibrated else None
         # From seed to seed of the law r_tru moves by some percent of itself.
-        rows += _ratios(corpus, item, index, ratios, within=0.06, why=why)
+        rows += _ratios(corpus, item, index, ratios if calibrated else None, within=0.06, why=why)
     return rows + _ratios(corpus, "bucket (the default)", pack(lengths, buckets=BUCKETS))
 
 
@@ -84,19 +79,10 @@ def _ratios(
         ("r_cat", metrics["concatenation_ratio"]),
     )
     return [
-        compared(
-            "BucketLLM Table 1",
-            corpus,
-            item,
-            quantity,
-            (printed, value),
-            within=within,
-            rounding=0.005,
-            why=why,
-            why_not=_R_CAT if quantity == "r_cat" else "",
-        )
+        compared("BucketLLM Table 1", corpus, item, quantity, (printed, value), within=within,
+                 rounding=0.005, why=why, why_not=_R_CAT if quantity == "r_cat" else "")
         for printed, (quantity, value) in zip(paper or (None, None, None), measured, strict=True)
-    ]
+    ]  # fmt: skip
 
 
 def _grouped(lengths: Lengths, corpus: str, capacity: int, paper: float) -> Row:
@@ -157,19 +143,10 @@ def table_3(lengths: Lengths, corpus: str, *, calibrated: bool = True) -> list[R
         index = pack(lengths, strategy, buckets=BUCKETS, **parameters)
         positions = np.diff(index.bucket_sample_offsets) * index.bucket_capacity
         for capacity, count in zip(index.bucket_capacity.tolist(), positions, strict=True):
-            rows.append(
-                compared(
-                    "BucketLLM Table 3",
-                    corpus,
-                    f"{item}, {capacity}",
-                    "share of tokens %",
-                    (
-                        TABLE_3[capacity] if is_paper else None,
-                        float(100 * count / positions.sum()),
-                    ),
-                    why_not=limit if capacity == 8192 else other,
-                )
-            )
+            figures = TABLE_3[capacity] if is_paper else None, float(100 * count / positions.sum())
+            why_not = limit if capacity == 8192 else other
+            row = partial(compared, "BucketLLM Table 3", corpus, f"{item}, {capacity}")
+            rows.append(row("share of tokens %", figures, why_not=why_not))
     return rows
 
 
@@ -183,15 +160,9 @@ def speeds() -> list[Row]:
     """
     model = MODELS["1b"]
     work = {n: model.flops_per_token + model.flops_per_square * n for n in SPEEDS}
+    row = partial(compared, "BucketLLM Table 3", "cost model, 1B", within=0.03)
     return [
-        compared(
-            "BucketLLM Table 3",
-            "cost model, 1B",
-            f"context {capacity}",
-            "tokens/s over those at 8192",
-            (speed / SPEEDS[8192], work[8192] / work[capacity]),
-            within=0.03,
-            why="predicted from operations",
-        )
+        row(f"context {capacity}", "tokens/s over those at 8192",
+            (speed / SPEEDS[8192], work[8192] / work[capacity]), why="predicted from operations")
         for capacity, speed in SPEEDS.items()
-    ]
+    ]  # fmt: skip

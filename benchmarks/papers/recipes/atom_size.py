@@ -171,11 +171,8 @@ class Figures:
 
 def _whole_epoch(curve: Curve) -> Curve:
     """A curve whose end is one epoch, also where a run was cut short."""
-    return (
-        curve
-        if curve.epoch[-1] >= 1 - 1e-9
-        else Curve(curve.epoch / curve.epoch[-1], curve.perplexity)
-    )
+    end = curve.epoch[-1]
+    return curve if end >= 1 - 1e-9 else Curve(curve.epoch / end, curve.perplexity)
 
 
 def rows(results: list[Result]) -> list[dict[str, Any]]:
@@ -209,19 +206,12 @@ def claims(results: list[Result]) -> list[Claim]:
     found += _atoms(figures, "concat", (0.25, 0.5), "smaller", shifted=True)
     for capacity in TABLE_3:
         found += _strategies(figures, capacity)
-    return [
-        *found,
-        below(
-            figures.held_out[arm("concat")],
-            figures.at_equal_steps(),
-            source=f"{SOURCE} Figure 3",
-            claim="padding has the higher perplexity at equal steps (held out)",
-            paper="higher",
-            why="concat against padding, both after the last step of concat; the learning rate is "
-            "constant",
-            what="",
-        ),
-    ]
+    last = below(figures.held_out[arm("concat")], figures.at_equal_steps(), what="",
+                 source=f"{SOURCE} Figure 3", paper="higher",
+                 claim="padding has the higher perplexity at equal steps (held out)",
+                 why="concat against padding, both after the last step of concat; the learning "
+                 "rate is constant")  # fmt: skip
+    return [*found, last]
 
 
 _WHY = {
@@ -243,9 +233,8 @@ def _atoms(
     best, printed = arm(strategy, shifted=shifted), TABLE_2[strategy]
     labels = "labels of shifted inputs" if shifted else "true successors as labels"
     found = []
-    for quantity, measure in zip(
-        _WHY, (figures.final, figures.rank, figures.held_out), strict=True
-    ):
+    measures = (figures.final, figures.rank, figures.held_out)
+    for quantity, measure in zip(_WHY, measures, strict=True):
         others = {share: measure[arm(strategy, share, shifted=shifted)] for share in shares}
         verdicts = {share: less(measure[best], of) for share, of in others.items()}
         is_final = quantity == "final training perplexity"
@@ -285,23 +274,15 @@ def _strategies(figures: Figures, capacity: int) -> list[Claim]:
             agrees=near(ratio, paper_ratio, within=0.1),
             why="exact, follows from the lengths",
         ),
-        below(
-            figures.final[padded],
-            figures.final[joined],
-            claim=f"{equal} final training perplexity at equal epochs",
-            paper=f"{high} against {low}",
-            why="as in A.6; concat is scored on tokens that follow another document, padding not",
-            **words,
-        ),
-        below(
-            figures.held_out[padded],
-            figures.held_out[joined],
-            claim=f"{equal} held-out perplexity at equal epochs",
-            paper="lower",
-            why=f"the same documents for both; padding took {ratio:.2f} times as many steps",
-            **words,
-        ),
-    ]
+        below(figures.final[padded], figures.final[joined], **words,
+              claim=f"{equal} final training perplexity at equal epochs",
+              paper=f"{high} against {low}",
+              why="as in A.6; concat is scored on tokens that follow another document, padding "
+              "not"),
+        below(figures.held_out[padded], figures.held_out[joined], **words,
+              claim=f"{equal} held-out perplexity at equal epochs", paper="lower",
+              why=f"the same documents for both; padding took {ratio:.2f} times as many steps"),
+    ]  # fmt: skip
 
 
 def plots(results: list[Result], folder: Path) -> None:

@@ -213,32 +213,19 @@ def _contexts(arms: dict[str, list[Result]]) -> list[Claim]:
     def at(name: str, context: int) -> list[float]:
         return [found[context] for found in by_arm[name]]
 
-    words = {
-        "source": "BucketLLM Figure 3",
-        "what": "perplexity",
-        "why": "the same tokens are scored at every context, of long held-out documents only",
-    }
+    why = "the same tokens are scored at every context, of long held-out documents only"
+    state = partial(below, source="BucketLLM Figure 3", what="perplexity", why=why)
     return [
-        below(
-            at("Fixed-2048", trained),
-            at("Fixed-2048", longest),
-            claim="Fixed-2048 degrades beyond its training length",
-            paper="rapidly degrading perplexity",
-            beside=f", at {trained} and {longest} tokens of context",
-            **words,
-        ),
-        *(
-            below(
-                at("BucketLLM", context),
-                at(other, context),
+        state(at("Fixed-2048", trained), at("Fixed-2048", longest),
+              claim="Fixed-2048 degrades beyond its training length",
+              paper="rapidly degrading perplexity",
+              beside=f", at {trained} and {longest} tokens of context"),
+        *(state(at("BucketLLM", context), at(other, context),
                 claim=f"BucketLLM is below {other} at {context} tokens of context",
-                paper="lowest for short and long contexts",
-                **words,
-            )
-            for other in ("Fixed-2048", "Fixed-4096", "Fixed-8192")
-            for context in (shortest, longest)
-        ),
-    ]
+                paper="lowest for short and long contexts")
+          for other in ("Fixed-2048", "Fixed-4096", "Fixed-8192")
+          for context in (shortest, longest)),
+    ]  # fmt: skip
 
 
 def _speed(arms: dict[str, list[Result]]) -> list[Claim]:
@@ -255,10 +242,8 @@ def _speed(arms: dict[str, list[Result]]) -> list[Claim]:
             measured=", ".join(f"{fmean(found):+.1f} %" for found in relative.values())
             + f" at {', '.join(map(str, ladder))}",
             agrees=together(
-                [
-                    less([s[b] for s in speeds], [s[a] for s in speeds])
-                    for a, b in itertools.pairwise(ladder)
-                ]
+                less([s[b] for s in speeds], [s[a] for s in speeds])
+                for a, b in itertools.pairwise(ladder)
             ),
             why="median step of each bucket in the runs themselves, attention over whole samples; "
             "how steep it is depends on the width of the model",

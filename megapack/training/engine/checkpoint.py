@@ -5,6 +5,13 @@
 another name, while training goes on, and renamed when everything is on the disk; ``latest`` names
 the newest. With another number of ranks or another ZeRO stage the checkpoint is first rewritten as
 a DeepSpeed universal checkpoint.
+
+``CheckpointStore`` saves, finds and loads; ``CheckpointManifest`` is what stands in a checkpoint;
+``WrittenFiles`` writes its files. DeepSpeed writes with ``torch.save(path)``, whose C++ writer
+reports a full disk as "unexpected pos", and without fsync; and a rank that raised there would leave
+the others in a barrier. Its own asynchronous engines give neither checksums nor fsync, and its
+writer process ends in silence; torch's (DCP) writes files that DeepSpeed cannot convert for other
+ranks. So the copy to the host is torch's, the files stay DeepSpeed's, and a thread writes them.
 """
 
 from __future__ import annotations
@@ -14,8 +21,8 @@ import os
 import shutil
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,9 +38,8 @@ from megapack.storage.metadata import checksum
 from megapack.training.engine.engine import not_finite
 from megapack.training.engine.world import RankProgress, World
 
-# ---- What stands in a checkpoint's directory, its name, and whether the files are those written -
-
 _MANIFEST = "manifest.json"
+_WRITER = ThreadPoolExecutor(1, "checkpoint")
 
 Verify = Literal["size", "checksum"]
 
@@ -104,15 +110,6 @@ def compare_file(path: Path, expected: dict[str, Any], verify: Verify) -> str | 
     return None
 
 
-# ---- The files of a checkpoint: summed up while they are written, on the disk before they count -
-# DeepSpeed writes with ``torch.save(path)``, whose C++ writer reports a full disk as "unexpected
-# pos", and without fsync; and a rank that raised there would leave the others in a barrier.
-#
-# Its own asynchronous engines give neither checksums nor fsync, and its writer process ends in
-# silence; torch's (DCP) writes files that DeepSpeed cannot convert for other ranks. So the copy to
-# the host is torch's, the files stay DeepSpeed's, and a thread writes them.
-
-
 class WrittenFiles:
     """What this rank wrote, so that nobody has to list a directory that others write to.
 
@@ -134,7 +131,7 @@ class WrittenFiles:
         self.problem: str | None = None
         self._stager = stager
         self._copies: list[tuple[Any, str]] = []
-        self._thread = threading.Thread(target=self._write_copies, daemon=True, name="checkpoint")
+        self._writing: Future[None] | None = None
         # What a thread does is no progress of the run, until somebody waits for it.
         self._steps = progress if stager is None else RankProgress()
 
@@ -147,21 +144,22 @@ class WrittenFiles:
 
     def start(self) -> None:
         """Write what was copied, from now on, while others go on."""
-        self._thread.start()
+        self._writing = _WRITER.submit(self._write_copies)
 
     @property
     def is_complete(self) -> bool:
         """Whether nothing is left to be written, or can be."""
-        return not self._thread.is_alive()
+        return self._writing is not None and self._writing.done()
 
     def wait(self) -> None:
         """Until it is."""
+        assert self._writing is not None, "start() comes first"
         seen = self._steps.count
-        while self._thread.is_alive():
-            self._thread.join(timeout=1.0)
+        while not wait([self._writing], timeout=1.0).done:
             if self._steps.count > seen:
                 seen = self._steps.count
                 self.progress.at(self._steps.place)
+        self._writing.result()
 
     def _write_copies(self) -> None:
         while self._copies:
@@ -246,25 +244,14 @@ class Resume:
     """Newer checkpoints that were damaged, and how."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Begun:
-    """A checkpoint on its way to the disk."""
-
-    tag: str
-    step: int
-    state: dict[str, Any]
-    files: WrittenFiles
-
-
 class CheckpointStore:
-    """The checkpoints of one run. All methods but ``tags`` are collective.
+    """The checkpoints of one run, as ``CheckpointConfig`` has them. All methods but ``tags`` are
+    collective.
 
     Args:
         directory: shared by all nodes.
-        world: this process.
-        keep: newest checkpoints to keep.
+        keep, asynchronous: of ``CheckpointConfig``.
         zero_stage: of the engine that saves and loads.
-        asynchronous: write while training goes on, from a copy in host memory.
         scratch: where a checkpoint is rewritten for other ranks; None: beside it.
     """
 
@@ -281,13 +268,11 @@ class CheckpointStore:
         self.directory, self.world, self.keep = directory, world, keep
         self.zero_stage, self.scratch = zero_stage, scratch or directory
         self._stager = host_copies() if asynchronous else None
-        self._begun: _Begun | None = None
+        self._begun: tuple[str, WrittenFiles, dict[str, Any]] | None = None
 
     def tags(self) -> list[str]:
         """Names of the checkpoints by tokens seen, damaged ones included."""
         return tags_in(self.directory)
-
-    # --- saving ---------------------------------------------------------------------------------
 
     def begin(self, engine: Any, step: int, tokens: int, state: dict[str, Any]) -> None:
         """Take a checkpoint of the present; it counts when ``finish`` returns.
@@ -319,12 +304,12 @@ class CheckpointStore:
                 str(self.directory), partial.name, client_state=client_state, save_latest=False
             )
         files.start()
-        self._begun = _Begun(tag=tag, step=step, state=state, files=files)
+        self._begun = tag, files, {"step": step, "state": state}
 
     @property
     def is_written(self) -> bool:
         """Whether this rank has written its part of a checkpoint that waits for ``finish``."""
-        return self._begun is not None and self._begun.files.is_complete
+        return self._begun is not None and self._begun[1].is_complete
 
     def finish(self) -> str | None:
         """Wait until all ranks have written, publish, and remove checkpoints beyond ``keep``.
@@ -335,28 +320,28 @@ class CheckpointStore:
         Raises:
             ResumeError: some rank could not write; nothing appears under the final name.
         """
-        begun, self._begun = self._begun, None
-        if begun is None:
+        if self._begun is None:
             return None
-        begun.files.wait()
-        problem = begun.files.problem
+        (tag, written, facts), self._begun = self._begun, None
+        written.wait()
+        problem = written.problem
         problem = problem and f"rank {self.world.rank} on {self.world.host}: {problem}"
-        parts = self.world.gather(begun.files.files)
-        files = {name: value for part in parts for name, value in part.items()}
+        files: dict[str, Any] = {}
+        for part in self.world.gather(written.files):
+            files |= part
         try:
-            self.world.fail_together(problem, f"checkpoint {begun.tag} could not be written")
+            self.world.fail_together(problem, f"checkpoint {tag} could not be written")
         except ResumeError:
             self.world.on_first(self._clear_partial)  # half of it may fill the disk
             raise
         manifest = CheckpointManifest(
-            step=begun.step,
             world_size=self.world.size,
             zero_stage=self.zero_stage,
-            state=begun.state,
             files=dict(sorted(files.items())),
+            **facts,
         )
-        self.world.on_first(lambda: self._publish(begun.tag, manifest))
-        return begun.tag
+        self.world.on_first(lambda: self._publish(tag, manifest))
+        return tag
 
     def _clear_partial(self) -> None:
         self.directory.mkdir(parents=True, exist_ok=True)
@@ -381,8 +366,6 @@ class CheckpointStore:
             gone = (self.directory / tag).rename(self.directory / f"{tag}.old.partial")
             shutil.rmtree(gone)
 
-    # --- finding and loading --------------------------------------------------------------------
-
     def find(
         self, *, verify: Verify, fallback: bool = False, step: int | None = None
     ) -> Resume | None:
@@ -406,8 +389,8 @@ class CheckpointStore:
                 manifest = CheckpointManifest.read(self.directory / tag)
                 universal = self._needs_universal(manifest)
                 self.world.on_first(lambda: self._set_aside(list(rejected)))
-                found = list(rejected.values())
-                return Resume(tag=tag, manifest=manifest, universal=universal, rejected=found)
+                why = list(rejected.values())
+                return Resume(tag=tag, manifest=manifest, universal=universal, rejected=why)
             rejected[tag] = f"{self.directory / tag} is damaged: {'; '.join(problems)}"
             if not fallback:
                 raise ResumeError(
@@ -455,7 +438,8 @@ class CheckpointStore:
             problem = f"{type(error).__name__}: {error}"
         self.world.fail_together(problem, f"checkpoint {place} does not fit this run")
         if resume.universal:
-            self.world.on_first(lambda: self._forget(place))
+            self.world.on_first(lambda: shutil.rmtree(place, ignore_errors=True))
+            self.world.on_first(lambda: (self.scratch / "latest_universal").unlink(missing_ok=True))
 
     def _convert(self, tag: str, universal: Path) -> None:
         shutil.rmtree(universal, ignore_errors=True)
@@ -471,10 +455,6 @@ class CheckpointStore:
                 f"checkpoint {tag} cannot be rewritten for another number of ranks or ZeRO "
                 f"stage: {last}"
             )
-
-    def _forget(self, universal: Path) -> None:
-        shutil.rmtree(universal, ignore_errors=True)
-        (universal.parent / "latest_universal").unlink(missing_ok=True)
 
     def _problems(self, tag: str, verify: Verify) -> list[str]:
         """What is wrong with a checkpoint, the same list on every rank."""

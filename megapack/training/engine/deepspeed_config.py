@@ -6,9 +6,13 @@ depends on the precision which (DeepSpeed 0.19). In bfloat16, stage 1 is DeepSpe
 2 reduces after every micro step, bucket by bucket, behind the backward of what comes before. In
 float32 stage 1 does that, too, and only in the last micro step.
 
-``engine.deepspeed`` is merged over ours. What other keys of the configuration decide is refused by
-``EngineConfig`` itself; here DeepSpeed's own configuration reads the result, and a key that it does
-not ask for is refused. So what is known is what the installed DeepSpeed knows.
+``deepspeed_configuration`` merges ``engine.deepspeed`` over ours. What other keys of the
+configuration decide is refused by ``EngineConfig`` itself; in ``check_deepspeed`` DeepSpeed's own
+configuration reads the result, and a key that it does not ask for is refused. So what is known is
+what the installed DeepSpeed knows. ``describe_reduction`` says for people what the stage means:
+
+    ZeRO: stage 2 (auto); 4.62 GiB of gradients (float32) are reduced in each of 4 micro steps,
+    during the backward
 """
 
 from __future__ import annotations
@@ -23,13 +27,6 @@ from megapack.config import check_known, nearest
 from megapack.errors import ConfigError
 from megapack.training.config import DECIDED, EngineConfig, PretrainConfig
 
-__all__ = [
-    "check_deepspeed",
-    "deepspeed_configuration",
-    "describe_reduction",
-    "zero_3_configuration",
-]
-
 
 def deepspeed_configuration(
     config: PretrainConfig, world_size: int, *, universal: bool = False
@@ -37,7 +34,6 @@ def deepspeed_configuration(
     """What ``deepspeed.initialize`` gets; ``engine.deepspeed`` is merged over it.
 
     Args:
-        config: the run.
         world_size: data parallel size.
         universal: the state will be loaded from a universal checkpoint.
     """
@@ -52,9 +48,15 @@ def deepspeed_configuration(
         "gradient_clipping": config.optimizer.clip if engine.stage else 0.0,
         "steps_per_print": 10**9,  # the monitor prints
         "zero_allow_untested_optimizer": True,
-        **_zero_section(engine),
+        "zero_optimization": {
+            "stage": engine.stage,
+            "overlap_comm": torch.cuda.is_available() and engine.stage > 0,
+            "contiguous_gradients": True,
+        },
         **_precision(engine),
     }
+    if engine.precision == "bf16" and engine.stage >= 2:
+        ours["communication_data_type"] = "fp32"  # as stage 1 and 0 have it
     if universal:
         ours["checkpoint"] = {"load_universal": True}
     return _merge(ours, engine.deepspeed)
@@ -62,9 +64,7 @@ def deepspeed_configuration(
 
 def zero_3_configuration(config: PretrainConfig, world_size: int) -> dict[str, Any] | None:
     """What ``open_model`` divides a model with; None where it stays whole."""
-    if config.engine.stage != 3:
-        return None
-    return deepspeed_configuration(config, world_size)
+    return deepspeed_configuration(config, world_size) if config.engine.stage == 3 else None
 
 
 def _precision(engine: EngineConfig) -> dict[str, Any]:
@@ -80,24 +80,10 @@ def _precision(engine: EngineConfig) -> dict[str, Any]:
 def _merge(ours: dict[str, Any], theirs: dict[str, Any]) -> dict[str, Any]:
     result = dict(ours)
     for key, value in theirs.items():
-        mine = result.get(key)
-        both = isinstance(mine, dict) and isinstance(value, dict)
-        result[key] = _merge(mine, value) if isinstance(mine, dict) and both else value
+        mine = ours.get(key)
+        nested = isinstance(mine, dict) and isinstance(value, dict)
+        result[key] = _merge(mine or {}, value) if nested else value
     return result
-
-
-def _zero_section(engine: EngineConfig) -> dict[str, Any]:
-    """``zero_optimization``, and how gradients are sent."""
-    section: dict[str, Any] = {
-        "zero_optimization": {
-            "stage": engine.stage,
-            "overlap_comm": torch.cuda.is_available() and engine.stage > 0,
-            "contiguous_gradients": True,
-        }
-    }
-    if engine.precision == "bf16" and engine.stage >= 2:
-        section["communication_data_type"] = "fp32"  # as stage 1 and 0 have it
-    return section
 
 
 class _Read(dict[str, Any]):
@@ -179,7 +165,6 @@ def describe_reduction(
     """A line for people: the stage, why, and when how much is reduced.
 
     Args:
-        engine: of the run.
         num_parameters: of the model.
         ranks: data parallel size.
         micro_steps: of an optimizer step.

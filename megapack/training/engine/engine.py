@@ -4,10 +4,14 @@ The loss of a step is the mean over the label tokens of all ranks and micro batc
 have loss weights, the weighted mean, which is divided by the sum of the weights. Every micro batch
 contributes the sum of its losses times ``number of ranks / loss denominator of the step``;
 DeepSpeed averages over ranks, which takes the factor back out, whether ranks have a micro batch
-each or a slice of one. So the gradient is the same for any
-split of the step into ranks and micro batches, and clipping sees the gradient of the mean. The
-load-balancing loss of a mixture of experts goes the same way, and counts as often as its micro
-batch has labels (``megapack.attention.experts``).
+each or a slice of one. So the gradient is the same for any split of the step into ranks and micro
+batches, and clipping sees the gradient of the mean. The load-balancing loss of a mixture of experts
+goes the same way, and counts as often as its micro batch has labels
+(``megapack.attention.experts``).
+
+``start_engine`` makes the engine, ``train_step`` takes a step, ``StepResult`` is what a rank knows
+of it. With 2 ranks and micro batches of 100 and 50 label tokens on each, 300 in the step, every
+loss is a sum times 2 / 300, and DeepSpeed's mean over the ranks the sum of all losses over 300.
 """
 
 from __future__ import annotations
@@ -206,7 +210,6 @@ def train_step(
     Args:
         engine: of ``start_engine``.
         micro_batches: of one step, on the host, in order; the same number on every rank.
-        world: this process.
         config: decides how batches are handed to the model.
         lr: learning rate of this step.
     """

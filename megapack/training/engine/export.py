@@ -17,8 +17,6 @@ from megapack.errors import ConfigError
 from megapack.training.config import ModelConfig
 from megapack.training.engine.world import World
 
-__all__ = ["end_token", "export_model", "open_tokenizer", "tokenizer_of"]
-
 logger = logging.getLogger("megapack")
 
 # Spaces, lines, digits, letters of several scripts: where two tokenizers differ, they differ here.
@@ -40,34 +38,36 @@ def export_model(
     Args:
         engine: of ``start_engine``.
         directory: replaced if it exists.
-        world: this process.
         tokenizer: of ``open_tokenizer``; goes along.
         end: the token with which documents end, where ``generate`` stops; it also fills rows.
     """
-    weights = _gather(engine, world)
+    weights: dict[str, Tensor] | None = None  # they are whole anyway
+    if engine.zero_optimization_stage() == 3:
+        import deepspeed  # noqa: PLC0415
+
+        weights = {}
+        for name, parameter in engine.module.named_parameters():
+            with deepspeed.zero.GatheredParameters([parameter]):
+                if world.is_first:
+                    weights[name] = parameter.detach().cpu().clone()
     if world.is_first:
         partial = directory.with_name(f"{directory.name}.partial")
         shutil.rmtree(partial, ignore_errors=True)
         if end is not None:
-            _end_with(engine.module.model, end)
+            # Not ``config.pad_token_id``: an embedding does not train the row that it names.
+            model = engine.module.model
+            model.config.eos_token_id = model.generation_config.eos_token_id = end
+            if model.generation_config.pad_token_id is None:
+                model.generation_config.pad_token_id = end
+        if end is not None and tokenizer is not None:
+            tokenizer.eos_token = tokenizer.convert_ids_to_tokens(end)
+            tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
         engine.module.save(partial, weights)
         if tokenizer is not None:
-            if end is not None:
-                tokenizer.eos_token = tokenizer.convert_ids_to_tokens(end)
-                tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
             tokenizer.save_pretrained(partial)
         shutil.rmtree(directory, ignore_errors=True)
         partial.rename(directory)
     dist.barrier()
-
-
-def _end_with(model: Any, end: int) -> None:
-    """Not ``config.pad_token_id``: an embedding does not train the row that it names."""
-    model.config.eos_token_id = end
-    generation = model.generation_config
-    generation.eos_token_id = end
-    if generation.pad_token_id is None:
-        generation.pad_token_id = end
 
 
 def end_token(datasets: Sequence[SourceDocuments]) -> int | None:
@@ -113,20 +113,6 @@ def open_tokenizer(source: str, *, required: bool) -> Any:
             raise ConfigError(f"model: tokenizer {source!r} cannot be loaded: {reason}") from error
         logger.info("no tokenizer goes with the model: %s", reason)
         return None
-
-
-def _gather(engine: Any, world: World) -> dict[str, Tensor] | None:
-    """Whole parameters on the first rank, one after the other; None when they are whole anyway."""
-    if engine.zero_optimization_stage() < 3:
-        return None
-    import deepspeed  # noqa: PLC0415
-
-    weights = {}
-    for name, parameter in engine.module.named_parameters():
-        with deepspeed.zero.GatheredParameters([parameter]):
-            if world.is_first:
-                weights[name] = parameter.detach().cpu().clone()
-    return weights
 
 
 def _of_sentencepiece(path: Path) -> Any:

@@ -140,7 +140,6 @@ def check_run(config: PretrainConfig, run: PlannedRun, num_ranks: int) -> Any:
     """Everything about a run that can be known before its processes meet and its model is made.
 
     Args:
-        config: the run.
         run: of ``open_inputs``, or of ``plan_steps``, whose lengths are all that is checked.
         num_ranks: that it will have.
 
@@ -250,10 +249,11 @@ _LAW = "lognormal:"
 def steps_from_lengths(
     config: PretrainConfig, source: str, buckets: Sequence[int] | None
 ) -> PlannedRun:
-    """What the run would be on such documents, packed by strategy bucket.
+    """What the run would be on documents of such lengths, packed by strategy bucket; its own data
+    are not opened.
 
     Args:
-        config: the run; its data are not opened.
+        config: of the run.
         source: of ``read_lengths``.
         buckets: capacities; None: powers of two from 1,024 on that divide a micro batch.
 

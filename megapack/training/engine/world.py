@@ -47,7 +47,7 @@ class World:
     sequence_group: Any = None
     """Of the ranks that this one shares long samples with; None: there are none."""
     progress: RankProgress = field(default_factory=RankProgress)
-    """What the heartbeat watches."""
+    """What the heartbeat tells the others."""
 
     @property
     def is_first(self) -> bool:

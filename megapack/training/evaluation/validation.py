@@ -28,8 +28,6 @@ from megapack.training.config import EngineConfig
 from megapack.training.engine.world import World
 from megapack.training.model.training_model import on_device
 
-__all__ = ["ValidationResult", "evaluate", "evaluate_sources", "perplexity_by_context"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class ValidationResult:
@@ -59,7 +57,7 @@ class ValidationResult:
     @property
     def perplexity(self) -> float:
         """``exp(loss)``."""
-        return _exp(self.loss)
+        return math.exp(self.loss) if self.loss < 700 else math.inf
 
     def report(self) -> dict[str, Any]:
         """For a log: loss, perplexity, label tokens, the loss per bucket, and per source."""
@@ -77,10 +75,6 @@ class ValidationResult:
         }
 
 
-def _exp(loss: float) -> float:
-    return math.exp(loss) if loss < 700 else math.inf
-
-
 def evaluate(
     model: Any,
     data: PackedDataset,
@@ -95,7 +89,6 @@ def evaluate(
     Args:
         model: a ``TrainingModel``, or the DeepSpeed engine around one.
         data: of ``open_validation``.
-        world: this process.
         config: how batches are handed to the model.
         micro_batch_tokens: tokens of a rank's forward; at least one sample is taken, or its slice.
         max_tokens: of every bucket, score samples up to this many tokens.
@@ -103,7 +96,7 @@ def evaluate(
     Returns:
         The same on every rank.
     """
-    capacities = _capacities(data)
+    capacities = [int(c) for c in data.samples.indices[0].bucket_capacity]
     sums = torch.zeros(2, len(capacities), dtype=torch.float64, device=world.device)
     how: Any = {"world": world, "config": config, "micro_batch_tokens": micro_batch_tokens}
     training = model.training
@@ -147,13 +140,10 @@ def perplexity_by_context(
     model: Any,
     dataset: IndexedDataset,
     contexts: Sequence[int],
-    *,
-    world: World,
-    config: EngineConfig,
-    micro_batch_tokens: int,
-    max_tokens: int | None = None,
+    **how: Any,
 ) -> dict[int, ValidationResult]:
-    """The same documents seen through contexts of different length (BucketLLM, Figure 3).
+    """The same documents seen through contexts of different length (BucketLLM, Figure 3); ``how``
+    as of ``evaluate``.
 
     With context C, a document longer than C is scored in chunks of C tokens that do not see each
     other; the tokens scored are the same for every C.
@@ -161,19 +151,8 @@ def perplexity_by_context(
     result = {}
     for context in contexts:
         samples = pack(dataset.document_lengths, "bucket", buckets=[context])
-        result[context] = evaluate(
-            model,
-            PackedDataset(dataset, samples),
-            world=world,
-            config=config,
-            micro_batch_tokens=micro_batch_tokens,
-            max_tokens=max_tokens,
-        )
+        result[context] = evaluate(model, PackedDataset(dataset, samples), **how)
     return result
-
-
-def _capacities(data: PackedDataset) -> list[int]:
-    return [int(c) for c in data.samples.indices[0].bucket_capacity]
 
 
 def _batches(

@@ -14,8 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["IGNORED_LABEL", "linear_cross_entropy"]
-
 IGNORED_LABEL = -100
 
 

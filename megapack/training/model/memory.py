@@ -35,8 +35,6 @@ from torch.utils._pytree import tree_iter
 from megapack.training.config import PretrainConfig
 from megapack.training.model.training_model import TrainingModel
 
-__all__ = ["MemoryEstimate", "estimate_memory", "loss_temporaries"]
-
 _GATHERED = 10**9  # stage3_max_live_parameters
 
 
@@ -70,7 +68,6 @@ def estimate_memory(
 
     Args:
         model: on the meta device; it becomes fake, and checkpoints its activations if asked to.
-        config: the run.
         world_size: ranks, over which ZeRO divides.
         longest: tokens of the largest bucket.
         zero: DeepSpeed's ``zero_optimization``, as ``deepspeed_configuration`` makes it.

@@ -1,4 +1,13 @@
-"""The model of a run: an architecture from transformers, our attention, our loss."""
+"""The model of a run: an architecture from transformers, our attention, our loss.
+
+``open_model`` chooses the attention, tries the architecture and builds, which is ``build_model``;
+``tile_mlps`` computes the MLPs of long rows a chunk of tokens at a time, by DeepSpeed's TiledMLP:
+the activations between an MLP's two projections are its widest, and in chunks only those of one
+chunk exist at once, and are computed again in the backward (Bekman et al., *Arctic Long Sequence
+Training*, 2025). The gradients of a weight over the chunks are added up in the weight's dtype.
+
+    num_chunks(10, 4)  # -> 3 chunks, of 4, 4 and 2 tokens
+"""
 
 from __future__ import annotations
 
@@ -26,15 +35,8 @@ from megapack.training.model.architecture import (
     check_checkpoint,
     register_architectures,
 )
-from megapack.training.model.sharding import loaded_in_shares, made_in_shares
+from megapack.training.model.sharding import in_shares
 from megapack.training.model.training_model import TrainingModel
-
-# ---- MLPs of long rows, a chunk of tokens at a time, by DeepSpeed's TiledMLP --------------------
-# The activations between an MLP's two projections are its widest. In chunks, only those of one
-# chunk
-# exist at once, and they are computed again in the backward (Bekman et al., *Arctic Long Sequence
-# Training*, 2025). The gradients of a weight over the chunks of a micro batch are added up in the
-# weight's dtype.
 
 
 def num_chunks(num_tokens: int, chunk_tokens: int) -> int:
@@ -206,22 +208,19 @@ def _summed_loss(
     model: Any, row: Any, sequence_parallel_size: int = 1, *, group: Any = None
 ) -> Tensor:
     """Of a row of documents, as a run computes it."""
-    wrapped = TrainingModel(model, chunk_tokens=32, sequence_group=group)
-    result: Tensor = wrapped(
-        row.tokens,
-        row.labels,
-        row.position_ids,
-        row.cu_seqlens,
-        max_seqlen=row.max_seqlen,
-        sequence_parallel_size=sequence_parallel_size,
-    )[0]
+    wrapped, size = (
+        TrainingModel(model, chunk_tokens=32, sequence_group=group),
+        sequence_parallel_size,
+    )
+    *tensors, longest = row
+    result: Tensor = wrapped(*tensors, max_seqlen=longest, sequence_parallel_size=size)[0]
     return result
 
 
 def _from_scratch(configuration: Any, implementation: str) -> Any:
     from transformers import AutoModelForCausalLM  # noqa: PLC0415
 
-    if configuration.model_type == "gpt2_alibi":  # the guard's has fewer heads
+    if configuration.model_type == "gpt2_alibi":  # that of the model check has fewer heads
         configuration.alibi_slopes = alibi_slopes(configuration.n_head).tolist()
     model = AutoModelForCausalLM.from_config(
         configuration, attn_implementation=implementation, dtype=torch.float32
@@ -259,10 +258,10 @@ def build_model(
     with torch.random.fork_rng(devices=mine):
         torch.manual_seed(seed)
         if config.pretrained is None:
-            with made_in_shares(zero_3):
+            with in_shares(zero_3):
                 model = _from_scratch(configuration, ATTENTION_NAME)
         else:
-            with loaded_in_shares(zero_3):
+            with in_shares(zero_3, loaded=True):
                 model = AutoModelForCausalLM.from_pretrained(
                     config.pretrained,
                     config=configuration,

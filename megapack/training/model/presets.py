@@ -11,8 +11,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["PRESETS", "Preset"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Preset:

@@ -13,8 +13,6 @@ from typing import Any
 
 from torch import nn
 
-__all__ = ["loaded_in_shares", "made_in_shares", "whole_shape"]
-
 
 def whole_shape(parameter: nn.Parameter) -> tuple[int, ...]:
     """The shape of a parameter, also where ZeRO-3 has left a share of it."""
@@ -22,15 +20,37 @@ def whole_shape(parameter: nn.Parameter) -> tuple[int, ...]:
 
 
 @contextmanager
-def made_in_shares(zero_3: Mapping[str, Any] | None) -> Iterator[None]:
-    """Modules of transformers made from scratch meanwhile are divided among all ranks.
+def in_shares(zero_3: Mapping[str, Any] | None, *, loaded: bool = False) -> Iterator[None]:
+    """Modules of transformers made meanwhile are divided among all ranks.
 
     Args:
         zero_3: DeepSpeed's configuration; None divides nothing.
+        loaded: by ``from_pretrained``, for which the first rank alone reads the files; else from
+            scratch.
     """
     if zero_3 is None:
         yield
-        return
+    elif loaded:
+        from transformers.integrations import HfDeepSpeedConfig  # noqa: PLC0415
+
+        known = HfDeepSpeedConfig(dict(zero_3))  # as long as this object lives
+        yield
+        del known
+    else:
+        with _initialized_whole(), _divided(zero_3):
+            yield
+
+
+def _divided(zero_3: Mapping[str, Any]) -> Any:
+    import deepspeed  # noqa: PLC0415
+
+    # Without overrides of new tensors: they would round RoPE's frequencies to bfloat16.
+    return deepspeed.zero.Init(config_dict_or_path=dict(zero_3), tensor_overrides=[])
+
+
+@contextmanager
+def _initialized_whole() -> Iterator[None]:
+    """transformers initialises a module while its own parameters are gathered."""
     import deepspeed  # noqa: PLC0415
     from transformers import PreTrainedModel  # noqa: PLC0415
 
@@ -45,25 +65,6 @@ def made_in_shares(zero_3: Mapping[str, Any] | None) -> Iterator[None]:
 
     PreTrainedModel._initialize_weights = gathered
     try:
-        # Without overrides of new tensors: they would round RoPE's frequencies to bfloat16.
-        with deepspeed.zero.Init(config_dict_or_path=dict(zero_3), tensor_overrides=[]):
-            yield
+        yield
     finally:
         PreTrainedModel._initialize_weights = original
-
-
-@contextmanager
-def loaded_in_shares(zero_3: Mapping[str, Any] | None) -> Iterator[None]:
-    """``from_pretrained`` meanwhile divides what it loads; the first rank alone reads the files.
-
-    Args:
-        zero_3: DeepSpeed's configuration; None divides nothing.
-    """
-    if zero_3 is None:
-        yield
-        return
-    from transformers.integrations import HfDeepSpeedConfig  # noqa: PLC0415
-
-    known = HfDeepSpeedConfig(dict(zero_3))  # as long as this object lives
-    yield
-    del known

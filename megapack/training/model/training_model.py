@@ -25,8 +25,6 @@ from megapack.training.config import EngineConfig
 from megapack.training.model.loss import IGNORED_LABEL, linear_cross_entropy
 from megapack.training.model.sharding import whole_shape
 
-__all__ = ["TrainingModel", "on_device"]
-
 Saving: TypeAlias = Callable[[], saved_tensors_hooks]
 
 
@@ -85,23 +83,14 @@ class TrainingModel(nn.Module):
         lists = (m for m in self.model.modules() if isinstance(m, nn.ModuleList))
         return next(layers for layers in lists if len(layers) == count)
 
-    def hidden_states(
-        self,
-        tokens: Tensor,
-        position_ids: Tensor,
-        cu_seqlens: Tensor,
-        max_seqlen: int,
-        sequence_parallel_size: int = 1,
-    ) -> Tensor:
-        """``[T, width]``: the states before the head, of ``tokens [1, T]``."""
-        result: Tensor = self._base_outputs(
-            tokens, position_ids, cu_seqlens, max_seqlen, sequence_parallel_size
-        ).last_hidden_state
+    def hidden_states(self, tokens: Tensor, position_ids: Tensor, *segments: Any) -> Tensor:
+        """``[T, width]``: the states before the head, of ``tokens [1, T]``; ``segments`` as of
+        ``varlen_arguments``."""
+        result: Tensor = self._outputs(tokens, position_ids, *segments).last_hidden_state
         return result.flatten(0, 1)
 
-    def _base_outputs(
-        self, tokens: Tensor, position_ids: Tensor, *segments: Any, **options: Any
-    ) -> Any:
+    def _outputs(self, tokens: Tensor, position_ids: Tensor, *segments: Any, **options: Any) -> Any:
+        """Of the model without its head."""
         base: Any = self.model.base_model
         return base(
             input_ids=tokens, position_ids=position_ids, **varlen_arguments(*segments), **options
@@ -142,7 +131,7 @@ class TrainingModel(nn.Module):
         segments = cu_seqlens, max_seqlen, sequence_parallel_size
         balancing = self.balancing if self.training else None
         options = {} if self.balancing is None else {"output_router_logits": self.training}
-        outputs = self._base_outputs(tokens, position_ids, *segments, **options)
+        outputs = self._outputs(tokens, position_ids, *segments, **options)
         hidden = outputs.last_hidden_state.flatten(0, 1)
         head: Any = self.model.get_output_embeddings()  # type: ignore[operator]
         if (factor := _logit_factor(self.configuration)) != 1:
@@ -231,13 +220,12 @@ def on_device(batch: Batch, device: torch.device, config: EngineConfig) -> dict[
 
     Its ``loss_mask`` goes along where it holds more than which labels there are.
     """
-    same = ("tokens", "labels", "position_ids", "cu_seqlens", "dataset_ids")
-    names = {name: name for name in same}
+    names = ("tokens", "labels", "position_ids", "cu_seqlens", "dataset_ids")
+    given = {name: batch[name] for name in names}
     if is_weighted(batch):
-        names["label_weights"] = "loss_mask"
-    moved = {name: batch[field].to(device, non_blocking=True) for name, field in names.items()}
+        given["label_weights"] = batch["loss_mask"]
     return {
-        **moved,
+        **{name: value.to(device, non_blocking=True) for name, value in given.items()},
         "max_seqlen": longest_segment(batch, config),
         "sequence_parallel_size": int(batch.get("sequence_parallel_size", 1)),
         "sequence_parallel_rank": int(batch.get("sequence_parallel_rank", 0)),

@@ -31,11 +31,9 @@ class Heartbeat:
     A beat says how far the rank is (``World.progress``), since a rank that hangs beats on.
 
     Args:
-        world: this process.
         interval: seconds between beats.
-        silence: a rank silent for this many seconds is lost, and the job ends by itself; longer
-            than anything that may stop a process for a while, as slow storage does.
-        stall: the same when no rank got any further for this many seconds.
+        silence, stall: of ``EngineConfig``, seconds; longer than anything that may stop a process
+            for a while, as slow storage does.
         on_loss: called with the reason before this process is ended.
     """
 
@@ -77,8 +75,7 @@ class Heartbeat:
         self._stop.set()
         self._thread.join(timeout=2 * self.interval)
 
-    def name(self, rank: int) -> str:
-        """``rank 3 on node1``."""
+    def _name(self, rank: int) -> str:
         return f"rank {rank} on {self._hosts[rank]}"
 
     def explain(self) -> str | None:
@@ -124,7 +121,7 @@ class Heartbeat:
             silent = [r for r in range(1, len(beats)) if now - self._seen[r][1] > silence]
             stalled = self._stalled([json.loads(beat) for beat in beats], now)
         if silent:
-            self._lost = f"lost contact to {', '.join(map(self.name, silent))}"
+            self._lost = f"lost contact to {', '.join(map(self._name, silent))}"
         elif stalled:
             self._lost = stalled
         if self._lost is not None:
@@ -138,7 +135,7 @@ class Heartbeat:
         if now - self._furthest[1] <= self.stall:
             return None
         behind = [
-            f"{self.name(rank)} is behind, at {beat['place']}"
+            f"{self._name(rank)} is behind, at {beat['place']}"
             for rank, beat in enumerate(beats)
             if beat["count"] < furthest
         ]
@@ -153,4 +150,4 @@ class Heartbeat:
         try:
             call()
         except RuntimeError:  # torch's errors of stores and networks are RuntimeErrors
-            self._lost = f"lost contact to {self.name(0)}, which keeps the beats of all ranks"
+            self._lost = f"lost contact to {self._name(0)}, which keeps the beats of all ranks"

@@ -83,7 +83,6 @@ class SourceLosses:
 
     Args:
         samples: of the run.
-        world: this process.
     """
 
     def __init__(self, samples: SampleSource, world: World) -> None:
@@ -219,10 +218,8 @@ class Monitor:
     besides, ``load_balancing_loss``, stands beside it, without its coefficient.
 
     Args:
-        directory: of the run.
-        config: how often, and where to.
-        world: this process; the first one writes.
-        samples: of the run; with several sources every one has its loss.
+        directory, config, world: of the run; the first rank writes.
+        samples: with several sources every one has its loss.
         num_steps: of the whole run, for the time that is left.
         start: the first step, after which older curves are cut.
         max_skipped: updates in a row that may be skipped; all ranks skip together.

@@ -56,11 +56,7 @@ class StopSignals:
 
 
 class Agreement:
-    """Whether any rank says so. All ranks ask the same questions once per step.
-
-    Args:
-        group: of CPU messages (``World.group``).
-    """
+    """Whether any rank says so. All ranks ask the same questions once per step."""
 
     def __init__(self, group: Any) -> None:
         self._group = group
@@ -95,7 +91,6 @@ class StepProfiler:
 
     Args:
         directory: made when it is needed.
-        world: this process.
         steps: to profile; None: only on a signal.
     """
 

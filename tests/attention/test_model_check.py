@@ -1,4 +1,4 @@
-"""The guard finds what is wrong with a model on packed rows, and nothing where all is right."""
+"""What is wrong with a model on packed rows is found, and nothing where all is right."""
 
 from __future__ import annotations
 
