@@ -61,9 +61,11 @@ def short(number: float) -> str:
     return _three_digits(number)
 
 
-def percent(fraction: float, digits: int = 2) -> str:
-    """0.00123 -> 0.12 %"""
-    return f"{100 * fraction:.{digits}f} %"
+def percent(fraction: float, digits: int | None = 2) -> str:
+    """0.00123 -> 0.12 %; with None three significant digits, 0.123 %"""
+    if digits is not None:
+        return f"{100 * fraction:.{digits}f} %"
+    return f"{_three_digits(100 * fraction)} %" if fraction < 0.9995 else f"{100 * fraction:.0f} %"
 
 
 def _three_digits(number: float) -> str:

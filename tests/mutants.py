@@ -282,7 +282,7 @@ label_of_cut: the last token of a cut document predicts itself
 - if (!segment.ends_document) return segment.token_begin + segment.length;
 + if (!segment.ends_document) return segment.token_begin + segment.length - 1;
 
-csrc/core/gather/fill.cpp: gather
+csrc/core/gather/plan.cpp: gather
 masked_last_label: the last token of a cut document has a label that does not count
 - piece.last_label_at, 1, labels + body);
 -         mask[body] = 1.0F;
@@ -385,17 +385,17 @@ head_begins: a document of which two heads are taken repeats tokens
 - place.begin = static_cast<Length>(place.begin + plan_.heads[h].tokens);
 + place.begin = plan_.heads[h].tokens;
 
-csrc/core/packing/fit_plan.cpp: strategies
+csrc/core/packing/fit.cpp: strategies
 first_fit_space: a document that fits a bin exactly may open a new one
 - if (run.space >= length_) {
 + if (run.space > length_) {
 
-csrc/core/packing/decompose.cpp: strategies
+csrc/core/packing/simple.cpp: strategies
 smallest_digit: rests of the smallest bucket's size are dropped
 - while (length >= capacities[0]) {
 + while (length > capacities[0]) {
 
-csrc/core/packing/seamless.cpp: strategies
+csrc/core/packing/fit.cpp: strategies
 seamless_short: the paper's placement and the published one change places
 - tokens <= capacity : tokens < capacity;
 + tokens < capacity : tokens <= capacity;
@@ -428,7 +428,7 @@ tokens_of_header: sound files are refused, or contradictions pass
 - placed - metrics["repeated_tokens"] + metrics["dropped_tokens"]
 + placed + metrics["repeated_tokens"] - metrics["dropped_tokens"]
 
-csrc/core/index/laws.cpp: tests/packing/test_packing_index.py tests/packing/test_packing_damage.py
+csrc/core/index/metrics.cpp: tests/packing/test_packing_damage.py tests/packing
 empty_segments: verify passes segments without a token
 - begin >= 0 && begin <= limit && length > 0 && length <= limit - begin,
 + begin >= 0 && begin <= limit && length >= 0 && length <= limit - begin,

@@ -4,7 +4,7 @@
 
 #include "bindings/scalars.hpp"
 #include "core/base/blocks.hpp"
-#include "core/index/integers.hpp"
+#include "core/index/view.hpp"
 #include "core/storage/mmididx.hpp"
 
 namespace megapack {

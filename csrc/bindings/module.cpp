@@ -1,25 +1,49 @@
-// The whole extension at one glance: errors, then one register_*() per room of csrc/core.
+// The whole extension at one glance: its errors, then one register_*() per folder of csrc/core.
 #include "bindings/numpy_views.hpp"
 
 namespace megapack {
 
-void register_errors(py::module_& m);
 void register_storage(py::module_& m);
-void register_tokenization(py::module_& m);
+void register_text(py::module_& m);
 void register_packing(py::module_& m);
-void register_samples(py::module_& m);
-void register_data(py::module_& m);
+void register_index(py::module_& m);
+void register_schedule(py::module_& m);
 void register_planning(py::module_& m);
+void register_gather(py::module_& m);
 
+namespace {
+
+void raise_as(const char* name, const char* message) {
+    const py::object type = py::module_::import("megapack.errors").attr(name);
+    PyErr_SetString(type.ptr(), message);
+}
+
+// invalid_argument, out_of_range and overflow_error are translated by pybind11 (ValueError,
+// IndexError, OverflowError); these are the others. The translator is this module's own: what other
+// extensions of the process throw is their affair.
+void translate_errors() {
+    py::register_local_exception_translator([](std::exception_ptr pending) {
+        try {
+            if (pending) std::rethrow_exception(pending);
+        } catch (const FormatError& error) {
+            raise_as("FormatError", error.what());
+        } catch (const DataError& error) {
+            raise_as("DataError", error.what());
+        }
+    });
+}
+
+}  // namespace
 }  // namespace megapack
 
 PYBIND11_MODULE(_core, m) {
-    m.doc() = "megapack's C++ core: storage, tokenization, packing, schedule, gather and plans.";
-    megapack::register_errors(m);
+    m.doc() = "megapack's C++ core: storage, text, packing, index, schedule, planning, gather.";
+    megapack::translate_errors();
     megapack::register_storage(m);
-    megapack::register_tokenization(m);
+    megapack::register_text(m);
     megapack::register_packing(m);
-    megapack::register_samples(m);
-    megapack::register_data(m);
+    megapack::register_index(m);
+    megapack::register_schedule(m);
     megapack::register_planning(m);
+    megapack::register_gather(m);
 }

@@ -45,4 +45,17 @@ py::array_t<T> to_numpy(std::vector<T>&& values) {
     return py::array_t<T>(size, data, free_when_done);
 }
 
+// f() without the GIL: f touches nothing of Python's.
+template <typename F>
+auto unlocked(const F& f) {
+    const py::gil_scoped_release release;
+    return f();
+}
+
+// The same of an f that gives a vector, as an array.
+template <typename F>
+auto computed(const F& f) {
+    return to_numpy(unlocked(f));
+}
+
 }  // namespace megapack

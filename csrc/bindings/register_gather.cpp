@@ -1,30 +1,28 @@
-// gather: a Gatherer holds the mapped arrays of its datasets; every call validates, releases the
-// GIL and writes a whole micro batch into the caller's buffers.
+// gather: a Gatherer holds the mapped arrays of its shards; every call validates, releases the GIL
+// and writes a whole micro batch into the caller's buffers.
 #include <algorithm>
+#include <map>
 #include <mutex>
 #include <optional>
 #include <string>
 
 #include "bindings/checked_array.hpp"
 #include "core/base/buffer.hpp"
-#include "core/gather/fill.hpp"
+#include "core/gather/plan.hpp"
 #include "core/gather/read_ahead.hpp"
 
 namespace megapack {
 namespace {
 
 TokenType token_type(const py::dtype& dtype) {
-    const std::string kind(1, dtype.kind());
-    const std::string name = kind + std::to_string(dtype.itemsize());
+    static const std::map<std::string, TokenType> known{
+        {"u1", TokenType::kUint8},  {"i1", TokenType::kInt8},  {"i2", TokenType::kInt16},
+        {"u2", TokenType::kUint16}, {"i4", TokenType::kInt32}, {"i8", TokenType::kInt64}};
     check(dtype.byteorder() != '>', "tokens are big-endian; .bin files are little-endian");
-    if (name == "u1") return TokenType::kUint8;
-    if (name == "i1") return TokenType::kInt8;
-    if (name == "i2") return TokenType::kInt16;
-    if (name == "u2") return TokenType::kUint16;
-    if (name == "i4") return TokenType::kInt32;
-    check(name == "i8", "tokens have dtype ", std::string(py::str(dtype)),
+    const auto found = known.find(dtype.kind() + std::to_string(dtype.itemsize()));
+    check(found != known.end(), "tokens have dtype ", std::string(py::str(dtype)),
           "; a gather reads 8 to 64 bit integers");
-    return TokenType::kInt64;
+    return found->second;
 }
 
 TokenArray token_array(const py::array& array, const char* name) {
@@ -57,10 +55,6 @@ void will_need_numpy(const py::object& object, const py::object& begin,
     const Span<const std::uint8_t> bytes(static_cast<const std::uint8_t*>(array.data()), size);
     const py::gil_scoped_release release;
     will_need(bytes.subspan(at, wanted));
-}
-
-py::object optional_array(std::vector<std::int32_t>&& values, bool wanted) {
-    return wanted ? py::object(to_numpy(std::move(values))) : py::none();
 }
 
 // Memory that is handed out as arrays and comes back when the last view of it is gone, which the
@@ -190,21 +184,18 @@ class Gatherer {
                                mutable_view(loss_mask, "loss_mask"),
                                mutable_view(position_ids, "position_ids")};
         const bool aligned = options_.alignment > 1;
-        std::vector<std::int32_t> cu_seqlens;
-        std::vector<std::int32_t> cu_seqlens_padded;
-        std::vector<std::int32_t> segment_sources;
-        std::int64_t max_seqlen = 0;
-        {
-            const py::gil_scoped_release release;
+        std::vector<std::int32_t> cu_seqlens, cu_seqlens_padded, segment_sources;
+        const std::int64_t max_seqlen = unlocked([&] {
             const GatherPlan plan = plan_gather(sources_, located(samples, lists), shape, options_);
             cu_seqlens = cumulative_lengths(plan, false, by_row, entries);
             if (aligned) cu_seqlens_padded = cumulative_lengths(plan, true, by_row, entries);
             segment_sources = plan.sources();
-            max_seqlen = plan.max_seqlen();
             fill_gather(plan, options_, out);
-        }
-        return py::make_tuple(to_numpy(std::move(cu_seqlens)),
-                              optional_array(std::move(cu_seqlens_padded), aligned),
+            return plan.max_seqlen();
+        });
+        py::object padded = py::none();
+        if (aligned) padded = to_numpy(std::move(cu_seqlens_padded));
+        return py::make_tuple(to_numpy(std::move(cu_seqlens)), padded,
                               to_numpy(std::move(segment_sources)), max_seqlen);
     }
 
@@ -212,33 +203,25 @@ class Gatherer {
                                     const py::object& num_lists) const {
         const auto samples = view(sample_ids, "sample_ids");
         const std::int64_t lists = integer(num_lists, "num_lists", 0);
-        std::vector<std::int64_t> counts;
-        {
-            const py::gil_scoped_release release;
-            counts = count_labels(sources_, located(samples, lists), options_.labels);
-        }
-        return to_numpy(std::move(counts));
+        return computed(
+            [&] { return count_labels(sources_, located(samples, lists), options_.labels); });
     }
 
     std::int64_t will_need(const Array<std::int64_t>& sample_ids) const {
         const auto samples = view(sample_ids, "sample_ids");
-        const py::gil_scoped_release release;
-        return will_need_samples(sources_, located(samples));
+        return unlocked([&] { return will_need_samples(sources_, located(samples)); });
     }
 
     py::tuple token_ranges(const Array<std::int64_t>& sample_ids) const {
         const auto samples = view(sample_ids, "sample_ids");
-        std::vector<std::int64_t> source;
-        std::vector<std::int64_t> begin;
-        std::vector<std::int64_t> end;
-        {
-            const py::gil_scoped_release release;
+        std::vector<std::int64_t> source, begin, end;
+        unlocked([&] {
             for (const TokenRange& range : megapack::token_ranges(sources_, located(samples))) {
                 source.push_back(range.shard);
                 begin.push_back(range.begin);
                 end.push_back(range.end);
             }
-        }
+        });
         return py::make_tuple(to_numpy(std::move(source)), to_numpy(std::move(begin)),
                               to_numpy(std::move(end)));
     }

@@ -1,9 +1,284 @@
-// packing: lengths and rules in, checked; GIL released; arrays out.
-#include "bindings/strategies.hpp"
+// packing: document lengths, checked once; a strategy's rules, read by name; arrays out.
+//
+//     lengths = DocumentLengths(numpy array)
+//     pack("next_fit", lengths, {"capacity": 8, "shuffle": False}, Run(seed=0, threads=1))
+//         -> {"bucket_capacity": ..., "segment_document": ..., "dropped_tokens": 0, ...}
+//
+// A new strategy is a line in `strategies()`, which reads its rules.
+#include <chrono>
+#include <functional>
+#include <limits>
+#include <map>
+#include <variant>
+
+#include "bindings/scalars.hpp"
+#include "core/packing/bucket_plan.hpp"
 #include "core/packing/sort.hpp"
 
 namespace megapack {
 namespace {
+
+// ---- Document lengths
+
+// f of the array as int32, int64 or uint64 numbers.
+template <typename F>
+auto with_lengths(const py::array& array, F f) {
+    using py::detail::npy_api;
+    constexpr int plain = npy_api::NPY_ARRAY_C_CONTIGUOUS_ | npy_api::NPY_ARRAY_ALIGNED_;
+    check(array.ndim() == 1 && (array.flags() & plain) == plain,
+          "lengths must be a contiguous, aligned array of one dimension");
+    const py::dtype dtype = array.dtype();
+    const char kind = dtype.kind();
+    const bool known = (kind == 'i' && (dtype.itemsize() == 4 || dtype.itemsize() == 8)) ||
+                       (kind == 'u' && dtype.itemsize() == 8);
+    check(known && dtype.byteorder() != '>', "lengths has dtype ", std::string(py::str(dtype)),
+          "; it must be int32, int64 or uint64");
+    const auto as = [&](auto zero) {
+        using T = decltype(zero);
+        return f(Span<const T>(static_cast<const T*>(array.data()), array.size()));
+    };
+    if (dtype.itemsize() == 4) return as(std::int32_t{});
+    return kind == 'i' ? as(std::int64_t{}) : as(std::uint64_t{});
+}
+
+// Document lengths from numpy, checked when this is made and never copied. What packs takes this
+// and no array, so lengths are read for their check once.
+class DocumentLengths {
+  public:
+    // int32, int64 or uint64 (num_documents,), which nobody changes meanwhile; documents longer
+    // than `capacity` are counted on the way.
+    DocumentLengths(const py::array& array, std::int64_t capacity)
+        : kept_(array), lengths_(check_array(array, capacity)) {}
+
+    // f(Lengths<std::int32_t>) or f(Lengths<std::int64_t>).
+    template <typename F>
+    auto visit(F f) const {
+        return std::visit(f, lengths_);
+    }
+    std::int64_t size() const {
+        return visit([](const auto& lengths) { return lengths.size(); });
+    }
+    LengthTotals totals() const {
+        return visit([](const auto& lengths) { return lengths.totals(); });
+    }
+
+  private:
+    using Checked = std::variant<Lengths<std::int32_t>, Lengths<std::int64_t>>;
+
+    static Checked check_array(const py::array& array, std::int64_t capacity) {
+        return with_lengths(array, [&](auto lengths) -> Checked {
+            const py::gil_scoped_release unlocked;
+            if constexpr (std::is_same_v<decltype(lengths), Span<const std::uint64_t>>) {
+                check_lengths(lengths);  // none of them reaches 2^63
+                return Lengths<std::int64_t>(
+                    {reinterpret_cast<const std::int64_t*>(lengths.data()), lengths.size()},
+                    capacity);
+            } else {
+                return Lengths(lengths, capacity);
+            }
+        });
+    }
+
+    py::array kept_;
+    Checked lengths_;
+};
+
+// ---- The rules of a strategy as Python gives them
+
+// (numerator, denominator): no float can say what 0.1 is.
+Ratio ratio(const py::handle& value, const char* name) {
+    const auto parts = integer_list(value, name);
+    if (parts.size() != 2) refuse(value, name, "a numerator and a denominator");
+    return {parts[0], parts[1]};
+}
+
+// {name: value}: each is asked for by its name and checked; what nobody has asked for is refused.
+class Keywords {
+  public:
+    Keywords(std::string subject, const py::dict& values)
+        : subject_(std::move(subject)), left_(values.attr("copy")()) {}
+
+    bool has(const char* name) const { return left_.contains(name); }
+    py::object take(const char* name) {
+        check(has(name), subject_, " needs ", name);
+        return left_.attr("pop")(name);
+    }
+    std::int64_t integer(const char* name) { return megapack::integer(take(name), name); }
+    std::vector<std::int64_t> integers(const char* name) { return integer_list(take(name), name); }
+    bool flag(const char* name) { return megapack::flag(take(name), name); }
+    Ratio ratio(const char* name) { return megapack::ratio(take(name), name); }
+    template <typename T>
+    T choice(const char* name, std::initializer_list<std::pair<const char*, T>> known) {
+        return megapack::choice<T>(take(name), name, known);
+    }
+
+    void check_all_taken() const {
+        for (const auto& [name, value] : left_)
+            refuse(name, "a rule", "one that " + subject_ + " has");
+    }
+
+  private:
+    std::string subject_;
+    py::dict left_;
+};
+
+AtomSize atoms(Keywords& rules) {
+    return {rules.integer("capacity"), rules.integer("atom_size")};
+}
+
+bool drop_last(Keywords& rules) {
+    return rules.choice<bool>("last", {{"pad", false}, {"drop", true}});
+}
+
+// (bucket, count, [(length, copies), ...]), longest first.
+GivenPattern given_pattern(const py::handle& pattern) {
+    constexpr std::int64_t kLimit = std::numeric_limits<std::int32_t>::max();
+    if (!py::isinstance<py::sequence>(pattern) || py::len(pattern) != 3)
+        refuse(pattern, "given", "patterns (bucket, count, [(length, copies), ...])");
+    const auto parts = py::reinterpret_borrow<py::sequence>(pattern);
+    GivenPattern given{
+        static_cast<std::int32_t>(integer(py::object(parts[0]), "bucket", 0, kLimit)),
+        integer(py::object(parts[1]), "count", 1),
+        {}};
+    for (const py::handle content : py::object(parts[2])) {
+        const auto pair = integer_list(content, "given", 1, kLimit);
+        if (pair.size() != 2) refuse(content, "given", "pairs (length, copies)");
+        given.lengths.emplace_back(pair[0], pair[1]);
+    }
+    return given;
+}
+
+SeamlessRules seamless_rules(Keywords& rules) {
+    SeamlessRules result{
+        rules.integer("capacity"), rules.ratio("r_max"),
+        rules.choice<Placement>("placement", {{"exact", Placement::kExact},
+                                              {"paper", Placement::kPaper},
+                                              {"published", Placement::kPublished}})};
+    if (rules.has("extra_capacity")) result.extra_capacity = rules.integer("extra_capacity");
+    if (rules.has("last")) result.drop_last = drop_last(rules);
+    return result;
+}
+
+BucketRules bucket_rules(Keywords& rules) {
+    BucketRules result;
+    result.capacities = rules.integers("buckets");
+    if (rules.has("overflow"))
+        result.overflow = rules.choice<Overflow>(
+            "overflow",
+            {{"pad", Overflow::kPad}, {"head", Overflow::kHead}, {"promote", Overflow::kPromote}});
+    if (rules.has("padding_threshold")) result.padding_threshold = rules.ratio("padding_threshold");
+    if (rules.has("pairs")) result.pairs = rules.flag("pairs");
+    if (rules.has("shuffle_segments")) result.shuffle_segments = rules.flag("shuffle_segments");
+    if (rules.has("pool_size")) result.pool_size = rules.integer("pool_size");
+    if (rules.has("max_segments")) result.max_segments = rules.integer("max_segments");
+    if (rules.has("given"))
+        for (const py::handle pattern : rules.take("given"))
+            result.given.push_back(given_pattern(pattern));
+    return result;
+}
+
+// ---- The strategies
+
+// core's Run, and what Python alone may ask for.
+struct PythonRun {
+    std::uint64_t seed;
+    int threads;
+    bool wide_ids;  // int64 document numbers where int32 would do (tests)
+    py::object progress;
+};
+
+using Strategy = std::function<py::dict(const DocumentLengths&, Keywords&, const PythonRun&)>;
+
+template <typename T>
+py::array_t<T> buffer_to_numpy(Buffer<T>& buffer) {
+    const py::ssize_t size = buffer.size();
+    T* data = buffer.release();
+    return py::array_t<T>(size, data, py::capsule(data, [](void* p) { std::free(p); }));
+}
+
+template <typename Id, typename Length>
+py::dict samples_to_dict(Samples<Id, Length>&& samples) {
+    py::dict result;
+    result["bucket_capacity"] = to_numpy(std::move(samples.bucket_capacity));
+    result["bucket_sample_offsets"] = to_numpy(std::move(samples.bucket_sample_offsets));
+    result["sample_segment_offsets"] = buffer_to_numpy(samples.sample_segment_offsets);
+    result["segment_document"] = buffer_to_numpy(samples.segment_document);
+    result["segment_begin"] = buffer_to_numpy(samples.segment_begin);
+    result["segment_length"] = buffer_to_numpy(samples.segment_length);
+    result["dropped_tokens"] = samples.dropped_tokens;
+    result["repeated_tokens"] = samples.repeated_tokens;
+    return result;
+}
+
+// Calls `callback(done, total)` a few times a second; an exception or Ctrl-C stops the packing.
+Progress::Report report_to(const py::object& callback) {
+    using Clock = std::chrono::steady_clock;
+    return [callback, last = Clock::now()](std::int64_t done, std::int64_t total) mutable {
+        const auto now = Clock::now();
+        if (done < total && now - last < std::chrono::milliseconds(100)) return;
+        last = now;
+        const py::gil_scoped_acquire lock;
+        if (PyErr_CheckSignals() != 0) throw py::error_already_set();
+        if (!callback.is_none()) callback(done, total);
+    };
+}
+
+// read(keywords) gives the rules; pack(Id{}, lengths, rules, run) packs without the GIL, Id being
+// int32 unless something is wider.
+template <typename Read, typename Pack>
+Strategy strategy(Read read, Pack pack) {
+    return [=](const DocumentLengths& lengths, Keywords& keywords, const PythonRun& asked) {
+        const auto rules = read(keywords);
+        keywords.check_all_taken();
+        Progress progress(report_to(asked.progress));
+        const Run run(asked.seed, asked.threads, progress);
+        return lengths.visit([&](const auto& documents) {
+            const auto run_as = [&](auto id) {
+                auto samples = [&] {
+                    const py::gil_scoped_release unlocked;
+                    auto packed = pack(id, documents, rules, run);
+                    progress.finish();
+                    return packed;
+                }();
+                return samples_to_dict(std::move(samples));
+            };
+            constexpr bool kNarrow =
+                std::is_same_v<decltype(documents), const Lengths<std::int32_t>&>;
+            if constexpr (kNarrow)
+                if (!asked.wide_ids && documents.size() <= std::numeric_limits<std::int32_t>::max())
+                    return run_as(std::int32_t{});
+            return run_as(std::int64_t{});
+        });
+    };
+}
+
+// name: pack_<name> of the core; then its rules from the keywords `k`.
+#define MEGAPACK_STRATEGY(name, ...)                                                       \
+    {#name, strategy([](Keywords& k) { return __VA_ARGS__; },                              \
+                     [](auto id, const auto& lengths, const auto& rules, const Run& run) { \
+                         return pack_##name<decltype(id)>(lengths, rules, run);            \
+                     })}
+
+// By the name in the core.
+const std::map<std::string, Strategy>& strategies() {
+    static const std::map<std::string, Strategy> all{
+        MEGAPACK_STRATEGY(bucket, bucket_rules(k)),
+        MEGAPACK_STRATEGY(bucket_naive, BucketNaiveRules{k.integers("buckets"), k.flag("shuffle")}),
+        MEGAPACK_STRATEGY(bucket_stream, bucket_rules(k)),
+        MEGAPACK_STRATEGY(concat, ConcatRules{atoms(k), k.flag("shuffle"), drop_last(k)}),
+        MEGAPACK_STRATEGY(decompose, DecomposeRules{k.integers("buckets")}),
+        MEGAPACK_STRATEGY(fit_decreasing,
+                          FitRules{k.integer("capacity"), k.integer("extra_capacity"),
+                                   k.flag("best") ? Fit::kBest : Fit::kFirst}),
+        MEGAPACK_STRATEGY(length_sorted, LengthSortedRules{k.integer("capacity")}),
+        MEGAPACK_STRATEGY(next_fit, NextFitRules{k.integer("capacity"), k.flag("shuffle")}),
+        MEGAPACK_STRATEGY(pad, PadRules{atoms(k)}),
+        MEGAPACK_STRATEGY(seamless, seamless_rules(k)),
+    };
+    return all;
+}
+
+// ---- What Python calls
 
 PythonRun run(const py::object& seed, const py::object& threads, const py::object& wide_ids,
               const py::object& progress) {
@@ -26,8 +301,7 @@ py::dict seamless_stage_one(const DocumentLengths& lengths, const py::dict& rule
     const SeamlessRules checked = seamless_rules(keywords);
     const StageOne stage = lengths.visit([&](const auto& documents) {
         const py::gil_scoped_release unlocked;
-        Progress silent;
-        return count_stage_one(in_file_order<std::int64_t>(documents), checked, Run(0, 1, silent));
+        return count_stage_one(in_file_order<std::int64_t>(documents), checked, 1);
     });
     py::dict result;
     result["num_sliding"] = stage.num_sliding;
@@ -64,7 +338,17 @@ std::vector<std::int64_t> count_samples(const Array<std::int64_t>& counts, const
 }  // namespace
 
 void register_packing(py::module_& m) {
-    register_lengths(m);
+    using D = DocumentLengths;
+    py::class_<D>(m, "DocumentLengths")
+        .def(py::init([](const py::array& lengths, const py::object& capacity) {
+                 return D(lengths, integer(capacity, "capacity", 0));
+             }),
+             py::arg("lengths"), py::kw_only(), py::arg("capacity") = kMaxTokens)
+        .def("__len__", &D::size)
+        .def_property_readonly("num_tokens", [](const D& d) { return d.totals().num_tokens; })
+        .def_property_readonly("num_empty", [](const D& d) { return d.totals().num_empty; })
+        .def_property_readonly("num_longer", [](const D& d) { return d.totals().num_longer; })
+        .def_property_readonly("longest", [](const D& d) { return d.totals().longest; });
     py::class_<PythonRun>(m, "Run").def(py::init(&run), py::kw_only(), py::arg("seed"),
                                         py::arg("threads"), py::arg("wide_ids") = false,
                                         py::arg("progress") = py::none());

@@ -20,10 +20,7 @@ py::array_t<std::int64_t> permute_range_numpy(const py::object& key, const py::o
     const std::uint64_t chosen = word(key, "key");
     const std::int64_t all = integer(size, "size", 1), begin = integer(first, "first", 0, all);
     std::vector<std::int64_t> out(integer(count, "count", 0, all - begin));
-    {
-        const py::gil_scoped_release release;
-        permute_range(chosen, all, begin, out);
-    }
+    unlocked([&] { permute_range(chosen, all, begin, out); });
     return to_numpy(std::move(out));
 }
 
@@ -33,10 +30,7 @@ py::array_t<std::int64_t> permute_inverse_numpy(const py::object& key, const py:
     const std::int64_t all = integer(size, "size", 1);
     const auto values_view = view(values, "values");
     std::vector<std::int64_t> out(values_view.size());
-    {
-        const py::gil_scoped_release release;
-        permute_inverse(chosen, all, values_view, out);
-    }
+    unlocked([&] { permute_inverse(chosen, all, values_view, out); });
     return to_numpy(std::move(out));
 }
 
@@ -47,15 +41,12 @@ py::array_t<std::int64_t> permute_epochs_numpy(const Array<std::uint64_t>& keys,
                                                const py::object& shuffled) {
     const bool in_random_order = flag(shuffled, "shuffled");
     const auto key = view(keys, "keys");
-    const auto size = view(sizes, "sizes");
-    const auto begin = view(begins, "begins");
-    const auto count = view(counts, "counts");
+    const auto size = view(sizes, "sizes"), begin = view(begins, "begins"),
+               count = view(counts, "counts");
     check(key.size() == size.size() && size.size() == begin.size() && begin.size() == count.size(),
           "keys, sizes, begins and counts have ", key.size(), ", ", size.size(), ", ", begin.size(),
           " and ", count.size(), " elements; they must have as many");
-    std::vector<std::int64_t> out;
-    {
-        const py::gil_scoped_release release;
+    return computed([&] {
         std::vector<EpochRun> runs;
         runs.reserve(key.size());
         std::int64_t total = 0;
@@ -65,10 +56,10 @@ py::array_t<std::int64_t> permute_epochs_numpy(const Array<std::uint64_t>& keys,
                   count[i], "; counts are not negative and sum to at most ", kMaxPositions);
             total += count[i];
         }
-        out.resize(total);
+        std::vector<std::int64_t> out(total);
         permute_epochs(runs, in_random_order, out);
-    }
-    return to_numpy(std::move(out));
+        return out;
+    });
 }
 
 CycleOrder make_cycle_order(const Array<std::int64_t>& counts, const Array<double>& odds,
@@ -83,33 +74,7 @@ CycleOrder make_cycle_order(const Array<std::int64_t>& counts, const Array<doubl
     const bool swapped = flag(largest_first, "largest_first");
     const auto counts_view = view(counts, "counts");
     const auto odds_view = view(odds, "odds");
-    const py::gil_scoped_release release;
-    return CycleOrder(counts_view, odds_view, seed, chosen, swapped);
-}
-
-py::array_t<std::int64_t> cycle_counts_numpy(const CycleOrder& order, const py::object& end) {
-    return to_numpy(order.counts(integer(end, "end")));
-}
-
-py::array_t<std::int32_t> cycle_range_numpy(const CycleOrder& order, const py::object& begin,
-                                            const py::object& end) {
-    const std::int64_t first = integer(begin, "begin"), last = integer(end, "end");
-    std::vector<std::int32_t> buckets;
-    {
-        const py::gil_scoped_release release;
-        buckets = order.range(first, last);
-    }
-    return to_numpy(std::move(buckets));
-}
-
-py::tuple cycle_at(const CycleOrder& order, const py::object& position) {
-    const CycleOrder::Draw draw = order.at(integer(position, "position"));
-    return py::make_tuple(draw.bucket, draw.rank);
-}
-
-std::int64_t cycle_position(const CycleOrder& order, const py::object& bucket,
-                            const py::object& rank) {
-    return order.position(integer(bucket, "bucket"), integer(rank, "rank"));
+    return unlocked([&] { return CycleOrder(counts_view, odds_view, seed, chosen, swapped); });
 }
 
 void register_cycle_order(py::module_& m) {
@@ -118,68 +83,84 @@ void register_cycle_order(py::module_& m) {
              py::arg("odds").noconvert(), py::arg("key"), py::arg("times"),
              py::arg("largest_first"))
         .def("__len__", &CycleOrder::size)
-        .def("counts", &cycle_counts_numpy, py::arg("end"))
-        .def("range", &cycle_range_numpy, py::arg("begin"), py::arg("end"))
-        .def("at", &cycle_at, py::arg("position"))
-        .def("position", &cycle_position, py::arg("bucket"), py::arg("rank"));
+        .def(
+            "counts",
+            [](const CycleOrder& order, const py::object& end) {
+                return to_numpy(order.counts(integer(end, "end")));
+            },
+            py::arg("end"))
+        .def(
+            "range",
+            [](const CycleOrder& order, const py::object& begin, const py::object& end) {
+                const std::int64_t first = integer(begin, "begin"), last = integer(end, "end");
+                return computed([&] { return order.range(first, last); });
+            },
+            py::arg("begin"), py::arg("end"))
+        .def(
+            "at",
+            [](const CycleOrder& order, const py::object& position) {
+                const CycleOrder::Draw draw = order.at(integer(position, "position"));
+                return py::make_tuple(draw.bucket, draw.rank);
+            },
+            py::arg("position"))
+        .def(
+            "position",
+            [](const CycleOrder& order, const py::object& bucket, const py::object& rank) {
+                return order.position(integer(bucket, "bucket"), integer(rank, "rank"));
+            },
+            py::arg("bucket"), py::arg("rank"));
 }
 
 py::tuple blend_range_numpy(const Blend& blend, const py::object& begin, const py::object& end) {
     const std::int64_t first = integer(begin, "begin"), last = integer(end, "end");
     std::vector<std::int32_t> source;
-    std::vector<std::int64_t> first_rank;
-    std::vector<std::int64_t> count;
-    Blend::Range range;
-    {
-        const py::gil_scoped_release release;
-        range = blend.range(first, last);
-        for (const Blend::Run& run : range.runs) {
+    std::vector<std::int64_t> first_rank, count;
+    Blend::Range range = unlocked([&] {
+        Blend::Range found = blend.range(first, last);
+        for (const Blend::Run& run : found.runs) {
             source.push_back(run.source);
             first_rank.push_back(run.first_rank);
             count.push_back(run.count);
         }
-    }
+        return found;
+    });
     return py::make_tuple(to_numpy(std::move(source)), to_numpy(std::move(first_rank)),
                           to_numpy(std::move(count)), to_numpy(std::move(range.places)));
 }
 
-py::array_t<std::int64_t> blend_taken_numpy(const Blend& blend, const py::object& end) {
-    return to_numpy(blend.taken(integer(end, "end")));
-}
-
-std::int64_t blend_taken_of(const Blend& blend, const py::object& source, const py::object& end) {
-    return blend.taken_of(static_cast<std::int32_t>(integer(
-                              source, "source", 0, std::numeric_limits<std::int32_t>::max())),
-                          integer(end, "end"));
-}
-
-Blend make_blend(const Array<std::int64_t>& weights) {
-    return Blend(view(weights, "weights"));
-}
-
 void register_blend(py::module_& m) {
+    constexpr std::int64_t kMostSources = std::numeric_limits<std::int32_t>::max();
+    const auto make = [](const Array<std::int64_t>& weights) {
+        return Blend(view(weights, "weights"));
+    };
     py::class_<Blend>(m, "Blend")
-        .def(py::init(&make_blend), py::arg("weights").noconvert())
+        .def(py::init(make), py::arg("weights").noconvert())
         .def("range", &blend_range_numpy, py::arg("begin"), py::arg("end"))
-        .def("taken", &blend_taken_numpy, py::arg("end"))
-        .def("taken_of", &blend_taken_of, py::arg("source"), py::arg("end"))
+        .def(
+            "taken",
+            [](const Blend& blend, const py::object& end) {
+                return to_numpy(blend.taken(integer(end, "end")));
+            },
+            py::arg("end"))
+        .def(
+            "taken_of",
+            [](const Blend& blend, const py::object& source, const py::object& end) {
+                const auto which = integer(source, "source", 0, kMostSources);
+                return blend.taken_of(static_cast<std::int32_t>(which), integer(end, "end"));
+            },
+            py::arg("source"), py::arg("end"))
         .def(py::pickle(
             [](const Blend& blend) -> Array<std::int64_t> {
                 return to_numpy(std::vector<std::int64_t>(blend.weights()));
             },
-            &make_blend));
+            make));
 }
 
 py::array_t<std::int64_t> deal_evenly_numpy(const Array<std::int64_t>& costs,
                                             const Array<std::int64_t>& bin_sizes) {
     const auto costs_view = view(costs, "costs");
     const auto sizes_view = view(bin_sizes, "bin_sizes");
-    std::vector<std::int64_t> order;
-    {
-        const py::gil_scoped_release release;
-        order = deal_evenly(costs_view, sizes_view);
-    }
-    return to_numpy(std::move(order));
+    return computed([&] { return deal_evenly(costs_view, sizes_view); });
 }
 
 }  // namespace

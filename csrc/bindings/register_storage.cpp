@@ -44,11 +44,7 @@ py::tuple token_range_of(const py::array& tokens) {
     return with_integer_type(tokens.dtype(), "tokens", [&](auto zero) -> py::tuple {
         using T = decltype(zero);
         const auto span = typed_view<const T>(tokens, "tokens");
-        std::pair<T, T> range;
-        {
-            const py::gil_scoped_release unlock;
-            range = token_range(span);
-        }
+        const std::pair<T, T> range = unlocked([&] { return token_range(span); });
         return py::make_tuple(range.first, range.second);
     });
 }
@@ -83,11 +79,8 @@ py::tuple store_tokens(const py::array& tokens, py::array& out, const py::object
             const auto span = typed_view<const From>(tokens, "tokens");
             check(begin <= all.size() && span.size() <= all.size() - begin, span.size(),
                   " tokens do not fit behind position ", begin, " of ", all.size());
-            std::pair<From, From> range;
-            {
-                const py::gil_scoped_release unlock;
-                range = store(span, all.subspan(begin, span.size()), low, high);
-            }
+            const std::pair<From, From> range =
+                unlocked([&] { return store(span, all.subspan(begin, span.size()), low, high); });
             return py::make_tuple(range.first, range.second);
         });
     });
@@ -98,8 +91,7 @@ template <typename T, typename F>
 py::array_t<T> filled(std::int64_t size, const F& f) {
     py::array_t<T> out(static_cast<py::ssize_t>(size));
     const Span<T> span{out.mutable_data(), size};
-    const py::gil_scoped_release unlock;
-    f(span);
+    unlocked([&] { f(span); });
     return out;
 }
 
@@ -161,19 +153,27 @@ py::array_t<std::uint8_t> map_file(const py::object& descriptor, const py::objec
     return bytes;
 }
 
-py::array_t<std::uint64_t> checksums_of(const Bytes& bytes) {
-    const auto given = view(bytes, "bytes");
-    std::vector<std::uint64_t> checksums;
-    {
-        const py::gil_scoped_release unlock;
-        checksums = block_checksums(given);
-    }
-    return to_numpy(std::move(checksums));
+// An array of an .idx as it stands there.
+template <typename T, typename Copy, typename Size>
+void def_column(py::module_& m, const char* function, Copy copy, Size size) {
+    m.def(
+        function,
+        [=](const py::object& bytes, const py::object& name) {
+            const IndexView index = whole_index(bytes, name);
+            return filled<T>(size(index), [&](Span<T> out) { copy(index, out); });
+        },
+        py::arg("bytes"), py::arg("name"));
 }
 
 void register_reading(py::module_& m) {
     m.attr("BLOCK_BYTES") = kBlockBytes;
-    m.def("block_checksums", &checksums_of, py::arg("bytes").noconvert());
+    m.def(
+        "block_checksums",
+        [](const Bytes& bytes) {
+            const auto given = view(bytes, "bytes");
+            return computed([&] { return block_checksums(given); });
+        },
+        py::arg("bytes").noconvert());
     py::class_<CheckedArray>(m, "CheckedArray")
         .def(py::init<const py::array&, const Array<std::uint64_t>&, const py::object&,
                       const py::object&>(),
@@ -196,33 +196,12 @@ void register_reading(py::module_& m) {
             });
         },
         py::arg("bytes"), py::arg("name"), py::arg("itemsize"));
-    m.def(
-        "sequence_lengths",
-        [](const py::object& bytes, const py::object& name) {
-            const IndexView index = whole_index(bytes, name);
-            return filled<std::int32_t>(index.num_sequences(), [&](Span<std::int32_t> out) {
-                copy_sequence_lengths(index, out);
-            });
-        },
-        py::arg("bytes"), py::arg("name"));
-    m.def(
-        "sequence_pointers",
-        [](const py::object& bytes, const py::object& name) {
-            const IndexView index = whole_index(bytes, name);
-            return filled<std::int64_t>(index.num_sequences(), [&](Span<std::int64_t> out) {
-                copy_sequence_pointers(index, out);
-            });
-        },
-        py::arg("bytes"), py::arg("name"));
-    m.def(
-        "document_indices",
-        [](const py::object& bytes, const py::object& name) {
-            const IndexView index = whole_index(bytes, name);
-            return filled<std::int64_t>(index.num_documents() + 1, [&](Span<std::int64_t> out) {
-                copy_document_indices(index, out);
-            });
-        },
-        py::arg("bytes"), py::arg("name"));
+    def_column<std::int32_t>(m, "sequence_lengths", copy_sequence_lengths,
+                             [](const IndexView& index) { return index.num_sequences(); });
+    def_column<std::int64_t>(m, "sequence_pointers", copy_sequence_pointers,
+                             [](const IndexView& index) { return index.num_sequences(); });
+    def_column<std::int64_t>(m, "document_indices", copy_document_indices,
+                             [](const IndexView& index) { return index.num_documents() + 1; });
 }
 
 void register_writing(py::module_& m) {

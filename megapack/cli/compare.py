@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +31,6 @@ from megapack.compare import (
     GPUS,
     MODELS,
     Comparison,
-    Evaluation,
     Gpu,
     Model,
     TrainingRun,
@@ -40,13 +38,14 @@ from megapack.compare import (
     default_cases,
     parse_case,
 )
-from megapack.compare.evaluation import short_number
+from megapack.compare.charts import check_matplotlib
+from megapack.compare.evaluation import COLUMNS
 from megapack.compare.page import render, to_json
 from megapack.errors import ConfigError
 from megapack.storage import read_document_lengths
 from megapack.storage.dataset import read_lengths_file
 from megapack.storage.files import atomic_write, check_target
-from megapack.units import count, counted, percent
+from megapack.units import count, counted, percent, short
 
 # ---- What ``megapack-build compare`` prints -----------------------------------------------------
 
@@ -66,47 +65,24 @@ def print_comparison(comparison: Comparison, prefix: str) -> None:
         )
     rows = []
     for position, evaluation in enumerate(comparison.evaluations):
-        cells = [cell(evaluation) for _, cell in _COLUMNS]
+        cells = [cell(evaluation) for head, _, _, cell in COLUMNS if head]
         if position == comparison.recommendation.best:
             cells = [f"[bold green]{cell}[/]" for cell in cells]
         elif comparison.recommendation.out[position]:
             cells = [f"[dim]{cell}[/]" for cell in cells]
         rows.append(cells)
-    print_table([head for head, _ in _COLUMNS], rows)
+    print_table([head for head, *_ in COLUMNS if head], rows)
     for label, reason in comparison.left_out.items():
         print(f"left out: {label}: {reason}")
     print(
         "pad: of the positions; split: of the documents; docs: per sample; lost, rep(eated): of\n"
         f"the tokens; imbal: attention work of the busiest of {comparison.num_ranks} ranks over\n"
-        f"the mean; GPU hours and cost: {short_number(training.model.parameters)} parameters, "
+        f"the mean; GPU hours and cost: {short(training.model.parameters)} parameters, "
         f"{training.gpu.name.upper()} at {training.utilization:.0%} of its peak"
     )
     if comparison.planned:
         _print_planned(comparison)
     _print_recommendation(comparison, prefix)
-
-
-def _share(name: str) -> Callable[[Evaluation], str]:
-    """A metric that is a fraction, in percent with at most three decimals."""
-
-    def cell(evaluation: Evaluation) -> str:
-        value = 100.0 * float(evaluation.metrics[name])
-        return "0" if value == 0 else f"{value:.3f}" if value < 10 else f"{value:.1f}"
-
-    return cell
-
-
-_COLUMNS: tuple[tuple[str, Callable[[Evaluation], str]], ...] = (
-    ("strategy", lambda e: e.label),
-    ("pad %", _share("padding_ratio")),
-    ("split %", _share("truncation_ratio")),
-    ("docs", lambda e: f"{e.metrics['concatenation_ratio']:.2f}"),
-    ("lost %", _share("dropped_ratio")),
-    ("rep %", _share("repeated_ratio")),
-    ("imbal", lambda e: f"{e.imbalance('balanced'):.3f}"),
-    ("hours", lambda e: short_number(e.breakdown.gpu_hours, 3)),
-    ("$", lambda e: short_number(e.breakdown.cost, 3)),
-)
 
 
 def _print_planned(comparison: Comparison) -> None:
@@ -267,6 +243,7 @@ def run(args: argparse.Namespace) -> int:
     else:
         cases, left_out = default_cases(**named)
     if args.html is not None:
+        check_matplotlib()
         check_target(args.html, overwrite=args.overwrite, difference="it is of another run")
     lengths, name = _read_lengths(args)
     sampled_from = None

@@ -58,7 +58,7 @@ from megapack.packing import (
     how_it_differs,
     pack,
 )
-from megapack.packing.checksums import checksum
+from megapack.packing.metrics import checksum
 from megapack.packing.sample_index import describe_source
 from megapack.packing.shard_packing import PackingPlan, pack_shards, plan_packing
 from megapack.packing.sharded import ShardedIndex, is_shard_manifest, load_shards

@@ -1,377 +1,365 @@
-"""The plots of the report, one function each: Comparison -> Drawing.
+"""The plots of the comparison page, one function each: Comparison -> SVG.
 
-Every plot has the strategies in the same order, axes with units, and exact values under the mouse.
+matplotlib draws; ``draw`` turns what it made into an element of the page: colours become the
+page's (``PALETTE``: light, dark), text stays text, and exact values show under the mouse.
+
+    draw(trade_off, comparison)  # -> '<svg viewBox="0 0 691.2 316.8" role="img" ...>...</svg>'
+
+Every plot has the strategies in the same order, and axes with units.
 """
 
 from __future__ import annotations
 
+import io
 import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+import re
+from collections.abc import Callable, Sequence
 from html import escape
+from typing import Any
+
+import numpy as np
 
 from megapack.compare.comparison import Comparison
-from megapack.compare.evaluation import Evaluation, money, percent, short_number
+from megapack.compare.evaluation import Evaluation, money
+from megapack.errors import ConfigError
+from megapack.units import count, percent, short
 
-# ---- Just enough SVG for a report: elements, scales and ticks; colours come from the page's CSS -
+# What the stylesheet calls a colour, its value in light and in dark; no two are equal in light.
+_COLOURS = """
+paper #ffffff #12161c    ink #1c2430 #e6eaf0      soft #5b6675 #9aa6b5    rule #e3e7ec #2a323d
+card #f5f7fa #1a2029     grey #9aa5b1 #66717f     pale #b9c0c9 #4b5563    green #16877a #35b5a4
+orange #d9772b #ee9650   violet #8a5cc2 #ae86e0   red #c43d53 #e8667c     blue0 #cfe3f7 #16324f
+blue1 #a3c9ee #1d4878    blue2 #6fa8e0 #2660a3    blue3 #3f83cd #3a7fcc   blue #2463c5 #5b9bf0
+blue5 #184793 #8ab8f5    blue6 #10316a #b4d2f9    blue7 #0a1f45 #dbe9fc
+"""
+PALETTE = {
+    name: (light, dark) for name, light, dark in re.findall(r"(\w+) (#\w+) (#\w+)", _COLOURS)
+}
+LIGHT = {name: light for name, (light, _) in PALETTE.items()}
+PAPER, INK, SOFT, RULE = (LIGHT[name] for name in ("paper", "ink", "soft", "rule"))
+GREY, BLUE, GREEN, ORANGE = (LIGHT[name] for name in ("grey", "blue", "green", "orange"))
+BLUES = list(LIGHT.values())[-8:]  # from light to dark
 
-
-@dataclass(frozen=True)
-class Scale:
-    """Data to pixels, linear or logarithmic; values outside the domain are clipped to its ends."""
-
-    low: float
-    high: float
-    start: float
-    stop: float
-    log: bool = False
-
-    def __call__(self, value: float) -> float:
-        clipped = min(max(value, self.low), self.high)
-        if self.log:
-            share = math.log(clipped / self.low) / math.log(self.high / self.low)
-        else:
-            share = (clipped - self.low) / (self.high - self.low)
-        return self.start + share * (self.stop - self.start)
-
-    def ticks(self, target: int = 5) -> list[float]:
-        """At most about ``target`` values in the domain: 1, 2, 5 x 10^k, or whole decades."""
-        if self.log:
-            first, last = math.ceil(math.log10(self.low)), math.floor(math.log10(self.high))
-            decades = 1 + (last - first) // target
-            return [10.0**k for k in range(first, last + 1, decades)]
-        rough = (self.high - self.low) / max(1, target)
-        power = 10.0 ** math.floor(math.log10(rough))
-        step = next(m * power for m in (1, 2, 5, 10) if m * power >= rough)
-        count = math.floor((self.high - self.low) / step + 1e-9)
-        first_tick = math.ceil(self.low / step - 1e-9) * step
-        values = [first_tick + i * step for i in range(count + 1)]
-        return [value for value in values if value <= self.high * (1 + 1e-12)]
-
-
-@dataclass
-class Drawing:
-    """An SVG of fixed proportions that scales with the page.
-
-    Attributes:
-        width, height: user units of the view box (about pixels).
-        top: where the view box begins; what is above is left out.
-        label: what a screen reader says the picture shows.
-    """
-
-    width: float
-    height: float
-    label: str
-    top: float = 0
-    parts: list[str] = field(default_factory=list)
-
-    def line(self, x1: float, y1: float, x2: float, y2: float, css: str) -> None:
-        """A straight line."""
-        self.parts.append(
-            f'<line x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}" class="{css}"/>'
-        )
-
-    def rect(self, x: float, y: float, width: float, height: float, *, css: str, tip: str) -> None:
-        """A filled rectangle that shows ``tip`` under the mouse."""
-        self.parts.append(
-            f'<rect x="{x:.1f}" y="{y:.1f}" width="{max(width, 0):.2f}" '
-            f'height="{height:.1f}" class="{css}"><title>{escape(tip)}</title></rect>'
-        )
-
-    def circle(self, x: float, y: float, radius: float, css: str, tip: str) -> None:
-        """A dot that shows ``tip`` under the mouse."""
-        self.parts.append(
-            f'<circle cx="{x:.1f}" cy="{y:.1f}" r="{radius:.1f}" class="{css}">'
-            f"<title>{escape(tip)}</title></circle>"
-        )
-
-    def polyline(self, points: Sequence[tuple[float, float]], css: str) -> None:
-        """Connected straight lines."""
-        joined = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
-        self.parts.append(f'<polyline points="{joined}" class="{css}"/>')
-
-    def text(self, x: float, y: float, words: str, css: str = "", anchor: str = "start") -> None:
-        """Words; ``anchor`` is start, middle or end."""
-        self.parts.append(
-            f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" class="{css}">'
-            f"{escape(words)}</text>"
-        )
-
-    def legend(self, x: float, y: float, entries: Sequence[tuple[str, str]]) -> None:
-        """Coloured squares with words, side by side: (css class, words)."""
-        for css, words in entries:
-            self.rect(x, y - 9, 10, 10, css=css, tip=words)
-            self.text(x + 15, y, words, "tick")
-            x += 15 + 5.9 * len(words) + 22
-
-    def __str__(self) -> str:
-        body = "\n".join(self.parts)
-        return (
-            f'<svg viewBox="0 {self.top:g} {self.width:g} {self.height - self.top:g}" role="img" '
-            f'aria-label="{escape(self.label, quote=True)}">\n{body}\n</svg>'
-        )
-
-
-WIDTH = 960.0
-ROW = 26.0
-LONGEST_LABEL = 44  # characters; what is longer ends in dots
-
-# Parts of the bill, in stacking order: attribute of Breakdown, words, css class.
+# Parts of the bill, in stacking order: attribute of Breakdown, words, colour.
 PARTS = (
-    ("tokens", "document tokens", "c1"),
-    ("attention", "attention inside segments", "c2"),
-    ("padding", "padding", "c4"),
-    ("repeated", "repeated tokens", "c5"),
-    ("cross_attention", "attention across segments and padding", "c3"),
-    ("waiting", "waiting for the busiest rank", "c6"),
+    ("tokens", "document tokens", BLUE),
+    ("attention", "attention inside segments", GREEN),
+    ("padding", "padding", LIGHT["pale"]),
+    ("repeated", "repeated tokens", LIGHT["violet"]),
+    ("cross_attention", "attention across segments and padding", ORANGE),
+    ("waiting", "waiting for the busiest rank", LIGHT["red"]),
 )
+WIDTH, ROW = 9.6, 0.265  # inches
+LONGEST_LABEL = 44  # characters; what is longer ends in dots
+_STYLE = {
+    "svg.fonttype": "none",
+    "svg.hashsalt": "megapack",
+    "font.size": 8.5,
+    "text.color": INK,
+    "axes.labelcolor": SOFT,
+    "axes.edgecolor": SOFT,
+    "axes.axisbelow": True,
+    "axes.titlesize": 9.5,
+    "axes.titleweight": "bold",
+    "axes.titlelocation": "left",
+    **{f"axes.spines.{side}": False for side in ("left", "right", "top", "bottom")},
+    "axes.grid": True,
+    "grid.color": RULE,
+    "grid.linewidth": 0.7,
+    **{f"{axis}tick.color": SOFT for axis in "xy"},
+    **{f"{axis}tick.{kind}.size": 0 for axis in "xy" for kind in ("major", "minor")},
+    "ytick.major.pad": 7,
+    "legend.frameon": False,
+    "legend.handlelength": 0.9,
+    "legend.handleheight": 0.9,
+}
 
 
-def length_histogram(comparison: Comparison) -> Drawing:
+class Plot:
+    """A figure of one or several panels; ``tips`` says what shows under the mouse."""
+
+    def __init__(self, comparison: Comparison, height: float, panels: int = 1) -> None:
+        from matplotlib.figure import Figure  # noqa: PLC0415 (an extra)
+
+        self.comparison = comparison
+        self.evaluations = comparison.evaluations
+        self.tips: list[str] = []
+        self.figure: Any = Figure(figsize=(WIDTH, height), layout="constrained")
+        found = self.figure.subplots(1, panels, squeeze=False, sharey=True)[0]
+        self.panels: list[Any] = list(found)
+        self.axes: Any = self.panels[0]
+
+    @classmethod
+    def of_rows(cls, comparison: Comparison, panels: int = 1) -> Plot:
+        """A row per strategy, named at the left; the recommended one stands out."""
+        rows = len(comparison.evaluations)
+        plot = cls(comparison, rows * ROW + 0.95, panels)
+        names = [_shown(evaluation.label) for evaluation in comparison.evaluations]
+        plot.axes.set_yticks(range(rows), names)
+        plot.axes.set_ylim(rows - 0.4, -0.6)
+        for row, label in enumerate(plot.axes.get_yticklabels()):
+            chosen = row == comparison.recommendation.best
+            label.set(color=BLUE if chosen else INK, weight="bold" if chosen else "normal")
+        for axes in plot.panels:
+            axes.grid(visible=False, axis="y")
+        return plot
+
+    def tip(self, artist: Any, words: str) -> None:
+        artist.set_gid(f"tip-{len(self.tips)}")
+        self.tips.append(words)
+
+    def bar(self, row: float, left: float, width: float, colour: str, tip: str, **how: Any) -> None:
+        made = self.axes.barh(row, width, left=left, color=colour, **{"height": 0.7, **how})
+        self.tip(made[0], tip)
+
+    def dot(self, x: float, row: float, size: float, colour: str, tip: str, **how: Any) -> None:
+        (made,) = self.axes.plot(x, row, "o", ms=size, color=colour, mew=0, **how)
+        self.tip(made, tip)
+
+    def words(self, x: float, row: float, text: str, **how: Any) -> None:
+        """Right of a place, at its height."""
+        place: dict[str, Any] = {"textcoords": "offset points", "va": "center_baseline"}
+        self.axes.annotate(text, (x, row), (5.5, 0), **place, **how)
+
+    def legend(self, entries: Sequence[tuple[str, str]]) -> None:
+        """(colour, words) under the plot."""
+        from matplotlib.patches import Patch  # noqa: PLC0415
+
+        handles = [Patch(color=colour, label=words) for colour, words in entries]
+        self.figure.legend(handles=handles, loc="outside lower left", ncols=min(len(handles), 7))
+
+
+def check_matplotlib() -> None:
+    """Refuse (ConfigError) a page that nobody can draw, before anything is packed for it."""
+    try:
+        import matplotlib  # noqa: F401, PLC0415
+    except ImportError as error:
+        raise ConfigError(
+            "the page is drawn by matplotlib, which is not installed; pip install "
+            "'megapack[plot]', or leave out --html"
+        ) from error
+
+
+def draw(plot: Callable[[Comparison], Plot], comparison: Comparison) -> str:
+    """One of the functions below as an ``<svg>`` that needs nothing else; always the same bytes."""
+    import matplotlib  # noqa: PLC0415
+
+    file = io.StringIO()
+    with matplotlib.rc_context(_STYLE):
+        made = plot(comparison)
+        for artist in made.figure.findobj():
+            artist.set_clip_on(False)  # nothing is drawn outside, and clips are references
+        made.figure.savefig(file, format="svg", transparent=True, metadata={"Date": None})
+    text = file.getvalue()
+    text = text[text.index("<svg") :]
+    text = re.sub(r"<metadata>.*?</metadata>|<!--.*?-->", "", text, flags=re.DOTALL)
+    box = re.search(r'viewBox="[^"]+"', text)
+    assert box is not None
+    label = escape((plot.__doc__ or "").strip().split("\n")[0], quote=True)
+    text = re.sub(r"^<svg[^>]*>", f'<svg {box[0]} role="img" aria-label="{label}">', text)
+    for number, words in enumerate(made.tips):
+        text = text.replace(f'<g id="tip-{number}">', f"<g><title>{escape(words)}</title>", 1)
+    text = re.sub(r' id="(?!m[0-9a-f]{9})[^"]*"', "", text).replace("xlink:href", "href")
+    text = re.sub(r"font: ([^;\"]*?)'[^;\"]*", r"font: \1system-ui, sans-serif", text)
+    for name, (light, _) in PALETTE.items():
+        text = text.replace(light, f"var(--{name})")
+    return text
+
+
+def length_histogram(comparison: Comparison) -> Plot:
     """Share of documents and of tokens by document length, capacities marked."""
-    corpus = comparison.corpus
+    corpus, plot = comparison.corpus, Plot(comparison, 3.3)
+    axes = plot.axes
     documents = corpus.documents_per_interval / corpus.num_documents
     tokens = corpus.tokens_per_interval / corpus.num_tokens
-    used = [k for k in range(len(documents)) if documents[k] > 0]
-    low, high = corpus.edges[used[0]], corpus.edges[used[-1] + 1]
-    drawing = Drawing(WIDTH, 330, "Histogram of document lengths")
-    x = Scale(low, high, 62, WIDTH - 20, log=True)
-    y = Scale(0, 100 * max(documents.max(), tokens.max()) * 1.08, 270, 40)
-    for tick in y.ticks():
-        drawing.line(62, y(tick), WIDTH - 20, y(tick), "grid")
-        drawing.text(54, y(tick) + 4, f"{tick:g} %", "tick", "end")
-    for k in range(used[0], used[-1] + 1):
-        left, right = x(corpus.edges[k]), x(corpus.edges[k + 1])
-        span = f"{corpus.edges[k]:,.0f} to {corpus.edges[k + 1]:,.0f} tokens"
-        top = y(100 * documents[k])
-        tip = f"{span}: {percent(documents[k])} of documents, {percent(tokens[k])} of tokens"
-        drawing.rect(left + 0.6, top, right - left - 1.2, 270 - top, css="c1", tip=tip)
-    steps: list[tuple[float, float]] = []
-    for k in range(used[0], used[-1] + 1):
-        steps += [(x(corpus.edges[k]), y(100 * tokens[k]))]
-        steps += [(x(corpus.edges[k + 1]), y(100 * tokens[k]))]
-    drawing.polyline(steps, "s3")
+    used = np.nonzero(documents)[0]
+    first, last = used[0], used[-1] + 1
+    edges, documents, tokens = (
+        corpus.edges[first : last + 1],
+        documents[first:last],
+        tokens[first:last],
+    )
+    bars = axes.bar(edges[:-1], 100 * documents, np.diff(edges), align="edge", color=BLUE)
+    for bar, low, high, d, t in zip(bars, edges, edges[1:], documents, tokens, strict=False):
+        bar.set(edgecolor=PAPER, linewidth=0.7)
+        of = f"{percent(d, None)} of documents, {percent(t, None)} of tokens"
+        plot.tip(bar, f"{low:,.0f} to {high:,.0f} tokens: {of}")
+    axes.stairs(100 * tokens, edges, color=ORANGE, linewidth=1.6)
+    axes.set_xscale("log", base=2)
+    axes.set_xlim(edges[0], edges[-1])
+    step = 4 if edges[-1] / edges[0] > 64 else 2
+    marks = [step**k for k in range(20) if edges[0] <= step**k <= edges[-1]]
+    axes.set_xticks(marks, map(count, marks))
+    axes.minorticks_off()
+    axes.yaxis.set_major_formatter("{x:g} %")
+    axes.spines["bottom"].set_visible(True)
+    axes.grid(visible=False, axis="x")
+    top = axes.get_ylim()[1]
     for capacity in sorted({c for e in comparison.evaluations for c in e.case.buckets}):
-        if low < capacity < high:
-            drawing.line(x(capacity), 40, x(capacity), 270, "mark")
-            drawing.text(x(capacity), 33, f"{capacity:,}", "tick", "middle")
-    power = 1
-    while power <= high:
-        if power >= low:
-            drawing.line(x(power), 270, x(power), 275, "axis")
-            drawing.text(x(power), 289, short_number(power), "tick", "middle")
-        power *= 4 if high / low > 64 else 2
-    drawing.line(62, 270, WIDTH - 20, 270, "axis")
-    drawing.text(
-        (62 + WIDTH - 20) / 2, 308, "document length (tokens, log scale)", "name", "middle"
-    )
-    drawing.legend(
-        62,
-        325,
+        if edges[0] < capacity < edges[-1]:
+            axes.axvline(capacity, color=SOFT, linewidth=0.7, dashes=(3, 4))
+            axes.text(capacity, 1.02 * top, count(capacity), ha="center", color=SOFT)
+    axes.set_xlabel("document length (tokens, log scale)")
+    plot.legend(
         [
-            ("c1", "share of documents"),
-            ("c3", "share of tokens"),
-            ("c0", "dashed: capacities compared"),
-        ],
+            (BLUE, "share of documents"),
+            (ORANGE, "share of tokens"),
+            (GREY, "dashed: capacities compared"),
+        ]
     )
-    return drawing
+    return plot
 
 
-class _Rows:
-    """A drawing with one named row per strategy; the recommended one stands out.
-
-    ``left`` is where the plot begins, right of the names; ``bottom`` where it ends.
-    """
-
-    def __init__(self, comparison: Comparison, label: str) -> None:
-        self.evaluations = comparison.evaluations
-        names = [_shown(evaluation.label) for evaluation in self.evaluations]
-        self.left = 30 + 7.0 * max(24, *map(len, names))
-        self.bottom = 34 + len(names) * ROW
-        self.drawing = Drawing(WIDTH, self.bottom + 62, label, top=22)
-        for row, (y, name) in enumerate(zip(self.heights, names, strict=True)):
-            css = "chosen" if row == comparison.recommendation.best else "row"
-            self.drawing.text(self.left - 14, y + 4, name, css, "end")
-
-    @property
-    def heights(self) -> list[float]:
-        return [42 + row * ROW for row in range(len(self.evaluations))]
-
-    def __iter__(self) -> Iterator[tuple[float, Evaluation]]:
-        """Height and strategy of every row."""
-        return zip(self.heights, self.evaluations, strict=True)
-
-    def grid(self, x: Scale, ticks: Sequence[float], words: Callable[[float], str]) -> None:
-        for tick in ticks:
-            self.drawing.line(x(tick), 28, x(tick), self.bottom, "grid")
-            self.drawing.text(x(tick), self.bottom + 15, words(tick), "tick", "middle")
-
-    def below(self, axis: str, legend: Sequence[tuple[str, str]]) -> Drawing:
-        """Put the axis' name and the legend under the plot; the drawing is complete then."""
-        self.drawing.text(self.left, self.bottom + 33, axis, "name")
-        self.drawing.legend(self.left, self.bottom + 54, legend)
-        return self.drawing
-
-
-def tokens_per_bucket(comparison: Comparison) -> Drawing:
-    """Where the token positions of each strategy lie."""
-    rows = _Rows(comparison, "Token positions per bucket")
-    capacities = sorted({b.capacity for e in rows.evaluations for b in e.work})
-    x = Scale(0, 100, rows.left, WIDTH - 20)
-    rows.grid(x, x.ticks(), lambda tick: f"{short_number(tick)}%")
-    for y, evaluation in rows:
+def tokens_per_bucket(comparison: Comparison) -> Plot:
+    """Where the token positions of each strategy lie, by bucket."""
+    plot = Plot.of_rows(comparison)
+    capacities = sorted({bucket.capacity for e in plot.evaluations for bucket in e.work})
+    for row, evaluation in enumerate(plot.evaluations):
         left = 0.0
         for bucket in evaluation.work:
             share = 100 * bucket.num_positions / evaluation.num_positions
-            start, stop = x(left), x(left + share)
-            css = f"r{min(capacities.index(bucket.capacity), 7)}"
+            k = min(capacities.index(bucket.capacity), 7)
             tip = (
-                f"{evaluation.label}: {share:.2f} % of positions in {bucket.num_samples:,} "
-                f"samples of {bucket.capacity:,}"
+                f"{evaluation.label}: {share:.2f} % of positions in {count(bucket.num_samples)} "
+                f"samples of {count(bucket.capacity)}"
             )
-            rows.drawing.rect(start, y - 9, stop - start - 0.7, 18, css=css, tip=tip)
+            plot.bar(row, left, share, BLUES[k], tip, ec=PAPER, lw=0.5)
             if share > 7:
-                middle = (start + stop) / 2
-                rows.drawing.text(middle, y + 4, f"{share:.1f}", f"on{css}", "middle")
+                colour = PAPER if k > 2 else INK
+                plot.axes.text(left + share / 2, row, f"{share:.1f}", color=colour, **_MIDDLE)
             left += share
-    legend = [(f"r{min(k, 7)}", f"{capacity:,}") for k, capacity in enumerate(capacities)]
-    return rows.below("share of token positions (%)", legend)
+    plot.axes.set(xlim=(0, 100), xlabel="share of token positions (%)")
+    plot.legend([(BLUES[min(k, 7)], count(capacity)) for k, capacity in enumerate(capacities)])
+    return plot
 
 
-def trade_off(comparison: Comparison) -> Drawing:
+_MIDDLE: dict[str, Any] = {"ha": "center", "va": "center_baseline", "size": 8}
+
+
+def trade_off(comparison: Comparison) -> Plot:
     """Padding, truncation, concatenation, and tokens lost or repeated, side by side."""
-    rows = _Rows(comparison, "Padding, truncation and concatenation")
-    drawing, bottom = rows.drawing, rows.bottom
-    panels: tuple[tuple[str, str, Callable[[Evaluation], float]], ...] = (
+    plot = Plot.of_rows(comparison, panels=4)
+    columns: tuple[tuple[str, str, Callable[[Evaluation], float]], ...] = (
         ("padding", "% of positions", lambda e: 100 * e.metrics["padding_ratio"]),
         ("truncation", "% of documents", lambda e: 100 * e.metrics["truncation_ratio"]),
         ("concatenation", "documents per sample", lambda e: e.metrics["concatenation_ratio"]),
-        ("lost or repeated", "% of tokens", _lost_or_repeated),
+        (
+            "lost or repeated",
+            "% of tokens",
+            lambda e: 100 * (e.metrics["dropped_ratio"] + e.metrics["repeated_ratio"]),
+        ),
     )
-    drawing.top = 0  # room for the heads of the columns
-    width = (WIDTH - rows.left) / len(panels)
-    for number, (title, unit, value_of) in enumerate(panels):
-        start, stop = rows.left + number * width, rows.left + (number + 1) * width - 48
-        positive = [value for e in rows.evaluations if (value := value_of(e)) > 0]
-        low = 10.0 ** _decade(max(min(positive, default=1.0), 1e-3))
-        high = max(10.0 ** (_decade(max(positive, default=1.0)) + 1), 10 * low)
-        x = Scale(low, high, start + 8, stop, log=True)
-        drawing.text(start, 16, title, "head")
-        for tick in x.ticks(20):
-            drawing.line(x(tick), 28, x(tick), bottom, "grid")
-        for tick in x.ticks(4):
-            drawing.text(x(tick), bottom + 15, f"{tick:g}", "tick", "middle")
-        drawing.text(start, bottom + 33, unit, "name")
-        for row, (y, evaluation) in enumerate(rows):
-            value = value_of(evaluation)
-            css = "c1" if row == comparison.recommendation.best else "c0"
-            tip = f"{evaluation.label}: {title} {value:.6g} {unit}"
-            drawing.line(start + 8, y, x(value), y, "stem")
-            drawing.circle(x(value), y, 5, css, tip)
-            drawing.text(x(value) + 9, y + 4, _brief(value), "value")
-    return drawing
+    for axes, (title, unit, value_of) in zip(plot.panels, columns, strict=True):
+        plot.axes = axes
+        values = [float(value_of(evaluation)) for evaluation in plot.evaluations]
+        positive = [value for value in values if value > 0] or [1.0]
+        low = 10.0 ** math.floor(math.log10(max(min(positive), 1e-3)))
+        high = max(10.0 ** (math.floor(math.log10(max(positive))) + 1), 10 * low)
+        decades = np.arange(round(math.log10(low)), round(math.log10(high)) + 1)
+        axes.set_xscale("log")
+        axes.set(xlim=(low, high * (high / low) ** 0.35), title=title, xlabel=unit)
+        shown = decades[:: math.ceil(len(decades) / 4)]
+        axes.set_xticks(10.0**shown, [f"{10.0**k:g}" for k in shown])
+        axes.set_xticks(10.0**decades, minor=True)
+        axes.grid(visible=True, axis="x", which="minor")
+        axes.tick_params(axis="x", which="minor", labelbottom=False)
+        for row, (evaluation, value) in enumerate(zip(plot.evaluations, values, strict=True)):
+            at = max(value, low)
+            axes.plot([low, at], [row, row], color=RULE, linewidth=1.5)
+            colour = BLUE if row == comparison.recommendation.best else GREY
+            plot.dot(at, row, 6.5, colour, f"{evaluation.label}: {title} {value:.6g} {unit}")
+            plot.words(at, row, _brief(value))
+    return plot
 
 
-def attention_cost(comparison: Comparison) -> Drawing:
-    """Squared segment (and sample) length per token position."""
-    rows = _Rows(comparison, "Attention work per token")
-    x = Scale(0, 1.1 * max(e.mean_sample_context for e in rows.evaluations), rows.left, WIDTH - 20)
-    rows.grid(x, x.ticks(), short_number)
-    for y, evaluation in rows:
-        for value, css, top, words in (
-            (evaluation.mean_context, "c2", -9, "inside documents"),
-            (evaluation.mean_sample_context, "c3", 1, "over whole samples"),
+def attention_cost(comparison: Comparison) -> Plot:
+    """Attention work per token: squared segment, and sample, length per position."""
+    plot = Plot.of_rows(comparison)
+    for row, evaluation in enumerate(plot.evaluations):
+        for value, colour, below, words in (
+            (evaluation.mean_context, GREEN, -0.19, "inside documents"),
+            (evaluation.mean_sample_context, ORANGE, 0.19, "over whole samples"),
         ):
             tip = f"{evaluation.label}, {words}: {value:,.1f} tokens"
-            rows.drawing.rect(rows.left, y + top, x(value) - rows.left, 8, css=css, tip=tip)
-            rows.drawing.text(x(value) + 5, y + top + 8, f"{value:,.0f}", "small")
-    return rows.below(
-        "mean of squared length per position (tokens)",
-        [("c2", "attention inside documents"), ("c3", "attention over whole samples")],
-    )
+            plot.bar(row + below, 0, value, colour, tip, height=0.34)
+            plot.words(value, row + below, f"{value:,.0f}", size=7, color=SOFT)
+    plot.axes.xaxis.set_major_formatter("{x:,g}")
+    plot.axes.set_xlabel("mean of squared length per position (tokens)")
+    plot.axes.margins(x=0.08)
+    plot.legend([(GREEN, "attention inside documents"), (ORANGE, "attention over whole samples")])
+    return plot
 
 
-def rank_imbalance(comparison: Comparison) -> Drawing:
-    """Attention work of the busiest rank over the mean: random assignment against longest first."""
-    rows = _Rows(comparison, "Imbalance of attention work over the ranks")
-    drawing = rows.drawing
-    highest = max(b.imbalance_random for e in rows.evaluations for b in e.work)
-    x = Scale(1.0, max(1.5, 1.04 * highest), rows.left + 8, WIDTH - 20, log=highest > 4)
-    ticks = [t for t in (1, 1.5, 2, 3, 5, 8, 13, 20, 40) if t <= x.high] if x.log else x.ticks(6)
-    rows.grid(x, ticks, lambda tick: f"{tick:.3g}")
-    for y, evaluation in rows:
-        for bucket in evaluation.work:
-            tip = (
-                f"{evaluation.label}, bucket {bucket.capacity:,}, {bucket.samples_per_rank} "
-                f"samples per rank: random {bucket.imbalance_random:.3f}, longest first "
-                f"{bucket.imbalance_balanced:.3f}"
-            )
-            drawing.circle(x(bucket.imbalance_random), y, 2.6, "faint3", tip)
-            drawing.circle(x(bucket.imbalance_balanced), y, 2.6, "faint2", tip)
-        random, balanced = evaluation.imbalance("random"), evaluation.imbalance("balanced")
-        drawing.line(x(balanced), y, x(random), y, "link")
-        drawing.circle(x(random), y, 5.5, "c3", f"{evaluation.label}: random {random:.3f}")
-        tip = f"{evaluation.label}: longest first {balanced:.3f}"
-        drawing.circle(x(balanced), y, 5.5, "c2", tip)
-    return rows.below(
-        "attention work of the busiest rank / mean of the ranks",
+def rank_imbalance(comparison: Comparison) -> Plot:
+    """Attention work of the busiest rank over the mean: random assignment, longest first."""
+    plot = Plot.of_rows(comparison)
+    highest = max(bucket.imbalance_random for e in plot.evaluations for bucket in e.work)
+    if highest > 4:
+        plot.axes.set_xscale("log")
+        ticks = [t for t in (1, 1.5, 2, 3, 5, 8, 13, 20, 40) if t <= 1.04 * highest]
+        plot.axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+        plot.axes.minorticks_off()
+    for row, evaluation in enumerate(plot.evaluations):
+        ways: dict[Any, str] = {"random": ORANGE, "balanced": GREEN}
+        means = {way: evaluation.imbalance(way) for way in ways}
+        plot.axes.plot(list(means.values()), [row, row], color=LIGHT["pale"], linewidth=2, zorder=1)
+        for way, colour in ways.items():
+            words = "random" if way == "random" else "longest first"
+            for bucket in evaluation.work:
+                value = bucket.imbalance(way)
+                tip = (
+                    f"{evaluation.label}, bucket {count(bucket.capacity)}, "
+                    f"{bucket.samples_per_rank} samples per rank: {words} {value:.3f}"
+                )
+                plot.dot(value, row, 3, colour, tip, alpha=0.45)
+            plot.dot(means[way], row, 7, colour, f"{evaluation.label}: {words} {means[way]:.3f}")
+    plot.axes.set(xlim=(0.98, max(1.5, 1.04 * highest)))
+    plot.axes.set_xlabel("attention work of the busiest rank / mean of the ranks")
+    plot.legend(
         [
-            ("c3", "random assignment"),
-            ("c2", "longest first to the least loaded"),
-            ("c0", "small dots: single buckets"),
-        ],
+            (ORANGE, "random assignment"),
+            (GREEN, "longest first to the least loaded"),
+            (GREY, "small dots: single buckets"),
+        ]
     )
+    return plot
 
 
-def training_time(comparison: Comparison) -> Drawing:
-    """GPU-hours by what they are spent on; the price at the end of each bar."""
-    rows = _Rows(comparison, "Estimated training time and cost")
-    hours = [e.breakdown.gpu_hours for e in rows.evaluations]
+def training_time(comparison: Comparison) -> Plot:
+    """GPU hours by what they are spent on; the price at the end of each bar."""
+    plot = Plot.of_rows(comparison)
+    hours = [evaluation.breakdown.gpu_hours for evaluation in plot.evaluations]
     # A strategy that pads ten times over would squeeze all others into nothing: cut its bar.
     longest = min(max(hours), 1.6 * min(hours))
-    x = Scale(0, longest * 1.02, rows.left, WIDTH - 150)
-    rows.grid(x, x.ticks(), short_number)
-    for y, evaluation in rows:
-        bill = evaluation.breakdown
-        left = 0.0
-        for attribute, words, css in PARTS:
+    for row, evaluation in enumerate(plot.evaluations):
+        bill, left = evaluation.breakdown, 0.0
+        for attribute, words, colour in PARTS:
             spent: float = getattr(bill, attribute)
-            share = f"{spent / bill.gpu_hours:.2%}"
-            tip = f"{evaluation.label}, {words}: {spent:,.1f} GPU hours ({share})"
-            start, stop = x(left), x(left + spent)
-            if stop > start:
-                rows.drawing.rect(start, y - 9, stop - start, 18, css=css, tip=tip)
-            left += spent
+            tip = f"{evaluation.label}, {words}: {spent:,.1f} GPU hours"
+            width = min(spent, longest - left)
+            if width > 0:
+                share = percent(spent / bill.gpu_hours)
+                plot.bar(row, left, width, colour, f"{tip} ({share})")
+            left += max(width, 0.0)
         if bill.gpu_hours > longest:
-            rows.drawing.text(x(left) - 8, y + 5, "//", "cut", "end")
-        words = f"{short_number(bill.gpu_hours, 4)} h, {money(bill.cost)}"
-        rows.drawing.text(x(left) + 7, y + 4, words, "value")
-    used = [
-        (css, words)
-        for attribute, words, css in PARTS
-        if any(getattr(e.breakdown, attribute) > 0 for e in rows.evaluations)
-    ]
-    rows.below("GPU hours", used[:3])
-    rows.drawing.legend(rows.left, rows.bottom + 72, used[3:])
-    rows.drawing.height += 18
-    return rows.drawing
+            plot.axes.text(0.985 * left, row, "//", weight="bold", **_MIDDLE)
+        plot.words(left, row, f"{short(bill.gpu_hours)} h, {money(bill.cost)}")
+    plot.axes.set(xlim=(0, 1.16 * longest), xlabel="GPU hours")
+    plot.legend(
+        [
+            (colour, words)
+            for attribute, words, colour in PARTS
+            if any(getattr(e.breakdown, attribute) > 0 for e in plot.evaluations)
+        ]
+    )
+    return plot
 
 
 def _shown(label: str) -> str:
     return label if len(label) <= LONGEST_LABEL else label[: LONGEST_LABEL - 3] + "..."
 
 
-def _decade(value: float) -> int:
-    """Power of ten below a positive value."""
-    return math.floor(math.log10(value))
-
-
 def _brief(value: float) -> str:
     if value < 0.001:
         return "<0.001" if value > 0 else "0"
     return f"{value:.0f}" if value >= 99.95 else f"{value:.2g}" if value < 1 else f"{value:.3g}"
-
-
-def _lost_or_repeated(evaluation: Evaluation) -> float:
-    metrics = evaluation.metrics
-    return 100 * float(metrics["dropped_ratio"] + metrics["repeated_ratio"])

@@ -1,42 +1,24 @@
-"""Everything that is said of one strategy on one corpus."""
+"""Everything that is said of one strategy on one corpus, and which of them to take.
+
+* ``Evaluation``: metrics, attention work and bill of one case; ``COLUMNS`` are its tables' cells.
+* ``recommend``: one strategy out of many, and the sentences that say why.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from megapack.compare.cases import Case
 from megapack.compare.cost import Breakdown, BucketWork, Dealing, TrainingRun, estimate
 from megapack.packing import SampleIndex
-
-# ---- Numbers as a person reads them -------------------------------------------------------------
-
-
-def percent(share: float) -> str:
-    """A share in percent with three significant digits: 0.00034 -> 0.034 %."""
-    if share == 0:
-        return "0 %"
-    value = 100 * share
-    return f"{value:.0f} %" if value >= 99.95 else f"{value:.3g} %"
-
-
-def short_number(value: float, digits: int = 3) -> str:
-    """A number for a label: 1024 -> 1,024; 12345678 -> 12.3M; 0.00034 -> 0.00034."""
-    if value == 0:
-        return "0"
-    size = abs(value)
-    for scale, suffix in ((1e12, "T"), (1e9, "B"), (1e6, "M")):
-        if size >= 0.9995 * scale:
-            return f"{value / scale:.{digits}g}{suffix}"
-    if size >= 1000:
-        return f"{value:,.0f}"
-    return f"{value:.{digits}g}"
+from megapack.units import count, percent, short
 
 
 def money(amount: float) -> str:
-    """Dollars, short: 1234567 -> $1.23M."""
-    return f"${amount:,.2f}" if amount < 1000 else f"${short_number(amount)}"
+    """Dollars, short: 1234567 -> $1.23 M."""
+    return f"${amount:,.2f}" if amount < 1000 else f"${short(amount)}"
 
 
 def duration(hours: float) -> str:
@@ -117,6 +99,33 @@ class Evaluation:
         return sum(bucket.work * bucket.imbalance(dealing) for bucket in self.work) / total
 
 
+def _share(name: str) -> Callable[[Evaluation], str]:
+    """A metric that is a fraction, in percent with at most three decimals."""
+
+    def cell(evaluation: Evaluation) -> str:
+        value = 100.0 * float(evaluation.metrics[name])
+        return "0" if value == 0 else f"{value:.3f}" if value < 10 else f"{value:.1f}"
+
+    return cell
+
+
+# Of a terminal's table the head ("": not there), of the page's its head and unit; the cell.
+COLUMNS: tuple[tuple[str, str, str, Callable[[Evaluation], str]], ...] = (
+    ("strategy", "strategy", "", lambda e: e.label),
+    ("pad %", "padding", "%", _share("padding_ratio")),
+    ("split %", "truncated", "%", _share("truncation_ratio")),
+    ("docs", "concatenated", "docs/sample", lambda e: f"{e.metrics['concatenation_ratio']:.2f}"),
+    ("lost %", "lost", "%", _share("dropped_ratio")),
+    ("rep %", "repeated", "%", _share("repeated_ratio")),
+    ("", "samples", "", lambda e: count(e.metrics["num_samples"])),
+    ("", "attention", "tokens", lambda e: f"{e.mean_context:,.0f}"),
+    ("imbal", "imbalance", "busiest / mean", lambda e: f"{e.imbalance('balanced'):.3f}"),
+    ("hours", "GPU hours", "", lambda e: short(e.breakdown.gpu_hours)),
+    ("cost", "cost", "", lambda e: money(e.breakdown.cost)),
+    ("", "packed in", "s", lambda e: f"{e.seconds:.3f}"),
+)
+
+
 # ---- One strategy out of many, and the sentence that says why -----------------------------------
 # The rule is short enough to disagree with:
 #
@@ -176,9 +185,9 @@ def recommend(
 def _why_out(evaluation: Evaluation, lower_bound: float) -> str:
     metrics = evaluation.metrics
     if metrics["dropped_ratio"] > MAX_DROPPED:
-        return f"loses {percent(metrics['dropped_ratio'])} of the tokens"
+        return f"loses {percent(metrics['dropped_ratio'], None)} of the tokens"
     if metrics["truncation_ratio"] > lower_bound + MAX_EXTRA_TRUNCATION:
-        return f"splits {percent(metrics['truncation_ratio'])} of the documents"
+        return f"splits {percent(metrics['truncation_ratio'], None)} of the documents"
     return ""
 
 
@@ -217,12 +226,12 @@ def _reasons(
 ) -> tuple[str, ...]:
     chosen = evaluations[best]
     metrics = chosen.metrics
+    split, must = (percent(metrics[f"truncation_{name}"], None) for name in ("ratio", "floor"))
     reasons = [
-        f"It splits {percent(metrics['truncation_ratio'])} of the documents; "
-        f"{percent(metrics['truncation_floor'])} are longer than {max(chosen.case.buckets):,} "
-        "tokens and must be.",
-        f"{percent(metrics['padding_ratio'])} of its positions are padding, and a sample holds "
-        f"{metrics['concatenation_ratio']:.2f} documents on average.",
+        f"It splits {split} of the documents; {must} are longer than "
+        f"{max(chosen.case.buckets):,} tokens and must be.",
+        f"{percent(metrics['padding_ratio'], None)} of its positions are padding, and a sample "
+        f"holds {metrics['concatenation_ratio']:.2f} documents on average.",
     ]
     if out[best]:
         reasons.insert(0, f"Every strategy would be out; this one {out[best]}.")
@@ -249,7 +258,7 @@ def _reasons(
 def _against(chosen: Evaluation, rival: Evaluation, role: str, crosses: bool) -> str:
     more = rival.breakdown.gpu_hours / chosen.breakdown.gpu_hours - 1
     if abs(more) > SAME_TIME:
-        amount = f"{percent(abs(more))} {'more' if more > 0 else 'less'} time"
+        amount = f"{percent(abs(more), None)} {'more' if more > 0 else 'less'} time"
         return f"{rival.label}, {role}, would take {amount}."
     but = _but(chosen.metrics, rival.metrics, crosses)
     return f"{rival.label}, {role}, would take the same time{but}."
@@ -261,7 +270,7 @@ def _but(chosen: Mapping[str, Any], rival: Mapping[str, Any], crosses: bool) -> 
     if crosses and joined > chosen["concatenation_ratio"] * (1 + SAME_CONCATENATION):
         return f" but concatenates {joined:.2f} documents per sample"
     if rival["num_truncated_documents"] > chosen["num_truncated_documents"]:
-        return f" but splits {percent(rival['truncation_ratio'])} of the documents"
+        return f" but splits {percent(rival['truncation_ratio'], None)} of the documents"
     if rival["padding_ratio"] > chosen["padding_ratio"]:
-        return f" but pads {percent(rival['padding_ratio'])}"
+        return f" but pads {percent(rival['padding_ratio'], None)}"
     return " and is as good"

@@ -2,8 +2,7 @@
 
 from megapack.packing.pack import PackingMethod, check_packing, pack
 from megapack.packing.sample_index import SampleIndex, how_it_differs
-from megapack.packing.strategies import STRATEGIES, find_strategy
-from megapack.packing.strategy import Parameter, Strategy
+from megapack.packing.strategies import STRATEGIES, Parameter, Strategy, find_strategy
 
 __all__ = [
     "STRATEGIES",

@@ -34,62 +34,69 @@ from numpy.typing import NDArray
 
 from megapack import __version__
 from megapack.errors import FormatError
-from megapack.packing.checksums import blocks
 from megapack.packing.metrics import COUNTS, LISTS, RATIOS
 from megapack.storage.files import atomic_write
 from megapack.storage.index_file import CheckedArray, map_file
 
-# ---- What the header of a ``.samples`` file must hold: checked when it is opened, relied on later
+# ---- What a header must hold: checked when the file is opened, relied on later -------------------
 
 Check = Callable[[Any], bool]
 
 
-def _is_text(value: Any) -> bool:
+def is_text(value: Any) -> bool:
     return isinstance(value, str)
 
 
-def _is_count(value: Any) -> bool:
+def is_count(value: Any) -> bool:
     return type(value) is int and value >= 0  # not bool
+
+
+def are_counts(value: Any) -> bool:
+    return isinstance(value, list) and all(map(is_count, value))
+
+
+def find_wrong(values: Any, checks: Mapping[str, Check]) -> str | None:
+    """The first field that is missing or does not pass its check, as half a sentence."""
+    for name, check in checks.items():
+        if not isinstance(values, Mapping) or name not in values:
+            return f"has no {name}"
+        if not check(values[name]):
+            return f"says {name} is {str(values[name])[:80]!r}"
+    return None
+
+
+def _are_texts(value: Any) -> bool:
+    return isinstance(value, dict) and all(map(is_text, value.values()))
+
+
+def _are_parameters(value: Any) -> bool:
+    plain = (str, bool, int, float, type(None))
+    if not isinstance(value, dict) or not all(isinstance(v, plain) for v in value.values()):
+        return False
+    return is_count(value.get("alignment", 1)) and value.get("alignment", 1) > 0
 
 
 def _is_ratio(value: Any) -> bool:
     return type(value) in (int, float) and math.isfinite(value) and value >= 0
 
 
-def _is_parameter(value: Any) -> bool:
-    return value is None or isinstance(value, (str, bool, int, float))
-
-
-def _list_of(check: Check) -> Check:
-    return lambda value: isinstance(value, list) and all(map(check, value))
-
-
-def _mapping_of(check: Check) -> Check:
-    return lambda value: isinstance(value, dict) and all(map(check, value.values()))
-
-
-def _is_parameters(value: Any) -> bool:
-    alignment = value.get("alignment", 1) if isinstance(value, dict) else 1
-    return _mapping_of(_is_parameter)(value) and _is_count(alignment) and alignment > 0
-
-
-FIELDS: dict[str, Check] = {
-    "created_by": _is_text,
-    "strategy": _is_text,
-    "parameters": _is_parameters,
-    "buckets": lambda value: _list_of(_is_count)(value) and min(value, default=0) > 0,
-    "seed": _is_count,
-    "decisions": _mapping_of(_is_text),
-    "num_documents": _is_count,
-    "dropped_tokens": _is_count,
-    "repeated_tokens": _is_count,
-    "source": lambda value: value is None or _mapping_of(_is_text)(value),
+HEADER: dict[str, Check] = {
+    "created_by": is_text,
+    "strategy": is_text,
+    "parameters": _are_parameters,
+    "buckets": lambda value: are_counts(value) and min(value, default=0) > 0,
+    "seed": is_count,
+    "decisions": _are_texts,
+    "num_documents": is_count,
+    "dropped_tokens": is_count,
+    "repeated_tokens": is_count,
+    "source": lambda value: value is None or _are_texts(value),
     "metrics": lambda value: isinstance(value, dict),
-    "lengths_fingerprint": _is_text,
+    "lengths_fingerprint": is_text,
 }
 METRICS: dict[str, Check] = {
-    **dict.fromkeys(COUNTS, _is_count),
-    **dict.fromkeys(LISTS, _list_of(_is_count)),
+    **dict.fromkeys(COUNTS, is_count),
+    **dict.fromkeys(LISTS, are_counts),
     **dict.fromkeys(RATIOS, _is_ratio),
 }
 
@@ -97,12 +104,9 @@ METRICS: dict[str, Check] = {
 def find_fault(header: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]]) -> str | None:
     """What is wrong with a header, as half a sentence, or None: types first, then its counts
     beside each other and beside the arrays (only the small ones are read)."""
-    for fields, values in ((FIELDS, header), (METRICS, header.get("metrics"))):
-        for name, check in fields.items():
-            if not isinstance(values, Mapping) or name not in values:
-                return f"its header has no {name}"
-            if not check(values[name]):
-                return f"its header says {name} is {str(values[name])[:80]!r}"
+    wrong = find_wrong(header, HEADER) or find_wrong(header["metrics"], METRICS)
+    if wrong is not None:
+        return f"its header {wrong}"
     metrics = header["metrics"]
     samples = np.diff(arrays["bucket_sample_offsets"]).tolist()
     placed = metrics["placed_tokens"]
@@ -177,8 +181,7 @@ def write(
         file.write(encoded)
         for name, array in arrays.items():
             file.write(bytes(int(table[name]["offset"]) - file.tell()))
-            for block in blocks(array):
-                file.write(block)
+            file.write(np.ascontiguousarray(array).data)
 
 
 def read(path: Path) -> tuple[dict[str, Any], dict[str, NDArray[Any]]]:

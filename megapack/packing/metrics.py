@@ -11,12 +11,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import xxhash
 from numpy.typing import NDArray
 
 from megapack import _core
-from megapack.packing.checksums import lengths_fingerprint
-
-__all__ = ["COUNTS", "LISTS", "RATIOS", "DocumentTotals", "compute_metrics"]
 
 Lengths = NDArray[np.int32] | NDArray[np.int64]
 
@@ -47,6 +45,17 @@ RATIOS = (
     "segments_per_sample",
     "cross_document_share",
 )
+
+
+def checksum(array: NDArray[Any]) -> str:
+    """xxh3_64 of an array's bytes, as 16 hex digits."""
+    return xxhash.xxh3_64_hexdigest(np.ascontiguousarray(array).data)
+
+
+def lengths_fingerprint(lengths: NDArray[Any]) -> str:
+    """Identity of document lengths, whatever integer type they are held in."""
+    wide = lengths.dtype.itemsize > 4 and len(lengths) and int(lengths.max()) > (1 << 31) - 1
+    return checksum(np.ascontiguousarray(lengths, dtype="<i8" if wide else "<i4"))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,8 +14,7 @@ from megapack import _core
 from megapack.errors import ConfigError, DataError
 from megapack.packing.metrics import DocumentTotals, Lengths
 from megapack.packing.sample_index import SampleIndex
-from megapack.packing.strategies import find_strategy
-from megapack.packing.strategy import Request, Strategy
+from megapack.packing.strategies import Request, Strategy, find_strategy
 
 # ---- Room for segments that begin at multiples of a number, as context parallelism needs them ---
 # A strategy is given every document length rounded up to the alignment, and afterwards the segments

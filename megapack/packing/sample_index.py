@@ -16,8 +16,12 @@ from numpy.typing import NDArray
 from megapack import _core
 from megapack.errors import FormatError, IndexMismatchError
 from megapack.packing import file_format as samples_format
-from megapack.packing.checksums import lengths_fingerprint
-from megapack.packing.metrics import DocumentTotals, Lengths, compute_metrics
+from megapack.packing.metrics import (
+    DocumentTotals,
+    Lengths,
+    compute_metrics,
+    lengths_fingerprint,
+)
 from megapack.storage.files import check_target
 from megapack.storage.index_file import CheckedArray, block_checksums
 from megapack.storage.remote import is_remote

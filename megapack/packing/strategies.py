@@ -1,11 +1,19 @@
 """The packing strategies: what each means, its parameters, its presets, its call into the core.
 
+* ``STRATEGIES``: name -> ``Strategy``; ``find_strategy`` names the nearest known one.
+* ``Strategy``, ``Parameter``: what the registry holds; ``Strategy.resolve`` checks parameters.
+* ``Request``: what a strategy works on, and its way into the core.
+
+    STRATEGIES["seamless"].resolve({"r_max": 0.5}, preset="paper", capacity=512)
+    # -> {"r_max": 0.5, "placement": "paper", "extra_capacity": 10, "last": "drop"}
+
 Everything that names strategies reads ``STRATEGIES``: ``pack``, the command line, ``compare``, the
 shared law test and the reference tests. CONTRIBUTING.md says what else a new strategy needs.
 """
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from fractions import Fraction
@@ -16,19 +24,163 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megapack import _core
+from megapack.config import nearest
 from megapack.errors import ConfigError
-from megapack.packing.refine import Refined, price_of_a_sample, refine
-from megapack.packing.strategy import Packing, Parameter, Request, Strategy, name_nearest
+from megapack.packing.refine import price_of_a_sample, refine
 
-# ---- Shares of a capacity as they were written, so that 0.1 of 1000 tokens are 100 tokens -------
+# The arrays of SampleIndex, dropped_tokens, repeated_tokens and, of some strategies, decisions.
+Packing = dict[str, Any]
 
-# What the core multiplies in 128 bits. No shorter decimal than 19 places comes near.
-_LARGEST_DENOMINATOR = 1 << 62
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """What a strategy works on; ``buckets`` ascends, ``parameters`` are the strategy's own."""
+
+    lengths: _core.DocumentLengths
+    buckets: list[int]
+    parameters: dict[str, Any]
+    seed: int
+    threads: int
+    progress: Callable[[int, int], None] | None = None
+    wide_ids: bool = False
+
+    @property
+    def capacity(self) -> int:
+        return self.buckets[-1]
+
+    def pack(self, strategy: str, **rules: Any) -> Packing:
+        """What a strategy of the core makes of the documents by these rules."""
+        run = _core.Run(
+            seed=self.seed, threads=self.threads, wide_ids=self.wide_ids, progress=self.progress
+        )
+        return _core.pack(strategy, self.lengths, rules, run)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parameter:
+    """One keyword of ``pack`` and one option of ``megapack-build pack``."""
+
+    name: str
+    default: Any  # None: an integer that follows from the buckets
+    help: str
+    choices: tuple[str, ...] = ()
+    minimum: float | None = None
+    maximum: float | None = None
+
+    @property
+    def kind(self) -> type:
+        return int if self.default is None else type(self.default)
+
+    def check(self, value: Any) -> Any:
+        """``value`` as ``kind``, or ConfigError with the name, the value and the limit."""
+        accepted = numbers.Integral if self.kind is int else numbers.Real
+        if value is None and self.default is None:
+            return None
+        if self.choices:
+            sound, limit = value in self.choices, f"one of {', '.join(self.choices)}"
+        elif self.kind is bool:
+            sound, limit = isinstance(value, bool), "True or False"
+        elif isinstance(value, bool) or not isinstance(value, accepted):
+            sound, limit = False, f"of type {self.kind.__name__}"
+        else:
+            value = self.kind(value)
+            low, high = self.minimum, self.maximum
+            sound = (low is None or value >= low) and (high is None or value <= high)
+            limit = f"at least {low}" if high is None else f"from {low} to {high}"
+        if not sound:
+            raise ConfigError(f"{self.name} is {value!r}; it must be {limit}")
+        return value
+
+
+@dataclass(frozen=True, kw_only=True)
+class Strategy:
+    """One way to turn document lengths into samples.
+
+    Attributes:
+        name: what ``pack`` and the command line call it.
+        description: its meaning in a sentence.
+        source: where it was published.
+        many_buckets: whether ``buckets`` may hold more than one capacity.
+        may_drop, may_repeat: whether by definition a token may be in no sample, or in several.
+        parameters: its keywords, in the order of the table in docs.
+        presets: name -> function of the largest capacity that gives the parameters of a paper.
+        check: refuses, before any work, buckets (ascending) that do not go with the parameters.
+        run: the function that packs.
+    """
+
+    name: str
+    description: str
+    source: str
+    run: Callable[[Request], Packing]
+    parameters: tuple[Parameter, ...] = ()
+    many_buckets: bool = False
+    may_drop: bool = False
+    may_repeat: bool = False
+    presets: Mapping[str, Callable[[int], dict[str, Any]]] = field(default_factory=dict)
+    check: Callable[[list[int], Mapping[str, Any]], None] | None = None
+
+    def resolve(
+        self, values: Mapping[str, Any], *, preset: str | None = None, capacity: int = 0
+    ) -> dict[str, Any]:
+        """Defaults, then the preset, then ``values``; checked.
+
+        Raises:
+            ConfigError: an unknown parameter or preset (the nearest known one is named), or a
+                value out of range.
+        """
+        known = {parameter.name: parameter for parameter in self.parameters}
+        resolved = {name: parameter.default for name, parameter in known.items()}
+        if preset is not None:
+            own = f"strategy {self.name!r} has no preset"
+            resolved |= _known(own, preset, self.presets)(capacity)
+        for name, value in values.items():
+            own = f"strategy {self.name!r} has no parameter"
+            resolved[name] = _known(own, name, known).check(value)
+        return resolved
+
+
+def _known(missing: str, name: str, known: Mapping[str, Any]) -> Any:
+    """What has this name; ConfigError names the nearest known one."""
+    if name not in known:
+        there = ", ".join(sorted(known)) or "none"
+        raise ConfigError(f"{missing} {name!r}{nearest(name, known)} (known: {there})")
+    return known[name]
+
+
+STRATEGIES: dict[str, Strategy] = {}
+_Run = Callable[[Request], Packing]
+
+
+def find_strategy(name: str) -> Strategy:
+    """The strategy of this name. Raises ConfigError that names the nearest known one."""
+    strategy: Strategy = _known("no packing strategy", name, STRATEGIES)
+    return strategy
+
+
+def _strategy(source: str, *parameters: Parameter, **more: Any) -> Callable[[_Run], _Run]:
+    """Enter a function under its name; its docstring is what the strategy means."""
+
+    def enter(run: _Run) -> _Run:
+        STRATEGIES[run.__name__] = Strategy(
+            name=run.__name__,
+            description=" ".join((run.__doc__ or "").split()),
+            source=source,
+            run=run,
+            parameters=parameters,
+            **more,
+        )
+        return run
+
+    return enter
+
+
+# --- sizes and shares that follow from buckets and parameters -------------------------------------
 
 
 def exact_ratio(share: float) -> tuple[int, int]:
-    """The decimal that prints as ``share``, as (numerator, denominator): 0.1 is (1, 10)."""
-    return Fraction(repr(float(share))).limit_denominator(_LARGEST_DENOMINATOR).as_integer_ratio()
+    """The decimal that prints as ``share``, as (numerator, denominator): 0.1 is (1, 10), so that
+    0.1 of 1000 tokens are 100. The core multiplies in 128 bits."""
+    return Fraction(repr(float(share))).limit_denominator(1 << 62).as_integer_ratio()
 
 
 def largest_overlap(r_max: float, placement: str, capacity: int) -> tuple[int, int]:
@@ -37,9 +189,6 @@ def largest_overlap(r_max: float, placement: str, capacity: int) -> tuple[int, i
     if placement == "published":
         return int(r_max * capacity), capacity
     return exact_ratio(r_max)
-
-
-# ---- Sizes that follow from the buckets and a parameter, and which of them go together ----------
 
 
 def atom_size(buckets: list[int], parameters: Mapping[str, Any]) -> int:
@@ -82,135 +231,6 @@ def check_decompose(buckets: list[int], parameters: Mapping[str, Any]) -> None:
             f"decompose makes buckets of {made:,} tokens, no multiple of the alignment "
             f"{alignment:,}; give min_bucket"
         )
-
-
-# ---- What `bucket` decides by itself: whether to promote, and whether refined samples are better
-# Both are decided on the histogram of lengths, which costs milliseconds (refine: seconds)
-# and makes no sample; the choice and its reason stand in the index.
-
-# A packing that pads less than one token in so many is left alone.
-PADDING_WORTH_SAVING = 1000
-
-
-@dataclass(frozen=True, kw_only=True)
-class BucketWay:
-    """How to pack: the rules that the core is told, and why."""
-
-    rules: dict[str, Any]
-    decisions: dict[str, str] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class _Outcome:
-    """Tokens of capacity used and samples made for the documents of a histogram."""
-
-    slots: int
-    samples: int
-
-    def padding(self, tokens: int) -> str:
-        return f"{100 * (self.slots - tokens) / self.slots if self.slots else 0.0:.3f} %"
-
-
-def choose_bucket_way(
-    lengths: _core.DocumentLengths,
-    buckets: list[int],
-    *,
-    promote: str,
-    padding_threshold: float,
-    max_segments: int | None,
-    refine: bool,
-    threads: int,
-) -> BucketWay:
-    """Decide what is left open; the parameters are those of the strategy.
-
-    Raises:
-        ConfigError: refine and max_segments are both asked for.
-    """
-    if refine and max_segments is not None:
-        raise ConfigError(
-            f"refine looks for samples of any number of segments, and max_segments is "
-            f"{max_segments}; choose one of them"
-        )
-    padded: dict[str, Any] = {"buckets": buckets, "max_segments": max_segments or 0}
-    promoted = {"overflow": "promote", "padding_threshold": exact_ratio(padding_threshold)}
-    rules = {"off": padded, "on": padded | promoted}
-    if promote != "auto" and not refine:
-        return BucketWay(rules=rules[promote])
-    # Full chunks of long documents are the same in every case and left out.
-    counts, _ = _core.length_histogram(lengths, buckets[-1], threads)
-    tokens = int((counts * np.arange(len(counts))).sum())
-    decisions = {}
-    if promote == "auto":
-        off, on = (_drained(counts, buckets, rules[name]) for name in ("off", "on"))
-        worth = (off.slots - tokens) * PADDING_WORTH_SAVING > off.slots > on.slots
-        promote = "on" if worth else "off"
-        decisions["promote"] = (
-            f"{promote}: documents shorter than the largest bucket would be padded by "
-            f"{off.padding(tokens)} without and by {on.padding(tokens)} with it"
-        )
-    if not refine:
-        return BucketWay(rules=rules[promote], decisions=decisions)
-    given, decisions["refine"] = _try_to_refine(counts, buckets, rules[promote], tokens)
-    patterns = {"given": given} if given else {}
-    return BucketWay(rules=rules[promote] | patterns, decisions=decisions)
-
-
-def _try_to_refine(
-    counts: NDArray[np.int64], buckets: list[int], rules: dict[str, Any], tokens: int
-) -> tuple[list[tuple[int, int, list[tuple[int, int]]]], str]:
-    plain = _drained(counts, buckets, rules)
-    if (plain.slots - tokens) * PADDING_WORTH_SAVING <= plain.slots:
-        return [], f"left, not tried: {plain.padding(tokens)} padding is not worth saving"
-    samples, left = refine(counts, buckets)
-    rest = _drained(left, buckets, rules)
-    refined = _Outcome(
-        rest.slots + sum(buckets[s.bucket] * s.count for s in samples),
-        rest.samples + sum(s.count for s in samples),
-    )
-    price = price_of_a_sample(buckets)
-    better = refined.slots - price * refined.samples < plain.slots - price * plain.samples
-    reason = (
-        f"{'taken' if better else 'left'}: {refined.padding(tokens)} padding in "
-        f"{refined.samples:,} samples with it, {plain.padding(tokens)} in {plain.samples:,} without"
-    )
-    return [_as_given(s) for s in samples] if better else [], reason
-
-
-def _as_given(sample: Refined) -> tuple[int, int, list[tuple[int, int]]]:
-    return sample.bucket, sample.count, list(sample.lengths.items())
-
-
-def _drained(counts: NDArray[np.int64], buckets: list[int], rules: dict[str, Any]) -> _Outcome:
-    samples = _core.count_bucket_samples(counts, rules)
-    return _Outcome(sum(c * n for c, n in zip(buckets, samples, strict=True)), sum(samples))
-
-
-STRATEGIES: dict[str, Strategy] = {}
-_Run = Callable[[Request], Packing]
-
-
-def find_strategy(name: str) -> Strategy:
-    """The strategy of this name. Raises ConfigError that names the nearest known one."""
-    if name not in STRATEGIES:
-        raise ConfigError(f"no packing strategy {name!r}{name_nearest(name, list(STRATEGIES))}")
-    return STRATEGIES[name]
-
-
-def _strategy(source: str, *parameters: Parameter, **more: Any) -> Callable[[_Run], _Run]:
-    """Enter a function under its name; its docstring is what the strategy means."""
-
-    def enter(run: _Run) -> _Run:
-        STRATEGIES[run.__name__] = Strategy(
-            name=run.__name__,
-            description=" ".join((run.__doc__ or "").split()),
-            source=source,
-            run=run,
-            parameters=parameters,
-            **more,
-        )
-        return run
-
-    return enter
 
 
 # --- parameters that several have -----------------------------------------------------------------
@@ -310,15 +330,17 @@ def length_sorted(request: Request) -> Packing:
 )
 def first_fit_decreasing(request: Request) -> Packing:
     """from long to short, each document to the first bin with room"""
-    rules = {"capacity": request.capacity, "best": False, **request.parameters}
-    return request.pack("fit_decreasing", **rules)
+    return request.pack(
+        "fit_decreasing", capacity=request.capacity, best=False, **request.parameters
+    )
 
 
 @_strategy("Ding et al. 2024; Seamless Packing's baseline BFD", _EXTRA_CAPACITY, may_drop=True)
 def best_fit_decreasing(request: Request) -> Packing:
     """from long to short, each document to the fullest bin with room"""
-    rules = {"capacity": request.capacity, "best": True, **request.parameters}
-    return request.pack("fit_decreasing", **rules)
+    return request.pack(
+        "fit_decreasing", capacity=request.capacity, best=True, **request.parameters
+    )
 
 
 def _seamless_preset(placement: str, capacity: int) -> dict[str, Any]:
@@ -354,6 +376,97 @@ def seamless(request: Request) -> Packing:
     parameters, capacity = request.parameters, request.capacity
     r_max = largest_overlap(parameters["r_max"], parameters["placement"], capacity)
     return request.pack("seamless", **parameters | {"capacity": capacity, "r_max": r_max})
+
+
+# --- what `bucket` decides by itself: whether to promote, whether to refine ----------------------
+# Both are decided on the histogram of lengths, which costs milliseconds (refine: seconds)
+# and makes no sample; the choice and its reason stand in the index.
+
+# A packing that pads less than one token in so many is left alone.
+PADDING_WORTH_SAVING = 1000
+
+
+@dataclass(frozen=True)
+class _Outcome:
+    """Tokens of capacity used and samples made for the documents of a histogram."""
+
+    slots: int
+    samples: int
+
+    @classmethod
+    def of(cls, counts: NDArray[np.int64], buckets: list[int], rules: dict[str, Any]) -> _Outcome:
+        samples = _core.count_bucket_samples(counts, rules)
+        return cls(sum(c * n for c, n in zip(buckets, samples, strict=True)), sum(samples))
+
+    def pads_too_much(self, tokens: int) -> bool:
+        return (self.slots - tokens) * PADDING_WORTH_SAVING > self.slots
+
+    def padding(self, tokens: int) -> str:
+        return f"{100 * (self.slots - tokens) / self.slots if self.slots else 0.0:.3f} %"
+
+
+def _bucket_rules(
+    request: Request,
+    *,
+    promote: str,
+    padding_threshold: float,
+    max_segments: int | None,
+    refine: bool,
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """The rules that the core is told, and what was decided: name -> why.
+
+    Raises:
+        ConfigError: refine and max_segments are both asked for.
+    """
+    if refine and max_segments is not None:
+        raise ConfigError(
+            f"refine looks for samples of any number of segments, and max_segments is "
+            f"{max_segments}; choose one of them"
+        )
+    buckets = request.buckets
+    padded: dict[str, Any] = {"buckets": buckets, "max_segments": max_segments or 0}
+    promoted = {"overflow": "promote", "padding_threshold": exact_ratio(padding_threshold)}
+    rules = {"off": padded, "on": padded | promoted}
+    decisions: dict[str, str] = {}
+    if promote != "auto" and not refine:
+        return rules[promote], decisions
+    # Full chunks of long documents are the same in every case and left out.
+    counts, _ = _core.length_histogram(request.lengths, buckets[-1], request.threads)
+    tokens = int((counts * np.arange(len(counts))).sum())
+    if promote == "auto":
+        off, on = (_Outcome.of(counts, buckets, rules[name]) for name in ("off", "on"))
+        promote = "on" if off.pads_too_much(tokens) and off.slots > on.slots else "off"
+        decisions["promote"] = (
+            f"{promote}: documents shorter than the largest bucket would be padded by "
+            f"{off.padding(tokens)} without and by {on.padding(tokens)} with it"
+        )
+    if not refine:
+        return rules[promote], decisions
+    given, decisions["refine"] = _try_to_refine(counts, buckets, rules[promote], tokens)
+    return rules[promote] | ({"given": given} if given else {}), decisions
+
+
+def _try_to_refine(
+    counts: NDArray[np.int64], buckets: list[int], rules: dict[str, Any], tokens: int
+) -> tuple[list[tuple[int, int, list[tuple[int, int]]]], str]:
+    """Patterns as the core takes them, none if they are not worth it; and why."""
+    plain = _Outcome.of(counts, buckets, rules)
+    if not plain.pads_too_much(tokens):
+        return [], f"left, not tried: {plain.padding(tokens)} padding is not worth saving"
+    samples, left = refine(counts, buckets)
+    rest = _Outcome.of(left, buckets, rules)
+    refined = _Outcome(
+        rest.slots + sum(buckets[s.bucket] * s.count for s in samples),
+        rest.samples + sum(s.count for s in samples),
+    )
+    price = price_of_a_sample(buckets)
+    better = refined.slots - price * refined.samples < plain.slots - price * plain.samples
+    reason = (
+        f"{'taken' if better else 'left'}: {refined.padding(tokens)} padding in "
+        f"{refined.samples:,} samples with it, {plain.padding(tokens)} in {plain.samples:,} without"
+    )
+    patterns = [(s.bucket, s.count, list(s.lengths.items())) for s in samples]
+    return patterns if better else [], reason
 
 
 # --- buckets of several lengths -------------------------------------------------------------------
@@ -436,10 +549,10 @@ def bucket(request: Request) -> Packing:
     longer than the largest bucket"""
     parameters = dict(request.parameters)
     pool_size = parameters.pop("pool_size")
-    way = choose_bucket_way(request.lengths, request.buckets, threads=request.threads, **parameters)
-    if "given" in way.rules:  # patterns for all documents need all documents in one pool
+    rules, decisions = _bucket_rules(request, **parameters)
+    if "given" in rules:  # patterns for all documents need all documents in one pool
         pool_size = max(1, len(request.lengths))
-    return request.pack("bucket", pool_size=pool_size, **way.rules) | {"decisions": way.decisions}
+    return request.pack("bucket", pool_size=pool_size, **rules) | {"decisions": decisions}
 
 
 @_strategy(

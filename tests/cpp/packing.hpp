@@ -6,7 +6,7 @@
 #include <string>
 
 #include "core/index/view.hpp"
-#include "core/packing/samples.hpp"
+#include "core/packing/strategy.hpp"
 
 inline void require(bool ok, const std::string& what) {
     if (ok) return;

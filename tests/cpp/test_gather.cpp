@@ -7,7 +7,7 @@
 #include <random>
 #include <string>
 
-#include "core/gather/fill.hpp"
+#include "core/gather/plan.hpp"
 #include "core/gather/read_ahead.hpp"
 
 using namespace megapack;

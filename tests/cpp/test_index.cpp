@@ -5,8 +5,8 @@
 #include <vector>
 
 #include "core/base/random.hpp"
-#include "core/index/laws.hpp"
-#include "core/packing/next_fit.hpp"
+#include "core/index/metrics.hpp"
+#include "core/packing/strategy.hpp"
 #include "packing.hpp"
 
 namespace {

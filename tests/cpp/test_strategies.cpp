@@ -6,18 +6,8 @@
 #include <numeric>
 
 #include "core/base/random.hpp"
-#include "core/index/laws.hpp"
 #include "core/index/metrics.hpp"
-#include "core/packing/bucket.hpp"
-#include "core/packing/bucket_naive.hpp"
-#include "core/packing/bucket_stream.hpp"
-#include "core/packing/concat.hpp"
-#include "core/packing/decompose.hpp"
-#include "core/packing/fit_decreasing.hpp"
-#include "core/packing/length_sorted.hpp"
-#include "core/packing/next_fit.hpp"
-#include "core/packing/pad.hpp"
-#include "core/packing/seamless.hpp"
+#include "core/packing/strategy.hpp"
 #include "packing.hpp"
 
 namespace {

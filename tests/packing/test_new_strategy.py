@@ -14,7 +14,7 @@ from megapack.packing import STRATEGIES, pack
 ROOT = Path(__file__).parents[2]
 PLACES = (
     r"csrc/core/packing/\w+\.[ch]pp",
-    r"csrc/bindings/strategies\.cpp",
+    r"csrc/bindings/register_packing\.cpp",
     r"megapack/packing/strategies\.py",
     r"tests/(reference/\w+\.py|cpp/\w+\.cpp)",
 )
@@ -51,7 +51,7 @@ def test_contributing_names_these_places() -> None:
     named = text[text.index("**a strategy?**") : text.index("**where a step becomes a batch?**")]
     for place in (
         "csrc/core/packing",
-        "csrc/bindings/strategies.cpp",
+        "csrc/bindings/register_packing.cpp",
         "megapack/packing/strategies.py",
         "tests/reference",
         "tests/cpp/test_strategies.cpp",
@@ -63,7 +63,7 @@ def test_every_strategy_of_the_core_is_used_and_runs_under_the_sanitizers() -> N
     def names(pattern: str, path: str) -> set[str]:
         return set(re.findall(pattern, (ROOT / path).read_text(encoding="utf-8")))
 
-    core = names(r"(?m)^ +MEGAPACK_STRATEGY\((\w+),", "csrc/bindings/strategies.cpp")
+    core = names(r"(?m)^ +MEGAPACK_STRATEGY\((\w+),", "csrc/bindings/register_packing.cpp")
     assert len(core) == 10
     assert core <= names(r'"(\w+)"', "megapack/packing/strategies.py")
     assert core <= names(r"MEGAPACK_RUN\((\w+),", "tests/cpp/test_strategies.cpp")

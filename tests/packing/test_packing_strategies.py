@@ -93,7 +93,7 @@ def test_a_million_documents_come_out_alike_on_any_number_of_threads(name: str) 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_wide_document_numbers_and_lengths_give_the_same_samples(name: str) -> None:
-    from megapack.packing.strategy import Request  # noqa: PLC0415
+    from megapack.packing.strategies import Request  # noqa: PLC0415
 
     documents = np.random.default_rng(1).integers(0, 90, 500)
     buckets = [8, 16, 32] if STRATEGIES[name].many_buckets else [32]

@@ -2,6 +2,7 @@
 // number of threads: a task writes only what is its own.
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <cstdint>
 #include <functional>
@@ -9,9 +10,21 @@
 #include <utility>
 #include <vector>
 
-#include "core/base/part.hpp"
-
 namespace megapack {
+
+// [begin, end) of things that are counted.
+struct Part {
+    std::int64_t begin, end;
+
+    std::int64_t size() const { return end - begin; }
+};
+
+// Part i when `size` things are cut in `count` parts that differ by at most one.
+inline Part part_of(std::int64_t size, std::int64_t count, std::int64_t i) {
+    const std::int64_t small = size / count, larger = size % count;
+    const std::int64_t begin = i * small + std::min(i, larger);
+    return {begin, begin + small + (i < larger ? 1 : 0)};
+}
 
 // Counts work done by all threads; only the thread that made it calls `report`, so that a report
 // may take a lock (Python's) which the others never need. A report may throw to stop the work.

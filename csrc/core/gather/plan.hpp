@@ -1,4 +1,5 @@
-// Where every token of a micro batch goes: decided and checked in full before the first is copied.
+// Where every token of a micro batch goes: decided and checked in full (plan_gather) before the
+// first is copied (fill_gather).
 #pragma once
 
 #include <cstdint>
@@ -72,5 +73,20 @@ GatherPlan plan_gather(Span<const GatherSource> sources, Span<const SampleRef> s
 // `padded` counts rooms instead of lengths.
 std::vector<std::int32_t> cumulative_lengths(const GatherPlan& plan, bool padded, bool per_row,
                                              std::int64_t entries);
+
+// Where a planned micro batch is written.
+// Row-major (num_rows, row_tokens), each of shape.num_tokens() elements.
+struct GatherOutput {
+    Span<std::int64_t> tokens;
+    Span<std::int64_t> labels;
+    Span<float> loss_mask;
+    Span<std::int64_t> position_ids;
+};
+
+void fill_gather(const GatherPlan& plan, const GatherOptions& options, const GatherOutput& out);
+
+// How many tokens of each sample have a label: the sum of its loss mask, without gathering it.
+std::vector<std::int64_t> count_labels(Span<const GatherSource> sources,
+                                       Span<const SampleRef> samples, Extent labels);
 
 }  // namespace megapack

@@ -1,4 +1,6 @@
-// What a packing is worth, counted from its arrays alone (not from what a strategy says of itself).
+// What a packing is worth and what is true of every packing, read from its arrays alone (not from
+// what a strategy says of itself): measure, whole_documents, label_tokens, attention_cost,
+// attention_cost_of, check_laws.
 #pragma once
 
 #include <vector>
@@ -35,5 +37,11 @@ std::vector<std::int64_t> attention_cost(const SampleView& samples);
 std::vector<std::int64_t> attention_cost_of(const SampleView& samples,
                                             Span<const std::int64_t> chosen, std::int64_t capacity,
                                             bool whole);
+
+// Throws FormatError at the first number that breaks a law, whatever the arrays hold: capacities
+// and offsets ascend and cover all samples and segments, no sample is empty or exceeds its
+// capacity, no segment is empty or leaves its document.
+void check_laws(const SampleView& samples, Span<const std::int64_t> capacities,
+                const Integers& lengths);
 
 }  // namespace megapack

@@ -1,11 +1,14 @@
-#include "core/packing/bucket.hpp"
-
+// The bucket strategies: `bucket` drains pools, planned whole on their histograms
+// (bucket_plan.hpp); `bucket_stream` gives a sample per added document, as BucketLLM's Algorithm 1
+// is printed.
 #include <algorithm>
 #include <atomic>
+#include <queue>
+#include <tuple>
 #include <utility>
 
+#include "core/packing/bucket_plan.hpp"
 #include "core/packing/columns.hpp"
-#include "core/packing/order.hpp"
 
 namespace megapack {
 namespace {
@@ -14,18 +17,14 @@ struct Cursor {
     std::int64_t sample, segment;
 };
 
-// Puts the segments [begin, end) in seeded order: for k = size - 1 ... 1, segment k is swapped with
-// segment chance.below(k, k + 1).
 template <typename Id, typename Length>
 void shuffle_segments(const Samples<Id, Length>& samples, std::int64_t begin, std::int64_t end,
                       Random chance) {
-    for (std::int64_t k = end - begin; k-- > 1;) {
-        const std::int64_t i = begin + k;
-        const auto j = begin + static_cast<std::int64_t>(chance.below(k, k + 1));
-        std::swap(samples.segment_document[i], samples.segment_document[j]);
-        std::swap(samples.segment_begin[i], samples.segment_begin[j]);
-        std::swap(samples.segment_length[i], samples.segment_length[j]);
-    }
+    swap_at_random(end - begin, chance, [&](std::int64_t k, std::int64_t j) {
+        std::swap(samples.segment_document[begin + k], samples.segment_document[begin + j]);
+        std::swap(samples.segment_begin[begin + k], samples.segment_begin[begin + j]);
+        std::swap(samples.segment_length[begin + k], samples.segment_length[begin + j]);
+    });
 }
 
 // Writes the samples of one pool, in each bucket from a sample and a segment on.
@@ -42,8 +41,7 @@ class PoolWriter {
     void write_chunk(std::int64_t chunk, Id document, Length begin) {
         const Cursor& at = cursors_.back();
         out_.open_sample(at.sample + chunk, at.segment + chunk);
-        out_.put(at.segment + chunk, document, begin,
-                 static_cast<std::int32_t>(out_.bucket_capacity.back()));
+        out_.put(at.segment + chunk, document, begin, out_.bucket_capacity.back());
     }
 
     // `shuffled`: sample i of the plan has its segments in the order of chance.child(i).
@@ -53,15 +51,15 @@ class PoolWriter {
         cursors_.back().segment += num_chunks;
         resolve_heads(sorted);
         std::int64_t entry = 0;
-        std::uint64_t ordinal = 0;
+        std::int64_t ordinal = 0;
         for (const Pattern& pattern : plan_.patterns) {
             Cursor& at = cursors_[pattern.bucket];
             const std::int64_t width = write_pattern(pattern, entry, sorted, at);
             if (shuffled && width > 1)
                 for (std::int64_t i = 0; i < pattern.count; ++i)
                     shuffle_segments(out_, at.segment + i * width, at.segment + (i + 1) * width,
-                                     chance.child(ordinal + static_cast<std::uint64_t>(i)));
-            ordinal += static_cast<std::uint64_t>(pattern.count);
+                                     chance.child(ordinal + i));
+            ordinal += pattern.count;
             at.sample += pattern.count;
             at.segment += pattern.count * width;
             if (pattern.head >= 0) write_head(pattern.head, at);
@@ -90,7 +88,7 @@ class PoolWriter {
         } else {
             write_one_by_one(pattern.count, sorted, at);
         }
-        return static_cast<std::int64_t>(columns_.size());
+        return ssize(columns_);
     }
 
     // The same where some documents are what a head has left.
@@ -112,8 +110,7 @@ class PoolWriter {
     }
 
     bool is_sorted(const SortedRests<Id>& sorted, std::int64_t length, std::int64_t rank) const {
-        const auto l = length;
-        return rank < sorted.class_begin[l + 1] - sorted.class_begin[l];
+        return rank < sorted.class_begin[length + 1] - sorted.class_begin[length];
     }
 
     // Number `rank` of a class: one of the sorted rests, or what a head left of its document.
@@ -121,8 +118,8 @@ class PoolWriter {
         const std::int64_t begin = sorted.class_begin[length];
         if (is_sorted(sorted, length, rank))
             return Place(sorted.ids[begin + rank], length, lengths_);
-        const auto h = static_cast<std::int64_t>(
-            std::lower_bound(added_.begin(), added_.end(), Added{length, rank, 0})->head);
+        const std::int64_t h =
+            std::lower_bound(added_.begin(), added_.end(), Added{length, rank, 0})->head;
         Place place = heads_[h];
         place.begin = static_cast<Length>(place.begin + plan_.heads[h].tokens);
         return place;
@@ -140,8 +137,7 @@ class PoolWriter {
 
     // What head `head` left of its document is number `rank` of its class.
     struct Added {
-        std::int64_t length, rank;
-        std::int64_t head;
+        std::int64_t length, rank, head;
 
         bool operator<(const Added& other) const {
             return length != other.length ? length < other.length : rank < other.rank;
@@ -155,6 +151,161 @@ class PoolWriter {
     std::vector<Column> columns_;
     std::vector<Place> heads_;
     std::vector<Added> added_;
+};
+
+// First in, first out, per class; all classes share one array of nodes.
+template <typename T>
+class ClassQueues {
+  public:
+    explicit ClassQueues(std::int64_t classes) : front_(classes, -1), back_(classes, -1) {}
+
+    void push(std::int64_t c, const T& value) {
+        std::int64_t node = free_;
+        if (node >= 0) {
+            free_ = next_[node];
+        } else {
+            node = ssize(values_);
+            values_.emplace_back();
+            next_.emplace_back();
+        }
+        values_[node] = value;
+        next_[node] = -1;
+        (front_[c] < 0 ? front_[c] : next_[back_[c]]) = node;
+        back_[c] = node;
+    }
+    T pop(std::int64_t c) {
+        const std::int64_t node = front_[c];
+        front_[c] = next_[node];
+        next_[node] = std::exchange(free_, node);
+        return values_[node];
+    }
+
+  private:
+    std::vector<std::int64_t> front_, back_;  // per class, -1: none
+    std::vector<T> values_;
+    std::vector<std::int64_t> next_;
+    std::int64_t free_ = -1;
+};
+
+template <typename Id, typename Length>
+class StreamingPool {
+  public:
+    StreamingPool(const BucketRules& rules, Random chance)
+        : rules_(rules),
+          largest_(rules.capacities.back()),
+          chance_(chance),
+          planner_(std::vector<std::int64_t>(largest_ + 1), rules),
+          queues_(largest_ + 1),
+          buckets_(rules.capacities.size()) {}
+
+    void add(Id document, Length begin, std::int64_t length) {
+        ++size_;
+        if (length > largest_) {
+            long_.push({length, -ticket_++, document, begin});
+            return;
+        }
+        queues_.push(length, {document, begin});
+        planner_.add(length);
+    }
+
+    std::int64_t size() const { return size_; }
+
+    // One sample.
+    void generate() {
+        const Random chance = chance_.child(ordinal_++);
+        if (!long_.empty()) {
+            cut_longest();
+            return;
+        }
+        planner_.plan.patterns.clear();
+        planner_.plan.entries.clear();
+        planner_.plan.heads.clear();
+        planner_.next(1);
+        const Pattern& pattern = planner_.plan.patterns[0];
+        Bucket& bucket = buckets_[pattern.bucket];
+        bucket.sample_begin.push_back(bucket.segments.size());
+        for (const PatternEntry& entry : planner_.plan.entries)
+            for (std::int32_t j = 0; j < entry.copies; ++j)
+                bucket.put(take(entry.length), entry.length);
+        if (rules_.shuffle_segments) bucket.shuffle_last(chance);
+        if (pattern.head >= 0) put_head(bucket, planner_.plan.heads[0]);
+    }
+
+    Samples<Id, Length> samples() {
+        std::vector<std::int64_t> first{0};
+        std::int64_t segments = 0, sample = 0, at = 0;
+        for (const Bucket& bucket : buckets_) {
+            first.push_back(first.back() + ssize(bucket.sample_begin));
+            segments += ssize(bucket.segments);
+        }
+        Samples<Id, Length> out(rules_.capacities, first, segments);
+        for (Bucket& bucket : buckets_) {
+            for (const std::int64_t begin : bucket.sample_begin)
+                out.open_sample(sample++, at + begin);
+            for (const Segment& s : bucket.segments) out.put(at++, s.document, s.begin, s.length);
+            bucket = {};
+        }
+        return out;
+    }
+
+  private:
+    struct Piece {
+        Id document;
+        Length begin;
+    };
+    struct Segment {
+        Id document;
+        Length begin;
+        std::int32_t length;
+    };
+    struct Bucket {
+        std::vector<std::int64_t> sample_begin;
+        std::vector<Segment> segments;
+
+        void put(Piece piece, std::int64_t length) {
+            segments.push_back({piece.document, piece.begin, static_cast<std::int32_t>(length)});
+        }
+        void shuffle_last(Random chance) {
+            Segment* first = segments.data() + sample_begin.back();
+            swap_at_random(ssize(segments) - sample_begin.back(), chance,
+                           [&](std::int64_t k, std::int64_t j) { std::swap(first[k], first[j]); });
+        }
+    };
+
+    // The pool's longest document is longer than the largest bucket: its first tokens fill one.
+    void cut_longest() {
+        const auto [length, ticket, document, begin] = long_.top();
+        long_.pop();
+        --size_;
+        Bucket& bucket = buckets_.back();
+        bucket.sample_begin.push_back(bucket.segments.size());
+        bucket.put({document, begin}, largest_);
+        add(document, static_cast<Length>(begin + largest_), length - largest_);
+    }
+
+    void put_head(Bucket& bucket, const Head& head) {
+        const Piece piece = take(head.length);
+        bucket.put(piece, head.tokens);
+        const auto begin = static_cast<Length>(piece.begin + head.tokens);
+        queues_.push(head.length - head.tokens, {piece.document, begin});
+        ++size_;
+    }
+
+    Piece take(std::int64_t length) {
+        --size_;
+        return queues_.pop(length);
+    }
+
+    using LongDocument = std::tuple<std::int64_t, std::int64_t, Id, Length>;
+
+    const BucketRules& rules_;
+    std::int64_t largest_, size_ = 0, ticket_ = 0;
+    std::uint64_t ordinal_ = 0;
+    Random chance_;
+    BucketPlanner planner_;
+    ClassQueues<Piece> queues_;
+    std::priority_queue<LongDocument> long_;  // (length, -arrival, document, begin)
+    std::vector<Bucket> buckets_;
 };
 
 }  // namespace
@@ -200,12 +351,8 @@ Samples<Id, Length> pack_bucket(const Lengths<Length>& lengths, const BucketRule
         sample[p].back() += chunks[p];
         segment[p].back() += chunks[p];
     }
-    const std::vector<std::int64_t> sample_begin = lay_out(sample, buckets);
     const std::int64_t num_segments = lay_out(segment, buckets).back();
-    std::vector<std::int64_t> counts;
-    for (std::int64_t b = 0; b < buckets; ++b)
-        counts.push_back(sample_begin[b + 1] - sample_begin[b]);
-    Samples<Id, Length> out(rules.capacities, counts, num_segments);
+    Samples<Id, Length> out(rules.capacities, lay_out(sample, buckets), num_segments);
     parallel_for(run.threads, num_pools, [&](std::int64_t p) {
         LengthSort<Id, Length> sort(pool(p), PlainCut{rules.capacities.back()}, 1);
         BucketPlan plan = std::move(plans[p]);
@@ -222,6 +369,27 @@ Samples<Id, Length> pack_bucket(const Lengths<Length>& lengths, const BucketRule
     return out;
 }
 
-MEGAPACK_INSTANTIATE_STRATEGY(pack_bucket, BucketRules);
+template <typename Id, typename Length>
+Samples<Id, Length> pack_bucket_stream(const Lengths<Length>& lengths, const BucketRules& rules,
+                                       const Run& run) {
+    constexpr std::int64_t kReportEvery = std::int64_t{1} << 16;
+    rules.check_rules();
+    run.progress.add_total(lengths.size());
+    const auto order =
+        shuffle<Id, Length>(lengths, random_for(run.seed, Purpose::kDocuments), run.threads);
+    StreamingPool<Id, Length> pool(rules, random_for(run.seed, Purpose::kSegments));
+    for (std::int64_t i = 0; i < order.size(); ++i) {
+        if (order[i].length > 0) {
+            pool.add(order[i].document, 0, order[i].length);
+            if (pool.size() >= rules.pool_size) pool.generate();
+        }
+        if ((i + 1) % kReportEvery == 0) run.progress.advance(kReportEvery);
+    }
+    while (pool.size() > 0) pool.generate();
+    return pool.samples();
+}
+
+MEGAPACK_INSTANTIATE_STRATEGY(bucket, BucketRules);
+MEGAPACK_INSTANTIATE_STRATEGY(bucket_stream, BucketRules);
 
 }  // namespace megapack

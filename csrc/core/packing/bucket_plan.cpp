@@ -4,17 +4,7 @@
 #include <limits>
 #include <utility>
 
-#include "core/packing/lengths.hpp"
-#include "core/packing/run.hpp"
-
 namespace megapack {
-
-void BucketRules::check_rules() const {
-    check_capacities(capacities);
-    check(pool_size >= 1, "pool_size is ", pool_size, "; it must be at least 1");
-    check(max_segments >= 0 && max_segments <= std::numeric_limits<std::int32_t>::max(),
-          "max_segments is ", max_segments, "; it must be from 0 (any number) to 2^31 - 1");
-}
 
 BucketPlanner::BucketPlanner(std::vector<std::int64_t> counts, const BucketRules& rules)
     : rules_(rules),
@@ -22,7 +12,7 @@ BucketPlanner::BucketPlanner(std::vector<std::int64_t> counts, const BucketRules
       present_(std::max<std::int64_t>(ssize(counts_) - 1, 0)) {
     taken_.assign(counts_.size(), 0);
     for (std::int64_t l = 1; l < ssize(counts_); ++l)
-        if (counts_[l] > 0) present_.insert(static_cast<std::int64_t>(l));
+        if (counts_[l] > 0) present_.insert(l);
     plan.samples_in_bucket.assign(rules.capacities.size(), 0);
     plan.segments_in_bucket.assign(rules.capacities.size(), 0);
 }
@@ -180,7 +170,7 @@ std::int64_t BucketPlanner::longest_left(std::int64_t limit) const {
 }
 
 std::int64_t BucketPlanner::shortest_left() const {
-    const std::int64_t end = static_cast<std::int64_t>(counts_.size());
+    const std::int64_t end = ssize(counts_);
     std::int64_t length = present_.at_least(1);
     while (length > 0 && left(length) == 0)
         length = length + 1 < end ? present_.at_least(length + 1) : -1;
@@ -189,9 +179,8 @@ std::int64_t BucketPlanner::shortest_left() const {
 
 // Takes `amount` documents of a class; the number of the first.
 std::int64_t BucketPlanner::take(std::int64_t length, std::int64_t amount) {
-    const auto l = length;
-    if ((counts_[l] -= amount) == 0) present_.erase(length);
-    return std::exchange(taken_[l], taken_[l] + amount);
+    if ((counts_[length] -= amount) == 0) present_.erase(length);
+    return std::exchange(taken_[length], taken_[length] + amount);
 }
 
 // The first `tokens` tokens of the shortest document; its rest stays in the pool.
@@ -200,8 +189,7 @@ std::int32_t BucketPlanner::take_head(std::int64_t tokens) {
     Head head{static_cast<std::int32_t>(length), static_cast<std::int32_t>(tokens), take(length, 1),
               0};
     add(rest);
-    const auto r = rest;
-    head.rest_rank = taken_[r] + counts_[r] - 1;
+    head.rest_rank = taken_[rest] + counts_[rest] - 1;
     plan.heads.push_back(head);
     return static_cast<std::int32_t>(plan.heads.size()) - 1;
 }
@@ -222,7 +210,7 @@ std::vector<std::int64_t> count_bucket_samples(std::vector<std::int64_t> counts,
     Wide tokens = 0;
     for (std::int64_t l = 0; l < ssize(counts); ++l) {
         check(counts[l] >= 0, "counts has ", counts[l], " documents of length ", l);
-        tokens += Wide{counts[l]} * static_cast<std::int64_t>(l);
+        tokens += Wide{counts[l]} * l;
     }
     check(tokens <= kMaxTokens, "counts has more than 2^62 tokens in all");
     return plan_buckets(std::move(counts), rules).samples_in_bucket;

@@ -8,55 +8,12 @@
 // document by document.
 #pragma once
 
-#include <algorithm>
-#include <cstdint>
-#include <limits>
-#include <utility>
 #include <vector>
 
-#include "core/base/ratio.hpp"
 #include "core/packing/length_set.hpp"
+#include "core/packing/strategy.hpp"
 
 namespace megapack {
-
-// What becomes of a sample in which nothing fits any more and whose space exceeds the threshold.
-enum class Overflow {
-    kPad,      // it is padded, as below the threshold
-    kHead,     // it takes the head of the shortest document (BucketLLM)
-    kPromote,  // it moves to a larger bucket
-};
-
-// `count` samples of `bucket` decided elsewhere: (length, copies) each, longest first.
-struct GivenPattern {
-    std::int32_t bucket;
-    std::int64_t count;
-    std::vector<std::pair<std::int32_t, std::int32_t>> lengths;
-};
-
-struct BucketRules {
-    std::vector<std::int64_t> capacities;  // ascending
-    Overflow overflow = Overflow::kPad;
-    Ratio padding_threshold;  // as a share of the capacity
-    // BucketLLM's pair search (Algorithm 2, lines 6 to 12).
-    bool pairs = false;
-    // The segments of a sample stand in seeded order (a head last), not longest first.
-    bool shuffle_segments = false;
-    std::int64_t pool_size = std::int64_t{1}
-                             << 20;  // documents that are packed together, on average; at least 1
-    // Segments that a sample of the largest bucket may have, those of smaller buckets in
-    // proportion; 0: any number.
-    std::int64_t max_segments = 0;
-    std::vector<GivenPattern> given;  // come first
-
-    void check_rules() const;  // throws std::invalid_argument
-    std::int64_t segment_limit(std::int64_t bucket) const {
-        if (max_segments == 0) return std::numeric_limits<std::int64_t>::max();
-        return std::max<std::int64_t>(max_segments * capacities[bucket] / capacities.back(), 1);
-    }
-    bool exceeds_threshold(std::int64_t space, std::int64_t bucket) const {
-        return padding_threshold.exceeded_by(space, capacities[bucket]);
-    }
-};
 
 // `copies` documents of `length`, from number `rank` of that class on.
 struct PatternEntry {

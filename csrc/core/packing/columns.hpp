@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "core/packing/sort.hpp"
+#include "core/packing/strategy.hpp"
 
 namespace megapack {
 

@@ -1,20 +1,143 @@
-// The documents a strategy packs, in the order in which it takes them. Id is the type of a document
-// number, Length that of a document length: int32 each as long as it suffices, int64 beyond.
+// What every strategy is given, and what they share before they decide anything.
+//
+//     Lengths<Length>          document lengths, checked in the one pass that reads them all
+//     Run                      seed, threads, progress: all but the strategy's own rules
+//     Documents<Id, Length>    the documents in the order in which a strategy takes them
+//     deal, shuffle            seeded orders: pools of documents, and a full shuffle
+//
+// Id is the type of a document number, Length that of a document length: int32 each as long as it
+// suffices, int64 beyond, because packing is bound by memory.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
+#include <limits>
+#include <type_traits>
+#include <utility>
+#include <vector>
 
+#include "core/base/buffer.hpp"
+#include "core/base/check.hpp"
+#include "core/base/parallel.hpp"
+#include "core/base/random.hpp"
 #include "core/base/span.hpp"
-#include "core/packing/lengths.hpp"
 
 namespace megapack {
 
-// Instantiates a strategy for the widths that occur. (Few documents of more than 2^31 - 1 tokens
-// are packed with wide numbers, too; `pack` narrows them.)
-#define MEGAPACK_FOR_EACH_WIDTH(INSTANTIATE) \
-    INSTANTIATE(std::int32_t, std::int32_t)  \
-    INSTANTIATE(std::int64_t, std::int32_t)  \
-    INSTANTIATE(std::int64_t, std::int64_t)
+// What may be packed at once; a few such sums and a capacity together stay below 2^63.
+constexpr std::int64_t kMaxTokens = std::int64_t{1} << 62;
+
+struct LengthTotals {
+    std::int64_t num_tokens = 0;
+    std::int64_t longest = 0;
+    std::int64_t num_empty = 0;
+    std::int64_t num_longer = 0;  // than the capacity asked about
+};
+
+// Length: int32, int64 or uint64. Throws DataError for a length below 0 and for more than
+// kMaxTokens in all. capacity >= 0.
+template <typename Length>
+LengthTotals check_lengths(Span<const Length> lengths, std::int64_t capacity = kMaxTokens) {
+    // A block's sum and counts fit where the vector registers keep them: 2^16 narrow lengths in 64
+    // bits, wide ones in more.
+    constexpr std::int64_t kBlock = std::int64_t{1} << 16;
+    __extension__ using WideSum = unsigned __int128;
+    using Unsigned = std::make_unsigned_t<Length>;
+    using Sum = std::conditional_t<sizeof(Length) == 4, std::uint64_t, WideSum>;
+    constexpr std::uint64_t kLongest = std::numeric_limits<Length>::max();
+    const auto limit =
+        static_cast<Length>(std::min(static_cast<std::uint64_t>(capacity), kLongest));
+    LengthTotals totals;
+    Length bits = 0, longest = 0;
+    WideSum tokens = 0;
+    for (std::int64_t begin = 0; begin < lengths.size(); begin += kBlock) {
+        const std::int64_t end = std::min(begin + kBlock, lengths.size());
+        Sum sum = 0;
+        Unsigned num_empty = 0, num_longer = 0;
+        for (std::int64_t i = begin; i < end; ++i) {
+            const Length length = lengths[i];
+            bits |= length;
+            longest = std::max(longest, length);
+            sum += static_cast<Unsigned>(length);
+            num_empty += length == 0 ? 1 : 0;
+            num_longer += length > limit ? 1 : 0;
+        }
+        tokens += sum;
+        totals.num_empty += static_cast<std::int64_t>(num_empty);
+        totals.num_longer += static_cast<std::int64_t>(num_longer);
+    }
+    if constexpr (std::is_signed_v<Length>)
+        if (bits < 0) {
+            const Length* at =
+                std::find_if(lengths.begin(), lengths.end(), [](Length x) { return x < 0; });
+            check<DataError>(false, "document ", at - lengths.begin(), " has length ", *at,
+                             "; it must not be below 0");
+        }
+    check<DataError>(tokens <= static_cast<WideSum>(kMaxTokens), lengths.size(),
+                     " documents have more than 2^62 tokens in all (the longest has ", longest,
+                     "); are these numbers lengths in tokens?");
+    totals.num_tokens = static_cast<std::int64_t>(tokens);
+    totals.longest = static_cast<std::int64_t>(longest);
+    return totals;
+}
+
+// Lengths that passed the check; the caller keeps them alive and unchanged. Strategies take these
+// and nothing else, so none of them meets a negative length or a sum that 64 bits cannot hold.
+template <typename Length>
+class Lengths {
+  public:
+    explicit Lengths(Span<const Length> lengths, std::int64_t capacity = kMaxTokens)
+        : lengths_(lengths), totals_(check_lengths(lengths, capacity)) {}
+
+    operator Span<const Length>() const { return lengths_; }
+    std::int64_t size() const { return lengths_.size(); }
+    const LengthTotals& totals() const { return totals_; }
+
+  private:
+    Span<const Length> lengths_;
+    LengthTotals totals_;
+};
+
+// ---- A run: what every strategy is told besides its own rules
+
+constexpr int kMaxThreads = 1024;
+
+inline int checked_threads(std::int64_t threads) {
+    check(threads >= 1 && threads <= kMaxThreads, "threads is ", threads, "; it must be from 1 to ",
+          kMaxThreads);
+    return static_cast<int>(threads);
+}
+
+// The result is a function of everything but threads.
+struct Run {
+    Run(std::uint64_t seed_, std::int64_t threads_, Progress& progress_)
+        : seed(seed_), threads(checked_threads(threads_)), progress(progress_) {}
+
+    std::uint64_t seed;
+    int threads;
+    Progress& progress;
+};
+
+// Documents a task handles between two reports of progress. The tests of the core take few, so that
+// small inputs have many parts.
+#ifndef MEGAPACK_PART_SIZE
+#define MEGAPACK_PART_SIZE (std::int64_t{1} << 20)
+#endif
+
+constexpr std::int64_t num_parts(std::int64_t size) {
+    return (size + MEGAPACK_PART_SIZE - 1) / MEGAPACK_PART_SIZE;
+}
+
+// visit(part, its range) for all documents in parts, in parallel, with progress.
+template <typename Visit>
+void for_each_part(const Run& run, std::int64_t size, Visit visit) {
+    for_each_part(run.threads, size, num_parts(size), [&](std::int64_t p, Part range) {
+        visit(p, range);
+        run.progress.advance(range.size());
+    });
+}
+
+// ---- Documents in an order
 
 template <typename Id, typename Length>
 struct Item {
@@ -49,6 +172,67 @@ struct Documents {
 template <typename Id, typename Length>
 Documents<Id, Length> in_file_order(const Lengths<Length>& lengths) {
     return {lengths, nullptr, lengths.size(), lengths.totals().longest};
+}
+
+// Fisher and Yates: for k = size - 1 ... 1, swap(k, chance.below(k, k + 1)).
+template <typename Swap>
+void swap_at_random(std::int64_t size, Random chance, Swap swap) {
+    for (std::int64_t k = size; k-- > 1;)
+        swap(k, static_cast<std::int64_t>(chance.below(k, k + 1)));
+}
+
+template <typename Id, typename Length>
+struct Dealt {
+    Buffer<Item<Id, Length>> items;     // group after group
+    std::vector<std::int64_t> offsets;  // of the groups in `items`, one more than groups
+};
+
+// Document i goes to group chance.below(i, num_groups); a group keeps file order.
+template <typename Id, typename Length>
+Dealt<Id, Length> deal(Span<const Length> lengths, std::int64_t num_groups, Random chance,
+                       int threads) {
+    const std::int64_t n = lengths.size();
+    const auto group_of = [&](std::int64_t i) { return chance.below(i, num_groups); };
+    // next[part][group]: first a count, then where the part's next document of the group goes.
+    std::vector<std::vector<std::int64_t>> next(threads, std::vector<std::int64_t>(num_groups, 0));
+    for_each_part(threads, n, threads, [&](std::int64_t p, Part range) {
+        for (std::int64_t i = range.begin; i < range.end; ++i) ++next[p][group_of(i)];
+    });
+    Dealt<Id, Length> dealt{Buffer<Item<Id, Length>>(n), lay_out(next, num_groups)};
+    for_each_part(threads, n, threads, [&](std::int64_t p, Part range) {
+        for (std::int64_t i = range.begin; i < range.end; ++i)
+            dealt.items[next[p][group_of(i)]++] = {static_cast<Id>(i), lengths[i]};
+    });
+    return dealt;
+}
+
+// A uniformly random order. Documents are dealt with chance.child(0) to
+// G = min(4096, ceil(n / 32768)) groups; group g is put in order by swap_at_random with
+// chance.child(1).child(g). The groups fit in a processor's cache, which a shuffle of the whole
+// would not.
+template <typename Id, typename Length>
+Buffer<Item<Id, Length>> shuffle(Span<const Length> lengths, Random chance, int threads) {
+    constexpr std::int64_t kGroupSize = std::int64_t{1} << 15, kMaxGroups = std::int64_t{1} << 12;
+    const std::int64_t groups =
+        std::clamp((lengths.size() + kGroupSize - 1) / kGroupSize, std::int64_t{1}, kMaxGroups);
+    Dealt<Id, Length> dealt = deal<Id, Length>(lengths, groups, chance.child(0), threads);
+    parallel_for(threads, groups, [&](std::int64_t g) {
+        Item<Id, Length>* items = dealt.items.data() + dealt.offsets[g];
+        swap_at_random(dealt.offsets[g + 1] - dealt.offsets[g], chance.child(1).child(g),
+                       [&](std::int64_t k, std::int64_t j) { std::swap(items[k], items[j]); });
+    });
+    return std::move(dealt.items);
+}
+
+// pack(documents) on the documents in file order or, if asked, in seeded order.
+template <typename Id, typename Length, typename Pack>
+auto pack_in_order(const Lengths<Length>& lengths, bool shuffled, const Run& run, Pack pack) {
+    Documents<Id, Length> documents = in_file_order<Id>(lengths);
+    if (!shuffled) return pack(documents);
+    const auto order = shuffle<Id, Length>(documents.lengths,
+                                           random_for(run.seed, Purpose::kDocuments), run.threads);
+    documents.items = order.data();
+    return pack(documents);
 }
 
 }  // namespace megapack

@@ -5,11 +5,6 @@
 // tail otherwise. The rests are what the packers pack; class l holds the rests of length l.
 #pragma once
 
-#include <algorithm>
-#include <vector>
-
-#include "core/base/buffer.hpp"
-#include "core/base/parallel.hpp"
 #include "core/packing/documents.hpp"
 
 namespace megapack {

@@ -1,22 +1,295 @@
-// What every strategy stands on: a strategy is
+// The strategies of the core at one glance: what each is told, what all of them give.
+//
+//     pad             a document per sample, the rest padding                  simple.cpp
+//     concat          documents joined to one stream, cut every capacity       simple.cpp
+//     bucket_naive    the same per bucket (BucketLLM's "Naive Bucketing")      simple.cpp
+//     next_fit        a rest that does not fit opens the next sample           simple.cpp
+//     length_sorted   next_fit over the rests from short to long               simple.cpp
+//     decompose       documents cut by the binary digits of their length       simple.cpp
+//     fit_decreasing  first fit and best fit, from long to short               fit.cpp
+//     seamless        overlapping windows, then first fit                      fit.cpp
+//     bucket          the longest document's bucket, then what fits, drained   bucket.cpp
+//     bucket_stream   the same as documents come (BucketLLM, Algorithm 1)      bucket.cpp
+//
+// A strategy is
 //
 //     template <typename Id, typename Length>
 //     Samples<Id, Length> pack_<name>(const Lengths<Length>&, const <Name>Rules&, const Run&);
 //
-// whole in one place, its rules checked at its beginning.
+// its rules checked at its beginning. Documents of 3, 9 and 4 tokens in samples of 8:
+//
+//     pack_concat      ->  [0: 0..3, 1: 0..5]  [1: 5..9, 2: 0..4]
+//     pack_next_fit    ->  [1: 0..8]  [0: 0..3, 1: 8..9, 2: 0..4]
 #pragma once
 
-#include "core/base/check.hpp"
-#include "core/packing/documents.hpp"
-#include "core/packing/lengths.hpp"
-#include "core/packing/run.hpp"
-#include "core/packing/samples.hpp"
+#include <limits>
+#include <utility>
+#include <vector>
 
-// At the end of a strategy's source: the function for all widths.
-#define MEGAPACK_INSTANTIATE_STRATEGY(pack, Rules)                                                \
-    template Samples<std::int32_t, std::int32_t> pack(const Lengths<std::int32_t>&, const Rules&, \
-                                                      const Run&);                                \
-    template Samples<std::int64_t, std::int32_t> pack(const Lengths<std::int32_t>&, const Rules&, \
-                                                      const Run&);                                \
-    template Samples<std::int64_t, std::int64_t> pack(const Lengths<std::int64_t>&, const Rules&, \
-                                                      const Run&)
+#include "core/base/ratio.hpp"
+#include "core/packing/documents.hpp"
+
+namespace megapack {
+
+// ---- What every strategy gives
+
+// Samples grouped by bucket; `design.md` names the arrays. segment_* have one entry per segment.
+template <typename Id, typename Length>
+struct Samples {
+    std::vector<std::int64_t> bucket_capacity;
+    std::vector<std::int64_t> bucket_sample_offsets;
+    Buffer<std::int64_t> sample_segment_offsets;
+    Buffer<Id> segment_document;
+    Buffer<Length> segment_begin;
+    Buffer<std::int32_t> segment_length;
+    std::int64_t dropped_tokens = 0;
+    std::int64_t repeated_tokens = 0;
+
+    // Where the samples of every bucket begin and, last, how many there are; `num_segments` may be
+    // an upper bound.
+    Samples(std::vector<std::int64_t> capacities, std::vector<std::int64_t> sample_offsets,
+            std::int64_t num_segments)
+        : bucket_capacity(std::move(capacities)),
+          bucket_sample_offsets(std::move(sample_offsets)),
+          sample_segment_offsets(num_samples() + 1),
+          segment_document(num_segments),
+          segment_begin(num_segments),
+          segment_length(num_segments) {
+        sample_segment_offsets[num_samples()] = num_segments;
+    }
+
+    std::int64_t num_samples() const { return bucket_sample_offsets.back(); }
+
+    void open_sample(std::int64_t sample, std::int64_t segment) const {
+        sample_segment_offsets[sample] = segment;
+    }
+    void put(std::int64_t segment, Id document, Length begin, std::int64_t length) const {
+        segment_document[segment] = document;
+        segment_begin[segment] = begin;
+        segment_length[segment] = static_cast<std::int32_t>(length);
+    }
+    // Sample `at` is segment `at` and no other.
+    void put_alone(std::int64_t at, Id document, Length begin, std::int64_t length) const {
+        open_sample(at, at);
+        put(at, document, begin, length);
+    }
+    // The upper bounds of the constructor become the numbers there really are; samples leave the
+    // last bucket.
+    void truncate(std::int64_t samples, std::int64_t segments) {
+        bucket_sample_offsets.back() = samples;
+        sample_segment_offsets.truncate(samples + 1);
+        segment_document.truncate(segments);
+        segment_begin.truncate(segments);
+        segment_length.truncate(segments);
+        sample_segment_offsets[samples] = segments;
+    }
+    // Removes the last sample of a one-bucket packing if it is not full; its tokens are dropped.
+    void drop_partial_sample() {
+        const std::int64_t last = num_samples() - 1;
+        if (last < 0) return;
+        const std::int64_t first = sample_segment_offsets[last];
+        std::int64_t tokens = 0;
+        for (std::int64_t s = first; s < segment_length.size(); ++s) tokens += segment_length[s];
+        if (tokens == bucket_capacity.back()) return;
+        dropped_tokens += tokens;
+        truncate(last, first);
+    }
+};
+
+// ---- What they may be told; every check throws std::invalid_argument
+
+// A histogram of so many lengths is kept for every thread or pool in work.
+constexpr std::int64_t kMaxCapacity = std::int64_t{1} << 24;
+
+inline void check_capacity(std::int64_t capacity) {
+    check(capacity >= 1 && capacity <= kMaxCapacity, "a capacity is ", capacity,
+          " tokens; it must be from 1 to ", kMaxCapacity);
+}
+
+inline void check_capacities(const std::vector<std::int64_t>& capacities) {
+    check(!capacities.empty(), "there are no buckets; give at least one capacity in tokens");
+    for (std::int64_t b = 0; b < ssize(capacities); ++b) {
+        check_capacity(capacities[b]);
+        check(b == 0 || capacities[b - 1] < capacities[b], "buckets must ascend; ", capacities[b],
+              " follows ", capacities[b == 0 ? 0 : b - 1]);
+    }
+}
+
+// How far bins may exceed the capacity; what lies past the capacity in a bin is dropped.
+inline void check_extra_capacity(std::int64_t extra_capacity) {
+    check(extra_capacity >= 0 && extra_capacity <= kMaxCapacity, "extra_capacity is ",
+          extra_capacity, " tokens; it must be from 0 to ", kMaxCapacity);
+}
+
+// Atom sizes (Chen et al. 2024, A.3): the corpus is cut in atoms of `atom_size` tokens, which are
+// shuffled and then merged (atom_size < capacity) or split (atom_size > capacity) to samples.
+//
+// One of atom_size and capacity divides the other. A *unit* is the smaller of the two: an atom is
+// one unit or several, a sample too. With atom_size equal to capacity atoms are samples; nothing is
+// shuffled then, since the order of samples belongs to the schedule.
+struct AtomSize {
+    std::int64_t capacity, atom_size;
+
+    std::int64_t unit() const { return atom_size < capacity ? atom_size : capacity; }
+    void check_sizes() const {
+        check_capacity(capacity);
+        constexpr std::int64_t kLimit = std::numeric_limits<std::int32_t>::max();
+        check(atom_size >= 1 && atom_size <= kLimit, "atom_size is ", atom_size,
+              "; it must be from 1 to ", kLimit);
+        check(capacity % atom_size == 0 || atom_size % capacity == 0, "atom_size is ", atom_size,
+              " and the capacity ", capacity, "; one must be a multiple of the other");
+    }
+};
+
+// Atoms are pieces of documents, and a piece shorter than its unit is followed by padding (all
+// padding of a sample stands at its end, as everywhere).
+struct PadRules {
+    AtomSize sizes;
+};
+
+struct ConcatRules {
+    AtomSize sizes;          // atoms: full ones are shuffled, a partial one stays last
+    bool shuffle = false;    // the documents are joined in seeded order (Purpose::kDocuments)
+    bool drop_last = false;  // a last sample that is not full counts as dropped
+};
+
+// Documents go to the smallest bucket that holds them, or to the largest; in a bucket, concat.
+struct BucketNaiveRules {
+    std::vector<std::int64_t> capacities;  // ascending
+    bool shuffle = false;                  // documents in seeded order (Purpose::kDocuments)
+};
+
+// Full chunks are samples of their own; a rest that does not fit in the open sample closes it.
+struct NextFitRules {
+    std::int64_t capacity;
+    bool shuffle = false;  // documents in seeded order (Purpose::kDocuments)
+};
+
+// next_fit over the rests from short to long, equal lengths in file order.
+struct LengthSortedRules {
+    std::int64_t capacity;
+};
+
+// Dataset Decomposition (Pouransari et al. 2024): a document gives pieces of 2^k tokens, one per
+// binary digit of its length, largest first; the digits above the largest bucket become repeats of
+// it, the digits below the smallest are dropped. A piece is a sample.
+struct DecomposeRules {
+    std::vector<std::int64_t> capacities;  // all powers of two from the smallest to the largest
+};
+
+// First fit takes the bin opened first among those that fit; best fit the one with the least space,
+// among equals the one that reached that space first.
+enum class Fit { kFirst, kBest };
+
+// Full chunks are samples of their own, the rests are fitted from long to short to bins of
+// capacity + extra_capacity.
+struct FitRules {
+    std::int64_t capacity;
+    std::int64_t extra_capacity = 0;
+    Fit fit = Fit::kFirst;
+};
+
+// Where the windows of a long document begin.
+//   kExact: evenly spread, nothing lost.
+//   kPaper: equation 3 as printed, which may leave the document's end uncovered.
+//   kPublished: the arithmetic of the authors' program.
+enum class Placement { kExact, kPaper, kPublished };
+
+// Seamless Packing (Yin et al. 2025, section 3): long documents are covered by overlapping windows
+// where that needs little repetition; the rest is fitted to bins slightly larger than a sample.
+struct SeamlessRules {
+    std::int64_t capacity;
+    Ratio r_max;  // largest share of a sample that is repeated
+    Placement placement;
+    std::int64_t extra_capacity = 0;
+    bool drop_last = false;  // a last sample that is not full counts as dropped
+};
+
+// What becomes of a sample in which nothing fits any more and whose space exceeds the threshold.
+enum class Overflow {
+    kPad,      // it is padded, as below the threshold
+    kHead,     // it takes the head of the shortest document (BucketLLM)
+    kPromote,  // it moves to a larger bucket
+};
+
+// `count` samples of `bucket` decided elsewhere: (length, copies) each, longest first.
+struct GivenPattern {
+    std::int32_t bucket;
+    std::int64_t count;
+    std::vector<std::pair<std::int32_t, std::int32_t>> lengths;
+};
+
+// Of `bucket`, every document draws one of ceil(n / pool_size) pools (Purpose::kPools); the pools
+// are drained one after the other, each in file order among documents of equal length. Given
+// patterns need a single pool.
+//
+// Of `bucket_stream`, documents in shuffled order (Purpose::kDocuments) enter one pool; from the
+// pool_size-th on each is followed by one sample, and what is left in the end is drained. A
+// document longer than the largest bucket gives its first tokens when it is the longest.
+struct BucketRules {
+    std::vector<std::int64_t> capacities;  // ascending
+    Overflow overflow = Overflow::kPad;
+    Ratio padding_threshold;        // as a share of the capacity
+    bool pairs = false;             // BucketLLM's pair search (Algorithm 2, lines 6 to 12)
+    bool shuffle_segments = false;  // in seeded order (a head last), not longest first
+    // Documents that are packed together, on average; at least 1.
+    std::int64_t pool_size = std::int64_t{1} << 20;
+    // Segments that a sample of the largest bucket may have, those of smaller buckets in
+    // proportion; 0: any number.
+    std::int64_t max_segments = 0;
+    std::vector<GivenPattern> given;  // come first
+
+    void check_rules() const {
+        check_capacities(capacities);
+        check(pool_size >= 1, "pool_size is ", pool_size, "; it must be at least 1");
+        check(max_segments >= 0 && max_segments <= std::numeric_limits<std::int32_t>::max(),
+              "max_segments is ", max_segments, "; it must be from 0 (any number) to 2^31 - 1");
+    }
+    std::int64_t segment_limit(std::int64_t bucket) const {
+        if (max_segments == 0) return std::numeric_limits<std::int64_t>::max();
+        return std::max<std::int64_t>(max_segments * capacities[bucket] / capacities.back(), 1);
+    }
+    bool exceeds_threshold(std::int64_t space, std::int64_t bucket) const {
+        return padding_threshold.exceeded_by(space, capacities[bucket]);
+    }
+};
+
+// ---- The strategies
+
+#define MEGAPACK_DECLARE_STRATEGY(name, Rules)                                          \
+    template <typename Id, typename Length>                                             \
+    Samples<Id, Length> pack_##name(const Lengths<Length>& lengths, const Rules& rules, \
+                                    const Run& run)
+
+MEGAPACK_DECLARE_STRATEGY(pad, PadRules);
+MEGAPACK_DECLARE_STRATEGY(concat, ConcatRules);
+MEGAPACK_DECLARE_STRATEGY(bucket_naive, BucketNaiveRules);
+MEGAPACK_DECLARE_STRATEGY(next_fit, NextFitRules);
+MEGAPACK_DECLARE_STRATEGY(length_sorted, LengthSortedRules);
+MEGAPACK_DECLARE_STRATEGY(decompose, DecomposeRules);
+MEGAPACK_DECLARE_STRATEGY(fit_decreasing, FitRules);
+MEGAPACK_DECLARE_STRATEGY(seamless, SeamlessRules);
+MEGAPACK_DECLARE_STRATEGY(bucket, BucketRules);
+MEGAPACK_DECLARE_STRATEGY(bucket_stream, BucketRules);
+
+// In a strategy's source: instantiates it for the widths that occur. (Few documents of more than
+// 2^31 - 1 tokens are packed with wide numbers, too; `pack` narrows them.)
+#define MEGAPACK_INSTANTIATE_STRATEGY(name, Rules)                    \
+    MEGAPACK_INSTANTIATE_AS(name, Rules, std::int32_t, std::int32_t); \
+    MEGAPACK_INSTANTIATE_AS(name, Rules, std::int64_t, std::int32_t); \
+    MEGAPACK_INSTANTIATE_AS(name, Rules, std::int64_t, std::int64_t)
+#define MEGAPACK_INSTANTIATE_AS(name, Rules, Id, Length) \
+    template Samples<Id, Length> pack_##name(const Lengths<Length>&, const Rules&, const Run&)
+
+// What stage one of Seamless Packing makes of the documents.
+struct StageOne {
+    std::int64_t num_sliding = 0;   // documents covered by overlapping windows
+    std::int64_t short_tokens = 0;  // left to stage two
+    std::int64_t dropped_tokens = 0, repeated_tokens = 0;
+};
+
+template <typename Id, typename Length>
+StageOne count_stage_one(const Documents<Id, Length>& documents, const SeamlessRules& rules,
+                         int threads);
+
+}  // namespace megapack

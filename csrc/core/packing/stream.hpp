@@ -1,12 +1,10 @@
-// Documents joined to a stream that is cut every `capacity` tokens.
+// Documents joined to a stream that is cut every `capacity` tokens: what writes its segments, and
+// what counts them. Capacity 8, documents of 3, 9 and 4 tokens:
+//
+//     0 0 0 1 1 1 1 1 | 1 1 1 1 2 2 2 2   ->  4 segments, cut inside of document 1
 #pragma once
 
-#include <vector>
-
-#include "core/base/parallel.hpp"
-#include "core/packing/documents.hpp"
-#include "core/packing/run.hpp"
-#include "core/packing/samples.hpp"
+#include "core/packing/strategy.hpp"
 
 namespace megapack {
 
@@ -27,14 +25,14 @@ class StreamCutter {
 
     void push(Id document, Length begin, Length length) {
         while (length >= room_) {
-            out_->put(segment_++, document, begin, static_cast<std::int32_t>(room_));
+            out_->put(segment_++, document, begin, room_);
             begin = static_cast<Length>(begin + room_);
             length = static_cast<Length>(length - room_);
             room_ = capacity_;
             out_->open_sample(++sample_, segment_);
         }
         if (length == 0) return;
-        out_->put(segment_++, document, begin, static_cast<std::int32_t>(length));
+        out_->put(segment_++, document, begin, length);
         room_ -= length;
     }
 
@@ -115,11 +113,5 @@ class SegmentCounter {
   private:
     std::int64_t capacity_, room_, segments_ = 0;
 };
-
-// Every document goes to the smallest bucket that holds it, or to the largest; the documents of a
-// bucket are joined in their order and cut at its capacity; the last sample may be short.
-template <typename Id, typename Length>
-Samples<Id, Length> pack_streams(const Documents<Id, Length>& documents,
-                                 const std::vector<std::int64_t>& capacities, const Run& run);
 
 }  // namespace megapack

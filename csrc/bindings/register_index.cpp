@@ -1,6 +1,5 @@
 // What is counted from the arrays of a SampleIndex: numpy views in, checked; GIL released.
 #include "bindings/checked_array.hpp"
-#include "core/index/laws.hpp"
 #include "core/index/metrics.hpp"
 
 namespace megapack {
@@ -23,17 +22,6 @@ SampleView cost_view(const py::object& sample_segment_offsets, const py::object&
     return result;
 }
 
-// f() without the GIL, as numpy.
-template <typename F>
-py::array_t<std::int64_t> counted(F f) {
-    std::vector<std::int64_t> result;
-    {
-        const py::gil_scoped_release unlocked;
-        result = f();
-    }
-    return to_numpy(std::move(result));
-}
-
 // Not negative.
 py::object python_int(Wide value) {
     const auto high = static_cast<std::uint64_t>(value >> 64);
@@ -45,11 +33,7 @@ py::dict measure_samples(const py::object& buckets, const py::object& samples,
                          const py::object& length, const py::object& num_documents) {
     const SampleView arrays = sample_view(buckets, samples, document, begin, length);
     const std::int64_t documents = integer(num_documents, "num_documents", 0);
-    SegmentTotals totals;
-    {
-        const py::gil_scoped_release unlocked;
-        totals = measure(arrays, documents);
-    }
+    const SegmentTotals totals = unlocked([&] { return measure(arrays, documents); });
     py::dict result;
     result["tokens_per_bucket"] = totals.tokens_per_bucket;
     result["cut_documents"] = totals.cut_documents;
@@ -82,13 +66,13 @@ py::array_t<std::int64_t> count_label_tokens(const py::object& buckets, const py
                                              const py::object& length, const py::object& lengths) {
     const SampleView arrays = sample_view(buckets, samples, document, begin, length);
     const Integers documents = integers(lengths, "lengths");
-    return counted([&] { return label_tokens(arrays, documents); });
+    return computed([&] { return label_tokens(arrays, documents); });
 }
 
 py::array_t<std::int64_t> cost_of_all(const py::object& sample_segment_offsets,
                                       const py::object& segment_length) {
     const SampleView arrays = cost_view(sample_segment_offsets, segment_length);
-    return counted([&] { return attention_cost(arrays); });
+    return computed([&] { return attention_cost(arrays); });
 }
 
 py::array_t<std::int64_t> cost_of_some(const py::object& sample_segment_offsets,
@@ -99,12 +83,12 @@ py::array_t<std::int64_t> cost_of_some(const py::object& sample_segment_offsets,
     const std::int64_t size = integer(capacity, "capacity");
     const bool as_one = flag(whole, "whole");
     const auto chosen = view(samples, "samples");
-    return counted([&] { return attention_cost_of(arrays, chosen, size, as_one); });
+    return computed([&] { return attention_cost_of(arrays, chosen, size, as_one); });
 }
 
 }  // namespace
 
-void register_samples(py::module_& m) {
+void register_index(py::module_& m) {
     const py::arg buckets("bucket_sample_offsets"), samples("sample_segment_offsets"),
         document("segment_document"), begin("segment_begin"), length("segment_length"),
         lengths("lengths");
