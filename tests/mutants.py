@@ -347,8 +347,8 @@ asked_one_by_one: every micro batch makes requests of its own
 
 megapack/storage/remote/cache.py: tests/remote/test_remote_reading.py -k blocks
 requests_of_blocks: a request for every 16 KiB
-- REQUEST_BYTES = 1 << 22
-+ REQUEST_BYTES = 1 << 14
+- CHUNK_BLOCKS = 256
++ CHUNK_BLOCKS = 1
 
 megapack/storage/remote/cache.py: tests/remote/test_remote_reading.py -k blocks
 gaps_of_requests: two requests where one would do

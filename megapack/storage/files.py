@@ -1,4 +1,20 @@
-"""One writer per name: a lock of the operating system that says who holds it."""
+"""Files: opened, judged before they are replaced, named when they are complete, locked.
+
+- ``open_regular``, ``read_blocks``: regular files only, read in blocks; ``Identity``, ``is_at``
+- ``check_target``, ``target_of``: what may stand under a name before a file of ours takes it
+- ``AtomicFile``, ``atomic_write``, ``publish``: a temporary name, fsync, rename
+- ``WriterLock``, ``lock_file``: one writer per name, by a lock of the operating system
+
+Whatever happens before (an exception, a full disk, kill -9), nothing stands under the final name
+that was not written to the end::
+
+    with atomic_write("x.samples") as file:     # x.samples.tmp-0f3a9c1e
+        file.write(b"...")
+    # -> x.samples; after kill -9 at most x.samples.tmp-0f3a9c1e stays
+
+Its writer holds the kernel's lock on a temporary file, which ends with the process: so the next
+writer of the same name knows that it was left, and removes it.
+"""
 
 from __future__ import annotations
 
@@ -23,9 +39,26 @@ from numpy.typing import DTypeLike, NDArray
 
 from megapack.errors import ConfigError, FormatError, LockedError, MegapackWarning
 
-# ---- Files opened for reading: regular ones only, and read in blocks ----------------------------
+logger = logging.getLogger(__name__)
+
+Buffer: TypeAlias = Any  # bytes, a memoryview, a contiguous array (typing.Buffer from 3.12 on)
 
 BLOCK = 1 << 17  # elements: still in the cache when they are summed, hashed and written
+COPY_BLOCK = 1 << 22  # bytes
+TEMPORARY_BYTES = len(".tmp-01234567")  # what a temporary name adds to the final one
+_TEMPORARY = re.compile(r"(.+)\.tmp-[0-9a-f]{8}")
+_KINDS = {
+    stat.S_IFDIR: "a directory",
+    stat.S_IFIFO: "a FIFO",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+    stat.S_IFLNK: "a link that leads in a circle",
+}
+# Other file systems, old kernels, special files.
+_CANNOT_COPY_IN_KERNEL = {errno.EXDEV, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL}
+_CANNOT_COPY_IN_KERNEL |= {errno.ENOTSUP, errno.EBADF, errno.EPERM}
+_NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL}
 
 
 def open_regular(path: str | os.PathLike[str]) -> io.FileIO:
@@ -92,17 +125,6 @@ def read_blocks(
 
 # ---- What may stand under a name before a file of ours takes it: one rule for everything written
 
-TEMPORARY_BYTES = len(".tmp-01234567")  # what a temporary name adds to the final one
-
-_KINDS = {
-    stat.S_IFDIR: "a directory",
-    stat.S_IFIFO: "a FIFO",
-    stat.S_IFSOCK: "a socket",
-    stat.S_IFCHR: "a device",
-    stat.S_IFBLK: "a device",
-    stat.S_IFLNK: "a link that leads in a circle",
-}
-
 
 def check_target(
     path: str | os.PathLike[str],
@@ -124,8 +146,7 @@ def check_target(
         True: nothing stands there, or it is to be replaced; False: the same stands there already.
 
     Raises:
-        ConfigError: another file stands there and ``overwrite`` is False; what stands there is no
-            regular file; its directory does not exist; the name is too long.
+        ConfigError: another file stands there and ``overwrite`` is False; or as of ``target_of``.
     """
     if not target_of(path).exists():
         return True
@@ -151,12 +172,15 @@ def target_of(path: str | os.PathLike[str]) -> Path:
     target = Path(os.path.realpath(path))
     if not target.parent.is_dir():
         raise ConfigError(f"{os.fspath(path)}: there is no directory {target.parent}; create it")
-    limit = _longest_name(target.parent) - TEMPORARY_BYTES
+    try:
+        longest = os.pathconf(target.parent, "PC_NAME_MAX")
+    except (OSError, ValueError):
+        longest = 255
     num_bytes = len(os.fsencode(target.name))
-    if num_bytes > limit:
+    if num_bytes > longest - TEMPORARY_BYTES:
         raise ConfigError(
-            f"the name {target.name} has {num_bytes} bytes; at most {limit} leave room for a "
-            "temporary name: choose a shorter one"
+            f"the name {target.name} has {num_bytes} bytes; at most {longest - TEMPORARY_BYTES} "
+            "leave room for a temporary name: choose a shorter one"
         )
     try:
         mode = target.lstat().st_mode
@@ -170,31 +194,7 @@ def target_of(path: str | os.PathLike[str]) -> Path:
     return target
 
 
-def _longest_name(directory: Path) -> int:
-    """In bytes."""
-    try:
-        return os.pathconf(directory, "PC_NAME_MAX")
-    except (OSError, ValueError):
-        return 255
-
-
-# ---- Files that get their name when they are complete: temporary name, fsync, rename ------------
-# Whatever happens before (an exception, a full disk, kill -9), nothing stands under the final name
-# that was not written to the end. A kill leaves at most ``<name>.tmp-<hex>`` beside it. Its writer
-# held the kernel's lock on it, which ends with the process: so the next writer of the same name
-# knows
-# that it was left, and removes it.
-
-logger = logging.getLogger(__name__)
-
-Buffer: TypeAlias = Any  # bytes, a memoryview, a contiguous array (typing.Buffer from 3.12 on)
-
-COPY_BLOCK = 1 << 22  # bytes
-# Other file systems, old kernels, special files.
-_CANNOT_COPY_IN_KERNEL = {errno.EXDEV, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL}
-_CANNOT_COPY_IN_KERNEL |= {errno.ENOTSUP, errno.EBADF, errno.EPERM}
-_NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL}
-_TEMPORARY = re.compile(r"(.+)\.tmp-[0-9a-f]{8}")
+# ---- Files that get their name when they are complete -------------------------------------------
 
 
 class Publishable(Protocol):
@@ -216,8 +216,7 @@ class AtomicFile:
     ``discard()``. A forked child never discards its parent's file.
 
     Raises:
-        ConfigError: ``path`` is no regular file, its name is too long or its directory does not
-            exist (see ``replace``); links are followed.
+        ConfigError: as of ``target_of``; links are followed.
         OSError: the directory is not writable.
     """
 
@@ -314,10 +313,9 @@ def publish(*files: Publishable, durable: bool = True) -> None:
             file.sync()
     for file in files:
         file.take_name()
-    if not durable:
-        return
-    for directory in {file.path.parent for file in files}:
-        _sync_directory(directory)
+    if durable:
+        for directory in {file.path.parent for file in files}:
+            _sync_directory(directory)
 
 
 @contextlib.contextmanager
@@ -377,46 +375,13 @@ def temporary_files(directory: Path) -> Iterator[tuple[str, Path]]:
             yield match[1], directory / name
 
 
-def lock_file(descriptor: int, path: Path, kind: int = fcntl.LOCK_EX) -> bool:
-    """Take the kernel's lock on an open file, at once.
-
-    Returns:
-        Whether the file is at ``path`` still: it may have been removed before it was locked.
-
-    Raises:
-        BlockingIOError: another process, or another open file of this one, holds it.
-        NotImplementedError: the file system has no locks.
-    """
-    try:
-        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
-    except OSError as error:
-        if error.errno in _NO_LOCKS:
-            raise NotImplementedError(error.strerror) from error
-        raise
-    try:
-        return os.path.samestat(os.fstat(descriptor), os.lstat(path))
-    except FileNotFoundError:
-        return False
-
-
 def is_being_written(path: Path) -> bool:
     """Whether a process holds a temporary file, or nobody can tell."""
     try:
         with _locked(path):
             return False
-    except (OSError, NotImplementedError):
+    except OSError:
         return not path.is_symlink()  # of an import, which needs it for a moment
-
-
-@contextlib.contextmanager
-def _locked(path: Path) -> Iterator[bool]:
-    """A file with the lock on it; whether it is there still. Raises as lock_file and os.open."""
-    flags = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-    descriptor = os.open(path, flags)
-    try:
-        yield lock_file(descriptor, path)
-    finally:
-        os.close(descriptor)
 
 
 # Directory -> name -> what was left of it when this process wrote there for the first time. Asked
@@ -436,16 +401,15 @@ def remove_leftovers(target: Path) -> None:
             for name, path in temporary_files(target.parent):
                 found.setdefault(name, []).append(path)
     for path in found.pop(target.name, ()):
-        with contextlib.suppress(OSError, NotImplementedError):
-            if not path.is_symlink():
-                with _locked(path) as is_there:
-                    if not is_there:
-                        continue
+        with contextlib.suppress(OSError):
+            if path.is_symlink():
+                path.unlink()
+                continue
+            with _locked(path) as is_there:
+                if is_there:
                     size = path.stat().st_size
                     path.unlink()
-                logger.warning("removed %s (%d bytes), left by a killed process", path, size)
-            else:
-                path.unlink()
+                    logger.warning("removed %s (%d bytes), left by a killed process", path, size)
 
 
 def _create(target: Path) -> tuple[Path, int]:
@@ -458,10 +422,12 @@ def _create(target: Path) -> tuple[Path, int]:
         try:
             if lock_file(descriptor, path):
                 return path, descriptor
-        except NotImplementedError:
-            return path, descriptor
         except BlockingIOError:  # another writer took it for left behind, before it was locked
             path.unlink(missing_ok=True)
+        except OSError as error:
+            if error.errno in _NO_LOCKS:
+                return path, descriptor
+            raise
         os.close(descriptor)
 
 
@@ -478,6 +444,37 @@ def _sync_directory(directory: Path) -> None:
     except OSError as error:
         if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # file systems without it
             raise
+    finally:
+        os.close(descriptor)
+
+
+# ---- One writer per name ------------------------------------------------------------------------
+
+
+def lock_file(descriptor: int, path: Path, kind: int = fcntl.LOCK_EX) -> bool:
+    """Take the kernel's lock on an open file, at once.
+
+    Returns:
+        Whether the file is at ``path`` still: it may have been removed before it was locked.
+
+    Raises:
+        BlockingIOError: another process, or another open file of this one, holds it.
+        OSError: the file system has no locks (``_NO_LOCKS``).
+    """
+    fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+    try:
+        return os.path.samestat(os.fstat(descriptor), os.lstat(path))
+    except FileNotFoundError:
+        return False
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[bool]:
+    """A file with the lock on it; whether it is there still. Raises as lock_file and os.open."""
+    flags = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    descriptor = os.open(path, flags)
+    try:
+        yield lock_file(descriptor, path)
     finally:
         os.close(descriptor)
 
@@ -527,13 +524,11 @@ class WriterLock:
 
 def _acquire(path: Path, name: str, shared: bool) -> int:
     """An open descriptor of the file at ``path`` with the lock on it."""
-    kind = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
     while True:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
         try:
-            if lock_file(descriptor, path, kind):
+            if lock_file(descriptor, path, fcntl.LOCK_SH if shared else fcntl.LOCK_EX):
                 return descriptor
-            os.close(descriptor)  # its owner removed the file between our opening and locking it
         except BlockingIOError:
             owners = os.pread(descriptor, 4096, 0).decode(errors="replace").split("\n")[:-1]
             os.close(descriptor)
@@ -541,17 +536,18 @@ def _acquire(path: Path, name: str, shared: bool) -> int:
                 f"{name} is being written by {'; '.join(owners) or 'another process'}; wait for "
                 "it or end it"
             ) from None
-        except NotImplementedError as error:
-            warnings.warn(
-                f"{path.parent} is on a file system without locks ({error}); make sure "
-                f"that nobody else writes {name}",
-                MegapackWarning,
-                stacklevel=3,
-            )
-            return descriptor
-        except OSError:
+        except OSError as error:
+            if error.errno in _NO_LOCKS:
+                warnings.warn(
+                    f"{path.parent} is on a file system without locks ({error.strerror}); make "
+                    f"sure that nobody else writes {name}",
+                    MegapackWarning,
+                    stacklevel=3,
+                )
+                return descriptor
             os.close(descriptor)
             raise
+        os.close(descriptor)  # its owner removed the file between our opening and locking it
 
 
 def _release(descriptor: int, path: Path, owner: int) -> None:

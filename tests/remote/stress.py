@@ -6,7 +6,7 @@
 Every thread is a rank of its own with a loader of its own; the threads of a process share the open
 datasets. A round is an epoch in a new order. With a size the cache is too small for what is read,
 and the same blocks come and go all the time; without one every round begins with an empty cache,
-in which all ranks meet. What is printed is JSON: micro batches, differences, blocks that were
+in which all ranks meet. What is printed is JSON: micro batches, differences, chunks that were
 dropped, seconds. A process that does not end within --limit seconds prints where all its threads
 are and is a hang.
 """
@@ -31,7 +31,6 @@ from megapack.data import PackedDataset, Schedule, build_loader
 from megapack.packing import pack
 from megapack.storage import IndexedDataset, IndexedDatasetBuilder
 from megapack.storage.remote import cache as remote_cache
-from megapack.storage.remote.cache import SparseFile
 from megapack.storage.remote.client import put_object
 from megapack.storage.remote.copies import upload_dataset
 from megapack.units import parse_size
@@ -79,12 +78,17 @@ def opened(folder: str) -> PackedDataset:
 def work(folder: Path, process: int, args: argparse.Namespace, start: Any, results: Any) -> None:
     """A process of its own: rounds until enough micro batches were compared."""
     faulthandler.dump_traceback_later(args.limit, exit=True)
-    remote_cache.SMALLEST_SIZE = 1
+    remote_cache.SMALLEST_SIZE, remote_cache.CHUNK_BLOCKS = 1, 4
     size = args.processes * args.threads
     counts = {"micro_batches": 0, "differences": 0, "dropped": 0}
     counting = threading.Lock()
     errors: list[BaseException] = []
     near = opened(str(folder))
+
+    def count_dropped(event: str, about: tuple[Any, ...]) -> None:
+        counts["dropped"] += event == "os.remove" and ".bin." in str(about[0])
+
+    sys.addaudithook(count_dropped)
 
     def compare(far: PackedDataset, rank: int, seed: int) -> None:
         try:
@@ -116,19 +120,7 @@ def work(folder: Path, process: int, args: argparse.Namespace, start: Any, resul
         for thread in threads:
             thread.join()
         number += 1
-    start.wait()  # all of them have read what they read
-    if process == 0:
-        counts["dropped"] = dropped(folder)
     results.put({**counts, "errors": [repr(error) for error in errors], "rounds": number})
-
-
-def dropped(folder: Path) -> int:
-    """Blocks that went, over all files of all caches: ``changes`` of a block counts both ways."""
-    total = 0
-    for path in folder.glob("cache*/*/*.bin"):
-        locks = remote_cache.RangeLocks(path.with_name("locks"))
-        total += int((SparseFile(path, path.stat().st_size, locks).changes // 2).sum())
-    return total
 
 
 def stress(args: argparse.Namespace) -> dict[str, Any]:
@@ -156,7 +148,7 @@ def stress(args: argparse.Namespace) -> dict[str, Any]:
         "processes": args.processes,
         "threads": args.threads,
         "rounds": max((each["rounds"] for each in found), default=0),
-        "dropped_blocks": sum(each["dropped"] for each in found),
+        "dropped_chunks": sum(each["dropped"] for each in found),
         "differences": sum(each["differences"] for each in found),
         "errors": [error for each in found for error in each["errors"]],
         "hangs": sum(process.exitcode != 0 for process in processes),

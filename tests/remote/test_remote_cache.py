@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -20,139 +22,136 @@ from megapack.data import PackedDataset
 from megapack.errors import ConfigError
 from megapack.storage import IndexedDataset
 from megapack.storage.remote import cache as remote_cache
-from megapack.storage.remote.cache import (
-    PLANNED_SECONDS,
-    RangeLocks,
-    SparseFile,
-    make_room,
-    open_cache,
-)
+from megapack.storage.remote.cache import Chunks, RangeLocks, make_room, open_cache
 from megapack.storage.remote.checksums import BLOCK_BYTES
 from megapack.storage.remote.reader import read_consistently
 from tests.remote.far import put_dataset, run
 
 NUM_BLOCKS = 64
+FULL = np.repeat(np.arange(1, NUM_BLOCKS + 1, dtype=np.uint8), BLOCK_BYTES)
+ALL = np.arange(NUM_BLOCKS)
 
 
-def sparse_file(tmp_path: Path) -> SparseFile:
-    """Of 64 blocks, all here, each full of its number + 1."""
-    file = SparseFile(tmp_path / "file", NUM_BLOCKS * BLOCK_BYTES, RangeLocks(tmp_path / "locks"))
-    content = np.repeat(np.arange(1, NUM_BLOCKS + 1, dtype=np.uint8), BLOCK_BYTES)
-    file.put(0, NUM_BLOCKS, content.data)
-    assert file.is_here(0, NUM_BLOCKS).all() and (file.data == content).all()
-    return file
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote_cache, "SMALLEST_SIZE", 1)
+    monkeypatch.setattr(remote_cache, "CHUNK_BLOCKS", 4)
+
+
+def filled(folder: Path) -> Chunks:
+    """64 blocks, all here, each full of its number + 1."""
+    chunks = Chunks(folder / "docs.bin", FULL.size)
+    for first in range(0, NUM_BLOCKS, 4):
+        chunks.write(first, FULL[first * BLOCK_BYTES :][: 4 * BLOCK_BYTES].data)
+    data = np.zeros_like(FULL)
+    assert not chunks.copy(ALL, data).size and (data == FULL).all()
+    return chunks
 
 
 def on_disk(path: Path) -> int:
     return path.stat().st_blocks * 512
 
 
-def test_dropped_blocks_give_their_disk_back_and_read_as_absent(tmp_path: Path) -> None:
-    file = sparse_file(tmp_path)
-    before = on_disk(file.path)
-    file.drop(np.array([3, 4, 5, 40]))
-    assert np.flatnonzero(~file.is_here(0, NUM_BLOCKS)).tolist() == [3, 4, 5, 40]
-    assert on_disk(file.path) <= before - 4 * BLOCK_BYTES
-    assert not file.data[3 * BLOCK_BYTES : 6 * BLOCK_BYTES].any()
-    assert file.data[6 * BLOCK_BYTES] == 7
-
-
-def test_what_somebody_is_writing_is_not_dropped(tmp_path: Path) -> None:
-    file = sparse_file(tmp_path)
-    with file._locks.held(file.name, 10, 2):
-        file.drop(np.array([9, 10, 11, 30]))
-    assert file.is_here(9, 12).all() and not file.is_here(30, 31).any()
+def test_blocks_that_are_here_are_copied_and_others_are_named(tmp_path: Path) -> None:
+    """Of chunks that hold all of their blocks, some and none, and that went by ``unlink``."""
+    chunks = Chunks(tmp_path / "docs.bin", FULL.size - 5)
+    rng = np.random.default_rng(0)
+    written = np.flatnonzero(rng.random(NUM_BLOCKS) < 0.4)
+    for block in [*written.tolist(), NUM_BLOCKS - 1]:
+        chunks.write(block, FULL[: FULL.size - 5][block * BLOCK_BYTES :][:BLOCK_BYTES].data)
+    (chunks.folder / str(written[0] // 4)).unlink()
+    here = set(written[written // 4 > written[0] // 4].tolist()) | {NUM_BLOCKS - 1}
+    for _ in range(50):
+        asked = np.flatnonzero(rng.random(NUM_BLOCKS) < rng.random())
+        data = np.zeros(FULL.size - 5, np.uint8)
+        assert chunks.copy(asked, data).tolist() == [b for b in asked.tolist() if b not in here]
+        copied = np.repeat([b in here and b in asked for b in range(NUM_BLOCKS)], BLOCK_BYTES)
+        assert (data == np.where(copied, FULL, 0)[:-5]).all()
 
 
 def test_an_earlier_boot_leaves_nothing_that_counts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After a crash of the machine, what was marked as here may never have reached the disk."""
-    sparse_file(tmp_path)
-    again = SparseFile(tmp_path / "file", NUM_BLOCKS * BLOCK_BYTES, RangeLocks(tmp_path / "locks"))
-    assert again.is_here(0, NUM_BLOCKS).all(), "a new process of the same boot must find it"
-    monkeypatch.setattr("megapack.storage.remote.cache._boot", lambda: b"another boot")
-    after = SparseFile(tmp_path / "file", NUM_BLOCKS * BLOCK_BYTES, RangeLocks(tmp_path / "locks"))
-    assert not after.is_here(0, NUM_BLOCKS).any() and not after.data.any()
+    before = filled(tmp_path).folder
+    again = Chunks(tmp_path / "docs.bin", FULL.size)
+    assert not again.copy(ALL, None).size, "a new process of the same boot must find it"
+    monkeypatch.setattr(remote_cache, "_boot", lambda: b"another boot")
+    after = Chunks(tmp_path / "docs.bin", FULL.size)
+    assert after.copy(ALL, None).size == NUM_BLOCKS and not before.exists()
 
 
-def test_a_file_removed_under_a_process_is_never_taken_for_another(tmp_path: Path) -> None:
-    file = sparse_file(tmp_path)
-    file.drop(np.arange(NUM_BLOCKS))
-    for path in tmp_path.glob("file*"):
-        path.unlink()
-    sparse_file(tmp_path)  # another process makes it anew
-    with pytest.raises(FileNotFoundError, match="removed from the cache while it was in use"):
-        file.put(0, 1, memoryview(bytes(BLOCK_BYTES)))
-    assert not file.is_here(0, 1).any()
+def test_a_cache_that_is_removed_under_its_readers_is_filled_again(
+    line: Line, tmp_path: Path
+) -> None:
+    far = IndexedDataset(put_dataset(tmp_path / "docs"))
+    near = IndexedDataset(tmp_path / "docs").tokens.tolist()
+    for remove in (lambda path: path.unlink(), lambda path: shutil.rmtree(path.parent)):
+        assert far.tokens[:].tolist() == near
+        for chunk in list((tmp_path / "cache").glob("*/*.bin.*/[13579]")):
+            if chunk.exists():
+                remove(chunk)
+    assert far.tokens[:].tolist() == near
 
 
 def test_what_is_needed_last_goes_first(
     line: Line, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Used long ago; used a minute ago: an epoch away, the farthest; used just now; planned."""
-    monkeypatch.setattr(remote_cache, "SMALLEST_SIZE", 1)
+    """Read a quarter of an hour ago, so an epoch away, the farthest; long ago; a minute ago, which
+    may be asked for and not read yet; now."""
     monkeypatch.setenv("MEGAPACK_CACHE_SIZE", str(NUM_BLOCKS * BLOCK_BYTES))
     cache = open_cache()
-    (tmp_path / "cache" / "entry").mkdir()
-    file = sparse_file(tmp_path / "cache" / "entry")
-    cache.add_file(file)
-    cache.in_use.share(str(tmp_path / "cache" / "entry"))
-    now = int(time.time())
-    kinds = {"long ago": now - 5000, "minute": now - 60, "now": now}
-    kinds |= {"soon": now + PLANNED_SECONDS, "later": now + PLANNED_SECONDS + 2}
-    stamps = np.array(list(kinds.values()), np.uint32)
-    order = ["minute", "long ago", "now", "later", "soon"]
-    file.stamps[:] = np.resize(stamps, NUM_BLOCKS)
+    chunks = filled(cache.entry("entry", "file:///somewhere"))
+    now = time.time()
+    kinds = {"long ago": now - 5000, "quarter": now - 900, "minute": now - 60, "now": now}
+    for chunk in range(NUM_BLOCKS // 4):
+        at = list(kinds.values())[chunk % 4]
+        os.utime(chunks.folder / str(chunk), (at, at))
     left = [set(kinds)]
-    for _ in range(6 * NUM_BLOCKS // 8):
+    for _ in range(NUM_BLOCKS // 4):
         make_room(cache)
-        here = np.flatnonzero(file.is_here(0, NUM_BLOCKS))
-        left.append({list(kinds)[block % 5] for block in here.tolist()})
-        cache.limit = max(1, (cache.limit or 0) - 2 * BLOCK_BYTES)
+        left.append({list(kinds)[int(path.name) % 4] for path in chunks.folder.iterdir()})
+        cache.limit = max(1, (cache.limit or 0) - 4 * BLOCK_BYTES)
     gone = [kind for before, after in itertools.pairwise(left) for kind in before - after]
-    assert gone == order[: len(gone)] and len(gone) >= 3
+    assert gone == ["quarter", "long ago", "minute", "now"][: len(gone)] and len(gone) >= 3
 
 
-def test_a_read_during_which_a_block_went_is_thrown_away(line: Line, tmp_path: Path) -> None:
+def test_what_is_read_stays_although_its_chunk_goes(line: Line, tmp_path: Path) -> None:
+    """Two threads read the same blocks; each finds them, and memory is given back by the last."""
     far = IndexedDataset(put_dataset(tmp_path / "docs"))
-    near = IndexedDataset(tmp_path / "docs").tokens
-    blocks = np.arange(4)
-    seen = []
+    near = IndexedDataset(tmp_path / "docs").tokens[: 4 * BLOCK_BYTES // 2].tolist()
+    wanted = [(far.tokens, np.arange(4))]
 
     def read() -> list[int]:
-        if len(seen) < 2:
-            far.tokens._file.drop(np.array([2]))
-        seen.append(far.mapped_tokens[: 4 * BLOCK_BYTES // 2].tolist())
-        return seen[-1]
+        shutil.rmtree(far.tokens._chunks.folder)
+        read_consistently(wanted, lambda: None)
+        found: list[int] = far.mapped_tokens[: 4 * BLOCK_BYTES // 2].tolist()
+        return found
 
-    assert read_consistently([(far.tokens, blocks)], read) == near[: 4 * BLOCK_BYTES // 2].tolist()
-    assert len(seen) == 3 and 0 in seen[0], "nothing was dropped: the test showed nothing"
+    assert read_consistently(wanted, read) == near
+    assert not far.mapped_tokens.any(), "memory was kept"
 
 
 def test_batches_are_right_in_a_cache_that_is_much_too_small(
     line: Line, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(remote_cache, "SMALLEST_SIZE", 1)
     address = put_dataset(tmp_path / "docs", 20_000)
     limit = 1_500_000
     monkeypatch.setenv("MEGAPACK_CACHE_SIZE", str(limit))
-    opened = PackedDataset(address, f"{address}.samples")
+    PackedDataset(address, f"{address}.samples")
     whole = sum(on_disk(path) for path in (tmp_path / "cache").glob("*/*"))
     size = (tmp_path / "docs.bin").stat().st_size
     assert size > 2 * limit
     assert run(address, num_steps=30) == run(tmp_path / "docs", num_steps=30)
     assert line.counts["bytes"] > size, "nothing was evicted: the test showed nothing"
     make_room(open_cache())  # what was in flight when the run ended
-    used = sum(on_disk(path) for path in (tmp_path / "cache").glob("*/*"))
+    used = sum(on_disk(path) for path in (tmp_path / "cache").glob("*/*.bin.*/*"))
     assert used < limit + whole
-    del opened  # held its blocks within the reach of make_room
 
 
 def test_entries_that_nobody_uses_go_first_and_those_in_use_stay(
     line: Line, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(remote_cache, "SMALLEST_SIZE", 1)
     mine, theirs, old = (put_dataset(tmp_path / name) for name in ("mine", "theirs", "old"))
     program = (
         "import sys\n"
@@ -174,7 +173,7 @@ def test_entries_that_nobody_uses_go_first_and_those_in_use_stay(
     for process in processes:
         assert process.stdout is not None and process.stdout.readline() == "open\n"
     processes[1].communicate("")
-    monkeypatch.setenv("MEGAPACK_CACHE_SIZE", "1000000")
+    monkeypatch.setenv("MEGAPACK_CACHE_SIZE", "800000")
     IndexedDataset(mine).tokens[:]
     names = {path.name.rpartition("-")[0] for path in (tmp_path / "cache").iterdir()}
     processes[0].communicate("")
@@ -263,6 +262,7 @@ def test_ranks_of_a_node_fetch_every_block_once_and_outlive_each_other(
 
 
 def test_a_size_that_cannot_be_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote_cache, "SMALLEST_SIZE", 256 << 20)
     for text in ("200Q", "10", "-1", "much", "255.9M"):
         monkeypatch.setenv("MEGAPACK_CACHE_SIZE", text)
         with pytest.raises(ConfigError, match=r"^MEGAPACK_CACHE_SIZE"):

@@ -74,21 +74,21 @@ def test_processes_and_threads_in_one_cache_read_the_local_batches(size: str) ->
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads(done.stdout)
     assert found["micro_batches"] >= 2000 and found["differences"] == found["hangs"] == 0
-    assert (found["dropped_blocks"] > 1000) == (size == "1M"), "nothing was evicted"
+    assert (found["dropped_chunks"] > 1000) == (size == "1M"), "nothing was evicted"
 
 
 def test_a_request_that_is_done_before_anybody_waits_takes_no_lock_twice(
     line: Line, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     far = IndexedDataset(put_dataset(tmp_path / "docs"))
-    submit = pool.FetchPool.submit
+    submit = pool.Cache.submit
 
-    def slowly(self: pool.FetchPool, function: Any, *arguments: Any) -> Future[Any]:
+    def slowly(self: pool.Cache, function: Any, *arguments: Any) -> Future[Any]:
         request = submit(self, function, *arguments)
         time.sleep(0.3)
         return request
 
-    monkeypatch.setattr(pool.FetchPool, "submit", slowly)
+    monkeypatch.setattr(pool.Cache, "submit", slowly)
     near = IndexedDataset(tmp_path / "docs")
     assert (
         in_time(partial(far.tokens.__getitem__, slice(100))).tolist() == near.tokens[:100].tolist()
@@ -105,7 +105,7 @@ def test_a_request_that_failed_is_forgotten_and_asked_again(
         raise MemoryError
 
     with monkeypatch.context() as patched:
-        patched.setattr(type(far.tokens._file), "put", fails)
+        patched.setattr(pool.Chunks, "write", fails)
         with pytest.raises(MemoryError):
             in_time(partial(far.tokens.__getitem__, 0))
     assert not far.tokens._coming
@@ -156,14 +156,20 @@ def test_another_process_that_stands_still_is_named(
         "    sys.stdin.read()\n"
     )
     cache = open_cache()
-    command = [sys.executable, "-c", program, f"{cache.directory}/locks", far.tokens._file.name]
+    command = [
+        sys.executable,
+        "-c",
+        program,
+        f"{cache.directory}/locks",
+        str(far.tokens._chunks.folder),
+    ]
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as other:
         assert other.stdout is not None and other.stdout.readline() == "held\n"
         other.send_signal(signal.SIGSTOP)
-        assert cache.locks.owner(far.tokens._file.name, 2) == other.pid
-        assert cache.locks.owner(far.tokens._file.name, 3) is None
+        assert cache.locks.owner(str(far.tokens._chunks.folder), 2) == other.pid
+        assert cache.locks.owner(str(far.tokens._chunks.folder), 3) is None
         reading: queue.Queue[Any] = queue.Queue()
         threading.Thread(target=lambda: reading.put(far.tokens[0]), daemon=True).start()
         until = time.monotonic() + LIMIT
@@ -193,26 +199,6 @@ def test_a_program_that_leaves_its_loader_waiting_ends(line: Line, tmp_path: Pat
     address = put_dataset(tmp_path / "docs", 20_000)
     line.latency = 0.3
     assert ended(ENDS, address) == "left\n"
-
-
-def test_requests_that_are_cancelled_at_the_end_are_not_waited_for() -> None:
-    """One that runs, one that is queued, one that comes too late."""
-    program = (
-        "import time\n"
-        "from concurrent.futures import wait\n"
-        "from megapack.storage.remote.cache import FetchPool\n"
-        "pool = FetchPool(1)\n"
-        "requests = [pool.submit(time.sleep, 0.2) for _ in range(2)]\n"
-        "time.sleep(0.1)\n"
-        "pool._end()\n"
-        "wait(requests)\n"
-        "print([request.cancelled() for request in requests])\n"
-        "try:\n"
-        "    pool.submit(time.sleep, 0)\n"
-        "except RuntimeError as error:\n"
-        "    print(error)\n"
-    )
-    assert ended(program) == "[False, True]\nnothing is fetched any more: the program ends\n"
 
 
 def test_an_iterator_that_is_collected_waits_for_nobody() -> None:

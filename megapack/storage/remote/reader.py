@@ -1,11 +1,22 @@
-"""A remote dataset or file, opened: small files whole in the cache, .bin by ranges."""
+"""A dataset far away, opened: small files whole in the cache, tokens by ranges.
+
+- ``open_remote_pair``: the objects of a dataset, of one writer, as a ``RemotePair``
+- ``RemoteTokens``: its .bin as an array; ``read_consistently``: a function of several of them
+- ``fetch_file``: one object, whole; ``exists``: whether a dataset is there
+
+Blocks are numbered from 0, 16 KiB each: 4,096 tokens of int32. A gather of tokens [5000, 9000) ::
+
+    blocks = blocks_of(np.array([5000]), np.array([9000]), 4)       # -> [1, 2]
+    tokens.want(blocks)                                            # fetched by other threads
+    read_consistently([(tokens, blocks)], lambda: tokens.mapped[5000:9000].sum())
+"""
 
 from __future__ import annotations
 
 import logging
+import mmap
 import os
 import threading
-import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -16,45 +27,37 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from megapack.errors import ConfigError, FormatError
+from megapack.errors import FormatError
 from megapack.storage.index_file import path_of
 from megapack.storage.metadata import checksum, read_meta
 from megapack.storage.remote.address import split
 from megapack.storage.remote.cache import (
-    PLANNED_SECONDS,
-    REQUEST_BYTES,
+    Blocks,
     Cache,
+    Chunks,
     Patience,
-    SparseFile,
-    make_room,
     open_cache,
+    requests_of,
     runs_of,
     wait_for,
 )
 from megapack.storage.remote.checksums import BLOCK_BYTES, SUFFIX, BlockChecksums
 from megapack.storage.remote.client import RemoteObject, find_object
 
-# ---- The tokens of a remote .bin: an array of which blocks are fetched when they are needed -----
-
 T = TypeVar("T")
-Blocks = NDArray[np.int64]
-Stamp = NDArray[np.uint32]
 
 GAP_BLOCKS = 8  # that are fetched, too, rather than ask twice
-AWAITED_SECONDS = PLANNED_SECONDS // 10  # of blocks that somebody waits for: they go last
-MANY_TIMES = 1000  # that blocks are fetched, or read, before the cache is called too small
+_MAP_NORESERVE = 0x4000  # Linux's, which the mmap module names from Python 3.13 on
 
 
 class RemoteTokens:
     """Tokens of one .bin, 1-D. Slices and single tokens are fetched, checked and copied.
 
-    Whoever reads the mapping itself (``mapped``) looks before whether all of it is there (``hold``)
-    and after whether it had been there all the time (``held``); ``read_consistently`` does both,
-    and waits for what is not there.
+    Whoever reads ``mapped`` itself does it within ``read_consistently``.
 
     Args:
         found: the .bin.
-        path: of its local copy, in an entry of the cache.
+        path: where it would lie, in an entry of the cache.
         dtype: of the tokens; ``size``: how many of them there are.
         checksums: None: only lengths and the object's version are compared.
     """
@@ -71,15 +74,23 @@ class RemoteTokens:
     ) -> None:
         self.dtype, self.size = np.dtype(dtype), size
         self._object, self._checksums, self._cache = found, checksums, cache
-        self._file = SparseFile(path, found.num_bytes, cache.locks)
-        self._lock = threading.Lock()
+        self._chunks = Chunks(path, found.num_bytes)
+        self._asking = threading.Lock()
         self._coming: dict[int, Future[None]] = {}  # block -> its request
-        cache.add_file(self._file)
+        # Room for all of it, of which memory is what is being read (``pin``).
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
+        self._memory = mmap.mmap(-1, max(1, found.num_bytes), flags)
+        self._bytes = np.frombuffer(self._memory, np.uint8)[: found.num_bytes]
+        self._pinning = threading.Lock()
+        self._pins = np.zeros(self._chunks.num_blocks, np.int32)
+        self._is_copied = np.zeros(self._chunks.num_blocks, np.bool_)
 
     @property
     def mapped(self) -> NDArray[Any]:
-        """(size,): the tokens that are here, zeros for all others."""
-        return self._file.data[: self.size * self.dtype.itemsize].view(self.dtype)
+        """(size,): the tokens that are being read, zeros for all others."""
+        tokens = self._bytes[: self.size * self.dtype.itemsize].view(self.dtype)
+        tokens.flags.writeable = False
+        return tokens
 
     @property
     def nbytes(self) -> int:
@@ -100,96 +111,95 @@ class RemoteTokens:
     def __array__(self, dtype: Any = None, copy: Any = None) -> NDArray[Any]:
         return np.asarray(self[:], dtype)
 
-    def want(self, blocks: Blocks, within: int = PLANNED_SECONDS) -> set[Future[None]]:
+    def absent(self, blocks: Blocks) -> Blocks:
+        """Those that are not in the cache just now."""
+        return self._chunks.copy(blocks, None)
+
+    def are_here(self, blocks: Blocks) -> bool:
+        """Whether blocks are all in the cache just now."""
+        return not self.absent(blocks).size
+
+    def want(self, blocks: Blocks) -> set[Future[None]]:
         """Have blocks fetched; returns at once.
 
         Args:
             blocks: ascending numbers, each once.
-            within: seconds in which they are needed, about: what is needed later is dropped sooner.
 
         Returns:
             The requests that bring those that are not here, other callers' included.
         """
-        file = self._file
-        file.stamps[blocks] = int(time.time()) + within
-        absent = blocks[file.changes[blocks] % 2 == 0]
-        if not absent.size:
-            return set()
-        with self._lock:
+        absent = self.absent(blocks)
+        with self._asking:
             new = np.array([b for b in absent.tolist() if b not in self._coming], np.int64)
-            for begin, end in runs_of(new, GAP_BLOCKS):
-                for first in range(begin, end, REQUEST_BYTES // BLOCK_BYTES):
-                    self._request(first, min(first + REQUEST_BYTES // BLOCK_BYTES, end))
+            for first, last in requests_of(new, GAP_BLOCKS):
+                mine = [block for block in range(first, last) if block not in self._coming]
+                # Until they are written down the request cannot forget them: it takes the lock.
+                request = self._cache.submit(self._fetch, first, last, mine)
+                self._coming.update(dict.fromkeys(mine, request))
             return {self._coming[b] for b in absent.tolist()}
 
-    def are_here(self, blocks: Blocks) -> bool:
-        """Whether blocks are all here just now."""
-        return bool((self._file.changes[blocks] % 2).all())
+    def _fetch(self, first: int, last: int, mine: list[int]) -> None:
+        """In a thread of the cache: what is not here of blocks ``[first, last)``. Those that others
+        wait for are forgotten before anybody hears that the request is done, whatever became of it.
+        """
+        try:
+            self._cache.will_write((last - first) * BLOCK_BYTES)
+            with self._cache.locks.held(str(self._chunks.folder), first, last - first):
+                absent = self.absent(np.arange(first, last))
+                if absent.size:  # else another process was faster
+                    self._bring(int(absent[0]), int(absent[-1]) + 1)
+        finally:
+            with self._asking:
+                for block in mine:
+                    self._coming.pop(block, None)
 
-    def hold(self, blocks: Blocks) -> Stamp | None:
-        """What ``held`` compares with, if blocks are all here just now."""
-        seen = self._file.changes[blocks]
-        return seen if (seen % 2).all() else None
+    def _bring(self, first: int, last: int) -> None:
+        begin, end = first * BLOCK_BYTES, min(last * BLOCK_BYTES, self._object.num_bytes)
+        data = self._object.read(begin, end, lambda data: self._check(first, data))
+        with self._cache.naming_full_disk():
+            self._chunks.write(first, data)
 
-    def held(self, blocks: Blocks, seen: Stamp | None) -> bool:
-        """Whether blocks have been here all the time since ``hold``; they are used now."""
-        if seen is None or not np.array_equal(self._file.changes[blocks], seen):
-            return False
-        self._file.stamps[blocks] = int(time.time())
-        return True
+    def _check(self, first: int, data: memoryview) -> None:
+        if self._checksums is not None:
+            self._checksums.check(first, data)
 
-    def num_changes(self, blocks: Blocks) -> int:
-        """Grows when one of the blocks comes or goes."""
-        return int(self._file.changes[blocks].sum(dtype=np.int64))
+    def pin(self, blocks: Blocks) -> None:
+        """Keep what is copied of blocks in memory until they are unpinned as often."""
+        with self._pinning:
+            self._pins[blocks] += 1
 
-    def first_absent(self, blocks: Blocks) -> str | None:
+    def copy(self, blocks: Blocks) -> Blocks:
+        """Copy pinned blocks out of the cache; those that are not here."""
+        with self._pinning:
+            wanted = blocks[~self._is_copied[blocks]]
+            absent = self._chunks.copy(wanted, self._bytes)
+            self._is_copied[wanted] = True
+            self._is_copied[absent] = False
+            return absent
+
+    def unpin(self, blocks: Blocks) -> None:
+        """Give memory back that nobody reads any more."""
+        with self._pinning:
+            self._pins[blocks] -= 1
+            free = blocks[self._pins[blocks] == 0]
+            self._is_copied[free] = False
+            for first, last in runs_of(free):
+                begin, num_bytes = first * BLOCK_BYTES, (last - first) * BLOCK_BYTES
+                self._memory.madvise(mmap.MADV_DONTNEED, begin, num_bytes)
+
+    def awaited(self, blocks: Blocks) -> str | None:
         """The first block that is not here and who fetches it, in words; None: all are here."""
-        absent = blocks[self._file.changes[blocks] % 2 == 0]
+        absent = self.absent(blocks)
         if not absent.size:
             return None
         block = int(absent[0])
         end = min((block + 1) * BLOCK_BYTES, self._object.num_bytes)
-        owner = self._cache.locks.owner(self._file.name, block)
+        owner = self._cache.locks.owner(str(self._chunks.folder), block)
         return (
             f"block {block} (bytes [{block * BLOCK_BYTES}, {end})) of {self._object.url}"
             + (f" and {absent.size - 1} more of it" if absent.size > 1 else "")
             + (f", which process {owner} of this node fetches" if owner else "")
         )
-
-    def _request(self, first: int, last: int) -> None:
-        """Have blocks ``[first, last)`` fetched that nobody fetches yet. The lock is held: until
-        they are written down the request cannot forget them."""
-        mine = [block for block in range(first, last) if block not in self._coming]
-        request = self._cache.pool.submit(self._fetch, first, last, mine)
-        self._coming.update(dict.fromkeys(mine, request))
-
-    def _fetch(self, first: int, last: int, mine: list[int]) -> None:
-        """In a thread of the pool: what is not here of blocks ``[first, last)``. Those that others
-        wait for are forgotten before anybody hears that the request is done, whatever became of it.
-        """
-        try:
-            if self._cache.will_write((last - first) * BLOCK_BYTES):
-                make_room(self._cache)
-            with self._cache.locks.held(self._file.name, first, last - first):
-                self._fetch_absent(first, last)
-        finally:
-            with self._lock:
-                for block in mine:
-                    self._coming.pop(block, None)
-
-    def _fetch_absent(self, first: int, last: int) -> None:
-        absent = np.flatnonzero(~self._file.is_here(first, last))
-        if not absent.size:
-            return  # another process was faster
-        first, last = first + int(absent[0]), first + int(absent[-1]) + 1
-        begin, end = first * BLOCK_BYTES, min(last * BLOCK_BYTES, self._object.num_bytes)
-        data = self._object.read(begin, end, lambda data: self._check(first, data))
-        with self._cache.naming_full_disk():
-            self._file.put(first, last, data)
-
-    def _check(self, first: int, data: memoryview) -> None:
-        if self._checksums is not None:
-            self._checksums.check(first, data)
 
 
 def blocks_of(begins: NDArray[np.int64], ends: NDArray[np.int64], itemsize: int) -> Blocks:
@@ -203,40 +213,39 @@ def blocks_of(begins: NDArray[np.int64], ends: NDArray[np.int64], itemsize: int)
 
 
 def read_consistently(wanted: list[tuple[RemoteTokens, Blocks]], read: Callable[[], T]) -> T:
-    """What ``read`` makes of mappings, called again until all blocks were there while it read.
+    """``read()``, when blocks of .bin files are all in memory; they stay there meanwhile.
 
     Raises:
         TimeoutError: nothing of them came for long.
-        ConfigError: they are dropped again and again before they can be read.
         Whatever ``read`` and ``RemoteObject.read`` raise.
     """
-    patience: Patience | None = None
-    for _ in range(MANY_TIMES):
-        seen = [tokens.hold(blocks) for tokens, blocks in wanted]
-        if all(stamp is not None for stamp in seen):
-            result = read()
-            if all(t.held(b, then) for (t, b), then in zip(wanted, seen, strict=True)):
-                return result
-        else:
-            patience = patience or Patience(
-                partial(_awaited, wanted), partial(_num_changes, wanted)
-            )
-            requests = [tokens.want(blocks, AWAITED_SECONDS) for tokens, blocks in wanted]
+    for tokens, blocks in wanted:
+        tokens.pin(blocks)
+    try:
+        absent = [(tokens, tokens.copy(blocks)) for tokens, blocks in wanted]
+        patience: Patience | None = None
+        while any(blocks.size for _, blocks in absent):
+            patience = patience or Patience(partial(_awaited, wanted), partial(_num_absent, wanted))
+            patience.check()  # also where all of it comes and goes again
+            requests = [tokens.want(blocks) for tokens, blocks in absent]
             wait_for(set[Future[None]]().union(*requests), patience)  # all of them at once
-    raise ConfigError(
-        "the cache drops what is needed faster than it can be read: let MEGAPACK_CACHE_SIZE be "
-        "larger (256M and 128M for every process of the node are enough)"
-    )
+            absent = [(tokens, tokens.copy(blocks)) for tokens, blocks in absent]
+        return read()
+    finally:
+        for tokens, blocks in wanted:
+            tokens.unpin(blocks)
 
 
 def _awaited(wanted: list[tuple[RemoteTokens, Blocks]]) -> str:
-    absent = (tokens.first_absent(blocks) for tokens, blocks in wanted)
-    return next((text for text in absent if text), "blocks that came just now")
+    missing = (tokens.awaited(blocks) for tokens, blocks in wanted)
+    return next((text for text in missing if text), "blocks that came just now")
 
 
-def _num_changes(wanted: list[tuple[RemoteTokens, Blocks]]) -> int:
-    return sum(tokens.num_changes(blocks) for tokens, blocks in wanted)
+def _num_absent(wanted: list[tuple[RemoteTokens, Blocks]]) -> int:
+    return sum(tokens.absent(blocks).size for tokens, blocks in wanted)
 
+
+# ---- Datasets and files -------------------------------------------------------------------------
 
 log = logging.getLogger(__name__)
 
