@@ -12,11 +12,10 @@ import yaml
 
 from megapack.attention import Choice
 from megapack.config import to_dict
-from megapack.data.attention_window import Window
+from megapack.data.program import Window, ranks_per_micro_batch
 from megapack.data.report import plan_run
 from megapack.data.run import PlannedRun
 from megapack.data.schedule import StageDraws
-from megapack.data.sequence_parallel import ranks_per_micro_batch
 from megapack.training.config import PretrainConfig, num_warmup_steps
 from megapack.training.engine.deepspeed_config import deepspeed_configuration, describe_reduction
 from megapack.training.engine.directory import plain

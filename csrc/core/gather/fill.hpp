@@ -20,7 +20,7 @@ struct GatherOutput {
 void fill_gather(const GatherPlan& plan, const GatherOptions& options, const GatherOutput& out);
 
 // How many tokens of each sample have a label: the sum of its loss mask, without gathering it.
-std::vector<std::int64_t> count_labels(Span<const GatherSource> sources,
-                                       Span<const SampleRef> samples, Extent labels);
+std::vector<std::int64_t> count_labels(Span<const Shard> shards, Span<const SampleRef> samples,
+                                       Extent labels);
 
 }  // namespace megapack

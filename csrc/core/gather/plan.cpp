@@ -29,16 +29,15 @@ void check_shape(const GatherShape& shape, std::int64_t alignment, std::int64_t 
 
 class Planner {
   public:
-    Planner(Span<const GatherSource> sources, const GatherShape& shape,
-            const GatherOptions& options)
-        : sources_(sources), shape_(shape), options_(options), plan_{shape, {}, {}} {}
+    Planner(Span<const Shard> shards, const GatherShape& shape, const GatherOptions& options)
+        : shards_(shards), shape_(shape), options_(options), plan_{shape, {}, {}} {}
 
     // One slot of `slot` tokens holding `ref`.
     void add_sample(SampleRef ref, std::int64_t slot) {
-        const GatherSource& source = sources_[ref.shard];
+        const Shard& shard = shards_[ref.shard];
         segments_.clear();
-        read_segments(source, ref, segments_);
-        const std::int64_t used = add_segments(source, ref, slot);
+        read_segments(shard, ref, segments_);
+        const std::int64_t used = add_segments(shard, ref, slot);
         add_padding(slot - used, options_.positions == Positions::kSample ? used : 0);
     }
 
@@ -51,41 +50,41 @@ class Planner {
     GatherPlan take() { return std::move(plan_); }
 
   private:
-    std::int64_t add_segments(const GatherSource& source, SampleRef ref, std::int64_t slot) {
+    std::int64_t add_segments(const Shard& shard, SampleRef ref, std::int64_t slot) {
         const bool whole = options_.attention == Extent::kSample;
         std::int64_t used = 0;    // tokens of the sample so far
         std::int64_t placed = 0;  // the same with alignment
         for (std::int64_t i = 0; i < ssize(segments_); ++i) {
             const Segment& segment = segments_[i];
             const bool last = i + 1 == ssize(segments_);
-            check<FormatError>(segment.length <= shape_.capacity - used, source.documents.name(),
+            check<FormatError>(segment.length <= shape_.capacity - used, shard.documents.name(),
                                ", sample ", ref.sample, " has more than ", shape_.capacity,
                                " tokens, the capacity it is asked for with");
             used += segment.length;
             const std::int64_t end = whole ? used : placed + segment.length;
             const std::int64_t next = !whole || last ? align_up(end, options_.alignment) : end;
-            check(next <= slot, source.documents.name(), ", sample ", ref.sample, " needs ", next,
+            check(next <= slot, shard.documents.name(), ", sample ", ref.sample, " needs ", next,
                   " of ", slot, " tokens when its ", segments_.size(), " segments are aligned to ",
                   options_.alignment, "; pack with alignment=", options_.alignment,
                   " (megapack-build pack --alignment ", options_.alignment,
                   "), or make the row longer");
-            add_piece(source, i, next - placed, whole ? used - segment.length : placed);
+            add_piece(shard, i, next - placed, whole ? used - segment.length : placed);
             if (!whole) {
-                add_segment(segment.length, next - placed, source);
+                add_segment(segment.length, next - placed, shard);
             }
             placed = next;
         }
         if (whole && used > 0) {
-            add_segment(used, placed, source);
+            add_segment(used, placed, shard);
         }
         return placed;
     }
 
-    void add_segment(std::int64_t length, std::int64_t room, const GatherSource& source) {
-        plan_.segments.push_back({length, room, static_cast<std::int32_t>(source.number)});
+    void add_segment(std::int64_t length, std::int64_t room, const Shard& shard) {
+        plan_.segments.push_back({length, room, static_cast<std::int32_t>(shard.source)});
     }
 
-    void add_piece(const GatherSource& source, std::int64_t i, std::int64_t room,
+    void add_piece(const Shard& shard, std::int64_t i, std::int64_t room,
                    std::int64_t position_in_sample) {
         const Segment& segment = segments_[i];
         std::int64_t first_position = 0;
@@ -94,10 +93,10 @@ class Planner {
         const Segment* next = i + 1 < ssize(segments_) ? &segments_[i + 1] : nullptr;
         const std::int64_t label_at = last_label_position(segment, next, options_.labels);
         plan_.pieces.push_back(
-            {&source, segment.token_begin, segment.length, room, first_position, label_at});
+            {&shard, segment.token_begin, segment.length, room, first_position, label_at});
     }
 
-    Span<const GatherSource> sources_;
+    Span<const Shard> shards_;
     GatherShape shape_;
     GatherOptions options_;
     GatherPlan plan_;
@@ -124,7 +123,7 @@ std::vector<std::int32_t> GatherPlan::sources() const {
     return result;
 }
 
-GatherPlan plan_gather(Span<const GatherSource> sources, Span<const SampleRef> samples,
+GatherPlan plan_gather(Span<const Shard> shards, Span<const SampleRef> samples,
                        const GatherShape& shape, const GatherOptions& options) {
     check_shape(shape, options.alignment, samples.size());
     const std::int64_t slots = shape.slots_per_row();
@@ -132,7 +131,7 @@ GatherPlan plan_gather(Span<const GatherSource> sources, Span<const SampleRef> s
     check(slot >= shape.capacity, "capacity ", shape.capacity, " is no multiple of the alignment ",
           options.alignment, " and fills a row of ", shape.row_tokens,
           "; make the row longer or the alignment smaller");
-    Planner planner(sources, shape, options);
+    Planner planner(shards, shape, options);
     for (std::int64_t i = 0; i < shape.num_rows * slots; ++i) {
         const bool ends_row = (i + 1) % slots == 0;
         const std::int64_t room = ends_row ? shape.row_tokens - (slots - 1) * slot : slot;

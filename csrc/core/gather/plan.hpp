@@ -5,7 +5,7 @@
 #include <vector>
 
 #include "core/base/span.hpp"
-#include "core/gather/source.hpp"
+#include "core/gather/shard.hpp"
 
 namespace megapack {
 
@@ -31,9 +31,9 @@ struct GatherShape {
     std::int64_t slots_per_row() const { return row_tokens / capacity; }
 };
 
-// A run of one document, or (source == nullptr) of padding, and where it goes.
+// A run of one document, or (shard == nullptr) of padding, and where it goes.
 struct Piece {
-    const GatherSource* source;
+    const Shard* shard;
     std::int64_t token_begin;
     std::int64_t length;
     std::int64_t room;            // length and the padding behind it
@@ -64,7 +64,7 @@ struct GatherPlan {
 // Samples fill the slots in order; slots without a sample are padding, one segment each.
 // Throws what read_segments throws, and std::invalid_argument for a shape or an alignment that
 // cannot hold the samples.
-GatherPlan plan_gather(Span<const GatherSource> sources, Span<const SampleRef> samples,
+GatherPlan plan_gather(Span<const Shard> shards, Span<const SampleRef> samples,
                        const GatherShape& shape, const GatherOptions& options);
 
 // cu_seqlens of all rows in one run (per_row = false: one list) or of each row (num_rows lists).
