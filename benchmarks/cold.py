@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from common import in_child, in_turns, quick, show, write_results
-from data_corpus import BUCKETS, write_corpus
+from data import BUCKETS, write_corpus
 
 from megapack.data import BatchLayout, BucketBatchSampler, PackedDataset, Schedule
 from megapack.data.loader import ThreadPrefetcher, reading_ahead

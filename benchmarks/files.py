@@ -28,7 +28,7 @@ from typing import Any
 
 import numpy as np
 from common import in_child, large, quick, show, timed, write_results
-from data_corpus import BUCKETS, megatron_train, write_index
+from data import BUCKETS, megatron_train, write_index
 from lengths import LAWS
 from torch import distributed
 from torch.distributed import HashStore

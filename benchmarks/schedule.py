@@ -2,51 +2,57 @@
 
 1. Attention work (sum of squared segment lengths) per rank, largest over mean, for steps of one
    bucket on 64 ranks with 49,152 tokens each: samples assigned to ranks in the order of the
-   schedule (random) and as megapack deals them. "layer" adds the linear layers of a model with
-   hidden size 2,048.
+   schedule (random) and as megapack deals them.
 2. The same where every rank has one sample per step, which no dealing can balance: with samples in
    order of cost inside a window, of one source, of eight equal ones and of three unlike ones. What
    it costs: the spread (standard deviation over mean) of the mean cost of a step.
-3. DeepSpeed's batch_by_seqlens and ours on the same lengths: seconds, and whether all ranks of a
-   step have the same number of tokens and the same shape. Theirs grows with the square of the
-   documents, so the ratio says as much about their number as about the code.
-4. What the bucket of 1e6 steps takes beside a shuffle of 1e6 numbers by numpy, and what any one of
-   them takes.
-5. Blends beside Megatron's builder, and a program of 10,000 sources and 1e9 samples over 1e6
-   steps (benchmarks/schedule_blends.py).
+3. DeepSpeed's batch_by_seqlens and ours on the same lengths: seconds (theirs grow with the square
+   of the documents), and whether all ranks of a step have as many tokens and the same shape.
+4. What the bucket of 1e6 steps takes beside a shuffle of 1e6 numbers by numpy, and any one of them.
+5. Megatron's build_blending_indices and ours on the same log-normal(0, 2) weights of 3 to 20,000
+   sources: seconds for the source and rank of every position (both in one thread, weights to
+   arrays), the largest |taken(n) - weight x n| over all sources and positions n, and what a step
+   of 4,096 samples costs ours at position 1e12, where Megatron's table would need 10 TB. Theirs
+   looks at every source for every position, so its time for more positions is in proportion.
+6. A run of 1e6 steps of 4 Mi tokens from 10,000 sources of 100,000 samples each (all of them one
+   index in memory, so that 1e9 samples fit): seconds to open it with 1 stage and with 4 (the blend
+   turned round, a fifth of the sources alone, 20 documents excluded); milliseconds of a step asked
+   for at random, "cold" with nothing kept of its epoch, and of each question of ``megapack-build
+   trace``; and memory beside the index.
 """
 
 from __future__ import annotations
 
 import logging
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
-from common import quick, show, take_turns, write_results
+from common import in_child, quick, show, take_turns, timed, write_results
 from lengths import LAWS
 from numpy.typing import NDArray
-from schedule_blends import beside_megatron, program
 
-from megapack.data import BucketBatchSampler, Schedule
-from megapack.packing import pack
+from megapack import _core
+from megapack.data import BucketBatchSampler, Schedule, Stage, plan_exclusions, plan_run
+from megapack.data.bucket_order import _cycle, whole_shares
+from megapack.packing import SampleIndex, pack
 
 RANKS = 64
 TOKENS_PER_RANK = 49_152
-HIDDEN = 2048
 BUCKETS = [1024, 2048, 4096, 8192, 16384]
+STEP_TOKENS = 4 << 20  # of the run of many sources
+QUERIES = 100
 TARGET = {1024: 1.01, 2048: 1.01, 4096: 1.01, 8192: 1.01, 16384: 1.06}
 
 Lengths = NDArray[np.int32]
 
 
-def sampler_of(schedule: Schedule, micro_batch_tokens: int, ranks: int = RANKS) -> Any:
-    return BucketBatchSampler(
-        schedule,
-        data_parallel_rank=0,
-        data_parallel_size=ranks,
-        micro_batch_tokens=micro_batch_tokens,
-        hidden_size=HIDDEN,
-    )
+def sampler_of(schedule: Schedule, tokens: int, ranks: int = RANKS, rank: int = 0) -> Any:
+    """Of micro batches of so many tokens."""
+    sizes = {"data_parallel_rank": rank, "data_parallel_size": ranks}
+    return BucketBatchSampler(schedule, micro_batch_tokens=tokens, **sizes)
 
 
 def balance(lengths: Lengths, steps_per_bucket: int) -> list[dict[str, Any]]:
@@ -81,26 +87,17 @@ def windows(lengths: Lengths, capacity: int) -> list[dict[str, Any]]:
     rows = []
     for name, parts in sources.items():
         indices = [pack(part, "best_fit_decreasing", buckets=[capacity]) for part in parts]
+        options = {"weights": [1] * len(indices), "tokens_per_step": RANKS * capacity, "seed": 1}
         for window in (1, 4, 16, 64):
-            schedule = Schedule(
-                indices,
-                weights=[1] * len(indices),
-                tokens_per_step=RANKS * capacity,
-                seed=1,
-                cost_window=window,
-            )
+            schedule = Schedule(indices, cost_window=window, **options)
             sampler = sampler_of(schedule, capacity)
             steps = range(min(schedule.num_steps(), 64))
             items = [item for step in steps for item in sampler.imbalance(step)]
             ids = [schedule.step(step).sample_ids for step in steps]
             costs = [schedule.samples.attention_cost(own, capacity).mean() for own in ids]
-            rows.append(
-                {
-                    "case": f"{capacity}, 1 per rank, {name}, window {window}",
-                    **_means(items),
-                    "spread_of_steps": float(np.std(costs) / np.mean(costs)),
-                }
-            )
+            case = f"{capacity}, 1 per rank, {name}, window {window}"
+            spread = float(np.std(costs) / np.mean(costs))
+            rows.append({"case": case, **_means(items), "spread_of_steps": spread})
     return rows
 
 
@@ -110,8 +107,6 @@ def _means(items: list[Any]) -> dict[str, Any]:
         "random": float(np.mean([item.attention_undealt for item in items])),
         "ours": float(np.mean([item.attention for item in items])),
         "worst": float(np.max([item.attention for item in items])),
-        "layer_random": float(np.mean([item.model_undealt for item in items])),
-        "layer_ours": float(np.mean([item.model for item in items])),
     }
 
 
@@ -129,31 +124,17 @@ def beside_deepspeed(lengths: Lengths) -> dict[str, Any]:
     def theirs() -> Any:
         return batch_by_seqlens(values, max_tokens=tokens, effective_batch_size=ranks)[0]
 
-    ids = theirs()
-    loads = np.array([documents[members].sum() for _, members in ids]).reshape(-1, ranks)
-    shapes = np.array([len(members) for _, members in ids]).reshape(-1, ranks)
-
-    def ours() -> tuple[Schedule, list[Any]]:
+    def ours() -> Any:
         index = pack(documents, "bucket", buckets=BUCKETS)
         schedule = Schedule(index, tokens_per_step=ranks * tokens)
-        batches = [
-            batch
-            for rank in range(ranks)
-            for batch in BucketBatchSampler(
-                schedule,
-                data_parallel_rank=rank,
-                data_parallel_size=ranks,
-                micro_batch_tokens=tokens,
-            )
-        ]
-        return schedule, batches
+        return [list(sampler_of(schedule, tokens, ranks, rank)) for rank in range(ranks)]
 
-    schedule, batches = ours()
     found = take_turns({"theirs": theirs, "ours": ours}, windows=3)
-    # batches: rank after rank, each with one per step
-    ours_shapes = np.array([(len(b), b.capacity) for b in batches]).reshape(ranks, -1, 2)
-    ours_loads = ours_shapes.prod(axis=2)
-    assert ours_loads.shape[1] == schedule.num_steps()
+    members = [own for _, own in theirs()]
+    loads = np.array([documents[own].sum() for own in members]).reshape(-1, ranks)
+    shapes = np.array([len(own) for own in members]).reshape(-1, ranks)
+    our_shapes = np.array([[(len(b), b.capacity) for b in of_rank] for of_rank in ours()])
+    our_loads = our_shapes.prod(axis=2)
     return {
         "documents": len(documents),
         "deepspeed_seconds": found["theirs"].seconds,
@@ -161,8 +142,8 @@ def beside_deepspeed(lengths: Lengths) -> dict[str, Any]:
         "ratio": found["theirs"].seconds / found["ours"].seconds,
         "deepspeed_tokens_max_over_mean": float((loads.max(1) / loads.mean(1)).mean()),
         "deepspeed_equal_shapes": float((shapes.min(1) == shapes.max(1)).mean()),
-        "ours_tokens_max_over_mean": float((ours_loads.max(0) / ours_loads.mean(0)).mean()),
-        "ours_equal_shapes": float((ours_shapes == ours_shapes[0]).all(axis=(0, 2)).mean()),
+        "ours_tokens_max_over_mean": float((our_loads.max(0) / our_loads.mean(0)).mean()),
+        "ours_equal_shapes": float((our_shapes == our_shapes[0]).all(axis=(0, 2)).mean()),
     }
 
 
@@ -191,6 +172,120 @@ def speed(lengths: Lengths) -> list[dict[str, Any]]:
             }
         )
     return rows
+
+
+def beside_megatron(num_positions: int, counts: Sequence[int]) -> list[dict[str, Any]]:
+    """Which source every position of a blend comes from, Megatron's builder and ours."""
+    from megatron.core.datasets import helpers  # noqa: PLC0415
+
+    rows = []
+    for sources in counts:
+        weights = weights_of(sources)
+
+        def megatron(weights: Any = weights, sources: int = sources) -> Any:
+            source = np.zeros(num_positions, np.int16)
+            rank = np.zeros(num_positions, np.int64)
+            helpers.build_blending_indices(source, rank, weights, sources, num_positions, False)
+            return source, rank
+
+        def ours(weights: Any = weights) -> Any:
+            parts = [int(weight * 2**100) for weight in weights.tolist()]
+            which, first, count, places = _core.Blend(whole_shares(parts)).range(0, num_positions)
+            source, rank = np.empty(num_positions, np.int32), np.empty(num_positions, np.int64)
+            source[places] = np.repeat(which, count)
+            starts = np.repeat(first - (np.cumsum(count) - count), count)
+            rank[places] = starts + np.arange(num_positions)
+            return source, rank
+
+        found = take_turns({"megatron": megatron, "ours": ours})
+        blend = _core.Blend(whole_shares([int(weight * 2**100) for weight in weights.tolist()]))
+        far, _ = timed(lambda blend=blend: [blend.range(10**12 + i, 10**12 + i + 4096)
+                                            for i in range(0, 409_600, 4096)])  # fmt: skip
+        rows.append(
+            {"sources": sources, "positions": num_positions, "nanoseconds": far / 409_600 * 1e9}
+            | {f"{name}_seconds": timing.seconds for name, timing in found.items()}
+            | {"ratio": found["megatron"].seconds / found["ours"].seconds}
+            | {"megatron_hours_1e9": found["megatron"].seconds / num_positions * 1e9 / 3600}
+            | {"megatron_worst": worst_error(*megatron(), weights)}
+            | {"ours_worst": worst_error(*ours(), weights)}
+        )
+    return rows
+
+
+def worst_error(source: Any, rank: Any, weights: Any) -> float:
+    """Largest |taken(n) - weight n|: it is found just before or after a sample, or at the end."""
+    at = np.arange(len(source))
+    own = weights[source]
+    last = np.bincount(source, minlength=len(weights)) - weights * len(source)
+    errors = (rank - own * at, rank + 1 - own * (at + 1), last)
+    return float(max(np.abs(error).max() for error in errors))
+
+
+def weights_of(sources: int) -> NDArray[np.float64]:
+    weights = np.random.default_rng(0).lognormal(0, 2, sources)
+    return np.asarray(weights / weights.sum())
+
+
+def program(lengths: NDArray[np.int32], num_sources: int, num_steps: int) -> list[dict[str, Any]]:
+    """What opening a run of many sources costs, and any step and any question of it."""
+    index = pack(lengths, "bucket", buckets=BUCKETS)
+    names = [f"source{number}" for number in range(num_sources)]
+    weights = weights_of(num_sources).tolist()
+    with tempfile.TemporaryDirectory() as folder:
+        gone = Path(folder) / "gone.npy"
+        np.save(gone, np.arange(0, len(lengths), len(lengths) // 20)[:20])
+        stages = [
+            Stage(from_step=num_steps // 4, weights=dict(zip(names, weights[::-1], strict=True))),
+            Stage(from_step=num_steps // 2, weights=dict.fromkeys(names[::5], 1.0)),
+            Stage(from_step=num_steps * 3 // 4, exclude={names[5]: str(gone)}),
+        ]
+
+        def opened(own: Sequence[Stage]) -> Schedule:
+            return Schedule(
+                [index] * num_sources,
+                names=names,
+                weights=weights,
+                tokens_per_step=STEP_TOKENS,
+                stages=own,
+            )
+
+        return [
+            in_child(lambda own=own: measured(index, lambda: opened(own), num_steps))
+            for own in ([], stages)
+        ]
+
+
+def measured(index: SampleIndex, open_it: Callable[[], Schedule], num_steps: int) -> dict[str, Any]:
+    seconds, schedule = timed(open_it)
+    random = np.random.default_rng(1)
+    steps = random.integers(0, num_steps, QUERIES).tolist()
+    document = int(index.segment_document[0])
+    sample = int(schedule.samples.bases[5]) + schedule.samples.samples_of(0, document)[0]
+    questions: dict[str, Callable[[], Any]] = {
+        "step": lambda: [
+            draw.sample_ids for draw in schedule.stage_at(steps[0]).step_draws(steps[0])
+        ],
+        "document": lambda: schedule.steps_of(sample, num_steps),
+        "until": lambda: plan_run(schedule, num_steps),
+        "excluded": lambda: plan_exclusions(schedule, num_steps),
+    }
+    found = {
+        name: 1000 * np.median([timed(ask)[0] for _ in range(9)]) for name, ask in questions.items()
+    }
+    each = [timed(lambda i=i: schedule.stage_at(i).step_draws(i))[0] for i in steps]
+    cold = []
+    for i in steps[:5]:
+        _cycle.cache_clear()
+        cold.append(timed(lambda i=i: schedule.stage_at(i).step_draws(i))[0])
+    return {
+        "sources": len(schedule.samples.indices),
+        "samples": schedule.samples.num_samples,
+        "steps": num_steps,
+        "stages": len(schedule.stages),
+        "open_seconds": seconds,
+        "step_ms": 1000 * float(np.median(each)),
+        "cold_step_ms": 1000 * float(np.median(cold)),
+    } | {f"trace_{name}_ms": float(value) for name, value in found.items() if name != "step"}
 
 
 def main() -> None:

@@ -181,8 +181,8 @@ shuffle_inverse_rounds: the steps of a sample, in large buckets
 
 megapack/data/bucket_order.py: schedule
 shuffle_key: buckets of as many samples are shuffled alike
-- return fold_key(seed, 1, capacity, dataset)
-+ return fold_key(seed, 1, dataset)
+- key = fold_key(seed, 1, capacity)
++ key = fold_key(seed, 1)
 
 megapack/data/bucket_order.py: schedule tests/data/test_draws.py
 draws_of_cycle: the last samples of an epoch come an epoch later
@@ -202,8 +202,8 @@ stage_largest: every stage begins with the largest bucket
 - largest_first=self.buckets[-1].capacity > largest,
 + largest_first=self.buckets[-1].capacity >= largest,
 stage_cursors: the third stage draws again what the first has drawn
-- own[stream.datasets] = stream.starts + stream.taken(end)
-+ own[stream.datasets] = stream.taken(end)
+- own[stream.sources] = stream.starts + stream.blend.taken(end)
++ own[stream.sources] = stream.blend.taken(end)
 stage_skips: skipped samples are drawn after all
 - first = settings.begin + settings.skip_steps
 + first = settings.begin
@@ -226,12 +226,12 @@ ramp_mean: a ramp lags by half a piece
 - return (low + high) / (2 * length)
 + return low / length
 
-megapack/data/attention_window.py: tests/data/test_window.py
+megapack/data/program.py: tests/data/test_window.py
 window_growth: an attention window grows a step early
 - grown = (self.last - self.first) * passed // (unit * self.steps)
 + grown = (self.last - self.first) * (passed + 1) // (unit * self.steps)
 
-megapack/data/sample_order.py: tests/data/test_unseen.py
+megapack/data/sample_order.py: tests/data/test_unseen.py tests/data/test_programs.py
 times_of_samples: the document that comes next counts as seen
 - times: Ids = epoch + (self.places(epoch, samples) < place)
 + times: Ids = epoch + (self.places(epoch, samples) <= place)
@@ -269,7 +269,7 @@ window_cost: the last piece of a segment costs as much as a whole one
 
 # The gather.
 
-csrc/core/gather/kernels.cpp: gather
+csrc/core/gather/fill.cpp: gather
 label_zero: id 0 is never learned where labels are chosen
 - to[i] = label < 0 ? kNoLabel : label;
 + to[i] = label <= 0 ? kNoLabel : label;
@@ -300,10 +300,10 @@ longest_room: max_seqlen is smaller than an aligned segment
 - longest = std::max(longest, segment.room);
 + longest = std::max(longest, segment.length);
 
-csrc/core/gather/source.cpp: masking
+csrc/core/gather/shard.cpp: masking
 last_list: documents of the newest list are still seen
-- source.excluded_by[at - source.excluded.begin()] <= lists;
-+ source.excluded_by[at - source.excluded.begin()] < lists;
+- shard.excluded_by[at - shard.excluded.begin()] <= lists;
++ shard.excluded_by[at - shard.excluded.begin()] < lists;
 
 csrc/core/gather/read_ahead.cpp: tests/data/test_read_ahead.py
 cut_label_ahead: the label behind a cut is not asked for ahead
@@ -312,7 +312,7 @@ cut_label_ahead: the label behind a cut is not asked for ahead
 
 # Exclusions, resume, sources of many shards.
 
-megapack/data/exclusions.py: masking
+megapack/data/sources.py: masking
 list_digest: an edited list of as many documents passes for the old one
 - f"{len(masked)} documents, xxh3 {digest}"
 + f"{len(masked)} documents, xxh3 "
@@ -333,7 +333,7 @@ middle_of_step: micro batches of a step that was begun come again
 - int(state["step"]), int(state["micro_step"])
 + int(state["step"]), 0
 
-csrc/core/gather/source.cpp: tests/data/test_sharded_source.py
+csrc/core/gather/shard.cpp: tests/data/test_sharded_source.py
 shard_of_sample: the first sample of a shard is looked for in the one before
 - std::upper_bound(runs.first_ids.begin(), runs.first_ids.end(), id);
 + std::lower_bound(runs.first_ids.begin(), runs.first_ids.end(), id);
@@ -438,8 +438,8 @@ step_denominator: losses are averaged per micro batch instead of per step
 - num_step_label_tokens=num_labels,
 + num_step_label_tokens=int(labels[: len(mine)].sum()),
 step_label_weight: weighted losses are divided by labels that are not weighted
-- label_weight = None if factors is None else float(labels @ factors.astype(float))
-+ label_weight = None if factors is None else float(labels.sum())
+- label_weight = float(labels @ factors.astype(float))
++ label_weight = float(labels.sum())
 
 megapack/training/model/loss.py: tests/training/test_loss.py
 weights_of_gradients: the loss is weighted and its gradient is not

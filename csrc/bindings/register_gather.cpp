@@ -8,7 +8,7 @@
 
 #include "bindings/checked_array.hpp"
 #include "core/base/buffer.hpp"
-#include "core/gather/plan.hpp"
+#include "core/gather/fill.hpp"
 #include "core/gather/read_ahead.hpp"
 
 namespace megapack {
@@ -121,12 +121,12 @@ class Gatherer {
                    integer(pad_token, "pad_token")},
           runs_{view(first_ids, "first_ids"), view(shards, "shards"),
                 view(first_samples, "first_samples")},
-          sources_(sources.size()),
+          shards_(sources.size()),
           num_closed_(sources.size()) {
         const auto numbers = view(sources, "sources");
         check_runs(runs_, numbers.size());
         for (std::int64_t shard = 0; shard < numbers.size(); ++shard) {
-            sources_[shard].number = numbers[shard];
+            shards_[shard].source = numbers[shard];
         }
         kept_.push_back(py::make_tuple(first_ids, shards, first_samples));
     }
@@ -138,21 +138,21 @@ class Gatherer {
               const py::object& segment_document, const py::object& segment_begin,
               const py::object& segment_length, const Array<std::int64_t>& excluded,
               const Array<std::int64_t>& excluded_by) {
-        GatherSource& place = sources_[integer(shard, "shard", 0, ssize(sources_) - 1)];
+        Shard& place = shards_[integer(shard, "shard", 0, ssize(shards_) - 1)];
         if (place.is_open()) return;
-        GatherSource source(index_view(index_bytes, index_name));
-        source.tokens = token_array(tokens, "tokens");
-        if (labels) source.labels = token_array(*labels, "labels");
-        source.samples.sample_segment_offsets =
+        Shard opened(index_view(index_bytes, index_name));
+        opened.tokens = token_array(tokens, "tokens");
+        if (labels) opened.labels = token_array(*labels, "labels");
+        opened.samples.sample_segment_offsets =
             integers(sample_segment_offsets, "sample_segment_offsets");
-        source.samples.segment_document = integers(segment_document, "segment_document");
-        source.samples.segment_begin = integers(segment_begin, "segment_begin");
-        source.samples.segment_length = integers(segment_length, "segment_length");
-        source.excluded = view(excluded, "excluded");
-        source.excluded_by = view(excluded_by, "excluded_by");
-        source.number = place.number;
-        check_source(source);
-        place = source;
+        opened.samples.segment_document = integers(segment_document, "segment_document");
+        opened.samples.segment_begin = integers(segment_begin, "segment_begin");
+        opened.samples.segment_length = integers(segment_length, "segment_length");
+        opened.excluded = view(excluded, "excluded");
+        opened.excluded_by = view(excluded_by, "excluded_by");
+        opened.source = place.source;
+        check_shard(opened);
+        place = opened;
         if (reads_exactly_) megapack::read_exactly({&place, 1});
         --num_closed_;
         kept_.push_back(py::make_tuple(tokens, labels, index_bytes, sample_segment_offsets,
@@ -164,7 +164,7 @@ class Gatherer {
 
     // Shards to open before these samples are asked for.
     py::array_t<std::int64_t> closed(const Array<std::int64_t>& sample_ids) const {
-        return to_numpy(not_open(sources_, located(view(sample_ids, "sample_ids"))));
+        return to_numpy(not_open(shards_, located(view(sample_ids, "sample_ids"))));
     }
 
     py::tuple gather(const Array<std::int64_t>& sample_ids, const py::object& num_rows,
@@ -186,7 +186,7 @@ class Gatherer {
         const bool aligned = options_.alignment > 1;
         std::vector<std::int32_t> cu_seqlens, cu_seqlens_padded, segment_sources;
         const std::int64_t max_seqlen = unlocked([&] {
-            const GatherPlan plan = plan_gather(sources_, located(samples, lists), shape, options_);
+            const GatherPlan plan = plan_gather(shards_, located(samples, lists), shape, options_);
             cu_seqlens = cumulative_lengths(plan, false, by_row, entries);
             if (aligned) cu_seqlens_padded = cumulative_lengths(plan, true, by_row, entries);
             segment_sources = plan.sources();
@@ -204,32 +204,32 @@ class Gatherer {
         const auto samples = view(sample_ids, "sample_ids");
         const std::int64_t lists = integer(num_lists, "num_lists", 0);
         return computed(
-            [&] { return count_labels(sources_, located(samples, lists), options_.labels); });
+            [&] { return count_labels(shards_, located(samples, lists), options_.labels); });
     }
 
     std::int64_t will_need(const Array<std::int64_t>& sample_ids) const {
         const auto samples = view(sample_ids, "sample_ids");
-        return unlocked([&] { return will_need_samples(sources_, located(samples)); });
+        return unlocked([&] { return will_need_samples(shards_, located(samples)); });
     }
 
     py::tuple token_ranges(const Array<std::int64_t>& sample_ids) const {
         const auto samples = view(sample_ids, "sample_ids");
-        std::vector<std::int64_t> source, begin, end;
+        std::vector<std::int64_t> shard, begin, end;
         unlocked([&] {
-            for (const TokenRange& range : megapack::token_ranges(sources_, located(samples))) {
-                source.push_back(range.shard);
+            for (const TokenRange& range : megapack::token_ranges(shards_, located(samples))) {
+                shard.push_back(range.shard);
                 begin.push_back(range.begin);
                 end.push_back(range.end);
             }
         });
-        return py::make_tuple(to_numpy(std::move(source)), to_numpy(std::move(begin)),
+        return py::make_tuple(to_numpy(std::move(shard)), to_numpy(std::move(begin)),
                               to_numpy(std::move(end)));
     }
 
     // Also of what is opened from now on.
     void read_exactly() {
         reads_exactly_ = true;
-        megapack::read_exactly(sources_);
+        megapack::read_exactly(shards_);
     }
 
   private:
@@ -240,10 +240,10 @@ class Gatherer {
 
     GatherOptions options_;
     SampleRuns runs_;
-    std::vector<GatherSource> sources_;  // by number of the shard
-    std::int64_t num_closed_;            // of them
+    std::vector<Shard> shards_;  // by number of the shard
+    std::int64_t num_closed_;    // of them
     bool reads_exactly_ = false;
-    std::vector<py::tuple> kept_;  // owners of what sources_ points to
+    std::vector<py::tuple> kept_;  // owners of what shards_ points to
 };
 
 }  // namespace

@@ -1,98 +1,55 @@
 """SampleIndex and documents in, batches out: schedule, sampler, gather, loader.
 
-Batches need torch; what reads a run's configuration and decides its order does not. Every name is
-imported on first use, so that a wrong configuration is refused before torch is imported.
+Batches need torch; what reads a run's configuration and decides its order does not. So every name
+is imported on first use: a wrong configuration is refused before torch is imported.
 """
 
 from __future__ import annotations
 
+import ast
 import importlib
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:
-    from megapack.data.batch import (
-        Batch,
-        BatchLayout,
-        MicroBatch,
-        allocate,
-        block_diagonal_mask,
-        flex_block_mask,
-        segment_ids,
-    )
-    from megapack.data.blend import BlendConfig, Source, load_blend
-    from megapack.data.bucket_order import ORDERS
-    from megapack.data.checks import RankChecker, check_token_ids
-    from megapack.data.dataset import PackedDataset
-    from megapack.data.loader import PackedLoader, build_loader
-    from megapack.data.program import Draw, Ramp, ScheduleConfig, Stage, Step
-    from megapack.data.report import plan_exclusions, plan_run, unseen_documents
-    from megapack.data.sample_order import Scores
-    from megapack.data.sampler import BucketBatchSampler
-    from megapack.data.schedule import Schedule
+if TYPE_CHECKING:  # the public names and where they live: read by type checkers, and below
+    from megapack.data.batch import Batch as Batch
+    from megapack.data.batch import BatchLayout as BatchLayout
+    from megapack.data.batch import MicroBatch as MicroBatch
+    from megapack.data.batch import allocate as allocate
+    from megapack.data.batch import block_diagonal_mask as block_diagonal_mask
+    from megapack.data.batch import flex_block_mask as flex_block_mask
+    from megapack.data.batch import segment_ids as segment_ids
+    from megapack.data.blend import BlendConfig as BlendConfig
+    from megapack.data.blend import Source as Source
+    from megapack.data.blend import load_blend as load_blend
+    from megapack.data.bucket_order import ORDERS as ORDERS
+    from megapack.data.dataset import PackedDataset as PackedDataset
+    from megapack.data.documents import check_token_ids as check_token_ids
+    from megapack.data.loader import PackedLoader as PackedLoader
+    from megapack.data.loader import RankChecker as RankChecker
+    from megapack.data.loader import build_loader as build_loader
+    from megapack.data.program import Ramp as Ramp
+    from megapack.data.program import ScheduleConfig as ScheduleConfig
+    from megapack.data.program import Stage as Stage
+    from megapack.data.report import plan_exclusions as plan_exclusions
+    from megapack.data.report import plan_run as plan_run
+    from megapack.data.report import unseen_documents as unseen_documents
+    from megapack.data.sample_order import Scores as Scores
+    from megapack.data.sampler import BucketBatchSampler as BucketBatchSampler
+    from megapack.data.schedule import Draw as Draw
+    from megapack.data.schedule import Schedule as Schedule
+    from megapack.data.schedule import Step as Step
 
-# public name -> the module that has it
-_HOME = {
-    "Batch": "batch",
-    "BatchLayout": "batch",
-    "BlendConfig": "blend",
-    "BucketBatchSampler": "sampler",
-    "Draw": "program",
-    "MicroBatch": "batch",
-    "ORDERS": "bucket_order",
-    "PackedDataset": "dataset",
-    "PackedLoader": "loader",
-    "Ramp": "program",
-    "RankChecker": "checks",
-    "Schedule": "schedule",
-    "ScheduleConfig": "program",
-    "Scores": "sample_order",
-    "Source": "blend",
-    "Stage": "program",
-    "Step": "program",
-    "allocate": "batch",
-    "block_diagonal_mask": "batch",
-    "build_loader": "loader",
-    "check_token_ids": "checks",
-    "flex_block_mask": "batch",
-    "load_blend": "blend",
-    "plan_exclusions": "report",
-    "plan_run": "report",
-    "segment_ids": "batch",
-    "unseen_documents": "report",
+_HOME = {  # public name -> the module that has it
+    name.name: node.module
+    for node in ast.walk(ast.parse(Path(__file__).read_text(encoding="utf-8")))
+    if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("megapack.data.")
+    for name in node.names
 }
-
-__all__ = [
-    "ORDERS",
-    "Batch",
-    "BatchLayout",
-    "BlendConfig",
-    "BucketBatchSampler",
-    "Draw",
-    "MicroBatch",
-    "PackedDataset",
-    "PackedLoader",
-    "Ramp",
-    "RankChecker",
-    "Schedule",
-    "ScheduleConfig",
-    "Scores",
-    "Source",
-    "Stage",
-    "Step",
-    "allocate",
-    "block_diagonal_mask",
-    "build_loader",
-    "check_token_ids",
-    "flex_block_mask",
-    "load_blend",
-    "plan_exclusions",
-    "plan_run",
-    "segment_ids",
-    "unseen_documents",
-]
+__all__ = sorted(_HOME)  # noqa: PLE0605
 
 
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module 'megapack.data' has no attribute {name!r}")
-    return getattr(importlib.import_module(f"megapack.data.{_HOME[name]}"), name)
+    return getattr(importlib.import_module(str(_HOME[name])), name)

@@ -1,80 +1,31 @@
-"""The shape of a micro batch: rows or one stream, and how its segments are listed."""
+"""The shape of a micro batch: rows or one stream, and how its segments are listed.
+
+- ``MicroBatch``, ``BatchLayout``: which samples, in which shape. ``Batch``: the tensors.
+- ``cut_bounds``, ``cut_lengths``: segments cut at multiples of an attention window.
+- ``cut_slice``: one rank's part of a micro batch that several share.
+- ``segment_ids``, ``block_diagonal_mask``, ``flex_block_mask``: for models that take masks.
+- ``Buffers``, ``allocate``, ``ReusedBuffers``: memory that is filled again and again.
+
+    BatchLayout(micro_batch_tokens=64, kind="rows", row_tokens=32).rows(capacity=16)  # -> (2, 32)
+    slot_tokens(capacity=10, row_tokens=32)                        # -> 10 10 12
+    segment_ids(torch.tensor([0, 2, 5]), num_tokens=5)             # -> 0 0 1 1 1
+    cut_bounds(Bounds([0, 5, 8], ...), window=4).cu_seqlens        # -> 0 4 5 8
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
 from numpy.typing import ArrayLike, NDArray
 
 from megapack import _core
+from megapack.config import check_positive
 from megapack.errors import ConfigError
 from megapack.packing.sharded import SourceIndex, most_segments
-
-# ---- Segments for models without varlen attention: ids per token, a dense mask, FlexAttention ---
-# All of them follow from cu_seqlens alone and run on its device; none loops over segments.
-
-
-def segment_ids(cu_seqlens: torch.Tensor, num_tokens: int) -> torch.Tensor:
-    """Number of the segment that every token lies in.
-
-    Args:
-        cu_seqlens: int32 (entries,), or (rows, entries) counted from each row's begin; fill at the
-            end is harmless.
-        num_tokens: tokens of the stream, or of a row.
-
-    Returns:
-        int32 (num_tokens,) or (rows, num_tokens), counted from 0 in every row.
-    """
-    positions = torch.arange(num_tokens, dtype=torch.int32, device=cu_seqlens.device)
-    ends = cu_seqlens[..., 1:].contiguous()
-    positions = positions.expand(*ends.shape[:-1], num_tokens).contiguous()
-    return torch.searchsorted(ends, positions, right=True, out_int32=True)
-
-
-def block_diagonal_mask(segments: torch.Tensor, *, causal: bool = True) -> torch.Tensor:
-    """Dense mask in which a token sees its own segment.
-
-    Args:
-        segments: of ``segment_ids``, (tokens,) or (rows, tokens).
-        causal: and only what stands before it, itself included.
-
-    Returns:
-        bool (rows, 1, tokens, tokens), True where attention is allowed (as torch's
-        scaled_dot_product_attention has it; Megatron's masks are the inverse). Quadratic in
-        memory: for short rows and for checking other backends.
-    """
-    rows = segments if segments.dim() == 2 else segments[None]
-    mask = rows[:, :, None] == rows[:, None, :]
-    if causal:
-        mask = mask.tril()
-    return mask[:, None]
-
-
-def flex_block_mask(segments: torch.Tensor, *, causal: bool = True, **options: Any) -> Any:
-    """The same as a BlockMask of ``torch.nn.attention.flex_attention``.
-
-    Args:
-        segments: of ``segment_ids``, (tokens,) or (rows, tokens).
-        causal: as above.
-        **options: of ``create_block_mask``, such as ``BLOCK_SIZE``.
-    """
-    from torch.nn.attention.flex_attention import create_block_mask  # noqa: PLC0415 (torch >= 2.5)
-
-    rows = segments if segments.dim() == 2 else segments[None]
-
-    def visible(b: Any, h: Any, q: Any, k: Any) -> Any:  # noqa: ARG001
-        same = rows[b, q] == rows[b, k]
-        return same & (q >= k) if causal else same
-
-    tokens = rows.shape[1]
-    return create_block_mask(
-        visible, rows.shape[0], None, tokens, tokens, device=str(rows.device), **options
-    )
-
 
 # tokens, labels, loss_mask, position_ids, cu_seqlens, ... and plain ints
 Batch: TypeAlias = dict[str, Any]
@@ -141,20 +92,10 @@ class MicroBatch:
 
     def about(self) -> Batch:
         """What goes along with the tensors of the batch."""
-        names = ("step_label_weight", "attention_window")
-        return {
-            **{name: value for name in names if (value := getattr(self, name)) is not None},
-            "step": self.step,
-            "micro_step": self.micro_step,
-            "num_micro_steps": self.num_micro_steps,
-            "bucket": self.bucket,
-            "capacity": self.capacity,
-            "num_step_label_tokens": self.num_step_label_tokens,
-            "imbalance": self.imbalance,
-            "imbalance_undealt": self.imbalance_undealt,
-            "sample_ids": torch.from_numpy(self.sample_ids),
-            "source": torch.from_numpy(self.source),
-        }
+        left_out = ("num_lists", "sequence_parallel_size", "loss_weight")
+        about = {name: value for name, value in vars(self).items() if name not in left_out}
+        arrays = {name: torch.from_numpy(about[name]) for name in ("sample_ids", "source")}
+        return {name: value for name, value in about.items() if value is not None} | arrays
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -181,8 +122,7 @@ class BatchLayout:
     cu_seqlens_per_row: bool = False
 
     def __post_init__(self) -> None:
-        if self.micro_batch_tokens < 1:
-            raise ConfigError(f"micro_batch_tokens is {self.micro_batch_tokens}; it is positive")
+        check_positive("layout", micro_batch_tokens=self.micro_batch_tokens)
         if self.kind not in ("stream", "rows"):
             raise ConfigError(f"layout is {self.kind!r}; it must be 'stream' or 'rows'")
         if self.cu_seqlens not in ("exact", "padded"):
@@ -193,15 +133,10 @@ class BatchLayout:
                 f"{self.micro_batch_tokens}"
             )
 
-    def fits(self, capacity: int) -> bool:
-        """Whether samples of ``capacity`` tokens can be laid out so."""
-        row = self.row_tokens or capacity
-        return capacity <= row and self.micro_batch_tokens % row == 0
-
     def rows(self, capacity: int) -> tuple[int, int]:
         """(number of rows, tokens per row) for samples of ``capacity`` tokens."""
         row = self.row_tokens or capacity
-        if not self.fits(capacity):
+        if capacity > row or self.micro_batch_tokens % row:
             raise ConfigError(
                 f"a micro batch of {self.micro_batch_tokens} tokens in rows of {row} cannot hold "
                 f"samples of {capacity}: make row_tokens a divisor of micro_batch_tokens and at "
@@ -222,26 +157,21 @@ class BatchLayout:
             capacity: of the bucket, tokens.
             whole: samples are one segment each.
         """
-        slots = self.num_samples(capacity)
-        if self.cu_seqlens_per_row:
-            slots //= self.rows(capacity)[0]
-        most = 1 if whole else max(_most_segments(index, capacity) for index in indices)
+        rows, row = self.rows(capacity)
+        slots = row // capacity * (1 if self.cu_seqlens_per_row else rows)
+        of_each = [
+            most
+            for index in indices
+            for size, most in zip(index.bucket_capacity.tolist(), most_segments(index), strict=True)
+            if size == capacity
+        ]
+        most = 1 if whole else max(of_each, default=0)
         return slots * (most + 1) + 1  # the padding of a sample is a segment
 
     def listed(self, values: NDArray[np.int32], rows: int) -> torch.Tensor:
         """Entries of cu_seqlens as a tensor: one list, or one per row."""
         tensor = torch.from_numpy(values)
         return tensor.view(rows, -1) if self.cu_seqlens_per_row else tensor
-
-    def shape(self, capacity: int) -> tuple[int, int]:
-        """Of tokens, labels, loss_mask and position_ids."""
-        return (1, self.micro_batch_tokens) if self.kind == "stream" else self.rows(capacity)
-
-
-def _most_segments(index: SourceIndex, capacity: int) -> int:
-    """Of any sample of this capacity; 0 where there is no such bucket."""
-    buckets = zip(index.bucket_capacity.tolist(), most_segments(index), strict=True)
-    return max((most for size, most in buckets if size == capacity), default=0)
 
 
 def slot_tokens(capacity: int, row_tokens: int, alignment: int = 1) -> list[int]:
@@ -261,6 +191,160 @@ def weigh(loss_mask: NDArray[np.float32], loss_weight: ArrayLike, slots: Sequenc
     given = np.asarray(loss_weight, np.float32)
     factors[: len(given)] = given
     loss_mask *= factors.reshape(rows, len(slots)).repeat(slots, axis=1)
+
+
+class Bounds(NamedTuple):
+    """Where the segments of a micro batch begin and end, as the gather tells it."""
+
+    cu_seqlens: NDArray[np.int32]
+    """Lists one behind the other, each ascending from 0; a repeated last value is no segment."""
+    cu_seqlens_padded: NDArray[np.int32] | None
+    """The same with the room behind every segment, where segments are aligned."""
+    dataset_ids: NDArray[np.int32]
+    """Of every segment, -1 for padding."""
+    max_seqlen: int
+    """The longest segment with its room, tokens."""
+
+
+def cut_bounds(bounds: Bounds, window: int, *, num_lists: int = 1, entries: int = 0) -> Bounds:
+    """Boundaries of segments cut at multiples of a window from where each begins.
+
+    Args:
+        bounds: of whole segments.
+        window: tokens, at least 1; a multiple of the alignment keeps it.
+        num_lists: lists in cu_seqlens, of equally many entries.
+        entries: fill every list with its last value to so many; 0: to those of the longest.
+
+    Raises:
+        ValueError: a list has more than ``entries``.
+    """
+    lengths = np.diff(bounds.cu_seqlens.reshape(num_lists, -1)).astype(np.int64)
+    rooms = lengths
+    if bounds.cu_seqlens_padded is not None:
+        rooms = np.diff(bounds.cu_seqlens_padded.reshape(num_lists, -1)).astype(np.int64)
+    row, _ = np.nonzero(rooms)
+    lengths, rooms = lengths[rooms > 0], rooms[rooms > 0]
+    counts = np.maximum(1, -(-lengths // window))
+    segment = np.repeat(np.arange(len(counts)), counts)
+    place = _places(counts)
+    room = np.where(place == counts[segment] - 1, rooms[segment] - place * window, window)
+    per_list = np.bincount(row[segment], minlength=num_lists)
+    most = int(per_list.max()) + 1
+    if entries and most > entries:
+        raise ValueError(
+            f"an attention window of {window} makes {most} entries of cu_seqlens, and there is "
+            f"room for {entries}: raise num_cu_seqlens, or leave it out"
+        )
+    steps = np.zeros((2, num_lists, entries or most), np.int64)
+    steps[:, row[segment], _places(per_list) + 1] = (
+        np.minimum(lengths[segment] - place * window, window),
+        room,
+    )
+    cut, padded = np.cumsum(steps, axis=2).astype(np.int32).reshape(2, -1)
+    return Bounds(
+        cu_seqlens=cut,
+        cu_seqlens_padded=None if bounds.cu_seqlens_padded is None else padded,
+        dataset_ids=bounds.dataset_ids[segment],
+        max_seqlen=int(room.max()),
+    )
+
+
+def _places(counts: NDArray[np.int64]) -> NDArray[np.int64]:
+    """0 .. count - 1 of every group, one behind the other."""
+    return np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+
+
+def cut_lengths(lengths: NDArray[np.int64], window: int | None) -> NDArray[np.int64]:
+    """Lengths of the pieces of segments of these lengths, in any order; None cuts nothing."""
+    if window is None:
+        return lengths
+    rest = lengths % window
+    whole = np.full(int((lengths // window).sum()), window, np.int64)
+    return np.concatenate([whole, rest[rest > 0]])
+
+
+def cut_slice(batch: Batch, rank: int, size: int) -> Batch:
+    """One rank's part of a shared micro batch.
+
+    Args:
+        batch: a stream; its tokens divide by ``size``.
+        rank: of the group.
+        size: of the group.
+
+    Returns:
+        ``tokens``, ``labels``, ``loss_mask`` and ``position_ids`` as (1, tokens / size); cu_seqlens
+        and max_seqlen are those of the whole; and ``sequence_parallel_rank``,
+        ``sequence_parallel_size``.
+    """
+    length = batch["tokens"].shape[1] // size
+    begin = rank * length
+    return {
+        **batch,
+        **{name: batch[name][:, begin : begin + length] for name in _DTYPES},
+        "sequence_parallel_rank": rank,
+        "sequence_parallel_size": size,
+    }
+
+
+# ---- Masks follow from cu_seqlens alone and run on its device; none loops over segments ---------
+
+
+def segment_ids(cu_seqlens: torch.Tensor, num_tokens: int) -> torch.Tensor:
+    """Number of the segment that every token lies in.
+
+    Args:
+        cu_seqlens: int32 (entries,), or (rows, entries) counted from each row's begin; fill at the
+            end is harmless.
+        num_tokens: tokens of the stream, or of a row.
+
+    Returns:
+        int32 (num_tokens,) or (rows, num_tokens), counted from 0 in every row.
+    """
+    positions = torch.arange(num_tokens, dtype=torch.int32, device=cu_seqlens.device)
+    ends = cu_seqlens[..., 1:].contiguous()
+    positions = positions.expand(*ends.shape[:-1], num_tokens).contiguous()
+    return torch.searchsorted(ends, positions, right=True, out_int32=True)
+
+
+def block_diagonal_mask(segments: torch.Tensor, *, causal: bool = True) -> torch.Tensor:
+    """Dense mask in which a token sees its own segment.
+
+    Args:
+        segments: of ``segment_ids``, (tokens,) or (rows, tokens).
+        causal: and only what stands before it, itself included.
+
+    Returns:
+        bool (rows, 1, tokens, tokens), True where attention is allowed (as torch's
+        scaled_dot_product_attention has it; Megatron's masks are the inverse). Quadratic in
+        memory: for short rows and for checking other backends.
+    """
+    rows = segments if segments.dim() == 2 else segments[None]
+    mask = rows[:, :, None] == rows[:, None, :]
+    if causal:
+        mask = mask.tril()
+    return mask[:, None]
+
+
+def flex_block_mask(segments: torch.Tensor, *, causal: bool = True, **options: Any) -> Any:
+    """The same as a BlockMask of ``torch.nn.attention.flex_attention``.
+
+    Args:
+        segments: of ``segment_ids``, (tokens,) or (rows, tokens).
+        causal: as above.
+        **options: of ``create_block_mask``, such as ``BLOCK_SIZE``.
+    """
+    from torch.nn.attention.flex_attention import create_block_mask  # noqa: PLC0415 (torch >= 2.5)
+
+    rows = segments if segments.dim() == 2 else segments[None]
+
+    def visible(b: Any, h: Any, q: Any, k: Any) -> Any:  # noqa: ARG001
+        same = rows[b, q] == rows[b, k]
+        return same & (q >= k) if causal else same
+
+    tokens = rows.shape[1]
+    return create_block_mask(
+        visible, rows.shape[0], None, tokens, tokens, device=str(rows.device), **options
+    )
 
 
 class Buffers(dict[str, torch.Tensor]):

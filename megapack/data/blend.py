@@ -1,16 +1,28 @@
-"""Several datasets in one run: the manifest that lists them, and what a run makes of it.
+"""Several datasets in one run: the manifest that lists them, as it is written.
+
+- ``BlendConfig``, ``load_blend``: the manifest. ``Source``: one dataset of it.
+- ``HostOptions``: keys that only hosts ask for.
 
     sources:                       # YAML or JSON; paths are relative to this file
       - {name: web,  prefix: web/docs,  index: web/docs.samples,  weight: 0.6}
       - {name: code, prefix: code/docs, index: code/docs.samples, weight: 0.2, valid_prefix: code/v}
       - {name: chat, prefix: chat/docs, index: chat/docs.samples, weight: 0.1, labels: chat/turns}
       - {name: math, index: math.shards.json, weight: 0.1}      # many datasets as one source
+      - {name: late, prefix: late/docs, index: late/docs.samples, weight: 0}  # not yet
     max_epochs: 4                  # refuse to repeat a source more often
-    stages: []                     # what changes at later steps: megapack.data.program
+    attention_window: 2048
+    stages:
+      - {from_tokens: 2_000_000_000, tokens_per_step: 1048576}
+      - {from_step: 9000, skip_steps: 200}                      # data that made the loss spike
+      - {from_step: 9500, attention_window: 8192, window_steps: 2000}
+      - {from_step: 12000, weights: {web: 0.5, late: 0.5}, order: grow-p2, loss_weights: {late: 2}}
+      - {from_step: 14000, weights: {late: 1}, ramp: {until_step: 15000}}    # little by little
+      - {from_step: 15000, exclude: {web: takedown.txt}}        # documents masked from here on
 
-The same file serves launch/ and the hosts of ``megapack.integrations``, which also pack sources
-that have no index and form rows (``HostOptions``: launch/ reads past these keys). The blend happens
-inside every bucket, so that all ranks still have the same bucket at every micro step.
+What a stage does not say stays as it was (``megapack.data.program``). The same file serves launch/
+and the hosts of ``megapack.integrations``, which also pack sources that have no index and form rows
+(``HostOptions``: launch/ reads past these keys). The blend happens inside every bucket, so that all
+ranks still have the same bucket at every micro step.
 """
 
 from __future__ import annotations
@@ -21,7 +33,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from megapack.config import check_positive, load_config
+from megapack.config import check_positive, check_range, load_config
 from megapack.data.program import Stage
 from megapack.data.sample_order import Scores
 from megapack.errors import ConfigError
@@ -30,8 +42,6 @@ from megapack.storage.remote.address import joined
 
 if TYPE_CHECKING:  # torch, which a manifest is read without
     from megapack.data.dataset import PackedDataset
-
-__all__ = ["BlendConfig", "HostOptions", "Source", "load_blend", "open_blend"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,6 +78,8 @@ class Source:
     score_order: Literal["ascending", "descending"] = "ascending"
 
     def __post_init__(self) -> None:
+        check_range(f"source {self.title!r}", at_least=0, weight=self.weight)
+        check_positive(f"source {self.title!r}", loss_weight=self.loss_weight)
         sharded = self.index is not None and is_shard_manifest(self.index)
         if sharded == (self.prefix is not None):
             raise ConfigError(
@@ -92,15 +104,14 @@ class Source:
 
     def relative_to(self, folder: Path) -> Source:
         """The source with paths relative to the manifest's folder; addresses stay."""
-        return replace(
-            self,
-            prefix=None if self.prefix is None else joined(folder, self.prefix),
-            index=None if self.index is None else joined(folder, self.index),
-            labels=self.labels if self.labels in ("auto", "none") else joined(folder, self.labels),
-            valid_prefix=None if self.valid_prefix is None else joined(folder, self.valid_prefix),
-            valid_index=None if self.valid_index is None else joined(folder, self.valid_index),
-            scores=None if self.scores is None else joined(folder, self.scores),
-        )
+        names = ("prefix", "index", "labels", "valid_prefix", "valid_index", "scores")
+        given = {name: getattr(self, name) for name in names}
+        paths: dict[str, Any] = {
+            name: joined(folder, path)
+            for name, path in given.items()
+            if path is not None and not (name == "labels" and path in ("auto", "none"))
+        }
+        return replace(self, **paths)
 
     @property
     def title(self) -> str:
@@ -135,16 +146,16 @@ class BlendConfig:
         if not self.sources:
             raise ConfigError("a manifest needs at least one source")
         check_positive("manifest", max_epochs=self.max_epochs)
+        check_range("manifest", at_least=0, attention_window=self.attention_window)
         drawn = [source for source in self.sources if source.weight != 0]
         bare = [source.title for source in drawn if source.weight is None]
         if 0 < len(bare) < len(drawn):
             raise ConfigError(f"source {bare[0]!r} has no weight, others have: give all or none")
         for source in self.sources:
-            weight = source.weight
-            if weight is not None and not (weight > 0 or (weight == 0 and self.stages)):
+            if source.weight == 0 and not self.stages:
                 raise ConfigError(
-                    f"source {source.title!r} has weight {weight}; weights must be positive (leave "
-                    "a source out to switch it off)"
+                    f"source {source.title!r} has weight 0 and no stage gives it another; leave it "
+                    "out to switch it off"
                 )
 
     def relative_to(self, folder: Path) -> BlendConfig:

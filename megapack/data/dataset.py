@@ -1,12 +1,16 @@
-"""PackedDataset: samples of an index, gathered from documents by one C++ call per micro batch."""
+"""PackedDataset: samples of an index, gathered from documents by one C++ call per micro batch.
+
+packed = PackedDataset("docs", "docs.samples")
+packed[7]["tokens"].shape                       # -> (2048,), the capacity of sample 7
+packed.micro_batch([7, 9])["tokens"].shape      # -> (1, 4096), one stream
+"""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import pairwise
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -14,243 +18,33 @@ from numpy.typing import ArrayLike, NDArray
 from torch.utils.data import Dataset
 
 from megapack import _core
-from megapack.data.attention_window import Bounds, check_windows, cut_bounds
-from megapack.data.batch import Batch, BatchLayout, Buffers, allocate, slot_tokens, weigh
+from megapack.data.batch import (
+    Batch,
+    BatchLayout,
+    Bounds,
+    Buffers,
+    allocate,
+    cut_bounds,
+    slot_tokens,
+    weigh,
+)
 from megapack.data.documents import (
     Documents,
     Index,
+    RemoteReads,
     ShardedDocuments,
     SourceDocuments,
     open_sources,
 )
-from megapack.data.exclusions import Exclusions, read_exclusions
-from megapack.data.program import Stage
-from megapack.data.sample_order import Scores
-from megapack.data.sources import SampleSource, Shards
+from megapack.data.program import Mixture
+from megapack.data.sources import Exclusions, SampleSource, Shards, read_exclusions
+from megapack.errors import ConfigError
 from megapack.packing.sharded import SourceIndex
 from megapack.storage import IndexedDataset
 from megapack.storage.dataset import LabelDocuments
 from megapack.storage.remote import is_remote
-from megapack.storage.remote.cache import open_cache
-from megapack.storage.remote.checksums import BLOCK_BYTES
-from megapack.storage.remote.reader import RemoteTokens, blocks_of, read_consistently
-
-# ---- What a gather reads of datasets in object stores: fetched before, looked at again after ----
-
-T = TypeVar("T")
-
-AHEAD_BYTES = 1 << 26
-_CACHE_PART = 16  # of a cache, which all processes of a node share
-
-
-class RemoteReads:
-    """Of the shards of a gatherer that are remote.
-
-    Args:
-        gatherer: which knows where the tokens of a sample lie.
-        open_for: opens the shards of samples; called before they are wanted.
-        expected: whether shards that are not open yet are remote.
-    """
-
-    def __init__(
-        self,
-        gatherer: _core.Gatherer,
-        open_for: Callable[[NDArray[np.int64]], None],
-        *,
-        expected: bool,
-    ) -> None:
-        self._gatherer, self._open_for, self._expected = gatherer, open_for, expected
-        self._tokens: dict[int, list[RemoteTokens]] = {}
-
-    def add(self, shard: int, *datasets: IndexedDataset | None) -> None:
-        """A shard that was opened: what is read of it, tokens or labels or both."""
-        arrays = [dataset.tokens for dataset in datasets if dataset is not None]
-        remote = [array for array in arrays if isinstance(array, RemoteTokens)]
-        if remote:
-            self._tokens[shard] = remote
-
-    @property
-    def any(self) -> bool:
-        """Whether one of the shards, open or not, is remote."""
-        return self._expected or bool(self._tokens)
-
-    @property
-    def num_open(self) -> int:
-        """Remote shards that are open."""
-        return len(self._tokens)
-
-    @property
-    def ahead_bytes(self) -> int:
-        """Of the blocks that hold what coming micro batches need: so much is asked for ahead."""
-        limit = open_cache().limit
-        return AHEAD_BYTES if limit is None else min(AHEAD_BYTES, limit // _CACHE_PART)
-
-    def want(self, sample_ids: NDArray[np.int64]) -> int:
-        """Have fetched what a gather of samples will read; bytes of the blocks that hold it.
-
-        Returns at once. Raises as the gather does.
-        """
-        self._open_for(sample_ids)
-        num_bytes = 0
-        for tokens, blocks in self._blocks(sample_ids):
-            tokens.want(blocks)
-            num_bytes += blocks.size * BLOCK_BYTES
-        return num_bytes
-
-    def are_here(self, sample_ids: NDArray[np.int64]) -> bool:
-        """Whether a gather of samples would wait for nothing just now."""
-        return all(tokens.are_here(blocks) for tokens, blocks in self._blocks(sample_ids))
-
-    def read(self, sample_ids: NDArray[np.int64], gather: Callable[[], T]) -> T:
-        """``gather()``, when everything that it reads of samples is there.
-
-        Raises:
-            FormatError, ConfigError, OSError: it cannot be fetched (see ``RemoteObject.read``).
-        """
-        return read_consistently(self._blocks(sample_ids), gather) if self._tokens else gather()
-
-    def _blocks(
-        self, sample_ids: NDArray[np.int64]
-    ) -> list[tuple[RemoteTokens, NDArray[np.int64]]]:
-        shards, begins, ends = self._gatherer.token_ranges(sample_ids)
-        bounds = [0, *(np.flatnonzero(np.diff(shards)) + 1).tolist(), len(shards)]
-        return [
-            (tokens, blocks_of(begins[low:high], ends[low:high], tokens.dtype.itemsize))
-            for low, high in pairwise(bounds)
-            if low < high
-            for tokens in self._tokens.get(int(shards[low]), ())
-        ]
-
-
-# ---- The gather over all shards: each is opened when a sample of it is asked for the first time -
 
 Ids = NDArray[np.int64]
-
-
-class Gathering:
-    """Samples of open and not yet open shards, by the C++ gather.
-
-    Args:
-        shards: of all sources.
-        datasets: of every source.
-        labels: of every source: labels beside its documents; those of shards are their own.
-        exclusions: lists of excluded documents.
-        options: of ``_core.Gatherer``.
-    """
-
-    def __init__(
-        self,
-        shards: Shards,
-        datasets: Sequence[SourceDocuments],
-        labels: Sequence[IndexedDataset | None],
-        exclusions: Exclusions,
-        options: dict[str, Any],
-    ) -> None:
-        self._shards, self._exclusions = shards, exclusions
-        self._datasets, self._labels = datasets, labels
-        self._opening = threading.Lock()
-        self._documents: dict[int, IndexedDataset] = {}
-        self._gatherer = _core.Gatherer(
-            first_ids=shards.first_ids,
-            shards=shards.shards,
-            first_samples=shards.first_samples,
-            sources=shards.sources,
-            **options,
-        )
-        expected = any(map(_is_remote, datasets))
-        self.remote_reads = RemoteReads(self._gatherer, self._open_for, expected=expected)
-        self._remote_labels = RemoteReads(self._gatherer, self._open_for, expected=expected)
-        for shard in range(len(shards)):
-            if shards.is_open(shard):
-                self.documents(shard)
-
-    def gather(self, ids: Ids, how: dict[str, Any]) -> Any:
-        """``_core.Gatherer.gather``."""
-        self._open_for(ids)
-        if not self.remote_reads.num_open:
-            return self._gatherer.gather(ids, **how)
-        return self.remote_reads.read(ids, partial(self._gatherer.gather, ids, **how))
-
-    def count_labels(self, ids: Ids, num_lists: int = 0) -> Ids:
-        """int64 (len(ids),), tokens of every sample that have a label."""
-        self._open_for(ids)
-        count = partial(self._gatherer.count_labels, ids, num_lists)
-        return self._remote_labels.read(ids, count)
-
-    def will_need(self, ids: Ids) -> int:
-        """``_core.Gatherer.will_need``."""
-        self._open_for(ids)
-        return self._gatherer.will_need(ids)
-
-    def read_exactly(self) -> None:
-        """``_core.Gatherer.read_exactly``, also of shards that are not open yet."""
-        self._gatherer.read_exactly()
-
-    def documents(self, shard: int) -> IndexedDataset:
-        """Of one shard, opened now if they are not yet.
-
-        Raises:
-            IndexMismatchError: they are not those that were packed.
-            FormatError, OSError: a file is damaged or missing.
-        """
-        with self._opening:
-            if shard not in self._documents:
-                self._documents[shard] = self._open(shard)
-            return self._documents[shard]
-
-    def _open_for(self, ids: Ids) -> None:
-        if self._gatherer.num_closed:
-            for shard in self._gatherer.closed(ids).tolist():
-                self.documents(shard)
-
-    def _open(self, shard: int) -> IndexedDataset:
-        source = int(self._shards.sources[shard])
-        found, labels = self._datasets[source], self._labels[source]
-        if isinstance(found, ShardedDocuments):
-            dataset, labels = found.open(self._shards.number_in_source(shard))
-        else:
-            dataset = found
-        index = self._shards.index(shard)
-        if index.source:  # in every process: what is read of the .idx is held to its checksums
-            index.check_source(dataset)
-        first = int(self._shards.first_documents[shard])
-        excluded, excluded_by = self._exclusions.of_documents(
-            source, first, first + dataset.num_documents
-        )
-        self._gatherer.open(
-            shard,
-            tokens=dataset.mapped_tokens,
-            labels=None if labels is None else labels.mapped_tokens,
-            index_bytes=dataset.index_bytes,
-            index_name=f"{dataset.prefix}.idx",
-            sample_segment_offsets=index.sample_segment_offsets,
-            segment_document=index.segment_document,
-            segment_begin=index.segment_begin,
-            segment_length=index.segment_length,
-            excluded=excluded,
-            excluded_by=excluded_by,
-        )
-        self.remote_reads.add(shard, dataset, labels)
-        self._remote_labels.add(shard, labels)
-        return dataset
-
-
-def _is_remote(documents: SourceDocuments) -> bool:
-    if isinstance(documents, ShardedDocuments):
-        return any(is_remote(shard.prefix) for shard in documents.index.shards)
-    return is_remote(documents.prefix)
-
-
-_ABOUT = (
-    "weights",
-    "names",
-    "stages",
-    "exclusions",
-    "scores",
-    "max_epochs",
-    "loss_weights",
-    "attention_window",
-)
 
 
 class PackedDataset(Dataset[Batch]):
@@ -263,15 +57,6 @@ class PackedDataset(Dataset[Batch]):
         dataset: the documents, or their prefix; None for those of a shard manifest, which names
             them; several for a blend.
         index: the samples, or the path of a .samples file or a shard manifest; one per dataset.
-        weights: of a blend, shares of tokens; None: in proportion to the tokens.
-        names: of the datasets, for stages and reports; None: their prefixes.
-        stages: what changes at later steps of a run (``megapack.data.program``).
-        scores: of every dataset, its order by score (``megapack.data.sample_order``); None:
-        shuffled.
-        max_epochs: a run that would repeat a dataset more often is refused; None: no limit.
-        loss_weights: of a blend, factors on the loss of every dataset's labels; None: 1 for all.
-        attention_window: of a run until a stage says otherwise
-        (``megapack.data.attention_window``).
         positions: where position_ids restart: at every ``segment``, never inside a ``document``
             (a segment continues its document's count), or at every ``sample``.
         attention: whether cu_seqlens list ``document`` segments or whole ``sample`` runs (the
@@ -286,6 +71,13 @@ class PackedDataset(Dataset[Batch]):
         alignment: segments start at multiples of this (2 x context parallel size), and the batch
             has ``cu_seqlens_padded``. A sample has room for it if it was packed with a multiple of
             this ``alignment``; otherwise rows must be longer than the capacity.
+        mixture: of a blend and its run, see ``Mixture``: weights, names (None: the prefixes),
+            stages, scores, max_epochs, loss_weights, attention_window.
+
+    Attributes:
+        datasets, label_datasets: the documents of every source, and the labels beside them.
+        samples: what is known of the samples, gathered or not.
+        remote_reads: of its documents in object stores, for whoever has them fetched ahead.
 
     Raises:
         IndexMismatchError: the index was made for other documents.
@@ -297,19 +89,13 @@ class PackedDataset(Dataset[Batch]):
         dataset: Documents | Sequence[Documents],
         index: Index | Sequence[Index],
         *,
-        weights: Sequence[float | None] | None = None,
-        names: Sequence[str] | None = None,
-        stages: Sequence[Stage] = (),
-        scores: Sequence[Scores | None] | None = None,
-        max_epochs: float | None = None,
-        loss_weights: Sequence[float] | None = None,
-        attention_window: int | None = None,
         positions: Literal["segment", "document", "sample"] = "segment",
         attention: Literal["document", "sample"] = "document",
         labels: Literal["document", "sample"] = "document",
         label_dataset: LabelDocuments | Sequence[LabelDocuments] = "auto",
         pad_token: int = 0,
         alignment: int = 1,
+        **mixture: Any,
     ) -> None:
         self._options: dict[str, Any] = {
             "positions": positions,
@@ -321,52 +107,56 @@ class PackedDataset(Dataset[Batch]):
         self.datasets, self.label_datasets, indices = open_sources(
             dataset, index, label_dataset, positions=positions
         )
-        self._connect(
-            indices,
-            {
-                "weights": weights,
-                "names": names or [item.prefix for item in self.datasets],
-                "stages": stages,
-                "scores": scores,
-                "max_epochs": max_epochs,
-                "loss_weights": loss_weights,
-                "attention_window": attention_window,
-            },
-        )
+        self._connect(indices, Mixture(**mixture).of([item.prefix for item in self.datasets]))
 
-    def _connect(self, indices: list[SourceIndex], about: dict[str, Any]) -> None:
-        self._max_cu_seqlens: dict[tuple[BatchLayout, int], int] = {}
-        exclusions = about.pop("exclusions", None) or read_exclusions(
-            about["stages"], about["names"], [index.num_documents for index in indices]
-        )
+    def _connect(
+        self, indices: list[SourceIndex], mixture: Mixture, exclusions: Exclusions | None = None
+    ) -> None:
+        """In this process."""
         shards = Shards(indices)
-        self._gathering = Gathering(
-            shards, self.datasets, self.label_datasets, exclusions, self._options
+        self._exclusions = exclusions or read_exclusions(
+            mixture.stages, mixture.names or (), [index.num_documents for index in indices]
         )
         self.samples = SampleSource(
             indices,
-            **about,
+            mixture,
             shards=shards,
-            exclusions=exclusions,
+            exclusions=self._exclusions,
             attention=self._options["attention"],
-            counter=self._gathering.count_labels,
+            counter=self._count_labels,
         )
-        check_windows(self.samples.windows, self._options["alignment"])
-
-    @property
-    def remote_reads(self) -> RemoteReads:
-        """Of its documents in object stores, for whoever has them fetched ahead."""
-        return self._gathering.remote_reads
+        alignment = self._options["alignment"]
+        for window in self.samples.windows:
+            if window % alignment:
+                raise ConfigError(
+                    f"attention_window {window} is no multiple of the alignment {alignment} (2 x "
+                    "context parallel size): pieces of a segment begin there, too"
+                )
+        self._gatherer = _core.Gatherer(
+            first_ids=shards.first_ids,
+            shards=shards.shards,
+            first_samples=shards.first_samples,
+            sources=shards.sources,
+            **self._options,
+        )
+        self._max_cu_seqlens: dict[tuple[BatchLayout, int], int] = {}
+        self._opening = threading.Lock()
+        self._documents: dict[int, IndexedDataset] = {}
+        expected = any(map(_is_remote, self.datasets))
+        self.remote_reads = RemoteReads(self._gatherer, self._open_for, expected=expected)
+        self._remote_labels = RemoteReads(self._gatherer, self._open_for, expected=expected)
+        for shard in range(len(shards)):
+            if shards.is_open(shard):
+                self.documents(shard)
 
     def __getstate__(self) -> dict[str, Any]:
-        state = {k: v for k, v in self.__dict__.items() if k not in ("_gathering", "samples")}
-        about = {name: getattr(self.samples, name) for name in _ABOUT}
-        return {**state, "indices": self.samples.indices, "about": about}
+        given = {name: getattr(self, name) for name in ("_options", "datasets", "label_datasets")}
+        own = (self.samples.indices, self.samples.mixture, self._exclusions)
+        return {"given": given, "own": own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        indices, about = state.pop("indices"), state.pop("about")
-        self.__dict__.update(state)
-        self._connect(indices, about)
+        self.__dict__.update(state["given"])
+        self._connect(*state["own"])
 
     def __len__(self) -> int:
         """Samples of all buckets (and datasets)."""
@@ -454,18 +244,19 @@ class PackedDataset(Dataset[Batch]):
             entries = layout.num_cu_seqlens or self.max_cu_seqlens(
                 layout, capacity, attention_window
             )
-        bounds = self._gathering.gather(
+        self._open_for(ids)
+        gather: Callable[[], Any] = partial(
+            self._gatherer.gather,
             ids,
-            {
-                "num_rows": rows,
-                "row_tokens": row_tokens,
-                "capacity": capacity,
-                "per_row": layout.cu_seqlens_per_row,
-                "num_cu_seqlens": 0 if attention_window else entries,
-                "num_lists": num_lists,
-                **buffers.arrays,
-            },
+            num_rows=rows,
+            row_tokens=row_tokens,
+            capacity=capacity,
+            per_row=layout.cu_seqlens_per_row,
+            num_cu_seqlens=0 if attention_window else entries,
+            num_lists=num_lists,
+            **buffers.arrays,
         )
+        bounds = self.remote_reads.read(ids, gather)
         if attention_window:
             num_lists = rows if layout.cu_seqlens_per_row else 1
             whole = Bounds(*bounds)
@@ -500,19 +291,76 @@ class PackedDataset(Dataset[Batch]):
 
         Returns at once; bytes that were asked for, in whole pages. Raises as ``micro_batch`` does.
         """
-        return self._gathering.will_need(np.ascontiguousarray(sample_ids, np.int64))
+        ids = np.ascontiguousarray(sample_ids, np.int64)
+        self._open_for(ids)
+        return self._gatherer.will_need(ids)
 
     def read_exactly(self) -> None:
         """Have nothing read around what is asked for; in this process, from now on."""
-        self._gathering.read_exactly()
+        self._gatherer.read_exactly()
 
-    def documents(self, shard: int) -> IndexedDataset:
-        """The documents of a shard (``samples.shard_of`` tells of which), opened if need be."""
-        return self._gathering.documents(shard)
-
-    def count_labels(self, sample_ids: ArrayLike, num_lists: int = 0) -> NDArray[np.int64]:
+    def count_labels(self, sample_ids: ArrayLike, num_lists: int = 0) -> Ids:
         """Tokens of every sample that have a label (the sum of its loss_mask), int64.
 
         Arguments are those of ``micro_batch``.
         """
         return self.samples.count_labels(np.ascontiguousarray(sample_ids, np.int64), num_lists)
+
+    def _count_labels(self, ids: Ids, num_lists: int) -> Ids:
+        self._open_for(ids)
+        return self._remote_labels.read(ids, partial(self._gatherer.count_labels, ids, num_lists))
+
+    def documents(self, shard: int) -> IndexedDataset:
+        """The documents of a shard (``samples.shard_of`` tells of which), opened if need be.
+
+        Raises:
+            IndexMismatchError: they are not those that were packed.
+            FormatError, OSError: a file is damaged or missing.
+        """
+        with self._opening:
+            if shard not in self._documents:
+                self._documents[shard] = self._open(shard)
+            return self._documents[shard]
+
+    def _open_for(self, ids: Ids) -> None:
+        """Open the shards of samples that are not open yet."""
+        if self._gatherer.num_closed:
+            for shard in self._gatherer.closed(ids).tolist():
+                self.documents(shard)
+
+    def _open(self, shard: int) -> IndexedDataset:
+        shards = self.samples.shards
+        source = int(shards.sources[shard])
+        found, labels = self.datasets[source], self.label_datasets[source]
+        if isinstance(found, ShardedDocuments):
+            dataset, labels = found.open(shards.number_in_source(shard))
+        else:
+            dataset = found
+        index = shards.index(shard)
+        if index.source:  # in every process: what is read of the .idx is held to its checksums
+            index.check_source(dataset)
+        first = int(shards.first_documents[shard])
+        end = first + dataset.num_documents
+        excluded, excluded_by = self._exclusions.of_documents(source, first, end)
+        self._gatherer.open(
+            shard,
+            tokens=dataset.mapped_tokens,
+            labels=None if labels is None else labels.mapped_tokens,
+            index_bytes=dataset.index_bytes,
+            index_name=f"{dataset.prefix}.idx",
+            sample_segment_offsets=index.sample_segment_offsets,
+            segment_document=index.segment_document,
+            segment_begin=index.segment_begin,
+            segment_length=index.segment_length,
+            excluded=excluded,
+            excluded_by=excluded_by,
+        )
+        self.remote_reads.add(shard, dataset, labels)
+        self._remote_labels.add(shard, labels)
+        return dataset
+
+
+def _is_remote(documents: SourceDocuments) -> bool:
+    if isinstance(documents, ShardedDocuments):
+        return any(is_remote(shard.prefix) for shard in documents.index.shards)
+    return is_remote(documents.prefix)

@@ -1,24 +1,39 @@
-"""The documents of sources; of one of many shards what is known of all, and each when needed."""
+"""The documents of sources, near or far, opened when they are needed.
+
+- ``open_sources``: what ``PackedDataset`` is given -> documents, labels, samples of every source.
+- ``ShardedDocuments``: of one of many shards what is known of all; each is opened when needed.
+- ``RemoteReads``: what a gather reads of object stores: fetched before, looked at again after.
+- ``check_token_ids``: whether a model has a row for every token id of its documents.
+"""
 
 from __future__ import annotations
 
+import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
-from typing import Any, NamedTuple, TypeAlias
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import numpy as np
 import xxhash
+from numpy.typing import NDArray
 
+from megapack import _core
 from megapack.errors import ConfigError, IndexMismatchError
 from megapack.packing import SampleIndex
 from megapack.packing.sharded import ShardedIndex, SourceIndex, load_index
 from megapack.storage import IndexedDataset
 from megapack.storage.dataset import LabelDocuments, label_list, open_labels
 from megapack.storage.metadata import common_metadata
+from megapack.storage.remote.cache import open_cache
+from megapack.storage.remote.checksums import BLOCK_BYTES
+from megapack.storage.remote.reader import RemoteTokens, blocks_of, read_consistently
 
-__all__ = ["Documents", "Index", "Opened", "ShardedDocuments", "SourceDocuments", "open_sources"]
+if TYPE_CHECKING:  # torch, which documents are opened without
+    from megapack.data.dataset import PackedDataset
 
+Ids = NDArray[np.int64]
 # Of one source: as they are given, None for those of a shard manifest, and open.
 Documents: TypeAlias = "IndexedDataset | ShardedDocuments | str | os.PathLike[str] | None"
 SourceDocuments: TypeAlias = "IndexedDataset | ShardedDocuments"
@@ -114,22 +129,17 @@ class ShardedDocuments:
         return dataset, open_labels(dataset, f"{shard.prefix}.labels" if wanted else None)
 
 
-class Opened(NamedTuple):
-    """Of every source."""
-
-    documents: list[SourceDocuments]
-    labels: list[IndexedDataset | None]
-    indices: list[SourceIndex]
-
-
 def open_sources(
     documents: Documents | Sequence[Documents],
     indices: Index | Sequence[Index],
     labels: LabelDocuments | Sequence[LabelDocuments],
     *,
     positions: str,
-) -> Opened:
-    """One source or several, as ``PackedDataset`` is given them. Raises as it does."""
+) -> tuple[list[SourceDocuments], list[IndexedDataset | None], list[SourceIndex]]:
+    """Of one source or several, as ``PackedDataset`` is given them: documents, labels, samples.
+
+    Raises as ``PackedDataset`` does.
+    """
     given = _as_list(documents)
     found = [
         item if isinstance(item, (SampleIndex, ShardedIndex)) else load_index(item)
@@ -137,12 +147,17 @@ def open_sources(
     ]
     if len(found) != len(given):
         raise ConfigError(f"{len(given)} datasets and {len(found)} indices; give one for each")
-    _refuse_arranged(found, positions)
+    for index in found:
+        if isinstance(index, ShardedIndex) and index.arranged and positions == "document":
+            raise ConfigError(
+                f"{index.path} is an arranged source, whose segments do not tell where in their "
+                "document they began: use positions: segment, or the source that it was made of"
+            )
     sources = [
         _open_source(*source)
         for source in zip(given, found, label_list(labels, len(given)), strict=True)
     ]
-    return Opened([source[0] for source in sources], [source[1] for source in sources], found)
+    return [source[0] for source in sources], [source[1] for source in sources], found
 
 
 def _as_list(items: Any) -> list[Any]:
@@ -174,12 +189,129 @@ def _open_source(
     return opened, open_labels(opened, labels)
 
 
-def _refuse_arranged(indices: Sequence[SourceIndex], positions: str) -> None:
-    """Refuse (ConfigError) positions in documents where segments do not know where they began."""
-    for index in indices:
-        arranged = isinstance(index, ShardedIndex) and index.arranged is not None
-        if arranged and positions == "document":
+T = TypeVar("T")
+
+AHEAD_BYTES = 1 << 26
+_CACHE_PART = 16  # of a cache, which all processes of a node share
+
+
+class RemoteReads:
+    """Of the shards of a gatherer that are remote.
+
+    Args:
+        gatherer: which knows where the tokens of a sample lie.
+        open_for: opens the shards of samples; called before they are wanted.
+        expected: whether shards that are not open yet are remote.
+    """
+
+    def __init__(
+        self, gatherer: _core.Gatherer, open_for: Callable[[Ids], None], *, expected: bool
+    ) -> None:
+        self._gatherer, self._open_for, self._expected = gatherer, open_for, expected
+        self._tokens: dict[int, list[RemoteTokens]] = {}
+
+    def add(self, shard: int, *datasets: IndexedDataset | None) -> None:
+        """A shard that was opened: what is read of it, tokens or labels or both."""
+        arrays = [dataset.tokens for dataset in datasets if dataset is not None]
+        remote = [array for array in arrays if isinstance(array, RemoteTokens)]
+        if remote:
+            self._tokens[shard] = remote
+
+    @property
+    def any(self) -> bool:
+        """Whether a shard, open or not, is remote."""
+        return self._expected or bool(self._tokens)
+
+    @property
+    def num_open(self) -> int:
+        """Remote shards that are open."""
+        return len(self._tokens)
+
+    @property
+    def ahead_bytes(self) -> int:
+        """Of the blocks that hold what coming micro batches need: so much is asked for ahead."""
+        limit = open_cache().limit
+        return AHEAD_BYTES if limit is None else min(AHEAD_BYTES, limit // _CACHE_PART)
+
+    def want(self, sample_ids: Ids) -> int:
+        """Have fetched what a gather of samples will read; bytes of the blocks that hold it.
+
+        Returns at once. Raises as the gather does.
+        """
+        self._open_for(sample_ids)
+        num_bytes = 0
+        for tokens, blocks in self._blocks(sample_ids):
+            tokens.want(blocks)
+            num_bytes += blocks.size * BLOCK_BYTES
+        return num_bytes
+
+    def are_here(self, sample_ids: Ids) -> bool:
+        """Whether a gather of samples would wait for nothing just now."""
+        return all(tokens.are_here(blocks) for tokens, blocks in self._blocks(sample_ids))
+
+    def read(self, sample_ids: Ids, gather: Callable[[], T]) -> T:
+        """``gather()``, when everything that it reads of samples is there.
+
+        Raises:
+            FormatError, ConfigError, OSError: it cannot be fetched (see ``RemoteObject.read``).
+        """
+        return read_consistently(self._blocks(sample_ids), gather) if self._tokens else gather()
+
+    def _blocks(self, sample_ids: Ids) -> list[tuple[RemoteTokens, Ids]]:
+        shards, begins, ends = self._gatherer.token_ranges(sample_ids)
+        bounds = [0, *(np.flatnonzero(np.diff(shards)) + 1).tolist(), len(shards)]
+        return [
+            (tokens, blocks_of(begins[low:high], ends[low:high], tokens.dtype.itemsize))
+            for low, high in pairwise(bounds)
+            if low < high
+            for tokens in self._tokens.get(int(shards[low]), ())
+        ]
+
+
+logger = logging.getLogger("megapack")
+
+_BLOCKS, _BLOCK_TOKENS = 64, 1 << 16
+
+
+def check_token_ids(data: PackedDataset, vocab_size: int) -> None:
+    """Refuse documents, or labels chosen for them, with ids that the model does not have.
+
+    Args:
+        data: what the model is trained on.
+        vocab_size: rows of the model's embedding.
+
+    Raises:
+        ConfigError: naming the dataset and its largest id.
+    """
+    chosen = [labels for labels in data.label_datasets if labels is not None]
+    for dataset in [*data.datasets, *chosen]:
+        if np.iinfo(dataset.dtype).max < vocab_size:
+            continue
+        largest = _largest_token_id(dataset)
+        if largest >= vocab_size:
             raise ConfigError(
-                f"{index.path} is an arranged source, whose segments do not tell where in their "
-                "document they began: use positions: segment, or the source that it was made of"
+                f"{dataset.prefix} holds token id {largest}, and the model has ids below "
+                f"{vocab_size}; tokenize with the model's own tokenizer, or give the model a "
+                "larger vocabulary"
             )
+
+
+def _largest_token_id(dataset: SourceDocuments) -> int:
+    """-1 without tokens. The meta file knows; without one, blocks all over the .bin are read."""
+    if dataset.meta is not None:
+        known = dataset.meta["max_token_id"]
+        return -1 if known is None else int(known)
+    if isinstance(dataset, ShardedDocuments):
+        logger.warning("%s: some shards had no .meta.json: token ids are unknown", dataset.prefix)
+        return -1
+    begins = range(0, dataset.num_tokens, _BLOCK_TOKENS)
+    if len(begins) > _BLOCKS:
+        begins = begins[:: len(begins) // _BLOCKS]
+        logger.warning(
+            "%s has no .meta.json (`megapack-build import` writes one): token ids were looked at "
+            "in %.1f %% of it",
+            dataset.prefix,
+            100 * len(begins) * _BLOCK_TOKENS / dataset.num_tokens,
+        )
+    blocks = (dataset.tokens[begin : begin + _BLOCK_TOKENS] for begin in begins)
+    return max((_core.token_range(block)[1] for block in blocks), default=-1)

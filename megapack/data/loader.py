@@ -1,5 +1,12 @@
 """build_loader: the batches of one rank, prepared ahead by a thread.
 
+- ``build_loader``, ``PackedLoader``: a schedule and its data -> batches, in this order:
+
+    micro batches -> fetching_ahead -> reading_ahead -> gather -> ThreadPrefetcher -> to_device
+    of the sampler   object stores     disks                      a thread            a CUDA stream
+
+- ``RankChecker``: ranks that no longer agree on what a step contains are stopped, not averaged.
+
 The gather holds no GIL, so a thread keeps up with any trainer; worker processes would copy every
 batch between processes instead. Whoever wants them all the same gives PackedDataset and
 BucketBatchSampler to torch's DataLoader.
@@ -13,29 +20,25 @@ import queue
 import resource
 import threading
 import weakref
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any, Generic, Literal, TypeVar
 
 import numpy as np
 import torch
+import torch.distributed as dist
+import xxhash
 
 from megapack import _core
-from megapack.data.batch import Batch, BatchLayout, MicroBatch, allocate
-from megapack.data.checks import RankChecker
-from megapack.data.dataset import PackedDataset, RemoteReads
+from megapack.data.batch import Batch, BatchLayout, MicroBatch, allocate, cut_slice
+from megapack.data.dataset import PackedDataset
+from megapack.data.documents import RemoteReads
 from megapack.data.report import plan_run
 from megapack.data.sampler import BucketBatchSampler
 from megapack.data.schedule import Schedule
-from megapack.data.sequence_parallel import cut_slice
-from megapack.errors import ConfigError, IndexMismatchError
-
-# ---- Batches ahead of time: a thread that prepares them, a CUDA stream that carries them over ---
-# The gather holds no GIL, so a thread of the training process prepares batches while the trainer
-# runs
-# Python; nothing is pickled and nothing is copied between processes.
+from megapack.errors import ConfigError, IndexMismatchError, RankMismatchError
 
 T = TypeVar("T")
 
@@ -161,13 +164,6 @@ def _hand_over(batch: Batch, copied: torch.cuda.Event, device: torch.device) -> 
     return batch
 
 
-# ---- Has what coming micro batches read of object stores fetched before they are gathered -------
-# A store answers after tens of milliseconds, whatever it is asked for. So some tens of megabytes
-# are
-# always here or on their way; and since it is known what they are, what lies side by side in a file
-# is asked for as one range although it belongs to several micro batches. They are asked for in
-# portions, so that the line does not rest in between.
-
 _PORTIONS = 8
 _IN_TIME = 0.25  # of what is taken, where nobody waited for it: so much more is asked for
 _LEAST_BYTES = 1 << 14  # that a micro batch counts, also one that needs nothing from far away
@@ -175,6 +171,11 @@ _LEAST_BYTES = 1 << 14  # that a micro batch counts, also one that needs nothing
 
 def fetching_ahead(micro_batches: Iterable[MicroBatch], reads: RemoteReads) -> Iterator[MicroBatch]:
     """The micro batches; before each is given, what the next ones need is on its way.
+
+    A store answers after tens of milliseconds, whatever it is asked for. So some tens of megabytes
+    are always here or on their way; and since it is known what they are, what lies side by side in
+    a file is asked for as one range although it belongs to several micro batches. They are asked
+    for in portions, so that the line does not rest in between.
 
     It begins with one portion, and adds to it what is taken, a quarter of it where it was there in
     time: whatever is on its way shares the line, never quite fairly, and what is needed next shall
@@ -205,12 +206,6 @@ def fetching_ahead(micro_batches: Iterable[MicroBatch], reads: RemoteReads) -> I
         room = min(room + growth, (_PORTIONS - 1) * portion)
 
 
-# ---- Asks the system for what coming micro batches will read, instead of waiting at every page of
-# Which samples come is known, so their documents' pages can be on their way from the disk, many at
-# a
-# time, while earlier batches are made. And only they: left to itself a system reads 128 KiB or more
-# around every page that is missing. Advice changes when bytes are read and nothing else.
-
 _CHUNK_BYTES = 64 << 20
 _WHOSE = getattr(resource, "RUSAGE_THREAD", resource.RUSAGE_SELF)  # only Linux counts per thread
 # A request for what is in memory already costs about a microsecond per document. So after this many
@@ -222,6 +217,10 @@ def reading_ahead(
     micro_batches: Iterable[MicroBatch], dataset: PackedDataset, depth: int
 ) -> Iterator[MicroBatch]:
     """The micro batches; before each is given, the documents of the next ``depth`` are asked for.
+
+    So their pages are on their way from the disk, many at a time, while earlier batches are made.
+    And only they: left to itself a system reads 128 KiB or more around every page that is missing.
+    Advice changes when bytes are read and nothing else.
 
     Between two of them the caller is to gather the first, in the thread that iterates: whether a
     disk was read meanwhile decides whether asking goes on.
@@ -275,14 +274,7 @@ def build_loader(
     dataset: PackedDataset,
     schedule: Schedule,
     *,
-    data_parallel_rank: int,
-    data_parallel_size: int,
     micro_batch_tokens: int,
-    start_step: int = 0,
-    num_steps: int | None = None,
-    dealing: Literal["balanced", "in_order"] = "balanced",
-    uneven: Literal["error", "pad"] = "error",
-    sequence_parallel_size: int = 1,
     layout: Literal["stream", "rows"] = "stream",
     row_tokens: int | None = None,
     cu_seqlens: Literal["exact", "padded"] = "exact",
@@ -294,27 +286,27 @@ def build_loader(
     reuse_buffers: bool = False,
     device: torch.device | str | None = None,
     check_ranks_every: int = 0,
-    weighted_loss: bool = False,
+    **dealt: Any,
 ) -> PackedLoader:
     """A loader of the micro batches of one rank.
 
     Args:
         dataset: what to gather from; made of the schedule's index.
         schedule: the same on all ranks.
-        data_parallel_rank .. sequence_parallel_size: see ``BucketBatchSampler``.
+        micro_batch_tokens: tokens of one forward of one rank, padding included.
         layout .. cu_seqlens_per_row: see ``BatchLayout``; row_tokens is the schedule's by default.
         prefetch: batches that the thread prepares ahead; 0: none, and no thread.
         read_ahead: micro batches whose documents the system is asked to read before they are
-            prepared (``megapack.data.loader``); 0: each only just before. Of object stores
-            64 MiB are fetched ahead, whatever it is (``megapack.data.loader``).
+            prepared; 0: each only just before. Of object stores 64 MiB are fetched ahead, whatever
+            it is.
         pin_memory: batches in page-locked memory, where there is CUDA.
         reuse_buffers: write into the same few buffers again and again. A batch is then valid until
             the next one is asked for. Not with a device, nor with sequence_parallel_size.
         device: move the tensors there, one batch ahead on a CUDA stream of its own.
         check_ranks_every: compare ranks every so many steps (``RankChecker``); 0: never. Needs
             torch.distributed.
-
-        weighted_loss: see ``BucketBatchSampler``.
+        dealt: of ``BucketBatchSampler``: data_parallel_rank, data_parallel_size, start_step,
+            num_steps, dealing, uneven, sequence_parallel_size, weighted_loss.
 
     Returns:
         A loader; iterating over it gives dicts of
@@ -322,47 +314,43 @@ def build_loader(
         - tokens, labels, position_ids (int64), loss_mask (float32): (1, micro_batch_tokens) or
           (rows, row_tokens);
         - cu_seqlens, dataset_ids int32, max_seqlen int, and where asked for cu_seqlens_padded (see
-          ``PackedDataset.micro_batch``). Of a micro batch that ranks share these are the rank's
-          slice, but for cu_seqlens, dataset_ids and max_seqlen, which are of the whole, and it says
-          which: sequence_parallel_rank, sequence_parallel_size
-          (``megapack.data.sequence_parallel``);
+          ``PackedDataset.micro_batch``). Of a micro batch that ranks share these are of the whole,
+          and the tensors above the rank's slice (``cut_slice``); it says which:
+          sequence_parallel_rank, sequence_parallel_size;
         - step, micro_step, num_micro_steps, bucket, capacity, row_tokens, num_step_label_tokens
           (ints), imbalance, imbalance_undealt (floats), and where the step has loss weights
           step_label_weight, the sum of loss_mask over the whole step and all ranks (float); where
           it has an attention_window (int), cu_seqlens and max_seqlen are those of the pieces;
         - sample_ids, source (int64 tensors, on the host): of every sample its id and the number of
-          its dataset. In a stream, too, samples lie in rows of row_tokens.
+          its source. In a stream, too, samples lie in rows of row_tokens.
 
     Raises:
         ConfigError: the sizes do not fit, the run would repeat data too often, or it has loss
             weights and the caller no use for them.
         IndexMismatchError: dataset and schedule have different indices.
     """
-    if schedule.samples is not dataset.samples:
-        _check_same_samples(dataset, schedule)
+    theirs, ours = schedule.samples, dataset.samples
+    if theirs is not ours and theirs.fingerprints != ours.fingerprints:
+        raise IndexMismatchError(
+            f"the schedule was made of index {', '.join(theirs.fingerprints)} and the dataset of "
+            f"{', '.join(ours.fingerprints)}; make the schedule from the dataset"
+        )
     if reuse_buffers and device is not None:
         raise ConfigError(
             "reuse_buffers is for batches that stay in host memory: a copy to a device may still "
             "be reading; leave out one of the two"
         )
-    if sequence_parallel_size > 1 and (layout != "stream" or reuse_buffers):
+    sampler = BucketBatchSampler(
+        schedule,
+        micro_batch_tokens=micro_batch_tokens,
+        count_labels=dataset.count_labels,
+        **dealt,
+    )
+    if sampler.sequence_parallel_size > 1 and (layout != "stream" or reuse_buffers):
         raise ConfigError(
             "sequence_parallel_size cuts streams of new memory: leave out layout='rows' and "
             "reuse_buffers"
         )
-    sampler = BucketBatchSampler(
-        schedule,
-        data_parallel_rank=data_parallel_rank,
-        data_parallel_size=data_parallel_size,
-        micro_batch_tokens=micro_batch_tokens,
-        start_step=start_step,
-        num_steps=num_steps,
-        dealing=dealing,
-        uneven=uneven,
-        sequence_parallel_size=sequence_parallel_size,
-        weighted_loss=weighted_loss,
-        count_labels=dataset.count_labels,
-    )
     shape = BatchLayout(
         micro_batch_tokens=micro_batch_tokens,
         kind=layout,
@@ -380,56 +368,40 @@ def build_loader(
             entries = dataset.max_cu_seqlens(own, capacity, schedule.smallest_window)
             own = replace(own, num_cu_seqlens=entries)
         layouts[capacity] = own
-    if data_parallel_rank == 0 and log.isEnabledFor(logging.INFO):
+    if sampler.data_parallel_rank == 0 and log.isEnabledFor(logging.INFO):
         log.info("%s", plan_run(schedule, sampler.start_step + sampler.num_steps))
     return PackedLoader(
-        dataset,
-        sampler,
-        layouts,
+        dataset=dataset,
+        sampler=sampler,
+        layouts=layouts,
         prefetch=prefetch,
         read_ahead=read_ahead,
-        pin_memory=pin_memory,
+        pin_memory=pin_memory and torch.cuda.is_available(),
         reuse_buffers=reuse_buffers,
-        device=device,
+        device=None if device is None else torch.device(device),
         check_ranks_every=check_ranks_every,
     )
 
 
-def _check_same_samples(dataset: PackedDataset, schedule: Schedule) -> None:
-    theirs, ours = schedule.samples.fingerprints, dataset.samples.fingerprints
-    if theirs != ours:
-        raise IndexMismatchError(
-            f"the schedule was made of index {', '.join(theirs)} and the dataset of "
-            f"{', '.join(ours)}; make the schedule from the dataset"
-        )
-
-
+@dataclass(frozen=True, kw_only=True, eq=False)
 class PackedLoader:
     """See ``build_loader``, which makes it. Every iteration begins at ``sampler.start_step``."""
 
-    def __init__(
-        self,
-        dataset: PackedDataset,
-        sampler: BucketBatchSampler,
-        layouts: Mapping[int, BatchLayout],
-        *,
-        prefetch: int = 2,
-        read_ahead: int = 16,
-        pin_memory: bool = False,
-        reuse_buffers: bool = False,
-        device: torch.device | str | None = None,
-        check_ranks_every: int = 0,
-    ) -> None:
-        self.dataset = dataset
-        self.sampler = sampler
-        self.layouts = layouts  # by capacity
-        self.schedule = sampler.schedule
-        self._prefetch = prefetch
-        self._read_ahead = read_ahead
-        self._pin_memory = pin_memory and torch.cuda.is_available()
-        self._reuse_buffers = reuse_buffers
-        self._device = None if device is None else torch.device(device)
-        self._check_ranks_every = check_ranks_every
+    dataset: PackedDataset
+    sampler: BucketBatchSampler
+    layouts: Mapping[int, BatchLayout]
+    """By capacity."""
+    prefetch: int
+    read_ahead: int
+    pin_memory: bool
+    reuse_buffers: bool
+    device: torch.device | None
+    check_ranks_every: int
+
+    @property
+    def schedule(self) -> Schedule:
+        """The sampler's."""
+        return self.sampler.schedule
 
     def __len__(self) -> int:
         """Micro batches of this rank."""
@@ -440,21 +412,21 @@ class PackedLoader:
         return self.schedule.state_dict(step)
 
     def __iter__(self) -> Iterator[Batch]:
-        batches = self._from_thread() if self._prefetch else self._gathered()
-        if self._check_ranks_every:
+        batches = self._from_thread() if self.prefetch else self._gathered()
+        if self.check_ranks_every:
             batches = self._checked(batches)
-        return batches if self._device is None else to_device(batches, self._device)
+        return batches if self.device is None else to_device(batches, self.device)
 
     def _checked(self, batches: Iterator[Batch]) -> Iterator[Batch]:
         """In the consumer's thread, since it communicates; before the first batch of a step."""
-        checker = RankChecker(self.sampler, every=self._check_ranks_every)
+        checker = RankChecker(self.sampler, every=self.check_ranks_every)
         for batch in batches:
             if batch["micro_step"] == 0:
                 checker.check(batch["step"])
             yield batch
 
     def _from_thread(self) -> Iterator[Batch]:
-        ahead = ThreadPrefetcher(self._gathered(), self._prefetch)
+        ahead = ThreadPrefetcher(self._gathered(), self.prefetch)
         try:
             yield from ahead
         finally:
@@ -463,17 +435,17 @@ class PackedLoader:
     def _gathered(self) -> Iterator[Batch]:
         # One is read by the trainer, one is written, the others wait.
         ring = [
-            allocate(self.sampler.micro_batch_tokens, pin_memory=self._pin_memory)
-            for _ in range(self._prefetch + 2 if self._reuse_buffers else 0)
+            allocate(self.sampler.micro_batch_tokens, pin_memory=self.pin_memory)
+            for _ in range(self.prefetch + 2 if self.reuse_buffers else 0)
         ]
         indices = read_indices(self.dataset)
         coming: Iterable[MicroBatch] = self.sampler
         if self.dataset.remote_reads.any:
             coming = fetching_ahead(coming, self.dataset.remote_reads)
-        for i, item in enumerate(reading_ahead(coming, self.dataset, self._read_ahead)):
+        for i, item in enumerate(reading_ahead(coming, self.dataset, self.read_ahead)):
             layout, shared = self.layouts[item.capacity], item.sequence_parallel_size
             size = layout.micro_batch_tokens
-            out = ring[i % len(ring)] if ring else allocate(size, pin_memory=self._pin_memory)
+            out = ring[i % len(ring)] if ring else allocate(size, pin_memory=self.pin_memory)
             batch = self.dataset.micro_batch(
                 item.sample_ids,
                 layout=layout,
@@ -488,3 +460,96 @@ class PackedLoader:
                 batch = cut_slice(batch, self.sampler.data_parallel_rank % shared, shared)
             yield {**batch, **item.about(), "row_tokens": row_tokens}
             next(indices, None)
+
+
+class RankChecker:
+    """Compares the ranks of a torch.distributed group.
+
+    A rank with another seed, file or step would train on, silently, on batches of other shapes and
+    counts. Every ``every`` steps the ranks exchange a few integers that say what they are about to
+    do.
+
+    Args:
+        sampler: of this rank.
+        every: steps between comparisons; the first step is always compared.
+        group: process group; None: the default one.
+
+    ``check`` counts its own calls, so that ranks that stand at different steps still meet.
+    """
+
+    def __init__(
+        self,
+        sampler: BucketBatchSampler,
+        *,
+        every: int = 100,
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
+        self._sampler = sampler
+        self._every = every
+        self._group = group
+        self._calls = 0
+        self._fixed: dict[str, Any] = {
+            "check_ranks_every": every,
+            **sampler.launch,
+            "last_step": sampler.start_step + sampler.num_steps,
+            "stages": [],  # the same fields on all ranks, whatever each was given
+            **sampler.schedule.identity(),
+        }
+
+    def check(self, step: int) -> None:
+        """Before ``step`` is taken; all ranks of the group call it equally often.
+
+        Raises:
+            RankMismatchError: on every rank, naming the ranks and the fields that differ.
+        """
+        due = self._calls % self._every == 0
+        self._calls += 1
+        if not due:
+            return
+        content = self._sampler.schedule.step(step)
+        fields = {
+            "step": step,
+            **self._fixed,
+            "num_micro_steps": self._sampler.num_micro_steps(step),
+            "bucket": content.bucket,
+            "sample_ids": xxhash.xxh3_64_intdigest(content.sample_ids.tobytes()),
+        }
+        table = _gather([_code(value) for value in fields.values()], self._group)
+        problems = [
+            _describe(name, [row[i] for row in table])
+            for i, name in enumerate(fields)
+            if len({row[i] for row in table}) > 1
+        ]
+        if problems:
+            raise RankMismatchError(
+                f"ranks disagree at step {step}: "
+                + "; ".join(problems)
+                + ". Start all ranks with the same files and configuration"
+            )
+
+
+def _code(value: Any) -> int:
+    """Small numbers as they are, everything else by a 62-bit hash."""
+    if isinstance(value, int) and 0 <= value < 1 << 40:
+        return value
+    return xxhash.xxh3_64_intdigest(repr(value).encode()) >> 2 | 1 << 61
+
+
+def _gather(codes: list[int], group: dist.ProcessGroup | None) -> list[list[int]]:
+    on_gpu = dist.get_backend(group) == "nccl"
+    mine = torch.tensor(codes, dtype=torch.int64, device="cuda" if on_gpu else "cpu")
+    table = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(table, mine, group=group)
+    return [row.tolist() for row in table]
+
+
+def _describe(name: str, codes: list[int]) -> str:
+    """``seed is 8 on rank 2 and 7 on the other 3``."""
+    common, _ = Counter(codes).most_common(1)[0]
+    odd = [f"{_shown(code)} on rank {rank}" for rank, code in enumerate(codes) if code != common]
+    others = sum(code == common for code in codes)
+    return f"{name} is {', '.join(odd[:8])} and {_shown(common)} on the other {others}"
+
+
+def _shown(code: int) -> str:
+    return str(code) if code < 1 << 40 else f"#{code & 0xFFFFFFFF:08x}"

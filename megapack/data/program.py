@@ -1,27 +1,44 @@
-"""Stages as they are written -> stages in full: what each of them has, and from which step on."""
+"""A run as a program: its stages in full, and from which step on each of them holds.
+
+- ``StepConfig``, ``ScheduleConfig``: what a step consists of and how steps follow each other; the
+  section ``data:`` of a configuration and every ``Schedule`` have these fields from here.
+- ``Stage``, ``Ramp``: what changes from a step on, as it is written in a manifest.
+- ``Mixture``: what a run says of its sources, beside their documents and samples.
+- ``resolve``: a configuration and a mixture -> ``Program``, one ``StageSettings`` per stage.
+- ``Window``: an attention window, which may grow.
+- ``check_group``, ``ranks_per_micro_batch``: ranks that share micro batches.
+
+    resolve(config, Mixture(names=["web", "math"], weights=[1, 0], stages=[
+        Stage(from_step=100, weights={"math": 1}, ramp=Ramp(until_step=200, pieces=2)),
+        Stage(from_step=150, skip_steps=9),
+    ]))
+    # -> stages from step 0, 100, 150 and 200 with weights (1, 0), (.75, .25), (.25, .75), (0, 1);
+    #    the third has skip_steps 9
+
+What a stage does not say stays as it was. Its weights replace all weights: a source that they do
+not name is not drawn from then on. Every bucket of every source keeps one cursor through all stages
+(``megapack.data.schedule``), so whatever stages do, each of its samples comes once per epoch.
+"""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from decimal import Context, Decimal, localcontext
 from fractions import Fraction
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 
-import numpy as np
-from numpy.typing import NDArray
-
 from megapack.config import check_positive, check_range
-from megapack.data.attention_window import Window
 from megapack.data.bucket_order import order_named
+from megapack.data.sample_order import Scores
 from megapack.errors import ConfigError
 
-# ---- What a schedule is made with, ScheduleConfig, and what it is made of, steps and draws ------
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,10 +65,9 @@ class StepConfig:
     cost_window: int = 1
     """The samples that a source gives to this many consecutive draws of a bucket are put in order
     of attention cost, so that a draw holds samples of like cost (``megapack.data.bucket_order``);
-    for
-    draws with one sample per rank, which no dealing can balance. Costs of steps differ as much more
-    as those of ranks differ less, and sources of unlike costs stay unlike, since every draw has its
-    exact share of each. 1: off."""
+    for draws with one sample per rank, which no dealing can balance. Costs of steps differ as much
+    more as those of ranks differ less, and sources of unlike costs stay unlike, since every draw
+    has its exact share of each. 1: off."""
 
     def __post_init__(self) -> None:
         order_named(self.order)
@@ -80,10 +96,57 @@ class StepConfig:
     def draws_per_step(self) -> int:
         return self.tokens_per_step // self.draw_tokens
 
+    def samples_per_draw(self, capacity: int) -> int:
+        """Samples of one bucket that a draw holds. Raises ConfigError: they do not fill it."""
+        tokens, row = self.draw_tokens, self.row_tokens
+        if row is None:
+            if tokens % capacity:
+                raise ConfigError(
+                    f"a draw of {tokens} tokens cannot consist of samples of {capacity}. Choose a "
+                    f"multiple of {capacity} ({tokens // capacity * capacity} or "
+                    f"{(tokens // capacity + 1) * capacity}), or set row_tokens: a row holds as "
+                    "many whole samples as fit, the rest of it is padding"
+                )
+            return tokens // capacity
+        if tokens % row:
+            raise ConfigError(f"row_tokens {row} does not divide the {tokens} tokens of a draw")
+        if capacity > row:
+            raise ConfigError(f"a row of {row} tokens cannot hold a sample of {capacity}")
+        return tokens // row * (row // capacity)
+
+    def check_micro_batches(
+        self, num_ranks: int, tokens: int, uneven: Literal["error", "pad"], where: str = ""
+    ) -> None:
+        """Refuse ranks among which the micro batches of a draw cannot be dealt.
+
+        Args:
+            num_ranks: data-parallel size.
+            tokens: of a micro batch, one forward of one rank.
+            uneven: ``pad`` gives some ranks an empty micro batch.
+            where: how the message begins.
+
+        Raises:
+            ConfigError: micro batches do not divide the draw, or ranks the micro batches; the
+                message names sizes that do.
+        """
+        if tokens < 1 or self.draw_tokens % tokens:
+            raise ConfigError(
+                f"{where}micro_batch_tokens {tokens} does not divide the {self.draw_tokens} tokens "
+                f"of a draw; with {num_ranks} ranks {_divisors(self.draw_tokens // num_ranks)} "
+                "would"
+            )
+        count = self.draw_tokens // tokens
+        if count % num_ranks and uneven != "pad":
+            raise ConfigError(
+                f"{where}{num_ranks} ranks do not divide the {count} micro batches of {tokens} "
+                f"tokens in a draw of {self.draw_tokens}; use {_divisors(count)} ranks, another "
+                "micro_batch_tokens, or uneven='pad', which gives some ranks an empty micro batch"
+            )
+
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduleConfig(StepConfig):
-    """Everything, beside the index, that decides what a step contains."""
+    """Everything, beside the samples, that decides what a step contains."""
 
     seed: int = 0
     """Of shuffles and of the order of buckets."""
@@ -93,85 +156,47 @@ class ScheduleConfig(StepConfig):
         check_range("run", at_least=0, seed=self.seed)
 
 
-@dataclass(frozen=True, eq=False)
-class Draw:
-    """Samples of one bucket that go through the model together.
+def _divisors(number: int) -> str:
+    """A few divisors, largest last, for a message."""
+    found = [d for d in range(1, min(number, 4096) + 1) if number % d == 0]
+    return ", ".join(map(str, found[-6:])) or "none"
 
-    Attributes:
-        bucket: number of the bucket among those that have samples, by rising capacity.
-        capacity: tokens per sample.
-        sample_ids: (samples,) int64, global ids.
+
+def check_group(size: int, num_ranks: int) -> None:
+    """Refuse groups of ``size`` ranks that do not divide ``num_ranks``. Raises ConfigError."""
+    if size < 1 or num_ranks % size:
+        raise ConfigError(
+            f"sequence_parallel_size is {size}, and {num_ranks} ranks cannot be divided into "
+            "groups of it; choose a divisor"
+        )
+
+
+def ranks_per_micro_batch(
+    capacity: int, micro_batch_tokens: int, sequence_parallel_size: int
+) -> int:
+    """Ranks that share a micro batch of samples of ``capacity`` tokens: one, or a whole group.
+
+    A sample longer than the tokens of one rank's forward is held by a group of consecutive ranks,
+    which exchange what attention needs (``megapack.attention.sequence_parallel``): on short buckets
+    the ranks of a group work apart, on long ones together, always ``micro_batch_tokens`` each.
     """
-
-    bucket: int
-    capacity: int
-    sample_ids: NDArray[np.int64]
-
-
-@dataclass(frozen=True, eq=False)
-class Step:
-    """One optimizer step of all ranks; ``mix="step"`` has one draw, ``micro_step`` several.
-
-    Attributes:
-        index: of the step, counted from 0.
-        draws: what it holds.
-        num_lists: of excluded documents in force.
-        count_labels: (sample ids, num_lists) -> tokens of each sample that have a label.
-    """
-
-    index: int
-    draws: tuple[Draw, ...]
-    num_lists: int
-    count_labels: Callable[[NDArray[np.int64], int], NDArray[np.int64]] = field(repr=False)
-
-    @property
-    def bucket(self) -> int:
-        """Of the first draw."""
-        return self.draws[0].bucket
-
-    @property
-    def capacity(self) -> int:
-        """Of the first draw, tokens per sample."""
-        return self.draws[0].capacity
-
-    @cached_property
-    def sample_ids(self) -> NDArray[np.int64]:
-        """Of all draws, int64."""
-        return np.concatenate([draw.sample_ids for draw in self.draws])
-
-    @cached_property
-    def label_counts(self) -> NDArray[np.int64]:
-        """Of every sample, in the order of ``sample_ids``, tokens that have a label; int64."""
-        return self.count_labels(self.sample_ids, self.num_lists)
-
-    @property
-    def num_label_tokens(self) -> int:
-        """Tokens of the step that have a label: its loss denominator."""
-        return int(self.label_counts.sum())
-
-
-# ---- A way from one blend to another: weights as a function of progress, in pieces of constant wei
-#     stages:
-#       - {from_step: 1000, weights: {web: 0.5, code: 0.5}, ramp: {until_step: 5000, shape: cosine}}
-#
-# Over n steps the share of a source goes from a to b as a + (b - a) f(t / n), with f(x) = x
-# (linear)
-# or (1 - cos(pi x)) / 2 (cosine). The steps are cut into pieces of equal length, each a stage of
-# its
-# own with an exact blend; its shares are the means of a + (b - a) f over its steps.
-#
-# So at the end of every piece the blend has followed f, and between two ends it is at most
-# |b - a| n / (8 pieces^2) steps' worth of tokens from it (linear; pi / 2 times that for cosine):
-# what
-# a function of slope s and mean 0 adds up to over a length h is at most s h^2 / 8. With 32 pieces
-# that is |b - a| n / 8192. To this comes what every stage may be off, 1.69 samples per bucket.
-
-_PI = Decimal("3.14159265358979323846264338327950288419716939937510")
+    return 1 if capacity <= micro_batch_tokens else sequence_parallel_size
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ramp:
-    """How the weights of a stage are reached; they hold from the end of the ramp on."""
+    """How the weights of a stage are reached; they hold from the end of the ramp on.
+
+    Over n steps the share of a source goes from a to b as a + (b - a) f(t / n), with f(x) = x
+    (linear) or (1 - cos(pi x)) / 2 (cosine). The steps are cut into pieces of equal length, each a
+    stage of its own with an exact blend; its shares are the means of a + (b - a) f over its steps.
+
+    So at the end of every piece the blend has followed f, and between two ends it is at most
+    |b - a| n / (8 pieces^2) steps' worth of tokens from it (linear; pi / 2 times that for cosine):
+    what a function of slope s and mean 0 adds up to over a length h is at most s h^2 / 8. With 32
+    pieces that is |b - a| n / 8192. To this comes what every stage may be off, 1.69 samples per
+    bucket.
+    """
 
     until_step: int | None = None
     """The first step that has the stage's own weights."""
@@ -183,75 +208,12 @@ class Ramp:
     def __post_init__(self) -> None:
         if (self.until_step is None) == (self.until_tokens is None):
             raise ConfigError("a ramp ends at until_step or at until_tokens: give one of them")
-        if self.pieces < 1:
-            raise ConfigError(f"pieces of a ramp are {self.pieces}; give 1 or more")
-
-
-def ramp_pieces(
-    ramp: Ramp, begin: int, end: int, before: Sequence[float], after: Sequence[float]
-) -> list[tuple[int, tuple[float, ...]]]:
-    """(first step, shares) of every piece in order, and of what follows the last one.
-
-    Args:
-        ramp: its shape and number of pieces; no piece is shorter than a step.
-        begin, end: steps [begin, end) of the run.
-        before, after: weights of every source, in any unit.
-    """
-    old, new = ([weight / math.fsum(w) for weight in w] for w in (before, after))
-    count = min(ramp.pieces, end - begin)
-    bounds = [(end - begin) * i // count for i in range(count + 1)]
-    result = []
-    for low, high in pairwise(bounds):
-        done = _mean(ramp.shape, low, high, end - begin)
-        shares = tuple(a + (b - a) * done for a, b in zip(old, new, strict=True))
-        result.append((begin + low, shares))
-    return [*result, (end, tuple(after))]
-
-
-def _mean(shape: str, low: int, high: int, length: int) -> float:
-    """Mean of the shape over [low / length, high / length]."""
-    if shape == "linear":
-        return (low + high) / (2 * length)
-    with localcontext(Context(prec=40)):
-        rise = _sine_of_pi(high, length) - _sine_of_pi(low, length)
-        return float(Decimal("0.5") - rise * length / (2 * _PI * (high - low)))
-
-
-def _sine_of_pi(numerator: int, denominator: int) -> Decimal:
-    """sin(pi * numerator / denominator), the same on every machine: libraries differ in the last
-    bit of theirs, and so would the samples."""
-    x = _PI * numerator / denominator
-    term, total, n = x, x, 1
-    while abs(term) > Decimal("1e-35"):
-        n += 2
-        term = -term * x * x / (n * (n - 1))
-        total += term
-    return total
-
-
-# ---- A run as a program: stages, each of which changes something from a step on -----------------
-#     sources:                                  # of the manifest, megapack.data.blend
-#       - {name: web,  prefix: web/docs,  index: web/docs.samples,  weight: 0.8}
-#       - {name: code, prefix: code/docs, index: code/docs.samples, weight: 0.2}
-#       - {name: math, prefix: math/docs, index: math/docs.samples, weight: 0}  # not yet
-#     stages:
-#       - {from_tokens: 2_000_000_000, tokens_per_step: 1048576}
-#       - {from_step: 9000, skip_steps: 200}    # data that made the loss spike
-#       - {from_step: 9500, attention_window: 8192, window_steps: 2000}  # it was 2048 in the
-#       manifest
-#       - {from_step: 12000, weights: {web: 0.5, math: 0.5}, order: grow-p2, loss_weights: {math:
-#       2}}
-#       - {from_step: 14000, weights: {math: 1}, ramp: {until_step: 15000}}  # little by little
-#       - {from_step: 15000, exclude: {web: takedown.txt}}  # documents masked from here on
-#
-# What a stage does not say stays as it was. Its weights replace all weights: a source that they do
-# not name is not drawn from then on. Every bucket of every source keeps one cursor through all
-# stages
-# (``megapack.data.schedule``), so whatever stages do, each of its samples comes once per epoch.
-# ``megapack.data.program`` says in full what every stage then has.
-
-# Of every source: a share of the tokens, 0 for none, None for its size.
-Weights = tuple[float | None, ...]
+        check_positive(
+            "ramp",
+            until_step=self.until_step,
+            until_tokens=self.until_tokens,
+            pieces=self.pieces,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -265,7 +227,7 @@ class Stage:
     weights: dict[str, float] | None = None
     """Source name -> share of the tokens; a source that is not named is not drawn."""
     tokens_per_step: int | None = None
-    """As in ``ScheduleConfig``, like all below."""
+    """As in ``ScheduleConfig``, like all down to micro_step_tokens."""
     order: str | None = None
     num_cycles: int | None = None
     """Goes with order: a stage that gives another order and not this takes the order's own."""
@@ -276,31 +238,37 @@ class Stage:
     over: those samples count as seen, and come again with the next epoch."""
     exclude: dict[str, str] | None = None
     """Source name -> file of document ids, .npy of integers or text with one per line: masked from
-    here to the end of the run (``megapack.data.exclusions``)."""
+    here to the end of the run (``megapack.data.sources``)."""
     ramp: Ramp | None = None
-    """The weights are reached step by step (``megapack.data.program``); None: at once. Later stages
-    without weights leave the ramp going."""
+    """The weights are reached step by step; None: at once. Later stages without weights leave the
+    ramp going."""
     loss_weights: dict[str, float] | None = None
     """Source name -> ``Source.loss_weight`` from here on; that of a source not named stays."""
     attention_window: int | None = None
-    """Attention stays inside pieces of so many tokens of a segment
-    (``megapack.data.attention_window``); 0:
-    inside segments, as without a window."""
+    """Attention stays inside pieces of so many tokens of a segment (``Window``); 0: inside
+    segments, as without a window."""
     window_steps: int = 0
     """The window goes in so many steps from the one before to this one, on a line."""
 
     def __post_init__(self) -> None:
         if (self.from_step is None) == (self.from_tokens is None):
             raise ConfigError("a stage begins at from_step or at from_tokens: give one of them")
-        if self.skip_steps < 0:
-            raise ConfigError(f"skip_steps is {self.skip_steps}; it must be 0 (none) or more")
-        if self.window_steps < 0 or (self.window_steps and not self.attention_window):
+        check_range(
+            str(self),
+            at_least=0,
+            skip_steps=self.skip_steps,
+            attention_window=self.attention_window,
+            window_steps=self.window_steps,
+        )
+        if self.window_steps and not self.attention_window:
             raise ConfigError(
                 f"{self} has window_steps {self.window_steps} and attention_window "
-                f"{self.attention_window}; give the window it goes to, and a number of steps"
+                f"{self.attention_window}; give the window it goes to"
             )
         if self.exclude == {}:
             raise ConfigError(f"{self} has an empty exclude; name a source and its file")
+        if self.weights == {}:
+            raise ConfigError(f"{self} has empty weights; name at least one source")
         if self.ramp is not None and self.weights is None:
             raise ConfigError(f"{self} has a ramp and no weights; give those to reach")
 
@@ -315,6 +283,97 @@ class Stage:
         if self.from_tokens is None:
             return f"the stage from step {self.from_step}"
         return f"the stage from {self.from_tokens} tokens"
+
+
+# Of every source: a share of the tokens, 0 for none, None for its size.
+Weights = tuple[float | None, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mixture:
+    """What a run says of its sources, beside their documents and samples."""
+
+    weights: Sequence[float | None] | None = None
+    """Shares of tokens; None: in proportion to the tokens. A source of weight 0 is not drawn until
+    a stage gives it another."""
+    names: Sequence[str] | None = None
+    """For stages and reports; None: the files."""
+    stages: Sequence[Stage] = ()
+    """What changes at later steps."""
+    scores: Sequence[Scores | None] | None = None
+    """Of every source its order by score; None, also in the list: shuffled."""
+    max_epochs: float | None = None
+    """A run that would repeat a source more often is refused; None: no limit."""
+    loss_weights: Sequence[float] | None = None
+    """Factors on the loss of every source's labels; None: 1 for all."""
+    attention_window: int | None = None
+    """Until a stage says otherwise, tokens (``Window``); None or 0: none."""
+
+    def of(self, names: Sequence[str]) -> Mixture:
+        """The same with names where it has none. Raises ConfigError: not one of each per source."""
+        for what, given in (("weights", self.weights), ("loss weights", self.loss_weights)):
+            if given is not None and len(given) != len(names):
+                raise ConfigError(
+                    f"{len(given)} {what} for {len(names)} indices; give one for each"
+                )
+        weights = self.weights and [None if w is None else float(w) for w in self.weights]
+        scores = self.scores or [None] * len(names)
+        return replace(self, weights=weights, names=list(self.names or names), scores=scores)
+
+
+def numbered(given: Mapping[str, T], names: Sequence[str], what: str) -> dict[int, T]:
+    """Values by name of a source -> by its number. Raises ConfigError: a name that no source has,
+    or several have; ``what`` is how the message begins."""
+    if not given:
+        return {}
+    times, numbers = Counter(names), {name: number for number, name in enumerate(names)}
+    for name in given:
+        if times[name] != 1:
+            raise ConfigError(f"{what} {name!r}; sources are {', '.join(names[:20])}")
+    return {numbers[name]: value for name, value in given.items()}
+
+
+# ---- Stages in full ------------------------------------------------------------------------------
+
+
+class Window(NamedTuple):
+    """A window that goes from ``first`` tokens at step ``begin`` to ``last`` at ``begin + steps``.
+
+    With a window of w tokens a segment is cut at its positions w, 2 w, ...; attention stays inside
+    the pieces, so a token sees at most w others and a step costs less. Labels and position ids
+    stay, so the same tokens are learned. SkyLadder (Zhu et al. 2025, arXiv 2503.15450) begins with
+    short windows and lets them grow to the whole context: faster, and better at the same number of
+    tokens. Only boundaries differ (``cut_bounds`` in ``megapack.data.batch``). RoPE counts relative
+    positions, so it may start over at a boundary (as Megatron's does); layers that are no attention
+    but read the same boundaries (state space models) are cut, too.
+
+    Between its ends it is the line between both, rounded down to a multiple of their greatest
+    common divisor; ``steps`` 0: it is ``last``.
+    """
+
+    last: int
+    first: int = 0
+    begin: int = 0
+    steps: int = 0
+
+    def at(self, step: int) -> int:
+        """Tokens, of a step of the run."""
+        passed = step - self.begin
+        if passed >= self.steps:
+            return self.last
+        unit = math.gcd(self.first, self.last)
+        grown = (self.last - self.first) * passed // (unit * self.steps)
+        return self.first + unit * grown
+
+    def __str__(self) -> str:
+        if not self.steps:
+            return f"{self.last:,} tokens"
+        end = self.begin + self.steps
+        return f"{self.first:,} at step {self.begin:,} to {self.last:,} at step {end:,}"
+
+
+# What a stage may say of its draws; the rest of ScheduleConfig holds for the whole run.
+STAGE_FIELDS = ("tokens_per_step", "order", "num_cycles", "mix", "micro_step_tokens")
 
 
 class StageSettings(NamedTuple):
@@ -337,38 +396,26 @@ class StageSettings(NamedTuple):
         """The attention window of a step of the stage, tokens; None: there is none."""
         return None if self.window is None else self.window.at(step)
 
+    @property
+    def of_draws(self) -> dict[str, Any]:
+        """What it says of its draws, by name."""
+        fields = {name: getattr(self.config, name) for name in STAGE_FIELDS}
+        return {**fields, "weights": self.weights}
+
     def same_draws(self, other: StageSettings) -> bool:
         """Whether it goes on as the other one would have, but for what it skips."""
-        return self.drawn == other.drawn
-
-    @property
-    def drawn(self) -> tuple[Any, ...]:
-        """What decides its draws: equal for two ways to write one thing, as ``drawn_by`` says."""
-        config = self.config
-        return drawn_by(
-            config.tokens_per_step,
-            config.order,
-            config.num_cycles,
-            config.micro_step_tokens,
-            self.weights,
-        )
+        return drawn_by(self.of_draws) == drawn_by(other.of_draws)
 
 
-def drawn_by(
-    tokens_per_step: int,
-    order: str,
-    num_cycles: int | None,
-    micro_step_tokens: int | None,
-    weights: Sequence[float | None],
-) -> tuple[Any, ...]:
-    """What a stage may say of its draws, in one form of all that draw alike.
+def drawn_by(stage: Mapping[str, Any]) -> tuple[Any, ...]:
+    """What a stage says of its draws (``of_draws``), in one form of all that draw alike.
 
     Weights count by their proportions; sources that are not drawn, at the end, by nothing; a step
     of one micro step is one of none; an order has cycles of its own.
     """
-    known = order_named(order)
-    rule = (known.times, tuple(known.odds(16)), num_cycles or known.num_cycles)
-    return (tokens_per_step, micro_step_tokens or tokens_per_step, rule, _shares(tuple(weights)))
+    tokens, order = stage["tokens_per_step"], order_named(stage["order"])
+    rule = (order.times, tuple(order.odds(16)), stage["num_cycles"] or order.num_cycles)
+    return (tokens, stage["micro_step_tokens"] or tokens, rule, _shares(tuple(stage["weights"])))
 
 
 @lru_cache(maxsize=4)  # a stage is compared with the one before it, and then with the next
@@ -410,37 +457,33 @@ def tokens_before(program: Program, step: int) -> int:
 MOST_TOKENS = 1 << 53  # of a run
 
 
-def resolve(
-    config: ScheduleConfig,
-    weights: Weights,
-    names: Sequence[str],
-    stages: Sequence[Stage],
-    *,
-    loss_weights: Sequence[float] | None = None,
-    attention_window: int | None = None,
-) -> Program:
+def resolve(config: ScheduleConfig, mixture: Mixture) -> Program:
     """Stages in full, in order; those that change nothing are left out.
 
     Args:
-        config, weights, loss_weights, attention_window: from step 0 on.
-        names: of the sources, in the order of the weights.
-        stages: the changes, in order.
+        config: from step 0 on.
+        mixture: ``Mixture.of`` the sources.
 
     Raises:
         ConfigError: names the stage, what is wrong with it, and the remedy.
     """
-    given = [weight for weight in weights if weight is None or weight != 0]
-    if None in given and any(weight is not None for weight in given):
+    names = mixture.names or ()
+    weights: Weights = tuple(mixture.weights or [None] * len(names))
+    drawn = [weight for weight in weights if weight != 0]
+    if None in drawn and any(weight is not None for weight in drawn):
         raise ConfigError(
             f"source {names[weights.index(None)]!r} has no weight, others have: give all or none"
         )
-    first = _loss_weights({}, loss_weights, names, "the run")
-    window = _constant(attention_window, "the run")
-    program: Program = (StageSettings(0, 0, config, weights, loss_weights=first, window=window),)
+    check_range("the run", at_least=0, attention_window=mixture.attention_window)
+    window = Window(mixture.attention_window) if mixture.attention_window else None
+    factors = _loss_weights({}, mixture.loss_weights, names, "the run")
+    program: Program = (StageSettings(0, 0, config, weights, loss_weights=factors, window=window),)
     ramp: list[tuple[int, Weights]] = []  # from which steps on one that has begun has which weights
-    for stage in stages:
+    for stage in mixture.stages:
         last = program[-1]
-        begin = _begin(program, stage)
+        begin = stage.from_step
+        if begin is None:
+            begin = _step_of_tokens(program, int(stage.from_tokens or 0))
         if begin <= (last.begin if len(program) > 1 else 0):
             raise ConfigError(
                 f"{stage} begins at step {begin}, and the one before it at {last.begin}: list "
@@ -450,12 +493,10 @@ def resolve(
         program = _ramped(program, ramp, begin)
         last = program[-1]
         ramp = [piece for piece in ramp if piece[0] >= begin]
-        after = _config(stage, last.config)
+        after = _changed(stage, last.config)
         if stage.weights is not None:
             ramp = _pieces(program, stage, begin, after, names)
-        weights = last.weights
-        if ramp and ramp[0][0] == begin:
-            _, weights = ramp.pop(0)
+        weights = ramp.pop(0)[1] if ramp and ramp[0][0] == begin else last.weights
         settings = StageSettings(
             begin=begin,
             skip_steps=stage.skip_steps,
@@ -468,8 +509,12 @@ def resolve(
         )
         if settings == last._replace(begin=begin, skip_steps=0, ramping=settings.ramping):
             continue
-        if not settings.same_draws(last):
-            _check_transition(stage, last.config, settings.config)
+        shuffled = [order_named(of.order).shuffled for of in (last.config, after)]
+        if shuffled[0] != shuffled[1]:
+            raise ConfigError(
+                f"{stage} goes from order {last.config.order} to {after.order}: an epoch cannot be "
+                "both sequential and shuffled; use shuffled orders in all stages"
+            )
         program = (*program, settings)
     program = _ramped(program, ramp, None)
     for number, name in enumerate(names):
@@ -481,12 +526,10 @@ def resolve(
     return program
 
 
-def _begin(program: Program, stage: Stage) -> int:
-    if stage.from_step is not None:
-        return stage.from_step
-    assert stage.from_tokens is not None
+def _step_of_tokens(program: Program, tokens: int) -> int:
+    """The first step before which so many tokens were taken, should the last stage go on."""
     last = program[-1]
-    missing = stage.from_tokens - tokens_before(program, last.begin)
+    missing = tokens - tokens_before(program, last.begin)
     return last.begin + -(-missing // last.config.tokens_per_step)
 
 
@@ -500,35 +543,33 @@ def _check_reach(program: Program, stage: Stage, step: int) -> None:
         )
 
 
-def _weights(stage: Stage, names: Sequence[str]) -> Weights:
-    assert stage.weights is not None
-    times = Counter(names)
-    for name, weight in stage.weights.items():
-        if times[name] != 1:
-            there = ", ".join(names[:20])
-            raise ConfigError(f"{stage} gives {name!r} a weight; sources are {there}")
-        if not isinstance(weight, (int, float)) or not (math.isfinite(weight) and weight > 0):
-            raise ConfigError(
-                f"{stage} gives {name!r} the weight {weight!r}; it must be a positive number "
-                "(leave a source out to draw nothing from it)"
-            )
-    if not stage.weights:
-        raise ConfigError(f"{stage} has empty weights; name at least one source")
-    return tuple(float(stage.weights.get(name, 0)) for name in names)
+def _changed(stage: Stage, before: ScheduleConfig) -> ScheduleConfig:
+    changes = {name: value for name in STAGE_FIELDS if (value := getattr(stage, name)) is not None}
+    if stage.order not in (None, before.order):
+        changes.setdefault("num_cycles", None)
+    if stage.mix == "step":
+        changes.setdefault("micro_step_tokens", None)
+    try:
+        return replace(before, **changes)
+    except ConfigError as error:
+        raise ConfigError(f"{stage}: {error}") from error
 
 
 def _pieces(
     program: Program, stage: Stage, begin: int, config: ScheduleConfig, names: Sequence[str]
 ) -> list[tuple[int, Weights]]:
     """(first step, weights): what the stage says of weights, its ramp in pieces."""
-    wanted, ramp, last = _weights(stage, names), stage.ramp, program[-1]
+    given = stage.weights or {}
+    by_number = numbered(given, names, f"{stage} gives a weight to")
+    _check_above_0(str(stage), "weight", given, "leave a source out to draw nothing from it")
+    wanted = [float(by_number.get(number, 0)) for number in range(len(names))]
+    ramp, last = stage.ramp, program[-1]
     if ramp is None:
-        return [(begin, wanted)]
+        return [(begin, tuple(wanted))]
     end = ramp.until_step
-    if ramp.until_tokens is not None:
-        missing = ramp.until_tokens - tokens_before(program, begin)
+    if end is None:
+        missing = int(ramp.until_tokens or 0) - tokens_before(program, begin)
         end = begin + -(-missing // config.tokens_per_step)
-    assert end is not None
     if end <= begin:
         raise ConfigError(
             f"{stage} begins at step {begin} and its ramp ends at {end}: let it end at a later step"
@@ -540,8 +581,52 @@ def _pieces(
             f"{stage} has a ramp, and the sources no weights that it could go on from: give them "
             "weights in the manifest (their tokens are what they have now)"
         )
-    after = [weight for weight in wanted if weight is not None]
-    return list(ramp_pieces(ramp, begin, end, before, after))
+    return list(ramp_pieces(ramp, begin, end, before, wanted))
+
+
+def ramp_pieces(
+    ramp: Ramp, begin: int, end: int, before: Sequence[float], after: Sequence[float]
+) -> list[tuple[int, tuple[float, ...]]]:
+    """(first step, shares) of every piece in order, and of what follows the last one.
+
+    Args:
+        ramp: its shape and number of pieces; no piece is shorter than a step.
+        begin, end: steps [begin, end) of the run.
+        before, after: weights of every source, in any unit.
+    """
+    old, new = ([weight / math.fsum(w) for weight in w] for w in (before, after))
+    count = min(ramp.pieces, end - begin)
+    bounds = [(end - begin) * i // count for i in range(count + 1)]
+    result = []
+    for low, high in pairwise(bounds):
+        done = _mean(ramp.shape, low, high, end - begin)
+        shares = tuple(a + (b - a) * done for a, b in zip(old, new, strict=True))
+        result.append((begin + low, shares))
+    return [*result, (end, tuple(after))]
+
+
+def _mean(shape: str, low: int, high: int, length: int) -> float:
+    """Mean of the shape over [low / length, high / length]."""
+    if shape == "linear":
+        return (low + high) / (2 * length)
+    with localcontext(Context(prec=40)):
+        rise = _sine_of_pi(high, length) - _sine_of_pi(low, length)
+        return float(Decimal("0.5") - rise * length / (2 * _PI * (high - low)))
+
+
+_PI = Decimal("3.14159265358979323846264338327950288419716939937510")
+
+
+def _sine_of_pi(numerator: int, denominator: int) -> Decimal:
+    """sin(pi * numerator / denominator), the same on every machine: libraries differ in the last
+    bit of theirs, and so would the samples."""
+    x = _PI * numerator / denominator
+    term, total, n = x, x, 1
+    while abs(term) > Decimal("1e-35"):
+        n += 2
+        term = -term * x * x / (n * (n - 1))
+        total += term
+    return total
 
 
 def _ramped(program: Program, ramp: Sequence[tuple[int, Weights]], end: int | None) -> Program:
@@ -567,61 +652,30 @@ def _loss_weights(
     if not changes and before is None:
         return None
     result = [1.0] * len(names) if before is None else [float(weight) for weight in before]
-    times, numbers = Counter(names), {name: number for number, name in enumerate(names)}
-    for name, weight in (changes or {}).items():
-        if times[name] != 1:
-            there = ", ".join(names[:20])
-            raise ConfigError(f"{by} gives {name!r} a loss weight; sources are {there}")
-        result[numbers[name]] = float(weight)
-    for name, weight in zip(names, result, strict=True):
-        if not (math.isfinite(weight) and weight > 0):
-            raise ConfigError(
-                f"{by} gives {name!r} the loss weight {weight}; it must be a positive number (to "
-                "measure a source without training on it, make it a validation set)"
-            )
+    for number, weight in numbered(changes or {}, names, f"{by} gives a loss weight to").items():
+        result[number] = float(weight)
+    remedy = "to measure a source without training on it, make it a validation set"
+    _check_above_0(by, "loss weight", dict(zip(names, result, strict=True)), remedy)
     return tuple(result) if set(result) != {1.0} else None
 
 
-def _constant(tokens: int | None, by: str) -> Window | None:
-    if tokens is not None and tokens < 0:
-        raise ConfigError(f"{by} has attention_window {tokens}; it is positive, or 0 for none")
-    return Window(tokens) if tokens else None
+def _check_above_0(by: str, what: str, values: Mapping[str, float], remedy: str) -> None:
+    try:
+        check_positive(by, **{f"{what} of {name!r}": value for name, value in values.items()})
+    except ConfigError as error:
+        raise ConfigError(f"{error} ({remedy})") from None
 
 
 def _window(stage: Stage, begin: int, before: StageSettings) -> Window | None:
-    if stage.attention_window is None:
+    tokens = stage.attention_window
+    if tokens is None:
         return before.window
-    window = _constant(stage.attention_window, str(stage))
-    if window is None or not stage.window_steps:
-        return window
+    if not stage.window_steps:
+        return Window(tokens) if tokens else None
     first = before.window_at(begin)
     if first is None:
         raise ConfigError(
             f"{stage} has window_steps {stage.window_steps} and there is no window before it to "
             "begin with; give an attention_window to the stage before, or to the manifest"
         )
-    return Window(window.last, first, begin, stage.window_steps)
-
-
-def _config(stage: Stage, before: ScheduleConfig) -> ScheduleConfig:
-    changes: dict[str, Any] = {
-        name: value
-        for name in ("tokens_per_step", "order", "num_cycles", "mix", "micro_step_tokens")
-        if (value := getattr(stage, name)) is not None
-    }
-    if stage.order not in (None, before.order):
-        changes.setdefault("num_cycles", None)
-    if stage.mix == "step":
-        changes.setdefault("micro_step_tokens", None)
-    try:
-        return replace(before, **changes)
-    except ConfigError as error:
-        raise ConfigError(f"{stage}: {error}") from error
-
-
-def _check_transition(stage: Stage, before: ScheduleConfig, after: ScheduleConfig) -> None:
-    if order_named(before.order).shuffled != order_named(after.order).shuffled:
-        raise ConfigError(
-            f"{stage} goes from order {before.order} to {after.order}: an epoch cannot be both "
-            "sequential and shuffled; use shuffled orders in all stages"
-        )
+    return Window(tokens, first, begin, stage.window_steps)

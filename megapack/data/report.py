@@ -1,4 +1,17 @@
-"""What a run will consist of, known before it starts."""
+"""What a run will consist of, known before it starts: counted from cursors, not from its steps.
+
+- ``plan_run``: steps, buckets, shares and epochs of every source. ``check_epochs`` refuses repeats.
+- ``times_drawn``, ``last_step``: how often samples were drawn before a step, and when last.
+- ``unseen_documents``: what a run has not seen yet in the present pass over a source.
+- ``plan_exclusions``: what the lists of excluded documents do to a run.
+
+    print(plan_run(schedule, 1000).table())
+    # ->  weight       realised    epochs      samples  source
+    #     80.00%       80.0001%     0.412      120,000  web
+    #     20.00%       19.9999%     1.730        9,000  code
+
+What a query costs grows with the samples that are asked about, and with neither steps nor epochs.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +26,6 @@ from numpy.typing import NDArray
 from megapack.data.schedule import Schedule, StageDraws
 from megapack.data.sources import segments_of
 from megapack.errors import ConfigError
-
-# ---- How often samples were drawn before a step, and when last: from cursors, not from the steps
-# What a query costs grows with the samples that are asked about, and with neither steps nor epochs.
 
 Ids = NDArray[np.int64]
 
@@ -53,20 +63,12 @@ def last_step(stage: StageDraws, source: int, ids: Ids, step: int) -> int:
 def _by_bucket(stage: StageDraws, source: int, ids: Ids) -> Iterator[tuple[int, Ids, Ids]]:
     """Every bucket that has some of the ids of a source: its capacity, where they stand, and the
     samples counted from its first one."""
-    for capacity, datasets, firsts, sizes in stage.samples.buckets:
-        for at in np.flatnonzero(datasets == source).tolist():
+    for capacity, sources, firsts, sizes in stage.samples.buckets:
+        for at in np.flatnonzero(sources == source).tolist():
             first, size = int(firsts[at]), int(sizes[at])
             mine = np.flatnonzero((first <= ids) & (ids < first + size))
             if len(mine):
                 yield capacity, mine, ids[mine] - first
-
-
-# ---- The documents that a run has not seen yet in the present pass over a source ----------------
-# A source that goes on in another packing (longer samples, other buckets) cannot take over a
-# cursor:
-# its new samples hold seen and unseen documents side by side. What is exact is a packing of the
-# rest:
-# the documents that are unseen at a step, packed by themselves, are a source of their own.
 
 
 def unseen_documents(schedule: Schedule, source: int, step: int) -> tuple[Ids, int]:
@@ -76,6 +78,10 @@ def unseen_documents(schedule: Schedule, source: int, step: int) -> tuple[Ids, i
     before ``step`` (or passed over). With c the least of all documents, the present pass is the one
     behind c whole passes, and unseen in it is what was seen c times. Documents that no sample
     holds, and those masked at ``step``, are not among them.
+
+    A source that goes on in another packing (longer samples, other buckets) cannot take over a
+    cursor: its new samples hold seen and unseen documents side by side. What is exact is a packing
+    of the rest: the unseen documents, packed by themselves, are a source of their own.
 
     Args:
         schedule: of the run.
@@ -99,31 +105,26 @@ def unseen_documents(schedule: Schedule, source: int, step: int) -> tuple[Ids, i
     return unseen[~masked], passes
 
 
-# ---- What the lists of excluded documents do to a run, counted ----------------------------------
-
-
 @dataclass(frozen=True)
 class ExclusionPlan:
-    """What a list of excluded documents does to one source.
-
-    Attributes:
-        source, from_step: whose documents, masked from which step on.
-        num_documents: that no list before it has.
-        num_samples: that hold a piece of them.
-        draws_before: draws of those samples before from_step, when the documents were seen.
-        last_seen: the step of the last of these; None: there is none.
-        draws_since: draws of those samples from from_step on.
-        shown_since: of these, how many still show one of the documents.
-    """
+    """What a list of excluded documents does to one source."""
 
     source: str
+    """Whose documents are masked."""
     from_step: int
+    """The first step at which they are."""
     num_documents: int
+    """Those that no list before it has."""
     num_samples: int
+    """That hold a piece of them."""
     draws_before: int
+    """Draws of those samples before from_step, when the documents were seen."""
     last_seen: int | None
+    """The step of the last of these; None: there is none."""
     draws_since: int
+    """Draws of those samples from from_step on."""
     shown_since: int
+    """Of these, how many still show one of the documents."""
 
 
 def plan_exclusions(schedule: Schedule, num_steps: int) -> list[ExclusionPlan]:
@@ -184,8 +185,8 @@ def _shows(
 
 
 @dataclass(frozen=True)
-class BucketPlan:
-    """One bucket: samples it has, samples per draw, draws and share of tokens of the stage."""
+class BucketShare:
+    """One bucket of a stage: samples it has, samples per draw, draws, and its share of tokens."""
 
     capacity: int
     num_samples: int
@@ -194,8 +195,8 @@ class BucketPlan:
     share: float
 
 
-class DatasetPlan(NamedTuple):
-    """One dataset: the share of tokens asked for and realised, and how often it is repeated."""
+class SourceShare(NamedTuple):
+    """One source: the share of tokens asked for and realised, and how often it is repeated."""
 
     name: str
     weight: float
@@ -205,8 +206,8 @@ class DatasetPlan(NamedTuple):
     epochs: float
 
 
-class DatasetPlans:
-    """One ``DatasetPlan`` per dataset, made when it is asked for: there may be tens of thousands.
+class SourceShares:
+    """One ``SourceShare`` per source, made when it is asked for: there may be tens of thousands.
 
     Attributes:
         names, columns: what the rows hold, each (D,).
@@ -218,12 +219,12 @@ class DatasetPlans:
     def __len__(self) -> int:
         return len(self.names)
 
-    def __iter__(self) -> Iterator[DatasetPlan]:
+    def __iter__(self) -> Iterator[SourceShare]:
         rows = zip(self.names, *(column.tolist() for column in self.columns), strict=True)
-        return map(DatasetPlan._make, rows)  # twice as fast as by the constructor
+        return map(SourceShare._make, rows)  # twice as fast as by the constructor
 
-    def __getitem__(self, i: int) -> DatasetPlan:
-        return DatasetPlan(self.names[i], *(column[i].item() for column in self.columns))
+    def __getitem__(self, i: int) -> SourceShare:
+        return SourceShare(self.names[i], *(column[i].item() for column in self.columns))
 
 
 @dataclass(frozen=True)
@@ -234,22 +235,21 @@ class StagePlan:
     end: int
     steps_per_epoch: int
     tokens_per_step: int
-    buckets: tuple[BucketPlan, ...]
+    buckets: tuple[BucketShare, ...]
     ramping: bool = False
 
     def __str__(self) -> str:
-        return "\n".join(
-            [
-                f"{self.end - self.begin:,} steps of {self.tokens_per_step:,} tokens "
-                f"(one epoch: {self.steps_per_epoch:,} steps)",
-                f"{'bucket':>8} {'samples':>14} {'per draw':>9} {'draws':>12} {'tokens':>8}",
-            ]
-            + [
-                f"{b.capacity:>8} {b.num_samples:>14,} {b.samples_per_draw:>9,} {b.num_draws:>12,} "
-                f"{b.share:>8.2%}"
-                for b in self.buckets
-            ]
-        )
+        rows = [
+            f"{self.end - self.begin:,} steps of {self.tokens_per_step:,} tokens "
+            f"(one epoch: {self.steps_per_epoch:,} steps)",
+            f"{'bucket':>8} {'samples':>14} {'per draw':>9} {'draws':>12} {'tokens':>8}",
+        ]
+        rows += [
+            f"{b.capacity:>8} {b.num_samples:>14,} {b.samples_per_draw:>9,} {b.num_draws:>12,} "
+            f"{b.share:>8.2%}"
+            for b in self.buckets
+        ]
+        return "\n".join(rows)
 
 
 @dataclass(frozen=True)
@@ -258,7 +258,7 @@ class RunPlan:
 
     num_steps: int
     stages: tuple[StagePlan, ...]
-    datasets: DatasetPlans
+    datasets: SourceShares
 
     def __str__(self) -> str:
         lines = []
@@ -275,15 +275,13 @@ class RunPlan:
         return "\n".join([*lines, self.table()])
 
     def table(self) -> str:
-        """One line per dataset: shares of the tokens, and how often each is repeated."""
-        return "\n".join(
-            [f"{'weight':>8} {'realised':>14} {'epochs':>9} {'samples':>12}  dataset"]
-            + [
-                f"{d.weight:>8.2%} {d.realised:>14.4%} {d.epochs:>9.3f} {d.num_samples:>12,}  "
-                f"{d.name}"
-                for d in self.datasets
-            ]
-        )
+        """One line per source: shares of the tokens, and how often each is repeated."""
+        rows = [f"{'weight':>8} {'realised':>14} {'epochs':>9} {'samples':>12}  source"]
+        rows += [
+            f"{s.weight:>8.2%} {s.realised:>14.4%} {s.epochs:>9.3f} {s.num_samples:>12,}  {s.name}"
+            for s in self.datasets
+        ]
+        return "\n".join(rows)
 
 
 def plan_run(schedule: Schedule, num_steps: int) -> RunPlan:
@@ -291,66 +289,58 @@ def plan_run(schedule: Schedule, num_steps: int) -> RunPlan:
     return RunPlan(
         num_steps=num_steps,
         stages=tuple(_plan_stage(stage, end) for stage, end in schedule.spans(num_steps)),
-        datasets=_plan_datasets(schedule, num_steps),
+        datasets=_shares(schedule, num_steps),
     )
 
 
 def _plan_stage(stage: StageDraws, end: int) -> StagePlan:
     draws = stage.num_draws(end)
-    capacities = [stream.capacity for stream in stage.buckets]
-    tokens = draws * stage.samples_per_draw * capacities
+    tokens = draws * stage.samples_per_draw * [stream.capacity for stream in stage.buckets]
+    shares = (tokens / max(1, tokens.sum())).tolist()
+    rows = zip(stage.buckets, stage.samples_per_draw, draws.tolist(), shares, strict=True)
     return StagePlan(
         begin=stage.begin,
         end=end,
         steps_per_epoch=stage.steps_per_epoch,
         tokens_per_step=stage.config.tokens_per_step,
         ramping=stage.ramping,
-        buckets=tuple(
-            BucketPlan(stream.capacity, stream.num_samples, per_draw, int(count), float(share))
-            for stream, per_draw, count, share in zip(
-                stage.buckets,
-                stage.samples_per_draw,
-                draws,
-                tokens / max(1, tokens.sum()),
-                strict=True,
-            )
-        ),
+        buckets=tuple(BucketShare(s.capacity, s.num_samples, *row) for s, *row in rows),
     )
 
 
-def _plan_datasets(schedule: Schedule, num_steps: int) -> DatasetPlans:
+def _shares(schedule: Schedule, num_steps: int) -> SourceShares:
     """Weights are the mean over the stages, by their tokens."""
-    source = schedule.samples
-    there = source.tokens_per_epoch
+    samples = schedule.samples
+    there = samples.tokens_per_epoch
     taken, wanted = np.zeros(len(there), np.int64), np.zeros(len(there))
     for stage, end in schedule.spans(num_steps):
         before = int(taken.sum())
-        for capacity, datasets, samples in stage.taken(end):
-            taken[datasets] += samples * capacity
+        for capacity, sources, counts in stage.taken(end):
+            taken[sources] += counts * capacity
         given = np.array(stage.weights, np.float64)  # nan for None
         shares = np.where(np.isnan(given), there, given)
         wanted += shares / shares.sum() * (int(taken.sum()) - before)
     total = max(1, int(taken.sum()))
-    samples = np.diff(source.bases)
-    return DatasetPlans(source.names, wanted / total, taken / total, samples, taken, taken / there)
+    columns = (wanted / total, taken / total, np.diff(samples.bases), taken, taken / there)
+    return SourceShares(samples.names, *columns)
 
 
 def check_epochs(schedule: Schedule, num_steps: int) -> None:
-    """Refuse a run that repeats a dataset more often than allowed.
+    """Refuse a run that repeats a source more often than allowed.
 
     A draw per bucket and stage more is granted: the last one of an epoch reaches into the next.
 
     Raises:
-        ConfigError: names the dataset, how often it would be repeated, and the remedies.
+        ConfigError: names the source, how often it would be repeated, and the remedies.
     """
-    limit = schedule.samples.max_epochs
+    limit = schedule.samples.mixture.max_epochs
     if limit is None or num_steps == 0:
         return
-    worst = max(plan_run(schedule, num_steps).datasets, key=lambda dataset: dataset.epochs)
+    worst = max(plan_run(schedule, num_steps).datasets, key=lambda source: source.epochs)
     slack = sum(len(stage.buckets) for stage in schedule.stages) / num_steps
     if worst.epochs > limit * (1 + slack):
         raise ConfigError(
-            f"{num_steps} steps would repeat dataset {worst.name} {worst.epochs:.2f} times; "
+            f"{num_steps} steps would repeat source {worst.name} {worst.epochs:.2f} times; "
             f"max_epochs is {limit:g}. Lower its weight ({worst.weight:.4g}), run fewer steps, add "
             "data, or raise max_epochs"
         )

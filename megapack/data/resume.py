@@ -3,50 +3,59 @@
 There is no generator state: any step is computed from (indices, program, step). So a state fits
 every number of ranks, micro batch size and number of workers. All a resume has to do is to refuse a
 program that rewrites what was done, and to say what another one changes from now on.
+
+- ``identity``: everything that decides the order of samples, as JSON.
+- ``check_state``, ``resume_step``: a saved state against the run that is to go on from it.
+
+    check_state({..., "seed": 8}, {..., "seed": 7, "step": 100})
+    # -> ResumeError: this run would not see the samples the checkpoint's run would have seen: seed
+    #    was 7 and is 8. Restore the former configuration, or allow_change=(seed) to go on ...
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import fields
 from typing import Any
 
 from megapack.config import check_known, to_dict
 from megapack.data.bucket_order import order_named
-from megapack.data.program import Program, StageSettings, drawn_by
+from megapack.data.program import (
+    STAGE_FIELDS,
+    Program,
+    ScheduleConfig,
+    StageSettings,
+    drawn_by,
+)
 from megapack.data.sources import SampleSource
 from megapack.errors import ResumeError
-
-__all__ = ["ORDER_VERSION", "check_allowed", "check_state", "identity", "resume_step"]
 
 # Raised whenever the same (index, configuration, step) would give other samples than before.
 # 2: blends take from their datasets by exact weights.
 # 3: windows of cost order the samples of every source by themselves, inside an epoch.
 ORDER_VERSION = 3
 
+# What a stage can change, and the rest. The last two are not of the order of samples, and written
+# only where there are some.
+_STAGE = (*STAGE_FIELDS, "weights")
+_TRAINING = ("loss_weights", "attention_window")
+_WHOLE_RUN = (
+    "order_version",
+    *(field.name for field in fields(ScheduleConfig) if field.name not in STAGE_FIELDS),
+    "indices",
+)
 _RESHUFFLED = "from here on the samples of the epoch come in another order: some again, some not"
-_CONSEQUENCE = {
+_CONSEQUENCE = dict.fromkeys((*_WHOLE_RUN, *_STAGE, "skip_steps", "from_step"), _RESHUFFLED) | {
     "order_version": "another version of megapack orders samples differently; " + _RESHUFFLED,
     "tokens_per_step": "the step number is converted by tokens seen; a step draws other samples",
-    "seed": _RESHUFFLED,
-    "order": _RESHUFFLED,
-    "num_cycles": _RESHUFFLED,
-    "mix": _RESHUFFLED,
-    "micro_step_tokens": _RESHUFFLED,
     "row_tokens": "draws hold another number of samples; " + _RESHUFFLED,
     "cost_window": "samples of a window are grouped differently; " + _RESHUFFLED,
     "indices": "other data; the epochs counted so far no longer mean anything",
-    "weights": "datasets are taken in other proportions; " + _RESHUFFLED,
-    "skip_steps": _RESHUFFLED,
+    "weights": "sources are taken in other proportions; " + _RESHUFFLED,
     "exclude": "documents are masked that were not, or seen that were masked",
-    "from_step": _RESHUFFLED,
     "loss_weights": "the same samples are drawn, and their losses count otherwise",
     "attention_window": "the same samples are drawn, and attention in them reaches as far as now",
 }
-# What a stage cannot change.
-_WHOLE_RUN = ("order_version", "seed", "row_tokens", "cost_window", "indices")
-_STAGE = ("tokens_per_step", "order", "num_cycles", "mix", "micro_step_tokens", "weights")
-# Of both: not of the order of samples, and written only where there are some.
-_TRAINING = ("loss_weights", "attention_window")
 
 State = Mapping[str, Any]
 _Difference = tuple[str, str]  # the field, and both values in words
@@ -64,37 +73,31 @@ def identity(program: Program, samples: SampleSource) -> dict[str, Any]:
         **to_dict(program[0].config),
         "num_cycles": first["num_cycles"],
         "indices": list(samples.fingerprints),
-        "weights": samples.weights,
+        "weights": samples.mixture.weights,
         **{name: first[name] for name in _TRAINING if name in first},
     }
     return {**whole, "stages": later} if later else whole
 
 
 def _plain(stage: StageSettings, samples: SampleSource) -> dict[str, Any]:
-    config, factors = stage.config, _of_drawn(stage)
-    masked = samples.exclusions.digests(stage.num_lists, samples.names)
-    plain = {
-        "from_step": stage.begin,
-        "skip_steps": stage.skip_steps,
-        "tokens_per_step": config.tokens_per_step,
-        "order": config.order,
-        "num_cycles": config.num_cycles or order_named(config.order).num_cycles,
-        "mix": config.mix,
-        "micro_step_tokens": config.micro_step_tokens,
-        "weights": list(stage.weights),
-        **({} if factors is None else {"loss_weights": factors}),
-        **({} if stage.window is None else {"attention_window": list(stage.window)}),
-    }
-    return {**plain, "exclude": masked} if masked else plain
-
-
-def _of_drawn(stage: StageSettings) -> list[float] | None:
-    """Loss weights up to the last one that is not 1, of what is drawn; None: there is none."""
+    # Loss weights up to the last one that is not 1, of what is drawn.
     pairs = zip(stage.loss_weights or (), stage.weights, strict=False)
     factors = [1.0 if weight == 0 else factor for factor, weight in pairs]
     while factors and factors[-1] == 1:
         factors.pop()
-    return factors or None
+    optional = {
+        "loss_weights": factors,
+        "attention_window": list(stage.window or ()),
+        "exclude": samples.exclusions.digests(stage.num_lists, samples.names),
+    }
+    return {
+        "from_step": stage.begin,
+        "skip_steps": stage.skip_steps,
+        **stage.of_draws,
+        "num_cycles": stage.config.num_cycles or order_named(stage.config.order).num_cycles,
+        "weights": list(stage.weights),
+        **{name: value for name, value in optional.items() if value},
+    }
 
 
 def check_state(current: State, state: State, allow_change: Collection[str] = ()) -> list[str]:
@@ -159,7 +162,7 @@ def _whole_run(current: State, state: State, step: int) -> Iterator[_Difference]
         now = current[name]
         same = then[:num_drawn] == now[:num_drawn] if name == "indices" else then == now
         if not same:
-            yield name, _both(name, then, now)
+            yield name, f"{name} was {then!r} and is {now!r}"
 
 
 def _stages(current: State, state: State, step: int) -> Iterator[tuple[int, list[_Difference]]]:
@@ -167,14 +170,14 @@ def _stages(current: State, state: State, step: int) -> Iterator[tuple[int, list
     now, then = _all_stages(current), _all_stages(state)
     last: list[_Difference] = []
     for begin in sorted({stage["from_step"] for stage in (*now, *then)} | {step}):
-        ours, theirs = _at(now, begin), _at(then, begin)
-        alike = _drawn_by(ours) == _drawn_by(theirs)
+        ours, theirs = ([s for s in of if s["from_step"] <= begin][-1] for of in (now, then))
+        alike = drawn_by(ours) == drawn_by(theirs)
         fields = [
             name for name in ours if ours[name] != theirs[name] and not (alike and name in _STAGE)
         ]
         if len(fields) > 1 and "from_step" in fields:
             fields.remove("from_step")  # of two stages that differ anyway
-        found = [(name, _both(name, theirs[name], ours[name])) for name in fields]
+        found = [(name, f"{name} was {theirs[name]!r} and is {ours[name]!r}") for name in fields]
         if found and found != last:
             yield begin, found
         last = found
@@ -183,7 +186,7 @@ def _stages(current: State, state: State, step: int) -> Iterator[tuple[int, list
 def _all_stages(state: State) -> list[dict[str, Any]]:
     """The stages of a state in full, but those that change nothing.
 
-    Weights are without what is not drawn at their end.
+    Weights are those up to the last source that is drawn: later ones may have come since.
     """
     # What a stage without them does not speak of.
     always: dict[str, Any] = {"exclude": {}, **dict.fromkeys(_TRAINING)}
@@ -193,31 +196,15 @@ def _all_stages(state: State) -> list[dict[str, Any]]:
     stages = [first, *state.get("stages", ())]
     found: list[dict[str, Any]] = []
     for given in stages:
-        stage = {**always, **given, "weights": _drawn(given["weights"])}
-        if found and not stage["skip_steps"] and _drawn_by(found[-1]) == _drawn_by(stage):
+        weights = given["weights"]
+        drawn = max(i + 1 for i, weight in enumerate(weights) if weight != 0)
+        stage = {**always, **given, "weights": list(weights[:drawn])}
+        if found and not stage["skip_steps"] and drawn_by(found[-1]) == drawn_by(stage):
             rest = [name for name in stage if name not in ("from_step", "skip_steps", *_STAGE)]
             if all(stage[name] == found[-1][name] for name in rest):
                 continue
         found.append(stage)
     return found
-
-
-def _drawn_by(stage: Mapping[str, Any]) -> tuple[Any, ...]:
-    names = ("tokens_per_step", "order", "num_cycles", "micro_step_tokens", "weights")
-    return drawn_by(*(stage[name] for name in names))
-
-
-def _drawn(weights: Sequence[float | None]) -> list[float | None]:
-    """Weights up to the last source that is drawn: later sources may have come since."""
-    return list(weights[: max(i + 1 for i, weight in enumerate(weights) if weight != 0)])
-
-
-def _at(stages: Sequence[dict[str, Any]], step: int) -> dict[str, Any]:
-    return [stage for stage in stages if stage["from_step"] <= step][-1]
-
-
-def _both(name: str, then: Any, now: Any) -> str:
-    return f"{name} was {then!r} and is {now!r}"
 
 
 def resume_step(current: State, state: State, allow_change: Collection[str] = ()) -> int:

@@ -17,18 +17,15 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from megapack.config import check_positive, check_range
 from megapack.data.blend import BlendConfig, load_blend
-from megapack.data.program import ScheduleConfig, StepConfig
+from megapack.data.program import ScheduleConfig, StepConfig, check_group
 from megapack.data.report import check_epochs
 from megapack.data.schedule import Schedule
-from megapack.data.sequence_parallel import check_group, check_ranks
 from megapack.errors import ConfigError
 from megapack.packing.sharded import SourceIndex, is_shard_manifest
 
 if TYPE_CHECKING:
     from megapack.data.dataset import PackedDataset
     from megapack.data.sampler import BucketBatchSampler
-
-__all__ = ["DataConfig", "OpenRun", "PlannedRun", "RunConfig", "open_run", "plan_steps"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,13 +85,7 @@ class DataConfig(StepConfig):
             ConfigError: naming sizes that would do.
         """
         check_group(sequence_parallel_size, num_ranks)
-        check_ranks(
-            num_ranks,
-            draw_tokens=self.draw_tokens,
-            micro_batch_tokens=self.micro_batch_tokens,
-            uneven=self.uneven,
-            where="data: ",
-        )
+        self.check_micro_batches(num_ranks, self.micro_batch_tokens, self.uneven, "data: ")
 
     def schedule(self, seed: int) -> ScheduleConfig:
         """What decides the content of steps."""
@@ -200,7 +191,7 @@ def plan_steps(config: RunConfig, samples: PackedDataset | Sequence[SourceIndex]
     Raises:
         ConfigError: sizes do not fit, or the run would repeat a source too often.
     """
-    schedule = Schedule.from_config(samples, config.data.schedule(config.seed))
+    schedule = Schedule(samples, config.data.schedule(config.seed))
     num_steps = config.num_steps or schedule.num_steps(config.num_epochs)
     check_epochs(schedule, num_steps)
     return PlannedRun(

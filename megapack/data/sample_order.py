@@ -1,19 +1,27 @@
 """One bucket of a source as an endless sequence of epochs, each of which has every sample once.
 
+- ``Epochs``: which sample a cursor takes, and which cursor took a sample.
+- ``BlockOrder``: of an arranged source, straight through once, then by shuffled blocks.
+- ``ScoreOrder``, ``Scores``: by a number per document (quality, perplexity, ...).
+- ``Move``: cursors that a window of cost (``megapack.data.bucket_order``) has put in order anew.
+
 A cursor counts the samples that were taken: in a bucket of n samples cursor c stands at place
 ``c mod n`` of epoch ``c div n``, and takes the sample that the order of that epoch has there: a
-shuffle, the order of the index, or one of its own (by score, by blocks of an arranged source).
-Where a window of cost (``megapack.data.bucket_order``) has put the next samples into another
-order, that
-is remembered as a ``Move``: its cursors take the same samples of the same epochs, each once. So an
-epoch is a permutation whatever was moved. Samples are counted from the bucket's first one here.
+shuffle, the order of the index, or one of its own. Of a bucket of 3 samples, shuffled to 2 0 1 and
+then to 1 2 0, cursors 1 to 4 take
+
+    Epochs(size=3, key=...).samples(1, 4)              # -> 0 1 1 2
+    Epochs(size=3, key=..., move=Move(1, [1, 0]))      # -> 1 0 1 2
+
+A move gives its cursors the same samples of the same epochs, each once, so an epoch is a
+permutation whatever was moved. Samples are counted from the bucket's first one here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -26,21 +34,19 @@ from megapack.errors import ConfigError, FormatError
 from megapack.packing import SampleIndex
 from megapack.packing.sharded import Arranged, SourceIndex
 
-# ---- The order of an arranged source: straight through once, then by shuffled blocks ------------
-# ``megapack-build arrange`` writes the samples of every bucket in one random order, which the first
-# epoch takes as it is. A later epoch takes the blocks of a bucket, consecutive samples of about
-# ``block_tokens`` tokens, in a random order, and shuffles the samples inside every window of
-# ``window_blocks`` of these. So files are read by whole blocks in every epoch, and since which
-# samples are together in a block is random, so is what a step holds; what it is not is independent
-# of
-# the epoch before: samples of one block come close to each other again
-# (tests/data/test_blocks.py measures how close).
-
 Ids = NDArray[np.int64]
 
 
 class BlockOrder:
     """The samples of one bucket of an arranged source, epoch after epoch.
+
+    ``megapack-build arrange`` writes the samples of every bucket in one random order, which the
+    first epoch takes as it is. A later epoch takes the blocks of a bucket, consecutive samples of
+    about ``block_tokens`` tokens, in a random order, and shuffles the samples inside every window
+    of ``window_blocks`` of these. So files are read by whole blocks in every epoch, and since which
+    samples are together in a block is random, so is what a step holds; what it is not is
+    independent of the epoch before: samples of one block come close to each other again
+    (tests/data/test_arranging.py measures how close).
 
     Args:
         size: samples of the bucket.
@@ -54,33 +60,28 @@ class BlockOrder:
         self.window = arranged.window_blocks
         self.num_blocks = -(-size // self.block)
 
-    def samples(self, key_of: Callable[[int], int], begin: int, count: int) -> Ids:
-        """Samples at positions [begin, begin + count) of the endless sequence of epochs.
-
-        Args:
-            key_of: epoch -> key of its shuffle.
-        """
+    def range(self, epoch: int, key: int, place: int, count: int) -> Ids:
+        """Samples at places [place, place + count) of an epoch, given its key."""
+        if epoch == 0:
+            return np.arange(place, place + count, dtype=np.int64)
         result, done = np.empty(count, np.int64), 0
         while done < count:
-            epoch, place = divmod(begin + done, self.size)
-            number = min(count - done, self.size - place)
-            if epoch == 0:
-                result[done : done + number] = np.arange(place, place + number)
-            else:
-                key = key_of(epoch)
-                first, window = self._window_of(key, place)
-                number = min(number, first + len(window) - place)
-                mixed = _core.permute_range(
-                    _core.random_bits(key, first + 1), len(window), place - first, number
-                )
-                result[done : done + number] = window[mixed]
-            done += number
+            at = place + done
+            number = at // (self.block * self.window)
+            first, window = self._window(key, number)
+            if at >= first + len(window):  # the short block came before
+                first, window = self._window(key, number + 1)
+            some = min(count - done, first + len(window) - at)
+            bits = _core.random_bits(key, first + 1)
+            mixed = _core.permute_range(bits, len(window), at - first, some)
+            result[done : done + some] = window[mixed]
+            done += some
         return result
 
     def places(self, epoch: int, key: int, samples: Ids) -> Ids:
         """Where some samples stand in an epoch, given its key."""
         if epoch == 0:
-            return samples
+            return np.array(samples)
         slots = _core.permute_inverse(key, self.num_blocks, samples // self.block)
         result = np.empty_like(samples)
         for number in np.unique(slots // self.window).tolist():
@@ -91,14 +92,6 @@ class BlockOrder:
             bits = _core.random_bits(key, first + 1)
             result[mine] = first + _core.permute_inverse(bits, len(window), inside)
         return result
-
-    def _window_of(self, key: int, place: int) -> tuple[int, Ids]:
-        """The window that a place of an epoch lies in, as of ``_window``."""
-        number = place // (self.block * self.window)
-        first, window = self._window(key, number)
-        if place >= first + len(window):  # the short block came before
-            first, window = self._window(key, number + 1)
-        return first, window
 
     def _window(self, key: int, number: int) -> tuple[int, Ids]:
         """Where a window of an epoch begins, and its samples before they are mixed."""
@@ -114,26 +107,12 @@ class BlockOrder:
         return slot * self.block - lacking * came_before, np.concatenate(parts)
 
 
-# ---- Order by score: a number per document (quality, perplexity, ...) orders a source's samples -
-#     sources:
-#       - {name: web, prefix: web/docs, index: web/docs.samples, scores: web/quality.npy}
-#
-# In every epoch of a bucket of the source its samples come by their score, ascending or descending,
-# instead of shuffled: the mean of its documents' scores, weighted by their tokens in it. Samples of
-# equal score are shuffled among themselves, anew in every epoch; so a score with few values makes
-# phases, and one that is the same everywhere is a shuffle. Blends, buckets and cursors stay as they
-# are, and a position of an epoch is still found without those before it.
-#
-# With the best documents last, a learning rate that has decayed by then wastes them: decay it
-# moderately, or not at all and average the last checkpoints (Luo et al., arXiv 2511.18903).
-
-
-_CHUNK = 1 << 22  # samples at a time
-
-
 @dataclass(frozen=True, kw_only=True)
 class Scores:
     """A file of scores and what is made of it.
+
+        sources:
+          - {name: web, prefix: web/docs, index: web/docs.samples, scores: web/quality.npy}
 
     Attributes:
         path: a .npy of one finite number per document of the dataset.
@@ -173,7 +152,13 @@ class Scores:
 
 
 class ScoreOrder:
-    """The samples of one bucket of a source by rising place in the order.
+    """The samples of one bucket of a source by the mean score of their documents, weighted by the
+    tokens of each.
+
+    Samples of equal score are shuffled among themselves, anew in every epoch; so a score with few
+    values makes phases, and one that is the same everywhere is a shuffle. With the best documents
+    last, a learning rate that has decayed by then wastes them: decay it moderately, or not at all
+    and average the last checkpoints (Luo et al., arXiv 2511.18903).
 
     Args:
         means: (samples,) score of each; the lowest comes first.
@@ -185,57 +170,42 @@ class ScoreOrder:
         starts = np.flatnonzero(np.r_[True, by_rank[1:] != by_rank[:-1]])
         self._starts = np.r_[starts, len(means)]  # of the samples of equal score
 
-    def samples(self, key_of: Callable[[int], int], begin: int, count: int) -> Ids:
-        """Samples at positions [begin, begin + count) of the endless sequence of epochs.
+    def range(self, epoch: int, key: int, place: int, count: int) -> Ids:  # noqa: ARG002
+        """Samples at places [place, place + count) of an epoch, given its key."""
+        ranks = np.arange(place, place + count)
+        first, last = np.searchsorted(self._starts, [place, place + count - 1], side="right") - 1
+        groups = self._starts[first : last + 2]
+        shared = np.flatnonzero(np.diff(groups) > 1)
+        for start, end in zip(groups[shared].tolist(), groups[shared + 1].tolist(), strict=True):
+            low, high = max(start, place), min(end, place + count)
+            bits = _core.random_bits(key, start)
+            mixed = _core.permute_range(bits, end - start, low - start, high - low)
+            ranks[low - place : high - place] = start + mixed
+        found: Ids = self._order[ranks]
+        return found
 
-        Args:
-            key_of: epoch -> key of its shuffle.
-        """
-        size, result = len(self._order), np.empty(count, np.int64)
-        done = 0
-        while done < count:
-            epoch, place = divmod(begin + done, size)
-            number = min(count - done, size - place)
-            result[done : done + number] = self._order[self._ranks(key_of(epoch), place, number)]
-            done += number
-        return result
-
-    def places(self, epoch: int, key: int, samples: Ids) -> Ids:  # noqa: ARG002 (as BlockOrder)
+    def places(self, epoch: int, key: int, samples: Ids) -> Ids:  # noqa: ARG002
         """Where some samples stand in an epoch, given its key."""
-        ranks = self._inverse[samples]
+        ranks: Ids = self._ranks[samples]
         group = np.searchsorted(self._starts, ranks, side="right") - 1
         order = np.argsort(group, kind="stable")
         present, begins = np.unique(group[order], return_index=True)
         for at, mine in zip(present.tolist(), np.split(order, begins[1:]), strict=True):
             start, end = self._starts[at : at + 2].tolist()
             if end - start > 1:
-                own = ranks[mine] - start
-                ranks[mine] = start + _core.permute_inverse(_mixed(key, start), end - start, own)
+                bits = _core.random_bits(key, start)
+                own = _core.permute_inverse(bits, end - start, ranks[mine] - start)
+                ranks[mine] = start + own
         return ranks
 
-    def _ranks(self, key: int, place: int, number: int) -> Ids:
-        """Ranks at places [place, place + number) of an epoch: those of equal score shuffled."""
-        ranks = np.arange(place, place + number)
-        first, last = np.searchsorted(self._starts, [place, place + number - 1], side="right") - 1
-        groups = self._starts[first : last + 2]
-        shared = np.flatnonzero(np.diff(groups) > 1)
-        for start, end in zip(groups[shared].tolist(), groups[shared + 1].tolist(), strict=True):
-            low, high = max(start, place), min(end, place + number)
-            ranks[low - place : high - place] = start + _core.permute_range(
-                _mixed(key, start), end - start, low - start, high - low
-            )
+    @cached_property
+    def _ranks(self) -> Ids:
+        ranks = np.empty_like(self._order)
+        ranks[self._order] = np.arange(len(self._order))
         return ranks
 
-    @property
-    def _inverse(self) -> Ids:
-        if not hasattr(self, "_ranks_of"):
-            self._ranks_of = np.empty_like(self._order)
-            self._ranks_of[self._order] = np.arange(len(self._order))
-        return self._ranks_of
 
-
-def _mixed(key: int, start: int) -> int:
-    return int(_core.random_bits(key, start))
+_CHUNK = 1 << 22  # samples at a time
 
 
 def score_orders(
@@ -286,7 +256,8 @@ def _means(
 
 
 class Move(NamedTuple):
-    """What cursors from ``begin`` on take, one sample each."""
+    """What cursors from ``begin`` on take, one sample each, instead of the same ones in their
+    former order."""
 
     begin: int
     samples: Ids
@@ -297,7 +268,7 @@ class Move(NamedTuple):
 
 
 class Epochs(NamedTuple):
-    """See the module."""
+    """The order of one bucket of a source; see the module."""
 
     size: int
     """Samples of the bucket."""
@@ -305,51 +276,60 @@ class Epochs(NamedTuple):
     """Of the shuffles of all epochs; None: every epoch is in the order of the index."""
     order: ScoreOrder | BlockOrder | None = None
     """Instead of a shuffle."""
-    moves: tuple[Move, ...] = ()
-    """Ranges of cursors that do not overlap, each with the samples of its range in other order."""
+    move: Move | None = None
 
     def samples(self, cursor: int, count: int) -> Ids:
         """What cursors ``[cursor, cursor + count)`` take."""
         if self.key is None:
             result = np.arange(cursor, cursor + count) % self.size
-        elif self.order is not None:
-            result = self.order.samples(partial(_core.random_bits, self.key), cursor, count)
-        else:
+        elif self.order is None:
             size, begin, number = np.array([[self.size], [cursor], [count]], np.int64)
             key = np.array([self.key], np.uint64)
             result = _core.permute_epochs(key, size, begin, number, True)
-        for begin, moved in self.moves:
-            low, high = max(cursor, begin), min(cursor + count, begin + len(moved))
+        else:
+            result, done = np.empty(count, np.int64), 0
+            while done < count:
+                epoch, place = divmod(cursor + done, self.size)
+                some = min(count - done, self.size - place)
+                key_of_epoch = _core.random_bits(self.key, epoch)
+                result[done : done + some] = self.order.range(epoch, key_of_epoch, place, some)
+                done += some
+        if self.move is not None:
+            begin, moved = self.move
+            low, high = max(cursor, begin), min(cursor + count, self.move.end)
             if low < high:
                 result[low - cursor : high - cursor] = moved[low - begin : high - begin]
         return result
 
     def moved(self, begin: int, samples: Ids) -> Epochs:
-        """The same, and cursors from ``begin`` on take their samples in this order."""
-        new = Move(begin, samples)
-        met = [move for move in self.moves if move.begin < new.end and new.begin < move.end]
-        apart = [move for move in self.moves if move.begin >= new.end or new.begin >= move.end]
-        low, high = min(m.begin for m in (new, *met)), max(m.end for m in (new, *met))
-        joined = self.samples(low, high - low)
-        joined[new.begin - low : new.end - low] = samples
-        return self._replace(moves=(*apart, Move(low, joined)))
+        """The same, and cursors from ``begin`` on take their samples in this order.
+
+        What was moved before stays, unless all of it lies before ``begin``.
+        """
+        low, end = begin, begin + len(samples)
+        if self.move is not None and begin < self.move.end:
+            low, end = min(begin, self.move.begin), max(end, self.move.end)
+        joined = self.samples(low, end - low)
+        joined[begin - low : begin - low + len(samples)] = samples
+        return self._replace(move=Move(low, joined))
 
     def places(self, epoch: int, samples: Ids) -> Ids:
         """Where some samples stand in an epoch."""
-        first = epoch * self.size
         places: Ids
         if self.key is None:
             places = samples.copy()
-        elif self.order is not None:
-            places = self.order.places(epoch, _core.random_bits(self.key, epoch), samples).copy()
         else:
             key = _core.random_bits(self.key, epoch)
-            places = _core.permute_inverse(key, self.size, samples)
-        for move in self.moves:
-            low, high = max(move.begin, first), min(move.end, first + self.size)
+            if self.order is None:
+                places = _core.permute_inverse(key, self.size, samples)
+            else:
+                places = self.order.places(epoch, key, samples)
+        if self.move is not None:
+            first = epoch * self.size
+            low, high = max(self.move.begin, first), min(self.move.end, first + self.size)
             there = (low <= places + first) & (places + first < high)
             if there.any():
-                own = move.samples[low - move.begin : high - move.begin]
+                own = self.move.samples[low - self.move.begin : high - self.move.begin]
                 by_id = np.argsort(own)
                 found = np.searchsorted(own, samples[there], sorter=by_id)
                 places[there] = low - first + by_id[found]

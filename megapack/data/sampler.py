@@ -1,10 +1,20 @@
-"""BucketBatchSampler: the micro batches of one rank, step after step."""
+"""The micro batches of one rank, step after step, dealt for equal work.
+
+- ``BucketBatchSampler``: the steps of a schedule -> the micro batches of a rank.
+- ``deal``, ``equal_groups``: the samples of a draw -> ranks and micro batches.
+
+    deal([9, 4, 4, 1], num_ranks=2, num_micro_batches=2)
+    # -> rank 0 has samples 0 and 3, rank 1 has 1 and 2: loads 10 and 8 (in order: 13 and 5)
+
+Within one bucket all samples cost the linear layers the same; their attention differs, with the sum
+of squared segment lengths. All ranks wait for the one that got most, so samples are dealt longest
+first to the least loaded rank. It costs nothing at run time and changes no gradient.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,68 +22,40 @@ from torch.utils.data import Sampler
 
 from megapack import _core
 from megapack.data.batch import MicroBatch
-from megapack.data.program import Draw, Step
+from megapack.data.program import check_group, ranks_per_micro_batch
 from megapack.data.report import check_epochs
-from megapack.data.schedule import Schedule, StageDraws
-from megapack.data.sequence_parallel import check_group, check_ranks, ranks_per_micro_batch
+from megapack.data.schedule import Draw, Schedule, StageDraws, Step
 from megapack.errors import ConfigError, ResumeError
-
-# ---- Equal work: the samples of a draw dealt to ranks and micro batches -------------------------
-# Within one bucket all samples cost the linear layers the same; their attention differs, with the
-# sum
-# of squared segment lengths. All ranks wait for the one that got most, so samples are dealt longest
-# first to the least loaded rank. It costs nothing at run time and changes no gradient.
 
 Ids = NDArray[np.int64]
 
 
-@dataclass(frozen=True)
-class Imbalance:
-    """Largest over mean work of the ranks; 1.0 is perfect.
-
-    Attributes:
-        attention: of attention alone, as dealt.
-        attention_undealt: had the samples been dealt in the order of the schedule.
-        model, model_undealt: of a layer as a whole, in which a token costs the linear layers as
-            much as attending to ``12 * hidden_size`` others (forward: 24 h^2 FLOPs per token
-            against 4 h per pair, halved by causality); None when hidden_size is not known.
-    """
+class Imbalance(NamedTuple):
+    """Largest over mean attention work of the ranks; 1.0 is perfect."""
 
     attention: float
+    """As dealt."""
     attention_undealt: float
-    model: float | None = None
-    model_undealt: float | None = None
+    """Had the samples been dealt in the order of the schedule."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Deal:
-    """Who gets which samples of one draw.
-
-    Attributes:
-        costs: (samples,) attention work.
-        order: positions in the draw, rank after rank.
-        rank_begin: (ranks + 1,) where each rank's positions begin in ``order``.
-        samples_per_micro_batch: positions per micro batch.
-        capacity: tokens per sample.
-        balanced: a rank's micro batches have like work, the costliest first; else as scheduled.
-    """
+class Deal(NamedTuple):
+    """Who gets which samples of one draw."""
 
     costs: Ids
+    """(samples,) attention work."""
     order: Ids
+    """Positions in the draw, rank after rank."""
     rank_begin: Ids
+    """(ranks + 1,) where each rank's positions begin in ``order``."""
     samples_per_micro_batch: int
-    capacity: int
     balanced: bool
+    """A rank's micro batches have like work, the costliest first; else as scheduled."""
 
     @property
     def loads(self) -> Ids:
         """(ranks,) attention work per rank."""
         return _sums(self.costs[self.order], self.rank_begin)
-
-    @property
-    def loads_undealt(self) -> Ids:
-        """(ranks,) the same had the samples been dealt in the order of the schedule."""
-        return _sums(self.costs, self.rank_begin)
 
     def micro_batches(self, rank: int) -> list[Ids]:
         """Positions in the draw, one array per micro batch of this rank."""
@@ -91,17 +73,10 @@ class Deal:
             loads[: len(of_rank), rank] = [self.costs[batch].sum() for batch in of_rank]
         return loads
 
-    def imbalance(self, hidden_size: int | None = None) -> Imbalance:
-        loads, undealt = self.loads, self.loads_undealt
-        attention = Imbalance(_max_over_mean(loads), _max_over_mean(undealt))
-        if hidden_size is None:
-            return attention
-        linear = 12 * hidden_size * self.capacity * np.diff(self.rank_begin)
-        return replace(
-            attention,
-            model=_max_over_mean(loads + linear),
-            model_undealt=_max_over_mean(undealt + linear),
-        )
+    @property
+    def imbalance(self) -> Imbalance:
+        undealt = _sums(self.costs, self.rank_begin)
+        return Imbalance(_max_over_mean(self.loads), _max_over_mean(undealt))
 
 
 def deal(
@@ -109,34 +84,23 @@ def deal(
     *,
     num_ranks: int,
     num_micro_batches: int,
-    capacity: int,
     how: Literal["balanced", "in_order"] = "balanced",
 ) -> Deal:
-    """Deal the samples of a draw.
+    """Deal the samples of a draw; the same on every rank that computes it.
 
     Args:
         costs: (samples,) int64 attention work; samples divide evenly among micro batches.
         num_ranks: data-parallel ranks. Where they do not divide the micro batches, the first ranks
             have one more.
         num_micro_batches: of all ranks together.
-        capacity: tokens per sample.
         how: ``balanced``, or ``in_order`` of the schedule.
-
-    Returns:
-        The deal; the same on every rank that computes it.
     """
     size = len(costs) // num_micro_batches
     ranks = np.arange(num_ranks)
     samples = (num_micro_batches // num_ranks + (ranks < num_micro_batches % num_ranks)) * size
     balanced = how == "balanced"
-    return Deal(
-        costs=costs,
-        order=_core.deal_evenly(costs, samples) if balanced else np.arange(len(costs)),
-        rank_begin=np.concatenate([[0], np.cumsum(samples)]),
-        samples_per_micro_batch=size,
-        capacity=capacity,
-        balanced=balanced,
-    )
+    order = _core.deal_evenly(costs, samples) if balanced else np.arange(len(costs))
+    return Deal(costs, order, np.concatenate([[0], np.cumsum(samples)]), size, balanced)
 
 
 def equal_groups(costs: Ids, size: int) -> Ids:
@@ -182,8 +146,7 @@ class BucketBatchSampler(Sampler[MicroBatch]):
             ``pad``: some ranks have an empty micro batch at the end (all padding, no labels),
             which keeps a run going on fewer nodes.
         sequence_parallel_size: consecutive ranks that share the samples longer than
-            micro_batch_tokens (``megapack.data.sequence_parallel``).
-        hidden_size: of the model, for the imbalance of whole layers in ``imbalance``.
+            micro_batch_tokens (``ranks_per_micro_batch``).
         count_labels: (sample ids, number of lists of excluded documents) -> labels of each; None:
             the schedule's.
         weighted_loss: the caller multiplies losses by ``loss_mask`` and divides their sum by
@@ -206,7 +169,6 @@ class BucketBatchSampler(Sampler[MicroBatch]):
         dealing: Literal["balanced", "in_order"] = "balanced",
         uneven: Literal["error", "pad"] = "error",
         sequence_parallel_size: int = 1,
-        hidden_size: int | None = None,
         count_labels: Callable[[Ids, int], Ids] | None = None,
         weighted_loss: bool = False,
     ) -> None:
@@ -227,34 +189,23 @@ class BucketBatchSampler(Sampler[MicroBatch]):
             max(0, schedule.num_steps() - start_step) if num_steps is None else num_steps
         )
         self.dealing = dealing
-        self.hidden_size = hidden_size
         self._count_labels = count_labels or schedule.samples.count_labels
-        if not weighted_loss:
-            self._refuse_loss_weights()
         for stage in schedule.stages:
             self._check_sizes(stage, uneven)
         check_epochs(schedule, self.start_step + self.num_steps)
-
-    def _refuse_loss_weights(self) -> None:
-        for stage in self.schedule.program:
-            if stage.loss_weights is not None:
+        for settings in schedule.program:
+            if settings.loss_weights is not None and not weighted_loss:
                 raise ConfigError(
-                    f"from step {stage.begin} on sources have loss weights, and this loop takes "
+                    f"from step {settings.begin} on sources have loss weights, and this loop takes "
                     "the plain mean of its labels: leave loss_weight out, train with "
                     "megapack-pretrain, or in a loop of your own multiply losses by loss_mask, "
                     "divide by step_label_weight and say weighted_loss=True"
                 )
 
     def _check_sizes(self, stage: StageDraws, uneven: Literal["error", "pad"]) -> None:
-        draw_tokens, tokens = stage.config.draw_tokens, self.micro_batch_tokens
-        check_ranks(
-            self.data_parallel_size,
-            draw_tokens=draw_tokens,
-            micro_batch_tokens=tokens,
-            uneven=uneven,
-            where=str(stage),
-        )
-        count = draw_tokens // tokens
+        tokens = self.micro_batch_tokens
+        stage.config.check_micro_batches(self.data_parallel_size, tokens, uneven, str(stage))
+        count = stage.config.draw_tokens // tokens
         row = stage.config.row_tokens
         for stream, samples in zip(stage.buckets, stage.samples_per_draw, strict=True):
             shared = self.ranks_per_micro_batch(stream.capacity)
@@ -301,22 +252,23 @@ class BucketBatchSampler(Sampler[MicroBatch]):
 
     def micro_batches(self, step: int) -> list[MicroBatch]:
         """This rank's micro batches of one step; ``num_micro_steps(step)`` of them."""
-        content = self.schedule.step(step)
-        window = self.schedule.settings_at(step).window_at(step)
+        content, settings = self.schedule.step(step), self.schedule.settings_at(step)
         labels = self._count_labels(content.sample_ids, content.num_lists)
         num_labels = int(labels.sum())
-        factors = self._loss_weight(step, content.sample_ids)
-        label_weight = None if factors is None else float(labels @ factors.astype(float))
+        source, _ = self.schedule.samples.locate(content.sample_ids)
+        factors = label_weight = None
+        if settings.loss_weights is not None:
+            factors = np.asarray(settings.loss_weights, np.float32)[source]
+            label_weight = float(labels @ factors.astype(float))
         num_micro_steps = self.num_micro_steps(step)
+        per_draw = num_micro_steps // len(content.draws)
         result: list[MicroBatch] = []
+        begin = 0  # of the draw in the step
         for draw, dealt in self._deals(content):
-            source, _ = self.schedule.samples.locate(draw.sample_ids)
-            weight = self._loss_weight(step, draw.sample_ids)
-            imbalance = dealt.imbalance()
             shared = self.ranks_per_micro_batch(draw.capacity)
             positions = dealt.micro_batches(self.data_parallel_rank // shared)
-            per_draw = num_micro_steps // len(content.draws)
             positions += [np.zeros(0, np.int64)] * (per_draw - len(positions))
+            imbalance = dealt.imbalance
             result += [
                 MicroBatch(
                     sample_ids=draw.sample_ids[mine],
@@ -328,24 +280,17 @@ class BucketBatchSampler(Sampler[MicroBatch]):
                     num_step_label_tokens=num_labels,
                     imbalance=imbalance.attention,
                     imbalance_undealt=imbalance.attention_undealt,
-                    source=source[mine],
-                    loss_weight=None if weight is None else weight[mine],
+                    source=source[begin + mine],
+                    loss_weight=None if factors is None else factors[begin + mine],
                     step_label_weight=label_weight,
-                    attention_window=window,
+                    attention_window=settings.window_at(step),
                     num_lists=content.num_lists,
                     sequence_parallel_size=shared,
                 )
                 for m, mine in enumerate(positions)
             ]
+            begin += len(draw.sample_ids)
         return result
-
-    def _loss_weight(self, step: int, sample_ids: Ids) -> NDArray[np.float32] | None:
-        """(samples,) factors on the loss of their labels; None: 1."""
-        weights = self.schedule.settings_at(step).loss_weights
-        if weights is None:
-            return None
-        source, _ = self.schedule.samples.locate(sample_ids)
-        return np.asarray(weights, np.float32)[source]
 
     def _deals(self, content: Step) -> Iterator[tuple[Draw, Deal]]:
         draw_tokens = self.schedule.stage_at(content.index).config.draw_tokens
@@ -359,15 +304,13 @@ class BucketBatchSampler(Sampler[MicroBatch]):
                     cost(draw.sample_ids, draw.capacity, window, num_lists=content.num_lists),
                     num_ranks=self.data_parallel_size // shared,
                     num_micro_batches=draw_tokens // (self.micro_batch_tokens * shared),
-                    capacity=draw.capacity,
                     how=self.dealing,
                 ),
             )
 
     def imbalance(self, step: int) -> list[Imbalance]:
         """Work of the ranks at a step, one entry per draw."""
-        dealt = self._deals(self.schedule.step(step))
-        return [deal.imbalance(self.hidden_size) for _, deal in dealt]
+        return [dealt.imbalance for _, dealt in self._deals(self.schedule.step(step))]
 
     def attention_of_ranks(self, step: int) -> NDArray[np.float64]:
         """(micro steps, ranks) attention work; ranks that share a micro batch have equal parts."""

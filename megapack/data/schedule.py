@@ -1,12 +1,29 @@
-"""What every optimizer step contains: a pure function of (index, configuration, step).
+"""What every optimizer step contains: a pure function of (samples, configuration, step).
 
-All ranks compute the same without talking to each other, and any step is computed without those
-before it. Steps hold a constant number of tokens; what a step holds does not depend on the number
-of ranks, the micro batch size or the number of workers, so a run may stop at any step and continue
-with others. Nothing is dropped: a bucket is an endless stream (``megapack.data.bucket_order``) of
-which
-every draw takes the next ``k`` samples, and a draw that reaches the end of an epoch continues with
-the next one.
+- ``Schedule``: step -> samples, and samples -> steps, computed without what lies before.
+- ``Step``, ``Draw``: what a step holds.
+- ``StageDraws``: the draws of one stage of the program.
+
+    Schedule(index, tokens_per_step=256, seed=1).step(3).draws
+    # -> (Draw(bucket=0, capacity=64, sample_ids=[17, 4, 30, 9]),)
+
+All ranks compute the same without talking to each other. Steps hold a constant number of tokens;
+what a step holds does not depend on the number of ranks, the micro batch size or the number of
+workers, so a run may stop at any step and continue with others. Nothing is dropped: a bucket is an
+endless stream (``megapack.data.bucket_order``) of which every draw takes the next ``k`` samples,
+and a draw that reaches the end of an epoch continues with the next one.
+
+Every bucket of every source has one cursor, the number of its samples that were taken since the run
+began. A stage knows the cursors at its first draw, and inside it they follow from the order of
+draws and the blend, both in closed form; the next stage begins with those at its end. At cursor c a
+bucket of n samples gives element ``c mod n`` of the order of its epoch ``c div n``
+(``megapack.data.sample_order``). So inside an epoch of a source's bucket no sample is repeated or
+missed, whatever the stages do.
+
+In every stage the blend is exact: of the first n samples of a bucket a source has given n times its
+weight there, within 1.69. Over k stages these errors add up, so what it has given is within 1.69 k
+of the sum of samples x weight over the stages; a stage that goes on after skipped steps counts
+twice, since it is bounded at both ends.
 """
 
 from __future__ import annotations
@@ -14,68 +31,107 @@ from __future__ import annotations
 import copy
 import logging
 from bisect import bisect_right
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from fractions import Fraction
-from functools import partial
+from functools import cached_property, partial
+from itertools import pairwise
 from math import ceil
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from megapack.config import to_dict
 from megapack.data import resume
 from megapack.data.bucket_order import (
     CostWindows,
     Cursors,
     DrawOrder,
     Moves,
-    Place,
     bucket_streams,
     fold_key,
     order_named,
-    shuffle_key,
+    shuffle_keys,
 )
 from megapack.data.program import (
-    Draw,
+    Mixture,
     Program,
     ScheduleConfig,
     Stage,
     StageSettings,
-    Step,
     resolve,
     spans,
     tokens_before,
 )
-from megapack.data.sample_order import BlockOrder, Epochs, ScoreOrder
+from megapack.data.sample_order import Epochs
 from megapack.data.sources import HasSamples, SampleSource
 from megapack.errors import ConfigError
-from megapack.packing.sharded import SourceIndex
-
-# ---- The draws of one stage: which samples each of them takes, computed without those before it -
-# Every bucket of every source has one cursor, the number of its samples that were taken since the
-# run began. A stage knows the cursors at its first draw, and inside it they follow from the order
-# of
-# draws and the blend, both in closed form; the next stage begins with those at its end. At cursor
-# c a
-# bucket of n samples gives element ``c mod n`` of the order of its epoch ``c div n``
-# (``megapack.data.sample_order``). So inside an epoch of a source's bucket no sample is repeated
-# or missed,
-# whatever the stages do.
-#
-# In every stage the blend is exact: of the first n samples of a bucket a source has given n times
-# its
-# weight there, within 1.69 (``megapack.data.bucket_order``). Over k stages these errors add up, so
-# what it
-# has given is within 1.69 k of the sum of samples x weight over the stages; a stage that goes on
-# after skipped steps counts twice, since it is bounded at both ends.
+from megapack.packing import SampleIndex
+from megapack.packing.sharded import ShardedIndex, SourceIndex
 
 Ids = NDArray[np.int64]
 log = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True, eq=False)
+class Draw:
+    """Samples of one bucket that go through the model together.
+
+    Attributes:
+        bucket: number of the bucket among those that have samples, by rising capacity.
+        capacity: tokens per sample.
+        sample_ids: (samples,) int64, global ids.
+    """
+
+    bucket: int
+    capacity: int
+    sample_ids: Ids
+
+
+@dataclass(frozen=True, eq=False)
+class Step:
+    """One optimizer step of all ranks; ``mix="step"`` has one draw, ``micro_step`` several.
+
+    Attributes:
+        index: of the step, counted from 0.
+        draws: what it holds.
+        num_lists: of excluded documents in force.
+        count_labels: (sample ids, num_lists) -> tokens of each sample that have a label.
+    """
+
+    index: int
+    draws: tuple[Draw, ...]
+    num_lists: int
+    count_labels: Callable[[Ids, int], Ids] = field(repr=False)
+
+    @property
+    def bucket(self) -> int:
+        """The bucket of the first draw."""
+        return self.draws[0].bucket
+
+    @property
+    def capacity(self) -> int:
+        """Tokens per sample of the first draw."""
+        return self.draws[0].capacity
+
+    @cached_property
+    def sample_ids(self) -> Ids:
+        """Those of all draws, int64."""
+        return np.concatenate([draw.sample_ids for draw in self.draws])
+
+    @cached_property
+    def label_counts(self) -> Ids:
+        """Tokens of every sample that have a label, in the order of ``sample_ids``; int64."""
+        return self.count_labels(self.sample_ids, self.num_lists)
+
+    @property
+    def num_label_tokens(self) -> int:
+        """Tokens of the step that have a label: its loss denominator."""
+        return int(self.label_counts.sum())
+
+
 class StageDraws:
-    """See the module.
+    """The draws of one stage, any of them computed by itself.
 
     Args:
         settings: the stage.
@@ -108,16 +164,16 @@ class StageDraws:
         self.begin, self.config, self.weights = settings.begin, settings.config, settings.weights
         self.num_lists, self.ramping = settings.num_lists, settings.ramping
         self.samples = samples
-        order = order_named(self.config.order)
-        seed = self.config.seed
+        order, seed = order_named(self.config.order), self.config.seed
         if samples.score_orders and not order.shuffled:
             raise ConfigError(
                 f"order {self.config.order} takes samples as the index has them, and a source has "
                 "scores to order them by: leave out one of the two"
             )
+        self._orders = samples.orders if order.shuffled else {}
+        self._before = (before, first)
         self._cursors: Cursors = before.cursors(first) if before else {}
         self._moves: Moves | None = None if before and self.config.cost_window > 1 else {}
-        self._before, self._before_end = before, first
         self._key = fold_key(seed, 4, self.begin) if self.begin else seed
         self.buckets = bucket_streams(
             samples.buckets,
@@ -127,11 +183,8 @@ class StageDraws:
             starts=self._cursors,
             orders=self._orders,
             windows=self._windows,
-            moves=self.moves_before,
         )
-        self.samples_per_draw = [
-            _samples_per_draw(self.config, stream.capacity) for stream in self.buckets
-        ]
+        self.samples_per_draw = [self.config.samples_per_draw(b.capacity) for b in self.buckets]
         self.num_cycles = self.config.num_cycles or order.num_cycles
         self.draws = DrawOrder(
             samples_per_epoch=tuple(stream.samples_per_epoch for stream in self.buckets),
@@ -172,37 +225,9 @@ class StageDraws:
         """The first draw of a step of the run."""
         return self._first_draw + (step - self.begin) * self.config.draws_per_step
 
-    def step_of(self, draw: int) -> int | None:
-        """The step of a draw; None: it was passed over."""
-        step = self.begin + (draw - self._first_draw) // self.config.draws_per_step
-        return step if draw >= self._first_draw else None
-
     def num_draws(self, step: int) -> Ids:
         """(buckets,) how often each is drawn from the stage's begin up to a step."""
         return self.draws.counts(self.draw_of(step)) - self.draws.counts(self._first_draw)
-
-    def taken(self, step: int) -> Iterator[tuple[int, Ids, Ids]]:
-        """Of every bucket: capacity, numbers of its indices, samples that each gives up to a step.
-
-        Counted from the stage's begin; what was passed over is not among them.
-        """
-        first, last = (
-            self.draws.counts(draw) * self.samples_per_draw
-            for draw in (self._first_draw, self.draw_of(step))
-        )
-        for stream, begin, end in zip(self.buckets, first.tolist(), last.tolist(), strict=True):
-            yield stream.capacity, stream.datasets, stream.taken(end) - stream.taken(begin)
-
-    def cursors(self, step: int) -> Cursors:
-        """Cursors before a step, also of those that the stage does not move."""
-        result = dict(self._cursors)
-        ends = self.draws.counts(self.draw_of(step)) * self.samples_per_draw
-        none = np.zeros(len(self.samples.indices), np.int64)
-        for stream, end in zip(self.buckets, ends.tolist(), strict=True):
-            own = result.get(stream.capacity, none).copy()
-            own[stream.datasets] = stream.starts + stream.taken(end)
-            result[stream.capacity] = own
-        return result
 
     def step_draws(self, step: int) -> tuple[Draw, ...]:
         """What a step of the run holds, if it is one of the stage."""
@@ -211,28 +236,104 @@ class StageDraws:
 
     def _draw(self, draw: int) -> Draw:
         bucket, turn = self.draws.locate(draw)
-        return Draw(bucket, self.buckets[bucket].capacity, self.ids(bucket, turn))
+        stream, count = self.buckets[bucket], self.samples_per_draw[bucket]
+        return Draw(bucket, stream.capacity, stream.ids(turn * count, (turn + 1) * count))
+
+    # --- cursors --------------------------------------------------------------------------------
+
+    def taken(self, step: int) -> Iterator[tuple[int, Ids, Ids]]:
+        """Of every bucket: capacity, numbers of its sources, samples that each gives up to a step.
+
+        Counted from the stage's begin; what was passed over is not among them.
+        """
+        firsts, ends = self._ends(self._first_draw), self._ends(self.draw_of(step))
+        for stream, first, end in zip(self.buckets, firsts, ends, strict=True):
+            taken = stream.blend.taken(end) - stream.blend.taken(first)
+            yield stream.capacity, stream.sources, taken
+
+    def cursors(self, step: int) -> Cursors:
+        """Cursors before a step, also of those that the stage does not move."""
+        result = dict(self._cursors)
+        none = np.zeros(len(self.samples.indices), np.int64)
+        for stream, end in zip(self.buckets, self._ends(self.draw_of(step)), strict=True):
+            own = result.get(stream.capacity, none).copy()
+            own[stream.sources] = stream.starts + stream.blend.taken(end)
+            result[stream.capacity] = own
+        return result
+
+    def order_at(self, source: int, capacity: int, step: int) -> tuple[Epochs, int]:
+        """The order of a bucket of a source as it is before a step, and the cursor there."""
+        for b, i in self._where(source, capacity):
+            end = self._ends(self.draw_of(step))[b]
+            return self.buckets[b].order_at(i, end), self.buckets[b].cursor(i, end)
+        [bucket] = [own for own in self.samples.buckets if own.capacity == capacity]
+        [size] = bucket.sizes[bucket.sources == source].tolist()
+        place, taken = (source, capacity), self._cursors.get(capacity)
+        key = None
+        if order_named(self.config.order).shuffled:
+            key = int(shuffle_keys(self.config.seed, capacity, np.array([source]))[0])
+        epochs = Epochs(size, key, self._orders.get(place), self._moves_before().get(place))
+        return epochs, 0 if taken is None else int(taken[source])
+
+    def _ends(self, draw: int) -> list[int]:
+        """Positions of the streams that the draws before one have taken."""
+        ends: list[int] = (self.draws.counts(draw) * self.samples_per_draw).tolist()
+        return ends
+
+    def _where(self, source: int, capacity: int) -> list[tuple[int, int]]:
+        """The number of the bucket, and of the source in it; none where it is not drawn."""
+        return [
+            (b, int(stream.sources.searchsorted(source)))
+            for b, stream in enumerate(self.buckets)
+            if stream.capacity == capacity and source in stream.sources
+        ]
+
+    def _windows(self, capacity: int) -> CostWindows | None:
+        if self.config.cost_window == 1:
+            return None
+        return CostWindows(
+            num_draws=self.config.cost_window,
+            samples_per_draw=self.config.samples_per_draw(capacity),
+            key=fold_key(self._key, 3, capacity),
+            cost=partial(self.samples.attention_cost, capacity=capacity, whole=False),
+            moves=self._moves_before,
+        )
+
+    def _moves_before(self) -> Moves:
+        """What windows of the stages before moved of samples that come in this one or later."""
+        waiting = [self]
+        while waiting[-1]._moves is None:  # one after the other: there may be thousands of stages
+            before, _ = waiting[-1]._before
+            assert before is not None
+            waiting.append(before)
+        moves = waiting.pop()._moves or {}
+        for stage in reversed(waiting):
+            before, end = stage._before
+            assert before is not None
+            moves = dict(moves)
+            for stream, position in zip(
+                before.buckets, before._ends(before.draw_of(end)), strict=True
+            ):
+                moves |= stream.moves_at(position)
+            cursors = stage._cursors
+            moves = {(d, c): move for (d, c), move in moves.items() if move.end > cursors[c][d]}
+            stage._moves = moves
+        return moves
+
+    # --- the inverse ----------------------------------------------------------------------------
 
     def steps_of(self, sample: int, end: int) -> list[int]:
         """In which steps of the stage before ``end`` a global sample id is drawn, ascending."""
         capacity = self.samples.capacity_of(sample)
-        dataset = self.samples.locate(np.array([sample]))[0][0]
-        num_turns = self.draws.counts(self.draw_of(end)).tolist()
-        found = [
-            self.draws.draw_at(b, position // count)
-            for b, (stream, count) in enumerate(
-                zip(self.buckets, self.samples_per_draw, strict=True)
-            )
-            if stream.capacity == capacity and dataset in stream.datasets
-            for position in stream.positions(sample, num_turns[b] * count)
-        ]
-        steps = [self.step_of(draw) for draw in sorted(found)]
-        return [step for step in steps if step is not None and step < end]
-
-    def ids(self, bucket: int, turn: int) -> Ids:
-        """Samples of the ``turn``-th draw of a bucket."""
-        count = self.samples_per_draw[bucket]
-        return self.buckets[bucket].ids(turn * count, (turn + 1) * count)
+        source = int(self.samples.locate(np.array([sample]))[0][0])
+        found = []
+        for b, _ in self._where(source, capacity):
+            position = self._ends(self.draw_of(end))[b]
+            count = self.samples_per_draw[b]
+            turns = [at // count for at in self.buckets[b].positions(sample, position)]
+            found = sorted(self.draws.draw_at(b, turn) for turn in turns)
+        steps = [self._step_of(draw) for draw in found if draw >= self._first_draw]
+        return [step for step in steps if step < end]
 
     def last_step(self, source: int, capacity: int, samples: Ids, end: int) -> int:
         """The last step before ``end`` that draws one of some samples of a bucket of a source.
@@ -240,119 +341,41 @@ class StageDraws:
         Samples are counted from the bucket's first one; the stage draws one of them before ``end``.
         """
         [(b, i)] = self._where(source, capacity)
-        count = self.samples_per_draw[b]
-        turns = int(self.draws.counts(self.draw_of(end))[b])
-        position = self.buckets[b].latest(i, samples, turns * count)
-        step = self.step_of(self.draws.draw_at(b, position // count))
-        assert step is not None
-        return step
+        position = self.buckets[b].latest(i, samples, self._ends(self.draw_of(end))[b])
+        return self._step_of(self.draws.draw_at(b, position // self.samples_per_draw[b]))
 
-    def order_at(self, source: int, capacity: int, step: int) -> tuple[Epochs, int]:
-        """The order of a bucket of a source as it is before a step, and the cursor there."""
-        for b, i in self._where(source, capacity):
-            end = int(self.draws.counts(self.draw_of(step))[b]) * self.samples_per_draw[b]
-            return self.buckets[b].order_at(i, end), self.buckets[b].cursor(i, end)
-        place = (source, capacity)
-        [size] = [
-            int(sizes[datasets == source][0])
-            for of, datasets, _, sizes in self.samples.buckets
-            if of == capacity
-        ]
-        shuffled = order_named(self.config.order).shuffled
-        key = shuffle_key(self.config.seed, capacity, source) if shuffled else None
-        taken = self._cursors.get(capacity)
-        moves = self.moves_before().get(place, ())
-        epochs = Epochs(size, key, self._orders.get(place), moves)
-        return epochs, 0 if taken is None else int(taken[source])
-
-    def moves_before(self) -> Moves:
-        """What windows of the stages before moved of samples that come in this one or later."""
-        waiting = [self]
-        while waiting[-1]._moves is None:  # one after the other: there may be thousands of stages
-            assert waiting[-1]._before is not None
-            waiting.append(waiting[-1]._before)
-        for stage in reversed(waiting[:-1]):
-            before = stage._before
-            assert before is not None and before._moves is not None
-            ends = before.draws.counts(before.draw_of(stage._before_end)) * before.samples_per_draw
-            moves = dict(before._moves)
-            for stream, end in zip(before.buckets, ends.tolist(), strict=True):
-                moves.update(stream.moves_at(end))
-            stage._moves = {place: left for place, left in moves.items() if left}
-        assert self._moves is not None
-        return self._moves
-
-    def _where(self, source: int, capacity: int) -> list[tuple[int, int]]:
-        """The number of the bucket, and of the source in it; none where it is not drawn."""
-        return [
-            (b, int(stream.datasets.searchsorted(source)))
-            for b, stream in enumerate(self.buckets)
-            if stream.capacity == capacity and source in stream.datasets
-        ]
-
-    @property
-    def _orders(self) -> Mapping[Place, ScoreOrder | BlockOrder]:
-        return self.samples.orders if order_named(self.config.order).shuffled else {}
-
-    def _windows(self, capacity: int) -> CostWindows | None:
-        if self.config.cost_window == 1:
-            return None
-        return CostWindows(
-            num_draws=self.config.cost_window,
-            samples_per_draw=_samples_per_draw(self.config, capacity),
-            key=fold_key(self._key, 3, capacity),
-            cost=partial(self.samples.attention_cost, capacity=capacity, whole=False),
-        )
+    def _step_of(self, draw: int) -> int:
+        return self.begin + (draw - self._first_draw) // self.config.draws_per_step
 
 
 def open_stages(program: Program, samples: SampleSource) -> list[StageDraws]:
     """The draws of every stage. Raises ConfigError as ``StageDraws`` does, naming the stage."""
-    stages: list[StageDraws] = []
-    largest = 0
-    for before, settings in zip((None, *program[:-1]), program, strict=True):
-        if before is None:
-            stages.append(StageDraws(settings, samples, None, largest))
-        elif settings.same_draws(before):
+    stages = [StageDraws(program[0], samples, None, 0)]
+    largest = stages[0].buckets[-1].capacity
+    for before, settings in pairwise(program):
+        if settings.same_draws(before):
             stages.append(stages[-1].continued(settings))
-        else:
-            try:
-                stages.append(StageDraws(settings, samples, stages[-1], largest))
-            except ConfigError as error:
-                raise ConfigError(f"the stage from step {settings.begin}: {error}") from error
+            continue
+        try:
+            stages.append(StageDraws(settings, samples, stages[-1], largest))
+        except ConfigError as error:
+            raise ConfigError(f"the stage from step {settings.begin}: {error}") from error
         largest = max(largest, stages[-1].buckets[-1].capacity)
     return stages
-
-
-def _samples_per_draw(config: ScheduleConfig, capacity: int) -> int:
-    tokens, row = config.draw_tokens, config.row_tokens
-    if row is None:
-        if tokens % capacity:
-            raise ConfigError(
-                f"a draw of {tokens} tokens cannot consist of samples of {capacity}. Choose a "
-                f"multiple of {capacity} ({tokens // capacity * capacity} or "
-                f"{(tokens // capacity + 1) * capacity}), or set row_tokens: a row holds as "
-                "many whole samples as fit, the rest of it is padding"
-            )
-        return tokens // capacity
-    if tokens % row:
-        raise ConfigError(f"row_tokens {row} does not divide the {tokens} tokens of a draw")
-    if capacity > row:
-        raise ConfigError(f"a row of {row} tokens cannot hold a sample of {capacity}")
-    return tokens // row * (row // capacity)
 
 
 class Schedule:
     """The steps of a run.
 
     Args:
-        index: what to draw from: a ``SampleIndex``, a ``PackedDataset``, or several indices. A
-            PackedDataset brings its blend weights and counts label tokens exactly; bare indices
+        index: what to draw from: a ``SampleIndex``, several, or a ``PackedDataset`` (or its
+            ``samples``), which brings its ``Mixture`` and counts label tokens exactly. Bare indices
             know where documents end as long as their strategy dropped no tokens.
+        config: what a step contains; None: made of ``fields``.
         weights: shares of tokens of several indices; None: in proportion to their tokens.
         names: of the indices, for stages and reports.
         stages: what changes at later steps (``megapack.data.program``).
-
-    The other arguments are those of ``ScheduleConfig``.
+        fields: of ``ScheduleConfig``: tokens_per_step, seed, order, num_cycles, mix, ...
 
     Raises:
         ConfigError: capacities and tokens_per_step do not fit; the message names the remedy.
@@ -360,53 +383,28 @@ class Schedule:
 
     def __init__(
         self,
-        index: SourceIndex | Sequence[SourceIndex] | HasSamples,
+        index: SourceIndex | Sequence[SourceIndex] | SampleSource | HasSamples,
+        config: ScheduleConfig | None = None,
         *,
-        tokens_per_step: int,
-        seed: int = 0,
-        order: str = "proportional",
-        num_cycles: int | None = None,
-        mix: Literal["step", "micro_step"] = "step",
-        micro_step_tokens: int | None = None,
-        row_tokens: int | None = None,
-        cost_window: int = 1,
         weights: Sequence[float] | None = None,
         names: Sequence[str] | None = None,
         stages: Sequence[Stage] = (),
+        **fields: Any,
     ) -> None:
-        self.config = ScheduleConfig(
-            tokens_per_step=tokens_per_step,
-            seed=seed,
-            order=order,
-            num_cycles=num_cycles,
-            mix=mix,
-            micro_step_tokens=micro_step_tokens,
-            row_tokens=row_tokens,
-            cost_window=cost_window,
-        )
-        self.samples = SampleSource.of(index, weights, names, stages)
-        shares = self.samples.weights or [None] * len(self.samples.indices)
-        self.program = resolve(
-            self.config,
-            tuple(shares),
-            self.samples.names,
-            self.samples.stages,
-            loss_weights=self.samples.loss_weights,
-            attention_window=self.samples.attention_window,
-        )
+        self.config = config or ScheduleConfig(**fields)
+        if isinstance(index, (SampleIndex, ShardedIndex, Sequence)):
+            indices = index if isinstance(index, Sequence) else [index]
+            mixture = Mixture(weights=weights, names=names, stages=stages)
+            self.samples = SampleSource(indices, mixture)
+        elif weights is not None or names or stages:
+            raise ConfigError(
+                "a PackedDataset brings its weights, names and stages; give them when it is made"
+            )
+        else:
+            self.samples = index if isinstance(index, SampleSource) else index.samples
+        self.program = resolve(self.config, self.samples.mixture)
         self.stages = open_stages(self.program, self.samples)
         self.capacities = sorted({b.capacity for stage in self.stages for b in stage.buckets})
-
-    @classmethod
-    def from_config(
-        cls,
-        index: SourceIndex | Sequence[SourceIndex] | HasSamples,
-        config: ScheduleConfig,
-        *,
-        weights: Sequence[float] | None = None,
-    ) -> Schedule:
-        """The same from a configuration read from YAML."""
-        return cls(index, weights=weights, **to_dict(config))
 
     # --- counting -------------------------------------------------------------------------------
 
@@ -435,7 +433,7 @@ class Schedule:
     def epochs(self, num_steps: int) -> float:
         """How many epochs the first ``num_steps`` steps are, each stage measured by its own.
 
-        An epoch of a blend is as many tokens as its datasets have together; what that means for
+        An epoch of a blend is as many tokens as its sources have together; what that means for
         each of them, ``plan_run`` tells.
         """
         return sum(((end - s.begin) / s.steps_per_epoch for s, end in self.spans(num_steps)), 0.0)

@@ -1,34 +1,45 @@
-"""The samples of one or several indices under one numbering, and what is known of them unread."""
+"""The samples of all sources of a run under one numbering, and what is known of them unread.
+
+- ``SampleSource``: global ids -> source, capacity, segments, attention cost, labels; orders.
+- ``Shards``: which shard of which source holds a sample; each is opened when it is asked for.
+- ``Exclusions``, ``read_exclusions``: documents that are masked from a step on.
+
+    sources of 3 and of 5 samples: bases = 0 3 8            # ids 0 to 2, and 3 to 7
+    locate([1, 3, 7])                                       # -> sources 0 1 1, samples 1 0 4
+
+Ids know nothing of excluded documents: beside them goes ``num_lists``, how many lists are in force
+at a step, to whoever gathers samples, counts their labels or weighs their attention.
+"""
 
 from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal, Protocol, TypeAlias
+from typing import Literal, Protocol
 
 import numpy as np
+import xxhash
 from numpy.typing import NDArray
 
 from megapack import _core
 from megapack.data.bucket_order import Bucket, Place, buckets_of
-from megapack.data.exclusions import Exclusions, read_exclusions
-from megapack.data.program import Stage
-from megapack.data.sample_order import BlockOrder, ScoreOrder, Scores, score_orders
+from megapack.data.program import Mixture, Stage, numbered
+from megapack.data.sample_order import BlockOrder, ScoreOrder, score_orders
 from megapack.errors import ConfigError
 from megapack.packing import SampleIndex
 from megapack.packing.sharded import ShardedIndex, SourceIndex
-
-# ---- The shards of all sources of a run, and which of them holds a sample -----------------------
-# A source packed as one dataset has one shard, itself. A shard of a source of many is opened when
-# it
-# is asked for the first time; what is known before stands in the source's shard manifest.
+from megapack.storage.dataset import read_documents
 
 Ids = NDArray[np.int64]
 
 
 class Shards:
     """Shards are numbered through the sources; ids of samples are global ones, nothing masked.
+
+    A source packed as one dataset has one shard, itself. What is known of a shard of many before it
+    is opened stands in the source's shard manifest.
 
     Attributes:
         indices: of the sources.
@@ -133,142 +144,95 @@ class Shards:
         return index
 
 
-# ---- Of every index and bucket the order of its samples, where it is no shuffle -----------------
+@dataclass(frozen=True, eq=False)
+class Exclusions:
+    """Documents that are masked from a step on (decontamination, takedowns), listed in files.
 
+    A list in force takes the segments of its documents out of the batch: a sample is then what it
+    would be had they never been packed, and their room is padding of it. Which samples a step draws
+    stays as it is, and so do shapes. Lists add up over the stages of a run.
 
-class ScoreOrders:
-    """By score; scores are read when they are first asked for.
-
-    Args:
-        indices: of all sources.
-        shards: theirs.
-        scores: of every index; None where it has none.
+    Attributes:
+        num_lists: stages that have some; list n is that of the n-th of them.
+        documents: of every source, int64, ascending: all that some list has.
+        lists: beside them, int64: the first list that has each, counted from 1.
     """
 
-    def __init__(
-        self, indices: Sequence[SourceIndex], shards: Shards, scores: Sequence[Scores | None]
-    ) -> None:
-        self._indices, self._shards, self._scores = indices, shards, scores
+    num_lists: int
+    documents: tuple[Ids, ...]
+    lists: tuple[Ids, ...]
 
     @cached_property
-    def by_score(self) -> dict[Place, ScoreOrder]:
-        """Of all buckets of the indices that have scores."""
-        return {
-            (source, capacity): order
-            for source, (orders, _) in self._read.items()
-            for capacity, order in orders.items()
-        }
+    def sources(self) -> list[int]:
+        """Numbers of those sources of which a list has documents."""
+        return [source for source, own in enumerate(self.documents) if len(own)]
 
-    @property
-    def digests(self) -> list[str]:
-        """Of every index one of its orders; empty where it has none."""
-        return [self._read[i][1] if i in self._read else "" for i in range(len(self._indices))]
+    def masks(self, source: int, documents: Ids, num_lists: int) -> NDArray[np.bool_]:
+        """Whether each of some documents of a source is masked by the first ``num_lists`` lists."""
+        known = self.documents[source]
+        if not len(known):
+            return np.zeros(len(documents), np.bool_)
+        at = np.minimum(np.searchsorted(known, documents), len(known) - 1)
+        found: NDArray[np.bool_] = (known[at] == documents) & (self.lists[source][at] <= num_lists)
+        return found
 
-    @cached_property
-    def _read(self) -> dict[int, tuple[dict[int, ScoreOrder], str]]:
-        return {
-            source: score_orders(self._indices[source], self._shards.opened(source), scores)
-            for source, scores in enumerate(self._scores)
-            if scores is not None
-        }
+    def of_documents(self, source: int, begin: int, end: int) -> tuple[Ids, Ids]:
+        """Those of the documents [begin, end) of a source that are listed, counted from ``begin``
+        on, and the first list that has each.
+        """
+        low, high = np.searchsorted(self.documents[source], [begin, end]).tolist()
+        return self.documents[source][low:high] - begin, self.lists[source][low:high]
 
+    def first_list(self, source: int, document: int) -> int | None:
+        """The first list that has a document of a source; None: it is in none."""
+        return next(iter(self.of_documents(source, document, document + 1)[1].tolist()), None)
 
-def arranged_orders(
-    indices: Sequence[SourceIndex], buckets: Sequence[Bucket]
-) -> dict[Place, BlockOrder]:
-    """Of the indices that were written in the order in which they are drawn."""
-    arranged = {
-        source: index.arranged
-        for source, index in enumerate(indices)
-        if isinstance(index, ShardedIndex) and index.arranged
-    }
-    return {
-        (source, bucket.capacity): BlockOrder(int(size), bucket.capacity, how)
-        for bucket in buckets
-        for source, how in arranged.items()
-        for size in bucket.sizes[bucket.datasets == source]
-    }
+    def digests(self, num_lists: int, names: Sequence[str]) -> dict[str, str]:
+        """Source name -> how many documents the first lists mask, and a digest of their ids."""
+        result = {}
+        for source in self.sources:
+            own = self.documents[source][self.lists[source] <= num_lists]
+            masked = np.ascontiguousarray(own, "<i8")
+            if len(masked):
+                digest = xxhash.xxh3_64_hexdigest(masked.tobytes())
+                result[names[source]] = f"{len(masked)} documents, xxh3 {digest}"
+        return result
 
 
-# ---- What samples cost and how many labels they have, by their index alone ----------------------
-
-
-# document of each segment -> whether it is masked
-Masks: TypeAlias = Callable[[Ids], NDArray[np.bool_]]
-
-
-def segment_costs(
-    index: SampleIndex, samples: Ids, masks: Masks, *, capacity: int, window: int, whole: bool
-) -> Ids:
-    """(len(samples),) token pairs: squared lengths of what attends to itself, padding included.
+def read_exclusions(
+    stages: Sequence[Stage], names: Sequence[str], num_documents: Sequence[int]
+) -> Exclusions:
+    """The lists of all stages.
 
     Args:
-        index, samples: numbers of samples of one capacity.
-        masks: segments that are padding.
-        capacity: of the samples, tokens.
-        window: attention, also in padding, stays inside pieces of so many tokens.
-        whole: samples attend as a whole instead of segment by segment.
-    """
-    segments, owner = segments_of(index, samples)
-    documents = np.asarray(index.segment_document[segments], np.int64)
-    lengths = np.asarray(index.segment_length[segments], np.int64)
-    kept = np.where(masks(documents), 0, lengths)
-    used = _sums(owner, kept, len(samples))
-    own, padding = (
-        window * window * (n // window) + (n % window) ** 2
-        for n in (used if whole else kept, capacity - used)
-    )
-    return padding + (own if whole else _sums(owner, own, len(samples)))
-
-
-def label_counts(index: SampleIndex, samples: Ids, masks: Masks, ends: Ids) -> Ids:
-    """(len(samples),) tokens with a label: all but the last one of each document that ends there.
-
-    Args:
-        index, samples: numbers of samples.
-        masks: segments that are padding.
-        ends: ``document_ends(index)``.
-    """
-    segments, owner = segments_of(index, samples)
-    documents = np.asarray(index.segment_document[segments], np.int64)
-    lengths = np.asarray(index.segment_length[segments], np.int64)
-    last = np.asarray(index.segment_begin[segments], np.int64) + lengths == ends[documents]
-    labels = np.where(masks(documents), 0, lengths - last)
-    return _sums(owner, labels, len(samples))
-
-
-def document_ends(index: SampleIndex) -> Ids:
-    """Length of every document of an index.
+        stages: of the run, in order.
+        names, num_documents: of the sources.
 
     Raises:
-        ConfigError: the index dropped tokens, so it does not know.
+        ConfigError: a source that does not exist, or a document that it does not have.
+        FormatError, OSError: a file that is no list of documents, or cannot be read.
     """
-    dropped = index.metrics()["dropped_tokens"]
-    if dropped:
-        raise ConfigError(
-            f"the index dropped {dropped} tokens, so it does not tell where documents end: make "
-            "the schedule from the PackedDataset, which counts labels exactly"
-        )
-    ends = np.zeros(int(np.max(index.segment_document)) + 1, np.int64)
-    np.maximum.at(
-        ends,
-        index.segment_document,
-        np.asarray(index.segment_begin, np.int64) + index.segment_length,
-    )
-    return ends
-
-
-def segments_of(index: SampleIndex, samples: Ids) -> tuple[Ids, Ids]:
-    """Numbers of the segments of some samples, and the position of the sample of each."""
-    first = np.asarray(index.sample_segment_offsets[samples])
-    counts = np.asarray(index.sample_segment_offsets[samples + 1]) - first
-    before = np.cumsum(counts) - counts
-    segments = np.repeat(first - before, counts) + np.arange(counts.sum())
-    return segments, np.repeat(np.arange(len(samples)), counts)
-
-
-def _sums(groups: Ids, values: Ids, num_groups: int) -> Ids:
-    return np.bincount(groups, values, num_groups).astype(np.int64)
+    parts: dict[int, list[tuple[Ids, int]]] = {}
+    having = [stage for stage in stages if stage.exclude is not None]
+    for number, stage in enumerate(having, 1):
+        files = numbered(stage.exclude or {}, names, f"{stage} excludes documents of")
+        for source, path in files.items():
+            listed = read_documents(path)
+            if len(listed) and listed[-1] >= num_documents[source]:
+                raise ConfigError(
+                    f"{stage}: {path} excludes document {listed[-1]} of {names[source]!r}, which "
+                    f"has {num_documents[source]} (counted from 0); is it a list of another "
+                    "dataset?"
+                )
+            parts.setdefault(source, []).append((listed, number))
+    none = np.zeros(0, np.int64)
+    documents, lists = [none] * len(names), [none] * len(names)
+    for source, own in parts.items():
+        every = np.concatenate([listed for listed, _ in own])
+        of_each = np.repeat([number for _, number in own], [len(listed) for listed, _ in own])
+        documents[source], first = np.unique(every, return_index=True)  # of equals the first
+        lists[source] = np.ascontiguousarray(of_each[first], np.int64)
+    return Exclusions(len(having), tuple(documents), tuple(lists))
 
 
 class HasSamples(Protocol):
@@ -285,17 +249,10 @@ class SampleSource:
 
     Args:
         indices: at least one.
-        weights: shares of tokens for a blend; None: in proportion to the tokens. A source of weight
-            0 is not drawn until a stage gives it another.
+        mixture: what the run says of them.
         shards: of the indices; None: their own.
-        stages: what changes at later steps of a run.
-        exclusions: their lists of excluded documents; None: read now.
+        exclusions: of the mixture's stages; None: read now.
         attention: ``document`` or ``sample``: what a token attends to, which decides the cost.
-        names: of the indices, for people; None: their files.
-        scores: of every index, its order by score; None, also in the list: shuffled.
-        max_epochs: a run that would repeat an index more often is refused; None: no limit.
-        loss_weights: factors on the loss of every index's labels; None: 1 for all.
-        attention_window: of the first stage (``megapack.data.attention_window``); None or 0: none.
         counter: (global ids, num_lists) -> labels of each; None: derived from the indices, which
             works as long as no strategy dropped tokens.
     """
@@ -303,91 +260,34 @@ class SampleSource:
     def __init__(
         self,
         indices: Sequence[SourceIndex],
-        weights: Sequence[float | None] | None = None,
+        mixture: Mixture | None = None,
         *,
         shards: Shards | None = None,
-        names: Sequence[str] | None = None,
-        stages: Sequence[Stage] = (),
         exclusions: Exclusions | None = None,
-        scores: Sequence[Scores | None] | None = None,
-        max_epochs: float | None = None,
-        loss_weights: Sequence[float] | None = None,
-        attention_window: int | None = None,
         attention: Literal["document", "sample"] = "document",
         counter: Callable[[Ids, int], Ids] | None = None,
     ) -> None:
         if not indices:
             raise ConfigError("no sample index was given; give at least one")
-        self.indices = list(indices)
+        self.indices, self.attention, self._counter = list(indices), attention, counter
         self.shards = shards or Shards(self.indices)
-        self.weights = weights and [None if weight is None else float(weight) for weight in weights]
-        if weights is not None and len(weights) != len(indices):
-            raise ConfigError(f"{len(weights)} weights for {len(indices)} indices; one for each")
-        self.stages = tuple(stages)
-        self.names = list(names) if names else [str(i.path or i.strategy) for i in self.indices]
-        self.scores = list(scores or [None] * len(self.indices))
-        self.max_epochs = max_epochs
-        self.attention_window = attention_window
-        self.loss_weights = None if loss_weights is None else list(loss_weights)
-        if self.loss_weights is not None and len(self.loss_weights) != len(indices):
-            raise ConfigError(
-                f"{len(self.loss_weights)} loss weights for {len(indices)} indices; one for each"
-            )
-        self.attention = attention
-        self._counter = counter
-        self.exclusions = exclusions or read_exclusions(
-            self.stages, self.names, [index.num_documents for index in self.indices]
-        )
         self.bases = self.shards.bases
-        self._orders = ScoreOrders(self.indices, self.shards, self.scores)
-
-    @staticmethod
-    def of(
-        index: SourceIndex | Sequence[SourceIndex] | HasSamples,
-        weights: Sequence[float | None] | None = None,
-        names: Sequence[str] | None = None,
-        stages: Sequence[Stage] = (),
-    ) -> SampleSource:
-        """What a schedule accepts, as a SampleSource."""
-        if isinstance(index, (SampleIndex, ShardedIndex, Sequence)):
-            indices = index if isinstance(index, Sequence) else [index]
-            return SampleSource(indices, weights, names=names, stages=stages)
-        if weights is not None or names or stages:
-            raise ConfigError(
-                "a PackedDataset brings its weights, names and stages; give them when it is made"
-            )
-        return index.samples
+        self.mixture = (mixture or Mixture()).of([str(i.path or i.strategy) for i in indices])
+        self.names = list(self.mixture.names or ())
+        self.exclusions = exclusions or read_exclusions(
+            self.mixture.stages, self.names, [index.num_documents for index in self.indices]
+        )
+        self._ends: dict[int, Ids] = {}
 
     @property
     def windows(self) -> list[int]:
         """All attention windows that the run and its stages ask for, tokens."""
-        given = (self.attention_window, *(stage.attention_window for stage in self.stages))
+        given = (self.mixture.attention_window, *(s.attention_window for s in self.mixture.stages))
         return [window for window in given if window]
 
     @cached_property
     def num_samples(self) -> int:
         return int(self.bases[-1])
-
-    @cached_property
-    def fingerprints(self) -> list[str]:
-        """Content identity of every index, and of its order by score."""
-        digests = [f", by score {digest}" if digest else "" for digest in self._orders.digests]
-        return [f"{i.fingerprint}{by}" for i, by in zip(self.indices, digests, strict=True)]
-
-    @property
-    def score_orders(self) -> dict[Place, ScoreOrder]:
-        """(number of the index, capacity) -> the order of its samples, where it has scores."""
-        return self._orders.by_score
-
-    @cached_property
-    def orders(self) -> dict[Place, ScoreOrder | BlockOrder]:
-        """(number of the index, capacity) -> the order of its samples, where it is no shuffle."""
-        return {**arranged_orders(self.indices, self.buckets), **self.score_orders}
-
-    @cached_property
-    def buckets(self) -> list[Bucket]:
-        """The samples of all indices by rising capacity."""
-        return buckets_of(self.indices)
 
     @cached_property
     def tokens_per_epoch(self) -> Ids:
@@ -399,6 +299,55 @@ class SampleSource:
             ],
             np.int64,
         )
+
+    # --- orders ---------------------------------------------------------------------------------
+
+    @cached_property
+    def fingerprints(self) -> list[str]:
+        """Content identity of every index, and of its order by score."""
+        return [
+            f"{index.fingerprint}, by score {self._scored[source][1]}"
+            if source in self._scored
+            else index.fingerprint
+            for source, index in enumerate(self.indices)
+        ]
+
+    @cached_property
+    def score_orders(self) -> dict[Place, ScoreOrder]:
+        """(number of the index, capacity) -> the order of its samples, where it has scores."""
+        return {
+            (source, capacity): order
+            for source, (orders, _) in self._scored.items()
+            for capacity, order in orders.items()
+        }
+
+    @cached_property
+    def orders(self) -> dict[Place, ScoreOrder | BlockOrder]:
+        """(number of the index, capacity) -> the order of its samples, where it is no shuffle."""
+        result: dict[Place, ScoreOrder | BlockOrder] = {}
+        for source, index in enumerate(self.indices):
+            if not (isinstance(index, ShardedIndex) and index.arranged):
+                continue
+            for capacity, sources, _, sizes in self.buckets:
+                for size in sizes[sources == source].tolist():
+                    result[source, capacity] = BlockOrder(size, capacity, index.arranged)
+        return {**result, **self.score_orders}
+
+    @cached_property
+    def _scored(self) -> dict[int, tuple[dict[int, ScoreOrder], str]]:
+        """Of every source with scores, which are read now: its orders, and their digest."""
+        return {
+            source: score_orders(self.indices[source], self.shards.opened(source), scores)
+            for source, scores in enumerate(self.mixture.scores or ())
+            if scores is not None
+        }
+
+    # --- where a sample is ----------------------------------------------------------------------
+
+    @cached_property
+    def buckets(self) -> list[Bucket]:
+        """The samples of all indices by rising capacity."""
+        return buckets_of(self.indices)
 
     def locate(self, ids: Ids) -> tuple[Ids, Ids]:
         """Global ids -> (number of the index, sample id there), int64 both.
@@ -422,15 +371,25 @@ class SampleSource:
 
     @cached_property
     def _bucket_table(self) -> tuple[list[int], list[int]]:
-        """First global id and capacity of every bucket that has samples."""
-        starts, capacities = [], []
-        for base, index in zip(self.bases.tolist(), self.indices, strict=False):
-            offsets = index.bucket_sample_offsets.tolist()
-            for b, capacity in enumerate(index.bucket_capacity.tolist()):
-                if offsets[b] < offsets[b + 1]:
-                    starts.append(base + offsets[b])
-                    capacities.append(capacity)
-        return starts, capacities
+        """First global id and capacity of every bucket of every index, ascending."""
+        rows = sorted(
+            (first, bucket.capacity)
+            for bucket in self.buckets
+            for first in bucket.first_sample.tolist()
+        )
+        return [first for first, _ in rows], [capacity for _, capacity in rows]
+
+    def shard_of(self, sample: int) -> tuple[int, int]:
+        """(number of the shard, sample there) of a global id. Raises IndexError."""
+        [(shard, _, local)] = self._by_shard(np.array([sample]))
+        return shard, int(local[0])
+
+    def _by_shard(self, ids: Ids) -> Iterator[tuple[int, Ids, Ids]]:
+        """Every shard that has some of the ids: its number, where they stand, samples there."""
+        self.locate(ids)  # refuses what does not exist
+        return self.shards.by_shard(ids)
+
+    # --- what a sample holds --------------------------------------------------------------------
 
     def segments(self, sample: int, num_lists: int = 0) -> tuple[int, list[tuple[int, int, int]]]:
         """(number of the index, its segments (document, begin, length)) of a global id.
@@ -443,13 +402,6 @@ class SampleSource:
         documents = np.array([document for document, _, _ in segments], np.int64)
         masked = self.exclusions.masks(source, documents, num_lists)
         return source, [s for s, out in zip(segments, masked.tolist(), strict=True) if not out]
-
-    def shard_of(self, sample: int) -> tuple[int, int]:
-        """(number of the shard, sample there) of a global id. Raises IndexError."""
-        ids = np.array([sample])
-        self.locate(ids)  # refuses what does not exist
-        shard, local = self.shards.locate(ids)
-        return int(shard[0]), int(local[0])
 
     def samples_of(self, source: int, documents: int | Ids) -> list[int]:
         """Global ids of the samples that hold a piece of some documents of an index, ascending.
@@ -468,14 +420,9 @@ class SampleSource:
 
     def segment_lengths(self, ids: Ids, num_lists: int = 0) -> Ids:
         """Lengths of all segments of some samples that are not masked, tokens, in any order."""
-        parts = [np.zeros(0, np.int64)]
-        for shard, _, local in self._by_shard(ids):
-            index = self.shards.index(shard)
-            segments, _ = segments_of(index, local)
-            masks = self._masks(shard, num_lists)
-            kept = ~masks(np.asarray(index.segment_document[segments], np.int64))
-            parts.append(np.asarray(index.segment_length[segments[kept]], np.int64))
-        return np.concatenate(parts)
+        parts = [self._kept(shard, local, num_lists)[2] for shard, _, local in self._by_shard(ids)]
+        lengths = np.concatenate([np.zeros(0, np.int64), *parts])
+        return lengths[lengths > 0]
 
     def attention_cost(
         self,
@@ -486,57 +433,90 @@ class SampleSource:
         num_lists: int = 0,
         whole: bool | None = None,
     ) -> Ids:
-        """Token pairs per sample: sum of squared segment lengths, its padding included.
+        """Token pairs per sample: squared lengths of what attends to itself, padding included.
 
-        A window cuts segments, and padding, into pieces of at most so many tokens. ``whole``: the
-        sample attends as a whole; None: as ``attention`` says.
+        Args:
+            ids: of samples of one capacity.
+            capacity: theirs, tokens.
+            window: attention, also in padding, stays inside pieces of so many tokens.
+            num_lists: whose documents are padding.
+            whole: samples attend as a whole instead of segment by segment; None: as ``attention``.
         """
         whole = self.attention == "sample" if whole is None else whole
         costs = np.empty(len(ids), np.int64)
         for shard, mine, local in self._by_shard(ids):
-            index = self.shards.index(shard)
-            if window is not None or num_lists:
-                costs[mine] = segment_costs(
-                    index,
-                    local,
-                    self._masks(shard, num_lists),
-                    capacity=capacity,
-                    window=capacity if window is None else window,
-                    whole=whole,
-                )
+            if window is None and not num_lists:
+                index = self.shards.index(shard)
+                arrays = (index.sample_segment_offsets, index.segment_length)
+                costs[mine] = _core.attention_cost_of(*arrays, local, capacity, whole)
                 continue
-            costs[mine] = _core.attention_cost_of(
-                index.sample_segment_offsets,
-                index.segment_length,
-                local,
-                capacity,
-                whole,
+            _, owner, lengths = self._kept(shard, local, num_lists)
+            used = _sums(owner, lengths, len(local))
+            window = capacity if window is None else window
+            own, padding = (
+                window * window * (n // window) + (n % window) ** 2
+                for n in (used if whole else lengths, capacity - used)
             )
+            costs[mine] = padding + (own if whole else _sums(owner, own, len(local)))
         return costs
 
     def count_labels(self, ids: Ids, num_lists: int = 0) -> Ids:
-        """Tokens of every sample that have a label, int64 (len(ids),)."""
+        """Tokens of every sample that have a label, int64 (len(ids),).
+
+        All but the last one of each document that ends there, where nobody counted them.
+        """
         if self._counter is not None:
             return self._counter(ids, num_lists)
         counts = np.empty(len(ids), np.int64)
         for shard, mine, local in self._by_shard(ids):
             index = self.shards.index(shard)
             if shard not in self._ends:
-                self._ends[shard] = document_ends(index)
-            masks = self._masks(shard, num_lists)
-            counts[mine] = label_counts(index, local, masks, self._ends[shard])
+                self._ends[shard] = _document_ends(index)
+            segments, owner, lengths = self._kept(shard, local, num_lists)
+            ends = self._ends[shard][np.asarray(index.segment_document[segments])]
+            last = np.asarray(index.segment_begin[segments], np.int64) + lengths == ends
+            counts[mine] = _sums(owner, np.maximum(lengths - last, 0), len(local))
         return counts
 
-    def _masks(self, shard: int, num_lists: int) -> Masks:
-        """Which documents of a shard are masked."""
-        source, first = int(self.shards.sources[shard]), int(self.shards.first_documents[shard])
-        return lambda documents: self.exclusions.masks(source, first + documents, num_lists)
+    def _kept(self, shard: int, samples: Ids, num_lists: int) -> tuple[Ids, Ids, Ids]:
+        """Of the segments of some samples of a shard: their numbers, the position of the sample of
+        each, and its tokens, 0 where it is masked."""
+        index = self.shards.index(shard)
+        segments, owner = segments_of(index, samples)
+        lengths = np.asarray(index.segment_length[segments], np.int64)
+        if num_lists:
+            source, first = int(self.shards.sources[shard]), self.shards.first_documents[shard]
+            documents = first + np.asarray(index.segment_document[segments], np.int64)
+            lengths[self.exclusions.masks(source, documents, num_lists)] = 0
+        return segments, owner, lengths
 
-    def _by_shard(self, ids: Ids) -> Iterator[tuple[int, Ids, Ids]]:
-        """Every shard that has some of the ids: its number, where they stand, samples there."""
-        self.locate(ids)  # refuses what does not exist
-        return self.shards.by_shard(ids)
 
-    @cached_property
-    def _ends(self) -> dict[int, Ids]:
-        return {}
+def segments_of(index: SampleIndex, samples: Ids) -> tuple[Ids, Ids]:
+    """Numbers of the segments of some samples, and the position of the sample of each."""
+    first = np.asarray(index.sample_segment_offsets[samples])
+    counts = np.asarray(index.sample_segment_offsets[samples + 1]) - first
+    before = np.cumsum(counts) - counts
+    segments = np.repeat(first - before, counts) + np.arange(counts.sum())
+    return segments, np.repeat(np.arange(len(samples)), counts)
+
+
+def _document_ends(index: SampleIndex) -> Ids:
+    """Length of every document of an index. Raises ConfigError: it dropped tokens, so it does not
+    know."""
+    dropped = index.metrics()["dropped_tokens"]
+    if dropped:
+        raise ConfigError(
+            f"the index dropped {dropped} tokens, so it does not tell where documents end: make "
+            "the schedule from the PackedDataset, which counts labels exactly"
+        )
+    ends = np.zeros(int(np.max(index.segment_document)) + 1, np.int64)
+    np.maximum.at(
+        ends,
+        index.segment_document,
+        np.asarray(index.segment_begin, np.int64) + index.segment_length,
+    )
+    return ends
+
+
+def _sums(groups: Ids, values: Ids, num_groups: int) -> Ids:
+    return np.bincount(groups, values, num_groups).astype(np.int64)

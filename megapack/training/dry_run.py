@@ -17,13 +17,12 @@ import torch
 import yaml
 
 from megapack.config import to_dict
-from megapack.data.attention_window import Window
+from megapack.data.program import Window, ranks_per_micro_batch
 from megapack.data.report import plan_run
 from megapack.data.run import PlannedRun
 from megapack.data.schedule import StageDraws
-from megapack.data.sequence_parallel import ranks_per_micro_batch
 from megapack.devices import peak_flops
-from megapack.training.config import PretrainConfig
+from megapack.training.config import PretrainConfig, num_warmup_steps
 from megapack.training.engine.deepspeed_config import deepspeed_configuration, describe_reduction
 from megapack.training.engine.inputs import check_run, open_inputs, steps_from_lengths
 from megapack.training.model.flops import ModelFlops, peak_of

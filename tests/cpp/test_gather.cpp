@@ -7,7 +7,7 @@
 #include <random>
 #include <string>
 
-#include "core/gather/plan.hpp"
+#include "core/gather/fill.hpp"
 #include "core/gather/read_ahead.hpp"
 
 using namespace megapack;
@@ -62,16 +62,16 @@ struct Corpus {
         idx.shrink_to_fit();
     }
 
-    GatherSource source() const {
-        GatherSource source{IndexView(idx, "test.idx")};
-        source.tokens = {tokens.data(), static_cast<std::int64_t>(tokens.size()),
-                         TokenType::kUint16};
-        source.samples.sample_segment_offsets = {sample_segment_offsets.data(), 4, true};
-        source.samples.segment_document = {document.data(), 5, false};
-        source.samples.segment_begin = {begin.data(), 5, false};
-        source.samples.segment_length = {length.data(), 5, false};
-        check_source(source);
-        return source;
+    Shard shard() const {
+        Shard shard{IndexView(idx, "test.idx")};
+        shard.tokens = {tokens.data(), static_cast<std::int64_t>(tokens.size()),
+                        TokenType::kUint16};
+        shard.samples.sample_segment_offsets = {sample_segment_offsets.data(), 4, true};
+        shard.samples.segment_document = {document.data(), 5, false};
+        shard.samples.segment_begin = {begin.data(), 5, false};
+        shard.samples.segment_length = {length.data(), 5, false};
+        check_shard(shard);
+        return shard;
     }
 };
 
@@ -85,18 +85,18 @@ struct Batch {
     GatherPlan plan;
 };
 
-Batch gather(const GatherSource& source, const std::vector<std::int64_t>& ids, GatherShape shape,
+Batch gather(const Shard& shard, const std::vector<std::int64_t>& ids, GatherShape shape,
              const GatherOptions& options) {
-    const std::vector<GatherSource> sources{source};
+    const std::vector<Shard> shards{shard};
     const std::vector<SampleRef> refs = locate_samples(kRuns, ids);
-    Batch batch{{}, {}, {}, {}, plan_gather(sources, refs, shape, options)};
+    Batch batch{{}, {}, {}, {}, plan_gather(shards, refs, shape, options)};
     const auto size = static_cast<std::size_t>(shape.num_tokens());
     batch.tokens.assign(size, -7);
     batch.labels.assign(size, -7);
     batch.positions.assign(size, -7);
     batch.mask.assign(size, -7.0F);
     fill_gather(batch.plan, options, {batch.tokens, batch.labels, batch.mask, batch.positions});
-    REQUIRE(count_labels(sources, refs, options.labels).size() == ids.size());
+    REQUIRE(count_labels(shards, refs, options.labels).size() == ids.size());
     return batch;
 }
 
@@ -110,7 +110,7 @@ void check_is_complete(const Batch& batch) {
 
 void test_values() {
     const Corpus corpus;
-    const Batch batch = gather(corpus.source(), {0, 2}, {1, 14, 7}, {});
+    const Batch batch = gather(corpus.shard(), {0, 2}, {1, 14, 7}, {});
     REQUIRE(batch.tokens == (std::vector<std::int64_t>{100, 101, 102, 103, 104, 105, 0,  //
                                                        112, 113, 114, 115, 116, 117, 0}));
     REQUIRE(batch.labels == (std::vector<std::int64_t>{101, 102, 103, 104, -100, -100, -100,  //
@@ -123,15 +123,15 @@ void test_values() {
 // What is asked for is whole pages, each once however many segments lie in it.
 void test_will_need() {
     const Corpus corpus;
-    const std::vector<GatherSource> sources{corpus.source()};
+    const std::vector<Shard> shards{corpus.shard()};
     const std::vector<std::int64_t> ids{2, 0, 1, 0}, none;
     const std::int64_t page = sysconf(_SC_PAGESIZE);
-    const std::int64_t bytes = will_need_samples(sources, locate_samples(kRuns, ids));
+    const std::int64_t bytes = will_need_samples(shards, locate_samples(kRuns, ids));
     REQUIRE(bytes == page || bytes == 2 * page);
-    REQUIRE(will_need_samples(sources, locate_samples(kRuns, none)) == 0);
+    REQUIRE(will_need_samples(shards, locate_samples(kRuns, none)) == 0);
     const std::vector<SampleRef> missing{{0, 3}};
     try {
-        will_need_samples(sources, missing);
+        will_need_samples(shards, missing);
         REQUIRE(false);
     } catch (const std::out_of_range&) {
     }
@@ -141,15 +141,15 @@ void test_will_need() {
 void test_excluded_documents() {
     const Corpus corpus;
     const std::vector<std::int64_t> documents{1, 3}, lists{2, 1};
-    GatherSource source = corpus.source();
-    source.excluded = documents;
-    source.excluded_by = lists;
-    check_source(source);
-    const std::vector<GatherSource> sources{source};
+    Shard shard = corpus.shard();
+    shard.excluded = documents;
+    shard.excluded_by = lists;
+    check_shard(shard);
+    const std::vector<Shard> shards{shard};
     const auto lengths = [&](std::int64_t id, std::int64_t num_lists) {
         const std::vector<std::int64_t> ids{id};
         const auto refs = locate_samples(kRuns, ids, num_lists);
-        return cumulative_lengths(plan_gather(sources, refs, {1, 7, 7}, {}), false, false, 0);
+        return cumulative_lengths(plan_gather(shards, refs, {1, 7, 7}, {}), false, false, 0);
     };
     REQUIRE(lengths(0, 0) == (std::vector<std::int32_t>{0, 5, 6, 7}));
     REQUIRE(lengths(0, 1) == (std::vector<std::int32_t>{0, 5, 6, 7}));
@@ -161,27 +161,27 @@ void test_excluded_documents() {
 // Ids are those of two shards in turns; of the first one nothing is read, and so it is not open.
 void test_shards() {
     const Corpus corpus;
-    std::vector<GatherSource> sources(2);
-    sources[1] = corpus.source();
-    sources[1].number = 7;
-    const std::vector<std::int64_t> first_ids{0, 5, 6, 6, 8}, shards{0, 1, 0, 1}, from{0, 0, 5, 1};
-    const SampleRuns runs{first_ids, shards, from};
+    std::vector<Shard> shards(2);
+    shards[1] = corpus.shard();
+    shards[1].source = 7;
+    const std::vector<std::int64_t> first_ids{0, 5, 6, 6, 8}, owner{0, 1, 0, 1}, from{0, 0, 5, 1};
+    const SampleRuns runs{first_ids, owner, from};
     check_runs(runs, 2);
     const std::vector<std::int64_t> mine{7, 5}, both{4, 5};
     const auto refs = locate_samples(runs, mine);
     REQUIRE(refs[0].shard == 1 && refs[0].sample == 2 && refs[1].sample == 0);
-    REQUIRE(not_open(sources, refs).empty());
+    REQUIRE(not_open(shards, refs).empty());
     const auto closed = locate_samples(runs, both);
-    REQUIRE(not_open(sources, closed) == (std::vector<std::int64_t>{0}));
-    const GatherPlan plan = plan_gather(sources, refs, {1, 14, 7}, {});
+    REQUIRE(not_open(shards, closed) == (std::vector<std::int64_t>{0}));
+    const GatherPlan plan = plan_gather(shards, refs, {1, 14, 7}, {});
     REQUIRE(plan.sources() == (std::vector<std::int32_t>{7, 7, -1, 7, 7, -1}));
     try {
-        plan_gather(sources, closed, {1, 14, 7}, {});
+        plan_gather(shards, closed, {1, 14, 7}, {});
         REQUIRE(false);
     } catch (const std::out_of_range&) {
     }
     const std::vector<std::int64_t> descending{0, 5, 4, 6, 8};
-    const std::vector<SampleRuns> wrong{{descending, shards, from}, {first_ids, from, from}};
+    const std::vector<SampleRuns> wrong{{descending, owner, from}, {first_ids, from, from}};
     for (const SampleRuns& bad : wrong) {
         try {
             check_runs(bad, 2);
@@ -226,7 +226,7 @@ void test_damaged_arrays() {
         options.alignment = 1 + static_cast<std::int64_t>(random() % 3);
         options.labels = random() % 2 ? Extent::kSample : Extent::kDocument;
         try {
-            check_is_complete(gather(corpus.source(), {0, 1, 2}, {3, 18, 18}, options));
+            check_is_complete(gather(corpus.shard(), {0, 1, 2}, {3, 18, 18}, options));
             ++accepted;
         } catch (const std::exception&) {
             ++refused;
@@ -242,7 +242,7 @@ void test_refused_shapes() {
     int refused = 0;
     for (const GatherShape& shape : shapes) {
         try {
-            gather(corpus.source(), {0, 1}, shape, {});
+            gather(corpus.shard(), {0, 1}, shape, {});
         } catch (const std::invalid_argument&) {
             ++refused;
         }
@@ -250,7 +250,7 @@ void test_refused_shapes() {
     REQUIRE(refused == 5);
     for (const std::int64_t id : {-1LL, 3LL, 1LL << 62}) {
         try {
-            gather(corpus.source(), {id}, {1, 8, 8}, {});
+            gather(corpus.shard(), {id}, {1, 8, 8}, {});
             REQUIRE(false);
         } catch (const std::out_of_range&) {
         }

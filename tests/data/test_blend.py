@@ -22,6 +22,8 @@ from megapack.data import (
     load_blend,
     plan_run,
 )
+from megapack.data.program import Mixture
+from megapack.data.sources import SampleSource
 from megapack.errors import ConfigError
 from megapack.packing import SampleIndex, pack
 from tests.data.corpora import packed_index, packed_lengths, write_documents
@@ -117,10 +119,9 @@ def test_each_dataset_repeats_only_when_all_of_it_was_seen() -> None:
         assert plan.epochs == pytest.approx(used / sum(_slots(INDICES[d]).values()))
 
 
-def test_a_dataset_that_would_repeat_too_often_is_refused_by_name() -> None:
-    schedule = blended([0.2, 0.8])
-    schedule.samples.max_epochs = 2
-    schedule.samples.names = ["web", "code"]
+def test_a_source_that_would_repeat_too_often_is_refused_by_name() -> None:
+    mixture = Mixture(weights=[0.2, 0.8], names=["web", "code"], max_epochs=2)
+    schedule = Schedule(SampleSource(INDICES, mixture), tokens_per_step=64)
 
     def sampler(num_steps: int) -> BucketBatchSampler:
         return BucketBatchSampler(
@@ -132,7 +133,7 @@ def test_a_dataset_that_would_repeat_too_often_is_refused_by_name() -> None:
         )
 
     sampler(20)
-    with pytest.raises(ConfigError, match=r"repeat dataset code \d+.* times; max_epochs is 2"):
+    with pytest.raises(ConfigError, match=r"repeat source code \d+.* times; max_epochs is 2"):
         sampler(2000)
 
 
@@ -220,7 +221,7 @@ def test_every_dataset_of_a_blend_has_its_own_labels_or_none(tmp_path: Path) -> 
 def test_bad_manifests_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="at least one"):
         BlendConfig(sources=())
-    with pytest.raises(ConfigError, match="must be positive"):
+    with pytest.raises(ConfigError, match="has weight 0 and no stage gives it another"):
         BlendConfig(sources=(Source(prefix="a", index="b", weight=0.0),))
     (tmp_path / "b.yaml").write_text("sources: [{prefix: a, index: b, wieght: 1}]")
     with pytest.raises(ConfigError, match="did you mean 'weight'"):

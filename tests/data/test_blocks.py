@@ -8,21 +8,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megapack import _core
-from megapack.data.sample_order import BlockOrder
+from megapack.data.sample_order import BlockOrder, Epochs
 from megapack.packing.sharded import Arranged
 
 
-def order_of(size: int, block: int, window: int) -> BlockOrder:
+def order_of(size: int, block: int, window: int) -> Epochs:
     sizes = Arranged(source="", seed=0, block_tokens=block * 16, window_blocks=window)
-    return BlockOrder(size, 16, sizes)
+    return Epochs(size, 7, BlockOrder(size, 16, sizes))
 
 
 def key_of(epoch: int) -> int:
     return _core.random_bits(7, epoch)
 
 
-def epoch_of(order: BlockOrder, epoch: int) -> np.ndarray:
-    return order.samples(key_of, epoch * order.size, order.size)
+def epoch_of(order: Epochs, epoch: int) -> np.ndarray:
+    return order.samples(epoch * order.size, order.size)
 
 
 def reference(size: int, block: int, window: int, epoch: int) -> list[int]:
@@ -54,11 +54,11 @@ def test_any_range_of_it_is_that_of_the_definition_and_places_invert_it(
     order = order_of(size, block, window)
     last = (begin + count) // size + 1
     every = [i for epoch in range(last) for i in reference(size, block, window, epoch)]
-    assert order.samples(key_of, begin, count).tolist() == every[begin : begin + count]
+    assert order.samples(begin, count).tolist() == every[begin : begin + count]
     for epoch in range(min(3, last)):
         samples = np.array(reference(size, block, window, epoch))
         assert sorted(samples.tolist()) == list(range(size))
-        places = order.places(epoch, key_of(epoch), samples)
+        places = order.places(epoch, samples)
         assert places.tolist() == list(range(size))
 
 

@@ -36,7 +36,6 @@ from tests.data.corpora import (
     write_documents,
 )
 from tests.data.test_gather import TENSORS, corpora
-from tests.data.test_programs import edited_run
 from tests.reference import gather as reference
 
 
@@ -219,25 +218,6 @@ def test_the_plan_of_exclusions_counts_what_the_steps_hold(
         assert (plan.draws_before, plan.last_seen) == (len(before), max(before))
         assert plan.draws_since == len(drawn) - len(before) > 0
         assert plan.shown_since == 0
-
-
-@pytest.mark.parametrize("number", range(20))
-def test_the_plan_of_exclusions_is_what_going_through_the_steps_gives(number: int) -> None:
-    """Random programs with lists, other weights, orders, scores and skipped steps."""
-    run = edited_run(number, num_edits=6)
-    schedule, until = run.schedule(), run.step + 40
-    samples = schedule.samples
-    for plan in plan_exclusions(schedule, until):
-        source = samples.names.index(plan.source)
-        number_of_list = schedule.stage_at(plan.from_step).num_lists
-        own = samples.exclusions.lists[source] == number_of_list
-        documents = samples.exclusions.documents[source][own]
-        holding = samples.samples_of(source, documents)
-        steps = [step for sample in holding for step in schedule.steps_of(sample, until)]
-        before = [step for step in steps if step < plan.from_step]
-        assert (plan.num_documents, plan.num_samples) == (len(documents), len(holding))
-        assert (plan.draws_before, plan.draws_since) == (len(before), len(steps) - len(before))
-        assert (plan.last_seen, plan.shown_since) == (max(before, default=None), 0)
 
 
 def test_a_list_is_part_of_the_program(tmp_path: Path) -> None:

@@ -11,7 +11,6 @@ import tempfile
 from collections import Counter, defaultdict
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,7 +18,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference import programs
 
-from megapack.data import BucketBatchSampler, Ramp, Schedule, Scores, Stage, plan_run
+from megapack.data import (
+    BucketBatchSampler,
+    Ramp,
+    Schedule,
+    Scores,
+    Stage,
+    plan_exclusions,
+    plan_run,
+    unseen_documents,
+)
+from megapack.data.program import Mixture
 from megapack.data.sources import SampleSource
 from megapack.errors import ConfigError, ResumeError
 from megapack.packing import SampleIndex
@@ -168,15 +177,15 @@ class Run:
         return float(self.random.choice([0.05, 1, 1, 4]))
 
     def schedule(self, stages: list[Stage] | None = None) -> Schedule:
-        samples = SampleSource(
-            [POOL[s] for s in self.sources],
-            self.weights,
+        mixture = Mixture(
+            weights=self.weights,
             names=[NAMES[s] for s in self.sources],
             stages=self.stages if stages is None else stages,
             scores=[scores_of(s) if s in self.scored else None for s in self.sources],
         )
+        samples = SampleSource([POOL[s] for s in self.sources], mixture)
         return Schedule(
-            SimpleNamespace(samples=samples),
+            samples,
             tokens_per_step=self.tokens,
             order=self.order,
             cost_window=self.cost_window,
@@ -461,3 +470,72 @@ def held(schedule: Schedule, i: int) -> tuple[Any, ...]:
     ids = step.sample_ids.tolist()
     shown = [schedule.samples.segments(sample, step.num_lists) for sample in ids]
     return ids, shown, settings.window_at(i), settings.loss_weights
+
+
+def test_questions_about_a_run_are_answered_as_going_through_it_does() -> None:
+    """Which steps hold a sample, which documents are unseen, what excluded lists do."""
+    for number in range(40):
+        run = edited_run(number, num_edits=4 + number % 3)
+        schedule, until = run.schedule(), run.step + 10
+        check_steps_of(schedule, until)
+        check_plan_of_exclusions(schedule, until + 30)
+        for steps in (0, run.step, run.step + 9):
+            for source in range(len(schedule.samples.indices)):
+                found, passes = unseen_documents(schedule, source, steps)
+                seen = times_seen(schedule, source, steps)
+                assert passes == min(seen.values())
+                masked = [schedule.masked_from(source, d) for d in range(len(seen))]
+                assert found.tolist() == [
+                    d
+                    for d in sorted(seen)
+                    if seen[d] == passes and not (masked[d] is not None and masked[d] <= steps)
+                ]
+
+
+def check_steps_of(schedule: Schedule, num_steps: int) -> None:
+    """The steps of every sample are those that hold it."""
+    held: dict[int, list[int]] = defaultdict(list)
+    for step in range(num_steps):
+        source, local = schedule.samples.locate(schedule.step(step).sample_ids)
+        for sample in (schedule.samples.bases[source] + local).tolist():
+            held[sample].append(step)
+    for sample in range(schedule.samples.num_samples):
+        assert schedule.steps_of(sample, num_steps) == held[sample]
+
+
+def times_seen(schedule: Schedule, source: int, steps: int) -> Counter[int]:
+    """Of every document that some sample holds, by looking at the steps and what stages skip."""
+    index = schedule.samples.indices[source]
+    drawn: Counter[int] = Counter()
+    for step in range(steps + 1):
+        content = [] if step == steps else [schedule.step(step).sample_ids]
+        for before, stage in zip(schedule.stages[:-1], schedule.program[1:], strict=True):
+            if stage.begin == step:
+                content += [
+                    draw.sample_ids
+                    for i in range(stage.skip_steps)
+                    for draw in before.step_draws(step + i)
+                ]
+        for ids in content:
+            which, local = schedule.samples.locate(ids)
+            drawn.update(local[which == source].tolist())
+    seen: dict[int, int] = {}
+    for sample in range(index.num_samples):
+        for document, _, _ in index.sample(sample)[1]:
+            seen[document] = min(seen.get(document, 1 << 60), drawn[sample])
+    return Counter(seen)
+
+
+def check_plan_of_exclusions(schedule: Schedule, until: int) -> None:
+    samples = schedule.samples
+    for plan in plan_exclusions(schedule, until):
+        source = samples.names.index(plan.source)
+        number_of_list = schedule.stage_at(plan.from_step).num_lists
+        own = samples.exclusions.lists[source] == number_of_list
+        documents = samples.exclusions.documents[source][own]
+        holding = samples.samples_of(source, documents)
+        steps = [step for sample in holding for step in schedule.steps_of(sample, until)]
+        before = [step for step in steps if step < plan.from_step]
+        assert (plan.num_documents, plan.num_samples) == (len(documents), len(holding))
+        assert (plan.draws_before, plan.draws_since) == (len(before), len(steps) - len(before))
+        assert (plan.last_seen, plan.shown_since) == (max(before, default=None), 0)

@@ -160,7 +160,7 @@ def test_a_ramp_is_written_in_a_manifest() -> None:
         ({"ramp": {"until_step": 10}}, "begins at step 10 and its ramp ends at 10"),
         ({"ramp": {"until_tokens": 5}}, "its ramp ends at 1: let it end"),
         ({"ramp": {}}, "ends at until_step or at until_tokens"),
-        ({"ramp": {"until_step": 9, "pieces": 0}}, "pieces of a ramp are 0"),
+        ({"ramp": {"until_step": 9, "pieces": 0}}, "ramp: pieces is 0; it must be above 0"),
         ({"weights": None, "ramp": {"until_step": 20}}, "has a ramp and no weights"),
         ({"order": "grow-p2", "ramp": {"until_step": 20}}, "order grow-p2, which would begin anew"),
     ],

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from megapack.data.checks import _describe
+from megapack.data.loader import _describe
 
 if TYPE_CHECKING:
     from tests.training.processes import Zygote

@@ -94,7 +94,7 @@ def test_ranges_of_tokens_are_those_of_the_segments_and_the_labels_behind_them(
             start = int(documents[source].document_offsets[document])
             end = min(begin + length + 1, int(documents[source].document_lengths[document]))
             wanted |= {(source, position) for position in range(start + begin, start + end)}
-    ranges = list(zip(*data._gathering._gatherer.token_ranges(samples), strict=True))
+    ranges = list(zip(*data._gatherer.token_ranges(samples), strict=True))
     found = [(s, position) for s, begin, end in ranges for position in range(begin, end)]
     assert len(wanted) > 1000 and found == sorted(wanted)
     touching = [(a, b) for a, b in pairwise(ranges) if a[0] == b[0] and a[2] >= b[1]]

@@ -253,7 +253,7 @@ def test_a_configuration_file_makes_the_same_schedule(tmp_path: Path) -> None:
     (tmp_path / "s.yaml").write_text("tokens_per_step: 64\norder: grow-p2\nseed: 5\n")
     config = load_config(ScheduleConfig, tmp_path / "s.yaml", ["num_cycles=2"])
     index = samples_of_buckets({8: 64, 16: 32})
-    made = Schedule.from_config(index, config)
+    made = Schedule(index, config)
     same = Schedule(index, tokens_per_step=64, order="grow-p2", seed=5, num_cycles=2)
     assert made.state_dict(3) == same.state_dict(3)
     with pytest.raises(ConfigError, match="must be one of"):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import pickle
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,8 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megapack.data import PackedDataset, Schedule, Scores, Stage, load_blend
-from megapack.data.bucket_order import fold_key
-from megapack.data.sample_order import ScoreOrder
+from megapack.data.program import Mixture
+from megapack.data.sample_order import Epochs, ScoreOrder
 from megapack.data.sources import SampleSource
 from megapack.errors import ConfigError, FormatError, ResumeError
 from megapack.packing import SampleIndex, pack
@@ -32,9 +31,10 @@ def test_an_epoch_ascends_and_equal_scores_are_shuffled(
     means: list[float], begin: int, count: int
 ) -> None:
     scores = np.array(means)
-    order, size = ScoreOrder(scores), len(means)
-    found = order.samples(lambda epoch: epoch, begin, count)
-    epochs = [order.samples(lambda epoch: epoch, e * size, size) for e in range(12)]
+    size = len(means)
+    order = Epochs(size, 9, ScoreOrder(scores))
+    found = order.samples(begin, count)
+    epochs = [order.samples(e * size, size) for e in range(12)]
     assert (
         np.concatenate(epochs)[begin : begin + count].tolist()
         == found[: 12 * size].tolist()[: max(0, 12 * size - begin)]
@@ -42,7 +42,7 @@ def test_an_epoch_ascends_and_equal_scores_are_shuffled(
     for epoch, samples in enumerate(epochs):
         assert sorted(samples.tolist()) == list(range(size))
         assert (np.diff(scores[samples]) >= 0).all()
-        assert order.places(0, epoch, samples).tolist() == list(range(size))
+        assert order.places(epoch, samples).tolist() == list(range(size))
     if len(set(means)) == 1 and size > 30:
         assert len({tuple(samples.tolist()) for samples in epochs}) == 12
 
@@ -66,10 +66,11 @@ def schedule_of(folder: Path, scores: np.ndarray, *stages: Stage, **options: Any
     by_score = Scores(
         path=str(folder / "scores.npy"), order=options.pop("score_order", "ascending")
     )
-    samples = SampleSource(
-        indices, [2.0, 1.0], names=["web", "code"], stages=stages, scores=[by_score, None]
+    mixture = Mixture(
+        weights=[2.0, 1.0], names=["web", "code"], stages=stages, scores=[by_score, None]
     )
-    return Schedule(SimpleNamespace(samples=samples), tokens_per_step=128, seed=3, **options)
+    samples = SampleSource(indices, mixture)
+    return Schedule(samples, tokens_per_step=128, seed=3, **options)
 
 
 @pytest.mark.parametrize("score_order", ["ascending", "descending"])
@@ -134,7 +135,7 @@ def test_one_score_for_all_is_a_shuffle_of_its_own(tmp_path: Path) -> None:
     schedule = schedule_of(tmp_path, np.zeros(300))
     order = schedule.samples.score_orders[0, 16]
     size = np.subtract(*bounds(schedule.samples.indices[0], 16)[::-1])
-    first = order.samples(lambda epoch: fold_key(1, epoch), 0, int(size))
+    first = Epochs(int(size), 1, order).samples(0, int(size))
     assert sorted(first.tolist()) == list(range(size)) != first.tolist()
 
 

@@ -152,9 +152,14 @@ def test_a_new_largest_bucket_comes_first() -> None:
     [
         ([Stage(from_step=0)], "begins at step 0, and the one before it at 0: list stages in"),
         ([Stage(from_step=5, skip_steps=1), Stage(from_step=5)], "begins at step 5, and the one"),
-        ([Stage(from_step=5, weights={"s9": 1})], "step 5 gives 's9' a weight; sources are s0, s1"),
-        ([Stage(from_step=5, weights={"s0": 0})], "gives 's0' the weight 0; it must be a positive"),
-        ([Stage(from_step=5, weights={})], "from step 5 has empty weights; name at least one"),
+        (
+            [Stage(from_step=5, weights={"s9": 1})],
+            "step 5 gives a weight to 's9'; sources are s0",
+        ),
+        (
+            [Stage(from_step=5, weights={"s0": 0})],
+            "step 5: weight of 's0' is 0; it must be above",
+        ),
         ([Stage(from_tokens=2**70)], "tokens reaches to step 12297829382473034411, and a run has"),
         ([Stage(from_step=2**63)], "from step 9223372036854775808 reaches to step 92233720368547"),
         ([Stage(from_step=5, skip_steps=2**60)], "from step 5 reaches to step 1152921504606846981"),
@@ -174,11 +179,28 @@ def test_stages_without_a_meaning_are_refused_by_name(stages: list[Stage], messa
     assert message in str(refused.value)
 
 
-def test_other_refusals() -> None:
-    with pytest.raises(ConfigError, match="at from_step or at from_tokens: give one of them"):
-        Stage(from_step=1, from_tokens=96)
-    with pytest.raises(ConfigError, match="skip_steps is -1"):
-        Stage(from_step=1, skip_steps=-1)
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"from_tokens": 96}, "at from_step or at from_tokens: give one of them"),
+        ({"skip_steps": -1}, "the stage from step 5: skip_steps is -1; it must be at least 0"),
+        ({"skip_steps": True}, "the stage from step 5: skip_steps is True; it must be a finite"),
+        ({"attention_window": -1}, "attention_window is -1; it must be at least 0"),
+        ({"attention_window": 8, "window_steps": -1}, "window_steps is -1; it must be at least"),
+        ({"window_steps": 4}, "window_steps 4 and attention_window None; give the window it"),
+        ({"weights": {}}, "the stage from step 5 has empty weights; name at least one"),
+        ({"exclude": {}}, "the stage from step 5 has an empty exclude; name a source and its"),
+    ],
+)
+def test_a_stage_by_itself_without_a_meaning_is_refused(
+    fields: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError) as refused:
+        Stage(from_step=5, **fields)
+    assert message in str(refused.value)
+
+
+def test_a_source_that_is_never_drawn_is_refused() -> None:
     with pytest.raises(ConfigError, match="source 's2' has weight 0 in every stage; give it"):
         schedule_of(sources=3)
 
@@ -284,11 +306,11 @@ def test_a_manifest_lists_stages_beside_sources(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"stages\[1\]: unknown key 'form_step'; did you mean"):
         load_blend(path)
     path.write_text(text.replace("code: 2.5", "cod: 2.5"))
-    with pytest.raises(ConfigError, match="from 320 tokens gives 'cod' a weight; sources are web"):
+    with pytest.raises(ConfigError, match="320 tokens gives a weight to 'cod'; sources are web"):
         Schedule(load_blend(path).open(), tokens_per_step=32)
     path.write_text(text[: text.index("stages")])
     with pytest.raises(
-        ConfigError, match=r"source 'code' has weight 0.0; weights must be positive"
+        ConfigError, match=r"source 'code' has weight 0 and no stage gives it another"
     ):
         load_blend(path)
 
@@ -359,9 +381,9 @@ def test_loss_weights_are_part_of_what_a_checkpoint_keeps() -> None:
 @pytest.mark.parametrize(
     ("weights", "message"),
     [
-        ({"nobody": 1}, "the stage from step 2 gives 'nobody' a loss weight; sources are s0, s1"),
-        ({"s0": 0}, "the stage from step 2 gives 's0' the loss weight 0.0; it must be a positive"),
-        ({"s0": float("inf")}, "loss weight inf; it must be a positive"),
+        ({"nobody": 1}, "the stage from step 2 gives a loss weight to 'nobody'; sources are s0"),
+        ({"s0": 0}, "the stage from step 2: loss weight of 's0' is 0.0; it must be above 0"),
+        ({"s0": float("inf")}, "loss weight of 's0' is inf; it must be a finite"),
     ],
 )
 def test_loss_weights_without_a_meaning_are_refused(

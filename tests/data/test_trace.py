@@ -12,7 +12,7 @@ from megapack import _core
 from megapack.data import Schedule, Stage
 from megapack.errors import ConfigError
 from tests.data.corpora import packed_index, samples_of_buckets
-from tests.data.test_programs import edited_run
+from tests.data.test_programs import check_steps_of
 
 
 @given(size=st.integers(1, 5000), key=st.integers(0, 2**64 - 1), data=st.data())
@@ -20,13 +20,6 @@ def test_a_permutation_is_inverted(size: int, key: int, data: st.DataObject) -> 
     first = data.draw(st.integers(0, size - 1))
     values = _core.permute_range(key, size, first, size - first)
     assert _core.permute_inverse(key, size, values).tolist() == [*range(first, size)]
-
-
-@pytest.mark.parametrize("number", range(40))
-def test_the_steps_of_every_sample_are_those_that_hold_it(number: int) -> None:
-    """Random programs (reweight, add, remove, other steps, orders, skip), every sample of them."""
-    run = edited_run(number)
-    check(run.schedule(), run.step + 10)
 
 
 @pytest.mark.parametrize("order", ["proportional", "grow-p2", "sequential"])
@@ -44,17 +37,7 @@ def test_windows_orders_and_micro_steps_are_inverted_too(
         cost_window=window,
         stages=[Stage(from_step=5, skip_steps=skip)],
     )
-    check(schedule, 33)
-
-
-def check(schedule: Schedule, num_steps: int) -> None:
-    held: dict[int, list[int]] = defaultdict(list)
-    for step in range(num_steps):
-        source, local = schedule.samples.locate(schedule.step(step).sample_ids)
-        for sample in (schedule.samples.bases[source] + local).tolist():
-            held[sample].append(step)
-    for sample in range(schedule.samples.num_samples):
-        assert schedule.steps_of(sample, num_steps) == held[sample]
+    check_steps_of(schedule, 33)
 
 
 def test_a_sample_far_ahead_is_found_by_itself() -> None:

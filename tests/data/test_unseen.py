@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -15,48 +14,7 @@ from megapack.cli.main import main
 from megapack.data import Schedule, load_blend, unseen_documents
 from megapack.packing import SampleIndex, pack
 from tests.data.corpora import packed_lengths, random_documents, write_documents
-from tests.data.test_programs import edited_run
-
-
-def times_seen(schedule: Schedule, source: int, steps: int) -> Counter[int]:
-    """Of every document that some sample holds, by looking at the steps and what stages skip."""
-    index = schedule.samples.indices[source]
-    drawn: Counter[int] = Counter()
-    for step in range(steps + 1):
-        content = [] if step == steps else [schedule.step(step).sample_ids]
-        for before, settings in zip(schedule.stages[:-1], schedule.program[1:], strict=True):
-            if settings.begin == step:
-                content += [
-                    draw.sample_ids
-                    for i in range(settings.skip_steps)
-                    for draw in before.step_draws(step + i)
-                ]
-        for ids in content:
-            which, local = schedule.samples.locate(ids)
-            drawn.update(local[which == source].tolist())
-    seen: dict[int, int] = {}
-    for sample in range(index.num_samples):
-        for document, _, _ in index.sample(sample)[1]:
-            seen[document] = min(seen.get(document, 1 << 60), drawn[sample])
-    return Counter(seen)
-
-
-@pytest.mark.parametrize("number", range(30))
-def test_unseen_is_what_no_step_held(number: int) -> None:
-    """Random programs (other weights, orders, scores, skipped steps, excluded documents)."""
-    run = edited_run(number)
-    schedule = run.schedule()
-    for steps in (0, run.step, run.step + 9):
-        for source in range(len(schedule.samples.indices)):
-            found, passes = unseen_documents(schedule, source, steps)
-            seen = times_seen(schedule, source, steps)
-            assert passes == min(seen.values())
-            masked = [schedule.masked_from(source, d) for d in range(len(seen))]
-            assert found.tolist() == [
-                d
-                for d in sorted(seen)
-                if seen[d] == passes and not (masked[d] is not None and masked[d] <= steps)
-            ]
+from tests.data.test_programs import times_seen
 
 
 @pytest.fixture

@@ -154,7 +154,7 @@ def test_a_weighted_data_path_is_blended_inside(
         calculator.destroy_num_microbatches_calculator()
     assert type(train) is PackedGPTDataset and not isinstance(train, BlendedDataset)
     assert [d.prefix for d in train.rows.packed.datasets] == paths
-    assert train.rows.packed.samples.weights == weights
+    assert train.rows.packed.samples.mixture.weights == weights
     assert settings.blend == (paths, weights), "the caller's configuration is left alone"
 
 

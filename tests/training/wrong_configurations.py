@@ -59,6 +59,10 @@ def _values(section: str, values: dict[str, str], **more: Any) -> list[Case]:
     ]
 
 
+def _ramp(**fields: int) -> dict[str, Any]:
+    return {"from_step": 3, "weights": {"web": 1}, "ramp": {"until_step": 9, **fields}}
+
+
 CASES = [
     # keys that are not known
     *_cases("num_step", "num_step=5"),
@@ -226,6 +230,12 @@ CASES = [
             ("from_stp", {"stages": [{"from_stp": 3}]}),
             ("from_step", {"stages": [{}]}),
             ("skip_steps", {"stages": [{"from_step": 3, "skip_steps": -1}]}),
+            ("window_steps", {"stages": [{"from_step": 3, "window_steps": -1}]}),
+            ("attention_window", {"stages": [{"from_step": 3, "attention_window": -8}]}),
+            ("pieces", {"stages": [_ramp(pieces=0)]}),
+            ("until_step", {"stages": [_ramp(until_step=-5)]}),
+            ("web", {"stages": [{"from_step": 3, "weights": {"web": -1}}]}),
+            ("web", {"stages": [{"from_step": 3, "loss_weights": {"web": 0}}]}),
             ("wep", {"stages": [{"from_step": 3, "weights": {"wep": 1}}]}),
             ("weights", {"stages": [{"from_step": 3, "weights": {"web": float("nan")}}]}),
             ("weights", {"stages": [{"from_step": 3, "weights": {"web": True}}]}),

@@ -1,12 +1,11 @@
-// Where every token of a micro batch goes: decided and checked in full (plan_gather) before the
-// first is copied (fill_gather).
+// Where every token of a micro batch goes: decided and checked in full before the first is copied.
 #pragma once
 
 #include <cstdint>
 #include <vector>
 
 #include "core/base/span.hpp"
-#include "core/gather/source.hpp"
+#include "core/gather/shard.hpp"
 
 namespace megapack {
 
@@ -32,9 +31,9 @@ struct GatherShape {
     std::int64_t slots_per_row() const { return row_tokens / capacity; }
 };
 
-// A run of one document, or (source == nullptr) of padding, and where it goes.
+// A run of one document, or (shard == nullptr) of padding, and where it goes.
 struct Piece {
-    const GatherSource* source;
+    const Shard* shard;
     std::int64_t token_begin;
     std::int64_t length;
     std::int64_t room;            // length and the padding behind it
@@ -65,7 +64,7 @@ struct GatherPlan {
 // Samples fill the slots in order; slots without a sample are padding, one segment each.
 // Throws what read_segments throws, and std::invalid_argument for a shape or an alignment that
 // cannot hold the samples.
-GatherPlan plan_gather(Span<const GatherSource> sources, Span<const SampleRef> samples,
+GatherPlan plan_gather(Span<const Shard> shards, Span<const SampleRef> samples,
                        const GatherShape& shape, const GatherOptions& options);
 
 // cu_seqlens of all rows in one run (per_row = false: one list) or of each row (num_rows lists).
@@ -73,20 +72,5 @@ GatherPlan plan_gather(Span<const GatherSource> sources, Span<const SampleRef> s
 // `padded` counts rooms instead of lengths.
 std::vector<std::int32_t> cumulative_lengths(const GatherPlan& plan, bool padded, bool per_row,
                                              std::int64_t entries);
-
-// Where a planned micro batch is written.
-// Row-major (num_rows, row_tokens), each of shape.num_tokens() elements.
-struct GatherOutput {
-    Span<std::int64_t> tokens;
-    Span<std::int64_t> labels;
-    Span<float> loss_mask;
-    Span<std::int64_t> position_ids;
-};
-
-void fill_gather(const GatherPlan& plan, const GatherOptions& options, const GatherOutput& out);
-
-// How many tokens of each sample have a label: the sum of its loss mask, without gathering it.
-std::vector<std::int64_t> count_labels(Span<const GatherSource> sources,
-                                       Span<const SampleRef> samples, Extent labels);
 
 }  // namespace megapack

@@ -59,21 +59,20 @@ void will_need(Span<const std::uint8_t> bytes) {
     advise(pages_of(bytes.data(), bytes.size()), MADV_WILLNEED);
 }
 
-void read_exactly(Span<const GatherSource> sources) {
-    for (const GatherSource& source : sources) {
-        for (const TokenArray& array : {source.tokens, source.labels}) {
+void read_exactly(Span<const Shard> shards) {
+    for (const Shard& shard : shards) {
+        for (const TokenArray& array : {shard.tokens, shard.labels}) {
             advise(pages_of(array.data, array.size * bytes_of(array.type)), MADV_RANDOM);
         }
     }
 }
 
-std::vector<TokenRange> token_ranges(Span<const GatherSource> sources,
-                                     Span<const SampleRef> samples) {
+std::vector<TokenRange> token_ranges(Span<const Shard> shards, Span<const SampleRef> samples) {
     std::vector<Segment> segments;
     std::vector<TokenRange> ranges;
     for (const SampleRef& sample : samples) {
         segments.clear();
-        read_segments(sources[sample.shard], sample, segments);
+        read_segments(shards[sample.shard], sample, segments);
         for (const Segment& segment : segments) {
             // The last token of a segment has the next one of its document as its label.
             const std::int64_t length = segment.length + (segment.ends_document ? 0 : 1);
@@ -83,11 +82,11 @@ std::vector<TokenRange> token_ranges(Span<const GatherSource> sources,
     return merged(std::move(ranges));
 }
 
-std::int64_t will_need_samples(Span<const GatherSource> sources, Span<const SampleRef> samples) {
+std::int64_t will_need_samples(Span<const Shard> shards, Span<const SampleRef> samples) {
     std::vector<Pages> wanted;
-    for (const TokenRange& range : token_ranges(sources, samples)) {
-        add_pages(sources[range.shard].tokens, range, wanted);
-        add_pages(sources[range.shard].labels, range, wanted);
+    for (const TokenRange& range : token_ranges(shards, samples)) {
+        add_pages(shards[range.shard].tokens, range, wanted);
+        add_pages(shards[range.shard].labels, range, wanted);
     }
     std::sort(wanted.begin(), wanted.end(),
               [](const Pages& a, const Pages& b) { return a.begin < b.begin; });

@@ -5,7 +5,7 @@
 #include <vector>
 
 #include "core/base/span.hpp"
-#include "core/gather/source.hpp"
+#include "core/gather/shard.hpp"
 
 namespace megapack {
 
@@ -14,7 +14,7 @@ void will_need(Span<const std::uint8_t> bytes);
 
 // Tells it that the arrays of tokens and labels are read in no order: what is read is then what was
 // asked for, and not what lies around it (by default 128 KiB for every page that is missing).
-void read_exactly(Span<const GatherSource> sources);
+void read_exactly(Span<const Shard> shards);
 
 // Tokens [begin, end) of a shard, and as many labels where it has them.
 struct TokenRange {
@@ -25,12 +25,11 @@ struct TokenRange {
 
 // What a gather of these samples reads, by shard and position; no two ranges of a shard touch.
 // Throws as read_segments does.
-std::vector<TokenRange> token_ranges(Span<const GatherSource> sources,
-                                     Span<const SampleRef> samples);
+std::vector<TokenRange> token_ranges(Span<const Shard> shards, Span<const SampleRef> samples);
 
 // As will_need, for what a gather of these samples reads of the arrays of tokens and labels: a
 // request for every run of touching pages. Returns how many bytes they are. Throws as read_segments
 // does.
-std::int64_t will_need_samples(Span<const GatherSource> sources, Span<const SampleRef> samples);
+std::int64_t will_need_samples(Span<const Shard> shards, Span<const SampleRef> samples);
 
 }  // namespace megapack

@@ -21,7 +21,8 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 
 from megapack.data import BatchLayout, PackedDataset
-from megapack.data.sequence_parallel import cut_slice, ranks_per_micro_batch
+from megapack.data.batch import cut_slice
+from megapack.data.program import ranks_per_micro_batch
 from megapack.packing import pack
 from megapack.storage import IndexedDataset
 from megapack.training.config import EngineConfig

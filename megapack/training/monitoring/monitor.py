@@ -30,7 +30,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 
 from megapack.data import Schedule, Step
-from megapack.data.attention_window import cut_lengths
+from megapack.data.batch import cut_lengths
 from megapack.data.sources import SampleSource
 from megapack.training.config import LoggingConfig
 from megapack.training.engine.directory import RunDirectory

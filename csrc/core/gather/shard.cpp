@@ -1,4 +1,4 @@
-#include "core/gather/source.hpp"
+#include "core/gather/shard.hpp"
 
 #include <algorithm>
 #include <stdexcept>
@@ -19,8 +19,8 @@ struct Range {
 
 // What a reader of the whole .idx would refuse is refused here, too, as far as it concerns this
 // document: it begins where the one before it ends, and its sequences follow each other.
-Range document_range(const GatherSource& source, std::int64_t document) {
-    const IndexView& index = source.documents;
+Range document_range(const Shard& shard, std::int64_t document) {
+    const IndexView& index = shard.documents;
     index.require_document(document);
     const std::int64_t first = index.document_index(document);
     const std::int64_t last = index.document_index(document + 1);
@@ -28,27 +28,27 @@ Range document_range(const GatherSource& source, std::int64_t document) {
     check<FormatError>(first >= 0 && first <= last && last <= num_sequences, index.name(),
                        ": document ", document, " is sequences [", first, ", ", last, ") of ",
                        num_sequences);
-    const std::int64_t itemsize = bytes_of(source.tokens.type);
+    const std::int64_t itemsize = bytes_of(shard.tokens.type);
     index.require_sequences(first, last);
     const auto [begin, end] = check_sequences(index, first, last, itemsize);
-    check<FormatError>(end / itemsize <= source.tokens.size, index.name(), ": document ", document,
-                       " ends at token ", end / itemsize, "; the file has ", source.tokens.size);
+    check<FormatError>(end / itemsize <= shard.tokens.size, index.name(), ": document ", document,
+                       " ends at token ", end / itemsize, "; the file has ", shard.tokens.size);
     return {begin / itemsize, end / itemsize};
 }
 
-Segment read_segment(const GatherSource& source, SampleRef ref, std::int64_t s) {
+Segment read_segment(const Shard& shard, SampleRef ref, std::int64_t s) {
     const auto refuse = [&](bool ok, auto... what) {
-        check<FormatError>(ok, source.documents.name(), ", sample ", ref.sample, ", segment ", s,
+        check<FormatError>(ok, shard.documents.name(), ", sample ", ref.sample, ", segment ", s,
                            what..., kRemedy);
     };
     Segment segment{};
-    segment.document = source.samples.segment_document[s];
-    segment.begin = source.samples.segment_begin[s];
-    segment.length = source.samples.segment_length[s];
-    const auto num_documents = static_cast<std::int64_t>(source.documents.num_documents());
+    segment.document = shard.samples.segment_document[s];
+    segment.begin = shard.samples.segment_begin[s];
+    segment.length = shard.samples.segment_length[s];
+    const auto num_documents = static_cast<std::int64_t>(shard.documents.num_documents());
     refuse(segment.document >= 0 && segment.document < num_documents, " names document ",
            segment.document, " of ", num_documents);
-    const Range range = document_range(source, segment.document);
+    const Range range = document_range(shard, segment.document);
     const std::int64_t document_length = range.end - range.begin;
     // No sum of untrusted numbers before both are known to be small: it could overflow.
     refuse(segment.begin >= 0 && segment.begin < document_length && segment.length > 0 &&
@@ -60,11 +60,11 @@ Segment read_segment(const GatherSource& source, SampleRef ref, std::int64_t s) 
     return segment;
 }
 
-bool is_excluded(const GatherSource& source, std::int64_t document, std::int64_t lists) {
+bool is_excluded(const Shard& shard, std::int64_t document, std::int64_t lists) {
     if (lists == 0) return false;
-    const auto* at = std::lower_bound(source.excluded.begin(), source.excluded.end(), document);
-    return at != source.excluded.end() && *at == document &&
-           source.excluded_by[at - source.excluded.begin()] <= lists;
+    const auto* at = std::lower_bound(shard.excluded.begin(), shard.excluded.end(), document);
+    return at != shard.excluded.end() && *at == document &&
+           shard.excluded_by[at - shard.excluded.begin()] <= lists;
 }
 
 }  // namespace
@@ -85,21 +85,21 @@ std::int64_t bytes_of(TokenType type) {
     return 8;
 }
 
-void check_source(const GatherSource& source) {
-    check(source.samples.sample_segment_offsets.size() > 0,
+void check_shard(const Shard& shard) {
+    check(shard.samples.sample_segment_offsets.size() > 0,
           "sample_segment_offsets is empty; it has num_samples + 1");
-    const std::int64_t num_segments = source.samples.segment_length.size();
-    check<FormatError>(source.samples.segment_document.size() == num_segments &&
-                           source.samples.segment_begin.size() == num_segments,
+    const std::int64_t num_segments = shard.samples.segment_length.size();
+    check<FormatError>(shard.samples.segment_document.size() == num_segments &&
+                           shard.samples.segment_begin.size() == num_segments,
                        "segment_document, segment_begin and segment_length have ",
-                       source.samples.segment_document.size(), ", ",
-                       source.samples.segment_begin.size(), " and ", num_segments,
+                       shard.samples.segment_document.size(), ", ",
+                       shard.samples.segment_begin.size(), " and ", num_segments,
                        " elements; they must have as many", kRemedy);
-    check<FormatError>(!source.has_labels() || source.labels.size == source.tokens.size,
-                       "the label file has ", source.labels.size, " elements, the token file ",
-                       source.tokens.size, "; labels stand beside the tokens, one for each");
-    check(source.excluded.size() == source.excluded_by.size() &&
-              std::is_sorted(source.excluded.begin(), source.excluded.end()),
+    check<FormatError>(!shard.has_labels() || shard.labels.size == shard.tokens.size,
+                       "the label file has ", shard.labels.size, " elements, the token file ",
+                       shard.tokens.size, "; labels stand beside the tokens, one for each");
+    check(shard.excluded.size() == shard.excluded_by.size() &&
+              std::is_sorted(shard.excluded.begin(), shard.excluded.end()),
           "excluded documents are not ascending, or there is not one list for each");
 }
 
@@ -132,25 +132,24 @@ std::vector<SampleRef> locate_samples(const SampleRuns& runs, Span<const std::in
     return refs;
 }
 
-std::vector<std::int64_t> not_open(Span<const GatherSource> sources,
-                                   Span<const SampleRef> samples) {
+std::vector<std::int64_t> not_open(Span<const Shard> shards, Span<const SampleRef> samples) {
     std::vector<std::int64_t> result;
     for (const SampleRef& ref : samples) {
-        if (!sources[ref.shard].is_open()) result.push_back(ref.shard);
+        if (!shards[ref.shard].is_open()) result.push_back(ref.shard);
     }
     std::sort(result.begin(), result.end());
     result.erase(std::unique(result.begin(), result.end()), result.end());
     return result;
 }
 
-void read_segments(const GatherSource& source, SampleRef ref, std::vector<Segment>& out) {
-    const std::int64_t num_samples = source.samples.num_samples();
+void read_segments(const Shard& shard, SampleRef ref, std::vector<Segment>& out) {
+    const std::int64_t num_samples = shard.samples.num_samples();
     check<std::out_of_range>(ref.sample >= 0 && ref.sample < num_samples, "sample ", ref.sample,
-                             " of ", source.documents.name(), ", which has ", num_samples);
-    const Part part = source.samples.segments(ref.sample);
+                             " of ", shard.documents.name(), ", which has ", num_samples);
+    const Part part = shard.samples.segments(ref.sample);
     for (std::int64_t s = part.begin; s < part.end; ++s) {
-        const Segment segment = read_segment(source, ref, s);
-        if (!is_excluded(source, segment.document, ref.lists)) out.push_back(segment);
+        const Segment segment = read_segment(shard, ref, s);
+        if (!is_excluded(shard, segment.document, ref.lists)) out.push_back(segment);
     }
 }
 

@@ -23,11 +23,11 @@ struct TokenArray {
 
 // One dataset with its sample index: a source, or one of the shards of a source. Nothing in it is
 // trusted: every number that is used as an address is checked at the moment it is read.
-struct GatherSource {
-    GatherSource() = default;  // not open yet: it has no samples
-    explicit GatherSource(IndexView index) : documents(std::move(index)) {}
+struct Shard {
+    Shard() = default;  // not open yet: it has no samples
+    explicit Shard(IndexView index) : documents(std::move(index)) {}
 
-    std::int64_t number = 0;  // of the source; its shards share it
+    std::int64_t source = 0;  // number of the source that it is of
     IndexView documents;      // the mapped .idx: no table per process, nothing to build
     TokenArray tokens;        // the mapped .bin
     TokenArray labels;        // beside the tokens, not shifted, -100 = none; may be absent
@@ -56,7 +56,7 @@ struct SampleRef {
 };
 
 // Refuses arrays whose sizes contradict each other. Costs nothing: no element is read.
-void check_source(const GatherSource& source);
+void check_shard(const Shard& shard);
 
 // What sample ids stand for, whatever is open: the ids of run r, from first_ids[r] on, are
 // consecutive samples of shards[r], from first_samples[r] on.
@@ -76,11 +76,11 @@ std::vector<SampleRef> locate_samples(const SampleRuns& runs, Span<const std::in
                                       std::int64_t lists = 0);
 
 // Numbers of those shards of some samples that are not open, ascending.
-std::vector<std::int64_t> not_open(Span<const GatherSource> sources, Span<const SampleRef> samples);
+std::vector<std::int64_t> not_open(Span<const Shard> shards, Span<const SampleRef> samples);
 
 // The segments of a sample in order but those of excluded documents, appended to `out`. Throws
 // std::out_of_range for a sample that does not exist and FormatError for an index that points
 // outside its dataset.
-void read_segments(const GatherSource& source, SampleRef ref, std::vector<Segment>& out);
+void read_segments(const Shard& shard, SampleRef ref, std::vector<Segment>& out);
 
 }  // namespace megapack
