@@ -22,7 +22,7 @@ from megapack.data.report import plan_run
 from megapack.data.run import PlannedRun
 from megapack.data.schedule import StageDraws
 from megapack.devices import peak_flops
-from megapack.training.config import PretrainConfig, num_warmup_steps
+from megapack.training.config import PretrainConfig
 from megapack.training.engine.deepspeed_config import deepspeed_configuration, describe_reduction
 from megapack.training.engine.inputs import check_run, open_inputs, steps_from_lengths
 from megapack.training.model.flops import ModelFlops, peak_of
