@@ -69,7 +69,7 @@ def slime() -> Plan:
         rules |= {"balance_data": True, "balance_by_flops": False, "num_experts": None}
         args = SimpleNamespace(**rules, **layer)
         parallel = {"dp_size": num_ranks, "cp_size": 1, "vpp_size": 1}
-        parallel["microbatch_group_size_per_vp_stage"] = 1
+        parallel |= {"microbatch_group_size_per_vp_stage": 1}
         prompts = {"global_batch_size": len(lengths), "rollout_indices": range(len(lengths))}
         parts, batches, _, _ = theirs.build_dp_schedule(args, parallel, lengths, **prompts)
         ranks = zip(parts, batches, strict=True)
@@ -176,11 +176,9 @@ PEERS: dict[str, dict[str, Peer]] = {
 def planner(peer: Peer) -> Plan | None:
     """Its planner, imported now; None without its checkout or what that needs."""
     checkout = os.environ.get(peer.variable)
-    if not checkout:
-        return None
-    sys.path[:0] = [f"{checkout}/{folder}" for folder in peer.folders]
+    sys.path[:0] = [f"{checkout}/{folder}" for folder in peer.folders if checkout]
     try:
-        return peer.load()
+        return peer.load() if checkout else None
     except ImportError as error:
         print(f"{peer.variable}: {error}")
         return None
