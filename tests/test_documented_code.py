@@ -25,7 +25,7 @@ import pytest
 import torch
 from torch import nn
 
-from megapack.cli.main import COMMANDS
+from megapack.cli.main import COMMANDS, main
 from megapack.integrations import index as integrations_index
 from megapack.packing import pack
 from megapack.storage import IndexedDataset, IndexedDatasetBuilder
@@ -156,6 +156,7 @@ def llama(folder: Path) -> str:
 # On a page sizes are those of a cluster. What stands left must stand in the block.
 SMALLER = {
     "README.md": {"2**20": "2**16", "data_parallel_size=8": "data_parallel_size=2"},
+    "simulation.md": {},
     "pytorch.md": {"524_288": "4_096", "8_192": "1_024", 'device="cuda"': 'device="cpu"'},
     "transformers.md": {
         "524_288": "4_096",
@@ -167,7 +168,7 @@ SMALLER = {
 
 
 @pytest.mark.parametrize(
-    "block", [p for p in of_kind("python") if p.values[0].path.name in SMALLER]
+    "block", [p for p in of_kind("python") if SMALLER.get(p.values[0].path.name)]
 )
 def test_a_python_block_runs(block: Block, corpus: Path) -> None:
     text = block.text
@@ -191,6 +192,34 @@ def test_a_python_block_runs(block: Block, corpus: Path) -> None:
         batch = names["batch"]  # of the last turn of its loop
         assert batch["micro_step"] + 1 == batch["num_micro_steps"]
         assert batch["step"] + 1 == names["schedule"].num_steps()
+
+
+def test_the_page_on_simulation_shows_what_its_commands_say(
+    corpus: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its Python, then its commands; the time of plans may move by a hundredth."""
+    blocks = [block for block in BLOCKS if block.path.name == "simulation.md"]
+    names: dict[str, Any] = {}
+    for block in blocks:
+        if block.kind == "python":
+            exec(compile(block.text, block.name, "exec"), names)
+    assert capsys.readouterr().out == "0.1579\n" and names["found"].over_ideal < 1.5
+    data = {"prefix": "corpus", "index": "corpus.samples", "tokens_per_step": 4096}
+    run = {"run_dir": "run", "num_steps": 3, "data": {**data, "micro_batch_tokens": 512}}
+    (corpus / "run.yaml").write_text(json.dumps({**run, "model": {"preset": "llama_tiny"}}))
+    shown = 0
+    for block in (b for b in blocks if b.kind == "shell"):
+        (command,) = commands_of(block).splitlines()
+        assert main(shlex.split(command)[1:]) == 0
+        said = capsys.readouterr().out.splitlines()
+        for line, real in zip(block.text.splitlines()[1:], said, strict=False):
+            here, there = re.split(r" {2,}", line.strip()), re.split(r" {2,}", real.strip())
+            if here[0].startswith("plan_step"):
+                assert float(here[2]) == pytest.approx(float(there[2]), abs=0.01), line
+                here[1:] = there[1:]
+            assert here == there
+            shown += 1
+    assert shown > 8
 
 
 @pytest.mark.parametrize(

@@ -31,6 +31,7 @@ COMMANDS = {
     "pack": ("megapack.cli.pack", "documents -> samples in buckets (.samples)"),
     "arrange": ("megapack.cli.arrange", "a source anew, in the order in which it is drawn"),
     "compare": ("megapack.cli.compare", "what each strategy would make of a dataset"),
+    "simulate": ("megapack.cli.simulate", "steps replayed on a cluster: time, bubbles, idle ranks"),
     "inspect": ("megapack.cli.inspect", "look inside .idx and .samples files"),
     "trace": ("megapack.cli.trace", "which documents a run sees, and when"),
     "merge": ("megapack.cli.merge", "many .bin/.idx pairs -> one"),

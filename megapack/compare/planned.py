@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from megapack.compare.cost import NUM_STEPS
 from megapack.errors import ConfigError, DataError
 from megapack.planning import CriticalPath, StepPlan, plan_step
+from megapack.planning.dealers import cut_documents
 
 __all__ = ["PlannedWork", "draw_steps", "measure_plans"]
 
@@ -97,7 +98,7 @@ def measure_plans(
         limit = max_degree * micro_batch_tokens
         plans = [
             plan_step(
-                _cut(step, limit),
+                cut_documents(step, limit),
                 num_ranks=num_ranks,
                 max_tokens_per_rank=micro_batch_tokens,
                 max_degree=max_degree,
@@ -140,17 +141,9 @@ def draw_steps(
         drawn = np.zeros(0, np.int64)
         while int(drawn.sum()) < tokens:
             more = lengths[generator.integers(0, len(lengths), count)].astype(np.int64)
-            drawn = np.concatenate([drawn, _cut(more[more > 0], longest)])
+            drawn = np.concatenate([drawn, cut_documents(more[more > 0], longest)])
         steps.append(drawn[: np.searchsorted(drawn.cumsum(), tokens, side="right")])
     return steps
-
-
-def _cut(lengths: Lengths, limit: int) -> Lengths:
-    """Documents in pieces of ``limit`` tokens, each document's last one of what is left."""
-    counts = -(-lengths // limit)
-    pieces = np.full(int(counts.sum()), limit, np.int64)
-    pieces[counts.cumsum() - 1] = lengths - (counts - 1) * limit
-    return pieces
 
 
 def _shared(plan: StepPlan) -> float:

@@ -8,13 +8,20 @@ from megapack.planning.context_parallel import (
     context_parallel_indices,
     rank_micro_batches,
 )
+from megapack.planning.dealers import DEALERS
+from megapack.planning.simulation import Cluster, DealtStep, StepTime, simulate_step
 from megapack.planning.step_plan import CriticalPath, StepPlan, plan_step
 
 __all__ = [
+    "DEALERS",
+    "Cluster",
     "CriticalPath",
+    "DealtStep",
     "RankMicroBatch",
     "StepPlan",
+    "StepTime",
     "context_parallel_indices",
     "plan_step",
     "rank_micro_batches",
+    "simulate_step",
 ]

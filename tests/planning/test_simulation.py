@@ -1,0 +1,270 @@
+"""A replayed step lasts as long as closed forms say, and its time goes where they say."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megapack.planning import DEALERS, Cluster, DealtStep, StepPlan, plan_step, simulate_step
+from megapack.planning.dealers import cut_documents, largest_differencing
+
+LINEAR_LENGTH = 24_576.0
+
+
+def lognormal(count: int, seed: int = 0) -> Any:
+    values = np.random.default_rng(seed).lognormal(np.log(4000), 0.9, count)
+    return np.clip(values, 50, 32_768).astype(np.int64)
+
+
+def plan_of(num_ranks: int, *documents: tuple[int, int, int, int]) -> StepPlan:
+    """Of (length, first rank, degree, micro batch)."""
+    lengths, first_rank, degree, micro_batch = np.array(documents, np.int64).T
+    return StepPlan(
+        num_ranks=num_ranks,
+        num_micro_batches=int(micro_batch.max()) + 1,
+        lengths=lengths,
+        first_rank=first_rank,
+        degree=degree,
+        micro_batch=micro_batch,
+    )
+
+
+# ---- Pipelines -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("stages", "count"), [(1, 3), (2, 1), (2, 5), (4, 4), (4, 7), (8, 64)])
+def test_pipeline_of_equal_micro_batches_has_the_bubble_of_1f1b(stages: int, count: int) -> None:
+    dealt = DealtStep.of_attention(np.full((count, 3), 6.0))
+    for barrier in ("micro_batch", "step"):
+        cluster = Cluster(data_parallel=3, pipeline_parallel=stages, barrier=barrier)
+        found = simulate_step(dealt, cluster)
+        assert found.bubble == pytest.approx((stages - 1) / (count + stages - 1))
+        assert found.over_ideal == pytest.approx((count + stages - 1) / count)
+        assert found.waiting == pytest.approx(0)
+
+
+@pytest.mark.parametrize(
+    ("stages", "parts", "count"), [(2, 2, 4), (4, 2, 4), (4, 2, 8), (4, 3, 12), (3, 4, 9)]
+)
+def test_virtual_stages_divide_the_bubble(stages: int, parts: int, count: int) -> None:
+    cluster = Cluster(pipeline_parallel=stages, virtual_stages=parts)
+    found = simulate_step(DealtStep.of_attention(np.full((count, 1), 6.0)), cluster)
+    assert found.bubble == pytest.approx((stages - 1) / (parts * count + stages - 1))
+    assert found.num_micro_batches == count and found.empty == 0
+
+
+def test_virtual_pipeline_is_filled_up_with_empty_micro_batches() -> None:
+    cluster = Cluster(data_parallel=2, pipeline_parallel=4, virtual_stages=2)
+    found = simulate_step(DealtStep.of_attention(np.full((5, 2), 6.0)), cluster)
+    assert (found.num_micro_batches, found.empty) == (8, 6)
+
+
+def test_pipeline_of_unequal_micro_batches_by_hand() -> None:
+    """Two stages; forwards of 1, 3, 2 and backwards of 2, 6, 4.
+
+    Stage 0: F0 0-1, F1 1-4, B0 4-6, F2 6-8, B1 13-19, B2 19-23.
+    Stage 1: F0 1-2, B0 2-4, F1 4-7, B1 7-13, F2 13-15, B2 15-19.
+    """
+    dealt = DealtStep.of_attention(2 * np.array([[3.0], [9.0], [6.0]]))
+    found = simulate_step(dealt, Cluster(pipeline_parallel=2))
+    assert found.time == pytest.approx(23)
+    assert found.bubble == pytest.approx((2 * 23 - 36) / (2 * 23))
+
+
+# ---- Ranks that meet -----------------------------------------------------------------------------
+
+
+def test_equal_ranks_never_wait() -> None:
+    dealt = DealtStep.of_attention(np.full((6, 16), 5.0), tokens=3)
+    found = simulate_step(dealt, Cluster(data_parallel=16), linear_length=2)
+    assert found.over_ideal == pytest.approx(1) and found.waiting == 0
+    assert found.time == pytest.approx(6 * (5 + 2 * 3))
+
+
+def test_one_rank_is_ideal_whatever_it_holds() -> None:
+    plan = plan_step(lognormal(50), num_ranks=1, max_tokens_per_rank=40_000)
+    found = simulate_step(DealtStep.of_plan(plan), Cluster(), linear_length=LINEAR_LENGTH)
+    assert found.over_ideal == pytest.approx(1)
+    assert found.extra + found.bubble + found.waiting == pytest.approx(0)
+
+
+def test_unequal_ranks_wait_at_every_micro_batch_or_once() -> None:
+    """Two ranks, one unit and three, then the other way round."""
+    dealt = DealtStep.of_attention([[1.0, 3.0], [3.0, 1.0]])
+    found = simulate_step(dealt, Cluster(data_parallel=2))
+    assert found.time == pytest.approx(6) and found.over_ideal == pytest.approx(1.5)
+    assert found.waiting == pytest.approx(1 / 3)
+    found = simulate_step(dealt, Cluster(data_parallel=2, barrier="step"))
+    assert found.time == pytest.approx(4) and found.over_ideal == pytest.approx(1)
+    assert found.waiting == pytest.approx(0)
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("balance", ["micro_batches", "step"])
+def test_without_pipelines_it_is_the_critical_path(balance: Any, seed: int) -> None:
+    lengths = lognormal(300, seed)
+    plan = plan_step(lengths, num_ranks=8, max_tokens_per_rank=40_000, balance=balance)
+    path = plan.critical_path(LINEAR_LENGTH)
+    dealt = DealtStep.of_plan(plan)
+    for barrier, wanted in (("micro_batch", path.per_micro_batch), ("step", path.per_step)):
+        cluster = Cluster(data_parallel=8, barrier=barrier)
+        found = simulate_step(dealt, cluster, linear_length=LINEAR_LENGTH)
+        assert found.over_ideal == pytest.approx(wanted)
+
+
+@given(
+    cost=st.lists(
+        st.lists(st.floats(0, 100), min_size=4, max_size=4), min_size=1, max_size=9
+    ).filter(lambda rows: np.sum(rows) > 1),
+    stages=st.integers(1, 5),
+    parts=st.integers(1, 3),
+    barrier=st.sampled_from(["micro_batch", "step"]),
+    padding=st.floats(0, 50),
+)
+def test_useful_and_lost_time_make_the_whole(
+    cost: Any, stages: int, parts: int, barrier: Any, padding: float
+) -> None:
+    cluster = Cluster(
+        data_parallel=4,
+        pipeline_parallel=stages,
+        virtual_stages=parts if stages > 1 else 1,
+        barrier=barrier,
+    )
+    dealt = DealtStep.of_attention(cost, tokens=padding, documents=np.zeros(0, np.int64))
+    object.__setattr__(dealt, "useful_attention", float(np.sum(cost)))
+    found = simulate_step(dealt, cluster, linear_length=1)
+    useful = 1 / found.over_ideal
+    assert useful + found.extra + found.bubble + found.waiting == pytest.approx(1)
+    busiest = (np.asarray(cost) + padding).sum(axis=0).max()
+    assert found.time >= busiest / stages * (1 - 1e-9)
+    assert min(found.bubble, found.waiting) >= -1e-12
+
+
+# ---- Context parallelism -------------------------------------------------------------------------
+
+
+def test_exchange_costs_nothing_where_nothing_is_shared() -> None:
+    plan = plan_step(lognormal(100), num_ranks=4, max_tokens_per_rank=40_000)
+    dealt = DealtStep.of_plan(plan)
+    plain, exchanged = (
+        simulate_step(dealt, Cluster(data_parallel=4), exchange_length=length)
+        for length in (0.0, 1e6)
+    )
+    assert not dealt.exchanged.any() and exchanged == plain
+
+
+@pytest.mark.parametrize("degree", [2, 4, 8])
+def test_exchange_hides_behind_attention_until_it_is_longer(degree: int) -> None:
+    n = 1000
+    dealt = DealtStep.of_plan(plan_of(8, (n, 0, degree, 0)))
+    cluster = Cluster(data_parallel=8 // degree, context_parallel=degree)
+    for exchange in (0.0, n / (degree - 1) * 0.99, n / (degree - 1) * 2):
+        found = simulate_step(dealt, cluster, linear_length=7, exchange_length=exchange)
+        own = max(n * n / degree, exchange * n * (degree - 1) / degree)
+        assert found.time == pytest.approx(7 * n / degree + own)
+
+
+def test_rows_that_ranks_share_exchange_like_documents() -> None:
+    """A row of 2 x 500 tokens on two ranks, of a schedule, is a document of 1,000 on two."""
+    row = DealtStep.of_attention([[5e5, 5e5]], tokens=500, degree=np.array([2]))
+    document = DealtStep.of_plan(plan_of(2, (1000, 0, 2, 0)))
+    for field in ("tokens", "attention", "exchanged", "first_rank"):
+        assert np.array_equal(getattr(row, field), getattr(document, field)), field
+
+
+def test_ranks_of_a_group_wait_for_each_other() -> None:
+    """Attention of 36 and 4, then a document of 8 tokens on both: 32 each, from 36 on."""
+    dealt = DealtStep.of_plan(plan_of(2, (6, 0, 1, 0), (2, 1, 1, 0), (8, 0, 2, 1)))
+    found = simulate_step(dealt, Cluster(context_parallel=2, barrier="step"))
+    assert found.time == pytest.approx(36 + 32)
+    assert found.waiting == pytest.approx(32 / (2 * 68))
+
+
+# ---- Ways to deal --------------------------------------------------------------------------------
+
+CUT = ("padded rows", "concatenate and chunk")
+
+
+@pytest.mark.parametrize("degree", [1, 4])
+@pytest.mark.parametrize("name", DEALERS)
+def test_dealer_holds_every_document_once_and_the_cap(name: str, degree: int) -> None:
+    lengths = lognormal(400)
+    cluster = Cluster(data_parallel=4, context_parallel=degree)
+    plan = DEALERS[name](lengths, cluster, 33_000, LINEAR_LENGTH)
+    assert plan.num_ranks == 4 * degree
+    held, cap = np.sort(plan.lengths).tolist(), 33_000
+    if name not in CUT:
+        assert held == np.sort(lengths).tolist()
+    elif name == "padded rows":
+        missing = lengths.tolist()
+        for n in held:
+            if n in missing:
+                missing.remove(n)
+        assert not missing
+        rows = plan.tokens[plan.tokens > 0]
+        assert (rows == cap).all()
+    else:
+        assert held == [cap * degree] * -(-int(lengths.sum()) // (cap * degree))
+    if name != "Karmarkar-Karp":
+        assert plan.tokens.max() <= cap
+    if not name.startswith("plan_step"):
+        assert set(plan.degree.tolist()) == {degree}
+
+
+def test_karmarkar_karp_breaks_the_cap_and_plan_step_does_not() -> None:
+    lengths, cluster = lognormal(512), Cluster(data_parallel=8)
+    theirs = DEALERS["Karmarkar-Karp"](lengths, cluster, 33_000, LINEAR_LENGTH)
+    assert (theirs.tokens > 33_000).any()
+    assert theirs.critical_path(LINEAR_LENGTH).per_step < 1.001
+
+
+def test_padded_rows_of_the_worked_example() -> None:
+    lengths = np.array([5, 2, 3, 4, 1, 1])
+    plan = DEALERS["padded rows"](lengths, Cluster(data_parallel=2), 8, 0.0)
+    assert plan.lengths.tolist() == [5, 2, 1, 3, 4, 1, 1, 7]
+    assert plan.first_rank.tolist() == [0, 0, 0, 1, 1, 1, 0, 0]
+    assert plan.micro_batch.tolist() == [0] * 6 + [1] * 2
+
+
+def test_token_budget_takes_the_rank_with_least_attention_that_has_room() -> None:
+    plan = DEALERS["token budget"](
+        np.array([6, 3, 3, 3, 2, 7]), Cluster(data_parallel=2), 9, LINEAR_LENGTH
+    )
+    assert plan.lengths.tolist() == [6, 2, 3, 3, 3, 7]
+    assert plan.first_rank.tolist() == [0, 0, 1, 1, 1, 0]
+    assert plan.micro_batch.tolist() == [0, 0, 0, 0, 0, 1]
+
+
+def test_largest_differencing_of_the_known_example() -> None:
+    """8 7 6 5 4 differ by 2 at the end, the optimum by 0."""
+    parts = largest_differencing([8, 7, 6, 5, 4], 2)
+    assert sorted(sum(8 - i for i in part) for part in parts) == [14, 16]
+    assert sorted(i for part in parts for i in part) == list(range(5))
+    assert largest_differencing([], 3) == [[], [], []]
+
+
+def test_documents_are_cut_at_the_limit() -> None:
+    assert cut_documents(np.array([3, 8, 20]), 8).tolist() == [3, 8, 8, 8, 4]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"data_parallel": 0}, "data_parallel is 0"),
+        ({"context_parallel": 3}, "context_parallel is 3; .* powers"),
+        ({"virtual_stages": 2}, "virtual_stages is 2 and pipeline_parallel 1"),
+        ({"barrier": "never"}, "barrier is 'never'"),
+    ],
+)
+def test_cluster_errors_name_the_size(wrong: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Cluster(**wrong)
+
+
+def test_step_of_other_ranks_is_refused() -> None:
+    with pytest.raises(ValueError, match="the step is dealt to 2 ranks"):
+        simulate_step(DealtStep.of_attention([[1.0, 2.0]]), Cluster(data_parallel=3))
