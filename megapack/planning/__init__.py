@@ -8,12 +8,15 @@ from megapack.planning.context_parallel import (
     context_parallel_indices,
     rank_micro_batches,
 )
+from megapack.planning.online import PlannedMicroBatch, StepPlanner
 from megapack.planning.step_plan import CriticalPath, StepPlan, plan_step
 
 __all__ = [
     "CriticalPath",
+    "PlannedMicroBatch",
     "RankMicroBatch",
     "StepPlan",
+    "StepPlanner",
     "context_parallel_indices",
     "plan_step",
     "rank_micro_batches",

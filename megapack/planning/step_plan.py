@@ -71,6 +71,85 @@ class StepPlan:
         ends = np.cumsum(np.bincount(self.micro_batch[mine], minlength=self.num_micro_batches))
         return np.split(mine[order], ends[:-1]) if self.num_micro_batches else []
 
+    def index_lists(self) -> list[list[Integers]]:
+        """``of_rank`` of every rank: [rank][micro batch] int64 document numbers, rising."""
+        return [self.of_rank(rank) for rank in range(self.num_ranks)]
+
+    @cached_property
+    def permutation(self) -> Integers:
+        """(documents,) int64: all documents in the order rank, micro batch, number; a document
+        that ranks share stands at the first of them."""
+        return np.lexsort((self.micro_batch, self.first_rank)).astype(np.int64)
+
+    @cached_property
+    def inverse_permutation(self) -> Integers:
+        """(documents,) int64: where in `permutation` a document stands. What ranks computed, one
+        after the other, is put back into the caller's order by ``results[inverse_permutation]``.
+        """
+        inverse = np.empty_like(self.permutation)
+        inverse[self.permutation] = np.arange(len(inverse))
+        return inverse
+
+    def loss_weights(
+        self,
+        num_labels: ArrayLike,
+        loss: Literal["token_mean", "sequence_mean", "group_mean"] = "token_mean",
+        groups: ArrayLike | None = None,
+    ) -> NDArray[np.float64]:
+        """Weight of a document's label tokens: the loss of the step is the plain sum, over all
+        ranks, micro batches and label tokens, of weight times loss.
+
+        It does not depend on ranks or micro batches, so the sum is exact at any number of them. A
+        trainer that averages gradients over ranks multiplies its loss by the number of ranks, and
+        one that divides by the number of micro batches by that, too. Documents without label
+        tokens (groups of such documents) have weight 0 and are not counted.
+
+        Args:
+            num_labels: (documents,) integers from 0 on, label tokens of each document.
+            loss: ``token_mean``: every label token of the step weighs as much. ``sequence_mean``:
+                every document, its label tokens alike. ``group_mean``: every group, the label
+                tokens of all of its documents alike.
+            groups: (documents,) integers, for ``group_mean`` alone.
+
+        Returns:
+            (documents,) float64; 0 everywhere if there is no label token.
+
+        Raises:
+            ValueError: an array is not one number for each document, a number of labels is
+                negative, the loss is unknown, or groups are missing or given without use.
+        """
+        labels = np.asarray(num_labels)
+        if labels.shape != self.lengths.shape or (labels.size and labels.dtype.kind not in "iu"):
+            raise ValueError(
+                f"num_labels has shape {labels.shape} and dtype {labels.dtype}; the plan has "
+                f"{len(self.lengths)} documents: give a whole number for each"
+            )
+        if (labels < 0).any():
+            i = int(np.flatnonzero(labels < 0)[0])
+            raise ValueError(f"num_labels of document {i} is {labels[i]}; at least 0 is needed")
+        if loss not in ("token_mean", "sequence_mean", "group_mean"):
+            raise ValueError(
+                f"loss is {loss!r}; it must be token_mean, sequence_mean or group_mean"
+            )
+        if (loss == "group_mean") != (groups is not None):
+            raise ValueError(
+                f"loss is {loss!r} and groups are {'missing' if groups is None else 'given'}; "
+                "group_mean needs them, no other loss has a use for them"
+            )
+        numbers = np.zeros(len(labels), np.int64) if groups is None else np.asarray(groups)
+        if numbers.shape != labels.shape or (numbers.size and numbers.dtype.kind not in "iu"):
+            raise ValueError(
+                f"groups has shape {numbers.shape} and dtype {numbers.dtype}; the plan has "
+                f"{len(labels)} documents: give a whole number for each"
+            )
+        if loss == "sequence_mean":
+            numbers = np.arange(len(labels))
+        inverse = np.unique(numbers, return_inverse=True)[1]
+        sums = np.bincount(inverse, weights=labels)[inverse] if labels.size else labels
+        num_means = len(np.unique(inverse[labels > 0]))
+        denominators = sums.astype(np.float64) * max(num_means, 1)
+        return np.divide(1.0, denominators, out=np.zeros(len(labels)), where=np.asarray(labels > 0))
+
     @cached_property
     def tokens(self) -> NDArray[np.float64]:
         """(micro batches, ranks) tokens of a rank; a group of d has d-th parts of its sum, which
