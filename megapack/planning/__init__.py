@@ -10,6 +10,7 @@ from megapack.planning.context_parallel import (
 )
 from megapack.planning.dealers import DEALERS
 from megapack.planning.simulation import Cluster, DealtStep, StepTime, simulate_step
+from megapack.planning.online import PlannedMicroBatch, StepPlanner
 from megapack.planning.step_plan import CriticalPath, StepPlan, plan_step
 
 __all__ = [
@@ -17,8 +18,10 @@ __all__ = [
     "Cluster",
     "CriticalPath",
     "DealtStep",
+    "PlannedMicroBatch",
     "RankMicroBatch",
     "StepPlan",
+    "StepPlanner",
     "StepTime",
     "context_parallel_indices",
     "plan_step",
