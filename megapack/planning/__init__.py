@@ -9,8 +9,8 @@ from megapack.planning.context_parallel import (
     rank_micro_batches,
 )
 from megapack.planning.dealers import DEALERS
-from megapack.planning.simulation import Cluster, DealtStep, StepTime, simulate_step
 from megapack.planning.online import PlannedMicroBatch, StepPlanner
+from megapack.planning.simulation import Cluster, DealtStep, StepTime, simulate_step
 from megapack.planning.step_plan import CriticalPath, StepPlan, plan_step
 
 __all__ = [
