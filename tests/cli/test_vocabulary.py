@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import argparse
-from collections import defaultdict
+import importlib
+import re
+from collections import Counter, defaultdict
+from pathlib import Path
 
 import pytest
 
@@ -89,3 +92,25 @@ def test_no_other_word_for_the_same_thing_is_left(command: str) -> None:
 def test_every_option_says_what_it_does(command: str) -> None:
     mute = [a.dest for a in _actions(command) if not a.help and a.help is not argparse.SUPPRESS]
     assert not mute
+
+
+PACKAGES = ("storage", "packing", "planning", "compare", "data", "attention")
+
+
+def test_every_public_name_stands_once_behind_a_word_of_the_vocabulary() -> None:
+    text = (Path(__file__).parents[2] / "CONTRIBUTING.md").read_text()
+    page = text.partition("## Words")[2].partition("\n## ")[0]
+    told = Counter(
+        name
+        for row in page.splitlines()
+        if row.startswith("| ")
+        for name in re.findall(r"`(\w+)`", row.rpartition(" | ")[2])
+    )
+    public = {
+        name
+        for package in PACKAGES
+        for name in importlib.import_module(f"megapack.{package}").__all__
+    }
+    assert len(public) > 60
+    assert set(told) == public, set(told) ^ public
+    assert told.most_common(1)[0][1] == 1, told.most_common(3)
