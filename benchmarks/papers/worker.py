@@ -17,12 +17,11 @@ import time
 from contextlib import ExitStack
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
 from papers.corpus import remember
-from papers.runs import Run, Task
 
 from megapack.config import from_dict, to_dict
 from megapack.data import build_loader
@@ -40,6 +39,9 @@ from megapack.training.model.flops import ModelFlops
 from megapack.training.model.opening import open_model
 from megapack.training.monitoring.monitor import StepWork
 from megapack.training.trainer import TimedBatches
+
+if TYPE_CHECKING:
+    from papers.runs import Run, Task
 
 _stack = ExitStack()
 _here: World | None = None
