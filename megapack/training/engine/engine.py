@@ -218,6 +218,7 @@ def train_step(
     sums, of_samples, source, forward = [], [], [], Stopwatch(world.device)
     balances: list[Tensor] = []
     for batch in micro_batches:
+        world.progress.at(f"micro step {batch['micro_step']} of step {batch['step']}")
         weight = _label_weight(batch)
         scale = world.size / weight
         last = batch["micro_step"] == batch["num_micro_steps"] - 1

@@ -17,7 +17,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from megapack.data import PackedDataset, check_token_ids
+from megapack.data import PackedDataset, PackedLoader, build_loader, check_token_ids
 from megapack.data.blend import BlendConfig
 from megapack.data.run import OpenRun, PlannedRun, open_run, plan_steps
 from megapack.errors import ConfigError, FormatError, MegapackError
@@ -49,6 +49,24 @@ class Inputs(OpenRun):
     def held_out(self) -> list[PackedDataset]:
         """All validation data."""
         return [*([] if self.valid is None else [self.valid]), *self.valid_sources.values()]
+
+    def loader(
+        self, config: PretrainConfig, world: World, start: int, num_steps: int
+    ) -> PackedLoader:
+        """The micro batches of this rank for so many steps from ``start`` on."""
+        return build_loader(
+            self.data,
+            self.schedule,
+            data_parallel_rank=world.rank,
+            data_parallel_size=world.size,
+            start_step=start,
+            num_steps=num_steps,
+            **self.dealing,
+            cu_seqlens="padded" if config.engine.compile else "exact",
+            pin_memory=world.device.type == "cuda",
+            device=world.device,
+            check_ranks_every=config.data.check_ranks_every,
+        )
 
     def fingerprints(self) -> dict[str, Any]:
         """Identities of documents and samples, for the run directory."""
