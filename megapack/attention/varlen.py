@@ -115,7 +115,7 @@ def varlen_attention(
     """
     _check_shapes(query, key, value, cu_seqlens, alibi_slopes)
     scale = query.shape[-1] ** -0.5 if scale is None else scale
-    rest = {
+    rest: dict[str, Any] = {
         "max_seqlen": max_seqlen,
         "scale": scale,
         "causal": causal,

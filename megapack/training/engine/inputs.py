@@ -175,23 +175,21 @@ def check_run(config: PretrainConfig, run: PlannedRun, num_ranks: int) -> Any:
     vocab_size = run.vocab_size if isinstance(run, Inputs) else vocabulary_size(config, run)
     architecture = model_configuration(config.model, vocab_size)
     check_checkpoint(config.model, architecture)
+    positions = config.data.positions
     try:
-        _check_data(run, architecture, config.data.positions)
+        indices = run.schedule.samples.indices
+        _check_positions(indices, architecture, positions, "the training data")
+        if isinstance(run, Inputs):
+            valid = _valid_positions(positions)
+            for data in run.held_out:
+                _check_positions(data.samples.indices, architecture, valid, str(data))
+            for data in (run.data, *run.held_out):
+                check_token_ids(data, architecture.vocab_size)
     except ConfigError:
         if isinstance(run, Inputs):
             _verify(run)  # what a damaged index says is not to be believed
         raise
     return architecture
-
-
-def _check_data(run: PlannedRun, architecture: Any, positions: str) -> None:
-    _check_positions(run.schedule.samples.indices, architecture, positions, "the training data")
-    if isinstance(run, Inputs):
-        for data in run.held_out:
-            valid = _valid_positions(positions)
-            _check_positions(data.samples.indices, architecture, valid, str(data))
-        for data in (run.data, *run.held_out):
-            check_token_ids(data, architecture.vocab_size)
 
 
 def _check_positions(
