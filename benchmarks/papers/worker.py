@@ -17,22 +17,20 @@ import time
 from contextlib import ExitStack
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
 from papers.corpus import remember
-from papers.runs import Run, Task
 
 from megapack.config import from_dict, to_dict
-from megapack.data import build_loader
 from megapack.packing import pack
 from megapack.storage import IndexedDataset
 from megapack.training.command import join
 from megapack.training.config import PretrainConfig
 from megapack.training.engine.engine import start_engine, train_step
 from megapack.training.engine.export import export_model
-from megapack.training.engine.inputs import Inputs, open_inputs, open_validation
+from megapack.training.engine.inputs import open_inputs, open_validation
 from megapack.training.engine.world import World, world
 from megapack.training.evaluation.validation import evaluate, perplexity_by_context
 from megapack.training.model.architecture import model_configuration
@@ -40,6 +38,9 @@ from megapack.training.model.flops import ModelFlops
 from megapack.training.model.opening import open_model
 from megapack.training.monitoring.monitor import StepWork
 from megapack.training.trainer import TimedBatches
+
+if TYPE_CHECKING:
+    from papers.runs import Run, Task
 
 _stack = ExitStack()
 _here: World | None = None
@@ -137,7 +138,7 @@ class _Training:
 
     def _train(self) -> list[float]:
         config, inputs, losses = self.config, self.inputs, []
-        loader: Any = _loader(config, inputs, self.here)
+        loader: Any = inputs.loader(config, self.here, 0, inputs.num_steps)
         if self.run_.change is not None:
             loader = map(_named(self.run_.change), loader)
         batches = TimedBatches(loader)
@@ -246,17 +247,3 @@ def configuration(task: Task, folder: Path) -> PretrainConfig:
     if task.start is not None:
         given["model"] = {**given.get("model", {}), "pretrained": str(task.start)}
     return from_dict(PretrainConfig, given, where=f"{task.run.recipe}: {task.run.name}")
-
-
-def _loader(config: PretrainConfig, inputs: Inputs, here: World) -> Any:
-    return build_loader(
-        inputs.data,
-        inputs.schedule,
-        data_parallel_rank=0,
-        data_parallel_size=1,
-        num_steps=inputs.num_steps,
-        **inputs.dealing,
-        cu_seqlens="padded" if config.engine.compile else "exact",
-        pin_memory=here.device.type == "cuda",
-        device=here.device,
-    )

@@ -79,7 +79,10 @@ def _attention_function(backend: str) -> Attention:
         # and zeros change no product.
         value_width = value.shape[-1]
         width = max(key_width, value_width)
-        query, key, value = (_widened(x, width) for x in (query, key, value))
+        query, key, value = (
+            x if x.shape[-1] == width else nn.functional.pad(x, (0, width - x.shape[-1]))
+            for x in (query, key, value)
+        )
         out = varlen_attention(
             query.transpose(1, 2).reshape(batch * length, heads, width),
             key.transpose(1, 2).reshape(batch * length, -1, width),
@@ -95,10 +98,6 @@ def _attention_function(backend: str) -> Attention:
         return out.view(batch, length, heads, width)[..., :value_width], None
 
     return megapack_attention
-
-
-def _widened(x: Tensor, width: int) -> Tensor:
-    return x if x.shape[-1] == width else torch.nn.functional.pad(x, (0, width - x.shape[-1]))
 
 
 def _slopes(module: nn.Module) -> Tensor | None:

@@ -115,23 +115,20 @@ def varlen_attention(
     """
     _check_shapes(query, key, value, cu_seqlens, alibi_slopes)
     scale = query.shape[-1] ** -0.5 if scale is None else scale
-    chosen = _backend(backend, softcap, alibi_slopes)
-    if chosen.backward is None:
-        rule = ScoreRule(
-            scale=scale, causal=causal, window=window, softcap=softcap, alibi_slopes=alibi_slopes
-        )
-        alone: Tensor = chosen.forward(query, key, value, Segments(cu_seqlens, max_seqlen), rule)
-        return alone
+    rest: dict[str, Any] = {
+        "max_seqlen": max_seqlen,
+        "scale": scale,
+        "causal": causal,
+        "window": window,
+        "softcap": softcap,
+        "backend": _able(backend, softcap, alibi_slopes),
+    }
     out: Tensor
-    out, _ = torch.ops.megapack.varlen_attn(
-        *(query, key, value, cu_seqlens, alibi_slopes),
-        max_seqlen=max_seqlen,
-        scale=scale,
-        causal=causal,
-        window=window,
-        softcap=softcap,
-        backend=backend,
-    )
+    if BACKENDS[backend].backward is None:
+        chosen, segments, rule = _unpacked(cu_seqlens, alibi_slopes, **rest)
+        out = chosen.forward(query, key, value, segments, rule)
+    else:
+        out, _ = torch.ops.megapack.varlen_attn(query, key, value, cu_seqlens, alibi_slopes, **rest)
     return out
 
 
@@ -157,36 +154,39 @@ def _check_shapes(
         )
 
 
-def _backend(name: str, softcap: float, alibi_slopes: Tensor | None) -> Backend:
-    if name not in BACKENDS:
+def _able(backend: str, softcap: float, alibi_slopes: Tensor | None) -> str:
+    if backend not in BACKENDS:
         known = ", ".join(BACKENDS)
-        raise ValueError(f"attention backend {name!r} is unknown; choose one of {known}")
-    if softcap and not BACKENDS[name].softcap:
-        raise ValueError(f"attention backend {name!r} cannot apply a soft cap ({softcap})")
-    if alibi_slopes is not None and not BACKENDS[name].alibi:
-        raise ValueError(f"attention backend {name!r} cannot apply ALiBi")
-    return BACKENDS[name]
+        raise ValueError(f"attention backend {backend!r} is unknown; choose one of {known}")
+    if softcap and not BACKENDS[backend].softcap:
+        raise ValueError(f"attention backend {backend!r} cannot apply a soft cap ({softcap})")
+    if alibi_slopes is not None and not BACKENDS[backend].alibi:
+        raise ValueError(f"attention backend {backend!r} cannot apply ALiBi")
+    return backend
 
 
-@torch.library.custom_op("megapack::varlen_attn", mutates_args=())
+def _unpacked(
+    cu_seqlens: Tensor, alibi_slopes: Tensor | None, *, backend: str, max_seqlen: int, **rule: Any
+) -> tuple[Backend, Segments, ScoreRule]:
+    """What a backend takes, of what an operator takes: tensors and numbers."""
+    segments = Segments(cu_seqlens, max_seqlen)
+    return BACKENDS[backend], segments, ScoreRule(alibi_slopes=alibi_slopes, **rule)
+
+
+_PLACES = "Tensor cu_seqlens, Tensor? alibi_slopes"
+_REST = "int max_seqlen, float scale, bool causal, int window, float softcap, str backend"
+
+
+@torch.library.custom_op(
+    "megapack::varlen_attn",
+    mutates_args=(),
+    schema=f"(Tensor q, Tensor k, Tensor v, {_PLACES}, *, {_REST}) -> (Tensor, Tensor)",
+)
 def _varlen_attn(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens: Tensor,
-    alibi_slopes: Tensor | None,
-    *,
-    max_seqlen: int,
-    scale: float,
-    causal: bool,
-    window: int,
-    softcap: float,
-    backend: str,
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, alibi_slopes: Tensor | None, **rest: Any
 ) -> tuple[Tensor, Tensor]:
-    rule = ScoreRule(
-        scale=scale, causal=causal, window=window, softcap=softcap, alibi_slopes=alibi_slopes
-    )
-    out, lse = BACKENDS[backend].forward(q, k, v, Segments(cu_seqlens, max_seqlen), rule)
+    chosen, segments, rule = _unpacked(cu_seqlens, alibi_slopes, **rest)
+    out, lse = chosen.forward(q, k, v, segments, rule)
     return out.contiguous(), lse.contiguous()
 
 
@@ -198,32 +198,18 @@ def _varlen_attn_fake(
     return q.new_empty(q.shape), q.new_empty((q.shape[1], q.shape[0]), dtype=accumulator(q))
 
 
-@torch.library.custom_op("megapack::varlen_attn_backward", mutates_args=())
-def _varlen_attn_backward(  # noqa: PLR0917 (an operator's tensors are positional)
-    grad_out: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    cu_seqlens: Tensor,
-    alibi_slopes: Tensor | None,
-    *,
-    max_seqlen: int,
-    scale: float,
-    causal: bool,
-    window: int,
-    softcap: float,
-    backend: str,
-) -> tuple[Tensor, Tensor, Tensor]:
-    rule = ScoreRule(
-        scale=scale, causal=causal, window=window, softcap=softcap, alibi_slopes=alibi_slopes
-    )
-    done, segments = Forward(q, k, v, out, lse), Segments(cu_seqlens, max_seqlen)
-    backward = BACKENDS[backend].backward
-    assert backward is not None, "it stands behind the operator"
-    dq, dk, dv = backward(grad_out.contiguous(), done, segments, rule)
-    return dq.contiguous(), dk.contiguous(), dv.contiguous()
+@torch.library.custom_op(
+    "megapack::varlen_attn_backward",
+    mutates_args=(),
+    schema="(Tensor grad_out, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
+    f"{_PLACES}, *, {_REST}) -> (Tensor, Tensor, Tensor)",
+)
+def _varlen_attn_backward(grad_out: Tensor, *tensors: Any, **rest: Any) -> tuple[Tensor, ...]:
+    *forward, cu_seqlens, alibi_slopes = tensors
+    chosen, segments, rule = _unpacked(cu_seqlens, alibi_slopes, **rest)
+    assert chosen.backward is not None, "it stands behind the operator"
+    grads = chosen.backward(grad_out.contiguous(), Forward(*forward), segments, rule)
+    return tuple(grad.contiguous() for grad in grads)
 
 
 @_varlen_attn_backward.register_fake

@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 import torch
 
-from megapack.data import Batch, PackedLoader, Schedule, build_loader
+from megapack.data import Batch, PackedLoader, Schedule
 from megapack.data.bucket_order import fold_key
 from megapack.training.config import PretrainConfig
 from megapack.training.engine.checkpoint import CheckpointStore
@@ -108,21 +108,7 @@ class Trainer:
         self.end = min(inputs.num_steps, config.stop_at or inputs.num_steps)
         self.save_began = self.save_waited = 0.0  # seconds
         self.note(start)
-        self.batches = TimedBatches(
-            build_loader(
-                inputs.data,
-                inputs.schedule,
-                data_parallel_rank=here.rank,
-                data_parallel_size=here.size,
-                start_step=start,
-                num_steps=max(0, self.end - start),
-                **inputs.dealing,
-                cu_seqlens="padded" if config.engine.compile else "exact",
-                pin_memory=here.device.type == "cuda",
-                device=here.device,
-                check_ranks_every=config.data.check_ranks_every,
-            )
-        )
+        self.batches = TimedBatches(inputs.loader(config, here, start, max(0, self.end - start)))
         self.monitor = Monitor(
             run,
             config.logging,
@@ -186,7 +172,7 @@ class Trainer:
         if self.trace is not None:
             micro_batches = self.trace.follow(micro_batches)
         result = train_step(
-            self.engine, self.marked(micro_batches), world=self.here, config=config.engine, lr=lr
+            self.engine, micro_batches, world=self.here, config=config.engine, lr=lr
         )
         self.note(step + 1)
         line = {
@@ -200,12 +186,6 @@ class Trainer:
         }
         work = StepWork.of(inputs.schedule, content, self.flops)
         self.monitor.step(line, content=content, work=work, result=result)
-
-    def marked(self, micro_batches: Iterable[Batch]) -> Iterator[Batch]:
-        """Say how far this rank is, for the heartbeat of all."""
-        for batch in micro_batches:
-            self.here.progress.at(f"micro step {batch['micro_step']} of step {batch['step']}")
-            yield batch
 
     def validate(self) -> None:
         """Perplexity of the held-out documents, and of those of every source."""

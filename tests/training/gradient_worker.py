@@ -14,7 +14,6 @@ from torch.autograd.graph import save_on_cpu
 
 import megapack.training.engine.engine as engine_module
 from megapack.config import load_config
-from megapack.data import build_loader
 from megapack.training.command import join
 from megapack.training.config import PretrainConfig
 from megapack.training.engine.deepspeed_config import zero_3_configuration
@@ -62,17 +61,7 @@ def main() -> None:
         held = sum(p.numel() for p in model.parameters())
         engine = start_engine(model, config, here)
         initial = {name: full(p).detach().float().clone() for name, p in model.named_parameters()}
-        loader = build_loader(
-            inputs.data,
-            inputs.schedule,
-            data_parallel_rank=here.rank,
-            data_parallel_size=here.size,
-            micro_batch_tokens=config.data.micro_batch_tokens,
-            num_steps=config.num_steps,
-            sequence_parallel_size=shared,
-            cu_seqlens="padded" if config.engine.compile else "exact",
-            weighted_loss=True,
-        )
+        loader = inputs.loader(config, here, 0, inputs.num_steps)
         grads: dict[str, torch.Tensor] = {}
         capture_before_step(engine, model, grads)
         losses, norms, balances, capacities = [], [], [], set()

@@ -26,13 +26,7 @@ class Packed:
     max_seqlen: int
 
     def arguments(self) -> dict[str, object]:
-        return {
-            "tokens": self.tokens,
-            "labels": self.labels,
-            "position_ids": self.position_ids,
-            "cu_seqlens": self.cu_seqlens,
-            "max_seqlen": self.max_seqlen,
-        }
+        return dict(vars(self))
 
 
 def documents(lengths: list[int], seed: int = 0) -> list[Tensor]:
@@ -44,9 +38,7 @@ def pack_documents(docs: list[Tensor], padding: int = 0) -> Packed:
     """One stream; the padding is its own last segment, with token 0 and no labels."""
     pad = [torch.zeros(padding, dtype=torch.int64)] if padding else []
     pieces = docs + pad
-    labels = []
-    for doc in docs:
-        labels.append(torch.cat([doc[1:], torch.tensor([-100])]))
+    labels = [torch.cat([doc[1:], torch.tensor([-100])]) for doc in docs]
     labels += [torch.full((padding,), -100)] if padding else []
     lengths = [len(piece) for piece in pieces]
     return Packed(

@@ -21,9 +21,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -73,11 +71,6 @@ class CheckpointManifest:
             json.dump(self.__dict__, file, indent=1)
 
 
-def tag_of(step: int, tokens: int) -> str:
-    """The name of the checkpoint after ``step`` steps and ``tokens`` tokens, padding included."""
-    return f"step_{step:08d}_tokens_{tokens}"
-
-
 def tags_in(directory: Path) -> list[str]:
     """Names of the checkpoints by tokens seen, damaged ones included.
 
@@ -116,7 +109,7 @@ class WrittenFiles:
     Args:
         directory: of the checkpoint.
         progress: of this rank, which goes on while it waits for files.
-        stager: of ``host_copies``; None: ``save`` writes at once.
+        stager: copies state to the host; None: ``save`` writes at once.
 
     Attributes:
         files: relative name -> ``bytes`` and ``xxh3``.
@@ -207,31 +200,6 @@ class _SummedFile:
         """Nothing is held back."""
 
 
-@contextmanager
-def saving_to(engine: Any, files: WrittenFiles) -> Iterator[None]:
-    """While this lasts, files of a DeepSpeed engine's checkpoint are saved here."""
-    theirs = engine.checkpoint_engine
-    original = theirs.save
-    theirs.save = files.save
-    try:
-        yield
-    finally:
-        theirs.save = original
-
-
-def host_copies() -> DefaultStager:
-    """What copies state to the host; its memory there is kept and used again."""
-    cuda = torch.cuda.is_available()
-    return DefaultStager(
-        StagingOptions(
-            use_pinned_memory=cuda,
-            use_shared_memory=False,
-            use_async_staging=False,
-            use_non_blocking_copy=cuda,
-        )
-    )
-
-
 @dataclass(frozen=True, kw_only=True)
 class Resume:
     """A checkpoint that was found good, and how it must be loaded."""
@@ -267,7 +235,14 @@ class CheckpointStore:
     ) -> None:
         self.directory, self.world, self.keep = directory, world, keep
         self.zero_stage, self.scratch = zero_stage, scratch or directory
-        self._stager = host_copies() if asynchronous else None
+        cuda = torch.cuda.is_available()
+        copies = StagingOptions(  # to the host, where their memory is kept and used again
+            use_pinned_memory=cuda,
+            use_shared_memory=False,
+            use_async_staging=False,
+            use_non_blocking_copy=cuda,
+        )
+        self._stager = DefaultStager(copies) if asynchronous else None
         self._begun: tuple[str, WrittenFiles, dict[str, Any]] | None = None
 
     def tags(self) -> list[str]:
@@ -290,19 +265,22 @@ class CheckpointStore:
             ResumeError: as ``finish``, of one that was begun before.
         """
         self.finish()
-        tag = tag_of(step, tokens)
+        tag = f"step_{step:08d}_tokens_{tokens}"
         partial = self.directory / f"{tag}.partial"
         bad = not_finite(engine.module)
         what = f"checkpoint {tag} is not written: weights are not finite"
         self.world.fail_together(", ".join(bad[:3]) or None, what, FloatingPointError)
         self.world.on_first(self._clear_partial)
         files = WrittenFiles(partial, self.world.progress, self._stager)
-        with saving_to(engine, files):
-            # No `latest` from DeepSpeed: it would name a directory before it is complete.
+        theirs = engine.checkpoint_engine
+        original, theirs.save = theirs.save, files.save
+        try:  # no `latest` from DeepSpeed: it would name a directory before it is complete
             client_state = {"megapack": state}
             engine.save_checkpoint(
                 str(self.directory), partial.name, client_state=client_state, save_latest=False
             )
+        finally:
+            theirs.save = original
         files.start()
         self._begun = tag, files, {"step": step, "state": state}
 

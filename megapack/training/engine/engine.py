@@ -145,14 +145,21 @@ def start_engine(
         config=deepspeed_configuration(config, world.size, universal=universal),
         dist_init_required=False,
     )
-    _restore_buffers(model, buffers, world.device)
+    # Some DeepSpeed versions cast buffers with the parameters; float32 comes back here: RoPE
+    # frequencies rounded to bfloat16 are wrong by 32 positions at 16k.
+    for name, buffer in model.named_buffers():
+        if name in buffers and buffer.dtype != buffers[name].dtype:
+            buffer.data = buffers[name].to(world.device)
     if config.engine.stage == 3:
         # The loss reads the head's weight outside of the head's own forward.
         head = model.model.get_output_embeddings()  # type: ignore[operator]
         deepspeed.zero.register_external_parameter(model, head.weight)
     if config.engine.compile:
-        # ZeRO-3 fetches parameters between the parts of a layer, which no single graph can hold.
-        _compile_layers(model, fullgraph=config.engine.stage < 3)
+        # Layer by layer: all share one graph per longest segment (see ``longest_segment``). ZeRO-3
+        # fetches parameters between the parts of a layer, which no single graph can hold.
+        torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)
+        for layer in model.layers:
+            layer.compile(fullgraph=config.engine.stage < 3, dynamic=False)
     return engine
 
 
@@ -185,23 +192,6 @@ class _ClippedAdamW(torch.optim.AdamW):
         return super().step(closure)
 
 
-def _restore_buffers(model: nn.Module, buffers: dict[str, Tensor], device: torch.device) -> None:
-    """RoPE frequencies rounded to bfloat16 are wrong by 32 positions at 16k.
-
-    Some DeepSpeed versions cast buffers with the parameters; float32 comes back here.
-    """
-    for name, buffer in model.named_buffers():
-        if name in buffers and buffer.dtype != buffers[name].dtype:
-            buffer.data = buffers[name].to(device)
-
-
-def _compile_layers(model: TrainingModel, *, fullgraph: bool) -> None:
-    """Layer by layer: all layers share one graph per longest segment (see ``longest_segment``)."""
-    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)
-    for layer in model.layers:
-        layer.compile(fullgraph=fullgraph, dynamic=False)
-
-
 def train_step(
     engine: Any, micro_batches: Iterable[Batch], *, world: World, config: EngineConfig, lr: float
 ) -> StepResult:
@@ -218,7 +208,10 @@ def train_step(
     sums, of_samples, source, forward = [], [], [], Stopwatch(world.device)
     balances: list[Tensor] = []
     for batch in micro_batches:
-        weight = _label_weight(batch)
+        world.progress.at(f"micro step {batch['micro_step']} of step {batch['step']}")
+        # The loss denominator of the step; 1 for a step without labels.
+        denominator = "step_label_weight" if is_weighted(batch) else "num_step_label_tokens"
+        weight = float(batch[denominator]) or 1.0
         scale = world.size / weight
         last = batch["micro_step"] == batch["num_micro_steps"] - 1
         engine.set_gradient_accumulation_boundary(last)
@@ -228,7 +221,8 @@ def train_step(
         # A new tensor: without ZeRO, DeepSpeed 0.19 divides by the accumulation steps all the same
         # when backward starts at the very tensor that its forward returned.
         engine.backward(loss.clone(), scale_wrt_gas=False)
-        sums.append(_weighted_sum(losses, arguments.get("label_weights")))
+        label_weights = arguments.get("label_weights")
+        sums.append((losses if label_weights is None else losses * label_weights.flatten()).sum())
         if balance is not None:
             balances.append(balance)
         of_samples.append(_by_sample(losses, batch))
@@ -245,16 +239,6 @@ def train_step(
         forward=forward,
         skipped=engine.skipped_steps > skipped_before,
     )
-
-
-def _label_weight(batch: Batch) -> float:
-    """The loss denominator of its step; 1 for a step without labels."""
-    name = "step_label_weight" if is_weighted(batch) else "num_step_label_tokens"
-    return float(batch[name]) or 1.0
-
-
-def _weighted_sum(losses: Tensor, label_weights: Tensor | None) -> Tensor:
-    return losses.sum() if label_weights is None else (losses * label_weights.flatten()).sum()
 
 
 def _by_sample(losses: Tensor, batch: Batch) -> Tensor:

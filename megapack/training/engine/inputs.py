@@ -17,7 +17,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from megapack.data import PackedDataset, check_token_ids
+from megapack.data import PackedDataset, PackedLoader, build_loader, check_token_ids
 from megapack.data.blend import BlendConfig
 from megapack.data.run import OpenRun, PlannedRun, open_run, plan_steps
 from megapack.errors import ConfigError, FormatError, MegapackError
@@ -49,6 +49,24 @@ class Inputs(OpenRun):
     def held_out(self) -> list[PackedDataset]:
         """All validation data."""
         return [*([] if self.valid is None else [self.valid]), *self.valid_sources.values()]
+
+    def loader(
+        self, config: PretrainConfig, world: World, start: int, num_steps: int
+    ) -> PackedLoader:
+        """The micro batches of this rank for so many steps from ``start`` on."""
+        return build_loader(
+            self.data,
+            self.schedule,
+            data_parallel_rank=world.rank,
+            data_parallel_size=world.size,
+            start_step=start,
+            num_steps=num_steps,
+            **self.dealing,
+            cu_seqlens="padded" if config.engine.compile else "exact",
+            pin_memory=world.device.type == "cuda",
+            device=world.device,
+            check_ranks_every=config.data.check_ranks_every,
+        )
 
     def fingerprints(self) -> dict[str, Any]:
         """Identities of documents and samples, for the run directory."""
@@ -157,23 +175,21 @@ def check_run(config: PretrainConfig, run: PlannedRun, num_ranks: int) -> Any:
     vocab_size = run.vocab_size if isinstance(run, Inputs) else vocabulary_size(config, run)
     architecture = model_configuration(config.model, vocab_size)
     check_checkpoint(config.model, architecture)
+    positions = config.data.positions
     try:
-        _check_data(run, architecture, config.data.positions)
+        indices = run.schedule.samples.indices
+        _check_positions(indices, architecture, positions, "the training data")
+        if isinstance(run, Inputs):
+            valid = _valid_positions(positions)
+            for data in run.held_out:
+                _check_positions(data.samples.indices, architecture, valid, str(data))
+            for data in (run.data, *run.held_out):
+                check_token_ids(data, architecture.vocab_size)
     except ConfigError:
         if isinstance(run, Inputs):
             _verify(run)  # what a damaged index says is not to be believed
         raise
     return architecture
-
-
-def _check_data(run: PlannedRun, architecture: Any, positions: str) -> None:
-    _check_positions(run.schedule.samples.indices, architecture, positions, "the training data")
-    if isinstance(run, Inputs):
-        for data in run.held_out:
-            valid = _valid_positions(positions)
-            _check_positions(data.samples.indices, architecture, valid, str(data))
-        for data in (run.data, *run.held_out):
-            check_token_ids(data, architecture.vocab_size)
 
 
 def _check_positions(

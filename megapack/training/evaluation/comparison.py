@@ -6,8 +6,9 @@ ranges of 0.01 epoch; in each, every run has an average perplexity and a rank; t
 mean rank, the final perplexity that of the last range. Epochs, not steps, because padding changes
 the steps per epoch.
 
-    a, b = Curve(np.array([0, 0.5, 1]), np.array([10.0, 40.0])), ...  # two steps each
-    standings({"a": a, "b": b}, num_ranges=2)  # b: 20 and 30 -> mean rank 1.5 both, final 40 and 30
+    a = Curve(np.array([0.0, 0.5, 1.0]), np.array([10.0, 40.0]))  # two steps, one epoch
+    b = Curve(np.array([0.0, 0.5, 1.0]), np.array([20.0, 30.0]))
+    standings({"a": a, "b": b}, num_ranges=2)  # -> mean rank 1.5 of both, final 40 and 30
 """
 
 from __future__ import annotations

@@ -37,15 +37,12 @@ def in_shares(zero_3: Mapping[str, Any] | None, *, loaded: bool = False) -> Iter
         yield
         del known
     else:
-        with _initialized_whole(), _divided(zero_3):
+        import deepspeed  # noqa: PLC0415
+
+        # Without overrides of new tensors: they would round RoPE's frequencies to bfloat16.
+        divided = deepspeed.zero.Init(config_dict_or_path=dict(zero_3), tensor_overrides=[])
+        with _initialized_whole(), divided:
             yield
-
-
-def _divided(zero_3: Mapping[str, Any]) -> Any:
-    import deepspeed  # noqa: PLC0415
-
-    # Without overrides of new tensors: they would round RoPE's frequencies to bfloat16.
-    return deepspeed.zero.Init(config_dict_or_path=dict(zero_3), tensor_overrides=[])
 
 
 @contextmanager

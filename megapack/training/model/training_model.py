@@ -134,8 +134,11 @@ class TrainingModel(nn.Module):
         outputs = self._outputs(tokens, position_ids, *segments, **options)
         hidden = outputs.last_hidden_state.flatten(0, 1)
         head: Any = self.model.get_output_embeddings()  # type: ignore[operator]
-        if (factor := _logit_factor(self.configuration)) != 1:
-            hidden = hidden * factor
+        # What some architectures multiply their logits with: Cohere's scale, Granite's divisor.
+        scales = (getattr(self.configuration, x, None) for x in ("logit_scale", "logits_scaling"))
+        factor, divisor = (float(value or 1.0) for value in scales)
+        if factor != divisor:
+            hidden = hidden * (factor / divisor)
         loss, losses = linear_cross_entropy(
             hidden,
             head.weight,
@@ -206,13 +209,6 @@ def _saved_by(saving: Saving, recompute: Callable[..., Any], *layer: Any, **argu
     """Inside of the layer the checkpoint's own hooks are the innermost, which alone are called."""
     with saving():
         return recompute(*layer, **arguments)
-
-
-def _logit_factor(configuration: Any) -> float:
-    """What an architecture multiplies its logits with: Cohere's scale, Granite's divisor."""
-    scale = getattr(configuration, "logit_scale", None) or 1.0
-    divisor = getattr(configuration, "logits_scaling", None) or 1.0
-    return float(scale) / float(divisor)
 
 
 def on_device(batch: Batch, device: torch.device, config: EngineConfig) -> dict[str, Any]:
