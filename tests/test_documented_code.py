@@ -17,6 +17,7 @@ import subprocess
 import sys
 import textwrap
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -164,7 +165,40 @@ SMALLER = {
         "flash_attention_2": "sdpa",
         "max_steps=schedule.num_steps()": "max_steps=1, use_cpu=True, report_to=[]",
     },
+    "planned_steps.md": {"16_384": "64"},
 }  # fmt: skip
+
+
+def trl_names(folder: Path) -> dict[str, Any]:
+    """What the page on planned steps has before its blocks: data, a model, TRL."""
+    import trl  # noqa: PLC0415
+    from accelerate import Accelerator  # noqa: PLC0415
+    from datasets import Dataset  # noqa: PLC0415
+    from tokenizers import Tokenizer, models, pre_tokenizers  # noqa: PLC0415
+    from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast  # noqa: PLC0415
+
+    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(100)}, unk_token="w0"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    texts = [" ".join(f"w{j}" for j in range(i, i + 2 + i % 30)) for i in range(2, 66)]
+    model = AutoModelForCausalLM.from_pretrained(llama(folder))
+    once: dict[str, Any] = {"max_steps": 1, "use_cpu": True, "bf16": False, "report_to": []}
+    return {
+        "texts": Dataset.from_dict({"text": texts}),
+        "prompts": Dataset.from_dict({"prompt": [f"w{i}" for i in range(64)]}),
+        "documents": [{"input_ids": list(range(2, 4 + i % 30))} for i in range(64)],
+        "reward": lambda completions, **_: [float(len(text)) for text in completions],
+        "tokenizer": PreTrainedTokenizerFast(
+            tokenizer_object=words, pad_token="w0", eos_token="w1"
+        ),
+        "SFTTrainer": trl.SFTTrainer,
+        "GRPOTrainer": trl.GRPOTrainer,
+        "SFTConfig": partial(trl.SFTConfig, **once),
+        "GRPOConfig": partial(trl.GRPOConfig, **once, max_completion_length=8),
+        "model": model,
+        "optimizer": torch.optim.SGD(model.parameters(), lr=0.1),
+        "accelerator": Accelerator(cpu=True),
+        "cross_entropy": nn.functional.cross_entropy,
+    }
 
 
 @pytest.mark.parametrize(
@@ -185,9 +219,13 @@ def test_a_python_block_runs(block: Block, corpus: Path) -> None:
 
         names = {"name": llama(corpus / "model"), "TrainingArguments": TrainingArguments}
         names["AutoModelForCausalLM"] = AutoModelForCausalLM
+    if block.path.name == "planned_steps.md":
+        names = trl_names(corpus / "model")
     exec(compile(text, block.name, "exec"), names)
-    if block.path.name == "transformers.md":
+    if "trainer" in names:
         assert names["trainer"].state.global_step == 1
+    elif block.path.name == "planned_steps.md":
+        assert 0 < float(names["loss"]) < 10 and len(names["steps"]) == 1
     else:
         batch = names["batch"]  # of the last turn of its loop
         assert batch["micro_step"] + 1 == batch["num_micro_steps"]

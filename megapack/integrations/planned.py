@@ -14,7 +14,7 @@ Six documents of 9, 3, 7, 2, 5 and 6 tokens are one step of two ranks that hold 
         documents, documents_per_step=6, max_tokens_per_rank=10, num_ranks=2, shuffle=False
     )
     [row["cu_seq_lens_q"].diff().tolist() for row in steps[0]]  # of rank 0
-    # -> [[9], [5, 2]]       rank 1 has [[7, 3], [6]]
+    # -> [[9], [2, 5]]       rank 1 has [[3, 7], [6]]
     float(steps[0][0]["loss_weights"][0, 0])  # of each of the step's 26 label tokens
     # -> 0.0384615...
 
@@ -122,8 +122,9 @@ class PlannedSteps(Dataset[list[dict[str, Any]]]):
         return chosen, plan_step(self.lengths[chosen], **self._planning)
 
     def __getitem__(self, i: int) -> list[dict[str, Any]]:
-        """Micro batches: arguments of a transformers model (``model_inputs``), and loss_weights
-        float32 (1, tokens). One that is left without documents is a token without a label."""
+        """Micro batches: input_ids, position_ids and shift_labels (the label of every position)
+        int64 (1, tokens), loss_weights float32 (1, tokens), ``varlen_arguments``. One that is left
+        without documents is a token without a label."""
         chosen, plan = self.plan(i)
         weights = plan.loss_weights(self.num_labels[chosen], self.loss)
         rows = []
@@ -136,14 +137,12 @@ class PlannedSteps(Dataset[list[dict[str, Any]]]):
             tokens, labels = (np.concatenate(parts)[None] for parts in zip(*read, strict=True))
             loss_weights = np.where(labels == IGNORED, 0, weights[mine].repeat(lengths))
             positions = np.concatenate([np.arange(n) for n in lengths])[None]
-            shift_labels = torch.from_numpy(labels)
             bounds = torch.from_numpy(np.append(0, lengths.cumsum()).astype(np.int32))
             rows.append(
                 {
                     "input_ids": torch.from_numpy(tokens),
                     "position_ids": torch.from_numpy(positions),
-                    "labels": F.pad(shift_labels[:, :-1], (1, 0), value=IGNORED),
-                    "shift_labels": shift_labels,
+                    "shift_labels": torch.from_numpy(labels),
                     "loss_weights": torch.from_numpy(loss_weights.astype(np.float32)),
                     **varlen_arguments(bounds, int(lengths.max())),
                 }

@@ -11,7 +11,7 @@ Both functions are replaced by ones of the same arguments and results:
     get_seqlen_balanced_partitions([9, 3, 7, 2, 5, 6], 2, equal_size=True)
     # -> [[0, 3, 4], [1, 2, 5]]
     rearrange_micro_batches(batch, max_token_len=10)[1]     # samples of 9, 3, 7, 2, 5 and 6 tokens
-    # -> [[3, 4], [0], [1, 2], [5]]
+    # -> [[2], [3, 5], [0], [1, 4]]
 
 What calls them (``prepare_dynamic_batch``, the trainers, the workers' engines) stays verl's.
 Run with verl 0.9.1; docs/guides/planned_steps.md.

@@ -65,6 +65,23 @@ def test_the_trl_example_learns(corpus: Path, tmp_path: Path) -> None:
     assert_learns(run_example("trl_sft.py", [*arguments, *where]))
 
 
+@pytest.mark.parametrize(("name", "arguments"), [
+    ("planned_accelerate.py", []), ("planned_trl.py", ["--method", "sft"]),
+])  # fmt: skip
+def test_an_example_of_planned_steps_learns(
+    tmp_path: Path, name: str, arguments: list[str]
+) -> None:
+    output = ["--output", str(tmp_path)] if "trl" in name else []
+    losses = run_example(name, [*arguments, *output])
+    assert len(losses) == 12 and losses[-1] < 0.9 * losses[0]
+
+
+def test_the_example_of_planned_grpo_is_rewarded(tmp_path: Path) -> None:
+    arguments = ["--method", "grpo", "--steps", "4", "--output", str(tmp_path)]
+    rewards = run_example("planned_trl.py", arguments)
+    assert len(rewards) == 4 and all(0 <= reward <= 1 for reward in rewards)
+
+
 @pytest.mark.multiprocess
 def test_the_megatron_core_example_learns(corpus: Path) -> None:
     arguments = [str(corpus / "text"), "--seq-length", "256", "--steps", "12"]
