@@ -259,10 +259,12 @@ def deal_evenly(costs: NDArray[np.int64], bin_sizes: NDArray[np.int64]) -> NDArr
 # (number of micro batches; first rank, degree, micro batch of every document); see
 # csrc/core/planning/step_plan.hpp.
 
-# costs: (documents * kinds,), none: of the lengths; groups: (documents,), none: each by itself
+# costs: (documents * kinds,), none: of the lengths; max_costs_per_rank: (kinds,), none: anything;
+# groups: (documents,), none: each by itself
 def plan_step(
     lengths: NDArray[np.int64],
     costs: NDArray[np.float64],
+    max_costs_per_rank: NDArray[np.float64],
     groups: NDArray[np.int64],
     *,
     balance: str,

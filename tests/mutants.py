@@ -400,26 +400,47 @@ seamless_short: the paper's placement and the published one change places
 - tokens <= capacity : tokens < capacity;
 + tokens < capacity : tokens <= capacity;
 
-csrc/core/planning/sharing.hpp: planner
+csrc/core/planning/sharing.cpp: planner
 document_limit: a rank gets a document more than it may
-- const bool full = group.documents == rules_.max_documents;
-+ const bool full = group.documents > rules_.max_documents;
+- items_.documents[document.id] > rules_.max_documents)
++ items_.documents[document.id] > rules_.max_documents + 1)
 
 csrc/core/planning/step_plan.cpp: planner
 fewest_micro_batches: a plan has a micro batch more than its tokens need
-- for (std::int64_t m = rounded(by_tokens);;
-+ for (std::int64_t m = rounded(by_tokens + 1);;
+- for (std::int64_t m = rounded(least_micro_batches(items, rules));;
++ for (std::int64_t m = rounded(least_micro_batches(items, rules) + 1);;
+cost_caps_rounded: a rank's documents cost more than it may have
+- std::ceil(std::ldexp(of(i, k), exponent_[k]))
++ 0.9 * std::floor(std::ldexp(of(i, k), exponent_[k]))
 
 csrc/core/planning/balance.cpp: planner
 exchange_gain: an exchange counts as gain although the other rank becomes the busiest
-- same ? work_[a] - std::max(work_a, work_b)
-+ same ? work_[a] - work_a
+- const std::int64_t most = std::max(mine, theirs);
++ const std::int64_t most = mine;
+longest_path: of several kinds of cost one alone is balanced
+- weights_[k] = std::max(kOne / 16, ratio >> 4);
++ weights_[k] = k == 0 ? kOne : kOne / 16;
 empty_bins: a bin is emptied by an exchange
-- if (j == kNone ? ssize(give) == 1 : d_.items_.family[other] >= 0) continue;
-+ if (j != kNone && d_.items_.family[other] >= 0) continue;
+- for (std::int64_t j = ssize(give) == 1 ? 0 : kNone; j < ssize(get); ++j) {
++ for (std::int64_t j = kNone; j < ssize(get); ++j) {
+
+csrc/core/planning/dealing.cpp: planner
 family_ranks: chunks of a group lie on several ranks
 - mine.push_back(m * rules_.num_ranks + rank);
 + mine.push_back(m * rules_.num_ranks + (rank + m) % rules_.num_ranks);
+
+megapack/planning/online.py: planner
+window: documents are planned before as many wait as were asked for
+- if self._num_complete < self._window:
++ if self._num_complete < self._window // 2:
+kept_documents: of documents that wait, some are given twice
+- left = np.delete(np.arange(len(self._ids)), documents).tolist()
++ left = np.delete(np.arange(len(self._ids)), documents[1:]).tolist()
+
+megapack/planning/step_plan.py: planner
+group_denominator: documents without label tokens are counted in the mean
+- num_means = len(np.unique(inverse[labels > 0]))
++ num_means = len(np.unique(inverse))
 
 # The file format, and what is learned of a batch.
 

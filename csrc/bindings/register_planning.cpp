@@ -14,8 +14,9 @@ Balance balance_named(const std::string& name) {
 }
 
 py::tuple plan_step_numpy(const Array<std::int64_t>& lengths, const Array<double>& costs,
-                          const Array<std::int64_t>& groups, const std::string& balance,
-                          const py::object& num_ranks, const py::object& max_tokens_per_rank,
+                          const Array<double>& max_costs, const Array<std::int64_t>& groups,
+                          const std::string& balance, const py::object& num_ranks,
+                          const py::object& max_tokens_per_rank,
                           const py::object& max_documents_per_rank, const py::object& max_degree,
                           const py::object& linear_length, const py::object& multiple) {
     constexpr std::int64_t kMostRanks = std::int64_t{1} << 20;
@@ -29,6 +30,7 @@ py::tuple plan_step_numpy(const Array<std::int64_t>& lengths, const Array<double
                           integer(multiple, "micro_batch_multiple", 1, kMostRanks)};
     const auto lengths_view = view(lengths, "lengths");
     const auto costs_view = view(costs, "costs");
+    const auto caps_view = view(max_costs, "max_costs_per_rank");
     const auto groups_view = view(groups, "groups");
     check(lengths_view.empty() ? costs_view.empty() : costs_view.size() % lengths_view.size() == 0,
           "costs has ", costs_view.size(), " numbers for ", lengths_view.size(), " documents");
@@ -38,7 +40,7 @@ py::tuple plan_step_numpy(const Array<std::int64_t>& lengths, const Array<double
     StepPlan plan;
     {
         const py::gil_scoped_release release;
-        plan = plan_step(lengths_view, costs_view, groups_view, rules);
+        plan = plan_step(lengths_view, {costs_view, caps_view}, groups_view, rules);
     }
     return py::make_tuple(plan.num_micro_batches, to_numpy(std::move(plan.first_rank)),
                           to_numpy(std::move(plan.degree)), to_numpy(std::move(plan.micro_batch)));
@@ -48,10 +50,10 @@ py::tuple plan_step_numpy(const Array<std::int64_t>& lengths, const Array<double
 
 void register_planning(py::module_& m) {
     m.def("plan_step", &plan_step_numpy, py::arg("lengths").noconvert(),
-          py::arg("costs").noconvert(), py::arg("groups").noconvert(), py::kw_only(),
-          py::arg("balance"), py::arg("num_ranks"), py::arg("max_tokens_per_rank"),
-          py::arg("max_documents_per_rank"), py::arg("max_degree"), py::arg("linear_length"),
-          py::arg("micro_batch_multiple"));
+          py::arg("costs").noconvert(), py::arg("max_costs_per_rank").noconvert(),
+          py::arg("groups").noconvert(), py::kw_only(), py::arg("balance"), py::arg("num_ranks"),
+          py::arg("max_tokens_per_rank"), py::arg("max_documents_per_rank"), py::arg("max_degree"),
+          py::arg("linear_length"), py::arg("micro_batch_multiple"));
 }
 
 }  // namespace megapack

@@ -9,6 +9,7 @@ from megapack.planning.context_parallel import (
     rank_micro_batches,
 )
 from megapack.planning.dealers import DEALERS
+from megapack.planning.online import PlannedMicroBatch, StepPlanner
 from megapack.planning.simulation import Cluster, DealtStep, StepTime, simulate_step
 from megapack.planning.step_plan import CriticalPath, StepPlan, plan_step
 
@@ -17,8 +18,10 @@ __all__ = [
     "Cluster",
     "CriticalPath",
     "DealtStep",
+    "PlannedMicroBatch",
     "RankMicroBatch",
     "StepPlan",
+    "StepPlanner",
     "StepTime",
     "context_parallel_indices",
     "plan_step",

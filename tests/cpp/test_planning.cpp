@@ -49,6 +49,18 @@ void check_plan(const std::vector<std::int64_t>& lengths, const StepRules& rules
     }
 }
 
+void check_costs(const std::vector<double>& costs, const std::vector<double>& caps,
+                 const StepPlan& plan) {
+    const std::int64_t kinds = ssize(caps);
+    std::map<std::tuple<std::int64_t, std::int64_t, std::int64_t>, double> sums;
+    for (std::int64_t i = 0; i < ssize(plan.degree); ++i)
+        for (std::int64_t k = 0; k < kinds; ++k) {
+            double& sum = sums[{plan.micro_batch[i], plan.first_rank[i], k}];
+            sum += costs[i * kinds + k] / static_cast<double>(plan.degree[i]);
+            require(sum <= caps[k], "a cap on costs exceeded");
+        }
+}
+
 void test_random_steps() {
     std::mt19937 random(7);
     const auto below = [&](std::int64_t n) { return static_cast<std::int64_t>(random() % n); };
@@ -62,11 +74,27 @@ void test_random_steps() {
         const std::int64_t longest = 1 + below(rules.max_tokens * rules.max_degree);
         for (auto& length : lengths) length = 1 + below(1 + below(longest));
         std::vector<std::int64_t> groups;
-        if (rules.max_degree == 1 && below(2) == 0)
+        if (below(2) == 0)
             for (std::int64_t i = 0; i < ssize(lengths); ++i) groups.push_back(below(40));
-        const StepPlan plan = plan_step(lengths, {}, groups, rules);
+        // Costs of up to three kinds, and caps that every document keeps.
+        std::vector<double> costs, caps;
+        const std::int64_t kinds = below(4);
+        for (std::int64_t i = 0; i < ssize(lengths) * kinds; ++i)
+            costs.push_back(static_cast<double>(below(9)) / 4);
+        if (below(2) == 0)
+            for (std::int64_t k = 0; k < kinds; ++k)
+                caps.push_back(2 + static_cast<double>(below(9)));
+        if (lengths.empty()) costs.clear();
+        StepPlan plan;
+        try {
+            plan = plan_step(lengths, {costs, caps}, groups, rules);
+        } catch (const std::invalid_argument&) {
+            require(rules.max_degree > 1 && !groups.empty(), "a sound step was refused");
+            continue;  // a group that no number of ranks may hold
+        }
         check_plan(lengths, rules, plan);
-        const StepPlan again = plan_step(lengths, {}, groups, rules);
+        check_costs(costs, caps, plan);
+        const StepPlan again = plan_step(lengths, {costs, caps}, groups, rules);
         require(plan.first_rank == again.first_rank && plan.degree == again.degree &&
                     plan.micro_batch == again.micro_batch,
                 "two plans of one step differ");

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import Any
 
+import numpy as np
+
 Place = tuple[int, int, int]  # micro batch, first rank, degree
 
 
@@ -17,11 +19,22 @@ def groups_of(plan: Any) -> dict[Place, list[int]]:
     return dict(groups)
 
 
-def broken_laws(plan: Any, max_tokens: int, max_degree: int, max_documents: int) -> list[str]:
+def broken_laws(
+    plan: Any,
+    max_tokens: int,
+    max_degree: int,
+    max_documents: int,
+    *,
+    costs: Any = None,
+    max_costs: Any = None,
+    groups: Any = None,
+    multiple: int = 1,
+) -> list[str]:
     """What a valid plan never has."""
     broken = []
     owner: dict[tuple[int, int], Place] = {}
-    for place, documents in groups_of(plan).items():
+    places = groups_of(plan)
+    for place, documents in places.items():
         micro_batch, first, degree = place
         if not 0 <= micro_batch < plan.num_micro_batches:
             broken.append(f"{place} is in no micro batch")
@@ -37,13 +50,103 @@ def broken_laws(plan: Any, max_tokens: int, max_degree: int, max_documents: int)
             broken.append(f"{place} holds {tokens} tokens")
         if len(documents) > max_documents:
             broken.append(f"{place} holds {len(documents)} documents")
-    places = plan.num_ranks * plan.num_micro_batches
-    if max_degree == 1 and len(owner) < places <= len(plan.lengths):
-        broken.append("a rank holds nothing in a micro batch, and there are documents for it")
+        for k, cap in enumerate(max_costs or ()):
+            cost = sum(float(costs[i][k]) for i in documents)
+            if cost > cap * degree:
+                broken.append(f"{place} costs {cost} of kind {k}")
     used = {micro_batch for micro_batch, _ in owner}
-    if used != set(range(plan.num_micro_batches)):
+    if plan.num_micro_batches % multiple:
+        broken.append(f"{plan.num_micro_batches} micro batches are no multiple of {multiple}")
+    if multiple == 1 and used != set(range(plan.num_micro_batches)):
         broken.append(f"only micro batches {sorted(used)} hold documents")
+    broken += broken_by_groups(
+        plan, max_tokens, max_degree, max_documents, costs, max_costs, groups
+    )
+    return broken + idle_ranks(plan, places, set(owner), max_tokens, costs, max_costs, groups)
+
+
+def idle_ranks(
+    plan: Any, places: dict[Place, list[int]], used: Any, max_tokens: int, costs: Any,
+    max_costs: Any, groups: Any,
+) -> list[str]:  # fmt: skip
+    """Ranks that hold nothing in a micro batch although one of several documents, which somebody
+    else holds, would fit."""
+    num_places = plan.num_ranks * plan.num_micro_batches
+    if len(used) == num_places or groups is not None:
+        return []
+    for documents in places.values():
+        for i in documents if len(documents) > 1 else ():
+            dear = any(costs[i][k] > cap for k, cap in enumerate(max_costs or ()))
+            if plan.lengths[i] <= max_tokens and not dear:
+                return [f"{num_places - len(used)} ranks hold nothing, and document {i} would fit"]
+    return []
+
+
+def broken_by_groups(
+    plan: Any, max_tokens: int, max_degree: int, max_documents: int, costs: Any, max_costs: Any,
+    groups: Any,
+) -> list[str]:  # fmt: skip
+    """Groups that are parted: over ranks, or over micro batches without need."""
+    broken = []
+    members: dict[int, list[int]] = defaultdict(list)
+    for i, group in enumerate(() if groups is None else groups):
+        members[int(group)].append(i)
+    for group, documents in members.items():
+        held = {(int(plan.first_rank[i]), int(plan.degree[i])) for i in documents}
+        when = {int(plan.micro_batch[i]) for i in documents}
+        fits = max_degree > 1 or (
+            sum(int(plan.lengths[i]) for i in documents) <= max_tokens
+            and len(documents) <= max_documents
+            and all(
+                sum(float(costs[i][k]) for i in documents) <= cap
+                for k, cap in enumerate(max_costs or ())
+            )
+        )
+        if len(held) > 1 or (fits and len(when) > 1):
+            broken.append(f"group {group} is on {held} in micro batches {when}")
     return broken
+
+
+def least_objectives(
+    lengths: list[int], cost: list[int], num_micro_batches: int, max_tokens: int
+) -> dict[str, float]:
+    """The least that each balance can reach on two ranks, none of them empty: of all ways to deal
+    the documents, by the subsets that a rank, a micro batch, the step may hold. inf: there is no
+    way."""
+    size = 1 << len(lengths)
+    pairs = [(whole, part) for whole in range(1, size) for part in parts_of(whole)]
+    whole, part = np.array(pairs).T
+    first = np.flatnonzero(np.diff(whole, prepend=0))
+    bits = np.arange(size)[:, None] >> np.arange(len(lengths)) & 1
+    tokens, costs = bits @ lengths, (bits @ cost).astype(float)
+
+    def joined(a: Any, b: Any, join: Any) -> Any:
+        """Of each subset the least way to part it in two."""
+        least = np.full(size, np.inf)
+        least[1:] = np.minimum.reduceat(join(a[part], b[whole ^ part]), first)
+        return least
+
+    rank = np.where((tokens > 0) & (tokens <= max_tokens), costs, np.inf)
+    micro_batch = joined(rank, rank, np.maximum)
+    some, alone, dearest = micro_batch, rank, micro_batch
+    for _ in range(num_micro_batches - 1):
+        some = joined(micro_batch, some, np.add)
+        alone = joined(rank, alone, np.add)  # one rank's micro batches: of any sums that fit
+        dearest = joined(micro_batch, dearest, np.maximum)
+    return {
+        "micro_batches": float(some[-1]),
+        "step": float(np.maximum(alone, alone[::-1]).min()),
+        "pipeline": float(dearest[-1]),
+    }
+
+
+def parts_of(subset: int) -> list[int]:
+    """All parts of a set of bits, itself too, but not the empty one."""
+    parts, part = [], subset
+    while part:
+        parts.append(part)
+        part = (part - 1) & subset
+    return parts
 
 
 def costs(plan: Any, linear_length: float) -> list[list[float]]:

@@ -4,14 +4,119 @@
 #include <limits>
 #include <queue>
 #include <utility>
+#include <vector>
+
+#include "core/base/span.hpp"
 
 namespace megapack {
 namespace {
 
-// ---- long documents make the attention: like lengths in a micro batch, ranks with as much each
-// ----
-
 constexpr std::int64_t kNone = -1;
+
+// An item as it is dealt here: what counts is its length, and its attention.
+struct Document {
+    std::int64_t length, square, id;
+};
+
+// Those that need most ranks before others (costs may be capped). Ties: the smaller item first.
+std::vector<Document> longest_first(const Items& items, const StepRules& rules) {
+    std::vector<Document> documents;
+    std::vector<std::int64_t> degree(items.size(), 1);
+    documents.reserve(items.size());
+    for (std::int64_t i = 0; i < items.size(); ++i) {
+        documents.push_back({items.tokens[i], items.squares[i], i});
+        while (!holds(items, rules, degree[i], i)) degree[i] *= 2;
+    }
+    std::sort(documents.begin(), documents.end(), [&](const Document& a, const Document& b) {
+        if (degree[a.id] != degree[b.id]) return degree[a.id] > degree[b.id];
+        return a.length != b.length ? a.length > b.length : a.id < b.id;
+    });
+    return documents;
+}
+
+// ---- groups of ranks, and what they hold so far -------------------------------------------------
+
+struct Group {
+    std::int64_t micro_batch, first_rank, degree;
+    std::int64_t tokens = 0, squares = 0, documents = 0;
+};
+
+class Groups {
+  public:
+    // `mean_tokens`: what a rank holds in a micro batch when all hold as much.
+    Groups(const Items& items, const StepRules& rules, std::int64_t num_micro_batches,
+           std::int64_t mean_tokens)
+        : items_(items),
+          rules_(rules),
+          mean_tokens_(mean_tokens),
+          next_rank_(num_micro_batches, 0),
+          group_of_(items.size(), kNone) {}
+
+    const Items& items() const { return items_; }
+    const StepRules& rules() const { return rules_; }
+    std::int64_t mean_tokens() const { return mean_tokens_; }
+    std::int64_t num_micro_batches() const { return ssize(next_rank_); }
+    std::int64_t size() const { return ssize(groups_); }
+    const Group& operator[](std::int64_t g) const { return groups_[g]; }
+
+    std::int64_t free_ranks(std::int64_t micro_batch) const {
+        return rules_.num_ranks - next_rank_[micro_batch];
+    }
+    // The first rank of a group is a multiple of its degree.
+    bool can_open(std::int64_t micro_batch, std::int64_t degree) const {
+        return free_ranks(micro_batch) >= degree && next_rank_[micro_batch] % degree == 0;
+    }
+    // A group of the next free ranks.
+    void open(std::int64_t micro_batch, std::int64_t degree) {
+        groups_.push_back({micro_batch, next_rank_[micro_batch], degree});
+        amount_.resize(groups_.size() * items_.cap.size(), 0);
+        next_rank_[micro_batch] += degree;
+    }
+
+    // Tokens that still go into a group; 0 where it may hold no other document.
+    std::int64_t room(std::int64_t g) const {
+        const Group& group = groups_[g];
+        const bool full = group.documents == rules_.max_documents;
+        return full ? 0 : group.degree * rules_.max_tokens - group.tokens;
+    }
+    bool has_room(std::int64_t g, const Document& document) const {
+        const Group& group = groups_[g];
+        if (document.length > room(g) ||
+            group.documents + items_.documents[document.id] > rules_.max_documents)
+            return false;
+        for (std::int64_t k = 0; k < ssize(items_.cap); ++k)
+            if (amount_[g * items_.kinds + k] + items_.amount[document.id * items_.kinds + k] >
+                group.degree * items_.cap[k])
+                return false;
+        return true;
+    }
+    // Tokens by which a group is short of `per_rank` (negative where it has more).
+    std::int64_t missing(std::int64_t g, std::int64_t per_rank) const {
+        return groups_[g].degree * per_rank - groups_[g].tokens;
+    }
+
+    void place(const Document& document, std::int64_t g) {
+        groups_[g].tokens += document.length;
+        groups_[g].squares += document.square;
+        groups_[g].documents += items_.documents[document.id];
+        for (std::int64_t k = 0; k < ssize(items_.cap); ++k)
+            amount_[g * items_.kinds + k] += items_.amount[document.id * items_.kinds + k];
+        group_of_[document.id] = g;
+    }
+
+    std::int64_t group_of(std::int64_t item) const { return group_of_[item]; }
+
+  private:
+    const Items& items_;
+    const StepRules& rules_;
+    std::int64_t mean_tokens_;
+    std::vector<std::int64_t> next_rank_;  // per micro batch
+    std::vector<Group> groups_;
+    std::vector<std::int64_t> amount_;    // per group and kind, where costs are capped
+    std::vector<std::int64_t> group_of_;  // per item
+};
+
+// ---- long documents make the attention: ranks of a micro batch have as much each ----------------
 
 // One micro batch whose ranks should have mean_squares of attention each.
 class MicroBatch {
@@ -31,12 +136,13 @@ class MicroBatch {
         std::int64_t best = kNone, most = std::numeric_limits<std::int64_t>::min();
         for (std::int64_t i = 0; i < ssize(state_); ++i) {
             const State& state = state_[i];
-            if (state.wish <= most || document.length > state.room || state.degree < degree)
+            if (state.wish <= most || document.length > state.room || state.degree < degree ||
+                !groups_.has_room(first_group_ + i, document))
                 continue;
             best = i;
             most = state.wish;
         }
-        if (groups_.free_ranks(number_) >= degree && (best == kNone || most < empty_wish_)) {
+        if (groups_.can_open(number_, degree) && (best == kNone || most < empty_wish_)) {
             best = ssize(state_);
             open(degree);
         }
@@ -49,7 +155,7 @@ class MicroBatch {
     void open_the_rest() {
         std::int64_t degree = least_degree_;
         while (groups_.free_ranks(number_) > 0) {
-            while (degree > groups_.free_ranks(number_)) degree /= 2;
+            while (!groups_.can_open(number_, degree)) degree /= 2;
             open(degree);
         }
     }
@@ -67,8 +173,8 @@ class MicroBatch {
         std::int64_t degree = least_degree_;
         const std::int64_t linear = rules.linear_length * groups_.mean_tokens();
         const std::int64_t largest_share = (mean_squares_ + linear / 32) / 2;
-        while (document.length > degree * rules.max_tokens) degree *= 2;
-        while (degree < rules.max_degree && document.square() / degree > largest_share) degree *= 2;
+        while (!holds(groups_.items(), rules, degree, document.id)) degree *= 2;
+        while (degree < rules.max_degree && document.square / degree > largest_share) degree *= 2;
         return degree;
     }
 
@@ -107,7 +213,7 @@ std::vector<Document> deal_long(Groups& groups, const std::vector<Document>& doc
         std::int64_t tokens = 0, squares = 0;
         for (std::int64_t i = 0; i < ssize(left) && tokens < share; ++i) {
             tokens += left[i].length;
-            squares += left[i].square();
+            squares += left[i].square;
         }
         MicroBatch micro_batch(groups, m, squares / groups.rules().num_ranks, least_degree);
         tokens = 0;
@@ -126,8 +232,7 @@ std::vector<Document> deal_long(Groups& groups, const std::vector<Document>& doc
     return left;
 }
 
-// ---- documents that are left, found by their length: a few whose lengths make an exact sum
-// --------
+// ---- documents that are left, found by their length: a few whose lengths make an exact sum ------
 
 class Pool {
   public:
@@ -227,8 +332,7 @@ Document Pool::take(std::int64_t kind) {
     return document;
 }
 
-// ---- short documents fill every rank of every micro batch to the same number of tokens
-// ------------
+// ---- short documents fill every rank of every micro batch to the same number of tokens ----------
 
 // Deals each document to the group whose ranks miss most tokens; false where one has no room.
 bool deal_to_emptiest(Groups& groups, Span<const Document> documents) {
@@ -241,7 +345,7 @@ bool deal_to_emptiest(Groups& groups, Span<const Document> documents) {
     std::priority_queue<Entry> emptiest(entries.begin(), entries.end());
     std::vector<Entry> aside;
     for (const Document& document : documents) {
-        while (!emptiest.empty() && document.length > groups.room(-emptiest.top().second)) {
+        while (!emptiest.empty() && !groups.has_room(-emptiest.top().second, document)) {
             aside.push_back(emptiest.top());
             emptiest.pop();
         }
@@ -274,6 +378,11 @@ void fill(Groups& groups, std::int64_t g, std::int64_t per_rank, Pool& pool) {
 }
 
 bool deal_short(Groups& groups, const std::vector<Document>& documents) {
+    // Exact sums know lengths alone.
+    const Items& items = groups.items();
+    if (!items.cap.empty() || std::any_of(items.documents.begin(), items.documents.end(),
+                                          [](std::int64_t count) { return count > 1; }))
+        return deal_to_emptiest(groups, documents);
     const std::int64_t size = ssize(documents), kept = std::min(size, 3 * groups.size() + 1024);
     if (!deal_to_emptiest(groups, {documents.data(), size - kept})) return false;
 
@@ -290,14 +399,70 @@ bool deal_short(Groups& groups, const std::vector<Document>& documents) {
     return deal_to_emptiest(groups, pool.rest());
 }
 
+// How many of the documents count as long: the longest, with `share` of the tokens, and all that
+// one rank cannot hold.
+std::int64_t num_long(const Groups& groups, const std::vector<Document>& documents,
+                      std::int64_t share) {
+    std::int64_t count = 0;
+    for (std::int64_t tokens = 0; count < ssize(documents); ++count) {
+        if (tokens >= share && holds(groups.items(), groups.rules(), 1, documents[count].id)) break;
+        tokens += documents[count].length;
+    }
+    return count;
+}
+
+// The first `count` documents decide the groups, none of fewer ranks than `least_degree` unless no
+// more are left.
+bool deal(Groups& groups, const std::vector<Document>& documents, std::int64_t count,
+          std::int64_t least_degree) {
+    const auto split = documents.begin() + count;
+    std::vector<Document> rest = deal_long(groups, {documents.begin(), split}, least_degree);
+    rest.insert(rest.end(), split, documents.end());
+    return deal_short(groups, rest);
+}
+
+std::vector<Bin> bins_of(const Groups& groups) {
+    std::vector<Bin> bins;
+    for (std::int64_t g = 0; g < groups.size(); ++g)
+        bins.push_back({groups[g].micro_batch, groups[g].first_rank, groups[g].degree});
+    for (std::int64_t i = 0; i < groups.items().size(); ++i)
+        bins[groups.group_of(i)].items.push_back(static_cast<std::int32_t>(i));
+    return bins;
+}
+
 }  // namespace
 
-bool deal_shared(Groups& groups, const std::vector<Document>& longest_first, std::int64_t num_long,
-                 std::int64_t least_degree) {
-    const auto split = longest_first.begin() + num_long;
-    std::vector<Document> rest = deal_long(groups, {longest_first.begin(), split}, least_degree);
-    rest.insert(rest.end(), split, longest_first.end());
-    return deal_short(groups, rest);
+bool deal_shared(Dealing& dealing) {
+    const Items& items = dealing.items();
+    const StepRules& rules = dealing.rules();
+    const std::vector<Document> documents = longest_first(items, rules);
+    std::int64_t tokens = 0;
+    for (const Document& document : documents) tokens += document.length;
+    const std::int64_t places = dealing.num_micro_batches() * rules.num_ranks;
+    // What cannot be filled with a quarter of the tokens may be with all of them.
+    for (const std::int64_t share : {tokens - tokens / 4, std::int64_t{0}}) {
+        for (std::int64_t least = 1; least <= rules.max_degree; least *= 2) {
+            Groups groups(items, rules, dealing.num_micro_batches(),
+                          (tokens + places - 1) / places);
+            const std::int64_t count = num_long(groups, documents, share);
+            if (!deal(groups, documents, count, least)) continue;
+            dealing.take(bins_of(groups));
+            return true;
+        }
+    }
+    return false;
+}
+
+void deal_apart(Dealing& dealing) {
+    const Items& items = dealing.items();
+    std::vector<Bin> bins;
+    for (std::int64_t i = 0; i < items.size(); ++i) {
+        std::int64_t degree = 1;
+        while (!holds(items, dealing.rules(), degree, i)) degree *= 2;
+        bins.push_back({i, 0, degree});
+        bins.back().items.push_back(static_cast<std::int32_t>(i));
+    }
+    dealing.take(std::move(bins));
 }
 
 }  // namespace megapack

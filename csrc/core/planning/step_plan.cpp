@@ -2,22 +2,25 @@
 
 #include <algorithm>
 #include <cmath>
-#include <functional>
+#include <limits>
 #include <map>
 #include <numeric>
-#include <optional>
+#include <utility>
 
 #include "core/base/check.hpp"
 #include "core/planning/balance.hpp"
+#include "core/planning/dealing.hpp"
 #include "core/planning/sharing.hpp"
 
 namespace megapack {
 namespace {
 
 constexpr std::int64_t kMostWork = std::int64_t{1} << 56;
-constexpr std::int64_t kSumOfCosts = std::int64_t{1} << 48;
+// Costs of all items are whole numbers that sum to this or less.
+constexpr std::int64_t kWorkOfAll = std::int64_t{1} << 48;
+constexpr std::int64_t kMostKinds = 64;
 // Exchanges that are looked at: what is left to gain after these costs more time than it saves.
-constexpr std::int64_t kLooks = std::int64_t{1} << 19;
+constexpr std::int64_t kLooks = std::int64_t{1} << 18;
 
 void check_rules(const StepRules& rules) {
     check(rules.num_ranks >= 1, "num_ranks is ", rules.num_ranks, "; at least 1 is needed");
@@ -35,9 +38,8 @@ void check_rules(const StepRules& rules) {
           "; at least 1 is needed");
 }
 
-// Tokens of all documents.
-std::int64_t check_lengths(Span<const std::int64_t> lengths, const StepRules& rules) {
-    std::int64_t tokens = 0, work = 0;
+void check_lengths(Span<const std::int64_t> lengths, const StepRules& rules) {
+    std::int64_t work = 0;
     for (std::int64_t i = 0; i < lengths.size(); ++i) {
         const std::int64_t length = lengths[i];
         check(length >= 1, "document ", i, " has ", length, " tokens; leave it out");
@@ -47,192 +49,289 @@ std::int64_t check_lengths(Span<const std::int64_t> lengths, const StepRules& ru
               ": raise one of them, or cut the document");
         check(length < (std::int64_t{1} << 28) && work <= kMostWork - length * length, "document ",
               i, ": squared lengths sum to more than 2^56; plan fewer documents at a time");
-        tokens += length;
         work += length * length;
     }
-    return tokens;
 }
 
-// Ties: the smaller document first. One number for both sorts in half the time of a pair.
-std::vector<Document> longest_first(Span<const std::int64_t> lengths) {
-    constexpr std::int64_t kIdBits = 35, kLastId = (std::int64_t{1} << kIdBits) - 1;
-    check(lengths.size() <= kLastId, lengths.size(), " documents; plan fewer at a time");
-    std::vector<std::int64_t> keys(lengths.size());
-    for (std::int64_t i = 0; i < lengths.size(); ++i)
-        keys[i] = lengths[i] << kIdBits | (kLastId - i);
-    std::sort(keys.begin(), keys.end(), std::greater<>());
-    std::vector<Document> documents;
-    documents.reserve(keys.size());
-    for (const std::int64_t key : keys)
-        documents.push_back({key >> kIdBits, kLastId - (key & kLastId)});
-    return documents;
-}
-
-// How many of the documents count as long: the longest, with `share` of the tokens, and all that
-// one rank cannot hold.
-std::int64_t num_long(const std::vector<Document>& documents, std::int64_t share,
-                      std::int64_t max_tokens) {
-    std::int64_t count = 0;
-    for (std::int64_t tokens = 0; count < ssize(documents); ++count) {
-        if (documents[count].length <= max_tokens && tokens >= share) break;
-        tokens += documents[count].length;
+// What documents cost, by kind, and what a rank may have of it in a micro batch.
+class Costs {
+  public:
+    Costs(Span<const std::int64_t> lengths, const GivenCosts& given, const StepRules& rules)
+        : lengths_(lengths),
+          given_(given.costs),
+          kinds_(given.costs.empty() ? 1 : given.costs.size() / lengths.size()),
+          linear_length_(rules.linear_length) {
+        check(kinds_ <= kMostKinds, "costs has ", kinds_, " kinds; at most ", kMostKinds,
+              " are balanced at once");
+        check(given.caps.empty() || given.caps.size() == kinds_, "max_costs_per_rank has ",
+              given.caps.size(), " numbers; give one for each of the ", kinds_, " kinds of cost");
+        for (std::int64_t k = 0; k < kinds_; ++k) check_kind(k, given.caps, rules.max_degree);
     }
-    return count;
-}
 
-// The documents of every item: those of a group together, as many as a bin holds.
-std::vector<std::vector<std::int64_t>> members_of(Span<const std::int64_t> lengths,
-                                                  const std::vector<Document>& documents,
-                                                  Span<const std::int64_t> groups,
-                                                  const StepRules& rules,
-                                                  std::vector<std::int64_t>& family) {
-    std::vector<std::vector<std::int64_t>> members;
-    if (groups.empty()) {
-        for (const Document& document : documents) members.push_back({document.id});
-        family.assign(members.size(), -1);
-        return members;
+    std::int64_t kinds() const { return kinds_; }
+    double of(std::int64_t i, std::int64_t k) const {
+        return given_.empty() ? static_cast<double>(lengths_[i] * (linear_length_ + lengths_[i]))
+                              : given_[i * kinds_ + k];
     }
-    std::map<std::int64_t, std::vector<std::int64_t>> by_group;
-    for (std::int64_t i = 0; i < lengths.size(); ++i) by_group[groups[i]].push_back(i);
-    std::int64_t num_families = 0;
-    for (const auto& [group, documents] : by_group) {
-        const std::int64_t first = ssize(members);
-        std::int64_t tokens = rules.max_tokens;
-        for (const std::int64_t i : documents) {
-            if (tokens + lengths[i] > rules.max_tokens || ssize(members) == first ||
-                ssize(members.back()) == rules.max_documents) {
-                members.emplace_back();
-                tokens = 0;
-            }
-            members.back().push_back(i);
-            tokens += lengths[i];
-        }
-        const bool chunks = ssize(members) - first > 1;
-        family.resize(members.size(), chunks ? num_families : -1);
-        num_families += chunks;
+    std::int64_t num_caps() const { return ssize(cap_); }
+    std::int64_t cap(std::int64_t k) const { return cap_[k]; }
+    // In units of a power of two, so that whole numbers stay exact; else rounded up.
+    std::int64_t amount(std::int64_t i, std::int64_t k) const {
+        return static_cast<std::int64_t>(std::ceil(std::ldexp(of(i, k), exponent_[k])));
     }
-    return members;
-}
 
-Items make_items(Span<const std::int64_t> lengths, Span<const double> costs,
-                 const std::vector<std::vector<std::int64_t>>& members,
-                 std::vector<std::int64_t> family, std::int64_t linear_length) {
-    Items items;
-    items.kinds = costs.empty() ? 1 : costs.size() / lengths.size();
-    const auto cost_of = [&](std::int64_t i, std::int64_t k) {
-        return costs.empty() ? static_cast<double>(lengths[i] * (linear_length + lengths[i]))
-                             : costs[i * items.kinds + k];
-    };
-    std::vector<double> scale(items.kinds);
-    for (std::int64_t k = 0; k < items.kinds; ++k) {
+  private:
+    void check_kind(std::int64_t k, Span<const double> caps, std::int64_t max_degree) {
         double sum = 0;
-        for (std::int64_t i = 0; i < lengths.size(); ++i) {
-            const double cost = cost_of(i, k);
+        for (std::int64_t i = 0; i < lengths_.size(); ++i) {
+            const double cost = of(i, k);
             check(std::isfinite(cost) && cost >= 0, "document ", i, " has the cost ", cost,
                   "; it must be a number from 0 on");
             sum += cost;
         }
         check(std::isfinite(sum), "the costs sum to ", sum, "; give them in a larger unit");
-        scale[k] = sum > 0 ? static_cast<double>(kSumOfCosts) / sum : 0;
+        if (caps.empty()) return;
+        check(caps[k] >= 0, "max_costs_per_rank of kind ", k, " is ", caps[k],
+              "; it must be a number from 0 on");
+        // A cap above the sum of all is none.
+        const double cap = std::min(caps[k], sum);
+        exponent_.push_back(sum > 0 ? 40 - std::ilogb(sum) : 0);
+        cap_.push_back(static_cast<std::int64_t>(std::ldexp(cap, exponent_[k])));
+        if (caps[k] >= sum) cap_[k] = std::numeric_limits<std::int64_t>::max() >> 21;
+        for (std::int64_t i = 0; i < lengths_.size(); ++i)
+            check(amount(i, k) <= cap_[k] * max_degree, "document ", i, " has the cost ", of(i, k),
+                  "; ", max_degree, " ranks (max_degree) of ", caps[k],
+                  " (max_costs_per_rank) may have ", caps[k] * static_cast<double>(max_degree),
+                  ": raise one of them, or leave it out");
     }
-    items.family = std::move(family);
-    for (const std::vector<std::int64_t>& documents : members) {
+
+    Span<const std::int64_t> lengths_;
+    Span<const double> given_;
+    std::int64_t kinds_, linear_length_;
+    std::vector<std::int64_t> cap_;  // per kind, if there are caps
+    std::vector<int> exponent_;
+};
+
+std::int64_t ceil_div(std::int64_t a, std::int64_t b) {
+    return (a + b - 1) / b;
+}
+
+// The documents of every item.
+struct Members {
+    std::vector<std::vector<std::int64_t>> documents;
+    std::vector<std::int64_t> family;
+
+    void add(std::vector<std::int64_t> item, std::int64_t of) {
+        documents.push_back(std::move(item));
+        family.push_back(of);
+    }
+};
+
+// Each document by itself, longest first; ties: the smaller first.
+Members single_documents(Span<const std::int64_t> lengths) {
+    std::vector<std::pair<std::int64_t, std::int64_t>> order;
+    for (std::int64_t i = 0; i < lengths.size(); ++i) order.push_back({-lengths[i], i});
+    std::sort(order.begin(), order.end());
+    Members members;
+    for (const auto& [length, i] : order) members.add({i}, -1);
+    return members;
+}
+
+// Those of a group together, as many as a bin holds: more are chunks of one family.
+Members chunks_of_groups(Span<const std::int64_t> lengths, const Costs& costs,
+                         const std::map<std::int64_t, std::vector<std::int64_t>>& groups,
+                         const StepRules& rules) {
+    Members members;
+    std::int64_t num_families = 0;
+    for (const auto& [group, documents] : groups) {
+        const std::int64_t first = ssize(members.documents);
+        std::int64_t tokens = 0;
+        std::vector<std::int64_t> amount(costs.num_caps());
+        for (const std::int64_t i : documents) {
+            tokens += lengths[i];
+            bool fits = ssize(members.documents) > first && tokens <= rules.max_tokens &&
+                        ssize(members.documents.back()) < rules.max_documents;
+            for (std::int64_t k = 0; k < ssize(amount); ++k) {
+                amount[k] += costs.amount(i, k);
+                fits = fits && amount[k] <= costs.cap(k);
+            }
+            if (!fits) {
+                members.add({}, -1);
+                tokens = lengths[i];
+                for (std::int64_t k = 0; k < ssize(amount); ++k) amount[k] = costs.amount(i, k);
+            }
+            members.documents.back().push_back(i);
+        }
+        if (ssize(members.documents) - first == 1) continue;
+        std::fill(members.family.begin() + first, members.family.end(), num_families++);
+    }
+    return members;
+}
+
+// All of a group together, in one micro batch: as many ranks share it as hold it.
+Members whole_groups(Span<const std::int64_t> lengths, const Costs& costs,
+                     const std::map<std::int64_t, std::vector<std::int64_t>>& groups,
+                     const StepRules& rules) {
+    Members members;
+    for (const auto& [group, documents] : groups) {
         std::int64_t tokens = 0;
         for (const std::int64_t i : documents) tokens += lengths[i];
+        check((tokens - 1) / rules.max_degree < rules.max_tokens, "group ", group, " has ", tokens,
+              " tokens; ", rules.max_degree, " ranks (max_degree) of ", rules.max_tokens,
+              " tokens (max_tokens_per_rank) hold ", rules.max_degree * rules.max_tokens,
+              ": raise one of them, or part the group");
+        check(ssize(documents) <= rules.max_documents, "group ", group, " has ", documents.size(),
+              " documents; a rank holds ", rules.max_documents,
+              " (max_documents_per_rank): raise it, or part the group");
+        for (std::int64_t k = 0; k < costs.num_caps(); ++k) {
+            std::int64_t amount = 0;
+            for (const std::int64_t i : documents) amount += costs.amount(i, k);
+            check(amount <= costs.cap(k) * rules.max_degree, "group ", group, " costs more (kind ",
+                  k, ") than ", rules.max_degree,
+                  " ranks (max_degree) may have (max_costs_per_rank): raise it, or part the group");
+        }
+        members.add(documents, -1);
+    }
+    return members;
+}
+
+Items make_items(Span<const std::int64_t> lengths, const Costs& costs, const Members& members) {
+    Items items;
+    items.kinds = costs.kinds();
+    items.family = members.family;
+    for (std::int64_t k = 0; k < costs.num_caps(); ++k) items.cap.push_back(costs.cap(k));
+    for (const std::vector<std::int64_t>& documents : members.documents) {
+        std::int64_t tokens = 0, squares = 0;
+        for (const std::int64_t i : documents) {
+            tokens += lengths[i];
+            squares += lengths[i] * lengths[i];
+        }
         items.tokens.push_back(tokens);
+        items.squares.push_back(squares);
         items.documents.push_back(ssize(documents));
-        for (std::int64_t k = 0; k < items.kinds; ++k) {
-            std::int64_t cost = 0;
-            for (const std::int64_t i : documents)
-                cost += static_cast<std::int64_t>(cost_of(i, k) * scale[k]);
-            items.cost.push_back(cost);
+        for (std::int64_t k = 0; k < costs.num_caps(); ++k) {
+            std::int64_t amount = 0;
+            for (const std::int64_t i : documents) amount += costs.amount(i, k);
+            items.amount.push_back(amount);
         }
     }
     return items;
 }
 
-// Documents shared by ranks (or, where ranks are nearly full, by sums of lengths that fit exactly).
-std::optional<std::vector<Bin>> shared_bins(const std::vector<Document>& documents,
-                                            std::int64_t num_tokens, std::int64_t micro_batches,
-                                            const StepRules& rules) {
-    const std::int64_t bins = micro_batches * rules.num_ranks,
-                       mean = (num_tokens + bins - 1) / bins;
-    // What cannot be filled with a quarter of the tokens may be with all of them.
-    for (const std::int64_t share : {num_tokens - num_tokens / 4, std::int64_t{0}}) {
-        for (std::int64_t least = 1; least <= rules.max_degree; least *= 2) {
-            Groups groups(rules, micro_batches, mean, ssize(documents));
-            const std::int64_t count = num_long(documents, share, rules.max_tokens);
-            if (!deal_shared(groups, documents, count, least)) continue;
-            std::vector<Bin> found(groups.size());
-            for (std::int64_t g = 0; g < groups.size(); ++g) {
-                found[g].micro_batch = groups[g].micro_batch;
-                found[g].first_rank = groups[g].first_rank;
-                found[g].degree = groups[g].degree;
-            }
-            for (std::int64_t i = 0; i < ssize(documents); ++i)
-                found[groups.group_of(documents[i].id)].items.push_back(
-                    static_cast<std::int32_t>(i));
-            return found;
+// Costs of every kind in units of its shortest path: the work of all shared evenly (in a pipeline
+// by all bins), or the dearest item, if that is more. So paths can be compared.
+void price(Items& items, const Costs& costs, const Members& members, const StepRules& rules,
+           std::int64_t num_micro_batches) {
+    const std::int64_t bins =
+        rules.num_ranks * (rules.balance == Balance::kPipeline ? num_micro_batches : 1);
+    items.unit = kWorkOfAll / bins;
+    items.cost.assign(items.size() * items.kinds, 0);
+    for (std::int64_t k = 0; k < items.kinds; ++k) {
+        std::vector<double> cost(items.size(), 0.0);
+        double sum = 0, dearest = 0;
+        for (std::int64_t item = 0; item < items.size(); ++item) {
+            for (const std::int64_t i : members.documents[item]) cost[item] += costs.of(i, k);
+            sum += cost[item];
+            dearest = std::max(dearest, cost[item]);
         }
+        const double least = std::max(sum / static_cast<double>(bins),
+                                      dearest / static_cast<double>(rules.max_degree));
+        const double scale = least > 0 ? static_cast<double>(items.unit) / least : 0;
+        for (std::int64_t item = 0; item < items.size(); ++item)
+            items.cost[item * items.kinds + k] = static_cast<std::int64_t>(cost[item] * scale);
     }
-    return std::nullopt;
 }
 
-StepPlan plan_of(const Dealing& dealing, const std::vector<std::vector<std::int64_t>>& members,
-                 std::int64_t num_documents, bool keep_empty) {
+StepPlan plan_of(const Dealing& dealing, const Members& members, std::int64_t num_documents,
+                 bool keep_empty) {
     StepPlan plan;
     std::vector<std::int64_t> number(dealing.num_micro_batches(), 0);
     for (const Bin& bin : dealing.bins())
         if (keep_empty || !bin.items.empty()) number[bin.micro_batch] = 1;
     plan.num_micro_batches = std::accumulate(number.begin(), number.end(), std::int64_t{0});
+    if (keep_empty) plan.num_micro_batches = dealing.num_micro_batches();
     std::exclusive_scan(number.begin(), number.end(), number.begin(), std::int64_t{0});
     plan.first_rank.resize(num_documents);
     plan.degree.resize(num_documents);
     plan.micro_batch.resize(num_documents);
     for (const Bin& bin : dealing.bins())
         for (const std::int32_t item : bin.items)
-            for (const std::int64_t i : members[item]) {
+            for (const std::int64_t i : members.documents[item]) {
                 plan.first_rank[i] = bin.first_rank;
                 plan.degree[i] = bin.degree;
-                plan.micro_batch[i] = number[bin.micro_batch];
+                plan.micro_batch[i] = keep_empty ? bin.micro_batch : number[bin.micro_batch];
             }
     return plan;
 }
 
+// What tokens, documents and capped costs need.
+std::int64_t least_micro_batches(const Items& items, const StepRules& rules) {
+    const auto sum = [](const std::vector<std::int64_t>& of, std::int64_t step, std::int64_t k) {
+        std::int64_t all = 0;
+        for (std::int64_t i = k; i < ssize(of); i += step) all += of[i];
+        return all;
+    };
+    const auto needed = [&](std::int64_t all, std::int64_t cap) {
+        return ceil_div(cap == 0 ? 0 : ceil_div(all, cap), rules.num_ranks);
+    };
+    std::int64_t most = std::max(needed(sum(items.tokens, 1, 0), rules.max_tokens),
+                                 needed(sum(items.documents, 1, 0), rules.max_documents));
+    for (std::int64_t k = 0; k < ssize(items.cap); ++k)
+        most = std::max(most, needed(sum(items.amount, items.kinds, k), items.cap[k]));
+    return most;
+}
+
+bool held_by_single_ranks(const Items& items, const StepRules& rules) {
+    for (std::int64_t i = 0; i < items.size(); ++i)
+        if (!holds(items, rules, 1, i)) return false;
+    return true;
+}
+
+bool deal_to_single_ranks(Dealing& dealing) {
+    return dealing.deal_dearest_first(false) || dealing.deal_dearest_first(true);
+}
+
 }  // namespace
 
-StepPlan plan_step(Span<const std::int64_t> lengths, Span<const double> costs,
+StepPlan plan_step(Span<const std::int64_t> lengths, const GivenCosts& given,
                    Span<const std::int64_t> groups, const StepRules& rules) {
     check_rules(rules);
-    check(groups.empty() || rules.max_degree == 1, "max_degree is ", rules.max_degree,
-          "; documents that stay together in groups are not shared by ranks: let it be 1");
-    const std::int64_t num_tokens = check_lengths(lengths, rules);
+    check_lengths(lengths, rules);
     if (lengths.empty()) return {};
-    const std::vector<Document> documents = longest_first(lengths);
-    std::vector<std::int64_t> family;
-    const auto members = members_of(lengths, documents, groups, rules, family);
-    const Items items = make_items(lengths, costs, members, std::move(family), rules.linear_length);
-    const auto ceil_div = [](std::int64_t a, std::int64_t b) { return (a + b - 1) / b; };
+    const Costs costs(lengths, given, rules);
+    std::map<std::int64_t, std::vector<std::int64_t>> by_group;
+    for (std::int64_t i = 0; i < groups.size(); ++i) by_group[groups[i]].push_back(i);
+    const bool alone = rules.max_degree == 1;
+    const Members members = groups.empty() ? single_documents(lengths)
+                            : alone        ? chunks_of_groups(lengths, costs, by_group, rules)
+                                           : whole_groups(lengths, costs, by_group, rules);
+    Items items = make_items(lengths, costs, members);
+    const bool families = std::any_of(items.family.begin(), items.family.end(),
+                                      [](std::int64_t family) { return family >= 0; });
+    const bool single = held_by_single_ranks(items, rules);
     const auto rounded = [&](std::int64_t m) {
         return ceil_div(m, rules.multiple) * rules.multiple;
     };
-    const std::int64_t by_tokens =
-        ceil_div(ceil_div(num_tokens, rules.max_tokens), rules.num_ranks);
-    for (std::int64_t m = rounded(by_tokens);;
+    for (std::int64_t m = rounded(least_micro_batches(items, rules));;
          m = rounded(std::min(m + 1 + m / 16, items.size()))) {
-        Dealing dealing(items, rules, m);
-        const auto take_shared = [&] {
-            auto bins = shared_bins(documents, num_tokens, m, rules);
-            if (bins) dealing.take(*std::move(bins));
-            return bins.has_value();
-        };
-        const bool alone = rules.max_degree == 1;
-        const bool dealt =
-            (alone && (dealing.deal_dearest_first(false) || dealing.deal_dearest_first(true))) ||
-            (groups.empty() && take_shared()) || (alone && dealing.deal_best_fit());
-        if (!dealt) continue;
-        if (alone) dealing.arrange();
-        dealing.improve(kLooks);
+        price(items, costs, members, rules, m);
+        // Sharing is only as good as its groups of ranks: where all can be held by single ranks,
+        // what is better is taken.
+        Dealing dealing(items, rules, m), shared(items, rules, m);
+        const bool dealt = single && deal_to_single_ranks(dealing);
+        const bool dealt_shared = !families && (!dealt || !alone) && deal_shared(shared);
+        if (dealt) dealing.arrange();
+        std::int64_t path = std::numeric_limits<std::int64_t>::max();
+        if (dealt) path = balance(dealing, kLooks);
+        if (dealt_shared && balance(shared, kLooks) < path)
+            return plan_of(shared, members, lengths.size(), rules.multiple > 1);
+        if (!dealt && alone && dealing.deal_best_fit()) {
+            dealing.arrange();
+        } else if (!dealt) {
+            if (families || m < items.size()) continue;
+            deal_apart(dealing);
+        }
+        if (!dealt) balance(dealing, kLooks);
         return plan_of(dealing, members, lengths.size(), rules.multiple > 1);
     }
 }

@@ -32,19 +32,26 @@ struct StepPlan {
     std::vector<std::int64_t> first_rank, degree, micro_batch;
 };
 
+// What documents cost: of document i and kind k at i * kinds + k, not negative. None: one kind,
+// length * (linear_length + length). `caps`: per kind, of a rank in a micro batch; or none.
+struct GivenCosts {
+    Span<const double> costs, caps;
+};
+
 // Deals the documents of a step. As few micro batches as an arrangement is found for, beginning
-// with what the tokens need; no (rank, micro batch) is empty while there are documents for all.
+// with what tokens, documents and capped costs need; no (rank, micro batch) is empty while there
+// are documents for all. Of several kinds of cost the longest path counts, each in units of the
+// shortest that it could be.
 //
-// - costs: of document i and kind k at i * kinds + k, not negative; none: one kind, length *
-//   (linear_length + length). They are compared as shares of their sum, in units of 2^-48.
-// - groups: a number per document; documents of one number are held by one rank, and in one micro
-//   batch where they fit into one. None: each document by itself.
+// Groups: a number per document. Documents of one number are held by one rank, and in one micro
+// batch where they fit into one; with max_degree above 1 always in one micro batch, by as many
+// ranks as hold them all. None: each document by itself.
 //
 // The same for whoever computes it: whole numbers alone are compared, ties go to the smaller
 // document, rank and micro batch, and the search ends after a number of exchanges looked at.
-// Throws std::invalid_argument for arguments without a meaning, for a document without tokens or
-// longer than max_degree * max_tokens.
-StepPlan plan_step(Span<const std::int64_t> lengths, Span<const double> costs,
+// Throws std::invalid_argument for arguments without a meaning, and for a document or group that
+// max_degree ranks cannot hold.
+StepPlan plan_step(Span<const std::int64_t> lengths, const GivenCosts& costs,
                    Span<const std::int64_t> groups, const StepRules& rules);
 
 }  // namespace megapack

@@ -1,0 +1,324 @@
+#include "core/planning/dealing.hpp"
+
+#include <algorithm>
+#include <functional>
+#include <numeric>
+#include <queue>
+#include <tuple>
+#include <utility>
+
+namespace megapack {
+namespace {
+
+constexpr std::int64_t kNone = -1;
+
+}  // namespace
+
+std::int64_t Items::dearest(std::int64_t item) const {
+    const auto first = cost.begin() + item * kinds;
+    return *std::max_element(first, first + kinds);
+}
+
+bool holds(const Items& items, const StepRules& rules, std::int64_t degree, std::int64_t item) {
+    if (items.tokens[item] > degree * rules.max_tokens) return false;
+    for (std::int64_t k = 0; k < ssize(items.cap); ++k)
+        if (items.amount[item * items.kinds + k] > degree * items.cap[k]) return false;
+    return true;
+}
+
+// ---- what a bin holds ---------------------------------------------------------------------------
+
+void Dealing::open_bins() {
+    std::vector<Bin> bins;
+    for (std::int64_t m = 0; m < num_micro_batches_; ++m)
+        for (std::int64_t r = 0; r < rules_.num_ranks; ++r) bins.push_back({m, r, 1});
+    bins_ = std::move(bins);
+    cost_.assign(bins_.size() * items_.kinds, 0);
+    amount_.assign(bins_.size() * items_.cap.size(), 0);
+}
+
+void Dealing::take(std::vector<Bin> bins) {
+    bins_ = std::move(bins);
+    cost_.assign(bins_.size() * items_.kinds, 0);
+    amount_.assign(bins_.size() * items_.cap.size(), 0);
+    for (std::int64_t b = 0; b < num_bins(); ++b) {
+        std::vector<std::int32_t> items;
+        items.swap(bins_[b].items);
+        bins_[b].tokens = bins_[b].documents = 0;
+        for (const std::int32_t item : items) put(item, b);
+    }
+    fill_empty_bins();
+}
+
+void Dealing::count(std::int64_t item, std::int64_t b, std::int64_t sign) {
+    bins_[b].tokens += sign * items_.tokens[item];
+    bins_[b].documents += sign * items_.documents[item];
+    for (std::int64_t k = 0; k < items_.kinds; ++k)
+        cost_[b * items_.kinds + k] += sign * items_.cost[item * items_.kinds + k];
+    for (std::int64_t k = 0; k < ssize(items_.cap); ++k)
+        amount_[b * items_.kinds + k] += sign * items_.amount[item * items_.kinds + k];
+}
+
+void Dealing::put(std::int64_t item, std::int64_t b) {
+    bins_[b].items.push_back(static_cast<std::int32_t>(item));
+    count(item, b, 1);
+}
+
+void Dealing::remove(std::int64_t place, std::int64_t b) {
+    count(bins_[b].items[place], b, -1);
+    bins_[b].items.erase(bins_[b].items.begin() + place);
+}
+
+void Dealing::swap(std::int64_t place, std::int64_t b, std::int64_t other_place,
+                   std::int64_t other) {
+    std::int32_t &mine = bins_[b].items[place], &theirs = bins_[other].items[other_place];
+    count(mine, b, -1);
+    count(theirs, other, -1);
+    std::swap(mine, theirs);
+    count(mine, b, 1);
+    count(theirs, other, 1);
+}
+
+void Dealing::swap_ranks(std::int64_t b, std::int64_t other) {
+    std::swap(bins_[b].first_rank, bins_[other].first_rank);
+}
+
+std::vector<std::int32_t> Dealing::empty(std::int64_t b) {
+    std::vector<std::int32_t> items, loose;
+    items.swap(bins_[b].items);
+    for (const std::int32_t item : items) {
+        if (items_.family[item] >= 0) {
+            bins_[b].items.push_back(item);
+        } else {
+            count(item, b, -1);
+            loose.push_back(item);
+        }
+    }
+    return loose;
+}
+
+bool Dealing::fits(std::int64_t b, std::int64_t item, std::int64_t other) const {
+    const Bin& bin = bins_[b];
+    const auto change = [&](const std::vector<std::int64_t>& of, std::int64_t step,
+                            std::int64_t k) {
+        return (item == kNone ? 0 : of[item * step + k]) -
+               (other == kNone ? 0 : of[other * step + k]);
+    };
+    if (bin.tokens + change(items_.tokens, 1, 0) > bin.degree * rules_.max_tokens ||
+        bin.documents + change(items_.documents, 1, 0) > rules_.max_documents)
+        return false;
+    for (std::int64_t k = 0; k < ssize(items_.cap); ++k)
+        if (amount_[b * items_.kinds + k] + change(items_.amount, items_.kinds, k) >
+            bin.degree * items_.cap[k])
+            return false;
+    return true;
+}
+
+std::int64_t Dealing::work(std::int64_t b) const {
+    const auto first = cost_.begin() + b * items_.kinds;
+    return *std::max_element(first, first + items_.kinds) / bins_[b].degree;
+}
+
+std::vector<std::int64_t> Dealing::by_falling_work() const {
+    std::vector<std::int64_t> order(bins_.size());
+    std::iota(order.begin(), order.end(), 0);
+    std::stable_sort(order.begin(), order.end(),
+                     [&](std::int64_t a, std::int64_t b) { return work(a) > work(b); });
+    return order;
+}
+
+// ---- all items, one after the other -------------------------------------------------------------
+
+// The chunks of a family go to micro batches of the rank that has least work so far.
+bool Dealing::place_families() {
+    std::vector<std::int64_t> load(rules_.num_ranks, 0);
+    for (std::int64_t begin = 0; begin < items_.size();) {
+        std::int64_t end = begin + 1;
+        while (end < items_.size() && items_.family[begin] >= 0 &&
+               items_.family[end] == items_.family[begin])
+            ++end;
+        if (end - begin > 1) {
+            if (end - begin > num_micro_batches_) return false;
+            // Ranks by rising load; the first with as many micro batches that have room.
+            std::vector<std::int64_t> ranks(rules_.num_ranks);
+            std::iota(ranks.begin(), ranks.end(), 0);
+            std::stable_sort(ranks.begin(), ranks.end(),
+                             [&](auto a, auto b) { return load[a] < load[b]; });
+            std::vector<std::int64_t> found;
+            for (const std::int64_t rank : ranks) {
+                std::vector<std::int64_t> mine;
+                for (std::int64_t m = 0; m < num_micro_batches_; ++m)
+                    mine.push_back(m * rules_.num_ranks + rank);
+                std::stable_sort(mine.begin(), mine.end(),
+                                 [&](auto a, auto b) { return work(a) < work(b); });
+                found.clear();
+                for (std::int64_t item = begin, at = 0; item < end && at < ssize(mine); ++at)
+                    if (has_room(mine[at], item)) {
+                        found.push_back(mine[at]);
+                        ++item;
+                    }
+                if (ssize(found) == end - begin) break;
+            }
+            if (ssize(found) < end - begin) return false;
+            for (std::int64_t item = begin; item < end; ++item) {
+                const std::int64_t b = found[item - begin], before = work(b);
+                put(item, b);
+                bins_[b].pinned = true;
+                load[bins_[b].first_rank] += work(b) - before;
+            }
+        }
+        begin = end;
+    }
+    return true;
+}
+
+bool Dealing::deal_dearest_first(bool by_tokens) {
+    open_bins();
+    if (!place_families()) return false;
+    std::vector<std::tuple<std::int64_t, std::int64_t, std::int64_t>> order;  // the item last
+    for (std::int64_t i = 0; i < items_.size(); ++i)
+        if (items_.family[i] < 0)
+            order.push_back({by_tokens ? 0 : -items_.dearest(i), -items_.tokens[i], i});
+    std::sort(order.begin(), order.end());
+    if (!by_tokens && items_.kinds > 1) {
+        // The largest of a bin's costs with the item: another bin for every item, all are tried.
+        for (const auto& [cost, tokens, item] : order) {
+            std::int64_t to = kNone, least = 0;
+            for (std::int64_t b = 0; b < num_bins(); ++b) {
+                std::int64_t most = 0;
+                for (std::int64_t k = 0; k < items_.kinds; ++k)
+                    most = std::max(
+                        most, cost_[b * items_.kinds + k] + items_.cost[item * items_.kinds + k]);
+                if ((to == kNone || most < least) && has_room(b, item)) {
+                    to = b;
+                    least = most;
+                }
+            }
+            if (to == kNone) return false;
+            put(item, to);
+        }
+        fill_empty_bins();
+        return true;
+    }
+    using Entry = std::pair<std::int64_t, std::int64_t>;  // work or room, bin
+    const auto entry = [&](std::int64_t b) {
+        return Entry{by_tokens ? bins_[b].tokens : work(b), b};
+    };
+    std::vector<Entry> entries;
+    for (std::int64_t b = 0; b < num_bins(); ++b) entries.push_back(entry(b));
+    std::priority_queue<Entry, std::vector<Entry>, std::greater<>> least(std::greater<>{},
+                                                                         std::move(entries));
+    // Bins without room for a document wait until a document comes that is short enough.
+    std::priority_queue<Entry> waiting;
+    for (const auto& [cost, tokens, item] : order) {
+        for (; !waiting.empty() && waiting.top().first >= -tokens; waiting.pop())
+            least.push(entry(waiting.top().second));
+        std::vector<Entry> full;  // of something else than tokens
+        while (!least.empty() && !has_room(least.top().second, item)) {
+            const std::int64_t b = least.top().second;
+            const std::int64_t room = rules_.max_tokens - bins_[b].tokens;
+            if (room < -tokens)
+                waiting.push({room, b});
+            else if (bins_[b].documents < rules_.max_documents)
+                full.push_back(least.top());
+            least.pop();
+        }
+        if (least.empty()) return false;
+        const std::int64_t b = least.top().second;
+        least.pop();
+        put(item, b);
+        least.push(entry(b));
+        for (const Entry& other : full) least.push(other);
+    }
+    fill_empty_bins();
+    return true;
+}
+
+bool Dealing::deal_best_fit() {
+    open_bins();
+    if (!place_families()) return false;
+    std::vector<std::int64_t> order;
+    for (std::int64_t i = 0; i < items_.size(); ++i)
+        if (items_.family[i] < 0) order.push_back(i);
+    std::stable_sort(order.begin(), order.end(),
+                     [&](auto a, auto b) { return items_.tokens[a] > items_.tokens[b]; });
+    for (const std::int64_t item : order) {
+        std::int64_t best = kNone;
+        for (std::int64_t b = 0; b < num_bins(); ++b)
+            if ((best == kNone || bins_[b].tokens > bins_[best].tokens) && has_room(b, item))
+                best = b;
+        if (best == kNone) return false;
+        put(item, best);
+    }
+    fill_empty_bins();
+    return true;
+}
+
+// The cheapest item that the bin holds, of the bin with most work that has several.
+void Dealing::fill_empty_bins() {
+    std::vector<std::int64_t> empty;
+    for (std::int64_t b = 0; b < num_bins(); ++b)
+        if (bins_[b].items.empty()) empty.push_back(b);
+    if (empty.empty()) return;
+    const std::vector<std::int64_t> order = by_falling_work();
+    for (const std::int64_t b : empty) {
+        for (const std::int64_t from : order) {
+            const std::vector<std::int32_t>& items = bins_[from].items;
+            if (items.size() < 2) continue;
+            std::int64_t best = kNone;
+            for (std::int64_t i = 0; i < ssize(items); ++i)
+                if (items_.family[items[i]] < 0 && has_room(b, items[i]) &&
+                    (best == kNone || items_.dearest(items[i]) < items_.dearest(items[best])))
+                    best = i;
+            if (best == kNone) continue;
+            const std::int64_t item = items[best];
+            remove(best, from);
+            put(item, b);
+            break;
+        }
+    }
+}
+
+// ---- whole bins ---------------------------------------------------------------------------------
+
+void Dealing::arrange() {
+    const std::int64_t ranks = rules_.num_ranks;
+    std::vector<std::int64_t> bin_at(bins_.size(), kNone), load(ranks, 0);
+    for (std::int64_t b = 0; b < num_bins(); ++b)
+        if (bins_[b].pinned) bin_at[bins_[b].micro_batch * ranks + bins_[b].first_rank] = b;
+    const std::vector<std::int64_t> order = by_falling_work();
+    auto next = order.begin();
+    for (std::int64_t m = 0; m < num_micro_batches_; ++m) {
+        std::vector<std::int64_t> free;
+        for (std::int64_t r = 0; r < ranks; ++r) {
+            const std::int64_t b = bin_at[m * ranks + r];
+            if (b == kNone)
+                free.push_back(r);
+            else
+                load[r] += work(b);
+        }
+        std::stable_sort(free.begin(), free.end(),
+                         [&](std::int64_t a, std::int64_t b) { return load[a] < load[b]; });
+        for (const std::int64_t r : free) {
+            while (bins_[*next].pinned) ++next;
+            load[r] += work(*next);
+            bin_at[m * ranks + r] = *next++;
+        }
+    }
+    std::vector<Bin> bins(bins_.size());
+    std::vector<std::int64_t> cost(cost_.size()), amount(amount_.size());
+    for (std::int64_t at = 0; at < ssize(bins); ++at) {
+        bins[at] = std::move(bins_[bin_at[at]]);
+        bins[at].micro_batch = at / ranks;
+        bins[at].first_rank = at % ranks;
+        std::copy_n(cost_.begin() + bin_at[at] * items_.kinds, items_.kinds,
+                    cost.begin() + at * items_.kinds);
+        std::copy_n(amount_.begin() + bin_at[at] * ssize(items_.cap), ssize(items_.cap),
+                    amount.begin() + at * ssize(items_.cap));
+    }
+    bins_ = std::move(bins);
+    cost_ = std::move(cost);
+    amount_ = std::move(amount);
+}
+
+}  // namespace megapack

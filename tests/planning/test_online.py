@@ -1,0 +1,230 @@
+"""Documents planned as they come: each exactly once, caps kept, whatever is restarted or parted."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megapack.errors import ResumeError
+from megapack.planning import PlannedMicroBatch, StepPlanner
+
+Planned = list[PlannedMicroBatch]
+
+
+def contents(given: Planned) -> list[Any]:
+    """All that micro batches say, as lists."""
+    return [
+        ([ids.tolist() for ids in m.documents], m.degree.tolist(), [n.tolist() for n in m.lengths])
+        for m in given
+    ]
+
+
+def answers(seed: int, count: int) -> Any:
+    """Answers of a model to prompts, up to 32,768 tokens."""
+    generator = np.random.default_rng(seed)
+    lengths = np.minimum(generator.lognormal(np.log(4000), 0.9, count), 32_768)
+    return (np.repeat(generator.integers(100, 601, count // 16), 16) + lengths).astype(np.int64)
+
+
+@st.composite
+def streams(draw: st.DrawFn) -> tuple[dict[str, Any], dict[str, list[Any]]]:
+    num_ranks, max_tokens = draw(st.integers(1, 5)), draw(st.integers(4, 30))
+    degree = draw(st.sampled_from([d for d in (1, 2, 4) if d <= num_ranks]))
+    count = draw(st.integers(1, 80))
+    many = {"min_size": count, "max_size": count}
+    stream: dict[str, list[Any]] = {
+        "document_id": draw(st.permutations(range(1000, 1000 + count))),
+        "length": draw(st.lists(st.integers(1, max_tokens), **many)),
+    }
+    options: dict[str, Any] = {
+        "num_ranks": num_ranks,
+        "max_tokens_per_rank": max_tokens,
+        "max_degree": degree,
+        "window": draw(st.integers(1, 40)),
+        "max_documents_per_rank": draw(st.sampled_from([None, 3, 9])),
+        "micro_batch_multiple": draw(st.sampled_from([1, 1, 2])),
+    }
+    if draw(st.booleans()):
+        stream["cost"] = draw(st.lists(st.tuples(*[st.integers(0, 9)] * 2), **many))
+        options["max_costs_per_rank"] = draw(st.sampled_from([None, [9, 20]]))
+    if degree == 1 and draw(st.booleans()):
+        starts = draw(st.lists(st.booleans(), **many))
+        stream["group"] = np.cumsum(starts).tolist()
+    return options, stream
+
+
+def of_stream(stream: dict[str, list[Any]], begin: int, end: int) -> dict[str, Any]:
+    return {name: values[begin:end] for name, values in stream.items()}
+
+
+def check(options: dict[str, Any], stream: dict[str, list[Any]], given: Planned) -> None:
+    """Every document once, on ranks that share it alike; caps kept."""
+    seen: dict[int, list[tuple[int, int]]] = {}
+    costs = dict(zip(stream["document_id"], stream.get("cost", [()] * 80), strict=False))
+    lengths = dict(zip(stream["document_id"], stream["length"], strict=True))
+    for number, micro_batch in enumerate(given):
+        for rank, ids in enumerate(micro_batch.documents):
+            degree = int(micro_batch.degree[rank])
+            for i in ids.tolist():
+                seen.setdefault(i, []).append((number, rank))
+            assert micro_batch.lengths[rank].tolist() == [lengths[i] for i in ids.tolist()]
+            assert micro_batch.lengths[rank].sum() <= degree * options["max_tokens_per_rank"]
+            assert len(ids) <= (options["max_documents_per_rank"] or len(lengths))
+            for k, cap in enumerate(options.get("max_costs_per_rank") or ()):
+                assert sum(costs[i][k] for i in ids.tolist()) <= degree * cap
+    assert sorted(seen) == sorted(stream["document_id"])
+    for places in seen.values():
+        number, first = places[0]
+        degree = int(given[number].degree[first])
+        assert places == [(number, first + r) for r in range(degree)]
+    assert len(given) % options["micro_batch_multiple"] == 0
+
+
+@given(of=streams(), data=st.data())
+def test_streams_are_given_exactly_once_however_they_are_parted_and_resumed(
+    of: tuple[dict[str, Any], dict[str, list[Any]]], data: st.DataObject
+) -> None:
+    options, stream = of
+    size = len(stream["length"])
+    whole = StepPlanner(**options)
+    given = whole.add(**of_stream(stream, 0, size))
+    given += whole.finish()
+    check(options, stream, given)
+
+    cuts = data.draw(st.lists(st.integers(0, size), max_size=6).map(sorted), label="cuts")
+    planner, parts = StepPlanner(**options), []
+    for begin, end in zip([0, *cuts], [*cuts, size], strict=True):
+        parts += planner.add(**of_stream(stream, begin, end))
+        state = json.loads(json.dumps(planner.state_dict()))
+        planner = StepPlanner(**options)
+        planner.load_state_dict(state)
+    parts += planner.finish()
+    assert contents(parts) == contents(given)
+    assert planner.finish() == []
+
+
+@given(of=streams())
+def test_groups_of_a_stream_stay_on_one_rank(
+    of: tuple[dict[str, Any], dict[str, list[Any]]],
+) -> None:
+    options, stream = of
+    if "group" not in stream:
+        return
+    planner = StepPlanner(**options)
+    rank_of = {}
+    for micro_batch in planner.add(**stream) + planner.finish():
+        for rank, ids in enumerate(micro_batch.documents):
+            rank_of.update(dict.fromkeys(ids.tolist(), rank))
+    groups: dict[int, set[int]] = {}
+    for i, group in zip(stream["document_id"], stream["group"], strict=True):
+        groups.setdefault(group, set()).add(rank_of[i])
+    assert all(len(ranks) == 1 for ranks in groups.values())
+
+
+def test_micro_batches_of_a_stream_are_full_and_balanced() -> None:
+    """4,096 answers in windows of 1,024; the tokens need 46.9 micro batches."""
+    lengths = answers(1, 4096)
+    planner = StepPlanner(
+        num_ranks=16, max_tokens_per_rank=33_792, window=1024, linear_length=24_576
+    )
+    full = planner.add(np.arange(4096), lengths)
+    given = full + planner.finish()
+    assert len(given) == 48
+    tokens = np.array([[of.sum() for of in m.lengths] for m in given])
+    assert tokens.max() <= 33_792
+    assert tokens[: len(full)].sum() > 0.985 * len(full) * 16 * 33_792
+    cost = np.array([[(of * (24_576.0 + of)).sum() for of in m.lengths] for m in given])
+    assert cost.max(axis=1).sum() * 16 / cost.sum() < 1.034
+    assert cost.sum(axis=0).max() * 16 / cost.sum() < 1.02
+
+
+def test_documents_that_do_not_fit_beside_each_other_do_not_wait_for_ever() -> None:
+    """5,000 tokens of 8,192: ranks are never full, and micro batches are given all the same."""
+    planner = StepPlanner(num_ranks=4, max_tokens_per_rank=8192, window=8)
+    given: Planned = []
+    for i in range(40):
+        given += planner.add(i, 5000)
+        assert len(planner.state_dict()["ids"]) < 12
+    ids = [i for m in given for of in m.documents for i in of.tolist()]
+    assert sorted(ids) == list(range(len(ids)))
+
+
+def test_a_document_is_added_by_itself_as_the_example_says() -> None:
+    planner = StepPlanner(num_ranks=2, max_tokens_per_rank=10, window=5)
+    assert planner.add([0, 1, 2, 3], [6, 4, 8, 1]) == []
+    [micro_batch] = planner.add(4, 5)
+    assert [ids.tolist() for ids in micro_batch.documents] == [[2, 3], [0, 1]]
+    [micro_batch] = planner.finish()
+    assert [ids.tolist() for ids in micro_batch.documents] == [[4], []]
+
+
+SOUND = {"num_ranks": 2, "max_tokens_per_rank": 10, "window": 4}
+
+
+@pytest.mark.parametrize(
+    ("options", "added", "message"),
+    [
+        ({}, {"document_id": 7, "length": 11}, "document 7 has 11 tokens; 1 ranks"),
+        ({}, {"document_id": 7, "length": 0}, "document 7 has the length 0; leave it out"),
+        ({}, {"document_id": [7, 8], "length": [1]}, r"length has shape \(1,\)"),
+        ({}, {"document_id": "a", "length": 1}, "document_id has shape"),
+        ({}, {"document_id": 7, "length": 1, "cost": -1.0}, r"document 7 has the cost \[-1.0\]"),
+        (
+            {"max_costs_per_rank": [3]},
+            {"document_id": 7, "length": 1, "cost": 4},
+            r"document 7 has 4 of cost \(kind 0\); .* hold 3",
+        ),
+        (
+            {"max_costs_per_rank": [3, 4]},
+            {"document_id": 7, "length": 1, "cost": 4},
+            "max_costs_per_rank has 2 numbers",
+        ),
+        (
+            {"max_degree": 2},
+            {"document_id": [1, 2, 3], "length": [9, 9, 9], "group": [5, 5, 5]},
+            "group 5 has 27 tokens; 2 ranks .* hold 20",
+        ),
+    ],
+)
+def test_documents_that_cannot_be_held_are_refused_and_nothing_is_added(
+    options: dict[str, Any], added: dict[str, Any], message: str
+) -> None:
+    planner = StepPlanner(**(SOUND | options))
+    with pytest.raises(ValueError, match=message):
+        planner.add(**added)
+    assert planner.state_dict()["ids"] == []
+
+
+def test_a_group_that_grows_too_large_is_refused() -> None:
+    planner = StepPlanner(**(SOUND | {"max_degree": 2}))
+    planner.add([1, 2], [9, 9], group=[5, 5])
+    with pytest.raises(ValueError, match="group 5 has 21 tokens"):
+        planner.add(3, 3, group=5)
+    planner.add(3, 3, group=6)
+    with pytest.raises(ValueError, match="those that wait have 0 and a group"):
+        planner.add(4, 3)
+    assert planner.state_dict()["ids"] == [1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"window": 0}, "window is 0"),
+        ({"num_ranks": 0}, "num_ranks is 0"),
+        ({"max_degree": 3}, "max_degree is 3"),
+    ],
+)
+def test_options_without_a_meaning_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        StepPlanner(**(SOUND | options))
+
+
+def test_a_state_of_other_options_is_refused() -> None:
+    state = StepPlanner(**SOUND).state_dict()
+    with pytest.raises(ResumeError, match=r"num_ranks=2, this one has 4"):
+        StepPlanner(**(SOUND | {"num_ranks": 4})).load_state_dict(state)
