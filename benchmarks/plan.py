@@ -109,8 +109,7 @@ def karmarkar_karp(case: Case, lengths: Lengths, _vision: Numbers | None) -> Hel
 
 
 def held_of(plan: StepPlan) -> Held:
-    ranks = [plan.of_rank(rank) for rank in range(plan.num_ranks)]
-    return [[r[m].tolist() for r in ranks] for m in range(plan.num_micro_batches)]
+    return [[rank.tolist() for rank in m] for m in zip(*plan.index_lists(), strict=True)]
 
 
 def measure(held: Held, case: Case, lengths: Lengths, vision: Numbers | None) -> dict[str, float]:

@@ -104,11 +104,10 @@ class StepPlanner:
             "micro_batch_multiple": micro_batch_multiple,
         }
         plan_step([], **self._options)  # refuses what has no meaning
-        # What all ranks hold in a micro batch: tokens, documents, costs.
-        self._room = [float(num_ranks * max_tokens_per_rank)]
-        if max_documents_per_rank is not None:
-            self._room.append(float(num_ranks * max_documents_per_rank))
-        self._room += [num_ranks * cap for cap in caps or ()]
+        # Kinds of room in a micro batch, and how much of each a rank has.
+        rooms = {"tokens": max_tokens_per_rank, "documents": max_documents_per_rank}
+        rooms |= {f"of cost (kind {k})": cap for k, cap in enumerate(caps or ())}
+        self._rooms = {name: float(room) for name, room in rooms.items() if room is not None}
         self._forget()
 
     def _forget(self) -> None:
@@ -117,8 +116,8 @@ class StepPlanner:
         self._costs: list[list[float]] = []  # empty: costs are those of lengths
         self._groups: list[int] = []  # numbers of ours, rising; empty: no groups
         self._last_group: int | None = None  # the caller's number of the last one
+        self._amounts = np.zeros((0, len(self._rooms)))  # of room, by each document
         self._num_complete = 0  # documents whose group is complete
-        self._used = [0.0] * len(self._room)  # by them
 
     def add(
         self,
@@ -143,6 +142,7 @@ class StepPlanner:
             ValueError: a document cannot be held, or arrays do not fit together; nothing is added.
         """
         ids, lengths, costs, groups = self._checked(document_id, length, cost, group)
+        self._amounts = np.concatenate([self._amounts, self._amounts_of(lengths, costs)])
         given: list[PlannedMicroBatch] = []
         for i in range(len(ids)):
             # A document by itself is complete at once, a group when the next one begins.
@@ -194,7 +194,9 @@ class StepPlanner:
         self._ids, self._lengths = list(state["ids"]), list(state["lengths"])
         self._costs = [list(costs) for costs in state["costs"]]
         self._groups, self._last_group = list(state["groups"]), state["last_group"]
-        self._count(len(self._ids) - self._num_open())
+        costs = np.array(self._costs) if self._costs else None
+        self._amounts = self._amounts_of(np.array(self._lengths, np.int64), costs)
+        self._num_complete = len(self._ids) - self._num_open()
 
     # ---- what comes -----------------------------------------------------------------------------
 
@@ -215,85 +217,75 @@ class StepPlanner:
                     f"{name} has shape {array.shape} and dtype {array.dtype}; there are {len(ids)} "
                     "documents: give an integer for each"
                 )
-        costs = None
+        costs, capped = None, self._options["max_costs_per_rank"]
         if cost is not None:
             costs = np.asarray(cost, np.float64)
             if costs.ndim > 2 or costs.size % max(len(ids), 1):
                 raise ValueError(f"cost has shape {costs.shape}; there are {len(ids)} documents")
             costs = costs.reshape(len(ids), costs.size // max(len(ids), 1))
+        elif capped is not None:
+            costs = (lengths * (round(self._options["linear_length"]) + lengths.astype(float)))[
+                :, None
+            ]
         if not len(ids):
-            return ids, lengths, costs, groups
-        if self._ids:
-            new = 0 if costs is None else costs.shape[1]
-            old = len(self._costs[0]) if self._costs else 0
-            if new != old or bool(self._groups) != (groups is not None):
+            return ids, lengths, None, groups
+        kinds = 0 if costs is None else costs.shape[1]
+        if capped is not None and len(capped) != kinds:
+            raise ValueError(
+                f"max_costs_per_rank has {len(capped)} numbers, a document {kinds} costs; give one "
+                "of each kind"
+            )
+        waiting = len(self._costs[0]) if self._costs else 0
+        if self._ids and (kinds != waiting or bool(self._groups) != (groups is not None)):
+            raise ValueError(
+                f"documents come with {kinds} kinds of cost and {'no' if groups is None else 'a'} "
+                f"group; those that wait have {waiting} and {'a' if self._groups else 'no'} group"
+            )
+        for bad, what, array in (
+            (lengths < 1, "length", lengths),
+            (~(np.isfinite(costs) & (costs >= 0)).all(axis=1), "cost", costs)
+            if costs is not None
+            else (np.zeros(0, bool), "", ids),
+        ):
+            if bad.any():
+                i = int(np.flatnonzero(bad)[0])
                 raise ValueError(
-                    f"documents come with {new} kinds of cost and {'no' if groups is None else 'a'}"
-                    f" group; those that wait have {old} and {'a' if self._groups else 'no'} group"
+                    f"document {ids[i]} has the {what} {array[i].tolist()}; leave it out, or give "
+                    "tokens from 1 and costs from 0 on"
                 )
-        self._check_room(ids, lengths, costs, groups)
+        self._check_room(ids, self._amounts_of(lengths, costs), groups)
         return ids, lengths, costs, groups
 
     def _check_room(
-        self,
-        ids: Integers,
-        lengths: Integers,
-        costs: NDArray[np.float64] | None,
-        groups: Integers | None,
+        self, ids: Integers, amounts: NDArray[np.float64], groups: Integers | None
     ) -> None:
-        """Each document can be held, and each group, where ranks share groups as a whole."""
-        degree, name = self._options["max_degree"], "document"
-        names, sizes = ids, np.ones(len(ids), np.int64)
-        caps = self._options["max_costs_per_rank"]
-        if caps is not None and len(caps) != (1 if costs is None else costs.shape[1]):
-            raise ValueError(
-                f"max_costs_per_rank has {len(caps)} numbers; give a cost of as many kinds"
-            )
-        priced = np.zeros((len(ids), 0))
-        if costs is not None:
-            priced = costs
-        elif caps is not None:
-            priced = self._default_costs(lengths)[:, None]
-        if (lengths < 1).any():
-            i = int(np.flatnonzero(lengths < 1)[0])
-            raise ValueError(f"document {ids[i]} has {lengths[i]} tokens; leave it out")
-        if not (np.isfinite(priced) & (priced >= 0)).all():
-            i = int(np.flatnonzero(~(np.isfinite(priced) & (priced >= 0)).all(axis=1))[0])
-            raise ValueError(
-                f"document {ids[i]} has the cost {priced[i].tolist()}; numbers from 0 on are needed"
-            )
+        """Each document can be held; and each group, where ranks share groups as a whole."""
+        degree, name, names = self._options["max_degree"], "document", ids
         if groups is not None and degree > 1:
-            name, num_open = "group", self._num_open()
-            waits = slice(len(self._ids) - num_open, None)
-            if num_open and groups[0] == self._last_group:
+            if groups[0] == self._last_group and (num_open := self._num_open()):
                 groups = np.concatenate([np.full(num_open, groups[0]), groups])
-                lengths = np.concatenate([self._lengths[waits], lengths])
-                more = self._costs[waits] or self._default_costs(lengths[:num_open])[:, None]
-                priced = (
-                    np.concatenate([np.reshape(more, (num_open, -1)), priced])
-                    if priced.size
-                    else np.zeros((len(lengths), 0))
-                )
+                amounts = np.concatenate([self._amounts[-num_open:], amounts])
             begins = np.flatnonzero(np.diff(groups, prepend=groups[0] - 1))
-            names, sizes = groups[begins], np.diff(begins, append=len(groups))
-            lengths = np.add.reduceat(lengths, begins)
-            priced = np.add.reduceat(priced, begins, axis=0)
-        limits = [("tokens", lengths, self._options["max_tokens_per_rank"] * degree)]
-        if self._options["max_documents_per_rank"] is not None:
-            limits.append(("documents", sizes, self._options["max_documents_per_rank"]))
-        for k, cap in enumerate(caps or ()):
-            limits.append((f"of cost (kind {k})", priced[:, k], cap * degree))
-        for unit, amounts, limit in limits:
-            if (amounts > limit).any():
-                i = int(np.flatnonzero(amounts > limit)[0])
+            name, names, amounts = "group", groups[begins], np.add.reduceat(amounts, begins)
+        for k, (unit, room) in enumerate(self._rooms.items()):
+            limit = room * (1 if unit == "documents" else degree)
+            if (amounts[:, k] > limit).any():
+                i = int(np.flatnonzero(amounts[:, k] > limit)[0])
                 raise ValueError(
-                    f"{name} {names[i]} has {amounts[i]} {unit}; {degree} ranks (max_degree) hold "
-                    f"{limit} in a micro batch: raise a limit, or leave it out"
+                    f"{name} {names[i]} has {amounts[i, k]:.15g} {unit}; {degree} ranks "
+                    f"(max_degree) hold {limit:.15g} in a micro batch: raise a limit, or leave it "
+                    "out"
                 )
 
-    def _default_costs(self, lengths: Any) -> NDArray[np.float64]:
-        lengths = np.asarray(lengths, np.float64)
-        return lengths * (round(self._options["linear_length"]) + lengths)
+    def _amounts_of(self, lengths: Integers, costs: NDArray[np.float64] | None) -> Any:
+        """(documents, kinds of room) float64."""
+        capped = self._options["max_costs_per_rank"] is not None
+        columns = [np.asarray(lengths, np.float64)]
+        if "documents" in self._rooms:
+            columns.append(np.ones(len(lengths)))
+        if capped:
+            columns += list(np.zeros((len(self._rooms), 0)) if costs is None else costs.T)
+        return np.stack(columns, axis=1) if len(lengths) else np.zeros((0, len(self._rooms)))
 
     # ---- what waits -----------------------------------------------------------------------------
 
@@ -303,54 +295,30 @@ class StepPlanner:
             return 0
         return len(self._groups) - bisect.bisect_left(self._groups, self._groups[-1])
 
-    def _count(self, num_complete: int) -> None:
-        """What the first so many documents use of each kind of room."""
-        self._num_complete = num_complete
-        self._used = [0.0] * len(self._room)
-        if num_complete:  # one after the other, as they are counted when they come
-            self._used = self._amounts()[:num_complete].cumsum(axis=0)[-1].tolist()
-
-    def _amounts(self) -> NDArray[np.float64]:
-        """(documents that wait, kinds of room)."""
-        lengths = np.array(self._lengths, np.float64)
-        columns = [lengths]
-        if self._options["max_documents_per_rank"] is not None:
-            columns.append(np.ones(len(lengths)))
-        if self._options["max_costs_per_rank"] is not None:
-            columns += list(
-                np.array(self._costs).T if self._costs else [self._default_costs(lengths)]
-            )
-        return np.stack(columns, axis=1)
-
     def _complete(self) -> list[PlannedMicroBatch]:
         """All documents that wait are complete: micro batches, if they fill some."""
-        for i in range(self._num_complete, len(self._ids)):
-            self._used[0] += self._lengths[i]
-            if self._options["max_documents_per_rank"] is not None:
-                self._used[1] += 1
-            if self._options["max_costs_per_rank"] is not None:
-                costs = self._costs[i] if self._costs else self._default_costs([self._lengths[i]])
-                for k, cost in enumerate(costs, len(self._room) - len(costs)):
-                    self._used[k] += cost
         self._num_complete = len(self._ids)
         if self._num_complete < self._window:
             return []
         multiple = self._options["micro_batch_multiple"]
-        full = max(used / room for used, room in zip(self._used, self._room, strict=True) if room)
-        num_micro_batches = int(full) // multiple * multiple
+        num_micro_batches = int(self._filled()[-1]) // multiple * multiple
         return self._give(num_micro_batches) if num_micro_batches else []
+
+    def _filled(self) -> NDArray[np.float64]:
+        """(complete documents,): how many micro batches the first so many of them fill."""
+        num_ranks = self._options["num_ranks"]
+        each = np.array([max(num_ranks * room, 1e-300) for room in self._rooms.values()])
+        used: NDArray[np.float64] = self._amounts[: self._num_complete].cumsum(axis=0)
+        filled: NDArray[np.float64] = (used / each).max(axis=1)
+        return filled
 
     def _give(self, num_micro_batches: int) -> list[PlannedMicroBatch]:
         """The oldest documents that fill so many micro batches."""
-        used = (self._amounts().cumsum(axis=0) / self._room).max(axis=1)
-        for filled in FILLED:
-            count = int(np.searchsorted(used, filled * num_micro_batches, side="right"))
-            while (
-                self._groups
-                and 0 < count < len(self._groups)
-                and (self._groups[count - 1] == self._groups[count])
-            ):
-                count -= 1
+        filled = self._filled()
+        for share in FILLED:
+            count = int(np.searchsorted(filled, share * num_micro_batches, side="right"))
+            if self._groups and count < len(self._groups):  # whole groups
+                count = bisect.bisect_left(self._groups, self._groups[count])
             if count == 0:
                 break
             plan = self._plan(count)
@@ -386,11 +354,12 @@ class StepPlanner:
         """A plan of some that wait, which then wait no more."""
         given = _micro_batches(plan, np.array(self._ids, np.int64)[documents])
         left = np.delete(np.arange(len(self._ids)), documents).tolist()
+        self._amounts = np.delete(self._amounts, documents, axis=0)
         self._ids = [self._ids[i] for i in left]
         self._lengths = [self._lengths[i] for i in left]
         self._costs = [self._costs[i] for i in left] if self._costs else []
         self._groups = [self._groups[i] for i in left] if self._groups else []
-        self._count(len(left))
+        self._num_complete = len(left)
         return given
 
 

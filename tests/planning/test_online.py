@@ -170,14 +170,14 @@ SOUND = {"num_ranks": 2, "max_tokens_per_rank": 10, "window": 4}
     ("options", "added", "message"),
     [
         ({}, {"document_id": 7, "length": 11}, "document 7 has 11 tokens; 1 ranks"),
-        ({}, {"document_id": 7, "length": 0}, "document 7 has 0 tokens; leave it out"),
+        ({}, {"document_id": 7, "length": 0}, "document 7 has the length 0; leave it out"),
         ({}, {"document_id": [7, 8], "length": [1]}, r"length has shape \(1,\)"),
         ({}, {"document_id": "a", "length": 1}, "document_id has shape"),
         ({}, {"document_id": 7, "length": 1, "cost": -1.0}, r"document 7 has the cost \[-1.0\]"),
         (
             {"max_costs_per_rank": [3]},
             {"document_id": 7, "length": 1, "cost": 4},
-            r"document 7 has 4.0 of cost \(kind 0\); .* hold 3",
+            r"document 7 has 4 of cost \(kind 0\); .* hold 3",
         ),
         (
             {"max_costs_per_rank": [3, 4]},

@@ -51,13 +51,15 @@ def random_step(seed: int) -> tuple[list[int], dict[str, Any], list[int] | None]
     if below(3) == 0:
         groups = generator.integers(0, 12, len(lengths)).tolist()
         if max_degree > 1:  # such that ranks hold each as a whole
-            options["max_documents_per_rank"] = None
             options.pop("max_costs_per_rank", None)
-            room, left = max_degree * max_tokens, dict.fromkeys(range(12), max_degree * max_tokens)
+            room = dict.fromkeys(range(12), max_degree * max_tokens)
+            places = dict.fromkeys(range(12), options["max_documents_per_rank"] or 99)
             for i, group in enumerate(groups):
-                left[group] -= min(lengths[i], room)
-                if left[group] < 0:
+                if room[group] < lengths[i] or places[group] == 0:
                     groups[i] = 100 + i
+                else:
+                    room[group] -= lengths[i]
+                    places[group] -= 1
     return lengths, options, groups
 
 

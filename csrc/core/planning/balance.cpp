@@ -12,6 +12,9 @@ namespace {
 
 constexpr std::int64_t kNone = -1;
 
+// Searches near by that find nothing better, after which there is little hope.
+constexpr std::int64_t kMostInVain = 256;
+
 // Ranks wait for the busiest of a meeting: those of a micro batch (kMicroBatches), all bins
 // (kPipeline), or all ranks with what they have in the step (kStep). The sum over meetings of the
 // busiest member is a path; every kind of cost has one.
@@ -471,15 +474,19 @@ std::int64_t balance(Dealing& dealing, std::int64_t looks) {
     const std::int64_t least = (8 + dealing.items().kinds) * dealing.items().unit;
     const Random chance(0);
     std::uint64_t word = 0;
-    while (left > 0 && dealing.num_bins() > 1 && best > least + (least >> 12)) {
+    for (std::int64_t in_vain = 0; in_vain < kMostInVain && left > 0 && dealing.num_bins() > 1 &&
+                                   best > least + (least >> 12);
+         ++in_vain) {
         const Dealing before = dealing;
         std::int64_t now = best;
         left -= dealing.items().size() + dealing.num_bins();
         if (disturb(dealing, chance, word)) std::tie(left, now) = descend(dealing, left);
         if (now >= best) dealing.take_back(before);
+        if (now < best) in_vain = 0;
         best = std::min(best, now);
     }
     if (dealing.rules().balance != Balance::kStep) level_ranks(dealing, looks / 4);
+    dealing.fill_empty_bins();
     return best;
 }
 

@@ -18,13 +18,17 @@ struct Document {
     std::int64_t length, square, id;
 };
 
-// Ties: the smaller item first.
-std::vector<Document> longest_first(const Items& items) {
+// Those that need most ranks before others (costs may be capped). Ties: the smaller item first.
+std::vector<Document> longest_first(const Items& items, const StepRules& rules) {
     std::vector<Document> documents;
+    std::vector<std::int64_t> degree(items.size(), 1);
     documents.reserve(items.size());
-    for (std::int64_t i = 0; i < items.size(); ++i)
+    for (std::int64_t i = 0; i < items.size(); ++i) {
         documents.push_back({items.tokens[i], items.squares[i], i});
-    std::sort(documents.begin(), documents.end(), [](const Document& a, const Document& b) {
+        while (!holds(items, rules, degree[i], i)) degree[i] *= 2;
+    }
+    std::sort(documents.begin(), documents.end(), [&](const Document& a, const Document& b) {
+        if (degree[a.id] != degree[b.id]) return degree[a.id] > degree[b.id];
         return a.length != b.length ? a.length > b.length : a.id < b.id;
     });
     return documents;
@@ -58,8 +62,11 @@ class Groups {
     std::int64_t free_ranks(std::int64_t micro_batch) const {
         return rules_.num_ranks - next_rank_[micro_batch];
     }
-    // A group of the next free ranks. Degrees never grow within a micro batch, so that its first
-    // rank is a multiple of its degree.
+    // The first rank of a group is a multiple of its degree.
+    bool can_open(std::int64_t micro_batch, std::int64_t degree) const {
+        return free_ranks(micro_batch) >= degree && next_rank_[micro_batch] % degree == 0;
+    }
+    // A group of the next free ranks.
     void open(std::int64_t micro_batch, std::int64_t degree) {
         groups_.push_back({micro_batch, next_rank_[micro_batch], degree});
         amount_.resize(groups_.size() * items_.cap.size(), 0);
@@ -135,7 +142,7 @@ class MicroBatch {
             best = i;
             most = state.wish;
         }
-        if (groups_.free_ranks(number_) >= degree && (best == kNone || most < empty_wish_)) {
+        if (groups_.can_open(number_, degree) && (best == kNone || most < empty_wish_)) {
             best = ssize(state_);
             open(degree);
         }
@@ -148,7 +155,7 @@ class MicroBatch {
     void open_the_rest() {
         std::int64_t degree = least_degree_;
         while (groups_.free_ranks(number_) > 0) {
-            while (degree > groups_.free_ranks(number_)) degree /= 2;
+            while (!groups_.can_open(number_, degree)) degree /= 2;
             open(degree);
         }
     }
@@ -428,7 +435,7 @@ std::vector<Bin> bins_of(const Groups& groups) {
 bool deal_shared(Dealing& dealing) {
     const Items& items = dealing.items();
     const StepRules& rules = dealing.rules();
-    const std::vector<Document> documents = longest_first(items);
+    const std::vector<Document> documents = longest_first(items, rules);
     std::int64_t tokens = 0;
     for (const Document& document : documents) tokens += document.length;
     const std::int64_t places = dealing.num_micro_batches() * rules.num_ranks;
