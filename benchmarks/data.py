@@ -24,7 +24,7 @@ import itertools
 import tempfile
 import warnings
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -147,38 +147,32 @@ def gathering(packed: dict[str, PackedDataset], gpt: dict[str, Any]) -> Sides:
     return sides | {f"memcpy, {size} samples": _copies(size) for size in BATCHES}
 
 
-def _ones(dataset: Any, ids: Any) -> Callable[[], Units]:
-    order = itertools.cycle(ids)
-
+def _counted(take: Callable[[], Any], units: int = 1) -> Callable[[], Units]:
     def step() -> Units:
-        dataset[next(order)]
-        return Units(1)
+        take()
+        return Units(units)
 
     return step
+
+
+def _ones(dataset: Any, ids: Any) -> Callable[[], Units]:
+    order = itertools.cycle(ids)
+    return _counted(lambda: dataset[next(order)])
 
 
 def _micro_batches(packed: PackedDataset, ids: Any, size: int) -> Callable[[], Units]:
-    layout, out = BatchLayout(micro_batch_tokens=size * ROW), allocate(size * ROW)
+    how = {"layout": BatchLayout(micro_batch_tokens=size * ROW), "out": allocate(size * ROW)}
     batches = itertools.cycle(ids[: len(ids) // size * size].reshape(-1, size))
-
-    def step() -> Units:
-        packed.micro_batch(next(batches), layout=layout, capacity=ROW, out=out)
-        return Units(size)
-
-    return step
+    return _counted(lambda: packed.micro_batch(next(batches), capacity=ROW, **how), size)
 
 
 def _copies(size: int) -> Callable[[], Units]:
     out, source = allocate(size * ROW), allocate(size * ROW)
     for buffer in source.values():
         buffer.fill_(1)
-
-    def step() -> Units:
-        for name, buffer in source.items():
-            ctypes.memmove(out[name].data_ptr(), buffer.data_ptr(), buffer.nbytes)
-        return Units(size)
-
-    return step
+    pairs = [(out[name].data_ptr(), own.data_ptr(), own.nbytes) for name, own in source.items()]
+    held = (out, source)  # as long as they are copied
+    return _counted(lambda: held and [ctypes.memmove(*pair) for pair in pairs], size)
 
 
 def loading(packed: PackedDataset, gpt: dict[str, Any], workers: int) -> Sides:
@@ -186,16 +180,9 @@ def loading(packed: PackedDataset, gpt: dict[str, Any], workers: int) -> Sides:
     size = BATCHES[0]
     schedule = Schedule(packed, tokens_per_step=16 * size * ROW)
     sides = {name: next_of(rows_of(of, size, workers), size) for name, of in gpt.items()}
+    rank = {"data_parallel_rank": 0, "data_parallel_size": 1, "micro_batch_tokens": size * ROW}
     for name, reuse in (("ours (thread)", False), ("ours (thread), reused buffers", True)):
-        loader = build_loader(
-            packed,
-            schedule,
-            data_parallel_rank=0,
-            data_parallel_size=1,
-            micro_batch_tokens=size * ROW,
-            num_steps=10**9,
-            reuse_buffers=reuse,
-        )
+        loader = build_loader(packed, schedule, num_steps=10**9, reuse_buffers=reuse, **rank)
         sides[name] = next_of(loader, size)
     return sides
 
@@ -209,15 +196,8 @@ def rows_of(dataset: Any, size: int, workers: int) -> Any:
 
 def next_of(loader: Any, size: int) -> Callable[[], Units]:
     """Take the next micro batch of ``size`` rows; a loader begins with its first call."""
-    iterator: Any = None
-
-    def step() -> Units:
-        nonlocal iterator
-        iterator = iter(loader) if iterator is None else iterator
-        next(iterator)
-        return Units(size)
-
-    return step
+    begun = cache(lambda: iter(loader))
+    return _counted(lambda: next(begun()), size)
 
 
 def rates(sides: Sides, *, windows: int, seconds: float, suffix: str = "") -> list[dict[str, Any]]:
@@ -250,30 +230,30 @@ def beginnings(folder: Path, num_documents: int) -> list[dict[str, Any]]:
     print(f"{num_documents:,} documents written and packed: {seconds:.0f} s")
     importlib.import_module("megatron.core.datasets.gpt_dataset")  # not to be counted
     sides = {
-        "ours, first batch": begin_ours,
-        "GPTDataset, first batch, building its cache": begin_megatron,
-        "GPTDataset, first batch, cached": begin_megatron,
+        "ours, first batch": our_first,
+        "GPTDataset, first batch, building its cache": their_first,
+        "GPTDataset, first batch, cached": their_first,
     }
-    return [{"case": name, **in_child(partial(side, prefix))} for name, side in sides.items()]
+    return [
+        {
+            "case": name,
+            **in_child(lambda first=first: {"seconds": timed(partial(first, prefix))[0]}),
+        }
+        for name, first in sides.items()
+    ]
 
 
-def begin_ours(prefix: Path) -> dict[str, float]:
-    def first() -> Any:
-        packed = PackedDataset(prefix, f"{prefix}.samples")
-        schedule = Schedule(packed, tokens_per_step=64 * 12 * ROW)
-        sizes = {"data_parallel_rank": 0, "data_parallel_size": 64, "micro_batch_tokens": 12 * ROW}
-        return next(iter(build_loader(packed, schedule, **sizes)))
-
-    return {"seconds": timed(first)[0]}
+def our_first(prefix: Path) -> Any:
+    packed = PackedDataset(prefix, f"{prefix}.samples")
+    schedule = Schedule(packed, tokens_per_step=64 * 12 * ROW)
+    sizes = {"data_parallel_rank": 0, "data_parallel_size": 64, "micro_batch_tokens": 12 * ROW}
+    return next(iter(build_loader(packed, schedule, **sizes)))
 
 
-def begin_megatron(prefix: Path) -> dict[str, float]:
-    def first() -> Any:
-        options: dict[str, Any] = {"positions": True, "num_samples": 1_000_000}
-        train = megatron_train(None, prefix, prefix.parent / "cache", **options)
-        return next(iter(DataLoader(train, batch_size=12)))
-
-    return {"seconds": timed(first)[0]}
+def their_first(prefix: Path) -> Any:
+    options: dict[str, Any] = {"positions": True, "num_samples": 1_000_000}
+    train = megatron_train(None, prefix, prefix.parent / "cache", **options)
+    return next(iter(DataLoader(train, batch_size=12)))
 
 
 # --- inside Megatron ----------------------------------------------------------------------------

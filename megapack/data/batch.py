@@ -61,7 +61,7 @@ class MicroBatch:
         step_label_weight: their sum over the label tokens of the whole step, over all ranks; None:
             ``num_step_label_tokens``.
         attention_window: of the step, tokens; None: there is none.
-        num_lists: of excluded documents in force (``megapack.data.exclusions``).
+        num_lists: of excluded documents in force (``megapack.data.sources``).
         sequence_parallel_size: ranks that share this micro batch, each a slice of its tokens.
     """
 

@@ -140,7 +140,7 @@ class BlendConfig:
     """What changes at later steps, in order."""
     attention_window: int | None = None
     """Until a stage says otherwise: attention stays inside pieces of so many tokens of a segment
-    (``megapack.data.attention_window``). None: inside segments."""
+    (``megapack.data.program.Window``). None: inside segments."""
 
     def __post_init__(self) -> None:
         if not self.sources:

@@ -32,7 +32,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import pairwise
-from typing import Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -312,7 +312,6 @@ class BucketStream:
         self.starts, self.samples_per_epoch = starts, samples_per_epoch
         self.blend = _core.Blend(whole_shares(parts))
         self._shuffled, self._orders, self._windows = seed is not None, orders, windows
-        self._ordered = np.isin(self.sources, list(orders))
         self._keys = shuffle_keys(seed or 0, bucket.capacity, self.sources)
         self._recent: OrderedDict[int, tuple[_Range, Ids]] = OrderedDict()
         self._last_moved: tuple[int, int, Epochs] = (-1, -1, Epochs(0, None))
@@ -418,14 +417,13 @@ class BucketStream:
         own = _core.permute_epochs(
             self._keys[which], self.sizes[which], cursors, count, self._shuffled
         )
-        special = self._ordered[which]
-        if self._moves:
+        if self._orders or self._moves:  # these runs are no shuffles
+            special = np.isin(self.sources, list(self._orders))[which]
             ends = [self._moves[i].end if i in self._moves else 0 for i in which.tolist()]
-            special = special | (cursors < ends)
-        for run in special.nonzero()[0].tolist():
-            number, last = int(count[run]), int(count[: run + 1].sum())
-            order = self._epochs(int(which[run]))
-            own[last - number : last] = order.samples(int(cursors[run]), number)
+            for run in np.flatnonzero(special | (cursors < ends)).tolist():
+                number, last = int(count[run]), int(count[: run + 1].sum())
+                order = self._epochs(int(which[run]))
+                own[last - number : last] = order.samples(int(cursors[run]), number)
         samples = own + np.repeat(self.first_sample[which], count)
         return _Range(which, cursors, count, places, samples)
 
@@ -439,10 +437,11 @@ class BucketStream:
         size, num_draws = self._windows.size, self._windows.num_draws
         found = self._range(number * size, (number + 1) * size)
         ranks = _core.permute_range(fold_key(self._windows.key, number), num_draws, 0, num_draws)
+        ranks = ranks.astype(np.min_scalar_type(num_draws))  # small numbers are sorted faster
         group = _epochs_of_runs(found, self.sizes)
         moved = np.empty_like(found.samples)
-        by_rank = np.lexsort((ranks[found.places // self._windows.samples_per_draw], group))
-        moved[by_rank] = found.samples[np.lexsort((self._windows.cost(found.samples), group))]
+        by_rank = _ordered(ranks[found.places // self._windows.samples_per_draw], group)
+        moved[by_rank] = found.samples[_ordered(self._windows.cost(found.samples), group)]
         found = found._replace(samples=moved)
         self._recent[number] = result = (found, found.in_place())
         while len(self._recent) > _WINDOWS:  # threads may do so at once: nothing is lost
@@ -463,6 +462,12 @@ class BucketStream:
             order = order.moved(int(begins[run]), own)
         self._last_moved = (i, number, order)
         return order
+
+
+def _ordered(values: NDArray[Any], group: Ids) -> Ids:
+    """Positions by group, then by value; equal ones as they stand."""
+    one = not group[-1]
+    return np.argsort(values, kind="stable") if one else np.lexsort((values, group))
 
 
 def _epochs_of_runs(found: _Range, sizes: Ids) -> Ids:
@@ -547,8 +552,13 @@ def _exact_weights(weights: Sequence[float | None], tokens: Sequence[int]) -> li
             raise ConfigError(f"weight of index {d} is {weight}; it must be a positive number")
     if not any(given):
         raise ConfigError(f"all {len(given)} weights are 0; give at least one index a weight")
-    ratios = [weight.as_integer_ratio() for weight in given]  # denominators are powers of two
-    common = max(denominator for _, denominator in ratios)
+    return whole_weights(given)
+
+
+def whole_weights(weights: Sequence[float]) -> list[int]:
+    """Whole numbers in the exact proportions of some weights."""
+    ratios = [weight.as_integer_ratio() for weight in weights]  # denominators are powers of two
+    common = max((denominator for _, denominator in ratios), default=1)
     return [numerator * (common // denominator) for numerator, denominator in ratios]
 
 

@@ -14,17 +14,15 @@ BucketBatchSampler to torch's DataLoader.
 
 from __future__ import annotations
 
-import atexit
 import logging
-import queue
 import resource
-import threading
-import weakref
+import sys
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import islice
-from typing import Any, Generic, Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 import torch
@@ -42,87 +40,38 @@ from megapack.errors import ConfigError, IndexMismatchError, RankMismatchError
 
 T = TypeVar("T")
 
-_POLL_SECONDS = 0.5  # between looks of a thread that waits for room whether anybody is left
 
-
-class ThreadPrefetcher(Iterator[T], Generic[T]):
-    """Runs an iterable in a thread, at most ``depth`` items ahead.
+class ThreadPrefetcher(Iterator[T]):
+    """Runs an iterable in a thread: beside the item that is taken, ``depth`` wait and one is made.
 
     An exception of the iterable is raised where its item would have been. ``close`` (also called
-    at the end and on an exception) stops the thread and joins it; a thread whose iterator is
-    collected stops by itself, since the collector may run in a thread that it waits for.
+    at the end and on an exception) ends the thread and waits for it; a thread whose iterator is
+    collected ends by itself, since the collector may run in a thread that it waits for.
     """
 
+    _interpreter_ends = staticmethod(sys.is_finalizing)  # modules are gone when it is asked
+
     def __init__(self, items: Iterable[T], depth: int) -> None:
-        self._queue: queue.Queue[tuple[bool, T | BaseException | None]] = queue.Queue(depth)
-        self._stop = threading.Event()
-        self._thread = threading.Thread(
-            target=_produce, args=(items, self._queue, self._stop), name="megapack-prefetch"
-        )
-        self._thread.daemon = True  # an interpreter that exits does not wait for batches
-        self._thread.start()
-        _running.add(self)
+        self._items = iter(items)
+        self._thread = ThreadPoolExecutor(1, "megapack-prefetch")
+        self._ahead = deque(self._thread.submit(next, self._items) for _ in range(depth + 1))
 
     def __next__(self) -> T:
-        if self._stop.is_set():
+        if not self._ahead:
             raise StopIteration
-        is_item, value = self._queue.get()
-        if is_item:
-            return value  # type: ignore[return-value]
-        self.close()
-        if value is None:
-            raise StopIteration
-        assert isinstance(value, BaseException)
-        raise value
+        try:
+            item = self._ahead.popleft().result()
+        except BaseException:
+            self.close()
+            raise
+        self._ahead.append(self._thread.submit(next, self._items))
+        return item
 
     def close(self) -> None:
         """Stop and join the thread; harmless when it has ended."""
-        self._stop.set()
-        while self._thread.is_alive():  # it may wait for room in the queue
-            try:
-                self._queue.get_nowait()
-            except queue.Empty:
-                self._thread.join(0.01)
-
-    def __del__(self) -> None:
-        self._stop.set()
-
-
-# A thread that is inside C++ when the interpreter goes away would take the process down.
-_running: weakref.WeakSet[ThreadPrefetcher[Any]] = weakref.WeakSet()
-
-
-@atexit.register
-def _close_all() -> None:
-    for prefetcher in list(_running):
-        prefetcher.close()
-
-
-def _produce(
-    items: Iterable[T],
-    out: queue.Queue[tuple[bool, T | BaseException | None]],
-    stop: threading.Event,
-) -> None:
-    """The thread's function. It holds the queue and not the iterator, so that an iterator that
-    nobody uses any more is collected while its thread runs."""
-    try:
-        for item in items:
-            if not _put(out, (True, item), stop):
-                return
-        _put(out, (False, None), stop)
-    except BaseException as error:  # raised again by the consumer
-        _put(out, (False, error), stop)
-
-
-def _put(out: queue.Queue[Any], item: tuple[bool, Any], stop: threading.Event) -> bool:
-    """Wait for room and put an item; whether somebody is still there to take it."""
-    while not stop.is_set():
-        try:
-            out.put(item, timeout=_POLL_SECONDS)
-            return True
-        except queue.Full:
-            continue
-    return False
+        self._ahead.clear()
+        if not self._interpreter_ends():  # which has joined all threads of pools by then
+            self._thread.shutdown(cancel_futures=True)
 
 
 def to_device(batches: Iterable[Batch], device: torch.device) -> Iterator[Batch]:

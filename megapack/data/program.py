@@ -27,14 +27,13 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from decimal import Context, Decimal, localcontext
-from fractions import Fraction
 from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 
 from megapack.config import check_positive, check_range
-from megapack.data.bucket_order import order_named
+from megapack.data.bucket_order import order_named, whole_weights
 from megapack.data.sample_order import Scores
 from megapack.errors import ConfigError
 
@@ -415,16 +414,25 @@ def drawn_by(stage: Mapping[str, Any]) -> tuple[Any, ...]:
     """
     tokens, order = stage["tokens_per_step"], order_named(stage["order"])
     rule = (order.times, tuple(order.odds(16)), stage["num_cycles"] or order.num_cycles)
-    return (tokens, stage["micro_step_tokens"] or tokens, rule, _shares(tuple(stage["weights"])))
+    return (
+        tokens,
+        stage["micro_step_tokens"] or tokens,
+        rule,
+        _proportions(tuple(stage["weights"])),
+    )
 
 
 @lru_cache(maxsize=4)  # a stage is compared with the one before it, and then with the next
-def _shares(weights: Weights) -> tuple[Fraction | None, ...]:
-    total = sum((Fraction(weight) for weight in weights if weight), Fraction()) or 1
-    shares = [None if weight is None else Fraction(weight) / total for weight in weights]
-    while shares and shares[-1] == 0:
-        shares.pop()
-    return tuple(shares)
+def _proportions(weights: Weights) -> tuple[int | None, ...]:
+    """Weights as the smallest whole numbers of their proportions, up to the last that is drawn."""
+    whole = whole_weights([weight or 0 for weight in weights])
+    unit = math.gcd(*whole) or 1
+    found = [
+        None if weight is None else w // unit for w, weight in zip(whole, weights, strict=True)
+    ]
+    while found and found[-1] == 0:
+        found.pop()
+    return tuple(found)
 
 
 # The stages of a run in order; the first begins at step 0, each later one changes something.

@@ -46,7 +46,7 @@ class BlockOrder:
     of ``window_blocks`` of these. So files are read by whole blocks in every epoch, and since which
     samples are together in a block is random, so is what a step holds; what it is not is
     independent of the epoch before: samples of one block come close to each other again
-    (tests/data/test_arranging.py measures how close).
+    (tests/data/test_sample_order.py measures how close).
 
     Args:
         size: samples of the bucket.

@@ -86,6 +86,9 @@ class Shards:
 
     def by_shard(self, ids: Ids) -> Iterator[tuple[int, Ids, Ids]]:
         """Every shard that has some of the ids: its number, where they stand, samples there."""
+        if len(self.shards) == 1:  # one run of samples of one shard
+            yield int(self.shards[0]), np.arange(len(ids)), self.first_samples[0] + ids
+            return
         shards, local = self.locate(ids)
         order = np.argsort(shards, kind="stable")
         present, begins = np.unique(shards[order], return_index=True)
@@ -153,12 +156,11 @@ class Exclusions:
     stays as it is, and so do shapes. Lists add up over the stages of a run.
 
     Attributes:
-        num_lists: stages that have some; list n is that of the n-th of them.
         documents: of every source, int64, ascending: all that some list has.
-        lists: beside them, int64: the first list that has each, counted from 1.
+        lists: beside them, int64: the first list that has each, counted from 1; list n is that of
+            the n-th stage that has one.
     """
 
-    num_lists: int
     documents: tuple[Ids, ...]
     lists: tuple[Ids, ...]
 
@@ -232,7 +234,7 @@ def read_exclusions(
         of_each = np.repeat([number for _, number in own], [len(listed) for listed, _ in own])
         documents[source], first = np.unique(every, return_index=True)  # of equals the first
         lists[source] = np.ascontiguousarray(of_each[first], np.int64)
-    return Exclusions(len(having), tuple(documents), tuple(lists))
+    return Exclusions(tuple(documents), tuple(lists))
 
 
 class HasSamples(Protocol):

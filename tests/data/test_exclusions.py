@@ -24,7 +24,6 @@ from megapack.data import (
     Stage,
     build_loader,
     load_blend,
-    plan_exclusions,
 )
 from megapack.errors import ConfigError, FormatError, ResumeError
 from megapack.packing import SampleIndex, pack
@@ -180,44 +179,6 @@ def check_ids_that_leave(data: PackedDataset, schedule: Schedule) -> None:
         step = schedule.step(batch["step"])
         assert set(ids) <= set(step.sample_ids.tolist())
         assert (micro.num_lists > 0) == (batch["step"] >= 5)
-
-
-@pytest.mark.parametrize("window", [1, 4])
-@pytest.mark.parametrize("order", ["proportional", "sequential"])
-def test_the_plan_of_exclusions_counts_what_the_steps_hold(
-    tmp_path: Path, window: int, order: str
-) -> None:
-    first, second = [3, 17, 40, 41], [17, 55]  # 17 is in both
-    stages = [
-        {"from_step": 12, "exclude": {"web": write_list(tmp_path / "a.txt", first)}},
-        {"from_step": 20, "skip_steps": 2, "exclude": {"web": write_list(tmp_path / "b", second)}},
-    ]
-    data = run_of(tmp_path, *stages)
-    schedule = Schedule(data, tokens_per_step=256, cost_window=window, order=order)
-    one, two = plan_exclusions(schedule, 60)
-    assert [(p.source, p.from_step, p.num_documents) for p in (one, two)] == [
-        ("web", 12, 4),
-        ("web", 20, 1),
-    ]
-    assert [schedule.masked_from(0, d) for d in (17, 55, 56)] == [12, 20, None]
-    for plan, documents in ((one, {3, 17, 40, 41}), (two, {55})):
-        holding = {
-            sample
-            for sample in range(schedule.samples.num_samples)
-            for source, segments in [schedule.samples.segments(sample)]
-            if source == 0 and documents & {d for d, _, _ in segments}
-        }
-        drawn = [
-            step
-            for step in range(60)
-            for sample in schedule.step(step).sample_ids.tolist()
-            if sample in holding
-        ]
-        before = [step for step in drawn if step < plan.from_step]
-        assert before and plan.num_samples == len(holding)
-        assert (plan.draws_before, plan.last_seen) == (len(before), max(before))
-        assert plan.draws_since == len(drawn) - len(before) > 0
-        assert plan.shown_since == 0
 
 
 def test_a_list_is_part_of_the_program(tmp_path: Path) -> None:

@@ -77,22 +77,6 @@ def test_ranks_share_a_bucket_at_every_micro_step_and_cover_the_step(
         assert rows[0][0].num_step_label_tokens == schedule.step(0).num_label_tokens
 
 
-@given(launch=launches(), other=st.sampled_from([1, 2, 3, 4, 6]), step=st.integers(0, 20))
-def test_a_step_holds_the_same_samples_for_any_number_of_ranks(
-    launch: dict[str, Any], other: int, step: int
-) -> None:
-    schedule = Schedule(INDEX, **launch["schedule"])
-    contents = []
-    for size in (launch["size"], other):
-        micro_batches = [
-            batch
-            for sampler in samplers(schedule, size, 64, uneven="pad")
-            for batch in sampler.micro_batches(step)
-        ]
-        contents.append(sorted(i for batch in micro_batches for i in batch))
-    assert contents[0] == contents[1]
-
-
 @given(size=st.integers(1, 9), micro_batches=st.integers(1, 12))
 def test_uneven_ranks_get_empty_micro_batches_and_nothing_is_lost(
     size: int, micro_batches: int

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
+from fractions import Fraction
+from math import ceil
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +15,7 @@ from hypothesis import strategies as st
 from megapack import _core
 from megapack.config import load_config
 from megapack.data import ORDERS, Schedule, ScheduleConfig, Stage, plan_run
+from megapack.data.bucket_order import DrawOrder
 from megapack.errors import ConfigError
 from megapack.packing import pack
 from tests.data.corpora import packed_index, samples_of_buckets
@@ -87,22 +90,6 @@ def test_every_sample_comes_once_per_epoch_and_steps_hold_constant_tokens(
         for epoch in range(num_epochs):  # to the sample
             assert sorted(stream[epoch * count : (epoch + 1) * count]) == list(own)
         base += count
-
-
-@given(counts=bucket_counts(), options=schedules, data=st.data())
-def test_a_step_does_not_depend_on_the_steps_asked_for_before(
-    counts: dict[int, int], options: dict[str, object], data: st.DataObject
-) -> None:
-    index = samples_of_buckets(counts)
-    once = Schedule(index, **options)
-    other = Schedule(index, **options)
-    last = once.num_steps(3)
-    for i in data.draw(st.lists(st.integers(0, last), max_size=12)):
-        assert np.array_equal(once.step(i).sample_ids, other.step(i).sample_ids)
-        other = Schedule(index, **options) if i % 2 else other
-    assert once.stages[0].draws.buckets(0, last).tolist() == [
-        once.step(i).bucket for i in range(last)
-    ]
 
 
 @given(counts=bucket_counts(), seed=st.integers(0, 99), data=st.data())
@@ -323,3 +310,58 @@ def test_a_plan_counts_what_the_steps_hold(counts: dict[int, int], num_steps: in
     total = sum(count * capacity for capacity, count in counts.items())
     assert plan.datasets[0].epochs == pytest.approx(num_steps * 32 / total)
     assert f"{num_steps} steps" in str(plan)
+
+
+draw_orders = st.builds(
+    lambda sizes, order, num_cycles, seed: DrawOrder(
+        samples_per_epoch=tuple(samples for samples, _ in sizes),
+        samples_per_draw=tuple(per_draw for _, per_draw in sizes),
+        order=ORDERS[order],
+        num_cycles=num_cycles,
+        seed=seed,
+    ),
+    sizes=st.lists(st.tuples(st.integers(1, 90), st.integers(1, 12)), min_size=1, max_size=6),
+    order=st.sampled_from(sorted(ORDERS)),
+    num_cycles=st.sampled_from([1, 2, 3, 8]),
+    seed=st.integers(0, 2**63),
+)
+
+
+@given(draws=draw_orders, end=st.integers(0, 150))
+def test_every_bucket_takes_its_turns_one_after_the_other(draws: DrawOrder, end: int) -> None:
+    turns: Counter[int] = Counter()
+    for draw in range(end):
+        bucket, turn = draws.locate(draw)
+        assert turn == turns[bucket]
+        turns[bucket] += 1
+    buckets = draws.buckets(0, end).tolist()
+    assert buckets == [draws.locate(draw)[0] for draw in range(end)]
+    num_buckets = len(draws.samples_per_draw)
+    assert draws.counts(end).tolist() == [turns[b] for b in range(num_buckets)]
+
+
+@given(draws=draw_orders, cycles=st.integers(0, 10))
+def test_cycles_cover_their_share_of_the_samples_with_no_draw_too_many(
+    draws: DrawOrder, cycles: int
+) -> None:
+    """drawn(b, c) = ceil(c * samples / (cycles per epoch * samples per draw)), and no rounding."""
+    counts = draws.counts(draws.begin(cycles)).tolist()
+    for b, (samples, per_draw) in enumerate(
+        zip(draws.samples_per_epoch, draws.samples_per_draw, strict=True)
+    ):
+        needed = ceil(Fraction(cycles * samples, draws.num_cycles * per_draw))
+        assert counts[b] == draws.drawn(b, cycles) == needed
+
+
+@given(draws=draw_orders, far=st.integers(10**6, 10**15), back=st.integers(0, 200))
+def test_a_draw_far_ahead_stands_where_counting_from_a_cycle_before_it_arrives(
+    draws: DrawOrder, far: int, back: int
+) -> None:
+    """Induction step of the test above, anywhere: the next turn of a bucket is one more."""
+    begin = far - back
+    counts = draws.counts(begin).tolist()
+    for draw in range(begin, begin + 40):
+        bucket, turn = draws.locate(draw)
+        assert turn == counts[bucket]
+        counts[bucket] += 1
+    assert draws.counts(begin + 40).tolist() == counts

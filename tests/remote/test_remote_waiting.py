@@ -212,7 +212,7 @@ def test_an_iterator_that_is_collected_waits_for_nobody() -> None:
         yield 1
 
     ahead: Any = ThreadPrefetcher(items(), 1)
-    thread = ahead._thread
+    [thread] = ahead._thread._threads
     assert next(ahead) == 0 and waiting.wait(LIMIT)
     ahead.itself = ahead  # a cycle, as a traceback makes it
 

@@ -1,4 +1,4 @@
-"""Order by score: inside every epoch of a bucket; equal scores shuffled, no sample lost."""
+"""In which order the samples of a source come: by blocks, by score, or shuffled."""
 
 from __future__ import annotations
 
@@ -13,13 +13,113 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megapack import _core
 from megapack.data import PackedDataset, Schedule, Scores, Stage, load_blend
 from megapack.data.program import Mixture
-from megapack.data.sample_order import Epochs, ScoreOrder
+from megapack.data.sample_order import BlockOrder, Epochs, ScoreOrder
 from megapack.data.sources import SampleSource
 from megapack.errors import ConfigError, FormatError, ResumeError
 from megapack.packing import SampleIndex, pack
+from megapack.packing.sharded import Arranged
 from tests.data.corpora import packed_index, packed_lengths, random_documents, write_documents
+
+
+def order_of(size: int, block: int, window: int) -> Epochs:
+    sizes = Arranged(source="", seed=0, block_tokens=block * 16, window_blocks=window)
+    return Epochs(size, 7, BlockOrder(size, 16, sizes))
+
+
+def key_of(epoch: int) -> int:
+    return _core.random_bits(7, epoch)
+
+
+def epoch_of(order: Epochs, epoch: int) -> np.ndarray:
+    return order.samples(epoch * order.size, order.size)
+
+
+def reference(size: int, block: int, window: int, epoch: int) -> list[int]:
+    """An epoch by its definition: blocks in their order, windows of them mixed."""
+    if epoch == 0:
+        return list(range(size))
+    key, number = key_of(epoch), -(-size // block)
+    blocks = _core.permute_range(key, number, 0, number).tolist()
+    result: list[int] = []
+    for slot in range(0, number, window):
+        own = [i for b in blocks[slot : slot + window] for i in range(b * block, (b + 1) * block)]
+        own = [i for i in own if i < size]
+        bits = _core.random_bits(key, len(result) + 1)
+        mixed = _core.permute_range(bits, len(own), 0, len(own))
+        result += [own[i] for i in mixed.tolist()]
+    return result
+
+
+@given(
+    size=st.integers(1, 200),
+    block=st.integers(1, 12),
+    window=st.integers(1, 6),
+    begin=st.integers(0, 700),
+    count=st.integers(0, 300),
+)
+def test_any_range_of_it_is_that_of_the_definition_and_places_invert_it(
+    size: int, block: int, window: int, begin: int, count: int
+) -> None:
+    order = order_of(size, block, window)
+    last = (begin + count) // size + 1
+    every = [i for epoch in range(last) for i in reference(size, block, window, epoch)]
+    assert order.samples(begin, count).tolist() == every[begin : begin + count]
+    for epoch in range(min(3, last)):
+        samples = np.array(reference(size, block, window, epoch))
+        assert sorted(samples.tolist()) == list(range(size))
+        places = order.places(epoch, samples)
+        assert places.tolist() == list(range(size))
+
+
+BLOCK, WINDOW = 64, 16
+
+
+@pytest.mark.parametrize("size", [BLOCK * 40, BLOCK * 40 + 17])
+def test_later_epochs_are_as_independent_as_shuffles_of_blocks(size: int) -> None:
+    """Permutation statistics of 200 epochs beside those of the ordinary shuffle.
+
+    Where a sample stands is uniform. The rank correlation of two epochs scatters around 0 as that
+    of n independent things, 1 / sqrt(n): of so many blocks here, of so many samples in a shuffle.
+    """
+    order, num_epochs = order_of(size, BLOCK, WINDOW), 200
+    epochs = np.array([epoch_of(order, e) for e in range(1, num_epochs + 1)])
+    shuffles = np.array([_core.permute_range(key_of(e), size, 0, size) for e in range(num_epochs)])
+    for drawn, independent in ((epochs, size / BLOCK), (shuffles, size)):
+        places = np.argsort(drawn, axis=1)
+        tenths = places * 10 // size
+        counts = np.array([np.bincount(column, minlength=10) for column in tenths[:, ::37].T])
+        chi = ((counts - num_epochs / 10) ** 2 / (num_epochs / 10)).sum(axis=1)
+        assert 7 < chi.mean() < 11, "9 degrees of freedom"
+        centred = places - places.mean()
+        rho = (centred[1:] * centred[:-1]).mean(axis=1) / centred.var() * independent**0.5
+        assert 0.75 < rho.std() < 1.25 and abs(rho.mean()) < 4 / num_epochs**0.5
+
+
+def test_who_shares_a_step_with_whom_is_what_windows_make_of_it() -> None:
+    """In a step two samples are of one block as often as any two of a window are. They were in one
+    step of the epoch before if they lay in one window then, which those of one block always do.
+    """
+    num_blocks, step = 48, 32
+    order = order_of(BLOCK * num_blocks, BLOCK, WINDOW)
+    pairs = again = of_block = 0
+    before = np.argsort(epoch_of(order, 1))
+    upper = np.triu_indices(step, 1)
+    for epoch in range(2, 80):
+        drawn = epoch_of(order, epoch)
+        for i in range(0, order.size, step * 4):
+            own = drawn[i : i + step]
+            steps, blocks = before[own] // step, own // BLOCK
+            again += int((steps[:, None] == steps)[upper].sum())
+            of_block += int((blocks[:, None] == blocks)[upper].sum())
+            pairs += len(upper[0])
+        before = np.argsort(drawn)
+    share = of_block / pairs
+    assert share == pytest.approx(1 / WINDOW, rel=0.05)
+    in_window = share + (1 - share) * (WINDOW - 1) / (num_blocks - 1)
+    assert again / pairs == pytest.approx(in_window * step / (WINDOW * BLOCK), rel=0.1)
 
 
 @given(
@@ -74,55 +174,28 @@ def schedule_of(folder: Path, scores: np.ndarray, *stages: Stage, **options: Any
 
 
 @pytest.mark.parametrize("score_order", ["ascending", "descending"])
-@pytest.mark.parametrize("values", [None, 3])
-def test_a_source_with_scores_is_drawn_by_them_and_others_as_ever(
-    tmp_path: Path, score_order: str, values: int | None
+def test_samples_with_scores_come_by_the_means_of_their_documents(
+    tmp_path: Path, score_order: str
 ) -> None:
-    """Through stages, with scores all different and with three values of them."""
-    rng = np.random.default_rng(0)
-    scores = rng.normal(size=300) if values is None else rng.integers(0, values, 300)
-    stages = (Stage(from_step=7, weights={"web": 5, "code": 1}), Stage(from_step=30, skip_steps=2))
-    ours = schedule_of(tmp_path, scores, *stages, score_order=score_order)
-    plain = Schedule(
-        ours.samples.indices, names=["web", "code"], weights=[2.0, 1.0], stages=stages,
-        tokens_per_step=128, seed=3,
-    )  # fmt: skip
+    """Others come as ever; through stages, tests/data/test_programs.py looks at it."""
+    scores = np.random.default_rng(0).normal(size=300)
+    ours = schedule_of(tmp_path, scores, score_order=score_order)
     index = ours.samples.indices[0]
-    means = sample_means(index, scores)
-    streams: dict[int, list[int]] = {16: [], 32: []}
-    for step in range(240):
-        if step == 30:
-            for passed in (30, 31):
-                gather(ours, streams, ours.stages[1].step_draws(passed)[0])
-        (draw,), (other,) = ours.step(step).draws, plain.step(step).draws
-        assert draw.capacity == other.capacity
-        second, there = (ours.samples.locate(d.sample_ids)[0] == 1 for d in (draw, other))
-        assert (second == there).all()
-        assert draw.sample_ids[second].tolist() == other.sample_ids[there].tolist()
-        gather(ours, streams, draw)
-    for capacity, seen in streams.items():
+    plain = Schedule(
+        ours.samples.indices, names=["web", "code"], weights=[2.0, 1.0], tokens_per_step=128, seed=3
+    )
+    means = sample_means(index, scores) * (1 if score_order == "ascending" else -1)
+    for b, capacity in enumerate((16, 32)):
         begin, end = bounds(index, capacity)
-        size = end - begin
-        assert len(seen) > 2 * size
-        for at in range(0, len(seen), size):
-            epoch = np.array(seen[at : at + size])
-            rising = np.diff(means[epoch]) * (1 if score_order == "ascending" else -1)
-            assert (rising >= 0).all()
-            assert len(set(epoch.tolist())) == len(epoch)
-            if len(epoch) == size:
-                assert sorted(epoch.tolist()) == list(range(begin, end))
-        if values is not None and size > 20:
-            assert seen[:size] != seen[size : 2 * size]  # ties are shuffled anew
-    for sample in range(0, index.num_samples, 7):
-        held = [
-            step for step in range(240) for s in ours.step(step).sample_ids.tolist() if s == sample
-        ]
-        assert ours.steps_of(sample, 240) == held
-
-
-def gather(schedule: Schedule, streams: dict[int, list[int]], draw: Any) -> None:
-    source, local = schedule.samples.locate(draw.sample_ids)
-    streams[draw.capacity] += local[source == 0].tolist()
+        order = ours.stages[0].order_at(0, capacity, 0)[0]
+        epoch = begin + order.samples(0, end - begin)
+        assert sorted(epoch.tolist()) == list(range(begin, end))
+        assert (np.diff(means[epoch]) >= 0).all() and ours.capacities[b] == capacity
+    for step in range(40):
+        (draw,), (other,) = ours.step(step).draws, plain.step(step).draws
+        second, there = (ours.samples.locate(d.sample_ids)[0] == 1 for d in (draw, other))
+        assert draw.capacity == other.capacity and (second == there).all()
+        assert draw.sample_ids[second].tolist() == other.sample_ids[there].tolist()
 
 
 def bounds(index: SampleIndex, capacity: int) -> tuple[int, int]:
