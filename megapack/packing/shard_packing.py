@@ -163,11 +163,12 @@ class ShardPacker:
 
     def _check_unchanged(self, shard: PackedShard) -> None:
         """By fingerprints: what was packed is not read again."""
+        samples = SampleIndex.load(shard.samples)
         for name, found, said in (
-            (f"{shard.prefix}.idx", open_index(shard.prefix), shard.fingerprint),
-            (shard.samples, SampleIndex.load(shard.samples), shard.samples_fingerprint),
+            (f"{shard.prefix}.idx", open_index(shard.prefix).fingerprint, shard.fingerprint),
+            (shard.samples, samples.fingerprint, shard.samples_fingerprint),
         ):
-            if found.fingerprint != said:
+            if found != said:
                 raise IndexMismatchError(
                     f"{name} has changed since {self.plan.manifest} was written: restore it, or "
                     "pack all datasets again with --overwrite"
