@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import date
 from functools import partial
@@ -24,22 +25,6 @@ from typing import Any, TypeVar
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
-
-__all__ = [
-    "Timing",
-    "Units",
-    "cell",
-    "commit",
-    "in_child",
-    "in_turns",
-    "large",
-    "quick",
-    "show",
-    "take_turns",
-    "timed",
-    "versions",
-    "write_results",
-]
 
 S = TypeVar("S")
 T = TypeVar("T")
@@ -78,7 +63,6 @@ class Timing:
 
     @property
     def rate(self) -> float:
-        """Units per second."""
         return 1 / self.seconds
 
     @property
@@ -147,13 +131,6 @@ def _memory(kind: str) -> int:
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(kind))
 
 
-def _reset_peak() -> int:
-    """Begin a new peak; the resident size now, without what the allocator keeps."""
-    ctypes.CDLL(None).malloc_trim(0)
-    Path("/proc/self/clear_refs").write_text("5")
-    return _memory("VmHWM")
-
-
 def in_child(fn: Callable[[], Any]) -> Any:
     """``fn()`` in a forked process: what it imports and allocates is gone afterwards.
 
@@ -168,7 +145,10 @@ def in_child(fn: Callable[[], Any]) -> Any:
     receiver, sender = context.Pipe(duplex=False)
 
     def run() -> None:
-        private, peak = _memory("RssAnon"), _reset_peak()
+        private = _memory("RssAnon")
+        ctypes.CDLL(None).malloc_trim(0)
+        Path("/proc/self/clear_refs").write_text("5")  # a new peak begins
+        peak = _memory("VmHWM")
         result = fn()
         if isinstance(result, dict):
             result["peak_bytes"] = _memory("VmHWM") - peak
@@ -226,19 +206,16 @@ def versions() -> dict[str, str]:
     """Of every package that a benchmark measures or measures with, as far as it is installed."""
     found = {}
     for package in PACKAGES:
-        try:
+        with suppress(metadata.PackageNotFoundError):
             found[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            continue
     return found
 
 
 def _cpu_name() -> str:
     info = Path("/proc/cpuinfo")
-    for line in info.read_text().splitlines() if info.exists() else ():
-        if line.startswith("model name"):
-            return line.partition(":")[2].strip()
-    return platform.processor()
+    lines = info.read_text().splitlines() if info.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor()
 
 
 def show(title: str, rows: Iterable[Mapping[str, Any]], *columns: str) -> None:

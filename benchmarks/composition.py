@@ -16,7 +16,7 @@ from lengths import LAWS
 from papers.composition import atom_size, blog, bucketllm, seamless
 from papers.composition.rows import Lengths, Row, compared, python_sources
 
-from megapack.packing import pack
+from megapack.packing import SampleIndex, pack
 
 
 def all_rows(*, num_documents: int, num_files: int | None) -> list[Row]:
@@ -42,45 +42,42 @@ def all_rows(*, num_documents: int, num_files: int | None) -> list[Row]:
     ]
 
 
+def figures(source: str, corpus: str, item: str, index: SampleIndex, why: str = "") -> list[Row]:
+    """Padding, truncation (where any is possible) and concatenation of one packing."""
+    metrics, row = index.metrics(), partial(compared, source, corpus, item)
+    rows = [row("r_pad %", (None, 100 * metrics["padding_ratio"]), why=why)]
+    if source == "every strategy":
+        rows += [row("r_tru %", (None, 100 * metrics["truncation_ratio"]))]
+    return [*rows, row("r_cat", (None, metrics["concatenation_ratio"]))]
+
+
 def goals(num_documents: int) -> list[Row]:
     """The default strategy where short documents are missing, without and with `refine`."""
     rows = []
+    ways = {"promote off": {"promote": "off"}, "default": {}, "refine": {"refine": True}}
     for law in ("fineweb_edu_like", "finance", "bbc_news", "pubmed"):
         lengths = LAWS[law](num_documents)
-        for item, parameters in (
-            ("promote off", {"promote": "off"}),
-            ("default", {}),
-            ("refine", {"refine": True}),
-        ):
+        for item, parameters in ways.items():
             index = pack(lengths, buckets=[1024, 2048, 4096, 8192, 16384], **parameters)
             metrics = index.metrics()
             assert metrics["truncation_ratio"] == metrics["truncation_floor"]
             decided = ((name, text.split(":")[0]) for name, text in index.decisions.items())
             why = "; ".join(f"{name} {choice}" for name, choice in decided)
-            row = partial(compared, "bucket, nothing cut", law, item)
-            rows += [
-                row("r_pad %", (None, 100 * metrics["padding_ratio"]), why=why),
-                row("r_cat", (None, metrics["concatenation_ratio"])),
-            ]
+            rows += figures("bucket, nothing cut", law, item, index, why)
     return rows
 
 
 def every_strategy(lengths: Lengths) -> list[Row]:
-    """Padding, truncation and concatenation of all strategies on one corpus."""
+    """All strategies on one corpus."""
     rows = []
     for strategy, buckets in (
         *((name, [size]) for name in ("concat", "best_fit_decreasing") for size in (4096, 16384)),
         *((name, [4096]) for name in ("first_fit_decreasing", "next_fit", "seamless", "pad")),
         *((name, bucketllm.BUCKETS) for name in ("bucket", "bucket_v0", "bucket_llm", "decompose")),
     ):
-        metrics = pack(lengths, strategy, buckets=buckets).metrics()
         item = f"{strategy}, {buckets[0]}" + (f" to {buckets[-1]}" if len(buckets) > 1 else "")
-        row = partial(compared, "every strategy", "fineweb_edu_like", item)
-        rows += [
-            row("r_pad %", (None, 100 * metrics["padding_ratio"])),
-            row("r_tru %", (None, 100 * metrics["truncation_ratio"])),
-            row("r_cat", (None, metrics["concatenation_ratio"])),
-        ]
+        index = pack(lengths, strategy, buckets=buckets)
+        rows += figures("every strategy", "fineweb_edu_like", item, index)
     return rows
 
 

@@ -26,9 +26,8 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["LAWS", "draw", "expected_truncation_ratio"]
-
 Lengths = NDArray[np.int32]
+Law = Callable[..., Lengths]
 _BLOCK = 1 << 18
 _LONGEST = 1 << 27
 
@@ -65,7 +64,7 @@ def fineweb_edu_like(
     return draw(n, seed, block)
 
 
-def _from_histogram(first: int, width: int, counts: list[int], last_mean: float) -> Callable:
+def _histogram(first: int, width: int, counts: list[int], last_mean: float) -> Law:
     """Law of a published histogram: intervals (edge, edge + width], the last one open."""
     cumulative = np.cumsum(counts) / np.sum(counts)
     edges = first + width * np.arange(len(counts))
@@ -77,27 +76,7 @@ def _from_histogram(first: int, width: int, counts: list[int], last_mean: float)
         is_last = interval == len(counts) - 1
         return np.floor(edges[interval] + 1 + np.where(is_last, beyond, inside))
 
-    return block
-
-
-_PUBMED = _from_histogram(2048, 2048, [3906, 4095, 1789, 763, 355, 150, 73, 47, 90], 27_638)
-_BBC_NEWS = _from_histogram(512, 512, [3533, 6556, 1323, 330, 97, 49, 27, 22, 29], 12_483)
-_FINANCE = _from_histogram(512, 512, [7790, 4161, 1012, 397, 274, 234, 212, 195, 1252], 8_100)
-
-
-def pubmed(n: int, seed: int = 0) -> Lengths:
-    """Scientific articles, none below 2049 tokens (Seamless Packing, Table 13)."""
-    return draw(n, seed, _PUBMED)
-
-
-def bbc_news(n: int, seed: int = 0) -> Lengths:
-    """News, none below 513 tokens (Seamless Packing, Table 14)."""
-    return draw(n, seed, _BBC_NEWS)
-
-
-def finance(n: int, seed: int = 0) -> Lengths:
-    """Financial texts, none below 513 tokens, a long tail (Seamless Packing, Table 14)."""
-    return draw(n, seed, _FINANCE)
+    return lambda n, seed=0: draw(n, seed, block)
 
 
 def web_800(n: int, seed: int = 0) -> Lengths:
@@ -120,9 +99,13 @@ def web_blog_table(n: int, seed: int = 0) -> Lengths:
     return draw(n, seed, block)
 
 
-LAWS: dict[str, Callable[..., Lengths]] = {
-    law.__name__: law
-    for law in (fineweb_edu_like, pubmed, bbc_news, finance, web_800, web_blog_table)
+LAWS: dict[str, Law] = {
+    "fineweb_edu_like": fineweb_edu_like,
+    "pubmed": _histogram(2048, 2048, [3906, 4095, 1789, 763, 355, 150, 73, 47, 90], 27_638),
+    "bbc_news": _histogram(512, 512, [3533, 6556, 1323, 330, 97, 49, 27, 22, 29], 12_483),
+    "finance": _histogram(512, 512, [7790, 4161, 1012, 397, 274, 234, 212, 195, 1252], 8_100),
+    "web_800": web_800,
+    "web_blog_table": web_blog_table,
 }
 
 

@@ -2,8 +2,9 @@
 
 A benchmark leaves its run in benchmarks/results/, which git ignores. What the docs quote is copied
 from there to docs/results/NAME.json and kept with them, so every clone writes the same pages:
-docs/results.md, the summary (``results_summary``), and docs/results/NAME.md, every table of a
-benchmark. A QUICK run is taken only where there is no other.
+docs/results.md (``summary``: ten questions with their figures, what did not hold) with its pictures
+(``draw``, ``forest``: readable in grey), and docs/results/NAME.md, every table of a benchmark. A
+QUICK run is taken only where there is no other.
 
 make bench-report        # after the benchmarks whose figures should be quoted
 """
@@ -11,18 +12,20 @@ make bench-report        # after the benchmarks whose figures should be quoted
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import math
+import textwrap
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from common import RESULTS, cell
-from results_plots import draw, listed
-from results_summary import forest, summary
 
 DOCS = Path(__file__).parents[1] / "docs"
 LOGGED = DOCS / "results"
 PAPERS = "papers-"
-HEAD = """# {title}
+Runs = Mapping[str, dict[str, Any]]
+PAGE = """# {title}
 
 Written by `make bench-report` from the .json beside it; summary: [results.md](../results.md).
 Read ratios rather than digits, and run the command on your own machine before you believe either.
@@ -35,16 +38,14 @@ def main() -> None:
     if not runs:
         raise SystemExit(f"no result files in {RESULTS}; run `make bench-packing` or another first")
     about = {name: provenance(run) for name, run in runs.items()}
-    images = DOCS / "images"
     page = summary(runs, about, listed(runs))
     (DOCS / "results.md").write_text(page, encoding="utf-8")
-    forest(runs, images / "results_forest.png")
-    draw(runs, images)
+    draw(runs, DOCS / "images")
     papers = [run for name, run in runs.items() if name.startswith(PAPERS)]
     pages = {name: section(run) for name, run in runs.items() if not name.startswith(PAPERS)}
     pages |= {"papers": papers_section(papers)} if papers else {}
     for name, text in pages.items():
-        page = f"{HEAD.format(title=f'Results of {name}')}\n{text}"
+        page = f"{PAGE.format(title=f'Results of {name}')}\n{text}"
         (LOGGED / f"{name}.md").write_text(page.rstrip("\n") + "\n", encoding="utf-8")
     print(f"wrote {DOCS / 'results.md'} and {', '.join(pages)} beside it")
 
@@ -176,6 +177,396 @@ def per_document(row: dict[str, Any]) -> dict[str, float]:
     if not row.get("num_documents") or not isinstance(row.get("seconds"), float):
         return {}
     return {"ns_per_document": 1e9 * row["seconds"] / row["num_documents"]}
+
+
+# ---- The summary --------------------------------------------------------------------------------
+
+HEAD = """# Measured results
+
+Written by `make bench-report` from the logged runs in `docs/results/*.json`; no figure here is
+typed. Read ratios rather than digits, and run the command before you believe either. All tables,
+with the paper's figure beside ours and the reason where they differ:
+{tables}
+
+## Ten questions
+
+A verdict (yes, no, undecided) is whether the claim holds by the 95 % interval of the mean of paired
+seeds, with Holm's correction for the number of a recipe's claims; models are tiny and seeds few.
+"""
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One figure: the first row of a benchmark that has these fields."""
+
+    benchmark: str
+    key: str
+    where: Mapping[str, Any] = field(default_factory=dict)
+
+    def of(self, runs: Runs) -> str | None:
+        """As a table shows it; None where it was not measured."""
+        for row in _rows(runs.get(self.benchmark, {}).get("results", [])):
+            if all(_same(row.get(name), wanted) for name, wanted in self.where.items()):
+                value = row.get(self.key)
+                return None if value is None else cell(value)
+        return None
+
+
+def _same(value: Any, wanted: Any) -> bool:
+    """A tuple names any of several; a word that ends in * what begins like it."""
+    if isinstance(wanted, tuple):
+        return any(_same(value, one) for one in wanted)
+    if isinstance(wanted, str) and wanted.endswith("*"):
+        return str(value).startswith(wanted[:-1])
+    return bool(value == wanted)
+
+
+def _rows(results: Any) -> Iterator[dict[str, Any]]:
+    if isinstance(results, dict):
+        yield results
+        results = results.values()
+    for value in results:
+        if isinstance(value, (dict, list)):
+            yield from _rows(value)
+
+
+@dataclass(frozen=True)
+class Question:
+    """What is asked; the answer, with {} for each figure; the command."""
+
+    asked: str
+    answer: str
+    command: str
+    figures: tuple[Figure, ...]
+
+    def row(self, runs: Runs) -> str:
+        found = [figure.of(runs) for figure in self.figures]
+        known = self.answer.format(*(value or "(not measured)" for value in found))
+        return f"| {self.asked} | {known} | `{self.command}` |"
+
+
+def _composed(item: str, quantity: str) -> Figure:
+    where = {"corpus": "fineweb_edu_like", "item": item, "quantity": quantity}
+    return Figure("composition", "measured", where)
+
+
+def _claim(recipe: str, claim: str) -> tuple[Figure, Figure]:
+    """Its verdict, then what was measured."""
+    of = {"claim": f"{claim}*"}
+    return Figure(f"{PAPERS}{recipe}", "agrees", of), Figure(f"{PAPERS}{recipe}", "measured", of)
+
+
+def _case(benchmark: str, key: str, *names: str) -> Figure:
+    return Figure(benchmark, key, {"case": names})
+
+
+def _packed(name: str) -> Figure:
+    return Figure("packing", "times_faster", {"name": name, "num_documents": 10_000_000})
+
+
+def _inside(loader: str) -> Figure:
+    return Figure("data", "ratio", {"dataset": "PackedGPTDataset", "loader": loader})
+
+
+QUESTIONS = (
+    Question(
+        "How much is padded and split?",
+        "buckets 1024 to 16384: {} % padding, {} % of the documents split, {} per sample; "
+        "concatenate-and-chunk at 4096 splits {} %, at 16384 {} % with {} documents per sample",
+        "make bench-composition",
+        (
+            *(_composed("bucket (the default)", q) for q in ("r_pad %", "r_tru %", "r_cat")),
+            _composed("Fixed-4096", "r_tru %"),
+            _composed("Fixed-16384", "r_tru %"),
+            _composed("Fixed-16384", "r_cat"),
+        ),
+    ),
+    Question(
+        "Do buckets train a better model than samples of one length?",
+        "than 8,192: {}, {}; than 2,048: {}, {}",
+        "ONLY=bucketllm make bench-papers",
+        (
+            *_claim("bucketllm", "BucketLLM trains a better model than Fixed-8192"),
+            *_claim("bucketllm", "BucketLLM trains a better model than Fixed-2048"),
+        ),
+    ),
+    Question(
+        "Does attention across documents make a worse model?",
+        "{}: {} (masked, then across)",
+        "ONLY=masking make bench-papers",
+        _claim("masking", "attention across documents makes a worse model"),
+    ),
+    Question(
+        "Which packing, with masks, at equal tokens?",
+        "held-out perplexity against concatenate-and-chunk, both in samples of the longest bucket, "
+        "in per cent +- 95 %: best fit {} +- {}, buckets with one per step {} +- {}, with several "
+        "per step {} +- {}",
+        "SCALE=long ONLY=packing make bench-papers",
+        tuple(
+            Figure("papers-packing", key, {"arm": arm})
+            for arm in ("best_fit, 16k", "bucket, one per step", "bucket, mix: micro_step")
+            for key in ("against_first_%", "plus_minus_%")
+        ),
+    ),
+    Question(
+        "Is the work of the ranks equal?",
+        "attention work of the busiest of 64, mean = 1: {} with 6 samples of 8k per rank (random "
+        "{}), {} with 3 of 16k (random {}), {} with one of 16k. In seconds of a step, measured: {}",
+        "make bench-schedule",
+        (
+            *(_case("schedule", key, "bucket 8192*") for key in ("ours", "random")),
+            *(_case("schedule", key, "bucket 16384*") for key in ("ours", "random")),
+            _case("schedule", "ours", "16384, 1 per rank, window 1"),
+            _claim("steps", "equal-work dealing makes steps")[1],
+        ),
+    ),
+    Question(
+        "Does it train faster?",
+        "useful tokens/s of a tiny model on one core: {} padded, {} concatenated at 2048 with "
+        "masks, {} in buckets of 256 to 4096",
+        "make bench-train",
+        tuple(
+            _case("train", "useful_tokens_per_second", *names)
+            for names in (("pad to 2048",), ("concat 2048",), ("bucket 256..4096",))
+        ),
+    ),
+    Question(
+        "How fast is packing?",
+        "10 million documents: {} times megatron-core's index in file order, {} times its shuffle "
+        "and index",
+        "make bench-packing",
+        (_packed("concat, file order"), _packed("concat, shuffled")),
+    ),
+    Question(
+        "How fast is the data path?",
+        "against megatron-core's plain GPTDataset: one sample {} times, micro batches of 4 into "
+        "reused buffers {}, out of a loader without workers {}; inside Megatron {} (micro batch "
+        "1), {} (4), {} (4, 2 workers)",
+        "make bench-data",
+        (
+            _case("data", "over_plain", "ours, one sample", "ours, bucket, one sample"),
+            _case("data", "over_plain", "ours, micro batch of 4", "ours, bucket, micro batch of 4"),
+            _case("data", "over_plain", "ours, 0 workers", "ours (thread), 0 workers"),
+            _inside("mbs 1, workers 0"),
+            _inside("mbs 4, workers 0"),
+            _inside("mbs 4, workers 2"),
+        ),
+    ),
+    Question(
+        "How fast are documents built?",
+        "against a worker pool with megatron-core's builder: {} times with the same tokenizer, {} "
+        "with gigatoken, which alone is {} times as fast",
+        "make bench-build",
+        tuple(
+            Figure("build", "times_megatron", {"what": what})
+            for what in ("ours, tokenizers", "ours, gigatoken", "bare gigatoken, one call")
+        ),
+    ),
+    Question(
+        "How fast are shards merged?",
+        "{} times megatron-core's speed in {} of its memory, short documents (mean 64 tokens)",
+        "make bench-merge",
+        tuple(
+            Figure("merge", key, {"side": ("megapack", "megapack, merge")})
+            for key in ("times_faster", "share_of_memory")
+        ),
+    ),
+)
+
+
+def summary(runs: Runs, about: Mapping[str, str], plots: Sequence[str] = ()) -> str:
+    """The page; ``about`` says of each benchmark where, when and with what it ran, ``plots`` are
+    its pictures in markdown."""
+    claims = [
+        (name.removeprefix(PAPERS), claim)
+        for name, run in runs.items()
+        if name.startswith(PAPERS) and not run["quick"]
+        for claim in run["results"]["claims"]
+    ]
+    lines = [HEAD.format(tables=_tables(runs))]
+    lines += ["| question | measured | command |", "|---|---|---|"]
+    lines += [question.row(runs) for question in QUESTIONS]
+    lines += ["", "![effects with their intervals](images/results_forest.png)", ""]
+    lines += [
+        "Change of the held-out perplexity against the first arm of its recipe; bars are 95 %"
+    ]
+    lines += ["intervals over paired seeds.", "", *plots, "", "## What did not hold", ""]
+    lines += ["| claimed by | claim | measured |", "|---|---|---|"]
+    for name, claim in claims:
+        if claim["agrees"] == "no" and name != "composition":
+            lines.append(f"| {claim['source']} | {claim['claim']} | {claim['measured']} |")
+    printed = [claim for name, claim in claims if name == "composition"]
+    counted = "; ".join(
+        f"{c['source']} {c['measured'].split()[0]} of {c['paper']}" for c in printed
+    )
+    lines += [
+        "",
+        "Printed figures of data composition that are reproduced when they are computed from",
+    ]
+    lines += [f"lengths ([reasons](results/composition.md)): {counted}."]
+    lines += ["", "## How many claims", ""]
+    lines += ["| claims of | hold | do not | undecided at this size |", "|---|---|---|---|"]
+    trained = [claim for name, claim in claims if name != "composition"]
+    for whose, ours in (("the papers", False), ("this project", True)):
+        verdicts = [c["agrees"] for c in trained if (c["source"] == "this project") == ours]
+        counts = " | ".join(str(verdicts.count(v)) for v in ("yes", "no", "undecided"))
+        lines.append(f"| {whose} | {counts} |")
+    lines += ["", "## Where these were measured", ""]
+    lines += [f"* {name}: {words}" for name, words in about.items()]
+    return "\n".join(lines) + "\n"
+
+
+def _tables(runs: Runs) -> str:
+    """Links to the pages that ``report`` writes."""
+    names = ["papers", *(name for name in runs if not name.startswith(PAPERS))]
+    links = ", ".join(f"[{name}](results/{name}.md)" for name in names)
+    return textwrap.fill(f"{links}.", width=100, break_on_hyphens=False)
+
+
+# ---- Pictures, readable in grey: lines are told apart by style, points by marker and words -------
+
+SMALLEST = 1e-4  # per cent: what a logarithmic axis shows for zero
+GREYS = ("0.75", "0.45", "0.15")
+
+
+def listed(runs: Runs) -> list[str]:
+    """Every picture whose benchmark was logged, in markdown."""
+    return [
+        f"![{title}](images/results_{name}.png)"
+        for name, (benchmark, title, _) in ALL.items()
+        if benchmark in runs
+    ]
+
+
+def draw(runs: Runs, folder: Path) -> None:
+    """Write the pictures that ``listed`` names, and the forest plot."""
+    for name, (benchmark, _, picture) in ALL.items():
+        if benchmark in runs:
+            results = runs[benchmark]["results"]
+            _save(folder / f"results_{name}.png", (6.4, 3.6), picture, results)
+    rows = [
+        (f"{recipe.removeprefix(PAPERS)}: {row['arm']}", row["against_first_%"], half)
+        for recipe, run in runs.items()
+        if recipe.startswith(PAPERS) and not run["quick"]
+        for row in run["results"].get("rows", [])
+        if (half := row.get("plus_minus_%"))
+    ]
+    if rows:
+        size = (7.5, 0.6 + 0.32 * len(rows))
+        _save(folder / "results_forest.png", size, _forest, rows)
+
+
+def _save(path: Path, size: tuple[float, float], picture: Any, results: Any) -> None:
+    from matplotlib.figure import Figure  # noqa: PLC0415
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure = Figure(figsize=size, layout="constrained")
+    picture(figure.subplots(), results)
+    figure.savefig(path, dpi=110)
+
+
+def _forest(axes: Any, rows: list[tuple[str, float, float]]) -> None:
+    """One row per arm that a recipe compares with its first one."""
+    names, means, halves = zip(*reversed(rows), strict=True)
+    axes.errorbar(means, range(len(names)), xerr=halves, fmt="o", color="black", capsize=3)
+    axes.axvline(0, color="0.6", linewidth=1)
+    axes.set_yticks(range(len(names)), names)
+    axes.set_xlabel("change of held-out perplexity (%), below zero is better")
+
+
+def _composition(axes: Any, rows: list[dict[str, Any]]) -> None:
+    """Padding against truncation, one number per strategy; what coincides shares a place."""
+    points: dict[str, dict[str, float]] = {}
+    for row in rows:
+        if row["source"] == "every strategy":
+            points.setdefault(row["item"], {})[row["quantity"]] = max(row["measured"], SMALLEST)
+    places: dict[tuple[float, float], list[int]] = {}
+    for number, of in enumerate(points.values(), start=1):
+        place = tuple(round(math.log10(of[name]) * 4) / 4 for name in ("r_pad %", "r_tru %"))
+        places.setdefault((place[0], place[1]), []).append(number)
+    for (x, y), numbers in places.items():
+        text = ", ".join(map(str, numbers))
+        axes.text(10**x, 10**y, text, ha="center", va="center", bbox={"fc": "0.9", "pad": 2.5})
+    names = [f"{number}  {item}" for number, item in enumerate(points, start=1)]
+    axes.text(1.03, 1, "\n".join(names), transform=axes.transAxes, va="top", fontsize=8)
+    axes.set(xscale="log", yscale="log", xlabel="padding (%)", ylabel="documents split (%)")
+    axes.set(xlim=(SMALLEST / 3, 300), ylim=(0.05, 300))
+    axes.grid(alpha=0.3)
+
+
+def _speed(axes: Any, results: dict[str, Any]) -> None:
+    """Useful tokens per second of the same small model."""
+    rows = results["strategies"]
+    names = [row["case"] for row in rows]
+    axes.barh(names, [row["useful_tokens_per_second"] for row in rows], color=GREYS[0], ec="black")
+    axes.invert_yaxis()
+    axes.set(xlabel=f"useful tokens/s, {results['setup']['device']}")
+
+
+def _loader(axes: Any, rows: list[dict[str, Any]]) -> None:
+    """Rates against megatron-core's plain GPTDataset: one call, a loader, inside Megatron."""
+    by_case = {row["case"]: row for row in rows if "case" in row}
+    inside = {(row["dataset"], row["loader"]): row for row in rows if "loader" in row}
+    levels = [
+        ("one call, one sample", by_case["ours, bucket, one sample"], by_case["GPTDataset, plain"]),
+        (
+            "a loader, no workers",
+            by_case["ours (thread), 0 workers"],
+            by_case["GPTDataset, plain, 0 workers"],
+        ),
+        *(
+            (
+                f"inside Megatron, {loader}",
+                inside["PackedGPTDataset", loader],
+                inside["GPTDataset", loader],
+            )
+            for loader in ("mbs 1, workers 0", "mbs 4, workers 0")
+        ),
+    ]
+    names, ratios, errors = [], [], []
+    for name, ours, theirs in levels:
+        rate = "rows_per_second" if "rows_per_second" in ours else "samples_per_second"
+        names.append(name)
+        ratios.append(ours[rate] / theirs[rate])
+        # Quartiles of both sides, as if they were independent.
+        spread = (ours["spread_%"] ** 2 + theirs["spread_%"] ** 2) ** 0.5 / 200
+        errors.append(ratios[-1] * spread)
+    axes.barh(names, ratios, xerr=errors, color=GREYS[0], ec="black", capsize=3)
+    axes.axvline(1, color="0.3", linestyle="--", linewidth=1)
+    axes.invert_yaxis()
+    axes.set(xlabel="times megatron-core's plain GPTDataset")
+
+
+def _imbalance(axes: Any, rows: list[dict[str, Any]]) -> None:
+    """Attention work of the busiest rank over the mean, by samples per rank."""
+    cases = [row for row in rows if str(row.get("case", "")).startswith("bucket ")]
+    samples = [int(row["case"].split(", ")[1].split()[0]) for row in cases]
+    for (key, name), grey, style in zip(
+        (("random", "random assignment"), ("ours", "megapack"), ("worst", "megapack, worst step")),
+        GREYS,
+        ("--", "-", ":"),
+        strict=True,
+    ):
+        axes.plot(
+            samples, [row[key] for row in cases], style, color=grey, marker="o", ms=4, label=name
+        )
+    axes.set(
+        xscale="log",
+        xlabel="samples per rank and step (64 ranks)",
+        ylabel="attention work, busiest over mean",
+    )
+    axes.set_xticks(samples, [str(n) for n in samples])
+    axes.minorticks_off()
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=8)
+
+
+ALL: dict[str, tuple[str, str, Callable[[Any, Any], None]]] = {
+    "composition": ("composition", "padding against truncation, every strategy", _composition),
+    "speed": ("train", "useful tokens per second by packing", _speed),
+    "loader": ("data", "loader speed at three levels", _loader),
+    "imbalance": ("schedule", "imbalance by samples per rank", _imbalance),
+}
 
 
 if __name__ == "__main__":

@@ -17,8 +17,6 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 
 import common
 import report
-import results_plots
-import results_summary
 
 pytestmark = pytest.mark.pages
 
@@ -51,11 +49,9 @@ def test_the_page_of_results_is_what_the_command_writes_of_the_logged_runs() -> 
     runs = report.newest_runs(report.LOGGED)
     about = {name: report.provenance(run) for name, run in runs.items()}
     page = (ROOT / "docs" / "results.md").read_text(encoding="utf-8")
-    assert page == results_summary.summary(runs, about, results_plots.listed(runs)), (
-        "run `make bench-report`"
-    )
+    assert page == report.summary(runs, about, report.listed(runs)), "run `make bench-report`"
     assert len(page.splitlines()) <= 150
-    assert len(results_summary.QUESTIONS) == 10
+    assert len(report.QUESTIONS) == 10
     assert "(not measured)" not in page
     for target in re.findall(r"\]\(([\w./]+)\)", page):
         assert (ROOT / "docs" / target).is_file(), target

@@ -4,7 +4,7 @@
 namespace megapack {
 
 void register_storage(py::module_& m);
-void register_text(py::module_& m);
+void register_tokenization(py::module_& m);
 void register_packing(py::module_& m);
 void register_index(py::module_& m);
 void register_schedule(py::module_& m);
@@ -40,7 +40,7 @@ PYBIND11_MODULE(_core, m) {
     m.doc() = "megapack's C++ core: storage, text, packing, index, schedule, planning, gather.";
     megapack::translate_errors();
     megapack::register_storage(m);
-    megapack::register_text(m);
+    megapack::register_tokenization(m);
     megapack::register_packing(m);
     megapack::register_index(m);
     megapack::register_schedule(m);

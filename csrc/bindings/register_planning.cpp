@@ -5,9 +5,17 @@
 namespace megapack {
 namespace {
 
+Balance balance_named(const std::string& name) {
+    if (name == "micro_batches") return Balance::kMicroBatches;
+    if (name == "step") return Balance::kStep;
+    check(name == "pipeline", "balance is '", name,
+          "'; it must be micro_batches, step or pipeline");
+    return Balance::kPipeline;
+}
+
 py::tuple plan_step_numpy(const Array<std::int64_t>& lengths, const Array<double>& costs,
                           const Array<double>& max_costs, const Array<std::int64_t>& groups,
-                          const py::object& balance, const py::object& num_ranks,
+                          const std::string& balance, const py::object& num_ranks,
                           const py::object& max_tokens_per_rank,
                           const py::object& max_documents_per_rank, const py::object& max_degree,
                           const py::object& linear_length, const py::object& multiple) {
@@ -18,10 +26,7 @@ py::tuple plan_step_numpy(const Array<std::int64_t>& lengths, const Array<double
                           integer(max_documents_per_rank, "max_documents_per_rank", 1),
                           integer(max_degree, "max_degree", 1, kMostRanks),
                           integer(linear_length, "linear_length", 0),
-                          choice<Balance>(balance, "balance",
-                                          {{"micro_batches", Balance::kMicroBatches},
-                                           {"step", Balance::kStep},
-                                           {"pipeline", Balance::kPipeline}}),
+                          balance_named(balance),
                           integer(multiple, "micro_batch_multiple", 1, kMostRanks)};
     const auto lengths_view = view(lengths, "lengths");
     const auto costs_view = view(costs, "costs");
@@ -32,8 +37,11 @@ py::tuple plan_step_numpy(const Array<std::int64_t>& lengths, const Array<double
     check(groups_view.empty() || groups_view.size() == lengths_view.size(), "groups has ",
           groups_view.size(), " numbers for ", lengths_view.size(),
           " documents; give one for each");
-    StepPlan plan = unlocked(
-        [&] { return plan_step(lengths_view, {costs_view, caps_view}, groups_view, rules); });
+    StepPlan plan;
+    {
+        const py::gil_scoped_release release;
+        plan = plan_step(lengths_view, {costs_view, caps_view}, groups_view, rules);
+    }
     return py::make_tuple(plan.num_micro_batches, to_numpy(std::move(plan.first_rank)),
                           to_numpy(std::move(plan.degree)), to_numpy(std::move(plan.micro_batch)));
 }

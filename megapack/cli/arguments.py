@@ -9,26 +9,14 @@ from __future__ import annotations
 
 import argparse
 import os
-from typing import Any, NoReturn
+from collections.abc import Callable
+from typing import Any, NoReturn, TypeVar
 
 from megapack.errors import ConfigError
 from megapack.storage.index_file import prefix_of
 from megapack.units import parse_size
 
-__all__ = [
-    "SHARED",
-    "Arguments",
-    "add_dataset_argument",
-    "add_shared",
-    "byte_count",
-    "capacities",
-    "part_of",
-    "positive",
-    "token_argument",
-    "token_id",
-    "usable_cores",
-]
-
+T = TypeVar("T")
 # A parser or one of its groups.
 Arguments = argparse._ActionsContainer
 
@@ -41,12 +29,20 @@ def usable_cores() -> int:
 # ---- what a value looks like -----------------------------------------------------------------
 
 
-def byte_count(text: str) -> int:
-    """``64M`` -> 67108864 (``megapack.units``)."""
-    try:
-        return parse_size(text)
-    except ConfigError as error:  # of which argparse, left alone, would print the type only
-        _refuse(str(error))
+def _told(convert: Callable[[str], T]) -> Callable[[str], T]:
+    """What refuses in words of its own, of which argparse would print the type only."""
+
+    def converted(text: str) -> T:
+        try:
+            return convert(text)
+        except ConfigError as error:
+            _refuse(str(error))
+
+    return converted
+
+
+byte_count = _told(parse_size)  # 64M -> 67108864
+dataset_prefix = _told(prefix_of)  # argparse would print what it refuses, passwords included
 
 
 def capacities(text: str) -> list[int]:
@@ -55,14 +51,6 @@ def capacities(text: str) -> list[int]:
     if not all(number.strip().isdecimal() and int(number) > 0 for number in numbers):
         _refuse(f"{text!r} is not a list of capacities; write 1024,2048,4096 (tokens, 1 or more)")
     return sorted(map(int, numbers))
-
-
-def dataset_prefix(text: str) -> str:
-    """As ``prefix_of``; argparse would print what it refuses, passwords included."""
-    try:
-        return prefix_of(text)
-    except ConfigError as error:
-        _refuse(str(error))
 
 
 def positive(text: str) -> int:

@@ -16,16 +16,12 @@ examples:
 from __future__ import annotations
 
 import argparse
-import json
 
 from megapack.cli.arguments import add_shared, byte_count
 from megapack.cli.datasets import local_file
 from megapack.cli.pack import add_sharing
-from megapack.cli.report import Work, note
-from megapack.executors import Counted
+from megapack.cli.report import Work, is_part, printed_as_json
 from megapack.units import count, counted
-
-__all__ = ["add_arguments", "run"]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -54,27 +50,18 @@ def run(args: argparse.Namespace) -> int:
         overwrite=args.overwrite,
     )
     i, n = args.part or (0, 1)
-    total, done = len(range(i, arranger.num_shards, n)), 0
+    mine = len(range(i, arranger.num_shards, n))
     with Work(f"arranging {counted(arranger.source.num_samples, 'sample')}") as work:
-
-        def report(more: Counted) -> None:
-            nonlocal done
-            done += more.tokens
-            work(done, arranger.source.num_tokens * total // arranger.num_shards)
-
+        tokens = arranger.source.num_tokens * mine // arranger.num_shards
         shards = arrange(
             arranger,
-            report,
+            work.counting(tokens, lambda more: more.tokens),
             part=args.part,
             executor=args.executor or "local",
-            num_processes=max(1, min(args.workers, total)),
+            num_processes=max(1, min(args.workers, mine)),
             ray_address=args.ray_address,
         )
-    if args.part is not None:
-        note(
-            f"part {i}/{n}: {counted(len(shards), 'shard')} written; when all parts are, run the "
-            f"command without --part, which writes {args.output}"
-        )
+    if is_part(args, f"{counted(len(shards), 'shard')} written", args.output):
         return 0
     facts = {
         "manifest": args.output,
@@ -82,9 +69,7 @@ def run(args: argparse.Namespace) -> int:
         "num_samples": arranger.source.num_samples,
         "num_tokens": sum(shard.num_tokens for shard in shards),
     }
-    if args.json:
-        print(json.dumps(facts, indent=2))
-    else:
+    if not printed_as_json(args, facts):
         print(
             f"{args.output}: {count(len(shards))} shards, {count(facts['num_samples'])} samples, "
             f"{count(facts['num_tokens'])} tokens"

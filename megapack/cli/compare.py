@@ -162,71 +162,40 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add_training(parser.add_argument_group("training, for the estimate of time and cost"))
     output = parser.add_argument_group("output")
     add_shared(output, "--json")
-    output.add_argument("--html", metavar="FILE", type=Path, help="write a page with plots")
+    output.add_argument(
+        "--html", metavar="FILE", type=Path, help="write a page with plots (megapack[plot])"
+    )
     add_shared(output, "--overwrite")
 
 
 def _add_training(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--model", choices=MODELS, default="1b", help="size (default: %(default)s)")
-    group.add_argument(
-        "--model-shape",
-        metavar="PARAMETERS,LAYERS,WIDTH",
-        help="a model of your own, as in 2.6e9,26,2304",
+    """Option, default, type or choices, what its value is called, help."""
+    options: tuple[tuple[str, Any, Any, str | None, str], ...] = (
+        ("--model", "1b", list(MODELS), None, "size"),
+        ("--model-shape", None, str, "PARAMETERS,LAYERS,WIDTH", "a model, as in 2.6e9,26,2304"),
+        ("--gpu", "h100", list(GPUS), None, "type"),
+        ("--gpu-tflops", None, float, "X", "dense 16-bit peak of a type not listed"),
+        ("--num-gpus", 64, int, "N", "how many"),
+        ("--gpu-price", 2.0, float, "X", "per GPU hour"),
+        ("--utilization", 0.4, float, "X", "share of the peak that training reaches"),
+        ("--train-tokens", None, float, "N", "document tokens (default: all, once)"),
+        ("--attention", "document", ["document", "sample"], None, "inside those, or over these"),
+        ("--dealing", "balanced", ["balanced", "random"], None, _DEALING),
+        ("--num-ranks", None, int, "N", "data-parallel ranks (default: --num-gpus)"),
+        ("--tokens-per-rank", 49_152, int, "N", "per step"),
+        ("--micro-batch-tokens", None, positive, "N", _MICRO_BATCHES),
     )
-    group.add_argument("--gpu", choices=GPUS, default="h100", help="type (default: %(default)s)")
-    group.add_argument(
-        "--gpu-tflops", metavar="X", type=float, help="dense 16-bit peak of a type not listed"
-    )
-    group.add_argument(
-        "--num-gpus", metavar="N", type=int, default=64, help="(default: %(default)s)"
-    )
-    group.add_argument(
-        "--gpu-price",
-        metavar="X",
-        type=float,
-        default=2.0,
-        help="per GPU hour (default: %(default)s)",
-    )
-    group.add_argument(
-        "--utilization",
-        metavar="X",
-        type=float,
-        default=0.4,
-        help="share of the peak that training reaches (default: %(default)s)",
-    )
-    group.add_argument(
-        "--train-tokens", metavar="N", type=float, help="document tokens (default: all, once)"
-    )
-    group.add_argument(
-        "--attention",
-        choices=("document", "sample"),
-        default="document",
-        help="inside documents or over samples",
-    )
-    group.add_argument(
-        "--dealing",
-        choices=("balanced", "random"),
-        default="balanced",
-        help="assignment of a step's samples to ranks: longest first to the least loaded, or at "
-        "random (default: %(default)s)",
-    )
-    group.add_argument(
-        "--num-ranks", metavar="N", type=int, help="data-parallel ranks (default: --num-gpus)"
-    )
-    group.add_argument(
-        "--tokens-per-rank",
-        metavar="N",
-        type=int,
-        default=49_152,
-        help="per step (default: %(default)s)",
-    )
-    group.add_argument(
-        "--micro-batch-tokens",
-        metavar="N",
-        type=positive,
-        help="of a rank: says what planning each step by its documents (megapack.plan_step; plain "
-        "data parallelism, dynamic context parallelism) would give",
-    )
+    for name, default, kind, metavar, text in options:
+        values = {"choices": kind} if isinstance(kind, list) else {"type": kind}
+        shown = f"{text} (default: %(default)s)" if default is not None else text
+        group.add_argument(name, default=default, metavar=metavar, help=shown, **values)
+
+
+_DEALING = "a step's samples to ranks: longest first to the least loaded, or at random"
+_MICRO_BATCHES = (
+    "of a rank: says what planning each step by its documents (megapack.plan_step; plain data "
+    "parallelism, dynamic context parallelism) would give"
+)
 
 
 def run(args: argparse.Namespace) -> int:

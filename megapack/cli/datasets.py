@@ -13,8 +13,6 @@ from megapack.storage.remote import is_remote
 from megapack.storage.remote.address import split
 from megapack.storage.remote.client import names_in
 
-__all__ = ["dataset_prefixes", "local_file", "named_files"]
-
 COMPANIONS = (
     *(".bin", ".meta.json", ".idx.orig", ".lock", ".manifest.json", ".samples", ".checksums"),
     SUFFIX,

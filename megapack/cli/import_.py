@@ -18,8 +18,6 @@ import argparse
 from megapack.cli.arguments import add_shared, token_id
 from megapack.storage.importing import KINDS, LINKS, import_dataset
 
-__all__ = ["add_arguments", "run"]
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("path", metavar="PATH", help="file or prefix of another tool")

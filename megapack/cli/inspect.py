@@ -17,7 +17,6 @@ examples:
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -29,7 +28,7 @@ from rich.text import Text
 from megapack.cli.arguments import add_shared
 from megapack.cli.datasets import named_files
 from megapack.cli.pack import describe_shards, print_composition, print_shards
-from megapack.cli.report import Screen, note, print_table
+from megapack.cli.report import Screen, note, print_table, printed_as_json
 from megapack.errors import ConfigError
 from megapack.packing import SampleIndex
 from megapack.packing.sample_index import IDX_CHECKSUMS
@@ -188,11 +187,7 @@ def print_sample(
 
 
 def _body(
-    view: SegmentView,
-    decode: Callable[[Sequence[int]], str] | None,
-    colour: str,
-    *,
-    full: bool,
+    view: SegmentView, decode: Callable[[Sequence[int]], str] | None, colour: str, *, full: bool
 ) -> Text:
     """Runs of tokens with and without a label; only whole runs can be decoded."""
     show = decode or (lambda ids: " ".join(map(str, ids)) + " ")
@@ -266,7 +261,7 @@ def run(args: argparse.Namespace) -> int:
         facts = [_describe_source(index, each=args.shards) for index in sources]
         facts += [describe_index(name, index) for name, index in indices.items()]
         facts += datasets
-        print(json.dumps(facts[0] if len(facts) == 1 else facts, indent=2))
+        printed_as_json(args, facts[0] if len(facts) == 1 else facts)
         return 0
     for source in sources:
         print_shards(source, each=args.shards)

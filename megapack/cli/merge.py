@@ -15,16 +15,13 @@ is complete.
 from __future__ import annotations
 
 import argparse
-import json
 
 from megapack.cli.arguments import add_dataset_argument, add_shared
 from megapack.cli.datasets import dataset_prefixes
-from megapack.cli.report import Work
+from megapack.cli.report import Work, printed_as_json
 from megapack.storage import IndexedDataset
 from megapack.storage.merge import merge
 from megapack.units import counted
-
-__all__ = ["add_arguments", "run"]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -57,17 +54,17 @@ def run(args: argparse.Namespace) -> int:
             progress=progress,
         )
     result = IndexedDataset(args.output_prefix)
-    if args.json:
-        facts = {
-            "prefix": args.output_prefix,
-            "num_datasets": len(prefixes),
-            "num_documents": result.num_documents,
-            "num_tokens": result.num_tokens,
-            "dtype": result.dtype.name,
-            "is_new": is_new,
-        }
-        print(json.dumps(facts, indent=2))
-    elif is_new:
+    facts = {
+        "prefix": args.output_prefix,
+        "num_datasets": len(prefixes),
+        "num_documents": result.num_documents,
+        "num_tokens": result.num_tokens,
+        "dtype": result.dtype.name,
+        "is_new": is_new,
+    }
+    if printed_as_json(args, facts):
+        return 0
+    if is_new:
         print(
             f"{args.output_prefix}: {counted(len(prefixes), 'dataset')}, "
             f"{counted(result.num_documents, 'document')}, "

@@ -29,7 +29,6 @@ examples:
 from __future__ import annotations
 
 import argparse
-import json
 import textwrap
 from collections.abc import Mapping
 from functools import partial
@@ -47,20 +46,12 @@ from megapack.cli.arguments import (
     positive,
 )
 from megapack.cli.datasets import dataset_prefixes
-from megapack.cli.report import Work, note, print_table
+from megapack.cli.report import Work, is_part, note, print_table, printed_as_json
 from megapack.errors import ConfigError
-from megapack.executors import Counted
-from megapack.packing import (
-    STRATEGIES,
-    Parameter,
-    SampleIndex,
-    check_packing,
-    how_it_differs,
-    pack,
-)
+from megapack.packing import STRATEGIES, Parameter, SampleIndex, check_packing, how_it_differs, pack
 from megapack.packing.metrics import checksum
 from megapack.packing.sample_index import describe_source
-from megapack.packing.shard_packing import PackingPlan, pack_shards, plan_packing
+from megapack.packing.shard_packing import pack_shards, plan_packing
 from megapack.packing.sharded import ShardedIndex, is_shard_manifest, load_shards
 from megapack.storage.dataset import open_index, read_documents
 from megapack.storage.files import check_target
@@ -77,16 +68,9 @@ def print_composition(index: SampleIndex) -> None:
     rows = []
     columns = (index.bucket_capacity.tolist(), m["samples_per_bucket"], m["tokens_per_bucket"])
     for capacity, samples, tokens in zip(*columns, strict=True):
-        padding = samples * capacity - tokens
-        rows.append(
-            (
-                count(capacity),
-                count(samples),
-                count(tokens),
-                percent(tokens / max(1, m["placed_tokens"])),
-                percent(padding / max(1, samples * capacity), 3),
-            )
-        )
+        share = percent(tokens / max(1, m["placed_tokens"]))
+        padding = percent((samples * capacity - tokens) / max(1, samples * capacity), 3)
+        rows.append((*map(count, (capacity, samples, tokens)), share, padding))
     print_table(("bucket", "samples", "tokens", "of all", "padding"), rows)
     bound = f"lower bound {percent(m['truncation_floor'], 3)}: longer than the largest bucket"
     facts = [
@@ -135,15 +119,9 @@ def print_shards(index: ShardedIndex, remark: str = "", *, each: bool = False) -
         print_table(
             ("shard", "documents", "tokens", "samples", "type", "labels"),
             [
-                (
-                    shard.prefix,
-                    count(shard.num_documents),
-                    count(shard.num_tokens),
-                    count(sum(shard.samples_per_bucket)),
-                    shard.dtype,
-                    "yes" if shard.labels else "",
-                )
-                for shard in index.shards
+                (s.prefix, *map(count, (s.num_documents, s.num_tokens, sum(s.samples_per_bucket))))
+                + (s.dtype, "yes" if s.labels else "")
+                for s in index.shards
             ],
         )
     print(
@@ -186,11 +164,13 @@ def run_shards(args: argparse.Namespace, options: Mapping[str, Any]) -> int:
     plan = plan_packing(
         args.output, prefixes, {**options, "seed": args.seed}, overwrite=args.overwrite
     )
-    shown = _Progress(plan, args.part or (0, 1))
-    with shown.work:
+    i, n = args.part or (0, 1)
+    mine = plan.prefixes[i::n]
+    with Work(f"packing {counted(len(mine), 'dataset')}") as work:
+        documents = sum(open_index(prefix).num_documents for prefix in mine)
         shards = pack_shards(
             plan,
-            shown,
+            work.counting(documents, lambda more: more.documents),
             workers=args.workers,
             threads=args.threads,
             part=args.part,
@@ -198,38 +178,13 @@ def run_shards(args: argparse.Namespace, options: Mapping[str, Any]) -> int:
             ray_address=args.ray_address,
             overwrite=args.overwrite,
         )
-    if args.part is not None:
-        i, n = args.part
-        note(
-            f"part {i}/{n}: {counted(len(shards), 'dataset')} packed; when all parts are, run the "
-            f"command without --part, which writes {plan.manifest}"
-        )
+    if is_part(args, f"{counted(len(shards), 'dataset')} packed", str(plan.manifest)):
         return 0
-    _tell(args, plan)
-    return 0
-
-
-class _Progress:
-    """Counts documents that are done."""
-
-    def __init__(self, plan: PackingPlan, part: tuple[int, int]) -> None:
-        mine = plan.prefixes[part[0] :: part[1]]
-        self.total = sum(open_index(p).num_documents for p in mine)
-        self.done = 0
-        self.work = Work(f"packing {counted(len(mine), 'dataset')}")
-
-    def __call__(self, more: Counted) -> None:
-        self.done += more.documents
-        self.work(self.done, self.total)
-
-
-def _tell(args: argparse.Namespace, plan: PackingPlan) -> None:
     index = load_shards(plan.manifest)
     new = len(index.shards) - len(plan.known)
-    if args.json:
-        print(json.dumps({**describe_shards(index), "num_new_shards": new}, indent=2))
-    else:
+    if not printed_as_json(args, {**describe_shards(index), "num_new_shards": new}):
         print_shards(index, f", {count(new)} of them new" if plan.known else "")
+    return 0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -322,9 +277,7 @@ def run(args: argparse.Namespace) -> int:
         else:
             note(f"nothing to do: {output} is there already, of the same documents and options")
             index = SampleIndex.load(file)
-    if args.json:
-        print(json.dumps(index.metrics(), indent=2))
-    else:
+    if not printed_as_json(args, index.metrics()):
         print_composition(index)
         print(
             f"\n{output}: {count(index.num_documents)} documents, "

@@ -21,8 +21,6 @@ from megapack.errors import FormatError
 from megapack.storage.repair import repair
 from megapack.storage.verify import verify
 
-__all__ = ["add_arguments", "run"]
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_dataset_argument(parser, many=True)
@@ -34,9 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="when .bin is too short, keep the documents that are whole",
     )
     parser.add_argument(
-        "--drop-trailing",
-        action="store_true",
-        help="cut bytes of .bin that belong to no sequence",
+        "--drop-trailing", action="store_true", help="cut bytes of .bin that belong to no sequence"
     )
     parser.add_argument(
         "--one-document-per-sequence",

@@ -1,19 +1,21 @@
-"""The look all commands share: tables on stdout, progress and remarks on stderr."""
+"""The look all commands share: tables and JSON on stdout, progress and remarks on stderr."""
 
 from __future__ import annotations
 
+import argparse
 import errno
+import json
 import os
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
 
-__all__ = ["Screen", "Work", "note", "print_table"]
+from megapack.executors import Counted
 
 _SECONDS_BETWEEN_LINES = 10.0
 
@@ -45,9 +47,27 @@ def print_table(
     Screen().print(table)
 
 
+def printed_as_json(args: argparse.Namespace, facts: Any) -> bool:
+    """With --json print them, and that is all."""
+    if args.json:
+        print(json.dumps(facts, indent=2))
+    return bool(args.json)
+
+
 def note(text: str) -> None:
     """A remark on stderr."""
     print(f"note: {text}", file=sys.stderr)
+
+
+def is_part(args: argparse.Namespace, done: str, whole: str) -> bool:
+    """Whether --part was given: then say what is done, and who writes ``whole``."""
+    if args.part is not None:
+        i, n = args.part
+        note(
+            f"part {i}/{n}: {done}; when all parts are, run the command without --part, which "
+            f"writes {whole}"
+        )
+    return args.part is not None
 
 
 class Work:
@@ -73,6 +93,17 @@ class Work:
     def __exit__(self, *_: object) -> None:
         if self._bar is not None:
             self._bar.stop()
+
+    def counting(self, total: int, of: Callable[[Counted], int]) -> Callable[[Counted], None]:
+        """What is told of every piece that is done, ``of`` it being what is counted."""
+        done = 0
+
+        def report(more: Counted) -> None:
+            nonlocal done
+            done += of(more)
+            self(done, total)
+
+        return report
 
     def __call__(self, done: int, total: int, rates: str = "") -> None:
         """``rates`` are shown beside the share that is done."""

@@ -25,8 +25,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import io
-import json
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,7 +32,7 @@ import numpy as np
 
 from megapack.cli.arguments import add_shared, positive
 from megapack.cli.inspect import decoder, print_sample, view_sample
-from megapack.cli.report import Screen, print_table
+from megapack.cli.report import Screen, print_table, printed_as_json
 from megapack.config import load_config
 from megapack.errors import ConfigError
 from megapack.storage.files import atomic_write, check_target
@@ -70,8 +68,7 @@ def answer_step(args: argparse.Namespace, run: OpenRun) -> None:
             for source, segments in [data.samples.segments(sample, content.num_lists)]
         ],
     }
-    if args.json:
-        print(json.dumps(facts, indent=2))
+    if printed_as_json(args, facts):
         return
     console = Screen()
     stage = f"; of the stage from step {facts['stage_from_step']:,}" * (len(schedule.stages) > 1)
@@ -83,8 +80,8 @@ def answer_step(args: argparse.Namespace, run: OpenRun) -> None:
     )
     if args.tokenizer is None:
         _print_segments(facts["samples"])
-        return
-    _print_text(console, args, data, facts["samples"])
+    else:
+        _print_text(console, args, data, facts["samples"])
 
 
 def _print_text(
@@ -224,8 +221,7 @@ def _answer_document(args: argparse.Namespace, schedule: Schedule, until: int) -
             for sample in samples.samples_of(source, document)
         ],
     }
-    if args.json:
-        print(json.dumps(facts, indent=2))
+    if printed_as_json(args, facts):
         return
     masked = "" if masked_from is None else f"; masked from step {masked_from:,} on"
     Screen().write_line(
@@ -268,8 +264,7 @@ def _answer_excluded(args: argparse.Namespace, schedule: Schedule, until: int) -
     from megapack.data import plan_exclusions  # noqa: PLC0415
 
     found = plan_exclusions(schedule, until)
-    if args.json:
-        print(json.dumps([dataclasses.asdict(item) for item in found], indent=2))
+    if printed_as_json(args, [dataclasses.asdict(item) for item in found]):
         return
     Screen().write_line(f"excluded documents in the first {until:,} steps", style="bold")
     if not found:
@@ -303,22 +298,21 @@ def _answer_unseen(args: argparse.Namespace, schedule: Schedule, until: int) -> 
     documents, passes = unseen_documents(schedule, names.index(args.unseen), until)
     content = io.BytesIO()
     np.save(content, documents)
-    same = partial(_difference, args.output, content.getvalue())
-    if check_target(args.output, overwrite=args.overwrite, difference=same):
+
+    def difference() -> str | None:
+        same = Path(args.output).read_bytes() == content.getvalue()
+        return None if same else "it holds something else"
+
+    if check_target(args.output, overwrite=args.overwrite, difference=difference):
         with atomic_write(args.output) as file:
             file.write(content.getvalue())
     facts = {"source": args.unseen, "steps": until, "passes": passes, "documents": len(documents)}
-    if args.json:
-        print(json.dumps(facts, indent=2))
+    if printed_as_json(args, facts):
         return
     Screen().write_line(
         f"after {until:,} steps {len(documents):,} documents of {args.unseen} are not seen yet in "
         f"pass {passes + 1:,} over it: {args.output}"
     )
-
-
-def _difference(path: str, content: bytes) -> str | None:
-    return None if Path(path).read_bytes() == content else "it holds something else"
 
 
 # --- what will be seen? ---------------------------------------------------------------------------
@@ -328,12 +322,10 @@ def _answer_until(args: argparse.Namespace, schedule: Schedule, until: int) -> N
     from megapack.data import plan_run  # noqa: PLC0415
 
     plan = plan_run(schedule, until)
-    if not args.json:
-        print(plan)
-        return
     facts = {
         "num_steps": plan.num_steps,
         "stages": [dataclasses.asdict(stage) for stage in plan.stages],
         "datasets": [dataset._asdict() for dataset in plan.datasets],
     }
-    print(json.dumps(facts, indent=2))
+    if not printed_as_json(args, facts):
+        print(plan)

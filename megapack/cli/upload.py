@@ -24,8 +24,6 @@ from megapack.storage.remote.address import is_below, is_remote
 from megapack.storage.remote.client import put_object, remove_object
 from megapack.storage.remote.copies import upload_dataset
 
-__all__ = ["add_arguments", "run"]
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_dataset_argument(parser, many=True, help="or shard manifests")

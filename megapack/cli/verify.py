@@ -29,8 +29,6 @@ from megapack.packing.verify import verify_samples, verify_shard
 from megapack.storage.verify import Finding, find_duplicates, has_errors, verify
 from megapack.units import counted
 
-__all__ = ["add_arguments", "print_findings", "run"]
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_dataset_argument(parser, many=True, help="or .samples files, or shard manifests")

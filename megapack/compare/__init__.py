@@ -1,11 +1,10 @@
 """Many strategies on the same lengths: what each does, what it costs, which one to take.
 
-Lengths and cases in, a Comparison out; ``html.render`` turns it into a page. Stands on packing
+Lengths and cases in, a Comparison out; ``page.render`` turns it into a page. Stands on packing
 and planning.
 """
 
-from megapack.compare.cases import Case, default_cases, parse_case
-from megapack.compare.comparison import Comparison, Corpus, compare
+from megapack.compare.comparison import Comparison, Corpus, PlannedWork, compare, measure_plans
 from megapack.compare.cost import (
     GPUS,
     MODELS,
@@ -17,8 +16,14 @@ from megapack.compare.cost import (
     estimate,
     measure_work,
 )
-from megapack.compare.evaluation import Evaluation, Recommendation, recommend
-from megapack.compare.planned import PlannedWork, measure_plans
+from megapack.compare.evaluation import (
+    Case,
+    Evaluation,
+    Recommendation,
+    default_cases,
+    parse_case,
+    recommend,
+)
 
 __all__ = [
     "GPUS",

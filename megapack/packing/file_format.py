@@ -61,7 +61,7 @@ def find_wrong(values: Any, checks: Mapping[str, Check]) -> str | None:
         if not isinstance(values, Mapping) or name not in values:
             return f"has no {name}"
         if not check(values[name]):
-            return f"says {name} is {str(values[name])[:80]!r}"
+            return f"says {name} is {values[name]!r:.80}"
     return None
 
 

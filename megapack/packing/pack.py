@@ -24,25 +24,6 @@ from megapack.packing.strategies import Request, Strategy, find_strategy
 # a multiple of the alignment. What lies between two of them is padding like any other.
 
 _INT32_MAX = (1 << 31) - 1
-_PIECES = ("atom_size", "min_bucket")  # parameters that say where documents are cut
-
-
-def check_alignment(alignment: int, capacities: list[int], parameters: Mapping[str, Any]) -> None:
-    """Refuse what would cut documents elsewhere than at multiples. Raises ConfigError."""
-    sizes = [("bucket", capacity) for capacity in capacities]
-    sizes += [(name, parameters[name]) for name in _PIECES if parameters.get(name) is not None]
-    for name, size in sizes:
-        if size % alignment:
-            raise ConfigError(f"{name} {size:,} is no multiple of the alignment {alignment:,}")
-
-
-def rounded_up(lengths: Lengths, alignment: int) -> tuple[Lengths, Lengths]:
-    """Every length rounded up, and the lengths themselves, both of a type that holds either."""
-    if alignment == 1:
-        return lengths, lengths
-    if lengths.max(initial=0) > _INT32_MAX - alignment:
-        lengths = lengths.astype(np.int64)
-    return (lengths + (alignment - 1)) // alignment * alignment, lengths
 
 
 def with_true_lengths(arrays: Mapping[str, Any], lengths: Lengths) -> dict[str, Any]:
@@ -116,7 +97,12 @@ def check_packing(
     capacities = _check_buckets(buckets, chosen)
     resolved = chosen.resolve(parameters or {}, preset=preset, capacity=capacities[-1])
     alignment = _integer("alignment", alignment, 1, MAX_CAPACITY)
-    check_alignment(alignment, capacities, resolved)
+    # What documents are cut at; elsewhere than at multiples nothing may be cut.
+    cuts = [("bucket", capacity) for capacity in capacities]
+    cuts += [(name, resolved.get(name) or 0) for name in ("atom_size", "min_bucket")]
+    for name, tokens in cuts:
+        if tokens % alignment:
+            raise ConfigError(f"{name} {tokens:,} is no multiple of the alignment {alignment:,}")
     if alignment > 1:
         resolved["alignment"] = alignment
     if chosen.check is not None:
@@ -171,9 +157,11 @@ def pack(
     documents, checked = _check_lengths(lengths, method.buckets[-1])
     # The array may be the caller's, who may change it later: these totals are all that is kept.
     totals = DocumentTotals.of(documents, checked)
-    if method.alignment > 1:
-        rounded, documents = rounded_up(documents, method.alignment)
-        checked = _core.DocumentLengths(rounded)
+    step = method.alignment
+    if step > 1:
+        if documents.max(initial=0) > _INT32_MAX - step:
+            documents = documents.astype(np.int64)
+        checked = _core.DocumentLengths((documents + (step - 1)) // step * step)
     arrays = method.strategy.run(
         Request(
             lengths=checked,
@@ -186,7 +174,7 @@ def pack(
     )
     if len(documents) <= _INT32_MAX:  # the core is wide in both if it is wide in one
         arrays["segment_document"] = arrays["segment_document"].astype(np.int32, copy=False)
-    if method.alignment > 1:
+    if step > 1:
         arrays = with_true_lengths(arrays, documents)
     index = SampleIndex(
         **{"decisions": {}, **arrays},

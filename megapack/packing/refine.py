@@ -28,8 +28,6 @@ from numpy.typing import NDArray
 
 from megapack.errors import ConfigError
 
-__all__ = ["Refined", "price_of_a_sample", "refine"]
-
 GRID_CLASSES = 1024  # lengths are rounded up to 1/1024 of the largest bucket
 ROUNDS = 3
 MAX_ITERATIONS = 40

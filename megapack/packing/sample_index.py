@@ -16,12 +16,7 @@ from numpy.typing import NDArray
 from megapack import _core
 from megapack.errors import FormatError, IndexMismatchError
 from megapack.packing import file_format as samples_format
-from megapack.packing.metrics import (
-    DocumentTotals,
-    Lengths,
-    compute_metrics,
-    lengths_fingerprint,
-)
+from megapack.packing.metrics import DocumentTotals, Lengths, compute_metrics, lengths_fingerprint
 from megapack.storage.files import check_target
 from megapack.storage.index_file import CheckedArray, block_checksums
 from megapack.storage.remote import is_remote
@@ -42,42 +37,6 @@ def describe_source(dataset: Any, prefix: str) -> dict[str, str]:
     """
     sums = dataset.idx_checksums
     return {"fingerprint": dataset.fingerprint, "prefix": str(prefix), IDX_CHECKSUMS: sums}
-
-
-def check_dataset(
-    index: str, documents: DocumentTotals, source: Mapping[str, Any], dataset: Any
-) -> None:
-    """Refuse a dataset other than the one an index was packed from.
-
-    Args:
-        index: what to call it.
-        documents: totals of the documents it was packed from.
-        source: ``describe_source`` of their dataset; may be empty.
-        dataset: an IndexedDataset; what is read of its .idx from then on is compared with the
-            checksums that the source tells.
-
-    Raises:
-        IndexMismatchError: says what differs.
-    """
-    apart = f"{index} and {dataset.prefix} do not belong together"
-    if dataset.num_documents != documents.num_documents:
-        raise IndexMismatchError(
-            f"{apart}: the index was packed from {documents.num_documents:,} documents, the "
-            f"dataset has {dataset.num_documents:,}; pack it again"
-        )
-    recorded = source.get("fingerprint")
-    if recorded is not None:
-        if recorded != dataset.fingerprint:
-            raise IndexMismatchError(
-                f"{apart}: the index was packed from a dataset with fingerprint {recorded} "
-                f"({source.get('prefix')}), this one has {dataset.fingerprint}; pack it again"
-            )
-    elif documents.lengths_fingerprint != lengths_fingerprint(dataset.document_lengths):
-        raise IndexMismatchError(
-            f"{apart}: as many documents, but of other lengths; pack the dataset again"
-        )
-    if IDX_CHECKSUMS in source:
-        dataset.hold_to(source[IDX_CHECKSUMS])
 
 
 def how_it_differs(
@@ -311,7 +270,26 @@ class SampleIndex:
         Raises:
             IndexMismatchError: says what differs.
         """
-        check_dataset(str(self.path or "this index"), self.documents, self.source or {}, dataset)
+        source, documents = self.source or {}, self.documents
+        apart = f"{self.path or 'this index'} and {dataset.prefix} do not belong together"
+        if dataset.num_documents != documents.num_documents:
+            raise IndexMismatchError(
+                f"{apart}: the index was packed from {documents.num_documents:,} documents, the "
+                f"dataset has {dataset.num_documents:,}; pack it again"
+            )
+        recorded = source.get("fingerprint")
+        if recorded is not None:
+            if recorded != dataset.fingerprint:
+                raise IndexMismatchError(
+                    f"{apart}: the index was packed from a dataset with fingerprint {recorded} "
+                    f"({source.get('prefix')}), this one has {dataset.fingerprint}; pack it again"
+                )
+        elif documents.lengths_fingerprint != lengths_fingerprint(dataset.document_lengths):
+            raise IndexMismatchError(
+                f"{apart}: as many documents, but of other lengths; pack the dataset again"
+            )
+        if IDX_CHECKSUMS in source:
+            dataset.hold_to(source[IDX_CHECKSUMS])
 
     # --- file -----------------------------------------------------------------------------------
 

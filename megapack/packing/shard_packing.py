@@ -45,8 +45,6 @@ from megapack.storage.files import check_target
 from megapack.storage.remote.address import is_below, split
 from megapack.storage.remote.copies import local_output_file
 
-__all__ = ["PackingPlan", "ShardPacker", "describe_shard", "pack_shards", "plan_packing"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class PackingPlan:
@@ -157,23 +155,20 @@ class ShardPacker:
             FormatError, OSError: the dataset is damaged or missing, or cannot be written.
         """
         prefix = self.plan.prefixes[index]
-        shard = self.plan.known.get(place(prefix))
-        if shard is None:
-            shard = self._packed(prefix)
-        else:
+        shard = self.plan.known.get(place(prefix)) or self._packed(prefix)
+        if place(prefix) in self.plan.known:
             self._check_unchanged(shard)
         report(Counted(documents=shard.num_documents, tokens=shard.num_tokens))
         return shard
 
     def _check_unchanged(self, shard: PackedShard) -> None:
         """By fingerprints: what was packed is not read again."""
-        idx = open_index(shard.prefix)
         samples = SampleIndex.load(shard.samples)
-        for name, same in (
-            (f"{shard.prefix}.idx", idx.fingerprint == shard.fingerprint),
-            (shard.samples, samples.fingerprint == shard.samples_fingerprint),
+        for name, found, said in (
+            (f"{shard.prefix}.idx", open_index(shard.prefix).fingerprint, shard.fingerprint),
+            (shard.samples, samples.fingerprint, shard.samples_fingerprint),
         ):
-            if not same:
+            if found != said:
                 raise IndexMismatchError(
                     f"{name} has changed since {self.plan.manifest} was written: restore it, or "
                     "pack all datasets again with --overwrite"
@@ -218,16 +213,13 @@ def describe_shard(
         most_segments=tuple(most_segments(index)),
         longest_segment=longest_segment(index),
         longest_reach=longest_reach(index),
-        max_token_id=_largest(known) if len(known) == len(streams) else None,
+        max_token_id=max((i for i in known if i is not None), default=-1)
+        if len(known) == len(streams)
+        else None,
         vocab_size=meta.get("vocab_size"),
         document_end_token=meta.get("document_end_token"),
         labels=labels is not None,
     )
-
-
-def _largest(ids: Sequence[int | None]) -> int:
-    """Of ids of which None says that there is none; -1 then."""
-    return max((i for i in ids if i is not None), default=-1)
 
 
 def pack_shards(

@@ -1,5 +1,15 @@
-"""The shard manifest: one small JSON file that says of every shard of a source what a run must know
-before it opens any of them.
+"""Many datasets, each packed by itself, as one source: ``ShardedIndex``, and the shard manifest.
+
+A source of many .bin/.idx pairs, its shards, is what their merge would be: documents are numbered
+through the shards, and so are the samples of every bucket: those of the first shard, then those of
+the second. So whatever speaks of samples and documents of a source (shuffle, cursors, blends, lists
+of excluded documents, scores) does not know of shards, and every epoch has every sample once::
+
+    load_shards("web.shards.json").runs  # of two shards with 2 and 3 samples in the only bucket
+    # -> first numbers [0, 2, 5], shards [0, 1], numbers of the first there [0, 0]
+
+All that a run must know before it draws the first sample stands in the manifest, one small JSON
+file; a shard is opened when a sample of it is needed, and is then compared with what it says::
 
     {"format": "megapack shards", "version": 2, "strategy": "bucket", "parameters": {...},
      "buckets": [...], "seed": 0, "bucket_capacity": [...], "shards": [
@@ -7,21 +17,19 @@ before it opens any of them.
       ...
     ], "xxh3": "5e0b..."}
 
-``xxh3`` is of all that stands before it, as ``json.dumps`` writes it (xxh3_64).
-
-A shard's fields are those of ``PackedShard``; paths below the manifest's folder are relative to it,
-so that they move along. A manifest on this machine may name whole paths and addresses as well; one
-that is read from an address names what lies beside or below it and nothing else, since whoever
-wrote it shall not choose what is read here. The file is written last, when all shards are packed:
-it is complete or absent.
+``xxh3`` is of all that stands before it, as ``json.dumps`` writes it (xxh3_64). A shard's fields
+are those of ``PackedShard``; paths below the manifest's folder are relative to it, so that they
+move along. A manifest on this machine may name whole paths and addresses as well; one that is read
+from an address names what lies beside or below it and nothing else, since whoever wrote it shall
+not choose what is read here. The file is written last, when all shards are packed: it is complete
+or absent.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from itertools import pairwise
@@ -34,24 +42,13 @@ from numpy.typing import NDArray
 
 from megapack.config import from_dict
 from megapack.errors import ConfigError, FormatError, IndexMismatchError
+from megapack.packing.file_format import Check, are_counts, find_wrong, is_count, is_text
 from megapack.packing.sample_index import SampleIndex
 from megapack.storage.files import atomic_write, open_regular
 from megapack.storage.remote import is_remote
 from megapack.storage.remote.address import is_below, redacted, split
 from megapack.storage.remote.copies import local_output_file
 from megapack.storage.remote.reader import fetch_file
-
-# ---- ShardedIndex: many datasets, each packed by itself, as one source; nothing of them is read -
-# A source of many .bin/.idx pairs, its shards, is what their merge would be: documents are numbered
-# through the shards, and so are the samples of every bucket: those of the first shard, then those
-# of
-# the second. So whatever speaks of samples and documents of a source (shuffle, cursors, blends,
-# lists
-# of excluded documents, scores) does not know of shards, and every epoch has every sample once.
-#
-# All that a run must know before it draws the first sample stands in the shard manifest
-# (``megapack.packing.sharded``). A shard is opened when a sample of it is needed, and is then
-# compared with what the manifest says of it.
 
 Ids = NDArray[np.int64]
 
@@ -83,10 +80,6 @@ class PackedShard:
     document_end_token: int | None
     labels: bool
     """Whether ``<prefix>.labels`` belongs to it."""
-
-    def absolute(self) -> PackedShard:
-        """The same, found from any directory."""
-        return replace(self, prefix=place(self.prefix), samples=place(self.samples))
 
 
 def place(path: str) -> str:
@@ -210,7 +203,8 @@ class ShardedIndex:
     def __getstate__(self) -> dict[str, Any]:
         # Absolute: a worker may have another working directory.
         state = {field.name: getattr(self, field.name) for field in fields(self)}
-        return {**state, "shards": tuple(shard.absolute() for shard in self.shards)}
+        here = (replace(s, prefix=place(s.prefix), samples=place(s.samples)) for s in self.shards)
+        return {**state, "shards": tuple(here)}
 
     @cached_property
     def _counts(self) -> Ids:
@@ -233,30 +227,14 @@ VERSION = 2
 PLAN = ("strategy", "parameters", "buckets", "seed", "bucket_capacity")
 
 
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str)
-
-
-def _is_count(value: Any) -> bool:
-    return type(value) is int and value >= 0  # not bool
-
-
-def _is_known(value: Any) -> bool:
-    return value is None or type(value) is int
-
-
-def _are_counts(value: Any) -> bool:
-    return isinstance(value, list) and all(map(_is_count, value))
-
-
-_CHECKS: dict[str, Callable[[Any], bool]] = {
-    "str": _is_text,
-    "int": _is_count,
-    "int | None": _is_known,
-    "tuple[int, ...]": _are_counts,
+_CHECKS: dict[str, Check] = {
+    "str": is_text,
+    "int": is_count,
+    "int | None": lambda value: value is None or type(value) is int,
+    "tuple[int, ...]": are_counts,
     "bool": lambda value: type(value) is bool,
 }
-_FIELDS = {field.name: _CHECKS[str(field.type)] for field in dataclasses.fields(PackedShard)}
+_FIELDS = {field.name: _CHECKS[str(field.type)] for field in fields(PackedShard)}
 _PATHS = ("prefix", "samples")
 
 
@@ -314,16 +292,17 @@ def load_shards(path: str | os.PathLike[str], shards: Sequence[int] | None = Non
     begin, end = shards or (0, len(rows))
     if not 0 <= begin < end <= len(rows):
         raise ConfigError(f"shards [{begin}, {end}) of {path}, which has {len(rows)}")
-    num_buckets = len(content["bucket_capacity"])
-    found = [
-        _shard(path, number, row, num_buckets) for number, row in enumerate(rows[begin:end], begin)
-    ]
+    how = {name: content[name] for name in PLAN}
+    capacities = np.array(how.pop("bucket_capacity"), np.int64)
+    found = (_shard(path, begin + i, rows[begin + i], len(capacities)) for i in range(end - begin))
+    arranged = content.get("arranged")
+    try:
+        if arranged is not None:
+            arranged = from_dict(Arranged, arranged, where=f"{path}: arranged")
+    except ConfigError as error:
+        raise FormatError(f"{path} is damaged: {error}") from error
     return ShardedIndex(
-        path=path,
-        arranged=_arranged(path, content.get("arranged")),
-        shards=tuple(found),
-        bucket_capacity=np.array(content["bucket_capacity"], np.int64),
-        **{name: content[name] for name in ("strategy", "parameters", "buckets", "seed")},
+        path=path, arranged=arranged, shards=tuple(found), bucket_capacity=capacities, **how
     )
 
 
@@ -336,29 +315,18 @@ def _folder_of(path: Path | str) -> str:
     return split(path)[0] if isinstance(path, str) else str(path.parent)
 
 
-def _arranged(path: Path | str, value: Any) -> Arranged | None:
-    if value is None:
-        return None
-    try:
-        return from_dict(Arranged, value, where=f"{path}: arranged")
-    except ConfigError as error:
-        raise FormatError(f"{path} is damaged: {error}") from error
-
-
 def _shard(path: Path | str, number: int, row: Any, num_buckets: int) -> PackedShard:
-    values = row if isinstance(row, dict) else {}
-    for name, check in _FIELDS.items():
-        if not check(values.get(name, ...)):
+    wrong = find_wrong(row, _FIELDS)
+    if wrong is not None:
+        raise FormatError(f"{path} is damaged: shard {number} {wrong}")
+    known = {name: row[name] for name in _FIELDS}
+    for name in ("samples_per_bucket", "most_segments"):
+        known[name] = tuple(row[name])
+        if len(known[name]) != num_buckets:
             raise FormatError(
-                f"{path} is damaged: shard {number} says {name} is {values.get(name)!r}"
+                f"{path} is damaged: shard {number} has {name} of {len(known[name])} buckets"
             )
-    counts = tuple(values["samples_per_bucket"])
-    most = tuple(values["most_segments"])
-    if len(counts) != num_buckets or len(most) != num_buckets:
-        raise FormatError(f"{path} is damaged: shard {number} has counts of {len(counts)} buckets")
-    where = {name: _located(path, number, values[name]) for name in _PATHS}
-    known = {name: values[name] for name in _FIELDS}
-    return PackedShard(**{**known, **where, "samples_per_bucket": counts, "most_segments": most})
+    return PackedShard(**known | {name: _located(path, number, row[name]) for name in _PATHS})
 
 
 def _located(manifest: Path | str, number: int, text: str) -> str:

@@ -56,7 +56,7 @@ class Request:
         return _core.pack(strategy, self.lengths, rules, run)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Parameter:
     """One keyword of ``pack`` and one option of ``megapack-build pack``."""
 
@@ -236,53 +236,48 @@ def check_decompose(buckets: list[int], parameters: Mapping[str, Any]) -> None:
 # --- parameters that several have -----------------------------------------------------------------
 
 _SHUFFLE = Parameter(
-    name="shuffle",
-    default=True,
-    help="take the documents in seeded random order instead of file order",
+    "shuffle", True, "take the documents in seeded random order instead of file order"
 )
 _ATOM_SIZE = Parameter(
-    name="atom_size",
-    default=None,
-    minimum=1,
-    help="tokens per atom, which is what is shuffled: a divisor or a multiple of the capacity "
+    "atom_size",
+    None,
+    "tokens per atom, which is what is shuffled: a divisor or a multiple of the capacity "
     "(the default)",
+    minimum=1,
 )
 _LAST = Parameter(
-    name="last",
-    default="pad",
-    choices=("pad", "drop"),
-    help="what becomes of the last, partial sample",
+    "last", "pad", "what becomes of the last, partial sample", choices=("pad", "drop")
 )
 _EXTRA_CAPACITY = Parameter(
-    name="extra_capacity",
-    default=0,
+    "extra_capacity",
+    0,
+    "tokens by which a bin may exceed the capacity; what lies past the capacity is dropped",
     minimum=0,
     maximum=1 << 20,
-    help="tokens by which a bin may exceed the capacity; what lies past the capacity is dropped",
 )
 _POOL_SIZE = Parameter(
-    name="pool_size",
-    default=1 << 20,
+    "pool_size",
+    1 << 20,
+    "documents per pool (drained pools: on average); what is packed together",
     minimum=1,
     maximum=(1 << 63) - 1,
-    help="documents per pool (drained pools: on average); what is packed together",
 )
 _BUCKET_LLM = (
     Parameter(
-        name="pool",
-        default="drain",
-        choices=("drain", "stream"),
-        help="drain: fill a pool, then empty it; stream: one sample per added document, as "
+        "pool",
+        "drain",
+        "drain: fill a pool, then empty it; stream: one sample per added document, as "
         "Algorithm 1 is printed (one thread)",
+        choices=("drain", "stream"),
     ),
     _POOL_SIZE,
     Parameter(
-        name="padding_threshold",
-        default=0.045,
+        "padding_threshold",
+        0.045,
+        "more space than this share of a bucket is filled with the head of the shortest "
+        "document, less is padded; 1: no document is split for it",
         minimum=0.0,
         maximum=1.0,
-        help="more space than this share of a bucket is filled with the head of the shortest "
-        "document, less is padded; 1: no document is split for it",
     ),
 )
 _BUCKET_LLM_PRESETS = {"paper": lambda _: {"pool_size": 3000, "padding_threshold": 0.045}}
@@ -352,18 +347,18 @@ def _seamless_preset(placement: str, capacity: int) -> dict[str, Any]:
 @_strategy(
     "Seamless Packing (Yin et al. 2025), section 3",
     Parameter(
-        name="r_max",
-        default=0.3,
+        "r_max",
+        0.3,
+        "largest repeated share of a sample for which windows overlap (equation 1)",
         minimum=0.0,
         maximum=1.0,
-        help="largest repeated share of a sample for which windows overlap (equation 1)",
     ),
     Parameter(
-        name="placement",
-        default="exact",
+        "placement",
+        "exact",
+        "where windows begin: evenly, nothing lost; equation 3 as printed; the arithmetic"
+        " of the authors' program",
         choices=("exact", "paper", "published"),
-        help="where windows begin: evenly, nothing lost; equation 3 as printed; the arithmetic of "
-        "the authors' program",
     ),
     _EXTRA_CAPACITY,
     _LAST,
@@ -515,32 +510,32 @@ def _bucket_llm(request: Request, *, pairs: bool) -> Packing:
     "megapack, after BucketLLM",
     _POOL_SIZE,
     Parameter(
-        name="promote",
-        default="auto",
-        choices=("auto", "on", "off"),
-        help="a sample that would be padded by more than padding_threshold moves to a larger "
+        "promote",
+        "auto",
+        "a sample that would be padded by more than padding_threshold moves to a larger "
         "bucket and is filled on; auto: if that saves padding worth having",
+        choices=("auto", "on", "off"),
     ),
     Parameter(
-        name="padding_threshold",
-        default=0.05,
+        "padding_threshold",
+        0.05,
+        "share of a bucket's capacity above which its space counts for promote",
         minimum=0.0,
         maximum=1.0,
-        help="share of a bucket's capacity above which its space counts for promote",
     ),
     Parameter(
-        name="max_segments",
-        default=None,
+        "max_segments",
+        None,
+        "segments that a sample of the largest bucket may have, in smaller buckets in "
+        "proportion: cu_seqlens then have a fixed length (default: any number)",
         minimum=1,
         maximum=(1 << 31) - 1,
-        help="segments that a sample of the largest bucket may have, in smaller buckets in "
-        "proportion: cu_seqlens then have a fixed length (default: any number)",
     ),
     Parameter(
-        name="refine",
-        default=False,
-        help="look for better samples with a linear program, and take them if they are worth it "
-        "(needs highspy; seconds, whatever the number of documents)",
+        "refine",
+        False,
+        "look for better samples with a linear program, and take them if they are worth "
+        "it (needs highspy; seconds, whatever the number of documents)",
     ),
     many_buckets=True,
 )
@@ -558,11 +553,11 @@ def bucket(request: Request) -> Packing:
 @_strategy(
     "Dataset Decomposition (Pouransari et al. 2024)",
     Parameter(
-        name="min_bucket",
-        default=None,
+        "min_bucket",
+        None,
+        "smallest segment in tokens, a power of two; shorter ones are dropped (default: "
+        "256, or the smallest bucket if that is less)",
         minimum=1,
-        help="smallest segment in tokens, a power of two; shorter ones are dropped (default: 256, "
-        "or the smallest bucket if that is less)",
     ),
     many_buckets=True,
     check=check_decompose,

@@ -14,8 +14,6 @@ from megapack.storage import IndexedDataset
 from megapack.storage.remote import is_remote
 from megapack.storage.verify import Finding, has_errors, leftovers, verify
 
-__all__ = ["prefix_of_samples", "verify_samples", "verify_shard"]
-
 _REMEDY = "pack the dataset again"
 
 
@@ -30,28 +28,24 @@ def verify_samples(path: str, prefix: str | None = None) -> list[Finding]:
         ConfigError: the file does not say which dataset it is of.
         OSError: it cannot be read.
     """
-    left = [] if is_remote(path) else list(leftovers(Path(path)))
-    return [*left, *_faults_of_samples(path, prefix)]
-
-
-def _faults_of_samples(path: str, prefix: str | None) -> list[Finding]:
+    found = [] if is_remote(path) else list(leftovers(Path(path)))
     try:
         index = SampleIndex.load(path, verify=True)
         if prefix is None and index.source:
             prefix = prefix_of_samples(path, index)
         if prefix is None or not IndexedDataset.exists(prefix):
             text = f"{prefix or 'its dataset'} is not there: segments were not compared with it"
-            return [Finding("note", "no-dataset", text)]
+            return [*found, Finding("note", "no-dataset", text)]
         dataset = IndexedDataset(prefix)
         index.check_source(dataset)
         index.verify(dataset.document_lengths)
     except FormatError as error:
-        return [Finding("error", "samples", str(error), _REMEDY)]
+        found.append(Finding("error", "samples", str(error), _REMEDY))
     except IndexMismatchError as error:
-        return [Finding("error", "samples-source", str(error), _REMEDY)]
+        found.append(Finding("error", "samples-source", str(error), _REMEDY))
     except FileNotFoundError:
-        return [Finding("error", "missing", f"{path} does not exist", _REMEDY)]
-    return []
+        found.append(Finding("error", "missing", f"{path} does not exist", _REMEDY))
+    return found
 
 
 def verify_shard(

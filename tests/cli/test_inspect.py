@@ -108,12 +108,7 @@ def test_chosen_labels_are_shown_as_training_sees_them(
         bucket, segments = index.sample(sample)
         capacity = int(index.bucket_capacity[bucket])
         batch = gather(
-            documents,
-            [segments],
-            num_rows=1,
-            row_tokens=capacity,
-            capacity=capacity,
-            chosen=labels,
+            documents, [segments], num_rows=1, row_tokens=capacity, capacity=capacity, chosen=labels
         )
         views = view_sample(dataset, index, sample)
         shown = [has for view in views for has in view.has_label]

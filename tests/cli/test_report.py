@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from megapack.cli.main import main
 from megapack.errors import ConfigError
-from megapack.units import counted, parse_size, short, size
+from megapack.units import counted, parse_size, percent, short, size
 
 
 @pytest.mark.parametrize(
@@ -27,8 +27,14 @@ def test_a_small_size_is_not_zero_megabytes(num_bytes: int, text: str) -> None:
 
 
 def test_large_numbers_are_shortened() -> None:
-    assert short(1_234_567) == "1.23 M"
-    assert short(999) == "999"
+    numbers = (7, 999, 1500, 1_234_567, 2.5e6, 1e9, 3.14159e12)
+    texts = ["7", "999", "1.5 k", "1.23 M", "2.5 M", "1 G", "3.14 T"]
+    assert [short(number) for number in numbers] == texts
+    assert [percent(0.00123), percent(0.00123, None), percent(0.99999, None)] == [
+        "0.12 %",
+        "0.123 %",
+        "100 %",
+    ]
 
 
 @given(st.integers(0, 1 << 50))

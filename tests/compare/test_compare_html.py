@@ -177,26 +177,11 @@ def test_values_show_under_the_mouse_and_colours_follow_the_theme(page: str) -> 
     assert "var(--blue)" in styles and not re.search(r"(fill|stroke): #(?!000000)", styles)
 
 
-def test_numbers_are_short() -> None:
-    assert [percent(v, None) for v in (0, 0.00034, 0.184, 0.99999, 1)] == [
-        "0 %",
-        "0.034 %",
-        "18.4 %",
-        "100 %",
-        "100 %",
-    ]
-    assert [money(v) for v in (0.5, 999.994, 1234, 1_234_567)] == [
-        "$0.50",
-        "$999.99",
-        "$1.23 k",
-        "$1.23 M",
-    ]
-    assert [duration(v) for v in (0.09, 5, 47.96, 240)] == [
-        "5.4 minutes",
-        "5.0 hours",
-        "48.0 hours",
-        "10.0 days",
-    ]
+def test_money_and_durations_are_short() -> None:
+    amounts = ["$0.50", "$999.99", "$1.23 k", "$1.23 M"]
+    assert [money(v) for v in (0.5, 999.994, 1234, 1_234_567)] == amounts
+    times = ["5.4 minutes", "5.0 hours", "48.0 hours", "10.0 days"]
+    assert [duration(v) for v in (0.09, 5, 47.96, 240)] == times
 
 
 def test_a_long_label_is_cut_in_plots_and_whole_in_the_table() -> None:

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from reference.planning import broken_laws, costs
 
+from megapack.compare.comparison import draw_steps, measure_plans
 from megapack.compare.cost import MODELS
-from megapack.compare.planned import draw_steps, measure_plans
 from megapack.errors import ConfigError, DataError
 from megapack.planning import plan_step
 

@@ -1,18 +1,9 @@
 // What the programs of the packing core share.
 #pragma once
 
-#include <cstdio>
-#include <cstdlib>
-#include <string>
-
 #include "core/index/view.hpp"
 #include "core/packing/strategy.hpp"
-
-inline void require(bool ok, const std::string& what) {
-    if (ok) return;
-    std::printf("failed: %s\n", what.c_str());
-    std::exit(1);
-}
+#include "require.hpp"
 
 template <typename Id, typename Length>
 megapack::SampleView view_of(const megapack::Samples<Id, Length>& samples) {

@@ -1,21 +1,14 @@
 // Messages carry every part; Span views what it is given.
-#include <cassert>
-#include <cstdio>
-#include <string>
-
-#include "core/base/check.hpp"
 #include "core/base/span.hpp"
+#include "require.hpp"
 
 int main() {
-    try {
-        megapack::check(false, "sample ", 3, " has ", 8, " tokens");
-        return 1;
-    } catch (const std::invalid_argument& error) {
-        if (std::string(error.what()) != "sample 3 has 8 tokens") return 1;
-    }
+    const auto told =
+        message_of([] { megapack::check(false, "sample ", 3, " has ", 8, " tokens"); });
+    require(told == "sample 3 has 8 tokens", told);
     std::vector<int> values{1, 2, 3};
     megapack::Span<const int> span(values);
-    if (span.size() != 3 || span.subspan(1, 2)[1] != 3) return 1;
+    require(span.size() == 3 && span.subspan(1, 2)[1] == 3, "a span");
     std::puts("ok");
     return 0;
 }

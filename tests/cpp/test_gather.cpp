@@ -1,26 +1,18 @@
 // Whatever an index or an .idx says, the gather stays inside its arrays: it throws or it is right.
 #include <unistd.h>
 
-#include <cstdio>
-#include <cstdlib>
 #include <iterator>
 #include <random>
-#include <string>
 
 #include "core/gather/fill.hpp"
 #include "core/gather/read_ahead.hpp"
+#include "require.hpp"
 
 using namespace megapack;
 
 namespace {
 
-#define REQUIRE(condition)                                               \
-    do {                                                                 \
-        if (!(condition)) {                                              \
-            std::printf("line %d: %s is false\n", __LINE__, #condition); \
-            std::exit(1);                                                \
-        }                                                                \
-    } while (false)
+#define REQUIRE(condition) require(condition, "line " + std::to_string(__LINE__) + ": " #condition)
 
 template <typename T>
 void append(std::vector<std::uint8_t>& bytes, T value) {
@@ -130,11 +122,7 @@ void test_will_need() {
     REQUIRE(bytes == page || bytes == 2 * page);
     REQUIRE(will_need_samples(shards, locate_samples(kRuns, none)) == 0);
     const std::vector<SampleRef> missing{{0, 3}};
-    try {
-        will_need_samples(shards, missing);
-        REQUIRE(false);
-    } catch (const std::out_of_range&) {
-    }
+    REQUIRE(refuses<std::out_of_range>([&] { will_need_samples(shards, missing); }));
 }
 
 // A sample of which lists mask documents is what it would be without their segments.
@@ -175,20 +163,11 @@ void test_shards() {
     REQUIRE(not_open(shards, closed) == (std::vector<std::int64_t>{0}));
     const GatherPlan plan = plan_gather(shards, refs, {1, 14, 7}, {});
     REQUIRE(plan.sources() == (std::vector<std::int32_t>{7, 7, -1, 7, 7, -1}));
-    try {
-        plan_gather(shards, closed, {1, 14, 7}, {});
-        REQUIRE(false);
-    } catch (const std::out_of_range&) {
-    }
+    const GatherShape shape{1, 14, 7};
+    REQUIRE(refuses<std::out_of_range>([&] { plan_gather(shards, closed, shape, {}); }));
     const std::vector<std::int64_t> descending{0, 5, 4, 6, 8};
-    const std::vector<SampleRuns> wrong{{descending, owner, from}, {first_ids, from, from}};
-    for (const SampleRuns& bad : wrong) {
-        try {
-            check_runs(bad, 2);
-            REQUIRE(false);
-        } catch (const std::invalid_argument&) {
-        }
-    }
+    const std::vector<SampleRuns> wrong{{descending, shards, from}, {first_ids, from, from}};
+    for (const SampleRuns& bad : wrong) REQUIRE(refuses([&] { check_runs(bad, 2); }));
 }
 
 // Random numbers where an index has its own: nearly all are refused, and none is followed outside.
@@ -202,16 +181,17 @@ void test_damaged_arrays() {
         Corpus corpus;
         for (int damage = 0; damage < 2; ++damage) {
             const std::int64_t value = values[random() % std::size(values)];
+            const auto narrow = static_cast<std::int32_t>(value);
             const auto at = static_cast<std::size_t>(random() % 5);
             switch (random() % 5) {
                 case 0:
-                    corpus.document[at] = static_cast<std::int32_t>(value);
+                    corpus.document[at] = narrow;
                     break;
                 case 1:
-                    corpus.begin[at] = static_cast<std::int32_t>(value);
+                    corpus.begin[at] = narrow;
                     break;
                 case 2:
-                    corpus.length[at] = static_cast<std::int32_t>(value);
+                    corpus.length[at] = narrow;
                     break;
                 case 3:
                     corpus.sample_segment_offsets[at % 4] = value * (random() % 2 ? 1 : 1LL << 31);
@@ -239,22 +219,10 @@ void test_refused_shapes() {
     const Corpus corpus;
     const GatherShape shapes[] = {
         {0, 8, 8}, {1, 8, 0}, {1, 4, 8}, {1 << 20, 1 << 20, 8}, {1, 8, 8}};
-    int refused = 0;
-    for (const GatherShape& shape : shapes) {
-        try {
-            gather(corpus.shard(), {0, 1}, shape, {});
-        } catch (const std::invalid_argument&) {
-            ++refused;
-        }
-    }
-    REQUIRE(refused == 5);
-    for (const std::int64_t id : {-1LL, 3LL, 1LL << 62}) {
-        try {
-            gather(corpus.shard(), {id}, {1, 8, 8}, {});
-            REQUIRE(false);
-        } catch (const std::out_of_range&) {
-        }
-    }
+    for (const GatherShape& shape : shapes)
+        REQUIRE(refuses([&] { gather(corpus.source(), {0, 1}, shape, {}); }));
+    for (const std::int64_t id : {-1LL, 3LL, 1LL << 62})
+        REQUIRE(refuses<std::out_of_range>([&] { gather(corpus.source(), {id}, {1, 8, 8}, {}); }));
 }
 
 }  // namespace

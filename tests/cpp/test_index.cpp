@@ -1,7 +1,6 @@
 // The arrays of an index under the sanitizers: whatever they hold is refused or keeps the laws.
 #include <functional>
 #include <iterator>
-#include <limits>
 #include <vector>
 
 #include "core/base/random.hpp"
@@ -21,12 +20,8 @@ std::string fault_of(const std::function<void(Samples<std::int32_t, std::int32_t
     auto samples = pack_next_fit<std::int32_t>(checked, NextFitRules{16}, Run(0, 1, silent));
     damage(samples);
     const std::vector<std::int64_t> capacity{16};
-    try {
-        check_laws(view_of(samples), capacity, Integers{Span<const std::int32_t>(lengths)});
-    } catch (const FormatError& error) {
-        return error.what();
-    }
-    return "";
+    const Integers documents{Span<const std::int32_t>(lengths)};
+    return message_of<FormatError>([&] { check_laws(view_of(samples), capacity, documents); });
 }
 
 void test_faults_are_found() {
@@ -34,7 +29,7 @@ void test_faults_are_found() {
     const auto is = [](const std::string& fault, const std::string& expected) {
         require(fault == expected, "'" + fault + "' should be '" + expected + "'");
     };
-    is(fault_of([](Damaged) {}), "");
+    is(fault_of([](Damaged) {}), "nothing was thrown");
     is(fault_of([](Damaged s) { s.segment_document[0] = 2; }), "segment 0 names document 2 of 2");
     is(fault_of([](Damaged s) { s.segment_document[0] = -1; }), "segment 0 names document -1 of 2");
     is(fault_of([](Damaged s) { s.segment_begin[1] = 1; }),
@@ -60,16 +55,8 @@ void test_random_damage_is_found() {
     int refused = 0;
     for (std::uint64_t round = 0; round < 3000; ++round) {
         const Random chance = random.child(round);
-        constexpr std::int64_t kOdd[] = {-1,
-                                         0,
-                                         1,
-                                         2,
-                                         3,
-                                         9,
-                                         17,
-                                         1 << 30,
-                                         -(std::int64_t{1} << 62),
-                                         std::numeric_limits<std::int64_t>::max()};
+        constexpr std::int64_t kHuge = std::int64_t{1} << 62;
+        constexpr std::int64_t kOdd[] = {-1, 0, 1, 2, 3, 9, 17, 1 << 30, -kHuge, kHuge - 1 + kHuge};
         const std::int64_t odd = kOdd[chance.below(0, std::size(kOdd))];
         const auto narrow = static_cast<std::int32_t>(odd);
         const auto which = chance.below(1, 6), at = chance.below(2, 2);
@@ -81,7 +68,7 @@ void test_random_damage_is_found() {
             if (which == 4) s.segment_begin[at] = narrow;
             if (which == 5) s.segment_length[at] = narrow;
         });
-        refused += fault.empty() ? 0 : 1;
+        refused += fault == "nothing was thrown" ? 0 : 1;
     }
     require(refused > 2000, "damage was accepted");
 }

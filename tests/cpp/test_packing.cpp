@@ -38,17 +38,6 @@ void test_length_set() {
     }
 }
 
-// The message of what `run` throws as Error.
-template <typename Error>
-std::string message_of(const std::function<void()>& run) {
-    try {
-        run();
-    } catch (const Error& error) {
-        return error.what();
-    }
-    return "nothing was thrown";
-}
-
 void expect(const std::string& message, const std::string& part) {
     require(message.find(part) != std::string::npos, "'" + message + "' should say '" + part + "'");
 }

@@ -8,17 +8,12 @@
 #include <vector>
 
 #include "core/base/parallel.hpp"
+#include "require.hpp"
 
 namespace {
 
 // The allocation after this many fails, on the thread that set it; below 0: none does.
 thread_local int allocations_left = -1;
-
-void require(bool ok, const char* what) {
-    if (ok) return;
-    std::printf("failed: %s\n", what);
-    std::exit(1);
-}
 
 }  // namespace
 
@@ -50,15 +45,11 @@ void test_every_task_runs_once() {
 
 void test_an_exception_in_a_task_arrives() {
     for (const int threads : {1, 4}) {
-        bool arrived = false;
-        try {
-            megapack::parallel_for(threads, 100, [](std::int64_t i) {
-                if (i == 5) throw std::runtime_error("five");
-            });
-        } catch (const std::runtime_error&) {
-            arrived = true;
-        }
-        require(arrived, "the exception of a task is thrown to the caller");
+        const auto fails_at_five = [](std::int64_t i) {
+            if (i == 5) throw std::runtime_error("five");
+        };
+        const auto run = [&] { megapack::parallel_for(threads, 100, fails_at_five); };
+        require(message_of<std::runtime_error>(run) == "five", "the exception arrives");
     }
 }
 

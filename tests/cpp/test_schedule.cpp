@@ -1,8 +1,6 @@
 // Permutations, orders, blends and deals: bijections of the right size for every size.
 #include <algorithm>
 #include <cmath>
-#include <cstdio>
-#include <cstdlib>
 #include <numeric>
 #include <random>
 #include <stdexcept>
@@ -14,16 +12,11 @@
 #include "core/schedule/deal.hpp"
 #include "core/schedule/permute.hpp"
 #include "core/schedule/random.hpp"
+#include "require.hpp"
 
 using namespace megapack;
 
 namespace {
-
-void require(bool ok, const char* what) {
-    if (ok) return;
-    std::puts(what);
-    std::exit(1);
-}
 
 bool is_permutation_of_range(std::vector<std::int64_t> values) {
     std::sort(values.begin(), values.end());
@@ -35,14 +28,13 @@ bool is_permutation_of_range(std::vector<std::int64_t> values) {
 
 void test_permutations() {
     for (const std::int64_t size : {1, 2, 3, 1023, 1024, 1025, 4096, 4097, 100000}) {
-        std::vector<std::int64_t> out(static_cast<std::size_t>(size));
+        std::vector<std::int64_t> out(size);
         permute_range(static_cast<std::uint64_t>(size), size, 0, out);
         require(is_permutation_of_range(out), "a permutation repeats a position");
         std::vector<std::int64_t> positions(out.size());
         permute_inverse(static_cast<std::uint64_t>(size), size, out, positions);
         for (std::int64_t i = 0; i < size; ++i) {
-            require(positions[static_cast<std::size_t>(i)] == i,
-                    "an inverse is not where the value stands");
+            require(positions[i] == i, "an inverse is not where the value stands");
         }
         std::vector<std::int64_t> none;
         permute_range(1, size, size, none);
@@ -54,19 +46,10 @@ void test_permutations() {
     permute_inverse(5, huge, one, one);
     require(one[0] == huge - 1, "an inverse of a huge permutation");
     std::vector<std::int64_t> both(2);
-    for (const std::int64_t value : {-1, 10}) {
-        try {
-            permute_inverse(1, 10, std::vector<std::int64_t>{3, value}, both);
-            require(false, "a value outside of the permutation was accepted");
-        } catch (const std::invalid_argument&) {
-        }
-    }
-    for (const std::int64_t first : {-1, 10}) {
-        try {
-            permute_range(1, 10, first, one);
-            require(false, "a range outside of the permutation was accepted");
-        } catch (const std::invalid_argument&) {
-        }
+    for (const std::int64_t out : {-1, 10}) {
+        const std::vector<std::int64_t> values{3, out};
+        require(refuses([&] { permute_inverse(1, 10, values, both); }), "a value outside");
+        require(refuses([&] { permute_range(1, 10, out, one); }), "a range outside");
     }
 }
 
@@ -109,8 +92,8 @@ void test_orders() {
                     require(order.range(0, size) == wanted, "draws are not in order of time");
                     std::vector<std::int64_t> before(counts.size(), 0);
                     for (std::int64_t at = 0; at < size; ++at) {
-                        const std::int32_t bucket = wanted[static_cast<std::size_t>(at)];
-                        auto& rank = before[static_cast<std::size_t>(bucket)];
+                        const std::int32_t bucket = wanted[at];
+                        auto& rank = before[bucket];
                         require(order.counts(at) == before, "counts are not those of all before");
                         const CycleOrder::Draw draw = order.at(at);
                         require(draw.bucket == bucket && draw.rank == rank,
@@ -140,7 +123,7 @@ void test_blends() {
                     "a place of a blend is missing");
             std::vector<std::int64_t> ends = blend.taken(begin);
             for (const Blend::Run& run : range.runs) {
-                auto& end = ends[static_cast<std::size_t>(run.source)];
+                auto& end = ends[run.source];
                 require(run.first_rank == end, "a rank is not where the cursor stands");
                 end += run.count;
             }
@@ -158,11 +141,7 @@ void test_blends() {
     }
     for (const std::vector<std::int64_t>& weights :
          std::vector<std::vector<std::int64_t>>{{}, {0, 0}, {-1, 2}, {half, half, 1}}) {
-        try {
-            Blend{weights};
-            require(false, "weights without a meaning were accepted");
-        } catch (const std::invalid_argument&) {
-        }
+        require(refuses([&] { Blend{weights}; }), "weights without a meaning were accepted");
     }
 }
 
@@ -176,11 +155,8 @@ void test_deals() {
         for (auto& cost : costs) cost = static_cast<std::int64_t>(random() % 1000);
         require(is_permutation_of_range(deal_evenly(costs, sizes)), "an item was dealt twice");
     }
-    try {
-        deal_evenly(std::vector<std::int64_t>{1, 2}, std::vector<std::int64_t>{1});
-        require(false, "more items than room were accepted");
-    } catch (const std::invalid_argument&) {
-    }
+    const std::vector<std::int64_t> costs{1, 2}, room{1};
+    require(refuses([&] { deal_evenly(costs, room); }), "more items than room were accepted");
 }
 
 }  // namespace

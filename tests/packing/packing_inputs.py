@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import struct
 from typing import Any
 
 import numpy as np
+import xxhash
 from hypothesis import strategies as st
 from reference import Packing
 
@@ -95,3 +98,21 @@ def same_arrays(a: SampleIndex, b: SampleIndex) -> bool:
         x.dtype == y.dtype and np.array_equal(x, y)
         for x, y in zip(a.segment_arrays(), b.segment_arrays(), strict=True)
     )
+
+
+PREAMBLE = struct.Struct("<8sIIQQ")  # of a .samples file
+
+
+def header_of(data: bytes) -> dict[str, Any]:
+    size = PREAMBLE.unpack_from(data)[3]
+    header: dict[str, Any] = json.loads(data[PREAMBLE.size : PREAMBLE.size + size])
+    return header
+
+
+def with_header(data: bytes, header: Any) -> bytes:
+    """The file with another header of the same size, whose checksum is right."""
+    size = PREAMBLE.unpack_from(data)[3]
+    encoded = json.dumps(header).encode().ljust(size)
+    assert len(encoded) == size, "the change does not fit where the header stands"
+    preamble = PREAMBLE.pack(b"MEGASAMP", 2, 0, size, xxhash.xxh3_64_intdigest(encoded))
+    return preamble + encoded + data[PREAMBLE.size + size :]

@@ -40,21 +40,11 @@ from megapack.packing import STRATEGIES, pack
         ({"threads": 1.5}, "threads is 1.5; it must be an integer"),
         ({"threads": 1 << 40}, "threads is 1,099,511,627,776; it must be from 1"),
         ({"pool_size": 1 << 63}, "pool_size is 9223372036854775808; it must be from 1 to"),
-        ({"alignment": 2.0}, "alignment is 2.0; it must be an integer"),
-        ({"alignment": 0}, "alignment is 0; it must be from 1"),
         ({"lengths": [[1, 2]]}, "it must be a one-dimensional array of integers"),
         ({"lengths": [1.5]}, "it must be a one-dimensional array of integers"),
         ({"strategy": "concat", "buckets": 8, "atom_size": 3}, "atom_size is 3 and the capacity 8"),
         ({"strategy": "decompose", "buckets": [12]}, "bucket is 12; decompose needs powers of two"),
         ({"strategy": "decompose", "min_bucket": 32}, "min_bucket is 32; the largest bucket is 16"),
-        (
-            {"strategy": "decompose", "buckets": [16, 32], "alignment": 16, "min_bucket": 8},
-            "min_bucket 8 is no multiple of the alignment 16",
-        ),
-        (
-            {"strategy": "decompose", "buckets": [512, 1024], "alignment": 512},
-            "decompose makes buckets of 256 tokens, no multiple of the alignment 512",
-        ),
     ],
 )
 def test_wrong_arguments_name_the_value_and_the_limit(arguments: dict, message: str) -> None:

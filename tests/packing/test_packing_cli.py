@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 from packing_inputs import same_arrays
 
-from megapack import units
 from megapack.cli import report
 from megapack.errors import ConfigError
 from megapack.packing import STRATEGIES, SampleIndex, pack
@@ -163,18 +162,6 @@ def test_help_explains_every_strategy_and_parameter() -> None:
         assert f"\n  {strategy.name}\n" in text
         for parameter in strategy.parameters:
             assert "--" + parameter.name.replace("_", "-") in text
-
-
-def test_numbers_are_written_for_people() -> None:
-    assert units.count(1234567) == "1,234,567"
-    assert [units.short(n) for n in (7, 1500, 2.5e6, 1e9, 3.14159e12)] == [
-        "7",
-        "1.5 k",
-        "2.5 M",
-        "1 G",
-        "3.14 T",
-    ]
-    assert units.percent(0.00123) == "0.12 %"
 
 
 def test_progress_off_a_terminal_is_a_line_now_and_then(

@@ -6,8 +6,6 @@ the large ones, and the .idx that was packed, block by block when something of a
 
 from __future__ import annotations
 
-import json
-import struct
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -16,12 +14,12 @@ from typing import Any
 import numpy as np
 import pytest
 import xxhash
+from packing_inputs import PREAMBLE, header_of, with_header
 
 from megapack import _core
 from megapack.errors import FormatError
 from megapack.packing import SampleIndex, pack
 
-PREAMBLE = struct.Struct("<8sIIQQ")
 LENGTHS = [5, 9, 1, 30, 0, 7, 2, 11]
 SMALL = ("bucket_capacity", "bucket_sample_offsets")
 LARGE = ("sample_segment_offsets", "segment_document", "segment_begin", "segment_length")
@@ -31,21 +29,6 @@ LARGE = ("sample_segment_offsets", "segment_document", "segment_begin", "segment
 def path(tmp_path: Path) -> Path:
     pack(LENGTHS, buckets=[8, 16, 32], seed=1).save(tmp_path / "x.samples")
     return tmp_path / "x.samples"
-
-
-def header_of(data: bytes) -> dict[str, Any]:
-    size = PREAMBLE.unpack_from(data)[3]
-    header: dict[str, Any] = json.loads(data[PREAMBLE.size : PREAMBLE.size + size])
-    return header
-
-
-def with_header(data: bytes, header: Any) -> bytes:
-    """The file with another header of the same size, whose checksum is right."""
-    size = PREAMBLE.unpack_from(data)[3]
-    encoded = json.dumps(header).encode().ljust(size)
-    assert len(encoded) == size, "the change does not fit where the header stands"
-    preamble = PREAMBLE.pack(b"MEGASAMP", 2, 0, size, xxhash.xxh3_64_intdigest(encoded))
-    return preamble + encoded + data[PREAMBLE.size + size :]
 
 
 def with_value(data: bytes, name: str, position: int, value: int, *, hidden: bool = False) -> bytes:
@@ -199,14 +182,10 @@ HEADERS: dict[str, Change] = {
     "fingerprint is a number": lambda h: h.update(lengths_fingerprint=3),
     "file size is a word": lambda h: h.update(file_size="x"),
     "arrays are a list": lambda h: h.update(arrays=[]),
-    "an array is a word": lambda h: h["arrays"].update(segment_length="x"),
     "shape is a number": lambda h: h["arrays"]["segment_length"].update(shape=3),
     "shape has two": lambda h: h["arrays"]["segment_length"].update(shape=[1, 1]),
     "shape is a fraction": lambda h: h["arrays"]["segment_length"].update(shape=[1.5]),
-    "shape is below 0": lambda h: h["arrays"]["segment_length"].update(shape=[-1]),
-    "dtype is a number": lambda h: h["arrays"]["segment_length"].update(dtype=4),
     "offset is a word": lambda h: h["arrays"]["segment_length"].update(offset="x"),
-    "offset in the header": lambda h: h["arrays"]["segment_length"].update(offset=0),
     "two arrays in one place": lambda h: h["arrays"]["segment_begin"].update(
         offset=h["arrays"]["segment_document"]["offset"]
     ),
@@ -221,6 +200,28 @@ def test_a_header_that_lies_is_refused_at_load(path: Path, name: str) -> None:
     replaced = HEADERS[name](header)
     path.write_bytes(with_header(data, replaced if name == "no mapping" else header))
     with pytest.raises(FormatError, match=r"x\.samples"):
+        SampleIndex.load(path)
+
+
+@pytest.mark.parametrize(
+    ("entry", "message"),
+    [
+        (None, "no array segment_length of dtype <i4"),
+        ("x", "no array segment_length of dtype <i4"),
+        ({"dtype": 4, "shape": [1], "offset": 64, "xxh64": ""}, "no array segment_length"),
+        ({"dtype": "<i4", "shape": [-1], "offset": 64, "xxh64": ""}, "outside of the file"),
+        ({"dtype": "<f8", "shape": [1], "offset": 64, "xxh64": ""}, "no array segment_length"),
+        ({"dtype": "<i4", "shape": [1 << 40], "offset": 64, "xxh64": ""}, "outside of the file"),
+        ({"dtype": "<i4", "shape": [1], "offset": -64, "xxh64": ""}, "outside of the file"),
+        ({"dtype": "<i4", "shape": [1], "offset": 65, "xxh64": ""}, "outside of the file"),
+        ({"dtype": "<i4", "shape": [1], "offset": 64, "xxh64": ""}, "or of its place in it"),
+    ],
+)
+def test_a_table_that_lies_is_refused(path: Path, entry: Any, message: str) -> None:
+    header = header_of(path.read_bytes())
+    header["arrays"]["segment_length"] = entry
+    path.write_bytes(with_header(path.read_bytes(), header))
+    with pytest.raises(FormatError, match=message):
         SampleIndex.load(path)
 
 

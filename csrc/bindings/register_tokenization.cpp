@@ -1,4 +1,4 @@
-// text: JSON lines, UTF-8 and token ids in, checked; arrays out.
+// tokenization: numpy views in, checked; GIL released; arrays out.
 #include "bindings/scalars.hpp"
 #include "core/text/document_text.hpp"
 #include "core/text/frame.hpp"
@@ -16,9 +16,51 @@ py::tuple py_extract_jsonl(const Array<std::uint8_t>& buffer, const py::object& 
                                             {"scalars", JsonValues::scalars},
                                             {"lists", JsonValues::lists},
                                             {"any", JsonValues::any}});
-    JsonlTexts texts = unlocked([&] { return extract_jsonl(bytes, name, wanted); });
+    JsonlTexts texts;
+    {
+        const py::gil_scoped_release release;
+        texts = extract_jsonl(bytes, name, wanted);
+    }
     return py::make_tuple(to_numpy(std::move(texts.text)), to_numpy(std::move(texts.offsets)),
                           to_numpy(std::move(texts.status)), to_numpy(std::move(texts.line_begin)));
+}
+
+py::array_t<std::uint8_t> py_valid_utf8(const Array<std::uint8_t>& text,
+                                        const Array<std::int64_t>& offsets) {
+    const auto bytes = view(text, "text");
+    const auto bounds = view(offsets, "offsets");
+    std::vector<std::uint8_t> result;
+    {
+        const py::gil_scoped_release release;
+        result = valid_utf8(bytes, bounds);
+    }
+    return to_numpy(std::move(result));
+}
+
+py::array_t<std::int64_t> py_count_words(const Array<std::uint8_t>& text,
+                                         const Array<std::int64_t>& offsets) {
+    const auto bytes = view(text, "text");
+    const auto bounds = view(offsets, "offsets");
+    std::vector<std::int64_t> result;
+    {
+        const py::gil_scoped_release release;
+        result = count_words(bytes, bounds);
+    }
+    return to_numpy(std::move(result));
+}
+
+py::array_t<std::uint8_t> py_has_characters(const Array<std::uint8_t>& text,
+                                            const Array<std::int64_t>& offsets,
+                                            const Array<std::int64_t>& ranges) {
+    const auto bytes = view(text, "text");
+    const auto bounds = view(offsets, "offsets");
+    const auto pairs = view(ranges, "ranges");
+    std::vector<std::uint8_t> result;
+    {
+        const py::gil_scoped_release release;
+        result = has_characters(bytes, bounds, pairs);
+    }
+    return to_numpy(std::move(result));
 }
 
 template <typename Stored, typename Id>
@@ -30,10 +72,12 @@ py::tuple py_frame_documents(const Array<Id>& ids, const Array<std::int64_t>& of
     const std::vector<std::int64_t> before = integer_list(prefix, "prefix");
     const std::vector<std::int64_t> behind = integer_list(suffix, "suffix");
     const std::int64_t size = integer(vocab_size, "vocab_size");
-    FramedDocuments<Stored> framed = unlocked([&] {
-        return frame_documents<Stored>(id_view, bounds, Span<const std::int64_t>(before),
-                                       Span<const std::int64_t>(behind), size);
-    });
+    FramedDocuments<Stored> framed;
+    {
+        const py::gil_scoped_release release;
+        framed = frame_documents<Stored>(id_view, bounds, Span<const std::int64_t>(before),
+                                         Span<const std::int64_t>(behind), size);
+    }
     return py::make_tuple(to_numpy(std::move(framed.tokens)), to_numpy(std::move(framed.offsets)),
                           framed.max_token);
 }
@@ -47,36 +91,15 @@ void def_frame(py::module_& m, const char* name) {
 
 }  // namespace
 
-void register_text(py::module_& m) {
+void register_tokenization(py::module_& m) {
     m.def("extract_jsonl", &py_extract_jsonl, py::arg("buffer").noconvert(), py::arg("key"),
           py::arg("values") = "strings");
-    using Bytes = Array<std::uint8_t>;
-    using Numbers = Array<std::int64_t>;
-    const auto text_arg = py::arg("text").noconvert(), offsets = py::arg("offsets").noconvert();
-    m.def(
-        "valid_utf8",
-        [](const Bytes& text, const Numbers& offsets) {
-            const auto bytes = view(text, "text");
-            const auto bounds = view(offsets, "offsets");
-            return computed([&] { return valid_utf8(bytes, bounds); });
-        },
-        text_arg, offsets);
-    m.def(
-        "count_words",
-        [](const Bytes& text, const Numbers& offsets) {
-            const auto bytes = view(text, "text");
-            const auto bounds = view(offsets, "offsets");
-            return computed([&] { return count_words(bytes, bounds); });
-        },
-        text_arg, offsets);
-    m.def(
-        "has_characters",
-        [](const Bytes& text, const Numbers& offsets, const Numbers& ranges) {
-            const auto bytes = view(text, "text");
-            const auto bounds = view(offsets, "offsets"), pairs = view(ranges, "ranges");
-            return computed([&] { return has_characters(bytes, bounds, pairs); });
-        },
-        text_arg, offsets, py::arg("ranges").noconvert());
+    m.def("valid_utf8", &py_valid_utf8, py::arg("text").noconvert(),
+          py::arg("offsets").noconvert());
+    m.def("count_words", &py_count_words, py::arg("text").noconvert(),
+          py::arg("offsets").noconvert());
+    m.def("has_characters", &py_has_characters, py::arg("text").noconvert(),
+          py::arg("offsets").noconvert(), py::arg("ranges").noconvert());
     // One name; pybind11 picks the overload by the dtype of ids.
     def_frame<std::uint16_t, std::uint32_t>(m, "frame_documents_uint16");
     def_frame<std::uint16_t, std::int32_t>(m, "frame_documents_uint16");
