@@ -24,11 +24,16 @@ from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-__all__ = ["BUCKET", "Faults", "Line", "running", "serve_files", "serve_objects", "use_store"]
-
 BUCKET = "bucket"
 _CHUNK = 1 << 18
 _UNTIL_CLOSED = 1 << 62  # bytes of a body, or as many as come
+
+
+def free_port() -> int:
+    """That nobody listens on just now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 @contextlib.contextmanager

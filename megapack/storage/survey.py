@@ -20,10 +20,6 @@ from megapack.storage.files import identity_of, open_regular, read_blocks
 from megapack.storage.index_file import DTYPE_OF_CODE
 from megapack.storage.index_writer import FileLayout
 
-__all__ = ["LEGACY_MAGIC", "Survey", "meaning_of", "survey"]
-
-LEGACY_MAGIC = b"TNTIDX\x00\x00"  # the format before MMIDIDX
-
 WIDTHS = (1, 2, 4, 8)  # bytes per token that exist
 
 # What other tools mean by the codes on which they disagree; 1 to 5 are common to all.
@@ -77,38 +73,30 @@ class Survey:
 
         None when they are floats, or when nothing tells how wide they are.
         """
-        code, width = self.layout.header.dtype_code, self.width
+        code, width, declared = self.layout.header.dtype_code, self.width, self.declared_dtype
         if width is None:
             return None, "nothing that the size of .bin agrees with"
-        return meaning_of(code, width, self.bin_path)
+        if declared is not None and declared.itemsize == width:
+            return declared, declared.name
+        matches = {
+            tool: table[code]
+            for tool, table in _TABLES.items()
+            if code in table and np.dtype(table[code]).itemsize == width
+        }
+        if not matches:
+            name = _BY_WIDTH[width]
+            return np.dtype(name), f"nothing {width} bytes wide; by width alone it is {name}"
+        text = ", ".join(f"{name} in {tool}'s table" for tool, name in matches.items())
+        names = set(matches.values())
+        if "uint32" in names and self._largest_uint32() >= _LARGEST_TOKEN_ID:
+            return None, text
+        same_bytes = {"uint16": "uint16", "uint64": "int64", "uint32": "int32"}  # not of floats
+        return next((np.dtype(same_bytes[n]) for n in same_bytes if n in names), None), text
 
-
-def meaning_of(code: int, width: int, bin_path: Path) -> tuple[np.dtype[Any] | None, str]:
-    """``Survey.meaning`` of a code whose tokens were proven to be ``width`` bytes wide."""
-    declared = DTYPE_OF_CODE.get(code)
-    if declared is not None and declared.itemsize == width:
-        return declared, declared.name
-    matches = {
-        tool: table[code]
-        for tool, table in _TABLES.items()
-        if code in table and np.dtype(table[code]).itemsize == width
-    }
-    if not matches:
-        name = _BY_WIDTH[width]
-        return np.dtype(name), f"nothing {width} bytes wide; by width alone it is {name}"
-    text = ", ".join(f"{name} in {tool}'s table" for tool, name in matches.items())
-    return _readable(set(matches.values()), bin_path), text
-
-
-def _readable(names: set[str], bin_path: Path) -> np.dtype[Any] | None:
-    """The type with the same bytes that token files can have; None for floats."""
-    if "uint16" in names:
-        return np.dtype(np.uint16)
-    if "uint64" in names:
-        return np.dtype(np.int64)
-    if "uint32" in names and _largest(bin_path) < _LARGEST_TOKEN_ID:
-        return np.dtype(np.int32)
-    return None
+    def _largest_uint32(self) -> int:
+        with open_regular(self.bin_path) as file:
+            blocks = read_blocks(file, np.uint32, self.bin_bytes // 4)
+            return max((int(block.max()) for block in blocks), default=0)
 
 
 def survey(idx_path: str | os.PathLike[str], bin_path: str | os.PathLike[str]) -> Survey:
@@ -121,12 +109,6 @@ def survey(idx_path: str | os.PathLike[str], bin_path: str | os.PathLike[str]) -
     layout = FileLayout(idx_path)
     with open_regular(bin_path) as file:
         result = Survey(layout, Path(bin_path), identity_of(file).num_bytes)
-    _survey_sequences(result)
-    _survey_documents(result)
-    return result
-
-
-def _survey_sequences(result: Survey) -> None:
     begin = sequence = 0
     widths, wrapped = set(WIDTHS), set(WIDTHS)
     blocks = zip(result.layout.length_blocks(), result.layout.pointer_blocks(), strict=True)
@@ -142,9 +124,6 @@ def _survey_sequences(result: Survey) -> None:
         sequence += lengths.size
     result.num_tokens, result.widths = begin, widths
     result.wrapped_widths = wrapped - widths
-
-
-def _survey_documents(result: Survey) -> None:
     count, result.first_document_index = 0, result.layout.first_document_index()
     for ends in result.layout.end_blocks():
         before = np.concatenate([[result.last_document_end], ends[:-1]])
@@ -153,10 +132,4 @@ def _survey_documents(result: Survey) -> None:
             result.first_bad_document = count + int(bad.argmax())
         count += ends.size
         result.last_document_end = int(ends[-1])
-
-
-def _largest(path: Path) -> int:
-    """The largest 32-bit number of a file."""
-    with open_regular(path) as file:
-        blocks = read_blocks(file, np.uint32, identity_of(file).num_bytes // 4)
-        return max((int(block.max()) for block in blocks), default=0)
+    return result

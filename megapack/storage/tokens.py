@@ -1,4 +1,10 @@
-"""The .bin of a dataset under construction: checked, narrowed, buffered, summed, written."""
+"""Tokens on their way into a .bin: checked, narrowed, buffered, summed, written.
+
+- ``as_tokens``: ids from whatever holds them; ``TokenLimits``: those that a dataset accepts
+- ``scan_tokens``: what a file of them holds
+- ``TokenWriter``: a .bin without its name yet
+- ``InputDataset``: one dataset as the input of another
+"""
 
 from __future__ import annotations
 
@@ -26,7 +32,7 @@ from megapack.storage.metadata import (
     read_meta,
 )
 
-# ---- Token ids from whatever holds them, what a file of them holds, and the limits set to them --
+BUFFER_BYTES = 1 << 19  # what is checked is still in the cache when it is narrowed and written
 
 
 def as_tokens(tokens: Any) -> Tokens:
@@ -176,13 +182,16 @@ class InputDataset:
         except FormatError as error:
             raise FormatError(f"{self.idx_path}: {error}") from error
         self.num_tokens = self.num_bytes // self.dtype.itemsize
-        self._check_bin()
+        with self.open_tokens() as file:
+            size = identity_of(file).num_bytes
+        if size < self.num_bytes:
+            raise FormatError(
+                f"{self.bin_path} has {size} bytes, but its .idx ends at byte {self.num_bytes}: "
+                "it is truncated, or the .idx belongs to another file"
+            )
         self.meta = self._trusted_meta()
-
-    @property
-    def facts(self) -> TokenFacts | None:
-        """What .bin holds, None when nobody vouches for it."""
-        return None if self.meta is None else TokenFacts.of_meta(self.meta)
+        # What .bin holds, None when nobody vouches for it.
+        self.facts = None if self.meta is None else TokenFacts.of_meta(self.meta)
 
     def open_tokens(self) -> io.FileIO:
         """The .bin that belongs to the index.
@@ -218,15 +227,6 @@ class InputDataset:
             sequence += lengths.size
         return begin
 
-    def _check_bin(self) -> None:
-        with self.open_tokens() as file:
-            size = identity_of(file).num_bytes
-        if size < self.num_bytes:
-            raise FormatError(
-                f"{self.bin_path} has {size} bytes, but its .idx ends at byte {self.num_bytes}: "
-                "it is truncated, or the .idx belongs to another file"
-            )
-
     def _trusted_meta(self) -> dict[str, Any] | None:
         """The meta file, unless the .idx it describes is not the one that stands beside it."""
         meta = read_meta(self.prefix)
@@ -235,9 +235,6 @@ class InputDataset:
         ):
             return None
         return meta if checksum(self.idx_path) == meta["idx"]["xxh3_128"] else None
-
-
-BUFFER_BYTES = 1 << 19  # what is checked is still in the cache when it is narrowed and written
 
 
 class TokenWriter:

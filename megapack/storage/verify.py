@@ -1,4 +1,9 @@
-"""Is a dataset whole, and is it what it claims to be?"""
+"""Is a dataset whole, and is it what it claims to be?
+
+- ``verify``: every ``Finding`` about one dataset; ``has_errors``: whether it can be trusted
+- ``find_duplicates``: datasets that hold the same documents
+- ``leftovers``: what killed writers left beside a file
+"""
 
 from __future__ import annotations
 
@@ -29,10 +34,12 @@ from megapack.storage.remote import is_remote
 from megapack.storage.remote.client import find_object
 from megapack.storage.remote.copies import local_copy
 from megapack.storage.remote.reader import open_remote_pair
-from megapack.storage.survey import LEGACY_MAGIC, Survey, survey
+from megapack.storage.survey import Survey, survey
 from megapack.storage.tokens import scan_tokens
 
-# ---- What verify says ---------------------------------------------------------------------------
+RESTORE = "restore .bin from a copy or build it again"
+REPAIR = "megapack-build repair"
+DATASET = r"(\.labels)?\.(bin|idx|meta\.json|samples)"
 
 
 @dataclass(frozen=True)
@@ -54,8 +61,6 @@ def has_errors(findings: Iterable[Finding]) -> bool:
 
 
 # ---- The half of verify that reads .bin: checksums, range of ids, the ends of documents ---------
-
-RESTORE = "restore .bin from a copy or build it again"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -196,10 +201,6 @@ def _ranges(
         yield Finding("error", "token-range", text, RESTORE)
 
 
-REPAIR = "megapack-build repair"
-DATASET = r"(\.labels)?\.(bin|idx|meta\.json|samples)"
-
-
 def verify(
     prefix: str | os.PathLike[str],
     *,
@@ -224,36 +225,26 @@ def verify(
         OSError: a file exists but cannot be read.
     """
     prefix = prefix_of(prefix)
-    if not is_remote(prefix):
-        return _verify(prefix, tokens, vocab_size, document_end_token, progress)
-    try:
-        with local_copy(prefix, tokens=tokens) as files:
-            found = _verify(files, tokens, vocab_size, document_end_token, progress)
-            return [_of_address(finding, files, prefix) for finding in found]
-    except FileNotFoundError as error:
-        return [Finding("error", "missing", str(error))]
-    except FormatError as error:
-        return [Finding("error", "damaged", str(error), "upload it again")]
-
-
-def _of_address(finding: Finding, files: str, prefix: str) -> Finding:
-    """What was found in a copy, said of the address, where nothing is repaired in place."""
-    remedy = finding.remedy
-    if remedy.startswith(REPAIR):
-        remedy = f"{remedy}, of a local copy; then upload it again"
-    return replace(finding, message=finding.message.replace(files, prefix), remedy=remedy)
-
-
-def _verify(
-    prefix: str,
-    tokens: bool,
-    vocab_size: int | None,
-    document_end_token: int | None,
-    progress: Callable[[int, int], None] | None,
-) -> list[Finding]:
-    """Of local files."""
+    if is_remote(prefix):
+        try:
+            with local_copy(prefix, tokens=tokens) as files:
+                found = verify(
+                    files,
+                    tokens=tokens,
+                    vocab_size=vocab_size,
+                    document_end_token=document_end_token,
+                    progress=progress,
+                )
+                return [_of_address(finding, files, prefix) for finding in found]
+        except FileNotFoundError as error:
+            return [Finding("error", "missing", str(error))]
+        except FormatError as error:
+            return [Finding("error", "damaged", str(error), "upload it again")]
     idx_path, bin_path = path_of(prefix, ".idx"), path_of(prefix, ".bin")
-    findings = [*leftovers(Path(prefix), DATASET), *_missing(idx_path, bin_path)]
+    findings = [*leftovers(Path(prefix), DATASET)]
+    for path in (idx_path, bin_path):
+        if not path.exists():
+            findings.append(Finding("error", "missing", f"{path} does not exist"))
     if has_errors(findings):
         return findings
     try:
@@ -266,18 +257,24 @@ def _verify(
     dtype = facts.declared_dtype
     if tokens and dtype is not None and not has_errors(findings):
         known = meta or {}
+        if document_end_token is None:
+            document_end_token = known.get("document_end_token")
         checks = TokenChecks(
             vocab_size=known.get("vocab_size") if vocab_size is None else vocab_size,
             allow_negative=(known.get("min_token_id") or 0) < 0,
             document_begin_token=known.get("document_begin_token"),
-            document_end_token=(
-                known.get("document_end_token")
-                if document_end_token is None
-                else document_end_token
-            ),
+            document_end_token=document_end_token,
         )
         findings += check_tokens(prefix, dtype, checks, meta, progress)
     return findings
+
+
+def _of_address(finding: Finding, files: str, prefix: str) -> Finding:
+    """What was found in a copy, said of the address, where nothing is repaired in place."""
+    remedy = finding.remedy
+    if remedy.startswith(REPAIR):
+        remedy = f"{remedy}, of a local copy; then upload it again"
+    return replace(finding, message=finding.message.replace(files, prefix), remedy=remedy)
 
 
 def find_duplicates(prefixes: Sequence[str | os.PathLike[str]]) -> dict[str, Finding]:
@@ -294,12 +291,6 @@ def find_duplicates(prefixes: Sequence[str | os.PathLike[str]]) -> dict[str, Fin
                 findings[prefix] = Finding("warning", "duplicate", text)
                 break
     return findings
-
-
-def _missing(idx_path: Path, bin_path: Path) -> Iterator[Finding]:
-    for path in (idx_path, bin_path):
-        if not path.exists():
-            yield Finding("error", "missing", f"{path} does not exist")
 
 
 def leftovers(base: Path, suffixes: str = "") -> Iterator[Finding]:
@@ -324,11 +315,7 @@ def _unreadable(idx_path: Path, error: FormatError) -> Finding:
     magic = b""
     with contextlib.suppress(FormatError), open_regular(idx_path) as file:
         magic = file.read(len(MAGIC))
-    if magic.startswith(LEGACY_MAGIC):
-        text = f"{idx_path} is of the format before MMIDIDX (TNTIDX)"
-        return Finding("error", "legacy", text, "megapack-build import")
-    remedy = REPAIR if magic == MAGIC else ""
-    return Finding("error", "index", str(error), remedy)
+    return Finding("error", "index", str(error), REPAIR if magic == MAGIC else "")
 
 
 def _documents(facts: Survey) -> Iterator[Finding]:

@@ -277,9 +277,12 @@ class Chunks:
             OSError: the disk is full.
         """
         chunk, at = divmod(first, CHUNK_BLOCKS)
-        self.folder.mkdir(parents=True, exist_ok=True)
-        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
-        file = os.open(self.folder / str(chunk), flags, 0o666)
+        path, flags = self.folder / str(chunk), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
+        try:
+            file = os.open(path, flags, 0o666)
+        except FileNotFoundError:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            file = os.open(path, flags, 0o666)
         try:
             _write_at(file, data, at * BLOCK_BYTES)
             marks = b"\1" * -(-len(data) // BLOCK_BYTES)

@@ -83,7 +83,7 @@ class RemoteTokens:
         self._bytes = np.frombuffer(self._memory, np.uint8)[: found.num_bytes]
         self._pinning = threading.Lock()
         self._pins = np.zeros(self._chunks.num_blocks, np.int32)
-        self._is_copied = np.zeros(self._chunks.num_blocks, np.bool_)
+        self._is_copied, self._seen = np.zeros((2, self._chunks.num_blocks), np.bool_)
 
     @property
     def mapped(self) -> NDArray[Any]:
@@ -111,13 +111,13 @@ class RemoteTokens:
     def __array__(self, dtype: Any = None, copy: Any = None) -> NDArray[Any]:
         return np.asarray(self[:], dtype)
 
-    def absent(self, blocks: Blocks) -> Blocks:
-        """Those that are not in the cache just now."""
-        return self._chunks.copy(blocks, None)
-
     def are_here(self, blocks: Blocks) -> bool:
-        """Whether blocks are all in the cache just now."""
-        return not self.absent(blocks).size
+        """Whether blocks are all in the cache, as far as this process has seen."""
+        return bool(self._seen[blocks].all())
+
+    def num_missing(self, blocks: Blocks) -> int:
+        """Of how many that is not so."""
+        return int(blocks.size - self._seen[blocks].sum())
 
     def want(self, blocks: Blocks) -> set[Future[None]]:
         """Have blocks fetched; returns at once.
@@ -128,15 +128,26 @@ class RemoteTokens:
         Returns:
             The requests that bring those that are not here, other callers' included.
         """
-        absent = self.absent(blocks)
+        # Where nothing is evicted, what was here once is not looked for again.
+        unsure = blocks[~self._seen[blocks]] if self._cache.limit is None else blocks
+        new = self._look(self._not_coming(unsure))
         with self._asking:
-            new = np.array([b for b in absent.tolist() if b not in self._coming], np.int64)
-            for first, last in requests_of(new, GAP_BLOCKS):
+            for first, last in requests_of(self._not_coming(new), GAP_BLOCKS):
                 mine = [block for block in range(first, last) if block not in self._coming]
                 # Until they are written down the request cannot forget them: it takes the lock.
                 request = self._cache.submit(self._fetch, first, last, mine)
                 self._coming.update(dict.fromkeys(mine, request))
-            return {self._coming[b] for b in absent.tolist()}
+            return {self._coming[b] for b in unsure.tolist() if b in self._coming}
+
+    def _not_coming(self, blocks: Blocks) -> Blocks:
+        return np.array([b for b in blocks.tolist() if b not in self._coming], np.int64)
+
+    def _look(self, blocks: Blocks, into: NDArray[np.uint8] | None = None) -> Blocks:
+        """``Chunks.copy``, and remember what was seen."""
+        absent = self._chunks.copy(blocks, into)
+        self._seen[blocks] = True
+        self._seen[absent] = False
+        return absent
 
     def _fetch(self, first: int, last: int, mine: list[int]) -> None:
         """In a thread of the cache: what is not here of blocks ``[first, last)``. Those that others
@@ -145,9 +156,10 @@ class RemoteTokens:
         try:
             self._cache.will_write((last - first) * BLOCK_BYTES)
             with self._cache.locks.held(str(self._chunks.folder), first, last - first):
-                absent = self.absent(np.arange(first, last))
+                absent = self._look(np.arange(first, last))
                 if absent.size:  # else another process was faster
                     self._bring(int(absent[0]), int(absent[-1]) + 1)
+            self._seen[first:last] = True
         finally:
             with self._asking:
                 for block in mine:
@@ -169,13 +181,13 @@ class RemoteTokens:
             self._pins[blocks] += 1
 
     def copy(self, blocks: Blocks) -> Blocks:
-        """Copy pinned blocks out of the cache; those that are not here."""
+        """Copy pinned blocks out of the cache; those that are not copied yet."""
         with self._pinning:
             wanted = blocks[~self._is_copied[blocks]]
-            absent = self._chunks.copy(wanted, self._bytes)
-            self._is_copied[wanted] = True
-            self._is_copied[absent] = False
-            return absent
+            seen = wanted[self._seen[wanted]]
+            self._is_copied[seen] = True
+            self._is_copied[self._look(seen, self._bytes)] = False
+            return wanted[~self._is_copied[wanted]]
 
     def unpin(self, blocks: Blocks) -> None:
         """Give memory back that nobody reads any more."""
@@ -189,7 +201,7 @@ class RemoteTokens:
 
     def awaited(self, blocks: Blocks) -> str | None:
         """The first block that is not here and who fetches it, in words; None: all are here."""
-        absent = self.absent(blocks)
+        absent = blocks[~self._seen[blocks]]
         if not absent.size:
             return None
         block = int(absent[0])
@@ -225,7 +237,9 @@ def read_consistently(wanted: list[tuple[RemoteTokens, Blocks]], read: Callable[
         absent = [(tokens, tokens.copy(blocks)) for tokens, blocks in wanted]
         patience: Patience | None = None
         while any(blocks.size for _, blocks in absent):
-            patience = patience or Patience(partial(_awaited, wanted), partial(_num_absent, wanted))
+            patience = patience or Patience(
+                partial(_awaited, wanted), partial(_num_missing, wanted)
+            )
             patience.check()  # also where all of it comes and goes again
             requests = [tokens.want(blocks) for tokens, blocks in absent]
             wait_for(set[Future[None]]().union(*requests), patience)  # all of them at once
@@ -241,8 +255,8 @@ def _awaited(wanted: list[tuple[RemoteTokens, Blocks]]) -> str:
     return next((text for text in missing if text), "blocks that came just now")
 
 
-def _num_absent(wanted: list[tuple[RemoteTokens, Blocks]]) -> int:
-    return sum(tokens.absent(blocks).size for tokens, blocks in wanted)
+def _num_missing(wanted: list[tuple[RemoteTokens, Blocks]]) -> int:
+    return sum(tokens.num_missing(blocks) for tokens, blocks in wanted)
 
 
 # ---- Datasets and files -------------------------------------------------------------------------
