@@ -1,9 +1,11 @@
-"""Documents to disk, byte for byte as megatron-core writes them.
+"""Documents to disk, byte for byte as megatron-core writes them: ``IndexedDatasetBuilder``.
 
-with IndexedDatasetBuilder("corpus", np.uint16) as builder:
-    builder.add_document([7, 8, 0])
-    builder.add_documents([9, 0, 5, 0], offsets=[0, 2, 4])
-# -> corpus.bin: 7 8 0 9 0 5 0; corpus.idx: documents of 3, 2 and 2 tokens; corpus.meta.json
+Three documents, one by one and many at once::
+
+    with IndexedDatasetBuilder("corpus", np.uint16) as builder:
+        builder.add_document([7, 8, 0])
+        builder.add_documents([9, 0, 5, 0], offsets=[0, 2, 4])
+    # -> corpus.bin: 7 8 0 9 0 5 0; corpus.idx: lengths 3, 2, 2; corpus.meta.json
 """
 
 from __future__ import annotations

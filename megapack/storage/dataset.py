@@ -157,7 +157,7 @@ class IndexedDataset:
 
     @property
     def mapped_tokens(self) -> NDArray[Any]:
-        """(num_tokens,) in place, for C++; of a remote dataset without those not fetched yet."""
+        """(num_tokens,) in place, for C++; of a remote dataset those that are being read."""
         return self.tokens.mapped if isinstance(self.tokens, RemoteTokens) else self.tokens
 
     def __len__(self) -> int:
@@ -280,25 +280,17 @@ class IndexedDataset:
 
     @property
     def fingerprint(self) -> str:
-        """Identity of the documents' layout, of some blocks of the .idx (see
-        ``IndexFile.fingerprint``): costs no pass over it.
-
-        The .idx holds the dtype, the numbers of sequences and documents and every length; a change
-        of token values alone does not change it (see ``verify``).
-        """
+        """Identity of the documents' layout (``IndexFile.fingerprint``): of the dtype, of every
+        length, of where documents begin; not of token values (see ``verify``)."""
         return self._index.fingerprint
 
     @property
     def idx_checksums(self) -> str:
-        """Of all blocks of the .idx, which is read for that."""
+        """``IndexFile.idx_checksums``."""
         return self._index.idx_checksums
 
     def hold_to(self, idx_checksums: str) -> None:
-        """Compare whatever is read of the .idx from now on with checksums of what it should be.
-
-        Raises:
-            FormatError: it has another size; later, by whatever reads it: a block differs.
-        """
+        """``IndexFile.hold_to``."""
         self._index.hold_to(idx_checksums)
 
     # The names under which Megatron, Megatron-DeepSpeed and GPT-NeoX know all this.

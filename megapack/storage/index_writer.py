@@ -198,14 +198,14 @@ def _index_blocks(
     yield np.zeros(1, np.int64)
     begin = 0
     for layout in layouts:
-        yield from shifted_ends(layout, begin)
+        yield from _shifted_ends(layout, begin)
         begin += layout.num_sequences
     if multimodal:
         for layout in layouts:
             yield from layout.mode_blocks()
 
 
-def shifted_ends(layout: Layout, begin: int) -> Iterator[NDArray[np.int64]]:
+def _shifted_ends(layout: Layout, begin: int) -> Iterator[NDArray[np.int64]]:
     """Document ends of a layout whose first sequence has number ``begin``.
 
     Raises:

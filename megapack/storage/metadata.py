@@ -181,8 +181,9 @@ def difference_from_files(
 ) -> str | None:
     """How the files at the prefix differ from those a meta file is about; None when they do not."""
     said = {**meta, "idx_bytes": meta["idx"]["bytes"]}
-    found = {"dtype": dtype, "num_tokens": num_tokens, "idx_bytes": header.file_bytes}
-    found |= {"num_sequences": header.num_sequences, "num_documents": header.num_documents}
+    found = {"dtype": dtype, "num_sequences": header.num_sequences}
+    found |= {"num_documents": header.num_documents, "num_tokens": num_tokens}
+    found["idx_bytes"] = header.file_bytes
     for key, value in found.items():
         if said[key] != value:
             return (

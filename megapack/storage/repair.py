@@ -102,12 +102,11 @@ def _mend(facts: Survey, one_document_per_sequence: bool, done: list[str]) -> _I
     if not facts.widths:
         _refuse_other_order(facts, dtype.itemsize)
         done.append(f"recomputed the pointers of {header.num_sequences} sequences")
-    behind = header.file_bytes - header.modes_at
     modes = None
-    if behind and behind == header.num_sequences:
+    if facts.is_multimodal:
         modes = np.concatenate([*facts.layout.mode_blocks()])
-    elif behind:
-        done.append(f"dropped {behind} bytes behind the end of the index")
+    elif facts.num_trailing:
+        done.append(f"dropped {facts.num_trailing} bytes behind the end of the index")
     ends = _mend_documents(facts, one_document_per_sequence, done)
     return _Index(dtype, ArrayLayout(facts.layout.lengths(), ends, modes))
 

@@ -1,6 +1,6 @@
 """Is a dataset whole, and is it what it claims to be?
 
-- ``verify``: every ``Finding`` about one dataset; ``has_errors``: whether it can be trusted
+- ``verify``: every ``Finding`` about one dataset (those of its index are ``Survey.findings``)
 - ``find_duplicates``: datasets that hold the same documents
 - ``leftovers``: what killed writers left beside a file
 """
@@ -10,10 +10,10 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import xxhash
@@ -34,31 +34,11 @@ from megapack.storage.remote import is_remote
 from megapack.storage.remote.client import find_object
 from megapack.storage.remote.copies import local_copy
 from megapack.storage.remote.reader import open_remote_pair
-from megapack.storage.survey import Survey, survey
+from megapack.storage.survey import REPAIR, Finding, Survey, has_errors, survey
 from megapack.storage.tokens import scan_tokens
 
 RESTORE = "restore .bin from a copy or build it again"
-REPAIR = "megapack-build repair"
 DATASET = r"(\.labels)?\.(bin|idx|meta\.json|samples)"
-
-
-@dataclass(frozen=True)
-class Finding:
-    """Something to know about a dataset.
-
-    ``error``: it cannot be read or trusted; ``warning``: it can, but somebody should look;
-    ``note``: nothing is wrong.
-    """
-
-    severity: Literal["error", "warning", "note"]
-    code: str  # stable, for scripts
-    message: str
-    remedy: str = ""
-
-
-def has_errors(findings: Iterable[Finding]) -> bool:
-    return any(finding.severity == "error" for finding in findings)
-
 
 # ---- The half of verify that reads .bin: checksums, range of ids, the ends of documents ---------
 
@@ -251,7 +231,7 @@ def verify(
         facts = survey(idx_path, bin_path)
     except FormatError as error:
         return [*findings, _unreadable(idx_path, error)]
-    findings += [*_documents(facts), *_trailing(facts), *_sizes(facts, bin_path)]
+    findings += facts.findings()
     meta, stale = _meta(prefix, facts)
     findings += stale
     dtype = facts.declared_dtype
@@ -316,62 +296,6 @@ def _unreadable(idx_path: Path, error: FormatError) -> Finding:
     with contextlib.suppress(FormatError), open_regular(idx_path) as file:
         magic = file.read(len(MAGIC))
     return Finding("error", "index", str(error), REPAIR if magic == MAGIC else "")
-
-
-def _documents(facts: Survey) -> Iterator[Finding]:
-    name, header = facts.layout.path, facts.layout.header
-    if header.lacks_document_indices:
-        text = f"{name} has no documents (GPT-NeoX's merge loses them)"
-        yield Finding("error", "documents-lost", text, f"{REPAIR} makes every sequence one")
-    elif facts.first_bad_document is not None:
-        text = f"{name}: document {facts.first_bad_document} ends before it begins or too late"
-        yield Finding("error", "documents", text, REPAIR)
-    elif facts.last_document_end != header.num_sequences:
-        text = (
-            f"{name}: documents end at sequence {facts.last_document_end} of {header.num_sequences}"
-        )
-        yield Finding("error", "documents", text, REPAIR)
-    if facts.first_document_index:
-        text = f"{name}: document 0 begins at sequence {facts.first_document_index} instead of 0"
-        yield Finding("error", "documents", text, REPAIR)
-    if facts.num_empty_sequences:
-        text = f"{facts.num_empty_sequences} of {header.num_sequences} sequences are empty"
-        yield Finding("note", "empty-sequences", text)
-
-
-def _trailing(facts: Survey) -> Iterator[Finding]:
-    header = facts.layout.header
-    behind = header.file_bytes - header.modes_at
-    if behind and behind == header.num_sequences:
-        yield Finding("note", "multimodal", f"{facts.layout.path} has a mode for every sequence")
-    elif behind:
-        text = f"{facts.layout.path} has {behind} bytes behind its end"
-        yield Finding("warning", "trailing-idx", text, REPAIR)
-
-
-def _sizes(facts: Survey, bin_path: Path) -> Iterator[Finding]:
-    name, width = facts.layout.path, facts.width
-    if not facts.widths:
-        overflowed = " (they overflowed 32 bits)" if facts.wrapped_widths else ""
-        text = f"{name}: pointers do not follow from the lengths{overflowed}"
-        yield Finding("error", "pointers", text, f"{REPAIR} recomputes them")
-    dtype, text = facts.meaning()
-    if dtype is None or dtype != facts.declared_dtype:
-        remedy = REPAIR if dtype is not None else "these are no token ids"
-        code = facts.layout.header.dtype_code
-        yield Finding("error", "dtype", f"{name}: dtype code {code} means {text}", remedy)
-    if width is None:
-        return
-    needed = facts.num_tokens * width
-    if facts.bin_bytes < needed:
-        text = (
-            f"{bin_path} has {facts.bin_bytes} bytes; {name} speaks of {facts.num_tokens} tokens "
-            f"in {needed}"
-        )
-        yield Finding("error", "bin-truncated", text, f"{REPAIR} --drop-truncated")
-    elif facts.bin_bytes > needed:
-        text = f"{bin_path} has {facts.bin_bytes - needed} bytes behind the last sequence"
-        yield Finding("warning", "trailing-bin", text, f"{REPAIR} --drop-trailing")
 
 
 def _meta(prefix: str, facts: Survey) -> tuple[dict[str, Any] | None, list[Finding]]:

@@ -259,16 +259,16 @@ class Chunks:
                 marks = marks.ljust(CHUNK_BLOCKS, b"\0")
                 here = np.frombuffer(marks, np.bool_)[part % CHUNK_BLOCKS]
                 absent.append(part[~here])
-                for begin, end in runs_of(part[here]) if data is not None else ():
-                    self._read(file, chunk, data[begin * BLOCK_BYTES : end * BLOCK_BYTES], begin)
+                if data is None:
+                    continue
+                for begin, end in runs_of(part[here]):
+                    into = data[begin * BLOCK_BYTES : end * BLOCK_BYTES].data
+                    if os.preadv(file, [into], begin % CHUNK_BLOCKS * BLOCK_BYTES) != into.nbytes:
+                        why = "became shorter: something else writes into the cache"
+                        raise OSError(errno.EIO, why, str(self.folder / str(chunk)))
             finally:
                 os.close(file)
         return np.concatenate(absent)
-
-    def _read(self, file: int, chunk: int, into: NDArray[np.uint8], first: int) -> None:
-        if os.preadv(file, [into], first % CHUNK_BLOCKS * BLOCK_BYTES) != into.nbytes:
-            path = str(self.folder / str(chunk))
-            raise OSError(errno.EIO, "became shorter: something else writes into the cache", path)
 
     def write(self, first: int, data: memoryview) -> None:
         """Add blocks of one chunk, from block ``first`` on. The caller holds their lock.

@@ -27,7 +27,7 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from megapack.errors import FormatError
+from megapack.errors import FormatError, MegapackError
 from megapack.storage.index_file import path_of
 from megapack.storage.metadata import checksum, read_meta
 from megapack.storage.remote.address import split
@@ -79,7 +79,13 @@ class RemoteTokens:
         self._coming: dict[int, Future[None]] = {}  # block -> its request
         # Room for all of it, of which memory is what is being read (``pin``).
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
-        self._memory = mmap.mmap(-1, max(1, found.num_bytes), flags)
+        try:
+            self._memory = mmap.mmap(-1, max(1, found.num_bytes), flags)
+        except OSError as error:
+            raise MegapackError(
+                f"{found.url}: the system gives no address space for its {found.num_bytes:,} bytes "
+                f"({error.strerror}): let vm.overcommit_memory be 0 or 1 and `ulimit -v` unlimited"
+            ) from error
         self._bytes = np.frombuffer(self._memory, np.uint8)[: found.num_bytes]
         self._pinning = threading.Lock()
         self._pins = np.zeros(self._chunks.num_blocks, np.int32)
@@ -313,17 +319,21 @@ def open_remote_pair(prefix: str) -> RemotePair:
     _, name = split(prefix)
     entry = cache.entry(name, prefix, before, bin_object, meta, sums)
     local_prefix = str(entry / name)
-    checksums = None
+    checksums, digests = None, dict[str, str]()
     if sums is not None:
         path = path_of(local_prefix, SUFFIX)
         cache.fetch(sums, path, BlockChecksums.read)
         checksums = BlockChecksums.read(path)
+        digests = {suffix: digest for suffix, (_, digest) in checksums.files.items()}
         _check_sizes(prefix, checksums, bin_object)
     if meta is not None:
-        check = _is_file(checksums, ".meta.json")
+        check = _has_checksum(digests.get(".meta.json"))
         cache.fetch(meta, path_of(local_prefix, ".meta.json"), check)
     if not path_of(local_prefix, ".idx").exists():
-        cache.fetch(before, path_of(local_prefix, ".idx"), _check_of_index(local_prefix, checksums))
+        # By the best that is known of it; without a meta file nothing is.
+        known = None if checksums is not None else read_meta(local_prefix)
+        expected = digests.get(".idx") if known is None else known["idx"]["xxh3_128"]
+        cache.fetch(before, path_of(local_prefix, ".idx"), _has_checksum(expected))
         after = find_object(before.url)
         if after is None or after.version != before.version:
             raise FormatError(f"{prefix} was replaced while it was opened; open it again")
@@ -380,21 +390,6 @@ def _check_sizes(prefix: str, checksums: BlockChecksums, bin_object: RemoteObjec
             f"{prefix}{SUFFIX} is of a .bin of {checksums.bin_bytes:,} bytes, the one that is "
             f"there has {bin_object.num_bytes:,}: write it again (`megapack-build upload`)"
         )
-
-
-def _check_of_index(
-    local_prefix: str, checksums: BlockChecksums | None
-) -> Callable[[Path], object]:
-    """By the best that is known of it; without a meta file nothing is."""
-    if checksums is not None:
-        return _is_file(checksums, ".idx")
-    meta = read_meta(local_prefix)
-    return _has_checksum(None if meta is None else meta["idx"]["xxh3_128"])
-
-
-def _is_file(checksums: BlockChecksums | None, suffix: str) -> Callable[[Path], object]:
-    known = None if checksums is None else checksums.files.get(suffix)
-    return _has_checksum(None if known is None else known[1])
 
 
 def _has_checksum(expected: str | None) -> Callable[[Path], object]:
