@@ -103,12 +103,8 @@ class Faults:
 
     def choose(self, rng: random.Random) -> str | None:
         """The name of what goes wrong with the next request, mostly None."""
-        drawn = rng.random()
-        for name, share in vars(self).items():
-            if drawn < share:
-                return str(name)
-            drawn -= share
-        return None
+        shares = vars(self)
+        return rng.choices([*shares, None], [*shares.values(), 1 - sum(shares.values())])[0]
 
 
 @dataclass(eq=False)

@@ -37,6 +37,8 @@ from megapack.storage.remote.reader import open_remote_pair
 from megapack.storage.survey import REPAIR, Finding, Survey, has_errors, survey
 from megapack.storage.tokens import scan_tokens
 
+__all__ = ["Finding", "find_duplicates", "has_errors", "leftovers", "verify"]
+
 RESTORE = "restore .bin from a copy or build it again"
 DATASET = r"(\.labels)?\.(bin|idx|meta\.json|samples)"
 
