@@ -138,7 +138,7 @@ class RemoteTokens:
         unsure = blocks[~self._seen[blocks]] if self._cache.limit is None else blocks
         new = self._look(self._not_coming(unsure))
         with self._asking:
-            for first, last in requests_of(self._not_coming(new), GAP_BLOCKS):
+            for first, last in requests_of(self._not_coming(new).tolist(), GAP_BLOCKS):
                 mine = [block for block in range(first, last) if block not in self._coming]
                 # Until they are written down the request cannot forget them: it takes the lock.
                 request = self._cache.submit(self._fetch, first, last, mine)
@@ -162,9 +162,9 @@ class RemoteTokens:
         try:
             self._cache.will_write((last - first) * BLOCK_BYTES)
             with self._cache.locks.held(str(self._chunks.folder), first, last - first):
-                absent = self._look(np.arange(first, last))
-                if absent.size:  # else another process was faster
-                    self._bring(int(absent[0]), int(absent[-1]) + 1)
+                begin, end = self._chunks.missing(first, last)
+                if begin < end:  # else another process was faster
+                    self._bring(begin, end)
             self._seen[first:last] = True
         finally:
             with self._asking:
@@ -201,7 +201,7 @@ class RemoteTokens:
             self._pins[blocks] -= 1
             free = blocks[self._pins[blocks] == 0]
             self._is_copied[free] = False
-            for first, last in runs_of(free):
+            for first, last in runs_of(free.tolist()):
                 begin, num_bytes = first * BLOCK_BYTES, (last - first) * BLOCK_BYTES
                 self._memory.madvise(mmap.MADV_DONTNEED, begin, num_bytes)
 
