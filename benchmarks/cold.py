@@ -14,17 +14,18 @@ as where the data do not fit into memory and what lies around would be dropped b
 
 from __future__ import annotations
 
-import os
 import resource
 import tempfile
 import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from statistics import median_high
 from typing import Any
 
 from common import in_child, in_turns, quick, show, write_results
 from data import BUCKETS, write_corpus
+from files import forget
 
 from megapack.data import BatchLayout, BucketBatchSampler, PackedDataset, Schedule
 from megapack.data.loader import ThreadPrefetcher, reading_ahead
@@ -36,17 +37,9 @@ TRAINER_SECONDS = 0.004  # for each
 FAULTS, EXACTLY = "page faults", "page faults, exactly"
 
 
-def drop(prefix: Path) -> None:
-    """Have the system forget the file's pages; nobody maps them now."""
-    file = os.open(f"{prefix}.bin", os.O_RDONLY)
-    os.fsync(file)
-    os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
-    os.close(file)
-
-
 def read(prefix: Path, depth: int | None, how: str, num_batches: int) -> dict[str, Any]:
     """One pass; ``depth``: micro batches asked for ahead, None: none."""
-    drop(prefix)
+    forget(Path(f"{prefix}.bin"))  # nobody maps it now
     documents = IndexedDataset(prefix)
     dataset = PackedDataset(documents, f"{prefix}.samples")
     sampler = BucketBatchSampler(
@@ -57,14 +50,15 @@ def read(prefix: Path, depth: int | None, how: str, num_batches: int) -> dict[st
         num_steps=num_batches,
     )
     layout = BatchLayout(micro_batch_tokens=TOKENS)
-    counted = {"waits": 0}
+    waits = 0
 
     def batches() -> Iterator[Any]:  # in the thread, whose page faults are counted
+        nonlocal waits
         if how == EXACTLY:
             dataset.read_exactly()
         for item in sampler if depth is None else reading_ahead(sampler, dataset, depth):
             yield dataset.micro_batch(item.sample_ids, layout=layout, capacity=item.capacity)
-            counted["waits"] = resource.getrusage(resource.RUSAGE_THREAD).ru_majflt
+            waits = resource.getrusage(resource.RUSAGE_THREAD).ru_majflt
 
     before, begin, waited = resource.getrusage(resource.RUSAGE_SELF), time.perf_counter(), 0.0
     ahead = ThreadPrefetcher(batches(), 2)
@@ -78,7 +72,7 @@ def read(prefix: Path, depth: int | None, how: str, num_batches: int) -> dict[st
     blocks = resource.getrusage(resource.RUSAGE_SELF).ru_inblock - before.ru_inblock
     return {
         "tokens_per_s": num_batches * TOKENS / seconds,
-        "waits": counted["waits"],
+        "waits": waits,
         "data_wait_%": 100 * waited / seconds,
         "read_over_useful": blocks * 512 / (num_batches * TOKENS * documents.tokens.itemsize),
     }
@@ -94,15 +88,13 @@ def main() -> None:
         index.save(f"{prefix}.samples", source=documents)
         del documents
         num_batches = 50 if quick() else 400
-        found = in_turns(
-            {
-                how: partial(in_child, partial(read, prefix, depth, how, num_batches))
-                for how, depth in sides.items()
-            },
-            1 if quick() else 5,
-        )
+        reads = {
+            how: partial(read, prefix, depth, how, num_batches) for how, depth in sides.items()
+        }
+        children = {how: partial(in_child, fn) for how, fn in reads.items()}
+        found = in_turns(children, 1 if quick() else 5)
     rows = [
-        {"case": how} | {key: _median([one[key] for one in runs]) for key in runs[0]}
+        {"case": how} | {key: median_high(one[key] for one in runs) for key in runs[0]}
         for how, runs in found.items()
     ]
     write_results("cold", rows)
@@ -111,10 +103,6 @@ def main() -> None:
         rows,
         *("case", "tokens_per_s", "waits", "data_wait_%", "read_over_useful"),
     )
-
-
-def _median(values: list[float]) -> float:
-    return sorted(values)[len(values) // 2]
 
 
 if __name__ == "__main__":

@@ -88,9 +88,8 @@ def first_batch(dataset: PackedDataset) -> dict[str, Any]:
     batch = next(iter(loader))
     assert batch["tokens"].shape == (1, RANK_TOKENS)
     shards = dataset.samples.shards
-    return {"samples": len(schedule.step(0).sample_ids)} | {
-        "opened": sum(map(shards.is_open, range(len(shards))))
-    }
+    opened = sum(map(shards.is_open, range(len(shards))))
+    return {"samples_of_step": len(schedule.step(0).sample_ids), "opened": opened}
 
 
 def start_of_manifest(folder: Path, _: list[str]) -> dict[str, Any]:
@@ -107,41 +106,35 @@ def start_of_megatron(folder: Path, prefixes: list[str]) -> dict[str, Any]:
     paths = [Path(prefix) for prefix in prefixes]
     train = megatron_train(None, paths, folder / "cache", positions=False, num_samples=RANKS * 1000)
     assert len(train[0]["tokens"]) > 0
-    return {"samples": 1, "opened": len(prefixes)}
+    return {"samples_of_step": 1, "opened": len(prefixes)}
 
 
 def measured(
     side: Callable[[Path, list[str]], dict[str, Any]], folder: Path, prefixes: list[str], cold: bool
 ) -> dict[str, Any]:
     """A start in a process of its own."""
-    if cold:
-        forget(folder)
+    if cold:  # of .bin, which are holes, nothing is kept but what was read
+        forget(*(path for path in folder.rglob("*") if path.is_file() and path.suffix != ".bin"))
 
     def run() -> dict[str, Any]:
         gc.collect()
         begin, worked = time.perf_counter(), time.process_time()
         about = side(folder, prefixes)
         cpu = time.process_time() - worked
-        return {"seconds": time.perf_counter() - begin, "cpu_seconds": cpu, **about}
+        seconds = time.perf_counter() - begin
+        return {"seconds_to_first_batch": seconds, "cpu_seconds": cpu, **about}
 
     found = in_child(run)
-    return {
-        "seconds_to_first_batch": found["seconds"],
-        "cpu_seconds": found["cpu_seconds"],
-        "samples_of_step": found["samples"],
-        "opened": found["opened"],
-        "private_bytes": found["private_bytes"],
-    }
+    del found["peak_bytes"]
+    return found
 
 
-def forget(folder: Path) -> None:
-    """Have the system drop every page of the files."""
+def forget(*paths: Path) -> None:
+    """Have the system drop every page of files."""
     os.sync()
-    for path in folder.rglob("*"):
-        if path.is_file() and path.suffix != ".bin":  # of holes nothing is kept but what was read
-            file = os.open(path, os.O_RDONLY)
-            os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
-            os.close(file)
+    for path in paths:
+        with path.open("rb") as file:
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def starts(folder: Path, prefixes: list[str], num_documents: int) -> list[dict[str, Any]]:

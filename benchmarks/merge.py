@@ -1,7 +1,6 @@
 """Many shards into one dataset: megapack's merge and megatron-core's add_index/finalize.
 
-    make bench-merge            # 2 million short documents, a quarter of a million of usual length
-    python benchmarks/merge.py --directory /fast/disk
+    make bench-merge            # 2 million short documents, 128,000 of usual length
 
 All sides merge the same shards, warm in the page cache, in turns. Time is that of the merge alone
 (megapack's includes bringing the result to disk, which megatron-core leaves to the kernel); memory
@@ -11,9 +10,9 @@ With short documents the index decides, with documents of usual length the copyi
 
 from __future__ import annotations
 
-import argparse
 import filecmp
 import importlib
+import os
 import subprocess
 import tempfile
 import warnings
@@ -33,13 +32,10 @@ UNKNOWN, COPY = "megapack, merge of shards without meta files", "copying the .bi
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--directory", help="where the shards and results go (default: temporary)")
-    args = parser.parse_args()
     num_tokens, num_shards = (16_000_000, 20) if quick() else (128_000_000, 100)
     rows = []
     for mean_tokens in (64, 1000):
-        with tempfile.TemporaryDirectory(dir=args.directory) as name:
+        with tempfile.TemporaryDirectory(dir=os.environ.get("BENCH_DIR")) as name:
             rows += measure(Path(name), num_tokens // mean_tokens, mean_tokens, num_shards)
     write_results("merge", rows)
     show(f"{num_shards} shards", rows)
@@ -64,12 +60,12 @@ def measure(
     write_shards(directory, num_documents, mean_tokens, num_shards)
     warnings.simplefilter("ignore")
     theirs = importlib.import_module("megatron.core.datasets.indexed_dataset")
-    known, unknown = ([f"{directory}/{name}{i}" for i in range(num_shards)]
-                      for name in ("shard", "unknown"))  # fmt: skip
+    known = [f"{directory}/shard{i}" for i in range(num_shards)]
+    unknown = [f"{directory}/unknown{i}" for i in range(num_shards)]
     sides = {
         MEGATRON: partial(merge_with_megatron, theirs, known, directory / "theirs"),
         OURS: partial(merge, known, directory / "ours"),
-        UNKNOWN: partial(merge, unknown, directory / "unknown"),
+        UNKNOWN: partial(merge, unknown, directory / "of-unknown"),
         COPY: partial(copy_tokens, known, directory / "copied"),
     }
     # What stands there already would not be merged again.

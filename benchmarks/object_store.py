@@ -24,11 +24,16 @@ from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-__all__ = ["BUCKET", "Faults", "Line", "running", "serve_files", "serve_objects", "use_store"]
-
 BUCKET = "bucket"
 _CHUNK = 1 << 18
 _UNTIL_CLOSED = 1 << 62  # bytes of a body, or as many as come
+
+
+def free_port() -> int:
+    """That nobody listens on just now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 @contextlib.contextmanager
@@ -98,12 +103,8 @@ class Faults:
 
     def choose(self, rng: random.Random) -> str | None:
         """The name of what goes wrong with the next request, mostly None."""
-        drawn = rng.random()
-        for name, share in vars(self).items():
-            if drawn < share:
-                return str(name)
-            drawn -= share
-        return None
+        shares = vars(self)
+        return rng.choices([*shares, None], [*shares.values(), 1 - sum(shares.values())])[0]
 
 
 @dataclass(eq=False)

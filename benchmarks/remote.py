@@ -24,13 +24,14 @@ the cores of one machine: see in ``bare`` whether they carry the line, else BAND
 from __future__ import annotations
 
 import os
-import socket
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from operator import itemgetter
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import boto3
@@ -38,7 +39,7 @@ import numpy as np
 from common import in_child, quick, show, write_results
 from megatron.core.datasets.indexed_dataset import _S3BinReader
 from megatron.core.datasets.object_storage_utils import ObjectStorageConfig
-from object_store import BUCKET, Line, serve_files, use_store
+from object_store import BUCKET, Line, free_port, serve_files, use_store
 
 from megapack.data import BatchLayout, PackedDataset
 from megapack.data.batch import MicroBatch
@@ -81,20 +82,15 @@ def micro_batches(samples: SampleIndex, *, shuffled: bool, count: int) -> Iterat
     if shuffled:
         order = np.random.default_rng(1).permutation(order)
     for step in range(count):
+        numbers = {"bucket": 0, "step": step, "micro_step": 0, "num_micro_steps": 1}
+        numbers |= {"num_step_label_tokens": TOKENS, "imbalance": 1.0, "imbalance_undealt": 1.0}
+        nothing = dict.fromkeys(("loss_weight", "step_label_weight", "attention_window"))
         yield MicroBatch(
             sample_ids=order[step * each : (step + 1) * each],
             capacity=2048,
-            bucket=0,
-            step=step,
-            micro_step=0,
-            num_micro_steps=1,
-            num_step_label_tokens=TOKENS,
-            imbalance=1.0,
-            imbalance_undealt=1.0,
             source=np.zeros(each, np.int64),
-            loss_weight=None,
-            step_label_weight=None,
-            attention_window=None,
+            **numbers,
+            **nothing,
         )
 
 
@@ -194,32 +190,22 @@ def measured(line: Line, fn: Callable[[], dict[str, float]], useful: int) -> dic
     }
 
 
-def runs_by(figure: str, run: Callable[[], dict[str, Any]], times: int) -> list[dict[str, Any]]:
-    """So many runs, ascending by one of their figures."""
-    return sorted((run() for _ in range(times)), key=lambda found: float(found[figure]))
-
-
 def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         prefix, samples = f"{name}/docs", f"{name}/docs.samples"
         size = in_child(partial(write, Path(prefix), 15_000_000 if quick() else 150_000_000))
         with (
-            serve_files(_free_port(), Path(name)) as server,
-            Line(_free_port(), server, LATENCY, BANDWIDTH).open() as line,
+            serve_files(free_port(), Path(name)) as server,
+            Line(free_port(), server, LATENCY, BANDWIDTH).open() as line,
         ):
             use_store(line.url)
             count = len(SampleIndex.load(samples)) * 2048 // TOKENS
             few = count // 40  # of what is read one document here and one there
-            reading = partial(measured, line, partial(bare, size), size)
-            rate = runs_by("bytes_per_s", reading, 3)[1]["bytes_per_s"]
+            reading = (measured(line, partial(bare, size), size) for _ in range(3))
+            rate = median(found["bytes_per_s"] for found in reading)
             pace = TOKEN.itemsize * TOKENS / (0.8 * rate)
-            rows: list[dict[str, Any]] = [
-                {
-                    "case": "bare ranges",
-                    "tokens_per_s": rate / TOKEN.itemsize,
-                    "read_over_useful": 1.0,
-                }
-            ]
+            bare_row = {"tokens_per_s": rate / TOKEN.itemsize, "read_over_useful": 1.0}
+            rows: list[dict[str, Any]] = [{"case": "bare ranges", **bare_row}]
             ours, copied = partial(batches, ADDRESS, samples), partial(whole_file, samples)
             sides: dict[str, tuple[Callable[..., Any], bool, int]] = {
                 "local file": (partial(batches, prefix, samples), False, count),
@@ -233,18 +219,17 @@ def main() -> None:
                 skip = 0 if make is copied else number // 10
                 making = partial(make, shuffled=shuffled, count=number)
                 useful = TOKEN.itemsize * number * TOKENS
-                times = 1 if shuffled else 3
                 free, paced = (
-                    runs_by(
-                        figure,
-                        partial(measured, line, partial(consume, making, number, skip, of), useful),
-                        times,
-                    )
-                    for figure, of in (("tokens_per_s", None), ("data_wait_%", pace))
+                    [
+                        measured(line, partial(consume, making, number, skip, of), useful)
+                        for _ in range(1 if shuffled else 3)
+                    ]
+                    for of in (None, pace)
                 )
+                free.sort(key=itemgetter("tokens_per_s"))
                 waits = [found["data_wait_%"] for found in paced]
-                wait = {"data_wait_%": waits[times // 2], "most_wait_%": waits[-1]}
-                rows.append({"case": case} | free[times // 2] | wait)
+                wait = {"data_wait_%": median(waits), "most_wait_%": max(waits)}
+                rows.append({"case": case} | free[len(free) // 2] | wait)
     setup = {"latency_s": LATENCY, "bytes_per_s": BANDWIDTH, "tokens_per_micro_batch": TOKENS}
     write_results("remote", {"setup": setup, "cases": rows})
     show(
@@ -253,12 +238,6 @@ def main() -> None:
         *("case", "tokens_per_s", "data_wait_%", "most_wait_%", "first_batch_s", "requests_per_s"),
         "read_over_useful",
     )
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 if __name__ == "__main__":

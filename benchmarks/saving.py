@@ -14,12 +14,10 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from common import Timing, in_turns
+from common import Timing, in_turns, timed
 
 from megapack.training.engine.checkpoint import CheckpointStore
 from megapack.training.engine.world import World
-
-__all__ = ["save_times"]
 
 _QUIET_STEPS = 3
 
@@ -37,21 +35,19 @@ def save_times(
         rounds: of each way, in turns.
     """
     stores = {
-        way: CheckpointStore(
-            directory / way, here, keep=1, zero_stage=1, asynchronous=way == "asynchronous"
-        )
-        for way in ("blocking", "asynchronous")
+        way: CheckpointStore(directory / way, here, keep=1, zero_stage=1, asynchronous=background)
+        for way, background in (("blocking", False), ("asynchronous", True))
     }
     numbers = itertools.count(1)
 
     def save(way: str) -> dict[str, float]:
-        quiet = [_seconds(step) for _ in range(_QUIET_STEPS)]
+        quiet = [timed(step)[0] for _ in range(_QUIET_STEPS)]
         store, number, meanwhile = stores[way], next(numbers), []
         begin = time.perf_counter()
         store.begin(engine, number, number, {})
         stopped = time.perf_counter() - begin
         while not store.is_written:
-            meanwhile.append(_seconds(step))
+            meanwhile.append(timed(step)[0])
         last = time.perf_counter()
         tag = store.finish()
         end = time.perf_counter()
@@ -74,9 +70,3 @@ def save_times(
         middle = min(of, key=lambda round_: abs(round_["stopped_s"] - timing.seconds))
         rows.append({"way": way, **middle, "spread_%": 100 * timing.spread})
     return rows
-
-
-def _seconds(step: Callable[[], None]) -> float:
-    begin = time.perf_counter()
-    step()
-    return time.perf_counter() - begin

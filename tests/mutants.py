@@ -352,8 +352,18 @@ requests_of_blocks: a request for every 16 KiB
 
 megapack/storage/remote/cache.py: tests/remote/test_remote_reading.py -k blocks
 gaps_of_requests: two requests where one would do
-- np.flatnonzero(np.diff(numbers) > 1 + gap)
-+ np.flatnonzero(np.diff(numbers) > 1)
+- number > end + gap
++ number > end
+
+megapack/storage/remote/cache.py: tests/remote/test_remote_cache.py -k goes_first
+eviction_order: what was read long ago goes before what was read last
+- (False, -touched_at) if
++ (False, touched_at) if
+
+megapack/storage/remote/reader.py: tests/remote/test_remote_cache.py -k stays
+pins_of_blocks: memory that another thread reads is given back
+- free = blocks[self._pins[blocks] == 0]
++ free = blocks[self._pins[blocks] >= 0]
 
 # The plan of a build.
 

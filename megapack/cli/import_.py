@@ -4,7 +4,7 @@
   megapack-build import fineweb_00000.ds --output-prefix corpus
   megapack-build import train.bin --output-prefix corpus --dtype uint16 --eod-token 50256
 
-Kinds: mmididx (Megatron, Megatron-DeepSpeed, GPT-NeoX, DeepSpeed), tntidx (the format before it),
+Kinds: mmididx (Megatron, Megatron-DeepSpeed, GPT-NeoX, DeepSpeed),
 datatrove (.ds with .ds.index), llm.c (.bin with a header), npy, and flat (nothing but tokens:
 nanoGPT's .bin, OLMo's headerless .npy). The .bin becomes a hard or symbolic link where the file
 holds plain tokens from its first byte on; an output prefix that names the file itself

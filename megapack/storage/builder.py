@@ -1,4 +1,12 @@
-"""IndexedDatasetBuilder: documents to disk, byte for byte as megatron-core writes them."""
+"""Documents to disk, byte for byte as megatron-core writes them: ``IndexedDatasetBuilder``.
+
+Three documents, one by one and many at once::
+
+    with IndexedDatasetBuilder("corpus", np.uint16) as builder:
+        builder.add_document([7, 8, 0])
+        builder.add_documents([9, 0, 5, 0], offsets=[0, 2, 4])
+    # -> corpus.bin: 7 8 0 9 0 5 0; corpus.idx: lengths 3, 2, 2; corpus.meta.json
+"""
 
 from __future__ import annotations
 
@@ -21,8 +29,6 @@ from megapack.storage.index_writer import (
 )
 from megapack.storage.metadata import check_metadata
 from megapack.storage.tokens import InputDataset, TokenLimits, TokenWriter, as_tokens
-
-__all__ = ["IndexedDatasetBuilder"]
 
 
 class IndexedDatasetBuilder:
@@ -132,7 +138,13 @@ class IndexedDatasetBuilder:
         else:
             self._require_open()
             ids = as_tokens(tokens)
-            lengths = _checked_lengths(lengths, ids.size, self.num_documents)
+            lengths = [ids.size] if lengths is None else [int(length) for length in lengths]
+            if any(length < 0 for length in lengths) or sum(lengths) != ids.size:
+                raise DataError(
+                    f"document {self.num_documents} has {ids.size} tokens, but its lengths sum to "
+                    f"{sum(lengths)}"
+                )
+            _check_length(max(lengths, default=0))
             if modes is not None:
                 _check_modes(modes)
                 if len(modes) != len(lengths):
@@ -252,21 +264,14 @@ def _check_modes(modes: Sequence[int]) -> None:
             raise DataError(f"a sequence has mode {mode}; modes are stored as int8")
 
 
-def _checked_lengths(lengths: Sequence[int] | None, num_tokens: int, document: int) -> list[int]:
-    result = [num_tokens] if lengths is None else [int(length) for length in lengths]
-    if any(length < 0 for length in result) or sum(result) != num_tokens:
-        raise DataError(
-            f"document {document} has {num_tokens} tokens, but its lengths sum to {sum(result)}"
-        )
-    _check_length(max(result, default=0))
-    return result
-
-
 def _lengths_between(offsets: NDArray[Any], num_tokens: int) -> NDArray[np.int32]:
     fits = offsets.ndim == 1 and offsets.size > 0 and offsets.dtype.kind in "iu"
     if not fits or offsets[0] != 0 or offsets[-1] != num_tokens:
+        given = f"an array of shape {offsets.shape}"
+        if offsets.ndim == 1 and offsets.size > 0:
+            given = f"{offsets.dtype.name} from {offsets[0]} to {offsets[-1]}"
         raise DataError(
-            f"offsets are {_ends_of(offsets)}; they are integers from 0 to the number of tokens, "
+            f"offsets are {given}; they are integers from 0 to the number of tokens, "
             f"{num_tokens}, one more than documents"
         )
     lengths = np.diff(offsets.astype(np.int64, copy=False))
@@ -274,9 +279,3 @@ def _lengths_between(offsets: NDArray[Any], num_tokens: int) -> NDArray[np.int32
         raise DataError(f"offsets go back behind document {int(lengths.argmin())}")
     _check_length(int(lengths.max(initial=0)))
     return lengths.astype(np.int32)
-
-
-def _ends_of(offsets: NDArray[Any]) -> str:
-    if offsets.ndim != 1 or offsets.size == 0:
-        return f"an array of shape {offsets.shape}"
-    return f"{offsets.dtype.name} from {offsets[0]} to {offsets[-1]}"

@@ -1,11 +1,23 @@
-"""IndexedDataset: documents on disk, read without copying a token."""
+"""Documents on disk, read without copying a token.
+
+- ``IndexedDataset``: Megatron's .bin/.idx pair, here or at an address
+- ``read_document_lengths``, ``open_index``, ``read_lengths_file``: lengths without documents
+- ``read_documents``: numbers of documents in a file, to mask or to pack
+- ``open_labels``, ``label_list``: a second dataset of labels, token by token beside the documents
+
+Two documents, [7, 8, 0] and [9, 0] ::
+
+    ds = IndexedDataset("corpus")
+    ds[0], ds[-1], ds.document_lengths    # -> [7, 8, 0], [9, 0], [3, 2]
+    ds.tokens[2:4]                        # -> [0, 9]: all tokens, one document behind the other
+"""
 
 from __future__ import annotations
 
-import io
 import operator
 import os
 from functools import cached_property
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
@@ -27,11 +39,9 @@ from megapack.storage.metadata import difference_from_files, read_meta
 from megapack.storage.remote import is_remote
 from megapack.storage.remote.reader import RemoteTokens, exists, open_remote_pair
 
-# ---- The names under which Megatron, Megatron-DeepSpeed and GPT-NeoX know an IndexedDataset -----
-
 
 class BinReader:
-    """``read(dtype, count, offset)`` of the mapped tokens."""
+    """Megatron's reader of .bin: ``read(dtype, count, offset)``, of the mapped tokens."""
 
     def __init__(self, tokens: NDArray[Any]) -> None:
         self._bytes = tokens.view(np.uint8).data
@@ -41,98 +51,7 @@ class BinReader:
         return np.frombuffer(self._bytes, dtype, count, offset)
 
 
-class HostNames:
-    """Aliases only; the facts are IndexedDataset's."""
-
-    prefix: str
-    tokens: NDArray[Any]
-    sequence_lengths: Any  # cached properties of IndexedDataset
-    document_indices: Any
-
-    @property
-    def path_prefix(self) -> str:
-        return self.prefix
-
-    @property
-    def index(self) -> Any:
-        """Megatron's reader of the .idx: dtype, sequence_lengths, ... are ours as well."""
-        return self
-
-    @property
-    def bin_reader(self) -> BinReader:
-        """Megatron's reader of .bin."""
-        return BinReader(self.tokens)
-
-    @property
-    def sequence_count(self) -> int:
-        return int(self.sequence_lengths.size)
-
-    @property
-    def document_count(self) -> int:
-        """Length of document_indices, as in the header: documents + 1."""
-        return int(self.document_indices.size)
-
-    def get_document_indices(self) -> Any:
-        return self.document_indices
-
-    def set_document_indices(self, document_indices: NDArray[np.int64]) -> None:
-        """In memory only, as in Megatron."""
-        self.__dict__["document_indices"] = document_indices
-
-    @property
-    def sizes(self) -> Any:
-        return self.sequence_lengths
-
-    @property
-    def doc_idx(self) -> Any:
-        return self.document_indices
-
-    def get_doc_idx(self) -> Any:
-        return self.document_indices
-
-    @property
-    def supports_prefetch(self) -> bool:
-        return False
-
-
-# ---- Numbers of documents in a file: those to mask, or to pack ----------------------------------
-
-
-def read_documents(path: str | Path) -> NDArray[np.int64]:
-    """Document ids of a file, ascending, each once, int64.
-
-    Args:
-        path: a .npy file of integers in one dimension, or text with one id per line.
-
-    Raises:
-        FormatError, OSError: it holds something else, or cannot be read.
-    """
-    path = Path(path)
-    if path.suffix == ".npy":
-        try:
-            found = np.load(path, allow_pickle=False)
-        except ValueError as error:
-            raise FormatError(f"{path} is no .npy file of integers: {error}") from error
-        if found.ndim != 1 or found.dtype.kind not in "iu":
-            raise FormatError(
-                f"{path} holds {found.dtype} of shape {found.shape}; document ids are integers in "
-                "one dimension"
-            )
-    else:
-        lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
-        for number, line in enumerate(lines, 1):
-            if line.strip() and not (line.strip().isascii() and line.strip().isdecimal()):
-                raise FormatError(
-                    f"{path}, line {number}: {line[:40]!r} is no document id; write one number, "
-                    "counted from 0, per line"
-                )
-        found = np.array([int(line) for line in lines if line.strip()], object)
-    if len(found) and not (found.min() >= 0 and found.max() < 1 << 62):
-        raise FormatError(f"{path} has ids from {found.min()} to {found.max()}; ids are 0 or more")
-    return np.unique(found.astype(np.int64))
-
-
-class IndexedDataset(HostNames):
+class IndexedDataset:
     """Megatron's .bin/.idx pair, memory-mapped and read-only.
 
     ``len(ds)`` counts sequences; ``ds[i]`` is sequence i as a 1-D view of the mapping (copy it
@@ -192,7 +111,10 @@ class IndexedDataset(HostNames):
         with bin_file:
             self._take_index()
             name, num_bytes = str(bin_file.name), identity_of(bin_file).num_bytes
-            self.tokens: Any = self._map_tokens(bin_file, self._count_tokens(name, num_bytes))
+            count = self._count_tokens(name, num_bytes)
+            # Nothing is mapped without tokens.
+            mapped = map_file(bin_file) if count else np.zeros(0, np.uint8)
+            self.tokens: Any = mapped[: count * self.dtype.itemsize].view(self.dtype)
 
     def _open_remote(self) -> None:
         pair = open_remote_pair(self.prefix)
@@ -233,14 +155,9 @@ class IndexedDataset(HostNames):
             )
         return needed // itemsize
 
-    def _map_tokens(self, file: io.FileIO, count: int) -> NDArray[Any]:
-        if count == 0:
-            return np.zeros(0, self.dtype)
-        return map_file(file)[: count * self.dtype.itemsize].view(self.dtype)
-
     @property
     def mapped_tokens(self) -> NDArray[Any]:
-        """(num_tokens,) in place, for C++; of a remote dataset without those not fetched yet."""
+        """(num_tokens,) in place, for C++; of a remote dataset those that are being read."""
         return self.tokens.mapped if isinstance(self.tokens, RemoteTokens) else self.tokens
 
     def __len__(self) -> int:
@@ -363,26 +280,37 @@ class IndexedDataset(HostNames):
 
     @property
     def fingerprint(self) -> str:
-        """Identity of the documents' layout, of some blocks of the .idx (see
-        ``IndexFile.fingerprint``): costs no pass over it.
-
-        The .idx holds the dtype, the numbers of sequences and documents and every length; a change
-        of token values alone does not change it (see ``verify``).
-        """
+        """Identity of the documents' layout (``IndexFile.fingerprint``): of the dtype, of every
+        length, of where documents begin; not of token values (see ``verify``)."""
         return self._index.fingerprint
 
     @property
     def idx_checksums(self) -> str:
-        """Of all blocks of the .idx, which is read for that."""
+        """``IndexFile.idx_checksums``."""
         return self._index.idx_checksums
 
     def hold_to(self, idx_checksums: str) -> None:
-        """Compare whatever is read of the .idx from now on with checksums of what it should be.
-
-        Raises:
-            FormatError: it has another size; later, by whatever reads it: a block differs.
-        """
+        """``IndexFile.hold_to``."""
         self._index.hold_to(idx_checksums)
+
+    # The names under which Megatron, Megatron-DeepSpeed and GPT-NeoX know all this.
+    path_prefix = property(attrgetter("prefix"))
+    index = property(lambda self: self)  # its reader of .idx: dtype, sequence_lengths, ...
+    bin_reader = property(lambda self: BinReader(self.tokens))
+    sizes = property(attrgetter("sequence_lengths"))
+    sequence_count = property(lambda self: int(self.sequence_lengths.size))
+    document_count = property(lambda self: int(self.document_indices.size))  # documents + 1
+    doc_idx = property(attrgetter("document_indices"))
+    supports_prefetch = property(lambda _: False)
+
+    def get_document_indices(self) -> NDArray[np.int64]:
+        return self.document_indices
+
+    get_doc_idx = get_document_indices
+
+    def set_document_indices(self, document_indices: NDArray[np.int64]) -> None:
+        """In memory only, as in Megatron."""
+        self.__dict__["document_indices"] = document_indices
 
     @staticmethod
     def exists(prefix: str | os.PathLike[str]) -> bool:
@@ -460,6 +388,43 @@ def read_lengths_file(path: str | os.PathLike[str]) -> NDArray[Any]:
             f"{path} does not hold a one-dimensional array of integers, tokens per document"
         )
     return lengths
+
+
+# ---- Numbers of documents in a file: those to mask, or to pack ----------------------------------
+
+
+def read_documents(path: str | Path) -> NDArray[np.int64]:
+    """Document ids of a file, ascending, each once, int64.
+
+    Args:
+        path: a .npy file of integers in one dimension, or text with one id per line.
+
+    Raises:
+        FormatError, OSError: it holds something else, or cannot be read.
+    """
+    path = Path(path)
+    if path.suffix == ".npy":
+        try:
+            found = np.load(path, allow_pickle=False)
+        except ValueError as error:
+            raise FormatError(f"{path} is no .npy file of integers: {error}") from error
+        if found.ndim != 1 or found.dtype.kind not in "iu":
+            raise FormatError(
+                f"{path} holds {found.dtype} of shape {found.shape}; document ids are integers in "
+                "one dimension"
+            )
+    else:
+        lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
+        for number, line in enumerate(lines, 1):
+            if line.strip() and not (line.strip().isascii() and line.strip().isdecimal()):
+                raise FormatError(
+                    f"{path}, line {number}: {line[:40]!r} is no document id; write one number, "
+                    "counted from 0, per line"
+                )
+        found = np.array([int(line) for line in lines if line.strip()], object)
+    if len(found) and not (found.min() >= 0 and found.max() < 1 << 62):
+        raise FormatError(f"{path} has ids from {found.min()} to {found.max()}; ids are 0 or more")
+    return np.unique(found.astype(np.int64))
 
 
 # ---- Labels that somebody chose: a second dataset, token by token beside the documents ----------

@@ -1,4 +1,16 @@
-"""An .idx and the .bin that belongs to it, although a writer may replace them meanwhile."""
+"""Megatron's .bin/.idx pair, opened: names, header, arrays.
+
+- ``path_of``, ``prefix_of``: names; ``pick_dtype``, ``dtype_of_code``: types of tokens
+- ``IndexFile``: one .idx, mapped; ``read_header``: its first 34 bytes
+- ``open_pair``: an .idx and the .bin that belongs to it, although a writer may replace them
+- ``map_file``, ``block_checksums``, ``CheckedArray``: whole files in memory
+
+The byte layout stands in csrc/core/storage/mmididx.hpp; all that interprets bytes happens there.
+Two sequences of 3 and 2 uint16 tokens, a document each, are these 82 bytes::
+
+    4d4d49444944580000 1:u64 8:u8 2:u64 3:u64      # magic, version, dtype, sequences, documents + 1
+    3:i32 2:i32   0:i64 6:i64   0:i64 1:i64 2:i64  # lengths, pointers (bytes), document indices
+"""
 
 from __future__ import annotations
 
@@ -26,8 +38,7 @@ from megapack.storage.remote.address import is_remote
 
 # ---- Whole files in memory, as the system maps them: read when touched, shared by all processes -
 # A file that is opened in a moment, whatever its size, cannot be compared with a checksum of all of
-# it then. So there is one for each of its blocks, and a block is compared when something of it is
-# read for the first time:
+# it then. So each of its blocks has one, compared when something of it is read for the first time:
 #
 #     sums = block_checksums(written)            # "f1c3...": 16 hexadecimal digits per 64 KiB
 #     array = CheckedArray.of(mapped, sums, name="x.samples: array segment_length", remedy="...")
@@ -135,8 +146,7 @@ class CheckedArray(_core.CheckedArray, NDArrayOperatorsMixin):
         return np.array, (np.asarray(self),)
 
 
-# ---- Names and numbers of Megatron's .bin/.idx pair, and one .idx opened for reading ------------
-# The byte layout stands in csrc/core/storage/mmididx.hpp; all that interprets bytes happens there.
+# ---- Names and numbers of the pair, and one .idx opened for reading -----------------------------
 
 Tokens: TypeAlias = NDArray[Any]
 
@@ -196,10 +206,10 @@ def pick_dtype(dtype: DTypeLike) -> np.dtype[Any]:
     """A dtype that token files can have; ConfigError for all others."""
     try:
         result = np.dtype(dtype)
+        name = result.name
     except TypeError:
-        result = None
-    if result is None or result.name not in CODE_OF_DTYPE:
-        name = dtype if result is None else result.name
+        name = str(dtype)
+    if name not in CODE_OF_DTYPE:
         raise ConfigError(
             f"dtype is {name}; tokens are stored as one of {', '.join(CODE_OF_DTYPE)}"
         )

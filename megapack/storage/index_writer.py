@@ -1,4 +1,15 @@
-"""The last act of every dataset: index and meta file, then names."""
+"""What is written beside tokens: the .idx, the meta file, and the names of all three.
+
+- ``ArrayLayout``, ``FileLayout``: lengths of sequences and ends of documents; ``write_index``
+- ``DocumentLog``: the layout of a dataset under construction
+- ``DatasetContent``, ``check_prefix``, ``publish_dataset``: the last act of every dataset
+
+The .idx is written block by block, so that memory does not grow with the corpus: a builder has one
+layout in memory; a merge has one per input, read from its .idx again for every array; repair and
+import bring arrays of their own. Documents [3 + 1, 2] tokens, the first of two sequences::
+
+    ArrayLayout(lengths=[3, 1, 2], ends=[2, 3])     # -> pointers 0, 6, 8; document indices 0, 2, 3
+"""
 
 from __future__ import annotations
 
@@ -41,11 +52,8 @@ from megapack.storage.metadata import (
     read_meta,
 )
 
-# ---- Layouts (lengths of sequences, ends of documents) and the .idx that is written of them -----
-# It is written block by block, so that memory does not grow with the corpus: a builder has one
-# layout
-# in memory; a merge has one per input, read from its .idx again for every array; repair and import
-# bring arrays of their own.
+SUFFIXES = (".bin", ".idx", ".meta.json")
+MAX_SEQUENCE_LENGTH = 2**31 - 1
 
 
 @dataclass(frozen=True)
@@ -190,14 +198,14 @@ def _index_blocks(
     yield np.zeros(1, np.int64)
     begin = 0
     for layout in layouts:
-        yield from shifted_ends(layout, begin)
+        yield from _shifted_ends(layout, begin)
         begin += layout.num_sequences
     if multimodal:
         for layout in layouts:
             yield from layout.mode_blocks()
 
 
-def shifted_ends(layout: Layout, begin: int) -> Iterator[NDArray[np.int64]]:
+def _shifted_ends(layout: Layout, begin: int) -> Iterator[NDArray[np.int64]]:
     """Document ends of a layout whose first sequence has number ``begin``.
 
     Raises:
@@ -222,11 +230,6 @@ def _blocks(array: NDArray[Any]) -> Iterator[NDArray[Any]]:
 def _identity_ends(num_sequences: int) -> Iterator[NDArray[np.int64]]:
     for begin in range(0, num_sequences, BLOCK):
         yield np.arange(begin + 1, min(begin + BLOCK, num_sequences) + 1, dtype=np.int64)
-
-
-# ---- The index of a dataset under construction, in as few bytes as it can have ------------------
-
-MAX_SEQUENCE_LENGTH = 2**31 - 1
 
 
 class DocumentLog:
@@ -320,9 +323,6 @@ def _counted(num_documents: int) -> array[int]:
     return ends
 
 
-SUFFIXES = (".bin", ".idx", ".meta.json")
-
-
 @dataclass(frozen=True, kw_only=True)
 class DatasetContent:
     """What a dataset will hold: its .bin described, its .idx and its meta file in full."""
@@ -334,12 +334,9 @@ class DatasetContent:
     metadata: Mapping[str, Any]
     multimodal: bool = False
 
-    def write_index(self, write: Callable[[Any], object]) -> Checksum:
-        """Write the .idx; its size and checksum."""
-        return write_index(write, self.dtype, self.layouts, multimodal=self.multimodal)
-
-    def meta(self, idx: Checksum) -> dict[str, Any]:
-        """The content of the meta file; ``meta.py`` explains it."""
+    def meta(self, write: Callable[[Buffer], object]) -> dict[str, Any]:
+        """The content of the meta file (``metadata.py`` explains it), after writing the .idx."""
+        idx = write_index(write, self.dtype, self.layouts, multimodal=self.multimodal)
         tokens = self.tokens
         low, high = tokens.token_range or (None, None)
         return {
@@ -373,7 +370,7 @@ class DatasetContent:
             return str(error)
         if there is None:
             return "without a meta file nothing tells what it holds"
-        meta = json.loads(json.dumps(self.meta(self.write_index(lambda _: None))))
+        meta = json.loads(json.dumps(self.meta(lambda _: None)))
         for key in meta | there:
             old, new = there.get(key), meta.get(key)
             if old != new:
@@ -447,8 +444,9 @@ def publish_dataset(
     idx = AtomicFile(path_of(prefix, ".idx") if idx_path is None else idx_path)
     meta = AtomicFile(meta_path(prefix))
     try:
-        described = content.meta(content.write_index(idx.write))
-        meta.write((json.dumps(described, indent=1, ensure_ascii=False) + "\n").encode())
+        meta.write(
+            (json.dumps(content.meta(idx.write), indent=1, ensure_ascii=False) + "\n").encode()
+        )
         files = [*([] if bin_file is None else [bin_file]), meta, idx]
         if durable:
             for file in files:  # the longest part, while the old dataset still stands

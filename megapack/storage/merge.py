@@ -23,13 +23,10 @@ from megapack.storage.metadata import (
     check_metadata,
     common_metadata,
     joined_range,
-    meta_path,
 )
 from megapack.storage.remote import is_remote
 from megapack.storage.remote.copies import local_copy, local_output
 from megapack.storage.tokens import InputDataset, TokenLimits, TokenWriter
-
-__all__ = ["merge"]
 
 Progress = Callable[[int, int], None]
 
@@ -86,69 +83,44 @@ def merge(
     with ExitStack() as stack:
         target = stack.enter_context(local_output(output, overwrite=overwrite))
         copies = {p: stack.enter_context(local_copy(p)) for p in dict.fromkeys(prefixes)}
-        return _merge(
-            [copies[prefix] for prefix in prefixes],
-            target,
-            dtype=dtype,
-            multimodal=multimodal,
-            allow_mixed_tokenizers=allow_mixed_tokenizers,
-            metadata=metadata or {},
-            remove_inputs=remove_inputs,
-            overwrite=overwrite,
-            progress=progress,
-        )
+        inputs = [InputDataset(copies[prefix], multimodal) for prefix in prefixes]
+        bin_path = path_of(target, ".bin")
+        if any(bin_path.exists() and bin_path.samefile(each.bin_path) for each in inputs):
+            raise ConfigError(f"the output {target} is also an input; merge writes a new dataset")
+        result_dtype = _common_dtype(inputs) if dtype is None else pick_dtype(dtype)
+        if not allow_mixed_tokenizers:
+            _check_tokenizers(inputs)
+        limits = TokenLimits(result_dtype, _common_vocab_size(inputs), result_dtype.kind == "i")
+        facts = {**common_metadata(dataset.meta for dataset in inputs), **(metadata or {})}
+        check_metadata(facts)
 
+        def content(tokens: TokenFacts) -> DatasetContent:
+            return DatasetContent(
+                dtype=result_dtype,
+                layouts=[dataset.layout for dataset in inputs],
+                tokens=tokens,
+                vocab_size=limits.vocab_size,
+                metadata=facts,
+                multimodal=multimodal,
+            )
 
-def _merge(
-    prefixes: Sequence[str],
-    output: str,
-    *,
-    dtype: DTypeLike | None,
-    multimodal: bool,
-    allow_mixed_tokenizers: bool,
-    metadata: Mapping[str, Any],
-    remove_inputs: bool,
-    overwrite: bool,
-    progress: Progress | None,
-) -> bool:
-    """Of local datasets into one."""
-    inputs = [InputDataset(prefix, multimodal) for prefix in prefixes]
-    _check_output(inputs, output)
-    result_dtype = _common_dtype(inputs) if dtype is None else pick_dtype(dtype)
-    if not allow_mixed_tokenizers:
-        _check_tokenizers(inputs)
-    limits = TokenLimits(result_dtype, _common_vocab_size(inputs), result_dtype.kind == "i")
-    metadata = {**common_metadata(dataset.meta for dataset in inputs), **metadata}
-    check_metadata(metadata)
+        def difference() -> str | None:
+            tokens = _vouched(inputs, result_dtype)
+            return tokens if isinstance(tokens, str) else content(tokens).difference_from(target)
 
-    def content(tokens: TokenFacts) -> DatasetContent:
-        return DatasetContent(
-            dtype=result_dtype,
-            layouts=[dataset.layout for dataset in inputs],
-            tokens=tokens,
-            vocab_size=limits.vocab_size,
-            metadata=metadata,
-            multimodal=multimodal,
-        )
-
-    def difference() -> str | None:
-        tokens = _vouched(inputs, result_dtype)
-        if isinstance(tokens, str):
-            return tokens
-        return content(tokens).difference_from(output)
-
-    with WriterLock(output, what="merge"):
-        is_new = check_prefix(output, overwrite=overwrite, difference=difference)
-        if is_new:
-            tokens = TokenWriter(path_of(output, ".bin"), limits)
-            try:
-                _concatenate(inputs, tokens, progress)
-                publish_dataset(output, content(tokens.finish()), tokens.target)
-            finally:
-                tokens.target.discard()
-    if remove_inputs:
-        for dataset in inputs:
-            _remove(dataset)
+        with WriterLock(target, what="merge"):
+            is_new = check_prefix(target, overwrite=overwrite, difference=difference)
+            if is_new:
+                tokens = TokenWriter(bin_path, limits)
+                try:
+                    _concatenate(inputs, tokens, progress)
+                    publish_dataset(target, content(tokens.finish()), tokens.target)
+                finally:
+                    tokens.target.discard()
+        if remove_inputs:
+            for dataset in inputs:  # .idx first: without it the rest is no dataset
+                for suffix in (".idx", ".bin", ".meta.json"):
+                    path_of(dataset.prefix, suffix).unlink(missing_ok=True)  # of one named twice
     return is_new
 
 
@@ -174,13 +146,6 @@ def _vouched(inputs: list[InputDataset], dtype: np.dtype[Any]) -> TokenFacts | s
         [checksum for facts in known for checksum in facts.checksums],
         joined_range(facts.token_range for facts in known),
     )
-
-
-def _check_output(inputs: list[InputDataset], output: str) -> None:
-    target = path_of(output, ".bin")
-    for dataset in inputs:
-        if target.exists() and target.samefile(dataset.bin_path):
-            raise ConfigError(f"the output {output} is also an input; merge writes a new dataset")
 
 
 def _common_dtype(inputs: list[InputDataset]) -> np.dtype[Any]:
@@ -215,10 +180,3 @@ def _common_vocab_size(inputs: list[InputDataset]) -> int | None:
     """The largest, when all inputs know theirs."""
     sizes = [None if dataset.meta is None else dataset.meta["vocab_size"] for dataset in inputs]
     return None if None in sizes else max(size for size in sizes if size is not None)
-
-
-def _remove(dataset: InputDataset) -> None:
-    """.idx first: without it the rest is no dataset."""
-    dataset.idx_path.unlink(missing_ok=True)  # it may have been named twice
-    dataset.bin_path.unlink(missing_ok=True)
-    meta_path(dataset.prefix).unlink(missing_ok=True)

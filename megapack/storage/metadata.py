@@ -35,25 +35,6 @@ from megapack.errors import FormatError
 from megapack.storage.files import identity_of, open_regular, read_blocks
 from megapack.storage.index_file import IndexHeader, path_of, pick_dtype
 
-__all__ = [
-    "FORMAT",
-    "OWN_KEYS",
-    "VERSION",
-    "Checksum",
-    "TokenFacts",
-    "bin_checksums",
-    "check_metadata",
-    "checksum",
-    "checksum_of",
-    "common_metadata",
-    "difference_from_files",
-    "has_its_checksums",
-    "joined_range",
-    "meta_path",
-    "own_metadata",
-    "read_meta",
-]
-
 
 class Checksum(NamedTuple):
     """Of a file, or of one of the stretches that follow each other in it."""
@@ -74,8 +55,8 @@ class TokenFacts:
     def of_meta(meta: Mapping[str, Any]) -> TokenFacts:
         """As a meta file has them."""
         low, high = meta["min_token_id"], meta["max_token_id"]
-        known = None if low is None else (low, high)
-        return TokenFacts(meta["num_tokens"], bin_checksums(meta), known)
+        token_range = None if low is None else (low, high)
+        return TokenFacts(meta["num_tokens"], bin_checksums(meta), token_range)
 
 
 def joined_range(ranges: Iterable[tuple[int, int] | None]) -> tuple[int, int] | None:
@@ -181,9 +162,10 @@ def has_its_checksums(prefix: str | os.PathLike[str]) -> bool:
     idx = Checksum(meta["idx"]["bytes"], meta["idx"]["xxh3_128"])
     for suffix, stretches in ((".idx", [idx]), (".bin", bin_checksums(meta))):
         with open_regular(path_of(prefix, suffix)) as file:
-            if identity_of(file).num_bytes != sum(size for size, _ in stretches):
-                return False
-            if any(checksum_of(file, size) != digest for size, digest in stretches):
+            num_bytes = identity_of(file).num_bytes
+            if num_bytes != sum(size for size, _ in stretches) or any(
+                checksum_of(file, size) != digest for size, digest in stretches
+            ):
                 return False
     return True
 
@@ -199,13 +181,10 @@ def difference_from_files(
 ) -> str | None:
     """How the files at the prefix differ from those a meta file is about; None when they do not."""
     said = {**meta, "idx_bytes": meta["idx"]["bytes"]}
-    for key, value in (
-        ("dtype", dtype),
-        ("num_sequences", header.num_sequences),
-        ("num_documents", header.num_documents),
-        ("num_tokens", num_tokens),
-        ("idx_bytes", header.file_bytes),
-    ):
+    found = {"dtype": dtype, "num_sequences": header.num_sequences}
+    found |= {"num_documents": header.num_documents, "num_tokens": num_tokens}
+    found["idx_bytes"] = header.file_bytes
+    for key, value in found.items():
         if said[key] != value:
             return (
                 f"the meta file is about other files: it says {key} {said[key]}, they have "

@@ -31,8 +31,6 @@ from megapack.storage.metadata import TokenFacts, checksum, own_metadata, read_m
 from megapack.storage.survey import Survey, survey
 from megapack.storage.tokens import scan_tokens
 
-__all__ = ["repair"]
-
 
 class _Index(NamedTuple):
     """What will be written."""
@@ -104,12 +102,11 @@ def _mend(facts: Survey, one_document_per_sequence: bool, done: list[str]) -> _I
     if not facts.widths:
         _refuse_other_order(facts, dtype.itemsize)
         done.append(f"recomputed the pointers of {header.num_sequences} sequences")
-    behind = header.file_bytes - header.modes_at
     modes = None
-    if behind and behind == header.num_sequences:
+    if facts.is_multimodal:
         modes = np.concatenate([*facts.layout.mode_blocks()])
-    elif behind:
-        done.append(f"dropped {behind} bytes behind the end of the index")
+    elif facts.num_trailing:
+        done.append(f"dropped {facts.num_trailing} bytes behind the end of the index")
     ends = _mend_documents(facts, one_document_per_sequence, done)
     return _Index(dtype, ArrayLayout(facts.layout.lengths(), ends, modes))
 
@@ -228,17 +225,22 @@ def _whole(index: _Index, num_bytes: int) -> tuple[int, int]:
 
 def _replace(prefix: str, index: _Index, cut: int | None, done: list[str]) -> None:
     idx_path, bin_path = path_of(prefix, ".idx"), path_of(prefix, ".bin")
+    dtype, layout = index
     meta = _meta_of(prefix, done)
     _keep_original(idx_path)
-    multimodal = index.layout.modes is not None
+    multimodal = layout.modes is not None
     if meta is None:
         with atomic_write(idx_path) as file:
-            write_index(file.write, index.dtype, [index.layout], multimodal=multimodal)
+            write_index(file.write, dtype, [layout], multimodal=multimodal)
     else:
+        # Known, when the same bytes still mean the same tokens.
+        known = meta["bin"]["bytes"] == index.num_bytes and meta["dtype"] == dtype.name
         content = DatasetContent(
-            dtype=index.dtype,
-            layouts=[index.layout],
-            tokens=_token_facts(meta, bin_path, index),
+            dtype=dtype,
+            layouts=[layout],
+            tokens=TokenFacts.of_meta(meta)
+            if known
+            else scan_tokens(bin_path, dtype, layout.num_tokens),
             vocab_size=meta["vocab_size"],
             metadata=own_metadata(meta),
             multimodal=multimodal,
@@ -246,13 +248,6 @@ def _replace(prefix: str, index: _Index, cut: int | None, done: list[str]) -> No
         publish_dataset(prefix, content, None)
     if cut is not None:
         os.truncate(bin_path, cut)
-
-
-def _token_facts(meta: dict[str, Any], bin_path: Path, index: _Index) -> TokenFacts:
-    """What the meta file knew, when the same bytes still mean the same tokens."""
-    if meta["bin"]["bytes"] == index.num_bytes and meta["dtype"] == index.dtype.name:
-        return TokenFacts.of_meta(meta)
-    return scan_tokens(bin_path, index.dtype, index.num_bytes // index.dtype.itemsize)
 
 
 def _meta_of(prefix: str, done: list[str]) -> dict[str, Any] | None:

@@ -1,5 +1,8 @@
 """What an .idx/.bin pair really is, found by arithmetic instead of belief.
 
+- ``survey``: the facts of one pair, a ``Survey``; what merge, import, verify and repair go by
+- ``Finding``: something to know about a dataset; ``Survey.findings``: those of its index
+
 Three tools write the same magic with three dtype tables, one of them loses documents in a merge,
 and old releases overflowed pointers. But pointers are the running sum of lengths times the token
 width, and .bin is their end: so the width can be proven, and with it what the dtype code meant.
@@ -8,9 +11,10 @@ width, and .bin is their end: so the width can be proven, and with it what the d
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -20,10 +24,7 @@ from megapack.storage.files import identity_of, open_regular, read_blocks
 from megapack.storage.index_file import DTYPE_OF_CODE
 from megapack.storage.index_writer import FileLayout
 
-__all__ = ["LEGACY_MAGIC", "Survey", "meaning_of", "survey"]
-
-LEGACY_MAGIC = b"TNTIDX\x00\x00"  # the format before MMIDIDX
-
+REPAIR = "megapack-build repair"
 WIDTHS = (1, 2, 4, 8)  # bytes per token that exist
 
 # What other tools mean by the codes on which they disagree; 1 to 5 are common to all.
@@ -35,6 +36,24 @@ _TABLES = {
 _BY_WIDTH = {1: "uint8", 2: "uint16", 4: "int32", 8: "int64"}
 # float32 numbers from 1e-19 on have bit patterns above this, and no vocabulary is so large.
 _LARGEST_TOKEN_ID = 1 << 29
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Something to know about a dataset.
+
+    ``error``: it cannot be read or trusted; ``warning``: it can, but somebody should look;
+    ``note``: nothing is wrong.
+    """
+
+    severity: Literal["error", "warning", "note"]
+    code: str  # stable, for scripts
+    message: str
+    remedy: str = ""
+
+
+def has_errors(findings: Iterable[Finding]) -> bool:
+    return any(finding.severity == "error" for finding in findings)
 
 
 @dataclass
@@ -49,6 +68,7 @@ class Survey:
     # those for which that holds modulo 2^32 only.
     widths: set[int] = field(default_factory=set)
     wrapped_widths: set[int] = field(default_factory=set)
+    first_wrong_pointer: str = ""  # by the width that the dtype code says
     num_empty_sequences: int = 0
     # The first document index that goes back or beyond (None: none does) and the last one.
     first_bad_document: int | None = None
@@ -59,6 +79,16 @@ class Survey:
     def declared_dtype(self) -> np.dtype[Any] | None:
         """What the dtype code means in Megatron's table, None when that is no token type."""
         return DTYPE_OF_CODE.get(self.layout.header.dtype_code)
+
+    @property
+    def num_trailing(self) -> int:
+        """Bytes behind the end of the .idx; the modes of a multimodal one are among them."""
+        return self.layout.header.file_bytes - self.layout.header.modes_at
+
+    @property
+    def is_multimodal(self) -> bool:
+        """Whether these are just as many as there are sequences."""
+        return 0 < self.num_trailing == self.layout.num_sequences
 
     @property
     def width(self) -> int | None:
@@ -77,86 +107,126 @@ class Survey:
 
         None when they are floats, or when nothing tells how wide they are.
         """
-        code, width = self.layout.header.dtype_code, self.width
+        code, width, declared = self.layout.header.dtype_code, self.width, self.declared_dtype
         if width is None:
             return None, "nothing that the size of .bin agrees with"
-        return meaning_of(code, width, self.bin_path)
+        if declared is not None and declared.itemsize == width:
+            return declared, declared.name
+        matches = {
+            tool: table[code]
+            for tool, table in _TABLES.items()
+            if code in table and np.dtype(table[code]).itemsize == width
+        }
+        if not matches:
+            name = _BY_WIDTH[width]
+            return np.dtype(name), f"nothing {width} bytes wide; by width alone it is {name}"
+        text = ", ".join(f"{name} in {tool}'s table" for tool, name in matches.items())
+        names = set(matches.values())
+        if "uint32" in names and self._largest_uint32() >= _LARGEST_TOKEN_ID:
+            return None, text
+        same_bytes = {"uint16": "uint16", "uint64": "int64", "uint32": "int32"}  # not of floats
+        return next((np.dtype(same_bytes[n]) for n in same_bytes if n in names), None), text
+
+    def findings(self) -> Iterator[Finding]:
+        """What there is to know of the .idx, and of the size of .bin."""
+        name, header = self.layout.path, self.layout.header
+        if header.lacks_document_indices:
+            text = f"{name} has no documents (GPT-NeoX's merge loses them)"
+            yield Finding("error", "documents-lost", text, f"{REPAIR} makes every sequence one")
+        elif self.first_bad_document is not None:
+            text = f"{name}: document {self.first_bad_document} ends before it begins or too late"
+            yield Finding("error", "documents", text, REPAIR)
+        elif self.last_document_end != header.num_sequences:
+            last = f"sequence {self.last_document_end} of {header.num_sequences}"
+            yield Finding("error", "documents", f"{name}: documents end at {last}", REPAIR)
+        if self.first_document_index:
+            text = f"{name}: document 0 begins at sequence {self.first_document_index} instead of 0"
+            yield Finding("error", "documents", text, REPAIR)
+        if self.num_empty_sequences:
+            text = f"{self.num_empty_sequences} of {header.num_sequences} sequences are empty"
+            yield Finding("note", "empty-sequences", text)
+        if self.is_multimodal:
+            yield Finding("note", "multimodal", f"{name} has a mode for every sequence")
+        elif self.num_trailing:
+            text = f"{name} has {self.num_trailing} bytes behind its end"
+            yield Finding("warning", "trailing-idx", text, REPAIR)
+        if not self.widths:
+            overflowed = " (they overflowed 32 bits)" if self.wrapped_widths else ""
+            text = f"{name}: pointers do not follow from the lengths{overflowed}"
+            text += self.first_wrong_pointer and f": {self.first_wrong_pointer}"
+            yield Finding("error", "pointers", text, f"{REPAIR} recomputes them")
+        dtype, text = self.meaning()
+        if dtype is None or dtype != self.declared_dtype:
+            remedy = REPAIR if dtype is not None else "these are no token ids"
+            text = f"{name}: dtype code {header.dtype_code} means {text}"
+            yield Finding("error", "dtype", text, remedy)
+        needed = self.num_tokens * (self.width or 0)
+        behind = self.bin_bytes - needed
+        if self.width is not None and behind < 0:
+            text = (
+                f"{self.bin_path} has {self.bin_bytes} bytes; {name} speaks of {self.num_tokens} "
+                f"tokens in {needed}"
+            )
+            yield Finding("error", "bin-truncated", text, f"{REPAIR} --drop-truncated")
+        elif self.width is not None and behind > 0:
+            text = f"{self.bin_path} has {behind} bytes behind the last sequence"
+            yield Finding("warning", "trailing-bin", text, f"{REPAIR} --drop-trailing")
+
+    def _largest_uint32(self) -> int:
+        with open_regular(self.bin_path) as file:
+            blocks = read_blocks(file, np.uint32, self.bin_bytes // 4)
+            return max((int(block.max()) for block in blocks), default=0)
 
 
-def meaning_of(code: int, width: int, bin_path: Path) -> tuple[np.dtype[Any] | None, str]:
-    """``Survey.meaning`` of a code whose tokens were proven to be ``width`` bytes wide."""
-    declared = DTYPE_OF_CODE.get(code)
-    if declared is not None and declared.itemsize == width:
-        return declared, declared.name
-    matches = {
-        tool: table[code]
-        for tool, table in _TABLES.items()
-        if code in table and np.dtype(table[code]).itemsize == width
-    }
-    if not matches:
-        name = _BY_WIDTH[width]
-        return np.dtype(name), f"nothing {width} bytes wide; by width alone it is {name}"
-    text = ", ".join(f"{name} in {tool}'s table" for tool, name in matches.items())
-    return _readable(set(matches.values()), bin_path), text
-
-
-def _readable(names: set[str], bin_path: Path) -> np.dtype[Any] | None:
-    """The type with the same bytes that token files can have; None for floats."""
-    if "uint16" in names:
-        return np.dtype(np.uint16)
-    if "uint64" in names:
-        return np.dtype(np.int64)
-    if "uint32" in names and _largest(bin_path) < _LARGEST_TOKEN_ID:
-        return np.dtype(np.int32)
-    return None
-
-
-def survey(idx_path: str | os.PathLike[str], bin_path: str | os.PathLike[str]) -> Survey:
+def survey(
+    idx_path: str | os.PathLike[str], bin_path: str | os.PathLike[str], *, multimodal: bool = False
+) -> Survey:
     """Read an .idx once from end to end, block by block.
 
     Raises:
-        FormatError: not an .idx, truncated, or a negative length.
+        FormatError: not an .idx, truncated, a negative length, or without modes that are wanted.
         OSError: a file cannot be read.
     """
-    layout = FileLayout(idx_path)
+    layout = FileLayout(idx_path, multimodal)
     with open_regular(bin_path) as file:
         result = Survey(layout, Path(bin_path), identity_of(file).num_bytes)
-    _survey_sequences(result)
-    _survey_documents(result)
-    return result
-
-
-def _survey_sequences(result: Survey) -> None:
+    declared = result.declared_dtype
     begin = sequence = 0
-    widths, wrapped = set(WIDTHS), set(WIDTHS)
-    blocks = zip(result.layout.length_blocks(), result.layout.pointer_blocks(), strict=True)
-    for lengths, pointers in blocks:
+    result.widths = set(WIDTHS)
+    for lengths, pointers in zip(layout.length_blocks(), layout.pointer_blocks(), strict=True):
         try:
             positions, begin = _core.scan_lengths(lengths, 1, begin)
         except FormatError as error:
             bad = sequence + int((lengths < 0).argmax())
-            raise FormatError(f"{result.layout.path}: sequence {bad}: {error}") from error
-        widths = {k for k in widths if np.array_equal(positions * k, pointers)}
-        wrapped = {k for k in wrapped if np.array_equal((positions * k).astype(np.int32), pointers)}
-        result.num_empty_sequences += int((lengths == 0).sum())
+            raise FormatError(f"{layout.path}: sequence {bad}: {error}") from error
+        fits = {k for k in result.widths if np.array_equal(positions * k, pointers)}
+        if declared is not None and declared.itemsize in result.widths - fits:
+            expected = positions * declared.itemsize
+            at = int((expected != pointers).argmax())
+            result.first_wrong_pointer = (
+                f"sequence {sequence + at} points at byte {pointers[at]}, those before it end at "
+                f"{expected[at]}"
+            )
+        result.widths = fits
+        result.num_empty_sequences += lengths.size - int(np.count_nonzero(lengths))
         sequence += lengths.size
-    result.num_tokens, result.widths = begin, widths
-    result.wrapped_widths = wrapped - widths
-
-
-def _survey_documents(result: Survey) -> None:
-    count, result.first_document_index = 0, result.layout.first_document_index()
-    for ends in result.layout.end_blocks():
+    result.num_tokens = begin
+    if not result.widths:
+        result.wrapped_widths = _wrapped_widths(layout)
+    count, result.first_document_index = 0, layout.first_document_index()
+    for ends in layout.end_blocks():
         before = np.concatenate([[result.last_document_end], ends[:-1]])
-        bad = (ends < before) | (ends > result.layout.num_sequences)
-        if result.first_bad_document is None and bad.any():
-            result.first_bad_document = count + int(bad.argmax())
+        wrong = (ends < before) | (ends > layout.num_sequences)
+        if result.first_bad_document is None and wrong.any():
+            result.first_bad_document = count + int(wrong.argmax())
         count += ends.size
         result.last_document_end = int(ends[-1])
+    return result
 
 
-def _largest(path: Path) -> int:
-    """The largest 32-bit number of a file."""
-    with open_regular(path) as file:
-        blocks = read_blocks(file, np.uint32, identity_of(file).num_bytes // 4)
-        return max((int(block.max()) for block in blocks), default=0)
+def _wrapped_widths(layout: FileLayout) -> set[int]:
+    widths, begin = set(WIDTHS), 0
+    for lengths, pointers in zip(layout.length_blocks(), layout.pointer_blocks(), strict=True):
+        positions, begin = _core.scan_lengths(lengths, 1, begin)
+        widths = {k for k in widths if np.array_equal((positions * k).astype(np.int32), pointers)}
+    return widths

@@ -1,4 +1,10 @@
-"""The .bin of a dataset under construction: checked, narrowed, buffered, summed, written."""
+"""Tokens on their way into a .bin: checked, narrowed, buffered, summed, written.
+
+- ``as_tokens``: ids from whatever holds them; ``TokenLimits``: those that a dataset accepts
+- ``scan_tokens``: what a file of them holds
+- ``TokenWriter``: a .bin without its name yet
+- ``InputDataset``: one dataset as the input of another
+"""
 
 from __future__ import annotations
 
@@ -15,9 +21,8 @@ from numpy.typing import NDArray
 
 from megapack import _core
 from megapack.errors import ConfigError, DataError, FormatError
-from megapack.storage.files import AtomicFile, identity_of, open_regular, read_blocks
+from megapack.storage.files import AtomicFile, open_regular, read_blocks
 from megapack.storage.index_file import IndexFile, Tokens, dtype_of_code, path_of, prefix_of
-from megapack.storage.index_writer import FileLayout, shifted_ends
 from megapack.storage.metadata import (
     Checksum,
     TokenFacts,
@@ -25,8 +30,9 @@ from megapack.storage.metadata import (
     difference_from_files,
     read_meta,
 )
+from megapack.storage.survey import survey
 
-# ---- Token ids from whatever holds them, what a file of them holds, and the limits set to them --
+BUFFER_BYTES = 1 << 19  # what is checked is still in the cache when it is narrowed and written
 
 
 def as_tokens(tokens: Any) -> Tokens:
@@ -165,24 +171,18 @@ class InputDataset:
     def __init__(self, prefix: str | os.PathLike[str], multimodal: bool = False) -> None:
         self.prefix = prefix_of(prefix)
         self.idx_path, self.bin_path = path_of(self.prefix, ".idx"), path_of(self.prefix, ".bin")
-        self.layout = FileLayout(self.idx_path, multimodal)
+        facts = survey(self.idx_path, self.bin_path, multimodal=multimodal)
+        self.layout = facts.layout
         self.dtype: np.dtype[Any] = dtype_of_code(self.layout.header.dtype_code, self.idx_path)
-        try:
-            self.num_bytes = self._check_sequences()
-            for _ in shifted_ends(self.layout, 0):  # documents end with the sequences
-                pass
-            if first := self.layout.first_document_index():
-                raise FormatError(f"document 0 begins at sequence {first} instead of 0")
-        except FormatError as error:
-            raise FormatError(f"{self.idx_path}: {error}") from error
-        self.num_tokens = self.num_bytes // self.dtype.itemsize
-        self._check_bin()
+        for found in facts.findings():
+            # Without documents every sequence is one.
+            if found.severity == "error" and found.code != "documents-lost":
+                raise FormatError(f"{found.message} -> {found.remedy}")
+        self.num_tokens = facts.num_tokens
+        self.num_bytes = facts.num_tokens * self.dtype.itemsize
         self.meta = self._trusted_meta()
-
-    @property
-    def facts(self) -> TokenFacts | None:
-        """What .bin holds, None when nobody vouches for it."""
-        return None if self.meta is None else TokenFacts.of_meta(self.meta)
+        # What .bin holds, None when nobody vouches for it.
+        self.facts = None if self.meta is None else TokenFacts.of_meta(self.meta)
 
     def open_tokens(self) -> io.FileIO:
         """The .bin that belongs to the index.
@@ -202,31 +202,6 @@ class InputDataset:
         document = int(np.searchsorted(offsets, position, side="right")) - 1
         return document, position - int(offsets[document])
 
-    def _check_sequences(self) -> int:
-        """Bytes of .bin that the index speaks of."""
-        begin, sequence = 0, 0
-        blocks = zip(self.layout.length_blocks(), self.layout.pointer_blocks(), strict=True)
-        for lengths, pointers in blocks:
-            expected, begin = _core.scan_lengths(lengths, self.dtype.itemsize, begin)
-            if not np.array_equal(expected, pointers):
-                wrong = int((expected != pointers).argmax())
-                raise FormatError(
-                    f"sequence {sequence + wrong} points at byte {pointers[wrong]}, but the "
-                    f"sequences before it end at {expected[wrong]}; "
-                    "`megapack-build repair` recomputes pointers"
-                )
-            sequence += lengths.size
-        return begin
-
-    def _check_bin(self) -> None:
-        with self.open_tokens() as file:
-            size = identity_of(file).num_bytes
-        if size < self.num_bytes:
-            raise FormatError(
-                f"{self.bin_path} has {size} bytes, but its .idx ends at byte {self.num_bytes}: "
-                "it is truncated, or the .idx belongs to another file"
-            )
-
     def _trusted_meta(self) -> dict[str, Any] | None:
         """The meta file, unless the .idx it describes is not the one that stands beside it."""
         meta = read_meta(self.prefix)
@@ -235,9 +210,6 @@ class InputDataset:
         ):
             return None
         return meta if checksum(self.idx_path) == meta["idx"]["xxh3_128"] else None
-
-
-BUFFER_BYTES = 1 << 19  # what is checked is still in the cache when it is narrowed and written
 
 
 class TokenWriter:

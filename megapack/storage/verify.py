@@ -1,14 +1,19 @@
-"""Is a dataset whole, and is it what it claims to be?"""
+"""Is a dataset whole, and is it what it claims to be?
+
+- ``verify``: every ``Finding`` about one dataset (those of its index are ``Survey.findings``)
+- ``find_duplicates``: datasets that hold the same documents
+- ``leftovers``: what killed writers left beside a file
+"""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import xxhash
@@ -29,33 +34,15 @@ from megapack.storage.remote import is_remote
 from megapack.storage.remote.client import find_object
 from megapack.storage.remote.copies import local_copy
 from megapack.storage.remote.reader import open_remote_pair
-from megapack.storage.survey import LEGACY_MAGIC, Survey, survey
+from megapack.storage.survey import REPAIR, Finding, Survey, has_errors, survey
 from megapack.storage.tokens import scan_tokens
 
-# ---- What verify says ---------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Finding:
-    """Something to know about a dataset.
-
-    ``error``: it cannot be read or trusted; ``warning``: it can, but somebody should look;
-    ``note``: nothing is wrong.
-    """
-
-    severity: Literal["error", "warning", "note"]
-    code: str  # stable, for scripts
-    message: str
-    remedy: str = ""
-
-
-def has_errors(findings: Iterable[Finding]) -> bool:
-    return any(finding.severity == "error" for finding in findings)
-
-
-# ---- The half of verify that reads .bin: checksums, range of ids, the ends of documents ---------
+__all__ = ["Finding", "find_duplicates", "has_errors", "leftovers", "verify"]
 
 RESTORE = "restore .bin from a copy or build it again"
+DATASET = r"(\.labels)?\.(bin|idx|meta\.json|samples)"
+
+# ---- The half of verify that reads .bin: checksums, range of ids, the ends of documents ---------
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -196,10 +183,6 @@ def _ranges(
         yield Finding("error", "token-range", text, RESTORE)
 
 
-REPAIR = "megapack-build repair"
-DATASET = r"(\.labels)?\.(bin|idx|meta\.json|samples)"
-
-
 def verify(
     prefix: str | os.PathLike[str],
     *,
@@ -224,16 +207,48 @@ def verify(
         OSError: a file exists but cannot be read.
     """
     prefix = prefix_of(prefix)
-    if not is_remote(prefix):
-        return _verify(prefix, tokens, vocab_size, document_end_token, progress)
+    if is_remote(prefix):
+        try:
+            with local_copy(prefix, tokens=tokens) as files:
+                found = verify(
+                    files,
+                    tokens=tokens,
+                    vocab_size=vocab_size,
+                    document_end_token=document_end_token,
+                    progress=progress,
+                )
+                return [_of_address(finding, files, prefix) for finding in found]
+        except FileNotFoundError as error:
+            return [Finding("error", "missing", str(error))]
+        except FormatError as error:
+            return [Finding("error", "damaged", str(error), "upload it again")]
+    idx_path, bin_path = path_of(prefix, ".idx"), path_of(prefix, ".bin")
+    findings = [*leftovers(Path(prefix), DATASET)]
+    for path in (idx_path, bin_path):
+        if not path.exists():
+            findings.append(Finding("error", "missing", f"{path} does not exist"))
+    if has_errors(findings):
+        return findings
     try:
-        with local_copy(prefix, tokens=tokens) as files:
-            found = _verify(files, tokens, vocab_size, document_end_token, progress)
-            return [_of_address(finding, files, prefix) for finding in found]
-    except FileNotFoundError as error:
-        return [Finding("error", "missing", str(error))]
+        facts = survey(idx_path, bin_path)
     except FormatError as error:
-        return [Finding("error", "damaged", str(error), "upload it again")]
+        return [*findings, _unreadable(idx_path, error)]
+    findings += facts.findings()
+    meta, stale = _meta(prefix, facts)
+    findings += stale
+    dtype = facts.declared_dtype
+    if tokens and dtype is not None and not has_errors(findings):
+        known = meta or {}
+        if document_end_token is None:
+            document_end_token = known.get("document_end_token")
+        checks = TokenChecks(
+            vocab_size=known.get("vocab_size") if vocab_size is None else vocab_size,
+            allow_negative=(known.get("min_token_id") or 0) < 0,
+            document_begin_token=known.get("document_begin_token"),
+            document_end_token=document_end_token,
+        )
+        findings += check_tokens(prefix, dtype, checks, meta, progress)
+    return findings
 
 
 def _of_address(finding: Finding, files: str, prefix: str) -> Finding:
@@ -242,42 +257,6 @@ def _of_address(finding: Finding, files: str, prefix: str) -> Finding:
     if remedy.startswith(REPAIR):
         remedy = f"{remedy}, of a local copy; then upload it again"
     return replace(finding, message=finding.message.replace(files, prefix), remedy=remedy)
-
-
-def _verify(
-    prefix: str,
-    tokens: bool,
-    vocab_size: int | None,
-    document_end_token: int | None,
-    progress: Callable[[int, int], None] | None,
-) -> list[Finding]:
-    """Of local files."""
-    idx_path, bin_path = path_of(prefix, ".idx"), path_of(prefix, ".bin")
-    findings = [*leftovers(Path(prefix), DATASET), *_missing(idx_path, bin_path)]
-    if has_errors(findings):
-        return findings
-    try:
-        facts = survey(idx_path, bin_path)
-    except FormatError as error:
-        return [*findings, _unreadable(idx_path, error)]
-    findings += [*_documents(facts), *_trailing(facts), *_sizes(facts, bin_path)]
-    meta, stale = _meta(prefix, facts)
-    findings += stale
-    dtype = facts.declared_dtype
-    if tokens and dtype is not None and not has_errors(findings):
-        known = meta or {}
-        checks = TokenChecks(
-            vocab_size=known.get("vocab_size") if vocab_size is None else vocab_size,
-            allow_negative=(known.get("min_token_id") or 0) < 0,
-            document_begin_token=known.get("document_begin_token"),
-            document_end_token=(
-                known.get("document_end_token")
-                if document_end_token is None
-                else document_end_token
-            ),
-        )
-        findings += check_tokens(prefix, dtype, checks, meta, progress)
-    return findings
 
 
 def find_duplicates(prefixes: Sequence[str | os.PathLike[str]]) -> dict[str, Finding]:
@@ -294,12 +273,6 @@ def find_duplicates(prefixes: Sequence[str | os.PathLike[str]]) -> dict[str, Fin
                 findings[prefix] = Finding("warning", "duplicate", text)
                 break
     return findings
-
-
-def _missing(idx_path: Path, bin_path: Path) -> Iterator[Finding]:
-    for path in (idx_path, bin_path):
-        if not path.exists():
-            yield Finding("error", "missing", f"{path} does not exist")
 
 
 def leftovers(base: Path, suffixes: str = "") -> Iterator[Finding]:
@@ -324,67 +297,7 @@ def _unreadable(idx_path: Path, error: FormatError) -> Finding:
     magic = b""
     with contextlib.suppress(FormatError), open_regular(idx_path) as file:
         magic = file.read(len(MAGIC))
-    if magic.startswith(LEGACY_MAGIC):
-        text = f"{idx_path} is of the format before MMIDIDX (TNTIDX)"
-        return Finding("error", "legacy", text, "megapack-build import")
-    remedy = REPAIR if magic == MAGIC else ""
-    return Finding("error", "index", str(error), remedy)
-
-
-def _documents(facts: Survey) -> Iterator[Finding]:
-    name, header = facts.layout.path, facts.layout.header
-    if header.lacks_document_indices:
-        text = f"{name} has no documents (GPT-NeoX's merge loses them)"
-        yield Finding("error", "documents-lost", text, f"{REPAIR} makes every sequence one")
-    elif facts.first_bad_document is not None:
-        text = f"{name}: document {facts.first_bad_document} ends before it begins or too late"
-        yield Finding("error", "documents", text, REPAIR)
-    elif facts.last_document_end != header.num_sequences:
-        text = (
-            f"{name}: documents end at sequence {facts.last_document_end} of {header.num_sequences}"
-        )
-        yield Finding("error", "documents", text, REPAIR)
-    if facts.first_document_index:
-        text = f"{name}: document 0 begins at sequence {facts.first_document_index} instead of 0"
-        yield Finding("error", "documents", text, REPAIR)
-    if facts.num_empty_sequences:
-        text = f"{facts.num_empty_sequences} of {header.num_sequences} sequences are empty"
-        yield Finding("note", "empty-sequences", text)
-
-
-def _trailing(facts: Survey) -> Iterator[Finding]:
-    header = facts.layout.header
-    behind = header.file_bytes - header.modes_at
-    if behind and behind == header.num_sequences:
-        yield Finding("note", "multimodal", f"{facts.layout.path} has a mode for every sequence")
-    elif behind:
-        text = f"{facts.layout.path} has {behind} bytes behind its end"
-        yield Finding("warning", "trailing-idx", text, REPAIR)
-
-
-def _sizes(facts: Survey, bin_path: Path) -> Iterator[Finding]:
-    name, width = facts.layout.path, facts.width
-    if not facts.widths:
-        overflowed = " (they overflowed 32 bits)" if facts.wrapped_widths else ""
-        text = f"{name}: pointers do not follow from the lengths{overflowed}"
-        yield Finding("error", "pointers", text, f"{REPAIR} recomputes them")
-    dtype, text = facts.meaning()
-    if dtype is None or dtype != facts.declared_dtype:
-        remedy = REPAIR if dtype is not None else "these are no token ids"
-        code = facts.layout.header.dtype_code
-        yield Finding("error", "dtype", f"{name}: dtype code {code} means {text}", remedy)
-    if width is None:
-        return
-    needed = facts.num_tokens * width
-    if facts.bin_bytes < needed:
-        text = (
-            f"{bin_path} has {facts.bin_bytes} bytes; {name} speaks of {facts.num_tokens} tokens "
-            f"in {needed}"
-        )
-        yield Finding("error", "bin-truncated", text, f"{REPAIR} --drop-truncated")
-    elif facts.bin_bytes > needed:
-        text = f"{bin_path} has {facts.bin_bytes - needed} bytes behind the last sequence"
-        yield Finding("warning", "trailing-bin", text, f"{REPAIR} --drop-trailing")
+    return Finding("error", "index", str(error), REPAIR if magic == MAGIC else "")
 
 
 def _meta(prefix: str, facts: Survey) -> tuple[dict[str, Any] | None, list[Finding]]:

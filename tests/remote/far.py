@@ -18,8 +18,6 @@ from megapack.storage.remote.client import put_object
 from megapack.storage.remote.copies import upload_dataset
 from tests.data.corpora import packed_lengths, random_documents, write_documents
 
-__all__ = ["address_of", "folder_of", "put_dataset", "run", "write_packed"]
-
 MICRO_BATCH = 1024
 ROOT = "s3://bucket"  # the line's, which sets it
 
@@ -48,6 +46,14 @@ def signed(content: dict[str, Any]) -> str:
     content.pop("xxh3", None)
     digest = xxhash.xxh3_64_hexdigest(json.dumps(content).encode())
     return json.dumps({**content, "xxh3": digest})
+
+
+def flip(path: Path, at: int) -> bytes:
+    """Change one bit of a file; what it holds then."""
+    data = bytearray(path.read_bytes())
+    data[at] ^= 1
+    path.write_bytes(data)
+    return bytes(data)
 
 
 def put_dataset(prefix: Path, num_documents: int = 2000, seed: int = 0) -> str:

@@ -16,7 +16,7 @@ from megapack.storage.remote.client import find_object, put_object, remove_objec
 from megapack.storage.remote.copies import upload_dataset
 from megapack.storage.remote.reader import fetch_file
 from megapack.storage.verify import verify
-from tests.remote.far import address_of, folder_of, run, write_packed
+from tests.remote.far import address_of, flip, folder_of, run, write_packed
 from tests.remote.stores import EVERY_STORE
 
 
@@ -67,9 +67,7 @@ def test_verify_finds_what_it_finds_in_local_files(
     upload_dataset(str(tmp_path / "docs"), f"{address}2")
     assert main(["verify", address, f"{address}2", "--no-tokens"]) == 0
     assert f"holds the same documents as {address}" in capsys.readouterr().out
-    tokens = bytearray((tmp_path / "docs.bin").read_bytes())
-    tokens[1000] ^= 1
-    (tmp_path / "docs.bin").write_bytes(tokens)
+    flip(tmp_path / "docs.bin", 1000)
     put_object(f"{address}.bin", tmp_path / "docs.bin")
     [found] = verify(address)
     assert found.severity == "error" and f"{address}.bin" in found.message
@@ -199,9 +197,7 @@ def test_an_upload_that_is_cut_short_leaves_no_dataset(
 
 def test_what_is_damaged_is_not_uploaded(line: Line, tmp_path: Path) -> None:
     write_packed(tmp_path / "docs")
-    tokens = bytearray((tmp_path / "docs.bin").read_bytes())
-    tokens[1000] ^= 1
-    (tmp_path / "docs.bin").write_bytes(tokens)
+    flip(tmp_path / "docs.bin", 1000)
     with pytest.raises(FormatError, match="do not have the checksums of the meta file"):
         upload_dataset(str(tmp_path / "docs"), address_of(tmp_path / "docs"))
     assert not IndexedDataset.exists(address_of(tmp_path / "docs"))

@@ -17,9 +17,10 @@ from megapack.data import PackedDataset
 from megapack.errors import ConfigError, FormatError
 from megapack.storage import IndexedDataset
 from megapack.storage.remote import client
+from megapack.storage.remote.checksums import write_checksums
 from megapack.storage.remote.client import put_object
 from megapack.storage.remote.copies import upload_dataset
-from tests.remote.far import address_of, put_dataset, run, write_packed
+from tests.remote.far import address_of, flip, put_dataset, run, write_packed
 from tests.remote.stores import EVERY_STORE
 
 
@@ -57,16 +58,15 @@ def test_wrong_bytes_would_reach_a_batch_without_checksums(line: Line, tmp_path:
 @EVERY_STORE
 def test_damaged_objects_are_named(line: Line, tmp_path: Path, impatient: None) -> None:
     address = put_dataset(tmp_path / "docs")
-    tokens = bytearray((tmp_path / "docs.bin").read_bytes())
-    tokens[100_000] ^= 1
-    (tmp_path / "damaged").write_bytes(tokens)
-    put_object(f"{address}.bin", tmp_path / "damaged")
+    damaged = Path(shutil.copyfile(tmp_path / "docs.bin", tmp_path / "damaged"))
+    tokens = flip(damaged, 100_000)
+    put_object(f"{address}.bin", damaged)
     far, near = IndexedDataset(address), IndexedDataset(tmp_path / "docs")
     assert far[0].tolist() == near[0].tolist(), "a block that is whole was refused"
     with pytest.raises(FormatError, match=r"docs\.bin is damaged.* do not have their checksum"):
         np.asarray(far.tokens)
-    (tmp_path / "damaged").write_bytes(tokens[:-1])
-    put_object(f"{address}.bin", tmp_path / "damaged")
+    damaged.write_bytes(tokens[:-1])
+    put_object(f"{address}.bin", damaged)
     with pytest.raises(FormatError, match="write it again"):
         IndexedDataset(address)
 
@@ -76,17 +76,11 @@ def test_a_damaged_small_object_is_named(
     line: Line, tmp_path: Path, impatient: None, suffix: str
 ) -> None:
     address = put_dataset(tmp_path / "docs")
-    folder = tmp_path / "other"
-    folder.mkdir()
     local = tmp_path / f"docs{suffix}"
     if suffix == ".checksums":
-        from megapack.storage.remote.checksums import write_checksums  # noqa: PLC0415
-
         write_checksums(str(tmp_path / "docs"), local)
-    content = bytearray(local.read_bytes())
-    content[-9] ^= 1
-    (folder / "damaged").write_bytes(content)
-    put_object(f"{address}{suffix}", folder / "damaged")
+    flip(local, -9)
+    put_object(f"{address}{suffix}", local)
     with pytest.raises(FormatError, match=rf"^s3://.*docs\{suffix} is damaged"):
         PackedDataset(address, f"{address}.samples")
     assert not list((tmp_path / "cache").glob(f"*/docs{suffix}"))

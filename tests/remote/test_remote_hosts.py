@@ -125,7 +125,7 @@ def test_rows_that_a_host_takes_next_are_fetched_meanwhile(line: Line, tmp_path:
     for i in (10, 11, 14, 15):
         [(tokens, blocks)] = reads._blocks(rows.samples_of(i))
         until = time.monotonic() + PATIENCE
-        while not tokens._file.is_here(0, 10**6)[blocks].all():
+        while not tokens.are_here(blocks):
             assert time.monotonic() < until, f"row {i} is not asked for"
             time.sleep(0.05)
 

@@ -17,7 +17,7 @@ from megapack.packing.shard_packing import pack_shards, plan_packing
 from megapack.packing.sharded import load_shards
 from megapack.storage import IndexedDataset, IndexedDatasetBuilder
 from megapack.storage.remote.client import put_object, remove_object
-from tests.remote.far import folder_of, signed, write_packed
+from tests.remote.far import flip, folder_of, signed, write_packed
 from tests.remote.stores import EVERY_STORE
 
 NAMES = ("a", "b", "c")
@@ -61,12 +61,6 @@ def test_inspect_tells_the_sums_and_each_shard_when_asked(
     assert main(["inspect", manifest, "--shards"]) == 0
     text = capsys.readouterr().out
     assert all(f"{tmp_path}/{name}" in text for name in NAMES) and "3 datasets" in text
-
-
-def flip(path: Path, at: int) -> None:
-    data = bytearray(path.read_bytes())
-    data[at] ^= 1
-    path.write_bytes(data)
 
 
 def change_manifest(folder: Path) -> None:

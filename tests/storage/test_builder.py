@@ -252,17 +252,6 @@ def test_a_finished_builder_takes_nothing_more(tmp_path: Path) -> None:
             call()
 
 
-def test_a_new_dataset_replaces_an_old_one_as_a_whole(tmp_path: Path) -> None:
-    write(tmp_path / "data", SMALL, np.int32)
-    builder = IndexedDatasetBuilder(tmp_path / "data", np.uint16, overwrite=True)
-    builder.add_document([1, 2])
-    assert IndexedDataset(tmp_path / "data").num_documents == len(SMALL)
-    builder.finalize()
-    dataset = IndexedDataset(tmp_path / "data")
-    assert (dataset.num_documents, dataset.dtype) == (1, np.uint16)
-    assert dataset.meta is not None and dataset.meta["num_documents"] == 1
-
-
 def test_files_have_the_permissions_of_the_umask(tmp_path: Path) -> None:
     old = os.umask(0o027)
     try:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from peers import peer
 
 from megapack.errors import DataError, FormatError
 from megapack.storage import IndexedDataset
@@ -42,6 +43,22 @@ def test_a_dataset_in_another_order_is_copied_in_order(tmp_path: Path) -> None:
     (tmp_path / "theirs.idx").write_bytes(index)
     assert "copied in order" in import_dataset(tmp_path / "theirs", tmp_path / "ours")
     check(tmp_path / "ours", [DOCUMENTS[i] for i in order])
+
+
+@pytest.mark.parametrize(
+    ("raw", "dtype"), [(np.uint16, np.uint16), (np.uint32, np.int32), (np.int32, np.int32)]
+)
+def test_deepspeed_datasets_are_linked_not_copied(tmp_path: Path, raw: type, dtype: type) -> None:
+    deepspeed = peer("deepspeed.runtime.data_pipeline.data_sampling.indexed_dataset")
+    builder = deepspeed.MMapIndexedDatasetBuilder(f"{tmp_path}/theirs.bin", raw)
+    for document in DOCUMENTS:
+        builder.add_item_numpy(np.array(document, raw))
+        builder.end_document()
+    builder.finalize(f"{tmp_path}/theirs.idx")
+    said = import_dataset(tmp_path / "theirs", tmp_path / "ours")
+    assert "3 documents, 9" in said and "(mmididx, .bin hard link)" in said
+    check(tmp_path / "ours", dtype=dtype)
+    assert same_file(tmp_path / "ours.bin", tmp_path / "theirs.bin")
 
 
 @pytest.mark.parametrize(("raw", "dtype"), [(np.uint16, np.uint16), (np.uint32, np.int32)])

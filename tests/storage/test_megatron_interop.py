@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from peers import peer
 
 from megapack.storage import IndexedDataset, IndexedDatasetBuilder
 from megapack.storage.merge import merge
-from storage.strategies import SMALL, corpora, files, write
+from storage.strategies import SMALL, corpora, files, flatten, write
 
 torch = peer("torch")
 gpt_dataset = peer("megatron.core.datasets.gpt_dataset")
@@ -25,32 +26,19 @@ BlendedMegatronDatasetBuilder = peer(
 DTYPES = [np.uint16, np.int32, np.int64, np.uint8, np.int8, np.int16]
 
 
-def write_with_megatron(prefix: Path, corpus: list, dtype: type, modes: list | None) -> None:
-    builder = megatron.IndexedDatasetBuilder(f"{prefix}.bin", dtype, multimodal=modes is not None)
-    feed(builder, corpus, modes)
-    builder.finalize(f"{prefix}.idx")
-
-
-def write_with_megapack(prefix: Path, corpus: list, dtype: type, modes: list | None) -> None:
-    """By Megatron's own calling convention."""
-    builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype, multimodal=modes is not None)
-    feed(builder, corpus, modes)
-    builder.finalize(f"{prefix}.idx")
-
-
-def feed(builder: object, corpus: list, modes: list | None) -> None:
-    """The same calls to either builder."""
+def written(builder_class: Any, prefix: Path, corpus: list, dtype: type, modes: Any) -> None:
+    """By the same calls to either builder, Megatron's own."""
+    builder = builder_class(f"{prefix}.bin", dtype, multimodal=modes is not None)
     for d, document in enumerate(corpus):
-        flat = [token for sequence in document for token in sequence]
         lengths = [len(sequence) for sequence in document]
-        if modes is None:
-            builder.add_document(flat, lengths)
-        else:
-            builder.add_document(flat, lengths, modes[d])
+        builder.add_document(flatten(document), lengths, *([] if modes is None else [modes[d]]))
+    builder.finalize(f"{prefix}.idx")
 
 
-def pair(prefix: Path) -> tuple[bytes, bytes]:
-    return Path(f"{prefix}.bin").read_bytes(), Path(f"{prefix}.idx").read_bytes()
+def both_written(tmp: Path, corpus: list, dtype: type, multimodal: bool) -> None:
+    modes = [[i % 3 for i in range(len(document))] for document in corpus] if multimodal else None
+    written(megatron.IndexedDatasetBuilder, tmp / "theirs", corpus, dtype, modes)
+    written(IndexedDatasetBuilder, tmp / "ours", corpus, dtype, modes)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: d.__name__)
@@ -59,10 +47,8 @@ def test_the_same_calls_give_the_same_bytes(
     tmp_path_factory: pytest.TempPathFactory, dtype: type, corpus: list, multimodal: bool
 ) -> None:
     tmp = tmp_path_factory.mktemp("interop")
-    modes = [[i % 3 for i in range(len(document))] for document in corpus] if multimodal else None
-    write_with_megatron(tmp / "theirs", corpus, dtype, modes)
-    write_with_megapack(tmp / "ours", corpus, dtype, modes)
-    assert pair(tmp / "ours") == pair(tmp / "theirs")
+    both_written(tmp, corpus, dtype, multimodal)
+    assert files(tmp / "ours") == files(tmp / "theirs")
 
 
 @given(corpus=corpora.filter(lambda c: any(any(d) for d in c)), multimodal=st.booleans())
@@ -70,9 +56,7 @@ def test_each_reads_what_the_other_wrote(
     tmp_path_factory: pytest.TempPathFactory, corpus: list, multimodal: bool
 ) -> None:
     tmp = tmp_path_factory.mktemp("interop")
-    modes = [[i % 3 for i in range(len(document))] for document in corpus] if multimodal else None
-    write_with_megatron(tmp / "theirs", corpus, np.uint16, modes)
-    write_with_megapack(tmp / "ours", corpus, np.uint16, modes)
+    both_written(tmp, corpus, np.uint16, multimodal)
     for a, b in [
         (IndexedDataset(tmp / "theirs", multimodal), IndexedDataset(tmp / "ours", multimodal)),
         (
@@ -101,7 +85,7 @@ def test_items_and_documents_may_be_mixed(tmp_path: Path) -> None:
         builder.add_document(["7", "8"], [2])
         name = "theirs" if builder is theirs else "ours"
         builder.finalize(f"{tmp_path}/{name}.idx")
-    assert pair(tmp_path / "ours") == pair(tmp_path / "theirs")
+    assert files(tmp_path / "ours") == files(tmp_path / "theirs")
     dataset = IndexedDataset(tmp_path / "ours")
     assert dataset.num_documents == 5
     np.testing.assert_array_equal(dataset.document_lengths, [5, 3, 0, 4, 2])
@@ -148,7 +132,7 @@ def test_megatrons_gpt_dataset_runs_on_our_reader(
 
 
 def test_the_names_other_hosts_call_are_there(tmp_path: Path) -> None:
-    write_with_megapack(tmp_path / "data", [[[1, 2], [3]], [[4]]], np.uint16, None)
+    write(tmp_path / "data", [[[1, 2], [3]], [[4]]])
     ours = IndexedDataset(str(tmp_path / "data"), multimodal=False, mmap=True)
     theirs = megatron.IndexedDataset(str(tmp_path / "data"), multimodal=False, mmap=True)
     assert ours.path_prefix == theirs.path_prefix
@@ -179,7 +163,7 @@ def test_a_merge_of_megatrons_and_our_shards_equals_one_build(
         if data.draw(st.booleans()):
             write(prefix, corpus)
         else:
-            write_with_megatron(prefix, corpus, np.uint16, None)
+            written(megatron.IndexedDatasetBuilder, prefix, corpus, np.uint16, None)
     write(tmp / "whole", [document for corpus in corpora_of_shards for document in corpus])
     merge(prefixes, tmp / "merged")
     assert files(tmp / "merged") == files(tmp / "whole")
@@ -194,14 +178,3 @@ def test_megatron_merges_our_shards_to_the_same_bytes(tmp_path: Path) -> None:
     builder.finalize(f"{tmp_path}/theirs.idx")
     merge([tmp_path / "a", tmp_path / "b", tmp_path / "c"], tmp_path / "ours")
     assert files(tmp_path / "ours") == files(tmp_path / "theirs")
-
-
-def test_tensors_are_tokens(tmp_path: Path) -> None:
-    forms = [
-        torch.tensor([3, 1, 2]),
-        torch.tensor([[3.0, 9], [1, 9], [2, 9]], requires_grad=True)[:, 0].long(),
-    ]
-    with IndexedDatasetBuilder(tmp_path / "data", np.uint16) as builder:
-        for tokens in forms:
-            builder.add_document(tokens)
-    assert [list(document) for document in IndexedDataset(tmp_path / "data")[:]] == [[3, 1, 2]] * 2

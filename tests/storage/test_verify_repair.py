@@ -261,7 +261,7 @@ def test_modes_survive_a_repair(tmp_path: Path) -> None:
 def test_what_is_no_index_cannot_be_mended(tmp_path: Path, content: bytes) -> None:
     prefix = foreign(tmp_path / "data")
     Path(f"{prefix}.idx").write_bytes(content)
-    assert errors(prefix) == ["legacy" if content.startswith(b"TNT") else "index"]
+    assert errors(prefix) == ["index"]
     with pytest.raises(FormatError):
         repair(prefix)
     assert Path(f"{prefix}.idx").read_bytes() == content

@@ -32,8 +32,12 @@ def test_a_builder_replaces_a_dataset_only_when_told(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"out\.bin is there already.*overwrite=True"):
         IndexedDatasetBuilder(tmp_path / "out", np.uint16)
     assert files(tmp_path / "out") == before
-    write(tmp_path / "out", SMALL[:2], overwrite=True)
-    assert IndexedDataset(tmp_path / "out").num_documents == 2
+    with IndexedDatasetBuilder(tmp_path / "out", np.int32, overwrite=True) as builder:
+        builder.add_document([1, 2])
+        assert files(tmp_path / "out") == before, "replaced before it was complete"
+    dataset = IndexedDataset(tmp_path / "out")
+    assert (dataset.num_documents, dataset.dtype) == (1, np.int32)
+    assert dataset.meta is not None and dataset.meta["num_documents"] == 1
     assert sorted(stamps(tmp_path)) == ["out.bin", "out.idx", "out.meta.json"]
 
 

@@ -2,10 +2,9 @@
 
 - address: what is remote; client: one version of an object, read by ranges
 - checksums: ``<prefix>.checksums``, which tells that a range is right
-- cache: the directory; pool: threads that fetch; locks between processes; sparse: a file of which
-  only some blocks are here; eviction: room in it
-- tokens: a .bin as an array; opening: a dataset; upload: writing one
-- copies: whole datasets, for what works on local files
+- cache: what is here already, shared by the processes of a node
+- reader: a dataset, opened; its .bin as an array
+- copies: whole datasets, for what works on local files, and uploads
 """
 
 from megapack.storage.remote.address import is_remote

@@ -19,8 +19,6 @@ from urllib.parse import unquote
 
 from megapack.errors import ConfigError
 
-__all__ = ["SCHEMES", "is_below", "is_remote", "joined", "redacted", "split"]
-
 SCHEMES = ("s3", "gs", "az", "https", "http", "file")
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 _USER = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*://)[^\s/?#]*@")

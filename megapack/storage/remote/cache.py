@@ -37,7 +37,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from functools import cache
-from itertools import pairwise
+from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -246,29 +246,42 @@ class Chunks:
     def copy(self, blocks: Blocks, data: NDArray[np.uint8] | None) -> Blocks:
         """Copy the blocks that are here to their places in ``data``, all of the .bin's bytes (None:
         only look); returns the others."""
-        absent = [blocks[:0]]
+        absent: list[int] = []
         for chunk, part in _by_chunk(blocks):
             try:
                 file = os.open(self.folder / str(chunk), os.O_RDONLY | os.O_CLOEXEC)
             except FileNotFoundError:
-                absent.append(part)
+                absent += part
                 continue
             try:
                 os.utime(file)  # which ``make_room`` goes by
-                marks = os.pread(file, CHUNK_BLOCKS, CHUNK_BLOCKS * BLOCK_BYTES)
-                marks = marks.ljust(CHUNK_BLOCKS, b"\0")
-                here = np.frombuffer(marks, np.bool_)[part % CHUNK_BLOCKS]
-                absent.append(part[~here])
-                for begin, end in runs_of(part[here]) if data is not None else ():
-                    self._read(file, chunk, data[begin * BLOCK_BYTES : end * BLOCK_BYTES], begin)
+                marks = _marks(file)
+                here = [block for block in part if marks[block % CHUNK_BLOCKS]]
+                absent += [block for block in part if not marks[block % CHUNK_BLOCKS]]
+                for begin, end in runs_of(here) if data is not None else ():
+                    assert data is not None
+                    into = data[begin * BLOCK_BYTES : end * BLOCK_BYTES].data
+                    if os.preadv(file, [into], begin % CHUNK_BLOCKS * BLOCK_BYTES) != into.nbytes:
+                        why = "became shorter: something else writes into the cache"
+                        raise OSError(errno.EIO, why, str(self.folder / str(chunk)))
             finally:
                 os.close(file)
-        return np.concatenate(absent)
+        return np.array(absent, np.int64)
 
-    def _read(self, file: int, chunk: int, into: NDArray[np.uint8], first: int) -> None:
-        if os.preadv(file, [into], first % CHUNK_BLOCKS * BLOCK_BYTES) != into.nbytes:
-            path = str(self.folder / str(chunk))
-            raise OSError(errno.EIO, "became shorter: something else writes into the cache", path)
+    def missing(self, first: int, last: int) -> tuple[int, int]:
+        """From the first to the last block that is not here of ``[first, last)``, of one chunk; an
+        empty range: all are here."""
+        chunk, at = divmod(first, CHUNK_BLOCKS)
+        try:
+            file = os.open(self.folder / str(chunk), os.O_RDONLY | os.O_CLOEXEC)
+        except FileNotFoundError:
+            return first, last
+        try:
+            marks = _marks(file)[at : at + last - first]
+        finally:
+            os.close(file)
+        here = 0 not in marks
+        return (first, first) if here else (first + marks.find(0), first + marks.rfind(0) + 1)
 
     def write(self, first: int, data: memoryview) -> None:
         """Add blocks of one chunk, from block ``first`` on. The caller holds their lock.
@@ -277,9 +290,12 @@ class Chunks:
             OSError: the disk is full.
         """
         chunk, at = divmod(first, CHUNK_BLOCKS)
-        self.folder.mkdir(parents=True, exist_ok=True)
-        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
-        file = os.open(self.folder / str(chunk), flags, 0o666)
+        path, flags = self.folder / str(chunk), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
+        try:
+            file = os.open(path, flags, 0o666)
+        except FileNotFoundError:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            file = os.open(path, flags, 0o666)
         try:
             _write_at(file, data, at * BLOCK_BYTES)
             marks = b"\1" * -(-len(data) // BLOCK_BYTES)
@@ -288,29 +304,33 @@ class Chunks:
             os.close(file)
 
 
-def runs_of(numbers: Blocks, gap: int = 0) -> list[tuple[int, int]]:
+def runs_of(numbers: Iterable[int], gap: int = 0) -> Iterator[tuple[int, int]]:
     """Half-open ranges that hold ascending numbers, over gaps of up to so many others."""
-    if not numbers.size:
-        return []
-    breaks = np.flatnonzero(np.diff(numbers) > 1 + gap)
-    begins = numbers[np.concatenate([[0], breaks + 1])]
-    ends = numbers[np.concatenate([breaks, [numbers.size - 1]])] + 1
-    return list(zip(begins.tolist(), ends.tolist(), strict=True))
+    begin = end = -1
+    for number in numbers:
+        if begin >= 0 and number > end + gap:
+            yield begin, end
+            begin = -1
+        begin, end = (number if begin < 0 else begin), number + 1
+    if begin >= 0:
+        yield begin, end
 
 
-def requests_of(blocks: Blocks, gap: int) -> Iterator[tuple[int, int]]:
+def requests_of(blocks: Iterable[int], gap: int) -> Iterator[tuple[int, int]]:
     """What is asked for to have blocks: their runs, cut where a chunk ends."""
     for begin, end in runs_of(blocks, gap):
         ends_of_chunks = range((begin // CHUNK_BLOCKS + 1) * CHUNK_BLOCKS, end, CHUNK_BLOCKS)
         yield from pairwise([begin, *ends_of_chunks, end])
 
 
-def _by_chunk(blocks: Blocks) -> Iterator[tuple[int, Blocks]]:
-    chunks = blocks // CHUNK_BLOCKS
-    bounds = [0, *(np.flatnonzero(np.diff(chunks)) + 1).tolist(), blocks.size]
-    for begin, end in pairwise(bounds):
-        if begin < end:
-            yield int(chunks[begin]), blocks[begin:end]
+def _by_chunk(blocks: Blocks) -> Iterator[tuple[int, list[int]]]:
+    for chunk, part in groupby(blocks.tolist(), lambda block: int(block) // CHUNK_BLOCKS):
+        yield chunk, list(part)
+
+
+def _marks(file: int) -> bytes:
+    """A byte for each block of a chunk's file: 1, it is here."""
+    return os.pread(file, CHUNK_BLOCKS, CHUNK_BLOCKS * BLOCK_BYTES).ljust(CHUNK_BLOCKS, b"\0")
 
 
 def _write_at(file: int, data: memoryview, at: int) -> None:

@@ -31,8 +31,6 @@ from megapack.storage.index_file import path_of
 from megapack.storage.metadata import checksum, has_its_checksums, read_meta
 from megapack.storage.remote.client import WrongBytesError
 
-__all__ = ["BLOCK_BYTES", "SUFFIX", "BlockChecksums", "write_checksums"]
-
 SUFFIX = ".checksums"
 # Small enough that a document of a few kilobytes does not fetch much else, large enough that the
 # checksums are 0.05 % of the tokens.

@@ -26,20 +26,6 @@ from urllib.parse import unquote, urlsplit
 from megapack.errors import ConfigError, FormatError
 from megapack.storage.remote.address import redacted, split
 
-__all__ = [
-    "RemoteObject",
-    "WrongBytesError",
-    "ending",
-    "find_object",
-    "names_in",
-    "put_object",
-    "raise_if_ending",
-    "refuse_fork",
-    "remove_object",
-    "retry_seconds",
-    "until_right",
-]
-
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")

@@ -1,4 +1,11 @@
-"""A finished local dataset, copied to an address."""
+"""Whole datasets and files between addresses and this machine, for what works on local files.
+
+- ``local_copy``: a dataset to read; ``local_output``, ``local_output_file``: where to write
+- ``upload_dataset``: a finished dataset, copied to an address
+
+Both ways lead through the cache: what is read is fetched there whole, what is to stand at an
+address is written there first. Local prefixes and paths pass as they are.
+"""
 
 from __future__ import annotations
 
@@ -16,10 +23,6 @@ from megapack.storage.remote.cache import open_cache
 from megapack.storage.remote.checksums import BLOCK_BYTES, SUFFIX, BlockChecksums, write_checksums
 from megapack.storage.remote.client import WrongBytesError, find_object, put_object, remove_object
 from megapack.storage.remote.reader import RemotePair, exists, open_remote_pair
-
-# ---- Whole datasets and files between addresses and this machine, for what works on local files -
-# Both ways lead through the cache: what is read is fetched there whole, what is to stand at an
-# address is written there first. Local prefixes and paths pass as they are.
 
 _CHECKED_BLOCKS = 256  # at once
 

@@ -27,7 +27,7 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from megapack.errors import FormatError
+from megapack.errors import FormatError, MegapackError
 from megapack.storage.index_file import path_of
 from megapack.storage.metadata import checksum, read_meta
 from megapack.storage.remote.address import split
@@ -79,11 +79,17 @@ class RemoteTokens:
         self._coming: dict[int, Future[None]] = {}  # block -> its request
         # Room for all of it, of which memory is what is being read (``pin``).
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
-        self._memory = mmap.mmap(-1, max(1, found.num_bytes), flags)
+        try:
+            self._memory = mmap.mmap(-1, max(1, found.num_bytes), flags)
+        except OSError as error:
+            raise MegapackError(
+                f"{found.url}: the system gives no address space for its {found.num_bytes:,} bytes "
+                f"({error.strerror}): let vm.overcommit_memory be 0 or 1 and `ulimit -v` unlimited"
+            ) from error
         self._bytes = np.frombuffer(self._memory, np.uint8)[: found.num_bytes]
         self._pinning = threading.Lock()
         self._pins = np.zeros(self._chunks.num_blocks, np.int32)
-        self._is_copied = np.zeros(self._chunks.num_blocks, np.bool_)
+        self._is_copied, self._seen = np.zeros((2, self._chunks.num_blocks), np.bool_)
 
     @property
     def mapped(self) -> NDArray[Any]:
@@ -111,13 +117,13 @@ class RemoteTokens:
     def __array__(self, dtype: Any = None, copy: Any = None) -> NDArray[Any]:
         return np.asarray(self[:], dtype)
 
-    def absent(self, blocks: Blocks) -> Blocks:
-        """Those that are not in the cache just now."""
-        return self._chunks.copy(blocks, None)
-
     def are_here(self, blocks: Blocks) -> bool:
-        """Whether blocks are all in the cache just now."""
-        return not self.absent(blocks).size
+        """Whether blocks are all in the cache, as far as this process has seen."""
+        return bool(self._seen[blocks].all())
+
+    def num_missing(self, blocks: Blocks) -> int:
+        """Of how many that is not so."""
+        return int(blocks.size - self._seen[blocks].sum())
 
     def want(self, blocks: Blocks) -> set[Future[None]]:
         """Have blocks fetched; returns at once.
@@ -128,15 +134,26 @@ class RemoteTokens:
         Returns:
             The requests that bring those that are not here, other callers' included.
         """
-        absent = self.absent(blocks)
+        # Where nothing is evicted, what was here once is not looked for again.
+        unsure = blocks[~self._seen[blocks]] if self._cache.limit is None else blocks
+        new = self._look(self._not_coming(unsure))
         with self._asking:
-            new = np.array([b for b in absent.tolist() if b not in self._coming], np.int64)
-            for first, last in requests_of(new, GAP_BLOCKS):
+            for first, last in requests_of(self._not_coming(new).tolist(), GAP_BLOCKS):
                 mine = [block for block in range(first, last) if block not in self._coming]
                 # Until they are written down the request cannot forget them: it takes the lock.
                 request = self._cache.submit(self._fetch, first, last, mine)
                 self._coming.update(dict.fromkeys(mine, request))
-            return {self._coming[b] for b in absent.tolist()}
+            return {self._coming[b] for b in unsure.tolist() if b in self._coming}
+
+    def _not_coming(self, blocks: Blocks) -> Blocks:
+        return np.array([b for b in blocks.tolist() if b not in self._coming], np.int64)
+
+    def _look(self, blocks: Blocks, into: NDArray[np.uint8] | None = None) -> Blocks:
+        """``Chunks.copy``, and remember what was seen."""
+        absent = self._chunks.copy(blocks, into)
+        self._seen[blocks] = True
+        self._seen[absent] = False
+        return absent
 
     def _fetch(self, first: int, last: int, mine: list[int]) -> None:
         """In a thread of the cache: what is not here of blocks ``[first, last)``. Those that others
@@ -145,9 +162,10 @@ class RemoteTokens:
         try:
             self._cache.will_write((last - first) * BLOCK_BYTES)
             with self._cache.locks.held(str(self._chunks.folder), first, last - first):
-                absent = self.absent(np.arange(first, last))
-                if absent.size:  # else another process was faster
-                    self._bring(int(absent[0]), int(absent[-1]) + 1)
+                begin, end = self._chunks.missing(first, last)
+                if begin < end:  # else another process was faster
+                    self._bring(begin, end)
+            self._seen[first:last] = True
         finally:
             with self._asking:
                 for block in mine:
@@ -169,13 +187,13 @@ class RemoteTokens:
             self._pins[blocks] += 1
 
     def copy(self, blocks: Blocks) -> Blocks:
-        """Copy pinned blocks out of the cache; those that are not here."""
+        """Copy pinned blocks out of the cache; those that are not copied yet."""
         with self._pinning:
             wanted = blocks[~self._is_copied[blocks]]
-            absent = self._chunks.copy(wanted, self._bytes)
-            self._is_copied[wanted] = True
-            self._is_copied[absent] = False
-            return absent
+            seen = wanted[self._seen[wanted]]
+            self._is_copied[seen] = True
+            self._is_copied[self._look(seen, self._bytes)] = False
+            return wanted[~self._is_copied[wanted]]
 
     def unpin(self, blocks: Blocks) -> None:
         """Give memory back that nobody reads any more."""
@@ -183,13 +201,13 @@ class RemoteTokens:
             self._pins[blocks] -= 1
             free = blocks[self._pins[blocks] == 0]
             self._is_copied[free] = False
-            for first, last in runs_of(free):
+            for first, last in runs_of(free.tolist()):
                 begin, num_bytes = first * BLOCK_BYTES, (last - first) * BLOCK_BYTES
                 self._memory.madvise(mmap.MADV_DONTNEED, begin, num_bytes)
 
     def awaited(self, blocks: Blocks) -> str | None:
         """The first block that is not here and who fetches it, in words; None: all are here."""
-        absent = self.absent(blocks)
+        absent = blocks[~self._seen[blocks]]
         if not absent.size:
             return None
         block = int(absent[0])
@@ -225,7 +243,9 @@ def read_consistently(wanted: list[tuple[RemoteTokens, Blocks]], read: Callable[
         absent = [(tokens, tokens.copy(blocks)) for tokens, blocks in wanted]
         patience: Patience | None = None
         while any(blocks.size for _, blocks in absent):
-            patience = patience or Patience(partial(_awaited, wanted), partial(_num_absent, wanted))
+            patience = patience or Patience(
+                partial(_awaited, wanted), partial(_num_missing, wanted)
+            )
             patience.check()  # also where all of it comes and goes again
             requests = [tokens.want(blocks) for tokens, blocks in absent]
             wait_for(set[Future[None]]().union(*requests), patience)  # all of them at once
@@ -241,8 +261,8 @@ def _awaited(wanted: list[tuple[RemoteTokens, Blocks]]) -> str:
     return next((text for text in missing if text), "blocks that came just now")
 
 
-def _num_absent(wanted: list[tuple[RemoteTokens, Blocks]]) -> int:
-    return sum(tokens.absent(blocks).size for tokens, blocks in wanted)
+def _num_missing(wanted: list[tuple[RemoteTokens, Blocks]]) -> int:
+    return sum(tokens.num_missing(blocks) for tokens, blocks in wanted)
 
 
 # ---- Datasets and files -------------------------------------------------------------------------
@@ -299,17 +319,21 @@ def open_remote_pair(prefix: str) -> RemotePair:
     _, name = split(prefix)
     entry = cache.entry(name, prefix, before, bin_object, meta, sums)
     local_prefix = str(entry / name)
-    checksums = None
+    checksums, digests = None, dict[str, str]()
     if sums is not None:
         path = path_of(local_prefix, SUFFIX)
         cache.fetch(sums, path, BlockChecksums.read)
         checksums = BlockChecksums.read(path)
+        digests = {suffix: digest for suffix, (_, digest) in checksums.files.items()}
         _check_sizes(prefix, checksums, bin_object)
     if meta is not None:
-        check = _is_file(checksums, ".meta.json")
+        check = _has_checksum(digests.get(".meta.json"))
         cache.fetch(meta, path_of(local_prefix, ".meta.json"), check)
     if not path_of(local_prefix, ".idx").exists():
-        cache.fetch(before, path_of(local_prefix, ".idx"), _check_of_index(local_prefix, checksums))
+        # By the best that is known of it; without a meta file nothing is.
+        known = None if checksums is not None else read_meta(local_prefix)
+        expected = digests.get(".idx") if known is None else known["idx"]["xxh3_128"]
+        cache.fetch(before, path_of(local_prefix, ".idx"), _has_checksum(expected))
         after = find_object(before.url)
         if after is None or after.version != before.version:
             raise FormatError(f"{prefix} was replaced while it was opened; open it again")
@@ -366,21 +390,6 @@ def _check_sizes(prefix: str, checksums: BlockChecksums, bin_object: RemoteObjec
             f"{prefix}{SUFFIX} is of a .bin of {checksums.bin_bytes:,} bytes, the one that is "
             f"there has {bin_object.num_bytes:,}: write it again (`megapack-build upload`)"
         )
-
-
-def _check_of_index(
-    local_prefix: str, checksums: BlockChecksums | None
-) -> Callable[[Path], object]:
-    """By the best that is known of it; without a meta file nothing is."""
-    if checksums is not None:
-        return _is_file(checksums, ".idx")
-    meta = read_meta(local_prefix)
-    return _has_checksum(None if meta is None else meta["idx"]["xxh3_128"])
-
-
-def _is_file(checksums: BlockChecksums | None, suffix: str) -> Callable[[Path], object]:
-    known = None if checksums is None else checksums.files.get(suffix)
-    return _has_checksum(None if known is None else known[1])
 
 
 def _has_checksum(expected: str | None) -> Callable[[Path], object]:
