@@ -23,7 +23,7 @@ import dataclasses
 import json
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -88,15 +88,6 @@ class BuildProgress:
 
 
 # ---- What a build would do, and what it did: as text, or as one JSON value ----------------------
-
-
-def print_previews(previews: Sequence[Preview], *, as_json: bool) -> None:
-    """What builds would do; JSON is an object, or an array where there are several."""
-    if as_json:
-        _print_json([_preview_tree(preview) for preview in previews])
-        return
-    for one in previews:
-        _print_preview(one)
 
 
 def _preview_tree(preview: Preview) -> dict[str, Any]:
@@ -165,15 +156,6 @@ def _filters(plan: Plan) -> str:
     return ", ".join([*words, faults])
 
 
-def print_results(done: Sequence[tuple[BuildResult, float]], *, as_json: bool) -> None:
-    """What builds did, each with the seconds it took."""
-    if as_json:
-        _print_json([_result_tree(result, seconds) for result, seconds in done])
-        return
-    for result, seconds in done:
-        _print_result(result, seconds)
-
-
 def _result_tree(result: BuildResult, seconds: float) -> dict[str, Any]:
     return {
         "state": result.state,
@@ -230,10 +212,6 @@ def _print_tokens(plan: Plan) -> None:
     for name, token in (("BOS", plan.bos), ("EOD", plan.eod)):
         if token is not None:
             print(f"{name}        {token.text} = {token.id}")
-
-
-def _print_json(values: list[dict[str, Any]]) -> None:
-    print(json.dumps(values[0] if len(values) == 1 else values, indent=1))
 
 
 # Megatron's names of tokenizers that give the ids which the same files give here.
@@ -388,18 +366,24 @@ def _add_megatron(group: Arguments) -> None:
 def run(args: argparse.Namespace) -> int:
     _translate(args)
     progress = BuildProgress()
-    configs = list(_configs(args))
-    if args.dry_run:
-        print_previews([preview(config, progress) for config in configs], as_json=args.json)
-        return 0
-    done = []
-    for config in configs:
+    trees = []
+    for config in list(_configs(args)):
+        if args.dry_run:
+            before = preview(config, progress)
+            if args.json:
+                trees.append(_preview_tree(before))
+            else:
+                _print_preview(before)
+            continue
         begin = time.perf_counter()
-        done.append((build(config, progress), time.perf_counter() - begin))
-        if not args.json:
-            print_results(done[-1:], as_json=False)
-    if args.json:
-        print_results(done, as_json=True)
+        result = build(config, progress)
+        seconds = time.perf_counter() - begin
+        if args.json:
+            trees.append(_result_tree(result, seconds))
+        else:
+            _print_result(result, seconds)
+    if args.json:  # an object, or an array where there are several
+        print(json.dumps(trees[0] if len(trees) == 1 else trees, indent=1))
     return 0
 
 
