@@ -27,7 +27,9 @@ QUICK=1 runs on less text. MEGAPACK_BENCH_MB sets the size of the corpus (800).
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
+import multiprocessing
 import os
 import subprocess
 import sys
@@ -36,20 +38,29 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-import build_sides
-from build_sides import PROCESSES, second_half, texts_of
+import gigatoken
+import numpy as np
+import orjson
 from common import Timing, in_turns, quick, show, write_results
+from tokenizers import Tokenizer
+
+from megapack.tokenization.corpus.documents import Faults, ReadOptions
+from megapack.tokenization.corpus.inputs import Piece, find_inputs
+from megapack.tokenization.corpus.readers import line_blocks, read_jsonl
 
 CORPUS_MB = int(os.environ.get("MEGAPACK_BENCH_MB", "200" if quick() else "800"))
 SLOW_MB = 16 if quick() else 200
 REPEATS = 1 if quick() else 3
 READ_MB = 200
 SHORT = 500  # characters
+WORKERS = 2
+BATCH_BYTES = 4 << 20
 MEGATRON, HALF = "pool + megatron-core", ", the first half"
+
+# ---- Corpora -------------------------------------------------------------------------------------
 
 
 def python_source() -> Iterator[str]:
@@ -70,55 +81,119 @@ def python_source() -> Iterator[str]:
                 yield text
 
 
-def write_corpus(path: Path, megabytes: int) -> tuple[int, int, int]:
-    """(documents, bytes of text, how often the disk's files had to be repeated)."""
-    documents = size = rounds = 0
+def write_texts(path: Path, texts: Iterable[str], megabytes: float = float("inf")) -> int:
+    """The bytes of text in a .jsonl of about this size at most."""
+    size = 0
     with path.open("w", encoding="utf-8") as out:
-        while size < megabytes * 1_000_000:
-            rounds += 1
-            for text in python_source():
-                out.write(json.dumps({"text": text}) + "\n")
-                documents += 1
-                size += len(text.encode("utf-8"))
-                if size >= megabytes * 1_000_000:
-                    break
-    return documents, size, rounds
+        for text in texts:
+            out.write(json.dumps({"text": text}) + "\n")
+            size += len(text.encode("utf-8"))
+            if size >= megabytes * 1e6:
+                break
+    return size
 
 
-def first_part(corpus: Path, part: Path, megabytes: int) -> None:
-    left = megabytes * 1_000_000
-    with corpus.open("rb") as source, part.open("wb") as out:
-        for line in source:
-            out.write(line)
-            left -= len(line)
-            if left <= 0:
-                return
+def texts_of(corpus: Path) -> list[str]:
+    with corpus.open("rb") as lines:
+        return [json.loads(line)["text"] for line in lines]
 
 
-# --- measuring ------------------------------------------------------------------------------------
+# ---- Sides that run in a process of their own, and give their seconds ----------------------------
 
 
-def processes_of(pid: int) -> Iterator[int]:
-    """A process and all below it."""
-    yield pid
-    try:
-        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    except OSError:
-        return
-    for child in children:
-        yield from processes_of(int(child))
+def bare_tokenizers(corpus: str, tokenizer: str) -> float:
+    os.environ |= {"RAYON_NUM_THREADS": str(WORKERS), "TOKENIZERS_PARALLELISM": "true"}
+    encoder = Tokenizer.from_file(tokenizer)
+    texts = texts_of(Path(corpus))
+    begin = time.perf_counter()
+    encoder.encode_batch_fast(texts, add_special_tokens=False)
+    return time.perf_counter() - begin
+
+
+def bare_gigatoken(corpus: str, tokenizer: str, batch_bytes: str) -> float:
+    """Seconds for the second half of the corpus, after the first."""
+    os.environ["RAYON_NUM_THREADS"] = str(WORKERS)
+    encoder = gigatoken.Tokenizer(tokenizer)
+    texts = texts_of(Path(corpus))
+    seen = len(texts) // 2
+    for batch in batches(texts[:seen], int(batch_bytes)):
+        encoder.encode_batch(batch)
+    unseen = list(batches(texts[seen:], int(batch_bytes)))
+    begin = time.perf_counter()
+    for batch in unseen:
+        encoder.encode_batch(batch)
+    return time.perf_counter() - begin
+
+
+def batches(texts: list[str], batch_bytes: int) -> Iterator[list[str]]:
+    numbered = zip(texts, itertools.accumulate(map(len, texts)), strict=True)
+    for _, group in itertools.groupby(numbered, lambda pair: pair[1] // batch_bytes):
+        yield [text for text, _ in group]
+
+
+def reading_ours(corpus: str) -> float:
+    [file] = find_inputs([corpus], format="jsonl")
+    begin = time.perf_counter()
+    for _ in read_jsonl(Piece(file, 0, file.size), ReadOptions(), Faults()):
+        pass
+    return time.perf_counter() - begin
+
+
+def reading_orjson(corpus: str) -> float:
+    limits = {"block_bytes": BATCH_BYTES, "max_line_bytes": 1 << 30}
+    begin = time.perf_counter()
+    with Path(corpus).open("rb") as file:
+        for _, data in line_blocks(file, **limits, on_long_line=print):
+            view, at, texts = memoryview(data), 0, []
+            while (end := data.find(b"\n", at)) >= 0:
+                texts.append(orjson.loads(view[at:end])["text"].encode())
+                at = end + 1
+            np.cumsum([len(text) for text in texts])
+            np.frombuffer(b"".join(texts), np.uint8)
+    return time.perf_counter() - begin
+
+
+_tokenizer: Any  # of a pool process
+
+
+def start_megatron(tokenizer: str) -> None:
+    global _tokenizer  # noqa: PLW0603
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    _tokenizer = Tokenizer.from_file(tokenizer)
+
+
+def encode_megatron(line: str) -> tuple[list[int], list[int], int]:
+    """A line of JSON to a list of ids and a list of lengths."""
+    ids = _tokenizer.encode(json.loads(line)["text"], add_special_tokens=False).ids
+    ids.append(0)
+    return ids, [len(ids)], len(line)
+
+
+def megatron(corpus: str, tokenizer: str, prefix: str) -> float:
+    from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder  # noqa: PLC0415
+
+    begin = time.perf_counter()
+    with multiprocessing.get_context("fork").Pool(WORKERS, start_megatron, (tokenizer,)) as pool:
+        builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=np.uint16)
+        with Path(corpus).open(encoding="utf-8") as lines:
+            for ids, lengths, _ in pool.imap(encode_megatron, lines, 32):
+                builder.add_document(ids, lengths)
+        builder.finalize(f"{prefix}.idx")
+    return time.perf_counter() - begin
+
+
+# ---- Measuring -----------------------------------------------------------------------------------
 
 
 def memory_of(pid: int) -> int:
     """Proportional set size in bytes of a process and all below it; 0 where nobody tells."""
-    total = 0
-    for process in processes_of(pid):
-        try:
-            rollup = Path(f"/proc/{process}/smaps_rollup").read_text()
-        except OSError:
-            continue
-        total += 1024 * sum(int(ln.split()[1]) for ln in rollup.splitlines() if ln[:4] == "Pss:")
-    return total
+    try:
+        rollup = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    except OSError:
+        return 0
+    own = 1024 * sum(int(line.split()[1]) for line in rollup if line.startswith("Pss:"))
+    return own + sum(memory_of(int(child)) for child in children)
 
 
 def run_command(command: list[str]) -> tuple[float, int, str]:
@@ -148,15 +223,16 @@ def run_command(command: list[str]) -> tuple[float, int, str]:
     watcher.join()
     if process.returncode:
         raise SystemExit(f"{' '.join(command)} failed")
+    print(f"  {seconds:7.1f} s  {' '.join(command[1:])}"[:100], flush=True)
     return seconds, peak, out
 
 
 Side = Callable[[], tuple[float, int]]  # seconds and bytes of one run
 
 
-def side(function: Callable[..., float], *arguments: Path) -> Side:
-    """A function of ``build_sides``, in a process of its own."""
-    command = [sys.executable, build_sides.__file__, function.__name__, *map(str, arguments)]
+def side(function: Callable[..., float], *arguments: object) -> Side:
+    """A function of this file, in a process of its own."""
+    command = [sys.executable, __file__, function.__name__, *map(str, arguments)]
 
     def run() -> tuple[float, int]:
         _, peak, out = run_command(command)
@@ -169,7 +245,7 @@ def build(corpus: Path, tokenizer: Path, prefix: Path, backend: str) -> Side:
     """The command of ours."""
     command = [sys.executable, "-m", "megapack.cli.main", "tokenize", "--input", str(corpus)]
     command += ["--tokenizer", str(tokenizer), "--append-eod", "--eod-token", "<|endoftext|>"]
-    command += ["--output-prefix", str(prefix), "--workers", PROCESSES, "--backend", backend]
+    command += ["--output-prefix", str(prefix), "--workers", str(WORKERS), "--backend", backend]
 
     def run() -> tuple[float, int]:
         for path in prefix.parent.glob(f"{prefix.name}.*"):
@@ -179,100 +255,65 @@ def build(corpus: Path, tokenizer: Path, prefix: Path, backend: str) -> Side:
     return run
 
 
-def shown(name: str, run: Side) -> tuple[float, int]:
-    """The run, with its progress."""
-    seconds, peak = run()
-    print(f"  {name}: {seconds:.1f} s", flush=True)
-    return seconds, peak
-
-
-class Corpora:
-    """The files of a comparison, and the bytes of text in them."""
-
-    def __init__(self, work: Path) -> None:
-        self.all, self.half = work / "corpus.jsonl", work / "half.jsonl"
-        self.part, self.short = work / "part.jsonl", work / "short.jsonl"
-        self.long, self.tokenizer = work / "long.jsonl", work / "tokenizer.json"
-        documents, size, rounds = write_corpus(self.all, CORPUS_MB)
-        self.size = {self.all: size}
-        first_part(self.all, self.part, SLOW_MB)
-        first_part(self.all, self.long, READ_MB)
-        texts = texts_of(self.all)
-        write_texts(self.half, texts[: len(texts) - len(second_half(texts))])
-        long = texts_of(self.long)
-        cut = (t[i : i + SHORT] for t in long for i in range(0, len(t), SHORT))
-        write_texts(self.short, cut)
-        for path in (self.half, self.part, self.long, self.short):
-            self.size[path] = sum(len(text.encode("utf-8")) for text in texts_of(path))
-        train = [sys.executable, "-m", "megapack.cli.main", "train-tokenizer", "--type", "bpe-json"]
-        train += ["--input", str(self.all), "--output", str(self.tokenizer)]
-        run_command([*train, "--sample-bytes", "16M"])
-        repeated = "" if rounds == 1 else f", the disk's files {rounds} times over"
-        print(f"{documents:,} documents, {size / 1e6:,.0f} MB of Python source{repeated}")
-
-
-def write_texts(path: Path, texts: Iterable[str]) -> None:
-    with path.open("w", encoding="utf-8") as out:
-        out.writelines(json.dumps({"text": text}) + "\n" for text in texts)
-
-
 def measure(work: Path) -> list[dict[str, Any]]:
     """A row per side: every side runs ``REPEATS`` times, in turns."""
-    corpora = Corpora(work)
-    part, tokenizer = corpora.part, corpora.tokenizer
-    beyond = corpora.size[corpora.all] - corpora.size[corpora.half]
+    corpus, half, part, long, short = (
+        work / f"{name}.jsonl" for name in ("corpus", "half", "part", "long", "short")
+    )
+    rounds = (python_source() for _ in itertools.count())  # a disk that holds less is read again
+    size = {corpus: write_texts(corpus, itertools.chain.from_iterable(rounds), CORPUS_MB)}
+    texts = texts_of(corpus)
+    cut = (t[i : i + SHORT] for t in texts for i in range(0, len(t), SHORT))
+    size[half] = write_texts(half, texts[: len(texts) // 2])
+    size[part] = write_texts(part, texts, SLOW_MB)
+    size[long] = write_texts(long, texts, READ_MB)
+    size[short] = write_texts(short, cut, READ_MB)
+    print(f"{len(texts):,} documents, {size[corpus] / 1e6:,.0f} MB of Python source")
+    tokenizer = work / "tokenizer.json"
+    train = [sys.executable, "-m", "megapack.cli.main", "train-tokenizer", "--type", "bpe-json"]
+    train += ["--input", str(corpus), "--output", str(tokenizer), "--sample-bytes", "16M"]
+    run_command(train)
+    beyond = size[corpus] - size[half]
     # name: (side, encoder or "reading", bytes of text)
-    sides: dict[str, tuple[Side, str, int]] = {}
     slow = {
-        "bare tokenizers": side(build_sides.bare_tokenizers, part, tokenizer),
-        MEGATRON: side(build_sides.megatron, part, tokenizer, work / "theirs"),
+        "bare tokenizers": side(bare_tokenizers, part, tokenizer),
+        MEGATRON: side(megatron, part, tokenizer, work / "theirs"),
         "ours, tokenizers": build(part, tokenizer, work / "ours", "tokenizers"),
     }
-    sides |= {name: (run, "tokenizers", corpora.size[part]) for name, run in slow.items()}
-    bare = {
-        "bare gigatoken, one call": build_sides.bare_gigatoken,
-        "bare gigatoken, 4 MB batches": build_sides.bare_gigatoken_batches,
-    }
-    for name, function in bare.items():
-        sides[name] = side(function, corpora.all, tokenizer), "gigatoken", beyond
+    sides = {name: (run, "tokenizers", size[part]) for name, run in slow.items()}
+    for words, batch_bytes in (("one call", sys.maxsize), ("4 MB batches", BATCH_BYTES)):
+        run = side(bare_gigatoken, corpus, tokenizer, batch_bytes)
+        sides[f"bare gigatoken, {words}"] = run, "gigatoken", beyond
     for backend in ("auto", "gigatoken"):
-        for words, path in (("", corpora.all), (HALF, corpora.half)):
+        for words, path in (("", corpus), (HALF, half)):
             run = build(path, tokenizer, work / backend, backend)
-            sides[f"ours, {backend}{words}"] = run, "gigatoken", corpora.size[path]
-    for words, path in (("whole files", corpora.long), (f"{SHORT} characters", corpora.short)):
-        for who in (build_sides.reading_ours, build_sides.reading_orjson):
-            name = f"{who.__name__.replace('_', ', ')}, {words}"
-            sides[name] = side(who, path), "reading", corpora.size[path]
-    found = in_turns(
-        {name: partial(shown, name, run) for name, (run, _, _) in sides.items()}, REPEATS
-    )
+            sides[f"ours, {backend}{words}"] = run, "gigatoken", size[path]
+    for words, path in (("whole files", long), (f"{SHORT} characters", short)):
+        for who, reader in (("ours", reading_ours), ("orjson", reading_orjson)):
+            sides[f"reading, {who}, {words}"] = side(reader, path), "reading", size[path]
+    found = in_turns({name: run for name, (run, _, _) in sides.items()}, REPEATS)
     for suffix in (".bin", ".idx"):
         theirs, ours = (work / f"{who}{suffix}" for who in ("theirs", "ours"))
-        same = theirs.read_bytes() == ours.read_bytes()
-        assert same, f"the two {suffix} files differ"
+        assert theirs.read_bytes() == ours.read_bytes(), f"the two {suffix} files differ"
     rows = []
-    for name, (_, encoder, size) in sides.items():
+    for name, (_, encoder, num_bytes) in sides.items():
         seconds, peaks = zip(*found[name], strict=True)
-        if not name.endswith(HALF):
-            rows.append(row(name, encoder, size, Timing(seconds), max(peaks)))
-            continue
-        whole = [run[0] for run in found[name.removesuffix(HALF)]]
-        further = Timing(tuple(all_ - half for all_, half in zip(whole, seconds, strict=True)))
-        words = name.replace(HALF, ", beyond the first half")
-        rows.append(row(words, encoder, beyond, further, max(peaks)))
+        if name.endswith(HALF):
+            whole = [run[0] for run in found[name.removesuffix(HALF)]]
+            seconds = tuple(all_ - half_ for all_, half_ in zip(whole, seconds, strict=True))
+            name, num_bytes = name.replace(HALF, ", beyond the first half"), beyond  # noqa: PLW2901
+        timing = Timing(seconds)
+        rows.append(
+            {
+                "what": name,
+                "backend": encoder,
+                "text_mb": num_bytes / 1e6,
+                **timing.row(),
+                "mb_per_s": num_bytes / 1e6 / timing.seconds,
+                "peak_mb": max(peaks) / 1e6,
+            }
+        )
     return rows
-
-
-def row(name: str, encoder: str, size: int, timing: Timing, peak: int) -> dict[str, Any]:
-    """What the result file says of a side."""
-    return {
-        "what": name,
-        "backend": encoder,
-        "text_mb": size / 1e6,
-        **timing.row(),
-        "mb_per_s": size / 1e6 / timing.seconds,
-        "peak_mb": peak / 1e6,
-    }
 
 
 def main() -> None:
@@ -289,4 +330,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    if len(sys.argv) > 1:
+        print(globals()[sys.argv[1]](*sys.argv[2:]))
+    else:
+        main()

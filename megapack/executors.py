@@ -1,4 +1,18 @@
-"""Shards built by whom one chose: this process, several of this machine, or a Ray cluster."""
+"""Shards built by whom one chose: this process, several of this machine, or a Ray cluster.
+
+- Worker: builds shards one by one, and reports what it does as Counted
+- carry_out: the records of shards, by the executor that was chosen
+- prepare_processes: starts what will fork the workers, while there is other work
+
+    class Squares:
+        threads = 1
+
+        def build(self, index: int, report: Report) -> int:
+            report(Counted(documents=1))
+            return index * index
+
+    carry_out(Squares(), range(4), report=print, num_processes=2)    # -> [0, 1, 4, 9]
+"""
 
 from __future__ import annotations
 
@@ -19,8 +33,7 @@ from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 
 from megapack.errors import MegapackError, require
 
-# ---- What is carried out: a worker that builds shards one by one, and counts what it does -------
-
+R = TypeVar("R")
 R_co = TypeVar("R_co", covariant=True)
 
 
@@ -49,28 +62,47 @@ class Worker(Protocol[R_co]):
         """Build a shard, or find it finished; its record."""
 
 
-# ---- Worker processes of this machine -----------------------------------------------------------
-# Shards go to whoever is free, so that one with long documents holds nobody up.
-
-R = TypeVar("R")
-
-_POLL_SECONDS = 0.2
-
-
-def run_processes(
-    worker: Worker[R], indices: Sequence[int], report: Report, *, num_processes: int, remedy: str
+def carry_out(
+    worker: Worker[R],
+    indices: Sequence[int],
+    report: Report,
+    *,
+    executor: Literal["local", "ray"] = "local",
+    num_processes: int = 1,
+    ray_address: str | None = None,
+    remedy: str = "fewer --workers",
 ) -> list[R]:
-    """Build shards in ``num_processes`` processes of this machine; records in their order.
+    """Records of the shards, in the order of ``indices``.
 
     Args:
+        executor: processes of this machine, or one task per shard of a Ray cluster.
+        num_processes: of this machine; 1: this one.
+        ray_address: as ``ray.init`` takes it; None is Ray's own rule (RAY_ADDRESS, or a cluster of
+            this machine alone). A connection that exists already is used.
         remedy: what takes less memory, for the message.
 
     Raises:
         MegapackError: a worker, or the server that forks them, was killed (out of memory, as a
-            rule).
+            rule), or ray is not installed.
         DataError, OSError: what a worker raised; the others stop at their next shard.
-        KeyboardInterrupt: the workers are killed in the middle of their shards.
+        KeyboardInterrupt: worker processes are killed in the middle of their shards.
     """
+    if executor == "ray":
+        return _run_ray(worker, indices, report, ray_address)
+    if num_processes == 1:
+        return [worker.build(index, report) for index in indices]
+    return _run_processes(worker, indices, report, num_processes, remedy)
+
+
+# ---- Worker processes of this machine -----------------------------------------------------------
+# Shards go to whoever is free, so that one with long documents holds nobody up.
+
+_POLL_SECONDS = 0.2
+
+
+def _run_processes(
+    worker: Worker[R], indices: Sequence[int], report: Report, num_processes: int, remedy: str
+) -> list[R]:
     context = multiprocessing.get_context("forkserver")
     counters = context.Array("q", len(Counted._fields))
     alive, here = context.Pipe(duplex=False)  # nobody writes: it ends with this process
@@ -84,7 +116,12 @@ def run_processes(
         ) as pool,
     ):
         try:
-            futures = _submit(pool, indices)
+            try:
+                with _uninterrupted():
+                    forkserver.ensure_running()
+                    futures = [pool.submit(_work, index) for index in indices]  # starts workers
+            except (EOFError, ConnectionError) as error:  # of the server that forks them
+                raise BrokenProcessPool("the server of the workers was killed") from error
             _watch(futures, counters, report)
             return [future.result() for future in futures]
         except BrokenProcessPool as error:
@@ -97,16 +134,6 @@ def run_processes(
             raise
         finally:
             pool.shutdown(cancel_futures=True)
-
-
-def _submit(pool: ProcessPoolExecutor, indices: Sequence[int]) -> list[Future[Any]]:
-    """Starts the workers as well. Raises BrokenProcessPool if one is killed, as results do."""
-    try:
-        with _uninterrupted():
-            forkserver.ensure_running()
-            return [pool.submit(_work, index) for index in indices]
-    except (EOFError, ConnectionError) as error:  # of the server that forks them
-        raise BrokenProcessPool("the server of the workers was killed") from error
 
 
 def prepare_processes(modules: Sequence[str]) -> None:
@@ -191,12 +218,12 @@ def _end_with(parent: Connection) -> None:
             fcntl.fcntl(own, fcntl.F_SETOWN, os.getpid())
             fcntl.fcntl(own, fcntl.F_SETSIG, signal.SIGKILL)
             fcntl.fcntl(own, fcntl.F_SETFL, os.O_ASYNC | os.O_NONBLOCK)
-    threading.Thread(target=_wait_for_end, args=(parent,), daemon=True).start()
 
+    def wait_for_end() -> None:
+        multiprocessing.connection.wait([parent])
+        os._exit(1)
 
-def _wait_for_end(parent: Connection) -> None:
-    multiprocessing.connection.wait([parent])
-    os._exit(1)
+    threading.Thread(target=wait_for_end, daemon=True).start()
 
 
 # ---- Shards on a Ray cluster: one task each, tried again where a node dies ----------------------
@@ -206,36 +233,18 @@ def _wait_for_end(parent: Connection) -> None:
 _RETRIES = 10  # of a task whose process or node died; an error in the data is not tried again
 
 
-def run_ray(
-    worker: Worker[R], indices: Sequence[int], report: Report, *, address: str | None
+def _run_ray(
+    worker: Worker[R], indices: Sequence[int], report: Report, address: str | None
 ) -> list[R]:
-    """Build shards on the cluster at ``address``, records in the order of ``indices``.
-
-    Args:
-        address: as ``ray.init`` takes it; None is Ray's own rule (RAY_ADDRESS, or a cluster of this
-            machine alone). A connection that exists already is used.
-
-    Raises:
-        DataError, OSError: what a task raised; the tasks that have not begun are cancelled.
-        MegapackError: ray is not installed.
-    """
     ray = require("ray", "--executor ray")
     own_connection = not ray.is_initialized()
     if own_connection:
         ray.init(address=address, log_to_driver=False)
+    pending: list[Any] = []
     try:
-        return _run(ray, worker, indices, report)
-    finally:
-        if own_connection:
-            ray.shutdown()
-
-
-def _run(ray: Any, worker: Worker[R], indices: Sequence[int], report: Report) -> list[R]:
-    task = ray.remote(num_cpus=worker.threads, max_retries=_RETRIES)(_build)
-    everywhere = ray.put(worker)
-    running = [task.remote(everywhere, index) for index in indices]
-    pending = list(running)
-    try:
+        task = ray.remote(num_cpus=worker.threads, max_retries=_RETRIES)(_build)
+        everywhere = ray.put(worker)
+        running = pending = [task.remote(everywhere, index) for index in indices]
         while pending:
             done, pending = ray.wait(pending)
             for _, counted in ray.get(done):
@@ -247,6 +256,8 @@ def _run(ray: Any, worker: Worker[R], indices: Sequence[int], report: Report) ->
     finally:
         for reference in pending:
             ray.cancel(reference)
+        if own_connection:
+            ray.shutdown()
 
 
 # Of a process, which Ray uses for many tasks.
@@ -256,36 +267,7 @@ _ray_worker: Worker[Any] | None = None
 def _build(worker: Worker[R], index: int) -> tuple[R, Counted]:
     """The record, and what was done."""
     global _ray_worker  # noqa: PLW0603 (a task has no other place that outlives it)
-    if _ray_worker is None or _ray_worker != worker:
-        _ray_worker = worker
+    _ray_worker = _ray_worker if _ray_worker == worker else worker  # its tokenizer is loaded
     done = [Counted()]
     record = _ray_worker.build(index, lambda more: done.append(done.pop().plus(more)))
     return record, done[0]
-
-
-def carry_out(
-    worker: Worker[R],
-    indices: Sequence[int],
-    report: Report,
-    *,
-    executor: Literal["local", "ray"] = "local",
-    num_processes: int = 1,
-    ray_address: str | None = None,
-    remedy: str = "fewer --workers",
-) -> list[R]:
-    """Records of the shards, in the order of ``indices``.
-
-    Args:
-        executor: processes of this machine, or one task per shard of a Ray cluster.
-        num_processes: of this machine; 1: this one.
-        ray_address, remedy: see ``run_ray`` and ``run_processes``.
-
-    Raises:
-        MegapackError: a worker was killed, or ray is not installed.
-        Exception: what a worker raised.
-    """
-    if executor == "ray":
-        return run_ray(worker, indices, report, address=ray_address)
-    if num_processes == 1:
-        return [worker.build(index, report) for index in indices]
-    return run_processes(worker, indices, report, num_processes=num_processes, remedy=remedy)

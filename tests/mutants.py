@@ -137,7 +137,7 @@ TESTS = {
     "resume": "tests/data/test_resume.py tests/data/test_stages.py",
     "strategies": "tests/packing/test_packing_strategies.py tests/packing/test_packing_laws.py",
     "planner": "tests/planning",
-    "plan": "tests/tokenization/build/test_plan.py",
+    "plan": "tests/tokenization/pipeline/test_plan.py",
 }
 
 # "file: its tests", then of each mutant "name: what would be wrong", its old text and its new one.
@@ -373,9 +373,9 @@ plan_of_inputs: parts of an edited input are taken for those of the old one
 + [file.path, file.size, file.format, file.compression]
 plan_of_libraries: shards of two versions of a tokenizer are joined
 - "libraries": dict(self.libraries),
--             "bos"
+-             "verify
 + "libraries": sorted(self.libraries),
-+             "bos"
++             "verify
 uint16_limit: Megatron reads as int32 what was written as uint16
 - _UINT16_VOCABULARY = 65500
 + _UINT16_VOCABULARY = 65536

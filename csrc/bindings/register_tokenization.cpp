@@ -1,7 +1,6 @@
 // tokenization: numpy views in, checked; GIL released; arrays out.
 #include "bindings/scalars.hpp"
-#include "core/text/document_text.hpp"
-#include "core/text/frame.hpp"
+#include "core/text/documents.hpp"
 #include "core/text/jsonl.hpp"
 
 namespace megapack {
@@ -25,42 +24,37 @@ py::tuple py_extract_jsonl(const Array<std::uint8_t>& buffer, const py::object& 
                           to_numpy(std::move(texts.status)), to_numpy(std::move(texts.line_begin)));
 }
 
-py::array_t<std::uint8_t> py_valid_utf8(const Array<std::uint8_t>& text,
-                                        const Array<std::int64_t>& offsets) {
+// What `measure` gives for every document.
+template <typename Result, typename Measure>
+py::array_t<Result> per_document(const Array<std::uint8_t>& text,
+                                 const Array<std::int64_t>& offsets, Measure measure) {
     const auto bytes = view(text, "text");
     const auto bounds = view(offsets, "offsets");
-    std::vector<std::uint8_t> result;
+    std::vector<Result> result;
     {
         const py::gil_scoped_release release;
-        result = valid_utf8(bytes, bounds);
+        result = measure(bytes, bounds);
     }
     return to_numpy(std::move(result));
 }
 
+py::array_t<std::uint8_t> py_valid_utf8(const Array<std::uint8_t>& text,
+                                        const Array<std::int64_t>& offsets) {
+    return per_document<std::uint8_t>(text, offsets, valid_utf8);
+}
+
 py::array_t<std::int64_t> py_count_words(const Array<std::uint8_t>& text,
                                          const Array<std::int64_t>& offsets) {
-    const auto bytes = view(text, "text");
-    const auto bounds = view(offsets, "offsets");
-    std::vector<std::int64_t> result;
-    {
-        const py::gil_scoped_release release;
-        result = count_words(bytes, bounds);
-    }
-    return to_numpy(std::move(result));
+    return per_document<std::int64_t>(text, offsets, count_words);
 }
 
 py::array_t<std::uint8_t> py_has_characters(const Array<std::uint8_t>& text,
                                             const Array<std::int64_t>& offsets,
                                             const Array<std::int64_t>& ranges) {
-    const auto bytes = view(text, "text");
-    const auto bounds = view(offsets, "offsets");
     const auto pairs = view(ranges, "ranges");
-    std::vector<std::uint8_t> result;
-    {
-        const py::gil_scoped_release release;
-        result = has_characters(bytes, bounds, pairs);
-    }
-    return to_numpy(std::move(result));
+    return per_document<std::uint8_t>(text, offsets, [&](auto bytes, auto bounds) {
+        return has_characters(bytes, bounds, pairs);
+    });
 }
 
 template <typename Stored, typename Id>

@@ -7,8 +7,8 @@ import typing
 from typing import Any
 
 from megapack.cli.arguments import Arguments, byte_count
-from megapack.tokenization.corpus.pieces import DATA_SUFFIXES
-from megapack.tokenization.pipeline.config import OPTIONS, BuildConfig
+from megapack.tokenization.corpus.inputs import DATA_SUFFIXES
+from megapack.tokenization.pipeline.plan import OPTIONS, BuildConfig
 
 __all__ = ["add_corpus_arguments", "add_fields", "values_of"]
 

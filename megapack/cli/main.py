@@ -20,7 +20,7 @@ from typing import Any, NoReturn, TextIO
 
 from megapack import __version__
 from megapack.errors import MegapackError, exit_code
-from megapack.tokenization.corpus.pieces import require_utf8
+from megapack.tokenization.corpus.inputs import require_utf8
 
 __all__ = ["COMMANDS", "build_parser", "main"]
 

@@ -23,7 +23,7 @@ import dataclasses
 import json
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -40,10 +40,9 @@ from megapack.errors import ConfigError
 from megapack.executors import Counted
 from megapack.storage import IndexedDataset
 from megapack.tokenization.corpus.documents import SPLIT_NAMES
-from megapack.tokenization.pipeline.config import BuildConfig
-from megapack.tokenization.pipeline.plan import Plan
+from megapack.tokenization.pipeline.plan import BuildConfig, Plan
 from megapack.tokenization.pipeline.run import BuildResult, Preview, build, preview
-from megapack.tokenization.pipeline.space import free_bytes
+from megapack.tokenization.pipeline.workspace import free_bytes
 from megapack.tokenization.tokenizers.tokenizer import Kind, TokenizerFiles
 from megapack.units import count, counted, percent, short, size
 
@@ -55,7 +54,6 @@ class BuildProgress:
 
     def __init__(self) -> None:
         self._work: Work | None = None
-        self._joins = False
 
     def note(self, text: str) -> None:
         note(text)
@@ -63,8 +61,7 @@ class BuildProgress:
     def start(self, num_bytes: int, num_shards: int, disk_bytes: int) -> None:
         written = f"; about {size(disk_bytes)} of shards to write" if disk_bytes else ""
         print(f"{size(num_bytes)} in {counted(num_shards, 'shard')}{written}", file=sys.stderr)
-        self._num_bytes, self._done = num_bytes, Counted()
-        self._begin, self._joins = time.monotonic(), False
+        self._num_bytes, self._done, self._begin = num_bytes, Counted(), time.monotonic()
         self._work = Work("tokenizing")
 
     def advance(self, more: Counted) -> None:
@@ -78,9 +75,9 @@ class BuildProgress:
             self._work(done.text_bytes, self._num_bytes, rates)
 
     def join(self, done: int, total: int) -> None:
-        if not self._joins:
+        if done == 1:
             self.stop()
-            self._work, self._joins = Work("joining the shards"), True
+            self._work = Work("joining the shards")
         if self._work is not None:
             self._work(done, total)
 
@@ -91,15 +88,6 @@ class BuildProgress:
 
 
 # ---- What a build would do, and what it did: as text, or as one JSON value ----------------------
-
-
-def print_previews(previews: Sequence[Preview], *, as_json: bool) -> None:
-    """What builds would do; JSON is an object, or an array where there are several."""
-    if as_json:
-        _print_json([_preview_tree(preview) for preview in previews])
-        return
-    for one in previews:
-        _print_preview(one)
 
 
 def _preview_tree(preview: Preview) -> dict[str, Any]:
@@ -132,7 +120,7 @@ def _print_preview(preview: Preview) -> None:
     if plan.split is not None:
         shares = zip(SPLIT_NAMES, plan.split, strict=True)
         said = ", ".join(f"{name} {percent(w / sum(plan.split))}" for name, w in shares if w)
-        print(f"split      {said}, by {plan.read.split_key or plan.split_by}")
+        print(f"split      {said}, by {plan.read.split_key or plan.config.split_by}")
     estimate = preview.estimate
     print(f"tokens     about {short(estimate.num_tokens)} ({plan.dtype})")
     finished = len(plan.shards) - preview.num_missing
@@ -140,10 +128,12 @@ def _print_preview(preview: Preview) -> None:
         f"shards     {count(len(plan.shards))} of about {size(plan.shard_bytes)} of text, "
         f"{count(finished)} finished"
     )
-    free = free_bytes(_existing(Path(next(iter(preview.prefixes.values()))).parent))
+    directory = Path(next(iter(preview.prefixes.values()))).parent
+    while not directory.exists():
+        directory = directory.parent
     print(
         f"disk       about {size(estimate.num_bytes)}, and as much for shards until they are "
-        f"joined; {size(free)} free"
+        f"joined; {size(free_bytes(directory))} free"
     )
     for prefix in preview.prefixes.values():
         print(f"dataset    {prefix}.bin, {prefix}.idx")
@@ -156,26 +146,14 @@ def _print_preview(preview: Preview) -> None:
 def _filters(plan: Plan) -> str:
     words = [
         f"{limit} {counted(number, 'word')}"
-        for limit, number in (("at least", plan.min_words), ("at most", plan.max_words))
+        for limit, number in (
+            ("at least", plan.config.min_words),
+            ("at most", plan.config.max_words),
+        )
         if number is not None
     ]
-    faults = "faults stop the build" if plan.on_error == "fail" else "faulty ones skipped"
+    faults = "faults stop the build" if plan.config.on_error == "fail" else "faulty ones skipped"
     return ", ".join([*words, faults])
-
-
-def _existing(directory: Path) -> Path:
-    while not directory.exists():
-        directory = directory.parent
-    return directory
-
-
-def print_results(done: Sequence[tuple[BuildResult, float]], *, as_json: bool) -> None:
-    """What builds did, each with the seconds it took."""
-    if as_json:
-        _print_json([_result_tree(result, seconds) for result, seconds in done])
-        return
-    for result, seconds in done:
-        _print_result(result, seconds)
 
 
 def _result_tree(result: BuildResult, seconds: float) -> dict[str, Any]:
@@ -234,10 +212,6 @@ def _print_tokens(plan: Plan) -> None:
     for name, token in (("BOS", plan.bos), ("EOD", plan.eod)):
         if token is not None:
             print(f"{name}        {token.text} = {token.id}")
-
-
-def _print_json(values: list[dict[str, Any]]) -> None:
-    print(json.dumps(values[0] if len(values) == 1 else values, indent=1))
 
 
 # Megatron's names of tokenizers that give the ids which the same files give here.
@@ -392,18 +366,24 @@ def _add_megatron(group: Arguments) -> None:
 def run(args: argparse.Namespace) -> int:
     _translate(args)
     progress = BuildProgress()
-    configs = list(_configs(args))
-    if args.dry_run:
-        print_previews([preview(config, progress) for config in configs], as_json=args.json)
-        return 0
-    done = []
-    for config in configs:
+    trees = []
+    for config in list(_configs(args)):
+        if args.dry_run:
+            before = preview(config, progress)
+            if args.json:
+                trees.append(_preview_tree(before))
+            else:
+                _print_preview(before)
+            continue
         begin = time.perf_counter()
-        done.append((build(config, progress), time.perf_counter() - begin))
-        if not args.json:
-            print_results(done[-1:], as_json=False)
-    if args.json:
-        print_results(done, as_json=True)
+        result = build(config, progress)
+        seconds = time.perf_counter() - begin
+        if args.json:
+            trees.append(_result_tree(result, seconds))
+        else:
+            _print_result(result, seconds)
+    if args.json:  # an object, or an array where there are several
+        print(json.dumps(trees[0] if len(trees) == 1 else trees, indent=1))
     return 0
 
 
@@ -440,15 +420,13 @@ def _translate(args: argparse.Namespace) -> None:
                 "--output-prefix of its own"
             )
     if args.tokenizer_type is not None:
-        _check_type(args.tokenizer_type, args.tokenizer)
-
-
-def _check_type(megatron_type: str, tokenizer: str) -> None:
-    kind = TokenizerFiles.open(tokenizer).kind
-    if kind != _MEGATRON_TYPES[megatron_type]:
-        raise ConfigError(f"{tokenizer} is no {megatron_type}; leave out --tokenizer-type")
-    if megatron_type == "HuggingFaceTokenizer":
-        note(
-            "in Megatron this tokenizer may add special tokens of its own; here --prepend-bos and "
-            "--append-eod say what is added"
-        )
+        kind = TokenizerFiles.open(args.tokenizer).kind
+        if kind != _MEGATRON_TYPES[args.tokenizer_type]:
+            raise ConfigError(
+                f"{args.tokenizer} is no {args.tokenizer_type}; leave out --tokenizer-type"
+            )
+        if args.tokenizer_type == "HuggingFaceTokenizer":
+            note(
+                "in Megatron this tokenizer may add special tokens of its own; here --prepend-bos "
+                "and --append-eod say what is added"
+            )

@@ -17,9 +17,8 @@ import time
 from megapack.cli.arguments import add_shared, byte_count
 from megapack.cli.config_arguments import add_corpus_arguments
 from megapack.cli.report import note
-from megapack.tokenization.corpus.documents import Faults, fault_lines
+from megapack.tokenization.corpus.documents import Faults, ReadOptions, fault_lines
 from megapack.tokenization.corpus.inputs import find_inputs
-from megapack.tokenization.corpus.pieces import ReadOptions
 from megapack.tokenization.tokenizers.train import train_tokenizer
 from megapack.units import counted, size
 

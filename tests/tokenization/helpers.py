@@ -2,13 +2,30 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 from megapack.executors import Counted
+from megapack.tokenization.corpus.documents import TextBlock
+from megapack.tokenization.pipeline.run import BuildResult
+from megapack.tokenization.tokenizers.encoders import Encoder
 
 WriteJsonl = Callable[[Path, Iterable[Any]], Path]
+Build = Callable[..., BuildResult]
+
+
+def files_of(prefix: object) -> tuple[bytes, bytes]:
+    """The bytes of a dataset."""
+    return Path(f"{prefix}.bin").read_bytes(), Path(f"{prefix}.idx").read_bytes()
+
+
+def encoded(encoder: Encoder, texts: list[str]) -> list[list[int]]:
+    """The ids of every text."""
+    ids, offsets = encoder.encode(TextBlock.of_texts(texts))
+    assert len(offsets) == len(texts) + 1
+    return [ids[a:b].tolist() for a, b in itertools.pairwise(offsets)]
 
 
 class Silence:

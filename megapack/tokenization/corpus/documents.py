@@ -1,12 +1,24 @@
-"""Training, validation and test documents: by position (Megatron's meaning) or by a hash."""
+"""What a document is on its way from a file to a tokenizer.
+
+- ReadOptions: how documents are found in files; ``key_path``, ``key_names``: keys as ``a.b``
+- TextBlock: many documents as one flat UTF-8 buffer; what readers give and tokenizers take
+- Place, Faults: documents that may not pass, counted by kind and shown by place
+- parse_split, ordered_split, hashed_split: training, validation and test documents
+
+    block = TextBlock.of_texts(["one", "", "three"])
+    block.offsets.tolist()                                 # -> [0, 3, 3, 8]
+    block.checked(Faults(), known_utf8=True).strings()     # -> ["one", "three"]
+    ordered_split(parse_split("80,10,10"), 20)             # -> [range(0, 16), range(16, 18), ...]
+"""
 
 from __future__ import annotations
 
 import itertools
+import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import xxhash
@@ -15,7 +27,71 @@ from numpy.typing import NDArray
 from megapack import _core
 from megapack.errors import ConfigError, DataError
 
-# ---- Many documents as one flat UTF-8 buffer: what readers give and tokenizers take -------------
+OnError = Literal["fail", "skip"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReadOptions:
+    """How documents are found in files."""
+
+    # Also the column of a table. Where there is no key `a.b`, it is key b of the object at key a.
+    json_key: str = "text"
+    # lists: the JSON of a list of messages, or, where the document has other keys of ``beside``, of
+    # an object with the list under "messages" and their values.
+    values: Literal["strings", "lists"] = "strings"
+    beside: tuple[tuple[str, str], ...] = ()  # of a conversation: (name in that object, key)
+    split_key: str | None = None  # another key; documents carry its hash
+    block_bytes: int = 4 << 20  # of text in one block; memory follows it
+    max_document_bytes: int = 1 << 30  # a longer line or file is a fault ("too long")
+
+    def __post_init__(self) -> None:
+        if not 1 << 10 <= self.block_bytes <= self.max_document_bytes:
+            raise ConfigError(
+                f"block_bytes {self.block_bytes} must lie between 1024 and max_document_bytes "
+                f"{self.max_document_bytes}"
+            )
+
+    def keys(self) -> dict[str, str]:
+        """The keys that a document must have, its text first -> the option that names each."""
+        keys = {self.json_key: "--json-key" if self.values == "strings" else "--messages-key"}
+        if self.split_key is not None:
+            keys.setdefault(self.split_key, "--split-key")
+        return keys
+
+
+def key_path(tree: object, key: str) -> list[str] | None:
+    """Where ``key`` lies in nested mappings, found as csrc/core/text/jsonl.cpp finds it: under the
+    whole of it, else under its part before the first dot and there under the rest.
+    """
+    if not isinstance(tree, Mapping):
+        return None
+    if key in tree:
+        return [key]
+    first, dot, rest = key.partition(".")
+    below = key_path(tree.get(first), rest) if dot else None
+    return None if below is None else [first, *below]
+
+
+def key_names(tree: Mapping[str, Any]) -> list[str]:
+    """The keys of a mapping, those of mappings in it behind a dot."""
+    names = []
+    for name, value in tree.items():
+        inner = key_names(value) if isinstance(value, Mapping) else []
+        names += [f"{name}.{below}" for below in inner] or [name]
+    return names
+
+
+def json_kind(value: object) -> str:
+    """What JSON calls a value that Python's json has read."""
+    names = {type(None): "null", bool: "true or false", str: "a string", list: "a list"}
+    return {**names, dict: "an object"}.get(type(value), "a number")
+
+
+def offsets_of(lengths: Sequence[int] | NDArray[np.int64]) -> NDArray[np.int64]:
+    """Running sums from 0 (int64, one entry more than there are lengths)."""
+    offsets = np.zeros(len(lengths) + 1, np.int64)
+    np.cumsum(lengths, out=offsets[1:])
+    return offsets
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,13 +111,15 @@ class TextBlock:
     hashes: NDArray[np.uint64] | None = None
 
     @staticmethod
-    def of_strings(texts: Sequence[str]) -> TextBlock:
-        """A block of texts that come from no file."""
-        data = [text.encode("utf-8") for text in texts]
-        offsets = np.zeros(len(data) + 1, np.int64)
-        np.cumsum([len(item) for item in data], out=offsets[1:])
+    def of_texts(
+        texts: Iterable[str | bytes], locate: Callable[[int], Place] | None = None
+    ) -> TextBlock:
+        """A block of texts, by default of no file; ``locate`` is given their numbers."""
+        data = [text.encode("utf-8") if isinstance(text, str) else text for text in texts]
         flat = np.frombuffer(b"".join(data), np.uint8)
-        return TextBlock(flat, offsets, np.arange(len(data)), lambda i: Place(f"text {i}", "file"))
+        offsets = offsets_of([len(item) for item in data])
+        nowhere = lambda i: Place(f"text {i}", "file")  # noqa: E731
+        return TextBlock(flat, offsets, np.arange(len(data)), locate or nowhere)
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
@@ -64,9 +142,8 @@ class TextBlock:
         text = self.text
         if lengths[~keep].any():
             text = text[np.repeat(keep, lengths)]
-        offsets = np.zeros(int(keep.sum()) + 1, np.int64)
-        np.cumsum(lengths[keep], out=offsets[1:])
         hashes = None if self.hashes is None else self.hashes[keep]
+        offsets = offsets_of(lengths[keep])
         return TextBlock(text, offsets, self.positions[keep], self.locate, hashes)
 
     def text_hashes(self, *, seed: int = 0) -> NDArray[np.uint64]:
@@ -91,17 +168,32 @@ class TextBlock:
         return block.drop(np.diff(block.offsets) == 0, "empty document", faults)
 
 
-# ---- Documents that may not pass: named, counted, shown by place, and stopped at or skipped -----
+def chats_of(messages: Iterable[str], beside: Mapping[str, Sequence[str]]) -> list[str]:
+    """Conversations, in JSON, with what their documents say beside the messages; the list of
+    messages alone where that is nothing.
 
-OnError = Literal["fail", "skip"]
+        chats_of(["[1]", "[2]"], {"tools": ["[3]", "null"]})
+        # -> ['{"messages": [1], "tools": [3]}', '[2]']
+
+    Args:
+        messages: JSON of lists; "" where a document is none.
+        beside: name -> the JSON of every document's value; "" and "null" say nothing.
+    """
+    chats = []
+    for i, said in enumerate(messages):
+        values = {name: column[i] for name, column in beside.items()}
+        more = [f"{json.dumps(n)}: {v}" for n, v in values.items() if v not in ("", "null")]
+        chats.append(f'{{"messages": {said}, {", ".join(more)}}}' if said and more else said)
+    return chats
+
 
 # What never stops a build: ordinary text has it, and nobody can do anything about it. Everything
 # else stops it unless `--on-error skip` was given.
 _BENIGN = frozenset(
     {"blank line", "chat without assistant", "empty document", "too few words", "too many words"}
 )
-
 _COUNT_BLOCK = 1 << 24
+_MAX_PLACES = 3  # that are kept of a kind
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,13 +215,9 @@ class Place:
     def _count_lines(self) -> int:
         # Readers enter large files in the middle and do not know the line number; it is needed
         # only for the few places that are shown.
-        newlines = 0
+        newlines, left = 0, self.position
         with Path(self.path).open("rb") as file:
-            left = self.position
-            while left > 0:
-                block = file.read(min(left, _COUNT_BLOCK))
-                if not block:
-                    break
+            while block := file.read(min(left, _COUNT_BLOCK)):
                 newlines += block.count(b"\n")
                 left -= len(block)
         return newlines + 1
@@ -140,7 +228,6 @@ class Faults:
     """Counts by kind, and the first few places of each kind in the order of the corpus."""
 
     on_error: OnError = "fail"
-    max_places: int = 3
     counts: dict[str, int] = field(default_factory=dict)
     places: dict[str, list[Place]] = field(default_factory=dict)
 
@@ -165,7 +252,7 @@ class Faults:
         kind: str,
         rows: NDArray[np.intp],
         place: Callable[[int], Place],
-        detail: Callable[[int], str] | None = None,
+        detail: Callable[[int], str] = lambda _: "",
     ) -> None:
         """Count many documents of one kind. Raises as ``record``.
 
@@ -176,8 +263,8 @@ class Faults:
         if len(rows):
             first = int(rows[0])
             stops = kind not in _BENIGN and self.on_error == "fail"
-            self.record(kind, place(first), detail(first) if detail and stops else "")
-            shown = rows[1 : self.max_places]
+            self.record(kind, place(first), detail(first) if stops else "")
+            shown = rows[1:_MAX_PLACES]
             self._add(kind, len(rows) - 1, [place(int(row)) for row in shown])
 
     def add(self, later: Faults) -> None:
@@ -188,18 +275,12 @@ class Faults:
     def _add(self, kind: str, count: int, places: Sequence[Place]) -> None:
         self.counts[kind] = self.counts.get(kind, 0) + count
         mine = self.places.setdefault(kind, [])
-        mine += places[: self.max_places - len(mine)]
+        mine += places[: _MAX_PLACES - len(mine)]
 
 
 def lacks_documents(kinds: Iterable[str]) -> bool:
     """Whether some were left out that only ``--on-error skip`` leaves out."""
     return not _BENIGN.issuperset(kinds)
-
-
-def json_kind(value: object) -> str:
-    """What JSON calls a value that Python's json has read."""
-    names = {type(None): "null", bool: "true or false", str: "a string", list: "a list"}
-    return {**names, dict: "an object"}.get(type(value), "a number")
 
 
 def fault_lines(counts: Mapping[str, int], places: Mapping[str, Sequence[object]]) -> list[str]:

@@ -1,6 +1,12 @@
 """What the user named -> the files of a corpus, in one order that depends on nothing else.
 
-What is left out, or read otherwise than one may expect, is said with counts.
+- InputFile, Piece: a file as it was when the build was planned, and the part of it that is read
+- find_inputs: files, globs and folders -> input files; what is left out is said with counts
+- open_stream: the decompressed bytes of a file, which must be what its name says
+
+    files = find_inputs(["corpus/*.jsonl.zst", "src/"], suffixes=[".py"], note=print)
+    # -> not taken from folders: 12 files (.md 10, .toml 2); choose with --suffix
+    files[0].format, files[0].compression     # -> ("jsonl", "zst")
 """
 
 from __future__ import annotations
@@ -16,28 +22,292 @@ import shlex
 import stat
 import zlib
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, BinaryIO, cast
+from dataclasses import dataclass
+from pathlib import Path, PurePath
+from typing import Any, BinaryIO, Literal, NamedTuple, cast
 
 from megapack.errors import ConfigError, DataError, require
-from megapack.tokenization.corpus.pieces import (
-    DATA_SUFFIXES,
-    Format,
-    InputFile,
-    format_of,
-    is_data,
-    require_utf8,
-    suffix_of,
-)
 from megapack.units import counted
 
-# ---- The bytes of input files, decompressed; files that are not what their names say are refused
+Format = Literal["jsonl", "parquet", "arrow", "text"]
+TABLES = ("parquet", "arrow")  # rows in groups; compressed inside, never as a whole
+Compression = Literal["", "gz", "zst"]
+
+# Public corpora name JSON Lines .json as often as .jsonl. Everything else is text.
+_FORMAT_OF_SUFFIX: dict[str, Format] = {
+    ".jsonl": "jsonl",
+    ".ndjson": "jsonl",
+    ".json": "jsonl",
+    ".txt": "text",
+    ".parquet": "parquet",
+    ".arrow": "arrow",
+}
+_COMPRESSION_OF_SUFFIX: dict[str, Compression] = {".gz": "gz", ".zst": "zst", ".zstd": "zst"}
+DATA_SUFFIXES = "{}, each also .gz and .zst, {}".format(
+    *(
+        ", ".join(s for s, format in _FORMAT_OF_SUFFIX.items() if (format in TABLES) == tables)
+        for tables in (False, True)
+    )
+)  # for people
+_NOT_READ = (".bz2", ".xz", ".zip", ".7z", ".lz4", ".tar", ".tgz")
+_DELIMITERS = {"csv": ",", "tsv": "\\t"}  # as Python spells them
+_SHOWN = 5
+
+
+@dataclass(frozen=True, slots=True)
+class InputFile:
+    """One file of the corpus, as it was when the build was planned."""
+
+    path: str
+    format: Format
+    compression: Compression
+    size: int  # bytes on disk
+    mtime_ns: int
+
+
+class Piece(NamedTuple):
+    """Bytes (jsonl), row groups (parquet), record batches (arrow) or all (text, compressed) of a
+    file: ``[begin, end)``.
+    """
+
+    file: InputFile
+    begin: int
+    end: int
+
+
+def _ends(path: str) -> tuple[str, Compression]:
+    """``a.TXT.gz`` -> (".txt", "gz")."""
+    name = PurePath(path.lower())
+    compression = _COMPRESSION_OF_SUFFIX.get(name.suffix, "")
+    return (PurePath(name.stem).suffix if compression else name.suffix), compression
+
+
+def _suffix_of(path: str) -> str:
+    """The end of a file's name, with its compression (``.rst.gz``), lower case; "" for none."""
+    suffix, compression = _ends(path)
+    return f"{suffix}.{compression}" if compression else suffix
+
+
+def _format_of(path: str) -> tuple[Format, Compression]:
+    """What a file is by its name. Raises ConfigError for archives and unknown compressions."""
+    suffix, compression = _ends(path)
+    format = _FORMAT_OF_SUFFIX.get(suffix, "text")
+    if suffix in _NOT_READ or (format in TABLES and compression):
+        raise ConfigError(
+            f"{path}: of compressed files .gz and .zst are read, no archives, no .parquet and no "
+            ".arrow; decompress it first"
+        )
+    return format, compression
+
+
+def require_utf8(name: str) -> None:
+    """ConfigError for a name that is not UTF-8: metadata and manifests hold names as text."""
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        shown = name.encode(errors="surrogateescape").decode(errors="backslashreplace")
+        raise ConfigError(
+            f"the name {shown} is not UTF-8, and cannot be written into metadata: rename it, as "
+            "with convmv -f latin1 -t utf8"
+        ) from None
+
+
+def find_inputs(
+    inputs: Sequence[str],
+    *,
+    suffixes: Sequence[str] = (),
+    format: Format | None = None,
+    max_bytes: int | None = None,
+    note: Callable[[str], object] = lambda _: None,
+) -> list[InputFile]:
+    """Expand files, globs and directories into input files.
+
+    The order is the order of ``inputs``; within a glob or a directory, sorted by path. A file
+    reached twice, by whatever names, is taken once, where it comes first. Links to directories are
+    followed. Hidden files and directories below a named directory are left out.
+
+    A directory that ``datasets`` saved (``save_to_disk``) gives its Arrow files, in its own order.
+
+    Args:
+        inputs: paths, glob patterns (``**`` crosses directories), directories.
+        suffixes: what to take from directories (``.py``, or a pattern as ``train-*.jsonl``); by
+            default ``DATA_SUFFIXES``.
+        format: read every file as this format instead of judging by its suffix.
+        max_bytes: stop before the file that would make the sum of sizes exceed this.
+        note: is told what was left out or taken once, a sentence each, with counts.
+
+    Raises:
+        ConfigError: a pattern or directory gives nothing; a file that is no regular one, of a
+            compression or format that is not read, whose format its name does not say, or whose
+            name is not UTF-8.
+        OSError: a named file does not exist; a directory cannot be read.
+    """
+    aside: _Aside = collections.defaultdict(list)
+    files: list[InputFile] = []
+    seen: dict[tuple[int, int], str] = {}
+    total = 0
+    for path in _paths(inputs, suffixes, aside):
+        require_utf8(path)
+        facts = Path(path).stat()
+        if not stat.S_ISREG(facts.st_mode):
+            raise ConfigError(f"{path} is no regular file; inputs are read more than once")
+        first = seen.get((facts.st_dev, facts.st_ino))
+        # Some file systems give one number to several files: names decide, but for hard links.
+        if first and (facts.st_nlink > 1 or os.path.realpath(first) == os.path.realpath(path)):
+            aside[_REPEATED].append(f"{path} is {first}")
+            continue
+        seen[facts.st_dev, facts.st_ino] = path
+        total += facts.st_size
+        if max_bytes is not None and total > max_bytes and files:
+            break
+        kind, compression = _format_of(path)
+        files.append(InputFile(path, format or kind, compression, facts.st_size, facts.st_mtime_ns))
+    if not files:
+        raise DataError("there are no input files; name files, globs or directories with --input")
+    if format is None:
+        _require_format(files)
+    aside[_EMPTY] += [file.path for file in files if not file.size]
+    for what, noun in _NOTED.items():
+        if aside[what]:
+            note(f"{what}: {counted(len(aside[what]), noun)} (first: {aside[what][0]})")
+    if aside[_UNWANTED]:
+        note(f"{_UNWANTED}: {_by_suffix(aside[_UNWANTED])}; choose with --suffix")
+    if texts := [file.path for file in files if file.format == "text"]:
+        note(f"one document each: {_by_suffix(texts)}")
+    return files
+
+
+# ---- What the names lead to ---------------------------------------------------------------------
+
+_Aside = dict[str, list[str]]  # what was met and not taken: how it is said -> paths
+
+_REPEATED = "named again and read once"
+_AGAIN = "linked to, but entered already"
+_FOLDERS = "matched by a pattern without ** and not entered"
+_ODD = "broken links or special files, left out"
+_HIDDEN = "hidden, left out"
+_EMPTY = "empty"
+_NOTED = {
+    **{_REPEATED: "file", _AGAIN: "folder", _FOLDERS: "folder"},
+    **{_ODD: "file", _HIDDEN: "name", _EMPTY: "file"},
+}  # in this order, with the noun that is counted
+_UNWANTED = "not taken from folders"
+
+
+def _by_suffix(paths: Iterable[str]) -> str:
+    counts = collections.Counter(map(_suffix_of, paths))
+    shown = [f"{suffix or 'no suffix'} {n:,}" for suffix, n in counts.most_common(_SHOWN)]
+    more = ["..."] if len(counts) > _SHOWN else []
+    return f"{counted(counts.total(), 'file')} ({', '.join(shown + more)})"
+
+
+def _paths(inputs: Sequence[str], suffixes: Sequence[str], aside: _Aside) -> Iterator[str]:
+    for name in inputs:
+        path = Path(name)
+        if path.is_dir():
+            met = len(aside[_UNWANTED])
+            found = list(_walk(path, suffixes, aside))
+            if not found:
+                wanted = ", ".join(suffixes) or DATA_SUFFIXES
+                others = aside[_UNWANTED][met:]
+                there = f"; it holds {_by_suffix(others)}" if others else ""
+                raise ConfigError(
+                    f"directory {name} holds no files with {wanted}{there}; see --suffix"
+                )
+        elif path.exists() or not glob.has_magic(name):
+            found = [name]  # a missing file is an OSError of the stat that follows
+        else:
+            matches = glob.glob(name, recursive=True)  # noqa: PTH207 (absolute patterns too)
+            folders = [match for match in matches if Path(match).is_dir()]
+            found = sorted(set(matches).difference(folders))
+            if not found:
+                only = f", but {counted(len(folders), 'folder')}; name them" if folders else ""
+                raise ConfigError(f"no file matches {name!r}{only}")
+            aside[_FOLDERS] += [] if "**" in name else folders
+        yield from found
+
+
+def _walk(root: Path, suffixes: Sequence[str], aside: _Aside) -> Iterator[str]:
+    patterns = [s if any(c in s for c in "*?[") else f"*{s}" for s in suffixes]
+
+    def wanted(name: str) -> bool:
+        if patterns:
+            return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
+        suffix, compression = _ends(name)
+        format = _FORMAT_OF_SUFFIX.get(suffix)
+        return format is not None and not (format in TABLES and compression)
+
+    def refuse(error: OSError) -> None:
+        raise error
+
+    def inode(directory: Path) -> tuple[int, int]:
+        facts = directory.stat()
+        return facts.st_dev, facts.st_ino
+
+    entered = {inode(root)}
+    for directory, names, files in os.walk(root, followlinks=True, onerror=refuse):
+        folders = []
+        for name in sorted(names):
+            path = Path(directory, name)
+            if name.startswith("."):
+                aside[_HIDDEN].append(str(path))
+            elif (number := inode(path)) in entered:
+                aside[_AGAIN].append(str(path))
+            else:
+                entered.add(number)
+                folders.append(name)
+        names[:] = folders
+        for name in _in_order(Path(directory), files):
+            path = Path(directory, name)
+            if name.startswith("."):
+                aside[_HIDDEN].append(str(path))
+            elif not wanted(name):
+                aside[_UNWANTED].append(str(path))
+            elif path.is_file():
+                yield str(path)
+            else:
+                aside[_ODD].append(str(path))
+
+
+def _in_order(directory: Path, files: Sequence[str]) -> list[str]:
+    """The files of a directory by name; of one that ``datasets`` wrote those of its rows.
+
+    Raises:
+        ConfigError: several splits were saved there, or not all files of the rows are there.
+    """
+    if "dataset_dict.json" in files:
+        splits = _facts(directory / "dataset_dict.json").get("splits", [])
+        if len(splits) > 1:
+            raise ConfigError(
+                f"{directory} holds the splits {', '.join(splits)} of a saved dataset: name those "
+                f"that are wanted, as {directory / splits[0]}"
+            )
+        return []  # the split is a directory
+    if "dataset_info.json" not in files or not any(name.endswith(".arrow") for name in files):
+        return sorted(files)
+    if "state.json" not in files:  # its cache
+        return sorted({*files} - {"dataset_info.json"})
+    state = _facts(directory / "state.json")
+    rows = [entry["filename"] for entry in state.get("_data_files", ())]
+    gone = [name for name in rows if name not in files]
+    if gone or state.get("_indices_data_files"):
+        problem = f"{gone[0]} is missing" if gone else "its rows are chosen by a file of indices"
+        raise ConfigError(f"{directory} is a saved dataset, and {problem}: save it again")
+    return rows
+
+
+def _facts(path: Path) -> dict[str, Any]:
+    """A JSON file's object; {} where it holds something else."""
+    try:
+        content = json.loads(path.read_bytes())
+    except ValueError:
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+# ---- Files that are not what their names say, or say nothing ------------------------------------
 
 _HEAD_BYTES = 1 << 16
-_ZST_WINDOW_BYTES = 1 << 31
-_ZST_REPEATED = 1  # kind of a block: one byte, many times
-
 _NAMES = {"gz": "gzip", "zst": "zstd"}
 _PLAIN = ("plain JSON", "plain text")
 # How Arrow files begin: the file format, the stream format (no magic number, but a continuation).
@@ -57,6 +327,104 @@ _MAGIC = {
     b"\xfe\xff": "UTF-16",
 }
 _ZST_SKIPPABLE = b"\x2a\x4d\x18"  # bytes 1 to 3 of a frame that holds no data
+
+
+def _require_format(files: Sequence[InputFile]) -> None:
+    """ConfigError for files that would be one document each and hold many, or seem to.
+
+    The first file of every suffix of every directory is looked at.
+    """
+    looked: set[tuple[str, str]] = set()
+    for file in files:
+        suffix = _suffix_of(file.path)
+        key = (str(Path(file.path).parent), suffix)
+        if file.format != "text" or suffix.startswith(".txt") or not file.size or key in looked:
+            continue
+        looked.add(key)
+        kind = suffix.removeprefix(".").partition(".")[0]
+        if kind in _DELIMITERS:
+            raise ConfigError(
+                f"{file.path} would be one document (--format text), with all of its rows and the "
+                f"names of its columns; convert it: {_convert(file.path, _DELIMITERS[kind])}"
+            )
+        with open_stream(file) as stream:
+            found = _seems(stream.read(_HEAD_BYTES), suffix)
+        if found is not None:
+            raise ConfigError(
+                f"{file.path} would be one document, but looks like {found}: say --format {found}, "
+                "or --format text to take every file as one document"
+            )
+
+
+def _convert(path: str, delimiter: str) -> str:
+    """A command line that makes parquet of comma- or tab-separated values."""
+    how = f"c.ParseOptions(delimiter='{delimiter}', newlines_in_values=True)"
+    program = (
+        "import sys, pyarrow.csv as c, pyarrow.parquet as p; name = sys.argv[1]; "
+        f"p.write_table(c.read_csv(name, parse_options={how}), name + '.parquet')"
+    )
+    return f'python -c "{program}" {shlex.quote(path)}'
+
+
+def _seems(head: bytes, suffix: str) -> Format | None:
+    """What a file of this suffix seems to hold; None where it may well be text."""
+    if head.startswith(b"PAR1"):
+        return "parquet"
+    if head.startswith((ARROW_FILE, _ARROW_STREAM)):
+        return "arrow"
+    first, newline, rest = head.partition(b"\n")
+    if not first.startswith(b"{"):
+        return None
+    if newline or len(head) < _HEAD_BYTES:  # a whole line
+        try:
+            json.loads(first)
+        except (ValueError, RecursionError):
+            return None
+    # One object alone is a document of its own (a notebook, a source map) if its name ends so.
+    return "jsonl" if rest.startswith(b"{") or not suffix else None
+
+
+def _require_compression(file: InputFile, head: bytes) -> None:
+    """DataError where a file's first bytes deny its name."""
+    found = _looks(head)
+    wanted = _NAMES.get(file.compression)
+    if found == wanted or (wanted is None and (file.format == "text" or found in _PLAIN)):
+        return
+    if wanted is not None and not head:
+        raise DataError(f"{file.path} is empty, which no {wanted} file is; fetch it again")
+    problem = f"{file.path} is not {wanted}" if wanted else f"{file.path} is not plain JSON Lines"
+    if found is None:
+        raise DataError(f"{problem}; fetch it again")
+    bare = file.path.removesuffix(Path(file.path).suffix) if wanted else file.path
+    remedy = {
+        **dict.fromkeys(_PLAIN, f"rename it to {bare}"),
+        "gzip": f"rename it to {bare}.gz",
+        "zstd": f"rename it to {bare}.zst",
+        "UTF-16": "convert it to UTF-8, as with iconv -f UTF-16 -t UTF-8",
+    }.get(found, "decompress it, or give it the name of what it is")
+    raise DataError(f"{problem}; it looks like {found}: {remedy}")
+
+
+def _looks(head: bytes) -> str | None:
+    """How bytes at the start of a file look; None where they look like nothing known."""
+    for magic, name in _MAGIC.items():
+        if head.startswith(magic):
+            return name
+    if head[1:4] == _ZST_SKIPPABLE and head[0] >> 4 == 5:
+        return "zstd"
+    if head.lstrip()[:1] in (b"{", b"["):
+        return "plain JSON"
+    try:
+        head[:-4].decode("utf-8")  # a character may be cut at the end
+    except UnicodeDecodeError:
+        return None
+    return "plain text"
+
+
+# ---- The bytes of a file, decompressed ----------------------------------------------------------
+
+_ZST_WINDOW_BYTES = 1 << 31
+_ZST_REPEATED = 1  # kind of a block: one byte, many times
 
 
 @contextlib.contextmanager
@@ -100,67 +468,6 @@ def require_unchanged(file: InputFile, facts: os.stat_result) -> None:
         )
 
 
-def seems(file: InputFile) -> Format | None:
-    """What a file whose name does not say it seems to hold; None where it may well be text."""
-    with open_stream(file) as stream:
-        head = stream.read(_HEAD_BYTES)
-    if head.startswith(b"PAR1"):
-        return "parquet"
-    if head.startswith((ARROW_FILE, _ARROW_STREAM)):
-        return "arrow"
-    first, newline, rest = head.partition(b"\n")
-    # One object alone is a document of its own (a notebook, a source map) if its name ends so.
-    if not _is_object(first, whole=bool(newline) or len(head) < _HEAD_BYTES):
-        return None
-    return "jsonl" if rest.startswith(b"{") or not suffix_of(file.path) else None
-
-
-def _is_object(line: bytes, *, whole: bool) -> bool:
-    if not line.startswith(b"{"):
-        return False
-    try:
-        return not whole or isinstance(json.loads(line), dict)
-    except (ValueError, RecursionError):
-        return False
-
-
-def _require_compression(file: InputFile, head: bytes) -> None:
-    """DataError where a file's first bytes deny its name."""
-    found = _looks(head)
-    wanted = _NAMES.get(file.compression)
-    if found == wanted or (wanted is None and (file.format == "text" or found in _PLAIN)):
-        return
-    if wanted is not None and not head:
-        raise DataError(f"{file.path} is empty, which no {wanted} file is; fetch it again")
-    problem = f"{file.path} is not {wanted}" if wanted else f"{file.path} is not plain JSON Lines"
-    if found is None:
-        raise DataError(f"{problem}; fetch it again")
-    bare = file.path.removesuffix(Path(file.path).suffix) if wanted else file.path
-    remedy = {
-        **dict.fromkeys(_PLAIN, f"rename it to {bare}"),
-        "gzip": f"rename it to {bare}.gz",
-        "zstd": f"rename it to {bare}.zst",
-        "UTF-16": "convert it to UTF-8, as with iconv -f UTF-16 -t UTF-8",
-    }.get(found, "decompress it, or give it the name of what it is")
-    raise DataError(f"{problem}; it looks like {found}: {remedy}")
-
-
-def _looks(head: bytes) -> str | None:
-    """How bytes at the start of a file look; None where they look like nothing known."""
-    for magic, name in _MAGIC.items():
-        if head.startswith(magic):
-            return name
-    if head[1:4] == _ZST_SKIPPABLE and head[0] >> 4 == 5:
-        return "zstd"
-    if head.lstrip()[:1] in (b"{", b"["):
-        return "plain JSON"
-    try:
-        head[:-4].decode("utf-8")  # a character may be cut at the end
-    except UnicodeDecodeError:
-        return None
-    return "plain text"
-
-
 class _WholeFrames:
     """The compressed bytes of a .zst, followed frame by frame and block by block as they are read.
 
@@ -189,8 +496,7 @@ class _WholeFrames:
                 step = min(length - len(self._header), len(data) - at)
                 self._header += data[at : at + step]
                 if len(self._header) == length:
-                    header, self._header = self._header, b""
-                    self._next = self._layout.send(header)
+                    self._next, self._header = self._layout.send(self._header), b""
             at += step
         return data
 
@@ -206,10 +512,8 @@ def _zst_layout() -> Generator[tuple[int, int], bytes, None]:
     while True:
         # Magic number, and the byte that says how long the rest of the header is.
         header = yield skipped, _BETWEEN_FRAMES[1]
-        skipped = 0
         if header[1:4] == _ZST_SKIPPABLE:
-            size = header[4:] + (yield 0, 3)
-            skipped = int.from_bytes(size, "little")
+            skipped = int.from_bytes(header[4:] + (yield 0, 3), "little")
             continue
         descriptor = header[4]
         single_segment, content_size = descriptor >> 5 & 1, descriptor >> 6
@@ -221,245 +525,3 @@ def _zst_layout() -> Generator[tuple[int, int], bytes, None]:
             last, kind, num_bytes = block & 1, block >> 1 & 3, block >> 3
             skipped = 1 if kind == _ZST_REPEATED else num_bytes
         skipped += 4 if descriptor & 4 else 0  # checksum
-
-
-_SHOWN = 5
-_DELIMITERS = {"csv": ",", "tsv": "\\t"}  # as Python spells them
-
-
-def find_inputs(
-    inputs: Sequence[str],
-    *,
-    suffixes: Sequence[str] = (),
-    format: Format | None = None,
-    max_bytes: int | None = None,
-    note: Callable[[str], object] | None = None,
-) -> list[InputFile]:
-    """Expand files, globs and directories into input files.
-
-    The order is the order of ``inputs``; within a glob or a directory, sorted by path. A file
-    reached twice, by whatever names, is taken once, where it comes first. Links to directories are
-    followed. Hidden files and directories below a named directory are left out.
-
-    A directory that ``datasets`` saved (``save_to_disk``) gives its Arrow files, in its own order.
-
-    Args:
-        inputs: paths, glob patterns (``**`` crosses directories), directories.
-        suffixes: what to take from directories (``.py``, or a pattern as ``train-*.jsonl``); by
-            default ``DATA_SUFFIXES``.
-        format: read every file as this format instead of judging by its suffix.
-        max_bytes: stop before the file that would make the sum of sizes exceed this.
-        note: is told what was left out or taken once, a sentence each, with counts.
-
-    Raises:
-        ConfigError: a pattern or directory gives nothing; a file that is no regular one, of a
-            compression or format that is not read, whose format its name does not say, or whose
-            name is not UTF-8.
-        OSError: a named file does not exist; a directory cannot be read.
-    """
-    aside = _Aside()
-    files: list[InputFile] = []
-    seen: dict[tuple[int, int], str] = {}
-    total = 0
-    for path in _paths(inputs, suffixes, aside):
-        require_utf8(path)
-        facts = Path(path).stat()
-        if not stat.S_ISREG(facts.st_mode):
-            raise ConfigError(f"{path} is no regular file; inputs are read more than once")
-        first = seen.get((facts.st_dev, facts.st_ino))
-        # Some file systems give one number to several files: names decide, but for hard links.
-        if first and (facts.st_nlink > 1 or os.path.realpath(first) == os.path.realpath(path)):
-            aside.repeated.append(f"{path} is {first}")
-            continue
-        seen[facts.st_dev, facts.st_ino] = path
-        total += facts.st_size
-        if max_bytes is not None and total > max_bytes and files:
-            break
-        kind, compression = format_of(path)
-        file = InputFile(path, format or kind, compression, facts.st_size, facts.st_mtime_ns)
-        files.append(file)
-    if not files:
-        raise DataError("there are no input files; name files, globs or directories with --input")
-    if format is None:
-        _require_format(files)
-    if note is not None:
-        for text in aside.notes(files):
-            note(text)
-    return files
-
-
-@dataclass
-class _Aside:
-    """What was met and not taken."""
-
-    repeated: list[str] = field(default_factory=list)
-    unwanted: list[str] = field(default_factory=list)  # in directories, of another suffix
-    hidden: list[str] = field(default_factory=list)
-    odd: list[str] = field(default_factory=list)  # in directories: broken links, pipes, devices
-    again: list[str] = field(default_factory=list)  # links to directories entered already
-    folders: list[str] = field(default_factory=list)  # matched by a pattern
-
-    def notes(self, files: Sequence[InputFile]) -> Iterator[str]:
-        """A sentence for everything that may surprise, with ``files``, which are taken."""
-        empty = [file.path for file in files if not file.size]
-        texts = [file.path for file in files if file.format == "text"]
-        for what, paths, noun in (
-            ("named again and read once", self.repeated, "file"),
-            ("linked to, but entered already", self.again, "folder"),
-            ("matched by a pattern without ** and not entered", self.folders, "folder"),
-            ("broken links or special files, left out", self.odd, "file"),
-            ("hidden, left out", self.hidden, "name"),
-            ("empty", empty, "file"),
-        ):
-            if paths:
-                yield f"{what}: {counted(len(paths), noun)} (first: {paths[0]})"
-        if self.unwanted:
-            yield f"not taken from folders: {_by_suffix(self.unwanted)}; choose with --suffix"
-        if texts:
-            yield f"one document each: {_by_suffix(texts)}"
-
-
-def _by_suffix(paths: Iterable[str]) -> str:
-    counts = collections.Counter(map(suffix_of, paths))
-    shown = [f"{suffix or 'no suffix'} {n:,}" for suffix, n in counts.most_common(_SHOWN)]
-    more = ["..."] if len(counts) > _SHOWN else []
-    return f"{counted(counts.total(), 'file')} ({', '.join(shown + more)})"
-
-
-def _require_format(files: Sequence[InputFile]) -> None:
-    """ConfigError for files that would be one document each and hold many, or seem to.
-
-    The first file of every suffix of every directory is looked at.
-    """
-    looked: set[tuple[str, str]] = set()
-    for file in files:
-        suffix = suffix_of(file.path)
-        key = (str(Path(file.path).parent), suffix)
-        if file.format != "text" or suffix.startswith(".txt") or not file.size or key in looked:
-            continue
-        looked.add(key)
-        kind = suffix.removeprefix(".").partition(".")[0]
-        if kind in _DELIMITERS:
-            raise ConfigError(
-                f"{file.path} would be one document (--format text), with all of its rows and the "
-                f"names of its columns; convert it: {_convert(file.path, _DELIMITERS[kind])}"
-            )
-        found = seems(file)
-        if found is not None:
-            raise ConfigError(
-                f"{file.path} would be one document, but looks like {found}: say --format {found}, "
-                "or --format text to take every file as one document"
-            )
-
-
-def _convert(path: str, delimiter: str) -> str:
-    """A command line that makes parquet of comma- or tab-separated values."""
-    how = f"c.ParseOptions(delimiter='{delimiter}', newlines_in_values=True)"
-    program = (
-        "import sys, pyarrow.csv as c, pyarrow.parquet as p; name = sys.argv[1]; "
-        f"p.write_table(c.read_csv(name, parse_options={how}), name + '.parquet')"
-    )
-    return f'python -c "{program}" {shlex.quote(path)}'
-
-
-def _paths(inputs: Sequence[str], suffixes: Sequence[str], aside: _Aside) -> Iterator[str]:
-    for name in inputs:
-        path = Path(name)
-        if path.is_dir():
-            met = len(aside.unwanted)
-            found = list(_walk(path, suffixes, aside))
-            if not found:
-                wanted = ", ".join(suffixes) or DATA_SUFFIXES
-                others = aside.unwanted[met:]
-                there = f"; it holds {_by_suffix(others)}" if others else ""
-                raise ConfigError(
-                    f"directory {name} holds no files with {wanted}{there}; see --suffix"
-                )
-        elif path.exists() or not glob.has_magic(name):
-            found = [name]  # a missing file is an OSError of the stat that follows
-        else:
-            matches = glob.glob(name, recursive=True)  # noqa: PTH207 (absolute patterns too)
-            folders = [match for match in matches if Path(match).is_dir()]
-            found = sorted(set(matches).difference(folders))
-            if not found:
-                only = f", but {counted(len(folders), 'folder')}; name them" if folders else ""
-                raise ConfigError(f"no file matches {name!r}{only}")
-            aside.folders += [] if "**" in name else folders
-        yield from found
-
-
-def _walk(root: Path, suffixes: Sequence[str], aside: _Aside) -> Iterator[str]:
-    patterns = [s if any(c in s for c in "*?[") else f"*{s}" for s in suffixes]
-
-    def wanted(name: str) -> bool:
-        if not patterns:
-            return is_data(name)
-        return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
-
-    def refuse(error: OSError) -> None:
-        raise error
-
-    entered = {_inode(root)}
-    for directory, names, files in os.walk(root, followlinks=True, onerror=refuse):
-        folders = []
-        for name in sorted(names):
-            path = Path(directory, name)
-            if name.startswith("."):
-                aside.hidden.append(str(path))
-            elif (inode := _inode(path)) in entered:
-                aside.again.append(str(path))
-            else:
-                entered.add(inode)
-                folders.append(name)
-        names[:] = folders
-        for name in _in_order(Path(directory), files):
-            path = Path(directory, name)
-            if name.startswith("."):
-                aside.hidden.append(str(path))
-            elif not wanted(name):
-                aside.unwanted.append(str(path))
-            elif path.is_file():
-                yield str(path)
-            else:
-                aside.odd.append(str(path))
-
-
-def _in_order(directory: Path, files: Sequence[str]) -> list[str]:
-    """The files of a directory by name; of one that ``datasets`` wrote those of its rows.
-
-    Raises:
-        ConfigError: several splits were saved there, or not all files of the rows are there.
-    """
-    if "dataset_dict.json" in files:
-        splits = _facts(directory / "dataset_dict.json").get("splits", [])
-        if len(splits) > 1:
-            raise ConfigError(
-                f"{directory} holds the splits {', '.join(splits)} of a saved dataset: name those "
-                f"that are wanted, as {directory / splits[0]}"
-            )
-        return []  # the split is a directory
-    if "dataset_info.json" not in files or not any(name.endswith(".arrow") for name in files):
-        return sorted(files)
-    if "state.json" not in files:  # its cache
-        return sorted({*files} - {"dataset_info.json"})
-    state = _facts(directory / "state.json")
-    rows = [entry["filename"] for entry in state.get("_data_files", ())]
-    gone = [name for name in rows if name not in files]
-    if gone or state.get("_indices_data_files"):
-        problem = f"{gone[0]} is missing" if gone else "its rows are chosen by a file of indices"
-        raise ConfigError(f"{directory} is a saved dataset, and {problem}: save it again")
-    return rows
-
-
-def _facts(path: Path) -> dict[str, Any]:
-    """A JSON file's object; {} where it holds something else."""
-    try:
-        content = json.loads(path.read_bytes())
-    except ValueError:
-        return {}
-    return content if isinstance(content, dict) else {}
-
-
-def _inode(directory: Path) -> tuple[int, int]:
-    facts = directory.stat()
-    return facts.st_dev, facts.st_ino

@@ -1,7 +1,16 @@
-"""What a build does, decided before its first shard.
+"""What a build is asked to do, and what it does: decided before its first shard.
 
-Every worker on every machine executes this value as it is. Its digest covers whatever decides an id
-or a byte, so two builds of one digest make the same shards, and shards of two digests never meet.
+- BuildConfig: what the user says; every field is checked as soon as it is said
+- make_plan: decides everything that a BuildConfig leaves open
+- Plan: the same value for every worker on every machine, which executes it as it is. Its digest
+  covers whatever decides an id or a byte, so two builds of one digest make the same shards, and
+  shards of two digests never meet
+- differences: what changed from one plan to another, in words
+
+    config = BuildConfig(inputs=("x.jsonl",), tokenizer="bytes", output_prefix="out")
+    plan = make_plan(config, find_inputs(config.inputs), note=print)
+    plan.dtype, plan.backend, plan.shard_bytes       # -> ("uint16", "bytes", 1048576)
+    plan.digest                                      # -> names <output_prefix>.build/<digest>/
 """
 
 from __future__ import annotations
@@ -9,23 +18,23 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import shlex
 import socket
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import xxhash
 
-from megapack.errors import ConfigError
-from megapack.tokenization.corpus.documents import SPLIT_NAMES, OnError
-from megapack.tokenization.corpus.pieces import InputFile, ReadOptions
-from megapack.tokenization.corpus.shards import Shard, default_shard_bytes, plan_shards
-from megapack.tokenization.pipeline.config import BuildConfig, ChatFormat
-from megapack.tokenization.tokenizers.chat import ChatLoss
-from megapack.tokenization.tokenizers.chat_template import keys_beside
-from megapack.tokenization.tokenizers.coding import Frame
+from megapack.errors import ConfigError, require
+from megapack.storage.index_file import prefix_of
+from megapack.storage.remote import is_remote
+from megapack.tokenization.corpus.documents import SPLIT_NAMES, OnError, ReadOptions, parse_split
+from megapack.tokenization.corpus.inputs import Format, InputFile, require_utf8
+from megapack.tokenization.corpus.readers import Shard, default_shard_bytes, plan_shards
+from megapack.tokenization.tokenizers.coding import ChatLoss, Frame
 from megapack.tokenization.tokenizers.probe import choose_backend
 from megapack.tokenization.tokenizers.tokenizer import (
     SpecialToken,
@@ -33,7 +42,168 @@ from megapack.tokenization.tokenizers.tokenizer import (
     library_versions,
 )
 
-__all__ = ["Plan", "differences", "make_plan"]
+# Fields that decide who does the work and where it lies, not what comes out.
+_EXECUTION = frozenset(
+    ("output_prefix", "workers", "executor", "ray_address", "part", "finish", "block_bytes")
+    + ("worker_memory", "keep_shards", "overwrite")
+)
+# Fields whose options have another name.
+OPTIONS = {"inputs": "input", "suffixes": "suffix"}
+LABELS = ".labels"  # ends the stream, and the prefix, of a dataset of labels
+
+
+@dataclass(frozen=True, kw_only=True)
+class BuildConfig:
+    """Text to documents: what goes in, what is done with it, who does it.
+
+    The bytes of the result depend on the first three groups and the input files only.
+    """
+
+    # What goes in.
+    inputs: tuple[str, ...]
+    suffixes: tuple[str, ...] = ()  # taken from directories; () is every known data suffix
+    format: Format | None = None  # None: by suffix
+    json_key: str = "text"  # also the column of a table
+    messages_key: str | None = None  # instead of json_key: the documents are conversations
+    max_input_bytes: int | None = None  # whole files only
+    max_document_bytes: int = 1 << 30
+    on_error: OnError = "fail"
+    min_words: int | None = None
+    max_words: int | None = None
+
+    # What tokens they become.
+    tokenizer: str
+    backend: str = "auto"
+    verify_fraction: float = 0.0  # of documents encoded again by the reference
+    append_eod: bool = False
+    prepend_bos: bool = False
+    eod_token: str | int | None = None  # a name or an id
+    bos_token: str | int | None = None
+    dtype: Literal["auto", "uint16", "int32"] = "auto"
+    chat_format: Literal["template", "headers"] = "template"
+    chat_loss: ChatLoss | None = None  # None: content with a template, turn with headers
+    tools_key: str = "tools"  # of a conversation; "": it has none
+    template_variables: tuple[str, ...] = ()  # NAME (a key of documents), NAME=JSON or NAME= (none)
+
+    # What comes out.
+    output_prefix: str
+    split: str | None = None  # "98,1,1"
+    split_by: Literal["order", "hash"] = "order"
+    split_key: str | None = None  # hash this key instead of the text
+    label_names: Literal["megapack", "neox"] = "megapack"
+    shard_bytes: int | None = None
+
+    # Who does it.
+    workers: int = 1
+    executor: Literal["local", "ray"] = "local"
+    ray_address: str | None = None
+    part: tuple[int, int] | None = None  # (i, n): the shards i, i + n, ... are this machine's
+    finish: bool = False  # join shards that other machines built
+    block_bytes: int = 4 << 20
+    worker_memory: int = 2 << 30  # bytes, above which a worker drops its tokenizer's cache
+    keep_shards: bool = False
+    overwrite: bool = False
+
+    def __post_init__(self) -> None:
+        require_utf8(self.output_prefix)
+        # PREFIX.bin or .idx, as a shell completes it, names the same dataset everywhere.
+        object.__setattr__(self, "output_prefix", prefix_of(self.output_prefix))
+        if self.workers < 1:
+            raise ConfigError(f"workers is {self.workers}; it must be at least 1")
+        if not 0 <= self.verify_fraction <= 1:
+            raise ConfigError(f"verify fraction is {self.verify_fraction}; it must be in [0, 1]")
+        if self.part is not None and not 0 <= self.part[0] < self.part[1]:
+            i, n = self.part
+            raise ConfigError(f"part is {i}/{n}; it must be i/n with 0 <= i < n")
+        if self.split is not None:
+            parse_split(self.split)
+        for wrong, remedy in self._contradictions():
+            if wrong:
+                raise ConfigError(remedy)
+
+    def _contradictions(self) -> list[tuple[bool, str]]:
+        words = self.min_words is not None or self.max_words is not None
+        hashed = self.split is not None and self.split_by == "hash"
+        chat = self.messages_key is not None
+        return [
+            (
+                any(map(is_remote, self.inputs)),
+                "inputs are files of this machine: copy what lies at addresses first",
+            ),
+            (
+                self.part is not None and self.finish,
+                "--part builds one part, --finish joins all parts; give one of them",
+            ),
+            (
+                is_remote(self.output_prefix)
+                and (self.part is not None or self.finish or self.executor == "ray"),
+                f"parts of {self.output_prefix} would be built on several machines, of which none "
+                "sees what the others did: build under a local prefix that all of them see, and "
+                "copy the result with `megapack-build upload`",
+            ),
+            (chat and words, "conversations have no --min-words and --max-words"),
+            (
+                chat and self.verify_fraction > 0,
+                "--verify-fraction is for text; chat templates are always run by the reference",
+            ),
+            (
+                bool(self.template_variables) and not (chat and self.chat_format == "template"),
+                "--template-variables are for chat templates; give --messages-key, and no "
+                "--chat-format headers",
+            ),
+            (
+                self.split_key is not None and not hashed,
+                "--split-key needs --split and --split-by hash",
+            ),
+            (
+                self.label_names == "neox" and not chat,
+                "--label-names neox is for conversations; give --messages-key",
+            ),
+        ]
+
+    @property
+    def split_weights(self) -> tuple[float, ...] | None:
+        """Weights of train, valid and test."""
+        return None if self.split is None else parse_split(self.split)
+
+    @property
+    def outputs(self) -> dict[str, str]:
+        """The datasets a build makes: stream (``""``, ``"_valid"``, ``"_valid.labels"``) -> prefix.
+
+        GPT-NeoX names the tokens ``<prefix>_<key>_document`` and the labels
+        ``<prefix>_<key>_label_document``.
+        """
+        splits = [""]
+        if self.split_weights is not None:
+            chosen = zip(SPLIT_NAMES, self.split_weights, strict=True)
+            splits = [f"_{name}" for name, weight in chosen if weight > 0]
+        tokens, labels = "", LABELS
+        if self.label_names == "neox":
+            tokens = f"_{self.messages_key}_document"
+            labels = f"_{self.messages_key}_label_document"
+        outputs = {}
+        for split in splits:
+            outputs[split] = self.output_prefix + split + tokens
+            if self.messages_key is not None:
+                outputs[split + LABELS] = self.output_prefix + split + labels
+        return outputs
+
+    def command(self) -> str:
+        """A command line that builds the same dataset."""
+        words = ["megapack-build", "tokenize", "--input", *self.inputs]
+        words += ["--output-prefix", self.output_prefix]
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            skipped = field.name in _EXECUTION or field.name == "inputs"
+            if skipped or value is None or value == field.default:
+                continue
+            words.append("--" + OPTIONS.get(field.name, field.name).replace("_", "-"))
+            if isinstance(value, tuple):
+                words += map(str, value)
+            elif value is not True:
+                words.append(str(value))
+        return shlex.join(words)
+
 
 # Megatron's rule: every host of the .bin/.idx format reads vocabularies below this as uint16.
 _UINT16_VOCABULARY = 65500
@@ -43,23 +213,17 @@ _UINT16_VOCABULARY = 65500
 class Plan:
     """A build, decided. Small enough to be sent to every worker, and the same for all of them."""
 
+    config: BuildConfig  # as it was asked for
     inputs: tuple[InputFile, ...]
     read: ReadOptions
-    on_error: OnError
-    min_words: int | None
-    max_words: int | None
     tokenizer: TokenizerFiles
     backend: str
     libraries: Mapping[str, str]  # package -> version, of all that make ids of text
-    verify_fraction: float
     bos: SpecialToken | None  # before every document
     eod: SpecialToken | None  # behind it
     dtype: str  # "uint16" or "int32"
-    chat_format: ChatFormat | None  # None: documents are text
+    chat_format: str | None  # None: documents are text
     chat_loss: ChatLoss | None
-    template_variables: tuple[str, ...]  # as BuildConfig has them
-    split: tuple[float, ...] | None  # weights of train, valid and test
-    split_by: str  # "order" or "hash"
     shard_bytes: int
     shards: tuple[Shard, ...]  # what ``inputs`` and ``shard_bytes`` give
 
@@ -80,20 +244,29 @@ class Plan:
         read = dataclasses.asdict(self.read)
         del read["block_bytes"]  # memory follows it, nothing else
         read["beside"] = [list(pair) for pair in self.read.beside]
-        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        config = self.config
         return {
-            **values,
             "inputs": [
                 [file.path, file.size, file.mtime_ns, file.format, file.compression]
                 for file in self.inputs
             ],
             "read": read,
+            "on_error": config.on_error,
+            "min_words": config.min_words,
+            "max_words": config.max_words,
             "tokenizer": self.tokenizer.identity(),
+            "backend": self.backend,
             "libraries": dict(self.libraries),
+            "verify_fraction": config.verify_fraction,
             "bos": _token(self.bos),
             "eod": _token(self.eod),
-            "template_variables": list(self.template_variables),
+            "dtype": self.dtype,
+            "chat_format": self.chat_format,
+            "chat_loss": self.chat_loss,
+            "template_variables": list(config.template_variables),
             "split": None if self.split is None else list(self.split),
+            "split_by": config.split_by if config.split else "order",
+            "shard_bytes": self.shard_bytes,
             "shards": len(self.shards),
         }
 
@@ -115,9 +288,14 @@ class Plan:
         return self.chat_format is not None
 
     @property
+    def split(self) -> tuple[float, ...] | None:
+        """Weights of train, valid and test."""
+        return self.config.split_weights
+
+    @property
     def split_while_writing(self) -> bool:
         """By a hash: every document is sent to its split. Otherwise shards are cut in the end."""
-        return self.split is not None and self.split_by == "hash"
+        return self.config.split is not None and self.config.split_by == "hash"
 
     @property
     def streams(self) -> tuple[str, ...]:
@@ -153,7 +331,7 @@ class Plan:
         """
         here = {
             "tokenizer": TokenizerFiles.open(self.tokenizer.name).identity(),
-            "libraries": _libraries(self.backend, self.chat_format),
+            "libraries": library_versions(self.backend, template=self.chat_format == "template"),
         }
         planned = {"tokenizer": self.tokenizer.identity(), "libraries": dict(self.libraries)}
         changed = differences(planned, here)
@@ -182,42 +360,41 @@ def make_plan(config: BuildConfig, inputs: list[InputFile], note: Callable[[str]
     bos = tokenizer.special_token("bos", config.bos_token) if config.prepend_bos else None
     eod = tokenizer.special_token("eod", config.eod_token) if config.append_eod else None
     is_chat = config.messages_key is not None
+    chat_format = config.chat_format if is_chat else None
+    beside: tuple[tuple[str, str], ...] = ()
+    if chat_format == "template":
+        keys_beside = chat_templates().keys_beside
+        beside = keys_beside(tokenizer, config.tools_key, config.template_variables)
+    elif chat_format == "headers" and config.tools_key:
+        beside = (("tools", config.tools_key),)
     read = ReadOptions(
         json_key=config.messages_key or config.json_key,
         values="lists" if is_chat else "strings",
-        beside=_beside(config, tokenizer) if is_chat else (),
+        beside=beside,
         split_key=config.split_key,
         block_bytes=config.block_bytes,
         max_document_bytes=config.max_document_bytes,
     )
     shard_bytes = config.shard_bytes
-    if shard_bytes is None:
-        shard_bytes = default_shard_bytes(inputs)
+    shard_bytes = default_shard_bytes(inputs) if shard_bytes is None else shard_bytes
     shards = plan_shards(inputs, shard_bytes=shard_bytes, json_key=read.json_key)
     backend = choose_backend(tokenizer, config.backend, shards, read, note)
     dtype = config.dtype
     if dtype == "auto":
         dtype = "uint16" if tokenizer.vocab_size < _UINT16_VOCABULARY else "int32"
-    chat_format = config.chat_format if is_chat else None
     usual: ChatLoss = "turn" if config.chat_format == "headers" else "content"
     return Plan(
+        config=config,
         inputs=tuple(inputs),
         read=read,
-        on_error=config.on_error,
-        min_words=config.min_words,
-        max_words=config.max_words,
         tokenizer=tokenizer,
         backend=backend,
-        libraries=_libraries(backend, chat_format),
-        verify_fraction=config.verify_fraction,
+        libraries=library_versions(backend, template=chat_format == "template"),
         bos=bos,
         eod=eod,
         dtype=dtype,
         chat_format=chat_format,
         chat_loss=(config.chat_loss or usual) if is_chat else None,
-        template_variables=config.template_variables,
-        split=config.split_weights,
-        split_by=config.split_by if config.split else "order",
         shard_bytes=shard_bytes,
         shards=tuple(shards),
     )
@@ -254,14 +431,12 @@ def _changed_inputs(old: list[list[Any]], new: list[list[Any]]) -> list[str]:
     return lines or ["the inputs come in another order"]
 
 
-def _beside(config: BuildConfig, tokenizer: TokenizerFiles) -> tuple[tuple[str, str], ...]:
-    if config.chat_format == "template":
-        return keys_beside(tokenizer, config.tools_key, config.template_variables)
-    return (("tools", config.tools_key),) if config.tools_key else ()
+def chat_templates() -> Any:
+    """The module, which needs jinja2."""
+    require("jinja2", "a chat template")
+    from megapack.tokenization.tokenizers import chat_template  # noqa: PLC0415
 
-
-def _libraries(backend: str, chat_format: ChatFormat | None) -> dict[str, str]:
-    return library_versions(backend, template=chat_format == "template")
+    return chat_template
 
 
 def _token(token: SpecialToken | None) -> list[Any] | None:

@@ -1,18 +1,22 @@
-"""One shard: text in, a dataset of its own (one per split) and a record of it out."""
+"""One shard: text in, a dataset of its own (one per split) and a record of it out.
+
+- ShardWorker: builds shards of a plan; three threads read, encode and write at once
+- open_coder: what turns a plan's documents into tokens
+- ahead: a generator, run ahead of its consumer in a thread of its own
+"""
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import functools
-import queue
-import threading
 from collections.abc import Generator, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
 import numpy as np
-from numpy.typing import NDArray
 
 from megapack import _core
 from megapack.errors import ConfigError, MegapackError
@@ -20,8 +24,7 @@ from megapack.executors import Counted, Report
 from megapack.storage import IndexedDatasetBuilder
 from megapack.tokenization.corpus.documents import Faults, TextBlock, hashed_split, lacks_documents
 from megapack.tokenization.corpus.readers import read_blocks
-from megapack.tokenization.pipeline.config import LABELS
-from megapack.tokenization.pipeline.plan import Plan
+from megapack.tokenization.pipeline.plan import LABELS, Plan, chat_templates
 from megapack.tokenization.pipeline.workspace import (
     ShardRecord,
     Totals,
@@ -29,13 +32,14 @@ from megapack.tokenization.pipeline.workspace import (
     shard_prefix,
     write_record,
 )
-from megapack.tokenization.tokenizers.chat import ChatCoder, HeaderChats
-from megapack.tokenization.tokenizers.chat_template import TemplateChats
-from megapack.tokenization.tokenizers.coding import Coded, Coder, TextCoder
-from megapack.tokenization.tokenizers.encoders import Limits, open_reference
-from megapack.tokenization.tokenizers.probe import open_any
-
-# ---- A generator run ahead of its consumer in a thread of its own -------------------------------
+from megapack.tokenization.tokenizers.coding import (
+    ChatCoder,
+    Coded,
+    Coder,
+    HeaderChats,
+    TextCoder,
+)
+from megapack.tokenization.tokenizers.encoders import Limits, open_encoder, open_reference
 
 T = TypeVar("T")
 
@@ -49,46 +53,18 @@ def ahead(items: Generator[T, None, None], *, depth: int = 2) -> Generator[T, No
     Closing it, as an error in the consumer does, closes ``items`` as well.
 
     Args:
-        depth: finished items that may wait; memory follows it.
+        depth: items that are made ahead; memory follows it.
     """
-    waiting: queue.Queue[tuple[bool, T | BaseException | None]] = queue.Queue(depth)
-    stopped = threading.Event()
-
-    def produce() -> None:
+    end = object()
+    with ThreadPoolExecutor(1, thread_name_prefix="megapack-ahead") as thread:
+        made = collections.deque(thread.submit(next, items, end) for _ in range(depth))
         try:
-            for item in items:
-                if not _put(waiting, (True, item), stopped):
-                    return
-            _put(waiting, (False, None), stopped)
-        except BaseException as error:  # raised again in the consumer, where it can be handled
-            _put(waiting, (False, error), stopped)
+            while (item := made.popleft().result()) is not end:
+                made.append(thread.submit(next, items, end))
+                yield item  # type: ignore[misc]
         finally:
-            items.close()  # here, in the thread that runs it
-
-    thread = threading.Thread(target=produce, name="megapack-ahead", daemon=True)
-    thread.start()
-    try:
-        while True:
-            more, item = waiting.get()
-            if not more:
-                if isinstance(item, BaseException):
-                    raise item
-                return
-            yield item  # type: ignore[misc]
-    finally:
-        stopped.set()
-        thread.join()
-
-
-def _put(waiting: queue.Queue[T], item: T, stopped: threading.Event) -> bool:
-    """Whether the item was taken before the consumer went away."""
-    while not stopped.is_set():
-        try:
-            waiting.put(item, timeout=0.1)
-        except queue.Full:
-            continue
-        return True
-    return False
+            thread.shutdown(cancel_futures=True)
+            items.close()
 
 
 def open_coder(plan: Plan, limits: Limits = Limits()) -> Coder:  # noqa: B008
@@ -98,18 +74,17 @@ def open_coder(plan: Plan, limits: Limits = Limits()) -> Coder:  # noqa: B008
         ConfigError: the backend or the chat format does not fit the tokenizer.
         MegapackError: a package is missing.
     """
+    config, files = plan.config, plan.tokenizer
+    if plan.chat_format == "template":
+        template_chats = chat_templates().TemplateChats
+        chats = template_chats(files, plan.chat_loss, config.template_variables)
+        return ChatCoder(chats.code, plan.frame)
+    encoder = open_encoder(files, plan.backend, limits)
     if plan.chat_loss is not None:
-        if plan.chat_format == "template":
-            chats = TemplateChats(plan.tokenizer, plan.chat_loss, plan.template_variables)
-            return ChatCoder(chats, plan.frame)
-        encoder = open_any(plan.tokenizer, plan.backend, limits)
-        return ChatCoder(HeaderChats(encoder, plan.chat_loss, plan.tokenizer.name), plan.frame)
-    return TextCoder(
-        open_any(plan.tokenizer, plan.backend, limits),
-        plan.frame,
-        reference=open_reference(plan.tokenizer) if plan.verify_fraction > 0 else None,
-        verify_fraction=plan.verify_fraction,
-    )
+        return ChatCoder(HeaderChats(encoder, plan.chat_loss, files.name).code, plan.frame)
+    fraction = config.verify_fraction
+    reference = open_reference(files) if fraction > 0 else None
+    return TextCoder(encoder, plan.frame, reference=reference, verify_fraction=fraction)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,7 +135,7 @@ class ShardWorker:
             write_record(prefix, plan.digest, record)
         else:
             report(record.counted)
-        if plan.on_error == "fail" and lacks_documents(record.faults.counts):
+        if plan.config.on_error == "fail" and lacks_documents(record.faults.counts):
             raise ConfigError(
                 f"shard {index} was built with --on-error skip and lacks documents "
                 f"({'; '.join(Totals.of_records([record]).fault_lines())}); say --on-error skip "
@@ -171,10 +146,15 @@ class ShardWorker:
     def _built(self, index: int, prefix: str, datasets: list[str], report: Report) -> ShardRecord:
         plan = self.plan
         # One for each thread.
-        read_faults, code_faults = Faults(plan.on_error), Faults(plan.on_error)
+        read_faults, code_faults = Faults(plan.config.on_error), Faults(plan.config.on_error)
         total = Counted()
         with contextlib.ExitStack() as stack:
-            builders = {d: stack.enter_context(_builder(plan, d)) for d in datasets}
+            builders = {}
+            for dataset in datasets:
+                stored = plan.stored(labels=dataset.endswith(LABELS))
+                # Nothing waits for the disk: a shard's checksums are compared before it is used.
+                builder = IndexedDatasetBuilder(dataset, **stored, durable=False, overwrite=True)
+                builders[dataset] = stack.enter_context(builder)
             read = read_blocks(plan.shards[index].pieces, plan.read, read_faults)
             blocks = ahead(_kept(read, plan, read_faults))
             all_coded = ahead(_coded(blocks, plan, self.coder, code_faults))
@@ -190,21 +170,17 @@ class ShardWorker:
         return ShardRecord(total, read_faults)
 
 
-def _builder(plan: Plan, dataset: str) -> IndexedDatasetBuilder:
-    # Nothing waits for the disk: a shard's checksums are compared before it is used.
-    stored = plan.stored(labels=dataset.endswith(LABELS))
-    return IndexedDatasetBuilder(dataset, **stored, durable=False, overwrite=True)
-
-
 def _kept(
     blocks: Iterator[TextBlock], plan: Plan, faults: Faults
 ) -> Generator[TextBlock, None, None]:
     """Without the documents that the word limits leave out."""
-    few = 0 if plan.min_words is None else plan.min_words
-    many = np.iinfo(np.int64).max if plan.max_words is None else plan.max_words
+    few, many = plan.config.min_words, plan.config.max_words
+    unlimited = few is None and many is None
+    few = 0 if few is None else few
+    many = np.iinfo(np.int64).max if many is None else many
     for block in blocks:
         kept = block
-        if plan.min_words is not None or plan.max_words is not None:
+        if not unlimited:
             words = _core.count_words(block.text, block.offsets)
             kept = kept.drop(words < few, "too few words", faults)
             kept = kept.drop(words[words >= few] > many, "too many words", faults)
@@ -217,15 +193,11 @@ def _coded(
 ) -> Generator[tuple[str, int, Coded], None, None]:
     """Stream, bytes of text and tokens of the documents of every block that go to that stream."""
     for block in blocks:
-        split = _split(block, plan)
+        split = np.zeros(len(block), np.int64)
+        if plan.split is not None and plan.split_while_writing:
+            hashes = block.text_hashes() if block.hashes is None else block.hashes
+            split = hashed_split(plan.split, hashes)
         for i, stream in enumerate(plan.streams):
             chosen = block.select(split == i)
             if len(chosen):
                 yield stream, len(chosen.text), coder.code(chosen, faults)
-
-
-def _split(block: TextBlock, plan: Plan) -> NDArray[np.int64]:
-    """Of every document the number of its stream."""
-    if plan.split is None or not plan.split_while_writing:
-        return np.zeros(len(block), np.int64)
-    return hashed_split(plan.split, block.text_hashes() if block.hashes is None else block.hashes)

@@ -1,5 +1,14 @@
 """Where a build lies: ``<prefix>.build/<digest of its plan>/``, its locks, and what stands there.
 
+- ShardRecord, Totals: what was counted of a shard, and of all; write_record, read_record
+- Workspace: the directory of a plan; what may be written, what is missing, what is left behind
+- estimate, check_space: does the disk hold what a build will write?
+
+    out.build/<digest>/plan.json                 the plan
+    out.build/<digest>/shard-000000.bin, .idx    a shard's dataset
+    out.build/<digest>/shard-000000.json         its record: there when the shard is complete
+    out.manifest.json                            the plan and its totals: the build is complete
+
 Shards of two plans lie in two directories, so they never meet. A whole build holds the lock of
 ``<prefix>.build`` alone; parts share it, and each holds the lock of its own part.
 """
@@ -10,26 +19,33 @@ import contextlib
 import dataclasses
 import functools
 import json
+import math
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megapack.errors import FormatError, LockedError
+import numpy as np
+
+from megapack.errors import FormatError, LockedError, MegapackError
 from megapack.executors import Counted
 from megapack.storage import IndexedDataset
 from megapack.storage.files import WriterLock, atomic_write, check_target
 from megapack.storage.index_file import path_of
 from megapack.storage.index_writer import check_prefix
 from megapack.storage.metadata import has_its_checksums, read_meta
-from megapack.tokenization.corpus.documents import Faults, Place, fault_lines, lacks_documents
-from megapack.tokenization.pipeline.config import BuildConfig
-from megapack.tokenization.pipeline.plan import Plan, differences
-from megapack.tokenization.pipeline.space import directory_bytes
+from megapack.tokenization.corpus.documents import (
+    Faults,
+    Place,
+    TextBlock,
+    fault_lines,
+    lacks_documents,
+)
+from megapack.tokenization.pipeline.plan import BuildConfig, Plan, differences
+from megapack.tokenization.tokenizers.coding import Coder
+from megapack.tokenization.tokenizers.probe import sample_blocks
 from megapack.units import size
-
-# ---- The record of a finished shard, whether its files are still what it says, and the sum of all
 
 
 class ShardRecord(NamedTuple):
@@ -67,11 +83,6 @@ class Totals:
     @staticmethod
     def of_manifest(content: Mapping[str, Any]) -> Totals:
         return Totals(**{field.name: content[field.name] for field in dataclasses.fields(Totals)})
-
-    @property
-    def lacks_documents(self) -> bool:
-        """Whether some were left out that only ``--on-error skip`` leaves out."""
-        return lacks_documents(self.skipped)
 
     @property
     def num_skipped(self) -> int:
@@ -178,7 +189,7 @@ class Workspace:
         now = self._plan.tree()
         for key in ("shard_bytes", "shards"):
             del now[key]
-        if now["on_error"] == "skip" or not Totals.of_manifest(before).lacks_documents:
+        if now["on_error"] == "skip" or not lacks_documents(before["skipped"]):
             del now["on_error"]  # what stops a build did not occur, or was left out as now
         return differences(before, now)
 
@@ -203,7 +214,10 @@ class Workspace:
                 stack.enter_context(WriterLock(self.directory / name, what="tokenize"))
                 if self._config.overwrite:
                     for index in range(part[0], len(self._plan.shards), part[1]):
-                        _remove_shard(self.directory, index)
+                        record = record_path(shard_prefix(self.directory, index))
+                        record.unlink(missing_ok=True)  # first: without it the rest is nothing
+                        for path in self.directory.glob(f"{record.stem}*"):
+                            path.unlink()
             if not (self.directory / _PLAN).exists():
                 self._write(self.directory / _PLAN)
             for line in self.left_behind():
@@ -297,14 +311,86 @@ def _plan_of(prefix: str) -> str | None:
     return None if meta is None else str(meta.get("plan"))
 
 
-def _remove_shard(directory: Path, index: int) -> None:
-    record = record_path(shard_prefix(directory, index))
-    record.unlink(missing_ok=True)  # first: without it the rest is nothing
-    for path in directory.glob(f"{record.stem}*"):
-        path.unlink()
-
-
 def _lines(changed: Sequence[str]) -> str:
     more = len(changed) - _SHOWN
     lines = [*changed[:_SHOWN], *([f"... and {more} more"] if more > 0 else [])]
     return "\n  ".join(lines)
+
+
+# ---- Does the disk hold it? Asked before hours of work, from a small sample ---------------------
+
+_INDEX_BYTES = 20  # of a document in .idx
+_LABEL_BYTES = 4
+# A sample may mislead by this much; refuse only what is hopeless.
+_SURE = 0.8
+
+
+@dataclass(frozen=True, kw_only=True)
+class Estimate:
+    """What all shards of a plan will hold, about."""
+
+    num_tokens: int
+    num_bytes: int  # on disk, .bin and .idx
+
+
+def estimate(plan: Plan, coder: Coder) -> Estimate:
+    """From the beginnings of a few shards."""
+    read = documents = tokens = 0
+    for block in sample_blocks(plan.shards, plan.read):
+        coded = coder.code(block, Faults("skip"))
+        read += _bytes_read(block)
+        documents += len(coded.offsets) - 1
+        tokens += len(coded.tokens)
+    whole = plan.num_bytes(range(len(plan.shards))) / max(1, read)
+    token_bytes = np.dtype(plan.dtype).itemsize + (_LABEL_BYTES if plan.has_labels else 0)
+    num_bytes = tokens * token_bytes + documents * _INDEX_BYTES
+    return Estimate(num_tokens=round(tokens * whole), num_bytes=math.ceil(num_bytes * whole))
+
+
+def _bytes_read(block: TextBlock) -> int:
+    """What a sample counts for among the bytes by which shards are measured: those of the file in
+    plain JSON Lines, else those of the text.
+    """
+    text = len(block.text)
+    if block.place(0).unit != "byte" or len(block) == 1:
+        return text
+    span = int(block.positions[-1] - block.positions[0])
+    return round(text * span / max(1, int(block.offsets[-2])))
+
+
+def check_space(directory: Path, needed: int, *, to_join: int, note: Callable[[str], None]) -> None:
+    """Refuse a build that cannot fit; say how it will go where there is no room for two copies.
+
+    Args:
+        directory: of the result.
+        needed: bytes of shards still to be written, about.
+        to_join: bytes of the result, about; 0 where nothing is joined.
+
+    Raises:
+        MegapackError: the disk cannot even hold one copy.
+    """
+    free = free_bytes(directory)
+    if needed * _SURE > free:
+        raise MegapackError(
+            f"{directory} has {size(free)} free, and the build needs about {size(needed)}: make "
+            "room, or choose an --output-prefix on a larger disk"
+        )
+    if needed + to_join > free:
+        note(
+            f"{directory} has {size(free)} free, enough for the shards (about {size(needed)}) and "
+            f"not for the result beside them (about {size(to_join)}): each is removed once it is "
+            "joined, and a run that is stopped while it joins has to build those again"
+        )
+
+
+def free_bytes(directory: Path) -> int:
+    return shutil.disk_usage(directory).free
+
+
+def directory_bytes(directory: Path) -> int:
+    """Of the files in it; some may go while they are counted."""
+    total = 0
+    for path in directory.iterdir():
+        with contextlib.suppress(FileNotFoundError):
+            total += path.stat().st_size
+    return total

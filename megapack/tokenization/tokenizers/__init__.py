@@ -1,9 +1,8 @@
 """Blocks of documents -> tokens.
 
-- tokenizer: what a tokenizer is, its files and special tokens (gpt2: vocab.json and merges.txt)
-- encoders: who runs it, and reads ids back (``Encoder.decode``); guard: two backends as one; probe:
-  which of them gives the reference's ids
-- coding: text -> tokens as they are stored; chat, chat_template and rendering (of a
-  template, as transformers does): conversations -> tokens and labels
+- tokenizer: what a tokenizer is, its files and special tokens
+- encoders: who runs it, and reads ids back; probe: which backend gives the reference's ids
+- coding: text and conversations -> tokens as they are stored, and labels; chat_template: the
+  conversations as their tokenizer's publisher writes them
 - train: a new tokenizer
 """

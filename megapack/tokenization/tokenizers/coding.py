@@ -1,20 +1,45 @@
-"""Blocks of documents -> tokens as they are stored. One coder for text, one for chats (chat.py)."""
+"""Blocks of documents -> tokens as they are stored, and labels where not every token is learned.
+
+- Frame: what is put around a document's ids; Coded: documents ready to be stored
+- TextCoder: plain text
+- ChatCoder: conversations, each turned into tokens by ``HeaderChats.code`` (role headers) or
+  ``TemplateChats.code`` (chat_template.py)
+
+    coder = TextCoder(encoder, Frame("uint16", vocab_size=259, prefix=(257,), suffix=(256,)))
+    coder.code(TextBlock.of_texts(["a", "bc"]), Faults())
+    # -> tokens [257, 97, 256, 257, 98, 99, 256], offsets [0, 3, 7], labels None
+
+Labels are aligned with the tokens, not shifted: the token's own id where it carries loss, -100
+where it does not, as in GPT-NeoX's label files.
+"""
 
 from __future__ import annotations
 
 import abc
-from typing import Any, NamedTuple
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from megapack import _core
-from megapack.errors import DataError
-from megapack.tokenization.corpus.documents import Faults, TextBlock, hashed_split
+from megapack.errors import ConfigError, DataError
+from megapack.tokenization.corpus.documents import (
+    Faults,
+    TextBlock,
+    hashed_split,
+    json_kind,
+    offsets_of,
+)
 from megapack.tokenization.tokenizers.encoders import Encoder
 from megapack.tokenization.tokenizers.probe import first_difference
 
-__all__ = ["Coded", "Coder", "Frame", "TextCoder"]
+Message = Mapping[str, Any]
+ChatLoss = Literal["content", "turn"]
+
+ASSISTANT = "assistant"
+NO_LOSS = -100
 
 
 class Coded(NamedTuple):
@@ -90,11 +115,162 @@ class TextCoder(Coder):
         hashes = block.text_hashes(seed=1)
         chosen = hashed_split((self._verify_fraction, 1 - self._verify_fraction), hashes)
         sample = block.select(chosen == 0)
-        if not len(sample):
-            return
-        difference = first_difference(sample, reference, self._encoder)
+        difference = first_difference(sample, reference, self._encoder) if len(sample) else None
         if difference is not None:
             raise DataError(
                 f"{self._encoder.backend} is not what it was on the first sample: {difference}; "
                 f"build with --backend {reference.backend}"
             )
+
+
+# ---- Conversations ------------------------------------------------------------------------------
+
+
+class TemplateError(DataError):
+    """A chat template fails on a conversation, rather than refusing it."""
+
+
+class Chat(NamedTuple):
+    """A conversation, and what is said beside it: tools, documents, other variables by name."""
+
+    messages: Sequence[Message]
+    beside: Mapping[str, Any]
+
+    @staticmethod
+    def read(text: str) -> Chat:
+        """A document's JSON. Raises DataError where it is no conversation."""
+        document = json.loads(text)
+        beside = document if isinstance(document, dict) else {"messages": document}
+        messages: list[Message] = beside.pop("messages")
+        if not messages:
+            raise DataError("the list of messages is empty")
+        for i, message in enumerate(messages):
+            if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+                raise DataError(f'message {i} is not of the form {{"role": ..., "content": ...}}')
+        if "\\u" in text:  # else it has no surrogates: it was UTF-8
+            try:
+                json.dumps([messages, beside], ensure_ascii=False).encode("utf-8")
+            except UnicodeEncodeError as error:
+                raise DataError("a message holds half of a surrogate pair") from error
+        return Chat(messages, beside)
+
+
+class CodedChat(NamedTuple):
+    """One conversation."""
+
+    ids: NDArray[np.int32]
+    learned: NDArray[np.bool_]  # of every token: does it carry loss?
+
+
+class ChatCoder(Coder):
+    """Blocks whose documents are JSON lists of ``{"role": ..., "content": ...}``, or objects that
+    hold one as ``messages`` (``ReadOptions.beside``).
+
+    The tokens that frame a document carry no loss, but for an end token behind a learned one: a
+    model that learns its last answer learns that it ends there.
+
+    Args:
+        code_chat: one conversation's tokens; a DataError where it cannot be said.
+    """
+
+    def __init__(self, code_chat: Callable[[Chat], CodedChat], frame: Frame) -> None:
+        self._code_chat = code_chat
+        self._frame = frame
+
+    def code(self, block: TextBlock, faults: Faults) -> Coded:
+        chats = []
+        for i, text in enumerate(block.strings()):
+            try:
+                chat = self._code_chat(Chat.read(text))
+            except DataError as error:
+                failed = isinstance(error, TemplateError)
+                kind = "chat template failed" if failed else "unusable chat"
+                faults.record(kind, block.place(i), str(error))
+                continue
+            if chat.learned.any():
+                chats.append(self._framed(chat))
+            else:
+                faults.record("chat without assistant", block.place(i))
+        ids = np.concatenate([np.zeros(0, np.int32), *(chat.ids for chat in chats)])
+        learned = np.concatenate([np.zeros(0, np.bool_), *(chat.learned for chat in chats)])
+        offsets = offsets_of([len(chat.ids) for chat in chats])
+        tokens, offsets = self._frame.put_around(ids, offsets, bare=True)
+        labels = np.where(learned, ids, np.int32(NO_LOSS)).astype(np.int32)
+        return Coded(tokens, offsets, labels)
+
+    def _framed(self, chat: CodedChat) -> CodedChat:
+        prefix, suffix = self._frame.prefix, self._frame.suffix
+        if (prefix and chat.ids[0] == prefix[0]) or (suffix and chat.ids[-1] == suffix[0]):
+            raise ConfigError(
+                "the chat template writes the token that begins or ends a document itself; leave "
+                "out --prepend-bos or --append-eod, or it would stand there twice"
+            )
+        ids = np.concatenate([prefix, chat.ids, suffix]).astype(np.int32)
+        around = [False] * len(prefix), [chat.learned[-1]] * len(suffix)
+        return CodedChat(ids, np.concatenate([around[0], chat.learned, around[1]]).astype(np.bool_))
+
+
+_START, _END, _EOT = _MARKERS = "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"
+# What tells a model more than its content does.
+_NOT_IN_HEADERS = ("tool_calls", "reasoning_content", "thinking", "reasoning")
+
+
+class HeaderChats:
+    """Role headers as in Llama 3, every turn tokenized by itself:
+    ``<|start_header_id|>role<|end_header_id|>``, two line ends, the content, ``<|eot_id|>``.
+
+    With loss on the ``turn``, all tokens of an assistant's turn but its first are learned; with
+    loss on the ``content``, the header, which a model is given when it answers, is not.
+
+    Source: "Data Loading: Tokenization, Sequence Packing, Padding Strategies, and Attention Masks",
+    section 8.1.
+    """
+
+    def __init__(self, encoder: Encoder, loss: ChatLoss, name: str) -> None:
+        """``name`` is the tokenizer, which must have the three markers.
+
+        Raises:
+            ConfigError: it does not, and would store one in pieces.
+        """
+        self._encoder = encoder
+        self._loss = loss
+        for marker in _MARKERS:
+            ids = encoder.encode(TextBlock.of_texts([marker]))[0].tolist()
+            if marker not in [encoder.decode([token]) for token in ids]:
+                raise ConfigError(
+                    f"{name} has no token {marker}, which --chat-format headers writes: it would "
+                    f"be stored in {len(ids)} pieces; choose a tokenizer that has it, train one "
+                    "with --special-token, or use --chat-format template"
+                )
+
+    def code(self, chat: Chat) -> CodedChat:
+        if chat.beside.get("tools"):
+            raise DataError("role headers do not say its tools; --tools-key '' leaves them out")
+        texts: list[str] = []
+        given: list[int | None] = []  # tokens at the start of each text without loss; None: all
+        for i, message in enumerate(chat.messages):
+            content = message.get("content")
+            if not isinstance(content, str):
+                raise DataError(
+                    f"content of message {i} is {json_kind(content)}; role headers need a string"
+                )
+            unsaid = [key for key in _NOT_IN_HEADERS if message.get(key)]
+            if unsaid:
+                raise DataError(
+                    f"role headers do not say the {unsaid[0]} of message {i}; use --chat-format "
+                    "template"
+                )
+            header = f"{_START}{message['role']}{_END}\n\n"
+            answer = f"{content}{_EOT}"
+            if message["role"] == ASSISTANT and self._loss == "content":
+                texts += [header, answer]
+                given += [None, 0]
+            else:
+                texts.append(header + answer)
+                given.append(1 if message["role"] == ASSISTANT else None)
+        ids, offsets = self._encoder.encode(TextBlock.of_texts(texts))
+        learned = np.zeros(len(ids), np.bool_)
+        for begin, end, skipped in zip(offsets[:-1], offsets[1:], given, strict=True):
+            if skipped is not None:
+                learned[begin + skipped : end] = True
+        return CodedChat(ids.astype(np.int32), learned)

@@ -1,5 +1,12 @@
 """Who runs a tokenizer: one class per backend, all giving the same flat arrays of token ids.
 
+- Encoder: ``encode`` blocks of documents, ``decode`` ids for people
+- open_encoder: the encoder of a backend's name; open_reference: of the one that defines the ids
+- GuardedEncoder: gigatoken, but for documents on which it is known to differ from the reference
+
+    encoder = open_encoder(TokenizerFiles.open("bytes"), "bytes")
+    encoder.encode(TextBlock.of_texts(["a", "", "bc"]))    # -> ([97, 98, 99], [0, 1, 1, 3])
+
 Each backend is fed the form it takes fastest and asked for the form that makes no Python object per
 token, where it has one. None of them adds special tokens: megapack frames documents itself.
 """
@@ -7,6 +14,7 @@ token, where it has one. None of them adds special tokens: megapack frames docum
 from __future__ import annotations
 
 import abc
+import functools
 import itertools
 import os
 from collections.abc import Callable, Sequence
@@ -16,22 +24,13 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from megapack import _core
 from megapack.errors import ConfigError, DataError, MegapackError, require
-from megapack.tokenization.corpus.documents import TextBlock
+from megapack.tokenization.corpus.documents import TextBlock, offsets_of
 from megapack.tokenization.tokenizers.tokenizer import TokenizerFiles
 
-__all__ = [
-    "BACKENDS",
-    "Encoder",
-    "Ids",
-    "Limits",
-    "load_tokenizers",
-    "open_encoder",
-    "open_reference",
-    "require_backend",
-]
-
 Ids = NDArray[np.int32] | NDArray[np.uint32]
+Encoded = tuple[Ids, NDArray[np.int64]]
 
 # kind of tokenizer -> its backends, the reference first.
 BACKENDS: dict[str, tuple[str, ...]] = {
@@ -47,7 +46,7 @@ class Encoder(abc.ABC):
     backend: str
 
     @abc.abstractmethod
-    def encode(self, block: TextBlock) -> tuple[Ids, NDArray[np.int64]]:
+    def encode(self, block: TextBlock) -> Encoded:
         """Token ids of all documents, and where each begins (int64, ``len(block) + 1``)."""
 
     @abc.abstractmethod
@@ -66,16 +65,24 @@ class Limits(NamedTuple):
     memory_bytes: int = 2 << 30  # of the process, above which caches are dropped
 
 
+def guarded_name(files: TokenizerFiles) -> str:
+    """What the guarded pair is called as a backend: ``gigatoken+tokenizers``."""
+    return f"gigatoken+{BACKENDS[files.kind][0]}"
+
+
 def open_encoder(files: TokenizerFiles, backend: str, limits: Limits = Limits()) -> Encoder:  # noqa: B008
     """Load ``files`` with a backend of its kind.
 
     Args:
-        backend: one of ``BACKENDS[files.kind]``; ``auto`` is decided elsewhere (probe.py).
+        backend: one of ``BACKENDS[files.kind]``, or the ``guarded_name``; ``auto`` is decided
+            elsewhere (probe.py).
 
     Raises:
         ConfigError: the backend does not run this kind of tokenizer, or cannot run this one.
         MegapackError: the backend is not installed.
     """
+    if backend == guarded_name(files):
+        return GuardedEncoder(files, limits)
     require_backend(files, backend)
     classes: dict[str, type[_Loaded]] = {
         "bytes": _Bytes,
@@ -142,7 +149,7 @@ class _Bytes(_Loaded):
     def _load(self) -> None:
         pass
 
-    def encode(self, block: TextBlock) -> tuple[Ids, NDArray[np.int64]]:
+    def encode(self, block: TextBlock) -> Encoded:
         return block.text.astype(np.int32), block.offsets
 
     def _decode(self, ids: list[int]) -> str:
@@ -157,7 +164,7 @@ class _SentencePiece(_Loaded):
         self._processor = module.SentencePieceProcessor(model_proto=self._files.definition())
         self._returns_arrays = hasattr(self._processor, "EncodeAsNumpy")  # 0.2.1 and later
 
-    def encode(self, block: TextBlock) -> tuple[Ids, NDArray[np.int64]]:
+    def encode(self, block: TextBlock) -> Encoded:
         texts = block.strings()
         if not texts:
             return _joined([])
@@ -176,7 +183,7 @@ class _HuggingFace(_Loaded):
         os.environ["TOKENIZERS_PARALLELISM"] = "true" if self._limits.threads > 1 else "false"
         self._tokenizer = load_tokenizers(self._files)
 
-    def encode(self, block: TextBlock) -> tuple[Ids, NDArray[np.int64]]:
+    def encode(self, block: TextBlock) -> Encoded:
         rows = self._tokenizer.encode_batch_fast(block.strings(), add_special_tokens=False)
         return _joined([np.array(row.ids, np.int32) for row in rows])
 
@@ -204,7 +211,7 @@ class _Gigatoken(_Loaded):
         half = self._limits.memory_bytes // 2
         self._ceiling = max(self._limits.memory_bytes, resident_bytes() + half)
 
-    def encode(self, block: TextBlock) -> tuple[Ids, NDArray[np.int64]]:
+    def encode(self, block: TextBlock) -> Encoded:
         if resident_bytes() > self._ceiling:
             del self._tokenizer  # first, so that two are never there
             self._load()
@@ -239,9 +246,101 @@ def resident_bytes() -> int:
     return int(pages) * os.sysconf("SC_PAGESIZE")
 
 
-def _joined(rows: list[Any]) -> tuple[Ids, NDArray[np.int64]]:
-    offsets = np.zeros(len(rows) + 1, np.int64)
-    np.cumsum([len(row) for row in rows], out=offsets[1:])
-    if not rows:
-        return np.zeros(0, np.int32), offsets
-    return np.concatenate([np.asarray(row, np.int32) for row in rows]), offsets
+def _joined(rows: Sequence[Any]) -> Encoded:
+    offsets = offsets_of([len(row) for row in rows])
+    return np.concatenate([np.zeros(0, np.int32), *rows]).astype(np.int32, copy=False), offsets
+
+
+# ---- Documents on which gigatoken is known to differ from the reference, sent to the reference --
+# Two differences were found (docs/tokenization.md tells how); both are decided by the text alone:
+#
+# - Letters and digits that Unicode 17 added: gigatoken's tables know them, those of `tokenizers`
+#   take them for unassigned characters, and the pre-tokenizer splits around them differently.
+# - Control symbols of a sentencepiece model (``<s>``) written out in a text: sentencepiece reads
+#   them as characters, gigatoken as the symbol.
+
+# (first, last) of every range of letters and numbers new in Unicode 17.0.
+_UNICODE_17 = (
+    (0x088F, 0x088F),
+    (0x0C5C, 0x0C5C),
+    (0x0CDC, 0x0CDC),
+    (0xA7CE, 0xA7CF),
+    (0xA7D2, 0xA7D2),
+    (0xA7D4, 0xA7D4),
+    (0xA7F1, 0xA7F1),
+    (0x10940, 0x10959),
+    (0x10EC5, 0x10EC7),
+    (0x11DB0, 0x11DDB),
+    (0x11DE0, 0x11DE9),
+    (0x16EA0, 0x16EB8),
+    (0x16EBB, 0x16ED3),
+    (0x16FF2, 0x16FF6),
+    (0x187F8, 0x187FF),
+    (0x18D09, 0x18D1E),
+    (0x18D80, 0x18DF2),
+    (0x1E6C0, 0x1E6FF),
+    (0x2B73A, 0x2B73F),
+    (0x2CEA2, 0x2CEAD),
+    (0x323B0, 0x33479),
+)
+_RANGES = np.array(_UNICODE_17, np.int64).reshape(-1)
+
+
+class GuardedEncoder(Encoder):
+    """gigatoken, and the reference for the documents on which gigatoken is known to differ."""
+
+    def __init__(self, files: TokenizerFiles, limits: Limits = Limits()) -> None:  # noqa: B008
+        self.backend = guarded_name(files)
+        self._files = files
+        self._limits = limits
+        self._fast = open_encoder(files, "gigatoken", limits)
+        control = files.special if files.kind == "sentencepiece" else {}
+        self._control = [text.encode("utf-8") for text in control]
+
+    @functools.cached_property
+    def _reference(self) -> Encoder:
+        """Loaded when the first document needs it; most corpora have none."""
+        return open_reference(self._files, self._limits)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return self._reference.decode(ids)
+
+    def encode(self, block: TextBlock) -> Encoded:
+        guarded = self._guarded(block)
+        if not guarded.any():
+            return self._fast.encode(block)
+        return _woven(
+            guarded,
+            self._fast.encode(block.select(~guarded)),
+            self._reference.encode(block.select(guarded)),
+        )
+
+    def _guarded(self, block: TextBlock) -> NDArray[np.bool_]:
+        """The documents that must go to the reference."""
+        if self._files.kind == "hf":
+            return _core.has_characters(block.text, block.offsets, _RANGES).astype(np.bool_)
+        result = np.zeros(len(block), np.bool_)
+        data = block.text.tobytes()
+        for symbol in self._control:
+            at = data.find(symbol)
+            while at >= 0:
+                document = int(np.searchsorted(block.offsets, at, "right")) - 1
+                # Also where it only seems to be one, across the border of two documents.
+                result[document] = True
+                at = data.find(symbol, int(block.offsets[document + 1]))
+        return result
+
+
+def _woven(
+    guarded: NDArray[np.bool_],
+    fast: Encoded,
+    reference: Encoded,
+) -> Encoded:
+    """Both results, documents in the order of the block."""
+    lengths = np.empty(len(guarded), np.int64)
+    lengths[~guarded], lengths[guarded] = np.diff(fast[1]), np.diff(reference[1])
+    offsets = offsets_of(lengths)
+    from_reference = np.repeat(guarded, lengths)
+    ids = np.empty(int(offsets[-1]), np.int32)
+    ids[~from_reference], ids[from_reference] = fast[0], reference[0]
+    return ids, offsets

@@ -1,4 +1,9 @@
-"""`--backend auto`: the fastest backend that gives the reference's token ids, found by trying."""
+"""`--backend auto`: the fastest backend that gives the reference's token ids, found by trying.
+
+- choose_backend: gigatoken, guarded, where it agrees with the reference on ``hard_texts`` and on
+  ``sample_blocks`` of the corpus; else the reference
+- first_difference: where two encoders part
+"""
 
 from __future__ import annotations
 
@@ -7,136 +12,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
-from megapack import _core
 from megapack.errors import ConfigError, MegapackError
-from megapack.tokenization.corpus.documents import Faults, Place, TextBlock
-from megapack.tokenization.corpus.pieces import ReadOptions
-from megapack.tokenization.corpus.readers import read_blocks
-from megapack.tokenization.corpus.shards import Shard
+from megapack.tokenization.corpus.documents import Faults, Place, ReadOptions, TextBlock
+from megapack.tokenization.corpus.readers import Shard, read_blocks
 from megapack.tokenization.tokenizers.encoders import (
     BACKENDS,
     Encoder,
-    Ids,
-    Limits,
-    open_encoder,
+    GuardedEncoder,
     open_reference,
     require_backend,
 )
 from megapack.tokenization.tokenizers.tokenizer import TokenizerFiles
-
-# ---- Documents on which gigatoken is known to differ from the reference, sent to the reference --
-# Two differences were found (docs/tokenization.md tells how); both are decided by the text alone:
-#
-# - Letters and digits that Unicode 17 added: gigatoken's tables know them, those of `tokenizers`
-#   take them for unassigned characters, and the pre-tokenizer splits around them differently.
-# - Control symbols of a sentencepiece model (``<s>``) written out in a text: sentencepiece reads
-# them
-#   as characters, gigatoken as the symbol.
-
-# (first, last) of every range of letters and numbers new in Unicode 17.0.
-_UNICODE_17 = (
-    (0x088F, 0x088F),
-    (0x0C5C, 0x0C5C),
-    (0x0CDC, 0x0CDC),
-    (0xA7CE, 0xA7CF),
-    (0xA7D2, 0xA7D2),
-    (0xA7D4, 0xA7D4),
-    (0xA7F1, 0xA7F1),
-    (0x10940, 0x10959),
-    (0x10EC5, 0x10EC7),
-    (0x11DB0, 0x11DDB),
-    (0x11DE0, 0x11DE9),
-    (0x16EA0, 0x16EB8),
-    (0x16EBB, 0x16ED3),
-    (0x16FF2, 0x16FF6),
-    (0x187F8, 0x187FF),
-    (0x18D09, 0x18D1E),
-    (0x18D80, 0x18DF2),
-    (0x1E6C0, 0x1E6FF),
-    (0x2B73A, 0x2B73F),
-    (0x2CEA2, 0x2CEAD),
-    (0x323B0, 0x33479),
-)
-_RANGES = np.array(_UNICODE_17, np.int64).reshape(-1)
-
-
-def guarded_name(files: TokenizerFiles) -> str:
-    """What the guarded pair is called in reports: ``gigatoken+tokenizers``."""
-    return f"gigatoken+{BACKENDS[files.kind][0]}"
-
-
-def open_any(files: TokenizerFiles, backend: str, limits: Limits = Limits()) -> Encoder:  # noqa: B008
-    """A backend by its name, or the guarded pair by the name of ``guarded_name``."""
-    if backend == guarded_name(files):
-        return GuardedEncoder(files, limits)
-    return open_encoder(files, backend, limits)
-
-
-class GuardedEncoder(Encoder):
-    """gigatoken, and the reference for the documents on which gigatoken is known to differ."""
-
-    def __init__(self, files: TokenizerFiles, limits: Limits = Limits()) -> None:  # noqa: B008
-        self.backend = guarded_name(files)
-        self._files = files
-        self._limits = limits
-        self._fast = open_encoder(files, "gigatoken", limits)
-        self._loaded_reference: Encoder | None = None
-        control = files.special if files.kind == "sentencepiece" else {}
-        self._control = [text.encode("utf-8") for text in control]
-
-    @property
-    def _reference(self) -> Encoder:
-        """Loaded when the first document needs it; most corpora have none."""
-        if self._loaded_reference is None:
-            self._loaded_reference = open_reference(self._files, self._limits)
-        return self._loaded_reference
-
-    def decode(self, ids: Sequence[int]) -> str:
-        return self._reference.decode(ids)
-
-    def encode(self, block: TextBlock) -> tuple[Ids, NDArray[np.int64]]:
-        guarded = self._guarded(block)
-        if not guarded.any():
-            return self._fast.encode(block)
-        return _woven(
-            guarded,
-            self._fast.encode(block.select(~guarded)),
-            self._reference.encode(block.select(guarded)),
-        )
-
-    def _guarded(self, block: TextBlock) -> NDArray[np.bool_]:
-        """The documents that must go to the reference."""
-        if self._files.kind == "hf":
-            return _core.has_characters(block.text, block.offsets, _RANGES).astype(np.bool_)
-        result = np.zeros(len(block), np.bool_)
-        data = block.text.tobytes()
-        for symbol in self._control:
-            at = data.find(symbol)
-            while at >= 0:
-                document = int(np.searchsorted(block.offsets, at, "right")) - 1
-                # Also where it only seems to be one, across the border of two documents.
-                result[document] = True
-                at = data.find(symbol, int(block.offsets[document + 1]))
-        return result
-
-
-def _woven(
-    guarded: NDArray[np.bool_],
-    fast: tuple[Ids, NDArray[np.int64]],
-    reference: tuple[Ids, NDArray[np.int64]],
-) -> tuple[Ids, NDArray[np.int64]]:
-    """Both results, documents in the order of the block."""
-    lengths = np.empty(len(guarded), np.int64)
-    lengths[~guarded], lengths[guarded] = np.diff(fast[1]), np.diff(reference[1])
-    offsets = np.zeros(len(guarded) + 1, np.int64)
-    np.cumsum(lengths, out=offsets[1:])
-    from_reference = np.repeat(guarded, lengths)
-    ids = np.empty(int(offsets[-1]), np.int32)
-    ids[~from_reference], ids[from_reference] = fast[0], reference[0]
-    return ids, offsets
-
 
 _SAMPLE_BYTES = 1 << 19
 _SAMPLE_SHARDS = 4
@@ -168,9 +55,9 @@ def choose_backend(
 ) -> str:
     """The backend to use. ``auto`` takes gigatoken if it is there and agrees with the reference.
 
-    It is compared on texts known to be hard (``hard_texts``) and on half a megabyte of this corpus;
-    documents on which it is known to differ go to the reference in any case (guard.py). Whatever is
-    decided against it is said through ``note``.
+    It is compared on ``hard_texts`` and on half a megabyte of this corpus; documents on which it is
+    known to differ go to the reference in any case (``GuardedEncoder``). Whatever is decided
+    against it is said through ``note``.
 
     Raises:
         ConfigError: a backend that does not run this kind of tokenizer.
@@ -189,25 +76,13 @@ def choose_backend(
     except MegapackError as error:
         note(f"{reference} is used; gigatoken is many times faster ({error})")
         return reference
-    difference = _compare(open_reference(files), guarded, files, shards, read)
-    if difference is None:
-        return guarded.backend
-    note(f"gigatoken differs from {reference}, which is used instead: {difference}")
-    return reference
-
-
-def _compare(
-    reference: Encoder,
-    other: Encoder,
-    files: TokenizerFiles,
-    shards: Sequence[Shard],
-    read: ReadOptions,
-) -> Difference | None:
-    for block in (TextBlock.of_strings(hard_texts(files)), *sample_blocks(shards, read)):
-        difference = first_difference(block, reference, other)
+    expected = open_reference(files)
+    for block in (TextBlock.of_texts(hard_texts(files)), *sample_blocks(shards, read)):
+        difference = first_difference(block, expected, guarded)
         if difference is not None:
-            return difference
-    return None
+            note(f"gigatoken differs from {reference}, which is used instead: {difference}")
+            return reference
+    return guarded.backend
 
 
 def sample_blocks(shards: Sequence[Shard], read: ReadOptions) -> list[TextBlock]:

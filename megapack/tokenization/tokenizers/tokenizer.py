@@ -1,5 +1,13 @@
 """What a tokenizer is: its files, its vocabulary, its special tokens.
 
+- TokenizerFiles: a tokenizer on disk; ``TokenizerFiles.open`` finds out what a name stands for
+- SpecialToken: a token that begins or ends documents
+- library_versions: of what makes ids of text
+
+    files = TokenizerFiles.open("bytes")
+    files.kind, files.vocab_size, files.special_token("eod")
+    # -> ("bytes", 259, SpecialToken("<eod>", 256))
+
 Who runs it is another matter (encoders.py): the same tokenizer.json is run by `tokenizers` or
 gigatoken, the same .model by sentencepiece or gigatoken.
 """
@@ -16,68 +24,6 @@ from typing import Any, Literal
 import xxhash
 
 from megapack.errors import ConfigError, DataError, FormatError, require
-
-# ---- GPT-2's vocab.json and merges.txt as the tokenizer.json that they stand for ----------------
-
-_END = "<|endoftext|>"
-_CLASSES = ("GPT2Tokenizer", "GPT2TokenizerFast")
-_NAMED = ("unk_token", "bos_token", "eos_token", "pad_token")
-GPT2_CONFIG = dict.fromkeys(_NAMED[:3], _END)  # unless tokenizer_config.json says otherwise
-
-
-def gpt2_definition(
-    paths: Sequence[Path], data: Sequence[bytes], config: Mapping[str, Any]
-) -> bytes:
-    """A tokenizer.json that gives the ids of transformers' GPT2Tokenizer.
-
-    Args:
-        paths: of the vocabulary and of the merges, for messages.
-        data: their contents.
-        config: ``GPT2_CONFIG`` and the files beside them, with ``added_tokens``.
-
-    Raises:
-        ConfigError: the files are those of another tokenizer, which splits text otherwise.
-        FormatError: the files are not a vocabulary and its merges.
-    """
-    name = f"{paths[0]} with {paths[1].name}"
-    tokenizers = require("tokenizers", f"tokenizer {name}")
-    try:
-        vocab: dict[str, int] = json.loads(data[0])
-        lines = data[1].decode("utf-8").splitlines()
-        merges = [tuple(line.split()) for line in lines if line and not line.startswith("#version")]
-        model = tokenizers.models.BPE(vocab=vocab, merges=merges)
-    except Exception as error:  # the Rust library raises nothing narrower
-        raise FormatError(f"{name} are no vocabulary and its merges ({error})") from error
-    said = config.get("tokenizer_class")
-    is_gpt2 = _END in vocab and not any(token.endswith("</w>") for token in vocab)
-    if said not in _CLASSES and (said is not None or not is_gpt2):
-        raise ConfigError(
-            f"{name} belong to {said or 'another tokenizer'}, not to GPT-2, and do not say how "
-            "text is split; give its tokenizer.json"
-        )
-    tokenizer = tokenizers.Tokenizer(model)
-    prefix = bool(config.get("add_prefix_space", False))
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=prefix)
-    tokenizer.decoder = tokenizers.decoders.ByteLevel()
-    special = sorted(_special_tokens(config), key=lambda text: vocab.get(text, -1))
-    beyond = [text for text in special if text not in vocab]
-    if beyond:
-        raise ConfigError(
-            f"{name}: the files beside them add {beyond[0]!r} to the vocabulary; give the "
-            "tokenizer.json that transformers writes for them (save_pretrained)"
-        )
-    tokenizer.add_special_tokens(special)
-    return str(tokenizer.to_str()).encode("utf-8")
-
-
-def _special_tokens(config: Mapping[str, Any]) -> set[str]:
-    """What is one token wherever it stands in a text."""
-    named = [config.get(name) for name in _NAMED]
-    added = [*config.get("added_tokens", {}), *config.get("added_tokens_decoder", {}).values()]
-    values = [*named, *added, *config.get("additional_special_tokens", [])]
-    texts = (value.get("content") if isinstance(value, Mapping) else value for value in values)
-    return {text for text in texts if isinstance(text, str)}
-
 
 # Raised whenever megapack itself makes other ids of the same text, files and libraries.
 _IDS_VERSION = 2
@@ -98,13 +44,21 @@ _IN_DIRECTORY = (
 
 # Where a tokenizer.json has what would make another corpus of the same text, some of it at every
 # run: files saved after fine-tuning, or for training with sampled subwords, do.
+# (of the tokenizer's model, its name)
 _HARMFUL = (
-    ((), "truncation"),
-    ((), "padding"),
-    (("model",), "dropout"),  # BPE
-    (("model",), "alpha"),  # Unigram, with nbest_size
-    (("model",), "nbest_size"),
+    (False, "truncation"),
+    (False, "padding"),
+    (True, "dropout"),  # BPE
+    (True, "alpha"),  # Unigram, with nbest_size
+    (True, "nbest_size"),
 )
+
+# GPT-2's vocab.json and merges.txt: what is one token wherever it stands they do not say.
+_GPT2_END = "<|endoftext|>"
+_CLASSES = ("GPT2Tokenizer", "GPT2TokenizerFast")
+_NAMED = ("unk_token", "bos_token", "eos_token", "pad_token")
+_GPT2_CONFIG = dict.fromkeys(_NAMED[:3], _GPT2_END)  # unless tokenizer_config.json says otherwise
+
 
 # Names by which published tokenizers call their first and last token, for a tokenizer.json that
 # comes without the tokenizer_config.json that would say so.
@@ -191,12 +145,12 @@ class TokenizerFiles:
         kind: Kind = "sentencepiece" if paths[0].suffix == ".model" else "hf"
         if len(paths) == 2:
             added = _read_json(paths[0].parent / "added_tokens.json", digests)
-            config = {**GPT2_CONFIG, **config, "added_tokens": added}
-            vocab_size, special = _read_hf(paths[0], gpt2_definition(paths, data, config))
+            config = {**_GPT2_CONFIG, **config, "added_tokens": added}
+            vocab_size, special = _read_hf(paths[0], _gpt2_definition(paths, data, config))
         else:
             read = _read_sentencepiece if kind == "sentencepiece" else _read_hf
             vocab_size, special = read(paths[0], data[0])
-            switched_off = _harmful_settings(data[0]) if kind == "hf" else ()
+            switched_off = _take_harmful(json.loads(data[0])) if kind == "hf" else ()
         return TokenizerFiles(
             kind=kind,
             name=name,
@@ -231,10 +185,9 @@ class TokenizerFiles:
                 raise DataError(f"{name} of tokenizer {self.name} was changed; start again")
         if self.switched_off:
             tree = json.loads(data[0])
-            for settings, name in _HARMFUL:
-                _part(tree, settings).pop(name, None)
+            _take_harmful(tree)
             return json.dumps(tree, ensure_ascii=False).encode("utf-8")
-        return gpt2_definition(self.paths, data, self.config) if len(data) == 2 else data[0]
+        return _gpt2_definition(self.paths, data, self.config) if len(data) == 2 else data[0]
 
     def special_token(self, role: Role, token: str | int | None = None) -> SpecialToken:
         """The token that begins (``bos``) or ends (``eod``) a document.
@@ -254,27 +207,23 @@ class TokenizerFiles:
                 )
             names = [text for text, token_id in self.special.items() if token_id == token]
             return SpecialToken([*names, str(token)][0], token)
-        text = token or self._configured(role)
-        if text is not None:
-            if text not in self.special:
-                raise self._no_special(f"{text!r} is not a special token of {self.name}")
+        text = token
+        if not text and self.kind == "bytes":
+            text = f"<{role}>"
+        elif not text:
+            value = self.config.get("bos_token" if role == "bos" else "eos_token")
+            text = value.get("content") if isinstance(value, Mapping) else value
+        usual = [name for name in _USUAL[role] if name in self.special]
+        if not isinstance(text, str) and len(usual) == 1:
+            text = usual[0]
+        if isinstance(text, str) and text in self.special:
             return SpecialToken(text, self.special[text])
-        found = [name for name in _USUAL[role] if name in self.special]
-        if len(found) == 1:
-            return SpecialToken(found[0], self.special[found[0]])
-        problem = f"could be {' or '.join(found)}" if found else "is not declared"
-        raise self._no_special(f"the {role} token of {self.name} {problem}")
-
-    def _configured(self, role: Role) -> str | None:
-        if self.kind == "bytes":
-            return f"<{role}>"
-        value = self.config.get("bos_token" if role == "bos" else "eos_token")
-        text = value.get("content") if isinstance(value, Mapping) else value
-        return text if isinstance(text, str) else None
-
-    def _no_special(self, problem: str) -> ConfigError:
+        problem = f"could be {' or '.join(usual)}" if usual else "is not declared"
+        problem = f"the {role} token of {self.name} {problem}"
+        if isinstance(text, str):
+            problem = f"{text!r} is not a special token of {self.name}"
         known = ", ".join(sorted(self.special)[:20]) or "none"
-        return ConfigError(f"{problem}; name it with --eod-token or --bos-token (special: {known})")
+        raise ConfigError(f"{problem}; name it with --eod-token or --bos-token (special: {known})")
 
 
 def _tokenizer_files(name: str) -> tuple[Path, ...]:
@@ -344,17 +293,12 @@ def _read_hf(path: Path, data: bytes) -> tuple[int, dict[str, int]]:
     return largest + 1, added
 
 
-def _part(tree: dict[str, Any], path: Iterable[str]) -> dict[str, Any]:
-    for name in path:
-        tree = tree[name]
-    return tree
-
-
-def _harmful_settings(data: bytes) -> tuple[str, ...]:
-    """Those of ``_HARMFUL`` that are set, each with its value."""
-    tree = json.loads(data)
-    values = [(name, _part(tree, settings).get(name)) for settings, name in _HARMFUL]
-    return tuple(f"{name} {json.dumps(value)}" for name, value in values if value is not None)
+def _take_harmful(tree: dict[str, Any]) -> tuple[str, ...]:
+    """Remove the settings of ``_HARMFUL``; those that were set, each with its value."""
+    taken = [
+        (name, (tree["model"] if of_model else tree).pop(name, None)) for of_model, name in _HARMFUL
+    ]
+    return tuple(f"{name} {json.dumps(value)}" for name, value in taken if value is not None)
 
 
 def _read_sentencepiece(path: Path, data: bytes) -> tuple[int, dict[str, int]]:
@@ -366,6 +310,56 @@ def _read_sentencepiece(path: Path, data: bytes) -> tuple[int, dict[str, int]]:
     size = processor.GetPieceSize()
     special = {processor.IdToPiece(i): i for i in range(size) if processor.IsControl(i)}
     return size, special
+
+
+def _gpt2_definition(
+    paths: Sequence[Path], data: Sequence[bytes], config: Mapping[str, Any]
+) -> bytes:
+    """A tokenizer.json that gives the ids of transformers' GPT2Tokenizer.
+
+    Args:
+        paths: of the vocabulary and of the merges, for messages.
+        data: their contents.
+        config: ``_GPT2_CONFIG`` and the files beside them, with ``added_tokens``.
+
+    Raises:
+        ConfigError: the files are those of another tokenizer, which splits text otherwise.
+        FormatError: the files are not a vocabulary and its merges.
+    """
+    name = f"{paths[0]} with {paths[1].name}"
+    tokenizers = require("tokenizers", f"tokenizer {name}")
+    try:
+        vocab: dict[str, int] = json.loads(data[0])
+        lines = data[1].decode("utf-8").splitlines()
+        merges = [tuple(line.split()) for line in lines if line and not line.startswith("#version")]
+        model = tokenizers.models.BPE(vocab=vocab, merges=merges)
+    except Exception as error:  # the Rust library raises nothing narrower
+        raise FormatError(f"{name} are no vocabulary and its merges ({error})") from error
+    said = config.get("tokenizer_class")
+    is_gpt2 = _GPT2_END in vocab and not any(token.endswith("</w>") for token in vocab)
+    if said not in _CLASSES and (said is not None or not is_gpt2):
+        raise ConfigError(
+            f"{name} belong to {said or 'another tokenizer'}, not to GPT-2, and do not say how "
+            "text is split; give its tokenizer.json"
+        )
+    tokenizer = tokenizers.Tokenizer(model)
+    prefix = bool(config.get("add_prefix_space", False))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=prefix)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    # What is one token wherever it stands in a text.
+    added = [*config.get("added_tokens", {}), *config.get("added_tokens_decoder", {}).values()]
+    values = [*map(config.get, _NAMED), *added, *config.get("additional_special_tokens", [])]
+    texts = (value.get("content") if isinstance(value, Mapping) else value for value in values)
+    found = {text for text in texts if isinstance(text, str)}
+    special = sorted(found, key=lambda text: vocab.get(text, -1))
+    beyond = [text for text in special if text not in vocab]
+    if beyond:
+        raise ConfigError(
+            f"{name}: the files beside them add {beyond[0]!r} to the vocabulary; give the "
+            "tokenizer.json that transformers writes for them (save_pretrained)"
+        )
+    tokenizer.add_special_tokens(special)
+    return str(tokenizer.to_str()).encode("utf-8")
 
 
 def library_versions(backend: str, *, template: bool = False) -> dict[str, str]:

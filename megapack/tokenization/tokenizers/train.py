@@ -11,10 +11,9 @@ from typing import Literal
 
 from megapack.errors import ConfigError, DataError, require
 from megapack.storage.files import atomic_write, check_target, target_of
-from megapack.tokenization.corpus.documents import Faults
-from megapack.tokenization.corpus.pieces import InputFile, ReadOptions
-from megapack.tokenization.corpus.readers import read_blocks
-from megapack.tokenization.corpus.shards import plan_shards
+from megapack.tokenization.corpus.documents import Faults, ReadOptions
+from megapack.tokenization.corpus.inputs import InputFile
+from megapack.tokenization.corpus.readers import plan_shards, read_blocks
 
 __all__ = ["TrainResult", "train_tokenizer"]
 

@@ -16,11 +16,9 @@ import pytest
 import zstandard
 
 from megapack.errors import ConfigError, DataError
-from megapack.tokenization.corpus.documents import Faults, TextBlock
-from megapack.tokenization.corpus.inputs import find_inputs
-from megapack.tokenization.corpus.pieces import Piece, ReadOptions
-from megapack.tokenization.corpus.readers import read_blocks
-from megapack.tokenization.corpus.shards import plan_shards
+from megapack.tokenization.corpus.documents import Faults, ReadOptions, TextBlock
+from megapack.tokenization.corpus.inputs import Piece, find_inputs
+from megapack.tokenization.corpus.readers import plan_shards, read_blocks
 
 from ..helpers import WriteJsonl
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -21,13 +21,11 @@ from megapack.tokenization.corpus.documents import (
     ordered_split,
     parse_split,
 )
-from megapack.tokenization.pipeline.run import BuildResult
 from megapack.tokenization.tokenizers.coding import Frame, TextCoder
 from megapack.tokenization.tokenizers.encoders import Encoder, Ids
 
-from ..helpers import WriteJsonl
+from ..helpers import Build, WriteJsonl
 
-Build = Callable[..., BuildResult]
 NAMES = ("train", "valid", "test")
 
 
@@ -82,10 +80,10 @@ def test_documents_of_every_split_are_verified() -> None:
     reference = Recorder()
     frame = Frame(dtype="uint16", vocab_size=256, prefix=(), suffix=())
     coder = TextCoder(Recorder(), frame, reference=reference, verify_fraction=0.2)
-    block = TextBlock.of_strings([f"document {i}" for i in range(4000)])
+    block = TextBlock.of_texts([f"document {i}" for i in range(4000)])
     coder.code(block, Faults())
     assert 600 < len(reference.texts) < 1000
-    sample = TextBlock.of_strings(reference.texts)
+    sample = TextBlock.of_texts(reference.texts)
     split = hashed_split((90.0, 5.0, 5.0), sample.text_hashes())
     shares = np.bincount(split, minlength=3) / len(sample)
     np.testing.assert_allclose(shares, (0.9, 0.05, 0.05), atol=0.03)

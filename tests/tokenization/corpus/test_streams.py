@@ -16,9 +16,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megapack.errors import DataError
-from megapack.tokenization.corpus.documents import Faults
-from megapack.tokenization.corpus.inputs import find_inputs, open_stream
-from megapack.tokenization.corpus.pieces import Piece, ReadOptions
+from megapack.tokenization.corpus.documents import Faults, ReadOptions
+from megapack.tokenization.corpus.inputs import Piece, find_inputs, open_stream
 from megapack.tokenization.corpus.readers import read_blocks
 
 TEXT = b"".join(b"line %d of a file that compresses\n" % i for i in range(5000))

@@ -19,18 +19,19 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from megapack import IndexedDataset
 from megapack.errors import ConfigError, DataError
-from megapack.tokenization.corpus.documents import Faults
-from megapack.tokenization.corpus.pieces import InputFile, ReadOptions
-from megapack.tokenization.pipeline.run import BuildResult
-from megapack.tokenization.tokenizers.chat import TemplateError
-from megapack.tokenization.tokenizers.rendering import ChatTemplate
+from megapack.tokenization.corpus.documents import Faults, ReadOptions
+from megapack.tokenization.corpus.inputs import InputFile
+from megapack.tokenization.tokenizers.chat_template import ChatTemplate
+from megapack.tokenization.tokenizers.coding import TemplateError
 from megapack.tokenization.tokenizers.train import train_tokenizer
 
-from ..helpers import WriteJsonl
+from ..helpers import Build, WriteJsonl
 
-Build = Callable[..., BuildResult]
 Messages = list[dict[str, Any]]
+TokenizerWith = Callable[[str], Path]
 
+CHATS: dict[str, Any] = {"messages_key": "messages"}
+HEADERS: dict[str, Any] = {**CHATS, "chat_format": "headers"}
 MARKERS = ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")
 CHAT: Messages = [
     {"role": "system", "content": "Be brief."},
@@ -84,27 +85,20 @@ def chats(tmp_path: Path, write_jsonl: WriteJsonl) -> Path:
     return write_jsonl(tmp_path / "chats.jsonl", [{"messages": CHAT}, {"messages": single}])
 
 
-def test_role_headers_teach_turns_but_for_their_first_token(
-    tmp_path: Path, chats: Path, run_build: Build, byte_json: str
+@pytest.mark.parametrize(
+    ("loss", "learned"),
+    [(None, "assistant<|end_header_id|>\n\n"), ("content", "")],  # a turn's first token is given
+)
+def test_role_headers_teach_turns_but_for_their_first_token_or_the_content_alone(
+    tmp_path: Path, chats: Path, run_build: Build, byte_json: str, loss: str | None, learned: str
 ) -> None:
-    run_build(chats, messages_key="messages", chat_format="headers", tokenizer=byte_json)
+    run_build(chats, **HEADERS, tokenizer=byte_json, chat_loss=loss)
     tokens, labels = documents(tmp_path / "out")[0]
     text = "".join(
         f"<|start_header_id|>{m['role']}<|end_header_id|>\n\n{m['content']}<|eot_id|>" for m in CHAT
     )
     assert text_of(tokens) == text
-    header = "assistant<|end_header_id|>\n\n"  # its first token is given
-    answers = [header + m["content"] + "<|eot_id|>" for m in CHAT if m["role"] == "assistant"]
-    assert learned_text(tokens, labels) == "~".join(answers)
-
-
-def test_role_headers_can_teach_the_content_alone(
-    tmp_path: Path, chats: Path, run_build: Build, byte_json: str
-) -> None:
-    options: dict[str, Any] = {"messages_key": "messages", "chat_format": "headers"}
-    run_build(chats, tokenizer=byte_json, chat_loss="content", **options)
-    tokens, labels = documents(tmp_path / "out")[0]
-    answers = [m["content"] + "<|eot_id|>" for m in CHAT if m["role"] == "assistant"]
+    answers = [learned + m["content"] + "<|eot_id|>" for m in CHAT if m["role"] == "assistant"]
     assert learned_text(tokens, labels) == "~".join(answers)
 
 
@@ -112,17 +106,16 @@ def test_role_headers_are_refused_where_the_tokenizer_has_no_such_token(
     tmp_path: Path, chats: Path, run_build: Build, byte_json: str, sp_model: Path
 ) -> None:
     """They were stored in pieces: 19 bytes instead of <|start_header_id|>."""
-    options: dict[str, Any] = {"messages_key": "messages", "chat_format": "headers"}
     for tokenizer in ("bytes", str(sp_model)):
         with pytest.raises(ConfigError, match=r"has no token <\|start_header_id\|>.*pieces; "):
-            run_build(chats, tokenizer=tokenizer, **options)
+            run_build(chats, tokenizer=tokenizer, **HEADERS)
     tree = json.loads(Path(byte_json).read_bytes())
     tree["added_tokens"] = [t for t in tree["added_tokens"] if t["content"] != "<|eot_id|>"]
     lacking = tmp_path / "lacking.json"
     lacking.write_text(json.dumps(tree))
     for backend in ("tokenizers", "gigatoken"):
         with pytest.raises(ConfigError, match=r"lacking\.json has no token <\|eot_id\|>.* 10 p"):
-            run_build(chats, tokenizer=str(lacking), backend=backend, **options)
+            run_build(chats, tokenizer=str(lacking), backend=backend, **HEADERS)
     assert not list(tmp_path.glob("out*.bin"))
 
 
@@ -131,26 +124,16 @@ def test_role_headers_need_a_token_and_not_a_special_one(
 ) -> None:
     """A sentencepiece model may write a space before a text: the token comes second then."""
     path = tmp_path / "m.model"
-    train_tokenizer(
-        source_files,
-        str(path),
-        read=ReadOptions(),
-        faults=Faults("skip"),
-        vocab_size=400,
-        sample_bytes=1 << 18,
-        special_tokens=MARKERS,
-    )
+    options: dict[str, Any] = {"read": ReadOptions(), "faults": Faults("skip"), "vocab_size": 400}
+    options |= {"sample_bytes": 1 << 18, "special_tokens": MARKERS}
+    train_tokenizer(source_files, str(path), **options)
     for prefix in (False, True):
         proto = sentencepiece_model_pb2.ModelProto()
         proto.ParseFromString(path.read_bytes())
         proto.normalizer_spec.add_dummy_prefix = prefix
         path.write_bytes(proto.SerializeToString())
         run_build(
-            chats,
-            tokenizer=str(path),
-            messages_key="messages",
-            chat_format="headers",
-            output_prefix=str(tmp_path / f"out{prefix}"),
+            chats, **HEADERS, tokenizer=str(path), output_prefix=str(tmp_path / f"out{prefix}")
         )
         tokens = IndexedDataset(tmp_path / f"out{prefix}")[1].tolist()
         processor = sentencepiece.SentencePieceProcessor(model_file=str(path))
@@ -174,13 +157,7 @@ def source_code_of_section_8(messages: Messages, encode: Callable[[str], list[in
 def test_role_headers_are_those_of_the_article(
     tmp_path: Path, chats: Path, bpe_json: Path, run_build: Build, backend: str
 ) -> None:
-    run_build(
-        chats,
-        messages_key="messages",
-        chat_format="headers",
-        tokenizer=str(bpe_json),
-        backend=backend,
-    )
+    run_build(chats, **HEADERS, tokenizer=str(bpe_json), backend=backend)
     tokenizer = Tokenizer.from_file(str(bpe_json))
     expected = source_code_of_section_8(
         CHAT, lambda text: tokenizer.encode(text, add_special_tokens=False).ids
@@ -193,8 +170,7 @@ def test_the_end_token_is_learned_behind_a_learned_answer_only(
 ) -> None:
     open_end = [*CHAT, {"role": "user", "content": "?"}]
     corpus = write_jsonl(tmp_path / "x.jsonl", [{"messages": CHAT}, {"messages": open_end}])
-    options: dict[str, Any] = {"messages_key": "messages", "chat_format": "headers"}
-    run_build(corpus, tokenizer=byte_json, append_eod=True, prepend_bos=True, **options)
+    run_build(corpus, tokenizer=byte_json, append_eod=True, prepend_bos=True, **HEADERS)
     answered, asked = documents(tmp_path / "out")
     assert (answered[0][0], answered[1][0]) == (257, -100)
     assert (answered[0][-1], answered[1][-1]) == (256, 256)
@@ -217,7 +193,7 @@ MARKED = (
 
 
 @pytest.fixture
-def tokenizer_with(tmp_path: Path, bpe_json: Path) -> Callable[[str], Path]:
+def tokenizer_with(tmp_path: Path, bpe_json: Path) -> TokenizerWith:
     """A tokenizer directory with a chat template."""
 
     def make(template: str) -> Path:
@@ -247,10 +223,10 @@ def transformers_tokenizer(directory: Path, template: str) -> Any:
 
 
 def test_a_template_with_marks_gives_what_transformers_gives(
-    tmp_path: Path, chats: Path, run_build: Build, tokenizer_with: Callable[[str], Path]
+    tmp_path: Path, chats: Path, run_build: Build, tokenizer_with: TokenizerWith
 ) -> None:
     directory = tokenizer_with(MARKED)
-    run_build(chats, messages_key="messages", tokenizer=str(directory))
+    run_build(chats, **CHATS, tokenizer=str(directory))
     host = transformers_tokenizer(directory, MARKED)
     expected = host.apply_chat_template(CHAT, return_dict=True, return_assistant_tokens_mask=True)
     tokens, labels = documents(tmp_path / "out")[0]
@@ -261,7 +237,7 @@ def test_a_template_with_marks_gives_what_transformers_gives(
 
 
 def test_a_token_that_the_template_writes_is_not_written_twice(
-    chats: Path, run_build: Build, tokenizer_with: Callable[[str], Path]
+    chats: Path, run_build: Build, tokenizer_with: TokenizerWith
 ) -> None:
     options: dict[str, Any] = {"messages_key": "messages", "tokenizer": str(tokenizer_with(MARKED))}
     with pytest.raises(ConfigError, match="leave out --prepend-bos"):
@@ -269,10 +245,10 @@ def test_a_token_that_the_template_writes_is_not_written_twice(
 
 
 def test_a_template_without_marks_is_compared_with_and_without_every_answer(
-    tmp_path: Path, chats: Path, run_build: Build, tokenizer_with: Callable[[str], Path]
+    tmp_path: Path, chats: Path, run_build: Build, tokenizer_with: TokenizerWith
 ) -> None:
     directory = tokenizer_with(CHATML)
-    run_build(chats, messages_key="messages", tokenizer=str(directory))
+    run_build(chats, **CHATS, tokenizer=str(directory))
     host = transformers_tokenizer(directory, CHATML)
     tokens, labels = documents(tmp_path / "out")[0]
     assert tokens == host.apply_chat_template(CHAT, return_dict=True)["input_ids"]
@@ -284,29 +260,29 @@ def test_a_template_without_marks_is_compared_with_and_without_every_answer(
 
 
 def test_a_template_can_teach_the_role_header_too(
-    tmp_path: Path, chats: Path, run_build: Build, tokenizer_with: Callable[[str], Path]
+    tmp_path: Path, chats: Path, run_build: Build, tokenizer_with: TokenizerWith
 ) -> None:
     directory = tokenizer_with(CHATML)
-    run_build(chats, messages_key="messages", tokenizer=str(directory), chat_loss="turn")
+    run_build(chats, **CHATS, tokenizer=str(directory), chat_loss="turn")
     host = transformers_tokenizer(directory, CHATML)
     labels = documents(tmp_path / "out")[1][1]
     assert host.decode([label for label in labels if label != -100]) == "assistant\nb<|im_end|>"
 
 
 def test_a_template_that_rewrites_earlier_turns_is_refused_with_a_way_out(
-    chats: Path, run_build: Build, tokenizer_with: Callable[[str], Path]
+    chats: Path, run_build: Build, tokenizer_with: TokenizerWith
 ) -> None:
     numbered = "{{ messages | length }} messages" + CHATML
     directory = tokenizer_with(numbered)
     with pytest.raises(DataError, match=r"chats\.jsonl:1: unusable chat .*headers"):
-        run_build(chats, messages_key="messages", tokenizer=str(directory))
+        run_build(chats, **CHATS, tokenizer=str(directory))
 
 
 def test_a_template_may_refuse_a_conversation(
     tmp_path: Path,
     write_jsonl: WriteJsonl,
     run_build: Build,
-    tokenizer_with: Callable[[str], Path],
+    tokenizer_with: TokenizerWith,
 ) -> None:
     strict = (
         "{% if messages[0]['role'] == 'tool' %}{{ raise_exception('no tools here') }}{% endif %}"
@@ -357,9 +333,8 @@ def test_a_conversation_that_is_none_is_named(
     corpus = write_jsonl(tmp_path / "x.jsonl", [{"messages": CHAT}])
     with corpus.open("a") as file:
         file.write(json.dumps({"messages": messages}) + "\n")
-    options: dict[str, Any] = {"messages_key": "messages", "chat_format": "headers"}
     with pytest.raises(DataError, match=rf"x\.jsonl:2: unusable chat \({reason}"):
-        run_build(corpus, tokenizer=byte_json, **options)
+        run_build(corpus, tokenizer=byte_json, **HEADERS)
 
 
 def test_conversations_without_an_answer_are_left_out_and_counted(
@@ -429,7 +404,7 @@ def test_tools_beside_messages_are_given_to_the_template(
     tmp_path: Path,
     write_jsonl: WriteJsonl,
     run_build: Build,
-    tokenizer_with: Callable[[str], Path],
+    tokenizer_with: TokenizerWith,
     kind: str,
 ) -> None:
     """A list, JSON in a string, null and none at all, in one corpus."""
@@ -455,7 +430,7 @@ def test_nothing_that_a_template_reads_is_left_out_without_a_word(
     tmp_path: Path,
     write_jsonl: WriteJsonl,
     run_build: Build,
-    tokenizer_with: Callable[[str], Path],
+    tokenizer_with: TokenizerWith,
 ) -> None:
     template = "{% if mode is defined %}{{ mode }} {{ date }}{% endif %}" + CHATML
     directory = tokenizer_with(template)
@@ -494,7 +469,7 @@ def header_tokenizer(directory: Path) -> str:
 
 
 def test_a_clock_is_a_date_that_was_given(
-    tmp_path: Path, chats: Path, run_build: Build, tokenizer_with: Callable[[str], Path]
+    tmp_path: Path, chats: Path, run_build: Build, tokenizer_with: TokenizerWith
 ) -> None:
     directory = tokenizer_with("{{ strftime_now('%d %b %Y') }}" + CHATML)
     options: dict[str, Any] = {"messages_key": "messages", "tokenizer": str(directory)}
@@ -556,14 +531,13 @@ def test_a_template_may_work_as_much_as_its_conversation_is_long() -> None:
 
 
 def test_a_failing_template_stops_a_build_as_itself(
-    chats: Path, run_build: Build, tokenizer_with: Callable[[str], Path]
+    chats: Path, run_build: Build, tokenizer_with: TokenizerWith
 ) -> None:
-    options: dict[str, Any] = {"messages_key": "messages"}
     directory = tokenizer_with("{{ messages | tojson(sorted=1) }}")
     with pytest.raises(
         DataError, match=r"chats.jsonl:1: chat template failed \(line 1 of .*sorted"
     ):
-        run_build(chats, tokenizer=str(directory), **options)
+        run_build(chats, tokenizer=str(directory), **CHATS)
     directory = tokenizer_with("ok\n{% if %}")
     with pytest.raises(ConfigError, match=r"line 2 of the chat template of .* is broken: "):
-        run_build(chats, tokenizer=str(directory), **options)
+        run_build(chats, tokenizer=str(directory), **CHATS)

@@ -18,9 +18,13 @@ from peers import peer
 from tokenizers import Tokenizer, processors
 
 from megapack.errors import ConfigError, DataError
-from megapack.tokenization.tokenizers.chat import ASSISTANT, Chat, CodedChat
-from megapack.tokenization.tokenizers.chat_template import TemplateChats
-from megapack.tokenization.tokenizers.rendering import ChatTemplate, clock, normalized
+from megapack.tokenization.tokenizers.chat_template import (
+    ChatTemplate,
+    TemplateChats,
+    clock,
+    normalized,
+)
+from megapack.tokenization.tokenizers.coding import ASSISTANT, Chat, CodedChat
 from megapack.tokenization.tokenizers.tokenizer import TokenizerFiles
 
 Messages = list[dict[str, Any]]
@@ -275,11 +279,13 @@ def test_two_templates_are_chosen_as_transformers_chooses(tmp_path: Path, bpe_js
 def test_variables_that_a_template_does_not_take_are_refused(
     tmp_path: Path, bpe_json: Path
 ) -> None:
-    template = "{{ x }}{% for m in messages %}{{ m.content }}{% endfor %}"
+    template = "{{ x }}{{ tools }}{% for m in messages %}{{ m.content }}{% endfor %}"
     files = tokenizer_with(tmp_path / "t", template, bpe_json)
     for word, reason in (
         ("y", "takes no 'y' from documents; it takes: x"),
         ("messages", "takes no 'messages'"),
+        ("messages=[]", "takes no 'messages'"),  # was a TypeError
+        ("tools=[{}]", "takes no 'tools'"),  # was left out without a word
         ("x=oops", "must be JSON; a string has quotes"),
     ):
         with pytest.raises(ConfigError, match=reason):

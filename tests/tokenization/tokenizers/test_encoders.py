@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -16,32 +15,26 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, pre_tokenizers
 
 from megapack.errors import ConfigError, DataError, MegapackError
-from megapack.tokenization.corpus.documents import TextBlock
-from megapack.tokenization.corpus.inputs import find_inputs
-from megapack.tokenization.corpus.pieces import InputFile, ReadOptions
-from megapack.tokenization.corpus.shards import plan_shards
+from megapack.tokenization.corpus.documents import ReadOptions, TextBlock
+from megapack.tokenization.corpus.inputs import InputFile, find_inputs
+from megapack.tokenization.corpus.readers import plan_shards
 from megapack.tokenization.tokenizers.encoders import (
     BACKENDS,
     Encoder,
+    GuardedEncoder,
     Limits,
     open_encoder,
     open_reference,
     resident_bytes,
 )
 from megapack.tokenization.tokenizers.probe import (
-    GuardedEncoder,
     choose_backend,
     first_difference,
     hard_texts,
-    open_any,
 )
 from megapack.tokenization.tokenizers.tokenizer import TokenizerFiles
 
-
-def encoded(encoder: Encoder, texts: list[str]) -> list[list[int]]:
-    ids, offsets = encoder.encode(TextBlock.of_strings(texts))
-    assert len(offsets) == len(texts) + 1
-    return [ids[a:b].tolist() for a, b in itertools.pairwise(offsets)]
+from ..helpers import encoded
 
 
 def test_bytes_are_their_own_ids() -> None:
@@ -120,7 +113,7 @@ def test_letters_of_unicode_17_go_to_the_reference(letter_bpe: TokenizerFiles) -
     reference = open_encoder(letter_bpe, "tokenizers")
     texts = ["plain", NEW_LETTER, "", "more"]
     assert encoded(open_encoder(letter_bpe, "gigatoken"), texts) != encoded(reference, texts), (
-        "the libraries agree now: the guard of guard.py can go"
+        "the libraries agree now: the GuardedEncoder can go"
     )
     assert encoded(GuardedEncoder(letter_bpe), texts) == encoded(reference, texts)
 
@@ -149,7 +142,7 @@ def test_auto_takes_the_guarded_gigatoken(
     ):
         files = TokenizerFiles.open(str(path))
         assert choose_backend(files, "auto", shards, ReadOptions(), notes.append) == expected
-        assert open_any(files, expected).backend == expected
+        assert open_encoder(files, expected).backend == expected
     assert notes == []
 
 
@@ -191,7 +184,7 @@ def test_auto_falls_back_where_gigatoken_cannot_run_a_tokenizer(
 
 
 def test_a_difference_shows_the_place_the_token_and_the_text(letter_bpe: TokenizerFiles) -> None:
-    block = TextBlock.of_strings(["same", f"a longer text with {NEW_LETTER} in it"])
+    block = TextBlock.of_texts(["same", f"a longer text with {NEW_LETTER} in it"])
     reference = open_encoder(letter_bpe, "tokenizers")
     found = first_difference(block, reference, open_encoder(letter_bpe, "gigatoken"))
     assert found is not None
@@ -241,7 +234,7 @@ def test_a_tokenizers_memory_of_words_is_bounded(
 
 
 def test_hashes_are_of_the_text(source_texts: list[str]) -> None:
-    block = TextBlock.of_strings(source_texts)
+    block = TextBlock.of_texts(source_texts)
     hashes = block.text_hashes()
     assert hashes.dtype == np.uint64
     assert len(set(hashes.tolist())) == len(set(source_texts))

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import itertools
 import json
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 from peers import peer
 from tokenizers import Tokenizer
 
 from megapack.errors import ConfigError, FormatError
-from megapack.tokenization.corpus.documents import TextBlock
-from megapack.tokenization.pipeline.run import BuildResult
-from megapack.tokenization.tokenizers.encoders import BACKENDS, open_encoder
-from megapack.tokenization.tokenizers.probe import GuardedEncoder, hard_texts
+from megapack.tokenization.tokenizers.encoders import BACKENDS, GuardedEncoder, open_encoder
+from megapack.tokenization.tokenizers.probe import hard_texts
 from megapack.tokenization.tokenizers.tokenizer import TokenizerFiles
+
+from ..helpers import Build, encoded
 
 END = "<|endoftext|>"
 
@@ -37,11 +34,6 @@ def pair(tmp_path: Path, bpe_json: Path) -> Path:
     return directory
 
 
-def ids_of(encoder: Any, texts: list[str]) -> list[list[int]]:
-    ids, offsets = encoder.encode(TextBlock.of_strings(texts))
-    return [ids[a:b].tolist() for a, b in itertools.pairwise(offsets)]
-
-
 def test_the_ids_are_those_of_transformers_on_real_text(
     pair: Path, bpe_json: Path, source_texts: list[str]
 ) -> None:
@@ -51,9 +43,9 @@ def test_the_ids_are_those_of_transformers_on_real_text(
     expected = [host.encode(text, add_special_tokens=False) for text in texts]
     for backend in BACKENDS["hf"]:
         if backend == "gigatoken":
-            assert ids_of(GuardedEncoder(files), texts) == expected
+            assert encoded(GuardedEncoder(files), texts) == expected
         else:
-            assert ids_of(open_encoder(files, backend), texts) == expected
+            assert encoded(open_encoder(files, backend), texts) == expected
     other = Tokenizer.from_file(str(bpe_json))
     assert [other.encode(text).ids for text in texts] != expected, "the split makes a difference"
     assert files.vocab_size == len(host) == 2000
@@ -61,7 +53,7 @@ def test_the_ids_are_those_of_transformers_on_real_text(
 
 
 def test_the_two_files_may_be_named_apart_as_megatron_names_them(
-    tmp_path: Path, pair: Path, run_build: Callable[..., BuildResult], source_texts: list[str]
+    tmp_path: Path, pair: Path, run_build: Build, source_texts: list[str]
 ) -> None:
     vocab, merges = tmp_path / "gpt2-vocab.json", tmp_path / "gpt2-merges.txt"
     vocab.write_bytes((pair / "vocab.json").read_bytes())
@@ -74,7 +66,7 @@ def test_the_two_files_may_be_named_apart_as_megatron_names_them(
     text = tmp_path / "x.txt"
     text.write_text(source_texts[0], encoding="utf-8")
     result = run_build(text, tokenizer=f"{vocab},{merges}", append_eod=True, workers=2)
-    assert result.totals.num_tokens == len(ids_of(open_encoder(together, "tokenizers"),
+    assert result.totals.num_tokens == len(encoded(open_encoder(together, "tokenizers"),
                                                   [source_texts[0]])[0]) + 1  # fmt: skip
 
 

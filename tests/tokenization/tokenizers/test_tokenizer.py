@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,10 +13,9 @@ from tokenizers import Tokenizer, models
 
 from megapack import IndexedDataset
 from megapack.errors import ConfigError, FormatError
+from megapack.tokenization.corpus.documents import ReadOptions
 from megapack.tokenization.corpus.inputs import find_inputs
-from megapack.tokenization.corpus.pieces import ReadOptions
-from megapack.tokenization.corpus.shards import plan_shards
-from megapack.tokenization.pipeline.run import BuildResult
+from megapack.tokenization.corpus.readers import plan_shards
 from megapack.tokenization.tokenizers.probe import sample_blocks
 from megapack.tokenization.tokenizers.tokenizer import (
     SpecialToken,
@@ -25,7 +23,7 @@ from megapack.tokenization.tokenizers.tokenizer import (
     library_versions,
 )
 
-from ..helpers import Silence, WriteJsonl
+from ..helpers import Build, Silence, WriteJsonl
 
 
 def test_the_byte_tokenizer_has_its_specials_behind_the_bytes() -> None:
@@ -154,7 +152,7 @@ def test_the_versions_are_those_of_the_packages_that_make_the_ids() -> None:
 
 @pytest.mark.parametrize("model", ["bpe", "unigram"])
 def test_settings_that_cut_pad_or_sample_are_switched_off_and_said(
-    tmp_path: Path, run_build: Callable[..., BuildResult], model: str
+    tmp_path: Path, run_build: Build, model: str
 ) -> None:
     """BPE's dropout gave another corpus at every run."""
     letters = {"a": 0, "b": 1, "ab": 2, "abab": 3}

@@ -9,9 +9,8 @@ import sentencepiece
 from tokenizers import Tokenizer
 
 from megapack.errors import ConfigError, DataError
-from megapack.tokenization.corpus.documents import Faults
-from megapack.tokenization.corpus.inputs import find_inputs
-from megapack.tokenization.corpus.pieces import InputFile, ReadOptions
+from megapack.tokenization.corpus.documents import Faults, ReadOptions
+from megapack.tokenization.corpus.inputs import InputFile, find_inputs
 from megapack.tokenization.tokenizers.train import TrainResult, train_tokenizer
 
 HARD = "if x:\n\treturn  3.14  # \u00e9\u4e2d\u6587 \U0001f600\x00\r\n    end"

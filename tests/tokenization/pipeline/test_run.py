@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,73 +13,40 @@ from peers import peer
 from tokenizers import Tokenizer
 
 from megapack import IndexedDataset
-from megapack.errors import ConfigError, DataError, MegapackError
-from megapack.tokenization.pipeline.run import BuildResult
+from megapack.errors import ConfigError, DataError
 
-from ..helpers import Silence, WriteJsonl
-
-Build = Callable[..., BuildResult]
-
-
-def files_of(prefix: object) -> tuple[bytes, bytes]:
-    return Path(f"{prefix}.bin").read_bytes(), Path(f"{prefix}.idx").read_bytes()
-
-
-@pytest.fixture
-def corpus(tmp_path: Path, write_jsonl: WriteJsonl, source_texts: list[str]) -> Path:
-    return write_jsonl(tmp_path / "corpus.jsonl", [{"text": text} for text in source_texts])
+from ..helpers import Build, Silence, WriteJsonl, files_of
 
 
 @pytest.mark.multiprocess
-def test_the_bytes_do_not_depend_on_workers_blocks_or_parts(
+def test_bytes_do_not_depend_on_workers_blocks_shards_or_parts_and_megatron_reads_them(
     tmp_path: Path, corpus: Path, bpe_json: Path, run_build: Build, source_texts: list[str]
 ) -> None:
     def run(name: str, **options: Any) -> tuple[bytes, bytes]:
-        prefix = str(tmp_path / name)
         run_build(
-            corpus,
-            tokenizer=str(bpe_json),
-            append_eod=True,
-            output_prefix=prefix,
-            shard_bytes=50_000,
-            **options,
+            corpus, output_prefix=str(tmp_path / name), **{**plan, "shard_bytes": 50_000, **options}
         )
-        return files_of(prefix)
+        return files_of(tmp_path / name)
 
+    plan = {"tokenizer": str(bpe_json), "append_eod": True}
     alone = run("w1")
+    assert run("small", shard_bytes=1 << 14) == run("one", shard_bytes=1 << 30) == alone
     assert run("w2", workers=2) == alone
     assert run("w3", workers=3, block_bytes=7000) == alone
     for i in range(3):
-        part = {"tokenizer": str(bpe_json), "append_eod": True, "shard_bytes": 50_000}
-        result = run_build(corpus, output_prefix=str(tmp_path / "parts"), part=(i, 3), **part)
-        assert result.state == "part"
-        assert not IndexedDataset.exists(tmp_path / "parts")
+        prefix = str(tmp_path / "parts")
+        result = run_build(corpus, output_prefix=prefix, part=(i, 3), shard_bytes=50_000, **plan)
+        assert result.state == "part" and not IndexedDataset.exists(prefix)
     assert run("parts", finish=True) == alone
 
     tokenizer = Tokenizer.from_file(str(bpe_json))
     eod = tokenizer.token_to_id("<|endoftext|>")
     dataset = IndexedDataset(tmp_path / "w1")
-    assert len(dataset) == len(source_texts)
-    for tokens, text in zip(dataset[:], source_texts, strict=True):
+    theirs = peer("megatron.core.datasets.indexed_dataset").IndexedDataset(str(tmp_path / "w1"))
+    assert len(dataset) == len(theirs) == len(source_texts)
+    for i, (tokens, text) in enumerate(zip(dataset[:], source_texts, strict=True)):
         assert tokens.tolist() == [*tokenizer.encode(text, add_special_tokens=False).ids, eod]
-
-
-def test_megatron_reads_what_a_build_writes(tmp_path: Path, corpus: Path, run_build: Build) -> None:
-    run_build(corpus, append_eod=True)
-    theirs = peer("megatron.core.datasets.indexed_dataset").IndexedDataset(str(tmp_path / "out"))
-    ours = IndexedDataset(tmp_path / "out")
-    assert len(theirs) == len(ours) > 0
-    for i in range(len(ours)):
-        np.testing.assert_array_equal(theirs[i], ours[i])
-
-
-def test_shards_do_not_change_the_documents(tmp_path: Path, corpus: Path, run_build: Build) -> None:
-    results = []
-    for shard_bytes in (1 << 14, 1 << 18, 1 << 30):
-        prefix = tmp_path / str(shard_bytes)
-        run_build(corpus, output_prefix=str(prefix), shard_bytes=shard_bytes)
-        results.append(files_of(prefix))
-    assert results[0] == results[1] == results[2]
+        np.testing.assert_array_equal(theirs[i], tokens)
 
 
 BOUNDARIES: list[tuple[dict[str, Any], list[list[int]]]] = [
@@ -117,24 +82,6 @@ def test_the_stored_dtype_follows_megatrons_rule_and_the_request(
     np.testing.assert_array_equal(wide.tokens, narrow.tokens)
 
 
-def test_meta_and_manifest_say_what_was_built(
-    tmp_path: Path, corpus: Path, bpe_json: Path, run_build: Build, source_texts: list[str]
-) -> None:
-    result = run_build(corpus, tokenizer=str(bpe_json), append_eod=True)
-    meta = IndexedDataset(tmp_path / "out").meta
-    assert meta is not None
-    assert meta["tokenizer"]["digest"] == result.plan.tokenizer.digest
-    assert meta["document_end_token"] == result.plan.eod.id  # type: ignore[union-attr]
-    assert meta["command"].startswith("megapack-build tokenize --input ")
-    assert "--append-eod" in meta["command"]
-    manifest = json.loads((tmp_path / "out.manifest.json").read_text())
-    assert manifest["inputs"][0][:2] == [str(corpus), corpus.stat().st_size]
-    assert manifest["num_documents"] == len(source_texts)
-    assert manifest["num_text_bytes"] == sum(len(text.encode()) for text in source_texts)
-    assert manifest["num_tokens"] == len(IndexedDataset(tmp_path / "out").tokens)
-    assert not (tmp_path / "out.build").exists(), "the shards are gone when all is done"
-
-
 def test_word_limits_leave_out_and_count(
     tmp_path: Path, write_jsonl: WriteJsonl, run_build: Build
 ) -> None:
@@ -166,6 +113,7 @@ def test_a_build_that_is_finished_is_found_and_another_is_not_overwritten(
     again = run_build(corpus)
     assert again.state == "found"
     assert again.totals.num_documents == len(IndexedDataset(tmp_path / "out"))
+    assert run_build(corpus, shard_bytes=2000).state == "found", "the documents are the same"
     with pytest.raises(ConfigError, match=r"eod was None, is \['<eod>', 256\]\n.*--overwrite"):
         run_build(corpus, append_eod=True)
     assert files_of(tmp_path / "out") == before
@@ -194,17 +142,10 @@ def test_a_build_stopped_by_a_bad_document_goes_on_when_told_to_skip_it(
     result = run_build(corpus, shard_bytes=5000, on_error="skip")
     assert result.num_shards_kept >= 5
     assert (result.totals.num_documents, result.totals.num_skipped) == (200, 1)
+    meta = IndexedDataset(tmp_path / "out").meta
+    assert meta is not None and "--on-error skip" in meta["command"]
     with pytest.raises(ConfigError, match="on_error was 'skip', is 'fail'"):
         run_build(corpus, shard_bytes=5000, on_error="fail")
-
-
-def test_finish_builds_nothing_that_is_missing(
-    tmp_path: Path, corpus: Path, run_build: Build
-) -> None:
-    run_build(corpus, part=(0, 2), shard_bytes=100_000)
-    with pytest.raises(MegapackError, match="shard 1 is not finished; --finish joins"):
-        run_build(corpus, finish=True, shard_bytes=100_000)
-    assert run_build(corpus, shard_bytes=100_000).num_shards_kept > 0
 
 
 @pytest.mark.parametrize("damage", ["bin", "idx", "meta.json", "json", "gone", "longer"])

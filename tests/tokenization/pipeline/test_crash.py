@@ -18,7 +18,7 @@ from patience import PATIENCE
 
 from megapack import IndexedDataset
 
-from ..helpers import WriteJsonl
+from ..helpers import WriteJsonl, files_of
 
 pytestmark = pytest.mark.multiprocess
 
@@ -64,17 +64,8 @@ def run(arguments: list[str]) -> subprocess.CompletedProcess[str]:
     )
 
 
-def files_of(prefix: Path) -> tuple[bytes, bytes]:
-    return Path(f"{prefix}.bin").read_bytes(), Path(f"{prefix}.idx").read_bytes()
-
-
 def finished(prefix: Path) -> set[str]:
     return {path.name for path in Path(f"{prefix}.build").glob("*/shard-??????.json")}
-
-
-@pytest.fixture
-def corpus(tmp_path: Path, write_jsonl: WriteJsonl, source_texts: list[str]) -> Path:
-    return write_jsonl(tmp_path / "corpus.jsonl", [{"text": text} for text in source_texts])
 
 
 @pytest.mark.parametrize("workers", ["1", "3"])

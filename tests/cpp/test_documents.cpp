@@ -1,12 +1,11 @@
 // UTF-8, words, characters and framing over many documents in one buffer.
-#include "core/text/document_text.hpp"
+#include "core/text/documents.hpp"
 
 #include <cstdio>
 #include <cstdlib>
 #include <string>
 
 #include "core/base/check.hpp"
-#include "core/text/frame.hpp"
 
 namespace {
 

@@ -23,7 +23,7 @@ def counting(closed: list[bool], fail_at: int = 1000) -> Generator[int, None, No
 
 
 def threads() -> list[threading.Thread]:
-    return [thread for thread in threading.enumerate() if thread.name == "megapack-ahead"]
+    return [thread for thread in threading.enumerate() if thread.name.startswith("megapack-ahead")]
 
 
 def test_items_come_in_order_and_an_error_comes_behind_them() -> None:

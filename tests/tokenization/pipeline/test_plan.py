@@ -18,17 +18,10 @@ from megapack import IndexedDataset
 from megapack.errors import ConfigError, MegapackError
 from megapack.storage.files import WriterLock
 from megapack.tokenization.pipeline.plan import Plan
-from megapack.tokenization.pipeline.run import BuildResult
 
-from ..helpers import Silence, WriteJsonl
-
-Build = Callable[..., BuildResult]
+from ..helpers import Build, Silence, WriteJsonl, files_of
 
 TEMPLATE = "{% for m in messages %}[{{ m.role }}]{{ m.content }}<|endoftext|>{% endfor %}"
-
-
-def files_of(prefix: object) -> tuple[bytes, bytes]:
-    return Path(f"{prefix}.bin").read_bytes(), Path(f"{prefix}.idx").read_bytes()
 
 
 @pytest.fixture
@@ -248,14 +241,24 @@ def test_the_manifest_is_the_plan_and_the_meta_file_names_it(
     tmp_path: Path, corpus: Path, tokenizer: Path, run_build: Build
 ) -> None:
     result = run_build(corpus, tokenizer=str(tokenizer), append_eod=True, split="90,10")
+    assert not (tmp_path / "out.build").exists(), "the shards are gone when all is done"
     manifest = json.loads((tmp_path / "out.manifest.json").read_text())
     tree = json.loads(json.dumps(result.plan.tree()))
     assert {key: manifest[key] for key in tree} == tree
     assert manifest["digest"] == result.plan.digest
-    assert manifest["num_tokens"] == result.totals.num_tokens
-    for name in ("train", "valid"):
-        meta = IndexedDataset(tmp_path / f"out_{name}").meta
-        assert meta is not None and meta["plan"] == result.plan.digest
+    assert manifest["inputs"][0][:2] == [str(corpus), corpus.stat().st_size]
+    texts = [json.loads(line)["text"] for line in corpus.read_text().splitlines()]
+    assert manifest["num_documents"] == len(texts) == 100
+    assert manifest["num_text_bytes"] == sum(len(text.encode()) for text in texts)
+    split = [IndexedDataset(tmp_path / f"out_{name}") for name in ("train", "valid")]
+    assert manifest["num_tokens"] == sum(len(dataset.tokens) for dataset in split)
+    for dataset in split:
+        assert dataset.meta is not None and result.plan.eod is not None
+        assert dataset.meta["plan"] == result.plan.digest
+        assert dataset.meta["tokenizer"]["digest"] == result.plan.tokenizer.digest
+        assert dataset.meta["document_end_token"] == result.plan.eod.id
+        assert dataset.meta["command"].startswith("megapack-build tokenize --input ")
+        assert "--append-eod" in dataset.meta["command"]
 
 
 def test_equal_plans_have_equal_digests_wherever_their_result_lies_and_whoever_works(
@@ -277,13 +280,6 @@ def test_equal_plans_have_equal_digests_wherever_their_result_lies_and_whoever_w
         assert plan(name, shard_bytes=5000, **options).digest == first.digest, options
 
 
-def test_a_finished_build_is_left_alone_by_other_sizes_of_shards(
-    tmp_path: Path, corpus: Path, run_build: Build
-) -> None:
-    run_build(corpus, shard_bytes=4000)
-    assert run_build(corpus, shard_bytes=2000).state == "found", "the documents are the same"
-
-
 def test_shards_are_not_removed_while_somebody_works_on_them(
     tmp_path: Path, corpus: Path, run_build: Build
 ) -> None:
@@ -295,19 +291,6 @@ def test_shards_are_not_removed_while_somebody_works_on_them(
         assert directory.exists()
     assert run_build(corpus, **options).state == "found"
     assert not directory.exists()
-
-
-def test_the_meta_file_has_its_command_after_a_build_that_failed_and_was_told_to_skip(
-    tmp_path: Path, write_jsonl: WriteJsonl, run_build: Build
-) -> None:
-    records: list[Any] = [{"text": "x" * 500}] * 20
-    corpus = write_jsonl(tmp_path / "x.jsonl", [*records, {"no": "text"}, *records])
-    with pytest.raises(MegapackError, match="missing key"):
-        run_build(corpus, shard_bytes=2000)
-    result = run_build(corpus, shard_bytes=2000, on_error="skip")
-    assert result.num_shards_kept
-    meta = IndexedDataset(tmp_path / "out").meta
-    assert meta is not None and "--on-error skip" in meta["command"]
 
 
 def test_shards_that_lack_documents_are_not_taken_for_whole_ones(

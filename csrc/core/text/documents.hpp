@@ -1,4 +1,4 @@
-// Checks over many documents held as one flat UTF-8 buffer with offsets.
+// Many documents as one flat buffer with offsets: checks of their text, and their tokens framed.
 #pragma once
 
 #include <cstdint>
@@ -21,5 +21,19 @@ std::vector<std::int64_t> count_words(Span<const std::uint8_t> text,
 std::vector<std::uint8_t> has_characters(Span<const std::uint8_t> text,
                                          Span<const std::int64_t> offsets,
                                          Span<const std::int64_t> ranges);
+
+template <typename Stored>
+struct FramedDocuments {
+    std::vector<Stored> tokens;
+    std::vector<std::int64_t> offsets;  // (documents + 1)
+    std::int64_t max_token = -1;
+};
+
+// Puts `prefix` before and `suffix` behind every document and narrows ids to Stored in the same
+// pass. Ids: uint32 or int32. Throws DataError for an id below 0 or not below vocab_size.
+template <typename Stored, typename Id>
+FramedDocuments<Stored> frame_documents(Span<const Id> ids, Span<const std::int64_t> offsets,
+                                        Span<const std::int64_t> prefix,
+                                        Span<const std::int64_t> suffix, std::int64_t vocab_size);
 
 }  // namespace megapack

@@ -8,7 +8,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,24 +19,13 @@ from peers import peer
 from megapack import IndexedDataset
 from megapack.errors import DataError
 from megapack.executors import Counted
-from megapack.tokenization.pipeline.run import BuildResult
 
-from ..helpers import Silence, WriteJsonl
+from ..helpers import Build, Silence, WriteJsonl, files_of
 
 pytestmark = pytest.mark.multiprocess
 
-Build = Callable[..., BuildResult]
 ROOT = Path(__file__).parents[3]
 SCRIPT = ROOT / "launch" / "tokenize_slurm.sh"
-
-
-def files_of(prefix: Path) -> tuple[bytes, bytes]:
-    return Path(f"{prefix}.bin").read_bytes(), Path(f"{prefix}.idx").read_bytes()
-
-
-@pytest.fixture
-def corpus(tmp_path: Path, write_jsonl: WriteJsonl, source_texts: list[str]) -> Path:
-    return write_jsonl(tmp_path / "corpus.jsonl", [{"text": text} for text in source_texts])
 
 
 @pytest.fixture
