@@ -214,7 +214,6 @@ def draw_steps(lengths: Numbers, *, tokens: int, longest: int, num_steps: int) -
     return steps
 
 
-
 def _mean(paths: list[CriticalPath]) -> CriticalPath:
     return CriticalPath(
         per_micro_batch=fmean(path.per_micro_batch for path in paths),
