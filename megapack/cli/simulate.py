@@ -189,7 +189,7 @@ def _row(name: str, times: list[StepTime], over: int) -> dict[str, Any]:
     total = sum(t.time for t in times) or 1.0
 
     def share(field: str) -> float:
-        return 100 * sum(getattr(t, field) * t.time for t in times) / total
+        return float(100 * sum(getattr(t, field) * t.time for t in times) / total)
 
     return {
         "dealing": name,
@@ -266,7 +266,7 @@ def _read_lengths(source: str) -> NDArray[Any]:
 
 def _steps_of_run(args: argparse.Namespace, cluster: Cluster) -> tuple[list[_Step], int]:
     """What training would take; and the tokens of its micro batches."""
-    from megapack.data.attention_window import cut_lengths  # noqa: PLC0415
+    from megapack.data.batch import cut_lengths  # noqa: PLC0415
     from megapack.data.run import open_run  # noqa: PLC0415
     from megapack.training.config import PretrainConfig  # noqa: PLC0415
 
