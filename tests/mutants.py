@@ -282,7 +282,7 @@ label_of_cut: the last token of a cut document predicts itself
 - if (!segment.ends_document) return segment.token_begin + segment.length;
 + if (!segment.ends_document) return segment.token_begin + segment.length - 1;
 
-csrc/core/gather/plan.cpp: gather
+csrc/core/gather/fill.cpp: gather
 masked_last_label: the last token of a cut document has a label that does not count
 - piece.last_label_at, 1, labels + body);
 -         mask[body] = 1.0F;

@@ -80,3 +80,10 @@ def test_a_time_limit_ends_a_test_and_its_processes(tmp_path: Path) -> None:
     assert not Path("/proc", (tmp_path / "pid").read_text(), "exe").exists()
     assert "PASSED test_hanging.py::test_after_it" in said
     assert "in test_that_never_lets_go_of_the_interpreter" in done.stderr
+
+
+def test_every_file_of_tests_is_collected(pytestconfig: pytest.Config) -> None:
+    """A folder called build is passed over by itself, and nobody misses what is in it."""
+    left_out = pytestconfig.getini("norecursedirs")
+    assert left_out == [".*"]
+    assert (ROOT / "tests" / "tokenization" / "pipeline" / "test_crash.py").is_file()
