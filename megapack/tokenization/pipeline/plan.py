@@ -28,6 +28,7 @@ from typing import Any, Literal
 import numpy as np
 import xxhash
 
+from megapack.config import check_range
 from megapack.errors import ConfigError, require
 from megapack.storage.index_file import prefix_of
 from megapack.storage.remote import is_remote
@@ -108,10 +109,8 @@ class BuildConfig:
         require_utf8(self.output_prefix)
         # PREFIX.bin or .idx, as a shell completes it, names the same dataset everywhere.
         object.__setattr__(self, "output_prefix", prefix_of(self.output_prefix))
-        if self.workers < 1:
-            raise ConfigError(f"workers is {self.workers}; it must be at least 1")
-        if not 0 <= self.verify_fraction <= 1:
-            raise ConfigError(f"verify fraction is {self.verify_fraction}; it must be in [0, 1]")
+        check_range("tokenize", at_least=1, workers=self.workers)
+        check_range("tokenize", at_least=0, at_most=1, verify_fraction=self.verify_fraction)
         if self.part is not None and not 0 <= self.part[0] < self.part[1]:
             i, n = self.part
             raise ConfigError(f"part is {i}/{n}; it must be i/n with 0 <= i < n")
