@@ -227,7 +227,7 @@ def test_the_check_along_the_way_stops_at_a_difference(
 
 CONTRADICTIONS: list[tuple[dict[str, Any], str]] = [
     ({"workers": 0}, "workers is 0"),
-    ({"verify_fraction": 2.0}, r"must be in \[0, 1\]"),
+    ({"verify_fraction": 2.0}, "must be at least 0 and at most 1"),
     ({"part": (3, 3)}, "part is 3/3"),
     ({"part": (0, 2), "finish": True}, "give one of them"),
     ({"output_prefix": "out\udcff"}, r"out\\xff is not UTF-8"),
