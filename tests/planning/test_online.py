@@ -36,7 +36,7 @@ def streams(draw: st.DrawFn) -> tuple[dict[str, Any], dict[str, list[Any]]]:
     num_ranks, max_tokens = draw(st.integers(1, 5)), draw(st.integers(4, 30))
     degree = draw(st.sampled_from([d for d in (1, 2, 4) if d <= num_ranks]))
     count = draw(st.integers(1, 80))
-    many = {"min_size": count, "max_size": count}
+    many: dict[str, Any] = {"min_size": count, "max_size": count}
     stream: dict[str, list[Any]] = {
         "document_id": draw(st.permutations(range(1000, 1000 + count))),
         "length": draw(st.lists(st.integers(1, max_tokens), **many)),
@@ -163,7 +163,7 @@ def test_a_document_is_added_by_itself_as_the_example_says() -> None:
     assert [ids.tolist() for ids in micro_batch.documents] == [[4], []]
 
 
-SOUND = {"num_ranks": 2, "max_tokens_per_rank": 10, "window": 4}
+SOUND: dict[str, Any] = {"num_ranks": 2, "max_tokens_per_rank": 10, "window": 4}
 
 
 @pytest.mark.parametrize(

@@ -400,15 +400,10 @@ class Exchange {
     std::vector<Sides> sides_;  // per kind
 };
 
-bool of_single_ranks(const Dealing& dealing) {
-    return std::all_of(dealing.bins().begin(), dealing.bins().end(),
-                       [](const Bin& bin) { return bin.degree == 1; });
-}
-
 // The looks that are left, and the objective.
 std::pair<std::int64_t, std::int64_t> descend(Dealing& dealing, std::int64_t looks) {
     const Balance balance = dealing.rules().balance;
-    const bool arranged = balance == Balance::kMicroBatches && of_single_ranks(dealing);
+    const bool arranged = balance == Balance::kMicroBatches && dealing.of_single_ranks();
     Exchange exchange(dealing, balance, looks);
     exchange.descend(0);
     if (balance == Balance::kMicroBatches) exchange.descend(1);

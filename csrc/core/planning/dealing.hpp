@@ -49,6 +49,9 @@ class Dealing {
     // As somebody else dealt them.
     void take(std::vector<Bin> bins);
 
+    // Whether ranks share no bin, and all ranks of all micro batches have one.
+    bool of_single_ranks() const { return num_bins() == num_micro_batches_ * rules_.num_ranks; }
+
     // Bins of like work become one micro batch, in which the dearest goes to the rank with least
     // work so far. For bins of one rank each.
     void arrange();

@@ -281,14 +281,28 @@ std::int64_t least_micro_batches(const Items& items, const StepRules& rules) {
     return most;
 }
 
-bool held_by_single_ranks(const Items& items, const StepRules& rules) {
-    for (std::int64_t i = 0; i < items.size(); ++i)
-        if (!holds(items, rules, 1, i)) return false;
-    return true;
-}
-
-bool deal_to_single_ranks(Dealing& dealing) {
-    return dealing.deal_dearest_first(false) || dealing.deal_dearest_first(true);
+// Ways to deal all items into so many micro batches. Sharing is only as good as its groups of
+// ranks: where single ranks can hold every item, both are tried.
+std::vector<Dealing> dealings(const Items& items, const StepRules& rules, std::int64_t m) {
+    bool single = true, families = false;
+    for (std::int64_t i = 0; i < items.size(); ++i) {
+        single = single && holds(items, rules, 1, i);
+        families = families || items.family[i] >= 0;
+    }
+    std::vector<Dealing> found;
+    Dealing dealing(items, rules, m);
+    if (single && (dealing.deal_dearest_first(false) || dealing.deal_dearest_first(true)))
+        found.push_back(dealing);
+    const bool alone = rules.max_degree == 1;
+    if (!families && (found.empty() || !alone) && deal_shared(dealing)) found.push_back(dealing);
+    if (found.empty() && alone && dealing.deal_best_fit()) found.push_back(dealing);
+    if (found.empty() && !families && m >= items.size()) {
+        deal_apart(dealing);
+        return {dealing};
+    }
+    for (Dealing& each : found)
+        if (each.of_single_ranks()) each.arrange();
+    return found;
 }
 
 }  // namespace
@@ -306,33 +320,18 @@ StepPlan plan_step(Span<const std::int64_t> lengths, const GivenCosts& given,
                             : alone        ? chunks_of_groups(lengths, costs, by_group, rules)
                                            : whole_groups(lengths, costs, by_group, rules);
     Items items = make_items(lengths, costs, members);
-    const bool families = std::any_of(items.family.begin(), items.family.end(),
-                                      [](std::int64_t family) { return family >= 0; });
-    const bool single = held_by_single_ranks(items, rules);
     const auto rounded = [&](std::int64_t m) {
         return ceil_div(m, rules.multiple) * rules.multiple;
     };
     for (std::int64_t m = rounded(least_micro_batches(items, rules));;
          m = rounded(std::min(m + 1 + m / 16, items.size()))) {
         price(items, costs, members, rules, m);
-        // Sharing is only as good as its groups of ranks: where all can be held by single ranks,
-        // what is better is taken.
-        Dealing dealing(items, rules, m), shared(items, rules, m);
-        const bool dealt = single && deal_to_single_ranks(dealing);
-        const bool dealt_shared = !families && (!dealt || !alone) && deal_shared(shared);
-        if (dealt) dealing.arrange();
-        std::int64_t path = std::numeric_limits<std::int64_t>::max();
-        if (dealt) path = balance(dealing, kLooks);
-        if (dealt_shared && balance(shared, kLooks) < path)
-            return plan_of(shared, members, lengths.size(), rules.multiple > 1);
-        if (!dealt && alone && dealing.deal_best_fit()) {
-            dealing.arrange();
-        } else if (!dealt) {
-            if (families || m < items.size()) continue;
-            deal_apart(dealing);
-        }
-        if (!dealt) balance(dealing, kLooks);
-        return plan_of(dealing, members, lengths.size(), rules.multiple > 1);
+        std::vector<Dealing> found = dealings(items, rules, m);
+        if (found.empty()) continue;
+        std::vector<std::int64_t> paths;
+        for (Dealing& dealing : found) paths.push_back(balance(dealing, kLooks));
+        const auto best = std::min_element(paths.begin(), paths.end()) - paths.begin();
+        return plan_of(found[best], members, lengths.size(), rules.multiple > 1);
     }
 }
 
