@@ -189,7 +189,7 @@ def _row(name: str, times: list[StepTime], over: int) -> dict[str, Any]:
     total = sum(t.time for t in times) or 1.0
 
     def share(field: str) -> float:
-        return float(100 * sum(getattr(t, field) * t.time for t in times) / total)
+        return 100 * sum(float(getattr(t, field)) * t.time for t in times) / total
 
     return {
         "dealing": name,
