@@ -166,7 +166,7 @@ void test_shards() {
     const GatherShape shape{1, 14, 7};
     REQUIRE(refuses<std::out_of_range>([&] { plan_gather(shards, closed, shape, {}); }));
     const std::vector<std::int64_t> descending{0, 5, 4, 6, 8};
-    const std::vector<SampleRuns> wrong{{descending, shards, from}, {first_ids, from, from}};
+    const std::vector<SampleRuns> wrong{{descending, owner, from}, {first_ids, from, from}};
     for (const SampleRuns& bad : wrong) REQUIRE(refuses([&] { check_runs(bad, 2); }));
 }
 

@@ -41,7 +41,7 @@ def test_json_text_makes_the_round_trip_through_a_data_path() -> None:
         ('{"sources": []}', "at least one source"),
         ('{"sources": [{"prefix": "a", "loss_weight": 2}]}', "a host takes the plain mean"),
         ('{"sources": [{"prefix": "a", "weight": 1}, {"prefix": "b"}]}', "'b' has no weight"),
-        ('{"sources": [{"prefix": "a", "weight": -1}]}', "weight -1"),
+        ('{"sources": [{"prefix": "a", "weight": -1}]}', "weight is -1.0"),
         ('{"sources": [{"prefix": "a"}], "bucket": [1]}', "did you mean 'buckets'"),
         ('{"sources": [{"prefix": "a"}], "align": 0}', "align is 0"),
         ('{"sources": ', "not valid JSON"),

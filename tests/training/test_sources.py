@@ -93,7 +93,7 @@ def test_a_run_tells_loss_and_perplexity_of_every_source(
             assert total / line["label_tokens"] == pytest.approx(line["loss"], rel=1e-5)
     assert re.search(r"loss [\d.]+ \((web|math) [\d.]+, (web|math) [\d.]+\), lr", output)
     assert re.search(r"validation perplexity [\d.]+ \(web [\d.]+, math [\d.]+\)", output)
-    assert "realised" in output and re.search(r"epochs.*dataset", output), "before the launch"
+    assert "realised" in output and re.search(r"epochs.*source", output), "before the launch"
     [line] = read_jsonl(run_dir / "evaluation.jsonl")
     losses = line["source_loss"]
     assert line["source_perplexity"]["math"] == pytest.approx(math.exp(losses["math"]))
@@ -205,7 +205,7 @@ def test_a_dry_run_tells_the_epochs_of_every_source_and_what_would_be_too_many(
         [line] = [line for line in text.splitlines() if line.endswith(f"  {name}")]
         assert float(line.split()[2]) == pytest.approx(8 * 1024 / 2 / tokens, rel=0.2)
     write_blend(blend, corpus, max_epochs=0.5)
-    with pytest.raises(ConfigError, match="would repeat dataset math"):
+    with pytest.raises(ConfigError, match="would repeat source math"):
         dry_run(config)
 
 
