@@ -220,9 +220,9 @@ void test_refused_shapes() {
     const GatherShape shapes[] = {
         {0, 8, 8}, {1, 8, 0}, {1, 4, 8}, {1 << 20, 1 << 20, 8}, {1, 8, 8}};
     for (const GatherShape& shape : shapes)
-        REQUIRE(refuses([&] { gather(corpus.source(), {0, 1}, shape, {}); }));
+        REQUIRE(refuses([&] { gather(corpus.shard(), {0, 1}, shape, {}); }));
     for (const std::int64_t id : {-1LL, 3LL, 1LL << 62})
-        REQUIRE(refuses<std::out_of_range>([&] { gather(corpus.source(), {id}, {1, 8, 8}, {}); }));
+        REQUIRE(refuses<std::out_of_range>([&] { gather(corpus.shard(), {id}, {1, 8, 8}, {}); }));
 }
 
 }  // namespace
