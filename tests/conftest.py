@@ -55,11 +55,14 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 def descendants() -> set[int]:
     """Processes that this one started, and theirs."""
     parents = {}
-    for stat in Path("/proc").glob("[0-9]*/stat"):
+    for process in Path("/proc").iterdir():  # glob would ask each whether it still exists
+        if not process.name.isdigit():
+            continue
         try:
-            parents[int(stat.parent.name)] = int(stat.read_text().rpartition(")")[2].split()[1])
+            stat = (process / "stat").read_text()
         except OSError:  # it has ended
             continue
+        parents[int(process.name)] = int(stat.rpartition(")")[2].split()[1])
     found, new = set(), {os.getpid()}
     while new := {pid for pid, parent in parents.items() if parent in new}:
         found |= new

@@ -133,12 +133,14 @@ def wait_for_end(pids: Sequence[int]) -> None:
 def below(pid: int) -> list[int]:
     """All processes below one: the server of workers, and the workers."""
     children: dict[int, list[int]] = {}
-    for stat in Path("/proc").glob("[0-9]*/stat"):
+    for process in Path("/proc").iterdir():  # glob would ask each whether it still exists
+        if not process.name.isdigit():
+            continue
         try:
-            parent = int(stat.read_text().rpartition(")")[2].split()[1])
+            parent = int((process / "stat").read_text().rpartition(")")[2].split()[1])
         except OSError:
             continue
-        children.setdefault(parent, []).append(int(stat.parent.name))
+        children.setdefault(parent, []).append(int(process.name))
     found = list(children.get(pid, ()))
     for child in found:
         found += children.get(child, ())
