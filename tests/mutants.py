@@ -106,9 +106,10 @@ def run(mutants: Sequence[Mutant], root: Path, jobs: int) -> bool:
     paths = sorted({word for mutant in mutants for word in mutant.tests.split() if "/" in word})
     with copy_of(root) as copy:
         before = tried(copy, paths, (root / "csrc").exists(), 8 * SECONDS)
-    if before != "survived":
-        print(f"the tests fail without any mutant: {before}")
-        return False
+        if before != "survived":
+            log = (copy.parent / "log").read_text()
+            print(f"the tests fail without any mutant: {before}\n{log[-4000:]}")
+            return False
     results = []
     width = max(len(mutant.name) for mutant in mutants)
 
