@@ -431,11 +431,11 @@ exchange_gain: an exchange counts as gain although the other rank becomes the bu
 longest_path: of several kinds of cost one alone is balanced
 - weights_[k] = std::max(kOne / 16, ratio >> 4);
 + weights_[k] = k == 0 ? kOne : kOne / 16;
-empty_bins: a bin is emptied by an exchange
-- for (std::int64_t j = ssize(give) == 1 ? 0 : kNone; j < ssize(get); ++j) {
-+ for (std::int64_t j = kNone; j < ssize(get); ++j) {
 
 csrc/core/planning/dealing.cpp: planner
+empty_bins: a rank is left without documents that would suffice for all
+- if (empty.empty()) return;
++ if (!empty.empty()) return;
 family_ranks: chunks of a group lie on several ranks
 - mine.push_back(m * rules_.num_ranks + rank);
 + mine.push_back(m * rules_.num_ranks + (rank + m) % rules_.num_ranks);

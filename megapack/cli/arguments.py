@@ -112,6 +112,12 @@ SHARED: dict[str, dict[str, Any]] = {
         "metavar": "N",
         "help": "of every random choice (default: 0)",
     },
+    "--set": {
+        "action": "append",
+        "default": [],
+        "metavar": "KEY=VALUE",
+        "help": "override a field of the YAML, as in --set data.order=uniform; may be repeated",
+    },
     "--tokenizer": {
         "metavar": "T",
         "help": "a .model, a tokenizer.json, a directory (also of vocab.json, merges.txt), or "

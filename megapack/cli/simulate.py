@@ -69,13 +69,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "source", metavar="SOURCE", help="YAML of a run; or lengths: PREFIX, .samples, .npy, .txt"
     )
-    parser.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        metavar="KEY=VALUE",
-        help="override a field of it, as in --set data.order=uniform; may be repeated",
-    )
+    add_shared(parser, "--set")
     cluster = parser.add_argument_group("cluster")
     for option, text in (
         ("--data-parallel", "groups of ranks that hold different documents"),

@@ -139,13 +139,7 @@ def _print_segments(samples: list[dict[str, Any]]) -> None:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("config", metavar="FILE", help="YAML of the run")
-    parser.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        metavar="KEY=VALUE",
-        help="override a field of it, as in --set data.order=uniform; may be repeated",
-    )
+    add_shared(parser, "--set")
     question = parser.add_mutually_exclusive_group()
     question.add_argument("--step", type=int, metavar="N", help="show the documents of step N")
     question.add_argument(

@@ -21,7 +21,7 @@ WRITE = {"tokenize", "train-tokenizer", "pack", "arrange", "compare", "merge", "
 GIVEN_UP = ("--document-end-token", "--force", "--output-file", "--num-workers", "--num-threads")
 SHARED = {
     *("--overwrite", "--dry-run", "--json", "--threads", "--workers", "--seed", "--output-prefix"),
-    *("--output", "--tokenizer", "--eod-token", "--vocab-size", "--dtype"),
+    *("--output", "--tokenizer", "--eod-token", "--vocab-size", "--dtype", "--set"),
 }
 
 
