@@ -24,7 +24,7 @@ if TYPE_CHECKING:  # the public names and where they live: read by type checkers
     from megapack.data.blend import load_blend as load_blend
     from megapack.data.bucket_order import ORDERS as ORDERS
     from megapack.data.dataset import PackedDataset as PackedDataset
-    from megapack.data.documents import check_token_ids as check_token_ids
+    from megapack.data.dataset import check_token_ids as check_token_ids
     from megapack.data.loader import PackedLoader as PackedLoader
     from megapack.data.loader import RankChecker as RankChecker
     from megapack.data.loader import build_loader as build_loader

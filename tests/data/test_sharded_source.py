@@ -26,7 +26,7 @@ from megapack.data import (
     plan_run,
     unseen_documents,
 )
-from megapack.data.documents import check_token_ids
+from megapack.data.dataset import check_token_ids
 from megapack.data.sample_order import Scores
 from megapack.data.sources import Shards
 from megapack.errors import ConfigError, IndexMismatchError, ResumeError

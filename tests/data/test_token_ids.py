@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from megapack.data import PackedDataset, check_token_ids
-from megapack.data import documents as vocabulary
+from megapack.data import dataset as vocabulary
 from megapack.errors import ConfigError
 from megapack.packing import pack
 from megapack.storage import IndexedDataset, IndexedDatasetBuilder
