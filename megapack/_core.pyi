@@ -198,7 +198,6 @@ class Gatherer:
     def gather(
         self,
         sample_ids: NDArray[np.int64],
-        *,
         num_rows: int,
         row_tokens: int,
         capacity: int,

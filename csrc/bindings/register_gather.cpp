@@ -268,11 +268,11 @@ void register_gather(py::module_& m) {
              py::arg("excluded_by").noconvert())
         .def_property_readonly("num_closed", &Gatherer::num_closed)
         .def("closed", &Gatherer::closed, py::arg("sample_ids").noconvert())
-        .def("gather", &Gatherer::gather, py::arg("sample_ids").noconvert(), py::kw_only(),
-             py::arg("num_rows"), py::arg("row_tokens"), py::arg("capacity"),
-             py::arg("tokens").noconvert(), py::arg("labels").noconvert(),
-             py::arg("loss_mask").noconvert(), py::arg("position_ids").noconvert(),
-             py::arg("per_row"), py::arg("num_cu_seqlens"), py::arg("num_lists"))
+        .def("gather", &Gatherer::gather, py::arg("sample_ids").noconvert(), py::arg("num_rows"),
+             py::arg("row_tokens"), py::arg("capacity"), py::arg("tokens").noconvert(),
+             py::arg("labels").noconvert(), py::arg("loss_mask").noconvert(),
+             py::arg("position_ids").noconvert(), py::arg("per_row"), py::arg("num_cu_seqlens"),
+             py::arg("num_lists"))
         .def("count_labels", &Gatherer::count, py::arg("sample_ids").noconvert(),
              py::arg("num_lists"))
         .def("token_ranges", &Gatherer::token_ranges, py::arg("sample_ids").noconvert())
