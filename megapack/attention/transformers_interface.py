@@ -19,6 +19,11 @@ ATTENTION_NAME = "megapack"
 Attention: TypeAlias = Callable[..., tuple[Tensor, None]]
 
 
+# What a transformers model's attention calls cu_seqlens and the longest segment.
+ENDS = ("cu_seq_lens_q", "cu_seq_lens_k")
+LONGEST = ("max_length_q", "max_length_k")
+
+
 def varlen_arguments(
     cu_seqlens: Tensor, max_seqlen: int, sequence_parallel_size: int = 1
 ) -> dict[str, Any]:
@@ -30,10 +35,8 @@ def varlen_arguments(
     shared = {"sequence_parallel_size": sequence_parallel_size}
     return {
         **(shared if sequence_parallel_size > 1 else {}),
-        "cu_seq_lens_q": cu_seqlens,
-        "cu_seq_lens_k": cu_seqlens,
-        "max_length_q": max_seqlen,
-        "max_length_k": max_seqlen,
+        **dict.fromkeys(ENDS, cu_seqlens),
+        **dict.fromkeys(LONGEST, max_seqlen),
         "use_cache": False,
     }
 

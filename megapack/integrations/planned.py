@@ -45,7 +45,8 @@ from torch.utils.data import DataLoader, Dataset
 
 from megapack.attention import varlen_arguments
 from megapack.errors import ConfigError
-from megapack.integrations.transformers import IGNORED, check_model
+from megapack.integrations.dialects import IGNORED
+from megapack.integrations.transformers import check_model
 from megapack.planning import StepPlan, plan_step
 
 Integers = NDArray[np.int64]

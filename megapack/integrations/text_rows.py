@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,14 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from megapack.errors import ConfigError
+from megapack.integrations.dialects import (
+    BOUNDARIES,
+    GPT_NEOX,
+    GPT_NEOX_LABELS,
+    MASK,
+    POSITIONS,
+    emit,
+)
 from megapack.integrations.manifest import MANIFEST_SUFFIXES, Manifest
 from megapack.integrations.open_rows import open_rows, open_sources
 from megapack.integrations.rows import RowDataset, RowOptions
@@ -34,9 +42,7 @@ from megapack.integrations.rows import RowDataset, RowOptions
 # one micro batch must be over before the next is read. That is so without pipeline parallelism and
 # in a pipeline of one stage; ``require_one_stage`` refuses the others.
 
-# Beside "text" in every sample, all int64 (the one dtype of broadcast_data).
-BOUNDARIES, POSITIONS, MASK = "megapack_cu_seqlens", "megapack_position_ids", "megapack_loss_mask"
-SIDE_KEYS = (BOUNDARIES, POSITIONS, MASK)
+SIDE_KEYS = (BOUNDARIES, POSITIONS, MASK)  # beside "text" in every sample
 
 
 @dataclass
@@ -74,22 +80,6 @@ def clear() -> None:
 def _set(batch: CurrentBatch | None) -> None:
     global _current  # noqa: PLW0603 - the host gives us no object to keep it in
     _current = batch
-
-
-def side_channel(row: Mapping[str, Tensor], entries: int) -> dict[str, Tensor]:
-    """What a sample carries beside ``text``.
-
-    Args:
-        row: cu_seqlens, position_ids and loss_mask of one row.
-        entries: boundaries are filled up to this many with their last value, so that rows stack.
-    """
-    cu_seqlens = row["cu_seqlens"].long()
-    fill = cu_seqlens[-1:].expand(entries - cu_seqlens.numel())
-    return {
-        BOUNDARIES: torch.cat([cu_seqlens, fill]),
-        POSITIONS: row["position_ids"],
-        MASK: row["loss_mask"].long(),
-    }
 
 
 def wrap_broadcast_data(stock: Callable[..., Any]) -> Callable[..., Any]:
@@ -224,9 +214,6 @@ def require_one_stage(pipeline_parallel_size: int) -> None:
         )
 
 
-IGNORED = -100
-
-
 class TextRowDataset(Dataset[dict[str, Tensor]]):
     """Rows with the keys of the two hosts.
 
@@ -252,21 +239,9 @@ class TextRowDataset(Dataset[dict[str, Tensor]]):
             (``label[j + 1]`` is what position j predicts), -100 = none; with varlen the side
             channel, all int64: boundaries ``(row + 1,)``, position ids and loss mask ``(row,)``.
         """
-        row = self.rows[i]
-        tokens, labels = row["tokens"], row["labels"]
-        # The host takes the last label from behind the row; without one anything masked will do.
-        text = torch.cat([tokens, labels[-1:].clamp(min=0)])
-        sample = {"text": text}
-        if self.with_labels:
-            sample["label"] = torch.cat([labels.new_full((1,), IGNORED), labels])
-        if self.varlen:
-            mask = row["loss_mask"]
-            if not self.with_labels:
-                mask = mask * (labels == text[1:])
-            sample |= side_channel(
-                {**row, "loss_mask": mask}, self.rows.options.sequence_length + 1
-            )
-        return sample
+        batch = emit(self.rows.micro_batch([i]), GPT_NEOX_LABELS if self.with_labels else GPT_NEOX)
+        kept = batch if self.varlen else batch.keys() - SIDE_KEYS
+        return {key: batch[key][0] for key in kept}
 
 
 def build_text_rows(

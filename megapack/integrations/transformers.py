@@ -25,7 +25,7 @@ import transformers
 from torch.utils.data import DataLoader, Dataset
 from transformers.integrations import deepspeed
 
-from megapack.attention import ATTENTION_NAME, check_architecture, varlen_arguments
+from megapack.attention import ATTENTION_NAME, check_architecture
 from megapack.attention.experts import LoadBalancing, token_mask
 from megapack.data import (
     BatchLayout,
@@ -37,10 +37,9 @@ from megapack.data import (
 )
 from megapack.data.loader import fetching_ahead
 from megapack.errors import ConfigError, MegapackWarning
+from megapack.integrations.dialects import TRANSFORMERS, emit
 
 # ---- Micro batches as transformers' models take them, and as a dataset of them ------------------
-
-IGNORED = -100
 
 
 def model_inputs(batch: Mapping[str, Any]) -> dict[str, Any]:
@@ -55,15 +54,7 @@ def model_inputs(batch: Mapping[str, Any]) -> dict[str, Any]:
         itself); cu_seq_lens_q, cu_seq_lens_k int32, max_length_q, max_length_k; use_cache False.
         No attention_mask: it would switch the boundaries off.
     """
-    shift_labels = batch["labels"]
-    labels = torch.nn.functional.pad(shift_labels[:, :-1], (1, 0), value=IGNORED)
-    return {
-        "input_ids": batch["tokens"],
-        "position_ids": batch["position_ids"],
-        "labels": labels,
-        "shift_labels": shift_labels,
-        **varlen_arguments(batch["cu_seqlens"], batch["max_seqlen"]),
-    }
+    return {**emit(batch, TRANSFORMERS), "use_cache": False}
 
 
 class MicroBatches(Dataset[dict[str, Any]]):

@@ -12,6 +12,7 @@ from torch.utils.data import default_collate
 
 from megapack.errors import ConfigError
 from megapack.integrations import text_rows as segments
+from megapack.integrations.dialects import GPT_NEOX, emit
 from tests.hosts.flash import flash_attn_func, flash_attn_varlen_func
 from tests.integrations.samples import make_row
 
@@ -30,14 +31,12 @@ def host_masks(data: Tensor, eod_token: int) -> tuple[None, Tensor, Tensor]:
     return None, loss_mask, torch.arange(data.shape[1]).expand_as(data)
 
 
-ROWS = [make_row([3, 5, 8], 1), make_row([16], 100)]
+ROWS = [make_row([3, 5, 8], 1, 17), make_row([16], 100, 17)]
 
 
 def collated(rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-    samples = []
-    for row in rows:
-        text = torch.cat([row["tokens"], row["tokens"][-1:]])
-        samples.append({"text": text, **segments.side_channel(row, 17)})
+    told = [emit({key: value[None] for key, value in row.items()}, GPT_NEOX) for row in rows]
+    samples = [{key: value[0] for key, value in row.items()} for row in told]
     batch: dict[str, Tensor] = default_collate(samples)
     return batch
 

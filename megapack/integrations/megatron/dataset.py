@@ -22,6 +22,7 @@ from torch import Tensor
 
 from megapack.data.documents import SourceDocuments
 from megapack.errors import ConfigError
+from megapack.integrations.dialects import MEGATRON, emit
 from megapack.integrations.manifest import Manifest
 from megapack.integrations.megatron.host import (
     HOST,
@@ -131,10 +132,7 @@ class PackedGPTDataset(MegatronDataset):  # type: ignore[misc]  # megatron-core 
     def micro_batch(self, numbers: Sequence[int]) -> dict[str, Tensor]:
         """The same rows, stacked: ``(rows, ...)`` under every key."""
         assert self.rows is not None, "an empty split has no rows"
-        batch = self.rows.micro_batch(numbers)
-        # Megatron looks every label up in the vocabulary and then multiplies by the mask.
-        batch["labels"].clamp_(min=0)
-        return batch
+        return emit(self.rows.micro_batch(numbers), MEGATRON)
 
     def bucket_of(self, i: int) -> int:
         """Number of the bucket of row ``i``."""

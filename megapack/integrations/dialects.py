@@ -1,0 +1,383 @@
+"""One batch, every dialect: how hosts are told tokens, labels, masks and where documents end.
+
+- ``Dialect``: what differs between hosts; ``DIALECTS``: a row for each.
+- ``emit``: a micro batch of megapack under a host's names and conventions.
+- ``read_back``: what such a batch says by the host's own rule; ``loss_terms``: what of a batch's
+  losses a host can be told at all. Tests hold that both agree.
+
+Hosts differ in whose loss a mask names. A row of two documents, a cut one (its next token, 7, is
+known) and a whole one:
+
+    tokens        5  6 | 8  9         position 1 predicts 7, which is not in the row
+    labels        6  7   9  -         megapack: of every position, -100 where there is none
+    predictor     1  1   1  0         Megatron: the mask of the position that predicts
+    target        0  1   0  1         verl: of the token that is predicted; 7 cannot be told
+    text          5  6   8  9  0      GPT-NeoX: one token more, labels by shifting: mask 1 0 1 0
+    positions     0  1   0  1         torchtitan: a document begins where they are 0
+    lengths       2  2                OLMo-core
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from megapack.attention.transformers_interface import ENDS, LONGEST
+from megapack.errors import ConfigError
+
+IGNORED = -100
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dialect:
+    """The conventions of a host. R is the length of a row; keys that are None are not given.
+
+    Attributes:
+        name: of the host, in errors.
+        tokens: key of the tokens, int64 (rows, R).
+        one_more: rows have R + 1 tokens, and the host shifts them.
+        labels: key of what every position predicts, int64 (rows, R).
+        target_labels: key of the same, each at the token that it names (the host shifts).
+        ignored: stands where there is no label.
+        mask: key of the weights of losses, (rows, R); without one a label counts once or not.
+        mask_of_target: the mask names the token that is predicted, not the one that predicts.
+        mask_dtype: float32 takes any weight, others 0 and 1.
+        positions: key of the position ids, int64 (rows, R).
+        restart: a document begins where they are 0; other positions than from its begin on, and
+            attention windows, cannot be told.
+        ends: keys of cu_seqlens, listed as the batch has them.
+        padded_ends: keys of cu_seqlens with the room of aligned segments, where there is such.
+        ends_dtype: of both.
+        longest: keys of the longest segment, an int or int32 (rows,), as the batch has it.
+        lengths: key of document lengths, int32 (rows, most), the rest 0; and of their maxima, a
+            list of one int per row.
+        nested: tokens, positions and mask are nested tensors of a document each.
+    """
+
+    name: str
+    tokens: str = "tokens"
+    one_more: bool = False
+    labels: str | None = None
+    target_labels: str | None = None
+    ignored: int = IGNORED
+    mask: str | None = None
+    mask_of_target: bool = False
+    mask_dtype: torch.dtype = torch.float32
+    positions: str | None = None
+    restart: bool = False
+    ends: tuple[str, ...] = ()
+    padded_ends: tuple[str, ...] = ()
+    ends_dtype: torch.dtype = torch.int32
+    longest: tuple[str, ...] = ()
+    lengths: tuple[str, str] | None = None
+    nested: bool = False
+
+    @property
+    def of_text(self) -> bool:
+        """Whether the host takes labels from the tokens, so that others cannot be told."""
+        return self.labels is None and self.target_labels is None
+
+
+TRANSFORMERS = Dialect(
+    name="transformers",
+    tokens="input_ids",
+    labels="shift_labels",
+    target_labels="labels",
+    positions="position_ids",
+    ends=ENDS,
+    longest=LONGEST,
+)
+# Megatron looks every label up in the vocabulary and then multiplies by the mask.
+MEGATRON = Dialect(
+    name="Megatron-LM",
+    labels="labels",
+    ignored=0,
+    mask="loss_mask",
+    positions="position_ids",
+    ends=("cu_seqlens",),
+    padded_ends=("cu_seqlens_padded",),
+    longest=("max_seqlen",),
+)
+# Its older key, cu_seqlens, is cut at a tail of -1, and to nothing where there is none.
+MEGATRON_BRIDGE = replace(
+    MEGATRON,
+    name="Megatron-Bridge",
+    ends=("cu_seqlens_q", "cu_seqlens_kv"),
+    padded_ends=("cu_seqlens_q_padded", "cu_seqlens_kv_padded"),
+    longest=("max_seqlen_q", "max_seqlen_kv"),
+)
+# Beside the text what megapack's own wraps of its functions read (``text_rows``), all of the one
+# dtype that broadcast_data takes.
+BOUNDARIES, POSITIONS, MASK = "megapack_cu_seqlens", "megapack_position_ids", "megapack_loss_mask"
+GPT_NEOX = Dialect(
+    name="GPT-NeoX",
+    tokens="text",
+    one_more=True,
+    mask=MASK,
+    mask_dtype=torch.int64,
+    positions=POSITIONS,
+    ends=(BOUNDARIES,),
+    ends_dtype=torch.int64,
+)
+GPT_NEOX_LABELS = replace(GPT_NEOX, target_labels="label")
+MEGATRON_DEEPSPEED = replace(GPT_NEOX, name="Megatron-DeepSpeed")
+TORCHTITAN = Dialect(
+    name="torchtitan", tokens="input", labels="labels", positions="positions", restart=True
+)
+OLMO_CORE = Dialect(
+    name="OLMo-core",
+    tokens="input_ids",
+    labels="labels",
+    lengths=("doc_lens", "max_doc_lens"),
+)
+VERL_SFT = Dialect(
+    name="verl's SFT trainer",
+    tokens="input_ids",
+    mask="loss_mask",
+    mask_of_target=True,
+    positions="position_ids",
+    restart=True,
+    nested=True,
+)
+DIALECTS = {
+    "transformers": TRANSFORMERS,
+    "megatron": MEGATRON,
+    "megatron_bridge": MEGATRON_BRIDGE,
+    "gpt_neox": GPT_NEOX,
+    "gpt_neox_labels": GPT_NEOX_LABELS,
+    "megatron_deepspeed": MEGATRON_DEEPSPEED,
+    "torchtitan": TORCHTITAN,
+    "olmo_core": OLMO_CORE,
+    "verl_sft": VERL_SFT,
+}
+
+
+# ---- What a batch says: segments, and the loss of every position
+
+
+class Segments(NamedTuple):
+    """The segments of a micro batch, padding's too; all int64, one entry each."""
+
+    begins: Tensor
+    """First token, of all rows one behind the other."""
+    lengths: Tensor
+    rooms: Tensor
+    """Tokens from one begin to the next: the length, but where segments are aligned."""
+
+    @staticmethod
+    def of(batch: Mapping[str, Any]) -> Segments:
+        """Those of ``cu_seqlens``, listed per row or not, their last value repeated or not."""
+        rows, row = batch["tokens"].shape
+        ends = batch["cu_seqlens"].long()
+        places = batch.get("cu_seqlens_padded", ends).long()
+        if ends.dim() == 1:
+            ends, places, rows = ends[None], places[None], 1
+        shift = torch.arange(rows).view(-1, 1) * row
+        rooms = places.diff()
+        begins = places[:, :-1] + shift
+        there = rooms > 0
+        return Segments(begins[there], ends.diff()[there], rooms[there])
+
+    def positions(self) -> Tensor:
+        """Of every token, from the begin of its segment on, int64 (tokens,)."""
+        first = self.begins.repeat_interleave(self.rooms)
+        return torch.arange(len(first)) - first
+
+
+class LossTerms(NamedTuple):
+    """Of every position what it predicts and what its loss is multiplied with; 0: no loss."""
+
+    targets: Tensor
+    """int64 (rows, R)."""
+    weights: Tensor
+    """float32 (rows, R)."""
+
+
+def loss_terms(batch: Mapping[str, Any], dialect: Dialect) -> LossTerms:
+    """The losses of a batch that can be told in a dialect.
+
+    A host that shifts text predicts what stands next in the row: a label that is another (the next
+    token of a document that is cut there) is left out. One that shifts rows of R has no place for
+    the label of the last position.
+    """
+    tokens, labels, weights = batch["tokens"], batch["labels"], batch["loss_mask"]
+    if dialect.of_text:
+        following = pad(tokens[:, 1:], (0, 1), value=IGNORED)
+        if dialect.one_more:
+            following[:, -1] = labels[:, -1]
+        weights = weights * (labels == following)
+    elif dialect.labels is None and not dialect.one_more:
+        weights = pad(weights[:, :-1], (0, 1))
+    return LossTerms(labels, weights)
+
+
+def emit(batch: Mapping[str, Any], dialect: Dialect) -> dict[str, Any]:
+    """A micro batch of megapack as a host takes it.
+
+    Args:
+        batch: of ``PackedDataset.micro_batch``, a loader, or rows; on the CPU. It stays as it is.
+        dialect: a value of ``DIALECTS``.
+
+    Returns:
+        The keys of the dialect, shapes and dtypes as ``Dialect`` has them.
+
+    Raises:
+        ConfigError: the batch says what the dialect cannot: loss weights without a float mask,
+            positions or attention windows where only restarts are told, aligned segments.
+    """
+    targets, weights = loss_terms(batch, dialect)
+    told: dict[str, Any] = {dialect.tokens: _text(batch) if dialect.one_more else batch["tokens"]}
+    if dialect.mask_dtype != torch.float32 or dialect.mask is None:
+        _check_weights(weights, dialect)
+    labels = targets
+    if dialect.mask is None:
+        labels = labels.masked_fill(weights == 0, IGNORED)
+    if dialect.ignored != IGNORED:
+        labels = labels.clamp(min=dialect.ignored)
+    if dialect.labels is not None:
+        told[dialect.labels] = labels
+    if dialect.target_labels is not None:
+        behind = labels if dialect.one_more else labels[:, :-1]
+        told[dialect.target_labels] = pad(behind, (1, 0), value=dialect.ignored)
+    if dialect.mask is not None:
+        mask = pad(weights[:, :-1], (1, 0)) if dialect.mask_of_target else weights
+        told[dialect.mask] = mask.to(dialect.mask_dtype)
+    if dialect.positions is not None:
+        told[dialect.positions] = batch["position_ids"]
+    _tell_ends(batch, dialect, told)
+    return told
+
+
+def _text(batch: Mapping[str, Any]) -> Tensor:
+    """R + 1 tokens: the last label comes from behind the row; without one any id will do."""
+    return torch.cat([batch["tokens"], batch["labels"][:, -1:].clamp(min=0)], dim=1)
+
+
+def _check_weights(weights: Tensor, dialect: Dialect) -> None:
+    if not ((weights == 0) | (weights == 1)).all():
+        raise ConfigError(
+            f"sources have loss weights, and {dialect.name} is told only which tokens count: leave "
+            "loss_weight out, or take weights of 0 and 1"
+        )
+
+
+def _tell_ends(batch: Mapping[str, Any], dialect: Dialect, told: dict[str, Any]) -> None:
+    """Where documents end, in every way of the dialect."""
+    aligned = batch.get("cu_seqlens_padded")
+    if aligned is not None and not dialect.padded_ends:
+        raise ConfigError(
+            f"segments are aligned (context parallelism), and {dialect.name} cannot be told the "
+            "room between them: leave align out"
+        )
+    told |= {key: batch["cu_seqlens"].to(dialect.ends_dtype) for key in dialect.ends}
+    if aligned is not None:
+        told |= {key: aligned.to(dialect.ends_dtype) for key in dialect.padded_ends}
+    told |= {key: batch["max_seqlen"] for key in dialect.longest}
+    if not (dialect.restart or dialect.lengths):
+        return
+    segments = Segments.of(batch)
+    rows, row = batch["tokens"].shape
+    if dialect.restart and not torch.equal(segments.positions(), batch["position_ids"].flatten()):
+        raise ConfigError(
+            f"{dialect.name} takes a position 0 for the begin of a document, so attention windows "
+            "and positions that go on over samples cannot be told: leave attention_window out and "
+            "take positions: segment, attention: document"
+        )
+    if dialect.lengths is not None:
+        of_row = segments.begins // row
+        lengths = [segments.lengths[of_row == i].to(torch.int32) for i in range(rows)]
+        key, longest = dialect.lengths
+        told[key] = torch.nn.utils.rnn.pad_sequence(lengths, batch_first=True)
+        told[longest] = [int(values.max()) for values in lengths]
+    if dialect.nested:
+        ends = pad(segments.lengths.cumsum(0), (1, 0))
+        for name in (dialect.tokens, dialect.positions, dialect.mask):
+            if name is not None:
+                told[name] = torch.nested.nested_tensor_from_jagged(told[name].flatten(), ends)
+
+
+# ---- What a host makes of it
+
+
+class Told(NamedTuple):
+    """What a batch in a dialect says."""
+
+    tokens: Tensor
+    """int64 (tokens,), of all rows one behind the other."""
+    segments: list[tuple[int, int]]
+    """(first token, length) of every segment."""
+    terms: LossTerms
+    """(tokens,) each."""
+
+
+def read_back(told: dict[str, Any], dialect: Dialect) -> Told:
+    """Read a batch by the rule of its host.
+
+    Args:
+        told: of ``emit``, or what a host's loader made of it, on the CPU.
+        dialect: the host's.
+    """
+    flat: Callable[[Any], Tensor] = _values if dialect.nested else _identity
+    text = flat(told[dialect.tokens])
+    text = text if text.dim() == 2 else text[None]
+    tokens = text[:, :-1] if dialect.one_more else text
+    if dialect.labels is not None:
+        targets = told[dialect.labels]
+    else:
+        source = told[dialect.target_labels] if dialect.target_labels else text
+        targets = source[:, 1:] if dialect.one_more else source.roll(-1, dims=1)
+    if dialect.mask is None:
+        weights = (targets != dialect.ignored).float()
+    else:
+        weights = flat(told[dialect.mask]).float().view(tokens.shape)
+        weights = weights.roll(-1, dims=1) if dialect.mask_of_target else weights
+    terms = LossTerms(targets.reshape(-1), weights.reshape(-1))
+    return Told(tokens.reshape(-1), _segments(told, dialect, tokens.shape), terms)
+
+
+def _identity(value: Any) -> Tensor:
+    assert isinstance(value, Tensor)
+    return value
+
+
+def _values(nested: Any) -> Tensor:
+    values: Tensor = nested.values()
+    return values
+
+
+def _segments(told: dict[str, Any], dialect: Dialect, shape: torch.Size) -> list[tuple[int, int]]:
+    rows, row = shape
+    if dialect.nested:
+        ends = told[dialect.tokens].offsets().tolist()
+        return [(a, b - a) for a, b in pairwise(ends)]
+    if dialect.lengths is not None:
+        listed = [[n for n in line if n] for line in told[dialect.lengths[0]].tolist()]
+    elif dialect.restart:
+        starts = (told[dialect.positions or ""] == 0).view(rows, row).tolist()
+        begins = [[i for i, first in enumerate(line) if first] + [row] for line in starts]
+        listed = [[b - a for a, b in pairwise(line)] for line in begins]
+    else:
+        ends = told[dialect.ends[0]]
+        padded = told.get(dialect.padded_ends[0], ends) if dialect.padded_ends else ends
+        ends, padded = ends.reshape(-1, ends.shape[-1]), padded.reshape(-1, ends.shape[-1])
+        return [
+            (i * row + begin, length)
+            for i in range(len(ends))
+            for begin, length, room in zip(
+                padded[i].tolist(), ends[i].diff().tolist(), padded[i].diff().tolist(), strict=False
+            )
+            if room
+        ]
+    found, at = [], 0
+    for i, line in enumerate(listed):
+        at = i * row
+        for length in line:
+            found.append((at, length))
+            at += length
+    return found

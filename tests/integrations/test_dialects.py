@@ -1,0 +1,173 @@
+"""Every dialect says what the batch says: emitted, and read back by the host's own rule."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megapack.data import BatchLayout, PackedDataset
+from megapack.errors import ConfigError
+from megapack.integrations.dialects import DIALECTS, Dialect, emit, read_back
+from megapack.packing import pack
+from tests.integrations.samples import make_dataset
+
+NAMES = sorted(DIALECTS)
+
+
+@dataclass
+class Piece:
+    """A segment of a row."""
+
+    length: int
+    cut: bool  # the document goes on behind it, with a token that is not in the row
+    masked: bool  # it has no labels: padding, or a document that is excluded
+
+
+pieces = st.builds(Piece, length=st.integers(1, 5), cut=st.booleans(), masked=st.booleans())
+
+
+@st.composite
+def batches(draw: Any) -> tuple[dict[str, Any], list[list[Piece]]]:
+    """A batch written down token by token, in rows or as one stream, and its pieces by row."""
+    row = draw(st.integers(4, 12))
+    rows = []
+    for _ in range(draw(st.integers(1, 3))):
+        line: list[Piece] = []
+        while (left := row - sum(piece.length for piece in line)) > 0:
+            piece = draw(pieces)
+            line.append(Piece(min(piece.length, left), piece.cut, piece.masked))
+        rows.append(line)
+    tokens = torch.tensor(
+        draw(st.lists(st.integers(1, 3), min_size=row * len(rows), max_size=row * len(rows)))
+    ).view(len(rows), row)
+    labels, positions = torch.full_like(tokens, -100), torch.zeros_like(tokens)
+    for i, line in enumerate(rows):
+        at = 0
+        for piece in line:
+            for k in range(piece.length):
+                last = k == piece.length - 1
+                positions[i, at + k] = k
+                if not piece.masked and (piece.cut or not last):
+                    labels[i, at + k] = 2 if last else tokens[i, at + k + 1]
+            at += piece.length
+    batch: dict[str, Any] = {"tokens": tokens, "labels": labels, "position_ids": positions}
+    batch["loss_mask"] = (labels >= 0).float()
+    ends = [np.cumsum([0] + [piece.length for piece in line]) for line in rows]
+    longest = [max(piece.length for piece in line) for line in rows]
+    if draw(st.booleans()):
+        width = max(map(len, ends)) + draw(st.integers(0, 2))
+        filled = [np.pad(line, (0, width - len(line)), mode="edge") for line in ends]
+        batch["cu_seqlens"] = torch.tensor(np.array(filled), dtype=torch.int32)
+        batch["max_seqlen"] = torch.tensor(longest, dtype=torch.int32)
+    else:
+        whole = np.cumsum([0] + [piece.length for line in rows for piece in line])
+        batch["cu_seqlens"] = torch.tensor(whole, dtype=torch.int32)
+        batch["max_seqlen"] = max(longest)
+    return batch, rows
+
+
+def expected_segments(rows: list[list[Piece]], row: int) -> list[tuple[int, int]]:
+    found = []
+    for i, line in enumerate(rows):
+        at = i * row
+        for piece in line:
+            found.append((at, piece.length))
+            at += piece.length
+    return found
+
+
+def expected_terms(batch: dict[str, Any], dialect: Dialect) -> dict[int, int]:
+    """{position: its target} of every loss that the host can be told."""
+    rows, row = batch["tokens"].shape
+    found = {}
+    for i in range(rows):
+        for j in range(row):
+            target = int(batch["labels"][i, j])
+            if target < 0:
+                continue
+            is_last = j == row - 1
+            if dialect.labels is None and is_last and not dialect.one_more:
+                continue
+            of_text = dialect.labels is None and dialect.target_labels is None
+            if of_text and not is_last and target != int(batch["tokens"][i, j + 1]):
+                continue
+            found[i * row + j] = target
+    return found
+
+
+@pytest.mark.parametrize("name", NAMES)
+@given(made=batches())
+def test_dialects_are_read_back_as_the_batch(
+    name: str, made: tuple[dict[str, Any], list[list[Piece]]]
+) -> None:
+    batch, rows = made
+    dialect = DIALECTS[name]
+    before = {key: torch.as_tensor(value).clone() for key, value in batch.items()}
+    told = read_back(emit(batch, dialect), dialect)
+    assert told.tokens.tolist() == batch["tokens"].flatten().tolist()
+    assert told.segments == expected_segments(rows, batch["tokens"].shape[1])
+    targets, weights = told.terms
+    found = {i: int(targets[i]) for i in weights.nonzero().flatten().tolist()}
+    assert found == expected_terms(batch, dialect)
+    assert all(torch.equal(torch.as_tensor(batch[key]), value) for key, value in before.items())
+
+
+@given(made=batches(), weight=st.sampled_from([0.25, 2.0]))
+def test_weights_reach_hosts_whose_masks_are_floats_and_are_refused_by_others(
+    made: tuple[dict[str, Any], list[list[Piece]]], weight: float
+) -> None:
+    batch, _ = made
+    batch["loss_mask"] *= weight
+    for dialect in DIALECTS.values():
+        if not expected_terms(batch, dialect):
+            continue
+        if dialect.mask is None or dialect.mask_dtype != torch.float32:
+            with pytest.raises(ConfigError, match=dialect.name):
+                emit(batch, dialect)
+        else:
+            weights = read_back(emit(batch, dialect), dialect).terms.weights
+            assert set(weights.tolist()) <= {0.0, weight}
+            assert weights.sum() == weight * len(expected_terms(batch, dialect))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_gathered_rows_and_windows_are_told_or_refused(name: str, tmp_path: Any) -> None:
+    dialect = DIALECTS[name]
+    documents = make_dataset(tmp_path, [5, 9, 16, 3, 40, 1, 1, 7])
+    lengths = np.array(documents.document_lengths)
+    packed = PackedDataset(documents, pack(lengths, "decompose", buckets=(4, 8, 16), seed=0))
+    layout = BatchLayout(micro_batch_tokens=32, kind="rows", row_tokens=16, cu_seqlens_per_row=True)
+    ids = [i for i in range(len(packed)) if packed.samples.capacity_of(i) == 8]
+    for window in (None, 4):
+        batch = packed.micro_batch(ids[:4], layout=layout, attention_window=window)
+        if window and dialect.restart:
+            with pytest.raises(ConfigError, match="attention windows"):
+                emit(batch, dialect)
+            continue
+        told = read_back(emit(batch, dialect), dialect)
+        cut = batch["cu_seqlens"].diff().flatten()
+        assert [length for _, length in told.segments] == cut[cut > 0].tolist()
+        assert max(length for _, length in told.segments) <= (window or 8)
+
+
+def test_aligned_segments_are_told_by_two_lists_or_refused(tmp_path: Any) -> None:
+    documents = make_dataset(tmp_path, [5, 9, 3, 7])
+    index = pack(np.array(documents.document_lengths), "bucket", buckets=(16,), seed=0, alignment=4)
+    packed = PackedDataset(documents, index, alignment=4)
+    layout = BatchLayout(micro_batch_tokens=32, kind="rows", row_tokens=16, cu_seqlens_per_row=True)
+    batch = packed.micro_batch(range(2), layout=layout)
+    for dialect in DIALECTS.values():
+        if not dialect.padded_ends:
+            with pytest.raises(ConfigError, match="aligned"):
+                emit(batch, dialect)
+            continue
+        segments = read_back(emit(batch, dialect), dialect).segments
+        assert all(begin % 4 == 0 for begin, _ in segments)
+        whole = {length for _, length in segments}
+        assert {5, 9, 3, 7} <= whole
