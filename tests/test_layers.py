@@ -205,8 +205,24 @@ def test_building_data_never_imports_torch_or_deepspeed() -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_every_public_name_of_data_has_a_home() -> None:
+LAZY = ("megapack", "megapack.data", "megapack.integrations.megatron")
+
+
+@pytest.mark.parametrize("package", LAZY)
+def test_public_names_that_are_imported_when_asked_for_have_a_home(package: str) -> None:
     peer("torch")  # which some of them need
-    data = importlib.import_module("megapack.data")
-    for name in data.__all__:
-        assert hasattr(data, name), name
+    if package.endswith("megatron"):
+        peer("megatron.core")
+    names = importlib.import_module(package).__all__
+    assert len(names) > 1
+    for name in names:
+        assert hasattr(importlib.import_module(package), name), name
+
+
+def test_packages_with_names_that_are_imported_when_asked_for_are_all_listed() -> None:
+    found = {
+        ".".join(path.parent.relative_to(ROOT).parts)
+        for path in PACKAGE.rglob("__init__.py")
+        if "def __getattr__" in path.read_text(encoding="utf-8")
+    }
+    assert found == set(LAZY)

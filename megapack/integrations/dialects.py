@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from megapack.attention.probe import SegmentPlaces
 from megapack.attention.transformers_interface import ENDS, LONGEST
 from megapack.errors import ConfigError
 
@@ -158,36 +159,7 @@ DIALECTS = {
 }
 
 
-# ---- What a batch says: segments, and the loss of every position
-
-
-class Segments(NamedTuple):
-    """The segments of a micro batch, padding's too; all int64, one entry each."""
-
-    begins: Tensor
-    """First token, of all rows one behind the other."""
-    lengths: Tensor
-    rooms: Tensor
-    """Tokens from one begin to the next: the length, but where segments are aligned."""
-
-    @staticmethod
-    def of(batch: Mapping[str, Any]) -> Segments:
-        """Those of ``cu_seqlens``, listed per row or not, their last value repeated or not."""
-        rows, row = batch["tokens"].shape
-        ends = batch["cu_seqlens"].long()
-        places = batch.get("cu_seqlens_padded", ends).long()
-        if ends.dim() == 1:
-            ends, places, rows = ends[None], places[None], 1
-        shift = torch.arange(rows).view(-1, 1) * row
-        rooms = places.diff()
-        begins = places[:, :-1] + shift
-        there = rooms > 0
-        return Segments(begins[there], ends.diff()[there], rooms[there])
-
-    def positions(self) -> Tensor:
-        """Of every token, from the begin of its segment on, int64 (tokens,)."""
-        first = self.begins.repeat_interleave(self.rooms)
-        return torch.arange(len(first)) - first
+# ---- What a batch says
 
 
 class LossTerms(NamedTuple):
@@ -281,7 +253,7 @@ def _tell_ends(batch: Mapping[str, Any], dialect: Dialect, told: dict[str, Any])
     told |= {key: batch["max_seqlen"] for key in dialect.longest}
     if not (dialect.restart or dialect.lengths):
         return
-    segments = Segments.of(batch)
+    segments = SegmentPlaces.of(batch)
     rows, row = batch["tokens"].shape
     if dialect.restart and not torch.equal(segments.positions(), batch["position_ids"].flatten()):
         raise ConfigError(

@@ -15,6 +15,7 @@ A micro batch is one row of segments with the names that transformers' attention
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -27,7 +28,9 @@ from transformers.integrations import deepspeed
 
 from megapack.attention import ATTENTION_NAME, check_architecture
 from megapack.attention.experts import LoadBalancing, token_mask
+from megapack.attention.probe import probe
 from megapack.data import (
+    Batch,
     BatchLayout,
     BucketBatchSampler,
     MicroBatch,
@@ -38,6 +41,10 @@ from megapack.data import (
 from megapack.data.loader import fetching_ahead
 from megapack.errors import ConfigError, MegapackWarning
 from megapack.integrations.dialects import TRANSFORMERS, emit
+
+logger = logging.getLogger("megapack")
+
+PROBED_LOGITS = 256  # of every token: enough to see whether it changed
 
 # ---- Micro batches as transformers' models take them, and as a dataset of them ------------------
 
@@ -141,21 +148,25 @@ class MicroBatches(Dataset[dict[str, Any]]):
 
     def __getitem__(self, i: int) -> dict[str, Any]:
         """See ``model_inputs``. Raises IndexError behind the last one."""
+        batch = self.batch(i)
+        inputs = model_inputs(batch)
+        if self.with_token_mask:
+            tokens = batch["tokens"].numel()
+            inputs["token_mask"] = token_mask(batch["cu_seqlens"], batch["dataset_ids"], tokens)
+        return inputs
+
+    def batch(self, i: int) -> Batch:
+        """The same as ``PackedDataset.micro_batch`` gives it."""
         if not 0 <= i < len(self):
             raise IndexError(f"micro batch {i} of {len(self)}")
         chosen = self._fetched(i) if self.dataset.remote_reads.any else self._chosen(i)
-        batch = self.dataset.micro_batch(
+        return self.dataset.micro_batch(
             chosen.sample_ids,
             layout=self.layout,
             capacity=chosen.capacity,
             attention_window=chosen.attention_window,
             num_lists=chosen.num_lists,
         )
-        inputs = model_inputs(batch)
-        if self.with_token_mask:
-            tokens = batch["tokens"].numel()
-            inputs["token_mask"] = token_mask(batch["cu_seqlens"], batch["dataset_ids"], tokens)
-        return inputs
 
     def _chosen(self, i: int) -> MicroBatch:
         step, micro_step = divmod(i, self.num_micro_steps)
@@ -260,13 +271,19 @@ class PackedTrainerMixin:
     The loader is this rank's own, so nothing is sharded twice. A resume skips as many micro batches
     as the checkpoint's step has seen, without gathering them, and may use another number of ranks:
     ``gradient_accumulation_steps`` then changes with it, and the steps hold the same samples.
+
+    Attributes:
+        probe: whether the model is tried on the first micro batch before it trains on it
+            (``megapack.integrations.probe``): four forwards, and the log says their seconds.
     """
 
+    probe: bool = True
     args: Any
     model: Any
     train_dataset: Any
     eval_dataset: Any
     _checked: tuple[int, ...] = ()
+    _to_probe: MicroBatches | None = None
 
     def check_model(self, dataset: PackedDataset) -> None:
         """Called before the first batch of a dataset; see ``check_model``."""
@@ -295,7 +312,28 @@ class PackedTrainerMixin:
                 f"{self.args.world_size} ranks of {batches.layout.micro_batch_tokens} tokens take "
                 f"{batches.num_micro_steps}"
             )
+        self._to_probe = batches if self.probe else None
         return self._loader(batches)
+
+    def _try(self, model: Any, batch: Batch) -> None:
+        """Probe a model on a micro batch as it will be fed."""
+
+        def forward(asked: Mapping[str, Any]) -> torch.Tensor:
+            inputs = model_inputs(asked)
+            inputs = {
+                name: value.to(self.args.device) if isinstance(value, torch.Tensor) else value
+                for name, value in inputs.items()
+                if name not in ("labels", "shift_labels")
+            }
+            logits: torch.Tensor = model(**inputs).logits
+            return logits[..., :PROBED_LOGITS]
+
+        model.eval()
+        try:
+            seconds = probe(forward, batch, host=type(self.model).__name__)
+        finally:
+            model.train()
+        logger.info("documents of a micro batch are kept apart: probed in %.1f s", seconds)
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
         """One epoch of ``MicroBatches``, or what Trainer makes of any other dataset.
@@ -320,6 +358,9 @@ class PackedTrainerMixin:
         """Trainer's loss, but that the load-balancing loss of a mixture of experts counts as often
         as its micro batch has labels (``megapack.attention.experts``): Trainer would add it whole
         for every micro batch and rank, and count padding."""
+        if self._to_probe is not None and model.training:
+            batches, self._to_probe = self._to_probe, None
+            self._try(model, batches.batch(0))
         mask = inputs.pop("token_mask", None)
         options = {"num_items_in_batch": num_items_in_batch}
         if mask is None:

@@ -12,6 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, TrainingArguments
 from megapack import attention
 from megapack.data import PackedDataset, Schedule
 from megapack.errors import ConfigError, MegapackWarning
+from megapack.integrations import transformers as adapter
 from megapack.integrations.transformers import MicroBatches, PackedTrainer, check_model
 from megapack.packing import pack
 from tests.integrations.samples import make_dataset
@@ -66,8 +67,17 @@ def test_models_whose_documents_meet_are_not_trained(
 ) -> None:
     config = AutoConfig.for_model(name, **{**SMALL, **ITS_OWN.get(name, {})})
     model = AutoModelForCausalLM.from_config(config, attn_implementation=implementation)
+    trainer = packed_trainer(batches, tmp_path, model)
+    with pytest.raises(ConfigError, match=name):
+        trainer.train()
+
+
+def packed_trainer(batches: MicroBatches, folder: Path, model: Any = None) -> PackedTrainer:
+    if model is None:
+        config = AutoConfig.for_model("llama", **SMALL)
+        model = AutoModelForCausalLM.from_config(config, attn_implementation="megapack")
     arguments = TrainingArguments(
-        output_dir=str(tmp_path),
+        output_dir=str(folder),
         max_steps=1,
         gradient_accumulation_steps=2,
         use_cpu=True,
@@ -75,9 +85,43 @@ def test_models_whose_documents_meet_are_not_trained(
         save_strategy="no",
         disable_tqdm=True,
     )
-    trainer = PackedTrainer(model=model, args=arguments, train_dataset=batches)
-    with pytest.raises(ConfigError, match=name):
-        trainer.train()
+    return PackedTrainer(model=model, args=arguments, train_dataset=batches)
+
+
+def test_boundaries_that_are_lost_on_the_way_to_the_model_are_found(
+    batches: MicroBatches, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stock = adapter.model_inputs
+
+    def without_a_boundary(batch: Any) -> dict[str, Any]:
+        inputs = stock(batch)
+        ends = inputs["cu_seq_lens_q"]
+        assert len(ends) > 2
+        return {**inputs, "cu_seq_lens_q": ends[[0, -1]], "cu_seq_lens_k": ends[[0, -1]]}
+
+    monkeypatch.setattr(adapter, "model_inputs", without_a_boundary)
+    with pytest.raises(ConfigError, match=r"LlamaForCausalLM lets token .* see another document"):
+        packed_trainer(batches, tmp_path).train()
+    trainer = packed_trainer(batches, tmp_path)
+    trainer.probe = False
+    assert trainer.train().global_step == 1
+
+
+def test_a_probed_model_trains_as_one_that_was_not(
+    batches: MicroBatches, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    trained = []
+    for probe in (True, False):
+        torch.manual_seed(3)
+        trainer = packed_trainer(batches, tmp_path)
+        trainer.probe = probe
+        with caplog.at_level("INFO", "megapack"):
+            trainer.train()
+        trained.append(trainer.model.state_dict())
+    said = [record.message for record in caplog.records if "probed in" in record.message]
+    assert len(said) == 1
+    for name, value in trained[0].items():
+        assert torch.equal(value, trained[1][name]), name
 
 
 def test_ids_above_the_models_vocabulary_are_refused_at_start(tmp_path: Path) -> None:

@@ -46,10 +46,8 @@ __all__ = [
 
 _HOMES = {
     "attention": ("PackedCoreAttention", "with_packed_attention"),
-    "batch": ("forward_step", "get_batch"),
-    "builder": ("PackedDatasetBuilder",),
-    "dataset": ("PackedGPTDataset",),
-    "packed": ("flatten_rows", "to_packed_seq_params"),
+    "batch": ("flatten_rows", "forward_step", "get_batch", "to_packed_seq_params"),
+    "dataset": ("PackedDatasetBuilder", "PackedGPTDataset"),
     "storage": ("IndexedDataset", "IndexedDatasetBuilder", "rebind_storage"),
     "swap": ("install", "uninstall"),
 }

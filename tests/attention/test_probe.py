@@ -1,0 +1,139 @@
+"""The probe finds boundaries that are wrong, masks that are shifted and windows that are lost."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from megapack.attention.probe import SegmentPlaces, probe
+from megapack.errors import ConfigError
+
+LENGTHS = (5, 1, 7, 4, 2, 5)
+
+
+def make_batch(window: int | None = None, *, per_row: bool = False) -> dict[str, Any]:
+    """Six segments in two rows of 12; the last is padding."""
+    generator = torch.Generator().manual_seed(7)
+    tokens = torch.randint(3, 50, (24,), generator=generator)
+    labels = torch.roll(tokens, -1)
+    labels[torch.tensor(LENGTHS).cumsum(0) - 1] = -100
+    labels[19:] = -100
+    cuts = {0, *torch.tensor(LENGTHS).cumsum(0).tolist()}
+    for begin, length in zip([0, 5, 6, 13, 17, 19], LENGTHS, strict=True):
+        cuts |= set(range(begin, begin + length, window or length))
+    ends = torch.tensor(sorted(cuts | ({12} if per_row else set())), dtype=torch.int32)
+    if per_row:
+        rows = [ends[(ends >= low) & (ends <= low + 12)] - low for low in (0, 12)]
+        ends = torch.stack([nn.functional.pad(x, (0, 13 - len(x)), value=12) for x in rows])
+    return {
+        "tokens": tokens.view(2, 12),
+        "labels": labels.view(2, 12),
+        "loss_mask": (labels >= 0).float().view(2, 12),
+        "cu_seqlens": ends,
+    }
+
+
+class TinyModel(nn.Module):
+    """One layer of causal attention inside of the segments it is told, and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            self.embed = nn.Embedding(50, 16)
+            self.project = nn.Linear(16, 16)
+            self.head = nn.Linear(16, 50)
+
+    def forward(self, tokens: Tensor, ends: Tensor) -> Tensor:
+        x = self.embed(tokens.flatten())
+        of = torch.bucketize(torch.arange(len(x)), ends, right=True)
+        see = (of[:, None] == of) & torch.ones(len(x), len(x)).tril().bool()
+        scores = (self.project(x) @ x.T / 4).masked_fill(~see, -torch.inf)
+        logits: Tensor = self.head(x + scores.softmax(-1) @ x)
+        return logits
+
+
+Spoil = Callable[[Tensor], Tensor]
+
+
+def logits_of(spoil: Spoil = lambda ends: ends) -> Callable[[dict[str, Any]], Tensor]:
+    model = TinyModel()
+
+    def forward(batch: dict[str, Any]) -> Tensor:
+        segments = SegmentPlaces.of(batch)
+        ends = torch.cat([segments.begins, torch.tensor([24])])
+        return model(batch["tokens"], spoil(ends))
+
+    return forward
+
+
+def losses_of(shift: int) -> Callable[[dict[str, Any]], Tensor]:
+    model = logits_of()
+
+    def forward(batch: dict[str, Any]) -> Tensor:
+        labels = batch["labels"].flatten().clamp(min=0)
+        losses = nn.functional.cross_entropy(model(batch), labels, reduction="none")
+        return losses * batch["loss_mask"].flatten().roll(shift)
+
+    return forward
+
+
+@pytest.mark.parametrize("per_row", [False, True])
+@pytest.mark.parametrize("window", [None, 2])
+def test_a_forward_that_keeps_documents_apart_passes(window: int | None, per_row: bool) -> None:
+    batch = make_batch(window, per_row=per_row)
+    kept = {name: value.clone() for name, value in batch.items()}
+    state = torch.get_rng_state()
+    assert probe(logits_of(), batch) >= 0
+    assert probe(losses_of(0), batch, outputs="losses") >= 0
+    assert torch.equal(state, torch.get_rng_state())
+    assert all(torch.equal(batch[name], value) for name, value in kept.items())
+
+
+WRONG = [(at, wrong) for at in range(1, len(LENGTHS)) for wrong in ("missing", "late", "early")]
+WRONG.remove((2, "early"))  # on the begin of a document of one token: that one is missing
+
+
+@pytest.mark.parametrize(("at", "wrong"), WRONG)
+def test_a_wrong_boundary_is_found(at: int, wrong: str) -> None:
+    def spoil(ends: Tensor) -> Tensor:
+        if wrong == "missing":
+            return torch.cat([ends[:at], ends[at + 1 :]])
+        return ends + (torch.arange(len(ends)) == at) * (1 if wrong == "late" else -1)
+
+    with pytest.raises(ConfigError, match="another document"):
+        probe(logits_of(spoil), make_batch(), host="a host")
+
+
+def test_a_lost_window_is_found() -> None:
+    whole = torch.tensor([0, *torch.tensor(LENGTHS).cumsum(0).tolist()])
+    with pytest.raises(ConfigError, match="another document"):
+        probe(logits_of(lambda _: whole), make_batch(window=2))
+
+
+@pytest.mark.parametrize("shift", [-1, 1])
+def test_a_shifted_mask_is_found(shift: int) -> None:
+    with pytest.raises(ConfigError, match="shifted once too often"):
+        probe(losses_of(shift), make_batch(), outputs="losses")
+
+
+def test_a_look_ahead_is_found() -> None:
+    plain = logits_of()
+
+    def forward(batch: dict[str, Any]) -> Tensor:
+        made = plain(batch)
+        made[7] += made[9]  # inside of the segment of tokens 6 to 12
+        return made
+
+    with pytest.raises(ConfigError, match="what comes after it"):
+        probe(forward, make_batch())
+
+
+def test_outputs_that_do_not_depend_on_the_batch_are_refused() -> None:
+    fixed = logits_of()(make_batch()).detach()
+    with pytest.raises(ConfigError, match="do not depend on the batch"):
+        probe(lambda _: fixed, make_batch())
