@@ -10,11 +10,12 @@ import itertools
 import json
 import logging
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Literal
 
 import torch
 
+from megapack.attention.probe import probe
 from megapack.data import Batch, PackedLoader, Schedule
 from megapack.data.bucket_order import fold_key
 from megapack.training.config import PretrainConfig
@@ -25,6 +26,7 @@ from megapack.training.engine.inputs import Inputs
 from megapack.training.engine.world import World
 from megapack.training.evaluation.validation import evaluate_sources
 from megapack.training.model.flops import ModelFlops
+from megapack.training.model.training_model import on_device
 from megapack.training.monitoring.monitor import Monitor, StepWork
 from megapack.training.monitoring.signals import Agreement, StepProfiler, StopSignals
 
@@ -120,6 +122,7 @@ class Trainer:
         )
         self.profiler = StepProfiler(run.profile, here, profile)
         self.trace = BatchTrace(run, here, inputs.schedule) if config.logging.batches else None
+        self.to_probe = config.model.probe and config.engine.sequence_parallel_size == 1
 
     def note(self, done: int) -> None:
         """So many optimizer steps are done."""
@@ -169,6 +172,8 @@ class Trainer:
         content = inputs.schedule.step(step)
         lr = config.learning_rate.at(step, num_steps=inputs.num_steps, peak=config.optimizer.lr)
         torch.manual_seed(fold_key(config.seed, step, self.here.rank))  # dropout, if there is
+        if self.to_probe:
+            micro_batches = self.probed(micro_batches)
         if self.trace is not None:
             micro_batches = self.trace.follow(micro_batches)
         result = train_step(
@@ -186,6 +191,31 @@ class Trainer:
         }
         work = StepWork.of(inputs.schedule, content, self.flops)
         self.monitor.step(line, content=content, work=work, result=result)
+
+    def probed(self, micro_batches: Iterable[Batch]) -> Iterator[Batch]:
+        """The same; the model is tried on the first of them (``megapack.attention.probe``)."""
+        self.to_probe = False
+        coming = iter(micro_batches)
+        batch = next(coming)
+        dtype = next(self.engine.parameters()).dtype
+
+        def forward(asked: Mapping[str, Any]) -> torch.Tensor:
+            self.here.progress.at("the probe of the model")
+            arguments = on_device({**asked}, self.here.device, self.config.engine)
+            losses: torch.Tensor = self.engine(**arguments)[1]
+            return losses.to(dtype)  # which says how far rounding goes
+
+        self.engine.eval()
+        try:
+            with torch.compiler.set_stance("force_eager"):
+                seconds = probe(
+                    forward, batch, outputs="losses", counted=lambda asked: asked["labels"] >= 0
+                )
+        finally:
+            self.engine.train()
+        logger.info("documents of a micro batch are kept apart: probed in %.1f s", seconds)
+        self.monitor.skip_time()
+        return itertools.chain([batch], coming)
 
     def validate(self) -> None:
         """Perplexity of the held-out documents, and of those of every source."""

@@ -76,6 +76,7 @@ def test_another_step_size_keeps_the_checkpoints_of_most_tokens_and_the_log(
     allow = "checkpoint.allow_change=[tokens_per_step]"
     output = start_run(zygote, config, "large", *larger, allow, ranks=1).succeed()
     assert "continuing at step 2 " in output
+    assert output.count("documents of a micro batch are kept apart: probed in") == 1
     assert "tokens_per_step was 1024 and is 4096: the step number is converted" in output
     kept = sorted(p.name for p in (run_dir / "checkpoints").glob("step_*"))
     assert kept == ["step_00000003_tokens_12288", "step_00000004_tokens_16384"]

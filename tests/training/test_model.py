@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
 
+from megapack.attention.probe import probe
 from megapack.errors import ConfigError
 from megapack.training.config import ModelConfig
 from megapack.training.model.architecture import (
@@ -290,3 +292,27 @@ def test_plain_rows_without_segments_are_one_segment_each() -> None:
     ours = model(rows, use_cache=False).logits
     model.set_attn_implementation("eager")
     assert torch.allclose(ours, model(rows, use_cache=False).logits, atol=1e-5)
+
+
+@pytest.mark.parametrize("wrong", ["nothing", "boundary", "labels"])
+def test_probes_of_a_training_model_find_what_is_wrong_with_a_batch(wrong: str) -> None:
+    model = tiny_model("llama_tiny").eval()
+    packed = pack_documents(documents([9, 14, 6]), padding=3)
+    batch = {**packed.arguments(), "loss_mask": (packed.labels >= 0).float()}
+
+    def forward(asked: dict[str, Any]) -> Tensor:
+        given = {**packed.arguments(), "tokens": asked["tokens"]}
+        if wrong == "boundary":
+            given["cu_seqlens"] = packed.cu_seqlens[[0, 2, 3, 4]]
+            given["max_seqlen"] = 23
+        if wrong == "labels":
+            given["labels"] = packed.labels.roll(1)
+        losses: Tensor = model(**given)[1]
+        return losses
+
+    if wrong == "nothing":
+        assert probe(forward, batch, outputs="losses") > 0
+        return
+    said = {"boundary": "see another document", "labels": "shifted once too often"}[wrong]
+    with pytest.raises(ConfigError, match=said):
+        probe(forward, batch, outputs="losses")
