@@ -22,7 +22,7 @@ fi
 MEGAPACK_WERROR=1 "$venv/bin/python" setup.py --quiet build_ext --inplace
 
 run=(tests/cli tests/fuzz tests/packing tests/storage tests/tokenization
-    tests/test_config.py tests/test_cpp.py tests/test_documented_commands.py tests/test_layers.py)
+    tests/test_config.py tests/test_cpp.py tests/test_pages.py tests/test_layers.py)
 left=()
 for path in tests/*/ tests/test_*.py; do
     path=${path%/}

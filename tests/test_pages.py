@@ -1,0 +1,312 @@
+"""What stands in the pages: blocks of code run (tests/pages.py), commands and options exist, links
+lead somewhere, the tables of concepts are measured.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+import textwrap
+from importlib.metadata import metadata
+from pathlib import Path
+
+import pytest
+import yaml
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+
+from lengths import LAWS
+from pages import ROOT, SHELLS, Block, Reader, blocks_of, pages
+
+from megapack.cli.main import COMMANDS, build_parser
+from megapack.packing import pack
+
+BLOCKS = [block for page in pages() for block in blocks_of(page)]
+
+
+# --- the blocks of code ---------------------------------------------------------------------------
+
+
+@pytest.mark.pages
+@pytest.mark.parametrize(
+    "page", sorted({b.page for b in BLOCKS}), ids=lambda p: str(p.relative_to(ROOT))
+)
+def test_blocks_of_a_page_run(page: Path) -> None:
+    """As somebody would run them who copies them one after the other."""
+    environment = {**os.environ, "PYTHONWARNINGS": "ignore", "DS_ACCELERATOR": "cpu"}
+    done = subprocess.run(
+        [sys.executable, str(Path(__file__).with_name("pages.py")), str(page)],
+        capture_output=True, text=True, check=False, env=environment,
+    )  # fmt: skip
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+
+
+def test_blocks_are_found_and_few_are_left_out() -> None:
+    """The tests beside this one cannot pass because nothing was found."""
+    code = [block for block in BLOCKS if block.language in (*SHELLS, "python")]
+    run = [block for block in code if not {"not run", "slow"} & set(block.said)]
+    assert {"README.md", "concepts.md", "transformers.md"} <= {block.page.name for block in run}
+    assert len(code) > 40 and len(run) > len(code) / 2
+
+
+def test_a_block_says_its_language_and_why_it_is_not_run() -> None:
+    known = (*SHELLS, "python", "text", "yaml", "json", "mermaid")
+    for block in BLOCKS:
+        assert block.language in known, f"{block.name} is {block.language or 'without a language'}"
+        assert set(block.said) <= {"not run", "slow", "smaller", "given"}, block.name
+        for why in ("not run", "slow"):
+            assert len(block.said.get(why, "12345678")) >= 8, f"{block.name} says no reason"
+
+
+def test_no_block_hides_in_an_indent() -> None:
+    """Indented by four behind an empty line that follows running text: nothing would run it."""
+    for page in pages():
+        text = re.sub(r"^ *```.*?^ *```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+        assert not re.search(r"^[^\s*\-\d>].*\n\n {4}\S", text, re.MULTILINE), page
+
+
+@pytest.mark.parametrize("block", BLOCKS, ids=lambda block: block.name)
+def test_a_block_is_read_by_its_language(block: Block) -> None:
+    if block.language in SHELLS:
+        assert block.commands.strip(), block.name
+        subprocess.run(["bash", "-n"], input=block.commands, text=True, check=True)
+    elif block.language == "python":
+        compile(block.text, block.name, "exec")
+    elif block.language == "json":
+        text = block.text.strip()
+        json.loads(text if text.startswith("{") else f"{{{text.rstrip(',')}}}")
+    elif block.language == "yaml":
+        assert yaml.safe_load(block.text)
+
+
+def _page(folder: Path, text: str) -> Reader:
+    page = folder / "page.md"
+    page.write_text(textwrap.dedent(text))
+    reader = Reader(folder, slow=False)
+    for block in blocks_of(page):
+        reader.read(Block(ROOT / "page.md", block.line, block.language, block.text, block.said))
+    assert not reader.printed
+    return reader
+
+
+def test_a_reader_goes_on_where_it_was(tmp_path: Path) -> None:
+    """Names of Python, the folder and the sizes of a page."""
+    reader = _page(tmp_path, """
+        ```bash
+        mkdir made && cd made
+        ```
+        <!-- smaller: 524_288 -> 4 -->
+        <!-- given: b = 1 -->
+        ```python
+        a = 524_288
+        ```
+        ```python
+        open(f"{a + b}", "w").close()
+        print(a + b)
+        ```
+        ```text
+        5
+        ```
+        ```console
+        $ ls .
+        7     # a remark; other numbers
+        ```
+        <!-- not run: it would fail, as it says -->
+        ```bash
+        false
+        ```
+    """)  # fmt: skip
+    assert reader.folder == tmp_path / "made" and (tmp_path / "made" / "5").exists()
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "```bash\nfalse\ntrue\n```\n",
+        "```python\nraise AssertionError\n```\n",
+        "```python\nprint(1)\n```\n```text\n2\n```\n",
+        "```python\nprint(1)\n```\n",
+        "```console\n$ echo two words\nother words\n```\n",
+        "<!-- smaller: 8 -> 4 -->\n```python\na = 7\n```\n",
+    ],
+)
+def test_a_page_that_does_not_hold_is_found(text: str, tmp_path: Path) -> None:
+    with pytest.raises(AssertionError):
+        _page(tmp_path, text)
+
+
+# --- commands and options -------------------------------------------------------------------------
+
+PLACES = ("launch/*.sh", "configs/*.yaml", "examples/*.py", "megapack/cli/*.py")
+FILES = sorted({*pages(), *(path for place in PLACES for path in ROOT.glob(place))})
+# At the beginning of a line, behind a prompt or the mark of a comment, to the line that does not
+# end in a backslash (which stands doubled in a docstring).
+COMMAND = re.compile(
+    r"^[ \t]*(?:[#$*>][ \t]+)?megapack-build[ \t]+(?=[a-z])((?:[^\n]*\\\n)*[^\n]*)", re.MULTILINE
+)
+INLINE = re.compile(r"`megapack-build\s+([^`]+)`")
+ASSIGNED = re.compile(r"^([A-Z_]+)=(?:\$\{\w+:-)?([\w,./-]+)\}?", re.MULTILINE)
+
+
+def _words(text: str, variables: dict[str, str]) -> list[str]:
+    """Up to a comment or the end of the shell's command; variables of the script are put in."""
+    joined = re.sub(r"\\+\n[ \t]*#?", " ", text)
+    joined = re.sub(r"\$(\w+)", lambda match: variables.get(match[1], match[0]), joined)
+    lexer = shlex.shlex(joined, posix=True, punctuation_chars=True)
+    lexer.whitespace_split = True
+    words: list[str] = []
+    for word in lexer:
+        if word and set(word) <= set("|&;<>()"):
+            break
+        words.append(word)
+    return words
+
+
+def _commands(path: Path) -> list[list[str]]:
+    text = path.read_text(encoding="utf-8")
+    variables = dict(ASSIGNED.findall(text))
+    return [_words(match[1], variables) for match in COMMAND.finditer(text)]
+
+
+CASES = [(path, words) for path in FILES for words in _commands(path)]
+
+
+def _assert_options_exist(path: Path, name: str, words: list[str]) -> None:
+    named = {word.partition("=")[0] for word in words if word.startswith("--")}
+    unknown = named - set(build_parser(name)._option_string_actions)
+    assert not unknown, f"{path}: megapack-build {name} has no {unknown}"
+
+
+def test_commands_are_found_where_they_are_known_to_stand() -> None:
+    """Every command is shown somewhere; the tests below cannot pass because nothing was found."""
+    assert {words[0] for _, words in CASES} == set(COMMANDS)
+    for name in ("tokenize", "compare", "pack"):
+        assert any(path.name == "README.md" and words[0] == name for path, words in CASES)
+
+
+@pytest.mark.parametrize(
+    ("path", "words"), CASES, ids=[f"{path.relative_to(ROOT)}-{words[0]}" for path, words in CASES]
+)
+def test_a_documented_command_is_understood(
+    path: Path, words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By the real parser."""
+    name, *rest = words
+    assert name in COMMANDS, f"{path}: megapack-build {name}"
+    if rest == ["--help"]:
+        return
+    if "..." in rest:  # left out on purpose: only the options that are named can be wrong
+        _assert_options_exist(path, name, rest)
+        return
+    try:
+        build_parser(name).parse_args(rest)
+    except SystemExit:
+        pytest.fail(f"{path}: megapack-build {shlex.join(words)}\n{capsys.readouterr().err}")
+
+
+def test_options_in_running_text_exist() -> None:
+    """As in `megapack-build compare --html`, which need not be complete."""
+    found = [
+        (path, *match[1].split()) for path in FILES for match in INLINE.finditer(path.read_text())
+    ]
+    for path, name, *rest in found:
+        assert name in COMMANDS, f"{path}: megapack-build {name}"
+        _assert_options_exist(path, name, rest)
+    assert any(word.startswith("--") for _, _, *rest in found for word in rest)
+
+
+def test_targets_of_make_and_extras_of_pip_exist() -> None:
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    text = "\n".join(page.read_text(encoding="utf-8") for page in pages())
+    targets = set(re.findall(r"(?:^(?:\$ )?|`)(?:[A-Z_]+=\S+ )*make ([\w-]+)", text, re.MULTILINE))
+    assert {"demo", "test"} <= targets
+    for target in targets:
+        bench = ROOT / "benchmarks" / f"{target.removeprefix('bench-')}.py"
+        known = re.search(rf"^(?:.* )?{target}\b.*:", makefile, re.MULTILINE) or bench.is_file()
+        assert known, f"make {target}"
+    offered = metadata("megapack").get_all("Provides-Extra")
+    extras = re.findall(r"(?:\.|whl\)?|megapack)\[((?:[\w-]+,?)+)\]", text)
+    assert extras
+    for extra in ",".join(extras).split(","):
+        assert extra in offered, extra
+
+
+def test_no_page_installs_a_package_that_is_not_published() -> None:
+    for page in pages():
+        assert not re.search(r"pip install ['\"]?megapack", page.read_text()), page
+
+
+def test_the_picture_is_what_its_script_draws(tmp_path: Path) -> None:
+    script, picture = (ROOT / "docs" / "images" / f"packing.{kind}" for kind in ("py", "svg"))
+    subprocess.run([sys.executable, str(script), str(tmp_path / "drawn.svg")], check=True)
+    assert (tmp_path / "drawn.svg").read_text() == picture.read_text()
+
+
+# --- links and lengths ----------------------------------------------------------------------------
+
+
+def _anchors(page: Path) -> set[str]:
+    text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    titles = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+def test_links_of_pages_lead_somewhere() -> None:
+    checked = 0
+    for page in [*pages(), *ROOT.glob("docs/results*.md"), *ROOT.glob("docs/results/*.md")]:
+        for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+            if re.match(r"https?:", link):
+                continue
+            name, _, anchor = link.partition("#")
+            target = (page.parent / name).resolve() if name else page
+            assert target.exists(), f"{page}: {link}"
+            assert not anchor or anchor in _anchors(target), f"{page}: {link}"
+            checked += 1
+    assert checked > 50
+
+
+@pytest.mark.parametrize(
+    ("place", "limit"),
+    [("README.md", 160), ("docs/quickstart.md", 80), ("docs/faq.md", 120),
+     ("docs/troubleshooting.md", 120), ("docs/guides/*.md", 120), ("CHANGELOG.md", 40)],
+)  # fmt: skip
+def test_pages_are_short(place: str, limit: int) -> None:
+    found = list(ROOT.glob(place))
+    assert found
+    for page in found:
+        assert len(page.read_text().splitlines()) <= limit, page
+
+
+# --- concepts -------------------------------------------------------------------------------------
+
+FIVE = [1024, 2048, 4096, 8192, 16384]
+
+
+@pytest.mark.pages
+@pytest.mark.parametrize(
+    ("row", "strategy", "buckets", "options"),
+    [
+        ("`pad`, one document per sample of 4096", "pad", [4096], {}),
+        ("`concat`, 1024", "concat", [1024], {}),
+        ("`concat`, 4096", "concat", [4096], {}),
+        ("`concat`, 16384", "concat", [16384], {}),
+        ("`best_fit_decreasing`, 16384", "best_fit_decreasing", [16384], {}),
+        ("`bucket_llm`, pools of 3,000 documents", "bucket_llm", FIVE, {"pool_size": 3000}),
+        ("`bucket`, the default", "bucket", FIVE, {}),
+    ],
+)
+def test_concepts_table_of_ten_million_documents_holds_for_half_a_million(
+    row: str, strategy: str, buckets: list[int], options: dict[str, int]
+) -> None:
+    text = (ROOT / "docs" / "concepts.md").read_text()
+    (line,) = [line for line in text.splitlines() if line.startswith(f"| {row} |")]
+    padding, truncated, joined = (cell.strip(" %") for cell in line.split("|")[2:5])
+    lengths = LAWS["fineweb_edu_like"](500_000)
+    metrics = pack(lengths, strategy, buckets=buckets, **options).metrics()
+    assert 100 * metrics["padding_ratio"] == pytest.approx(float(padding), rel=0.02, abs=0.01)
+    assert 100 * metrics["truncation_ratio"] == pytest.approx(float(truncated), rel=0.08)
+    assert metrics["concatenation_ratio"] == pytest.approx(float(joined), rel=0.02)
