@@ -20,17 +20,18 @@ if TYPE_CHECKING:  # the public names and where they live: read by type checkers
     from megapack.data.batch import flex_block_mask as flex_block_mask
     from megapack.data.batch import segment_ids as segment_ids
     from megapack.data.blend import BlendConfig as BlendConfig
+    from megapack.data.blend import Ramp as Ramp
     from megapack.data.blend import Source as Source
+    from megapack.data.blend import Stage as Stage
     from megapack.data.blend import load_blend as load_blend
     from megapack.data.bucket_order import ORDERS as ORDERS
     from megapack.data.dataset import PackedDataset as PackedDataset
     from megapack.data.dataset import check_token_ids as check_token_ids
+    from megapack.data.dataset import open_blend as open_blend
     from megapack.data.loader import PackedLoader as PackedLoader
     from megapack.data.loader import RankChecker as RankChecker
     from megapack.data.loader import build_loader as build_loader
-    from megapack.data.program import Ramp as Ramp
     from megapack.data.program import ScheduleConfig as ScheduleConfig
-    from megapack.data.program import Stage as Stage
     from megapack.data.report import plan_exclusions as plan_exclusions
     from megapack.data.report import plan_run as plan_run
     from megapack.data.report import unseen_documents as unseen_documents

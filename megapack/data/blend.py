@@ -1,6 +1,7 @@
 """Several datasets in one run: the manifest that lists them, as it is written.
 
 - ``BlendConfig``, ``load_blend``: the manifest. ``Source``: one dataset of it.
+- ``Stage``, ``Ramp``: what changes from a step on.
 - ``HostOptions``: keys that only hosts ask for.
 
     sources:                       # YAML or JSON; paths are relative to this file
@@ -31,17 +32,13 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from megapack.config import check_positive, check_range, load_config
-from megapack.data.program import Stage
 from megapack.data.sample_order import Scores
 from megapack.errors import ConfigError
 from megapack.packing.sharded import SourceIndex, is_shard_manifest, load_index
 from megapack.storage.remote.address import joined
-
-if TYPE_CHECKING:  # torch, which a manifest is read without
-    from megapack.data.dataset import PackedDataset
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,6 +127,108 @@ class Source:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Ramp:
+    """How the weights of a stage are reached; they hold from the end of the ramp on.
+
+    Over n steps the share of a source goes from a to b as a + (b - a) f(t / n), with f(x) = x
+    (linear) or (1 - cos(pi x)) / 2 (cosine). The steps are cut into pieces of equal length, each a
+    stage of its own with an exact blend; its shares are the means of a + (b - a) f over its steps.
+
+    So at the end of every piece the blend has followed f, and between two ends it is at most
+    |b - a| n / (8 pieces^2) steps' worth of tokens from it (linear; pi / 2 times that for cosine):
+    what a function of slope s and mean 0 adds up to over a length h is at most s h^2 / 8. With 32
+    pieces that is |b - a| n / 8192. To this comes what every stage may be off, 1.69 samples per
+    bucket.
+    """
+
+    until_step: int | None = None
+    """The first step that has the stage's own weights."""
+    until_tokens: int | None = None
+    """Instead of until_step: the first step before which so many tokens were taken."""
+    shape: Literal["linear", "cosine"] = "linear"
+    pieces: int = 32
+
+    def __post_init__(self) -> None:
+        if (self.until_step is None) == (self.until_tokens is None):
+            raise ConfigError("a ramp ends at until_step or at until_tokens: give one of them")
+        check_positive(
+            "ramp",
+            until_step=self.until_step,
+            until_tokens=self.until_tokens,
+            pieces=self.pieces,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stage:
+    """What changes from a step on. Everything but where it begins may be left out."""
+
+    from_step: int | None = None
+    """The first step of the stage, counted from the beginning of the run."""
+    from_tokens: int | None = None
+    """Instead of from_step: the first step before which so many tokens were taken, with padding."""
+    weights: dict[str, float] | None = None
+    """Source name -> share of the tokens; a source that is not named is not drawn."""
+    tokens_per_step: int | None = None
+    """As in ``megapack.data.program.StepConfig``, like all down to micro_step_tokens."""
+    order: str | None = None
+    num_cycles: int | None = None
+    """Goes with order: a stage that gives another order and not this takes the order's own."""
+    mix: Literal["step", "micro_step"] | None = None
+    micro_step_tokens: int | None = None
+    skip_steps: int = 0
+    """Before the stage begins, what the stage before it would have drawn in so many steps is passed
+    over: those samples count as seen, and come again with the next epoch."""
+    exclude: dict[str, str] | None = None
+    """Source name -> file of document ids, .npy of integers or text with one per line: masked from
+    here to the end of the run (``megapack.data.sources``)."""
+    ramp: Ramp | None = None
+    """The weights are reached step by step; None: at once. Later stages without weights leave the
+    ramp going."""
+    loss_weights: dict[str, float] | None = None
+    """Source name -> ``Source.loss_weight`` from here on; that of a source not named stays."""
+    attention_window: int | None = None
+    """Attention stays inside pieces of so many tokens of a segment (``Window``); 0: inside
+    segments, as without a window."""
+    window_steps: int = 0
+    """The window goes in so many steps from the one before to this one, on a line."""
+
+    def __post_init__(self) -> None:
+        if (self.from_step is None) == (self.from_tokens is None):
+            raise ConfigError("a stage begins at from_step or at from_tokens: give one of them")
+        check_range(
+            str(self),
+            at_least=0,
+            skip_steps=self.skip_steps,
+            attention_window=self.attention_window,
+            window_steps=self.window_steps,
+        )
+        if self.window_steps and not self.attention_window:
+            raise ConfigError(
+                f"{self} has window_steps {self.window_steps} and attention_window "
+                f"{self.attention_window}; give the window it goes to"
+            )
+        if self.exclude == {}:
+            raise ConfigError(f"{self} has an empty exclude; name a source and its file")
+        if self.weights == {}:
+            raise ConfigError(f"{self} has empty weights; name at least one source")
+        if self.ramp is not None and self.weights is None:
+            raise ConfigError(f"{self} has a ramp and no weights; give those to reach")
+
+    def relative_to(self, folder: Path) -> Stage:
+        """The stage with paths relative to the manifest's folder."""
+        if self.exclude is None:
+            return self
+        files = {name: str(folder / path) for name, path in self.exclude.items()}
+        return replace(self, exclude=files)
+
+    def __str__(self) -> str:
+        if self.from_tokens is None:
+            return f"the stage from step {self.from_step}"
+        return f"the stage from {self.from_tokens} tokens"
+
+
+@dataclass(frozen=True, kw_only=True)
 class BlendConfig:
     """Sources and how often each may be repeated."""
 
@@ -166,27 +265,6 @@ class BlendConfig:
             stages=tuple(stage.relative_to(folder) for stage in self.stages),
         )
 
-    def open(self, **options: Any) -> PackedDataset:
-        """The blend as one dataset; options are those of ``PackedDataset``.
-
-        Raises:
-            ConfigError: a source has no index.
-        """
-        for source in self.sources:
-            if source.index is None:
-                raise ConfigError(
-                    f"source {source.title!r} has no index; make one with megapack-build pack"
-                )
-        return open_blend(
-            self.sources,
-            [source.prefix for source in self.sources],
-            [source.open_index() for source in self.sources],
-            max_epochs=self.max_epochs,
-            stages=self.stages,
-            attention_window=self.attention_window,
-            **options,
-        )
-
 
 @dataclass(frozen=True, kw_only=True)
 class HostOptions:
@@ -217,25 +295,6 @@ class HostOptions:
 @dataclass(frozen=True, kw_only=True)
 class _WholeManifest(HostOptions, BlendConfig):
     """All keys that a manifest may have."""
-
-
-def open_blend(
-    sources: Sequence[Source], datasets: Sequence[Any], indices: Sequence[Any], **options: Any
-) -> PackedDataset:
-    """Sources with their documents and samples, open or by name, as one dataset."""
-    from megapack.data.dataset import PackedDataset  # noqa: PLC0415
-
-    weights = [source.weight for source in sources]
-    return PackedDataset(
-        datasets,
-        indices,
-        weights=None if set(weights) == {None} else weights,
-        names=[source.title for source in sources],
-        scores=[source.by_score for source in sources],
-        loss_weights=[source.loss_weight for source in sources],
-        label_dataset=[None if s.labels == "none" else s.labels for s in sources],
-        **options,
-    )
 
 
 def load_blend(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> BlendConfig:

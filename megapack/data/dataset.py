@@ -31,6 +31,7 @@ from megapack.data.batch import (
     slot_tokens,
     weigh,
 )
+from megapack.data.blend import BlendConfig
 from megapack.data.documents import (
     Documents,
     Index,
@@ -424,3 +425,42 @@ def _largest_token_id(dataset: SourceDocuments) -> int:
         )
     blocks = (dataset.tokens[begin : begin + _BLOCK_TOKENS] for begin in begins)
     return max((_core.token_range(block)[1] for block in blocks), default=-1)
+
+
+def open_blend(
+    blend: BlendConfig,
+    datasets: Sequence[Documents] | None = None,
+    indices: Sequence[Index] | None = None,
+    **options: Any,
+) -> PackedDataset:
+    """The sources of a manifest as one dataset; options are those of ``PackedDataset``.
+
+    Args:
+        blend: the manifest.
+        datasets, indices: of every source, where they are open or made; None: as it names them.
+
+    Raises:
+        ConfigError: a source has no index.
+    """
+    sources = blend.sources
+    if indices is None:
+        for source in sources:
+            if source.index is None:
+                raise ConfigError(
+                    f"source {source.title!r} has no index; make one with megapack-build pack"
+                )
+        indices = [source.open_index() for source in sources]
+    weights = [source.weight for source in sources]
+    return PackedDataset(
+        [source.prefix for source in sources] if datasets is None else datasets,
+        indices,
+        weights=None if set(weights) == {None} else weights,
+        names=[source.title for source in sources],
+        scores=[source.by_score for source in sources],
+        loss_weights=[source.loss_weight for source in sources],
+        label_dataset=[None if s.labels == "none" else s.labels for s in sources],
+        max_epochs=blend.max_epochs,
+        stages=blend.stages,
+        attention_window=blend.attention_window,
+        **options,
+    )

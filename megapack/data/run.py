@@ -164,6 +164,8 @@ def open_run(config: RunConfig) -> OpenRun:
         IndexMismatchError: an index of other documents.
         FormatError, OSError: a file is damaged or missing.
     """
+    from megapack.data.dataset import PackedDataset, open_blend  # noqa: PLC0415
+
     section = config.data
     options: dict[str, Any] = {
         "positions": section.positions,
@@ -172,10 +174,8 @@ def open_run(config: RunConfig) -> OpenRun:
     }
     if section.blend is not None:
         blend = load_blend(section.blend)
-        data = blend.open(**options)
+        data = open_blend(blend, **options)
     else:
-        from megapack.data.dataset import PackedDataset  # noqa: PLC0415
-
         assert section.index is not None  # DataConfig checked it
         blend, data = None, PackedDataset(section.prefix, section.index, **options)
     return OpenRun(**plan_steps(config, data).__dict__, data=data, blend=blend)

@@ -43,6 +43,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megapack.data import resume
+from megapack.data.blend import Stage
 from megapack.data.bucket_order import (
     CostWindows,
     Cursors,
@@ -57,7 +58,6 @@ from megapack.data.program import (
     Mixture,
     Program,
     ScheduleConfig,
-    Stage,
     StageSettings,
     resolve,
     spans,

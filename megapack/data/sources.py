@@ -24,8 +24,9 @@ import xxhash
 from numpy.typing import NDArray
 
 from megapack import _core
+from megapack.data.blend import Stage
 from megapack.data.bucket_order import Bucket, Place, buckets_of
-from megapack.data.program import Mixture, Stage, numbered
+from megapack.data.program import Mixture, numbered
 from megapack.data.sample_order import BlockOrder, ScoreOrder, score_orders
 from megapack.errors import ConfigError
 from megapack.packing import SampleIndex

@@ -17,7 +17,7 @@ import numpy as np
 import torch.distributed as dist
 import xxhash
 
-from megapack.data.blend import open_blend
+from megapack.data.dataset import open_blend
 from megapack.data.documents import ShardedDocuments, SourceDocuments
 from megapack.data.report import check_epochs, plan_run
 from megapack.errors import ConfigError
@@ -232,15 +232,9 @@ def open_rows(
             "--split"
         )
     sources, documents, indices = zip(*used, strict=True)
-    packed = open_blend(
-        sources,
-        documents,
-        indices,
-        max_epochs=manifest.max_epochs,
-        stages=stages,
-        attention_window=manifest.attention_window if split[0] == 0 else None,  # not in evaluation
-        alignment=options.align,
-    )
+    window = manifest.attention_window if split[0] == 0 else None  # not in evaluation
+    blend = replace(manifest, sources=sources, stages=stages, attention_window=window)
+    packed = open_blend(blend, documents, indices, alignment=options.align)
     rows = RowDataset(packed, options, order=manifest.order, num_rows=num_rows)
     num_blocks = -(-len(rows) // options.rows_per_block)
     check_epochs(rows.schedule, num_blocks)

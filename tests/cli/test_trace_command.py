@@ -47,9 +47,9 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def schedule_of(config: Path) -> Any:
-    from megapack.data import Schedule, load_blend  # noqa: PLC0415
+    from megapack.data import Schedule, load_blend, open_blend  # noqa: PLC0415
 
-    packed = load_blend(config.with_name("blend.yaml")).open()
+    packed = open_blend(load_blend(config.with_name("blend.yaml")))
     return Schedule(packed, tokens_per_step=256, seed=3)
 
 

@@ -87,6 +87,7 @@ def trained_on(folder: Path, run: dict[str, Any]) -> list[tuple[int, int, int]]:
         Schedule,
         build_loader,
         load_blend,
+        open_blend,
     )
 
     tree, data = run["tree"], dict(run["tree"]["data"])
@@ -95,7 +96,7 @@ def trained_on(folder: Path, run: dict[str, Any]) -> list[tuple[int, int, int]]:
     if run["source"] == "one":
         packed = PackedDataset(str(folder / "web"), str(folder / "web.samples"), **options)
     else:
-        packed = load_blend(folder / run["source"]).open(**options)
+        packed = open_blend(load_blend(folder / run["source"]), **options)
     schedule = Schedule(packed, seed=tree["seed"], **data)
     found = []
     for rank in range(run["ranks"]):

@@ -28,6 +28,7 @@ from megapack.data import (
     Source,
     build_loader,
     load_blend,
+    open_blend,
 )
 from megapack.data.bucket_order import bucket_streams, buckets_of, whole_shares
 from megapack.data.program import Mixture
@@ -129,7 +130,7 @@ def test_a_manifest_becomes_batches_that_say_where_segments_come_from(
     (tmp_path / "blend.yaml").write_text(dump({"sources": entries, "max_epochs": 9}))
     config = load_blend(tmp_path / "blend.yaml", ["max_epochs=8"])
     assert config.max_epochs == 8
-    packed = config.open()
+    packed = open_blend(config)
     assert packed.samples.names == ["n5", "n6", "n7"]
     schedule = Schedule(packed, tokens_per_step=256, seed=1)
     found = set()
@@ -165,7 +166,7 @@ def test_every_dataset_of_a_blend_has_its_own_labels_or_none(tmp_path: Path) -> 
         for v, more in ((5, {}), (6, {"labels": "turns"}), (7, {"labels": "none"}), (8, {}))
     ]
     (tmp_path / "blend.yaml").write_text(yaml.safe_dump({"sources": entries}))
-    packed = load_blend(tmp_path / "blend.yaml").open()
+    packed = open_blend(load_blend(tmp_path / "blend.yaml"))
     assert len(packed.datasets) == 4
     labelled = {5: True, 6: True, 7: False, 8: False}
     for base, (value, chosen) in zip(packed.samples.bases, labelled.items(), strict=False):
@@ -187,7 +188,7 @@ def test_bad_manifests_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="did you mean 'weight'"):
         load_blend(tmp_path / "b.yaml")
     with pytest.raises(ConfigError, match="source 'a' has no index; make one with"):
-        BlendConfig(sources=(Source(prefix="a"),)).open()
+        open_blend(BlendConfig(sources=(Source(prefix="a"),)))
     one = _write(tmp_path, 0, 9, 5)
     with pytest.raises(ConfigError, match="2 datasets and 1 indices"):
         PackedDataset([one, one], [f"{one}.samples"])

@@ -24,6 +24,7 @@ from megapack.data import (
     Stage,
     build_loader,
     load_blend,
+    open_blend,
 )
 from megapack.errors import ConfigError, FormatError, ResumeError
 from megapack.packing import SampleIndex, pack
@@ -116,7 +117,7 @@ def run_of(folder: Path, *stages: dict[str, Any], **options: Any) -> PackedDatas
             index.save(folder / f"{name}.samples", source=dataset)
         sources.append({"name": name, "prefix": name, "index": f"{name}.samples"})
     (folder / "blend.yaml").write_text(yaml.safe_dump({"sources": sources, "stages": [*stages]}))
-    return load_blend(folder / "blend.yaml").open(**options)
+    return open_blend(load_blend(folder / "blend.yaml"), **options)
 
 
 @pytest.mark.parametrize("mix", ["step", "micro_step"])

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from megapack import _core
 from megapack.cli.main import main
-from megapack.data import Schedule, Stage, load_blend
+from megapack.data import Schedule, Stage, load_blend, open_blend
 from megapack.errors import ConfigError
 from megapack.packing import SampleIndex, pack
 from tests.data.corpora import (
@@ -100,7 +100,8 @@ def run_of(tmp_path: Path) -> Any:
     def write(*sources: dict[str, Any], stages: Any = ()) -> Schedule:
         tree = {"sources": [web, *sources], "stages": [*stages]}
         (tmp_path / "blend.yaml").write_text(yaml.safe_dump(tree))
-        return Schedule(load_blend(tmp_path / "blend.yaml").open(), tokens_per_step=256, seed=3)
+        data = open_blend(load_blend(tmp_path / "blend.yaml"))
+        return Schedule(data, tokens_per_step=256, seed=3)
 
     return write
 

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megapack import _core
-from megapack.data import PackedDataset, Schedule, Scores, Stage, load_blend
+from megapack.data import PackedDataset, Schedule, Scores, Stage, load_blend, open_blend
 from megapack.data.program import Mixture
 from megapack.data.sample_order import BlockOrder, Epochs, ScoreOrder
 from megapack.data.sources import SampleSource
@@ -231,7 +231,7 @@ def test_a_manifest_names_scores_beside_it(tmp_path: Path) -> None:
     np.save(tmp_path / "quality.npy", np.random.default_rng(1).random(120).astype(np.float32))
     source = {"prefix": "web", "index": "web.samples", "scores": "quality.npy"}
     (tmp_path / "m.yaml").write_text(yaml.safe_dump({"sources": [source]}))
-    data = load_blend(tmp_path / "m.yaml").open()
+    data = open_blend(load_blend(tmp_path / "m.yaml"))
     steps = Schedule(data, tokens_per_step=128)
     plain = Schedule(PackedDataset(dataset, data.samples.indices[0]), tokens_per_step=128)
     assert steps.step(1).sample_ids.tolist() != plain.step(1).sample_ids.tolist()

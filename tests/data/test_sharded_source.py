@@ -22,6 +22,7 @@ from megapack.data import (
     Source,
     Stage,
     build_loader,
+    open_blend,
     plan_exclusions,
     plan_run,
     unseen_documents,
@@ -343,7 +344,7 @@ def test_shards_added_later_join_by_a_stage_and_never_by_themselves(tmp_path: Pa
     manifest = str(tmp_path / "web.shards.json")
 
     def run(*sources: Source, stages: tuple[Stage, ...] = ()) -> Schedule:
-        packed = BlendConfig(sources=sources, stages=stages).open()
+        packed = open_blend(BlendConfig(sources=sources, stages=stages))
         return Schedule(packed, tokens_per_step=STEP_TOKENS)
 
     state = run(Source(index=manifest, weight=1.0)).state_dict(7)

@@ -9,7 +9,15 @@ from typing import Any
 
 import pytest
 
-from megapack.data import BucketBatchSampler, Ramp, Schedule, Stage, load_blend, plan_run
+from megapack.data import (
+    BucketBatchSampler,
+    Ramp,
+    Schedule,
+    Stage,
+    load_blend,
+    open_blend,
+    plan_run,
+)
 from megapack.errors import ConfigError, ResumeError
 from megapack.packing import pack
 from tests.data.corpora import packed_lengths, random_documents, write_documents
@@ -288,7 +296,7 @@ def test_a_manifest_lists_stages_beside_sources(tmp_path: Path) -> None:
     """
     path = tmp_path / "run.yaml"
     path.write_text(text)
-    packed = load_blend(path).open()
+    packed = open_blend(load_blend(path))
     for data in (packed, pickle.loads(pickle.dumps(packed))):
         schedule = Schedule(data, tokens_per_step=32)
         assert [stage.begin for stage in schedule.stages] == [0, 10, 15]
@@ -297,7 +305,7 @@ def test_a_manifest_lists_stages_beside_sources(tmp_path: Path) -> None:
         assert (schedule.step(9).sample_ids < packed.samples.bases[1]).all()
     hosts = "\n    rows_per_block: 8\n    cu_seqlens: padded\n    strategy: concat\n"
     path.write_text(text + hosts)  # the same file serves a host
-    again = Schedule(load_blend(path).open(), tokens_per_step=32)
+    again = Schedule(open_blend(load_blend(path)), tokens_per_step=32)
     assert again.identity() == Schedule(packed, tokens_per_step=32).identity()
     path.write_text(text + hosts.replace("rows", "row"))
     with pytest.raises(ConfigError, match="unknown key 'row_per_block'; did you mean"):
@@ -307,7 +315,7 @@ def test_a_manifest_lists_stages_beside_sources(tmp_path: Path) -> None:
         load_blend(path)
     path.write_text(text.replace("code: 2.5", "cod: 2.5"))
     with pytest.raises(ConfigError, match="320 tokens gives a weight to 'cod'; sources are web"):
-        Schedule(load_blend(path).open(), tokens_per_step=32)
+        Schedule(open_blend(load_blend(path)), tokens_per_step=32)
     path.write_text(text[: text.index("stages")])
     with pytest.raises(
         ConfigError, match=r"source 'code' has weight 0 and no stage gives it another"

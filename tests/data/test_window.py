@@ -20,6 +20,7 @@ from megapack.data import (
     Stage,
     build_loader,
     load_blend,
+    open_blend,
 )
 from megapack.data.batch import Bounds, cut_bounds, cut_lengths
 from megapack.data.program import Window
@@ -225,6 +226,6 @@ def test_a_manifest_has_a_window_from_the_first_step_on(tmp_path: Path) -> None:
         "attention_window: 4\n"
         "stages: [{from_step: 1, attention_window: 16, window_steps: 3}]\n"
     )
-    schedule = Schedule(load_blend(tmp_path / "blend.yaml").open(), tokens_per_step=16)
+    schedule = Schedule(open_blend(load_blend(tmp_path / "blend.yaml")), tokens_per_step=16)
     windows = [schedule.settings_at(i).window_at(i) for i in range(6)]
     assert windows == [4, 4, 8, 12, 16, 16]

@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
-from megapack.data import PackedDataset, Schedule, Stage, load_blend
+from megapack.data import PackedDataset, Schedule, Stage, load_blend, open_blend
 from megapack.data.sampler import equal_groups
 from megapack.errors import ConfigError
 from megapack.integrations.manifest import Manifest, Source
@@ -373,7 +373,7 @@ def test_one_manifest_serves_training_and_hosts_and_a_named_index_is_not_packed_
     for number in (0, 9, 77):
         for name, value in packed_here[number].items():
             assert torch.equal(value, rows[number][name]), name
-    packed = load_blend(tmp_path / "mix.json").open()
+    packed = open_blend(load_blend(tmp_path / "mix.json"))
     assert packed.samples.names == rows.packed.samples.names == ["web"]
     assert packed.samples.fingerprints == rows.packed.samples.fingerprints
     with pytest.raises(ConfigError, match="has all its documents, and the host asks for a part"):

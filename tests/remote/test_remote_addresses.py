@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from object_store import Line
 
 from megapack.cli.main import main
-from megapack.data import PackedDataset, load_blend
+from megapack.data import PackedDataset, load_blend, open_blend
 from megapack.errors import ConfigError, FormatError
 from megapack.packing import SampleIndex
 from megapack.packing.shard_packing import pack_shards, plan_packing
@@ -132,7 +132,7 @@ def test_a_blend_with_a_secret_is_refused(tmp_path: Path) -> None:
         json.dumps({"sources": [{"prefix": BAD["a SAS"], "index": "docs.samples"}]})
     )
     with pytest.raises(ConfigError, match=REMEDIES) as caught:
-        load_blend(tmp_path / "blend.yaml").open()
+        open_blend(load_blend(tmp_path / "blend.yaml"))
     assert SECRET not in str(caught.value)
 
 

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from object_store import Line
 
-from megapack.data import PackedDataset, Schedule, build_loader, load_blend
+from megapack.data import PackedDataset, Schedule, build_loader, load_blend, open_blend
 from megapack.errors import ConfigError
 from megapack.packing import SampleIndex
 from megapack.packing.shard_packing import pack_shards, plan_packing
@@ -68,7 +68,7 @@ def test_a_blend_may_be_near_and_far(line: Line, tmp_path: Path) -> None:
     blend = {"sources": [{"prefix": "here", "index": "here.samples"}]}
     blend["sources"].append({"prefix": address, "index": f"{address}.samples"})
     (tmp_path / "blend.yaml").write_text(json.dumps(blend))
-    opened = load_blend(tmp_path / "blend.yaml").open()
+    opened = open_blend(load_blend(tmp_path / "blend.yaml"))
     assert [item.prefix for item in opened.datasets] == [f"{tmp_path}/here", address]
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import yaml
 
-from megapack.data import Schedule, load_blend
+from megapack.data import Schedule, load_blend, open_blend
 from megapack.training.engine.directory import read_jsonl
 
 from .conftest import Corpus
@@ -54,7 +54,7 @@ def test_stages_are_trained_and_edited_at_a_resume_and_the_past_is_kept(
     assert first["data_order_changes"] == [] and len(first["data_order"]["stages"]) == 1
     assert second["data_order_changes"][0].startswith(change)
     assert len(second["data_order"]["stages"]) == 2
-    schedule = Schedule(load_blend(manifest).open(), tokens_per_step=1024)
+    schedule = Schedule(open_blend(load_blend(manifest)), tokens_per_step=1024)
     found: dict[int, list[int]] = {}
     for path in sorted((run_dir / "batches").glob("rank_*.jsonl")):
         for line in read_jsonl(path):
