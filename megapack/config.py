@@ -5,6 +5,9 @@ YAML. An unknown key is an error that names the nearest known one, a key that co
 error, and a value of the wrong type is an error that names the field, the value and the type it
 must have. Numbers are finite, integers fit 64 bits, and booleans are no integers; ranges are
 checked by ``check_range``.
+
+    from_dict(LearningRateConfig, {"kind": "wsd", "warmup_step": 2}, where="learning_rate")
+    # -> ConfigError: learning_rate: unknown key 'warmup_step'; did you mean 'warmup_steps'? ...
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ PEAK_FLOPS: dict[str, float] = {
 }
 
 FLOPS_PER_WEIGHT = 6.0
-"""Of training, for every token and every weight that multiplies it: 2 forward, 4 backward."""
+"""Operations of training per token and weight: 2 forward, 4 backward."""
 
 
 def peak_flops(name: str) -> float | None:
@@ -47,7 +47,7 @@ def peak_flops(name: str) -> float | None:
 
 
 def attention_flops(num_layers: int, width: int, *, recomputed: bool = False) -> float:
-    """Of training, causal, for every squared token of a segment.
+    """Operations of causal attention in training, per squared token of a segment.
 
     Two products forward and four backward of ``2 width`` operations each, half of the pairs.
 

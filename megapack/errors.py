@@ -67,5 +67,5 @@ class MegapackWarning(UserWarning):
 
 
 def exit_code(error: Exception) -> int:
-    """Of a command: 2 if its command line or configuration is at fault, 1 if anything else is."""
+    """Exit code of a command: 2 for its command line or configuration, 1 for anything else."""
     return 2 if isinstance(error, ConfigError) else 1

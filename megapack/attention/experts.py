@@ -47,7 +47,7 @@ class LoadBalancing:
 
     @staticmethod
     def of(model: Any) -> LoadBalancing | None:
-        """What a causal language model of transformers adds in training, if it is asked for its
+        """Load-balancing loss that a causal model of transformers adds in training, if asked for
         routers' logits; None: nothing. ``check_architecture`` finds one that adds more."""
         names = ("num_experts", "num_experts_per_tok", "router_aux_loss_coef")
         experts, chosen, coefficient = (getattr(model, name, None) for name in names)

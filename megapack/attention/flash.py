@@ -27,7 +27,7 @@ from megapack.attention.problem import AttentionNeeds, Backend, Forward, ScoreRu
 
 
 def _refusal(needs: AttentionNeeds, module: str, oldest: int, newest: int | None) -> str | None:
-    """What all kernels refuse, and a ``module`` that is not there; capabilities are major ones."""
+    """Why a kernel refuses, or that its ``module`` is missing; capabilities are major ones."""
     if needs.device.type != "cuda":
         return f"it runs on CUDA devices, not on {needs.device.type}"
     if needs.dtype not in (torch.float16, torch.bfloat16):
@@ -65,7 +65,7 @@ def _window(rule: ScoreRule) -> dict[str, int]:
 
 
 def _arguments(segments: Segments, rule: ScoreRule) -> dict[str, Any]:
-    """What flash-attn 2 and 3 call alike, forward and backward."""
+    """Arguments that flash-attn 2 and 3 name alike, forward and backward."""
     return {
         "cu_seqlens_q": segments.cu_seqlens,
         "cu_seqlens_k": segments.cu_seqlens,

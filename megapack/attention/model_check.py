@@ -231,13 +231,13 @@ class Row(NamedTuple):
         )
 
     def arguments(self) -> dict[str, Any]:
-        """Of a transformers model's forward."""
+        """Arguments of a transformers model's forward."""
         segments = varlen_arguments(self.cu_seqlens, self.max_seqlen)
         return {"input_ids": self.tokens, "position_ids": self.position_ids, **segments}
 
 
 def plain_arguments(tokens: Tensor) -> dict[str, Any]:
-    """Of a forward of one document ``[L]`` as anybody calls it."""
+    """Arguments of the usual forward of one document ``[L]``."""
     return {"input_ids": tokens.unsqueeze(0), "use_cache": False}
 
 
@@ -265,7 +265,7 @@ def trace(model: Any, arguments: dict[str, Any]) -> Trace:
 
 
 def joined(traces: Iterable[Trace]) -> Trace:
-    """Of documents one by one, as one row."""
+    """Traces of single documents joined into the trace of one row."""
     listed = list(traces)
     names = [name for name in listed[0] if all(name in trace for trace in listed)]
     return {name: torch.cat([trace[name] for trace in listed]) for name in names}
@@ -443,7 +443,7 @@ def _findings(
 
 
 def _gradients(model: Any, loss: Tensor) -> dict[str, Tensor]:
-    """Of every parameter that the loss reaches, in float32."""
+    """Gradients of all parameters that the loss reaches, in float32."""
     named = {name: p for name, p in model.named_parameters() if p.requires_grad}
     found = torch.autograd.grad(loss, list(named.values()), allow_unused=True)
     return {name: g.float() for name, g in zip(named, found, strict=True) if g is not None}

@@ -31,7 +31,7 @@ _TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.1}
 
 
 def over_ranks(configuration: Any, group: Any) -> Callable[[Attention], Attention]:
-    """What makes of an attention function one for slices.
+    """Decorator that turns an attention function into one for slices.
 
     The result exchanges where the model's forward was given ``sequence_parallel_size`` above 1;
     all ranks of the group call it together then.

@@ -27,7 +27,7 @@ LONGEST = ("max_length_q", "max_length_k")
 def varlen_arguments(
     cu_seqlens: Tensor, max_seqlen: int, sequence_parallel_size: int = 1
 ) -> dict[str, Any]:
-    """What to pass to a model's forward beside ``input_ids`` and ``position_ids``.
+    """Arguments of a model's forward beside ``input_ids`` and ``position_ids``.
 
     With ``sequence_parallel_size`` above 1 these are a slice of the tokens that ``cu_seqlens``
     divides (``megapack.attention.sequence_parallel``).

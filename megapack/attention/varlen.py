@@ -168,7 +168,7 @@ def _able(backend: str, softcap: float, alibi_slopes: Tensor | None) -> str:
 def _unpacked(
     cu_seqlens: Tensor, alibi_slopes: Tensor | None, *, backend: str, max_seqlen: int, **rule: Any
 ) -> tuple[Backend, Segments, ScoreRule]:
-    """What a backend takes, of what an operator takes: tensors and numbers."""
+    """Arguments of a backend, from those of the operator: tensors and numbers."""
     segments = Segments(cu_seqlens, max_seqlen)
     return BACKENDS[backend], segments, ScoreRule(alibi_slopes=alibi_slopes, **rule)
 

@@ -30,7 +30,7 @@ def usable_cores() -> int:
 
 
 def _told(convert: Callable[[str], T]) -> Callable[[str], T]:
-    """What refuses in words of its own, of which argparse would print the type only."""
+    """Converts with our own error text; argparse alone would print only the type."""
 
     def converted(text: str) -> T:
         try:

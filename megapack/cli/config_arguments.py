@@ -36,7 +36,7 @@ def add_fields(group: Arguments, **texts: str | dict[str, Any]) -> None:
 
 
 def _values(hint: Any) -> tuple[Any, ...]:
-    """Of a Literal its strings, of a union its types."""
+    """The strings of a Literal, the types of a union."""
     return typing.get_args(hint)
 
 

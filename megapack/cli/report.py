@@ -95,7 +95,7 @@ class Work:
             self._bar.stop()
 
     def counting(self, total: int, of: Callable[[Counted], int]) -> Callable[[Counted], None]:
-        """What is told of every piece that is done, ``of`` it being what is counted."""
+        """A callback to report every piece that is done; ``of`` says what is counted."""
         done = 0
 
         def report(more: Counted) -> None:

@@ -200,7 +200,7 @@ def _row(name: str, times: list[StepTime], over: int) -> dict[str, Any]:
 def _replayed(
     steps: list[_Step], cluster: Cluster, max_tokens: int, linear: float, exchange: float
 ) -> Iterator[tuple[str, list[StepTime], int]]:
-    """Of every way: its name, the times of the steps, micro batches of ranks over the cap."""
+    """For every dealer: its name, the times of the steps, micro batches over the cap."""
     lengths = {"linear_length": linear, "exchange_length": exchange}
     if steps[0].scheduled is not None:
         scheduled = [step.scheduled for step in steps if step.scheduled is not None]
@@ -259,7 +259,7 @@ def _read_lengths(source: str) -> NDArray[Any]:
 
 
 def _steps_of_run(args: argparse.Namespace, cluster: Cluster) -> tuple[list[_Step], int]:
-    """What training would take; and the tokens of its micro batches."""
+    """Steps as training would take them, and the tokens of its micro batches."""
     from megapack.data.batch import cut_lengths  # noqa: PLC0415
     from megapack.data.run import open_run  # noqa: PLC0415
     from megapack.training.config import PretrainConfig  # noqa: PLC0415

@@ -73,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
 def _verify_source(
     manifest: str, *, tokens: bool
 ) -> tuple[dict[str, list[Finding]], list[Finding]]:
-    """What was found of the files of all shards, and of the manifest."""
+    """Findings about the files of all shards and the manifest."""
     try:
         index = load_shards(manifest)
     except FormatError as error:

@@ -218,7 +218,7 @@ GPUS: dict[str, Gpu] = {name: Gpu(name=name, peak_flops=peak) for name, peak in 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingRun:
-    """What the estimate assumes about the training.
+    """Assumptions of the estimate about the training.
 
     Attributes:
         utilization: share of the peak that training reaches, 0 ... 1 (MFU, attention included).

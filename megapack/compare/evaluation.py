@@ -187,7 +187,7 @@ class Evaluation:
         run: TrainingRun,
         seconds: float,
     ) -> Evaluation:
-        """What is known of an index; it is not kept."""
+        """Measure an index, which is not kept."""
         metrics = index.metrics()
         return cls(
             case=case,

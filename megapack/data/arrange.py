@@ -10,6 +10,11 @@ began (positions: document is refused).
 
 Shards are complete or absent, each a function of source, seed and number of shards; so a build goes
 on where it was stopped, on any number of processes and machines.
+
+Two buckets of 4 and 2 samples in two shards, the random orders 2 0 3 1 and 1 0:
+
+    shard 0: samples 2, 0 of the first bucket, 1 of the second    # read from front to end
+    shard 1: samples 3, 1 of the first bucket, 0 of the second
 """
 
 from __future__ import annotations
@@ -147,7 +152,7 @@ class Arranger:
 
     @property
     def folder(self) -> Path:
-        """Of the shards."""
+        """The folder of the shards."""
         return self.manifest.with_name(self.manifest.name.removesuffix(".json"))
 
     def _row(self, prefix: Path, samples: Path, index: SampleIndex, report: Report) -> PackedShard:
@@ -207,7 +212,7 @@ class Arranger:
 
     @cached_property
     def _said(self) -> list[dict[str, Any]]:
-        """Of tokens and of labels, what stays true: their tokenizer above all."""
+        """Metadata of tokens and of labels that stays true: above all the tokenizer."""
         said = ShardedDocuments(self.source, with_labels=True).metadata()
         return [{k: value for k, value in of.items() if k not in _NOT_KEPT} for of in said]
 
@@ -223,7 +228,7 @@ class Arranger:
                 yield capacity, offsets[b] + places
 
     def _place(self, size: int, number: int) -> int:
-        """Of the samples of a bucket, how many lie in the shards before one."""
+        """How many of a bucket's samples lie in the shards before shard ``number``."""
         return size * number // self.num_shards
 
     def _index(self, number: int, found: list[Pieces], dataset: IndexedDataset) -> SampleIndex:
@@ -257,7 +262,7 @@ class Arranger:
 def plan_arrangement(
     source: str, output: str, *, seed: int = 0, shard_bytes: int = 1 << 30, overwrite: bool = False
 ) -> Arranger:
-    """What is to be written.
+    """Plan what ``arrange`` writes.
 
     Args:
         source: a shard manifest.

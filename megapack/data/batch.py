@@ -91,7 +91,7 @@ class MicroBatch:
         return int(self.sample_ids[i])
 
     def about(self) -> Batch:
-        """What goes along with the tensors of the batch."""
+        """Facts that go along with the tensors of the batch."""
         left_out = ("num_lists", "sequence_parallel_size", "loss_weight")
         about = {name: value for name, value in vars(self).items() if name not in left_out}
         arrays = {name: torch.from_numpy(about[name]) for name in ("sample_ids", "source")}
@@ -201,7 +201,7 @@ class Bounds(NamedTuple):
     cu_seqlens_padded: NDArray[np.int32] | None
     """The same with the room behind every segment, where segments are aligned."""
     dataset_ids: NDArray[np.int32]
-    """Of every segment, -1 for padding."""
+    """Source of every segment, -1 for padding."""
     max_seqlen: int
     """The longest segment with its room, tokens."""
 

@@ -46,13 +46,13 @@ class Source:
     """One dataset of a blend."""
 
     prefix: str | None = None
-    """Of the .bin/.idx pair; None for those of a shard manifest, which names them."""
+    """Path of the .bin/.idx pair, without the ending; None: a shard manifest names them."""
     index: str | None = None
     """Path of its .samples, or of a shard manifest (many datasets, packed by one
     ``megapack-build pack``); None, for hosts that pack: by the manifest's strategy."""
     shards: tuple[int, ...] | None = None
-    """Of a shard manifest only those from the first of two numbers up to the second, so that what
-    was added later can be another source."""
+    """Shards ``[first, last)`` of a shard manifest, so that shards added later can be another
+    source; None: all."""
     weight: float | None = None
     """Share of the tokens seen in training; None for all sources: by their sizes. 0: nothing, until
     a stage gives the source another weight."""
@@ -112,7 +112,7 @@ class Source:
 
     @property
     def title(self) -> str:
-        """What stages and reports call it."""
+        """Its name in stages and reports."""
         return self.name or self.prefix or str(self.index)
 
     def open_index(self) -> SourceIndex:
@@ -161,7 +161,7 @@ class Ramp:
 
 @dataclass(frozen=True, kw_only=True)
 class Stage:
-    """What changes from a step on. Everything but where it begins may be left out."""
+    """Changes from a step on. Everything but where it begins may be left out."""
 
     from_step: int | None = None
     """The first step of the stage, counted from the beginning of the run."""
@@ -236,7 +236,7 @@ class BlendConfig:
     max_epochs: float | None = None
     """A run that would repeat a source more often is refused; None: no limit."""
     stages: tuple[Stage, ...] = ()
-    """What changes at later steps, in order."""
+    """Changes at later steps, in order."""
     attention_window: int | None = None
     """Until a stage says otherwise: attention stays inside pieces of so many tokens of a segment
     (``megapack.data.program.Window``). None: inside segments."""
@@ -272,7 +272,7 @@ class HostOptions:
 
     strategy: str = "bucket"
     parameters: dict[str, Any] = field(default_factory=dict)
-    """Of the strategy (``megapack-build pack --help`` lists them)."""
+    """Parameters of the strategy (``megapack-build pack --help`` lists them)."""
     buckets: tuple[int, ...] | None = None
     """Capacities in tokens, each a divisor of the sequence length; None: ``default_buckets``."""
     order: str = "proportional"

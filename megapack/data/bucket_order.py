@@ -122,7 +122,7 @@ def fold_key(seed: int, *parts: int) -> int:
 
 
 def shuffle_keys(seed: int, capacity: int, sources: Ids) -> NDArray[np.uint64]:
-    """Of the shuffles of all epochs of one bucket of each of some sources."""
+    """Keys of the shuffles of one bucket, one per source; they serve all epochs."""
     key = fold_key(seed, 1, capacity)
     return np.array([_core.random_bits(key, source) for source in sources.tolist()], np.uint64)
 
@@ -272,9 +272,9 @@ class _Range(NamedTuple):
     begins: Ids
     counts: Ids
     places: NDArray[np.int32]
-    """Of the samples of all runs, counted from the first position."""
+    """Position of every sample, counted from the first one of the range."""
     samples: Ids
-    """Beside them: global ids."""
+    """Global id of every sample, beside ``places``."""
 
     def in_place(self) -> Ids:
         """Its samples by position."""
@@ -377,7 +377,7 @@ class BucketStream:
         return self._in_window(i, end // self._windows.size)
 
     def moves_at(self, end: int) -> dict[Place, Move]:
-        """What windows moved of the samples that have some, as position ``end`` finds it."""
+        """Moves of windows that position ``end`` finds, by place."""
         if self._windows is None:
             return {}
         changed = set(self._moves)
@@ -404,7 +404,7 @@ class BucketStream:
 
     @cached_property
     def _moves(self) -> dict[int, Move]:
-        """Of the sources that have one from before this stream."""
+        """Moves that sources bring along from before this stream, by source."""
         if self._windows is None:
             return {}
         places = {(source, self.capacity): i for i, source in enumerate(self.sources.tolist())}

@@ -36,7 +36,7 @@ Index: TypeAlias = "SampleIndex | ShardedIndex | str | os.PathLike[str]"
 
 
 class ShardedDocuments:
-    """What an ``IndexedDataset`` of the merged shards would say; from their manifest, none is open.
+    """An ``IndexedDataset`` of the merged shards, from their manifest; none is open.
 
     Args:
         index: their samples.
@@ -48,7 +48,7 @@ class ShardedDocuments:
 
     @property
     def prefix(self) -> str:
-        """What to call it: the manifest's path."""
+        """Its name in messages: the manifest's path."""
         return str(self.index.path)
 
     @property
@@ -131,7 +131,7 @@ def open_sources(
     *,
     positions: str,
 ) -> tuple[list[SourceDocuments], list[IndexedDataset | None], list[SourceIndex]]:
-    """Of one source or several, as ``PackedDataset`` is given them: documents, labels, samples.
+    """Documents, labels and samples of one source or several, as given to ``PackedDataset``.
 
     Raises as ``PackedDataset`` does.
     """
@@ -191,7 +191,7 @@ _CACHE_PART = 16  # of a cache, which all processes of a node share
 
 
 class RemoteReads:
-    """Of the shards of a gatherer that are remote.
+    """Reads of the remote shards of a gatherer.
 
     Args:
         gatherer: which knows where the tokens of a sample lie.
@@ -224,7 +224,7 @@ class RemoteReads:
 
     @property
     def ahead_bytes(self) -> int:
-        """Of the blocks that hold what coming micro batches need: so much is asked for ahead."""
+        """Bytes that are requested ahead, for the micro batches to come."""
         limit = open_cache().limit
         return AHEAD_BYTES if limit is None else min(AHEAD_BYTES, limit // _CACHE_PART)
 

@@ -357,7 +357,7 @@ class PackedLoader:
         return len(self.sampler)
 
     def state_dict(self, step: int) -> dict[str, Any]:
-        """What a checkpoint keeps before ``step`` is taken; whatever was prepared."""
+        """State for a checkpoint before ``step`` is taken, whatever was prepared."""
         return self.schedule.state_dict(step)
 
     def __iter__(self) -> Iterator[Batch]:

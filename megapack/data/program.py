@@ -52,8 +52,8 @@ class StepConfig:
     mix: Literal["step", "micro_step"] = "step"
     """One bucket per optimizer step, or one per ``micro_step_tokens``."""
     micro_step_tokens: int | None = None
-    """Of ``mix: micro_step``: tokens that all ranks take from one bucket at a time. It is fixed
-    here, and not by the ranks there are, so that steps stay independent of them."""
+    """With ``mix: micro_step``: tokens that all ranks take from one bucket at a time. Fixed here,
+    not by the number of ranks, so that steps do not depend on it."""
     row_tokens: int | None = None
     """Rows of this many tokens hold ``n = row_tokens // capacity`` samples each, which begin at 0,
     s, 2 s, ..., with ``s = row_tokens // n`` (rounded down to the alignment); what a sample leaves
@@ -147,7 +147,7 @@ class ScheduleConfig(StepConfig):
     """Everything, beside the samples, that decides what a step contains."""
 
     seed: int = 0
-    """Of shuffles and of the order of buckets."""
+    """Seed of shuffles and of the order of buckets."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -195,9 +195,9 @@ class Mixture:
     names: Sequence[str] | None = None
     """For stages and reports; None: the files."""
     stages: Sequence[Stage] = ()
-    """What changes at later steps."""
+    """Changes at later steps."""
     scores: Sequence[Scores | None] | None = None
-    """Of every source its order by score; None, also in the list: shuffled."""
+    """Order by score, one per source; None, also in the list: shuffled."""
     max_epochs: float | None = None
     """A run that would repeat a source more often is refused; None: no limit."""
     loss_weights: Sequence[float] | None = None
@@ -281,11 +281,11 @@ class StageSettings(NamedTuple):
     config: ScheduleConfig
     weights: Weights
     num_lists: int = 0
-    """Of excluded documents, in force."""
+    """Lists of excluded documents in force."""
     ramping: bool = False
     """Whether it is a piece of a ramp, after which another one comes."""
     loss_weights: tuple[float, ...] | None = None
-    """Of every source; None: 1 for all."""
+    """Loss weights, one per source; None: 1 for all."""
     window: Window | None = None
 
     def window_at(self, step: int) -> int | None:
@@ -294,7 +294,7 @@ class StageSettings(NamedTuple):
 
     @property
     def of_draws(self) -> dict[str, Any]:
-        """What it says of its draws, by name."""
+        """Settings of its draws, by name."""
         fields = {name: getattr(self.config, name) for name in STAGE_FIELDS}
         return {**fields, "weights": self.weights}
 
@@ -304,7 +304,7 @@ class StageSettings(NamedTuple):
 
 
 def drawn_by(stage: Mapping[str, Any]) -> tuple[Any, ...]:
-    """What a stage says of its draws (``of_draws``), in one form of all that draw alike.
+    """Settings of a stage's draws (``of_draws``), equal for stages that draw alike.
 
     Weights count by their proportions; sources that are not drawn, at the end, by nothing; a step
     of one micro step is one of none; an order has cycles of its own.

@@ -107,7 +107,7 @@ def unseen_documents(schedule: Schedule, source: int, step: int) -> tuple[Ids, i
 
 @dataclass(frozen=True)
 class ExclusionPlan:
-    """What a list of excluded documents does to one source."""
+    """Effect of a list of excluded documents on one source."""
 
     source: str
     """Whose documents are masked."""
@@ -124,11 +124,11 @@ class ExclusionPlan:
     draws_since: int
     """Draws of those samples from from_step on."""
     shown_since: int
-    """Of these, how many still show one of the documents."""
+    """Draws since then that still show one of the documents."""
 
 
 def plan_exclusions(schedule: Schedule, num_steps: int) -> list[ExclusionPlan]:
-    """What the lists of excluded documents do in the first ``num_steps`` steps.
+    """Effects of the lists of excluded documents in the first ``num_steps`` steps.
 
     Draws are counted from cursors, so the costs do not grow with the steps. Reads 4 bytes per
     segment of the sources concerned.

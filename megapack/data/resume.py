@@ -154,7 +154,7 @@ def check_allowed(allow_change: Collection[str]) -> None:
 
 
 def _whole_run(current: State, state: State, step: int) -> Iterator[_Difference]:
-    """What differs and holds for the whole run; of the sources, those drawn before ``step``."""
+    """Differences that concern the whole run; of sources, only those drawn before ``step``."""
     stages = (*_all_stages(current), *_all_stages(state))
     num_drawn = max(len(stage["weights"]) for stage in stages if stage["from_step"] < step)
     for name in _WHOLE_RUN:

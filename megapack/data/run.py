@@ -49,7 +49,7 @@ class DataConfig(StepConfig):
     positions: Literal["segment", "document", "sample"] = "segment"
     """Where position ids restart."""
     attention: Literal["document", "sample"] = "document"
-    """What attention may see: its own document, or the whole sample (the baseline)."""
+    """Reach of attention: its own document, or the whole sample (the baseline)."""
     labels: Literal["document", "sample"] = "document"
     """Whether the last token of a document predicts the next document's first (the baseline)."""
     uneven: Literal["error", "pad"] = "error"
@@ -88,20 +88,20 @@ class DataConfig(StepConfig):
         self.check_micro_batches(num_ranks, self.micro_batch_tokens, self.uneven, "data: ")
 
     def schedule(self, seed: int) -> ScheduleConfig:
-        """What decides the content of steps."""
+        """The settings that decide the content of steps."""
         names = [field.name for field in dataclasses.fields(StepConfig)]
         return ScheduleConfig(seed=seed, **{name: getattr(self, name) for name in names})
 
 
 class HasSequenceParallelSize(Protocol):
-    """Of an engine, what decides who gets which samples."""
+    """The part of an engine's configuration that decides who gets which samples."""
 
     @property
     def sequence_parallel_size(self) -> int: ...
 
 
 class RunConfig(Protocol):
-    """Of a run's configuration (``megapack.training.config``), what decides what its ranks see."""
+    """The part of a configuration (``megapack.training.config``) that decides what ranks see."""
 
     @property
     def seed(self) -> int: ...
@@ -121,7 +121,7 @@ class PlannedRun:
 
     schedule: Schedule
     num_steps: int
-    """Of the whole run."""
+    """Steps of the whole run."""
     dealing: dict[str, Any]
     """How a step is dealt: arguments of ``BucketBatchSampler`` and ``build_loader``."""
 
@@ -131,7 +131,7 @@ class PlannedRun:
         return self.schedule.num_steps(1)
 
     def sampler(self, rank: int, num_ranks: int, *, num_steps: int = 0) -> BucketBatchSampler:
-        """What deals the run's steps to a rank.
+        """The sampler that deals the run's steps to a rank.
 
         Raises:
             ConfigError: ranks and micro batches of some stage do not fit.

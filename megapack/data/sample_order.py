@@ -273,13 +273,13 @@ class Epochs(NamedTuple):
     size: int
     """Samples of the bucket."""
     key: int | None
-    """Of the shuffles of all epochs; None: every epoch is in the order of the index."""
+    """Key of the shuffles of all epochs; None: every epoch is in the order of the index."""
     order: ScoreOrder | BlockOrder | None = None
     """Instead of a shuffle."""
     move: Move | None = None
 
     def samples(self, cursor: int, count: int) -> Ids:
-        """What cursors ``[cursor, cursor + count)`` take."""
+        """Samples that cursors ``[cursor, cursor + count)`` take."""
         if self.key is None:
             result = np.arange(cursor, cursor + count) % self.size
         elif self.order is None:

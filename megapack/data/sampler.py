@@ -40,7 +40,7 @@ class Imbalance(NamedTuple):
 
 
 class Deal(NamedTuple):
-    """Who gets which samples of one draw."""
+    """Samples of one draw, dealt to micro batches and ranks."""
 
     costs: Ids
     """(samples,) attention work."""
@@ -232,7 +232,7 @@ class BucketBatchSampler(Sampler[MicroBatch]):
 
     @property
     def launch(self) -> dict[str, Any]:
-        """What decides how a step is dealt, beside the schedule."""
+        """Settings that decide how a step is dealt, beside the schedule."""
         return {
             "data_parallel_size": self.data_parallel_size,
             "micro_batch_tokens": self.micro_batch_tokens,

@@ -230,7 +230,7 @@ class StageDraws:
         return self.draws.counts(self.draw_of(step)) - self.draws.counts(self._first_draw)
 
     def step_draws(self, step: int) -> tuple[Draw, ...]:
-        """What a step of the run holds, if it is one of the stage."""
+        """Samples of a step of the run that belongs to the stage."""
         first = self.draw_of(step)
         return tuple(self._draw(first + i) for i in range(self.config.draws_per_step))
 
@@ -242,7 +242,7 @@ class StageDraws:
     # --- cursors --------------------------------------------------------------------------------
 
     def taken(self, step: int) -> Iterator[tuple[int, Ids, Ids]]:
-        """Of every bucket: capacity, numbers of its sources, samples that each gives up to a step.
+        """For every bucket its capacity, its sources, and the samples each gave before a step.
 
         Counted from the stage's begin; what was passed over is not among them.
         """
@@ -300,7 +300,7 @@ class StageDraws:
         )
 
     def _moves_before(self) -> Moves:
-        """What windows of the stages before moved of samples that come in this one or later."""
+        """Moves that windows of earlier stages left for samples of this stage or later."""
         waiting = [self]
         while waiting[-1]._moves is None:  # one after the other: there may be thousands of stages
             before, _ = waiting[-1]._before
@@ -413,7 +413,7 @@ class Schedule:
         return self.stages[bisect_right(self.stages, step, key=lambda stage: stage.begin) - 1]
 
     def settings_at(self, step: int) -> StageSettings:
-        """What the program says for a step, beside what it draws."""
+        """Settings of the program at a step, beside its draws."""
         return self.program[bisect_right(self.program, step, key=lambda stage: stage.begin) - 1]
 
     @property
@@ -489,7 +489,7 @@ class Schedule:
         return resume.identity(self.program, self.samples)
 
     def state_dict(self, step: int) -> dict[str, Any]:
-        """What a checkpoint keeps before ``step`` is taken: that number and ``identity``; JSON."""
+        """State for a checkpoint before ``step`` is taken: that number and ``identity``; JSON."""
         return {"step": int(step), **self.identity()}
 
     def check_state(

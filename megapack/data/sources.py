@@ -239,7 +239,7 @@ def read_exclusions(
 
 
 class HasSamples(Protocol):
-    """What a schedule needs of a PackedDataset (which imports torch; schedules do not)."""
+    """The part of a PackedDataset that a schedule needs (it imports torch; schedules do not)."""
 
     @property
     def samples(self) -> SampleSource: ...
@@ -338,7 +338,7 @@ class SampleSource:
 
     @cached_property
     def _scored(self) -> dict[int, tuple[dict[int, ScoreOrder], str]]:
-        """Of every source with scores, which are read now: its orders, and their digest."""
+        """Orders by score and their digest, for every source that has scores; reads the files."""
         return {
             source: score_orders(self.indices[source], self.shards.opened(source), scores)
             for source, scores in enumerate(self.mixture.scores or ())
@@ -482,8 +482,8 @@ class SampleSource:
         return counts
 
     def _kept(self, shard: int, samples: Ids, num_lists: int) -> tuple[Ids, Ids, Ids]:
-        """Of the segments of some samples of a shard: their numbers, the position of the sample of
-        each, and its tokens, 0 where it is masked."""
+        """Segments of some samples of a shard: their numbers, the position of each one's sample,
+        and its tokens, 0 where it is masked."""
         index = self.shards.index(shard)
         segments, owner = segments_of(index, samples)
         lengths = np.asarray(index.segment_length[segments], np.int64)

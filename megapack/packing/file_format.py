@@ -102,7 +102,7 @@ METRICS: dict[str, Check] = {
 
 
 def find_fault(header: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]]) -> str | None:
-    """What is wrong with a header, as half a sentence, or None: types first, then its counts
+    """The fault of a header, as half a sentence, or None: types first, then its counts
     beside each other and beside the arrays (only the small ones are read)."""
     wrong = find_wrong(header, HEADER) or find_wrong(header["metrics"], METRICS)
     if wrong is not None:
@@ -280,7 +280,7 @@ def _map(path: Path, mapped: NDArray[np.uint8], table: Any) -> dict[str, Any]:
 
 
 def _check_small(path: Path, arrays: Mapping[str, NDArray[Any]]) -> None:
-    """What later code relies on without looking: order, and ends where the next array ends."""
+    """Check what later code relies on without looking: order, and where arrays end."""
     capacities, samples, segments = (arrays[name] for name in list(ARRAYS)[:3])
     fits = (
         len(samples) == len(capacities) + 1 > 1

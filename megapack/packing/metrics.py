@@ -2,6 +2,10 @@
 
 All are counted from the arrays of an index and the totals of its documents, so they mean the same
 for every strategy. Ratios are fractions, not percent.
+
+    pack([5, 3, 9, 2], "bucket", buckets=[4, 8]).metrics()
+    # -> padding_ratio 0.05 (1 of 20 positions), truncation_ratio 0.25 and truncation_floor 0.25
+    #    (one of four documents is longer than 8), concatenation_ratio 1.33 (4 documents, 3 samples)
 """
 
 from __future__ import annotations
@@ -60,7 +64,7 @@ def lengths_fingerprint(lengths: NDArray[Any]) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class DocumentTotals:
-    """What an index keeps of the documents it was packed from.
+    """Totals of the documents that an index was packed from.
 
     Attributes:
         num_documents, num_empty: all of them, and those without a token.
@@ -80,8 +84,8 @@ class DocumentTotals:
 
     @classmethod
     def of(cls, lengths: Lengths, checked: _core.DocumentLengths) -> DocumentTotals:
-        """Of lengths (num_documents,) that the core has checked and counted against the capacity
-        of the largest bucket; ``num_whole`` is left open.
+        """Totals of lengths (num_documents,) that the core has checked and compared with the
+        capacity of the largest bucket; ``num_whole`` is left open.
         """
         return cls(
             num_documents=len(lengths),

@@ -1,4 +1,11 @@
-"""``pack``: document lengths in, SampleIndex out."""
+"""``pack``: document lengths in, SampleIndex out.
+
+Four documents in buckets of 4 and 8 tokens, of which the third is longer than both::
+
+    index = pack([5, 3, 9, 2], "bucket", buckets=[4, 8])
+    index.bucket_capacity, index.bucket_sample_offsets    # -> [4, 8], [0, 1, 3]
+    index.metrics()["padding_ratio"]                      # -> 0.05: 20 positions for 19 tokens
+"""
 
 from __future__ import annotations
 
@@ -27,7 +34,7 @@ _INT32_MAX = (1 << 31) - 1
 
 
 def with_true_lengths(arrays: Mapping[str, Any], lengths: Lengths) -> dict[str, Any]:
-    """What a strategy made of rounded lengths, with segments that end where documents do.
+    """The samples that a strategy made of rounded lengths, with segments cut to the true lengths.
 
     Args:
         arrays: of a strategy.

@@ -1,4 +1,15 @@
-"""SampleIndex: which pieces of which documents stand in which sample."""
+"""SampleIndex: which pieces of which documents stand in which sample.
+
+Samples are numbered by rising capacity, segments by sample. Documents of 5, 3, 9 and 2 tokens in
+buckets of 4 and 8; the third is longer than any bucket, so its last token goes elsewhere:
+
+    bucket_capacity         4, 8
+    bucket_sample_offsets   0, 1, 3             sample 0 is of the first bucket, 1, 2 of the other
+    sample_segment_offsets  0, 2, 3, 5
+    segment_document        3, 2 | 2 | 0, 1     sample 0: document 3, the last token of document 2
+    segment_begin           0, 8 | 0 | 0, 0
+    segment_length          2, 1 | 8 | 5, 3
+"""
 
 from __future__ import annotations
 
@@ -28,7 +39,7 @@ IDX_CHECKSUMS = "idx_xxh64"
 
 
 def describe_source(dataset: Any, prefix: str) -> dict[str, str]:
-    """What a ``.samples`` file says of its documents: fingerprint, prefix, and the checksums of all
+    """Description of the documents in a ``.samples`` file: fingerprint, prefix, checksums of all
     blocks of the .idx (``idx_xxh64``), which is read for that.
 
     Args:
@@ -50,7 +61,7 @@ def how_it_differs(
     checksums: Mapping[str, str] | None = None,
     chosen: str | None = None,
 ) -> str | None:
-    """What the index in a file was packed from or with instead of this, as a sentence.
+    """How the index in a file differs from this one in documents or options, as a sentence.
 
     Args:
         dataset: fingerprint of the documents, or None.
@@ -151,7 +162,7 @@ class SampleIndex:
 
     @property
     def num_tokens(self) -> int:
-        """Of the documents it was packed from."""
+        """Fingerprint of the documents it was packed from."""
         return self.documents.num_tokens
 
     @property
@@ -199,7 +210,7 @@ class SampleIndex:
         )
 
     def metrics(self) -> dict[str, Any]:
-        """What the packing is worth; the keys are those of ``compute_metrics``.
+        """Metrics of the packing; the keys are those of ``compute_metrics``.
 
         Counted on the first call; an index that was loaded has them in its header.
         """

@@ -48,7 +48,7 @@ from megapack.storage.remote.copies import local_output_file
 
 @dataclass(frozen=True, kw_only=True)
 class PackingPlan:
-    """What is packed and how, decided before the first shard; the same on all machines.
+    """The datasets to pack and how, decided before the first shard; the same on all machines.
 
     Attributes:
         manifest: path of the result; its address, a str, where that is remote.
@@ -74,7 +74,7 @@ class PackingPlan:
 def plan_packing(
     manifest: str, prefixes: Sequence[str], options: Mapping[str, Any], *, overwrite: bool = False
 ) -> PackingPlan:
-    """What is to be done for a shard manifest, whether it is there or not.
+    """Plan the work for a shard manifest, whether it exists or not.
 
     Args:
         manifest: where it stands, or shall stand; at an address only of those beside or below it.
@@ -192,7 +192,7 @@ class ShardPacker:
 def describe_shard(
     dataset: IndexedDataset, path: str | os.PathLike[str], index: SampleIndex
 ) -> PackedShard:
-    """What a manifest says of a dataset and its samples, which stand at ``path``.
+    """The row of a manifest for a dataset and its samples, which stand at ``path``.
 
     Raises:
         IndexMismatchError: the labels beside it are of other documents.

@@ -58,24 +58,24 @@ class PackedShard:
     """One dataset and its samples: a row of a shard manifest."""
 
     prefix: str
-    """Of the .bin/.idx pair."""
+    """Path of the .bin/.idx pair, without the ending."""
     samples: str
     """Path of its .samples."""
     dtype: str
     num_documents: int
     num_tokens: int
     fingerprint: str
-    """Of the documents' layout (``IndexedDataset.fingerprint``), compared whenever it is opened."""
+    """``IndexedDataset.fingerprint`` of the documents, compared whenever the shard is opened."""
     samples_fingerprint: str
     samples_per_bucket: tuple[int, ...]
     most_segments: tuple[int, ...]
-    """Of one sample, in every bucket."""
+    """Most segments of one sample, by bucket."""
     longest_segment: int
     """Tokens."""
     longest_reach: int
     """The largest begin + length of a segment, tokens of its document."""
     max_token_id: int | None
-    """Of tokens and labels; None: no meta file tells."""
+    """Largest id of tokens and labels; None: no meta file tells."""
     vocab_size: int | None
     document_end_token: int | None
     labels: bool
@@ -83,7 +83,7 @@ class PackedShard:
 
 
 def place(path: str) -> str:
-    """The same for two ways to write one path; of an object store it is written whole."""
+    """One spelling for every way to write a path; an address stays whole."""
     return path if is_remote(path) else os.path.abspath(path)  # noqa: PTH100 (links stay)
 
 
@@ -94,14 +94,14 @@ class Arranged:
     source: str
     """Fingerprint of the source that it was made of."""
     seed: int
-    """Of its order."""
+    """Seed of its order."""
     block_tokens: int
     window_blocks: int
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class ShardedIndex:
-    """What a ``SampleIndex`` says of itself, of all shards together.
+    """The interface of a ``SampleIndex`` for all shards together.
 
     Attributes:
         path: of the shard manifest; its address, a str, where that is remote.
@@ -137,7 +137,7 @@ class ShardedIndex:
 
     @property
     def alignment(self) -> int:
-        """As of a SampleIndex."""
+        """As in ``SampleIndex.alignment``."""
         return int(self.parameters.get("alignment", 1))
 
     @cached_property
@@ -155,7 +155,7 @@ class ShardedIndex:
 
     @cached_property
     def num_tokens(self) -> int:
-        """Of the documents."""
+        """Fingerprint of all documents."""
         return sum(shard.num_tokens for shard in self.shards)
 
     def verify(self) -> None:

@@ -34,7 +34,7 @@ Packing = dict[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """What a strategy works on; ``buckets`` ascends, ``parameters`` are the strategy's own."""
+    """Input of a strategy; ``buckets`` ascends, ``parameters`` are the strategy's own."""
 
     lengths: _core.DocumentLengths
     buckets: list[int]
@@ -49,7 +49,7 @@ class Request:
         return self.buckets[-1]
 
     def pack(self, strategy: str, **rules: Any) -> Packing:
-        """What a strategy of the core makes of the documents by these rules."""
+        """Samples that a strategy of the core makes of the documents by these rules."""
         run = _core.Run(
             seed=self.seed, threads=self.threads, wide_ids=self.wide_ids, progress=self.progress
         )
@@ -140,7 +140,7 @@ class Strategy:
 
 
 def _known(missing: str, name: str, known: Mapping[str, Any]) -> Any:
-    """What has this name; ConfigError names the nearest known one."""
+    """Look up a name; ConfigError names the nearest known one."""
     if name not in known:
         there = ", ".join(sorted(known)) or "none"
         raise ConfigError(f"{missing} {name!r}{nearest(name, known)} (known: {there})")

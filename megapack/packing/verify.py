@@ -1,4 +1,10 @@
-"""Is a .samples file whole, and does it fit the dataset that it was packed from?"""
+"""Is a .samples file whole, and does it fit the dataset that it was packed from?
+
+``verify_samples`` answers for one file, ``verify_shard`` for one shard of a manifest::
+
+    verify_samples("corpus.samples")
+    # -> [], or findings: an array that differs from its checksums, documents of other lengths, ...
+"""
 
 from __future__ import annotations
 
@@ -80,7 +86,7 @@ def verify_shard(
 
 
 def _differences(index: ShardedIndex, shard: PackedShard) -> Iterator[Finding]:
-    """What a manifest says of a shard whose files say otherwise."""
+    """Statements of a manifest about a shard that its files contradict."""
     remedy = "restore the files, or pack all datasets again with --overwrite"
     try:
         samples = SampleIndex.load(shard.samples)

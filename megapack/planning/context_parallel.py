@@ -3,6 +3,9 @@
 A group of ranks has its documents as one row ("thd"), each document padded so that it divides into
 ``2 x local_cp_size`` chunks, of which a rank holds two, one early and one late: equal causal work.
 Names and layout are Megatron-core's.
+
+    context_parallel_indices(np.array([0, 4, 12]), cp_size=2, cp_rank=0)  # documents of 4 and 8
+    # -> [0, 3, 4, 5, 10, 11]: chunks 0 and 3 of 4 of each document; rank 1 holds chunks 1 and 2
 """
 
 from __future__ import annotations

@@ -364,7 +364,7 @@ class StepPlanner:
 
 
 def _micro_batches(plan: StepPlan, ids: Integers) -> list[PlannedMicroBatch]:
-    """What every rank holds in each micro batch of a plan, by the documents' ids."""
+    """Ids of the documents that every rank holds in each micro batch of a plan."""
     held = plan.index_lists()
     given = []
     for m in range(plan.num_micro_batches):

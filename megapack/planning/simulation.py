@@ -87,7 +87,7 @@ class Cluster:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class DealtStep:
-    """What every rank of a stage has in every micro batch; arrays are (micro batches, ranks).
+    """Work of every rank of a stage in every micro batch; arrays are (micro batches, ranks).
 
     Attributes:
         tokens: of a rank, padding included; of a shared document its part.
@@ -287,7 +287,7 @@ def _operations(stage: int, cluster: Cluster, num_micro_batches: int) -> Iterato
 
 
 def _needed(operation: _Operation, cluster: Cluster) -> _Operation | None:
-    """What has to be done before: the same micro batch in the part of the model before it."""
+    """The work that must be done first: the same micro batch in the part of the model before it."""
     stages, parts = cluster.pipeline_parallel, cluster.virtual_stages
     m, backward = operation.micro_batch, operation.backward
     depth = operation.part * stages + operation.stage + (1 if backward else -1)

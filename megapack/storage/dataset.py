@@ -256,7 +256,7 @@ class IndexedDataset:
 
     @cached_property
     def meta(self) -> dict[str, Any] | None:
-        """What ``<prefix>.meta.json`` says, None without it (somebody else's dataset).
+        """Contents of ``<prefix>.meta.json``; None without it (somebody else's dataset).
 
         Raises:
             FormatError: it is damaged, or speaks of other files than those that were opened.

@@ -80,7 +80,7 @@ def _open_regular(path: str, flags: int) -> int:
 
 
 class Identity(NamedTuple):
-    """What tells an open file from another that takes its name, or from itself changed."""
+    """Identity of an open file: another file of its name, or itself changed, has another."""
 
     device: int
     inode: int
@@ -89,7 +89,7 @@ class Identity(NamedTuple):
 
 
 def identity_of(file: io.FileIO) -> Identity:
-    """Of an open file."""
+    """The identity of an open file."""
     status = os.fstat(file.fileno())
     return Identity(status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
 
@@ -198,7 +198,7 @@ def target_of(path: str | os.PathLike[str]) -> Path:
 
 
 class Publishable(Protocol):
-    """What waits under a temporary name."""
+    """A file that waits under a temporary name."""
 
     path: Path
 

@@ -387,7 +387,7 @@ def _import(
 
 
 def _checked(foreign: Foreign, limits: TokenLimits) -> TokenFacts:
-    """What the tokens are; DataError when an id is outside of the limits."""
+    """Facts of the tokens; DataError when an id is outside of the limits."""
     path, begin = foreign.tokens_path, foreign.begin_byte
     tokens = foreign.facts or scan_tokens(path, foreign.dtype, foreign.num_tokens, begin_byte=begin)
     if tokens.token_range is not None and not limits.hold(*tokens.token_range):

@@ -92,7 +92,7 @@ class ArrayLayout:
 
 
 class FileLayout:
-    """Of an .idx on disk, opened only while it is read, so that thousands can be merged."""
+    """The layout of an .idx on disk, open only while it is read: thousands can be merged."""
 
     def __init__(self, path: str | os.PathLike[str], multimodal: bool = False) -> None:
         self.path = Path(path)
@@ -265,7 +265,7 @@ class DocumentLog:
             self._modes.extend(modes if modes is not None else bytes(len(lengths)))
 
     def end_document(self) -> None:
-        """What came after the last end is one document."""
+        """Close the last document."""
         self.num_documents += 1
         if self._ends is None:
             if self.num_documents == len(self._lengths):
@@ -325,7 +325,7 @@ def _counted(num_documents: int) -> array[int]:
 
 @dataclass(frozen=True, kw_only=True)
 class DatasetContent:
-    """What a dataset will hold: its .bin described, its .idx and its meta file in full."""
+    """Contents of a dataset to be: its .bin described, its .idx and its meta file in full."""
 
     dtype: np.dtype[Any]
     layouts: Sequence[Layout]

@@ -2,6 +2,9 @@
 
 Tokens are concatenated (inside the kernel where nothing has to be converted) and the index is
 computed block by block from the inputs' own, so the result is what one builder would have written.
+
+    merge(["a", "b", "b"], "ab")    # a: [7, 8, 0], [9, 0]; b: [5, 0]
+    # -> ab: [7, 8, 0], [9, 0], [5, 0], [5, 0]; an input counts as often as it is named
 """
 
 from __future__ import annotations
@@ -135,7 +138,7 @@ def _concatenate(
 
 
 def _vouched(inputs: list[InputDataset], dtype: np.dtype[Any]) -> TokenFacts | str:
-    """What the meta files say of all tokens; a sentence when they do not say it."""
+    """Facts of all tokens from the meta files, or a sentence why they do not tell."""
     known: list[TokenFacts] = []
     for dataset in inputs:
         if dataset.facts is None or dataset.dtype != dtype:
@@ -171,7 +174,7 @@ def _check_tokenizers(inputs: list[InputDataset]) -> None:
 
 
 def _tokenizer(dataset: InputDataset) -> Any:
-    """What tells tokenizers apart: the digest of the model where there is one; None: not named."""
+    """Identity of a tokenizer: the digest of its model where there is one; None: not named."""
     described = None if dataset.meta is None else dataset.meta.get("tokenizer")
     return described.get("digest", described) if isinstance(described, dict) else described
 

@@ -37,7 +37,7 @@ from megapack.storage.index_file import IndexHeader, path_of, pick_dtype
 
 
 class Checksum(NamedTuple):
-    """Of a file, or of one of the stretches that follow each other in it."""
+    """Checksum of a file, or of one stretch of it."""
 
     num_bytes: int
     xxh3_128: str  # hexadecimal
@@ -45,7 +45,7 @@ class Checksum(NamedTuple):
 
 @dataclass(frozen=True)
 class TokenFacts:
-    """What a .bin holds."""
+    """Facts of the tokens of a .bin."""
 
     num_tokens: int
     checksums: list[Checksum]
@@ -99,7 +99,7 @@ def own_metadata(meta: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def common_metadata(metas: Iterable[Mapping[str, Any] | None]) -> dict[str, Any]:
-    """What the builders of several datasets were told alike; None: one without a meta file."""
+    """Metadata on which several datasets agree; None: one of them has no meta file."""
     first, *others = [own_metadata(meta or {}) for meta in metas]
     return {
         key: value
@@ -171,7 +171,7 @@ def has_its_checksums(prefix: str | os.PathLike[str]) -> bool:
 
 
 def bin_checksums(meta: Mapping[str, Any]) -> list[Checksum]:
-    """Of the stretches of .bin, one behind the other."""
+    """Checksums of .bin, stretch by stretch."""
     lines = [line.split() for line in meta["bin"]["xxh3_128"]]
     return [Checksum(int(size), digest) for size, digest in lines]
 

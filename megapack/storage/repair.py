@@ -2,6 +2,11 @@
 
 The new .idx is written beside the old one and takes its name when it is complete; the old one
 stays as ``<prefix>.idx.orig``. Tokens are never changed; .bin is only ever cut, and only on demand.
+
+    repair("corpus")
+    # -> a sentence for everything that was done, as in "recomputed the pointers of 3 sequences"; []
+    #    where nothing was wrong; FormatError where something would be lost: it names the argument
+    #    that allows it
 """
 
 from __future__ import annotations
@@ -33,7 +38,7 @@ from megapack.storage.tokens import scan_tokens
 
 
 class _Index(NamedTuple):
-    """What will be written."""
+    """The index to write."""
 
     dtype: np.dtype[Any]
     layout: ArrayLayout

@@ -6,6 +6,9 @@
 Three tools write the same magic with three dtype tables, one of them loses documents in a merge,
 and old releases overflowed pointers. But pointers are the running sum of lengths times the token
 width, and .bin is their end: so the width can be proven, and with it what the dtype code meant.
+
+    lengths 3, 2; pointers 0, 6; .bin of 10 bytes    # -> 2 bytes a token, whatever the dtype code
+    lengths 3, 2; pointers 0, 6; .bin of 12 bytes    # -> the same, and a finding: 2 bytes behind
 """
 
 from __future__ import annotations
@@ -77,7 +80,7 @@ class Survey:
 
     @property
     def declared_dtype(self) -> np.dtype[Any] | None:
-        """What the dtype code means in Megatron's table, None when that is no token type."""
+        """The dtype code's meaning in Megatron's table, None when that is no token type."""
         return DTYPE_OF_CODE.get(self.layout.header.dtype_code)
 
     @property
@@ -128,7 +131,7 @@ class Survey:
         return next((np.dtype(same_bytes[n]) for n in same_bytes if n in names), None), text
 
     def findings(self) -> Iterator[Finding]:
-        """What there is to know of the .idx, and of the size of .bin."""
+        """Findings about the .idx and the size of .bin."""
         name, header = self.layout.path, self.layout.header
         if header.lacks_document_indices:
             text = f"{name} has no documents (GPT-NeoX's merge loses them)"

@@ -140,7 +140,7 @@ class TokenLimits:
         return int(((tokens < self.low) | (tokens > self.high)).argmax())
 
     def error(self, document: int | str, position: int, token: int) -> DataError:
-        """What to raise for an id that is not accepted."""
+        """The error for an id that is not accepted."""
         return DataError(
             f"document {document}, position {position}: token id {token} is outside of "
             f"{self.describe()}"

@@ -3,6 +3,12 @@
 - ``verify``: every ``Finding`` about one dataset (those of its index are ``Survey.findings``)
 - ``find_duplicates``: datasets that hold the same documents
 - ``leftovers``: what killed writers left beside a file
+
+Two bytes behind the last sequence that the .idx describes::
+
+    verify("corpus")
+    # -> [Finding("warning", "trailing-bin", "corpus.bin has 2 bytes behind the last sequence",
+    #             "megapack-build repair --drop-trailing")]
 """
 
 from __future__ import annotations
@@ -47,7 +53,7 @@ DATASET = r"(\.labels)?\.(bin|idx|meta\.json|samples)"
 
 @dataclass(frozen=True, kw_only=True)
 class TokenChecks:
-    """What tokens are held against; None: not checked."""
+    """Rules that tokens are checked by; None: not checked."""
 
     vocab_size: int | None = None
     allow_negative: bool = False
@@ -168,7 +174,7 @@ class _Reader:
 def _ranges(
     known: tuple[int, int] | None, checks: TokenChecks, meta: dict[str, Any] | None
 ) -> Iterator[Finding]:
-    """What the smallest and largest id tell."""
+    """Findings from the smallest and the largest id."""
     if known is None:
         return
     low, high = known
@@ -252,7 +258,7 @@ def verify(
 
 
 def _of_address(finding: Finding, files: str, prefix: str) -> Finding:
-    """What was found in a copy, said of the address, where nothing is repaired in place."""
+    """Findings in a copy, reported for its address, where nothing is repaired in place."""
     remedy = finding.remedy
     if remedy.startswith(REPAIR):
         remedy = f"{remedy}, of a local copy; then upload it again"

@@ -37,10 +37,11 @@ class ModelConfig:
     """Fields of the transformers configuration to set, as in ``num_hidden_layers: 4``. A mixture
     of experts has its load-balancing loss with ``output_router_logits: true``."""
     allow_missing: tuple[str, ...] = ()
-    """Of ``pretrained``: tensors (shell-style patterns, as in ``[lm_head.*]``) that the checkpoint
-    or the model may lack, or have in another shape: in the model they begin at random."""
+    """With ``pretrained``: tensors (shell-style patterns, as in ``[lm_head.*]``) that may be
+    missing from the checkpoint or the model, or differ in shape; those of the model begin at
+    random."""
     tokenizer: str | None = None
-    """What the documents were tokenized with (directory, tokenizer.json or .model): it goes along
+    """The documents' tokenizer (directory, tokenizer.json or .model): it goes along
     with the exported model; null takes the checkpoint's."""
     vocab_size: int | None = None
     """Tokens of the vocabulary; null takes the dataset's."""
@@ -108,7 +109,7 @@ class LearningRateConfig:
     min_ratio: float = 0.1
     """The lowest learning rate, as a fraction of the peak."""
     decay_fraction: float = 0.2
-    """Of ``wsd``: the last part of the run, in which the rate falls."""
+    """With ``wsd``: the last part of the run, in which the rate falls."""
 
     def __post_init__(self) -> None:
         check_range("learning_rate", at_least=0, warmup_steps=self.warmup_steps)
@@ -245,7 +246,7 @@ class EngineConfig:
     activation_checkpointing: bool = False
     """Recompute every layer's activations in the backward pass."""
     offload_activations: bool = False
-    """What they are recomputed from, every layer's input, waits in page-locked host memory."""
+    """Every layer's input, from which they are recomputed, waits in page-locked host memory."""
     compile: bool = False
     """torch.compile every decoder layer: one graph per bucket, and one more that validates."""
     sequence_parallel_size: int = 1

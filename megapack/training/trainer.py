@@ -40,7 +40,7 @@ class TimedBatches:
         self._loader = loader
         self._waited = 0.0
         self.imbalance = 1.0
-        """Of the step: largest over mean attention work of the ranks."""
+        """Attention work of the busiest rank over the mean, in the present step."""
 
     def steps(self) -> Iterator[tuple[int, Iterator[Batch]]]:
         """Every step with its micro batches of this rank, each gathered when it is asked for.

@@ -174,7 +174,7 @@ _FETCH_POLL_SECONDS = 1.0
 
 
 class Patience:
-    """Of one who waits: says once per interval for what, and ends when nothing moves for long.
+    """Patience of a waiting reader: says now and then what it waits for, and gives up in the end.
 
     Args:
         what: what is waited for now, as "block 7 (bytes [...)) of s3://...".
@@ -317,7 +317,7 @@ def runs_of(numbers: Iterable[int], gap: int = 0) -> Iterator[tuple[int, int]]:
 
 
 def requests_of(blocks: Iterable[int], gap: int) -> Iterator[tuple[int, int]]:
-    """What is asked for to have blocks: their runs, cut where a chunk ends."""
+    """Requests that bring blocks: their runs, cut where a chunk ends."""
     for begin, end in runs_of(blocks, gap):
         ends_of_chunks = range((begin // CHUNK_BLOCKS + 1) * CHUNK_BLOCKS, end, CHUNK_BLOCKS)
         yield from pairwise([begin, *ends_of_chunks, end])
@@ -340,7 +340,7 @@ def _write_at(file: int, data: memoryview, at: int) -> None:
 
 
 def _boot() -> bytes:
-    """What differs after every start of the machine."""
+    """An id of this start of the machine."""
     return Path("/proc/sys/kernel/random/boot_id").read_bytes().strip()
 
 
@@ -558,7 +558,7 @@ def make_room(cache: Cache) -> int:
 
 
 def _used_bytes(directory: Path) -> int:
-    """Of all files in it and below; entries may come and go meanwhile."""
+    """Bytes of all files in and below a directory; entries may come and go meanwhile."""
     return sum(
         bytes_on_disk(Path(folder, name))
         for folder, _, names in os.walk(directory)
@@ -567,7 +567,7 @@ def _used_bytes(directory: Path) -> int:
 
 
 def bytes_on_disk(path: Path) -> int:
-    """Of a file; none where it is not there, or another process has just removed it."""
+    """Bytes of a file on the disk; 0 if another process has just removed it."""
     try:
         return path.stat().st_blocks * 512
     except FileNotFoundError:

@@ -59,7 +59,7 @@ class BlockChecksums:
 
     @staticmethod
     def read(path: Path) -> BlockChecksums:
-        """Of a local file. Raises FormatError: it is damaged, or of a newer version."""
+        """Read checksums from a local file. Raises FormatError: damaged, or of a newer version."""
         data = path.read_bytes()
         body, digest = data[:-_DIGEST_BYTES], data[-_DIGEST_BYTES:]
         if not data.startswith(_MAGIC) or xxhash.xxh3_128_digest(body) != digest:

@@ -106,7 +106,7 @@ class RemoteObject:
 
     @property
     def version(self) -> str:
-        """What differs where the object differs."""
+        """Identity of the object's version."""
         return f"{self.num_bytes} {self.etag or self.modified.isoformat()}"
 
     def read(
@@ -148,7 +148,7 @@ class RemoteObject:
 
 
 def find_object(url: str) -> RemoteObject | None:
-    """What stands at an address, None where there is nothing. Raises as ``RemoteObject.read``."""
+    """The object at an address, None where there is none. Raises as ``RemoteObject.read``."""
     try:
         store, name = _store_of(url)
         return _object(url, _until_it_works(url, lambda: _client().head(store, name)))

@@ -155,7 +155,7 @@ def local_output_file(path: str | os.PathLike[str]) -> Iterator[Path]:
 
 
 def _copy_what_is_there(local: Path, prefixes: Sequence[str]) -> list[os.stat_result]:
-    """Of complete datasets and of a build's manifest, in place of what an earlier run left."""
+    """Copy complete datasets and a build's manifest over what an earlier run left."""
     there = []
     for prefix in filter(exists, dict.fromkeys(prefixes)):
         files, pair = str(local / split(prefix)[1]), open_remote_pair(prefix)

@@ -122,7 +122,7 @@ class RemoteTokens:
         return bool(self._seen[blocks].all())
 
     def num_missing(self, blocks: Blocks) -> int:
-        """Of how many that is not so."""
+        """How many of these blocks are not in the cache yet."""
         return int(blocks.size - self._seen[blocks].sum())
 
     def want(self, blocks: Blocks) -> set[Future[None]]:

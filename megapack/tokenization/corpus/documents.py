@@ -82,7 +82,7 @@ def key_names(tree: Mapping[str, Any]) -> list[str]:
 
 
 def json_kind(value: object) -> str:
-    """What JSON calls a value that Python's json has read."""
+    """JSON's name for the type of a value that Python's json has read."""
     names = {type(None): "null", bool: "true or false", str: "a string", list: "a list"}
     return {**names, dict: "an object"}.get(type(value), "a number")
 

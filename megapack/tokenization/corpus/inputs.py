@@ -89,7 +89,7 @@ def _suffix_of(path: str) -> str:
 
 
 def _format_of(path: str) -> tuple[Format, Compression]:
-    """What a file is by its name. Raises ConfigError for archives and unknown compressions."""
+    """Format and compression by a file's name. Raises ConfigError for archives and unknown ones."""
     suffix, compression = _ends(path)
     format = _FORMAT_OF_SUFFIX.get(suffix, "text")
     if suffix in _NOT_READ or (format in TABLES and compression):
@@ -367,7 +367,7 @@ def _convert(path: str, delimiter: str) -> str:
 
 
 def _seems(head: bytes, suffix: str) -> Format | None:
-    """What a file of this suffix seems to hold; None where it may well be text."""
+    """The likely content of a file of this suffix; None where it may well be text."""
     if head.startswith(b"PAR1"):
         return "parquet"
     if head.startswith((ARROW_FILE, _ARROW_STREAM)):

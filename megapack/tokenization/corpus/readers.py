@@ -265,7 +265,7 @@ def _with_values_beside(
 
 
 def _line_detail(line: bytes, options: ReadOptions) -> str:
-    """What Python's own parser says about a line that was refused."""
+    """Message of Python's own parser about a line that was refused."""
     try:
         record = json.loads(line.decode("utf-8"))
     except (ValueError, RecursionError) as error:

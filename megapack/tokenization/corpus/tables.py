@@ -46,7 +46,7 @@ class Table(Protocol):
     schema: Any  # of pyarrow
 
     def group_bytes(self, key: str) -> list[int]:
-        """Of every group about the bytes of a column, uncompressed."""
+        """Bytes of a column in every group, uncompressed, approximately."""
 
     def batches(
         self, begin: int, end: int, columns: Sequence[str], block_bytes: int

@@ -270,7 +270,7 @@ class Plan:
         }
 
     def num_bytes(self, indices: Iterable[int]) -> int:
-        """Of text, about, in some shards."""
+        """Bytes of text in some shards, approximately."""
         return sum(self.shards[index].num_bytes for index in indices)
 
     @property
@@ -298,7 +298,7 @@ class Plan:
 
     @property
     def streams(self) -> tuple[str, ...]:
-        """What a shard writes: one dataset, or one per split; name endings of their prefixes."""
+        """Datasets that a shard writes: one, or one per split, as endings of their prefixes."""
         return tuple(f"_{name}" for name in SPLIT_NAMES) if self.split_while_writing else ("",)
 
     def stored(self, *, labels: bool) -> dict[str, Any]:
@@ -400,7 +400,7 @@ def make_plan(config: BuildConfig, inputs: list[InputFile], note: Callable[[str]
 
 
 def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
-    """What changed from one plan's tree to another's, one readable line each."""
+    """Changes from one plan's tree to another's, one readable line each."""
     lines = []
     for key in sorted(new):
         before, now = old.get(key), new[key]

@@ -42,7 +42,7 @@ from megapack.tokenization.tokenizers.encoders import Limits
 
 
 class Progress(Protocol):
-    """What a build tells while it runs."""
+    """Callbacks of a build while it runs."""
 
     def note(self, text: str) -> None:
         """Something worth a line, said once."""
@@ -54,7 +54,7 @@ class Progress(Protocol):
         """More documents, bytes of text and tokens are done."""
 
     def join(self, done: int, total: int) -> None:
-        """Of ``total`` parts of the result ``done`` are copied."""
+        """``done`` of ``total`` parts of the result are copied."""
 
     def stop(self) -> None:
         """All shards are done, or the build failed."""
@@ -62,7 +62,7 @@ class Progress(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class BuildResult:
-    """What a build made, or found made."""
+    """Result of a build, made now or found."""
 
     plan: Plan
     prefixes: Mapping[str, str]  # stream -> prefix; see ``BuildConfig.outputs``
@@ -72,18 +72,18 @@ class BuildResult:
 
     @property
     def num_shards(self) -> int:
-        """Of this run."""
+        """Shards of the build."""
         return len(self.records)
 
     @property
     def num_shards_kept(self) -> int:
-        """Of those, finished by an earlier run."""
+        """Shards that an earlier run had finished."""
         return sum(record.kept for record in self.records)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Preview:
-    """What a build would do."""
+    """A build's plan, before anything is done."""
 
     plan: Plan
     prefixes: Mapping[str, str]  # as of ``BuildResult``

@@ -185,7 +185,7 @@ class Workspace:
         return "it was not made by this build"
 
     def _changes(self, before: Mapping[str, Any]) -> list[str]:
-        """What differs between a manifest and this plan, but for how documents are sharded."""
+        """Differences between a manifest and this plan, except how documents are sharded."""
         now = self._plan.tree()
         for key in ("shard_bytes", "shards"):
             del now[key]
@@ -327,7 +327,7 @@ _SURE = 0.8
 
 @dataclass(frozen=True, kw_only=True)
 class Estimate:
-    """What all shards of a plan will hold, about."""
+    """Estimated content of all shards of a plan."""
 
     num_tokens: int
     num_bytes: int  # on disk, .bin and .idx
@@ -388,7 +388,7 @@ def free_bytes(directory: Path) -> int:
 
 
 def directory_bytes(directory: Path) -> int:
-    """Of the files in it; some may go while they are counted."""
+    """Bytes of the files in a directory; some may vanish while they are counted."""
     total = 0
     for path in directory.iterdir():
         with contextlib.suppress(FileNotFoundError):

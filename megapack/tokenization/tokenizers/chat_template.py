@@ -377,7 +377,7 @@ def clock(date: str) -> Callable[[str], str]:
 
 
 class _Refusal(jinja2.TemplateError):  # type: ignore[misc]
-    """What a template says by ``raise_exception``."""
+    """The error a template raises by ``raise_exception``."""
 
 
 class _Excess(jinja2.TemplateRuntimeError):  # type: ignore[misc]
@@ -603,7 +603,7 @@ def _method_bound(name: str, text: str, args: Sequence[Any]) -> int:
 
 
 def _format_bound(text: str, args: Sequence[Any]) -> int:
-    """The same of ``%`` and ``format``, whose widths stand in the text or, ``*``, in ``args``."""
+    """Most characters that ``%`` and ``format`` make; a width ``*`` stands in ``args``."""
     widths = [int(digits[:18]) for digits in re.findall(r"\d+", text)]
     if "*" in text or re.search(r":[^}]*{", text):
         widths += [value for value in _walk(list(args)) if isinstance(value, int)]

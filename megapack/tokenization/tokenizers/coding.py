@@ -51,7 +51,7 @@ class Coded(NamedTuple):
 
 
 class Frame(NamedTuple):
-    """What is made of a document's ids before they are stored."""
+    """Changes to a document's ids before they are stored."""
 
     dtype: str  # "uint16" or "int32"
     vocab_size: int

@@ -59,14 +59,14 @@ class Encoder(abc.ABC):
 
 
 class Limits(NamedTuple):
-    """What an encoder may use; the ids do not depend on it."""
+    """Resources of an encoder; the ids do not depend on them."""
 
     threads: int = 1
     memory_bytes: int = 2 << 30  # of the process, above which caches are dropped
 
 
 def guarded_name(files: TokenizerFiles) -> str:
-    """What the guarded pair is called as a backend: ``gigatoken+tokenizers``."""
+    """Name of the guarded pair as a backend: ``gigatoken+tokenizers``."""
     return f"gigatoken+{BACKENDS[files.kind][0]}"
 
 
@@ -121,7 +121,7 @@ class _Loaded(Encoder):
 
     @abc.abstractmethod
     def _decode(self, ids: list[int]) -> str:
-        """Of ids that are in the vocabulary."""
+        """Text of ids that are in the vocabulary."""
 
     def decode(self, ids: Sequence[int]) -> str:
         size = self._files.vocab_size

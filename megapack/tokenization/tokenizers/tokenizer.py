@@ -107,7 +107,7 @@ class TokenizerFiles:
     switched_off: tuple[str, ...] = ()
 
     def identity(self) -> dict[str, Any]:
-        """What two tokenizers share that give the same ids and write the same chats; JSON-able.
+        """Identity: equal for tokenizers that give the same ids and write the same chats; JSON.
 
         ``files`` are the digests of every file that was read: the tokenizer's own, and what says
         its special tokens and its chat template. Which packages run it is another matter
@@ -265,7 +265,7 @@ def _read_json(path: Path, digests: dict[str, str]) -> dict[str, Any]:
 
 
 def _read_config(directory: Path, digests: dict[str, str]) -> dict[str, Any]:
-    """What the files beside a tokenizer say; where two speak, the later one is heard."""
+    """Settings from the files beside a tokenizer; later files overrule earlier ones."""
     config = _read_json(directory / "special_tokens_map.json", digests)
     config |= _read_json(directory / "tokenizer_config.json", digests)
     files = {

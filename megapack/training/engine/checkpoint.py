@@ -44,7 +44,7 @@ Verify = Literal["size", "checksum"]
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointManifest:
-    """What a checkpoint is, readable without loading it."""
+    """Facts about a checkpoint, readable without loading it."""
 
     step: int
     """Optimizer steps that were done."""
@@ -58,7 +58,7 @@ class CheckpointManifest:
 
     @staticmethod
     def read(directory: Path) -> CheckpointManifest:
-        """Of one checkpoint. Raises ResumeError when it cannot be read."""
+        """Read the manifest of one checkpoint. Raises ResumeError when it cannot be read."""
         path = directory / _MANIFEST
         try:
             return CheckpointManifest(**json.loads(path.read_text(encoding="utf-8")))
@@ -91,7 +91,7 @@ def _tokens(tag: str) -> int:
 
 
 def compare_file(path: Path, expected: dict[str, Any], verify: Verify) -> str | None:
-    """What is wrong with a file of a manifest; None when nothing is."""
+    """The fault of a file of a manifest, as half a sentence; None: it is sound."""
     try:
         size = path.stat().st_size
     except OSError:
@@ -104,7 +104,7 @@ def compare_file(path: Path, expected: dict[str, Any], verify: Verify) -> str | 
 
 
 class WrittenFiles:
-    """What this rank wrote, so that nobody has to list a directory that others write to.
+    """Files that this rank wrote, so that nobody has to list a directory that others write to.
 
     Args:
         directory: of the checkpoint.
@@ -435,7 +435,7 @@ class CheckpointStore:
             )
 
     def _problems(self, tag: str, verify: Verify) -> list[str]:
-        """What is wrong with a checkpoint, the same list on every rank."""
+        """Faults of a checkpoint, the same list on every rank."""
         mine: list[str] = []
         try:
             manifest = CheckpointManifest.read(self.directory / tag)

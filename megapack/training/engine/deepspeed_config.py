@@ -31,7 +31,7 @@ from megapack.training.config import DECIDED, EngineConfig, PretrainConfig
 def deepspeed_configuration(
     config: PretrainConfig, world_size: int, *, universal: bool = False
 ) -> dict[str, Any]:
-    """What ``deepspeed.initialize`` gets; ``engine.deepspeed`` is merged over it.
+    """Configuration for ``deepspeed.initialize``; ``engine.deepspeed`` is merged over it.
 
     Args:
         world_size: data parallel size.
@@ -63,7 +63,7 @@ def deepspeed_configuration(
 
 
 def zero_3_configuration(config: PretrainConfig, world_size: int) -> dict[str, Any] | None:
-    """What ``open_model`` divides a model with; None where it stays whole."""
+    """Configuration with which ``open_model`` divides a model; None: the model stays whole."""
     return deepspeed_configuration(config, world_size) if config.engine.stage == 3 else None
 
 

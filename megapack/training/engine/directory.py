@@ -57,7 +57,7 @@ class RunDirectory:
         self._is_held = False
 
     def own_id(self) -> str:
-        """Of the run, whatever other directories are called; the same at every start."""
+        """An id of this run that no other directory has; the same at every start."""
         path = self.path / "run_id"
         if not path.exists():
             with atomic_write(path) as file:

@@ -61,7 +61,7 @@ class Stopwatch:
         self._spans.append((self._begin, self._now()))
 
     def seconds(self) -> float:
-        """Of all calls together; waits for the last one."""
+        """Seconds of all calls together; waits for the last one."""
         if not self._cuda:
             return float(sum(end - begin for begin, end in self._spans))
         for _, end in self._spans[-1:]:
@@ -71,16 +71,15 @@ class Stopwatch:
 
 @dataclass(frozen=True, kw_only=True)
 class StepResult:
-    """What one rank knows after a step, without having waited for its device."""
+    """One rank's result of a step; nothing in it has waited for the device."""
 
     loss_sum: Tensor
     """Scalar on the device: losses of this rank's label tokens, weighted and summed."""
     balance_sum: Tensor | None
-    """The same of the load-balancing losses of this rank's micro batches, weighted by their labels,
+    """Sum of the load-balancing losses of this rank's micro batches, weighted by their labels,
     without their coefficient; None: the model has none."""
     label_weight: float
-    """Of the whole step: what the sum over all ranks is divided by, its label tokens or the sum of
-    their weights."""
+    """Denominator of the whole step on all ranks: its label tokens, or the sum of their weights."""
     sample_losses: Tensor
     """(samples,) on the device: the sum of every sample of this rank, not weighted."""
     source: NDArray[np.int64]
@@ -88,7 +87,7 @@ class StepResult:
     grad_norm: float | Tensor
     """Norm of the whole gradient before clipping."""
     forward: Stopwatch
-    """Of this rank's forwards."""
+    """Time of this rank's forwards."""
     skipped: bool
     """The gradient was not finite: the weights are those of before, on all ranks."""
 

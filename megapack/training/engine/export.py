@@ -79,7 +79,7 @@ def end_token(datasets: Sequence[SourceDocuments]) -> int | None:
 
 
 def tokenizer_of(config: ModelConfig) -> Any:
-    """What goes along with the exported model: the one named, the checkpoint's own, or None.
+    """The tokenizer exported with the model: the one named, the checkpoint's own, or None.
 
     Raises:
         ConfigError: the one named cannot be loaded.

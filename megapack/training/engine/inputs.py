@@ -41,7 +41,7 @@ class Inputs(OpenRun):
 
     vocab_size: int
     valid: PackedDataset | None
-    """Of ``data.valid_prefix``."""
+    """Held-out documents of ``data.valid_prefix``."""
     valid_sources: dict[str, PackedDataset] = field(default_factory=dict)
     """Held-out documents of the blend's sources, by name, of those that have some."""
 
@@ -105,12 +105,12 @@ def open_inputs(config: PretrainConfig) -> Inputs:
 
 
 def _valid_positions(positions: str) -> Literal["segment", "document"]:
-    """Of held-out documents, which are scored alone."""
+    """Position ids for held-out documents, which are scored alone."""
     return "document" if positions == "document" else "segment"
 
 
 def vocabulary_size(config: PretrainConfig, run: PlannedRun) -> int:
-    """Of the configuration, else of the data; 1 where the checkpoint's is all that is known.
+    """The configuration's vocabulary, else the data's; 1 where only the checkpoint knows it.
 
     Raises:
         ConfigError: nobody knows it.
@@ -265,7 +265,7 @@ _LAW = "lognormal:"
 def steps_from_lengths(
     config: PretrainConfig, source: str, buckets: Sequence[int] | None
 ) -> PlannedRun:
-    """What the run would be on documents of such lengths, packed by strategy bucket; its own data
+    """Plan the run on documents of such lengths, packed by strategy bucket; its own data
     are not opened.
 
     Args:

@@ -43,11 +43,12 @@ class World:
     device: torch.device
     host: str
     group: Any = None
-    """Of CPU messages between ranks (gloo), in which waiting costs nothing; None: the default."""
+    """Process group for CPU messages between ranks (gloo), on which waiting is free; None: the
+    default group."""
     sequence_group: Any = None
-    """Of the ranks that this one shares long samples with; None: there are none."""
+    """Process group of the ranks that share long samples with this one; None: no sharing."""
     progress: RankProgress = field(default_factory=RankProgress)
-    """What the heartbeat tells the others."""
+    """Progress of this rank, which the heartbeat reports to the others."""
 
     @property
     def is_first(self) -> bool:
@@ -55,7 +56,7 @@ class World:
         return self.rank == 0
 
     def gather(self, value: T) -> list[T]:
-        """What every rank says, by rank; collective."""
+        """Every rank's value, by rank; collective."""
         values: list[Any] = [None] * self.size
         dist.all_gather_object(values, value, group=self.group)
         return values

@@ -37,11 +37,11 @@ class ValidationResult:
     loss_sums: dict[int, float]
     label_tokens: dict[int, int]
     sources: dict[str, ValidationResult] = field(default_factory=dict)
-    """Of the held-out documents of every source of a blend that has some."""
+    """By source, for the sources of a blend that have held-out documents."""
 
     @staticmethod
     def together(results: Iterable[ValidationResult]) -> ValidationResult:
-        """Of all these documents."""
+        """One result for all documents of several."""
         sums: dict[int, float] = {}
         counts: dict[int, int] = {}
         for result in results:

@@ -163,7 +163,7 @@ def _check_names_and_values(
 
 
 def _disagreement(configuration: Any) -> str | None:
-    """What no validator of transformers looks for, and a model fails or idles with."""
+    """Refuse values that transformers accepts and a model fails or idles with."""
     sizes = ("hidden_size", "num_attention_heads", "num_key_value_heads", "num_experts_per_tok")
     hidden, heads, groups, chosen = (getattr(configuration, name, None) for name in sizes)
     if heads and not getattr(configuration, "head_dim", None) and hidden % heads:
@@ -183,7 +183,7 @@ def _disagreement(configuration: Any) -> str | None:
 
 @contextmanager
 def _warnings_of_rope(said: list[str]) -> Iterator[None]:
-    """What transformers finds wrong with RoPE's parameters, and only warns of."""
+    """Complaints of transformers about RoPE's parameters, which it only warns of."""
     logger = logging.getLogger("transformers.modeling_rope_utils")
     level, handler = logger.level, logging.Handler(logging.WARNING)
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
@@ -257,7 +257,7 @@ def register_architectures() -> None:
 
 
 def attention_needs(configuration: Any, device: torch.device, dtype: torch.dtype) -> AttentionNeeds:
-    """What the architecture asks of attention: heads, window, soft cap, ALiBi."""
+    """The architecture's needs: heads, window, soft cap, ALiBi."""
     heads = configuration.num_attention_heads
     width = getattr(configuration, "qk_head_dim", None) or getattr(configuration, "head_dim", None)
     width = width or configuration.hidden_size // heads
@@ -277,7 +277,7 @@ def attention_needs(configuration: Any, device: torch.device, dtype: torch.dtype
 
 @dataclass(frozen=True, kw_only=True)
 class PositionLimit:
-    """What a transformers configuration says of the longest document."""
+    """The longest document that a transformers configuration allows."""
 
     tokens: int
     source: str

@@ -68,7 +68,7 @@ class ModelFlops:
         )
 
     def attention(self, lengths: ArrayLike) -> float:
-        """Of causal attention inside segments of these lengths (tokens), all layers."""
+        """Operations of causal attention inside segments of these lengths (tokens), all layers."""
         n: NDArray[np.float64] = np.asarray(lengths, dtype=np.float64)
         total = attention_flops(self.full_layers, self.width) * float((n * n).sum())
         if self.window_layers:
@@ -83,7 +83,7 @@ class ModelFlops:
         return self.per_token / self.attention(1)
 
     def step(self, num_tokens: int, lengths: ArrayLike) -> float:
-        """Of a step: every token through the weights, every segment through attention."""
+        """Operations of a step: tokens through the weights, segments through attention."""
         return self.per_token * num_tokens + self.attention(lengths)
 
 

@@ -52,7 +52,7 @@ class MemoryEstimate:
 
     @property
     def total(self) -> int:
-        """Of its device."""
+        """Bytes on the device, all parts together."""
         return sum(self.parts.values())
 
 
@@ -64,7 +64,7 @@ def estimate_memory(
     longest: int,
     zero: dict[str, Any],
 ) -> MemoryEstimate:
-    """What a rank needs at most: in the loss, in the backward, or at the end of a step.
+    """The most memory a rank needs: in the loss, in the backward, or at the end of a step.
 
     Args:
         model: on the meta device; it becomes fake, and checkpoints its activations if asked to.
@@ -201,7 +201,7 @@ def _is_tensor(x: Any) -> bool:
 
 
 class _Offloaded:
-    """What layers keep for their recomputation goes to the host."""
+    """Counts inputs kept for recomputation as host memory."""
 
     num_bytes = 0
 

@@ -207,7 +207,7 @@ def try_slices(
 def _summed_loss(
     model: Any, row: Any, sequence_parallel_size: int = 1, *, group: Any = None
 ) -> Tensor:
-    """Of a row of documents, as a run computes it."""
+    """The loss of a row of documents as a run computes it."""
     wrapped, size = (
         TrainingModel(model, chunk_tokens=32, sequence_group=group),
         sequence_parallel_size,

@@ -90,7 +90,7 @@ class TrainingModel(nn.Module):
         return result.flatten(0, 1)
 
     def _outputs(self, tokens: Tensor, position_ids: Tensor, *segments: Any, **options: Any) -> Any:
-        """Of the model without its head."""
+        """Outputs of the model without its head."""
         base: Any = self.model.base_model
         return base(
             input_ids=tokens, position_ids=position_ids, **varlen_arguments(*segments), **options
@@ -110,7 +110,7 @@ class TrainingModel(nn.Module):
         sequence_parallel_size: int = 1,
         sequence_parallel_rank: int = 0,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Of one micro batch, or with ``sequence_parallel_size`` above 1 of a slice of it;
+        """Losses of one micro batch, or of a slice of it (``sequence_parallel_size`` above 1);
         ``cu_seqlens`` and ``dataset_ids`` are of the whole.
 
         Args:

@@ -3,6 +3,10 @@
 A collective that waits for a dead process says at best that a connection was closed, and with NCCL
 nothing for the whole timeout. Here every rank writes to a small store once in a while how far it
 is, in a thread of its own; the first rank reads them.
+
+    lost contact to rank 5 on node7                # no beat for engine.silence_seconds
+    no progress for 1800 seconds: rank 3 on node4 is behind, at micro step 7, the furthest at the
+    end of step 12                                 # nobody got on for engine.stall_seconds
 """
 
 from __future__ import annotations

@@ -44,14 +44,14 @@ logger = logging.getLogger("megapack")
 
 @dataclass(frozen=True, kw_only=True)
 class StepWork:
-    """What a step holds."""
+    """Tokens and operations of one step."""
 
     tokens: int
     """Padding included."""
     useful_tokens: int
     """Tokens of documents that are not masked."""
     flops: float
-    """Of the model: every token of a document, attention inside segments and the window."""
+    """The model's operations: tokens of documents, attention inside segments and the window."""
     naive_flops: float
     """Had every sample been one document of its capacity: the figure that flatters packing."""
 
@@ -251,7 +251,7 @@ class Monitor:
             self._writers.append(_WeightsAndBiases(config.wandb_project, directory))
 
     def skip_time(self) -> None:
-        """What passed since the last step (an evaluation, a checkpoint) was no training."""
+        """Do not count the time since the last step (an evaluation, a checkpoint) as training."""
         self._since = time.perf_counter()
 
     def step(
@@ -441,7 +441,7 @@ class Monitor:
 
 
 def _means(sums: list[torch.Tensor], results: list[StepResult]) -> list[float]:
-    """Of scalars on every rank's device, one per step, over the label tokens of the step."""
+    """Means over the label tokens of each step, from one sum per step on every rank's device."""
     of_all = torch.stack(sums).to(torch.float64)
     dist.all_reduce(of_all)
     return [value / r.label_weight for value, r in zip(of_all.tolist(), results, strict=True)]
