@@ -1,6 +1,7 @@
 # make demo   documents -> trained model, in a few minutes on a laptop
 # make test   the gate: format, lint, types, and every test of the product
 # make test-all   and the tests of documents, papers and results
+# make docs   the site: pages, API, commands, configuration -> build/site/index.html
 # make mutants   faults that the tests must notice, one at a time; ONLY=name,... JOBS=2
 # make test-data PYTHON=python3.13   what builds data, on another Python, without torch
 # All create their environment by themselves; PYTHON chooses the interpreter (>= 3.10), JOBS the test
@@ -16,7 +17,7 @@ export PATH := $(CURDIR)/$(BIN):$(PATH)
 
 .DEFAULT_GOAL := help
 .PHONY: help venv build demo test test-all test-data test-hosts test-cluster test-clouds wheel lint
-.PHONY: format pytest mutants gpu faults fuzz clean
+.PHONY: docs format pytest mutants gpu faults fuzz clean
 
 help:
 	@sed -n 's/^# make/make/p' Makefile
@@ -63,6 +64,15 @@ pytest: build $(VENV)/.dev
 
 test-all: lint
 	$(PYTEST)
+
+$(VENV)/.docs: $(VENV)/.train
+	MEGAPACK_NO_EXTENSION=1 $(PIP) -c constraints.txt --no-build-isolation -e '.[docs]'
+	touch $@
+
+# It refuses links that lead nowhere, fetches nothing and works without a network (docs/reference.py).
+docs: build $(VENV)/.docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+	@echo build/site/index.html
 
 # Each in a copy of the tree, by the tests of its module; not less often than before a release.
 mutants: build $(VENV)/.dev

@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 def main() -> int:
     """The command; returns its exit code."""
     logging.basicConfig(level=logging.WARNING)
-    return run_command(evaluate, parse_arguments())
+    return run_command(evaluate, build_parser().parse_args())
 
 
 def evaluate(args: argparse.Namespace) -> int:
@@ -195,7 +195,7 @@ def named(text: str) -> tuple[str, str]:
     return (name, directory) if equals else (text, text)
 
 
-def parse_arguments() -> argparse.Namespace:
+def build_parser() -> argparse.ArgumentParser:
     parser = command_parser("megapack-evaluate", __doc__)
     add = parser.add_argument
     add("--model", action="append", type=named, default=[], metavar="[NAME=]DIR")
@@ -217,7 +217,7 @@ def parse_arguments() -> argparse.Namespace:
     harness.add_argument("--lm-eval-path", metavar="DIR", help="YAML files of further tasks")
     harness.add_argument("--tokenizer", help="directory or tokenizer.json, if not in the model")
     harness.add_argument("--limit", type=int, help="documents per task")
-    return parser.parse_args()
+    return parser
 
 
 if __name__ == "__main__":
