@@ -30,6 +30,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+import megapack
+
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("storage", "packing", "planning", "compare", "data", "attention")
 # Page of the repository -> page of the site. What lies in docs/ is at home there.
@@ -79,7 +81,8 @@ def anchor(title: str, separator: str = "-") -> str:
 
 
 def outer_pages() -> dict[str, str]:
-    return {uri: (ROOT / path).read_text(encoding="utf-8") for path, uri in OUTER.items()}
+    pages = {uri: (ROOT / path).read_text(encoding="utf-8") for path, uri in OUTER.items()}
+    return pages | {"index.md": f"---\nhide: [navigation]\n---\n{pages['index.md']}"}
 
 
 def navigation(entries: Sequence[Any], pages: Sequence[str]) -> list[Any]:
@@ -88,7 +91,10 @@ def navigation(entries: Sequence[Any], pages: Sequence[str]) -> list[Any]:
 
     def found(entry: Any) -> list[Any]:
         if isinstance(entry, dict):
-            return [{title: navigation_of(inner)} for title, inner in entry.items()]
+            return [
+                {title: inner if isinstance(inner, str) else navigation_of(inner)}
+                for title, inner in entry.items()
+            ]
         if "*" not in entry:
             return [entry]
         fitting = [
@@ -110,7 +116,7 @@ def _leaves(entries: Sequence[Any]) -> Iterator[str]:
     for entry in entries:
         if isinstance(entry, dict):
             for inner in entry.values():
-                yield from _leaves(inner)
+                yield from _leaves([inner] if isinstance(inner, str) else inner)
         else:
             yield entry
 
@@ -148,55 +154,71 @@ def relink(markdown: str, page: str, repository: str) -> str:
 
 
 def api_pages() -> dict[str, str]:
-    """A page for every package: its docstring, then its public names, each shown once."""
-    modules = [*(f"megapack.{name}" for name in PACKAGES), *integrations(), "megapack"]
+    """A page for every package: its docstring, then its public names, each shown once.
+
+    Read and not imported: hosts need not be installed.
+    """
+    import griffe  # noqa: PLC0415
+
+    tree = griffe.load("megapack", search_paths=[str(ROOT)])
     shown: set[str] = set()
-    return {f"api/{name}.md": _api_page(name, shown) for name in modules}
+    pages = {}
+    for name in [*PACKAGES, *integrations()]:
+        module = tree[name]
+        homes = {public: module[public] for public in public_names(module)}
+        pages[name] = _api_page(module.path, module.docstring.value, homes, shown)
+    homes = {name: tree[_inside(module)][name] for name, module in megapack._HOME.items()}
+    pages["megapack"] = _api_page("megapack", str(megapack.__doc__), homes, shown)
+    return {f"api/{name}.md": text for name, text in pages.items()}
 
 
 def integrations() -> list[str]:
     """Modules of megapack.integrations that a page or an example names."""
     places = ("README.md", "docs/**/*.md", "examples/*.py")
     texts = [path.read_text(encoding="utf-8") for place in places for path in ROOT.glob(place)]
-    named = {
-        name for text in texts for name in re.findall(r"from (megapack\.integrations[\w.]*)", text)
-    }
-    return sorted({"megapack.integrations", *named})
+    found = re.compile(r"\bmegapack\.integrations(?:\.| import )([a-z_]+)")
+    named = {name for text in texts for name in found.findall(text)}
+    folder = ROOT / "megapack" / "integrations"
+    modules = {path.stem for path in folder.iterdir() if not path.name.startswith("_")}
+    return ["integrations", *(f"integrations.{name}" for name in sorted(named & modules))]
 
 
-def public_names(module: types.ModuleType) -> list[str]:
-    """``__all__``, or the functions and classes that are defined here."""
-    if hasattr(module, "__all__"):
-        return [name for name in module.__all__ if not name.startswith("__")]
+def public_names(module: Any) -> list[str]:
+    """``__all__``; else what a package imports from itself, or what a module defines."""
+    if module.exports:
+        return [str(name) for name in module.exports]
     return [
         name
-        for name, value in vars(module).items()
-        if not name.startswith("_") and getattr(value, "__module__", None) == module.__name__
+        for name, member in module.members.items()
+        if not name.startswith("_")
+        and (
+            member.is_alias and member.target_path.startswith(module.path)
+            if module.is_init_module
+            else not member.is_alias
+        )
     ]
 
 
-def _api_page(name: str, shown: set[str]) -> str:
-    module = importlib.import_module(name)
-    lines = [f"# {name}", "", *prose(inspect.cleandoc(module.__doc__ or ""))]
-    for public in public_names(module):
-        value = getattr(module, public)
-        home = f"{name}.{public}"
-        if inspect.isclass(value) or inspect.isfunction(value):
-            home = f"{value.__module__}.{value.__qualname__}"
-        if home in shown:
-            lines += [f"- [`{public}`][{home}]"]
+def _inside(module: str) -> str:
+    return module.removeprefix("megapack.")
+
+
+def _api_page(title: str, about: str, homes: dict[str, Any], shown: set[str]) -> str:
+    lines = [f"# {title}", "", *prose(inspect.cleandoc(about))]
+    for public, member in homes.items():
+        home = member.final_target if member.is_alias else member
+        if home.path in shown:
+            first = home.docstring.value.partition("\n")[0] if home.docstring else ""
+            lines += [f"- [`{public}`][{home.path}]: {first}"]
         else:
-            constant = "" if callable(value) else _VALUE_LEFT_OUT
-            lines += [f"::: {home}", *constant.splitlines(), ""]
-        shown.add(home)
+            table = home.is_attribute and len(str(home.value)) > 60
+            lines += [f"::: {home.path}", *([_VALUE_LEFT_OUT] if table else []), ""]
+        shown.add(home.path)
     return "\n".join(lines)
 
 
 # The value of a table is not what its reader wants to know.
-_VALUE_LEFT_OUT = """\
-    options:
-        show_attribute_values: false
-"""
+_VALUE_LEFT_OUT = "    options:\n        show_attribute_values: false"
 
 
 # ---- commands ------------------------------------------------------------------------------------
@@ -228,10 +250,11 @@ def command_pages() -> dict[str, str]:
 def _command(name: str, parser: argparse.ArgumentParser) -> Iterator[str]:
     yield from (f"# {name}", "")
     yield from prose(parser.description or "")
-    usage = _without_ansi(parser.format_usage()).removeprefix("usage: ")
-    yield from ("## Usage", "", "```text", textwrap.dedent(usage).strip(), "```", "")
+    usage = _without_ansi(parser.format_usage()).removeprefix("usage: ").strip()
+    yield from ("## Usage", "", "```text", re.sub(r"\n +", "\n    ", usage), "```", "")
     for group in parser._action_groups:
-        actions = [a for a in group._group_actions if a.help is not argparse.SUPPRESS]
+        hidden = (argparse.SUPPRESS, "show this help message and exit")
+        actions = [action for action in group._group_actions if action.help not in hidden]
         if actions:
             title = str(group.title)
             yield from (f"## {title[:1].upper()}{title[1:]}", "")
@@ -278,7 +301,8 @@ def _blocks(lines: Sequence[str]) -> Iterator[tuple[bool, list[str]]]:
 
 
 def escaped(text: str) -> str:
-    """What markdown would take for emphasis, links or tags; code stays."""
+    """What markdown would take for emphasis, links or tags; code stays, options are code."""
+    text = re.sub(r"(?<![\w`-])--[a-z][\w-]*(?!`)\b", r"`\g<0>`", text)
     parts = re.split(r"(`+[^`]+`+)", text)
     parts[::2] = [re.sub(r"([*_<>\[\]|~])", r"\\\1", part) for part in parts[::2]]
     return "".join(parts)
@@ -333,13 +357,15 @@ def configuration_pages() -> dict[str, str]:
 def _configuration(title: str, about: str, sections: Sequence[tuple[str, type]]) -> str:
     lines = [f"# {title}", "", about, ""]
     for name, cls in sections:
-        lines += [f"## {name or 'Top level'}", "", *prose(inspect.cleandoc(cls.__doc__ or ""))]
+        about = prose(inspect.cleandoc(cls.__doc__ or ""))
+        lines += [f"## {name} {{ #of-{name} }}" if name else "## Top level", "", *about]
         for key in keys(cls):
             path = f"{name}.{key.name}" if name else key.name
-            default = f"default `{key.default}`" if key.default else "**must be given**"
-            unit = f", in {unit_of(key.name)}" if unit_of(key.name) else ""
-            lines += [f"### {path} {{ #{path} }}", ""]
-            lines += [f"`{key.type}`{unit}, {default}", "", key.meaning, ""]
+            lines += [f"### {path} {{ #{path} }}", "", key.meaning, ""]
+            if not key.section:
+                default = f"default `{key.default}`" if key.default else "must be given"
+                unit = f", in {unit_of(key.name)}" if unit_of(key.name) else ""
+                lines += [f"`{key.type}`{unit}; {default}", "{ .key }", ""]
     return "\n".join(lines)
 
 
@@ -360,7 +386,7 @@ def keys(cls: type) -> list[Key]:
         section = hint if dataclasses.is_dataclass(hint) else None
         meaning = meanings.get(field.name) or helps.get(field.name) or ""
         if section and not meaning:
-            meaning = f"The keys of [{field.name}](#{field.name})."
+            meaning = f"{inspect.cleandoc(hint.__doc__ or '')} [Its keys](#of-{field.name})."
         found.append(Key(field.name, spelled(hint), _default(field), meaning, section))
     return found
 

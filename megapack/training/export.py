@@ -83,7 +83,7 @@ def export(
 def build_parser() -> argparse.ArgumentParser:
     parser = command_parser("megapack-export", __doc__)
     add = parser.add_argument
-    add("run_dir", type=Path)
+    add("run_dir", type=Path, help="directory of the run")
     add("--step", type=int, help="of the checkpoint; the newest one when not given")
     add("--output", type=Path, metavar="DIR", help="is replaced; RUN_DIR/model if not given")
     add_overrides(parser)
