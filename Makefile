@@ -1,10 +1,5 @@
-# make demo   documents -> trained model, in a few minutes on a laptop
-# make test   the gate: format, lint, types, and every test of the product
-# make test-all   and the tests of documents, papers and results
-# make mutants   faults that the tests must notice, one at a time; ONLY=name,... JOBS=2
-# make test-data PYTHON=python3.13   what builds data, on another Python, without torch
-# All create their environment by themselves; PYTHON chooses the interpreter (>= 3.10), JOBS the test
-# processes.
+# `make help` lists the targets: each has its line behind ##. All create their environment by
+# themselves; PYTHON chooses the interpreter (3.10 to 3.13), JOBS the test processes.
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -15,11 +10,12 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
 .DEFAULT_GOAL := help
-.PHONY: help venv build demo test test-all test-data test-hosts test-cluster test-clouds wheel lint
-.PHONY: format pytest mutants gpu faults fuzz clean
+.PHONY: help venv build demo docs test test-all test-data test-hosts test-cluster test-clouds wheel
+.PHONY: lint format pytest mutants gpu faults fuzz clean
 
-help:
-	@sed -n 's/^# make/make/p' Makefile
+help: ## this list of targets
+	@sed -n 's/^\([a-z%-]*\):.*## \(.*\)/make \1|\2/p' Makefile | sed 's/%/NAME/' | \
+	    awk -F'|' '{ printf "%-18s %s\n", $$1, $$2 }'
 
 # torch first and alone (constraints.txt: the CPU build), then deepspeed, whose setup.py imports it.
 $(VENV)/.train: pyproject.toml setup.py constraints.txt
@@ -34,45 +30,50 @@ $(VENV)/.dev: $(VENV)/.train
 	MEGAPACK_NO_EXTENSION=1 $(PIP) -c constraints.txt --no-build-isolation -e '.[dev]'
 	touch $@
 
-venv: $(VENV)/.dev
+venv: $(VENV)/.dev ## the environment of the tests, in .venv
 
-# Only what changed is compiled again; MEGAPACK_WERROR makes a warning an error.
-build: $(VENV)/.train
+build: $(VENV)/.train ## the C++ extension, in place: the files that changed
 	MEGAPACK_WERROR=1 $(BIN)/python setup.py --quiet build_ext --inplace
 
-demo: build
+demo: build ## documents -> trained model, on a laptop -> demo/demo.png
 	bash launch/demo.sh
 
-test: lint pytest
+test: lint pytest ## the gate: format, lint, types, and every test of the product
 
-lint: build $(VENV)/.dev
+lint: build $(VENV)/.dev ## format, lint and types alone
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/clang-format --dry-run --Werror csrc/bindings/* csrc/core/*/* tests/*/*.cpp
 	$(BIN)/mypy
 
-format: $(VENV)/.dev
+format: $(VENV)/.dev ## repair formatting
 	$(BIN)/ruff check --fix --quiet . || true
 	$(BIN)/ruff format .
 	$(BIN)/clang-format -i csrc/bindings/* csrc/core/*/* tests/*/*.cpp
 
 PYTEST := $(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal --durations=20
 
-pytest: build $(VENV)/.dev
+pytest: build $(VENV)/.dev ## the tests of the gate, without lint
 	$(PYTEST) -m "not pages"
 
-test-all: lint
+test-all: lint ## the gate, and the tests of documents, papers and results
 	$(PYTEST)
 
-# Each in a copy of the tree, by the tests of its module; not less often than before a release.
-mutants: build $(VENV)/.dev
+$(VENV)/.docs: $(VENV)/.train
+	MEGAPACK_NO_EXTENSION=1 $(PIP) -c constraints.txt --no-build-isolation -e '.[docs]'
+	touch $@
+
+docs: build $(VENV)/.docs ## the site: pages, API, commands, configuration -> build/site
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+	@echo build/site/index.html
+
+mutants: build $(VENV)/.dev ## faults that the tests must notice, one at a time; ONLY=name,...
 	ONLY=$(ONLY) JOBS=$(JOBS) $(BIN)/python tests/mutants.py
 
-test-data:
+test-data: ## what builds data, without torch; PYTHON=python3.13
 	PYTHON=$(PYTHON) JOBS=$(JOBS) bash tests/data_only.sh
 
-# dist/megapack-*manylinux*.whl for machines without a compiler, tried in a fresh environment.
-wheel:
+wheel: ## dist/megapack-*.whl for machines without a compiler, and a proof that it works
 	PYTHON=$(PYTHON) bash tests/wheel.sh
 
 # Trainers of others, daemons, compilers of kernels: more time than a test of `make test` has.
@@ -80,20 +81,20 @@ test-hosts test-cluster test-clouds gpu: export PYTEST_TIMEOUT = 3600
 
 # Hosts that are on no package index: MEGATRON_LM=/path/to/checkout[:/another] make test-hosts, and so
 # GPT_NEOX, MEGATRON_DEEPSPEED. What a host alone imports has a folder beside the environment's own.
-test-hosts: build $(VENV)/.dev $(VENV)/hosts $(VENV)/hosts-neox $(VENV)/hosts-mds
+test-hosts: build $(VENV)/.dev $(VENV)/hosts $(VENV)/hosts-neox $(VENV)/hosts-mds ## trainers of no package index; MEGATRON_LM=/path/to/checkout
 	$(BIN)/python -m pytest -q -W ignore tests/hosts
 
 # What starts daemons: launch/slurm.sh on a Slurm of one node, and two nodes that DeepSpeed reaches by
 # ssh, of which one is lost. Root, and Debian's slurmctld, slurmd, slurm-client, munge,
 # openssh-server, pdsh and iproute2.
-test-cluster: build $(VENV)/.dev
+test-cluster: build $(VENV)/.dev ## Slurm and two nodes, as daemons on this machine; root
 	CLUSTER=1 $(BIN)/python -m pytest -v -W ignore tests/training/test_slurm.py \
 	    tests/training/test_two_nodes.py
 
 # What `make test` skips of the stores: az://, on Azurite, Microsoft's emulator. Node.js and npm.
 AZURITE := $(VENV)/azurite/node_modules/.bin/azurite-blob
 
-test-clouds: build $(VENV)/.dev $(AZURITE)
+test-clouds: build $(VENV)/.dev $(AZURITE) ## az://, on Microsoft's emulator; Node.js
 	AZURITE=$(AZURITE) $(BIN)/python -m pytest -q tests/remote
 
 $(AZURITE):
@@ -111,25 +112,19 @@ $(VENV)/hosts-neox: $(VENV)/.dev
 $(VENV)/hosts-mds: $(VENV)/.dev
 	DS_BUILD_OPS=0 $(PIP) --no-deps --no-build-isolation --target $@ deepspeed==0.19.0
 
-# make bench-packing, bench-build, bench-merge, bench-data, bench-schedule, bench-train, ...; QUICK=1
-# takes less than a minute, and the table comes last.
-bench-%: build $(VENV)/.dev
+bench-%: build $(VENV)/.dev ## a benchmark: packing, build, merge, data, ...; QUICK=1 is a minute
 	$(BIN)/python benchmarks/$*.py
 
-# A fault at a time, in real processes, beside a plain DeepSpeed loop; root for two of them.
-faults: bench-faults
+faults: bench-faults ## a fault at a time, in real processes; root for two of them
 
-# What the papers claim, trained again: within 40 minutes; ONLY=atom_size,... chooses, SCALE=gpu.
-bench-papers: build $(VENV)/.dev
+bench-papers: build $(VENV)/.dev ## what the papers claim, trained again; ONLY=atom_size,... SCALE=gpu
 	$(BIN)/python benchmarks/papers/all.py
 
-# The day a GPU is at hand: the gpu tests, bench-train and the papers' recipes on it. OUT, PARTS.
-gpu: build $(VENV)/.dev
+gpu: build $(VENV)/.dev ## what needs a CUDA device; OUT=, PARTS=
 	PYTHON=$(BIN)/python bash benchmarks/gpu.sh
 
-# Every reader, for FUZZ_SECONDS in all (default 60); what fails is kept in tests/fuzz/corpus.
-fuzz: build $(VENV)/.dev
+fuzz: build $(VENV)/.dev ## every reader, FUZZ_SECONDS in all
 	$(BIN)/python tests/fuzz/run.py
 
-clean:
+clean: ## remove what was compiled and cached
 	rm -rf build megapack/_core*.so *.egg-info .mypy_cache .ruff_cache .pytest_cache

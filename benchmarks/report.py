@@ -6,6 +6,12 @@ docs/results.md (``summary``: ten questions with their figures, what did not hol
 (``draw``, ``forest``: readable in grey), and docs/results/NAME.md, every table of a benchmark. A
 QUICK run is taken only where there is no other.
 
+A page says once what it was measured with. Its tables have at most eight columns and three digits;
+a row whose windows spread by more than 20 % of their median is marked, and memory that came out
+below zero is "not measurable".
+
+    rounded(42_496_732), rounded(0.18421), rounded(131_072)    # -> "42.5M", "0.184", "131,072"
+
 make bench-report        # after the benchmarks whose figures should be quoted
 """
 
@@ -16,19 +22,23 @@ import math
 import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from common import RESULTS, cell
+from common import RESULTS
 
 DOCS = Path(__file__).parents[1] / "docs"
 LOGGED = DOCS / "results"
 PAPERS = "papers-"
 Runs = Mapping[str, dict[str, Any]]
-PAGE = """# {title}
+PAGE = """# Results of {title}
 
-Written by `make bench-report` from the .json beside it; summary: [results.md](../results.md).
+{about}
+
+Written by `make bench-report` from {json}; summary: [results.md](../results.md).
 Read ratios rather than digits, and run the command on your own machine before you believe either.
+
 """
 
 
@@ -37,17 +47,28 @@ def main() -> None:
     runs = newest_runs(LOGGED)
     if not runs:
         raise SystemExit(f"no result files in {RESULTS}; run `make bench-packing` or another first")
-    about = {name: provenance(run) for name, run in runs.items()}
-    page = summary(runs, about, listed(runs))
-    (DOCS / "results.md").write_text(page, encoding="utf-8")
+    (DOCS / "results.md").write_text(summary(runs, listed(runs)), encoding="utf-8")
     draw(runs, DOCS / "images")
-    papers = [run for name, run in runs.items() if name.startswith(PAPERS)]
-    pages = {name: section(run) for name, run in runs.items() if not name.startswith(PAPERS)}
-    pages |= {"papers": papers_section(papers)} if papers else {}
+    pages = pages_of(runs)
     for name, text in pages.items():
-        page = f"{PAGE.format(title=f'Results of {name}')}\n{text}"
-        (LOGGED / f"{name}.md").write_text(page.rstrip("\n") + "\n", encoding="utf-8")
+        (LOGGED / f"{name}.md").write_text(text, encoding="utf-8")
     print(f"wrote {DOCS / 'results.md'} and {', '.join(pages)} beside it")
+
+
+def pages_of(runs: Runs) -> dict[str, str]:
+    """Name -> the page of a benchmark; those of the papers are one."""
+    pages = {}
+    for name, run in runs.items():
+        if not name.startswith(PAPERS):
+            about = f"`{command(run)}`, {provenance(run)}"
+            page = PAGE.format(title=name, about=about, json=f"[{name}.json]({name}.json)")
+            pages[name] = page + "\n".join(body(run["results"]))
+    papers = {name: run for name, run in runs.items() if name.startswith(PAPERS)}
+    if papers:
+        about, files = "\n".join(measured_with(papers)), "the papers-*.json beside it"
+        page = PAGE.format(title="papers", about=about, json=files)
+        pages["papers"] = page + papers_section(list(papers.values()))
+    return {name: text.rstrip("\n") + "\n" for name, text in pages.items()}
 
 
 def newest_runs(folder: Path) -> dict[str, dict[str, Any]]:
@@ -83,8 +104,6 @@ def papers_section(recipes: list[dict[str, Any]]) -> str:
     verdicts = [claim["agrees"] for run in recipes for claim in run["results"]["claims"]]
     count = {verdict: verdicts.count(verdict) for verdict in ("yes", "no", "undecided")}
     lines = [
-        "## papers",
-        "",
         f"What the papers claim, trained and counted again: {count['yes']} claims agree, "
         f"{count['no']} do not, {count['undecided']} are undecided at this scale. A difference is "
         "judged by the 95 % interval of the mean of paired seeds (`benchmarks/papers/claims.py`), "
@@ -98,14 +117,11 @@ def papers_section(recipes: list[dict[str, Any]]) -> str:
 
 
 def recipe_section(run: dict[str, Any]) -> Iterator[str]:
-    """Provenance, claims, measurements and plots of one recipe."""
+    """Command, claims, measurements and plots of one recipe."""
     results = run["results"]
     name = run["benchmark"].removeprefix(PAPERS).removesuffix("-gpu")
     yield from (f"### {results['title']}", "")
-    size = "QUICK=1 " if run["quick"] else ""
-    scale = "" if scale_of(run) in ("cpu", "quick") else f"SCALE={scale_of(run)} "
-    command = f"{size}{scale}ONLY={name} make bench-papers"
-    yield f"`{command}`, {provenance(run)}; {results['seconds']} s."
+    yield f"`{command(run)}`; {results['seconds']} s."
     if run["quick"]:
         yield "**A handful of steps: this shows that the code runs, and is no evidence.**"
     if "seeds" in results:
@@ -122,25 +138,35 @@ def recipe_section(run: dict[str, Any]) -> Iterator[str]:
         yield ""
 
 
-def section(run: dict[str, Any]) -> str:
+def command(run: dict[str, Any]) -> str:
+    """What made it."""
     size = "QUICK=1 " if run["quick"] else ""
-    lines = [
-        f"## {run['benchmark']}",
-        "",
-        f"`{size}make bench-{run['benchmark']}`, {provenance(run)}",
-        "",
-    ]
-    return "\n".join(lines + list(body(run["results"])))
+    name = run["benchmark"]
+    if not name.startswith(PAPERS):
+        return f"{size}make bench-{name}"
+    scale = "" if scale_of(run) in ("cpu", "quick") else f"SCALE={scale_of(run)} "
+    return f"{size}{scale}ONLY={name.removeprefix(PAPERS).removesuffix('-gpu')} make bench-papers"
 
 
 def provenance(run: dict[str, Any]) -> str:
     """Date, hardware, commit and versions; runs of before 2026-11-22 do not say their commit."""
     commit = f"commit {run['commit'][:12]}, " if run.get("commit") else ""
+    return f"{run['date']}, {commit}{_machine(run)}"
+
+
+def _machine(run: dict[str, Any]) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in run["versions"].items())
-    return (
-        f"{run['date']}, {run['num_cpus']} x {run['cpu']} ({run['machine']}), "
-        f"{commit}Python {run['python']}, {versions}"
-    )
+    cpu = f"{run['num_cpus']} x {run['cpu']} ({run['machine']})"
+    return f"{cpu}, Python {run['python']}, {versions}"
+
+
+def measured_with(runs: Runs) -> list[str]:
+    """Every machine with its versions once, and the runs that it made."""
+    made: dict[str, list[str]] = {}
+    for name, run in runs.items():
+        commit = f", {run['commit'][:12]}" if run.get("commit") else ""
+        made.setdefault(_machine(run), []).append(f"{name} ({run['date']}{commit})")
+    return [f"* {machine}: {'; '.join(names)}" for machine, names in made.items()]
 
 
 def body(results: Any, title: str = "") -> Iterator[str]:
@@ -156,27 +182,178 @@ def body(results: Any, title: str = "") -> Iterator[str]:
                 yield from body(value, f"{title}, {key}".lstrip(", "))
 
 
+# ---- Tables --------------------------------------------------------------------------------------
+
+MOST_COLUMNS = 8
+WIDE_SPREAD = 20  # per cent of the median, between the quartiles of the windows
+LONGEST = 160  # characters of a cell; the .json has the rest
+SPREAD = "spread_%"
+
+
 def table(rows: list[dict[str, Any]], title: str) -> Iterator[str]:
+    """Rows as tables of at most eight columns: by what was measured, then by size, then cut."""
     rows = [{**row, **per_document(row)} for row in rows]
-    columns = list(dict.fromkeys(key for row in rows for key in row))
-    columns = [c for c in columns if any(row.get(c) not in (None, "", {}) for row in rows)]
-    if not columns:
-        return
-    if title:
+    if title and any(_columns([row]) for row in rows):
         yield from (f"**{title}**", "")
-    yield "| " + " | ".join(column.replace("_", " ") for column in columns) + " |"
-    yield "|" + "---|" * len(columns)
-    for row in rows:
-        yield (
-            "| " + " | ".join(cell(row.get(column)).replace("|", "/") for column in columns) + " |"
-        )
-    yield ""
+    for kind in _kinds(rows):
+        for heading, block in _blocks(kind):
+            if heading:
+                yield from (heading, "")
+            yield from _narrow(block)
 
 
 def per_document(row: dict[str, Any]) -> dict[str, float]:
     if not row.get("num_documents") or not isinstance(row.get("seconds"), float):
         return {}
     return {"ns_per_document": 1e9 * row["seconds"] / row["num_documents"]}
+
+
+def _columns(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """Those in which something stands."""
+    keys = dict.fromkeys(key for row in rows for key in row)
+    return [key for key in keys if any(row.get(key) not in (None, "", {}) for row in rows)]
+
+
+def _kinds(rows: Sequence[dict[str, Any]]) -> list[list[dict[str, Any]]]:
+    """Consecutive rows that measure some of the same things, told by the same first column."""
+    kinds: list[list[dict[str, Any]]] = []
+    for row in rows:
+        keys = _columns([row])
+        known = _columns(kinds[-1]) if kinds else []
+        if keys and known[:1] == keys[:1] and set(known[1:]) & set(keys[1:]):
+            kinds[-1].append(row)
+        elif keys:
+            kinds.append([row])
+    return kinds
+
+
+def _blocks(rows: list[dict[str, Any]]) -> Iterator[tuple[str, list[dict[str, Any]]]]:
+    """A wide table by the sizes that it was measured at, where these come one after the other."""
+    columns = _columns(rows)
+    for column in columns[1:] if len(columns) > MOST_COLUMNS else ():
+        values = [row.get(column) for row in rows]
+        runs = [len(list(group)) for _, group in groupby(values)]
+        if 1 < len(runs) == len(set(values)) and min(runs) > 2 and isinstance(values[0], int):
+            for value, block in groupby(rows, key=lambda row: row[column]):
+                yield (
+                    f"**{_said(column)} {rounded(value)}**",
+                    [{k: v for k, v in row.items() if k != column} for row in block],
+                )
+            return
+    yield "", rows
+
+
+def _narrow(rows: list[dict[str, Any]]) -> Iterator[str]:
+    """One table, or several that repeat the first columns; spreads in a note."""
+    columns = _columns(rows)
+    spreads = [column for column in columns if column.endswith(SPREAD)]
+    columns = [column for column in columns if column not in spreads]
+    if len(columns) > MOST_COLUMNS and len(rows) > 1:
+        same = [c for c in columns[1:] if all(row.get(c) == rows[0].get(c) for row in rows)]
+        columns = [column for column in columns if column not in same]
+        if same:
+            said = ", ".join(f"{_said(c)} {_cell(c, rows[0].get(c))}" for c in same)
+            yield from (f"In all rows: {said}.", "")
+    keys = _told_apart(rows, columns) if len(columns) > MOST_COLUMNS else []
+    marks = [any((row.get(c) or 0) > WIDE_SPREAD for c in spreads) for row in rows]
+    for shown in _parts([c for c in columns if c not in keys], MOST_COLUMNS - len(keys)):
+        yield "| " + " | ".join(map(_said, keys + shown)) + " |"
+        yield "|" + "---|" * len(keys + shown)
+        for row, marked in zip(rows, marks, strict=True):
+            if _columns([{column: row.get(column) for column in shown}]):
+                cells = [_cell(column, row.get(column)) for column in keys + shown]
+                cells[0] += " \\*" if marked else ""
+                yield "| " + " | ".join(cells) + " |"
+        yield ""
+    if spreads:
+        yield from (_spread_note(rows, spreads), "")
+
+
+def _told_apart(rows: list[dict[str, Any]], columns: list[str]) -> list[str]:
+    """The first column, and as many words as it takes to tell the rows apart."""
+    keys = columns[:1]
+    words = [c for c in columns[1:] if isinstance(rows[0].get(c), str)]
+    for column in [*words, *columns[1:]]:
+        if len({tuple(row.get(key) for key in keys) for row in rows}) == len(rows):
+            break
+        if len(keys) < 3 and column not in keys:
+            keys.append(column)
+    return keys
+
+
+def _parts(columns: list[str], most: int) -> Iterator[list[str]]:
+    """As few parts as will do, of about equal width."""
+    count = math.ceil(len(columns) / most)
+    width = math.ceil(len(columns) / count)
+    for begin in range(0, len(columns), width):
+        yield columns[begin : begin + width]
+
+
+def _spread_note(rows: list[dict[str, Any]], spreads: Sequence[str]) -> str:
+    """Which rows are marked, and how far the others spread."""
+    found = [
+        (row.get(column) or 0.0, f"{next(iter(row.values()))}{_whose(column)}")
+        for row in rows
+        for column in spreads
+    ]
+    others = max((value for value, _ in found if value <= WIDE_SPREAD), default=0.0)
+    text = f"Spread of the windows (quartiles over the median): at most {rounded(others)} %"
+    marked = ", ".join(f"{name} {value:.0f} %" for value, name in found if value > WIDE_SPREAD)
+    return f"{text}." if not marked else f"{text}, but for \\*: {marked}. Do not build on these."
+
+
+def _whose(column: str) -> str:
+    owner = column.removesuffix(SPREAD).rstrip("_")
+    return f" ({owner})" if owner else ""
+
+
+def _said(column: str) -> str:
+    """``peak_bytes`` -> ``"peak MB"``."""
+    return (
+        column.replace("_bytes", "_MB").replace("_", " ")
+        if _is_bytes(column)
+        else column.replace("_", " ")
+    )
+
+
+def _is_bytes(column: str) -> bool:
+    return column.endswith("_bytes")
+
+
+def _cell(column: str, value: Any) -> str:
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if number and value < 0 and ("bytes" in column or "mb" in column.lower()):
+        return "not measurable"
+    if number and _is_bytes(column):
+        value = value / 1e6
+    text = rounded(value).replace("|", "/")
+    return text if len(text) <= LONGEST else f"{text[:LONGEST]} ..."
+
+
+def rounded(value: Any) -> str:
+    """Three digits; whole numbers below 10,000, and round ones below a million, in full."""
+    if value in (None, {}):
+        return ""
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if not isinstance(value, (int, float)):
+        return str(value)
+    if isinstance(value, int) and abs(value) < (1_000_000 if value % 128 == 0 else 10_000):
+        return f"{value:,}"
+    for unit, size in (("G", 1e9), ("M", 1e6)):
+        if abs(value) >= 0.9995 * size:
+            return f"{_three(value / size)}{unit}"
+    return _three(value)
+
+
+def _three(value: float) -> str:
+    """``12345.6`` -> ``"12,300"``; what has more digits before the point is whole."""
+    if value == round(value) and abs(value) < 1000:
+        return f"{value:.0f}"
+    if abs(value) < 1e-3:
+        return f"{value:.2g}"
+    digits = f"{value:#.3g}"
+    return f"{float(digits):,.0f}" if abs(value) >= 99.95 else digits
 
 
 # ---- The summary --------------------------------------------------------------------------------
@@ -208,7 +385,7 @@ class Figure:
         for row in _rows(runs.get(self.benchmark, {}).get("results", [])):
             if all(_same(row.get(name), wanted) for name, wanted in self.where.items()):
                 value = row.get(self.key)
-                return None if value is None else cell(value)
+                return None if value is None else rounded(value)
         return None
 
 
@@ -374,9 +551,8 @@ QUESTIONS = (
 )
 
 
-def summary(runs: Runs, about: Mapping[str, str], plots: Sequence[str] = ()) -> str:
-    """The page; ``about`` says of each benchmark where, when and with what it ran, ``plots`` are
-    its pictures in markdown."""
+def summary(runs: Runs, plots: Sequence[str] = ()) -> str:
+    """The page; ``plots`` are its pictures in markdown."""
     claims = [
         (name.removeprefix(PAPERS), claim)
         for name, run in runs.items()
@@ -393,27 +569,34 @@ def summary(runs: Runs, about: Mapping[str, str], plots: Sequence[str] = ()) -> 
     lines += ["intervals over paired seeds.", "", *plots, "", "## What did not hold", ""]
     lines += ["| claimed by | claim | measured |", "|---|---|---|"]
     for name, claim in claims:
-        if claim["agrees"] == "no" and name != "composition":
-            lines.append(f"| {claim['source']} | {claim['claim']} | {claim['measured']} |")
-    printed = [claim for name, claim in claims if name == "composition"]
-    counted = "; ".join(
-        f"{c['source']} {c['measured'].split()[0]} of {c['paper']}" for c in printed
-    )
+        if claim["agrees"] == "no":
+            of = f" of {claim['paper']}" if name == "composition" else ""
+            lines.append(f"| {claim['source']} | {claim['claim']} | {claim['measured']}{of} |")
     lines += [
         "",
-        "Printed figures of data composition that are reproduced when they are computed from",
+        "Printed figures are computed again from lengths, without training: "
+        "[each of them, with the reason where it does not come out](results/composition.md).",
+        "",
+        "## How many claims",
+        "",
+        "| claims | hold | do not | undecided at this size |",
+        "|---|---|---|---|",
     ]
-    lines += [f"lengths ([reasons](results/composition.md)): {counted}."]
-    lines += ["", "## How many claims", ""]
-    lines += ["| claims of | hold | do not | undecided at this size |", "|---|---|---|---|"]
-    trained = [claim for name, claim in claims if name != "composition"]
-    for whose, ours in (("the papers", False), ("this project", True)):
-        verdicts = [c["agrees"] for c in trained if (c["source"] == "this project") == ours]
+    kinds = [_kind_of_claim(name, claim) for name, claim in claims]
+    for kind in (*dict.fromkeys(kinds), "all"):
+        verdicts = [
+            c["agrees"] for k, (_, c) in zip(kinds, claims, strict=True) if kind in (k, "all")
+        ]
         counts = " | ".join(str(verdicts.count(v)) for v in ("yes", "no", "undecided"))
-        lines.append(f"| {whose} | {counts} |")
-    lines += ["", "## Where these were measured", ""]
-    lines += [f"* {name}: {words}" for name, words in about.items()]
+        lines.append(f"| {kind} | {counts} |")
+    lines += ["", "## What these were measured with", "", *measured_with(runs)]
     return "\n".join(lines) + "\n"
+
+
+def _kind_of_claim(recipe: str, claim: dict[str, Any]) -> str:
+    if recipe == "composition":
+        return "printed figures of the papers"
+    return "this project's" if claim["source"] == "this project" else "the papers', trained"
 
 
 def _tables(runs: Runs) -> str:

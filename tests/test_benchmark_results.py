@@ -47,9 +47,8 @@ def test_outside_of_git_there_is_no_commit(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_the_page_of_results_is_what_the_command_writes_of_the_logged_runs() -> None:
     runs = report.newest_runs(report.LOGGED)
-    about = {name: report.provenance(run) for name, run in runs.items()}
     page = (ROOT / "docs" / "results.md").read_text(encoding="utf-8")
-    assert page == report.summary(runs, about, report.listed(runs)), "run `make bench-report`"
+    assert page == report.summary(runs, report.listed(runs)), "run `make bench-report`"
     assert len(page.splitlines()) <= 150
     assert len(report.QUESTIONS) == 10
     assert "(not measured)" not in page

@@ -12,6 +12,9 @@ import zipfile
 from pathlib import Path
 
 import pytest
+import yaml
+
+import megapack
 
 ROOT = Path(__file__).parents[1]
 
@@ -24,6 +27,13 @@ def _setup(*words: str) -> None:
         capture_output=True,
         env={**os.environ, "MEGAPACK_NO_EXTENSION": "1"},
     )
+
+
+def _tracked(*patterns: str) -> list[Path]:
+    """Files of the checkout, without what is built or installed there."""
+    folders = ("megapack", "csrc", "docs", "tests", "benchmarks", "examples", "launch", ".github")
+    places = [ROOT.glob, *((ROOT / folder).rglob for folder in folders)]
+    return sorted({path for find in places for pattern in patterns for path in find(pattern)})
 
 
 @pytest.fixture(scope="module")
@@ -138,3 +148,90 @@ def test_the_demo_has_the_fast_tokenizer() -> None:
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     (extras,) = re.findall(r"-e '\.\[([\w,-]*train[\w,-]*)\]'", makefile)
     assert "gigatoken" in extras.split(",")
+
+
+def test_version_stands_in_one_place() -> None:
+    """A second one would be forgotten at a release; the changelog tells of all versions."""
+    wanted = re.escape(megapack.__version__)
+    found = []
+    for path in _tracked("*.py", "*.toml", "*.cfg", "*.cff", "*.yml", "*.hpp", "Makefile"):
+        text = path.read_text(encoding="utf-8")
+        if re.search(rf"^\W*_*version[_\W].*\b{wanted}\b", text, re.MULTILINE | re.IGNORECASE):
+            found.append(str(path.relative_to(ROOT)))
+    assert found == ["megapack/__init__.py"]
+    assert f"## {megapack.__version__}" in (ROOT / "CHANGELOG.md").read_text()
+
+
+def test_pythons_are_the_same_wherever_they_are_named() -> None:
+    project = (ROOT / "pyproject.toml").read_text()
+    minors = re.findall(r"Python :: 3\.(\d+)", project)
+    assert minors == ["10", "11", "12", "13"]
+    assert 'requires-python = ">=3.10,<3.14"' in project
+    (wheels,) = re.findall(r'^build = "(.*)"', project, re.MULTILINE)
+    assert re.findall(r"cp3(\d+)-", wheels) == minors
+    tests = yaml.safe_load((ROOT / ".github/workflows/tests.yml").read_text())
+    assert tests["jobs"]["data"]["strategy"]["matrix"]["python"] == [f"3.{m}" for m in minors]
+
+
+def test_make_help_names_every_target() -> None:
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    said = subprocess.run(["make", "help"], cwd=ROOT, check=True, capture_output=True, text=True)
+    lines = dict(re.findall(r"^make (\S+) +(\S.{10,})$", said.stdout, re.MULTILINE))
+    targets = set(re.findall(r"^([a-z][\w%-]*):", makefile, re.MULTILINE)) - {"bench-%"}
+    assert len(targets) > 18 and set(lines) == targets | {"bench-NAME"}
+    assert all(len(line) <= 100 for line in said.stdout.splitlines())
+
+
+def _lint(*command: str) -> None:
+    # The programs of this environment, whether or not it is activated.
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    done = subprocess.run(
+        command,
+        cwd=ROOT,
+        env={**os.environ, "PATH": path},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_workflows_pass_their_linter() -> None:
+    """zizmor: permissions, credentials, expressions; the schema: keys and values."""
+    files = sorted(map(str, (ROOT / ".github" / "workflows").glob("*.yml")))
+    assert [Path(file).stem for file in files] == ["docs", "tests", "wheels"]
+    _lint("zizmor", "--offline", "--quiet", ".github")
+    for schema in ("vendor.github-workflows", "custom.github-workflows-require-timeout"):
+        _lint("check-jsonschema", "--builtin-schema", schema, *files)
+
+
+def test_workflows_call_targets_of_make() -> None:
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    texts = [path.read_text() for path in (ROOT / ".github" / "workflows").glob("*.yml")]
+    called = set(re.findall(r"run: make ([\w-]+)", "\n".join(texts)))
+    assert {"test", "test-data", "docs"} <= called
+    assert all(re.search(rf"^{target}:", makefile, re.MULTILINE) for target in called)
+
+
+@pytest.mark.parametrize(
+    ("schema", "file"),
+    [
+        ("citation-file-format", "CITATION.cff"),
+        ("github-issue-forms", ".github/ISSUE_TEMPLATE/bug.yml"),
+        ("github-issue-forms", ".github/ISSUE_TEMPLATE/feature.yml"),
+        ("github-issue-config", ".github/ISSUE_TEMPLATE/config.yml"),
+    ],
+)
+def test_citation_and_issue_forms_follow_their_schema(schema: str, file: str) -> None:
+    _lint("check-jsonschema", "--builtin-schema", f"vendor.{schema}", file)
+
+
+def test_urls_of_the_repository_are_one() -> None:
+    project = (ROOT / "pyproject.toml").read_text()
+    (repository,) = re.findall(r'^Repository = "(.*)"', project, re.MULTILINE)
+    settings = yaml.safe_load((ROOT / "mkdocs.yml").read_text())
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert settings["extra"]["repository"] == citation["repository-code"] == repository
+    assert f'Documentation = "{settings["site_url"]}"' in project
+    for page in ("SECURITY.md", ".github/ISSUE_TEMPLATE/config.yml"):
+        assert f"{repository}/security/advisories/new" in (ROOT / page).read_text()

@@ -6,9 +6,9 @@ training time and cost, and recommends one with its reasons. Only lengths are re
 
 examples:
   megapack-build compare corpus_text_document --html report.html
-  megapack-build compare --lengths lengths.npy --model 8b --gpu h100 --num-gpus 512 \
+  megapack-build compare --lengths lengths.npy --model 8b --gpu h100 --num-gpus 512 \\
       --train-tokens 1e12 --json > report.json
-  megapack-build compare --lengths lengths.npy --buckets 2048,4096,8192 --strategies bucket \
+  megapack-build compare --lengths lengths.npy --buckets 2048,4096,8192 --strategies bucket \\
       bucket_llm:preset=paper concat@4096 seamless@2048:r_max=0.3,extra_capacity=50
 
 A strategy is written NAME[@CAPACITY[+CAPACITY...]][:KEY=VALUE[,KEY=VALUE...]].

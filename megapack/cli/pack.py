@@ -15,14 +15,14 @@ it is complete. A manifest at an address is of datasets beside or below it.
 
 examples:
   megapack-build pack corpus_text_document --buckets 1024,2048,4096,8192,16384
-  megapack-build pack corpus_text_document --output concat.samples \
+  megapack-build pack corpus_text_document --output concat.samples \\
       --strategy concat --buckets 4096 --seed 7 --threads 16
-  megapack-build pack corpus_text_document --strategy seamless --buckets 2048 \
+  megapack-build pack corpus_text_document --strategy seamless --buckets 2048 \\
       --preset paper
-  megapack-build pack corpus_text_document --buckets 8192,32768 \
+  megapack-build pack corpus_text_document --buckets 8192,32768 \\
       --documents rest.npy --output rest.samples
   megapack-build pack 'web/*.idx' --buckets 8192 --output web.shards.json
-  megapack-build pack 's3://bucket/web/*.idx' --buckets 8192 \
+  megapack-build pack 's3://bucket/web/*.idx' --buckets 8192 \\
       --output s3://bucket/web.shards.json
 """
 

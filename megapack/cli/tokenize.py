@@ -1,6 +1,6 @@
 """Text to documents: <output-prefix>.bin/.idx, readable by Megatron, and what belongs to them.
 
-  megapack-build tokenize --input 'corpus/*.jsonl.zst' --tokenizer tokenizer.json \
+  megapack-build tokenize --input 'corpus/*.jsonl.zst' --tokenizer tokenizer.json \\
       --append-eod --output-prefix data/corpus
   megapack-build tokenize --input src/ --suffix .py --tokenizer bytes --output-prefix data/code
 

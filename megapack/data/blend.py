@@ -73,6 +73,7 @@ class Source:
     """A .npy of one number per document, by which every epoch is ordered instead of shuffled
     (``megapack.data.sample_order``)."""
     score_order: Literal["ascending", "descending"] = "ascending"
+    """Whether the lowest or the highest scores come first."""
 
     def __post_init__(self) -> None:
         check_range(f"source {self.title!r}", at_least=0, weight=self.weight)
@@ -146,7 +147,9 @@ class Ramp:
     until_tokens: int | None = None
     """Instead of until_step: the first step before which so many tokens were taken."""
     shape: Literal["linear", "cosine"] = "linear"
+    """f, by which the weights go from the old ones to the new."""
     pieces: int = 32
+    """How many stages of constant weights the ramp is cut into."""
 
     def __post_init__(self) -> None:
         if (self.until_step is None) == (self.until_tokens is None):
@@ -170,12 +173,15 @@ class Stage:
     weights: dict[str, float] | None = None
     """Source name -> share of the tokens; a source that is not named is not drawn."""
     tokens_per_step: int | None = None
-    """As in ``megapack.data.program.StepConfig``, like all down to micro_step_tokens."""
+    """As in ``megapack.data.program.StepConfig``, like all down to ``micro_step_tokens``."""
     order: str | None = None
+    """How buckets follow each other from here on."""
     num_cycles: int | None = None
     """Goes with order: a stage that gives another order and not this takes the order's own."""
     mix: Literal["step", "micro_step"] | None = None
+    """One bucket per optimizer step, or one per ``micro_step_tokens``."""
     micro_step_tokens: int | None = None
+    """Tokens that all ranks take from one bucket at a time."""
     skip_steps: int = 0
     """Before the stage begins, what the stage before it would have drawn in so many steps is passed
     over: those samples count as seen, and come again with the next epoch."""
@@ -233,6 +239,7 @@ class BlendConfig:
     """Sources and how often each may be repeated."""
 
     sources: tuple[Source, ...]
+    """What the run draws from, one entry a dataset."""
     max_epochs: float | None = None
     """A run that would repeat a source more often is refused; None: no limit."""
     stages: tuple[Stage, ...] = ()
@@ -271,6 +278,7 @@ class HostOptions:
     """Keys of a manifest that only hosts ask for: how they pack, and form rows of samples."""
 
     strategy: str = "bucket"
+    """How sources without an index are packed; a name of ``megapack.packing.STRATEGIES``."""
     parameters: dict[str, Any] = field(default_factory=dict)
     """Parameters of the strategy (``megapack-build pack --help`` lists them)."""
     buckets: tuple[int, ...] | None = None

@@ -68,9 +68,8 @@ class StepPlanner:
         window: documents to wait for before micro batches are planned: the more, the better they
             are filled and balanced. Where so many do not fill a micro batch, as many as fill one
             are waited for.
-        num_ranks, max_tokens_per_rank, max_degree, max_documents_per_rank, max_costs_per_rank,
-            linear_length, balance, micro_batch_multiple: as in ``plan_step``. Micro batches are
-            given in multiples of ``micro_batch_multiple``.
+        num_ranks .. balance: as in ``plan_step``.
+        micro_batch_multiple: micro batches are given in multiples of it.
 
     Raises:
         ValueError: an argument has no meaning.

@@ -89,7 +89,7 @@ class StepPlan:
         return np.split(mine[order], ends[:-1]) if self.num_micro_batches else []
 
     def index_lists(self) -> list[list[Integers]]:
-        """``of_rank`` of every rank: [rank][micro batch] int64 document numbers, rising."""
+        """``of_rank`` of every rank: ``[rank][micro batch]``, int64 document numbers, rising."""
         return [self.of_rank(rank) for rank in range(self.num_ranks)]
 
     @cached_property

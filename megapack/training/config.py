@@ -72,8 +72,11 @@ class OptimizerConfig:
     lr: float = 2e-4
     """Peak learning rate."""
     betas: tuple[float, float] = (0.9, 0.95)
+    """Decay of the running means of the gradient and of its square, per step."""
     eps: float = 1e-8
+    """Added to the root of the mean square, by which an update is divided."""
     weight_decay: float = 0.1
+    """Decoupled: a step takes ``lr * weight_decay`` of every decayed weight."""
     decay_embeddings: bool = True
     """Whether embedding matrices are decayed like the other matrices."""
     clip: float = 1.0
@@ -106,6 +109,7 @@ class LearningRateConfig:
     warmup_steps: int | None = None
     """Steps of warmup; null takes ``warmup_fraction`` of the run."""
     warmup_fraction: float = 0.01
+    """Part of the run's steps in which the rate rises, where ``warmup_steps`` is null."""
     min_ratio: float = 0.1
     """The lowest learning rate, as a fraction of the peak."""
     decay_fraction: float = 0.2
@@ -198,6 +202,7 @@ class LoggingConfig:
     every: int = 10
     """Steps between log lines; the device is waited for only then."""
     tensorboard: bool = True
+    """Write event files to ``run_dir/tensorboard``."""
     wandb_project: str | None = None
     """Weights & Biases, when a project is named and wandb is installed."""
     batches: bool = False
@@ -321,11 +326,13 @@ class PretrainConfig:
     """One run. ``run_dir`` holds everything it writes."""
 
     run_dir: str
+    """Directory of the run: checkpoints, logs, the exported model. Made where it is missing."""
     seed: int = 0
     """Decides initial weights and the order of samples."""
     num_steps: int | None = None
     """Optimizer steps; null takes ``num_epochs`` of the data."""
     num_epochs: int = 1
+    """How often the data are seen, where ``num_steps`` does not say the length of the run."""
     stop_at: int | None = None
     """Stop when so many steps of the run are done, saved, as at its end but without the export: to
     look at it, to edit it, and to start it again. Its length, and so the learning rate, stays."""

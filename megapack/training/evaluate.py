@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 def main() -> int:
     """The command; returns its exit code."""
     logging.basicConfig(level=logging.WARNING)
-    return run_command(evaluate, parse_arguments())
+    return run_command(evaluate, build_parser().parse_args())
 
 
 def evaluate(args: argparse.Namespace) -> int:
@@ -195,29 +195,38 @@ def named(text: str) -> tuple[str, str]:
     return (name, directory) if equals else (text, text)
 
 
-def parse_arguments() -> argparse.Namespace:
+def build_parser() -> argparse.ArgumentParser:
     parser = command_parser("megapack-evaluate", __doc__)
     add = parser.add_argument
-    add("--model", action="append", type=named, default=[], metavar="[NAME=]DIR")
-    add("--run", action="append", type=named, default=[], metavar="[NAME=]DIR")
+    many: dict[str, Any] = {"action": "append", "type": named, "default": []}
+    add("--model", **many, metavar="[NAME=]DIR", help="an exported model; may be repeated")
+    add("--run", **many, metavar="[NAME=]DIR", help="a run to compare by its log; may be repeated")
     add("--report", type=Path, metavar="DIR", help="draw the log of a run: DIR/report.png")
     add("--output", type=Path, help="directory for evaluation.json and plots")
     data = parser.add_argument_group("held-out documents")
     data.add_argument("--data", help="prefix of the documents")
     data.add_argument("--blend", metavar="FILE", help="a manifest: those of its sources")
     data.add_argument("--index", help="their .samples; packed on the fly when not given")
-    data.add_argument("--buckets", type=int, nargs="+", default=[1024, 2048, 4096, 8192, 16384])
-    data.add_argument("--contexts", type=int, nargs="+", default=[], help="1024 2048 ... 16384")
+    several: dict[str, Any] = {"type": int, "nargs": "+"}
+    data.add_argument(
+        "--buckets",
+        **several,
+        default=[1024, 2048, 4096, 8192, 16384],
+        help="capacities that they are packed into (default: %(default)s)",
+    )
+    data.add_argument("--contexts", **several, default=[], help="perplexity by context, in tokens")
     data.add_argument("--max-tokens", type=int, help="per bucket")
-    data.add_argument("--micro-batch-tokens", type=int, default=16384)
+    data.add_argument(
+        "--micro-batch-tokens", type=int, default=16384, help="of one forward (default: 16384)"
+    )
     data.add_argument("--precision", choices=["bf16", "fp32"], help="bf16 on CUDA by default")
-    data.add_argument("--attention-backend", default="auto")
+    data.add_argument("--attention-backend", default="auto", help="as model.attention_backend")
     harness = parser.add_argument_group("lm-evaluation-harness")
     harness.add_argument("--lm-eval", metavar="TASKS", help="comma separated")
     harness.add_argument("--lm-eval-path", metavar="DIR", help="YAML files of further tasks")
     harness.add_argument("--tokenizer", help="directory or tokenizer.json, if not in the model")
     harness.add_argument("--limit", type=int, help="documents per task")
-    return parser.parse_args()
+    return parser
 
 
 if __name__ == "__main__":

@@ -35,7 +35,7 @@ from megapack.training.model.opening import open_model
 def main() -> int:
     """The command; returns its exit code."""
     logging.basicConfig(level=logging.WARNING)
-    return run_command(export_checkpoint, parse_arguments())
+    return run_command(export_checkpoint, build_parser().parse_args())
 
 
 def export_checkpoint(args: argparse.Namespace) -> int:
@@ -80,14 +80,14 @@ def export(
     return found.tag
 
 
-def parse_arguments() -> argparse.Namespace:
+def build_parser() -> argparse.ArgumentParser:
     parser = command_parser("megapack-export", __doc__)
     add = parser.add_argument
-    add("run_dir", type=Path)
+    add("run_dir", type=Path, help="directory of the run")
     add("--step", type=int, help="of the checkpoint; the newest one when not given")
     add("--output", type=Path, metavar="DIR", help="is replaced; RUN_DIR/model if not given")
     add_overrides(parser)
-    return parser.parse_args()
+    return parser
 
 
 if __name__ == "__main__":

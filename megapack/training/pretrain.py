@@ -31,7 +31,7 @@ _PLAN = ("world_size", "device", "lengths", "buckets", "gpu_price", "show_config
 
 def main() -> int:
     """The command; returns its exit code."""
-    return run_command(pretrain, parse_arguments())
+    return run_command(pretrain, build_parser().parse_args())
 
 
 def pretrain(args: argparse.Namespace) -> int:
@@ -88,7 +88,7 @@ def integers(text: str) -> list[int]:
     return [int(part) for part in text.split(",")]
 
 
-def parse_arguments() -> argparse.Namespace:
+def build_parser() -> argparse.ArgumentParser:
     parser = command_parser("megapack-pretrain", __doc__)
     parser.add_argument("--config", required=True, help="a YAML file, or a recipe: demo_cpu")
     add_overrides(parser)
@@ -105,7 +105,7 @@ def parse_arguments() -> argparse.Namespace:
     plan("--lengths", metavar="SOURCE", help=LENGTHS)
     plan("--buckets", type=integers, metavar="N,...", help="of --lengths, as in 1024,2048,4096")
     plan("--show-config", action="store_true", help="the configuration in full, too")
-    return parser.parse_args()
+    return parser
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """What a run would read, before it has a GPU: one command in the place of the launch command.
 
-    python -m megapack.integrations.megatron check --ranks 4x2x1x1 --ranks 8x2x1x1 \
+    python -m megapack.integrations.megatron check --ranks 4x2x1x1 --ranks 8x2x1x1 \\
         pretrain_gpt.py <the script's own flags>
 
 The script runs with its own argument parser, dataset provider and sampler, without a GPU and

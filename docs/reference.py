@@ -1,0 +1,447 @@
+"""What stands on the site and in no file of docs/: a hook of mkdocs (``mkdocs.yml``).
+
+- ``outer_pages``: README.md and its like, which stand outside of docs/
+- ``api_pages``: the public names of every package, for mkdocstrings to fill in
+- ``command_pages``: every command, from its argparse parser
+- ``configuration_pages``: every key of the configurations, from the dataclasses
+- ``navigation``: the pages of each entry of ``nav``, found by pattern
+- ``relink``: links that leave docs/, to pages of the site or else to the repository
+
+    relink("[words](../CONTRIBUTING.md#words)", "stability.md", REPOSITORY)
+    # -> "[words](contributing.md#words)"
+    relink("[a loop](../examples/pytorch_loop.py)", "quickstart.md", REPOSITORY)
+    # -> "[a loop](https://github.com/megapack/megapack/blob/main/examples/pytorch_loop.py)"
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import dataclasses
+import fnmatch
+import importlib
+import inspect
+import posixpath
+import re
+import textwrap
+import types
+import typing
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import megapack
+
+ROOT = Path(__file__).parents[1]
+PACKAGES = ("storage", "packing", "planning", "compare", "data", "attention")
+# Page of the repository -> page of the site. What lies in docs/ is at home there.
+OUTER = {
+    "README.md": "index.md",
+    "CONTRIBUTING.md": "contributing.md",
+    "CHANGELOG.md": "changelog.md",
+    "examples/README.md": "examples.md",
+    "launch/README.md": "launch.md",
+    "csrc/README.md": "csrc.md",
+}
+
+
+# ---- the hook ------------------------------------------------------------------------------------
+
+
+def on_config(config: Any) -> Any:
+    """Anchors as the repository's host makes them, so that one link serves both."""
+    config.mdx_configs.setdefault("toc", {})["slugify"] = anchor
+    return config
+
+
+def on_files(files: Any, config: Any) -> Any:
+    """Add the pages that are made, and find those of the navigation."""
+    from mkdocs.structure.files import File  # noqa: PLC0415
+
+    for uri, text in made_pages().items():
+        files.append(File.generated(config, uri, content=text))
+    pages = [file.src_uri for file in files.documentation_pages()]
+    config.nav = navigation(config.nav, pages)
+    return files
+
+
+def on_page_markdown(markdown: str, page: Any, config: Any, **_: Any) -> str:
+    """Links of a page, whichever folder its text comes from."""
+    return relink(markdown, page.file.src_uri, config.extra["repository"])
+
+
+def made_pages() -> dict[str, str]:
+    """Page of the site -> its markdown."""
+    return {**outer_pages(), **api_pages(), **command_pages(), **configuration_pages()}
+
+
+def anchor(title: str, separator: str = "-") -> str:
+    """``"Steps, and ranks"`` -> ``"steps-and-ranks"``."""
+    return re.sub(r"[^\w\- ]", "", title.lower()).strip().replace(" ", separator)
+
+
+def outer_pages() -> dict[str, str]:
+    pages = {uri: (ROOT / path).read_text(encoding="utf-8") for path, uri in OUTER.items()}
+    return pages | {"index.md": f"---\nhide: [navigation]\n---\n{pages['index.md']}"}
+
+
+def navigation(entries: Sequence[Any], pages: Sequence[str]) -> list[Any]:
+    """Patterns replaced by the pages that they fit and no other entry names, by name."""
+    named = set(_leaves(entries))
+
+    def found(entry: Any) -> list[Any]:
+        if isinstance(entry, dict):
+            return [
+                {title: inner if isinstance(inner, str) else navigation_of(inner)}
+                for title, inner in entry.items()
+            ]
+        if "*" not in entry:
+            return [entry]
+        fitting = [
+            page
+            for page in pages
+            if fnmatch.fnmatch(page, entry)
+            and page.count("/") == entry.count("/")
+            and page not in named
+        ]
+        return sorted(fitting, key=lambda page: page.removesuffix(".md"))
+
+    def navigation_of(inner: Any) -> list[Any]:
+        return [page for entry in inner for page in found(entry)]
+
+    return navigation_of(entries)
+
+
+def _leaves(entries: Sequence[Any]) -> Iterator[str]:
+    for entry in entries:
+        if isinstance(entry, dict):
+            for inner in entry.values():
+                yield from _leaves([inner] if isinstance(inner, str) else inner)
+        else:
+            yield entry
+
+
+# ---- links ---------------------------------------------------------------------------------------
+
+
+def relink(markdown: str, page: str, repository: str) -> str:
+    """Relative links of a page of the site, from where its text stands in the repository."""
+    origins = {uri: path for path, uri in OUTER.items()}
+    folder = posixpath.dirname(origins.get(page, f"docs/{page}"))
+
+    def moved(match: re.Match[str]) -> str:
+        name, hash_, part = match[1].partition("#")
+        if not name or re.match(r"[a-z]+:", name):
+            return match[0]
+        path = posixpath.normpath(posixpath.join(folder, name))
+        readme = f"{path}/README.md"
+        uri = OUTER.get(path) or OUTER.get(readme)
+        if uri is None and path.startswith("docs/"):
+            uri = path.removeprefix("docs/")
+        if uri is not None:
+            return f"]({posixpath.relpath(uri, posixpath.dirname(page) or '.')}{hash_}{part})"
+        if not (ROOT / path).exists():
+            return match[0]  # mkdocs says that it leads nowhere
+        kind = "tree" if (ROOT / path).is_dir() else "blob"
+        return f"]({repository}/{kind}/main/{path}{hash_}{part})"
+
+    parts = re.split(r"(^ *```.*?^ *```$)", markdown, flags=re.MULTILINE | re.DOTALL)
+    parts[::2] = [re.sub(r"\]\(([^)\s]+)\)", moved, part) for part in parts[::2]]
+    return "".join(parts)
+
+
+# ---- API -----------------------------------------------------------------------------------------
+
+
+def api_pages() -> dict[str, str]:
+    """A page for every package: its docstring, then its public names, each shown once.
+
+    Read and not imported: hosts need not be installed.
+    """
+    import griffe  # noqa: PLC0415
+
+    tree = griffe.load("megapack", search_paths=[str(ROOT)])
+    shown: set[str] = set()
+    pages = {}
+    for name in [*PACKAGES, *integrations()]:
+        module = tree[name]
+        homes = {public: module[public] for public in public_names(module)}
+        pages[name] = _api_page(module.path, module.docstring.value, homes, shown)
+    homes = {name: tree[_inside(module)][name] for name, module in megapack._HOME.items()}
+    pages["megapack"] = _api_page("megapack", str(megapack.__doc__), homes, shown)
+    return {f"api/{name}.md": text for name, text in pages.items()}
+
+
+def integrations() -> list[str]:
+    """Modules of megapack.integrations that a page or an example names."""
+    places = ("README.md", "docs/**/*.md", "examples/*.py")
+    texts = [path.read_text(encoding="utf-8") for place in places for path in ROOT.glob(place)]
+    found = re.compile(r"\bmegapack\.integrations(?:\.| import )([a-z_]+)")
+    named = {name for text in texts for name in found.findall(text)}
+    folder = ROOT / "megapack" / "integrations"
+    modules = {path.stem for path in folder.iterdir() if not path.name.startswith("_")}
+    return ["integrations", *(f"integrations.{name}" for name in sorted(named & modules))]
+
+
+def public_names(module: Any) -> list[str]:
+    """``__all__``; else what a package imports from itself, or what a module defines."""
+    if module.exports:
+        return [str(name) for name in module.exports]
+    return [
+        name
+        for name, member in module.members.items()
+        if not name.startswith("_")
+        and (
+            member.is_alias and member.target_path.startswith(module.path)
+            if module.is_init_module
+            else not member.is_alias
+        )
+    ]
+
+
+def _inside(module: str) -> str:
+    return module.removeprefix("megapack.")
+
+
+def _api_page(title: str, about: str, homes: dict[str, Any], shown: set[str]) -> str:
+    lines = [f"# {title}", "", *prose(inspect.cleandoc(about))]
+    for public, member in homes.items():
+        home = member.final_target if member.is_alias else member
+        if home.path in shown:
+            first = home.docstring.value.partition("\n")[0] if home.docstring else ""
+            lines += [f"- [`{public}`][{home.path}]: {first}"]
+        else:
+            table = home.is_attribute and len(str(home.value)) > 60
+            lines += [f"::: {home.path}", *([_VALUE_LEFT_OUT] if table else []), ""]
+        shown.add(home.path)
+    return "\n".join(lines)
+
+
+# The value of a table is not what its reader wants to know.
+_VALUE_LEFT_OUT = "    options:\n        show_attribute_values: false"
+
+
+# ---- commands ------------------------------------------------------------------------------------
+
+
+def parsers() -> dict[str, argparse.ArgumentParser]:
+    """Every command by name."""
+    from megapack.cli.main import COMMANDS, build_parser  # noqa: PLC0415
+
+    found = {f"megapack-build {name}": build_parser(name) for name in COMMANDS}
+    for name in ("pretrain", "evaluate", "export"):
+        module = importlib.import_module(f"megapack.training.{name}")
+        found[f"megapack-{name}"] = module.build_parser()
+    return found
+
+
+def command_pages() -> dict[str, str]:
+    from megapack.cli import main  # noqa: PLC0415
+
+    lines = ["# megapack-build", "", inspect.cleandoc(main.__doc__ or ""), ""]
+    for name, (_, about) in main.COMMANDS.items():
+        lines += [f"[`megapack-build {name}`](megapack-build_{name}.md)", f":   {about}", ""]
+    pages = {"commands/megapack-build.md": "\n".join(lines)}
+    for name, parser in parsers().items():
+        pages[f"commands/{name.replace(' ', '_')}.md"] = "\n".join(_command(name, parser))
+    return pages
+
+
+def _command(name: str, parser: argparse.ArgumentParser) -> Iterator[str]:
+    yield from (f"# {name}", "")
+    yield from prose(parser.description or "")
+    usage = _without_ansi(parser.format_usage()).removeprefix("usage: ").strip()
+    yield from ("## Usage", "", "```text", re.sub(r"\n +", "\n    ", usage), "```", "")
+    for group in parser._action_groups:
+        hidden = (argparse.SUPPRESS, "show this help message and exit")
+        actions = [action for action in group._group_actions if action.help not in hidden]
+        if actions:
+            title = str(group.title)
+            yield from (f"## {title[:1].upper()}{title[1:]}", "")
+            yield from prose(group.description or "")
+        for action in actions:
+            yield from (f"{_invocation(parser, action)}", f":   {_help(parser, action)}", "")
+    yield from prose(parser.epilog or "")
+
+
+def _invocation(parser: argparse.ArgumentParser, action: argparse.Action) -> str:
+    """`--buckets L,L,...`, every spelling."""
+    formatter = parser._get_formatter()
+    text = _without_ansi(formatter._format_action_invocation(action))
+    return ", ".join(f"`{one}`" for one in text.split(", --")).replace("`, `", "`, `--")
+
+
+def _help(parser: argparse.ArgumentParser, action: argparse.Action) -> str:
+    return escaped(parser._get_formatter()._expand_help(action)) if action.help else ""
+
+
+def _without_ansi(text: str) -> str:
+    return re.sub(r"\x1b\[[\d;]*m", "", text)
+
+
+def prose(text: str) -> Iterator[str]:
+    """Text of a terminal as markdown: what is indented is shown as it stands."""
+    for indented, lines in _blocks(text.splitlines()):
+        body = textwrap.dedent("\n".join(lines)).strip("\n")
+        yield from (("```text", body, "```", "") if indented else (escaped(body), ""))
+
+
+def _blocks(lines: Sequence[str]) -> Iterator[tuple[bool, list[str]]]:
+    """Consecutive lines that are indented or not; empty ones go with those before them."""
+    block: list[str] = []
+    indented = False
+    for line in lines:
+        if line.strip() and line.startswith("  ") != indented:
+            if block:
+                yield indented, block
+            block, indented = [], line.startswith("  ")
+        block.append(line)
+    if block:
+        yield indented, block
+
+
+def escaped(text: str) -> str:
+    """What markdown would take for emphasis, links or tags; code stays, options are code."""
+    text = re.sub(r"(?<![\w`-])--[a-z][\w-]*(?!`)\b", r"`\g<0>`", text)
+    parts = re.split(r"(`+[^`]+`+)", text)
+    parts[::2] = [re.sub(r"([*_<>\[\]|~])", r"\\\1", part) for part in parts[::2]]
+    return "".join(parts)
+
+
+# ---- configuration -------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Key:
+    """One key of a configuration."""
+
+    name: str
+    type: str
+    default: str
+    """As in YAML; empty where the key must be given."""
+    meaning: str
+    section: type | None
+    """What it is one of, if it has keys of its own."""
+
+
+def configuration_pages() -> dict[str, str]:
+    from megapack.data.blend import Ramp, Source, Stage  # noqa: PLC0415
+    from megapack.integrations.manifest import Manifest  # noqa: PLC0415
+    from megapack.tokenization.pipeline.plan import BuildConfig  # noqa: PLC0415
+    from megapack.training.config import PretrainConfig  # noqa: PLC0415
+
+    sections = [("", PretrainConfig)]
+    sections += [(key.name, key.section) for key in keys(PretrainConfig) if key.section]
+    return {
+        "configuration/training.md": _configuration(
+            "Training",
+            "The YAML of `megapack-pretrain --config`, key by key; `--set optimizer.lr=1e-4` "
+            "overrides one, `--dry-run --show-config` prints them all.",
+            sections,
+        ),
+        "configuration/manifest.md": _configuration(
+            "Manifest of a blend",
+            "Several datasets in one run: `data.blend` of `megapack-pretrain`, or the data path of "
+            "other trainers. YAML or JSON; paths are relative to the file.",
+            [("", Manifest), ("sources", Source), ("stages", Stage), ("stages.ramp", Ramp)],
+        ),
+        "configuration/build.md": _configuration(
+            "Build",
+            "What `megapack-build tokenize` is asked to do, as Python says it "
+            "(`megapack.tokenization.pipeline.plan.BuildConfig`).",
+            [("", BuildConfig)],
+        ),
+    }
+
+
+def _configuration(title: str, about: str, sections: Sequence[tuple[str, type]]) -> str:
+    lines = [f"# {title}", "", about, ""]
+    for name, cls in sections:
+        about = prose(inspect.cleandoc(cls.__doc__ or ""))
+        lines += [f"## {name} {{ #of-{name} }}" if name else "## Top level", "", *about]
+        for key in keys(cls):
+            path = f"{name}.{key.name}" if name else key.name
+            lines += [f"### {path} {{ #{path} }}", "", key.meaning, ""]
+            if not key.section:
+                default = f"default `{key.default}`" if key.default else "must be given"
+                unit = f", in {unit_of(key.name)}" if unit_of(key.name) else ""
+                lines += [f"`{key.type}`{unit}; {default}", "{ .key }", ""]
+    return "\n".join(lines)
+
+
+def unit_of(name: str) -> str:
+    """A quantity says its unit in its name: ``micro_batch_tokens`` -> ``"tokens"``."""
+    last = name.rpartition("_")[2]
+    return last if last in ("tokens", "steps", "seconds", "minutes", "bytes", "epochs") else ""
+
+
+def keys(cls: type) -> list[Key]:
+    """The fields of a configuration class, with what is written under them."""
+    hints = typing.get_type_hints(cls)
+    meanings = _docstrings(cls)
+    helps = _build_helps() if cls.__name__ == "BuildConfig" else {}
+    found = []
+    for field in dataclasses.fields(cls):
+        hint = hints[field.name]
+        section = hint if dataclasses.is_dataclass(hint) else None
+        meaning = meanings.get(field.name) or helps.get(field.name) or ""
+        if section and not meaning:
+            meaning = f"{inspect.cleandoc(hint.__doc__ or '')} [Its keys](#of-{field.name})."
+        found.append(Key(field.name, spelled(hint), _default(field), meaning, section))
+    return found
+
+
+def _docstrings(cls: type) -> dict[str, str]:
+    """Field -> the string under it; a class has those of its bases, too."""
+    found: dict[str, str] = {}
+    for base in reversed(cls.__mro__):
+        if not dataclasses.is_dataclass(base):
+            continue
+        (node,) = ast.parse(textwrap.dedent(inspect.getsource(base))).body
+        assert isinstance(node, ast.ClassDef)
+        for statement, following in zip(node.body, node.body[1:], strict=False):
+            if (
+                isinstance(statement, ast.AnnAssign)
+                and isinstance(statement.target, ast.Name)
+                and isinstance(following, ast.Expr)
+                and isinstance(following.value, ast.Constant)
+            ):
+                found[statement.target.id] = inspect.cleandoc(str(following.value.value))
+    return found
+
+
+def _build_helps() -> dict[str, str]:
+    """Field of BuildConfig -> help of its option, where its meaning is written."""
+    from megapack.tokenization.pipeline.plan import OPTIONS  # noqa: PLC0415
+
+    parser = parsers()["megapack-build tokenize"]
+    helps = {action.dest: _help(parser, action) for action in parser._actions}
+    return {field: helps[option] for field, option in OPTIONS.items()} | helps
+
+
+def spelled(hint: Any) -> str:
+    """A type as in source: ``tuple[int, ...] | None``."""
+    if hint is types.NoneType:
+        return "null"
+    if typing.get_origin(hint) is Literal:
+        return " | ".join("null" if v is None else str(v) for v in typing.get_args(hint))
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        return " | ".join(spelled(one) for one in typing.get_args(hint))
+    if typing.get_args(hint):
+        inner = ", ".join("..." if one is ... else spelled(one) for one in typing.get_args(hint))
+        return f"{typing.get_origin(hint).__name__}[{inner}]"
+    return getattr(hint, "__name__", str(hint))
+
+
+def _default(field: dataclasses.Field[Any]) -> str:
+    """As in YAML."""
+    if field.default_factory is not dataclasses.MISSING:
+        made = field.default_factory()
+        return "as below" if dataclasses.is_dataclass(made) else str(made)
+    if field.default is dataclasses.MISSING:
+        return ""
+    value = field.default
+    words = {None: "null", True: "true", False: "false", (): "[]", "": '""'}
+    if isinstance(value, (bool, str, tuple, type(None))) and value in words:
+        return words[value]
+    return str(list(value) if isinstance(value, tuple) else value)
