@@ -12,10 +12,10 @@ parsed. A comment on the line above the fence changes that:
     <!-- not run: WHY -->         only read, by bash -n or Python's compiler
     <!-- slow: WHY -->            run with --slow
     <!-- smaller: A -> B | C -> D -->  put in before it is run: a page speaks of a cluster's sizes
-    <!-- given: STATEMENTS -->    Python that is run before: names that the page takes as known
+    <!-- given: WHAT -->          names that the page takes as known: a key of GIVEN
 
-The folder holds what pages call corpus (300 documents, packed), docs.jsonl (text), and tests/ and
-examples/ of the checkout. With --slow it holds nothing.
+The folder holds what pages call corpus (300 documents, packed; in web/ two more),
+docs.jsonl (text), and tests/ and examples/ of the checkout. With --slow it holds nothing.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class Block:
 
 def pages() -> list[Path]:
     """The pages that are written by hand; docs/results.md is written by a command."""
-    found = {path for place in PLACES for path in ROOT.glob(place)}
+    found = {path for place in PLACES for path in ROOT.glob(place) if path.parent.name[0] != "."}
     return sorted(found - {ROOT / "docs" / "results.md"})
 
 
@@ -92,7 +92,7 @@ def blocks_of(page: Path) -> list[Block]:
 
 
 def prepare(folder: Path) -> None:
-    """corpus.bin, .idx and .samples, the same as data/corpus; docs.jsonl; what a checkout has."""
+    """corpus.bin, .idx and .samples, alike as data/ and web/; docs.jsonl; what a checkout has."""
     import numpy as np  # noqa: PLC0415  (a page is read without)
 
     from megapack.packing import pack  # noqa: PLC0415
@@ -101,7 +101,8 @@ def prepare(folder: Path) -> None:
     (folder / "data").mkdir()
     for name in ("tests", "examples"):
         (folder / name).symlink_to(ROOT / name)
-    for name in ("corpus", "data/corpus"):
+    (folder / "web").mkdir()
+    for name in ("corpus", "data/corpus", "web/part0", "web/part1"):
         generator = np.random.default_rng(0)
         with IndexedDatasetBuilder(folder / name, np.uint16, vocab_size=100) as builder:
             for length in generator.integers(2, 900, 300):
@@ -114,6 +115,84 @@ def prepare(folder: Path) -> None:
         for i in range(200):
             text = " ".join(words[(i * j) % len(words)] for j in range(1, 5 + i % 60))
             out.write(json.dumps({"text": text}) + "\n")
+
+
+def plain_model() -> dict[str, Any]:
+    """A model with the arguments of the page on plain PyTorch, alone."""
+    import torch  # noqa: PLC0415
+    from torch.nn import functional as F  # noqa: PLC0415
+
+    class Embedding(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = torch.nn.Embedding(100, 100)
+
+        def forward(self, tokens: Any, positions: Any, cu_seqlens: Any, max_seqlen: int) -> Any:
+            assert tokens.shape == positions.shape and int(cu_seqlens[-1]) == tokens.numel()
+            assert max_seqlen <= tokens.numel()
+            return self.table(tokens[0])
+
+    model = Embedding()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    return {"model": model, "optimizer": optimizer, "F": F, "rank": 0, "world_size": 1, "step": 0}
+
+
+def llama() -> dict[str, Any]:
+    """The folder of a model with 100 tokens, and what speaks of it."""
+    import transformers  # noqa: PLC0415
+
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1}
+    config = transformers.LlamaConfig(
+        vocab_size=100, num_attention_heads=2, num_key_value_heads=2, max_position_embeddings=512,
+        pad_token_id=0, eos_token_id=1, **sizes,
+    )  # fmt: skip
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained("llama")
+    names = ("AutoModelForCausalLM", "TrainingArguments")
+    return {"name": "llama", **{name: getattr(transformers, name) for name in names}}
+
+
+def trl() -> dict[str, Any]:
+    """Texts and prompts of numbers, a tokenizer for them, a reward; TRL's trainers."""
+    import datasets  # noqa: PLC0415
+    from tokenizers import Tokenizer, models, pre_tokenizers  # noqa: PLC0415
+    from transformers import PreTrainedTokenizerFast  # noqa: PLC0415
+    from trl import GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer  # noqa: PLC0415
+
+    numbers = Tokenizer(models.WordLevel({str(n): n for n in range(100)}, unk_token="1"))
+    numbers.pre_tokenizer = pre_tokenizers.Whitespace()
+    texts = [" ".join(str(n % 97 + 2) for n in range(i, 2 * i + 2)) for i in range(64)]
+    return {
+        "model": llama()["AutoModelForCausalLM"].from_pretrained("llama"),
+        "tokenizer": PreTrainedTokenizerFast(
+            tokenizer_object=numbers, pad_token="0", eos_token="1"
+        ),
+        "texts": datasets.Dataset.from_dict({"text": texts}),
+        "prompts": datasets.Dataset.from_dict({"prompt": texts[:8]}),
+        "reward": lambda completions, **_: [float(len(text)) for text in completions],
+        "SFTConfig": SFTConfig, "SFTTrainer": SFTTrainer,
+        "GRPOConfig": GRPOConfig, "GRPOTrainer": GRPOTrainer,
+    }  # fmt: skip
+
+
+def accelerate() -> dict[str, Any]:
+    """Documents, a model and what a loop with Accelerate has."""
+    import torch  # noqa: PLC0415
+    from accelerate import Accelerator  # noqa: PLC0415
+
+    model = llama()["AutoModelForCausalLM"].from_pretrained("llama")
+    return {
+        "documents": [{"input_ids": [2 + n % 90 for n in range(i % 30 + 2)]} for i in range(128)],
+        "model": model, "optimizer": torch.optim.SGD(model.parameters(), 0.1),
+        "accelerator": Accelerator(cpu=True), "cross_entropy": torch.nn.functional.cross_entropy,
+    }  # fmt: skip
+
+
+GIVEN = {
+    "a model of plain PyTorch": plain_model,
+    "a model of transformers": llama,
+    "a model, texts and prompts of TRL": trl,
+    "a model and documents of Accelerate": accelerate,
+}
 
 
 class Reader:
@@ -149,9 +228,11 @@ class Reader:
     def _python(self, block: Block, text: str) -> str | None:
         os.chdir(self.folder)
         with contextlib.redirect_stdout(io.StringIO()) as output:
-            exec(html.unescape(block.said.get("given", "")), self.names)
+            if "given" in block.said:
+                self.names.update(GIVEN[block.said["given"]]())
             exec(compile(text, block.name, "exec"), self.names)
-        return output.getvalue() or None
+        # What a trainer logs is not of the page.
+        return (output.getvalue() or None) if "print(" in text else None
 
     def _shell(self, block: Block, text: str) -> str:
         url = self.environment.get("MEGAPACK_URL")

@@ -1,9 +1,10 @@
 """What stands in the pages: blocks of code run (tests/pages.py), commands and options exist, links
-lead somewhere, the tables of concepts are measured.
+lead somewhere, messages of troubleshooting are the code's, the tables of concepts are measured.
 """
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import re
@@ -11,19 +12,26 @@ import shlex
 import subprocess
 import sys
 import textwrap
+from collections.abc import Callable
+from functools import partial
 from importlib.metadata import metadata
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import yaml
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 
 from lengths import LAWS
-from pages import ROOT, SHELLS, Block, Reader, blocks_of, pages
+from pages import GIVEN, ROOT, SHELLS, Block, Reader, blocks_of, pages, prepare
 
-from megapack.cli.main import COMMANDS, build_parser
+from megapack.cli.main import COMMANDS, build_parser, main
+from megapack.data import PackedDataset, Schedule, build_loader, check_token_ids
+from megapack.errors import MegapackError, require
 from megapack.packing import pack
+from megapack.storage import IndexedDataset, IndexedDatasetBuilder
 
 BLOCKS = [block for page in pages() for block in blocks_of(page)]
 
@@ -54,10 +62,11 @@ def test_blocks_are_found_and_few_are_left_out() -> None:
 
 
 def test_a_block_says_its_language_and_why_it_is_not_run() -> None:
-    known = (*SHELLS, "python", "text", "yaml", "json", "mermaid")
+    known = (*SHELLS, "python", "text", "yaml", "json", "cpp")
     for block in BLOCKS:
         assert block.language in known, f"{block.name} is {block.language or 'without a language'}"
         assert set(block.said) <= {"not run", "slow", "smaller", "given"}, block.name
+        assert block.said.get("given") in {None, *GIVEN}, block.name
         for why in ("not run", "slow"):
             assert len(block.said.get(why, "12345678")) >= 8, f"{block.name} says no reason"
 
@@ -93,14 +102,15 @@ def _page(folder: Path, text: str) -> Reader:
     return reader
 
 
-def test_a_reader_goes_on_where_it_was(tmp_path: Path) -> None:
+def test_a_reader_goes_on_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Names of Python, the folder and the sizes of a page."""
+    monkeypatch.setitem(GIVEN, "the number b", lambda: {"b": 1})
     reader = _page(tmp_path, """
         ```bash
         mkdir made && cd made
         ```
         <!-- smaller: 524_288 -> 4 -->
-        <!-- given: b = 1 -->
+        <!-- given: the number b -->
         ```python
         a = 524_288
         ```
@@ -279,6 +289,117 @@ def test_pages_are_short(place: str, limit: int) -> None:
     assert found
     for page in found:
         assert len(page.read_text().splitlines()) <= limit, page
+
+
+# --- troubleshooting ------------------------------------------------------------------------------
+
+
+def _messages() -> list[str]:
+    """What the page quotes, one for every row; ... stands for a name or a number."""
+    text = (ROOT / "docs" / "troubleshooting.md").read_text()
+    return [row.replace("\\|", "|") for row in re.findall(r"^\| `([^`]+)`", text, re.MULTILINE)]
+
+
+def _pattern(message: str) -> str:
+    return ".*".join(re.escape(part.strip()) for part in message.split("..."))
+
+
+@pytest.fixture(scope="module")
+def said() -> str:
+    """Every string of the package but docstrings, one a line; what is put in is left out."""
+    found = []
+    for path in (ROOT / "megapack").rglob("*.py"):
+        tree = ast.parse(path.read_text())
+        docs = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+        for node in ast.walk(tree):
+            parts = node.values if isinstance(node, ast.JoinedStr) else [node]
+            if id(node) not in docs:
+                values = [part.value if isinstance(part, ast.Constant) else "~" for part in parts]
+                found.append("".join(value for value in values if isinstance(value, str)))
+    return "\n".join(text.replace("\n", " ") for text in found)
+
+
+@pytest.mark.parametrize("message", _messages())
+def test_a_message_of_troubleshooting_stands_in_the_code(message: str, said: str) -> None:
+    assert re.search(_pattern(message), said), message
+
+
+def _command(*words: str) -> Callable[[], object]:
+    return partial(main, words)
+
+
+def _tokenize(path: str, tokenizer: str = "bytes", prefix: str = "new") -> Callable[[], object]:
+    return _command(
+        "tokenize", "--input", path, "--tokenizer", tokenizer, "--output-prefix", prefix
+    )
+
+
+def _load(**options: Any) -> None:
+    data = PackedDataset("corpus", "corpus.samples")
+    schedule = Schedule(data, tokens_per_step=1024)
+    build_loader(data, schedule, data_parallel_rank=0, **options)
+
+
+def _write(path: str, content: bytes, then: Callable[[], object]) -> Callable[[], object]:
+    def run() -> None:
+        Path(path).write_bytes(content)
+        then()
+
+    return run
+
+
+def _locked() -> None:
+    with IndexedDatasetBuilder("taken", np.uint16):
+        _tokenize("docs.jsonl", prefix="taken")()
+
+
+def _cut() -> None:
+    Path("cut.idx").write_bytes(Path("corpus.idx").read_bytes())
+    Path("cut.bin").write_bytes(Path("corpus.bin").read_bytes()[:-100])
+    IndexedDataset("cut")[299]
+
+
+def _of_another_version() -> None:
+    content = bytearray(Path("corpus.samples").read_bytes())
+    content[8] = 1
+    Path("old.samples").write_bytes(content)
+    PackedDataset("corpus", "old.samples")
+
+
+PROVOKED: dict[str, Callable[[], object]] = {
+    "needs the package": lambda: require("no_such_package", "a test"),
+    "there is no tokenizer at": _tokenize("docs.jsonl", "gpt2"),
+    "would be one document": _write("part-00000", b'{"text": "a"}\n' * 9, _tokenize("part-00000")),
+    "mend the input": _write("bad.jsonl", b'{"text": \n', _tokenize("bad.jsonl")),
+    "is there already": _tokenize("docs.jsonl", prefix="corpus"),
+    "is being written by": _locked,
+    ".bin is truncated": _cut,
+    "the index was packed from": lambda: PackedDataset("corpus", pack([5, 6, 7], buckets=[8])),
+    "has format version": _of_another_version,
+    "holds token id": lambda: check_token_ids(PackedDataset("corpus", "corpus.samples"), 50),
+    "a draw of": lambda: Schedule(PackedDataset("corpus", "corpus.samples"), tokens_per_step=700),
+    "a micro batch of": lambda: _load(data_parallel_size=1, micro_batch_tokens=256),
+    "ranks do not divide": lambda: _load(data_parallel_size=3, micro_batch_tokens=512),
+}
+
+
+@pytest.mark.pages
+@pytest.mark.parametrize("begin", PROVOKED)
+def test_a_message_of_troubleshooting_is_what_a_user_reads(
+    begin: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (message,) = [text for text in _messages() if text.startswith(begin)]
+    prepare(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    try:
+        PROVOKED[begin]()
+        printed = capsys.readouterr().err  # of a command
+    except MegapackError as error:
+        printed = str(error)
+    assert re.search(_pattern(message), " ".join(printed.split())), printed
 
 
 # --- concepts -------------------------------------------------------------------------------------

@@ -252,7 +252,7 @@ def _joined(rows: Sequence[Any]) -> Encoded:
 
 
 # ---- Documents on which gigatoken is known to differ from the reference, sent to the reference --
-# Two differences were found (docs/tokenization.md tells how); both are decided by the text alone:
+# Two differences were found (docs/guides/tokenization.md); both are decided by the text alone:
 #
 # - Letters and digits that Unicode 17 added: gigatoken's tables know them, those of `tokenizers`
 #   take them for unassigned characters, and the pre-tokenizer splits around them differently.
