@@ -417,9 +417,10 @@ def _docstrings(cls: type) -> dict[str, str]:
 
 def _build_helps() -> dict[str, str]:
     """Field of BuildConfig -> help of its option, where its meaning is written."""
+    from megapack.cli.main import build_parser  # noqa: PLC0415
     from megapack.tokenization.pipeline.plan import OPTIONS  # noqa: PLC0415
 
-    parser = parsers()["megapack-build tokenize"]
+    parser = build_parser("tokenize")
     helps = {action.dest: _help(parser, action) for action in parser._actions}
     return {field: helps[option] for field, option in OPTIONS.items()} | helps
 
