@@ -70,6 +70,11 @@ def on_page_markdown(markdown: str, page: Any, config: Any, **_: Any) -> str:
     return relink(markdown, page.file.src_uri, config.extra["repository"])
 
 
+def on_page_content(html: str, **_: Any) -> str:
+    """A bar in code in a table is escaped for markdown, and shown without the backslash."""
+    return re.sub(r"<t[dh].*?</t[dh]>", lambda m: m[0].replace("\\|", "|"), html, flags=re.DOTALL)
+
+
 def made_pages() -> dict[str, str]:
     """Page of the site -> its markdown."""
     return {**outer_pages(), **api_pages(), **command_pages(), **configuration_pages()}
@@ -136,7 +141,7 @@ def relink(markdown: str, page: str, repository: str) -> str:
         path = posixpath.normpath(posixpath.join(folder, name))
         readme = f"{path}/README.md"
         uri = OUTER.get(path) or OUTER.get(readme)
-        if uri is None and path.startswith("docs/"):
+        if uri is None and path.startswith("docs/") and not path.endswith(".py"):
             uri = path.removeprefix("docs/")
         if uri is not None:
             return f"]({posixpath.relpath(uri, posixpath.dirname(page) or '.')}{hash_}{part})"
@@ -412,9 +417,10 @@ def _docstrings(cls: type) -> dict[str, str]:
 
 def _build_helps() -> dict[str, str]:
     """Field of BuildConfig -> help of its option, where its meaning is written."""
+    from megapack.cli.main import build_parser  # noqa: PLC0415
     from megapack.tokenization.pipeline.plan import OPTIONS  # noqa: PLC0415
 
-    parser = parsers()["megapack-build tokenize"]
+    parser = build_parser("tokenize")
     helps = {action.dest: _help(parser, action) for action in parser._actions}
     return {field: helps[option] for field, option in OPTIONS.items()} | helps
 

@@ -21,37 +21,48 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 import reference
 import report
 
+from megapack.cli.main import COMMANDS as COMMANDS_OF_BUILD
 from megapack.data.blend import Ramp, Source, Stage
 from megapack.integrations.manifest import Manifest
 from megapack.tokenization.pipeline.plan import BuildConfig
 from megapack.training.config import PretrainConfig
 
 ROOT = Path(__file__).parents[1]
-MADE = reference.made_pages()
+COMMANDS = [f"megapack-build {name}" for name in COMMANDS_OF_BUILD]
+COMMANDS += [f"megapack-{name}" for name in ("pretrain", "evaluate", "export")]
 REPOSITORY = "https://host/megapack"
+
+
+@pytest.fixture(scope="session")
+def made() -> dict[str, str]:
+    """Page -> its markdown; griffe and all commands are imported."""
+    return reference.made_pages()
 
 
 # ---- API, commands, configuration ----------------------------------------------------------------
 
 
+@pytest.mark.pages
 @pytest.mark.parametrize("package", reference.PACKAGES)
-def test_api_of_a_package_shows_every_public_name_once(package: str) -> None:
+def test_api_of_a_package_shows_every_public_name_once(package: str, made: dict[str, str]) -> None:
     public = set(importlib.import_module(f"megapack.{package}").__all__)
-    page = MADE[f"api/{package}.md"]
+    page = made[f"api/{package}.md"]
     shown = re.findall(r"^::: [\w.]+\.(\w+)$|^- \[`(\w+)`\]", page, re.MULTILINE)
     names = [one or other for one, other in shown]
     assert len(names) == len(set(names)) and set(names) == public
 
 
-def test_api_has_the_integrations_that_guides_name() -> None:
+@pytest.mark.pages
+def test_api_has_the_integrations_that_guides_name(made: dict[str, str]) -> None:
     hosts = {"megatron", "gpt_neox", "megatron_deepspeed", "transformers", "planned", "verl"}
-    assert {f"api/integrations.{host}.md" for host in hosts} <= set(MADE)
-    assert "::: megapack.integrations.transformers.PackedTrainer" in "\n".join(MADE.values())
+    assert {f"api/integrations.{host}.md" for host in hosts} <= set(made)
+    assert "::: megapack.integrations.transformers.PackedTrainer" in "\n".join(made.values())
 
 
-@pytest.mark.parametrize("command", sorted(reference.parsers()))
-def test_command_page_has_every_option_with_its_help(command: str) -> None:
-    page = MADE[f"commands/{command.replace(' ', '_')}.md"]
+@pytest.mark.pages
+@pytest.mark.parametrize("command", COMMANDS)
+def test_command_page_has_every_option_with_its_help(command: str, made: dict[str, str]) -> None:
+    page = made[f"commands/{command.replace(' ', '_')}.md"]
     options = [
         action
         for action in reference.parsers()[command]._actions
@@ -77,20 +88,23 @@ CONFIGURATIONS = [*_nested(PretrainConfig), BuildConfig, Manifest, Source, Stage
 def test_configuration_key_says_its_meaning_and_its_default(cls: type) -> None:
     keys = {key.name: key for key in reference.keys(cls)}
     assert list(keys) == [field.name for field in dataclasses.fields(cls)]
-    page = "\n".join(MADE[f"configuration/{name}.md"] for name in ("training", "manifest", "build"))
     for field in dataclasses.fields(cls):
         key = keys[field.name]
         assert len(key.meaning.split()) > 1, f"{cls.__name__}.{field.name} says nothing"
-        assert key.meaning in page
         if isinstance(field.default, (int, float)) and not isinstance(field.default, bool):
             assert float(key.default) == field.default
 
 
-def test_configuration_says_types_defaults_and_units_as_yaml_does() -> None:
+@pytest.mark.pages
+def test_configuration_page_says_types_defaults_and_units_as_yaml_does(
+    made: dict[str, str],
+) -> None:
+    everything = "\n".join(made.values())
+    assert all(key.meaning in everything for cls in CONFIGURATIONS for key in reference.keys(cls))
     keys = {key.name: key for key in reference.keys(PretrainConfig)}
     assert (keys["num_steps"].type, keys["num_steps"].default) == ("int | null", "null")
     assert keys["run_dir"].default == ""
-    page = MADE["configuration/training.md"]
+    page = made["configuration/training.md"]
     lr = page.partition("### engine.precision {")[2].partition("###")[0]
     assert "`bf16 | fp32`; default `bf16`" in lr
     tokens = page.partition("### data.micro_batch_tokens {")[2].partition("###")[0]
@@ -138,10 +152,11 @@ def test_navigation_patterns_take_what_no_other_entry_names() -> None:
     ]
 
 
-def test_navigation_has_every_page_once() -> None:
+@pytest.mark.pages
+def test_navigation_has_every_page_once(made: dict[str, str]) -> None:
     settings = yaml.safe_load((ROOT / "mkdocs.yml").read_text())
     written = [str(path.relative_to(ROOT / "docs")) for path in (ROOT / "docs").rglob("*.md")]
-    pages = sorted({*written, *MADE})
+    pages = sorted({*written, *made})
     named = list(reference._leaves(reference.navigation(settings["nav"], pages)))
     assert len(written) > 20 and sorted(named) == pages
 
