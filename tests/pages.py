@@ -306,7 +306,7 @@ def measured() -> str:
         ("index of ten million documents, concatenated", "megatron-core, shuffled; in file order",
          f"{_two(index[0])}; {_two(index[1])} times", "packing"),
         ("text to .bin/.idx", "a pool with megatron-core's builder", f"{_two(build[0])} times with "
-         f"the same tokenizer, {_two(build[1])} with gigatoken (gigatoken alone: {_two(build[2])})", "build"),
+         f"the same tokenizer, {_two(build[1])} with gigatoken (alone: {_two(build[2])})", "build"),
         ("merging shards of short documents", "megatron-core's add_index", f"{_two(merge)} times",
          "merge"),
     ]  # fmt: skip

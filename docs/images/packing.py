@@ -127,7 +127,10 @@ def draw() -> str:
     below += 76
     parts += step(buckets, 0, of[0], LEFT, below) + step(buckets, 1, of[1][:2], RIGHT, below)
     height = below + 2 * (ROW + 25) - 8
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" role="img">'
+    head = (
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="600" viewBox="0 0 {WIDTH} {height}" '
+        'role="img">'
+    )
     title = "<title>Ten documents: concatenated, in buckets, and as steps of two ranks</title>"
     return "\n".join([head, title, f"<style>{STYLE}\n</style>", *parts, "</svg>", ""])
 
