@@ -165,6 +165,9 @@ ASSIGNED = re.compile(r"^([A-Z_]+)=(?:\$\{\w+:-)?([\w,./-]+)\}?", re.MULTILINE)
 def _words(text: str, variables: dict[str, str]) -> list[str]:
     """Up to a comment or the end of the shell's command; variables of the script are put in."""
     joined = re.sub(r"\\+\n[ \t]*#?", " ", text)
+    # ${NAME##*,} is the last of a list.
+    lasts = {name: value.rpartition(",")[2] for name, value in variables.items()}
+    joined = re.sub(r"\$\{(\w+)##\*,\}", lambda match: lasts.get(match[1], match[0]), joined)
     joined = re.sub(r"\$(\w+)", lambda match: variables.get(match[1], match[0]), joined)
     lexer = shlex.shlex(joined, posix=True, punctuation_chars=True)
     lexer.whitespace_split = True
