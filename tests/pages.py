@@ -2,6 +2,7 @@
 
     python tests/pages.py README.md                  # the quick blocks, in a fresh folder
     python tests/pages.py --slow README.md           # all of them; MEGAPACK_URL=. clones from here
+    python tests/pages.py --measured                 # write README's table anew, from docs/results
 
 Blocks of ``bash``, ``console`` and ``python`` are run in the order of their page: in one folder,
 with one namespace of Python, each shell beginning where the one before it ended (folder, PATH).
@@ -25,6 +26,7 @@ import contextlib
 import html
 import io
 import json
+import math
 import os
 import re
 import shlex
@@ -32,6 +34,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -237,7 +240,8 @@ class Reader:
     def _shell(self, block: Block, text: str) -> str:
         url = self.environment.get("MEGAPACK_URL")
         if url:
-            text = re.sub(r"(git clone )https://\S+", rf"\g<1>{shlex.quote(url)}", text)
+            ours = rf"git clone --quiet {shlex.quote(str(Path(url).absolute()))} \1"
+            text = re.sub(r"git clone https://\S+/(\S+)", ours, text)
         with tempfile.NamedTemporaryFile("r") as left:
             end = 'trap \'printf "%s\\0%s" "$PWD" "$PATH" > "$LEFT"\' EXIT\n'
             done = subprocess.run(
@@ -258,6 +262,78 @@ class Reader:
             assert found, f"{block.name} shows {shown!r}; printed was\n{output}"
 
 
+# --- the table of README: the newest logged runs, two digits --------------------------------------
+
+
+def measured() -> str:
+    """Six rows: the task, the peer at its best setting, what ours is beside it, the command."""
+
+    def found(bench: str, key: str, **wanted: Any) -> float:
+        text = (ROOT / "docs" / "results" / f"{bench}.json").read_text(encoding="utf-8")
+        (value,) = {v for v in _values(json.loads(text)["results"], key, wanted)}
+        return float(value)
+
+    def split(item: str, quantity: str = "r_tru %") -> float:
+        of = {"source": "BucketLLM Table 1", "corpus": "fineweb_edu_like", "item": item}
+        return found("composition", "measured", quantity=quantity, **of)
+
+    inside = [
+        found("data", "ratio", dataset="PackedGPTDataset", loader=f"mbs {size}, workers 0")
+        for size in (1, 4)
+    ]
+    ten_million = {"num_documents": 10_000_000}
+    index = [
+        found("packing", "times_faster", name=f"concat, {order}", **ten_million)
+        for order in ("shuffled", "file order")
+    ]
+    build = [
+        found("build", "times_megatron", what=what)
+        for what in ("ours, tokenizers", "ours, gigatoken", "bare gigatoken, one call")
+    ]
+    merge = found("merge", "times_faster", side="megapack, merge", mean_tokens=64)
+    bucket = "bucket (the default)"
+    work = {"case": "bucket 16384, 3 per rank"}
+    random, ours = (found("schedule", key, **work) for key in ("random", "ours"))
+    rows = [
+        ("documents split, 10 million of web lengths", "concatenation at 16,384: "
+         f"{_two(split('Fixed-16384'))} %", f"{_two(split(bucket))} %, "
+         f"{_two(split(bucket, 'r_pad %'))} % padding", "composition"),
+        ("busiest of 64 ranks, attention, 3 samples of 16,384 each; mean = 1",
+         f"dealt at random: {_two(random)}", f"{ours:.2f}", "schedule"),
+        ("samples a second inside Megatron, one or four a micro batch",
+         "GPTDataset without workers (with two it is slower)",
+         f"{_two(inside[0])} and {_two(inside[1])} times", "data"),
+        ("index of ten million documents, concatenated", "megatron-core, shuffled; in file order",
+         f"{_two(index[0])}; {_two(index[1])} times", "packing"),
+        ("text to .bin/.idx", "a pool with megatron-core's builder", f"{_two(build[0])} times with "
+         f"the same tokenizer, {_two(build[1])} with gigatoken (alone: {_two(build[2])})", "build"),
+        ("merging shards of short documents", "megatron-core's add_index", f"{_two(merge)} times",
+         "merge"),
+    ]  # fmt: skip
+    lines = ["| task | peer | megapack | `make` |", "|---|---|---|---|"]
+    return "\n".join([*lines, *(f"| {a} | {b} | {c} | `bench-{d}` |" for a, b, c, d in rows)])
+
+
+def _values(tree: Any, key: str, wanted: dict[str, Any]) -> Iterator[float]:
+    if isinstance(tree, dict):
+        if key in tree and all(tree.get(name) == value for name, value in wanted.items()):
+            yield tree[key]
+        tree = list(tree.values())
+    for branch in tree if isinstance(tree, list) else ():
+        yield from _values(branch, key, wanted)
+
+
+def _two(value: float) -> str:
+    """Two digits: 0.034, 1.4, 49, 120."""
+    digits = max(0, 1 - math.floor(math.log10(abs(value))))
+    return f"{float(f'{value:.1e}'):.{digits}f}"
+
+
+def with_table(text: str) -> str:
+    """README with the table of today: it begins with | task | and ends with an empty line."""
+    return re.sub(r"^\| task \|.*?\n(?=\n)", measured() + "\n", text, flags=re.M | re.S)
+
+
 def _without_numbers(line: str) -> str:
     """Numbers, the width of columns and of bars apart, and where a remark begins."""
     line = re.sub(r"\s{2,}# .*", "", line)
@@ -267,9 +343,13 @@ def _without_numbers(line: str) -> str:
 def main() -> int:
     """Run pages; one line a block."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
-    parser.add_argument("pages", nargs="+", type=Path, metavar="PAGE")
+    parser.add_argument("pages", nargs="*", type=Path, metavar="PAGE")
     parser.add_argument("--slow", action="store_true", help="also blocks that install or train")
+    parser.add_argument("--measured", action="store_true", help="write README's table anew")
     options = parser.parse_args()
+    if options.measured:
+        readme = ROOT / "README.md"
+        readme.write_text(with_table(readme.read_text(encoding="utf-8")), encoding="utf-8")
     sys.path.insert(0, str(ROOT))
     for page in [page.resolve() for page in options.pages]:
         with tempfile.TemporaryDirectory() as folder:

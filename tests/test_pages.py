@@ -25,7 +25,7 @@ import yaml
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 
 from lengths import LAWS
-from pages import GIVEN, ROOT, SHELLS, Block, Reader, blocks_of, pages, prepare
+from pages import GIVEN, ROOT, SHELLS, Block, Reader, blocks_of, pages, prepare, with_table
 
 from megapack.cli.main import COMMANDS, build_parser, main
 from megapack.data import PackedDataset, Schedule, build_loader, check_token_ids
@@ -165,6 +165,9 @@ ASSIGNED = re.compile(r"^([A-Z_]+)=(?:\$\{\w+:-)?([\w,./-]+)\}?", re.MULTILINE)
 def _words(text: str, variables: dict[str, str]) -> list[str]:
     """Up to a comment or the end of the shell's command; variables of the script are put in."""
     joined = re.sub(r"\\+\n[ \t]*#?", " ", text)
+    # ${NAME##*,} is the last of a list.
+    lasts = {name: value.rpartition(",")[2] for name, value in variables.items()}
+    joined = re.sub(r"\$\{(\w+)##\*,\}", lambda match: lasts.get(match[1], match[0]), joined)
     joined = re.sub(r"\$(\w+)", lambda match: variables.get(match[1], match[0]), joined)
     lexer = shlex.shlex(joined, posix=True, punctuation_chars=True)
     lexer.whitespace_split = True
@@ -254,6 +257,13 @@ def test_the_picture_is_what_its_script_draws(tmp_path: Path) -> None:
     script, picture = (ROOT / "docs" / "images" / f"packing.{kind}" for kind in ("py", "svg"))
     subprocess.run([sys.executable, str(script), str(tmp_path / "drawn.svg")], check=True)
     assert (tmp_path / "drawn.svg").read_text() == picture.read_text()
+
+
+def test_the_table_of_the_readme_is_what_was_logged() -> None:
+    """After new measurements: python tests/pages.py --measured."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert text.count("| task |") == 1
+    assert text == with_table(text)
 
 
 # --- links and lengths ----------------------------------------------------------------------------

@@ -15,13 +15,14 @@ from megapack.packing.sample_index import SampleIndex
 
 LENGTHS = [4, 12, 8, 13, 8, 3, 16, 6, 2, 8]
 COLORS = ["4e79a7", "f28e2b", "59a14f", "e15759", "76b7b2",
-          "edc948", "b07aa1", "ff9da7", "9c755f", "86bcb6"]  # fmt: skip
-UNIT, ROW, BAR = 14, 25, 18  # pixels of a token, of a row and of a bar in it
+          "e6b422", "b07aa1", "e87ba4", "9c755f", "6b6ecf"]  # fmt: skip
+UNIT, ROW, BAR = 17, 29, 22  # pixels of a token, of a row and of a bar in it
+LEFT, RIGHT, WIDTH = 12, 346, 640  # readable where it is shown 360 pixels wide
 STYLE = """
-  text { font: 13px system-ui, "Segoe UI", Arial, sans-serif; fill: #24292f }
-  .title { font-weight: 600; font-size: 15px }
-  .small { font-size: 12px; fill: #57606a }
-  .id { font-size: 11px; fill: #fff; text-anchor: middle; font-weight: 600 }
+  text { font: 16px system-ui, "Segoe UI", Arial, sans-serif; fill: #24292f }
+  .title { font-weight: 600; font-size: 19px }
+  .small { font-size: 15px; fill: #57606a }
+  .id { font-size: 14px; fill: #fff; text-anchor: middle; font-weight: 600 }
   .cut { stroke: #cf222e; stroke-width: 3 }
   .line { stroke: #8c959f; stroke-width: 1.5; fill: none }
   @media (prefers-color-scheme: dark) {
@@ -37,7 +38,7 @@ def segment(x: float, y: float, document: int, begin: int, length: int) -> str:
         f'fill="#{COLORS[document]}"/>'
     ]
     if width >= 2 * UNIT:
-        label = f'<text class="id" x="{x + width / 2:g}" y="{y + 13}">{document}</text>'
+        label = f'<text class="id" x="{x + width / 2:g}" y="{y + 16}">{document}</text>'
         parts.append(label)
     for cut, at in ((begin > 0, x), (begin + length < LENGTHS[document], x + width)):
         if cut:
@@ -65,64 +66,71 @@ def arrow(x: float, y: float) -> str:
 
 
 def summary(index: SampleIndex) -> str:
-    """As in "4 of 10 documents cut, no padding"."""
+    """As in "4 of 10 cut (red), 0 % padding"."""
     metrics = index.metrics()
     cut = round(metrics["truncation_ratio"] * len(LENGTHS))
     padding = f"{100 * metrics['padding_ratio']:.0f} % padding"
-    return f"{cut or 'none'} of {len(LENGTHS)} documents cut, {padding}"
+    return f"{f'{cut} of {len(LENGTHS)} cut (red)' if cut else 'none cut'}, {padding}"
+
+
+def heading(x: float, y: float, title: str, below: str) -> list[str]:
+    return [text(x, y, title, "title"), text(x, y + 22, below, "small")]
+
+
+def step(buckets: SampleIndex, number: int, ids: list[int], x: float, y: float) -> list[str]:
+    """What the two ranks have, half of the samples each, and what attention is told."""
+    parts = []
+    for rank in range(2):
+        boundaries, at = [0], x
+        for i in ids[rank * len(ids) // 2 : (rank + 1) * len(ids) // 2]:
+            parts.append(sample(buckets, i, at, y + 8))
+            for _, _, length in buckets.sample(i)[1]:
+                boundaries.append(boundaries[-1] + length)
+                at += length * UNIT
+        words = f"step {number}, rank {rank}: cu_seqlens {boundaries}"
+        parts.append(text(x, y, words, "small"))
+        y += ROW + 25
+    return parts
 
 
 def draw() -> str:
     """The picture, as the text of an SVG file."""
     concatenated = pack(LENGTHS, "concat", buckets=[16])
     buckets = pack(LENGTHS, "bucket", buckets=[8, 16])
-    left, middle, right, top = 16, 292, 596, 62
-    parts = [text(left, 24, "documents", "title"), text(left, 43, "any length, in tokens", "small")]
+    top = 62
+    parts = heading(LEFT, 24, "ten documents", "of 2 to 16 tokens")
     for i, length in enumerate(LENGTHS):
-        parts.append(segment(left, top + i * ROW, i, 0, length))
-    parts.append(arrow(left + 16 * UNIT + 14, top + 5 * ROW))
+        parts.append(segment(LEFT, top + i * ROW, i, 0, length))
+    parts.append(arrow(LEFT + 16 * UNIT + 20, top + 2.5 * ROW))
 
-    parts += [text(middle, 24, "concatenated, the usual way", "title")]
-    parts.append(text(middle, 43, summary(concatenated), "small"))
+    parts += heading(RIGHT, 24, "concatenated, as usual", summary(concatenated))
     for i in range(concatenated.num_samples):
-        parts.append(sample(concatenated, i, middle, top + i * ROW))
-    below = top + concatenated.num_samples * ROW + 44
-    parts.append(text(middle, below, "in buckets of 8 and 16", "title"))
-    parts.append(text(middle, below + 19, summary(buckets), "small"))
+        parts.append(sample(concatenated, i, RIGHT, top + i * ROW))
+    below = top + concatenated.num_samples * ROW + 36
+    parts += heading(RIGHT, below, "in buckets of 8 and 16", summary(buckets))
     below += 38
-    of = [[], []]
+    parts.append(arrow(LEFT + 16 * UNIT + 20, below + 2.5 * ROW))
+    of: list[list[int]] = [[], []]
     for i in range(buckets.num_samples):
         of[int(buckets.sample(i)[0])].append(i)
     for k, i in enumerate(of[0]):
-        x, y = middle + (k % 2) * 8 * UNIT, below + (k // 2) * ROW
-        parts.append(sample(buckets, i, x + (k % 2) * 8, y))
+        x, y = RIGHT + (k % 2) * (8 * UNIT + 6), below + (k // 2) * ROW
+        parts.append(sample(buckets, i, x, y))
     for k, i in enumerate(of[1]):
-        parts.append(sample(buckets, i, middle, below + (len(of[0]) // 2 + k) * ROW))
+        parts.append(sample(buckets, i, RIGHT, below + (len(of[0]) // 2 + k) * ROW))
 
-    parts.append(arrow(middle + 16 * UNIT + 26, below + 2.5 * ROW - 4))
-    parts += [text(right, 24, "steps of two ranks", "title")]
-    parts.append(text(right, 43, "one bucket a step, 16 tokens a rank and micro batch", "small"))
-    y = top
-    for number, ids in enumerate((of[0], of[1][:2])):
-        parts.append(text(right, y + 13, f"step {number}"))
-        for rank in range(2):
-            parts.append(text(right + 54, y + 13, f"rank {rank}", "small"))
-            x = float(right + 104)
-            boundaries = [0]
-            for i in ids[rank * len(ids) // 2 : (rank + 1) * len(ids) // 2]:
-                parts.append(sample(buckets, i, x, y))
-                for _, _, length in buckets.sample(i)[1]:
-                    boundaries.append(boundaries[-1] + length)
-                    x += length * UNIT
-            parts.append(text(right + 104, y + BAR + 14, f"cu_seqlens {boundaries}", "small"))
-            y += ROW + 20
-        y += 14
-    parts.append(text(right, y + 16, "Attention ends where a document ends; labels too.", "small"))
-    parts.append(
-        text(right, y + 34, "As many tokens on every rank, in samples of one length.", "small")
+    below += 5 * ROW + 36
+    parts += heading(
+        LEFT, below, "two steps of two ranks", "one bucket a step, as many tokens on every rank;"
     )
-    height = below + 5 * ROW + 8
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 960 {height}" role="img">'
+    parts.append(text(LEFT, below + 43, "attention and labels stay inside documents", "small"))
+    below += 76
+    parts += step(buckets, 0, of[0], LEFT, below) + step(buckets, 1, of[1][:2], RIGHT, below)
+    height = below + 2 * (ROW + 25) - 8
+    head = (
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="600" viewBox="0 0 {WIDTH} {height}" '
+        'role="img">'
+    )
     title = "<title>Ten documents: concatenated, in buckets, and as steps of two ranks</title>"
     return "\n".join([head, title, f"<style>{STYLE}\n</style>", *parts, "</svg>", ""])
 
