@@ -200,7 +200,7 @@ PEERS = {
     "NeMo RL MFFD": Peer({"": nemo_rl}, 10_000, False, "NEMO_RL"),
     "grain": Peer(
         {f"{fit.lower()} fit, {bins} bins": partial(grain, bins=bins, fit=fit)
-         for fit in ("First", "Best") for bins in (16, 64)},
+         for fit, bins in (("First", 16), ("Best", 16), ("Best", 64))},
         *(10_000, True),
     ),
 }  # fmt: skip
