@@ -22,9 +22,13 @@ from pathlib import Path
 from statistics import median, quantiles
 from typing import Any, TypeVar
 
+import numpy as np
+from numpy.typing import ArrayLike, DTypeLike
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
+
+from megapack.storage import IndexedDataset, IndexedDatasetBuilder
 
 S = TypeVar("S")
 T = TypeVar("T")
@@ -124,6 +128,25 @@ def timed(function: Callable[[], Any]) -> tuple[float, Any]:
     begin = time.perf_counter()
     result = function()
     return time.perf_counter() - begin, result
+
+
+def write_documents(
+    prefix: Path,
+    lengths: ArrayLike,
+    *,
+    vocabulary: int,
+    dtype: DTypeLike = np.uint16,
+    end: int | None = None,
+    seed: int = 0,
+) -> IndexedDataset:
+    """Documents of random tokens below ``vocabulary``, each ending with ``end``."""
+    offsets = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
+    tokens = np.random.default_rng(seed).integers(1, vocabulary, offsets[-1]).astype(dtype)
+    if end is not None:
+        tokens[offsets[1:] - 1] = end
+    with IndexedDatasetBuilder(prefix, dtype, vocab_size=vocabulary) as builder:
+        builder.add_documents(tokens, offsets)
+    return IndexedDataset(prefix)
 
 
 def _memory(kind: str) -> int:

@@ -58,6 +58,7 @@ from common import (
     show,
     take_turns,
     timed,
+    write_documents,
     write_results,
 )  # fmt: skip
 from lengths import LAWS
@@ -66,7 +67,7 @@ from torch.utils.data import DataLoader
 
 from megapack.data import BatchLayout, PackedDataset, Schedule, allocate, build_loader
 from megapack.packing import pack
-from megapack.storage import IndexedDataset, IndexedDatasetBuilder
+from megapack.storage import IndexedDataset
 
 warnings.filterwarnings("ignore", module="megatron")
 warnings.filterwarnings("ignore", message="The given NumPy array is not writable")  # streaming's
@@ -99,12 +100,7 @@ def write_corpus(prefix: Path, num_tokens: int) -> IndexedDataset:
     """Documents of calibrated lengths, each ending with EOD."""
     lengths = LAWS["fineweb_edu_like"](num_tokens // 900, 1)
     lengths = lengths[: int(np.searchsorted(np.cumsum(lengths), num_tokens)) + 1]
-    offsets = np.concatenate([[0], np.cumsum(lengths)])
-    tokens = np.random.default_rng(0).integers(1, VOCABULARY, offsets[-1]).astype(np.uint16)
-    tokens[offsets[1:] - 1] = EOD
-    with IndexedDatasetBuilder(prefix, np.uint16, vocab_size=VOCABULARY) as builder:
-        builder.add_documents(tokens, offsets)
-    return IndexedDataset(prefix)
+    return write_documents(prefix, lengths, vocabulary=VOCABULARY, end=EOD)
 
 
 def write_large_corpus(prefix: Path, num_documents: int) -> None:

@@ -42,6 +42,7 @@ from common import (
     quick,
     show,
     take_turns,
+    write_documents,
     write_results,
 )  # fmt: skip
 from lengths import LAWS
@@ -49,7 +50,6 @@ from numpy.typing import NDArray
 
 from megapack.data import BatchLayout, PackedDataset, allocate
 from megapack.packing import STRATEGIES, pack
-from megapack.storage import IndexedDataset, IndexedDatasetBuilder
 
 CAPACITY = 4096
 BUCKETS = [1024, 2048, 4096]
@@ -297,13 +297,8 @@ def memory_of(case: Case, lengths: Lengths) -> dict[str, Any]:
 
 def with_tokens(case: Case, lengths: Lengths, folder: Path) -> Callable[[], int]:
     """The call, and all samples gathered, a row at a time into one buffer."""
-    offsets = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
-    with IndexedDatasetBuilder(folder / "documents", np.int32) as builder:
-        builder.add_documents(np.zeros(offsets[-1], np.int32), offsets)
-    documents, layout = (
-        IndexedDataset(folder / "documents"),
-        BatchLayout(micro_batch_tokens=CAPACITY),
-    )
+    documents = write_documents(folder / "documents", lengths, vocabulary=50_000, dtype=np.int32)
+    layout = BatchLayout(micro_batch_tokens=CAPACITY)
     out = allocate(CAPACITY)
 
     def packed() -> int:

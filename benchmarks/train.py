@@ -29,12 +29,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from common import Timing, in_turns, quick, show, timed, write_results
+from common import Timing, in_turns, quick, show, timed, write_documents, write_results
 from lengths import fineweb_edu_like
 
 from megapack.data import PackedDataset, Schedule, build_loader
 from megapack.packing import SampleIndex, pack
-from megapack.storage import IndexedDataset, IndexedDatasetBuilder
 from megapack.training.command import join
 from megapack.training.config import (
     DataConfig,
@@ -85,7 +84,9 @@ class Bench:
 
     def __init__(self, args: argparse.Namespace, here: World, directory: Path) -> None:
         self.args, self.here = args, here
-        self.dataset = make_corpus(directory, args.documents, args.vocab_size, args.scale)
+        lengths = (fineweb_edu_like(args.documents) * args.scale).astype(np.int64)
+        sizes = {"vocabulary": args.vocab_size, "dtype": np.int32}
+        self.dataset = write_documents(directory / "corpus", np.maximum(2, lengths), **sizes)
         engine = EngineConfig(precision=args.precision, compile=args.compile)
         data = DataConfig(
             prefix="-",
@@ -183,20 +184,6 @@ class Bench:
         """For the device."""
         if self.here.device.type == "cuda":
             torch.cuda.synchronize()
-
-
-def make_corpus(
-    directory: Path, num_documents: int, vocab_size: int, scale: float
-) -> IndexedDataset:
-    """Random tokens in documents of natural lengths (``scale`` shortens all of them)."""
-    lengths = np.maximum(2, (fineweb_edu_like(num_documents) * scale).astype(np.int64))
-    random = np.random.default_rng(0)
-    prefix = directory / "corpus"
-    with IndexedDatasetBuilder(prefix, dtype=np.int32, vocab_size=vocab_size) as builder:
-        for length in lengths.tolist():
-            builder.add_document(random.integers(0, vocab_size, length, dtype=np.int32))
-        builder.finalize()
-    return IndexedDataset(prefix)
 
 
 def by_strategy(bench: Bench, rounds: int, num_steps: int) -> list[dict[str, Any]]:
