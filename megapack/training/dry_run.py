@@ -169,7 +169,7 @@ def _mix(stage: StageDraws, micro_steps: int, tokens: int) -> str:
         )
     now = "buckets per step: one, the same on all ranks (mix: step)"
     if micro_steps == 1:
-        return f"{now}; a step has one micro step here, so there is nothing to mix"
+        return f"{now}; mix: micro_step needs several micro steps in a step"
     if settings.tokens_per_step % tokens:
         return f"{now}; mix: micro_step needs ranks that share its micro steps evenly"
     return (

@@ -96,7 +96,7 @@ def test_the_other_mix_is_named_and_can_be_taken(corpus: Corpus, tmp_path: Path)
     several = said("micro_step", 2, mix=mix, micro_step_tokens=int(tokens))
     assert several.startswith(f"buckets per step: several, one for every {int(tokens):,} tokens")
     assert "mix: step would fill each step from one bucket" in several
-    assert "nothing to mix" in said("one micro step", 4)
+    assert "needs several micro steps in a step" in said("one micro step", 4)
     assert "share its micro steps evenly" in said("uneven", 3, uneven="pad")
 
 
