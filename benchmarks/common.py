@@ -22,9 +22,13 @@ from pathlib import Path
 from statistics import median, quantiles
 from typing import Any, TypeVar
 
+import numpy as np
+from numpy.typing import ArrayLike, DTypeLike
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
+
+from megapack.storage import IndexedDataset, IndexedDatasetBuilder
 
 S = TypeVar("S")
 T = TypeVar("T")
@@ -33,6 +37,7 @@ RESULTS = Path(__file__).parent / "results"
 PACKAGES = (
     *("megapack", "numpy", "scipy", "torch", "deepspeed", "transformers", "trl", "megatron-core"),
     *("tokenizers", "gigatoken", "sentencepiece", "pyarrow", "zstandard", "orjson", "ray"),
+    *("numba", "grain", "mosaicml-streaming"),
 )
 
 
@@ -125,6 +130,25 @@ def timed(function: Callable[[], Any]) -> tuple[float, Any]:
     return time.perf_counter() - begin, result
 
 
+def write_documents(
+    prefix: Path,
+    lengths: ArrayLike,
+    *,
+    vocabulary: int,
+    dtype: DTypeLike = np.uint16,
+    end: int | None = None,
+    seed: int = 0,
+) -> IndexedDataset:
+    """Documents of random tokens below ``vocabulary``, each ending with ``end``."""
+    offsets = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
+    tokens = np.random.default_rng(seed).integers(1, vocabulary, offsets[-1]).astype(dtype)
+    if end is not None:
+        tokens[offsets[1:] - 1] = end
+    with IndexedDatasetBuilder(prefix, dtype, vocab_size=vocabulary) as builder:
+        builder.add_documents(tokens, offsets)
+    return IndexedDataset(prefix)
+
+
 def _memory(kind: str) -> int:
     """Bytes of this process (Linux): VmHWM is the largest resident size so far."""
     lines = Path("/proc/self/status").read_text().splitlines()
@@ -136,7 +160,8 @@ def in_child(fn: Callable[[], Any]) -> Any:
 
     Returns:
         Its result, which must be picklable. To a dict are added "peak_bytes", by how much the
-        resident size rose at most, and "private_bytes", by how much memory of its own it rose.
+        resident size rose at most, and "private_bytes", by how much memory of its own it rose (0
+        where it gave some back).
 
     Raises:
         RuntimeError: the child died (its message is on stderr).
@@ -152,7 +177,7 @@ def in_child(fn: Callable[[], Any]) -> Any:
         result = fn()
         if isinstance(result, dict):
             result["peak_bytes"] = _memory("VmHWM") - peak
-            result["private_bytes"] = _memory("RssAnon") - private
+            result["private_bytes"] = max(0, _memory("RssAnon") - private)
         sender.send(result)
 
     child = context.Process(target=run)
@@ -164,6 +189,36 @@ def in_child(fn: Callable[[], Any]) -> Any:
         raise RuntimeError("a measurement died, see above") from None
     finally:
         child.join()
+
+
+def peer_of(name: str, load: Callable[[], T], variable: str = "", *folders: str) -> T | None:
+    """What ``load`` makes of a peer; None, and a line that says so, where it is not found.
+
+    Args:
+        name: of the peer.
+        load: imports it and returns how it is called.
+        variable: names its checkout; "": it is installed.
+        folders: of the checkout, to import from; none: the checkout itself.
+    """
+    checkout = os.environ.get(variable, "")
+    if variable and not checkout:
+        print(f"not beside ours: {name} ({variable} names no checkout)")
+        return None
+    paths = [str(Path(checkout, folder)) for folder in folders or ("",)] if variable else []
+    sys.path[:0] = [path for path in paths if path not in sys.path]
+    try:
+        return load()
+    except ImportError as error:
+        print(f"not beside ours: {name} ({error})")
+        return None
+
+
+def checkout_commit(variable: str) -> str | None:
+    """Of the checkout that a variable names; None without one that git knows."""
+    checkout = os.environ.get(variable)
+    git = ["git", "-C", str(checkout), "rev-parse", "HEAD"]
+    found = subprocess.run(git, capture_output=True, text=True, check=False)
+    return found.stdout.strip() or None
 
 
 def write_results(name: str, results: Any) -> Path:

@@ -11,9 +11,22 @@ four arrays, copied into such buffers from others like them, every time the same
 of 4 samples (459 kB each) stay in the caches of a core, of 12 (1.4 MB each) they may not. It reads
 no file, looks nothing up and makes no cu_seqlens.
 
-Then torch's DataLoader over theirs with 0 and 2 workers beside our loader and its thread, and what
-it takes to begin: seconds to the first batch and memory, with 2e7 documents (LARGE=1: 1e8). And
-both inside Megatron: the same .bin/.idx through its own builder and DataLoader, in one process.
+Then loaders, micro batches of 4 rows of a shuffled epoch, each in a process of its own and at its
+best setting: 0, 1 and 2 workers are tried of every one (of OLMo-core also its 4 threads), ours with
+its thread and without. What a batch of each holds:
+
+* megatron-core (torch's DataLoader over GPTDataset): the five arrays above, documents cut;
+* OLMo-core, packed (best fit; OLMO_CORE: its checkout, it needs bettermap, cached-path and
+  dataclass-extensions): tokens and document lengths; variable length: tokens of one bucket;
+* mosaicml/streaming (``mosaicml-streaming``, and what it imports): tokens, in rows made before;
+* ours, ``bucket``: all that a model takes.
+
+What only a peer needs is installed by hand (``pip install --no-deps --target FOLDER ...``; FOLDER
+on PYTHONPATH); a peer that is not found is named and left out.
+
+At last what it takes to begin: seconds to the first batch and memory, with 2e7 documents (LARGE=1:
+1e8). And both inside Megatron: the same .bin/.idx through its own builder and DataLoader, in one
+process; ``ratio_to_best``: against its GPTDataset with the workers that serve it best.
 """
 
 from __future__ import annotations
@@ -21,35 +34,54 @@ from __future__ import annotations
 import ctypes
 import importlib
 import itertools
+import sys
 import tempfile
+import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache, partial
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
 import torch
-from common import Units, in_child, large, quick, show, take_turns, timed, write_results
+from common import (
+    Timing,
+    Units,
+    checkout_commit,
+    in_child,
+    in_turns,
+    large,
+    peer_of,
+    quick,
+    show,
+    take_turns,
+    timed,
+    write_documents,
+    write_results,
+)  # fmt: skip
 from lengths import LAWS
 from numpy.typing import NDArray
 from torch.utils.data import DataLoader
 
 from megapack.data import BatchLayout, PackedDataset, Schedule, allocate, build_loader
 from megapack.packing import pack
-from megapack.storage import IndexedDataset, IndexedDatasetBuilder
+from megapack.storage import IndexedDataset
 
 warnings.filterwarnings("ignore", module="megatron")
+warnings.filterwarnings("ignore", message="The given NumPy array is not writable")  # streaming's
 
 ROW = 4096
 BUCKETS = [1024, 2048, 4096, 8192, 16384]
 VOCABULARY, EOD = 50_000, 0
+WORKERS = (0, 1, 2)
 BATCHES = (4, 12)  # samples per micro batch; 12 x 4,096 = 49,152 tokens (BucketLLM)
 PLAIN, POSITIONS = "GPTDataset, plain", "GPTDataset, positions"
 
 GLOBAL_BATCH = 64  # inside Megatron
 KINDS = ("GPTDataset", "GPTDataset, positions", "PackedGPTDataset")
-LOADERS = ((1, 0), (4, 0), (1, 2), (4, 2))  # micro batch size, workers
+LOADERS = tuple((size, workers) for size in (1, 4) for workers in WORKERS)
 
 Sides = dict[str, Callable[[], Units]]
 
@@ -68,12 +100,7 @@ def write_corpus(prefix: Path, num_tokens: int) -> IndexedDataset:
     """Documents of calibrated lengths, each ending with EOD."""
     lengths = LAWS["fineweb_edu_like"](num_tokens // 900, 1)
     lengths = lengths[: int(np.searchsorted(np.cumsum(lengths), num_tokens)) + 1]
-    offsets = np.concatenate([[0], np.cumsum(lengths)])
-    tokens = np.random.default_rng(0).integers(1, VOCABULARY, offsets[-1]).astype(np.uint16)
-    tokens[offsets[1:] - 1] = EOD
-    with IndexedDatasetBuilder(prefix, np.uint16, vocab_size=VOCABULARY) as builder:
-        builder.add_documents(tokens, offsets)
-    return IndexedDataset(prefix)
+    return write_documents(prefix, lengths, vocabulary=VOCABULARY, end=EOD)
 
 
 def write_large_corpus(prefix: Path, num_documents: int) -> None:
@@ -175,16 +202,132 @@ def _copies(size: int) -> Callable[[], Units]:
     return _counted(lambda: held and [ctypes.memmove(*pair) for pair in pairs], size)
 
 
-def loading(packed: PackedDataset, gpt: dict[str, Any], workers: int) -> Sides:
-    """Micro batches of 4 rows out of data loaders; ours has a thread, always."""
+Loader = Callable[[], Iterator[Any]]  # micro batches without end, from the first
+
+
+def loaders(folder: Path, packed: PackedDataset, gpt: dict[str, Any]) -> dict[str, Loader]:
+    """Whose, and at which setting -> a loader, opened when it is called."""
     size = BATCHES[0]
-    schedule = Schedule(packed, tokens_per_step=16 * size * ROW)
-    sides = {name: next_of(rows_of(of, size, workers), size) for name, of in gpt.items()}
     rank = {"data_parallel_rank": 0, "data_parallel_size": 1, "micro_batch_tokens": size * ROW}
-    for name, reuse in (("ours (thread)", False), ("ours (thread), reused buffers", True)):
-        loader = build_loader(packed, schedule, num_steps=10**9, reuse_buffers=reuse, **rank)
-        sides[name] = next_of(loader, size)
-    return sides
+
+    def ours(**how: Any) -> Iterator[Any]:
+        schedule = Schedule(packed, tokens_per_step=16 * size * ROW)
+        return iter(build_loader(packed, schedule, num_steps=10**9, **how, **rank))
+
+    sides: dict[str, Loader] = {
+        "ours; a thread": ours,
+        "ours; no thread": partial(ours, prefetch=0),
+        "ours, reused buffers; a thread": partial(ours, reuse_buffers=True),
+    }
+    for name, dataset in gpt.items():
+        for workers in WORKERS:
+            make = partial(rows_of, dataset, size, workers)
+            sides[f"{name}; {workers} workers"] = lambda make=make: iter(make())
+    sides |= peer_of("OLMo-core", partial(olmo_core, folder, size), "OLMO_CORE", "src") or {}
+    return sides | (peer_of("mosaicml/streaming", partial(streaming, folder, packed)) or {})
+
+
+def olmo_core(folder: Path, size: int) -> dict[str, Loader]:
+    """Its two loaders over the same file: a .bin of uint16 is what it reads."""
+    theirs = {name: importlib.import_module(f"olmo_core.data.{name}")
+              for name in ("collator", "data_loader", "numpy_dataset", "types")}  # fmt: skip
+    vocabulary = {"pad_token_id": EOD, "eos_token_id": EOD, "vocab_size": VOCABULARY}
+    text, fragment = str(folder / "text.bin"), theirs["types"].LongDocStrategy.fragment
+    packed = theirs["numpy_dataset"].NumpyPackedFSLDataset(
+        text,
+        sequence_length=ROW,
+        generate_doc_lengths=True,
+        long_doc_strategy=fragment,
+        **vocabulary,
+    )
+    variable = theirs["numpy_dataset"].NumpyVSLDataset(
+        text, min_sequence_length=256, max_sequence_length=ROW, **vocabulary
+    )
+
+    def batches(kind: str, dataset: Any, workers: int, threads: int) -> Iterator[Any]:
+        dataset.work_dir = folder / kind
+        dataset.prepare()
+        loader = getattr(theirs["data_loader"], f"Numpy{kind}DataLoader")(
+            dataset, collator=theirs["collator"].DataCollator(EOD), global_batch_size=size * ROW,
+            work_dir=folder / kind, num_workers=workers, num_threads=threads,
+        )  # fmt: skip
+        for epoch in itertools.count(1):
+            loader.reshuffle(epoch)
+            yield from loader
+            loader.reset()
+
+    return {
+        f"OLMo-core, {name}; {workers} workers, {threads} threads": partial(
+            batches, kind, dataset, workers, threads
+        )
+        for name, kind, dataset in (("packed", "FSL", packed), ("variable length", "VSL", variable))
+        for workers, threads in ((0, 0), (0, 4), (1, 0), (2, 0))
+    }
+
+
+def streaming(folder: Path, packed: PackedDataset) -> dict[str, Loader]:
+    """Rows of tokens in its shards, on this machine, shuffled."""
+    sys.modules.setdefault(
+        "streaming.vision", ModuleType("vision")
+    )  # images, which need torchvision
+    theirs = importlib.import_module("streaming")
+    if not (folder / "mds").exists():
+        with theirs.MDSWriter(
+            out=str(folder / "mds"), columns={"tokens": f"ndarray:uint16:{ROW}"}
+        ) as writer:
+            for row in range(len(packed)):
+                tokens = packed[row]["tokens"].numpy().astype(np.uint16)
+                writer.write({"tokens": np.pad(tokens, (0, ROW - len(tokens)))})
+
+    def batches(workers: int) -> Iterator[Any]:
+        theirs.base.util.clean_stale_shared_memory()
+        dataset = theirs.StreamingDataset(
+            local=str(folder / "mds"), batch_size=BATCHES[0], shuffle=True
+        )
+        loader = theirs.StreamingDataLoader(dataset, batch_size=BATCHES[0], num_workers=workers)
+        while True:
+            yield from loader
+
+    return {f"mosaicml/streaming; {n} workers": partial(batches, n) for n in WORKERS}
+
+
+def loaded(sides: dict[str, Loader], rounds: int, seconds: float) -> list[dict[str, Any]]:
+    """Every loader at its best setting, over GPTDataset at its best, and all settings tried."""
+
+    def taken(make: Loader) -> dict[str, float]:
+        batches, tokens = make(), 0
+        for _ in range(8):
+            next(batches)  # what it has made ahead is not counted
+        begin = time.perf_counter()
+        while time.perf_counter() - begin < seconds:
+            batch = next(batches)
+            tokens += next(batch[k] for k in ("tokens", "input_ids") if k in batch).numel()
+        return {"seconds": (time.perf_counter() - begin) / tokens * ROW}
+
+    found = in_turns({n: partial(in_child, partial(taken, m)) for n, m in sides.items()}, rounds)
+    times = {n: Timing(tuple(f["seconds"] for f in each)) for n, each in found.items()}
+    best: dict[str, str] = {}
+    for name in sorted(times, key=lambda name: times[name].seconds):
+        best.setdefault(name.partition("; ")[0], name)
+    return [
+        {
+            "case": f"{case}, loader",
+            "commit": checkout_commit("OLMO_CORE") if case.startswith("OLMo") else None,
+            "best_setting": name.partition("; ")[2],
+            "samples_per_second": times[name].rate,
+            "spread_%": 100 * times[name].spread,
+            "tokens_per_second": times[name].rate * ROW,
+            "over_plain": times[name].rate / times[best[PLAIN]].rate,
+            "over_best_peer": times[name].rate
+            / max(times[own].rate for peer, own in best.items() if not peer.startswith("ours")),
+            "settings": "; ".join(
+                f"{own.partition('; ')[2]} {timing.rate:,.0f}"
+                for own, timing in times.items()
+                if own.partition("; ")[0] == case
+            ),
+        }
+        for case, name in best.items()
+    ]
 
 
 def rows_of(dataset: Any, size: int, workers: int) -> Any:
@@ -200,7 +343,7 @@ def next_of(loader: Any, size: int) -> Callable[[], Units]:
     return _counted(lambda: next(begun()), size)
 
 
-def rates(sides: Sides, *, windows: int, seconds: float, suffix: str = "") -> list[dict[str, Any]]:
+def rates(sides: Sides, *, windows: int, seconds: float) -> list[dict[str, Any]]:
     """Samples per second of each, in turns, and over theirs and over a memcpy."""
     found = take_turns(sides, windows=windows, seconds=seconds)
     rows = []
@@ -208,7 +351,7 @@ def rates(sides: Sides, *, windows: int, seconds: float, suffix: str = "") -> li
         limit = found.get(f"memcpy, {name.rpartition('batch of ')[2]} samples")
         rows.append(
             {
-                "case": name + suffix,
+                "case": name,
                 "samples_per_second": timing.rate,
                 "spread_%": 100 * timing.spread,
                 "tokens_per_second": timing.rate * ROW,
@@ -288,6 +431,14 @@ def inside_megatron(folder: Path) -> list[dict[str, Any]]:
                     "build_warm_seconds": builds[kind][1][0],
                 }
             )
+    for row in rows:  # its best number of workers for a micro batch of this size
+        alike = row["loader"].partition(",")[0]
+        best = max(
+            own["rows_per_second"]
+            for own in rows
+            if own["dataset"] == KINDS[0] and own["loader"].partition(",")[0] == alike
+        )
+        row["ratio_to_best"] = row["rows_per_second"] / best
     return rows
 
 
@@ -324,21 +475,13 @@ def main() -> None:
             for kind in (PLAIN, POSITIONS)
         }  # fmt: skip
         gathered = rates(gathering(packed, gpt), windows=5 if quick() else 30, seconds=0.05)
-        loaded = [
-            row
-            for workers in (0, 2)
-            for row in rates(
-                loading(packed["bucket"], gpt, workers),
-                windows=3 if quick() else 9,
-                seconds=0.3,
-                suffix=f", {workers} workers",
-            )
-        ]
+        how = {"rounds": 1 if quick() else 5, "seconds": 0.3 if quick() else 1.0}
+        taken = loaded(loaders(folder, packed["bucket"], gpt), **how)
         inside = inside_megatron(folder / "inside")
-    write_results("data", [*gathered, *loaded, *begun, *inside])
+    write_results("data", [*gathered, *taken, *begun, *inside])
     show("inside Megatron: builder and DataLoader", inside)
     show("the first batch", begun)
-    show(f"data loaders, micro batches of {BATCHES[0]} rows", loaded)
+    show(f"data loaders, micro batches of {BATCHES[0]} rows, each at its best setting", taken)
     show(f"rows of {ROW}, one process", gathered)
 
 

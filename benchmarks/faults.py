@@ -6,8 +6,13 @@
 Real processes, two ranks: megapack-pretrain, and the loop of DeepSpeed's tutorial (``plain_loop``).
 Both get the same fault at the same step; then what is left of them is ended, and the same command
 is given again, as a scheduler does it. "noticed" are the seconds until every rank that can has
-left; a rank that has not left after ``PATIENCE`` seconds waits on. "same samples" and "loss
-differs" compare the log, steps that were taken again included, with a run that nothing happened to.
+left. "same samples" and "loss differs" compare the log, steps that were taken again included, with
+a run that nothing happened to.
+
+Limits, which every row names: megapack's are its defaults (``engine.silence_seconds`` 300), the
+plain loop's what DeepSpeed sets (collectives wait for 30 minutes); both are looked at for 420
+seconds, and what has not left by then "waits on". That takes three quarters of an hour in all;
+QUICK=1 sets silence_seconds to 30 and looks for 120 seconds at both.
 """
 
 from __future__ import annotations
@@ -31,7 +36,7 @@ sys.path.append(str(Path(__file__).parent))  # a rank is a fork that runs this f
 sys.path.append(str(Path(__file__).parents[1]))
 sys.path.append(str(Path(__file__).parents[1] / "tests"))
 
-from common import show, write_results
+from common import quick, show, write_results
 from ports import free_port
 
 from megapack.training.engine.directory import read_jsonl
@@ -39,9 +44,13 @@ from tests.training.conftest import Corpus, make_corpus
 from tests.training.processes import PRETRAIN, Ranks, Zygote, environment, wait_for
 
 NUM_STEPS, EVERY, FAULT_AT = 300, 25, 60
-PATIENCE = 120.0  # seconds after which a rank that has not left waits on
+PATIENCE = 120.0 if quick() else 420.0  # seconds after which a rank that has not left waits on
 AT_MOST = 1200.0  # seconds that a run may take which ends by itself
-SILENCE = 30.0  # engine.silence_seconds, whose default is 300
+SILENCE = 30.0 if quick() else 300.0  # engine.silence_seconds, the default unless QUICK
+LIMITS = {
+    "megapack": f"silent for {SILENCE:.0f} s; looked at for {PATIENCE:.0f} s",
+    "plain": f"none within {PATIENCE:.0f} s; looked at for {PATIENCE:.0f} s",
+}
 WAITS_ON = f"waits on after {PATIENCE:.0f} s"
 TWO_NODES = Path(__file__).parents[1] / "launch" / "two_nodes.sh"
 FALLBACK = ["--set", "checkpoint.fallback=true"]
@@ -387,7 +396,13 @@ def main() -> None:
                 if found is None:
                     print(f"{name}: not on this machine (root, iproute2, openssh-server, pdsh)")
                     continue
-                row = {"fault": name, "side": side, "happened": run.message(), **found}
+                row = {
+                    "fault": name,
+                    "side": side,
+                    "limits": LIMITS[side],
+                    "happened": run.message(),
+                    **found,
+                }
                 if "again" not in row:
                     row |= again(run)
                 rows.append({**row, **compare(run.lines(), whole[side])})

@@ -9,8 +9,8 @@ The parameters reproduce published tables:
 
 * ``fineweb_edu_like``: log-normal body, Pareto tail, fitted to the truncation ratios of
   concatenate-and-cut at 1024 ... 16384 (BucketLLM, Table 1) and to the mean that its concatenation
-  ratios imply. Mean 999, median 603, 0.184 % longer than 16384. ``python benchmarks/lengths.py``
-  prints the fit beside the table.
+  ratios imply. Mean 999, median 603, 0.184 % longer than 16384;
+  ``tests/test_composition.py`` holds it against the table.
 * ``pubmed``, ``bbc_news``, ``finance``: the histograms of Seamless Packing, Tables 13 and 14
   (uniform inside an interval); the open last interval is a shifted exponential whose mean gives the
   token totals of its Table 16. None of the three has a document below its first interval.
@@ -115,35 +115,3 @@ def expected_truncation_ratio(lengths: Lengths, capacity: int) -> float:
     A document of n tokens is split when a boundary falls on one of its n - 1 inner gaps.
     """
     return float(np.minimum(1.0, (lengths.astype(np.float64) - 1.0) / capacity).mean())
-
-
-def _main() -> None:
-    lengths = fineweb_edu_like(4_000_000, 1)
-    print(
-        f"fineweb_edu_like: mean {lengths.mean():.1f}, median {np.median(lengths):.0f}, "
-        f"longer than 16384: {100 * (lengths > 16384).mean():.4f} %"
-    )
-    published = {1024: 61.26, 2048: 38.39, 4096: 21.45, 8192: 11.51, 16384: 5.96}
-    for capacity, percent in published.items():
-        ours = 100 * expected_truncation_ratio(lengths, capacity)
-        print(f"  truncation at {capacity:6}: {ours:6.3f} % (BucketLLM Table 1: {percent} %)")
-    totals = {
-        "pubmed": (63_260_896, 11_268),
-        "bbc_news": (15_239_955, 11_966),
-        "finance": (27_401_686, 15_527),
-    }
-    for name, (num_tokens, num_documents) in totals.items():
-        mean = LAWS[name](2_000_000, 1).mean()
-        print(f"{name}: mean {mean:.1f} (Seamless Table 16: {num_tokens / num_documents:.1f})")
-    print(f"web_800: mean {web_800(2_000_000, 1).mean():.1f}")
-    blog = web_blog_table(2_000_000, 1)
-    waste = [100 * (1 - np.minimum(blog, 512 << k).mean() / (512 << k)) for k in range(6)]
-    print(
-        f"web_blog_table: mean {blog.mean():.0f}, padding at 512 ... 16384:",
-        "/".join(f"{w:.1f}" for w in waste),
-        "% (blog: 18/32/48/62/74/83)",
-    )
-
-
-if __name__ == "__main__":
-    _main()

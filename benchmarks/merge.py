@@ -21,9 +21,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from common import in_child, quick, show, take_turns, write_results
+from common import in_child, quick, show, take_turns, write_documents, write_results
 
-from megapack.storage import IndexedDatasetBuilder
 from megapack.storage.merge import merge
 
 VOCABULARY = 60_000
@@ -45,11 +44,8 @@ def write_shards(directory: Path, num_documents: int, mean_tokens: int, num_shar
     rng = np.random.default_rng(0)
     for i in range(num_shards):
         lengths = rng.integers(1, 2 * mean_tokens, num_documents // num_shards)
-        offsets = np.concatenate([[0], np.cumsum(lengths)])
         prefix = directory / f"shard{i}"
-        tokens = rng.integers(0, VOCABULARY, offsets[-1], dtype=np.uint16)
-        with IndexedDatasetBuilder(prefix, np.uint16, vocab_size=VOCABULARY) as builder:
-            builder.add_documents(tokens, offsets)
+        write_documents(prefix, lengths, vocabulary=VOCABULARY, seed=i)
         for suffix in (".bin", ".idx"):
             Path(f"{directory}/unknown{i}{suffix}").hardlink_to(f"{prefix}{suffix}")
 

@@ -2,36 +2,58 @@
 
 Nanoseconds per document, the same over what numpy takes for one pass (``np.cumsum``, which depends
 less on the machine), peak memory, samples over the least possible, and times faster than the peer.
-Strategy, peer and pass are warmed and take turns in one process. One core unless said; index arrays
-in memory. What the strategies make of the documents: ``make bench-composition``.
+Strategy, peer and pass are warmed and take turns in one process. One core unless said. What the
+strategies make of the documents: ``make bench-composition``.
+
+Both sides of a row do the same, which ``what`` says: ``index only`` (which document stands where;
+no tokens are copied) or ``index and tokens`` (every sample's tokens are written as well; ours by
+``PackedDataset`` from a file in the page cache). A peer with settings is measured at each of them,
+and the ratio is against its fastest; ``peer_excess_%`` says what that pads. Those of Python are
+measured on 2,000 documents, which is to their advantage: their time per document grows, ours falls.
+
+Peers: megatron-core and TRL, as installed; axolotl's compiled packer (AXOLOTL: its checkout; it
+needs numba), NeMo RL's modified first fit decreasing (NEMO_RL; Python), grain's best fit (needs
+grain, array-record, etils, portpicker, cloudpickle, absl-py). Only a benchmark needs these:
+``pip install --no-deps --target FOLDER numba llvmlite grain ...``, and FOLDER on PYTHONPATH. One
+that is not found is named and left out.
 
 QUICK=1: up to a million documents, less than a minute. LARGE=1: up to 1e8.
 """
 
 from __future__ import annotations
 
+import importlib
 import sys
+import tempfile
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import numpy as np
-from common import in_child, large, quick, show, take_turns, write_results
+from common import (
+    checkout_commit,
+    in_child,
+    large,
+    peer_of,
+    quick,
+    show,
+    take_turns,
+    write_documents,
+    write_results,
+)  # fmt: skip
 from lengths import LAWS
 from numpy.typing import NDArray
 
+from megapack.data import BatchLayout, PackedDataset, allocate
 from megapack.packing import STRATEGIES, pack
 
 CAPACITY = 4096
 BUCKETS = [1024, 2048, 4096]
-FILE_ORDER, SHUFFLED = "megatron index, file order", "megatron shuffle + index"
-TRL_PLAN, TRL_WHOLE = "trl bfd_split, planning alone", "trl pack_dataset bfd_split"
-# Beyond so many documents a peer takes minutes, or its tokens gigabytes.
-LARGEST = {TRL_PLAN: 1_000_000, TRL_WHOLE: 100_000}
-
 Lengths = NDArray[np.int32]
 
 
@@ -113,12 +135,76 @@ def megatron_index(lengths: Lengths, capacity: int, *, shuffle: bool) -> Callabl
     return build
 
 
-PEERS: dict[str, Callable[[Lengths, int], Callable[[], int | None]]] = {
-    FILE_ORDER: partial(megatron_index, shuffle=False),
-    SHUFFLED: partial(megatron_index, shuffle=True),
-    TRL_PLAN: trl_plan,
-    TRL_WHOLE: trl_pack_dataset,
-}
+def pieces(lengths: Lengths, capacity: int) -> Lengths:
+    """For those who split nothing: documents cut at the capacity beforehand, untimed."""
+    whole = np.full(int((lengths // capacity).sum()), capacity, np.int32)
+    rest = lengths % capacity
+    return np.concatenate([whole, rest[rest > 0]])
+
+
+def axolotl(lengths: Lengths, capacity: int, *, group_size: int) -> Callable[[], int]:
+    """First fit over groups of documents, compiled by numba, in this process."""
+    theirs = importlib.import_module("axolotl.utils.samplers.multipack")
+    cut = pieces(lengths, capacity)
+    how = {"bin_capacity": capacity, "group_size": group_size, "bin_size": 200, "num_processes": 1}
+    return lambda: len(theirs.pack_parallel(cut, **how))
+
+
+def nemo_rl(lengths: Lengths, capacity: int) -> Callable[[], int]:
+    theirs = importlib.import_module("nemo_rl.data.packing.algorithms")
+    packer = theirs.get_packer("modified_first_fit_decreasing", capacity)
+    cut = pieces(lengths, capacity).tolist()
+    return lambda: len(packer.pack(cut))
+
+
+def grain(lengths: Lengths, capacity: int, *, bins: int, fit: str) -> Callable[[], int]:
+    """Its packing iterator over documents in memory, all samples taken."""
+    theirs = importlib.import_module("grain")
+    packing = getattr(importlib.import_module("grain.experimental"), f"{fit}FitPackIterDataset")
+    cut = pieces(lengths, capacity)
+    documents = np.split(np.zeros(int(cut.sum()), np.int32), np.cumsum(cut)[:-1])
+
+    def packed() -> int:
+        rows = theirs.MapDataset.source(documents).map(lambda tokens: {"tokens": tokens})
+        how = {"length_struct": {"tokens": capacity}, "num_packing_bins": bins}
+        return sum(1 for _ in packing(rows.to_iter_dataset(), shuffle_bins=False, **how))
+
+    return packed
+
+
+@dataclass(frozen=True)
+class Peer:
+    """Somebody's packer. ``settings``: name -> (lengths, capacity) -> what is timed.
+
+    Attributes:
+        most: documents beyond which it takes minutes, or its tokens gigabytes.
+        tokens: whether it writes the samples' tokens, too.
+        variable: names its checkout; "": it is installed.
+    """
+
+    settings: Mapping[str, Callable[[Lengths, int], Callable[[], int | None]]]
+    most: int = 1 << 40
+    tokens: bool = False
+    variable: str = ""
+    folder: str = ""
+
+
+PEERS = {
+    "megatron index, file order": Peer({"": partial(megatron_index, shuffle=False)}),
+    "megatron shuffle + index": Peer({"": partial(megatron_index, shuffle=True)}),
+    "trl bfd_split, planning alone": Peer({"": trl_plan}, 1_000_000),
+    "trl pack_dataset bfd_split": Peer({"": trl_pack_dataset}, 100_000, tokens=True),
+    "axolotl": Peer(
+        {f"groups of {n:,}": partial(axolotl, group_size=n) for n in (1_000, 10_000, 100_000)},
+        *(100_000, False, "AXOLOTL", "src"),
+    ),
+    "NeMo RL MFFD": Peer({"": nemo_rl}, 2_000, False, "NEMO_RL"),
+    "grain": Peer(
+        {f"{fit.lower()} fit, {bins} bins": partial(grain, bins=bins, fit=fit)
+         for fit, bins in (("First", 16), ("Best", 16), ("Best", 64))},
+        *(2_000, True),
+    ),
+}  # fmt: skip
 
 
 # ---- What is measured ---------------------------------------------------------------------------
@@ -132,40 +218,44 @@ class Case:
     strategy: str
     parameters: dict[str, Any] = field(default_factory=dict)
     goal: float | None = None
-    peer: str | None = None
+    peer: str = ""
 
 
+FFD, BFD = "first_fit_decreasing", "best_fit_decreasing"
 CASES = [
-    Case("concat, file order", "concat", {"shuffle": False}, 2, FILE_ORDER),
-    Case("concat, shuffled", "concat", {}, 8, SHUFFLED),
-    Case("first_fit_decreasing", "first_fit_decreasing", {}, 4, TRL_PLAN),
-    Case("best_fit_decreasing", "best_fit_decreasing", {}, 4, TRL_PLAN),
-    Case("best_fit_decreasing (peer: all of trl)", "best_fit_decreasing", {}, None, TRL_WHOLE),
+    Case("concat, file order", "concat", {"shuffle": False}, 2, "megatron index, file order"),
+    Case("concat, shuffled", "concat", {}, 8, "megatron shuffle + index"),
+    Case(FFD, FFD, {}, 4, "axolotl"),
+    Case(f"{FFD} (peer: NeMo RL)", FFD, {}, None, "NeMo RL MFFD"),
+    Case(BFD, BFD, {}, 4, "trl bfd_split, planning alone"),
+    Case(f"{BFD} (peer: all of trl)", BFD, {}, None, "trl pack_dataset bfd_split"),
+    Case(f"{BFD} (peer: grain)", BFD, {}, None, "grain"),
     Case("seamless", "seamless", {}, 6),
     Case("bucket", "bucket", {}, 8),
     Case("bucket_v0", "bucket_v0", {}, 8),
     Case("bucket_llm", "bucket_llm", {}, 8),
     Case("bucket_llm, pools of 3000", "bucket_llm", {"preset": "paper"}),
     Case("bucket_llm, streamed", "bucket_llm", {"pool": "stream", "pool_size": 10_000}),
-    Case("bucket_naive", "bucket_naive"),
-    Case("next_fit", "next_fit"),
-    Case("length_sorted", "length_sorted"),
-    Case("pad", "pad"),
+    *(Case(name, name) for name in ("bucket_naive", "next_fit", "length_sorted", "pad")),
     Case("decompose", "decompose"),
 ]
 
 
 def main() -> None:
-    sizes = [100_000, 1_000_000] if quick() else [100_000, 1_000_000, 10_000_000]
+    sizes = [2_000, 100_000, 1_000_000] + ([] if quick() else [10_000_000])
     sizes += [100_000_000] if large() else []
     rows = [row for size in sizes for row in measure(size)]
-    write_results("packing", rows)
+    commits = {
+        name: checkout_commit(peer.variable) for name, peer in PEERS.items() if peer.variable
+    }
+    write_results("packing", {"strategies": rows, "peers": commits})
     for size in sizes:
         show(
             f"{size:,} documents, {CAPACITY} tokens (buckets {BUCKETS})",
             [row for row in rows if row["num_documents"] == size],
-            *("name", "ns_per_document", "spread_%", "over_cumsum", "goal", "2_threads", "peak_mb"),
-            *("extra_bytes_per_document", "excess_%", "times_faster", "peer"),
+            *("name", "what", "ns_per_document", "spread_%", "over_cumsum", "goal", "2_threads"),
+            *("peak_mb", "extra_bytes_per_document", "excess_%", "times_faster", "peer"),
+            *("peer_excess_%",),
         )
 
 
@@ -176,9 +266,11 @@ def measure(num_documents: int) -> list[dict[str, Any]]:
     for case in CASES:
         memory = in_child(partial(memory_of, case, lengths))
         peak, output = memory["peak_bytes"], memory["output_bytes"]
+        times = in_child(partial(times_of, case, lengths))
+        found = {key: times[key] for key in times if key not in ("peak_bytes", "private_bytes")}
         rows.append(
             {"name": case.name, "strategy": case.strategy, "num_documents": num_documents}
-            | in_child(partial(times_of, case, lengths))
+            | found
             | {"peak_mb": peak / 1e6, "extra_bytes_per_document": (peak - output) / num_documents}
             | {"goal": case.goal if num_documents == 10_000_000 else None}
             | {"excess_%": memory["excess_%"]}
@@ -204,32 +296,59 @@ def memory_of(case: Case, lengths: Lengths) -> dict[str, Any]:
     }
 
 
+def with_tokens(case: Case, lengths: Lengths, folder: Path) -> Callable[[], int]:
+    """The call, and all samples gathered, a row at a time into one buffer."""
+    documents = write_documents(folder / "documents", lengths, vocabulary=50_000, dtype=np.int32)
+    layout = BatchLayout(micro_batch_tokens=CAPACITY)
+    out = allocate(CAPACITY)
+
+    def packed() -> int:
+        data = PackedDataset(documents, call_of(case, lengths)())
+        for sample in range(len(data)):
+            data.micro_batch([sample], layout=layout, capacity=CAPACITY, out=out)
+        return len(data)
+
+    return packed
+
+
 def times_of(case: Case, lengths: Lengths) -> dict[str, Any]:
-    """The strategy with one thread and two, a pass of numpy, and the peer."""
-    sides: dict[str, Callable[[], Any]] = {
-        "ours": call_of(case, lengths),
-        "2 threads": call_of(case, lengths, threads=2),
-        "pass": partial(np.cumsum, lengths, dtype=np.int64),
+    """The strategy with one thread and two, a pass of numpy, and the peer at its settings."""
+    peer, theirs = PEERS.get(case.peer), {}
+    if peer and len(lengths) <= peer.most:
+        for setting, make in peer.settings.items():
+            name = f"{case.peer}, {setting}".rstrip(", ")
+            found = peer_of(name, partial(make, lengths, CAPACITY), peer.variable, peer.folder)
+            theirs |= {name: found} if found else {}
+    with ExitStack() as stack:
+        ours: Callable[[], Any] = call_of(case, lengths)
+        sides = {
+            "2 threads": call_of(case, lengths, threads=2),
+            "pass": partial(np.cumsum, lengths, dtype=np.int64),
+        }
+        if theirs and peer and peer.tokens:
+            ours = with_tokens(
+                case, lengths, Path(stack.enter_context(tempfile.TemporaryDirectory()))
+            )
+            sides.pop("2 threads")
+        times = take_turns({"ours": ours, **sides, **theirs}, seconds=0.05)
+    own = times["ours"]
+    row = own.row() | {
+        "what": "index and tokens" if theirs and peer and peer.tokens else "index only",
+        "ns_per_document": 1e9 * own.seconds / len(lengths),
+        "over_cumsum": own.seconds / times["pass"].seconds,
+        "2_threads": own.seconds / times["2 threads"].seconds if "2 threads" in times else None,
     }
-    peer = case.peer
-    if peer and len(lengths) <= LARGEST.get(peer, 1 << 40):
-        sides["peer"] = PEERS[peer](lengths, CAPACITY)
-    found = take_turns(sides, seconds=0.05)
-    ours = found["ours"]
-    row = ours.row() | {
-        "ns_per_document": 1e9 * ours.seconds / len(lengths),
-        "over_cumsum": ours.seconds / found["pass"].seconds,
-        "2_threads": ours.seconds / found["2 threads"].seconds,
-    }
-    if "peer" not in sides:
+    if not theirs:
         return row
-    samples = sides["peer"]() if len(lengths) <= 100_000 else None
+    best = min(theirs, key=lambda name: times[name].seconds)
+    samples = theirs[best]()
     return row | {
-        "peer": peer,
-        "times_faster": found["peer"].seconds / ours.seconds,
-        "peer_seconds": found["peer"].seconds,
-        "peer_spread_%": 100 * found["peer"].spread,
+        "peer": best,
+        "times_faster": times[best].seconds / own.seconds,
+        "peer_seconds": times[best].seconds,
+        "peer_spread_%": 100 * times[best].spread,
         "peer_excess_%": None if samples is None else 100 * (samples / least(lengths) - 1),
+        "peer_settings": "; ".join(f"{name} {times[name].seconds:.4g} s" for name in theirs),
     }
 
 

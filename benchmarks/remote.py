@@ -6,19 +6,21 @@ gives: the ranges of the whole .bin, 4 MiB each, 64 at a time. All others make b
 
 - ``local file``: from the .bin on this machine's disk, which is what waiting is compared with: at
   that pace two busy cores let the trainer wait for its turn, too;
-- ``arranged``: samples drawn in the order in which their documents lie in the file, as ``arrange``
-  writes them;
-- ``shuffled``: in the schedule's order, one document here and one there, out of an empty cache;
+- ``shuffled``: a source as it is, the default: in the schedule's order, one document here and one
+  there, out of an empty cache;
+- ``arranged``: the same after ``megapack-build arrange``: samples drawn in the order in which their
+  documents lie in the file;
 - ``whole file, then``: the .bin is downloaded first, then read from disk;
 - ``Megatron``: megatron-core's S3 reader, which holds one chunk of 256 MiB in memory, asked for the
   documents of the same samples in the same order (it makes no batches of them).
 
-``tokens_per_s``: of a trainer that takes its batches as they come, after the first (``whole file``
-from the start, which is when it reads); ``data_wait_%``: of one that takes them at 80 % of what the
-line gives (``bare``), once a tenth was taken; medians of three, shuffled of one. ``most_wait_%``:
-of the one that waited longest. ``read_over_useful``: bytes that came over bytes of the samples'
-tokens. The cache lies in memory: what a disk gives is no matter here. Server, line and client share
-the cores of one machine: see in ``bare`` whether they carry the line, else BANDWIDTH=100e6.
+``of_the_line_%``: tokens per second over ``bare``; ``tokens_per_s``: of a trainer that takes
+its batches as they come, after the first (``whole file`` from the start, which is when it reads);
+``data_wait_%``: of one that takes them at 80 % of what the line gives (``bare``), once a tenth was
+taken; medians of three, shuffled of one. ``most_wait_%``: of the one that waited longest.
+``read_over_useful``: bytes that came over bytes of the samples' tokens. The cache lies in memory:
+what a disk gives is no matter here. Server, line and client share the cores of one machine: see in
+``bare`` whether they carry the line, else BANDWIDTH=100e6.
 """
 
 from __future__ import annotations
@@ -204,13 +206,17 @@ def main() -> None:
             reading = (measured(line, partial(bare, size), size) for _ in range(3))
             rate = median(found["bytes_per_s"] for found in reading)
             pace = TOKEN.itemsize * TOKENS / (0.8 * rate)
-            bare_row = {"tokens_per_s": rate / TOKEN.itemsize, "read_over_useful": 1.0}
+            bare_row = {
+                "tokens_per_s": rate / TOKEN.itemsize,
+                "read_over_useful": 1.0,
+                "of_the_line_%": 100.0,
+            }
             rows: list[dict[str, Any]] = [{"case": "bare ranges", **bare_row}]
             ours, copied = partial(batches, ADDRESS, samples), partial(whole_file, samples)
             sides: dict[str, tuple[Callable[..., Any], bool, int]] = {
                 "local file": (partial(batches, prefix, samples), False, count),
-                "arranged": (ours, False, count),
                 "shuffled": (ours, True, few),
+                "arranged": (ours, False, count),
                 "whole file, then arranged": (copied, False, count),
                 "Megatron, arranged": (partial(megatron, prefix, samples), False, count),
                 "Megatron, shuffled": (partial(megatron, prefix, samples), True, 1),
@@ -229,13 +235,16 @@ def main() -> None:
                 free.sort(key=itemgetter("tokens_per_s"))
                 waits = [found["data_wait_%"] for found in paced]
                 wait = {"data_wait_%": median(waits), "most_wait_%": max(waits)}
-                rows.append({"case": case} | free[len(free) // 2] | wait)
+                middle = free[len(free) // 2]
+                share = 100 * middle["tokens_per_s"] / bare_row["tokens_per_s"]
+                rows.append({"case": case, "of_the_line_%": share} | middle | wait)
     setup = {"latency_s": LATENCY, "bytes_per_s": BANDWIDTH, "tokens_per_micro_batch": TOKENS}
     write_results("remote", {"setup": setup, "cases": rows})
     show(
         f"{LATENCY * 1e3:.0f} ms, {BANDWIDTH / 1e6:.0f} MB/s; {size / 1e6:.0f} MB of tokens",
         rows,
-        *("case", "tokens_per_s", "data_wait_%", "most_wait_%", "first_batch_s", "requests_per_s"),
+        *("case", "of_the_line_%", "tokens_per_s", "data_wait_%", "most_wait_%", "first_batch_s"),
+        "requests_per_s",
         "read_over_useful",
     )
 

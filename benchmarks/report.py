@@ -523,7 +523,7 @@ QUESTIONS = (
         (
             _case("data", "over_plain", "ours, one sample", "ours, bucket, one sample"),
             _case("data", "over_plain", "ours, micro batch of 4", "ours, bucket, micro batch of 4"),
-            _case("data", "over_plain", "ours, 0 workers", "ours (thread), 0 workers"),
+            _case("data", "over_plain", "ours, loader", "ours (thread), 0 workers"),
             _inside("mbs 1, workers 0"),
             _inside("mbs 4, workers 0"),
             _inside("mbs 4, workers 2"),
@@ -693,9 +693,9 @@ def _loader(axes: Any, rows: list[dict[str, Any]]) -> None:
     levels = [
         ("one call, one sample", by_case["ours, bucket, one sample"], by_case["GPTDataset, plain"]),
         (
-            "a loader, no workers",
-            by_case["ours (thread), 0 workers"],
-            by_case["GPTDataset, plain, 0 workers"],
+            "a loader at its best setting",
+            by_case.get("ours, loader") or by_case["ours (thread), 0 workers"],
+            by_case.get("GPTDataset, plain, loader") or by_case["GPTDataset, plain, 0 workers"],
         ),
         *(
             (

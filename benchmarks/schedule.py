@@ -4,8 +4,9 @@
    bucket on 64 ranks with 49,152 tokens each: samples assigned to ranks in the order of the
    schedule (random) and as megapack deals them.
 2. The same where every rank has one sample per step, which no dealing can balance: with samples in
-   order of cost inside a window, of one source, of eight equal ones and of three unlike ones. What
-   it costs: the spread (standard deviation over mean) of the mean cost of a step.
+   order of cost inside a window (``cost_window``), of one source, of eight equal ones and of three
+   unlike ones; and its price, steps of like lengths: ``spread_of_steps`` is the standard deviation
+   over the mean of a step's mean cost.
 3. DeepSpeed's batch_by_seqlens and ours on the same lengths: seconds (theirs grow with the square
    of the documents), and whether all ranks of a step have as many tokens and the same shape.
 4. What the bucket of 1e6 steps takes beside a shuffle of 1e6 numbers by numpy, and any one of them.
@@ -291,17 +292,18 @@ def main() -> None:
     lengths = LAWS["fineweb_edu_like"](n, 1)
     # First, as its memory is measured in processes that begin as this one is.
     staged = program(lengths[:230_000], 1_000 if quick() else 10_000, 1_000_000)
-    work = balance(lengths, 10 if quick() else 100) + windows(lengths, BUCKETS[-1])
+    work, priced = balance(lengths, 10 if quick() else 100), windows(lengths, BUCKETS[-1])
     sizes = (2_000,) if quick() else (1_000, 2_000, 4_000)
     beside = [beside_deepspeed(lengths[:size]) for size in sizes]
     fast = speed(lengths)
     counts = (3, 1_000, 10_000, 20_000)
     blended = beside_megatron(50_000 if quick() else 200_000, counts)
-    write_results("schedule", [*work, *beside, *fast, *blended, *staged])
+    write_results("schedule", [*work, *priced, *beside, *fast, *blended, *staged])
     show("DeepSpeed's batch_by_seqlens beside ours, 8 ranks of 16,384 tokens", beside)
     show("which source of a blend", blended)
     show("a program of many sources", staged)
     show("the schedule itself", fast)
+    show("cost_window: the busiest rank over the mean, and the spread of the steps", priced)
     show(f"attention work of {RANKS} ranks, largest over mean", work)
 
 

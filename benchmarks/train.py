@@ -9,7 +9,9 @@ samples differ. "useful" counts tokens of documents, so padding costs what it co
 table is BucketLLM's Table 3, the speed of every bucket relative to 8,192 (or to the largest one at
 hand), with attention inside documents and, as there, over whole samples. Data comes through the
 real loader; what the trainer waited for it is the last column. The third table is what a checkpoint
-costs (``saving.py``).
+costs, written while training waits and while it goes on (``checkpoint.asynchronous``): "stopped" is
+what training waited, "durable" how long until it counts, "step" the mean time of a step, without a
+checkpoint and meanwhile.
 """
 
 from __future__ import annotations
@@ -22,18 +24,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 from typing import Any
 
 import numpy as np
 import torch
-from common import Timing, in_turns, quick, show, write_results
+from common import Timing, in_turns, quick, show, timed, write_documents, write_results
 from lengths import fineweb_edu_like
-from saving import save_times
 
 from megapack.data import PackedDataset, Schedule, build_loader
 from megapack.packing import SampleIndex, pack
-from megapack.storage import IndexedDataset, IndexedDatasetBuilder
 from megapack.training.command import join
 from megapack.training.config import (
     DataConfig,
@@ -41,6 +41,7 @@ from megapack.training.config import (
     ModelConfig,
     PretrainConfig,
 )
+from megapack.training.engine.checkpoint import CheckpointStore
 from megapack.training.engine.engine import start_engine, train_step
 from megapack.training.engine.world import World, world
 from megapack.training.model.architecture import model_configuration
@@ -50,6 +51,7 @@ from megapack.training.monitoring.monitor import StepWork
 from megapack.training.trainer import TimedBatches
 
 SPEED = "useful_tokens_per_second"
+QUIET_STEPS = 3  # beside those of a checkpoint
 
 
 @dataclass(frozen=True)
@@ -82,7 +84,9 @@ class Bench:
 
     def __init__(self, args: argparse.Namespace, here: World, directory: Path) -> None:
         self.args, self.here = args, here
-        self.dataset = make_corpus(directory, args.documents, args.vocab_size, args.scale)
+        lengths = (fineweb_edu_like(args.documents) * args.scale).astype(np.int64)
+        sizes = {"vocabulary": args.vocab_size, "dtype": np.int32}
+        self.dataset = write_documents(directory / "corpus", np.maximum(2, lengths), **sizes)
         engine = EngineConfig(precision=args.precision, compile=args.compile)
         data = DataConfig(
             prefix="-",
@@ -182,20 +186,6 @@ class Bench:
             torch.cuda.synchronize()
 
 
-def make_corpus(
-    directory: Path, num_documents: int, vocab_size: int, scale: float
-) -> IndexedDataset:
-    """Random tokens in documents of natural lengths (``scale`` shortens all of them)."""
-    lengths = np.maximum(2, (fineweb_edu_like(num_documents) * scale).astype(np.int64))
-    random = np.random.default_rng(0)
-    prefix = directory / "corpus"
-    with IndexedDatasetBuilder(prefix, dtype=np.int32, vocab_size=vocab_size) as builder:
-        for length in lengths.tolist():
-            builder.add_document(random.integers(0, vocab_size, length, dtype=np.int32))
-        builder.finalize()
-    return IndexedDataset(prefix)
-
-
 def by_strategy(bench: Bench, rounds: int, num_steps: int) -> list[dict[str, Any]]:
     """The strategies take turns; the median round of each counts."""
     lengths = bench.dataset.document_lengths
@@ -235,6 +225,56 @@ def by_bucket(bench: Bench, rounds: int, num_steps: int) -> list[dict[str, Any]]
         for capacity, share in zip(index.bucket_capacity.tolist(), shares, strict=True)
         if capacity in middle["document"]
     ]
+
+
+def save_times(
+    engine: Any, here: World, directory: Path, step: Callable[[], None], rounds: int
+) -> list[dict[str, Any]]:
+    """How long a checkpoint stops training, one row per way; the median of the rounds.
+
+    Args:
+        engine: of ``start_engine``; has taken steps, so that all of its state exists.
+        here: this process.
+        directory: where checkpoints go.
+        step: takes one optimizer step, and waits for the device.
+        rounds: of each way, in turns.
+    """
+    stores = {
+        way: CheckpointStore(directory / way, here, keep=1, zero_stage=1, asynchronous=background)
+        for way, background in (("blocking", False), ("asynchronous", True))
+    }
+    numbers = itertools.count(1)
+
+    def save(way: str) -> dict[str, float]:
+        quiet = [timed(step)[0] for _ in range(QUIET_STEPS)]
+        store, number, meanwhile = stores[way], next(numbers), []
+        begin = time.perf_counter()
+        store.begin(engine, number, number, {})
+        stopped = time.perf_counter() - begin
+        while not store.is_written:
+            meanwhile.append(timed(step)[0])
+        last = time.perf_counter()
+        tag = store.finish()
+        end = time.perf_counter()
+        files = (directory / way / str(tag)).rglob("*")
+        return {
+            "stopped_s": stopped + end - last,
+            "durable_s": end - begin,
+            "step_ms": 1000 * mean(quiet),
+            "step_meanwhile_ms": 1000 * mean(meanwhile) if meanwhile else 0.0,
+            "steps_meanwhile": len(meanwhile),
+            "MB": sum(path.stat().st_size for path in files if path.is_file()) / 1e6,
+        }
+
+    for way in stores:  # memory for the copies, and the first directory
+        save(way)
+    found = in_turns({way: lambda way=way: save(way) for way in stores}, rounds)
+    rows = []
+    for way, of in found.items():
+        timing = Timing(tuple(round_["stopped_s"] for round_ in of))
+        middle = min(of, key=lambda round_: abs(round_["stopped_s"] - timing.seconds))
+        rows.append({"way": way, **middle, "spread_%": 100 * timing.spread})
+    return rows
 
 
 def main() -> None:

@@ -1,11 +1,11 @@
 """The demo's corpus: Python source that is already on this disk, as train.jsonl and valid.jsonl.
 
 One document per file, from the standard library and this environment's site-packages: real
-documents with heavy-tailed lengths, and no network. Files above 16 kB are left out, so that most
+documents with heavy-tailed lengths, and no network. Files above 8 kB are left out, so that most
 documents fit into a sample that a laptop trains on. Which files are taken, and which of them are
 held out, depends on their relative paths alone: the same installation gives the same corpus.
 
-    python launch/demo_corpus.py --output-dir demo --max-megabytes 32
+    python launch/demo_corpus.py --output-dir demo --max-megabytes 16
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ VALID_SHARE = 0.02
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--output-dir", type=Path, required=True)
-    parser.add_argument("--max-megabytes", type=float, default=32, help="size of both files")
-    parser.add_argument("--max-file-kilobytes", type=float, default=16, help="of one document")
+    parser.add_argument("--max-megabytes", type=float, default=16, help="size of both files")
+    parser.add_argument("--max-file-kilobytes", type=float, default=8, help="of one document")
     args = parser.parse_args()
 
     args.output_dir.mkdir(parents=True, exist_ok=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import re
 import shutil
@@ -107,3 +108,26 @@ def test_both_sides_of_a_benchmark_are_warmed_and_take_turns() -> None:
 def test_units_of_a_call_are_counted() -> None:
     found = common.take_turns({"rows": lambda: (time.sleep(0.002), common.Units(4))[1]}, windows=1)
     assert found["rows"].seconds >= 0.0005
+
+
+def test_a_peer_that_is_not_found_is_named_and_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "src").mkdir()
+    (tmp_path / "src" / "peer_of_a_test.py").write_text("import nothing_of_this_name\n")
+    monkeypatch.setattr(sys, "path", [*sys.path])
+
+    def load() -> str:
+        return importlib.import_module("peer_of_a_test").__name__
+
+    monkeypatch.delenv("PEER", raising=False)
+    assert common.peer_of("P", load, "PEER", "src") is None
+    monkeypatch.setenv("PEER", str(tmp_path))
+    assert common.peer_of("P", load, "PEER", "src") is None
+    (tmp_path / "src" / "peer_of_a_test.py").write_text("")
+    assert common.peer_of("P", load, "PEER", "src") == "peer_of_a_test"
+    said = capsys.readouterr().out.splitlines()
+    assert said == [
+        "not beside ours: P (PEER names no checkout)",
+        "not beside ours: P (No module named 'nothing_of_this_name')",
+    ]

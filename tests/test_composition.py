@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 from lengths import LAWS, expected_truncation_ratio
 from papers.composition import atom_size, blog, bucketllm, seamless
 from papers.composition.rows import Row, compared, python_sources
-from papers.composition.seamless import expect_seamless
+from papers.composition.seamless import expect_seamless, measure_seamless
 
 from megapack.packing import pack
 
@@ -40,7 +40,13 @@ def test_laws_have_the_means_and_the_limits_of_their_sources() -> None:
     count = 200_000
     fineweb = LAWS["fineweb_edu_like"](count)
     assert fineweb.min() >= 56 and fineweb.max() <= 131_072
-    for capacity, percent in {1024: 61.26, 2048: 38.39, 4096: 21.45, 8192: 11.51}.items():
+    for capacity, percent in {
+        1024: 61.26,
+        2048: 38.39,
+        4096: 21.45,
+        8192: 11.51,
+        16384: 5.96,
+    }.items():
         assert 100 * expected_truncation_ratio(fineweb, capacity) == pytest.approx(
             percent, rel=0.01
         )
@@ -68,6 +74,31 @@ def test_section_4_8_comes_out_where_the_equations_decide() -> None:
     assert slid.measured == np.count_nonzero(placed > lengths)  # who overlaps is placed twice
     short = index.segment_length[index.segment_length < 2048].sum()
     assert rows["seamless", "short tokens, M"].measured == pytest.approx(short / 1e6)
+
+
+def test_uniform_lengths_do_what_the_theory_expects() -> None:
+    generator = np.random.default_rng(0)
+    k = np.repeat(np.arange(1, 10), seamless.TABLE_13)
+    lengths = (2048 * k + 1 + generator.integers(0, 2048, len(k))).astype(np.int32)
+    expected, measured = measure_seamless(lengths, 2048, 0.3)
+    assert expected == expect_seamless(seamless.TABLE_13, 2048, 0.3)
+    assert measured.num_sliding == pytest.approx(expected.num_sliding, rel=0.02)
+    assert measured.short_tokens == pytest.approx(expected.short_tokens, rel=0.05)
+
+
+def test_what_is_measured_is_what_the_strategy_does() -> None:
+    lengths = np.random.default_rng(1).integers(0, 200, 3000).astype(np.int32)
+    _, measured = measure_seamless(lengths, 20, 0.25)
+    index = pack(lengths, "seamless", buckets=20, r_max=0.25)
+    begins = index.segment_begin
+    # A window that begins off the grid of plain chunks can only be one of a document that slides.
+    windows = (index.segment_length == 20) & (begins % 20 != 0)
+    assert measured.num_sliding == len(set(index.segment_document[windows].tolist())) > 0
+
+
+def test_a_ratio_that_means_nothing_is_refused() -> None:
+    with pytest.raises(ValueError, match="r_max is 0; it must be above 0"):
+        expect_seamless(seamless.TABLE_13, 2048, 0)
 
 
 def test_figure_3_rises_and_falls_ever_more_slowly() -> None:

@@ -145,9 +145,36 @@ def _stage(
             *([] if window is None else [f"attention window: {window}"]),
             f"ranks: {ranks}, {micro_steps} micro steps of {micro:,} tokens each"
             + ("" if unit == "step" else f"; {settings.draws_per_step} draws per step"),
+            _mix(stage, micro_steps, micro * ranks),
             *rows,
             f"order: {settings.order}; the first draws: {order}",
         ]
+    )
+
+
+def _mix(stage: StageDraws, micro_steps: int, tokens: int) -> str:
+    """How many buckets a step has, and what the other way would be.
+
+    Args:
+        micro_steps: of a step.
+        tokens: of one of them, over all ranks.
+    """
+    settings = stage.config
+    if len(stage.buckets) == 1:
+        return "buckets per step: one, as there is no other"
+    if settings.draws_per_step > 1:
+        return (
+            f"buckets per step: several, one for every {settings.draw_tokens:,} tokens, the same "
+            "on all ranks (mix: micro_step); mix: step would fill each step from one bucket"
+        )
+    now = "buckets per step: one, the same on all ranks (mix: step)"
+    if micro_steps == 1:
+        return f"{now}; mix: micro_step needs several micro steps in a step"
+    if settings.tokens_per_step % tokens:
+        return f"{now}; mix: micro_step needs ranks that share its micro steps evenly"
+    return (
+        f"{now}; with mix: micro_step and micro_step_tokens: {tokens} each of its {micro_steps} "
+        "micro steps would have its own bucket"
     )
 
 

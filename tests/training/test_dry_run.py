@@ -1,4 +1,4 @@
-"""What a dry run predicts of the ranks' work is what their micro batches hold."""
+"""A dry run predicts the work of the ranks' micro batches, and says how many buckets a step has."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import pytest
 
 from megapack.config import load_config
 from megapack.data import BucketBatchSampler
+from megapack.training.command import read_config
 from megapack.training.config import PretrainConfig
 from megapack.training.dry_run import dry_run
 from megapack.training.engine.inputs import Inputs, open_inputs
@@ -18,6 +19,8 @@ from megapack.training.model.flops import ModelFlops
 from megapack.training.model.opening import build_model
 
 from .conftest import Corpus
+
+CONFIGS = Path(__file__).parents[2] / "configs"
 
 
 @pytest.mark.parametrize(
@@ -75,3 +78,38 @@ def _work(inputs: Inputs, config: PretrainConfig, rank: int, ranks: int) -> list
             row.append(total / batch.sequence_parallel_size)
         steps.append(row)
     return steps
+
+
+def test_the_other_mix_is_named_and_can_be_taken(corpus: Corpus, tmp_path: Path) -> None:
+    """What the dry run proposes is what the next configuration may say, and there it says so."""
+
+    def said(name: str, ranks: int, **data: object) -> str:
+        config = load_config(PretrainConfig, corpus.config(tmp_path / name, data=data))
+        (line,) = re.findall(r"^buckets per step: .*$", dry_run(config, world_size=ranks), re.M)
+        return str(line)
+
+    one = said("step", 2)
+    assert "one, the same on all ranks (mix: step)" in one
+    proposed = re.findall(r"mix: (micro_step) and micro_step_tokens: (\d+) each of its (\d+)", one)
+    ((mix, tokens, micro_steps),) = proposed
+    assert int(tokens) == 2 * 256 and int(micro_steps) == 1024 // int(tokens)
+    several = said("micro_step", 2, mix=mix, micro_step_tokens=int(tokens))
+    assert several.startswith(f"buckets per step: several, one for every {int(tokens):,} tokens")
+    assert "mix: step would fill each step from one bucket" in several
+    assert "needs several micro steps in a step" in said("one micro step", 4)
+    assert "share its micro steps evenly" in said("uneven", 3, uneven="pad")
+
+
+def test_the_mix_of_one_bucket_is_no_choice(corpus: Corpus, tmp_path: Path) -> None:
+    config = corpus.config(tmp_path / "run", model={"vocab_size": 64})
+    one = dry_run(load_config(PretrainConfig, config), lengths="lognormal:60,50,900", buckets=[128])
+    assert "buckets per step: one, as there is no other" in one
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in CONFIGS.glob("*bucket*.yaml")))
+def test_the_mix_of_a_recipe_is_by_micro_step_where_its_ranks_have_several(name: str) -> None:
+    """64 ranks, which their headers name."""
+    data = read_config(name, []).data
+    several = data.tokens_per_step > 64 * data.micro_batch_tokens
+    assert (data.mix == "micro_step") == several
+    assert not several or data.draw_tokens == 64 * data.micro_batch_tokens
