@@ -31,7 +31,7 @@ from __future__ import annotations
 import copy
 import logging
 from bisect import bisect_right
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import cached_property, partial
@@ -375,6 +375,21 @@ def open_stages(
     return stages
 
 
+def _check_tokens_once(indices: Sequence[SourceIndex]) -> None:
+    """Refuse what a finite schedule cannot have: ConfigError names the index and the strategy."""
+    for index in indices:
+        parts: Iterable[SampleIndex] = (
+            [index] if isinstance(index, SampleIndex) else map(index.open, range(len(index.shards)))
+        )
+        for part in parts:
+            if part.dropped_tokens or part.repeated_tokens:
+                raise ConfigError(
+                    f"{part.path or 'the index'}: strategy {part.strategy!r} has dropped "
+                    f"{part.dropped_tokens:,} tokens and repeated {part.repeated_tokens:,}; "
+                    "evaluate with an index that places every token once (strategy bucket)"
+                )
+
+
 class Schedule:
     """The steps of a run.
 
@@ -388,7 +403,8 @@ class Schedule:
         stages: what changes at later steps (``megapack.data.program``).
         finite: every sample of all sources once, whatever the weights and stages, in the order of
             the indices; the last draw of a bucket has what is left, later ones nothing. For
-            evaluation: ``num_steps()`` is where it ends.
+            evaluation: ``num_steps()`` is where it ends. An index that drops or repeats tokens is
+            refused.
         fields: of ``ScheduleConfig``: tokens_per_step, seed, order, num_cycles, mix, ...
 
     Raises:
@@ -419,6 +435,7 @@ class Schedule:
             self.samples = index if isinstance(index, SampleSource) else index.samples
         mixture = self.samples.mixture
         if finite:
+            _check_tokens_once(self.samples.indices)
             mixture = replace(mixture, weights=None, stages=())
         self.finite = finite
         self.program = resolve(self.config, mixture)

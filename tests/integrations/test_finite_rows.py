@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from torch.nn.functional import cross_entropy
 
 from megapack.data import BucketBatchSampler, PackedDataset, Schedule, Stage
+from megapack.errors import ConfigError
 from megapack.integrations.manifest import Manifest, Source
 from megapack.integrations.open_rows import open_rows, open_sources
 from megapack.integrations.rows import RowDataset, RowOptions
@@ -202,3 +203,11 @@ def test_finite_schedule_of_one_dataset_needs_no_weights(short: list[IndexedData
         assert sum(step.num_label_tokens for step in steps) == sum(
             max(0, n - 1) for n in short[0].document_lengths.tolist()
         )
+
+
+def test_finite_schedule_refuses_an_index_that_drops_tokens() -> None:
+    lengths = [5, 9, 40, 13, 70]
+    whole, dropping = (pack(lengths, name, buckets=[32]) for name in ("bucket", "decompose"))
+    assert Schedule(whole, tokens_per_step=64, finite=True).num_steps() == 3
+    with pytest.raises(ConfigError, match="'decompose' has dropped 41 tokens and repeated 0"):
+        Schedule([whole, dropping], tokens_per_step=64, finite=True)
