@@ -81,7 +81,10 @@ class NeoXProvider:
         manifest = Manifest.read(data_prefix)
         bounds = split_bounds(splits_string)
         parts = zip(bounds, train_valid_test_num_samples, train_valid_test_epochs, strict=True)
-        return tuple(self._rows(manifest, seq_length, seed, *part) for part in parts)
+        return tuple(
+            self._rows(manifest, seq_length, seed, split, num_rows, num_epochs)
+            for split, num_rows, num_epochs in parts
+        )
 
     def build_weighted_datasets(
         self,
@@ -99,12 +102,17 @@ class NeoXProvider:
         built: list[list[TextRowDataset]] = []
         for number, (name, counts) in enumerate(zip(SPLITS, wanted, strict=True)):
             manifest = _manifest_of(neox_args, name)
-            num_rows = None if None in counts else sum(int(count or 0) for count in counts)
-            part = ((0.0, 1.0), num_rows, _epochs(epochs_or_weights, number))
-            size, rows = (neox_args.seq_length, neox_args.seed), None
+            rows = None
             if manifest is not None:
-                labels = {source.labels for source in manifest.sources} - {"auto", "none"}
-                rows = self._rows(manifest, *size, *part, with_labels=bool(labels))
+                rows = self._rows(
+                    manifest,
+                    neox_args.seq_length,
+                    neox_args.seed,
+                    (0.0, 1.0),
+                    None if None in counts else sum(int(count or 0) for count in counts),
+                    _epochs(epochs_or_weights, number),
+                    with_labels=any(s.labels not in ("auto", "none") for s in manifest.sources),
+                )
             built.append([] if rows is None else [rows])
         return tuple(built)
 
