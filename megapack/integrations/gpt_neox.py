@@ -24,13 +24,17 @@ from megapack.integrations import text_rows as segments
 from megapack.integrations.manifest import Manifest, Source, is_manifest
 from megapack.integrations.rebinding import Rebinding
 from megapack.integrations.rows import RowOptions
-from megapack.integrations.text_rows import TextRowDataset, build_text_rows, split_bounds
+from megapack.integrations.text_rows import (
+    SPLITS,
+    TextRowDataset,
+    build_text_rows,
+    split_bounds,
+)
 
 __all__ = ["NeoXProvider", "install", "uninstall"]
 
 _rebinding = Rebinding("GPT-NeoX")
 
-SPLITS = ("train", "valid", "test")
 # As releases name what builds loaders from the arguments.
 LOADERS = ("build_train_valid_test_data_loaders", "build_train_valid_test_data_iterators")
 

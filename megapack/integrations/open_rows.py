@@ -218,7 +218,9 @@ def open_rows(
     """
     trains = split[0] == 0 and not finite
     stages = manifest.stages if trains else ()
-    options = _overruled(options, replace(manifest, rows_per_block=None) if finite else manifest)
+    names = ("seed", "align") if finite else ("seed", "align", "rows_per_block")
+    given = {name: getattr(manifest, name) for name in names}
+    options = replace(options, **{name: v for name, v in given.items() if v is not None})
     where = manifest.cache_directory or cache_directory
     if where is None and not is_remote(datasets[0].prefix):
         where = Path(datasets[0].prefix).parent / "megapack-cache"
@@ -305,9 +307,3 @@ def _index_given(
             f"it with --alignment {options.align}, or leave out index"
         )
     return index
-
-
-def _overruled(options: RowOptions, manifest: Manifest) -> RowOptions:
-    """What the manifest says, where it says something."""
-    given = {name: getattr(manifest, name) for name in ("seed", "rows_per_block", "align")}
-    return replace(options, **{name: v for name, v in given.items() if v is not None})

@@ -45,6 +45,7 @@ from megapack.integrations.rows import RowDataset, RowOptions
 # What lies between the calls is the micro batch in flight, so forward, recomputation and backward
 # of one must be over before the next is read: ``require_one_stage`` refuses longer pipelines.
 
+SPLITS = ("train", "valid", "test")
 SIDE_KEYS = (BOUNDARIES, POSITIONS, MASK)  # beside "text" in every sample
 
 
