@@ -3,6 +3,7 @@
 - ``ORDERS``: how buckets follow each other: in proportion, by a curriculum, one after the other.
 - ``DrawOrder``: the endless sequence of draws: which bucket when, and the n-th draw of a bucket.
 - ``BucketStream``: all samples of one capacity as an endless sequence, blended from the sources.
+- ``FiniteStream``: the same once, source after source: evaluation.
 - ``CostWindows``: draws with samples of like cost.
 
 An epoch is ``num_cycles`` cycles. After c cycles bucket b has been drawn
@@ -335,6 +336,11 @@ class BucketStream:
         """How many samples source ``i`` gave, before this stream and in its first ``end``."""
         return int(self.starts[i]) + self.blend.taken_of(i, end)
 
+    def taken(self, end: int) -> Ids:
+        """(D,) int64, how many samples every source gave in the first ``end``."""
+        counts: Ids = self.blend.taken(end)
+        return counts
+
     def positions(self, sample: int, end: int) -> list[int]:
         """Where a global sample id stands in positions ``[0, end)``; once per epoch."""
         [i] = np.flatnonzero(
@@ -462,6 +468,34 @@ class BucketStream:
             order = order.moved(int(begins[run]), own)
         self._last_moved = (i, number, order)
         return order
+
+
+class FiniteStream(BucketStream):
+    """Every sample of one capacity once, source after source as their indices have them.
+
+    Of 5 samples that four draws of 2 ask for, they give 2, 2, 1 and none.
+    """
+
+    def __init__(self, bucket: Bucket) -> None:
+        sizes = bucket.sizes.tolist()
+        none = np.zeros(len(sizes), np.int64)
+        super().__init__(bucket, sizes, sum(sizes), seed=None, starts=none, orders={}, windows=None)
+        self._ends = self.sizes.cumsum()
+
+    def ids(self, begin: int, end: int) -> Ids:
+        """Global sample ids at positions ``[begin, end)``, as far as there are some."""
+        at = np.arange(begin, min(end, self.num_samples))
+        which = self._ends.searchsorted(at, "right")
+        return self.first_sample[which] + at - (self._ends - self.sizes)[which]
+
+    def cursor(self, i: int, end: int) -> int:
+        return int(self.taken(end)[i])
+
+    def taken(self, end: int) -> Ids:
+        return np.clip(end - (self._ends - self.sizes), 0, self.sizes)
+
+    def _position(self, i: int, cursor: int) -> int:
+        return int(self._ends[i] - self.sizes[i]) + cursor
 
 
 def _ordered(values: NDArray[Any], group: Ids) -> Ids:

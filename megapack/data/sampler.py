@@ -266,7 +266,9 @@ class BucketBatchSampler(Sampler[MicroBatch]):
         begin = 0  # of the draw in the step
         for draw, dealt in self._deals(content):
             shared = self.ranks_per_micro_batch(draw.capacity)
+            num_samples = len(draw.sample_ids)
             positions = dealt.micro_batches(self.data_parallel_rank // shared)
+            positions = [mine[mine < num_samples] for mine in positions]
             positions += [np.zeros(0, np.int64)] * (per_draw - len(positions))
             imbalance = dealt.imbalance
             result += [
@@ -289,19 +291,22 @@ class BucketBatchSampler(Sampler[MicroBatch]):
                 )
                 for m, mine in enumerate(positions)
             ]
-            begin += len(draw.sample_ids)
+            begin += num_samples
         return result
 
     def _deals(self, content: Step) -> Iterator[tuple[Draw, Deal]]:
-        draw_tokens = self.schedule.stage_at(content.index).config.draw_tokens
+        stage = self.schedule.stage_at(content.index)
+        draw_tokens = stage.config.draw_tokens
         window = self.schedule.settings_at(content.index).window_at(content.index)
         cost = self.schedule.samples.attention_cost
         for draw in content.draws:
             shared = self.ranks_per_micro_batch(draw.capacity)
+            costs = cost(draw.sample_ids, draw.capacity, window, num_lists=content.num_lists)
+            missing = stage.samples_per_draw[draw.bucket] - len(costs)  # at a finite end
             yield (
                 draw,
                 deal(
-                    cost(draw.sample_ids, draw.capacity, window, num_lists=content.num_lists),
+                    np.pad(costs, (0, missing)),
                     num_ranks=self.data_parallel_size // shared,
                     num_micro_batches=draw_tokens // (self.micro_batch_tokens * shared),
                     how=self.dealing,

@@ -31,8 +31,8 @@ from __future__ import annotations
 import copy
 import logging
 from bisect import bisect_right
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import cached_property, partial
 from itertools import pairwise
@@ -48,6 +48,7 @@ from megapack.data.bucket_order import (
     CostWindows,
     Cursors,
     DrawOrder,
+    FiniteStream,
     Moves,
     bucket_streams,
     fold_key,
@@ -80,7 +81,7 @@ class Draw:
     Attributes:
         bucket: number of the bucket among those that have samples, by rising capacity.
         capacity: tokens per sample.
-        sample_ids: (samples,) int64, global ids.
+        sample_ids: (samples,) int64, global ids; fewer where a finite schedule ends.
     """
 
     bucket: int
@@ -140,6 +141,7 @@ class StageDraws:
             those at the first draw.
         largest: capacity of the largest bucket of the stages before; the first draw takes a larger
             one, so that running out of memory happens at once.
+        finite: see ``Schedule``.
 
     Attributes:
         begin: first step.
@@ -159,13 +161,15 @@ class StageDraws:
         samples: SampleSource,
         before: StageDraws | None,
         largest: int,
+        *,
+        finite: bool = False,
     ) -> None:
         first = settings.begin + settings.skip_steps
         self.begin, self.config, self.weights = settings.begin, settings.config, settings.weights
         self.num_lists, self.ramping = settings.num_lists, settings.ramping
         self.samples = samples
         order, seed = order_named(self.config.order), self.config.seed
-        if samples.score_orders and not order.shuffled:
+        if samples.score_orders and not order.shuffled and not finite:
             raise ConfigError(
                 f"order {self.config.order} takes samples as the index has them, and a source has "
                 "scores to order them by: leave out one of the two"
@@ -175,14 +179,18 @@ class StageDraws:
         self._cursors: Cursors = before.cursors(first) if before else {}
         self._moves: Moves | None = None if before and self.config.cost_window > 1 else {}
         self._key = fold_key(seed, 4, self.begin) if self.begin else seed
-        self.buckets = bucket_streams(
-            samples.buckets,
-            self.weights,
-            seed,
-            shuffled=order.shuffled,
-            starts=self._cursors,
-            orders=self._orders,
-            windows=self._windows,
+        self.buckets = (
+            [FiniteStream(bucket) for bucket in samples.buckets]
+            if finite
+            else bucket_streams(
+                samples.buckets,
+                self.weights,
+                seed,
+                shuffled=order.shuffled,
+                starts=self._cursors,
+                orders=self._orders,
+                windows=self._windows,
+            )
         )
         self.samples_per_draw = [self.config.samples_per_draw(b.capacity) for b in self.buckets]
         self.num_cycles = self.config.num_cycles or order.num_cycles
@@ -196,7 +204,8 @@ class StageDraws:
         )
         self._first_draw = 0
         for stream, count in zip(self.buckets, self.samples_per_draw, strict=True):
-            if stream.num_samples < count and not self.ramping:  # once for all pieces of a ramp
+            repeats = not (finite or self.ramping)  # once for all pieces of a ramp
+            if stream.num_samples < count and repeats:
                 log.warning(
                     "bucket %d has %d samples and a draw takes %d of them: it repeats samples. "
                     "Make steps smaller (tokens_per_step; elsewhere rows_per_block or the global "
@@ -248,7 +257,7 @@ class StageDraws:
         """
         firsts, ends = self._ends(self._first_draw), self._ends(self.draw_of(step))
         for stream, first, end in zip(self.buckets, firsts, ends, strict=True):
-            taken = stream.blend.taken(end) - stream.blend.taken(first)
+            taken = stream.taken(end) - stream.taken(first)
             yield stream.capacity, stream.sources, taken
 
     def cursors(self, step: int) -> Cursors:
@@ -257,7 +266,7 @@ class StageDraws:
         none = np.zeros(len(self.samples.indices), np.int64)
         for stream, end in zip(self.buckets, self._ends(self.draw_of(step)), strict=True):
             own = result.get(stream.capacity, none).copy()
-            own[stream.sources] = stream.starts + stream.blend.taken(end)
+            own[stream.sources] = stream.starts + stream.taken(end)
             result[stream.capacity] = own
         return result
 
@@ -348,9 +357,11 @@ class StageDraws:
         return self.begin + (draw - self._first_draw) // self.config.draws_per_step
 
 
-def open_stages(program: Program, samples: SampleSource) -> list[StageDraws]:
+def open_stages(
+    program: Program, samples: SampleSource, *, finite: bool = False
+) -> list[StageDraws]:
     """The draws of every stage. Raises ConfigError as ``StageDraws`` does, naming the stage."""
-    stages = [StageDraws(program[0], samples, None, 0)]
+    stages = [StageDraws(program[0], samples, None, 0, finite=finite)]
     largest = stages[0].buckets[-1].capacity
     for before, settings in pairwise(program):
         if settings.same_draws(before):
@@ -364,6 +375,21 @@ def open_stages(program: Program, samples: SampleSource) -> list[StageDraws]:
     return stages
 
 
+def _check_tokens_once(indices: Sequence[SourceIndex]) -> None:
+    """Refuse what a finite schedule cannot have: ConfigError names the index and the strategy."""
+    for index in indices:
+        parts: Iterable[SampleIndex] = (
+            [index] if isinstance(index, SampleIndex) else map(index.open, range(len(index.shards)))
+        )
+        for part in parts:
+            if part.dropped_tokens or part.repeated_tokens:
+                raise ConfigError(
+                    f"{part.path or 'the index'}: strategy {part.strategy!r} has dropped "
+                    f"{part.dropped_tokens:,} tokens and repeated {part.repeated_tokens:,}; "
+                    "evaluate with an index that places every token once (strategy bucket)"
+                )
+
+
 class Schedule:
     """The steps of a run.
 
@@ -375,6 +401,10 @@ class Schedule:
         weights: shares of tokens of several indices; None: in proportion to their tokens.
         names: of the indices, for stages and reports.
         stages: what changes at later steps (``megapack.data.program``).
+        finite: every sample of all sources once, whatever the weights and stages, in the order of
+            the indices; the last draw of a bucket has what is left, later ones nothing. For
+            evaluation: ``num_steps()`` is where it ends. An index that drops or repeats tokens is
+            refused.
         fields: of ``ScheduleConfig``: tokens_per_step, seed, order, num_cycles, mix, ...
 
     Raises:
@@ -389,6 +419,7 @@ class Schedule:
         weights: Sequence[float] | None = None,
         names: Sequence[str] | None = None,
         stages: Sequence[Stage] = (),
+        finite: bool = False,
         **fields: Any,
     ) -> None:
         self.config = config or ScheduleConfig(**fields)
@@ -402,8 +433,13 @@ class Schedule:
             )
         else:
             self.samples = index if isinstance(index, SampleSource) else index.samples
-        self.program = resolve(self.config, self.samples.mixture)
-        self.stages = open_stages(self.program, self.samples)
+        mixture = self.samples.mixture
+        if finite:
+            _check_tokens_once(self.samples.indices)
+            mixture = replace(mixture, weights=None, stages=())
+        self.finite = finite
+        self.program = resolve(self.config, mixture)
+        self.stages = open_stages(self.program, self.samples, finite=finite)
         self.capacities = sorted({b.capacity for stage in self.stages for b in stage.buckets})
 
     # --- counting -------------------------------------------------------------------------------

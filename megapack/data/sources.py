@@ -93,7 +93,7 @@ class Shards:
         shards, local = self.locate(ids)
         order = np.argsort(shards, kind="stable")
         present, begins = np.unique(shards[order], return_index=True)
-        for shard, mine in zip(present.tolist(), np.split(order, begins[1:]), strict=True):
+        for shard, mine in zip(present.tolist(), np.split(order, begins)[1:], strict=True):
             yield shard, mine, local[mine]
 
     def of_source(self, source: int) -> range:

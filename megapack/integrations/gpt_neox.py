@@ -24,13 +24,19 @@ from megapack.integrations import text_rows as segments
 from megapack.integrations.manifest import Manifest, Source, is_manifest
 from megapack.integrations.rebinding import Rebinding
 from megapack.integrations.rows import RowOptions
-from megapack.integrations.text_rows import TextRowDataset, build_text_rows, split_bounds
+from megapack.integrations.text_rows import (
+    SPLITS,
+    TextRowDataset,
+    build_text_rows,
+    split_bounds,
+)
 
 __all__ = ["NeoXProvider", "install", "uninstall"]
 
 _rebinding = Rebinding("GPT-NeoX")
 
-SPLITS = ("train", "valid", "test")
+# As releases name what builds loaders from the arguments.
+LOADERS = ("build_train_valid_test_data_loaders", "build_train_valid_test_data_iterators")
 
 
 class NeoXProvider:
@@ -76,22 +82,11 @@ class NeoXProvider:
     ) -> tuple[TextRowDataset | None, ...]:
         """Train, valid and test rows of one ``data_path``. NeoX's other arguments do not apply."""
         del host
-        parts = zip(
-            split_bounds(splits_string),
-            train_valid_test_num_samples,
-            train_valid_test_epochs,
-            strict=True,
-        )
+        manifest = Manifest.read(data_prefix)
+        bounds = split_bounds(splits_string)
+        parts = zip(bounds, train_valid_test_num_samples, train_valid_test_epochs, strict=True)
         return tuple(
-            build_text_rows(
-                data_prefix,
-                self._options(Manifest.read(data_prefix), seq_length, seed),
-                split=split,
-                num_rows=num_rows,
-                num_epochs=num_epochs,
-                with_labels=False,
-                varlen=self.varlen,
-            )
+            self._rows(manifest, seq_length, seed, split, num_rows, num_epochs)
             for split, num_rows, num_epochs in parts
         )
 
@@ -111,32 +106,44 @@ class NeoXProvider:
         built: list[list[TextRowDataset]] = []
         for number, (name, counts) in enumerate(zip(SPLITS, wanted, strict=True)):
             manifest = _manifest_of(neox_args, name)
-            if manifest is None:
-                built.append([])
-                continue
-            with_labels = any(source.labels not in ("auto", "none") for source in manifest.sources)
-            rows = build_text_rows(
-                manifest,
-                self._options(manifest, neox_args.seq_length, neox_args.seed),
-                split=(0.0, 1.0),
-                num_rows=None if None in counts else sum(int(count or 0) for count in counts),
-                num_epochs=_epochs(epochs_or_weights, number),
-                with_labels=with_labels,
-                varlen=self.varlen,
-            )
+            rows = None
+            if manifest is not None:
+                rows = self._rows(
+                    manifest,
+                    neox_args.seq_length,
+                    neox_args.seed,
+                    (0.0, 1.0),
+                    None if None in counts else sum(int(count or 0) for count in counts),
+                    _epochs(epochs_or_weights, number),
+                    with_labels=any(s.labels not in ("auto", "none") for s in manifest.sources),
+                )
             built.append([] if rows is None else [rows])
         return tuple(built)
 
-    def _options(self, manifest: Manifest, seq_length: int, seed: int) -> RowOptions:
-        block = manifest.rows_per_block
+    def _rows(
+        self,
+        manifest: Manifest,
+        seq_length: int,
+        seed: int,
+        split: tuple[float, float],
+        num_rows: int | None,
+        num_epochs: int | None,
+        *,
+        with_labels: bool = False,
+    ) -> TextRowDataset | None:
+        block = manifest.rows_per_block or getattr(self.neox_args, "train_batch_size", None)
         if block is None:
-            if self.neox_args is None:
-                raise ConfigError(
-                    'train_batch_size is not known here; give "rows_per_block" in the manifest'
-                )
-            block = int(self.neox_args.train_batch_size)
-        return RowOptions(
-            sequence_length=seq_length, rows_per_block=block, seed=seed, cu_seqlens="padded"
+            raise ConfigError(
+                'train_batch_size is not known here; give "rows_per_block" in the manifest'
+            )
+        return build_text_rows(
+            manifest,
+            RowOptions(sequence_length=seq_length, rows_per_block=int(block), seed=seed),
+            split=split,
+            num_rows=num_rows,
+            num_epochs=num_epochs,
+            with_labels=with_labels,
+            varlen=self.varlen,
         )
 
 
@@ -170,17 +177,7 @@ def install(*, varlen: bool = True) -> None:
         )
     data_utils = importlib.import_module("megatron.data.data_utils")
     provider = NeoXProvider(varlen=varlen)
-    loaders = next(
-        (
-            name
-            for name in (
-                "build_train_valid_test_data_loaders",
-                "build_train_valid_test_data_iterators",
-            )
-            if hasattr(data_utils, name)
-        ),
-        None,
-    )
+    loaders = next((n for n in LOADERS if hasattr(data_utils, n)), None)
     if loaders is None:
         raise ConfigError("megatron.data.data_utils builds no loaders; is this GPT-NeoX?")
     _rebinding.replace(data_utils, loaders, provider.remember(getattr(data_utils, loaders)))
@@ -188,23 +185,7 @@ def install(*, varlen: bool = True) -> None:
         _rebinding.replace(data_utils, name, getattr(provider, name))
     _rebinding.replace(data_utils, "BlendableDataset", blendable(data_utils.BlendableDataset))
     if varlen:
-        _install_varlen()
-
-
-def _install_varlen() -> None:
-    mpu = importlib.import_module("megatron.mpu")
-    _rebinding.replace(mpu, "broadcast_data", segments.wrap_broadcast_data(mpu.broadcast_data))
-    utils = importlib.import_module("megatron.utils")
-    name = "get_ltor_masks_and_position_ids"
-    _rebinding.replace(utils, name, segments.wrap_masks_and_positions(getattr(utils, name)))
-    flash = importlib.import_module("flash_attn.flash_attn_interface")
-    varlen_func = flash.flash_attn_varlen_func
-    _rebinding.replace(
-        flash, "flash_attn_func", segments.wrap_flash_attn_func(flash.flash_attn_func, varlen_func)
-    )
-    _rebinding.replace(
-        flash, "flash_attn_varlen_func", segments.wrap_flash_attn_varlen_func(varlen_func)
-    )
+        segments.hand_over_boundaries(_rebinding, "megatron.mpu")
 
 
 def uninstall() -> None:

@@ -17,16 +17,29 @@ from collections.abc import Sequence
 from megapack.errors import MegapackError
 from megapack.integrations.open_rows import open_rows, open_sources
 from megapack.integrations.rows import RowOptions
-from megapack.integrations.text_rows import manifest_of_list, split_bounds
+from megapack.integrations.text_rows import SPLITS, manifest_of_list, split_bounds
 
 __all__ = ["main"]
 
-SPLITS = ("train", "valid", "test")
+DEFAULT = "(default %(default)s)"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Build what is missing and say where it lies; returns the exit status."""
-    args = _parser().parse_args(argv)
+    parser = argparse.ArgumentParser(
+        prog="python -m megapack.integrations.index",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("data_path", nargs="+", help="prefix, manifest, or weighted prefixes")
+    add("--sequence-length", type=int, required=True, help="the host's --seq-length, tokens")
+    add("--split", default="100,0,0", help=f"the host's --split {DEFAULT}")
+    add("--seed", type=int, default=1234, help=f"the host's {DEFAULT}")
+    add("--context-parallel-size", type=int, default=1, help=f"the host's {DEFAULT}")
+    beside = "megapack-cache beside the first source"
+    add("--cache-directory", help=f"the host's --data-cache-path; default: {beside}")
+    args = parser.parse_args(argv)
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
     try:
         manifest = manifest_of_list(args.data_path)
@@ -36,13 +49,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             seed=args.seed,
             align=2 * args.context_parallel_size if args.context_parallel_size > 1 else 1,
         )
-        sources = open_sources(manifest)
+        sources, where = open_sources(manifest), args.cache_directory
         for name, split in zip(SPLITS, split_bounds(args.split), strict=True):
             if split[0] == split[1]:
                 continue
-            rows = open_rows(
-                manifest, sources, options, split=split, cache_directory=args.cache_directory
-            )
+            rows = open_rows(manifest, sources, options, split=split, cache_directory=where)
             for index in rows.packed.samples.indices:
                 # The one product of this command, for scripts that copy the files elsewhere.
                 print(f"{name}\t{index.num_samples}\t{index.path}")  # noqa: T201
@@ -50,30 +61,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"megapack.integrations.index: error: {error}", file=sys.stderr)  # noqa: T201
         return 1
     return 0
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m megapack.integrations.index",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("data_path", nargs="+", help="prefix, manifest, or weighted prefixes")
-    parser.add_argument(
-        "--sequence-length", type=int, required=True, help="the host's --seq-length, tokens"
-    )
-    parser.add_argument(
-        "--split", default="100,0,0", help="the host's --split (default %(default)s)"
-    )
-    parser.add_argument("--seed", type=int, default=1234, help="the host's (default %(default)s)")
-    parser.add_argument(
-        "--context-parallel-size", type=int, default=1, help="the host's (default %(default)s)"
-    )
-    parser.add_argument(
-        "--cache-directory",
-        help="the host's --data-cache-path; default: megapack-cache beside the first source",
-    )
-    return parser
 
 
 if __name__ == "__main__":

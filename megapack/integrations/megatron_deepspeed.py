@@ -76,28 +76,24 @@ def build_train_valid_test_datasets(
     else:
         bounds = [(0.0, 1.0)] * 3
         paths = [train_data_prefix, valid_data_prefix, test_data_prefix]
-    built: list[TextRowDataset | None] = []
-    for path, split, num_rows in zip(paths, bounds, train_valid_test_num_samples, strict=True):
-        if path is None:
-            built.append(None)
-            continue
-        manifest = manifest_of_list(path)
-        block = rows_per_block or manifest.rows_per_block or _global_batch()
-        options = RowOptions(
-            sequence_length=seq_length, rows_per_block=block, seed=seed, cu_seqlens="padded"
+    train, valid, test = (
+        None
+        if path is None
+        else build_text_rows(
+            manifest := manifest_of_list(path),
+            RowOptions(
+                sequence_length=seq_length,
+                rows_per_block=rows_per_block or manifest.rows_per_block or _global_batch(),
+                seed=seed,
+            ),
+            split=split,
+            num_rows=num_rows,
+            cache_directory=data_cache_path,
+            with_labels=False,
+            varlen=varlen,
         )
-        built.append(
-            build_text_rows(
-                manifest,
-                options,
-                split=split,
-                num_rows=num_rows,
-                cache_directory=data_cache_path,
-                with_labels=False,
-                varlen=varlen,
-            )
-        )
-    train, valid, test = built
+        for path, split, num_rows in zip(paths, bounds, train_valid_test_num_samples, strict=True)
+    )
     return train, valid, test
 
 
@@ -132,7 +128,10 @@ def install(*, varlen: bool = True) -> None:
 
     _rebinding.replace(gpt_dataset, "build_train_valid_test_datasets", build)
     if varlen:
-        _install_varlen()
+        # Whatever is imported of the host, its model comes along and has bound the name already.
+        segments.hand_over_boundaries(
+            _rebinding, "megatron.core.tensor_parallel", "megatron.model.transformer"
+        )
 
 
 def _require_compression() -> None:
@@ -155,23 +154,6 @@ def _require_flash(host: Any) -> None:
             "--use-flash-attn-v2 is not given; attention inside documents needs it, or "
             "install(varlen=False)"
         )
-
-
-def _install_varlen() -> None:
-    flash = importlib.import_module("flash_attn.flash_attn_interface")
-    name = "flash_attn_varlen_func"
-    attention = segments.wrap_flash_attn_varlen_func(getattr(flash, name))
-    _rebinding.replace(flash, name, attention)
-    # Whatever is imported of the host, its model comes along and has bound the name already.
-    transformer = importlib.import_module("megatron.model.transformer")
-    _rebinding.replace(transformer, name, attention)
-    parallel = importlib.import_module("megatron.core.tensor_parallel")
-    _rebinding.replace(
-        parallel, "broadcast_data", segments.wrap_broadcast_data(parallel.broadcast_data)
-    )
-    utils = importlib.import_module("megatron.utils")
-    name = "get_ltor_masks_and_position_ids"
-    _rebinding.replace(utils, name, segments.wrap_masks_and_positions(getattr(utils, name)))
 
 
 def uninstall() -> None:

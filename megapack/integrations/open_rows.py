@@ -194,6 +194,7 @@ def open_rows(
     *,
     split: tuple[float, float] = (0.0, 1.0),
     num_rows: int | None = None,
+    finite: bool = False,
     cache_directory: str | Path | None = None,
 ) -> RowDataset:
     """Pack the sources of a manifest (or find them packed) and lay them out in rows.
@@ -206,7 +207,8 @@ def open_rows(
         split: part of every source's documents, as fractions; (0.99, 1.0) is the last percent.
             Stages are of the part that begins with the first document; what is behind it (for
             validation and test) has the sources and weights of the manifest from end to end.
-        num_rows: see ``RowDataset``.
+        num_rows, finite: see ``RowDataset``. A finite set has the host's rows_per_block, no stages
+            and no attention window.
         cache_directory: of the host; None: ``megapack-cache`` beside the first source, if that is
             no address.
 
@@ -214,8 +216,11 @@ def open_rows(
         ConfigError: options that exclude each other, or a split without documents.
         MegapackError, OSError: sources that cannot be read or packed.
     """
-    stages = manifest.stages if split[0] == 0 else ()
-    options = _overruled(options, manifest)
+    trains = split[0] == 0 and not finite
+    stages = manifest.stages if trains else ()
+    names = ("seed", "align") if finite else ("seed", "align", "rows_per_block")
+    given = {name: getattr(manifest, name) for name in names}
+    options = replace(options, **{name: v for name, v in given.items() if v is not None})
     where = manifest.cache_directory or cache_directory
     if where is None and not is_remote(datasets[0].prefix):
         where = Path(datasets[0].prefix).parent / "megapack-cache"
@@ -232,10 +237,10 @@ def open_rows(
             "--split"
         )
     sources, documents, indices = zip(*used, strict=True)
-    window = manifest.attention_window if split[0] == 0 else None  # not in evaluation
+    window = manifest.attention_window if trains else None
     blend = replace(manifest, sources=sources, stages=stages, attention_window=window)
     packed = open_blend(blend, documents, indices, alignment=options.align)
-    rows = RowDataset(packed, options, order=manifest.order, num_rows=num_rows)
+    rows = RowDataset(packed, options, order=manifest.order, num_rows=num_rows, finite=finite)
     num_blocks = -(-len(rows) // options.rows_per_block)
     check_epochs(rows.schedule, num_blocks)
     if is_first_rank():
@@ -302,9 +307,3 @@ def _index_given(
             f"it with --alignment {options.align}, or leave out index"
         )
     return index
-
-
-def _overruled(options: RowOptions, manifest: Manifest) -> RowOptions:
-    """What the manifest says, where it says something."""
-    given = {name: getattr(manifest, name) for name in ("seed", "rows_per_block", "align")}
-    return replace(options, **{name: v for name, v in given.items() if v is not None})

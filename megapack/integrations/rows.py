@@ -7,6 +7,11 @@ at a time that divides the block, therefore has one bucket on all ranks at every
 row at a position is a pure function of (documents, options, seed, position): a host resumes by its
 count of consumed samples, with any number of ranks.
 
+A finite set (evaluation) has every sample once: of 5 samples of a bucket, in blocks of 2 rows of 2,
+the first block has 4, the second a row of one and a row of none. Where there is no sample there is
+padding without a label, so batches and ranks divide and whoever adds up losses and labels has those
+of the documents one by one.
+
 Stages of a manifest count blocks. One that is added when the host resumes leaves all rows before it
 as they were; the host keeps a count and not the program, so nobody notices an edited past.
 """
@@ -154,6 +159,7 @@ class RowDataset(Dataset[dict[str, Tensor]]):
         options: see ``RowOptions``.
         order: of buckets, a name of ``megapack.data.ORDERS``.
         num_rows: how many there are; None: one epoch, rounded up to a whole block.
+        finite: every sample once, whatever the weights; what is missing to ``num_rows`` is empty.
     """
 
     def __init__(
@@ -163,8 +169,9 @@ class RowDataset(Dataset[dict[str, Tensor]]):
         *,
         order: str = "proportional",
         num_rows: int | None = None,
+        finite: bool = False,
     ) -> None:
-        self.packed, self.options, self.order = packed, options, order
+        self.packed, self.options, self.order, self.finite = packed, options, order, finite
         self.key = new_key(self)
         self._connect()
         self.num_rows = self.rows_per_epoch if num_rows is None else num_rows
@@ -178,6 +185,7 @@ class RowDataset(Dataset[dict[str, Tensor]]):
             seed=self.options.seed,
             order=self.order,
             row_tokens=row,
+            finite=self.finite,
         )
         self.rows_per_epoch = self.schedule.num_steps(1) * self.options.rows_per_block
         self._blocks: OrderedDict[int, tuple[int, int, NDArray[np.int64]]] = OrderedDict()
@@ -186,7 +194,7 @@ class RowDataset(Dataset[dict[str, Tensor]]):
         self._asked = 0
 
     def __getstate__(self) -> dict[str, Any]:
-        kept = ("packed", "options", "order", "num_rows", "key")
+        kept = ("packed", "options", "order", "finite", "num_rows", "key")
         return {name: getattr(self, name) for name in kept}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -201,10 +209,11 @@ class RowDataset(Dataset[dict[str, Tensor]]):
         return self._block(self._check(i) // self.options.rows_per_block)[0]
 
     def samples_of(self, i: int) -> NDArray[np.int64]:
-        """Sample ids of row ``i``, int64 (row // capacity,), in their order in the row."""
+        """Sample ids of row ``i``, int64 (row // capacity,), in their order in the row; fewer
+        where a finite set ends."""
         block, within = divmod(self._check(i), self.options.rows_per_block)
         samples: NDArray[np.int64] = self._block(block)[2][within]
-        return samples
+        return samples[samples >= 0]
 
     def segments_of(self, i: int) -> list[tuple[int, list[tuple[int, int, int]]]]:
         """Of every sample of row ``i`` its source and its segments (document, begin, length), but
@@ -261,9 +270,14 @@ class RowDataset(Dataset[dict[str, Tensor]]):
     def _gather(self, block: int, within: list[int]) -> dict[str, Tensor]:
         """Rows of one block."""
         _, capacity, samples = self._block(block)
+        ids = samples[within].reshape(-1)
+        if (np.diff(ids < 0) < 0).any():  # a sample behind an empty place: rows as they are dealt
+            distinct, back = np.unique(within, return_inverse=True)
+            rows = self._gather(block, distinct.tolist())
+            return {key: value[back] for key, value in rows.items()}
         layout = self._layout(len(within))
         batch = self.packed.micro_batch(
-            samples[within].reshape(-1),
+            ids[ids >= 0],
             layout=layout,
             capacity=capacity,
             out=self._buffers.take(len(within), self.options.sequence_length),
@@ -292,14 +306,19 @@ class RowDataset(Dataset[dict[str, Tensor]]):
         return self._layouts[num_rows]
 
     def _block(self, block: int) -> tuple[int, int, NDArray[np.int64]]:
-        """(bucket, capacity, sample ids (rows_per_block, row // capacity)) of a block."""
+        """(bucket, capacity, sample ids (rows_per_block, row // capacity)) of a block; -1 where
+        there is no sample."""
         if block in self._blocks:
             return self._blocks[block]
-        step = self.schedule.step(block)
-        costs = self.packed.samples.attention_cost(
-            step.sample_ids, step.capacity, self._window(block), num_lists=step.num_lists
-        )
-        rows = step.sample_ids[equal_groups(costs, len(costs) // self.options.rows_per_block)]
+        step, size = self.schedule.step(block), self.options.rows_per_block
+        num_samples = size * (self.options.sequence_length // step.capacity)
+        if (missing := num_samples - len(step.sample_ids)) > 0:
+            rows = np.pad(step.sample_ids, (0, missing), constant_values=-1).reshape(size, -1)
+        else:
+            costs = self.packed.samples.attention_cost(
+                step.sample_ids, step.capacity, self._window(block), num_lists=step.num_lists
+            )
+            rows = step.sample_ids[equal_groups(costs, num_samples // size)]
         self._blocks[block] = (step.bucket, step.capacity, rows)
         while len(self._blocks) > BLOCKS_IN_MEMORY:
             self._blocks.popitem(last=False)

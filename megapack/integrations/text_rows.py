@@ -1,14 +1,18 @@
 """Rows as GPT-NeoX and Megatron-DeepSpeed read them: ``text``, ``label`` and a side channel.
 
-Both hosts take ``sequence_length + 1`` tokens and make inputs and labels by shifting. A row of
-megapack ends its documents where the text goes on with another one, so labels are either given
-(``label``, -100 = none) or, where the host has no such key, those that differ from the next token
-are masked.
+- ``build_text_rows``: a data path and a split -> ``TextRowDataset``.
+- ``hand_over_boundaries``: the wraps by which boundaries, positions and mask reach the model.
+- ``split_bounds``, ``manifest_of_list``, ``shared_rows``: arguments as these hosts write them.
+
+Both hosts take ``sequence_length + 1`` tokens and make inputs and labels by shifting. Labels are
+either given (``label``, -100 = none) or, where the host has no such key, those that differ from the
+next token of the row are masked (``megapack.integrations.dialects``).
 """
 
 from __future__ import annotations
 
 import functools
+import importlib
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -29,6 +33,7 @@ from megapack.integrations.dialects import (
 )
 from megapack.integrations.manifest import MANIFEST_SUFFIXES, Manifest
 from megapack.integrations.open_rows import open_rows, open_sources
+from megapack.integrations.rebinding import Rebinding
 from megapack.integrations.rows import RowDataset, RowOptions
 
 # ---- Boundaries for hosts that have no argument for them: GPT-NeoX and Megatron-DeepSpeed -------
@@ -38,10 +43,9 @@ from megapack.integrations.rows import RowDataset, RowOptions
 # and flash-attn's functions, called for the row, are answered segment by segment.
 #
 # What lies between the calls is the micro batch in flight, so forward, recomputation and backward
-# of
-# one micro batch must be over before the next is read. That is so without pipeline parallelism and
-# in a pipeline of one stage; ``require_one_stage`` refuses the others.
+# of one must be over before the next is read: ``require_one_stage`` refuses longer pipelines.
 
+SPLITS = ("train", "valid", "test")
 SIDE_KEYS = (BOUNDARIES, POSITIONS, MASK)  # beside "text" in every sample
 
 
@@ -59,10 +63,6 @@ class CurrentBatch:
     attended: bool = False
     """Whether attention was handed the boundaries."""
 
-    @property
-    def num_tokens(self) -> int:
-        return self.position_ids.numel()
-
 
 _current: CurrentBatch | None = None
 
@@ -74,12 +74,8 @@ def current() -> CurrentBatch | None:
 
 def clear() -> None:
     """Forget the micro batch, for generation or anything else that is not a packed row."""
-    _set(None)
-
-
-def _set(batch: CurrentBatch | None) -> None:
     global _current  # noqa: PLW0603 - the host gives us no object to keep it in
-    _current = batch
+    _current = None
 
 
 def wrap_broadcast_data(stock: Callable[..., Any]) -> Callable[..., Any]:
@@ -91,6 +87,7 @@ def wrap_broadcast_data(stock: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(stock)
     def broadcast_data(keys: Sequence[str], data: Any, datatype: torch.dtype) -> Any:
+        global _current  # noqa: PLW0603
         if "text" not in keys:
             return stock(keys, data, datatype)
         if _current is not None and not _current.attended:
@@ -106,17 +103,13 @@ def wrap_broadcast_data(stock: Callable[..., Any]) -> Callable[..., Any]:
                 "token each): the host divides its loss by their number, and NaN would reach every "
                 "weight; take larger micro batches, or leave those documents out when packing"
             )
-        boundaries = received[BOUNDARIES]
-        lengths = boundaries.diff(dim=1).flatten()
+        lengths = received[BOUNDARIES].diff(dim=1).flatten()
         lengths = lengths[lengths > 0]
-        cu_seqlens = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)
-        _set(
-            CurrentBatch(
-                cu_seqlens=cu_seqlens,
-                max_seqlen=int(lengths.max()),
-                position_ids=received[POSITIONS],
-                loss_mask=received[MASK].float(),
-            )
+        _current = CurrentBatch(
+            cu_seqlens=torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).to(torch.int32),
+            max_seqlen=int(lengths.max()),
+            position_ids=received[POSITIONS],
+            loss_mask=received[MASK].float(),
         )
         return received
 
@@ -169,35 +162,54 @@ def wrap_flash_attn_varlen_func(stock: Callable[..., Tensor]) -> Callable[..., T
 
     @functools.wraps(stock)
     def flash_attn_varlen_func(
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        cu_seqlens_q: Tensor,
-        cu_seqlens_k: Tensor,
-        max_seqlen_q: int,
-        max_seqlen_k: int,
-        *args: Any,
-        **kwargs: Any,
+        q: Tensor, k: Tensor, v: Tensor, *bounds_and_more: Any, **kwargs: Any
     ) -> Tensor:
-        batch = _current
+        batch, bounds, more = _current, bounds_and_more[:4], bounds_and_more[4:]
         if batch is not None:
             _check_row(q.shape[0], batch)
-            cu_seqlens_q = cu_seqlens_k = batch.cu_seqlens
-            max_seqlen_q = max_seqlen_k = batch.max_seqlen
-        return stock(
-            q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, *args, **kwargs
-        )
+            names = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
+            kwargs = {name: value for name, value in kwargs.items() if name not in names}
+            bounds = (batch.cu_seqlens, batch.cu_seqlens, batch.max_seqlen, batch.max_seqlen)
+        return stock(q, k, v, *bounds, *more, **kwargs)
 
     return flash_attn_varlen_func
 
 
 def _check_row(num_tokens: int, batch: CurrentBatch) -> None:
     batch.attended = True
-    if num_tokens != batch.num_tokens:
+    expected = batch.position_ids.numel()
+    if num_tokens != expected:
         raise ConfigError(
-            f"attention over {num_tokens} tokens, but the micro batch in flight has "
-            f"{batch.num_tokens}: for generation call megapack.integrations.text_rows.clear() first"
+            f"attention over {num_tokens} tokens, but the micro batch in flight has {expected}: "
+            "for generation call megapack.integrations.text_rows.clear() first"
         )
+
+
+def hand_over_boundaries(rebinding: Rebinding, parallel: str, *bound: str) -> None:
+    """Rebind what carries boundaries, positions and mask from the loader to attention and loss.
+
+    Args:
+        rebinding: the host's.
+        parallel: its module that has ``broadcast_data``.
+        bound: its modules that bind flash-attn's function when they are imported.
+
+    Raises:
+        ConfigError: the host lacks one of the names.
+    """
+    flash = importlib.import_module("flash_attn.flash_attn_interface")
+    stock = flash.flash_attn_varlen_func
+    dense = wrap_flash_attn_func(flash.flash_attn_func, stock)
+    rebinding.replace(flash, "flash_attn_func", dense)
+    varlen = wrap_flash_attn_varlen_func(stock)
+    rebinding.replace(flash, "flash_attn_varlen_func", varlen)
+    for name in bound:
+        rebinding.replace(importlib.import_module(name), "flash_attn_varlen_func", varlen)
+    masks = "get_ltor_masks_and_position_ids"
+    for module, name, wrap in (
+        (importlib.import_module(parallel), "broadcast_data", wrap_broadcast_data),
+        (importlib.import_module("megatron.utils"), masks, wrap_masks_and_positions),
+    ):
+        rebinding.replace(module, name, wrap(getattr(module, name)))
 
 
 def require_one_stage(pipeline_parallel_size: int) -> None:
@@ -224,9 +236,8 @@ class TextRowDataset(Dataset[dict[str, Tensor]]):
     """
 
     def __init__(self, rows: RowDataset, *, with_labels: bool, varlen: bool) -> None:
-        self.rows = rows
-        self.with_labels = with_labels
-        self.varlen = varlen
+        self.rows, self.varlen = rows, varlen
+        self.dialect = GPT_NEOX_LABELS if with_labels else GPT_NEOX
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -239,7 +250,7 @@ class TextRowDataset(Dataset[dict[str, Tensor]]):
             (``label[j + 1]`` is what position j predicts), -100 = none; with varlen the side
             channel, all int64: boundaries ``(row + 1,)``, position ids and loss mask ``(row,)``.
         """
-        batch = emit(self.rows.micro_batch([i]), GPT_NEOX_LABELS if self.with_labels else GPT_NEOX)
+        batch = emit(self.rows.micro_batch([i]), self.dialect)
         kept = batch if self.varlen else batch.keys() - SIDE_KEYS
         return {key: batch[key][0] for key in kept}
 

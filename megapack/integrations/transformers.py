@@ -19,6 +19,7 @@ import logging
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -126,6 +127,25 @@ class MicroBatches(Dataset[dict[str, Any]]):
             num_steps=num_steps,
             **self._options,
         )
+
+    def evaluated(self, data_parallel_rank: int, data_parallel_size: int) -> MicroBatches:
+        """Every sample once, as one of any number of ranks sees them; the last micro batches have
+        fewer, or none."""
+        return MicroBatches(
+            self.dataset,
+            Schedule(self.dataset, self.schedule.config, finite=True),
+            micro_batch_tokens=self.layout.micro_batch_tokens,
+            data_parallel_rank=data_parallel_rank,
+            data_parallel_size=data_parallel_size,
+            **{**self._options, "uneven": "pad"},
+        )
+
+    @cached_property
+    def mean_labels(self) -> float:
+        """Tokens with a label of a micro batch, the mean over all ranks."""
+        steps = range(self.sampler.num_steps)
+        labels = sum(self.schedule.step(i).num_label_tokens for i in steps)
+        return labels / (len(self) * self.sampler.data_parallel_size)
 
     @property
     def num_micro_steps(self) -> int:
@@ -336,17 +356,23 @@ class PackedTrainerMixin:
         logger.info("documents of a micro batch are kept apart: probed in %.1f s", seconds)
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
-        """One epoch of ``MicroBatches``, or what Trainer makes of any other dataset.
-
-        Trainer averages the losses of micro batches; all hold the same number of tokens, but not
-        quite of labels.
-        """
+        """Every sample of ``MicroBatches`` once, or what Trainer makes of any other dataset."""
         chosen = self.eval_dataset if eval_dataset is None else eval_dataset
         if isinstance(chosen, str):
             chosen = self.eval_dataset[chosen]
         if not isinstance(chosen, MicroBatches):
             return super().get_eval_dataloader(eval_dataset)  # type: ignore[misc]
-        return self._loader(self._of_this_rank(chosen, None))
+        return self._loader(self._of_this_rank(chosen, None, evaluated=True))
+
+    def prediction_step(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        """Trainer's, which then takes the mean of the losses of micro batches: of ``MicroBatches``
+        each is weighted by its labels, so that it is the mean over all labels."""
+        loss, *rest = super().prediction_step(model, inputs, *args, **kwargs)  # type: ignore[misc]
+        loader: Any = self.callback_handler.eval_dataloader  # type: ignore[attr-defined]
+        if loss is not None and isinstance(loader.dataset, MicroBatches):
+            weight = (inputs["shift_labels"] >= 0).sum().to(loss) / loader.dataset.mean_labels
+            loss = torch.where(weight > 0, loss * weight, 0)  # NaN without a label
+        return (loss, *rest)
 
     def compute_loss(
         self,
@@ -361,6 +387,8 @@ class PackedTrainerMixin:
         if self._to_probe is not None and model.training:
             batches, self._to_probe = self._to_probe, None
             self._try(model, batches.batch(0))
+        if not model.training and "shift_labels" in inputs:
+            num_items_in_batch = None  # the mean of this micro batch: prediction_step weights it
         mask = inputs.pop("token_mask", None)
         options = {"num_items_in_batch": num_items_in_batch}
         if mask is None:
@@ -381,7 +409,9 @@ class PackedTrainerMixin:
         loss = loss + ranks * balancing.coefficient * (ours - outputs["aux_loss"])
         return (loss, outputs) if return_outputs else loss
 
-    def _of_this_rank(self, batches: MicroBatches, num_steps: int | None) -> MicroBatches:
+    def _of_this_rank(
+        self, batches: MicroBatches, num_steps: int | None, *, evaluated: bool = False
+    ) -> MicroBatches:
         if self.args.n_gpu > 1:
             raise ConfigError(
                 f"one process drives {self.args.n_gpu} GPUs (DataParallel), which would cut rows; "
@@ -402,7 +432,8 @@ class PackedTrainerMixin:
         if id(batches.dataset) not in self._checked:
             self.check_model(batches.dataset)
             self._checked = (*self._checked, id(batches.dataset))
-        mine = batches.of_rank(self.args.process_index, self.args.world_size, num_steps)
+        rank = (self.args.process_index, self.args.world_size)
+        mine = batches.evaluated(*rank) if evaluated else batches.of_rank(*rank, num_steps)
         balanced = getattr(self.model.config, "output_router_logits", False)
         mine.with_token_mask = balanced and LoadBalancing.of(self.model) is not None
         return mine

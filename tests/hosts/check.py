@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -244,6 +244,46 @@ def compare(known: dict[int, tuple[int, ...]], found: Findings, *, at_least: int
     assert all(known[number] == found.rows[number] for number in shared)
     assert not known or len(shared) >= at_least, "the runs have rows in common"
     known.update(found.rows)
+
+
+def check_evaluation(
+    recorded: list[dict[str, Any]], corpus: Corpus, sets: list[range]
+) -> tuple[Findings, list[float]]:
+    """Evaluations in which every document of every set counts alike.
+
+    Args:
+        recorded: of every rank; those of the last pipeline stage have losses.
+        sets: numbers of the documents of each, in the order in which they are evaluated.
+
+    Returns:
+        Findings, and the mean loss of each set, evaluation after evaluation.
+    """
+    found = Findings(calls=sum(len(rank["calls"]) for rank in recorded))
+    evaluations: dict[int, list[dict[str, Any]]] = {}
+    for rank in recorded:
+        steps = list(accumulate(call["training"] for call in rank["calls"]))
+        for step, call in zip(steps, rank["calls"], strict=True):
+            found.segments += len(call["cu_seqlens"]) - 1
+            found.problems += wrong(call, corpus.begins)
+            if not call["training"] and "losses" in call:
+                evaluations.setdefault(step, []).append(call)
+    means = []
+    for calls in evaluations.values():
+        masks, labels, losses = (
+            torch.cat([call[key].flatten() for call in calls]).double().numpy()
+            for key in ("loss_mask", "labels", "losses")
+        )
+        for documents in sets:
+            begins = corpus.begins[documents.start : documents.stop + 1]
+            mine = (masks > 0) & (begins[0] < labels) & (labels < begins[-1])
+            num_tokens = begins[-1] - begins[0]
+            times = np.bincount(labels[mine].astype(int) - begins[0], minlength=num_tokens)
+            expected = np.ones(num_tokens, int)
+            expected[begins[:-1] - begins[0]] = 0  # nothing predicts the first of a document
+            if not times.max() or not np.array_equal(times, times.max() * expected):
+                found.problems.append(f"{documents}: labels count {np.unique(times)} times")
+            means.append(float((losses * masks)[mine].mean()))
+    return found, means
 
 
 def check_program(found: Findings, corpus: Corpus, global_batch: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -14,12 +15,14 @@ from megapack.storage import IndexedDatasetBuilder
 BUCKETS = (32, 64, 128)
 WINDOW = 24  # of attention, tokens, in the first two steps of program.json
 NUM_WEB = 150
+NUM_FEW = 3
 MASKED = range(0, NUM_WEB, 2)  # documents of web that its third step and later ones do not show
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """Two sources, ``web`` and ``code``, and manifests: one source, a blend, a program."""
+    """Two sources, ``web`` and ``code``, and manifests: one source, a blend, a program; beside them
+    ``few``, the first documents of ``code``."""
 
     folder: Path
     begins: NDArray[np.int64]
@@ -44,6 +47,9 @@ def write_corpus(folder: Path) -> Corpus:
                 builder.add_document(np.arange(first, first + length))
                 begins.append(first)
                 first += int(length)
+    with IndexedDatasetBuilder(folder / "few", np.int32, overwrite=True) as builder:
+        for begin, end in pairwise(begins[NUM_WEB : NUM_WEB + NUM_FEW + 1]):
+            builder.add_document(np.arange(begin, end))
     np.save(folder / "masked.npy", np.array(MASKED))
     packing = {"buckets": BUCKETS, "rows_per_block": 12}
     blend = [

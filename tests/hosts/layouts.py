@@ -43,7 +43,8 @@ class Layout:
     ranks: int
     flags: str = ""
     data: str = "web.json"
-    """A manifest of corpus.py, ``list`` (weighted) or ``apart`` (a list per split)."""
+    """A manifest of corpus.py, ``list`` (weighted), ``apart`` (a list per split), ``few`` (a
+    small set for validation) or ``sets`` (that and a large one)."""
     rows: str = ""
     """Runs of one name have the same rows; else those with the same data."""
     train_iters: int = 4
@@ -133,6 +134,27 @@ LAYOUTS = (
 )
 
 
+FULL_VALIDATION = (
+    Layout(name="full validation of two sets", ranks=2, data="sets"),
+    Layout(
+        name="full validation of two sets, micro batch 2",
+        ranks=2,
+        data="sets",
+        flags="--micro-batch-size 2",
+        but=ONE_ROW_ONLY,
+    ),
+    Layout(name="full validation of two sets, --sft", ranks=2, data="sets", flags="--sft"),
+    Layout(
+        name="full validation of two sets, PP 2",
+        ranks=2,
+        data="sets",
+        flags="--pipeline-model-parallel-size 2",
+    ),
+    # The loader of 0.16 and 0.17 ends in the midst of the first evaluation, with any dataset.
+    Layout(name="full validation of one set, DP 3", ranks=3, data="few", since=(0, 18)),
+)
+
+
 def release_of(tree: Path) -> tuple[int, int]:
     """Major and minor number of a checkout."""
     text = (tree / "megatron" / "core" / "package_info.py").read_text()
@@ -156,6 +178,10 @@ def data_flags(corpus: Corpus, data: str) -> list[str]:
     if data == "apart":
         paths = ("--train-data-path", "0.7", web, "0.3", code)
         return [*cache, *paths, "--valid-data-path", code, "--test-data-path", "1", web, "1", code]
+    if data in ("few", "sets"):
+        few = [corpus.path("few")]
+        sets = few if data == "few" else [web, *few]
+        return [*cache, "--train-data-path", web, "--valid-data-path", *sets]
     blend = ["0.7", web, "0.3", code] if data == "list" else [corpus.path(data)]
     return [*cache, "--data-path", *blend, "--split", "90,10,0"]
 

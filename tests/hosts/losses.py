@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
+VALIDATION = re.compile(r" validation\S* loss at .*lm loss value: (\S+)")
 ITERATION = re.compile(
     r"iteration\s+(\d+)/.*consumed samples:\s+(\d+).*lm loss: (\S+) .*grad norm: (\S+) "
 )

@@ -16,10 +16,17 @@ import numpy as np
 import pytest
 
 from tests.hosts import matrix
-from tests.hosts.check import Findings, check_program, check_run, compare, load_ranks
-from tests.hosts.corpus import Corpus
-from tests.hosts.layouts import GLOBAL_BATCH, LAYOUTS, ROW, Host, Layout
-from tests.hosts.losses import iterations, wrong_losses
+from tests.hosts.check import (
+    Findings,
+    check_evaluation,
+    check_program,
+    check_run,
+    compare,
+    load_ranks,
+)
+from tests.hosts.corpus import NUM_FEW, NUM_WEB, Corpus
+from tests.hosts.layouts import FULL_VALIDATION, GLOBAL_BATCH, LAYOUTS, ROW, Host, Layout
+from tests.hosts.losses import VALIDATION, iterations, wrong_losses
 from tests.hosts.processes import trees_of
 
 TREES = trees_of("MEGATRON_LM")
@@ -116,6 +123,28 @@ def test_a_run_goes_on_with_other_ranks_and_micro_batches(
         assert found.rows.keys() == set(range(rows, until * GLOBAL_BATCH))
         compare(known.setdefault("web.json", {}), found, at_least=0)
         rows = until * GLOBAL_BATCH
+
+
+@pytest.mark.parametrize("layout", FULL_VALIDATION, ids=lambda layout: layout.name)
+def test_full_validation_is_the_documents_one_by_one(
+    layout: Layout, host: Host, corpus: Corpus, tmp_path: Path
+) -> None:
+    """Every label of a set counts alike, and what the host logs is the mean over them.
+
+    A host goes through a set as often as it takes micro batches per step (0.16: rows), as a whole.
+    """
+    if not layout.runs_on(host.release):
+        pytest.skip("not for this release")
+    sets = [range(NUM_WEB, NUM_WEB + NUM_FEW)]
+    flags = ["--full-validation"]
+    if layout.data == "sets":
+        sets, flags = [range(NUM_WEB), *sets], [*flags, "--multiple-validation-sets"]
+    log = host.run(layout, corpus, tmp_path / "records", *flags)
+    found, means = check_evaluation(load_ranks(tmp_path / "records"), corpus, sets)
+    note(host, layout.name, found)
+    assert not found.problems, "\n".join(found.problems[:20])
+    assert len(means) == 2 * len(sets), "after 3 steps of 4, and at the end"
+    assert [float(value) for value in VALIDATION.findall(log)] == pytest.approx(means, rel=2e-6)
 
 
 def test_context_parallelism_that_cuts_whole_rows_is_refused(

@@ -137,7 +137,7 @@ def test_weights_reach_hosts_whose_masks_are_floats_and_are_refused_by_others(
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_gathered_rows_and_windows_are_told_or_refused(name: str, tmp_path: Any) -> None:
+def test_dialects_tell_gathered_rows_and_windows_or_refuse_them(name: str, tmp_path: Any) -> None:
     dialect = DIALECTS[name]
     documents = make_dataset(tmp_path, [5, 9, 16, 3, 40, 1, 1, 7])
     lengths = np.array(documents.document_lengths)
@@ -156,7 +156,7 @@ def test_gathered_rows_and_windows_are_told_or_refused(name: str, tmp_path: Any)
         assert max(length for _, length in told.segments) <= (window or 8)
 
 
-def test_aligned_segments_are_told_by_two_lists_or_refused(tmp_path: Any) -> None:
+def test_dialects_tell_aligned_segments_by_two_lists_or_refuse_them(tmp_path: Any) -> None:
     documents = make_dataset(tmp_path, [5, 9, 3, 7])
     index = pack(np.array(documents.document_lengths), "bucket", buckets=(16,), seed=0, alignment=4)
     packed = PackedDataset(documents, index, alignment=4)

@@ -44,7 +44,7 @@ def recipe(**changes: Any) -> Recipe:
 LENGTHS = [5, 40, 16, 3, 9, 30]
 
 
-def test_the_second_opening_maps_the_file_of_the_first(tmp_path: Path) -> None:
+def test_index_is_built_once_and_mapped_when_it_is_opened_again(tmp_path: Path) -> None:
     dataset = make_dataset(tmp_path, LENGTHS)
     first = cached_index(dataset, recipe(), tmp_path / "cache")
     [path] = (tmp_path / "cache").iterdir()
@@ -68,17 +68,19 @@ def test_the_second_opening_maps_the_file_of_the_first(tmp_path: Path) -> None:
     ],
     ids=lambda change: next(iter(change)),
 )
-def test_every_field_of_a_recipe_names_another_file(change: dict[str, Any]) -> None:
+def test_recipe_names_another_file_by_every_field(change: dict[str, Any]) -> None:
     assert replace(recipe(), **change).digest("f") != recipe().digest("f")
     assert recipe().digest("g") != recipe().digest("f")
 
 
-def test_defaults_written_out_are_the_same_recipe() -> None:
+def test_recipe_with_defaults_written_out_is_the_same() -> None:
     written_out = recipe(parameters={"promote": "auto"})
     assert written_out.digest("f") == recipe().digest("f")
 
 
-def test_tokenizing_again_in_place_is_noticed_and_touching_the_file_is_not(tmp_path: Path) -> None:
+def test_index_of_documents_written_anew_is_another(
+    tmp_path: Path,
+) -> None:
     cached_index(make_dataset(tmp_path, LENGTHS), recipe(), tmp_path / "cache")
     cached_index(make_dataset(tmp_path, LENGTHS), recipe(), tmp_path / "cache")
     assert len(list((tmp_path / "cache").iterdir())) == 1
@@ -86,7 +88,7 @@ def test_tokenizing_again_in_place_is_noticed_and_touching_the_file_is_not(tmp_p
     assert len(list((tmp_path / "cache").iterdir())) == 2
 
 
-def test_a_range_holds_its_documents_under_their_own_numbers(tmp_path: Path) -> None:
+def test_index_of_a_range_holds_its_documents_under_their_own_numbers(tmp_path: Path) -> None:
     dataset = make_dataset(tmp_path, LENGTHS)
     train = build_index(dataset, recipe(end=4))
     valid = build_index(dataset, recipe(begin=4))
@@ -100,7 +102,7 @@ def test_a_range_holds_its_documents_under_their_own_numbers(tmp_path: Path) -> 
     align=st.sampled_from([2, 4, 8]),
     strategy=st.sampled_from(["bucket", "bucket_naive", "concat"]),
 )
-def test_aligned_samples_hold_every_token_once_with_room_for_every_segment(
+def test_index_with_alignment_holds_every_token_once_with_room_for_every_segment(
     tmp_path_factory: pytest.TempPathFactory, lengths: list[int], align: int, strategy: str
 ) -> None:
     dataset = make_dataset(tmp_path_factory.mktemp("aligned"), lengths)
@@ -146,7 +148,7 @@ def _open_in_rank(
 
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("node_local", [False, True], ids=["shared", "node_local"])
-def test_one_process_of_the_storage_builds_and_all_see_the_same(
+def test_index_is_built_by_one_process_of_the_storage_and_seen_by_all(
     tmp_path: Path, free_port: int, node_local: bool
 ) -> None:
     make_dataset(tmp_path, LENGTHS)
@@ -159,7 +161,7 @@ def test_one_process_of_the_storage_builds_and_all_see_the_same(
         assert builders == [0]
 
 
-def test_a_rank_that_waits_in_vain_says_for_what(
+def test_rank_that_waits_in_vain_says_for_what(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(index_cache, "is_first_rank", lambda: False)
@@ -169,7 +171,7 @@ def test_a_rank_that_waits_in_vain_says_for_what(
     assert not (tmp_path / "cache").exists()
 
 
-def test_a_build_that_fails_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_build_that_fails_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*args: Any, **kwargs: Any) -> None:
         raise OSError(28, "No space left on device")
 
@@ -179,7 +181,7 @@ def test_a_build_that_fails_leaves_no_file(tmp_path: Path, monkeypatch: pytest.M
     assert list((tmp_path / "cache").iterdir()) == []
 
 
-def test_the_offline_command_builds_what_a_run_then_finds(
+def test_index_command_builds_what_a_run_then_finds(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     dataset = make_dataset(tmp_path, LENGTHS * 20)

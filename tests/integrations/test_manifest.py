@@ -10,13 +10,13 @@ from megapack.errors import ConfigError
 from megapack.integrations.manifest import Manifest, Source, default_buckets
 
 
-def test_a_plain_prefix_is_a_manifest_with_defaults() -> None:
+def test_manifest_of_a_prefix_has_defaults() -> None:
     manifest = Manifest.read("data/web_text_document")
     assert manifest == Manifest(sources=(Source(prefix="data/web_text_document"),))
 
 
 @pytest.mark.parametrize("suffix", ["json", "yaml"])
-def test_prefixes_in_a_manifest_file_are_relative_to_it(tmp_path: Path, suffix: str) -> None:
+def test_manifest_file_has_prefixes_relative_to_it(tmp_path: Path, suffix: str) -> None:
     path = tmp_path / f"mix.{suffix}"
     path.write_text(
         '{"sources": [{"prefix": "a", "weight": 3}, {"prefix": "/b", "weight": 1, "labels": "c"}],'
@@ -29,7 +29,7 @@ def test_prefixes_in_a_manifest_file_are_relative_to_it(tmp_path: Path, suffix: 
     assert manifest.cache_directory == str(tmp_path / "cache")
 
 
-def test_json_text_makes_the_round_trip_through_a_data_path() -> None:
+def test_manifest_as_text_makes_the_round_trip_through_a_data_path() -> None:
     manifest = Manifest.of_blend(["a", "b", "off"], [0.7, 0.3, 0.0])
     assert [source.prefix for source in manifest.sources] == ["a", "b"]
     assert Manifest.read(manifest.to_json()) == manifest
@@ -47,12 +47,12 @@ def test_json_text_makes_the_round_trip_through_a_data_path() -> None:
         ('{"sources": ', "not valid JSON"),
     ],
 )
-def test_a_wrong_manifest_names_its_fault(text: str, message: str) -> None:
+def test_manifest_that_is_wrong_names_its_fault(text: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         Manifest.read(text)
 
 
-def test_a_manifest_inside_a_blend_is_refused() -> None:
+def test_manifest_inside_a_blend_is_refused() -> None:
     with pytest.raises(ConfigError, match="manifest inside a blend"):
         Manifest.of_blend(["a", "mix.json"], [0.5, 0.5])
 

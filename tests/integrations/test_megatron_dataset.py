@@ -117,6 +117,8 @@ def test_one_epoch_without_a_size_and_splits_without_common_documents(
     for part, index in zip((train, valid), indices, strict=True):
         assert len(part) * ROW >= int(index.segment_length.sum())
         assert len(part) % GLOBAL_BATCH == 0
+    samples = [sample for i in range(len(valid)) for sample in valid.rows.samples_of(i).tolist()]
+    assert sorted(samples) == list(range(indices[1].num_samples)), "each once, in validation"
 
 
 def test_validation_has_the_documents_that_the_stock_dataset_validates_on(

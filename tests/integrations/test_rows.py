@@ -96,7 +96,7 @@ def test_stages_count_blocks_and_leave_the_rows_before_them(
     assert all(torch.equal(again[300][key], value) for key, value in full[300].items())
 
 
-def test_a_part_for_validation_has_no_stages(corpus: IndexedDataset, tmp_path: Path) -> None:
+def test_rows_for_validation_have_no_stages(corpus: IndexedDataset, tmp_path: Path) -> None:
     join = Stage(from_step=10, weights={"code": 1})
     rows = staged(corpus, tmp_path, join, split=(0.9, 1.0))
     assert rows.packed.samples.names == ["web"] and len(rows.schedule.stages) == 1
@@ -105,13 +105,13 @@ def test_a_part_for_validation_has_no_stages(corpus: IndexedDataset, tmp_path: P
 @pytest.mark.parametrize(
     "change", [{"tokens_per_step": 64}, {"mix": "micro_step", "micro_step_tokens": 64}]
 )
-def test_a_stage_that_changes_what_the_host_decides_is_refused(change: dict[str, Any]) -> None:
+def test_stage_that_changes_what_the_host_decides_is_refused(change: dict[str, Any]) -> None:
     names = ", ".join(change)
     with pytest.raises(ConfigError, match=f"from step 5 has {names}, which is the host's to say"):
         Manifest(sources=(Source(prefix="x"),), stages=(Stage(from_step=5, **change),))
 
 
-def test_an_attention_window_cuts_boundaries_and_changes_nothing_else(
+def test_attention_window_cuts_boundaries_and_changes_nothing_else(
     corpus: IndexedDataset,
 ) -> None:
     """From the block on at which a stage has one, and not in the rows of an evaluation."""
@@ -147,7 +147,7 @@ def segments_of(row: dict[str, torch.Tensor]) -> list[tuple[int, int]]:
     return list(itertools.pairwise(bounds))
 
 
-def test_a_row_holds_whole_samples_with_labels_and_positions_inside_documents(
+def test_rows_hold_whole_samples_with_labels_and_positions_inside_documents(
     corpus: IndexedDataset,
 ) -> None:
     rows = rows_of(corpus)
@@ -189,7 +189,7 @@ def test_a_row_holds_whole_samples_with_labels_and_positions_inside_documents(
     micro_batch=st.sampled_from([1, 2, 4, 8]),
     consumed_blocks=st.integers(0, 5),
 )
-def test_consecutive_rows_of_all_ranks_are_of_one_bucket(
+def test_rows_of_all_ranks_are_of_one_bucket_in_turn(
     corpus: IndexedDataset, data_parallel: int, micro_batch: int, consumed_blocks: int
 ) -> None:
     at_once = data_parallel * micro_batch
@@ -214,7 +214,7 @@ def test_rows_do_not_depend_on_how_many_are_asked_for_or_in_which_order(
         few[40]
 
 
-def test_a_block_of_rows_is_a_step_of_the_schedule_that_other_trainers_run(
+def test_block_of_rows_is_a_step_of_the_schedule_that_other_trainers_run(
     corpus: IndexedDataset,
 ) -> None:
     rows = rows_of(corpus)
@@ -228,7 +228,7 @@ def test_a_block_of_rows_is_a_step_of_the_schedule_that_other_trainers_run(
         assert sorted(np.concatenate(mine)) == sorted(schedule.step(step).sample_ids)
 
 
-def test_several_rows_at_once_are_the_same_rows(corpus: IndexedDataset) -> None:
+def test_rows_gathered_at_once_are_the_same_rows(corpus: IndexedDataset) -> None:
     rows = rows_of(corpus)
     numbers = [3, 4, 15, 16, 2]
     for row, number in zip(rows.__getitems__(numbers), numbers, strict=True):
@@ -244,7 +244,7 @@ def test_several_rows_at_once_are_the_same_rows(corpus: IndexedDataset) -> None:
     }
 
 
-def test_exact_boundaries_end_with_the_row(corpus: IndexedDataset) -> None:
+def test_boundaries_that_are_exact_end_with_the_row(corpus: IndexedDataset) -> None:
     rows = rows_of(corpus, replace(OPTIONS, cu_seqlens="exact"))
     padded = rows_of(corpus)
     for number in range(20):
@@ -259,7 +259,7 @@ def test_rows_survive_pickling_for_spawned_workers(corpus: IndexedDataset) -> No
     assert all(torch.equal(again[11][key], value) for key, value in rows[11].items())
 
 
-def test_aligned_segments_start_at_multiples_and_boundaries_count_both_ways(
+def test_segments_that_are_aligned_start_at_multiples_and_count_both_ways(
     corpus: IndexedDataset,
 ) -> None:
     rows = rows_of(corpus, replace(OPTIONS, align=4, cu_seqlens="exact"))
@@ -289,7 +289,7 @@ def test_dealing_evens_out_the_work_of_rows_and_puts_the_heaviest_first() -> Non
     assert single[0, 0] == 500 + int(np.argmax(costs))
 
 
-def test_a_blend_gives_sources_their_share_inside_every_bucket(
+def test_blend_gives_sources_their_share_inside_every_bucket(
     tmp_path: Path, corpus: IndexedDataset
 ) -> None:
     other = make_dataset(tmp_path, np.random.default_rng(5).integers(5, 60, 400).tolist())
@@ -358,7 +358,7 @@ def test_labels_of_every_source_of_a_blend_are_its_own(
     assert labelled.count(True) == labelled.count(False) == 20
 
 
-def test_one_manifest_serves_training_and_hosts_and_a_named_index_is_not_packed_again(
+def test_manifest_serves_training_and_hosts_and_its_index_is_not_packed_again(
     corpus: IndexedDataset, tmp_path: Path
 ) -> None:
     index = pack(corpus.document_lengths, "bucket", buckets=[16, 32, 64], seed=OPTIONS.seed)

@@ -66,7 +66,7 @@ def test_broadcasts_of_other_keys_pass_unchanged() -> None:
     assert segments.current() is None
 
 
-def test_a_batch_whose_boundaries_no_attention_asked_for_is_an_error(
+def test_batch_whose_boundaries_no_attention_asked_for_is_an_error(
     in_flight: segments.CurrentBatch,
 ) -> None:
     """As where a host bound flash-attn's name before it was wrapped, or computes without it."""
@@ -80,7 +80,7 @@ def test_a_batch_whose_boundaries_no_attention_asked_for_is_an_error(
     broadcast(["text"], collated(ROWS), torch.int64)
 
 
-def test_a_batch_without_labels_is_an_error_and_not_a_nan() -> None:
+def test_batch_without_labels_is_an_error_and_not_a_nan() -> None:
     batch = collated(ROWS)
     batch[segments.MASK] *= 0
     with pytest.raises(ConfigError, match="a micro batch has no label"):

@@ -49,12 +49,12 @@ def test_rows_of_a_shard_manifest(shards: str, tmp_path: Path) -> None:
     assert np.isin(np.unique(tokens), seen).all()
 
 
-def test_a_blend_of_shard_manifests_and_prefixes(shards: str) -> None:
+def test_rows_of_a_blend_of_shard_manifests_and_prefixes(shards: str) -> None:
     manifest = Manifest.of_blend([shards, "b"], [0.5, 0.5])
     assert [source.title for source in manifest.sources] == [shards, "b"]
     assert Manifest.read(manifest.to_json()) == manifest
 
 
-def test_a_part_of_its_documents_is_refused(shards: str) -> None:
+def test_rows_of_a_part_of_a_shard_manifest_are_refused(shards: str) -> None:
     with pytest.raises(ConfigError, match=r"names index .*shards\.json, which has all its docum"):
         rows_of(shards, split=(0.0, 0.9))

@@ -68,7 +68,7 @@ def test_text_and_label_shift_into_tokens_and_labels(corpus: IndexedDataset) -> 
         assert int(sample["text"].min()) >= 0 and int(sample["label"][0]) == -100
 
 
-def test_without_a_label_key_the_mask_covers_what_the_shift_gets_wrong(
+def test_text_without_labels_has_a_mask_that_covers_what_the_shift_gets_wrong(
     corpus: IndexedDataset,
 ) -> None:
     rows = build_text_rows(
@@ -93,7 +93,7 @@ def test_without_a_label_key_the_mask_covers_what_the_shift_gets_wrong(
     assert 32 < wrong < 128, "only segments that end inside their document lose their last label"
 
 
-def test_a_window_needs_a_host_that_is_handed_boundaries(corpus: IndexedDataset) -> None:
+def test_attention_window_needs_a_host_that_is_handed_boundaries(corpus: IndexedDataset) -> None:
     cut = replace(manifest(corpus.prefix), attention_window=8)
     how: dict[str, Any] = {"split": (0.0, 1.0), "num_rows": 8, "with_labels": False}
     with pytest.raises(
@@ -105,7 +105,7 @@ def test_a_window_needs_a_host_that_is_handed_boundaries(corpus: IndexedDataset)
     assert all(int(rows[i][SIDE_KEYS[0]].diff().max()) <= 8 for i in range(8))
 
 
-def test_chosen_labels_mask_what_is_not_to_be_learned(
+def test_labels_that_are_chosen_mask_what_is_not_to_be_learned(
     corpus: IndexedDataset, tmp_path: Path
 ) -> None:
     with IndexedDatasetBuilder(tmp_path / "labels", np.int32, allow_negative=True) as builder:

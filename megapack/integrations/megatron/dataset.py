@@ -61,7 +61,8 @@ class PackedGPTDataset(MegatronDataset):  # type: ignore[misc]  # megatron-core 
         dataset: ``build_low_level_dataset(dataset_path, config)``.
         dataset_path: for bookkeeping.
         indices: the split, consecutive units of ``SPLIT_UNITS``; None: all of it.
-        num_samples: rows to offer; None: one epoch.
+        num_samples: rows to offer; None: one epoch, outside of training (``--full-validation``)
+            every document once and then rows without loss.
         index_split: train, valid or test.
         config: GPTDatasetConfig of any release from 0.16.
 
@@ -85,13 +86,16 @@ class PackedGPTDataset(MegatronDataset):  # type: ignore[misc]  # megatron-core 
         self.key = new_key(self)
         self.rows: RowDataset | None = None
         if num_samples != 0:
-            sizes = batch_sizes(evaluation=index_split is not Split.train)
+            evaluation = index_split is not Split.train
+            finite = evaluation and num_samples is None
+            sizes = batch_sizes(evaluation=evaluation)
             self.rows = open_rows(
                 dataset.manifest,
                 dataset.datasets,
-                row_options(dataset.manifest, config, sizes),
+                row_options(dataset.manifest, config, sizes, finite=finite),
                 split=_fractions(indices),
                 num_rows=num_samples,
+                finite=finite,
                 cache_directory=config.path_to_cache,
             )
             if sizes is not None:
@@ -148,11 +152,15 @@ def _fractions(indices: NDArray[np.int32] | None) -> tuple[float, float]:
     return int(indices[0]) / SPLIT_UNITS, (int(indices[-1]) + 1) / SPLIT_UNITS
 
 
-def row_options(manifest: Manifest, config: Any, sizes: BatchSizes | None) -> RowOptions:
-    """What Megatron's configuration and the batch sizes of a split ask of its rows."""
+def row_options(
+    manifest: Manifest, config: Any, sizes: BatchSizes | None, *, finite: bool = False
+) -> RowOptions:
+    """What Megatron's configuration and the batch sizes of a split ask of its rows; the blocks of
+    a finite set are no larger than they must be, since its last ones have empty rows."""
+    at_once = sizes.rows_at_once if finite and sizes is not None else None
     return RowOptions(
         sequence_length=config.sequence_length,
-        rows_per_block=manifest.rows_per_block or _rows_per_block(sizes),
+        rows_per_block=at_once or manifest.rows_per_block or _rows_per_block(sizes),
         seed=config.random_seed,
         align=context_parallel_alignment(config),
         cu_seqlens=_cu_seqlens_format(manifest, sizes),

@@ -11,13 +11,13 @@ import functools
 import importlib
 from collections.abc import Callable
 from types import ModuleType
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from megatron.core import parallel_state
 
 from megapack.errors import ConfigError
 from megapack.integrations.megatron.dataset import PackedDatasetBuilder, PackedGPTDataset
-from megapack.integrations.megatron.host import HOST, version
+from megapack.integrations.megatron.host import HOST, script_arguments, version
 from megapack.integrations.rebinding import Rebinding
 
 __all__ = ["install", "needs_own_get_batch", "uninstall"]
@@ -76,6 +76,10 @@ def install(*, own_get_batch: OwnGetBatch = "auto") -> None:
                 f"{HOST} has no module {module_name}, from where its scripts imported {class_name} "
                 "until now: megapack does not know this release"
             )
+    loop = _import_if_present(f"{TRAINING}.training")
+    if loop is not None:
+        for name, wrap in (("evaluate", _restores_sft), ("get_forward_backward_func", _adds_up)):
+            _rebinding.replace(loop, name, wrap(getattr(loop, name)))
     builder = importlib.import_module("megatron.core.datasets.blended_megatron_dataset_builder")
     _rebinding.replace(builder, "BlendedMegatronDatasetBuilder", PackedDatasetBuilder)
     if own_get_batch == "no":
@@ -131,6 +135,47 @@ def _with_own_get_batch(stock: Callable[..., Any]) -> Callable[..., Any]:
         return stock(*args, **kwargs)
 
     return pretrain
+
+
+# With --sft evaluate() takes the mean of every micro batch and of these the mean, and those at the
+# end of a finite set have no label; without it losses and labels are added up. The flag is read
+# after each step: there it is off in a full validation.
+
+
+def _restores_sft(stock: Callable[..., Any]) -> Callable[..., Any]:
+    """``evaluate`` that leaves the flag as it was."""
+
+    @functools.wraps(stock)
+    def evaluate(*args: Any, **kwargs: Any) -> Any:
+        script: Any = script_arguments()
+        sft = getattr(script, "sft", False)
+        try:
+            return stock(*args, **kwargs)
+        finally:
+            if sft:
+                script.sft = sft
+
+    return evaluate
+
+
+def _adds_up(stock: Callable[..., Any]) -> Callable[..., Any]:
+    """``get_forward_backward_func`` whose steps see the flag, and whose caller does not."""
+
+    @functools.wraps(stock)
+    def get_forward_backward_func(*args: Any, **kwargs: Any) -> Any:
+        run, script = stock(*args, **kwargs), cast(Any, script_arguments())
+        if not (getattr(script, "sft", False) and getattr(script, "full_validation", False)):
+            return run
+
+        def forward_backward(*args: Any, forward_only: bool = False, **kwargs: Any) -> Any:
+            script.sft = True
+            losses = run(*args, forward_only=forward_only, **kwargs)
+            script.sft = not forward_only
+            return losses
+
+        return forward_backward
+
+    return get_forward_backward_func
 
 
 def _take_hybrid_script() -> None:
