@@ -165,6 +165,17 @@ def test_what_may_pass_is_tried_again_within_a_limit_that_is_said(
     assert record.message.endswith("it is tried again, for 1 s (MEGAPACK_RETRY_SECONDS)")
 
 
+def test_a_pause_ends_with_the_limit(answers: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else whoever waits for the request loses patience before the client says what failed."""
+    monkeypatch.setenv("MEGAPACK_RETRY_SECONDS", "0.2")
+    monkeypatch.setattr("megapack.storage.remote.client.random.uniform", lambda *ends: ends[1])
+    monkeypatch.setattr("megapack.storage.remote.client.FIRST_PAUSE", 1e6)
+    Answers.status = 503
+    with pytest.raises(ConnectionError, match="could not be read"):
+        find_object(f"{answers}/docs.idx")
+    assert Answers.requests >= 2, "not tried again when the time was up"
+
+
 @pytest.mark.parametrize("text", ["0", "-1", "nan", "inf", "soon"])
 def test_a_limit_that_cannot_be_is_refused(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MEGAPACK_RETRY_SECONDS", text)

@@ -134,10 +134,9 @@ def test_a_store_that_stalls_for_ever_ends_the_run_and_names_the_block(
 ) -> None:
     address = put_dataset(tmp_path / "docs")
     far = PackedDataset(address, f"{address}.samples")
-    monkeypatch.setattr(pool, "STALLED_RETRIES", 1)
-    monkeypatch.setenv("MEGAPACK_RETRY_SECONDS", "0.5")
+    monkeypatch.setattr(pool, "STALLED_RETRIES", 0.01)  # of 210 seconds
     line.latency = 8.0  # beyond the limit, below what a request may take
-    with pytest.raises(TimeoutError, match=rf"nothing came .*limit 0.* block \d+ .*{address}\.bin"):
+    with pytest.raises(TimeoutError, match=rf"nothing came .*limit 2.* block \d+ .*{address}\.bin"):
         far[0]
 
 
