@@ -187,9 +187,7 @@ def outputs(folder: Path) -> dict[str, str]:
     return result
 
 
-def test_outputs_are_those_of_the_reference_commit(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_outputs_are_the_reference(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     peer("torch")
     found = outputs(tmp_path)
     capsys.readouterr()

@@ -169,9 +169,7 @@ def test_a_file_name_that_is_no_unicode_is_shown_with_escapes() -> None:
 
 @pytest.mark.parametrize("strategy", sorted(STRATEGIES))
 @pytest.mark.parametrize("lengths", [[2**62] * 4, [2**62, 1], [2**63 - 1] * 3])
-def test_totals_past_64_bits_are_refused_before_anything_is_packed(
-    strategy: str, lengths: list[int]
-) -> None:
+def test_totals_past_64_bits_are_refused_first(strategy: str, lengths: list[int]) -> None:
     with pytest.raises(DataError, match=r"more than 2\^62 tokens in all"):
         pack(lengths, strategy, buckets=4096)
 
@@ -340,7 +338,7 @@ def test_a_sound_index_is_gathered() -> None:
         ([0, 10, 17, 25], 2, "sequence 3 begins at byte 25, inside of a token of 2 bytes"),
     ],
 )
-def test_pointers_that_the_reader_refuses_are_refused_by_the_gather(
+def test_refused_pointers_are_refused_by_gather(
     pointers: list[int], document: int, message: str
 ) -> None:
     idx = _idx(SOUND[0], pointers, SOUND[2])

@@ -51,9 +51,7 @@ def test_flash3_never_serves_alibi() -> None:
         choose_backend(_needs(alibi=True), "flash3")
 
 
-def test_an_old_flash_attn_is_refused_before_its_arguments_are(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_old_flash_attn_is_refused_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     package = tmp_path / "flash_attn"
     package.mkdir()
     (package / "__init__.py").touch()
@@ -85,9 +83,7 @@ def test_an_old_flash_attn_is_refused_before_its_arguments_are(
         ({"window": -1}, "0 \\(off\\) or more"),
     ],
 )
-def test_a_call_that_cannot_be_honoured_is_refused(
-    changes: dict[str, object], message: str
-) -> None:
+def test_call_that_no_backend_honours_is_refused(changes: dict[str, object], message: str) -> None:
     arguments: dict[str, object] = {
         "query": torch.zeros(4, 4, 8),
         "key": torch.zeros(4, 2, 8),

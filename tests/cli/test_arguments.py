@@ -46,16 +46,14 @@ def reader_of_one() -> argparse.ArgumentParser:
     ],
     ids=" ".join,
 )
-def test_datasets_are_named_with_or_without_the_option(
-    reader_of_many: argparse.ArgumentParser, words: list[str]
-) -> None:
+def test_datasets_need_no_option(reader_of_many: argparse.ArgumentParser, words: list[str]) -> None:
     assert reader_of_many.parse_args(words).prefixes == ["a", "b"]
 
 
 @pytest.mark.parametrize(
     "words", [["a"], ["--data-prefix", "a"], ["--overwrite", "a"], ["a.idx", "--overwrite"]]
 )
-def test_one_dataset_is_named_with_or_without_the_option(
+def test_one_dataset_needs_no_option(
     reader_of_one: argparse.ArgumentParser, words: list[str]
 ) -> None:
     assert reader_of_one.parse_args(words).prefix == "a"
@@ -112,9 +110,7 @@ def test_capacities_are_sorted() -> None:
         *((arguments.positive, text) for text in ("0", "-1", "1.5", "")),
     ],
 )
-def test_a_wrong_value_is_named_with_what_would_be_right(
-    parse: Callable[[str], object], text: str
-) -> None:
+def test_wrong_value_is_named_with_right_ones(parse: Callable[[str], object], text: str) -> None:
     with pytest.raises(argparse.ArgumentTypeError, match="is not"):
         parse(text)
 

@@ -31,9 +31,7 @@ def corpus(tmp_path: Path) -> Path:
     return prefix
 
 
-def test_a_dataset_is_described_by_its_own_numbers(
-    corpus: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_dataset_tells_its_own_numbers(corpus: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["inspect", str(corpus), "--json"]) == 0
     facts = json.loads(capsys.readouterr().out)
     lengths = [len(text) + 1 for text in TEXTS]
@@ -43,9 +41,7 @@ def test_a_dataset_is_described_by_its_own_numbers(
     assert sum(facts["documents_up_to_power_of_two"].values()) == len(TEXTS)
 
 
-def test_an_index_is_described_by_its_own_metrics(
-    corpus: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_index_tells_its_own_metrics(corpus: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["inspect", f"{corpus}.samples", "--json"]) == 0
     facts = json.loads(capsys.readouterr().out)
     assert facts["strategy"] == "bucket"
@@ -54,16 +50,12 @@ def test_an_index_is_described_by_its_own_metrics(
 
 
 @pytest.mark.parametrize("suffix", ["", ".samples"])
-def test_tables_for_people_are_printed(
-    corpus: Path, suffix: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_tables_are_printed(corpus: Path, suffix: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["inspect", f"{corpus}{suffix}"]) == 0
     assert "documents" in capsys.readouterr().out
 
 
-def test_every_document_appears_with_its_text_in_some_sample(
-    corpus: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_every_document_is_in_some_sample(corpus: Path, capsys: pytest.CaptureFixture[str]) -> None:
     shown = ""
     for sample in range(SampleIndex.load(f"{corpus}.samples").num_samples):
         command = ["inspect", f"{corpus}.samples", "--sample", str(sample), "--tokenizer", "bytes"]
@@ -119,9 +111,7 @@ def test_chosen_labels_are_shown_as_training_sees_them(
     assert 0 < seen < dataset.num_tokens - len(TEXTS)
 
 
-def test_labels_of_other_documents_are_refused(
-    corpus: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_foreign_labels_are_refused(corpus: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with IndexedDatasetBuilder(f"{corpus}.labels", dtype=np.int32) as builder:
         builder.add_document([1, 2, 3])
     assert main(["inspect", f"{corpus}.samples", "--sample", "0"]) == 1
@@ -158,7 +148,7 @@ def test_another_tokenizer_than_the_one_that_made_the_dataset_is_refused(
     assert message in said
 
 
-def test_a_recorded_command_stays_one_line_on_a_pipe(
+def test_command_stays_one_line_on_a_pipe(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """As in ``inspect corpus | grep command``; markup of the terminal is text like any other."""
@@ -170,9 +160,7 @@ def test_a_recorded_command_stays_one_line_on_a_pipe(
     assert f"command: {command}" in capsys.readouterr().out.splitlines()
 
 
-def test_several_things_are_inspected_in_one_call(
-    corpus: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_several_paths_are_inspected(corpus: Path, capsys: pytest.CaptureFixture[str]) -> None:
     command = ["inspect", f"{corpus}.samples", "--data-prefix", str(corpus), "--json"]
     assert main(command) == 0
     index, dataset = json.loads(capsys.readouterr().out)
@@ -202,7 +190,7 @@ def test_a_wrong_request_says_what_is_wrong(
     assert message in capsys.readouterr().err
 
 
-def test_an_index_of_another_dataset_is_refused(
+def test_foreign_index_is_refused(
     corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with IndexedDatasetBuilder(tmp_path / "other", dtype=np.uint16) as builder:

@@ -27,9 +27,7 @@ def test_an_unknown_command_names_the_nearest_one(capsys: pytest.CaptureFixture[
 
 
 @pytest.mark.parametrize("name", sorted(COMMANDS))
-def test_help_of_every_command_teaches_with_an_example(
-    name: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_help_of_every_command_has_examples(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as leaving:
         main([name, "--help"])
     assert leaving.value.code == 0
@@ -73,7 +71,7 @@ def test_it_runs_as_a_program() -> None:
 )
 @pytest.mark.parametrize("both", [False, True])
 @pytest.mark.parametrize("unbuffered", ["", "1"])
-def test_a_reader_that_leaves_early_is_no_error(
+def test_early_reader_is_fine(
     tmp_path: Path, arguments: list[str], both: bool, unbuffered: str
 ) -> None:
     """As in ``megapack-build inspect ... | head -3``."""
@@ -94,7 +92,7 @@ def test_a_reader_that_leaves_early_is_no_error(
     assert (done.returncode, done.stderr or "") == (141, "")
 
 
-def test_a_broken_pipe_that_is_not_the_output_is_an_error(
+def test_other_pipe_breaks(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def broken(args: object) -> int:
@@ -130,7 +128,7 @@ def test_an_interrupt_while_a_command_is_imported_is_one_line(module: str) -> No
     assert (done.returncode, done.stderr) == (130, "megapack-build: interrupted\n")
 
 
-def test_a_name_that_is_not_utf_8_is_refused_before_any_work(
+def test_name_not_utf_8_is_refused_first(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """It was met when metadata was written, hours later."""

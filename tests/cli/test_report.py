@@ -64,7 +64,7 @@ def test_sizes_are_exact_where_a_float_is_not() -> None:
 @pytest.mark.parametrize(
     "text", ["", "M", "1.5.5M", "-1", "1e9", "64X", "0x10", "nan", "1,000", True]
 )
-def test_what_is_no_size_is_refused_with_one_that_is(
+def test_wrong_size_is_refused_with_a_right_one(
     text: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(ConfigError, match=r"is not a size; write 4096, 64M or 1\.5G"):

@@ -46,9 +46,7 @@ def ask(capsys: pytest.CaptureFixture[str], source: Path, *words: str) -> Any:
 OPTIONS = ("--data-parallel", "4", "--max-tokens", str(CAP), "--linear-length", "50")
 
 
-def test_lengths_in_every_form_are_the_same_steps(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_lengths_of_every_form_are_alike(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = [
         ask(capsys, folder / name, *OPTIONS) for name in ("lengths.npy", "lengths.txt", "corpus")
     ]
@@ -58,9 +56,7 @@ def test_lengths_in_every_form_are_the_same_steps(
     assert cut["documents"] > 0 and cut != found[0]
 
 
-def test_table_is_what_the_simulation_says(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_table_is_the_simulation(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ("--documents-per-step", "150", "--pipeline", "2", "--barrier", "step", "--steps", "2")
     found = ask(capsys, folder / "lengths.npy", *OPTIONS, *words)
     assert found["documents"] == 300 and found["steps"] == 2
@@ -87,27 +83,21 @@ def test_table_is_what_the_simulation_says(
         )
 
 
-def test_default_step_fills_eight_micro_batches(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_default_step_is_eight_batches(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = ask(capsys, folder / "lengths.npy", *OPTIONS)
     plain = found["dealings"][0]
     assert plain["dealing"].startswith("plan_step") and 8 <= plain["micro_batches"] <= 9
     assert plain["over"] == plain["empty"] == 0
 
 
-def test_documents_beyond_what_ranks_hold_are_cut_and_counted(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_documents_too_long_are_cut(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["simulate", str(folder / "lengths.npy"), "--data-parallel", "4", "--max-tokens", "100"]
     assert main([*words, "--context", "4"]) == 0
     cut = int((LENGTHS > 400).sum())
     assert f"{cut} documents of more than 400 tokens cut there" in capsys.readouterr().err
 
 
-def test_run_is_replayed_as_training_deals_it(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_run_is_replayed_as_dealt(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     peer("torch")  # which megapack.data needs
     from megapack.config import load_config  # noqa: PLC0415
     from megapack.data.run import open_run  # noqa: PLC0415
@@ -132,9 +122,7 @@ def test_run_is_replayed_as_training_deals_it(
     assert planned["dealing"].startswith("plan_step") and planned["extra_%"] == 0
 
 
-def test_samples_that_ranks_share_are_replayed_on_groups(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_shared_samples_run_on_groups(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     peer("torch")
     words = ["--data-parallel", "2", "--context", "2", "--set", "data.micro_batch_tokens=512"]
     words += ["--set", "engine.sequence_parallel_size=2", "--exchange-length", "1000000"]

@@ -44,7 +44,7 @@ def test_text_becomes_a_dataset_and_the_report_says_what_it_holds(
     assert "nothing to do" in capsys.readouterr().out
 
 
-def test_a_dry_run_says_what_would_be_done_and_writes_nothing(
+def test_dry_run_writes_not(
     tmp_path: Path, corpus: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     prefix = tmp_path / "not" / "yet" / "out"
@@ -82,7 +82,7 @@ def test_a_dry_run_says_what_would_be_done_and_writes_nothing(
     )
 
 
-def test_a_split_says_what_each_part_holds(
+def test_split_tells_parts(
     tmp_path: Path, corpus: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert tokenize(corpus, tmp_path / "out", "--split", "50,25,25") == 0
@@ -92,9 +92,7 @@ def test_a_split_says_what_each_part_holds(
         assert f"out_{name}.idx: {documents} documents, {tokens:,} tokens" in out
 
 
-def test_json_keys_make_the_datasets_that_megatron_would_make_of_them(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_keys_make_megatrons_datasets(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     corpus = tmp_path / "x.jsonl"
     records = [{"text": f"body {i}", "title": f"title {i}"} for i in range(20)]
     corpus.write_text("".join(json.dumps(record) + "\n" for record in records))
@@ -174,9 +172,7 @@ def test_an_end_token_may_be_named_by_its_id(tmp_path: Path, corpus: Path) -> No
     assert tokenize(corpus, tmp_path / "o", "--append-eod", "--eod-token", "259") == 2
 
 
-def test_skipped_documents_are_reported_with_their_places(
-    tmp_path: Path, corpus: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_skips_are_placed(tmp_path: Path, corpus: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with corpus.open("a") as file:
         file.write("not json\n{}\n")
     assert tokenize(corpus, tmp_path / "out") == 1
@@ -215,9 +211,7 @@ def test_bad_input_is_one_line_of_error_and_no_file(tmp_path: Path, content: byt
     assert [path.name for path in tmp_path.glob("out*")] in ([], ["out.build"])
 
 
-def test_wrong_arguments_are_named(
-    tmp_path: Path, corpus: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_wrong_arguments(tmp_path: Path, corpus: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for more, status, message in (
         (("--input", str(tmp_path / "gone.jsonl")), 1, "No such file"),
         (("--input", str(tmp_path / "*.csv")), 2, "no file matches"),
@@ -280,7 +274,7 @@ def test_merge_joins_the_shards_that_were_kept(tmp_path: Path, corpus: Path) -> 
         assert merged.read_bytes() == whole.read_bytes()
 
 
-def test_a_trained_tokenizer_tokenizes(
+def test_trained_one_works(
     tmp_path: Path, corpus: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for name, more in (("t.model", ()), ("t.json", ("--type", "bpe-json"))):
@@ -323,9 +317,7 @@ def test_what_is_left_out_is_said_before_the_build(
     assert "note: not taken from folders: 1 file (.rst 1); choose with --suffix" in err
 
 
-def test_a_tokenizer_is_trained_once(
-    tmp_path: Path, corpus: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_training_is_once(tmp_path: Path, corpus: Path, capsys: pytest.CaptureFixture[str]) -> None:
     output = tmp_path / "t.json"
     command = ["train-tokenizer", "--input", str(corpus), "--output", str(output)]
     command += ["--type", "bpe-json", "--vocab-size", "300"]

@@ -117,9 +117,7 @@ def test_tokens_of_every_source(config: Path, capsys: pytest.CaptureFixture[str]
     assert other[0]["tokens"] == 2 * before[0]["tokens"]
 
 
-def test_excluded_documents_are_shown_nowhere(
-    config: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_excluded_documents_are_hidden(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
     blend = yaml.safe_load(config.with_name("blend.yaml").read_text())
     blend["stages"].append({"from_step": 20, "exclude": {"web": "gone.txt"}})
     config.with_name("masking.yaml").write_text(yaml.safe_dump(blend))

@@ -265,8 +265,6 @@ def test_the_reason_names_the_rivals_and_by_how_much() -> None:
         ({}, "and is as good"),
     ],
 )
-def test_a_rival_of_the_same_time_is_told_what_it_lacks(
-    worse: dict[str, float], words: str
-) -> None:
+def test_rival_of_equal_time_is_told_what_it_lacks(worse: dict[str, float], words: str) -> None:
     reasons = recommend([made_up("best"), made_up("rival", **worse)]).reasons
     assert reasons[2] == f"rival, the next best, would take the same time {words}."

@@ -157,9 +157,7 @@ def test_json_holds_what_the_page_shows() -> None:
     assert tree["recommendation"]["label"] in [row["label"] for row in tree["strategies"]]
 
 
-def test_the_page_is_the_same_every_time_and_asks_for_matplotlib(
-    page: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_page_is_stable_and_needs_matplotlib(page: str, monkeypatch: pytest.MonkeyPatch) -> None:
     again = render(compared())
     assert re.sub(r"<td>[0-9.]+</td></tr>", "", again) == re.sub(
         r"<td>[0-9.]+</td></tr>", "", page

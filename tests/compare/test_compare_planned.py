@@ -108,9 +108,7 @@ def test_the_fewest_ranks_that_hold_the_longest_document_have_a_row() -> None:
     longest=st.integers(1, 40),
     spare=st.integers(0, 80),
 )
-def test_a_step_is_as_full_as_documents_make_it(
-    lengths: list[int], longest: int, spare: int
-) -> None:
+def test_step_is_as_full_as_documents_allow(lengths: list[int], longest: int, spare: int) -> None:
     tokens = longest + spare
     pieces = {piece for length in lengths for piece in cut([length], longest)}
     steps = draw_steps(np.array(lengths), tokens=tokens, longest=longest, num_steps=4)

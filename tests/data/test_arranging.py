@@ -54,9 +54,7 @@ def same(a: dict[str, Any], b: dict[str, Any]) -> bool:
     return all(torch.equal(a[name], b[name]) for name in names)
 
 
-def test_its_samples_are_those_of_the_source_token_by_token_and_label_by_label(
-    source: str, tmp_path: Path
-) -> None:
+def test_samples_are_those_of_the_source_with_their_labels(source: str, tmp_path: Path) -> None:
     arranger = arranged(source, tmp_path / "new.shards.json", seed=1)
     ours, theirs = (PackedDataset(None, path) for path in (tmp_path / "new.shards.json", source))
     assert len(ours) == len(theirs) > 200 and arranger.num_shards > 3

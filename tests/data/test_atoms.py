@@ -58,9 +58,7 @@ def one_epoch(prefix: Path, strategy: str, atom: int) -> tuple[list[np.ndarray],
 
 @pytest.mark.parametrize("atom", ATOMS)
 @pytest.mark.parametrize("strategy", ["concat", "pad"])
-def test_every_token_is_trained_on_once_and_atoms_stay_whole(
-    prefix: Path, strategy: str, atom: int
-) -> None:
+def test_tokens_train_once_and_atoms_stay_whole(prefix: Path, strategy: str, atom: int) -> None:
     samples, _, labels = one_epoch(prefix, strategy, atom)
     stream = np.concatenate(samples)
     assert sorted(stream.tolist()) == list(range(OFFSETS[-1]))
@@ -77,9 +75,7 @@ def test_every_token_is_trained_on_once_and_atoms_stay_whole(
 
 
 @pytest.mark.parametrize("strategy", ["concat", "pad"])
-def test_atoms_are_shuffled_and_smaller_ones_mix_more_documents(
-    prefix: Path, strategy: str
-) -> None:
+def test_atoms_are_shuffled_and_small_ones_mix_more(prefix: Path, strategy: str) -> None:
     mixed = {}
     for atom in ATOMS:
         samples, _, _ = one_epoch(prefix, strategy, atom)

@@ -88,9 +88,7 @@ def _open(folder: Path, case: dict[str, Any]) -> PackedDataset:
 
 
 @given(case=corpora(), stream=st.booleans(), extra=st.sampled_from([None, 0, 7]))
-def test_a_micro_batch_is_what_the_reference_says(
-    case: dict[str, Any], stream: bool, extra: int | None
-) -> None:
+def test_micro_batch_is_as_defined(case: dict[str, Any], stream: bool, extra: int | None) -> None:
     rows, row_tokens = case["rows"], case["row_tokens"]
     expected = reference.gather(
         case["documents"],
@@ -169,9 +167,7 @@ def test_cu_seqlens_per_row_count_from_the_beginning_of_each_row(case: dict[str,
 
 
 @given(case=corpora(), data=st.data())
-def test_a_loss_weight_meets_the_labels_of_its_sample_and_no_others(
-    case: dict[str, Any], data: st.DataObject
-) -> None:
+def test_loss_weight_meets_its_samples_labels(case: dict[str, Any], data: st.DataObject) -> None:
     """Rows may be longer than their samples; then these lie apart."""
     count = len(case["samples"])
     factors = data.draw(st.lists(st.sampled_from([0.0, 0.5, 2.0]), min_size=count, max_size=count))
@@ -262,7 +258,7 @@ DAMAGES = [
 
 
 @pytest.mark.parametrize(("array", "value", "message"), DAMAGES)
-def test_an_index_that_points_outside_the_documents_raises(
+def test_index_beyond_documents_raises(
     tmp_path: Path, array: str, value: int, message: str
 ) -> None:
     dataset = write_documents(tmp_path / "d", random_documents([4, 8, 3]))

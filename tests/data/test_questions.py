@@ -37,9 +37,7 @@ def test_a_permutation_is_inverted(size: int, key: int, data: st.DataObject) -> 
 
 @pytest.mark.parametrize("order", ["proportional", "grow-p2", "sequential"])
 @pytest.mark.parametrize(("window", "skip"), [(1, 0), (3, 0), (3, 4)])
-def test_windows_orders_and_micro_steps_are_inverted_too(
-    order: str, window: int, skip: int
-) -> None:
+def test_windows_and_micro_steps_are_inverted(order: str, window: int, skip: int) -> None:
     schedule = Schedule(
         [samples_of_buckets({4: 9, 8: 30, 16: 3}), samples_of_buckets({8: 7})],
         weights=[1, 2],
@@ -106,7 +104,7 @@ def run_of(tmp_path: Path) -> Any:
     return write
 
 
-def test_a_source_goes_on_in_another_packing(
+def test_source_is_repacked(
     tmp_path: Path, run_of: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Half an epoch in samples of 16 and 32, the rest in samples of 64: each document once."""
@@ -165,9 +163,7 @@ def test_what_cannot_be_asked(
     assert message in capsys.readouterr().err
 
 
-def test_documents_to_pack_exist(
-    tmp_path: Path, run_of: Any, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_documents_exist(tmp_path: Path, run_of: Any, capsys: pytest.CaptureFixture[str]) -> None:
     run_of()
     (tmp_path / "list").write_text("400\n")
     words = ["--buckets", "64", "--documents", str(tmp_path / "list")]

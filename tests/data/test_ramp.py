@@ -53,9 +53,7 @@ def test_pieces_have_the_mean_shares_of_their_steps(
 
 @pytest.mark.parametrize(("shape", "factor"), [("linear", 1.0), ("cosine", math.pi / 2)])
 @pytest.mark.parametrize("pieces", [4, 32])
-def test_what_was_drawn_follows_the_ramp_within_the_bound(
-    shape: Any, factor: float, pieces: int
-) -> None:
+def test_draws_follow_the_ramp_within_the_bound(shape: Any, factor: float, pieces: int) -> None:
     """Counted step by step, in tokens of every source, against the integral of the ramp."""
     begin, length, tokens = 10, 640, 256
     stage = Stage(

@@ -63,18 +63,14 @@ def run_ranks(
 
 
 @pytest.mark.multiprocess
-def test_a_rank_with_another_seed_stops_all_ranks_at_once_by_name(
-    zygote: Zygote, folder: Path
-) -> None:
+def test_rank_of_another_seed_stops_all_by_name(zygote: Zygote, folder: Path) -> None:
     for result in run_ranks(zygote, folder, {2: {"seed": 8}}):
         assert not result["finished"] and result["step"] == 0
         assert "seed is 8 on rank 2 and 7 on the other 3" in result["error"]
 
 
 @pytest.mark.multiprocess
-def test_ranks_that_agree_run_to_the_end_and_another_index_or_step_is_named(
-    zygote: Zygote, folder: Path
-) -> None:
+def test_ranks_that_agree_end_and_others_are_named(zygote: Zygote, folder: Path) -> None:
     assert all(r["finished"] and r["step"] == 8 for r in run_ranks(zygote, folder, {}))
     wrong = {1: {"pack_seed": 5}, 3: {"start_step": 4, "num_steps": 5}}
     for result in run_ranks(zygote, folder, wrong):

@@ -60,9 +60,7 @@ def reference(size: int, block: int, window: int, epoch: int) -> list[int]:
     begin=st.integers(0, 700),
     count=st.integers(0, 300),
 )
-def test_any_range_of_it_is_that_of_the_definition_and_places_invert_it(
-    size: int, block: int, window: int, begin: int, count: int
-) -> None:
+def test_ranges_are_as_defined(size: int, block: int, window: int, begin: int, count: int) -> None:
     order = order_of(size, block, window)
     last = (begin + count) // size + 1
     every = [i for epoch in range(last) for i in reference(size, block, window, epoch)]
@@ -127,9 +125,7 @@ def test_who_shares_a_step_with_whom_is_what_windows_make_of_it() -> None:
     begin=st.integers(0, 300),
     count=st.integers(0, 200),
 )
-def test_an_epoch_ascends_and_equal_scores_are_shuffled(
-    means: list[float], begin: int, count: int
-) -> None:
+def test_epoch_ascends_and_ties_are_shuffled(means: list[float], begin: int, count: int) -> None:
     scores = np.array(means)
     size = len(means)
     order = Epochs(size, 9, ScoreOrder(scores))
@@ -174,9 +170,7 @@ def schedule_of(folder: Path, scores: np.ndarray, *stages: Stage, **options: Any
 
 
 @pytest.mark.parametrize("score_order", ["ascending", "descending"])
-def test_samples_with_scores_come_by_the_means_of_their_documents(
-    tmp_path: Path, score_order: str
-) -> None:
+def test_scored_samples_come_by_means_of_documents(tmp_path: Path, score_order: str) -> None:
     """Others come as ever; through stages, tests/data/test_programs.py looks at it."""
     scores = np.random.default_rng(0).normal(size=300)
     ours = schedule_of(tmp_path, scores, score_order=score_order)
@@ -256,9 +250,7 @@ def test_a_manifest_names_scores_beside_it(tmp_path: Path) -> None:
         (np.r_[np.zeros(7), np.nan, np.inf, np.zeros(291)], "has nan for document 7 (2 such"),
     ],
 )
-def test_files_that_are_no_scores_are_refused(
-    tmp_path: Path, scores: np.ndarray, message: str
-) -> None:
+def test_files_without_scores_are_refused(tmp_path: Path, scores: np.ndarray, message: str) -> None:
     with pytest.raises(FormatError) as caught:
         schedule_of(tmp_path, scores)
     assert message in str(caught.value) and "scores.npy" in str(caught.value)

@@ -54,9 +54,7 @@ def samplers(
 
 
 @given(launch=launches(), dealing=st.sampled_from(["balanced", "in_order"]))
-def test_ranks_share_a_bucket_at_every_micro_step_and_cover_the_step(
-    launch: dict[str, Any], dealing: str
-) -> None:
+def test_ranks_share_buckets_and_cover_the_step(launch: dict[str, Any], dealing: str) -> None:
     schedule = Schedule(INDEX, **launch["schedule"])
     ranks = samplers(
         schedule, launch["size"], launch["micro_batch_tokens"], num_steps=4, dealing=dealing
@@ -78,9 +76,7 @@ def test_ranks_share_a_bucket_at_every_micro_step_and_cover_the_step(
 
 
 @given(size=st.integers(1, 9), micro_batches=st.integers(1, 12))
-def test_uneven_ranks_get_empty_micro_batches_and_nothing_is_lost(
-    size: int, micro_batches: int
-) -> None:
+def test_uneven_ranks_get_empty_micro_batches(size: int, micro_batches: int) -> None:
     schedule = Schedule(INDEX, tokens_per_step=64 * micro_batches)
     if micro_batches % size:
         with pytest.raises(ConfigError, match="uneven='pad'"):
@@ -114,9 +110,7 @@ def test_dealing_gives_every_bin_its_number_of_items(bins: list[int], data: st.D
 @given(
     costs=st.lists(st.integers(1, 40), min_size=12, max_size=12), size=st.sampled_from([2, 3, 4])
 )
-def test_no_exchange_with_the_fullest_bin_would_make_work_more_equal(
-    costs: list[int], size: int
-) -> None:
+def test_exchanges_cannot_make_work_more_equal(costs: list[int], size: int) -> None:
     """Dealing longest first alone leaves such exchanges."""
     bins = _core.deal_evenly(np.array(costs), np.full(12 // size, size)).reshape(-1, size)
     bins = np.array(costs)[bins]
@@ -190,9 +184,7 @@ def test_rows_that_hold_several_samples_of_a_capacity_that_does_not_divide_them(
 @pytest.mark.parametrize(
     ("capacity", "begins"), [(24, [0, 32]), (10, [0, 10, 20, 30, 40, 50]), (21, [0, 21, 42])]
 )
-def test_samples_of_a_row_begin_at_the_distances_that_the_configuration_tells(
-    tmp_path: Path, capacity: int, begins: list[int]
-) -> None:
+def test_samples_of_a_row_begin_as_told(tmp_path: Path, capacity: int, begins: list[int]) -> None:
     """As ``ScheduleConfig.row_tokens`` says; labels and boundaries go with the tokens."""
     dataset = write_documents(tmp_path / "d", [[number + 1] * 9 for number in range(len(begins))])
     index = pack([9] * len(begins), "pad", buckets=[capacity])
@@ -221,7 +213,7 @@ def test_the_epoch_is_the_default_length(index: SampleIndex = INDEX) -> None:
     assert [b.step for b in rest] == list(range(5, schedule.num_steps()))
 
 
-def test_a_rank_orders_its_own_micro_batches_and_nobody_elses(
+def test_rank_orders_its_own_micro_batches_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """C22: with 4,096 ranks a Python loop over all of them cost 0.07 s per step."""

@@ -30,9 +30,7 @@ def launches(draw: st.DrawFn) -> dict[str, int]:
 
 
 @given(launch=launches(), dealing=st.sampled_from(["balanced", "in_order"]))
-def test_groups_share_what_one_rank_cannot_hold_and_nothing_else(
-    launch: dict[str, int], dealing: str
-) -> None:
+def test_groups_share_only_what_is_too_long(launch: dict[str, int], dealing: str) -> None:
     group, size, tokens = (launch[name] for name in ("group", "size", "tokens"))
     schedule = Schedule(INDEX, tokens_per_step=launch["step"], seed=3)
     ranks = [
@@ -110,8 +108,6 @@ def test_the_slices_of_a_group_are_its_micro_batch(packed: PackedDataset) -> Non
         ({"sequence_parallel_size": 2, "reuse_buffers": True}, "leave out layout='rows' and"),
     ],
 )
-def test_what_cannot_be_shared_is_refused_at_start(
-    packed: PackedDataset, options: dict[str, Any], message: str
-) -> None:
+def test_unshareable_refused(packed: PackedDataset, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         small_loader(packed, 0, 4, **{"micro_batch_tokens": 32, **options})

@@ -200,9 +200,7 @@ def test_stages_without_a_meaning_are_refused_by_name(stages: list[Stage], messa
         ({"exclude": {}}, "the stage from step 5 has an empty exclude; name a source and its"),
     ],
 )
-def test_a_stage_by_itself_without_a_meaning_is_refused(
-    fields: dict[str, Any], message: str
-) -> None:
+def test_stage_without_a_meaning_is_refused(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError) as refused:
         Stage(from_step=5, **fields)
     assert message in str(refused.value)
@@ -394,8 +392,6 @@ def test_loss_weights_are_part_of_what_a_checkpoint_keeps() -> None:
         ({"s0": float("inf")}, "loss weight of 's0' is inf; it must be a finite"),
     ],
 )
-def test_loss_weights_without_a_meaning_are_refused(
-    weights: dict[str, float], message: str
-) -> None:
+def test_loss_weights_without_meaning_are_refused(weights: dict[str, float], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         schedule_of(Stage(from_step=2, loss_weights=weights))

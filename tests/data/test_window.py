@@ -43,9 +43,7 @@ def pieces(length: int, window: int) -> list[int]:
     tail=st.integers(0, 2),
     spare=st.integers(0, 3),
 )
-def test_segments_are_cut_at_multiples_of_the_window(
-    lists: list[list[int]], window: int, tail: int, spare: int
-) -> None:
+def test_segments_are_cut(lists: list[list[int]], window: int, tail: int, spare: int) -> None:
     longest = max(map(len, lists))
     flat = [length for lengths in lists for length in lengths]
     rows = [np.cumsum([0, *lengths, *[0] * (longest - len(lengths) + tail)]) for lengths in lists]
@@ -91,9 +89,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> PackedDataset:
 @pytest.mark.parametrize(
     ("per_row", "cu_seqlens"), [(False, "exact"), (False, "padded"), (True, "padded")]
 )
-def test_a_batch_differs_in_nothing_but_its_boundaries(
-    data: PackedDataset, per_row: bool, cu_seqlens: Any
-) -> None:
+def test_batch_differs_in_boundaries(data: PackedDataset, per_row: bool, cu_seqlens: Any) -> None:
     layout = BatchLayout(
         micro_batch_tokens=256,
         kind="rows" if per_row else "stream",
@@ -121,7 +117,7 @@ def test_a_batch_differs_in_nothing_but_its_boundaries(
             assert cut["cu_seqlens"].shape[-1] == data.max_cu_seqlens(layout, capacity, 12)
 
 
-def test_the_window_of_a_step_reaches_its_batches_and_the_work_that_is_dealt(
+def test_window_of_a_step_reaches_batches_and_dealt_work(
     data: PackedDataset,
 ) -> None:
     index = data.samples.indices[0]

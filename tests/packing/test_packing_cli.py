@@ -142,9 +142,7 @@ def test_alignment_is_part_of_what_a_file_was_packed_with(prefix: Path) -> None:
         (("--threads", "1.5"), "'1.5' is not a whole number"),
     ],
 )
-def test_mistakes_are_answered_in_one_line(
-    prefix: Path, arguments: tuple[str, ...], message: str
-) -> None:
+def test_mistakes_get_one_line(prefix: Path, arguments: tuple[str, ...], message: str) -> None:
     done = run("--data-prefix", prefix, "--buckets", "8,16", *arguments)
     assert done.returncode == 2
     assert message in done.stderr and "Traceback" not in done.stderr

@@ -95,9 +95,7 @@ READ = {"whole": ("segment_document", "segment_length")}
 
 @pytest.mark.parametrize("reader", READERS)
 @pytest.mark.parametrize("name", LARGE)
-def test_a_changed_number_of_a_large_array_is_refused_when_it_is_read(
-    path: Path, name: str, reader: str
-) -> None:
+def test_changed_number_is_refused_when_it_is_read(path: Path, name: str, reader: str) -> None:
     data = path.read_bytes()
     for position in range(1, header_of(data)["arrays"][name]["shape"][0] - 1):
         path.write_bytes(with_value(data, name, position, 100))

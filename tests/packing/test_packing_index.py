@@ -141,9 +141,7 @@ def test_verify_holds_every_sample_to_the_laws() -> None:
     ("strategy", "options"),
     [("decompose", {"buckets": [4, 8, 16]}), ("seamless", {"buckets": 8, "r_max": 0.75})],
 )
-def test_an_index_that_drops_or_repeats_tokens_comes_back(
-    tmp_path: Path, strategy: str, options: dict[str, Any]
-) -> None:
+def test_lossy_index_comes_back(tmp_path: Path, strategy: str, options: dict[str, Any]) -> None:
     index = pack(LENGTHS, strategy, **options)
     assert index.dropped_tokens or index.repeated_tokens
     index.save(tmp_path / "x.samples")

@@ -40,7 +40,7 @@ def chunks(length: int, size: int, rank: int) -> list[int]:
 
 
 @given(step=padded_steps())
-def test_every_token_is_held_once_by_groups_that_agree(
+def test_tokens_are_held_once_by_groups(
     step: tuple[list[int], int, dict[str, int]],
 ) -> None:
     lengths, align, rules = step

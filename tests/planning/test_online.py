@@ -109,7 +109,7 @@ def test_streams_are_given_exactly_once_however_they_are_parted_and_resumed(
 
 
 @given(of=streams())
-def test_groups_of_a_stream_stay_on_one_rank(
+def test_groups_stay_on_one_rank(
     of: tuple[dict[str, Any], dict[str, list[Any]]],
 ) -> None:
     options, stream = of
@@ -191,9 +191,7 @@ SOUND: dict[str, Any] = {"num_ranks": 2, "max_tokens_per_rank": 10, "window": 4}
         ),
     ],
 )
-def test_documents_that_cannot_be_held_are_refused_and_nothing_is_added(
-    options: dict[str, Any], added: dict[str, Any], message: str
-) -> None:
+def test_unfit_adds_nothing(options: dict[str, Any], added: dict[str, Any], message: str) -> None:
     planner = StepPlanner(**(SOUND | options))
     with pytest.raises(ValueError, match=message):
         planner.add(**added)

@@ -66,9 +66,7 @@ def test_any_step_keeps_the_laws(step: tuple[list[int], dict[str, int]]) -> None
 
 
 @given(step=steps(), linear_length=st.sampled_from([0.0, 7.5, 1e6]))
-def test_costs_and_ranks_are_those_of_the_definition(
-    step: tuple[list[int], dict[str, int]], linear_length: float
-) -> None:
+def test_ranks_are_as_defined(step: tuple[list[int], dict[str, int]], linear_length: float) -> None:
     lengths, rules = step
     plan = plan_step(lengths, **rules)
     wanted = np.array(costs(plan, linear_length)).reshape(-1, plan.num_ranks)
@@ -290,9 +288,7 @@ def test_losses_without_a_meaning_are_refused(arguments: Any, message: str) -> N
 
 
 @given(step=steps(), data=st.data())
-def test_groups_stay_on_one_rank_and_in_one_micro_batch_where_they_fit(
-    step: tuple[list[int], dict[str, int]], data: st.DataObject
-) -> None:
+def test_groups_stay_together(step: tuple[list[int], dict[str, int]], data: st.DataObject) -> None:
     lengths, rules = step
     rules = {**rules, "max_degree": 1}
     lengths = [min(length, rules["max_tokens_per_rank"]) for length in lengths]
@@ -449,9 +445,7 @@ def test_a_step_without_documents_has_no_micro_batches() -> None:
         ([[3]], {}, r"lengths has shape \(1, 1\)"),
     ],
 )
-def test_errors_name_the_subject_the_value_and_the_limit(
-    lengths: Any, rules: dict[str, Any], message: str
-) -> None:
+def test_errors_name_value_and_limit(lengths: Any, rules: dict[str, Any], message: str) -> None:
     sound = {"num_ranks": 4, "max_tokens_per_rank": 10, "max_degree": 2}
     with pytest.raises(ValueError, match=message):
         plan_step(lengths, **(sound | rules))

@@ -125,9 +125,7 @@ def test_without_pipelines_it_is_the_critical_path(balance: Any, seed: int) -> N
     barrier=st.sampled_from(["micro_batch", "step"]),
     padding=st.floats(0, 50),
 )
-def test_useful_and_lost_time_make_the_whole(
-    cost: Any, stages: int, parts: int, barrier: Any, padding: float
-) -> None:
+def test_times_make_whole(cost: Any, stages: int, parts: int, barrier: Any, padding: float) -> None:
     cluster = Cluster(
         data_parallel=4,
         pipeline_parallel=stages,

@@ -175,9 +175,7 @@ OUTSIDE = [
 
 @pytest.mark.parametrize("name", OUTSIDE)
 @pytest.mark.parametrize("field", ["prefix", "samples"])
-def test_a_manifest_at_an_address_names_what_lies_below_it(
-    line: Line, tmp_path: Path, name: str, field: str
-) -> None:
+def test_manifest_names_what_lies_below(line: Line, tmp_path: Path, name: str, field: str) -> None:
     """Hostile ones are refused before anything they name is looked at."""
     write_packed(tmp_path / "docs", 50)
     manifest, folder = tmp_path / "all.shards.json", folder_of(tmp_path)
@@ -212,7 +210,7 @@ def test_a_manifest_here_names_whole_paths_and_what_lies_below_it(tmp_path: Path
         assert SECRET not in str(caught.value)
 
 
-def test_a_manifest_is_not_written_where_it_could_not_be_read(
+def test_unreadable_manifest(
     line: Line, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     address = put_dataset(tmp_path / "docs", 100)
@@ -244,7 +242,7 @@ def test_what_is_below_a_folder_is_below_it_for_every_reader(name: str) -> None:
             assert normpath(f"/x/{read}").startswith("/x/") and ".." not in read.split("/")
 
 
-def test_verify_advises_nothing_that_an_address_cannot(
+def test_verify_advice_holds(
     line: Line, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A dataset of another tool, whose .bin is longer than its .idx says."""

@@ -40,9 +40,7 @@ def test_upload_inspect_and_pack(
     assert near == again
 
 
-def test_commands_for_local_files_say_so(
-    line: Line, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_local_commands_say(line: Line, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_packed(tmp_path / "docs")
     upload_dataset(str(tmp_path / "docs"), address_of(tmp_path / "docs"))
     assert main(["repair", address_of(tmp_path / "docs")]) == 2
@@ -51,9 +49,7 @@ def test_commands_for_local_files_say_so(
 
 
 @EVERY_STORE
-def test_verify_finds_what_it_finds_in_local_files(
-    line: Line, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_verify_is_as_local(line: Line, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_packed(tmp_path / "docs")
     address = address_of(tmp_path / "docs")
     upload_dataset(str(tmp_path / "docs"), address)
@@ -163,9 +159,7 @@ def test_what_is_written_to_an_address_is_what_is_written_here(
     assert objects(target) != again and verify(target) == []
 
 
-def test_parts_of_a_build_need_a_directory_that_all_see(
-    line: Line, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_parts_need_a_disk(line: Line, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     how = [*commands(tmp_path, "")["tokenize"], "--output-prefix", "s3://bucket/parts/docs"]
     assert main([*how, "--part", "0/2"]) == 2
     assert "megapack-build upload" in capsys.readouterr().err
@@ -175,7 +169,7 @@ def test_parts_of_a_build_need_a_directory_that_all_see(
 
 
 @EVERY_STORE
-def test_an_upload_that_is_cut_short_leaves_no_dataset(
+def test_cut_upload_leaves_none(
     line: Line, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The .idx comes last: nobody pairs the new .bin with the old .idx."""

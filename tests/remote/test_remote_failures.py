@@ -208,9 +208,7 @@ def test_whole_files_and_ranges_are_asked_for_equally_often(line: Line, tmp_path
     assert len(asked) == client.WRONG_ATTEMPTS
 
 
-def test_a_full_disk_is_no_failure_of_the_store(
-    line: Line, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_full_disk_is_no_store(line: Line, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor is anything else that goes wrong on this machine tried again."""
     found = find_object(f"{put_dataset(tmp_path / 'docs')}.samples")
     assert found is not None

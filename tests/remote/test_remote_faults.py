@@ -72,7 +72,7 @@ def test_damaged_objects_are_named(line: Line, tmp_path: Path, impatient: None) 
 
 
 @pytest.mark.parametrize("suffix", [".idx", ".checksums", ".samples"])
-def test_a_damaged_small_object_is_named(
+def test_damaged_small_object_named(
     line: Line, tmp_path: Path, impatient: None, suffix: str
 ) -> None:
     address = put_dataset(tmp_path / "docs")
@@ -116,9 +116,7 @@ def test_refused_credentials_are_named_at_once(line: Line, tmp_path: Path) -> No
 
 
 @EVERY_STORE
-def test_a_store_that_throttles_for_ever_is_named(
-    line: Line, tmp_path: Path, impatient: None
-) -> None:
+def test_throttling_store_is_named(line: Line, tmp_path: Path, impatient: None) -> None:
     address = put_dataset(tmp_path / "docs")
     far = IndexedDataset(address)
     line.faults = Faults(slow_down=1.0)

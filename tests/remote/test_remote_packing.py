@@ -55,9 +55,7 @@ def leftovers(tmp_path: Path) -> list[Path]:
 
 
 @EVERY_STORE
-def test_samples_packed_at_an_address_are_those_packed_here(
-    line: Line, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_samples_are_equal(line: Line, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Byte for byte, with the same lines printed, of a dataset here and of one that is far."""
     address = put_documents(tmp_path / "docs", 2000)
     line.counts.clear()
@@ -80,7 +78,7 @@ def test_samples_packed_at_an_address_are_those_packed_here(
 
 
 @EVERY_STORE
-def test_what_stands_at_an_address_is_kept_refused_or_replaced_as_here(
+def test_existing_is_as_here(
     line: Line, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     address = put_documents(tmp_path / "docs")
@@ -120,9 +118,7 @@ class HoldsAnswers(Counter[str]):
 
 @EVERY_STORE
 @pytest.mark.parametrize("stands", [False, True])
-def test_killed_in_its_upload_it_leaves_what_was_there(
-    line: Line, tmp_path: Path, stands: bool
-) -> None:
+def test_killed_upload_leaves_what_was_there(line: Line, tmp_path: Path, stands: bool) -> None:
     """The samples go in several parts, some of which have arrived when the process is killed."""
     with IndexedDatasetBuilder(tmp_path / "docs", dtype=np.uint16) as builder:
         builder.add_documents(np.ones(600_000, np.uint16), np.arange(600_001))
@@ -150,7 +146,7 @@ def test_killed_in_its_upload_it_leaves_what_was_there(
     assert not leftovers(tmp_path)
 
 
-def test_an_upload_that_fails_leaves_nothing(
+def test_failed_upload_is_clean(
     line: Line, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nor does what it packed stand in the way of other options."""
@@ -167,9 +163,7 @@ def test_an_upload_that_fails_leaves_nothing(
     assert SampleIndex.load(f"{address}.samples").seed == 9
 
 
-def test_processes_of_a_node_that_write_the_same_wait_for_each_other(
-    line: Line, tmp_path: Path
-) -> None:
+def test_writers_of_the_same_wait_for_each_other(line: Line, tmp_path: Path) -> None:
     address = put_documents(tmp_path / "docs")
     line.counts.clear()
     line.latency = 0.3  # between the look at what stands there and the upload
@@ -179,9 +173,7 @@ def test_processes_of_a_node_that_write_the_same_wait_for_each_other(
 
 
 @EVERY_STORE
-def test_many_datasets_become_one_source_at_an_address(
-    line: Line, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_many_make_a_source(line: Line, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Named by a pattern; the shards' samples are those of a manifest here, byte for byte."""
     folder = put_shards(tmp_path)
     far, near = f"{folder}/web.shards.json", f"{tmp_path}/web.shards.json"
@@ -268,9 +260,7 @@ def test_machines_share_a_source_at_an_address(line: Line, tmp_path: Path) -> No
     assert far.fingerprint == near.fingerprint and len(far.shards) == 5
 
 
-def test_a_disk_that_is_staged_gets_the_directories_that_a_store_needs_not(
-    line: Line, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_staging_folders(line: Line, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "my data").mkdir()
     for seed, name in enumerate("ab"):
         write_packed(tmp_path / "my data" / name, 150, seed)
@@ -288,7 +278,7 @@ def test_a_disk_that_is_staged_gets_the_directories_that_a_store_needs_not(
     assert not (tmp_path / "my data" / "nowhere").exists(), "who reads makes nothing"
 
 
-def test_what_cannot_be_is_refused_with_a_remedy(
+def test_refusals_say_remedy(
     line: Line, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     address = put_documents(tmp_path / "docs")

@@ -43,9 +43,7 @@ def told(capsys: pytest.CaptureFixture[str], *command: str, status: int = 0) -> 
     return json.loads(capsys.readouterr().out)
 
 
-def test_inspect_tells_the_sums_and_each_shard_when_asked(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_inspect_tells_sums_and_shards(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     manifest = write_source(tmp_path)
     datasets = [IndexedDataset(tmp_path / name) for name in NAMES]
     facts = told(capsys, "inspect", manifest)
@@ -92,9 +90,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str, str]] = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_verify_names_the_file_that_is_damaged_or_missing(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], damage: str
-) -> None:
+def test_verify_names_file(tmp_path: Path, capsys: pytest.CaptureFixture[str], damage: str) -> None:
     manifest = write_source(tmp_path)
     sound = told(capsys, "verify", manifest)
     assert sum(name != manifest for name in sound) == 7, "datasets, labels and samples"
@@ -112,9 +108,7 @@ def test_verify_names_the_file_that_is_damaged_or_missing(
 
 
 @EVERY_STORE
-def test_a_source_is_uploaded_and_is_there_what_it_is_here(
-    line: Line, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_source_is_uploaded(line: Line, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     manifest, folder = write_source(tmp_path), folder_of(tmp_path)
     assert main(["upload", manifest, folder]) == 0
     near, far = PackedDataset(None, manifest), PackedDataset(None, f"{folder}/web.shards.json")
@@ -137,9 +131,7 @@ def test_a_source_is_uploaded_and_is_there_what_it_is_here(
     assert "c.labels.bin does not exist" in found[f"{folder}/c.labels"][0]["message"]
 
 
-def test_what_lies_elsewhere_is_refused_before_anything_is_uploaded(
-    line: Line, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_elsewhere_refused(line: Line, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "there").mkdir()
     (tmp_path / "here").mkdir()
     write_packed(tmp_path / "there" / "a", 50)

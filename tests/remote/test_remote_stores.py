@@ -25,9 +25,7 @@ NAMES = ("none", "some", "a part", "100%41+more parts")
 
 
 @EVERY_STORE
-def test_an_object_is_what_was_put_there(
-    line: Line, tmp_path: Path, request: pytest.FixtureRequest
-) -> None:
+def test_object_is_what_was_put(line: Line, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     """Empty, whole, and in parts; every range of it, until another takes its name."""
     folder, data = folder_of(tmp_path), np.random.default_rng(0).bytes(2 * PART + 1)
     names = NAMES
@@ -53,9 +51,7 @@ def test_an_object_is_what_was_put_there(
 
 
 @EVERY_STORE
-def test_no_object_has_more_parts_than_stores_take(
-    line: Line, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_parts_are_few_enough(line: Line, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In parts of 5 MiB it would end at 48.8 GiB, which a .bin soon has."""
     monkeypatch.setattr(client, "MOST_PARTS", 2)
     data = np.random.default_rng(0).bytes(3 * PART + 1)
@@ -145,9 +141,7 @@ def nothing_set(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("case", SETTINGS)
-def test_settings_that_cannot_be_are_named(
-    nothing_set: None, monkeypatch: pytest.MonkeyPatch, case: str
-) -> None:
+def test_settings_are_named(nothing_set: None, monkeypatch: pytest.MonkeyPatch, case: str) -> None:
     address, settings, text = SETTINGS[case]
     for name, value in settings.items():
         monkeypatch.setenv(name, value)
@@ -156,9 +150,7 @@ def test_settings_that_cannot_be_are_named(
 
 
 @pytest.mark.parametrize("scheme", ["s3", "gs", "az"])
-def test_no_credentials_at_all_are_named(
-    nothing_set: None, monkeypatch: pytest.MonkeyPatch, scheme: str
-) -> None:
+def test_no_credentials(nothing_set: None, monkeypatch: pytest.MonkeyPatch, scheme: str) -> None:
     monkeypatch.setattr(client, "RETRY_SECONDS", 0.1)
     monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_NAME", "me")
     address = f"{scheme}://box/no-credentials/docs"

@@ -94,9 +94,7 @@ def fill(directory: Path, mode: str, documents: int, what: str = "tokens") -> st
 
 
 @pytest.mark.parametrize(("documents", "what"), [(2000, "tokens"), (100, "index")])
-def test_a_file_that_cannot_grow_is_a_clear_error_and_leaves_nothing(
-    tmp_path: Path, documents: int, what: str
-) -> None:
+def test_file_that_cannot_grow_leaves_nothing(tmp_path: Path, documents: int, what: str) -> None:
     suffix = "bin" if what == "tokens" else "idx"
     said = fill(tmp_path, "limit", documents, what)
     assert "File too large while writing" in said and f"data.{suffix}'" in said
@@ -216,9 +214,7 @@ def temporary(root: Path) -> list[Path]:
 
 
 @pytest.mark.parametrize("writer", WRITERS)
-def test_what_a_killed_writer_left_is_found_and_removed_by_the_next(
-    tmp_path: Path, writer: str
-) -> None:
+def test_leftovers_of_a_killed_writer_are_removed(tmp_path: Path, writer: str) -> None:
     for name in "ab":
         with IndexedDatasetBuilder(tmp_path / name, np.int32) as builder:
             builder.add_documents(np.zeros(300_000, np.int32), [0, 30, 300_000])

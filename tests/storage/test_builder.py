@@ -171,9 +171,7 @@ def test_label_datasets_hold_minus_100(tmp_path: Path) -> None:
         (lambda b: b.add_documents([1, 2, 3], [0.0, 3.0]), "offsets"),
     ],
 )
-def test_lengths_that_do_not_fit_the_tokens_are_refused(
-    tmp_path: Path, call: object, message: str
-) -> None:
+def test_lengths_unlike_tokens_are_refused(tmp_path: Path, call: object, message: str) -> None:
     builder = IndexedDatasetBuilder(tmp_path / "data")
     with pytest.raises(DataError, match=message):
         call(builder)

@@ -92,9 +92,7 @@ def test_what_does_not_exist_is_an_index_error(tmp_path: Path) -> None:
         dataset["0"]
 
 
-def test_a_pickle_is_small_and_finds_the_files_from_elsewhere(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_pickle_is_small_and_finds_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     write(Path("data"), SMALL * 1000)
     dataset = IndexedDataset("data")

@@ -146,9 +146,7 @@ def test_npy_files_know_their_type(tmp_path: Path) -> None:
         ({"eod_at": "middle"}, ValueError, "eod_at is 'middle'"),
     ],
 )
-def test_what_cannot_be_imported_leaves_nothing(
-    tmp_path: Path, options: dict, error: type, message: str
-) -> None:
+def test_failed_import_is_clean(tmp_path: Path, options: dict, error: type, message: str) -> None:
     np.array(FLAT, np.uint16).tofile(tmp_path / "train.bin")
     with pytest.raises(error, match=message):
         import_dataset(tmp_path / "train.bin", tmp_path / "ours", **options)

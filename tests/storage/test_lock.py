@@ -126,9 +126,7 @@ def test_no_two_processes_hold_it_at_once(tmp_path: Path) -> None:
     assert counter.read_text() == "600"
 
 
-def test_a_disk_without_room_for_the_lock_is_named_and_nothing_is_left(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_disk_without_room_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """os.write names no file: "No space left on device" alone would say nothing."""
 
     def full(descriptor: int, data: bytes) -> int:

@@ -116,9 +116,7 @@ def gpt_samples(prefix: Path, cache: Path, dataset_class: type, monkeypatch: obj
     return samples
 
 
-def test_megatrons_gpt_dataset_runs_on_our_reader(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_gpt_dataset_runs_on_our_reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rng = np.random.default_rng(0)
     with IndexedDatasetBuilder(tmp_path / "data", np.uint16) as builder:
         for _ in range(300):

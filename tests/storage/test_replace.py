@@ -77,7 +77,7 @@ def test_what_is_no_regular_file_is_never_replaced(tmp_path: Path) -> None:
     assert len(list(tmp_path.iterdir())) == 5
 
 
-def test_names_without_room_for_a_temporary_name_are_refused_before_any_work(
+def test_names_too_long_for_temporary_ones_are_refused(
     tmp_path: Path,
 ) -> None:
     limit = os.pathconf(tmp_path, "PC_NAME_MAX") - TEMPORARY_BYTES

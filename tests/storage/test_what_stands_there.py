@@ -179,9 +179,7 @@ def test_prefixes_without_room_for_every_companion_are_refused_at_once(tmp_path:
 
 @pytest.mark.parametrize("suffix", [".idx", ".bin"])
 @pytest.mark.parametrize("make", ["fifo", "directory", "device"])
-def test_a_special_file_is_no_dataset_and_nothing_hangs(
-    tmp_path: Path, suffix: str, make: str
-) -> None:
+def test_special_file_is_no_dataset_and_never_hangs(tmp_path: Path, suffix: str, make: str) -> None:
     prefix = tmp_path / "data"
     write(prefix, SMALL)
     path = tmp_path / f"data{suffix}"

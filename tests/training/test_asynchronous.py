@@ -50,7 +50,7 @@ def _assert_same(ours: Any, theirs: Any, where: str) -> None:
             _assert_same(a, b, f"{where}/{i}")
 
 
-def test_steps_are_taken_while_it_is_written_and_none_of_them_is_in_it(
+def test_steps_go_on_meanwhile(
     zygote: Zygote, corpus: Corpus, blocking: Path, tmp_path: Path
 ) -> None:
     run_dir, gate = tmp_path / "run", tmp_path / "gate"
@@ -77,9 +77,7 @@ def test_steps_are_taken_while_it_is_written_and_none_of_them_is_in_it(
             )
 
 
-def test_a_run_killed_while_it_is_written_goes_on_from_the_one_before(
-    zygote: Zygote, corpus: Corpus, blocking: Path, tmp_path: Path
-) -> None:
+def test_killed_run_goes_on(zygote: Zygote, corpus: Corpus, blocking: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     config = corpus.config(run_dir, checkpoint=EVERY_THREE)
     ranks = start_run(zygote, config, "killed", of_rank=_gated(tmp_path / "never", SIXTH))
@@ -97,7 +95,7 @@ def test_a_run_killed_while_it_is_written_goes_on_from_the_one_before(
     assert not list(checkpoints.glob("*.partial"))
 
 
-def test_a_loss_that_is_no_number_leaves_the_checkpoint_that_was_begun_before_it(
+def test_nan_loss_keeps_the_begun_checkpoint(
     zygote: Zygote, corpus: Corpus, tmp_path: Path
 ) -> None:
     run_dir, gate = tmp_path / "run", tmp_path / "gate"

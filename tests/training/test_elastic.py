@@ -29,9 +29,7 @@ def ranks_of(pid: int) -> list[int]:
 
 
 @pytest.mark.multiprocess
-def test_a_lost_worker_restarts_the_job_from_the_newest_checkpoint(
-    zygote: Zygote, corpus: Corpus, tmp_path: Path
-) -> None:
+def test_lost_worker_restarts_the_job(zygote: Zygote, corpus: Corpus, tmp_path: Path) -> None:
     engine = {"silence_seconds": 10}
     sections = {"num_steps": 40, "checkpoint": {"every": 5}, "engine": engine}
     whole = corpus.config(tmp_path / "whole", **sections)

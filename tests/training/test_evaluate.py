@@ -68,7 +68,7 @@ def _brute_force(model: TrainingModel, dataset: IndexedDataset, context: int) ->
     return total, count
 
 
-def test_perplexity_is_that_of_documents_one_by_one(
+def test_perplexity_is_that_of_documents(
     corpus: Corpus, model: TrainingModel, world: World
 ) -> None:
     dataset = IndexedDataset(corpus.valid)
@@ -83,9 +83,7 @@ def test_perplexity_is_that_of_documents_one_by_one(
     assert model.training, "evaluation leaves the model as it was"
 
 
-def test_contexts_score_the_same_tokens_with_less_and_less_context(
-    corpus: Corpus, model: TrainingModel, world: World
-) -> None:
+def test_contexts_score_the_same_tokens(corpus: Corpus, model: TrainingModel, world: World) -> None:
     dataset = IndexedDataset(corpus.valid)
     contexts = [16, 64, 256]
     result = perplexity_by_context(
@@ -99,9 +97,7 @@ def test_contexts_score_the_same_tokens_with_less_and_less_context(
     assert result[16].loss != pytest.approx(result[256].loss, rel=1e-3)
 
 
-def test_the_result_does_not_depend_on_the_size_of_micro_batches(
-    corpus: Corpus, model: TrainingModel, world: World
-) -> None:
+def test_result_ignores_micro_batches(corpus: Corpus, model: TrainingModel, world: World) -> None:
     data = open_validation(str(corpus.valid), None, buckets=BUCKETS)
     losses = [
         evaluate(model, data, world=world, config=CONFIG, micro_batch_tokens=n).loss
@@ -110,7 +106,7 @@ def test_the_result_does_not_depend_on_the_size_of_micro_batches(
     assert losses == pytest.approx([losses[0]] * 3, rel=1e-6)
 
 
-def test_fewer_tokens_take_the_first_samples_of_every_bucket(
+def test_fewer_tokens_take_first_samples(
     corpus: Corpus, model: TrainingModel, world: World
 ) -> None:
     data = open_validation(str(corpus.valid), None, buckets=BUCKETS)
@@ -123,9 +119,7 @@ def test_fewer_tokens_take_the_first_samples_of_every_bucket(
     assert sum(part.label_tokens.values()) < sum(whole.label_tokens.values())
 
 
-def test_an_index_that_drops_or_repeats_tokens_cannot_evaluate(
-    corpus: Corpus, tmp_path: object
-) -> None:
+def test_lossy_index_cannot_evaluate(corpus: Corpus, tmp_path: object) -> None:
     dataset = IndexedDataset(corpus.valid)
     index = pack(dataset.document_lengths, "concat", buckets=[64], last="drop")
     if not index.metrics()["dropped_tokens"]:

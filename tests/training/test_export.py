@@ -41,9 +41,7 @@ def _tokenizer(folder: Path) -> Path:
     return folder / "tokenizer.json"
 
 
-def test_an_exported_model_generates_to_the_learned_end_and_stops(
-    zygote: Zygote, tmp_path: Path
-) -> None:
+def test_exported_model_generates_to_the_end(zygote: Zygote, tmp_path: Path) -> None:
     dataset = _write(tmp_path, metadata={"document_end_token": END})
     samples = tmp_path / "text.samples"
     pack(dataset.document_lengths, "bucket", buckets=[32]).save(samples, source=dataset)
@@ -78,7 +76,7 @@ def test_an_exported_model_generates_to_the_learned_end_and_stops(
     assert written["pad_token_id"] is None, "an embedding would never train the row of the end"
 
 
-def test_the_end_of_documents_is_what_all_datasets_say(
+def test_document_end_is_what_datasets_say(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     for name in "abc":

@@ -26,9 +26,7 @@ def _faulty(**faults: list[Any]) -> dict[int, dict[str, Any]]:
 
 
 @pytest.mark.parametrize("stage", [0, 1])
-def test_an_update_without_a_finite_gradient_is_skipped_counted_and_said(
-    zygote: Zygote, corpus: Corpus, tmp_path: Path, stage: int
-) -> None:
+def test_bad_update_is_skipped(zygote: Zygote, corpus: Corpus, tmp_path: Path, stage: int) -> None:
     run_dir = tmp_path / "run"
     engine = {"precision": "fp32", "zero_stage": stage}
     config = corpus.config(run_dir, engine=engine, num_steps=5, checkpoint={"every": 2})
@@ -41,9 +39,7 @@ def test_an_update_without_a_finite_gradient_is_skipped_counted_and_said(
     assert log[1]["grad_norm"] is None
 
 
-def test_updates_that_are_skipped_without_end_stop_the_run(
-    zygote: Zygote, corpus: Corpus, tmp_path: Path
-) -> None:
+def test_endless_skipping_stops_the_run(zygote: Zygote, corpus: Corpus, tmp_path: Path) -> None:
     config = corpus.config(tmp_path / "run", optimizer={"max_skipped": 2}, num_steps=40)
     faults = _faulty(nan_gradients=[[1, *range(3, 40)]])
     ranks = start_run(zygote, config, "all", of_rank=faults)
@@ -53,9 +49,7 @@ def test_updates_that_are_skipped_without_end_stop_the_run(
     assert _end(tmp_path / "run")["reason"] == "error"
 
 
-def test_weights_that_are_not_finite_are_never_saved(
-    zygote: Zygote, corpus: Corpus, tmp_path: Path
-) -> None:
+def test_weights_not_finite_are_not_saved(zygote: Zygote, corpus: Corpus, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     config = corpus.config(run_dir, num_steps=4, checkpoint={"every": 2, "export": True})
     ranks = start_run(zygote, config, "nan", ranks=1, of_rank=_faulty(nan_weight_after=[3]))
@@ -65,9 +59,7 @@ def test_weights_that_are_not_finite_are_never_saved(
     assert not (run_dir / "model").exists()
 
 
-def test_another_step_size_keeps_the_checkpoints_of_most_tokens_and_the_log(
-    zygote: Zygote, corpus: Corpus, tmp_path: Path
-) -> None:
+def test_step_size_keeps_checkpoints(zygote: Zygote, corpus: Corpus, tmp_path: Path) -> None:
     """Steps count anew: eight of 1,024 tokens are two of 4,096."""
     run_dir = tmp_path / "run"
     config = corpus.config(run_dir, checkpoint={"every": 4, "keep": 2})
@@ -86,9 +78,7 @@ def test_another_step_size_keeps_the_checkpoints_of_most_tokens_and_the_log(
     assert [line["tokens_seen"] for line in log[-3:]] == [8192, 12288, 16384]
 
 
-def test_a_manifest_names_the_files_of_all_ranks_where_listings_lag(
-    zygote: Zygote, corpus: Corpus, tmp_path: Path
-) -> None:
+def test_manifest_names_files_of_all_ranks(zygote: Zygote, corpus: Corpus, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     config = corpus.config(run_dir, num_steps=1, checkpoint={"every": 1})
     stale = {rank: {"faults": {"stale_listing": [rank]}} for rank in (0, 1)}
@@ -125,9 +115,7 @@ def _wait_for_steps(run_dir: Path) -> None:
     wait_for(lambda: batches.exists() and '"step": 1' in batches.read_text(), "two steps")
 
 
-def test_a_second_launch_is_refused_and_names_the_first(
-    zygote: Zygote, corpus: Corpus, tmp_path: Path
-) -> None:
+def test_second_launch_names_the_first(zygote: Zygote, corpus: Corpus, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     config = corpus.config(run_dir, checkpoint={"every": None})
     first = start_run(zygote, config, "first", "num_steps=100000", ranks=1)
@@ -148,9 +136,7 @@ def test_a_second_launch_is_refused_and_names_the_first(
     assert _end(run_dir)["reason"] == "error" and "seed was 0" in _end(run_dir)["message"]
 
 
-def test_a_rank_that_hangs_is_named_though_its_heart_beats(
-    zygote: Zygote, corpus: Corpus, tmp_path: Path
-) -> None:
+def test_hanging_rank_is_named(zygote: Zygote, corpus: Corpus, tmp_path: Path) -> None:
     config = corpus.config(tmp_path / "run")
     faults = {0: {"stall_limit_from_step": [2, 3.0]}, 1: {"hang_before_step": [2]}}
     of_rank = {rank: {"faults": fault} for rank, fault in faults.items()}

@@ -38,9 +38,7 @@ def _plain(hidden: Tensor, weight: Tensor, labels: Tensor, softcap: float) -> Te
     softcap=st.sampled_from([0.0, 0.5, 30.0]),
     scale=st.sampled_from([1.0, 0.01]),
 )
-def test_value_and_gradients_equal_plain_cross_entropy(
-    num_tokens: int, chunk: int, softcap: float, scale: float
-) -> None:
+def test_equals_cross_entropy(num_tokens: int, chunk: int, softcap: float, scale: float) -> None:
     hidden, weight, labels = _inputs(num_tokens)
     expected = _plain(hidden, weight, labels, softcap) * scale
     expected_grads = torch.autograd.grad(expected * 3, (hidden, weight))
@@ -60,9 +58,7 @@ def test_value_and_gradients_equal_plain_cross_entropy(
 
 @settings(max_examples=20)
 @given(num_tokens=st.integers(1, 50), chunk=st.integers(1, 64))
-def test_weights_are_factors_on_single_losses_which_are_told_without_them(
-    num_tokens: int, chunk: int
-) -> None:
+def test_weights_are_factors_on_single_losses(num_tokens: int, chunk: int) -> None:
     hidden, weight, labels = _inputs(num_tokens)
     factors = torch.rand(num_tokens) + 0.5
     plain = F.cross_entropy(hidden @ weight.T, labels, reduction="none", ignore_index=-100)

@@ -24,9 +24,7 @@ def _rates(num_steps: int, **fields: object) -> list[float]:
     warmup=st.integers(0, 100),
     min_ratio=st.floats(0, 1),
 )
-def test_rates_rise_to_the_peak_then_never_rise(
-    kind: str, num_steps: int, warmup: int, min_ratio: float
-) -> None:
+def test_rates_rise_then_fall(kind: str, num_steps: int, warmup: int, min_ratio: float) -> None:
     rates = _rates(num_steps, kind=kind, warmup_steps=warmup, min_ratio=min_ratio)
     warmup = min(warmup, num_steps)
     assert all(0 <= rate <= 2.0 + 1e-12 for rate in rates) and max(rates[:-1], default=1) > 0

@@ -70,9 +70,7 @@ def _one_by_one(model: nn.Module, docs: list[Tensor]) -> tuple[list[Tensor], Ten
 
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("preset", PRESETS)
-def test_packed_logits_and_gradients_equal_documents_one_by_one(
-    preset: str, checkpointing: bool
-) -> None:
+def test_packed_logits_equal_documents_one_by_one(preset: str, checkpointing: bool) -> None:
     torch.manual_seed(0)
     model = _model(preset).train()
     if checkpointing:
@@ -139,9 +137,7 @@ def test_weights_from_scratch_are_a_function_of_the_seed() -> None:
 
 
 @pytest.mark.parametrize("preset", ["llama_tiny", "qwen2_tiny", "gpt2_tiny", "gemma2_tiny"])
-def test_a_saved_model_loads_with_from_pretrained_and_trains_on(
-    preset: str, tmp_path: Path
-) -> None:
+def test_saved_model_loads_and_trains_on(preset: str, tmp_path: Path) -> None:
     model = tiny_model(preset, backend=PRESETS[preset])
     model.save(tmp_path / "out")
     tokens = documents([50])[0]

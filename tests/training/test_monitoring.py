@@ -25,9 +25,7 @@ def _events(trace: Path) -> set[str]:
         return {event.get("name", "") for event in json.load(file)["traceEvents"]}
 
 
-def test_steps_are_traced_when_asked_for_and_on_a_signal(
-    zygote: Zygote, corpus: Corpus, tmp_path: Path
-) -> None:
+def test_steps_are_traced_when_asked(zygote: Zygote, corpus: Corpus, tmp_path: Path) -> None:
     config = corpus.config(tmp_path / "run", num_steps=100000, checkpoint={"every": None})
     argv = [str(PRETRAIN), "--config", str(config), "--profile", "2:4"]
     run = zygote.start(argv, 1, tmp_path / "log")
@@ -45,9 +43,7 @@ def test_steps_are_traced_when_asked_for_and_on_a_signal(
     assert refused.wait() == [2] and "as in 100:105" in refused.output()
 
 
-def test_the_slowest_rank_is_named_and_the_run_drawn_on_one_page(
-    zygote: Zygote, corpus: Corpus, tmp_path: Path
-) -> None:
+def test_slowest_rank_is_named_and_drawn(zygote: Zygote, corpus: Corpus, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     config = corpus.config(run_dir, num_steps=4, checkpoint={"every": None})
     slow = {1: {"faults": {"slow_forward": [0.5]}}}
@@ -92,9 +88,7 @@ def test_what_slows_a_run_is_said_once_when_it_begins(caplog: pytest.LogCaptureF
             assert caplog.messages[-1].endswith("within its limit again")
 
 
-def test_nccl_writes_its_last_collectives_into_the_run_unless_told_otherwise(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nccl_writes_into_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_DUMP_ON_TIMEOUT", "TORCH_FR_DUMP_TEMP_FILE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("TORCH_NCCL_DEBUG_INFO_TEMP_FILE", "/elsewhere/rank_")

@@ -38,9 +38,7 @@ def test_a_source_that_still_falls_is_preferred_to_one_that_is_learned() -> None
     assert weights["falling"] > 0.6 and 0.009 < weights["learned"] < 0.05
 
 
-def test_a_run_is_edited_by_its_own_losses_and_remembers_every_mix(
-    zygote: Zygote, corpus: Corpus, tmp_path: Path
-) -> None:
+def test_run_is_edited_by_its_losses(zygote: Zygote, corpus: Corpus, tmp_path: Path) -> None:
     """Two edits, three starts of the real trainer; nothing but the manifest is changed."""
 
     def run(command: list[str]) -> int:

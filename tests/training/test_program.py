@@ -22,9 +22,7 @@ def _manifest(corpus: Corpus, path: Path, *stages: dict[str, object]) -> Path:
     return path
 
 
-def test_stages_are_trained_and_edited_at_a_resume_and_the_past_is_kept(
-    zygote: Zygote, corpus: Corpus, tmp_path: Path
-) -> None:
+def test_stages_are_edited_at_a_resume(zygote: Zygote, corpus: Corpus, tmp_path: Path) -> None:
     grow = {"from_step": 2, "tokens_per_step": 2048, "weights": {"web": 3, "math": 1}}
     manifest = _manifest(corpus, tmp_path / "blend.yaml", grow)
     run_dir = tmp_path / "run"

@@ -75,9 +75,7 @@ def test_all_ranks_have_the_same_bucket_and_no_sample_is_dealt_twice(whole: Path
     assert log[-1]["loss"] < log[0]["loss"] - 0.1
 
 
-def test_a_run_killed_in_the_middle_continues_as_if_nothing_had_happened(
-    zygote: Zygote, corpus: Corpus, whole: Path, tmp_path: Path
-) -> None:
+def test_killed_run_continues(zygote: Zygote, corpus: Corpus, whole: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     config = corpus.config(run_dir, checkpoint={"asynchronous": False})  # there before the kill
     ranks = start_run(zygote, config, "killed", of_rank={1: {"faults": {"kill_before_step": [4]}}})
@@ -161,9 +159,7 @@ def test_a_signal_to_one_rank_saves_and_leaves_with_the_known_code(
         assert [line["samples"] for line in ours] == [line["samples"] for line in theirs]
 
 
-def test_a_damaged_checkpoint_is_named_and_the_one_before_is_tried_when_asked(
-    zygote: Zygote, corpus: Corpus, whole: Path, tmp_path: Path
-) -> None:
+def test_damage_is_named(zygote: Zygote, corpus: Corpus, whole: Path, tmp_path: Path) -> None:
     run_dir = _copy(whole, tmp_path, corpus, after=8)
     config = run_dir.with_suffix(".yaml")
     newest = run_dir / "checkpoints" / "step_00000008_tokens_8192"
@@ -193,7 +189,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_tried_when_asked(
     assert "has checkpoints and checkpoint.resume is never" in ranks.output()
 
 
-def test_another_order_of_samples_is_refused_unless_allowed(
+def test_other_order_is_refused(
     zygote: Zygote, corpus: Corpus, whole: Path, tmp_path: Path
 ) -> None:
     run_dir = _copy(whole, tmp_path, corpus, after=6, seed=5)
@@ -210,9 +206,7 @@ def test_another_order_of_samples_is_refused_unless_allowed(
     assert ours[6]["samples"] != theirs[6]["samples"]
 
 
-def test_a_loss_that_is_no_number_ends_the_run_and_is_named(
-    zygote: Zygote, corpus: Corpus, tmp_path: Path
-) -> None:
+def test_nan_loss_ends_the_run(zygote: Zygote, corpus: Corpus, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     clip = {"lr": 1e9, "clip": 0.0}
     config = corpus.config(run_dir, optimizer=clip, num_steps=40, learning_rate={"warmup_steps": 0})
@@ -223,7 +217,7 @@ def test_a_loss_that_is_no_number_ends_the_run_and_is_named(
     assert log[0]["loss"] > 0 and log[-1]["loss"] is None
 
 
-def test_a_model_that_does_not_fit_the_checkpoint_is_refused(
+def test_other_model_is_refused(
     zygote: Zygote, corpus: Corpus, whole: Path, tmp_path: Path
 ) -> None:
     model = {"preset": "llama_tiny", "overrides": {"num_hidden_layers": 3}}
@@ -233,9 +227,7 @@ def test_a_model_that_does_not_fit_the_checkpoint_is_refused(
     assert "does not fit this run" in ranks.output()
 
 
-def test_ranks_with_different_data_stop_at_once_and_say_what_differs(
-    zygote: Zygote, corpus: Corpus, tmp_path: Path
-) -> None:
+def test_ranks_with_other_data_stop(zygote: Zygote, corpus: Corpus, tmp_path: Path) -> None:
     config = corpus.config(tmp_path / "run")
     other = [str(PRETRAIN), "--config", str(config), "--set", "seed=9"]
     ranks = start_run(zygote, config, "mixed", of_rank={1: {"argv": other}})
@@ -257,9 +249,7 @@ def test_a_resumed_run_keeps_the_evaluations_of_the_steps_it_keeps(tmp_path: Pat
     assert len(list(read_jsonl(run.batches / "rank_00000.jsonl"))) == 3
 
 
-def test_any_checkpoint_becomes_a_model_and_the_run_is_left_alone(
-    zygote: Zygote, corpus: Corpus, whole: Path, tmp_path: Path
-) -> None:
+def test_checkpoint_is_a_model(zygote: Zygote, corpus: Corpus, whole: Path, tmp_path: Path) -> None:
     """Checkpoints of two ranks, exported by one."""
     run_dir = _copy(whole, tmp_path, corpus, after=8)
     before = sorted(p.name for p in (run_dir / "checkpoints").iterdir())

@@ -56,9 +56,7 @@ def test_the_deepspeed_launcher_trains_two_ranks(corpus: Corpus, tmp_path: Path)
     assert list((tmp_path / "run" / "tensorboard").glob("events*"))
 
 
-def test_one_plain_process_trains_a_blend_the_classic_way(
-    zygote: Zygote, corpus: Corpus, tmp_path: Path
-) -> None:
+def test_one_process_trains_a_blend(zygote: Zygote, corpus: Corpus, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     blend = tmp_path / "blend.yaml"
     source = {"prefix": str(corpus.train), "index": f"{corpus.train}.samples"}
@@ -84,9 +82,7 @@ def test_one_plain_process_trains_a_blend_the_classic_way(
     assert {"config.json", "model.safetensors", "modeling_gpt2_alibi.py"} <= exported
 
 
-def test_a_dry_run_prints_the_plan_and_starts_nothing(
-    zygote: Zygote, corpus: Corpus, tmp_path: Path
-) -> None:
+def test_dry_run_prints_the_plan(zygote: Zygote, corpus: Corpus, tmp_path: Path) -> None:
     config = corpus.config(tmp_path / "run", num_steps=None, num_epochs=2)
     argv = [str(PRETRAIN), "--config", str(config), "--dry-run", "--device", "H100"]
     argv += ["--world-size", "4", "--set", "engine.precision=bf16", "--show-config"]
@@ -108,9 +104,7 @@ def test_a_dry_run_prints_the_plan_and_starts_nothing(
     assert "3 ranks do not divide the 4 micro batches" in refused.output()
 
 
-def test_a_dry_run_plans_from_lengths_before_there_are_data(
-    zygote: Zygote, corpus: Corpus, tmp_path: Path
-) -> None:
+def test_dry_run_plans_from_lengths(zygote: Zygote, corpus: Corpus, tmp_path: Path) -> None:
     """The same steps and arithmetic as with the documents that have these lengths."""
     lengths = tmp_path / "lengths.npy"
     np.save(lengths, IndexedDataset(corpus.train).document_lengths)
@@ -130,18 +124,14 @@ def test_a_dry_run_plans_from_lengths_before_there_are_data(
     assert f"{tmp_path}/no" in refused.output() and "--dry-run --lengths" in refused.output()
 
 
-def test_attention_that_no_device_here_has_is_one_line_without_a_traceback(
-    zygote: Zygote, corpus: Corpus, tmp_path: Path
-) -> None:
+def test_foreign_attention_is_one_line(zygote: Zygote, corpus: Corpus, tmp_path: Path) -> None:
     config = corpus.config(tmp_path / "run")
     ranks = start_run(zygote, config, "flash", "model.attention_backend=flash2", ranks=1)
     assert ranks.wait() == [2]
     assert "cannot serve" in ranks.output() and "Traceback" not in ranks.output()
 
 
-def test_a_damaged_index_is_refused_before_anything_is_trained_on_it(
-    zygote: Zygote, corpus: Corpus, tmp_path: Path
-) -> None:
+def test_damaged_index_is_refused(zygote: Zygote, corpus: Corpus, tmp_path: Path) -> None:
     """A changed segment start would be trained without a word: batches of other tokens."""
     index = tmp_path / "train.samples"
     data = bytearray(Path(f"{corpus.train}.samples").read_bytes())
@@ -168,9 +158,7 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def test_evaluate_scores_models_by_context_and_compares_runs(
-    zygote: Zygote, corpus: Corpus, exported: Path, tmp_path: Path
-) -> None:
+def test_models_are_scored(zygote: Zygote, corpus: Corpus, exported: Path, tmp_path: Path) -> None:
     for name, factor in (("a", 1.0), ("b", 2.0)):
         (tmp_path / name).mkdir()
         lines = [
@@ -225,9 +213,7 @@ metric_list:
 """
 
 
-def test_lm_eval_scores_an_exported_model_on_a_local_task(
-    zygote: Zygote, exported: Path, tmp_path: Path
-) -> None:
+def test_lm_eval_scores_exported_model(zygote: Zygote, exported: Path, tmp_path: Path) -> None:
     data = tmp_path / "task.json"
     data.write_text("".join(json.dumps({"text": t}) + "\n" for t in ("CDEF", "KJIH", "ABAB")))
     tasks = tmp_path / "tasks"

@@ -30,9 +30,7 @@ def _run(
 
 
 @pytest.mark.parametrize("preset", ["llama_tiny", "qwen2_tiny"])
-def test_losses_and_gradients_are_those_of_one_process(
-    zygote: Zygote, corpus: Corpus, tmp_path: Path, preset: str
-) -> None:
+def test_losses_are_equal(zygote: Zygote, corpus: Corpus, tmp_path: Path, preset: str) -> None:
     """Buckets 32, 64, 128; what is longer than a rank's micro batch is shared, the rest is not."""
     alone = _run(zygote, corpus, tmp_path / "alone", 1, preset)
     cases: dict[str, dict[str, Any]] = {
@@ -71,9 +69,7 @@ def _stretch(
     return output
 
 
-def test_a_run_changes_its_groups_when_it_is_resumed(
-    zygote: Zygote, corpus: Corpus, tmp_path: Path
-) -> None:
+def test_run_changes_groups_at_resume(zygote: Zygote, corpus: Corpus, tmp_path: Path) -> None:
     """2 groups of 2, then one of 4, then 4 ranks without: the curve of an undisturbed rank."""
     config = corpus.config(tmp_path / "one")
     _stretch(zygote, config, "alone", 1, 1, 256)

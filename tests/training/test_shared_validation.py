@@ -50,9 +50,7 @@ def _check_forwards(whole: Any, shared: Any, size: int, micro: int) -> None:
     assert max(tokens for tokens, _ in shared[0]) <= max(micro, -(-133 // size))
 
 
-def test_a_run_validates_alike_whatever_its_groups(
-    zygote: Zygote, corpus: Corpus, tmp_path: Path
-) -> None:
+def test_run_validates_alike_in_groups(zygote: Zygote, corpus: Corpus, tmp_path: Path) -> None:
     found = []
     for ranks, group, micro in ((1, 1, 256), (4, 2, 64)):
         run_dir = tmp_path / f"run_{group}"

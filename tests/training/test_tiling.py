@@ -69,9 +69,7 @@ def test_only_one_chunk_of_activations_is_kept() -> None:
     ],
     ids=["experts", "dropout", "without mlp"],
 )
-def test_layers_that_chunks_would_train_wrongly_are_refused(
-    configuration: object, problem: str
-) -> None:
+def test_layers_unfit_for_chunks_are_refused(configuration: object, problem: str) -> None:
     small = {"num_hidden_layers": 1, "vocab_size": 64}
     for name, value in small.items():
         setattr(configuration, name, value)

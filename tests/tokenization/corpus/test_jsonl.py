@@ -37,7 +37,7 @@ def spelled(value: object) -> str:
     ascii_only=st.booleans(),
     indent=st.sampled_from([None, " ", "\t"]),
 )
-def test_every_json_value_is_read_as_python_reads_it(
+def test_json_values_are_pythons(
     records: list[object], ascii_only: bool, indent: str | None
 ) -> None:
     separators = None if indent is None else (f"{indent},{indent}", f"{indent}:{indent}")
@@ -64,9 +64,7 @@ names = st.sampled_from(["a", "b", "c", "a.b", "b.c", "a.b.c", ""])
     ),
     key=st.sampled_from(["a.b.c", "a.b", "a", ".a", "a.", "a..b", "."]),
 )
-def test_a_dotted_key_is_found_as_a_whole_or_in_nested_objects(
-    records: list[object], key: str
-) -> None:
+def test_dotted_key_is_found_whole_or_nested(records: list[object], key: str) -> None:
     """Members of one name are written as often as they come; Python keeps the last."""
     lines = [spelled(record).encode("utf-8") for record in records]
     found = extract(b"".join(line + b"\n" for line in lines), key)

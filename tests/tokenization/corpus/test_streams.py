@@ -40,9 +40,7 @@ def read_all(path: Path) -> bytes:
 
 
 @each_compression
-def test_compressed_files_of_several_members_are_read_whole(
-    tmp_path: Path, suffix: str, compress: Compress
-) -> None:
+def test_members_are_all_read(tmp_path: Path, suffix: str, compress: Compress) -> None:
     path = tmp_path / f"x.jsonl.{suffix}"
     path.write_bytes(compress(TEXT) + compress(b"") + compress(TEXT))
     assert read_all(path) == TEXT + TEXT
@@ -98,9 +96,7 @@ def test_a_zst_may_end_behind_every_frame_and_nowhere_else(
 
 
 @pytest.mark.parametrize("name", ["x.txt.zst", "x.jsonl.zst", "x.txt.gz", "x.jsonl.gz"])
-def test_a_small_file_that_expands_without_end_is_refused_in_little_memory(
-    tmp_path: Path, name: str
-) -> None:
+def test_endless_expansion_is_refused_in_little_memory(tmp_path: Path, name: str) -> None:
     path = tmp_path / name
     part = bytes(1 << 24).replace(b"\0", b"a")
     if name.endswith("zst"):
@@ -121,7 +117,7 @@ def test_a_small_file_that_expands_without_end_is_refused_in_little_memory(
 
 @each_compression
 @pytest.mark.parametrize("keep", [0.5, 0.9, 0.999])
-def test_a_truncated_compressed_file_is_an_error_and_not_a_short_corpus(
+def test_truncated_file_is_error(
     tmp_path: Path, suffix: str, compress: Compress, keep: float
 ) -> None:
     data = compress(TEXT)
@@ -133,9 +129,7 @@ def test_a_truncated_compressed_file_is_an_error_and_not_a_short_corpus(
 
 
 @each_compression
-def test_a_damaged_compressed_file_is_an_error(
-    tmp_path: Path, suffix: str, compress: Compress
-) -> None:
+def test_damaged_file_is_an_error(tmp_path: Path, suffix: str, compress: Compress) -> None:
     path = tmp_path / f"x.jsonl.{suffix}"
     data = bytearray(compress(TEXT))
     data[len(data) // 2 :] = b"\xff" * (len(data) - len(data) // 2)
@@ -166,9 +160,7 @@ MISNAMED: list[tuple[str, bytes, str]] = [
 
 
 @pytest.mark.parametrize(("name", "data", "message"), MISNAMED, ids=range(len(MISNAMED)))
-def test_a_file_that_is_not_what_its_name_says_is_called_what_it_is(
-    tmp_path: Path, name: str, data: bytes, message: str
-) -> None:
+def test_misnamed_file_is_named(tmp_path: Path, name: str, data: bytes, message: str) -> None:
     path = tmp_path / name
     path.write_bytes(data)
     with pytest.raises(DataError, match=message):
@@ -176,9 +168,7 @@ def test_a_file_that_is_not_what_its_name_says_is_called_what_it_is(
 
 
 @pytest.mark.parametrize("name", ["x.jsonl", "x.txt", "x.jsonl.gz", "x.parquet"])
-def test_a_file_that_changed_since_the_build_was_planned_is_refused(
-    tmp_path: Path, name: str
-) -> None:
+def test_file_changed_since_the_plan_is_refused(tmp_path: Path, name: str) -> None:
     """Its pieces would end in the middle of a line, or leave the new ones out."""
     path = tmp_path / name
     path.write_bytes(JSON)

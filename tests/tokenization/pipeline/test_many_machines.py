@@ -45,9 +45,7 @@ def arguments(corpus: Path, prefix: Path) -> list[str]:
     return [*common, "--output-prefix", str(prefix), "--shard-bytes", "30K"]
 
 
-def test_an_array_of_tasks_and_a_finish_make_the_same_dataset(
-    tmp_path: Path, corpus: Path, alone: tuple[bytes, bytes]
-) -> None:
+def test_array_makes_the_dataset(tmp_path: Path, corpus: Path, alone: tuple[bytes, bytes]) -> None:
     prefix = tmp_path / "out"
     tasks = [
         subprocess.Popen(
@@ -89,9 +87,7 @@ echo $RANDOM
 """
 
 
-def test_the_script_submits_an_array_and_a_finish_behind_it(
-    tmp_path: Path, corpus: Path, alone: tuple[bytes, bytes]
-) -> None:
+def test_script_submits_an_array(tmp_path: Path, corpus: Path, alone: tuple[bytes, bytes]) -> None:
     tools = tmp_path / "tools"
     tools.mkdir()
     (tools / "sbatch").write_text(SBATCH)

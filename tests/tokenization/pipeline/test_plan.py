@@ -41,9 +41,7 @@ def tokenizer(tmp_path: Path, bpe_json: Path) -> Path:
     return directory
 
 
-def test_parts_of_two_plans_never_become_one_dataset(
-    tmp_path: Path, corpus: Path, run_build: Build
-) -> None:
+def test_parts_of_two_plans_never_join(tmp_path: Path, corpus: Path, run_build: Build) -> None:
     sharding: dict[str, Any] = {"shard_bytes": 4000}
     plain = run_build(corpus, part=(0, 2), **sharding)
     other = run_build(corpus, part=(1, 2), append_eod=True, **sharding)
@@ -90,9 +88,7 @@ def test_a_changed_plan_is_another_build_and_says_what_the_first_left_behind(
     assert not progress.notes and not (tmp_path / "out.build").exists(), "--overwrite removes all"
 
 
-def test_a_file_of_the_same_size_that_was_written_again_is_another_plan(
-    corpus: Path, run_build: Build
-) -> None:
+def test_rewritten_file_of_the_same_size_is_another_plan(corpus: Path, run_build: Build) -> None:
     run_build(corpus)
     facts = corpus.stat()
     corpus.write_text(corpus.read_text().replace("document", "DOCUMENT"))
@@ -115,9 +111,7 @@ def test_ids_are_stored_as_megatron_will_read_them(
     assert IndexedDataset(tmp_path / "out").dtype == dtype
 
 
-def test_overwrite_leaves_the_same_dataset_alone_and_removes_what_other_plans_left(
-    tmp_path: Path, corpus: Path, run_build: Build
-) -> None:
+def test_overwrite_removes_what_plans_left(tmp_path: Path, corpus: Path, run_build: Build) -> None:
     """One rule for every command: replaced is what differs."""
     run_build(corpus)
     before = (tmp_path / "out.bin").stat()
@@ -171,9 +165,7 @@ def chats(tmp_path: Path, write_jsonl: WriteJsonl) -> Path:
 
 
 @pytest.mark.parametrize("name", EDITS)
-def test_every_file_of_the_tokenizer_is_part_of_the_plan(
-    tokenizer: Path, chats: Path, run_build: Build, name: str
-) -> None:
+def test_tokenizer_files_are_in(tokenizer: Path, chats: Path, run_build: Build, name: str) -> None:
     options: dict[str, Any] = {"tokenizer": str(tokenizer), "messages_key": "messages"}
     assert run_build(chats, **options).state == "built"
     assert run_build(chats, **options).state == "found"
@@ -219,9 +211,7 @@ def test_a_worker_whose_machine_has_other_files_builds_nothing(
     assert not list(tmp_path.glob("out.build/*/shard-*")), "no shard was begun"
 
 
-def test_a_shard_of_another_plan_is_built_again_even_where_it_lies_in_the_way(
-    tmp_path: Path, corpus: Path, run_build: Build
-) -> None:
+def test_shard_of_another_plan_is_rebuilt(tmp_path: Path, corpus: Path, run_build: Build) -> None:
     options: dict[str, Any] = {"shard_bytes": 4000, "keep_shards": True}
     plain = run_build(corpus, **options)
     other = run_build(corpus, **options, append_eod=True, output_prefix=str(tmp_path / "other"))
@@ -237,9 +227,7 @@ def test_a_shard_of_another_plan_is_built_again_even_where_it_lies_in_the_way(
     assert files_of(tmp_path / "other") == before
 
 
-def test_the_manifest_is_the_plan_and_the_meta_file_names_it(
-    tmp_path: Path, corpus: Path, tokenizer: Path, run_build: Build
-) -> None:
+def test_manifest_is_plan(tmp_path: Path, corpus: Path, tokenizer: Path, run_build: Build) -> None:
     result = run_build(corpus, tokenizer=str(tokenizer), append_eod=True, split="90,10")
     assert not (tmp_path / "out.build").exists(), "the shards are gone when all is done"
     manifest = json.loads((tmp_path / "out.manifest.json").read_text())
@@ -261,9 +249,7 @@ def test_the_manifest_is_the_plan_and_the_meta_file_names_it(
         assert "--append-eod" in dataset.meta["command"]
 
 
-def test_equal_plans_have_equal_digests_wherever_their_result_lies_and_whoever_works(
-    tmp_path: Path, corpus: Path, tokenizer: Path, run_build: Build
-) -> None:
+def test_equal_digests(tmp_path: Path, corpus: Path, tokenizer: Path, run_build: Build) -> None:
     def plan(name: str, **options: Any) -> Plan:
         options.setdefault("tokenizer", str(tokenizer))
         return run_build(corpus, output_prefix=str(tmp_path / name), **options).plan
@@ -280,9 +266,7 @@ def test_equal_plans_have_equal_digests_wherever_their_result_lies_and_whoever_w
         assert plan(name, shard_bytes=5000, **options).digest == first.digest, options
 
 
-def test_shards_are_not_removed_while_somebody_works_on_them(
-    tmp_path: Path, corpus: Path, run_build: Build
-) -> None:
+def test_shards_in_work_are_not_removed(tmp_path: Path, corpus: Path, run_build: Build) -> None:
     options: dict[str, Any] = {"shard_bytes": 4000}
     result = run_build(corpus, keep_shards=True, **options)
     directory = tmp_path / "out.build" / result.plan.digest
@@ -293,7 +277,7 @@ def test_shards_are_not_removed_while_somebody_works_on_them(
     assert not directory.exists()
 
 
-def test_shards_that_lack_documents_are_not_taken_for_whole_ones(
+def test_incomplete_shards_no_use(
     tmp_path: Path, write_jsonl: WriteJsonl, run_build: Build
 ) -> None:
     records: list[Any] = [{"text": "x" * 500}] * 20

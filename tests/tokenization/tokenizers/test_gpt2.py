@@ -34,9 +34,7 @@ def pair(tmp_path: Path, bpe_json: Path) -> Path:
     return directory
 
 
-def test_the_ids_are_those_of_transformers_on_real_text(
-    pair: Path, bpe_json: Path, source_texts: list[str]
-) -> None:
+def test_ids_are_those_of_transformers(pair: Path, bpe_json: Path, source_texts: list[str]) -> None:
     host = peer("transformers").GPT2Tokenizer.from_pretrained(str(pair))
     files = TokenizerFiles.open(str(pair))
     texts = [*source_texts, *hard_texts(files), "a<|endoftext|>b <|endoftext|>", " lead", "trail "]

@@ -104,9 +104,7 @@ def test_what_is_no_tokenizer_is_refused_by_name(tmp_path: Path) -> None:
             TokenizerFiles.open(str(tmp_path / name))
 
 
-def test_the_identity_changes_with_every_file_that_decides_an_id(
-    tmp_path: Path, bpe_json: Path, sp_model: Path
-) -> None:
+def test_identity_changes_with_every_file(tmp_path: Path, bpe_json: Path, sp_model: Path) -> None:
     """A build is told from another one by this value: files it forgets would mix their ids."""
     contents = {
         "tokenizer.json": bpe_json.read_text(encoding="utf-8"),
@@ -151,9 +149,7 @@ def test_the_versions_are_those_of_the_packages_that_make_the_ids() -> None:
 
 
 @pytest.mark.parametrize("model", ["bpe", "unigram"])
-def test_settings_that_cut_pad_or_sample_are_switched_off_and_said(
-    tmp_path: Path, run_build: Build, model: str
-) -> None:
+def test_settings_that_cut_are_switched_off(tmp_path: Path, run_build: Build, model: str) -> None:
     """BPE's dropout gave another corpus at every run."""
     letters = {"a": 0, "b": 1, "ab": 2, "abab": 3}
     kinds = {
@@ -182,9 +178,7 @@ def test_settings_that_cut_pad_or_sample_are_switched_off_and_said(
     assert setting not in plain["model"] and "truncation" not in plain
 
 
-def test_the_probe_takes_half_a_megabyte_however_long_a_document_is(
-    tmp_path: Path, write_jsonl: WriteJsonl
-) -> None:
+def test_probe_takes_half_a_megabyte_of_any_text(tmp_path: Path, write_jsonl: WriteJsonl) -> None:
     """A first line of 104 MB cost 5.4 GB; cut, it is still UTF-8."""
     corpus = write_jsonl(tmp_path / "x.jsonl", [{"text": "x" + "\u4e2d" * 1_000_000}])
     shards = plan_shards(find_inputs([str(corpus)]), shard_bytes=1 << 20, json_key="text")

@@ -30,7 +30,7 @@ def train(
 
 
 @pytest.mark.parametrize("type", ["sentencepiece", "bpe-json"])
-def test_the_same_input_gives_the_same_file(
+def test_equal_input_gives_one_file(
     tmp_path: Path, source_files: list[InputFile], type: str
 ) -> None:
     first = train(source_files, tmp_path / "a", type=type)
@@ -52,17 +52,13 @@ def test_a_bpe_json_gives_every_text_back_and_has_its_special_tokens(bpe_json: P
     assert tokenizer.encode("<|eot_id|>").ids == [tokenizer.token_to_id("<|eot_id|>")]
 
 
-def test_special_tokens_of_a_sentencepiece_model_are_never_split(
-    tmp_path: Path, source_files: list[InputFile]
-) -> None:
+def test_special_tokens_are_never_split(tmp_path: Path, source_files: list[InputFile]) -> None:
     result = train(source_files, tmp_path / "m.model", special_tokens=("<|eot_id|>",))
     processor = sentencepiece.SentencePieceProcessor(model_file=str(result.path))
     assert processor.piece_to_id("<|eot_id|>") in processor.encode("a<|eot_id|>b")
 
 
-def test_the_sample_is_bounded_and_comes_from_all_of_the_corpus(
-    tmp_path: Path, source_texts: list[str]
-) -> None:
+def test_sample_is_bounded_and_of_all_the_corpus(tmp_path: Path, source_texts: list[str]) -> None:
     for i in range(8):
         text = "".join(source_texts).replace("self", f"only{i}only")
         (tmp_path / f"{i}.txt").write_text(text, encoding="utf-8")
@@ -85,9 +81,7 @@ def test_what_cannot_be_trained_is_said(tmp_path: Path, source_files: list[Input
     assert not (tmp_path / "x.model").exists()
 
 
-def test_a_tokenizer_is_replaced_only_when_that_is_asked_for(
-    tmp_path: Path, source_files: list[InputFile]
-) -> None:
+def test_tokenizer_is_replaced_when_asked(tmp_path: Path, source_files: list[InputFile]) -> None:
     path = tmp_path / "m.json"
     small: dict[str, object] = {"type": "bpe-json", "sample_bytes": 1 << 16}
     assert train(source_files, path, **small).written
