@@ -147,9 +147,9 @@ def _batches(prefix: Path, index: Path) -> Iterator[tuple[str, str]]:
     from megapack.data import BucketBatchSampler, PackedDataset, Schedule  # noqa: PLC0415
 
     ways = [
-        {"attention": attention, "labels": labels, "positions": positions}
+        {"attention": attention, "label_boundary": boundary, "positions": positions}
         for attention in ("document", "sample")
-        for labels in ("document", "sample")
+        for boundary in ("document", "sample")
         for positions in ("segment", "document", "sample")
     ]
     for way in ways:

@@ -39,7 +39,7 @@ def samples(**changed: Any) -> list[int]:
 def gatherer(**changed: Any) -> _core.Gatherer:
     """Of one shard of three samples."""
     zero = np.zeros(1, np.int64)
-    given = {"positions": "segment", "attention": "document", "labels": "document"}
+    given = {"positions": "segment", "attention": "document", "label_boundary": "document"}
     runs = {"first_ids": np.array([0, 3]), "shards": zero, "first_samples": zero, "sources": zero}
     rest = {"alignment": 1, "pad_token": 0}
     return _core.Gatherer(**{**given, **runs, **rest, **changed})
@@ -115,7 +115,10 @@ def test_numpys_integers_are_integers(name: str) -> None:
             "placement is 'papr'; it must be one of exact, paper, published",
         ),
         (lambda: gatherer(positions="token"), "positions is 'token'; it must be one of segment, "),
-        (lambda: gatherer(labels="file"), "labels is 'file'; it must be one of document, sample"),
+        (
+            lambda: gatherer(label_boundary="file"),
+            "label_boundary is 'file'; it must be one of docu",
+        ),
         (lambda: gatherer(alignment=0), "alignment is 0; it must be from 1"),
         (lambda: gatherer(alignment=2.0), "alignment is 2.0; it must be an integer"),
         (lambda: packed("decompose", buckets=[8, 32]), "bucket 32 follows 8"),

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -186,31 +184,6 @@ def test_skips_are_placed(tmp_path: Path, corpus: Path, capsys: pytest.CaptureFi
     assert "2 skipped)" in out
 
 
-BAD_INPUTS = {
-    b'{"text": "x"': "malformed JSON",
-    b'{"content": "x"}': "missing key",
-    b'{"text": 3}': "wrong type",
-    b'{"text": "\xff"}': "invalid UTF-8",
-    b'{"text": ""}': "no documents",
-    b"": "no documents",
-}
-
-
-@pytest.mark.parametrize("content", BAD_INPUTS)
-def test_bad_input_is_one_line_of_error_and_no_file(tmp_path: Path, content: bytes) -> None:
-    corpus = tmp_path / "bad.jsonl"
-    corpus.write_bytes(content + b"\n")
-    command = [sys.executable, "-m", "megapack.cli.main", "tokenize", "--input", str(corpus)]
-    command += ["--output-prefix", str(tmp_path / "out"), "--tokenizer", "bytes"]
-    done = subprocess.run(command, check=False, capture_output=True, text=True)
-    assert done.returncode == 1
-    errors = [line for line in done.stderr.splitlines() if "error:" in line]
-    assert len(errors) == 1
-    assert BAD_INPUTS[content] in errors[0]
-    assert "Traceback" not in done.stderr
-    assert [path.name for path in tmp_path.glob("out*")] in ([], ["out.build"])
-
-
 def test_wrong_arguments(tmp_path: Path, corpus: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for more, status, message in (
         (("--input", str(tmp_path / "gone.jsonl")), 1, "No such file"),
@@ -245,23 +218,6 @@ def test_the_command_in_the_meta_file_builds_the_same_dataset(tmp_path: Path, co
         path.unlink()
     assert main(arguments) == 0
     assert (tmp_path / "out.bin").read_bytes() == first
-
-
-def test_source_files_parts_and_finish(tmp_path: Path, corpus: Path) -> None:
-    for i in range(7):
-        (tmp_path / f"{i}.py").write_text(f"x = {i}\n" * 100)
-    common = ["tokenize", "--input", str(tmp_path), "--suffix", ".py", "--tokenizer", "bytes"]
-    common += ["--shard-bytes", "1K"]
-    for i in range(3):
-        part = [*common, "--output-prefix", str(tmp_path / "parts"), "--part", f"{i}/3"]
-        assert main(part) == 0
-    assert main([*common, "--output-prefix", str(tmp_path / "parts"), "--finish"]) == 0
-    assert main([*common, "--output-prefix", str(tmp_path / "whole")]) == 0
-    for suffix in ("bin", "idx"):
-        parts, whole = (tmp_path / f"{name}.{suffix}" for name in ("parts", "whole"))
-        assert parts.read_bytes() == whole.read_bytes()
-    tokens = IndexedDataset(tmp_path / "whole")[3]
-    assert bytes(tokens.astype(np.uint8)).decode() == "x = 3\n" * 100
 
 
 def test_merge_joins_the_shards_that_were_kept(tmp_path: Path, corpus: Path) -> None:

@@ -233,18 +233,6 @@ def test_every_position_is_as_defined(weights: list[int], begin: int, count: int
     assert [blend.taken_of(i, begin) for i in range(len(weights))] == blend.taken(begin).tolist()
 
 
-@given(weights=whole_weights, begin=positions, middle=st.integers(0, 50), count=st.integers(0, 50))
-def test_ranks_have_no_gaps(weights: list[int], begin: int, middle: int, count: int) -> None:
-    blend = blend_of(weights)
-    ends = blend.taken(begin)
-    for source, rank in sources_and_ranks(blend, begin, begin + middle + count):
-        assert rank == ends[source]
-        ends[source] += 1
-    assert ends.tolist() == blend.taken(begin + middle + count).tolist()
-    whole = sources_and_ranks(blend, begin, begin + middle + count)
-    assert sources_and_ranks(blend, begin + middle, begin + middle + count) == whole[middle:]
-
-
 @given(weights=whole_weights, end=positions)
 def test_cursors_are_within_the_bound_however_far_a_run_goes(weights: list[int], end: int) -> None:
     total = sum(weights)

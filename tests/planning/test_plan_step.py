@@ -287,28 +287,6 @@ def test_losses_without_a_meaning_are_refused(arguments: Any, message: str) -> N
         plan.loss_weights(*arguments)
 
 
-@given(step=steps(), data=st.data())
-def test_groups_stay_together(step: tuple[list[int], dict[str, int]], data: st.DataObject) -> None:
-    lengths, rules = step
-    rules = {**rules, "max_degree": 1}
-    lengths = [min(length, rules["max_tokens_per_rank"]) for length in lengths]
-    groups = data.draw(
-        st.lists(st.integers(0, 9), min_size=len(lengths), max_size=len(lengths)), label="groups"
-    )
-    plan = plan_step(lengths, **rules, groups=groups)
-    limits = (rules["max_tokens_per_rank"], 1, rules["max_documents_per_rank"])
-    assert not broken_laws(plan, *limits, groups=groups)
-
-
-@given(step=steps(), multiple=st.integers(1, 5), balance=st.sampled_from(BALANCES))
-def test_micro_batches_are_a_multiple(
-    step: tuple[list[int], dict[str, int]], multiple: int, balance: Any
-) -> None:
-    lengths, rules = step
-    plan = plan_step(lengths, **rules, micro_batch_multiple=multiple, balance=balance)
-    assert plan.num_micro_batches % multiple == 0
-
-
 @pytest.mark.parametrize("balance", BALANCES)
 def test_no_rank_is_empty_while_documents_suffice(balance: Any) -> None:
     """Also where leaving one empty would pay: 10 and 4 + 3 beside 1 alone are shorter."""

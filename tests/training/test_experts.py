@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,6 @@ from megapack.training.engine.inputs import Inputs, open_inputs
 from megapack.training.model.architecture import model_configuration
 from megapack.training.model.opening import build_model
 from megapack.training.model.training_model import TrainingModel
-from tests.reference.experts import load_balancing_loss
 
 from .conftest import VOCAB, Corpus
 from .packing_helpers import documents, pack_documents
@@ -256,3 +257,30 @@ def test_run_logs_the_load_balancing_loss(zygote: Zygote, corpus: Corpus, tmp_pa
     assert all(line["grad_norm"] > 0 for line in log), "without ZeRO and without clipping, too"
     assert log[-1]["loss"] < log[0]["loss"] < 10
     assert SIZES["vocab_size"] > VOCAB
+
+
+# ---- The load-balancing loss of a mixture of experts, token by token
+
+
+Logits = Sequence[Sequence[float]]
+
+
+def load_balancing_loss(layers: Sequence[Logits], chosen_per_token: int) -> float:
+    """``experts * sum over e of f(e) * P(e)``, over the tokens of all layers.
+
+    Args:
+        layers: of every layer, of every token that counts, the router's logits.
+        chosen_per_token: experts that a token goes to: those of the largest logits.
+    """
+    tokens = [logits for layer in layers for logits in layer]
+    num_experts = len(tokens[0])
+    choices = [0] * num_experts
+    probability = [0.0] * num_experts
+    for logits in tokens:
+        weights = [math.exp(x - max(logits)) for x in logits]
+        for expert in range(num_experts):
+            probability[expert] += weights[expert] / sum(weights)
+        for expert in sorted(range(num_experts), key=lambda e: -logits[e])[:chosen_per_token]:
+            choices[expert] += 1
+    pairs = zip(choices, probability, strict=True)
+    return num_experts * sum(f / len(tokens) * p / len(tokens) for f, p in pairs)
