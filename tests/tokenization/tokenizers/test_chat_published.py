@@ -18,13 +18,9 @@ from peers import peer
 from tokenizers import Tokenizer, processors
 
 from megapack.errors import ConfigError, DataError
-from megapack.tokenization.tokenizers.chat_template import (
-    ChatTemplate,
-    TemplateChats,
-    clock,
-    normalized,
-)
+from megapack.tokenization.tokenizers.chat_template import ChatTemplate, clock, normalized
 from megapack.tokenization.tokenizers.coding import ASSISTANT, Chat, CodedChat
+from megapack.tokenization.tokenizers.template_chats import TemplateChats
 from megapack.tokenization.tokenizers.tokenizer import TokenizerFiles
 
 Messages = list[dict[str, Any]]
