@@ -19,3 +19,10 @@ def build(*words: object) -> subprocess.CompletedProcess[str]:
         except SystemExit as leaving:  # argparse's
             status = int(leaving.code or 0)
     return subprocess.CompletedProcess(arguments, status, stdout.getvalue(), stderr.getvalue())
+
+
+def printed(*words: object, status: int = 0) -> str:
+    """What a command that ends with a status prints: its stdout, or its stderr where it fails."""
+    done = build(*words)
+    assert done.returncode == status, done.stderr
+    return done.stderr if status else done.stdout

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import yaml
-from commands import build
+from commands import build, printed
 from peers import peer
 
 from megapack.cli.main import main
@@ -216,27 +216,24 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return place
 
 
-def ask(capsys: pytest.CaptureFixture[str], source: Path, *words: str) -> Any:
-    assert main(["simulate", str(source), "--json", *words]) == 0
-    return json.loads(capsys.readouterr().out)
+def ask(source: Path, *words: str) -> Any:
+    return json.loads(printed("simulate", source, "--json", *words))
 
 
 OPTIONS = ("--data-parallel", "4", "--max-tokens", str(CAP), "--linear-length", "50")
 
 
-def test_lengths_of_every_form_are_alike(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    found = [
-        ask(capsys, folder / name, *OPTIONS) for name in ("lengths.npy", "lengths.txt", "corpus")
-    ]
+def test_lengths_of_every_form_are_alike(folder: Path) -> None:
+    found = [ask(folder / name, *OPTIONS) for name in ("lengths.npy", "lengths.txt", "corpus")]
     assert found[0] == found[1] == found[2]
     assert found[0]["cluster"]["data_parallel"] == 4 and found[0]["steps"] == 4
-    cut = ask(capsys, folder / "corpus.samples", *OPTIONS)
+    cut = ask(folder / "corpus.samples", *OPTIONS)
     assert cut["documents"] > 0 and cut != found[0]
 
 
-def test_table_is_the_simulation(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_table_is_the_simulation(folder: Path) -> None:
     words = ("--documents-per-step", "150", "--pipeline", "2", "--barrier", "step", "--steps", "2")
-    found = ask(capsys, folder / "lengths.npy", *OPTIONS, *words)
+    found = ask(folder / "lengths.npy", *OPTIONS, *words)
     assert found["documents"] == 300 and found["steps"] == 2
     assert [row["dealing"] for row in found["dealings"]] == list(DEALERS)
     cluster = Cluster(data_parallel=4, pipeline_parallel=2, barrier="step")
@@ -252,8 +249,7 @@ def test_table_is_the_simulation(folder: Path, capsys: pytest.CaptureFixture[str
         lost = sum(t.time * t.bubble for t in times) / total
         assert row["bubbles_%"] == pytest.approx(100 * lost)
         assert (row["over"], row["empty"]) == (over, sum(t.empty for t in times))
-    assert main(["simulate", str(folder / "lengths.npy"), *OPTIONS, *words]) == 0
-    text = capsys.readouterr().out
+    text = printed("simulate", folder / "lengths.npy", *OPTIONS, *words)
     assert "a model, not a measurement" in text and "ranks meet once a step" in text
     for row in found["dealings"]:
         assert f"{row['time']:.3f}" in next(
@@ -261,8 +257,8 @@ def test_table_is_the_simulation(folder: Path, capsys: pytest.CaptureFixture[str
         )
 
 
-def test_default_step_is_eight_batches(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    found = ask(capsys, folder / "lengths.npy", *OPTIONS)
+def test_default_step_is_eight_batches(folder: Path) -> None:
+    found = ask(folder / "lengths.npy", *OPTIONS)
     plain = found["dealings"][0]
     assert plain["dealing"].startswith("plan_step") and 8 <= plain["micro_batches"] <= 9
     assert plain["over"] == plain["empty"] == 0
@@ -275,14 +271,14 @@ def test_documents_too_long_are_cut(folder: Path, capsys: pytest.CaptureFixture[
     assert f"{cut} documents of more than 400 tokens cut there" in capsys.readouterr().err
 
 
-def test_run_is_replayed_as_dealt(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_run_is_replayed_as_dealt(folder: Path) -> None:
     peer("torch")  # which megapack.data needs
     from megapack.config import load_config  # noqa: PLC0415
     from megapack.data.run import open_run  # noqa: PLC0415
     from megapack.training.config import PretrainConfig  # noqa: PLC0415
 
     words = ("--data-parallel", "4", "--linear-length", "50", "--steps", "9")
-    found = ask(capsys, folder / "run.yaml", *words)
+    found = ask(folder / "run.yaml", *words)
     assert found["max_tokens"] == 1024 and found["steps"] == 9
     row = found["dealings"][0]
     assert row["dealing"] == "the run's schedule"
@@ -300,12 +296,12 @@ def test_run_is_replayed_as_dealt(folder: Path, capsys: pytest.CaptureFixture[st
     assert planned["dealing"].startswith("plan_step") and planned["extra_%"] == 0
 
 
-def test_shared_samples_run_on_groups(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_shared_samples_run_on_groups(folder: Path) -> None:
     peer("torch")
     words = ["--data-parallel", "2", "--context", "2", "--set", "data.micro_batch_tokens=512"]
     words += ["--set", "engine.sequence_parallel_size=2", "--exchange-length", "1000000"]
-    with_exchange = ask(capsys, folder / "run.yaml", *words)
-    without = ask(capsys, folder / "run.yaml", *words[:-1], "0")
+    with_exchange = ask(folder / "run.yaml", *words)
+    without = ask(folder / "run.yaml", *words[:-1], "0")
     assert with_exchange["dealings"][0]["time"] > without["dealings"][0]["time"]
 
 

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from commands import printed
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -20,15 +21,13 @@ from megapack.storage import IndexedDatasetBuilder
 from megapack.units import counted, parse_size, percent, short, size
 
 
-def test_the_overview_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([]) == 0
-    overview = capsys.readouterr().out
+def test_the_overview_lists_every_command() -> None:
+    overview = printed()
     assert all(name in overview for name in COMMANDS)
 
 
-def test_an_unknown_command_names_the_nearest_one(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["tokenise"]) == 2
-    assert "did you mean 'tokenize'?" in capsys.readouterr().err
+def test_an_unknown_command_names_the_nearest_one() -> None:
+    assert "did you mean 'tokenize'?" in printed("tokenise", status=2)
 
 
 @pytest.mark.parametrize("name", sorted(COMMANDS))
@@ -119,17 +118,14 @@ def test_an_interrupt_while_a_command_is_imported_is_one_line(module: str) -> No
     assert (done.returncode, done.stderr) == (130, "megapack-build: interrupted\n")
 
 
-def test_name_not_utf_8_is_refused_first(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_name_not_utf_8_is_refused_first(tmp_path: Path) -> None:
     """It was met when metadata was written, hours later."""
     for words in (
         ["tokenize", "--input", "x\udcff.jsonl"],
         ["merge", "a\udcff"],
         ["pack", "\udcff"],
     ):
-        assert main(words) == 2
-        assert r"\xff" in (said := capsys.readouterr().err)
+        assert r"\xff" in (said := printed(*words, status=2))
         assert "is not UTF-8" in said
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import yaml
+from commands import printed
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from peers import peer
@@ -58,14 +59,13 @@ def schedule_of(config: Path) -> Any:
     return Schedule(packed, tokens_per_step=256, seed=3)
 
 
-def ask(capsys: pytest.CaptureFixture[str], config: Path, *words: str) -> Any:
-    assert main(["trace", str(config), *words, "--json"]) == 0
-    return json.loads(capsys.readouterr().out)
+def ask(config: Path, *words: str) -> Any:
+    return json.loads(printed("trace", config, *words, "--json"))
 
 
-def test_the_documents_of_a_step(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_documents_of_a_step(config: Path) -> None:
     schedule = schedule_of(config)
-    found = ask(capsys, config, "--step", "9")
+    found = ask(config, "--step", "9")
     bases = dict(zip(NAMES, schedule.samples.bases.tolist(), strict=False))
     ids = [bases[s["source"]] + s["sample"] for s in found["samples"]]
     assert ids == schedule.step(9).sample_ids.tolist()
@@ -73,28 +73,26 @@ def test_the_documents_of_a_step(config: Path, capsys: pytest.CaptureFixture[str
     for shown in found["samples"]:
         index = schedule.samples.indices[NAMES.index(shown["source"])]
         assert [tuple(s) for s in shown["segments"]] == index.sample(shown["sample"])[1]
-    assert main(["trace", str(config), "--step", "9", "--tokenizer", "bytes", "--full"]) == 0
-    text = capsys.readouterr().out
+    text = printed("trace", config, "--step", "9", "--tokenizer", "bytes", "--full")
     for shown in found["samples"]:
         document, begin, _ = shown["segments"][0]
         if begin == 0:
             assert f"{shown['source']} {document} " in text
-    assert main(["trace", str(config), "--step", "9"]) == 0
-    assert "of the stage from step 6" in capsys.readouterr().out
+    assert "of the stage from step 6" in printed("trace", config, "--step", "9")
 
 
-def test_ranks_have_the_step_among_them(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    whole = ask(capsys, config, "--step", "7")["samples"]
-    dealt = ask(capsys, config, "--step", "7", "--ranks", "2")["samples"]
+def test_ranks_have_the_step_among_them(config: Path) -> None:
+    whole = ask(config, "--step", "7")["samples"]
+    dealt = ask(config, "--step", "7", "--ranks", "2")["samples"]
     places = {(s["rank"], s["micro_step"]) for s in dealt}
     assert places == {(0, 0), (0, 1), (1, 0), (1, 1)}
-    one = ask(capsys, config, "--step", "7", "--ranks", "2", "--rank", "1")["samples"]
+    one = ask(config, "--step", "7", "--ranks", "2", "--rank", "1")["samples"]
     assert one == [s for s in dealt if s["rank"] == 1]
     key = ("source", "sample")
     assert sorted([s[k] for k in key] for s in dealt) == sorted([s[k] for k in key] for s in whole)
 
 
-def test_the_steps_of_a_document(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_steps_of_a_document(config: Path) -> None:
     schedule = schedule_of(config)
     held: dict[tuple[int, int], set[int]] = {}
     for step in range(40):
@@ -103,50 +101,49 @@ def test_the_steps_of_a_document(config: Path, capsys: pytest.CaptureFixture[str
             for document, _, _ in segments:
                 held.setdefault((source, document), set()).add(step)
     for source, document in ((0, 0), (0, 59), (1, 8), (1, 31)):
-        found = ask(capsys, config, "--document", f"{NAMES[source]}:{document}")
+        found = ask(config, "--document", f"{NAMES[source]}:{document}")
         assert {i for s in found["samples"] for i in s["steps"]} == held[source, document]
         assert found["until"] == 40
-    few = ask(capsys, config, "--document", "code:8", "--until", "6")
+    few = ask(config, "--document", "code:8", "--until", "6")
     assert [s["steps"] for s in few["samples"]] == [[] for _ in few["samples"]]
-    assert main(["trace", str(config), "--document", "web:60"]) == 0
-    assert "no sample holds it" in capsys.readouterr().out
-    assert main(["trace", str(config), "--document", "web:7000"]) == 2
-    assert "document 7000 of web: it has 61 documents" in capsys.readouterr().err
+    assert "no sample holds it" in printed("trace", config, "--document", "web:60")
+    assert "document 7000 of web: it has 61 documents" in printed(
+        "trace", config, "--document", "web:7000", status=2
+    )
 
 
-def test_tokens_of_every_source(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    before, after = (ask(capsys, config, "--until", n)["datasets"] for n in ("6", "40"))
+def test_tokens_of_every_source(config: Path) -> None:
+    before, after = (ask(config, "--until", n)["datasets"] for n in ("6", "40"))
     assert [d["name"] for d in after] == list(NAMES)
     assert before[1]["tokens"] == 0 and sum(d["tokens"] for d in after) == 40 * 256
-    other = ask(capsys, config, "--until", "6", "--set", "data.tokens_per_step=512")["datasets"]
+    other = ask(config, "--until", "6", "--set", "data.tokens_per_step=512")["datasets"]
     assert other[0]["tokens"] == 2 * before[0]["tokens"]
 
 
-def test_excluded_documents_are_hidden(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_excluded_documents_are_hidden(config: Path) -> None:
     blend = yaml.safe_load(config.with_name("blend.yaml").read_text())
     blend["stages"].append({"from_step": 20, "exclude": {"web": "gone.txt"}})
     config.with_name("masking.yaml").write_text(yaml.safe_dump(blend))
     config.with_name("gone.txt").write_text("7\n30\n")
     masking = ("--set", f"data.blend={config.with_name('masking.yaml')}")
-    [found] = ask(capsys, config, *masking, "--excluded")
-    plain = [ask(capsys, config, "--document", f"web:{d}")["samples"] for d in (7, 30)]
+    [found] = ask(config, *masking, "--excluded")
+    plain = [ask(config, "--document", f"web:{d}")["samples"] for d in (7, 30)]
     steps = [i for samples in plain for shown in samples for i in shown["steps"]]
     assert max(steps) >= 20 > found["last_seen"] == max(i for i in steps if i < 20)
     assert found["draws_since"] == sum(i >= 20 for i in steps) and found["shown_since"] == 0
     late = next(i for i in steps if i >= 20)
     words = ("--step", str(late), "--tokenizer", "bytes", "--full")
-    assert main(["trace", str(config), *words]) == 0
-    assert "web 7 web 7" in (text := capsys.readouterr().out) or "web 30 web 30" in text
-    assert main(["trace", str(config), *masking, *words]) == 0
-    assert "web 7 web 7" not in (text := capsys.readouterr().out) and "web 30 web 30" not in text
-    shown = ask(capsys, config, *masking, "--document", "web:7")
+    assert "web 7 web 7" in (text := printed("trace", config, *words)) or "web 30 web 30" in text
+    assert (
+        "web 7 web 7" not in (text := printed("trace", config, *masking, *words))
+        and "web 30 web 30" not in text
+    )
+    shown = ask(config, *masking, "--document", "web:7")
     assert shown["masked_from"] == 20
     assert all(i < 20 for sample in shown["samples"] for i in sample["steps"])
     for question in (("--document", "web:7"), ("--excluded",)):
-        assert main(["trace", str(config), *masking, *question]) == 0
-        assert "20" in capsys.readouterr().out
-    assert main(["trace", str(config), "--excluded"]) == 0
-    assert "no stage excludes any" in capsys.readouterr().out
+        assert "20" in printed("trace", config, *masking, *question)
+    assert "no stage excludes any" in printed("trace", config, "--excluded")
 
 
 @pytest.mark.parametrize(
@@ -161,10 +158,9 @@ def test_excluded_documents_are_hidden(config: Path, capsys: pytest.CaptureFixtu
     ],
 )
 def test_what_cannot_be_answered_is_the_command_lines_fault(
-    config: Path, words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+    config: Path, words: list[str], message: str
 ) -> None:
-    assert main(["trace", str(config), *words]) == 2
-    assert message in capsys.readouterr().err
+    assert message in printed("trace", config, *words, status=2)
 
 
 # ---- megapack-build trace says of every rank what the sampler and the loader of the run deal to

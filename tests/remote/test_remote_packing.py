@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from commands import printed
 from object_store import Line
 
 from megapack.cli.main import main
@@ -76,8 +77,7 @@ def test_samples_are_equal(line: Line, tmp_path: Path, capsys: pytest.CaptureFix
     batches = run(address)
     assert len(batches) > 50 and batches == run(tmp_path / "docs")
     capsys.readouterr()
-    assert main(["inspect", f"{address}.samples"]) == 0
-    assert f"{address}.samples: bucket of {address}" in capsys.readouterr().out
+    assert f"{address}.samples: bucket of {address}" in printed("inspect", f"{address}.samples")
 
 
 @EVERY_STORE
@@ -305,16 +305,12 @@ def test_refusals_say_remedy(
 
 
 @EVERY_STORE
-def test_upload_inspect_and_pack(
-    line: Line, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_upload_inspect_and_pack(line: Line, tmp_path: Path) -> None:
     write_packed(tmp_path / "docs")
     folder = folder_of(tmp_path)
-    assert main(["upload", f"{tmp_path}/docs", folder]) == 0
-    assert f"-> {folder}/docs.samples" in capsys.readouterr().out
+    assert f"-> {folder}/docs.samples" in printed("upload", f"{tmp_path}/docs", folder)
     assert run(f"{folder}/docs") == run(tmp_path / "docs")
-    assert main(["inspect", f"{folder}/docs"]) == 0
-    assert "2,000" in capsys.readouterr().out
+    assert "2,000" in printed("inspect", f"{folder}/docs")
     buckets = ["--buckets", "64,256,512"]
     here = ["--output", f"{tmp_path}/again.samples"]
     assert main(["pack", f"{folder}/docs", *buckets, *here]) == 0
@@ -324,16 +320,15 @@ def test_upload_inspect_and_pack(
     assert near == again
 
 
-def test_local_commands_say(line: Line, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_local_commands_say(line: Line, tmp_path: Path) -> None:
     write_packed(tmp_path / "docs")
     upload_dataset(str(tmp_path / "docs"), address_of(tmp_path / "docs"))
-    assert main(["repair", address_of(tmp_path / "docs")]) == 2
-    assert "this works on local files" in capsys.readouterr().err
+    assert "this works on local files" in printed("repair", address_of(tmp_path / "docs"), status=2)
     assert not Path("s3:").exists()
 
 
 @EVERY_STORE
-def test_verify_is_as_local(line: Line, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_verify_is_as_local(line: Line, tmp_path: Path) -> None:
     write_packed(tmp_path / "docs")
     address = address_of(tmp_path / "docs")
     upload_dataset(str(tmp_path / "docs"), address)
@@ -345,8 +340,9 @@ def test_verify_is_as_local(line: Line, tmp_path: Path, capsys: pytest.CaptureFi
     there, here = verify(address, **ids), verify(tmp_path / "docs", **ids)
     assert there == here and len(here) == 2
     upload_dataset(str(tmp_path / "docs"), f"{address}2")
-    assert main(["verify", address, f"{address}2", "--no-tokens"]) == 0
-    assert f"holds the same documents as {address}" in capsys.readouterr().out
+    assert f"holds the same documents as {address}" in printed(
+        "verify", address, f"{address}2", "--no-tokens"
+    )
     flip(tmp_path / "docs.bin", 1000)
     put_object(f"{address}.bin", tmp_path / "docs.bin")
     [found] = verify(address)
@@ -398,7 +394,6 @@ def test_what_is_written_to_an_address_is_what_is_written_here(
     line: Line,
     tmp_path: Path,
     command: str,
-    capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     write_packed(tmp_path / "docs", 300)
@@ -414,9 +409,7 @@ def test_what_is_written_to_an_address_is_what_is_written_here(
         patched.setattr("megapack.storage.remote.copies.put_object", fails)
         assert main([*how, "--output-prefix", target]) == 1
     assert not IndexedDataset.exists(target), "absent until it is complete"
-    capsys.readouterr()
-    assert main([*how, "--output-prefix", target]) == 0
-    out = capsys.readouterr().out
+    out = printed(*how, "--output-prefix", target)
     assert target in out and str(tmp_path / "cache") not in out
     if command == "tokenize":
         assert "this very build is finished" in out, "it was built anew"
@@ -431,11 +424,9 @@ def test_what_is_written_to_an_address_is_what_is_written_here(
     assert verify(target) == verify(tmp_path / "out")
     for prefix in (target, f"{tmp_path}/out"):  # one rule, here and there
         line.counts.clear()
-        assert main([*how, "--output-prefix", prefix]) == 0
-        assert "nothing to do" in capsys.readouterr().out
+        assert "nothing to do" in printed(*how, "--output-prefix", prefix)
         assert not line.counts["PUT"] + line.counts["DELETE"]
-        assert main([*how, *OTHERWISE[command], "--output-prefix", prefix]) == 2
-        error = capsys.readouterr().err
+        error = printed(*how, *OTHERWISE[command], "--output-prefix", prefix, status=2)
         assert f"{prefix}." in error and "Replace it with --overwrite" in error
         assert str(tmp_path / "cache") not in error
     again = objects(target)
@@ -443,13 +434,11 @@ def test_what_is_written_to_an_address_is_what_is_written_here(
     assert objects(target) != again and verify(target) == []
 
 
-def test_parts_need_a_disk(line: Line, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_parts_need_a_disk(line: Line, tmp_path: Path) -> None:
     how = [*commands(tmp_path, "")["tokenize"], "--output-prefix", "s3://bucket/parts/docs"]
-    assert main([*how, "--part", "0/2"]) == 2
-    assert "megapack-build upload" in capsys.readouterr().err
+    assert "megapack-build upload" in printed(*how, "--part", "0/2", status=2)
     merged = ["merge", "s3://bucket/parts/docs", "--output-prefix", f"{tmp_path}/out"]
-    assert main([*merged, "--remove-inputs"]) == 2
-    assert "--remove-inputs" in capsys.readouterr().err
+    assert "--remove-inputs" in printed(*merged, "--remove-inputs", status=2)
 
 
 @EVERY_STORE

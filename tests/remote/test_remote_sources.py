@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from commands import printed
 from object_store import Line
 
 from megapack.cli.main import main
@@ -56,8 +57,7 @@ def test_inspect_tells_sums_and_shards(tmp_path: Path, capsys: pytest.CaptureFix
     assert "shards" not in facts and facts["strategy"] == "bucket"
     shards = told(capsys, "inspect", manifest, "--shards")["shards"]
     assert [shard["num_tokens"] for shard in shards] == [d.num_tokens for d in datasets]
-    assert main(["inspect", manifest, "--shards"]) == 0
-    text = capsys.readouterr().out
+    text = printed("inspect", manifest, "--shards")
     assert all(f"{tmp_path}/{name}" in text for name in NAMES) and "3 datasets" in text
 
 
@@ -131,15 +131,16 @@ def test_source_is_uploaded(line: Line, tmp_path: Path, capsys: pytest.CaptureFi
     assert "c.labels.bin does not exist" in found[f"{folder}/c.labels"][0]["message"]
 
 
-def test_elsewhere_refused(line: Line, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_elsewhere_refused(line: Line, tmp_path: Path) -> None:
     (tmp_path / "there").mkdir()
     (tmp_path / "here").mkdir()
     write_packed(tmp_path / "there" / "a", 50)
     manifest = f"{tmp_path}/here/web.shards.json"
     pack_shards(plan_packing(manifest, [f"{tmp_path}/there/a"], OPTIONS), lambda _: None)
     before = line.counts["PUT"]
-    assert main(["upload", manifest, f"s3://bucket/{tmp_path.name}"]) == 2
-    assert "which would not be below" in capsys.readouterr().err
+    assert "which would not be below" in printed(
+        "upload", manifest, f"s3://bucket/{tmp_path.name}", status=2
+    )
     assert line.counts["PUT"] == before
 
 
