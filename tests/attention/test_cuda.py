@@ -68,9 +68,7 @@ def test_some_backend_serves_every_model_we_train() -> None:
         assert any(served[name] is None for name in BACKENDS), served
 
 
-def test_flex_never_holds_all_scores_of_any_shape(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_flex_never_holds_all_scores_of_any_shape(monkeypatch: pytest.MonkeyPatch) -> None:
     """Beyond torch's limit of graphs it would go on uncompiled, with 4 bytes per head and pair."""
     monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 2)
     flex._compiled.cache_clear()

@@ -87,9 +87,7 @@ def labels(corpus: Path) -> list[list[int]]:
     return chosen
 
 
-def test_chosen_labels_are_shown_as_training_sees_them(
-    corpus: Path, labels: list[list[int]]
-) -> None:
+def test_chosen_labels_are_those_of_training(corpus: Path, labels: list[list[int]]) -> None:
     dataset, index = IndexedDataset(corpus), SampleIndex.load(f"{corpus}.samples")
     documents = [dataset[d].tolist() for d in range(dataset.num_documents)]
     seen = 0

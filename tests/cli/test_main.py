@@ -203,9 +203,7 @@ def test_datasets_need_no_option(reader_of_many: argparse.ArgumentParser, words:
 @pytest.mark.parametrize(
     "words", [["a"], ["--data-prefix", "a"], ["--overwrite", "a"], ["a.idx", "--overwrite"]]
 )
-def test_one_dataset_needs_no_option(
-    reader_of_one: argparse.ArgumentParser, words: list[str]
-) -> None:
+def test_one_needs_no_option(reader_of_one: argparse.ArgumentParser, words: list[str]) -> None:
     assert reader_of_one.parse_args(words).prefix == "a"
 
 
@@ -326,9 +324,7 @@ def test_sizes_are_exact_where_a_float_is_not() -> None:
 @pytest.mark.parametrize(
     "text", ["", "M", "1.5.5M", "-1", "1e9", "64X", "0x10", "nan", "1,000", True]
 )
-def test_wrong_size_is_refused_with_a_right_one(
-    text: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_wrong_size_is_refused(text: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(ConfigError, match=r"is not a size; write 4096, 64M or 1\.5G"):
         parse_size(text)
     with pytest.raises(SystemExit, match="2"):

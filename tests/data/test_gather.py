@@ -250,9 +250,7 @@ DAMAGES = [
 
 
 @pytest.mark.parametrize(("array", "value", "message"), DAMAGES)
-def test_index_beyond_documents_raises(
-    tmp_path: Path, array: str, value: int, message: str
-) -> None:
+def test_index_beyond_them_raises(tmp_path: Path, array: str, value: int, message: str) -> None:
     dataset = write_documents(tmp_path / "d", random_documents([4, 8, 3]))
     index = index_of({8: [[(0, 0, 4), (2, 0, 3)], [(1, 0, 8)]]}, [4, 8, 3])
     packed = PackedDataset(dataset, _damaged(index, array, 0, value))

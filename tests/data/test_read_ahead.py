@@ -77,9 +77,7 @@ def test_what_a_micro_batch_reads_is_read_before_and_nothing_else(cold: PackedDa
         cold.will_need([cold.samples.num_samples])
 
 
-def test_ranges_are_those_of_segments_and_labels_behind(
-    tmp_path: Path,
-) -> None:
+def test_ranges_are_those_of_segments_and_labels_behind(tmp_path: Path) -> None:
     """Of every source; the label of a segment's last token is the next token of its document."""
     lengths = packed_lengths(400, 64)
     documents = [

@@ -223,9 +223,7 @@ def test_settings_without_a_meaning_are_refused() -> None:
         Schedule([], tokens_per_step=64)
 
 
-def test_bucket_below_a_draw_is_used_with_a_warning(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_bucket_below_a_draw_is_used_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     schedule = Schedule(samples_of_buckets({8: 40, 16: 3}), tokens_per_step=64)
     assert "bucket 16 has 3 samples and a draw takes 4 of them" in caplog.text
     [first] = [step for i in range(6) if (step := schedule.step(i)).capacity == 16]

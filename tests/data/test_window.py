@@ -122,9 +122,7 @@ def test_batch_differs_in_boundaries(data: PackedDataset, per_row: bool, cu_seql
             assert cut["cu_seqlens"].shape[-1] == data.max_cu_seqlens(layout, capacity, 12)
 
 
-def test_window_of_a_step_reaches_batches_and_dealt_work(
-    data: PackedDataset,
-) -> None:
+def test_window_of_a_step_reaches_batches_and_dealt_work(data: PackedDataset) -> None:
     index = data.samples.indices[0]
     stages = [Stage(from_step=2, attention_window=16), Stage(from_step=4, attention_window=0)]
     schedule = Schedule(index, tokens_per_step=512, stages=stages)

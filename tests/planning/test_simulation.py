@@ -49,9 +49,7 @@ def chunks(length: int, size: int, rank: int) -> list[int]:
 
 
 @given(step=padded_steps())
-def test_tokens_are_held_once_by_groups(
-    step: tuple[list[int], int, dict[str, int]],
-) -> None:
+def test_tokens_are_held_once_by_groups(step: tuple[list[int], int, dict[str, int]]) -> None:
     lengths, align, rules = step
     multiple = math.lcm(align, 2 * rules["max_degree"])
     plan = plan_step([-(-n // multiple) * multiple for n in lengths], **rules)

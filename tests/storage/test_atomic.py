@@ -356,9 +356,7 @@ def test_what_is_no_regular_file_is_never_replaced(tmp_path: Path) -> None:
     assert len(list(tmp_path.iterdir())) == 5
 
 
-def test_names_too_long_for_temporary_ones_are_refused(
-    tmp_path: Path,
-) -> None:
+def test_names_too_long_for_temporary_ones_are_refused(tmp_path: Path) -> None:
     limit = os.pathconf(tmp_path, "PC_NAME_MAX") - TEMPORARY_BYTES
     fits = tmp_path / ("n" * limit)
     with atomic_write(fits, "w") as file:

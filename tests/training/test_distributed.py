@@ -36,9 +36,7 @@ def test_a_plain_process_is_a_run_of_one() -> None:
     assert found["MASTER_ADDR"] == "127.0.0.1" and int(found["MASTER_PORT"] or 0) > 0
 
 
-def test_deepspeed_launcher_gives_the_local_rank(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_deepspeed_launcher_gives_the_local_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     values = {"RANK": "5", "WORLD_SIZE": "8", "MASTER_ADDR": "node0", "MASTER_PORT": "29500"}
     for name, value in values.items():
         monkeypatch.setenv(name, value)
